@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
 import sys
 from collections import Counter, defaultdict
@@ -16,6 +17,7 @@ import torch
 
 from weft.cli import main
 from weft.train.pool import ProcessPool
+from weft.train.signals import requests
 
 
 @pytest.hookimpl(trylast=True)  # after the plugin of reruns
@@ -52,6 +54,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """A command that runs in this process handles signals to the process's end, which is not that of the test."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    requests.reset()
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 #: Exit code, standard output and standard error of ``weft`` with these words.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -18,7 +17,7 @@ import psutil
 import pytest
 
 from weft.errors import UsageError, WeftError
-from weft.train import ranks
+from weft.train import signals
 from weft.train.failure import Failure, Grade, is_secondary, oom_kills, report_failure, root_cause
 from weft.train.launch import launch
 from weft.train.ranks import in_ranks, slurm_ranks
@@ -174,14 +173,17 @@ def test_a_signal_lets_ranks_finish(script: list[str], tmp_path: Path, number: s
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_ranks_at_once(script: list[str], tmp_path: Path) -> None:
+def test_a_repeated_signal_is_one_wish_and_a_later_one_ends_ranks_at_once(script: list[str], tmp_path: Path) -> None:
     parent = start_parent([*script, "stubborn"], 2)
     pids = wait_for(tmp_path, "pid-*", 2)
     for _ in range(2):
         parent.send_signal(signal.SIGINT)
-        time.sleep(0.5)
-    parent.communicate(timeout=120)
-    assert parent.returncode == 130
+        time.sleep(0.3)
+    assert all(map(psutil.pid_exists, map(int, pids))) and parent.poll() is None
+    time.sleep(signals.REPEAT_S)
+    parent.send_signal(signal.SIGTERM)
+    _, err = parent.communicate(timeout=120)
+    assert (parent.returncode, err) == (130, "weft: ended at once, by another SIGTERM\n")
     assert_gone(pids)
 
 
@@ -229,12 +231,12 @@ def test_when_one_rank_ends_with_an_error_after_ctrl_c_the_others_do_not_have_a_
 def test_ctrl_c_waits_until_a_rank_has_started() -> None:
     """Python would print a traceback if it came while the interpreter starts."""
     words = [sys.executable, "-m", "weft", "recipes"]
-    env = os.environ | {"WEFT_LAUNCHED": "1", "RANK": "0"}
-    with ranks.ctrl_c_held_back():
+    env = os.environ | {"WEFT_LAUNCHED": "1", "RANK": "0"}  # the launcher says that it was interrupted
+    with signals.ctrl_c_held_back():
         process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         process.send_signal(signal.SIGINT)
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    assert (*process.communicate(timeout=240), process.returncode) == ("", "weft: interrupted\n", 130)
+    assert (*process.communicate(timeout=240), process.returncode) == ("", "", 130)
 
 
 def test_other_programs_get_ctrl_c_from_the_launcher_on() -> None:
@@ -243,28 +245,10 @@ def test_other_programs_get_ctrl_c_from_the_launcher_on() -> None:
 
 
 def test_after_a_swallowed_ctrl_c_no_rank_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks.keyboard, "interrupted", True)
+    monkeypatch.setattr(signals.requests, "asked", signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         launch([], 1, ["/bin/sh", "-c", f"echo > {tmp_path}/started"])
     assert not list(tmp_path.iterdir())
-
-
-def test_ctrl_c_that_was_swallowed_still_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    keyboard = type(ranks.keyboard)()
-    monkeypatch.setattr(ranks, "keyboard", keyboard)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        keyboard.watch()
-        with ranks.noted_signals([signal.SIGINT], lambda number: None) as received:
-            assert not received
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        with ranks.noted_signals([signal.SIGINT], lambda number: None) as received:
-            assert received == [signal.SIGINT]
-        with ranks.noted_signals([signal.SIGTERM], lambda number: None) as received:
-            assert not received
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_a_rank_that_cannot_be_killed_is_left_behind_and_named(

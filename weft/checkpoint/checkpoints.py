@@ -51,9 +51,10 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *problem: object) -> None:
-        self._thinning.close()
-        self._saver.close()
+    def __exit__(self, kind: type[BaseException] | None, *problem: object) -> None:
+        at_once = kind is not None and issubclass(kind, KeyboardInterrupt)
+        self._thinning.close(wait=not at_once)
+        self._saver.close(at_once)
 
     @property
     def last(self) -> Storage | None:

@@ -194,6 +194,6 @@ class Thinning:
         self._work = [work for work in self._work if not work.done()]
         return [f"old checkpoints were not deleted: {error}" for work in done if (error := work.exception())]
 
-    def close(self) -> None:
-        """Wait for what was started."""
-        self._thread.shutdown()
+    def close(self, wait: bool = True) -> None:
+        """Start nothing more, and ``wait`` for what was started."""
+        self._thread.shutdown(wait)

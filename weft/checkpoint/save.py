@@ -147,10 +147,12 @@ class Saver:
                 if not self._where.holds(ROOT):
                     self._where.clear()
 
-    def close(self) -> None:
-        """End the writer, whatever it is doing, and give the memory back."""
+    def close(self, at_once: bool = False) -> None:
+        """End the writer, whatever it is doing, and give the memory back. ``at_once``: do not wait for it first."""
         self._thread.shutdown()
         if self._writer is not None:
+            if at_once:
+                self._writer.process.kill()
             self._writer.close()
         self._writer = None
 

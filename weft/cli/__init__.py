@@ -6,7 +6,7 @@ import sys
 
 from weft.errors import WeftError
 from weft.train.failure import leave, report_failure
-from weft.train.ranks import keyboard
+from weft.train.signals import requests
 
 
 class Interrupted(Exception):
@@ -17,7 +17,7 @@ def main() -> None:
     """Entry point of ``weft``. Exit code 0 is success, 1 a failure, 2 a request that cannot be met."""
     # Imports make several 100,000 objects that stay; looking for circles among them at every 700th takes a fifth.
     gc.set_threshold(10_000)
-    keyboard.watch()
+    requests.watch()
     try:
         from weft.cli.app import app
 
@@ -27,9 +27,11 @@ def main() -> None:
     except WeftError as error:
         sys.exit(report_failure(error))
     except (Interrupted, KeyboardInterrupt, EOFError):
-        if os.environ.get("RANK", "0") == "0":  # of several ranks, the first says it
-            print("weft: interrupted", file=sys.stderr)
-        sys.exit(130)
+        requests.leaving = True  # a later signal does not wait for the interpreter's own end
+        if os.environ.get("RANK", "0") == "0" and "WEFT_LAUNCHED" not in os.environ:  # of several ranks, the first
+            print(f"weft: {requests.words(requests.run)}", file=sys.stderr)
+        leave(requests.code)
+        sys.exit(requests.code)
     except BrokenPipeError:
         sys.exit(1)
     except Exception as error:

@@ -1,7 +1,6 @@
 """``weft verify``: the layout against one device, by numbers or by types."""
 
 import json
-import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -112,10 +111,6 @@ def _random(path: Path, count: int, first: int, seed: int, minutes: float | None
     from weft.train.fuzz import Fuzzer, Summary, command
     from weft.train.pool import MAX_WORLD, ProcessPool
 
-    def stop(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, stop)
     pool, summary, console = ProcessPool(), Summary(), Console(stderr=True)
     fuzzer = Fuzzer(path, pool, dtype)
     try:

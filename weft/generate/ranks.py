@@ -36,7 +36,7 @@ from weft.recipe import ModelShape
 from weft.schedule.actions import Value
 from weft.schedule.wire import Wire
 from weft.train.failure import is_secondary
-from weft.train.ranks import noted_signals, stop_signals
+from weft.train.signals import noted_signals, stop_signals
 
 T = torch.Tensor
 
@@ -225,7 +225,7 @@ def follow(model: Transformer) -> RankReader:
     Ctrl-C is left to the first rank, which may have answers to finish.
     """
     tickets = Tickets()
-    with noted_signals(*stop_signals()):
+    with noted_signals(stop_signals()):
         reader = RankReader(model, tickets.next())
         while (ticket := tickets.next()) is not None:
             what, *given = ticket

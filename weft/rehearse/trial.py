@@ -21,9 +21,10 @@ from weft.planner.shape import Model
 from weft.recipe import Recipe, load_recipe
 from weft.rehearse.choose import correct_by_measured, to_try
 from weft.toml import write_toml
-from weft.train.failure import leave, report_failure
-from weft.train.launch import launch
+from weft.train.failure import leave, report_failure, show
+from weft.train.launch import run_ranks
 from weft.train.ranks import in_ranks, rank_process
+from weft.train.signals import requests, take_ctrl_c
 
 WARM, ENOUGH = 3, 12
 #: Seconds after which no further step is begun, and after which a trial of one rank is given up.
@@ -45,14 +46,19 @@ def trial(recipe: Path, world: int) -> Measured:
         out = Path(folder) / "found"
         command = [sys.executable, "-m", "weft.rehearse.trial", str(recipe), str(out)]
         if world > 1:
-            code = launch([], world, command)
+            ended = run_ranks(command, world)
+            if ended.code > 128:
+                raise KeyboardInterrupt
+            if ended.cause is not None:
+                show(ended.cause)
+            code = ended.code
         else:
             try:
                 code = subprocess.run(command, timeout=PATIENCE_S).returncode
             except subprocess.TimeoutExpired:
                 code = 124
-        if code > 128:
-            raise KeyboardInterrupt
+            if code > 128:
+                raise KeyboardInterrupt
         if code or not out.exists():
             return Measured(reason=f"a rank ended with code {code}")
         return Measured(**json.loads(out.read_text()))
@@ -139,12 +145,17 @@ def main() -> int:
     from weft.train.setup import device_type
 
     in_ranks()
+    requests.watch()
+    take_ctrl_c()
     try:
         recipe = load_recipe(sys.argv[1])
         with rank_process(device_type(recipe), recipe.train.timeout, recipe.train.threads):
             measure_steps(recipe, Path(sys.argv[2]))
     except Exception as error:  # the launcher prints it, once for all ranks
         return report_failure(error)
+    except KeyboardInterrupt:
+        leave(requests.code)
+        return requests.code
     leave(0)
     return 0
 

@@ -51,10 +51,11 @@ from weft.resilience.watching import Watching
 from weft.train.failure import cause_of, is_secondary, report_failure
 from weft.train.guard import Regroup
 from weft.train.loop import Outcome, train
-from weft.train.ranks import LEFT_OUT, MEMBERS, backend_of, noted_signals, own_device, settle_in, stop_signals
+from weft.train.ranks import LEFT_OUT, MEMBERS, backend_of, own_device, settle_in
 from weft.train.recorder import Recorder
 from weft.train.runs import Resumed, Run, open_run
 from weft.train.setup import Job, check_memory, device_type, prepare
+from weft.train.signals import noted_signals, stop_signals
 
 #: Seconds between two looks of a rank for which the layout has no place.
 LOOK_S = 0.1
@@ -112,7 +113,7 @@ def join(folder: Path) -> tuple[Recipe, Outcome | None, bool]:
 def survivor_of(recipe: Recipe, out: Path | None, resume: str | None = None) -> Iterator["Survivor"]:
     """In here this process is a rank of a run that survives the loss of others."""
     settle_in(device_type(recipe), recipe.train.threads)
-    with noted_signals(*stop_signals()) as received:
+    with noted_signals(stop_signals()) as received:
         survivor = Survivor(recipe, out, resume, received)
         try:
             yield survivor

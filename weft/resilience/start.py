@@ -32,6 +32,7 @@ from weft.train.loop import Outcome, train
 from weft.train.ranks import in_ranks, own_device, rank_process
 from weft.train.runs import prepare_run
 from weft.train.setup import device_type, model_shape, prepare
+from weft.train.signals import requests, take_ctrl_c
 
 
 def start(recipe: Recipe, out: str | Path | None = None, resume: str | None = None) -> Outcome:
@@ -42,7 +43,11 @@ def start(recipe: Recipe, out: str | Path | None = None, resume: str | None = No
     ``resume`` is "auto", a run or a checkpoint. Raises :class:`WeftError` for what goes wrong. Ctrl-C and SIGTERM save
     and return, with the signal as ``interrupted``.
     """
-    out = None if out is None else Path(out)
+    with requests.watching():
+        return _start(recipe, None if out is None else Path(out), resume)
+
+
+def _start(recipe: Recipe, out: Path | None, resume: str | None) -> Outcome:
     if "layout" not in recipe.model_fields_set:
         recipe, _ = with_planned_layout(recipe, None)
     if in_ranks() or recipe.layout.world == 1:
@@ -105,6 +110,7 @@ def be_rank(
         ) from None
     if main and outcome is not None:
         conclude(recipe, outcome)
+        requests.open_run(None)
     return outcome
 
 
@@ -146,15 +152,15 @@ def _in_ranks_of_its_own(recipe: Recipe, out: Path | None, resume: str | None) -
         task, done = Path(folder) / "task", Path(folder) / "outcome"
         task.write_bytes(pickle.dumps((recipe.model_dump(mode="json"), out, resume)))
         command = [sys.executable, "-m", "weft.resilience.start", str(task), str(done)]
-        code, cause = run_ranks(
+        ended = run_ranks(
             command, recipe.layout.world, recipe.train.threads, recipe.survives or recipe.islands_come_and_go
         )
         if done.exists():
             outcome: Outcome = pickle.loads(done.read_bytes())
             return outcome
-    if code > 128:
-        raise KeyboardInterrupt
-    raise WeftError(cause.message if cause else f"the ranks ended with exit code {code}")
+    if ended.code > 128:
+        raise KeyboardInterrupt(ended.unsaid)
+    raise WeftError(ended.cause.message if ended.cause else f"the ranks ended with exit code {ended.code}")
 
 
 def main(task: str, done: str) -> int:
@@ -165,10 +171,15 @@ def main(task: str, done: str) -> int:
         finish(recipe, outcome)
         Path(done).write_bytes(pickle.dumps(outcome))
 
+    requests.watch()
+    take_ctrl_c()
     try:
         be_rank(build_recipe(recipe), out, resume, conclude)
     except Exception as error:
         return report_failure(error)
+    except KeyboardInterrupt:
+        leave(requests.code)
+        return requests.code
     leave(0)
     return 0
 

@@ -9,10 +9,10 @@ from weft.parallel.state import State
 from weft.recipe import Recipe
 from weft.sync.presence import Presence
 from weft.sync.streams import Streams, open_streams
-from weft.train.ranks import noted_signals, stop_signals
 from weft.train.recorder import Recorder
 from weft.train.runs import Resumed, Run, open_run, resume_run
 from weft.train.setup import Job
+from weft.train.signals import noted_signals, stop_signals
 
 
 class Regroup(Exception):
@@ -44,7 +44,7 @@ class Guard:
 
     def signals(self) -> AbstractContextManager[list[int]]:
         """A context that collects the signals that ask the run to end."""
-        return noted_signals(*stop_signals())
+        return noted_signals(stop_signals())
 
     def fill(self, run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
         """Bring the state to where the run goes on. Collective."""

@@ -14,12 +14,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
 from weft.train.failure import Exit, Failure, Grade, oom_kills, root_cause, show
-from weft.train.ranks import LEFT_OUT, MEMBERS, ctrl_c_held_back, keyboard, noted_signals, threads_per_rank
+from weft.train.ranks import LEFT_OUT, MEMBERS, threads_per_rank
+from weft.train.signals import RUN_FILE, Stopped, ctrl_c_held_back, noted_signals, requests, stop_signals
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -37,11 +38,13 @@ LOOK_S = 0.05
 
 # What a rank runs before the command proper: the kernel is told to kill it when the launcher dies, whatever the cause
 # (PR_SET_PDEATHSIG survives exec). Elsewhere than on Linux, ranks of a killed launcher end with their next collective.
-# Ctrl-C is held back from weft itself until it is there (ctrl_c_held_back); others get it from here on.
+# Ctrl-C is held back from weft itself until it is there (ctrl_c_held_back); others get it from here on. It comes
+# through the launcher alone, also where that is a background job, which inherits an ignored SIGINT.
 _ENTRY = """
 import ctypes, os, signal, sys
 parent, *command = sys.argv[1:]
-if command[1:3] != ["-m", "weft"]:
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+if command[1:2] != ["-m"] or command[2].partition(".")[0] != "weft":
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, 9)
@@ -55,41 +58,50 @@ def launch(
     argv: list[str], ranks: int, command: list[str] | None = None, threads: int = 0, survive: bool = False,
     patience: float = math.inf,
 ) -> int:  # fmt: skip
-    """Run ``weft *argv`` (or ``command``) as ``ranks`` local processes, print why they failed, if they did, and return
-    the exit code. See :func:`run_ranks`.
+    """Run ``weft *argv`` (or ``command``) as ``ranks`` local processes, print why they failed, if they did, or what a
+    signal has left unsaid, and return the exit code. See :func:`run_ranks`.
     """
-    code, cause = run_ranks(command or [sys.executable, "-m", "weft", *argv], ranks, threads, survive, patience)
-    if cause is not None:
-        show(cause)
-    return code
+    ended = run_ranks(command or [sys.executable, "-m", "weft", *argv], ranks, threads, survive, patience)
+    if ended.cause is not None:
+        show(ended.cause)
+    elif ended.unsaid:
+        print(f"weft: {ended.unsaid}", file=sys.stderr)
+    return ended.code
+
+
+class RanksEnded(NamedTuple):
+    """How ranks have ended: their exit code, why they failed if they did, and what a signal has left unsaid."""
+
+    code: int
+    cause: Failure | None = None
+    unsaid: str = ""
 
 
 def run_ranks(
     command: list[str], ranks: int, threads: int = 0, survive: bool = False, patience: float = math.inf
-) -> tuple[int, Failure | None]:
-    """Run ``command`` as ``ranks`` local processes; their exit code, and why they failed if they did.
+) -> RanksEnded:
+    """Run ``command`` as ``ranks`` local processes, and return how they have ended.
 
-    Ctrl-C, SIGTERM and SIGHUP are passed on; ranks then have :data:`GRACE_S` seconds to stop, a second signal
-    ends them at once, and the code is 128 + signal. If a rank fails the others are stopped. Where ranks ``survive``
-    others, one that is killed or has been left out does not count, once all ranks have met. One that is stopped for
-    more than ``patience`` seconds counts as failed.
+    Ctrl-C, SIGTERM and SIGHUP are passed on; ranks then have :data:`GRACE_S` seconds to stop. Another signal ends them
+    at once, unless it is a repetition (:mod:`weft.train.signals`). The code is 128 + signal. If a rank fails the others
+    are stopped. Where ranks ``survive`` others, one that is killed or has been left out does not count, once all ranks
+    have met. One that is stopped for more than ``patience`` seconds counts as failed.
     """
     import torch.distributed as dist
 
-    if keyboard.interrupted:  # an import has swallowed the exception: nobody need be started for that
-        raise KeyboardInterrupt
+    if requests.asked:  # an import has swallowed the exception: nobody need be started for that
+        raise Stopped
     # Where the ranks meet: at a port that the store itself picks, so that no other run can have it.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     folders = tempfile.TemporaryDirectory(prefix="weft-ranks-", ignore_cleanup_errors=True)
     started, stopped, failed, before = list[psutil.Popen](), list[int](), dict[int, Exit](), oom_kills()
-    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # under nohup a run outlives its terminal
-    numbers = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hangs_up else [])]
     entry = [sys.executable, "-I", "-S", "-c", _ENTRY, str(os.getpid())]
-    with folders as folder, noted_signals(numbers, _kill_all) as received:
+    with folders as folder, noted_signals(stop_signals(), _kill_all) as received:
         try:
             for rank in range(ranks):
                 env = rank_environment(rank, ranks, threads) | {
                     "MASTER_PORT": str(store.port), "TORCHELASTIC_ERROR_FILE": f"{folder}/{rank}.json",
+                    RUN_FILE: f"{folder}/run",
                 }  # fmt: skip
                 # In a session of its own: a terminal's Ctrl-C comes to it through this process alone.
                 with ctrl_c_held_back():
@@ -112,10 +124,20 @@ def run_ranks(
         finally:
             _kill(started)
         cause = _cause(Path(folder), failed, stopped, before)
+        unsaid = _unsaid(Path(folder), started) if received else ""
     code = 128 + received[0] if received else int(bool(failed or stopped))
     if code == 0 or cause is None or (code > 128 and cause.grade > Grade.UNEXPECTED):
-        return code, None
-    return (code if code > 128 else cause.exit_code), cause
+        return RanksEnded(code, unsaid=unsaid)
+    return RanksEnded(code if code > 128 else cause.exit_code, cause)
+
+
+def _unsaid(folder: Path, started: Sequence[psutil.Popen]) -> str:
+    """What ranks that a signal has ended have not said themselves; empty if they came to a regular end."""
+    file = folder / "run"
+    run = file.read_text() if file.is_file() else None
+    if run == "" or all(process.returncode == 0 for process in started):
+        return ""
+    return requests.words(Path(os.path.relpath(run)) if run else None)
 
 
 def _over(started: Sequence[psutil.Popen], survive: bool) -> bool:

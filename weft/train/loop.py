@@ -28,6 +28,7 @@ from weft.train.recorder import Recorder
 from weft.train.reference import with_cached_reference
 from weft.train.runs import checkpoint_size, open_for_island
 from weft.train.setup import Job, assemble
+from weft.train.signals import requests
 from weft.train.step import Stepper, StepResult
 from weft.train.stepper import build_stepper
 
@@ -61,6 +62,8 @@ def train(
         lease = stack.enter_context(guard.lease())
         size = checkpoint_size(job)
         run = mesh.on_main(lambda: open_for_island(mesh, partial(guard.open, recipe, lease, size), recipe, lease, size))
+        if mesh.speaks:
+            requests.open_run(run.folder)
         check_hosts(run.levels, recipe.layout.world, int(os.environ.get("LOCAL_WORLD_SIZE", recipe.layout.world)))
         job, noted = with_cached_reference(job, mesh)
         values = None

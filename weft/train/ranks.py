@@ -3,10 +3,8 @@
 import contextlib
 import os
 import re
-import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from weft.errors import UsageError, WeftError
@@ -51,69 +49,6 @@ def threads_per_rank(requested: int, local_world: int) -> int:
     """``requested`` threads, or with 0 one rank's share of the cores that this process may run on."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return requested or max(1, cores // local_world)
-
-
-class _Keyboard:
-    """Whether Ctrl-C has come to this process: Python's own handler, which also remembers it."""
-
-    interrupted = False
-
-    def watch(self) -> None:
-        """Remember from now on; where somebody else handles Ctrl-C, that stays so."""
-        self.interrupted = False
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.interrupted = True
-        signal.default_int_handler(number, frame)
-
-
-keyboard = _Keyboard()
-
-
-@contextlib.contextmanager
-def noted_signals(numbers: Sequence[int], again: Callable[[int], None]) -> Iterator[list[int]]:
-    """In here these signals are noted; from the second one on ``again`` is called with each.
-
-    A Ctrl-C of before counts as well, if whatever it interrupted has swallowed the exception, as imports may.
-    """
-    received: list[int] = [signal.SIGINT] * (signal.SIGINT in numbers and keyboard.interrupted)
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        if len(received) > 1:
-            again(number)
-
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def ctrl_c_held_back() -> Iterator[None]:
-    """A process that is started in here gets no Ctrl-C before it takes it (:func:`weft.__main__.main` does).
-
-    One that comes while an interpreter starts would end it with a traceback, before any code could see to it.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def stop_signals() -> tuple[Sequence[int], Callable[[int], None]]:
-    """SIGINT and SIGTERM ask a run to stop after the current step; another SIGINT ends it at once."""
-
-    def again(number: int) -> None:
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-
-    return (signal.SIGINT, signal.SIGTERM), again
 
 
 def backend_of(device: str) -> "tuple[str, torch.device | None]":

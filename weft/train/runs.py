@@ -5,6 +5,7 @@ They are checked before ranks are started; rank 0 then checks them again and lea
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ from weft.parallel.state import State
 from weft.recipe import RUNS, Optimizer, Recipe
 from weft.train.optim import jump, slot_bytes
 from weft.train.setup import Job, prepare
+
+#: Bytes at the end of a run's records in which its latest step is looked for.
+TAIL = 1 << 16
 
 
 @dataclass
@@ -219,6 +223,30 @@ def _choose(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Path,
             raise UsageError(f"--out {out} already holds something; choose another folder or add --resume auto")
         return out, []
     return unused_folder(folder), []
+
+
+def what_is_saved(folder: Path) -> str:
+    """Words that say which checkpoint of the run in ``folder`` is the last, and which steps it does not have."""
+    newest: Storage | None = None
+    with suppress(WeftError):
+        every = [place for root in places(folder) for place in committed(root)]
+        newest = max(every, key=step_of, default=None)
+    saved, taken = step_of(newest) if newest else 0, max(recorded_steps(folder), default=0)
+    if newest is None:
+        return f"{taken:,} steps were taken, and none is saved: there is no checkpoint in {folder}"
+    lost = f"steps {saved + 1:,} to {taken:,} are not saved" if taken > saved else "all of its steps are saved"
+    return f"{lost}: the last checkpoint is {newest}; continue with: --resume {folder}"
+
+
+def recorded_steps(folder: Path) -> list[int]:
+    """The steps that the end of a run's records is about."""
+    steps: list[int] = []
+    with suppress(OSError), (folder / FILE).open("rb") as file:
+        file.seek(max(0, file.seek(0, 2) - TAIL))
+        for line in file.read().splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # cut off at either end
+                steps.append(int(json.loads(line)["step"]))
+    return steps
 
 
 def unused_folder(folder: Path) -> Path:

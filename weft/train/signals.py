@@ -1,0 +1,218 @@
+"""Signals by which a process is asked to end: Ctrl-C, SIGTERM, and SIGHUP when its terminal goes away.
+
+The first signal is a wish, which a run fulfils after its step. One that comes within :data:`REPEAT_S` repeats this
+wish: ``timeout`` sends SIGTERM to a command and then to its process group, and a hand may be impatient. A later one
+ends the process at once. Nothing here imports PyTorch.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+#: Seconds after the first signal in which others are the same wish.
+REPEAT_S = 2.0
+#: Seconds in which the thread that notes when signals arrive gets its turn.
+STAMP_S = 0.01
+#: The variable that names the file in which a rank tells its launcher which run it is of.
+RUN_FILE = "WEFT_RUN_FILE"
+
+
+class Stopped(KeyboardInterrupt):
+    """This process is asked to end, by whichever signal."""
+
+
+class ArrivalTimes:
+    """When signals arrive, once one has: what handles them in Python may have to wait for PyTorch's next operation."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._begun = False
+
+    def begin(self) -> None:
+        """Note from now on, in a thread, unless somebody's event loop does such a thing."""
+        if self._begun or threading.current_thread() is not threading.main_thread():
+            return
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        if (other := signal.set_wakeup_fd(writing, warn_on_full_buffer=False)) != -1:
+            signal.set_wakeup_fd(other)
+            os.close(reading)
+            os.close(writing)
+            return
+        self._begun = True
+
+        def note() -> None:
+            while number := os.read(reading, 1):
+                self._seconds.setdefault(number[0], time.monotonic())
+
+        threading.Thread(target=note, name="weft-signals", daemon=True).start()
+
+    def take(self, number: int, now: float) -> float:
+        """When the signal that is being handled has arrived; ``now`` where that is not known."""
+        if self._begun:
+            time.sleep(STAMP_S)
+        return self._seconds.pop(number, now)
+
+
+stamps = ArrivalTimes()
+
+
+class StopRequests:
+    """What has come to this process. ``asked`` is the first signal, 0 if there was none; ``at_once``: a later one came.
+
+    Where nobody notes the signals (:func:`noted_signals`) the first raises :class:`Stopped`. ``run`` is the folder of
+    the run that this process trains, from when it is open until its end has been reported. ``clock`` gives seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all signals, as a new command does."""
+        self.asked, self.latest, self.at_once, self.leaving, self._since = 0, 0, False, False, 0.0
+        self.run: Path | None = None
+        self.noted: list[int] | None = None
+        self.again: Callable[[int], None] = _stop
+
+    def watch(self) -> None:
+        """Handle :func:`stop_signals` from now on, for the life of a command.
+
+        A background job of a shell script inherits an ignored SIGINT. Whoever sends one to a command of Weft's means
+        it all the same, so it is handled; SIGHUP that ``nohup`` ignores stays ignored.
+        """
+        self.reset()
+        if threading.current_thread() is threading.main_thread():
+            for number in stop_signals():
+                signal.signal(number, self.note)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """As :meth:`watch`, in here alone, for a program of somebody else's."""
+        if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) == self.note:
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in stop_signals()}
+        self.watch()
+        try:
+            yield
+        finally:
+            self.reset()
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def note(self, number: int, frame: FrameType | None = None) -> None:
+        """Handle a signal."""
+        now = self.clock()
+        arrived = min(now, stamps.take(number, now)) if self.asked else now
+        if not self.asked:
+            self.asked, self._since = number, now
+            if number == signal.SIGHUP:
+                _leave_terminal()
+            stamps.begin()
+        elif arrived - self._since <= REPEAT_S:
+            return
+        else:
+            self.at_once, self.latest = True, number
+        if self.leaving:
+            os._exit(128 + number)
+        if self.noted is None:
+            raise Stopped
+        self.noted.append(number)
+        if len(self.noted) > 1:
+            self.again(number)
+
+    def open_run(self, folder: Path | None) -> None:
+        """Say which run this process trains, to its launcher as well; None: how that run ended has been reported."""
+        self.run = folder
+        if file := os.environ.get(RUN_FILE):
+            with contextlib.suppress(OSError):  # the run matters more
+                Path(file).write_text(str(folder.absolute()) if folder else "")
+
+    @property
+    def code(self) -> int:
+        """The exit code of a process that was asked to end."""
+        return 128 + (self.asked or signal.SIGINT)
+
+    def words(self, run: Path | None) -> str:
+        """How this process ends: by which signal, and what of ``run`` is saved."""
+        name = signal.Signals(self.latest or self.asked or signal.SIGINT).name
+        how = "interrupted" if name == "SIGINT" else f"stopped by {name}"
+        how = f"ended at once, by another {name}" if self.at_once else how
+        if run is None:
+            return how
+        from weft.train.runs import what_is_saved
+
+        return f"{how}; {what_is_saved(run)}"
+
+
+def _stop(number: int) -> NoReturn:
+    raise Stopped
+
+
+def _leave_terminal() -> None:
+    """Write nothing more to a terminal that is gone: it would be an error, and end a run before it has saved."""
+    for stream in (1, 2):
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream) if os.isatty(stream) else None
+
+
+#: Those of this process.
+requests = StopRequests()
+
+
+def stop_signals() -> tuple[int, ...]:
+    """The signals that ask a run to stop; not SIGHUP under ``nohup``, where a run outlives its terminal."""
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else []))
+
+
+@contextlib.contextmanager
+def noted_signals(numbers: Sequence[int], again: Callable[[int], None] = _stop) -> Iterator[list[int]]:
+    """In here these signals are noted: the first, and any after :data:`REPEAT_S`, with which ``again`` is called.
+
+    A signal of before counts as well, if whatever it interrupted has swallowed the exception, as imports may. Threads
+    cannot handle signals; in another than the main one nothing is noted.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield []
+        return
+    watched = signal.getsignal(numbers[0]) == requests.note if numbers else False
+    if not watched:
+        requests.reset()
+    received = [requests.asked] if requests.asked in numbers else []
+    outer = requests.noted, requests.again
+    before = {number: signal.signal(number, requests.note) for number in numbers}
+    requests.noted, requests.again = received, again
+    try:
+        yield received
+    finally:
+        requests.noted, requests.again = outer
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if not watched:
+            requests.asked = 0
+
+
+@contextlib.contextmanager
+def ctrl_c_held_back() -> Iterator[None]:
+    """A process that is started in here gets no Ctrl-C before it takes it (:func:`take_ctrl_c`).
+
+    One that comes while an interpreter starts would end it with a traceback, before any code could see to it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def take_ctrl_c() -> None:
+    """Take a Ctrl-C that the launcher of this rank has held back so far."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
