@@ -16,6 +16,7 @@ from torch.library import CustomOpDef
 
 from weft.models.invariant import attend_documents, is_invariant
 from weft.models.segments import Segment, cut, document_segments, uniform
+from weft.models.widened import widened
 
 aten = torch.ops.aten
 T = torch.Tensor
@@ -136,7 +137,10 @@ def _backward(grad: T, q: T, k: T, v: T, out: T, lse: T, s: Segment) -> list[T]:
     kv_heads, group = k.shape[2], q.shape[2] // k.shape[2] if q.is_cuda else 1
     grad, q, k, v, out, lse = _heads_first(grad, q, repeat_heads(k, group), repeat_heads(v, group), out, lse)
     if not q.is_cuda:
+        dtype = q.dtype
+        grad, q, k, v, out = widened(grad, q, k, v, out)
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
+        grads = [each.to(dtype) for each in grads]
     elif q.dtype in (torch.float32, torch.float64):
         p = (_scores(q, k, causal) - lse[..., None]).exp()
         ds = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5

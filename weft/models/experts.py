@@ -17,6 +17,7 @@ from weft.models.module import Module
 from weft.models.numbers import has_numbers
 from weft.models.parts import Steps, current_part, read, result_of
 from weft.models.router import Choice, Router, RouterPass
+from weft.models.widened import is_widened, multiply
 from weft.recipe import ModelShape
 
 T = torch.Tensor
@@ -209,7 +210,8 @@ def grouped_runs(x: T, *weights: T) -> bool:
     aligned = all(n * x.element_size() % 16 == 0 for w in weights for n in w.shape[1:])
     kinds = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float32)
     # What has no numbers is refused in float32.
-    return hasattr(F, "grouped_mm") and aligned and x.dtype in kinds and has_numbers(x) and len(x) > 0
+    fits = hasattr(F, "grouped_mm") and aligned and x.dtype in kinds and has_numbers(x) and len(x) > 0
+    return fits and not is_widened(x)
 
 
 def product(x: T, weight: T, counts: T, out: T | None = None, add: bool = False) -> T:
@@ -218,7 +220,7 @@ def product(x: T, weight: T, counts: T, out: T | None = None, add: bool = False)
     It goes to ``out``, if there is one, or is to ``add`` to what is there. Without a gradient.
     """
     if weight.dim() == 2:
-        return out.addmm_(x, weight) if add and out is not None else torch.mm(x, weight, out=out)
+        return multiply(x, weight, plus=out if add else None, out=out)
     if grouped_runs(x, weight):
         found = F.grouped_mm(x, weight, offs=counts.cumsum(0, dtype=torch.int32))
         return found if out is None else out.add_(found) if add else out.copy_(found)
@@ -231,7 +233,7 @@ def product(x: T, weight: T, counts: T, out: T | None = None, add: bool = False)
 def gradient(grad: T, x: T, counts: T, out: T) -> None:
     """``out = grad.T @ x`` of an expert's rows, or of each one's: ``[rows, out]`` and ``[rows, in]``."""
     if out.dim() == 2:
-        torch.mm(grad.t(), x, out=out)
+        multiply(grad.t(), x, out=out)
         return
     sizes = sizes_of(counts, len(x))
     for some, rows, w in zip(grad.split(sizes), x.split(sizes), out, strict=True):

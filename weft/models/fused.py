@@ -15,6 +15,7 @@ from spmd_types import rules
 
 from weft.models.invariant import TILE, by_tiles, is_invariant
 from weft.models.numbers import has_numbers
+from weft.models.widened import multiplies_slowly, multiply
 
 #: On the CPU ``torch.mm`` goes to MKL, and the operator that ``torch.compile`` uses for linear layers to oneDNN, which
 #: was 10 to 15 % faster in float32 on an AMD EPYC.
@@ -79,18 +80,31 @@ def times(x: T, weight: T, plus: T | None = None) -> T:
     if ONEDNN and usual and x.device.type == "cpu" and x.dtype == torch.float32 and x.numel():
         linear = torch.ops.mkldnn._linear_pointwise
         return linear(x, weight, None, "none", [], "") if plus is None else linear(x, plus, weight, None, "add")
-    return x @ weight.t() if plus is None else torch.addmm(plus, x, weight.t())
+    return multiply(x, weight.t(), plus)
 
 
 def project(x: T, *weights: T) -> tuple[T, ...]:
     """``x @ weight.T`` for every weight: ``[batch, seq, in]`` and ``[out, in]`` each to ``[batch, seq, out]`` each."""
     tape = _tape.get()
     if torch.compiler.is_compiling() or (tape is None and not own_gradients_pay(x)):
-        return tuple(F.linear(x, w) for w in weights)
+        return tuple(_linear(x, w) for w in weights)
     if torch.is_inference_mode_enabled():  # a function of autograd's costs as much as a small product
         return tuple(times(x.flatten(0, 1), w).unflatten(0, x.shape[:2]) for w in weights)
     later = None if tape is None else (tape, weights)
     return _Project.apply(x, later, *weights)
+
+
+def _linear(x: T, weight: T) -> T:
+    """``x @ weight.T`` with autograd's gradients, for a compiler to fuse."""
+    if x.device.type == "cpu" and _slow_constant(x.dtype):
+        return F.linear(x.float(), weight.float()).to(x.dtype)
+    return F.linear(x, weight)
+
+
+@torch.compiler.assume_constant_result
+def _slow_constant(dtype: torch.dtype) -> bool:
+    """:func:`multiplies_slowly`, which the compiler asks once and does not look into."""
+    return multiplies_slowly(dtype)
 
 
 class _Project(torch.autograd.Function):
@@ -125,16 +139,16 @@ class _Project(torch.autograd.Function):
             if learns and tape is not None and p.is_leaf:
                 tape.append(partial(add_product, p, g, x))
                 learns = False
-            now.append(g.t() @ x if learns else None)
+            now.append(multiply(g.t(), x) if learns else None)
         return d_x, None, *now
 
 
 def add_product(weight: T, grad: T, x: T) -> None:
     """``weight.grad += grad.T @ x``."""
     if weight.grad is None:
-        weight.grad = grad.t() @ x
+        weight.grad = multiply(grad.t(), x)
     else:
-        weight.grad.addmm_(grad.t(), x)
+        multiply(grad.t(), x, plus=weight.grad, out=weight.grad)
 
 
 def rms_norm(x: T, scale: T, eps: float) -> T:

@@ -15,6 +15,7 @@ from weft.layout.boundary import I, V
 from weft.layout.mesh import Mesh
 from weft.models.fused import times
 from weft.models.numbers import has_numbers
+from weft.models.widened import multiply
 
 #: The sum of the losses of tokens, with the arguments of :func:`linear_cross_entropy`.
 Criterion = Callable[..., torch.Tensor]
@@ -109,7 +110,7 @@ class _LinearCrossEntropy(SummedLoss):
                 if d_weight is not None and d_weight.dtype == p.dtype:
                     torch.addmm(d_weight, p.t(), h, out=d_weight)  # of the largest tensors: no second one to add
                 elif d_weight is not None:
-                    d_weight += p.t() @ h
+                    d_weight += multiply(p.t(), h)
         if with_grad:
             ctx.save_for_backward(d_hidden, d_weight if d_weight is None else d_weight.to(weight.dtype))
         return total

@@ -12,6 +12,7 @@ from weft.layout.mesh import Mesh
 from weft.models.fused import times
 from weft.models.loss import SummedLoss, scale_of
 from weft.models.numbers import has_numbers
+from weft.models.widened import multiply
 from weft.plugins import find
 from weft.recipe import Loss
 
@@ -94,7 +95,7 @@ class _Chunked(SummedLoss):
                 (d_logits,) = torch.autograd.grad(loss, logits)
                 d_mine = d_logits[:, first : first + len(weight)].to(hidden.dtype)
                 d_hidden[rows] = times(d_mine, weight.t())
-                d_weight += d_mine.t() @ h
+                d_weight += multiply(d_mine.t(), h)
         if with_grad:
             ctx.rows = None
             ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype))

@@ -33,6 +33,7 @@ from weft.models.parts import Steps, current_part, read
 from weft.models.preference import Objective, preference_loss, reward_loss
 from weft.models.rope import angles, frequencies, rotate, score_scales
 from weft.models.router import Loads, RouterPass, by_layer
+from weft.models.widened import is_widened
 from weft.recipe import ModelShape
 
 T = torch.Tensor
@@ -270,7 +271,8 @@ class Transformer(Module):
         if self.logits is not None:
             logits = self.logits(hidden)
         else:
-            logits = project(hidden, self.output)[0] if is_invariant() else F.linear(hidden, self.output)
+            by_hand = is_invariant() or is_widened(hidden)
+            logits = project(hidden, self.output)[0] if by_hand else F.linear(hidden, self.output)
         return gather_vocab(logits, sizes, self.mesh)
 
     def hidden(

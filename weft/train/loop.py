@@ -19,6 +19,7 @@ from weft.checkpoint.storage import Storage
 from weft.data.order import marks
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh, from_all
+from weft.models.widened import widened_note
 from weft.train.callbacks import Callbacks, Running
 from weft.train.evaluation import Evaluation
 from weft.train.guard import Guard, Regroup
@@ -84,7 +85,8 @@ def train(
             model.saved.report = recorder.activations
         if state.alternating is not None:
             state.alternating.report = recorder.alternating
-        for note in (*noted, state.tiers.note, short_of_warmup(recipe.optimizer, steps)):
+        wider = widened_note(recipe.train.dtype, mesh.device)
+        for note in (*noted, state.tiers.note, wider, short_of_warmup(recipe.optimizer, steps)):
             if note:
                 recorder.event(note)
         checkpoints = stack.enter_context(Checkpoints(

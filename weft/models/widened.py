@@ -1,0 +1,90 @@
+"""Products of numbers in 16 bits on a processor that multiplies these slower than float32.
+
+A CPU without instructions for bfloat16 converts each number where it is used: a product of backward took 21.9 s that
+takes 53 ms in float32. Here tiles of what is multiplied become float32 and the results are rounded once, so that
+weights and activations stay in 16 bits. What is added up is float32 either way.
+"""
+
+import time
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from weft.models.numbers import has_numbers
+
+T = torch.Tensor
+
+#: Rows of the left factor, and numbers of the right one, that are float32 at once: 4 MiB, which caches hold.
+ROWS, NUMBERS = 1024, 2**20
+
+
+#: Beyond this share of float32's time, a product in 16 bits does not pay. A CPU with instructions for bfloat16 takes
+#: 0.65, one with AVX-512 alone 2.7, one with AVX2 alone 30.
+SLOW = 1.5
+
+
+@cache
+def multiplies_slowly(dtype: torch.dtype) -> bool:
+    """Whether the CPU takes longer for a product of ``dtype`` than in float32: measured once in a process.
+
+    The processor time of this thread is taken, and no other thread helps, so that what else is busy changes nothing.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    a, b = torch.ones(64, 256), torch.ones(256, 256)
+    narrow = a.to(dtype), b.to(dtype)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _least_seconds(lambda: narrow[0] @ narrow[1]) > SLOW * _least_seconds(lambda: a @ b)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _least_seconds(call: Callable[[], object], turns: int = 6) -> float:
+    """Processor seconds of the quickest of some calls; the first, which prepares kernels, does not count."""
+    found = []
+    for _ in range(turns + 1):
+        begun = time.thread_time()
+        call()
+        found.append(time.thread_time() - begun)
+    return min(found[1:])
+
+
+def is_widened(x: T) -> bool:
+    """Whether products of ``x`` are computed in float32 though it has fewer bits."""
+    return x.device.type == "cpu" and multiplies_slowly(x.dtype) and has_numbers(x)
+
+
+def multiply(a: T, b: T, plus: T | None = None, out: T | None = None) -> T:
+    """``a @ b (+ plus)`` of ``[m, k]`` and ``[k, n]``, without a gradient; to ``out``, if there is one.
+
+    ``plus`` and ``out`` may be the same tensor.
+    """
+    if not is_widened(a):
+        return torch.mm(a, b, out=out) if plus is None else torch.addmm(plus, a, b, out=out)
+    out = a.new_empty(len(a), b.shape[1]) if out is None else out
+    columns = max(64, NUMBERS // max(1, len(b)))
+    for row in range(0, len(a), ROWS):
+        rows = slice(row, row + ROWS)
+        left = a[rows].float()
+        for column in range(0, b.shape[1], columns):
+            at = (rows, slice(column, column + columns))
+            right = b[:, at[1]].float()
+            out[at] = left @ right if plus is None else torch.addmm(plus[at].float(), left, right)
+    return out
+
+
+def widened(*xs: T) -> tuple[T, ...]:
+    """``xs`` as they are multiplied here: in float32 where that is quicker."""
+    return tuple(x.float() if is_widened(x) else x for x in xs)
+
+
+def widened_note(dtype: str, device: torch.device) -> str:
+    """What a run says if its products are wider than its numbers; empty if they are not."""
+    if device.type != "cpu" or not multiplies_slowly(getattr(torch, dtype)):
+        return ""
+    return (
+        f"this CPU multiplies {dtype} slowly: products are computed in float32 by tiles, what is stored stays {dtype}"
+    )
