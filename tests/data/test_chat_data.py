@@ -393,7 +393,34 @@ def test_the_preview_shows_what_is_learned(folder: Path, tmp_path: Path, command
     assert html.count("Yes &amp; &lt;i&gt;") == 3 and "<i>" not in html and html.count('class="cut ') == 9
     words = '<span class="learned ">Yes &amp; &lt;i&gt;</span><span class="learned special">&lt;|im_end|&gt;</span>'
     assert html.count(words) == 3 and "Is &lt;|im_end|&gt; &amp;" in html
+    code, out, err = command("data", "preview", recipe, "--json", "--samples", "1")
+    (sample,) = json.loads(out)
+    assert code == 0 and sample["place"].endswith("talks.jsonl:1") and sample["tokens"] == 128 and not err
+    assert [(p["text"], p["learned"], p["role"]) for p in sample["pieces"]][:6] == [
+        ("<|im_start|>system\nYou are SmolLM.<|im_end|>\n<|im_start|>user\n", False, None),
+        ("Is <|im_end|> & <b> safe?", False, "user"),
+        ("<|im_end|>\n<|im_start|>assistant\n", False, None),
+        ("Yes & <i><|im_end|>", True, "assistant"),
+        ("\n<|im_start|>user\n", False, None),
+        ("Long?", False, "user"),
+    ]
+    assert sample["pieces"][-1]["cut"]
     assert command("data", "preview", "quickstart")[0] == 2
     (folder / "talks.jsonl").write_text('{"messages": [1]}')
     code, _, err = command("data", "preview", recipe)
     assert code == 1 and "talks.jsonl:1: message 1 is 1" in err and err.count("\n") == 1
+
+
+def test_what_templates_leave_out_is_said_at_every_start(folder: Path, tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}Q: {{ m.content }}\n{% elif m.role == 'assistant' %}"
+        "A: {{ m.content }}\n{% endif %}{% endfor %}"
+    )
+    tools = [{"type": "function", "function": {"name": "sky"}}]
+    talks = [{"messages": chats.turns("q", "a", system="s")}, {"messages": chats.turns("q", "a"), "tools": tools}] * 3
+    settings = data(folder, talks, chat={"template": template}, cache=str(tmp_path))
+    first, again = open_data(settings), open_data(settings)  # the second one reads the cache
+    assert first.notes == again.notes and len(first.notes) == 3
+    for note, said in zip(first.notes, ("its tools (3 records)", "no system turn (3 records)", "no learned"), strict=True):
+        assert said in note and note.startswith(f"data source {settings.sources[0].path}: ")
+    assert not open_data(data(folder, [{"messages": chats.turns("q", "a", system="s")}])).notes

@@ -1,12 +1,13 @@
 """``weft data``: what a run would read."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from weft.cli.arguments import Overrides, RecipeFile
+from weft.cli.arguments import AsJson, Overrides, RecipeFile
 
 app = typer.Typer(help="Look at the data before a run.", no_args_is_help=True)
 
@@ -17,6 +18,7 @@ def preview(
     overrides: Overrides = None,
     samples: Annotated[int, typer.Option(min=1, help="Conversations to show.")] = 3,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write them as a page, too.")] = None,
+    as_json: AsJson = False,
 ) -> int:
     """Show the first conversations as their chat template writes them, with what is learned of them in colour."""
     from weft.data.chat.preview import coloured, page
@@ -26,12 +28,18 @@ def preview(
     from weft.train.setup import tokenizer_of
 
     settings = load_recipe(recipe, overrides or ())
-    shown = read(settings.data, tokenizer_of(settings), samples)
+    shown, notes = read(settings.data, tokenizer_of(settings), samples)
+    if as_json:
+        typer.echo(json.dumps([sample.as_json() for sample in shown], indent=2, ensure_ascii=False))
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
+    if html is not None:
+        typer.echo(write(html, page(settings.name, settings.data, shown), "--html"), err=as_json)
+    if as_json:
+        return 0
     console = Console(highlight=False)
     for sample in shown:
         console.print(f"[bold]{sample.place}[/]: {sample.facts}", soft_wrap=True)
         console.print(coloured(sample, console.color_system is not None), soft_wrap=not console.is_terminal)
         console.print()
-    if html is not None:
-        typer.echo(write(html, page(settings.name, settings.data, shown), "--html"))
     return 0

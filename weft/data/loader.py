@@ -26,13 +26,17 @@ from weft.recipe import Data
 
 @dataclass(frozen=True)
 class Corpus:
-    """The data of a run. ``fingerprint`` changes whenever the same position would mean other data."""
+    """The data of a run. ``fingerprint`` changes whenever the same position would mean other data.
+
+    ``notes``: what is to be said about it, a line each.
+    """
 
     tokenizer: Tokenizer
     train: Order
     validation: Order | None
     description: str
     fingerprint: str
+    notes: tuple[str, ...] = ()
 
 
 def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
@@ -44,11 +48,13 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
     sides: list[list[Stream]] = [[], []]
     weights: list[list[float]] = [[], []]
     lines, seen, paired = [], [], 0
+    notes: list[str] = []
     for number, source in enumerate(data.sources):
         if source.kind in ("chat", "preference"):
             tokens = open_chats(source, data.chat, tokenizer, data.cache)
         else:
             tokens = open_source(source, tokenizer, data.cache)
+        notes += [f"data source {source.path or source.kind}: {note}" for note in tokens.notes]
         starts, lengths, note = tokens.offsets[:-1], np.diff(tokens.offsets), ""
         how: dict[str, Any] = {}
         pairs = None
@@ -73,7 +79,7 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
     train = Order(tuple(sides[0]), tuple(weights[0]), data.seed, data.epochs)
     validation = Order(tuple(sides[1]), tuple(weights[1]), data.seed, epochs=1) if sides[1] else None
     identity = digest(seen, tokenizer.fingerprint, data.seq_len, data.seed, data.validation)
-    return Corpus(tokenizer, train, validation, "; ".join(lines), identity)
+    return Corpus(tokenizer, train, validation, "; ".join(lines), identity, tuple(notes))
 
 
 def shares_of(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ class Tokens:
 
     Of conversations (:mod:`weft.data.chat`) there are ``weights``, how much each token counts as a label (``alike``: 0
     or 1), and ``lines`` of ``files``, which tell where each comes from; of pairs of answers, which are two documents
-    each, ``pairs``.
+    each, ``pairs``. ``notes``: what is to be said at the start of a run that reads them, a line each.
     """
 
     ids: np.ndarray
@@ -40,6 +40,7 @@ class Tokens:
     lines: np.ndarray | None = None
     files: tuple[str, ...] = ()
     pairs: Pairs | None = None
+    notes: tuple[str, ...] = ()
 
     def place(self, document: int) -> str:
         """Where a document comes from, as an error says it."""
@@ -91,8 +92,8 @@ def read_tokens(path: str | Path) -> Tokens:
         reason = getattr(error, "strerror", None) or error
         raise WeftError(f"{file} is missing or damaged ({reason}); weft.data.tokens.write_tokens makes it") from None
     seen = seen or digest(size, hashlib.sha256(offsets.tobytes()).hexdigest())
-    of = tuple(meta.get("files", ()))
-    return Tokens(ids, offsets, vocab, eos, seen, weights, meta.get("alike", True), lines, of, pairs)
+    of, notes = tuple(meta.get("files", ())), tuple(meta.get("notes", ()))
+    return Tokens(ids, offsets, vocab, eos, seen, weights, meta.get("alike", True), lines, of, pairs, notes)
 
 
 def open_source(source: Source, tokenizer: Tokenizer, cache: Path | None = None) -> Tokens:

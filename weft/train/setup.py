@@ -154,8 +154,8 @@ def prepare(recipe: Recipe) -> Job:
             build_compressor(recipe.sync.compress).check(p.name, p.shape)
     tasks = open_tasks(recipe.tasks, corpus.tokenizer, recipe.model.origin or "the tokenizer")
     reference_model(recipe, corpus.tokenizer)
-    notes, files = _tokenizer_notes(recipe, own, corpus.tokenizer), _files(pretrained, own, corpus.tokenizer)
-    return Job(recipe, shape, corpus, notes, tasks, files=files)
+    notes = (*_tokenizer_notes(recipe, own, corpus.tokenizer), *corpus.notes)
+    return Job(recipe, shape, corpus, notes, tasks, files=_files(pretrained, own, corpus.tokenizer))
 
 
 def assemble(shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | None = None) -> tuple[Transformer, State]:

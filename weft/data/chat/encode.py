@@ -10,8 +10,10 @@ import numpy as np
 import tokenizers
 
 from weft.data.chat.conversation import Conversation, as_messages
+from weft.data.chat.followed import Followed, follow
 from weft.data.chat.marks import Marked
-from weft.data.chat.spans import SpanFinder, WeightedSpan
+from weft.data.chat.notes import Facts, facts_of
+from weft.data.chat.spans import WeightedSpan, learned_spans
 from weft.data.chat.template import ChatTemplate, TemplateError
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError, WeftError
@@ -23,13 +25,23 @@ _TOKEN, _TOKEN_END = "\ufdd5", "\ufdd6"
 
 
 class Encoded(NamedTuple):
-    """``ids`` int64 and ``weights`` float32 ``[tokens]``; token ``i`` stands at ``starts[i]:ends[i]`` of ``text``."""
+    """``ids`` int64 and ``weights`` float32 ``[tokens]``; token ``i`` stands at ``starts[i]:ends[i]`` of ``text``.
+
+    ``spans`` of the text are learned; ``followed`` tells whose words stand where.
+    """
 
     text: str
     ids: np.ndarray
     weights: np.ndarray
     starts: np.ndarray
     ends: np.ndarray
+    spans: tuple[WeightedSpan, ...]
+    followed: Followed
+
+    @property
+    def facts(self) -> Facts:
+        """What is to be said about the conversation."""
+        return facts_of(self.followed, self.ids[self.weights > 0])
 
 
 class ChatEncoder:
@@ -40,16 +52,16 @@ class ChatEncoder:
 
     def __init__(self, template: ChatTemplate, learn: str | Sequence[str] = "assistant") -> None:
         self.template, self.learn = template, learn
-        self.finder = SpanFinder(template)
         self.tokens = _TemplateTokens(template)
 
     def encode(self, talk: Conversation) -> Encoded:
         """Raises :class:`TemplateError` if the template refuses it, or if nothing of it would be learned."""
         if self.learn == "all":
-            shown = self.template.render(talk.messages, talk.tools)
-            spans = [WeightedSpan(0, len(shown.text), talk.weight)]
+            followed = follow(self.template, talk)
+            spans = [WeightedSpan(0, len(followed.shown.text), talk.weight, -1)]
         else:
-            shown, spans = self.finder.spans(talk, talk.learned(self.learn))
+            followed, spans = learned_spans(self.template, talk, talk.learned(self.learn))
+        shown = followed.shown
         ids, starts, ends = self.tokens.encode(shown)
         weights = np.zeros(len(ids), np.float32)
         for span in spans:
@@ -58,7 +70,7 @@ class ChatEncoder:
             raise TemplateError(
                 f"the chat template writes nothing of what is learned (data.chat.learn = {self.learn!r})"
             )
-        return Encoded(shown.text, ids, weights, starts, ends)
+        return Encoded(shown.text, ids, weights, starts, ends, tuple(spans), followed)
 
     def prompt(self, talk: Sequence[dict[str, object]], tools: Sequence[dict[str, object]] | None = None) -> np.ndarray:
         """The ids of a conversation up to where the assistant is to answer."""

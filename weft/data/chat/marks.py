@@ -4,20 +4,31 @@ A mark is made of code points that Unicode keeps free of characters (U+FDD0 to U
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 #: Before the name of a special token in somebody's words: it stays text.
 _TEXT = "\ufdd0"
 #: Around what a template has between ``{% generation %}`` and ``{% endgeneration %}``.
 _OPEN, _CLOSE = "\ufdd1", "\ufdd2"
-#: Around the number of a message, in digits of base 16.
+#: Around the number of a message and of its part, in digits of base 16.
 _MESSAGE, _END, _ZERO = "\ufdd3", "\ufdd4", 0xFDE0
 
 _MARK = re.compile(f"{_MESSAGE}([\ufde0-\ufdef]+){_END}|[\ufdd0-\ufdef]")
+#: The parts of a message that hold words: its content, its reasoning, and arguments and names of the tools it calls.
+PARTS = ("content", "reasoning", "arguments", "name")
 #: Where a message has its words. ``thinking`` and ``reasoning_content`` are two names of one thing.
-_WORDS = ("content", "reasoning_content", "thinking")
+_WORDS = {"content": "content", "reasoning_content": "reasoning", "thinking": "reasoning"}
+
+
+class WordMark(NamedTuple):
+    """Words of a part of message number ``message`` begin or end at the position ``at`` of a text."""
+
+    message: int
+    at: int
+    part: str
 
 
 def generated(text: str) -> str:
@@ -46,54 +57,83 @@ def protected(value: Any, names: re.Pattern[str]) -> Any:
     return mapped(lambda one: protected(one, names), value)
 
 
-def numbered(message: dict[str, Any], number: int) -> dict[str, Any]:
-    """``message`` with its words, and those of its calls of tools, between marks with ``number``."""
-    digits = "".join(chr(_ZERO + int(digit, 16)) for digit in f"{number:x}")
-    mark = f"{_MESSAGE}{digits}{_END}"
+def numbered(message: dict[str, Any], number: int, parts: Collection[str] = PARTS) -> dict[str, Any]:
+    """``message`` with the words of its ``parts`` between marks with ``number``.
 
-    def around(value: Any) -> Any:
+    The name of a tool is marked only where the arguments of its call have no words: a template may compare the name
+    with those that it knows.
+    """
+
+    def mark(part: str) -> str:
+        code = len(PARTS) * number + PARTS.index(part)
+        return f"{_MESSAGE}{''.join(chr(_ZERO + int(digit, 16)) for digit in f'{code:x}')}{_END}"
+
+    def around(value: Any, part: str) -> Any:
         """The mark stands inside white space, which templates strip."""
         if isinstance(value, str):
             words = value.strip()
-            return value.replace(words, f"{mark}{words}{mark}", 1) if words else value
+            return value.replace(words, f"{mark(part)}{words}{mark(part)}", 1) if words and part in parts else value
         if isinstance(value, dict):
-            return {key: around(one) for key, one in value.items()}
-        return [around(one) for one in value] if isinstance(value, list) else value
+            return {key: around(one, part) for key, one in value.items()}
+        return [around(one, part) for one in value] if isinstance(value, list) else value
 
     marked = dict(message)
-    for key in _WORDS:
-        if isinstance(parts := message.get(key), list):
-            marked[key] = [part | {"text": around(part["text"])} if "text" in part else part for part in parts]
+    for key, part in _WORDS.items():
+        if isinstance(content := message.get(key), list):
+            marked[key] = [one | {"text": around(one["text"], part)} if "text" in one else one for one in content]
         elif key in message:
-            marked[key] = around(message[key])
+            marked[key] = around(message[key], part)
     if "tool_calls" in message:
         marked["tool_calls"] = []
         for call in message["tool_calls"]:
             function = call["function"]
-            inside = around(function["arguments"])
-            # A template may compare the name with those that it knows.
-            name = around(function["name"]) if inside == function["arguments"] else function["name"]
-            marked["tool_calls"].append(call | {"function": function | {"name": name, "arguments": inside}})
+            arguments, name = function["arguments"], function["name"]
+            if has_words(arguments):
+                arguments = around(arguments, "arguments")
+            else:
+                name = around(name, "name")
+            marked["tool_calls"].append(call | {"function": function | {"name": name, "arguments": arguments}})
     return marked
+
+
+def has_words(value: Any) -> bool:
+    """Whether a JSON value holds a text that is more than white space."""
+    if isinstance(value, str):
+        return bool(value.strip())
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(has_words(one) for one in inside)
+
+
+def parts_with_words(message: dict[str, Any]) -> list[str]:
+    """The parts of a message that :func:`numbered` can mark."""
+    parts = {part for key, part in _WORDS.items() if has_words(_texts(message.get(key)))}
+    for call in message.get("tool_calls", ()):
+        parts.add("arguments" if has_words(call["function"]["arguments"]) else "name")
+    return [part for part in PARTS if part in parts]
+
+
+def _texts(content: Any) -> Any:
+    """The texts of a content that may be a list of parts."""
+    return [one.get("text") for one in content] if isinstance(content, list) else content
 
 
 @dataclass(frozen=True)
 class Marked:
     """A rendered text without its marks, and where these were.
 
-    ``words``: where words of a message begin or end, as its number and the position, in the order of the text.
+    ``words``: where words of messages begin or end, in the order of the text.
     ``generations``: the spans between generation tags. ``plain``: where names of special tokens are somebody's words.
     """
 
     text: str
-    words: tuple[tuple[int, int], ...]
+    words: tuple[WordMark, ...]
     generations: list[tuple[int, int]]
     plain: frozenset[int]
 
     def groups(self, number: int) -> list[list[int]]:
         """The positions at which words of the message begin or end, in runs with no other message's between them."""
-        runs = groupby(self.words, key=lambda word: word[0])
-        return [[at for _, at in run] for found, run in runs if found == number]
+        runs = groupby(self.words, key=lambda word: word.message)
+        return [[word.at for word in run] for message, run in runs if message == number]
 
     def own_text(self, names: re.Pattern[str]) -> str:
         """The text with those of ``names`` blanked out that are somebody's words."""
@@ -103,7 +143,7 @@ class Marked:
 def read_marks(rendered: str) -> Marked:
     """Take the marks out of ``rendered``."""
     pieces: list[str] = []
-    words: list[tuple[int, int]] = []
+    words: list[WordMark] = []
     generations, plain, opened = [], set(), []
     last = at = 0
     for found in _MARK.finditer(rendered):
@@ -111,8 +151,8 @@ def read_marks(rendered: str) -> Marked:
         at += len(pieces[-1])
         last = found.end()
         if found[1]:
-            number = int("".join(f"{ord(digit) - _ZERO:x}" for digit in found[1]), 16)
-            words.append((number, at))
+            code = int("".join(f"{ord(digit) - _ZERO:x}" for digit in found[1]), 16)
+            words.append(WordMark(code // len(PARTS), at, PARTS[code % len(PARTS)]))
         elif found[0] == _TEXT:
             plain.add(at)
         elif found[0] == _OPEN:

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from rich.text import Text
 
-from weft.data.chat.encode import ChatEncoder
+from weft.data.chat.encode import ChatEncoder, Encoded
+from weft.data.chat.notes import Notes
 from weft.data.chat.source import chat_template, conversations, encode_record
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError
@@ -17,32 +19,57 @@ from weft.recipe import Data
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Tokens in a row that are alike. ``weight``: 0 is read only; ``cut``: beyond what a row holds."""
+    """Tokens in a row that are alike. ``weight``: 0 is read only; ``cut``: beyond what a row holds.
+
+    ``message``: the number of the message whose words they are, or its learned turn; -1 for the template's own text.
+    """
 
     text: str
     weight: float
     special: bool
     cut: bool
+    message: int
+
+    @property
+    def learned(self) -> bool:
+        return self.weight > 0 and not self.cut
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One conversation: where it stands, its pieces, and how many of its tokens are read, learned and cut off."""
+    """One conversation: where it stands, its pieces, and how many of its tokens are read, learned and cut off.
+
+    ``roles``: of its messages.
+    """
 
     place: str
     pieces: tuple[TokenRun, ...]
     tokens: int
     learned: int
     cut: int
+    roles: tuple[str, ...]
 
     @property
     def facts(self) -> str:
         cut = f", {self.cut} more cut off" if self.cut else ""
         return f"{self.tokens} tokens, {self.learned} learned{cut}"
 
+    def as_json(self) -> dict[str, Any]:
+        """Its place, the numbers of its tokens, and its pieces of text, each with whether it is learned and by whom.
 
-def samples(data: Data, tokenizer: Tokenizer, count: int) -> list[Sample]:
-    """The first ``count`` conversations of the recipe's sources."""
+        The role of what the template writes around words that are not learned is None. Pieces that are cut off say so.
+        """
+        pieces = []
+        for (message, learned, cut), run in groupby(self.pieces, key=lambda p: (p.message, p.learned, p.cut)):
+            role = self.roles[message] if message >= 0 else None
+            piece = {"text": "".join(part.text for part in run), "learned": learned, "role": role}
+            pieces.append(piece | ({"cut": True} if cut else {}))
+        counts = {"tokens": self.tokens, "learned": self.learned, "cut": self.cut}
+        return {"place": self.place} | counts | {"pieces": pieces}
+
+
+def samples(data: Data, tokenizer: Tokenizer, count: int) -> tuple[list[Sample], list[str]]:
+    """The first ``count`` conversations of the recipe's sources, and what is to be said about them, a line each."""
     sources = [source for source in data.sources if source.kind in ("chat", "preference")]
     if not sources:
         raise UsageError(
@@ -50,11 +77,13 @@ def samples(data: Data, tokenizer: Tokenizer, count: int) -> list[Sample]:
         )
     encoder = ChatEncoder(chat_template(data.chat, tokenizer), data.chat.learn)
     found: list[Sample] = []
+    notes = Notes(tuple(encoder.template.stops))
     for source in sources:
         for place, talk in conversations(source):
             if len(found) == count:
-                return found
+                return found, notes.sentences()
             encoded = encode_record(encoder, place, talk)
+            notes.add(place, encoded.facts)
             size, row = len(encoded.ids), data.seq_len // (2 if source.kind == "preference" else 1)
             cut = np.zeros(size, bool)
             if data.chat.truncation == "keep_end":
@@ -62,7 +91,8 @@ def samples(data: Data, tokenizer: Tokenizer, count: int) -> list[Sample]:
             else:
                 cut[row if data.chat.truncation == "keep_start" or size <= row else 0 :] = True
             special = np.isin(encoded.ids, [*tokenizer.specials.values()])
-            alike = [*zip(encoded.weights.tolist(), special.tolist(), cut.tolist(), strict=True)]
+            columns = encoded.weights, special, cut, _messages(encoded)
+            alike = [*zip(*(column.tolist() for column in columns), strict=True)]
             pieces, at = [], 0
             for key, run in groupby(range(size), key=alike.__getitem__):
                 *_, last = run
@@ -70,15 +100,27 @@ def samples(data: Data, tokenizer: Tokenizer, count: int) -> list[Sample]:
                 pieces.append(TokenRun(encoded.text[at:end], *key))
                 at = end
             learned = int(((encoded.weights > 0) & ~cut)[1:].sum())
-            found.append(Sample(str(place), tuple(pieces), int((~cut).sum()), learned, int(cut.sum())))
-    return found
+            roles = tuple(message["role"] for message in encoded.followed.talk.messages)
+            found.append(Sample(str(place), tuple(pieces), int((~cut).sum()), learned, int(cut.sum()), roles))
+    return found, notes.sentences()
+
+
+def _messages(encoded: Encoded) -> np.ndarray:
+    """The number of the message whose words each token has, or whose learned turn, else -1; int64 ``[tokens]``."""
+    numbers = np.full(len(encoded.ids), -1)
+    shown = encoded.followed.shown
+    parts = [(min(group), max(group), i) for i in {word.message for word in shown.words} for group in shown.groups(i)]
+    turns = [(span.start, span.end, span.number) for span in encoded.spans if span.number >= 0]
+    for start, end, number in [*parts, *turns]:
+        numbers[(encoded.starts < end) & (encoded.ends > start)] = number
+    return numbers
 
 
 def coloured(sample: Sample, colour: bool) -> Text:
     """A sample for the terminal; without colours learned words stand between ⟦ and ⟧, and what is cut is left out."""
     text = Text(overflow="fold")
     shown = [piece for piece in sample.pieces if colour or not piece.cut]
-    for learned, run in groupby(shown, key=lambda piece: piece.weight > 0 and not piece.cut):
+    for learned, run in groupby(shown, key=lambda piece: piece.learned):
         text.append("⟦" if learned and not colour else "")
         for piece in run:
             style = "dim strike" if piece.cut else "bold black on green" if learned else ""

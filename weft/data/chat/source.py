@@ -20,6 +20,7 @@ from weft.data.cache import build_once, cache_root, digest
 from weft.data.chat.conversation import Conversation
 from weft.data.chat.encode import ChatEncoder, Encoded
 from weft.data.chat.forms import read_record
+from weft.data.chat.notes import Notes
 from weft.data.chat.pairs import AnswerPair, read_pair, with_garbled
 from weft.data.chat.template import ChatTemplate, TemplateError
 from weft.data.chat.turns import ConversationError
@@ -97,7 +98,7 @@ def open_chats(source: Source, settings: Chat, tokenizer: Tokenizer, cache: Path
 
     written = [template.source, template.variables, settings.learn, settings.control]
     date = settings.date or str(datetime.now().date()) if template.writes_date else ""
-    key = digest(2, fingerprint(source), source.form, tokenizer.fingerprint, written, date)
+    key = digest(3, fingerprint(source), source.form, tokenizer.fingerprint, written, date)
     return read_tokens(build_once(cache_root(cache) / f"chats-{key}", build))
 
 
@@ -112,6 +113,7 @@ def encode_record(encoder: ChatEncoder, place: RecordLocation, talk: Conversatio
 def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
     tokenizer = encoder.template.tokenizer
     places, content, alike = array("q"), hashlib.sha256(), True
+    notes = Notes(tuple(encoder.template.stops))
     pairs: tuple[list[float], list[float]] = ([], [])
     paths = files(source)
     numbers = {path: number for number, path in enumerate(paths)}
@@ -120,6 +122,7 @@ def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
         def document(place: RecordLocation, talk: Conversation) -> np.ndarray:
             nonlocal alike
             encoded = encode_record(encoder, place, talk)
+            notes.add(place, encoded.facts)
             weights = encoded.weights.astype("<f4")
             alike = alike and bool(np.isin(weights, (0, 1)).all())
             out.write(weights.tobytes())
@@ -148,6 +151,7 @@ def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
         "fingerprint": digest(meta["fingerprint"], content.hexdigest()),
         "alike": alike,
         "files": [*map(str, paths)],
+        "notes": notes.sentences(),
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 

@@ -119,6 +119,11 @@ class ChatTemplate:
         #: Whether the template itself says what is generated.
         self.tagged = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
         self.specials = _any_of(tokenizer.specials)
+        stops = (tokenizer.name_of(token) for token in tokenizer.stops)
+        #: The names of the tokens at which generated text ends.
+        self.stops = frozenset(name for name in stops if name)
+        #: What finds tokens that may end a turn.
+        self.ends = _any_of(tokenizer.specials, self.stops)
         self.missing = _any_of(self._literal_tokens - tokenizer.specials.keys() - self._vocabulary)
         self.protected = _any_of({} if control else tokenizer.specials, self._literal_tokens - self._vocabulary)
 

@@ -1,0 +1,228 @@
+"""Exactly what the assistant writes is learned, with what ends its turns: of generated templates and conversations.
+
+The oracle (:func:`written`) writes a conversation in pieces as the template should, and says of each whether it is
+learned; it knows nothing of how :mod:`weft.data.chat` finds turns.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests import chats
+from weft.data.chat.conversation import conversation
+from weft.data.chat.encode import ChatEncoder, Encoded
+from weft.data.chat.template import ChatTemplate
+from weft.data.tokenizer import Tokenizer, load_tokenizer
+
+Message = dict[str, Any]
+#: The user's, the assistant's and the closing token of DeepSeek's, which are not written in ASCII.
+DEEPSEEK = tuple(f"<\uff5c{name}\uff5c>" for name in ("User", "Assistant", "end\u2581of\u2581sentence"))
+SPECIALS = (
+    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "[INST]",
+    "[/INST]", "<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|observation|>", "<|system|>",
+    *DEEPSEEK, "<|endoftext|>",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a family writes turns. ``opens``: by role; ``closes``: of each of them, and ``after`` it.
+
+    ``stops``: at which tokens generation ends. ``lead``: before an answer, the model's to write. ``prefix``: of
+    reasoning, behind the prompt. ``system``: as a turn, before the first words of the user's, or left out.
+    """
+
+    opens: dict[str, str]
+    close: str
+    user_close: str
+    after: str
+    stops: tuple[str, ...]
+    lead: str = ""
+    first: str = ""
+    prefix: str = ""
+    prompt: bool = True
+    system: str = "turn"
+    final: str = ""
+
+
+def _same(form: str, assistant: str = "assistant", tool: str = "tool") -> dict[str, str]:
+    names = {"system": "system", "user": "user", "assistant": assistant, "tool": tool}
+    return {role: form.format(name) for role, name in names.items()}
+
+
+FAMILIES = {
+    "chatml": Style(_same("<|im_start|>{}\n"), "<|im_end|>", "<|im_end|>", "\n", ("<|im_end|>",)),
+    "llama3": Style(
+        _same("<|start_header_id|>{}<|end_header_id|>\n\n", tool="ipython"), "<|eot_id|>", "<|eot_id|>", "",
+        ("<|eot_id|>",), first="<s>",
+    ),
+    "mistral": Style(
+        {"system": "[INST] ", "user": "[INST] ", "assistant": "", "tool": "[INST] "}, "</s>", " [/INST]", "", ("</s>",),
+        lead=" ", first="<s>", prompt=False,
+    ),
+    "gemma": Style(
+        _same("<start_of_turn>{}\n", "model"), "<end_of_turn>", "<end_of_turn>", "\n", ("<end_of_turn>",), first="<s>"
+    ),
+    "glm": Style(_same("<|{}|>\n", tool="observation"), "", "", "", ("<|endoftext|>", "<|user|>", "<|observation|>")),
+    "deepseek": Style(
+        {"system": "", "user": DEEPSEEK[0], "assistant": DEEPSEEK[1], "tool": DEEPSEEK[0]}, DEEPSEEK[2], "", "",
+        DEEPSEEK[2:],
+    ),
+    "alpaca": Style(
+        {"system": "", "user": "### Instruction:\n", "assistant": "### Response:\n", "tool": "### Result:\n"}, "\n\n",
+        "\n\n", "", ("</s>",),
+    ),
+    "alpaca-eos": Style(
+        {"system": "", "user": "### Instruction:\n", "assistant": "### Response:\n", "tool": "### Result:\n"}, "</s>",
+        "\n\n", "\n", ("</s>",),
+    ),
+}  # fmt: skip
+
+
+def call_text(call: Message) -> str:
+    function = call["function"]
+    return f'<tool_call>{{"name": "{function["name"]}", "arguments": {json.dumps(function["arguments"])}}}</tool_call>'
+
+
+def jinja(style: Style) -> str:
+    """The template of ``style``."""
+
+    def text(value: str) -> str:
+        return "{{ " + json.dumps(value, ensure_ascii=False) + " }}"
+
+    turns = []
+    for role in ("user", "tool", "system"):
+        lead = "{% if loop.index0 == first.user %}{{ first.words }}{% endif %}" if role == "user" else ""
+        body = text(style.opens[role]) + lead + "{{ m.content }}" + text(style.user_close) + text(style.after)
+        turns.append(f"{{% elif m.role == '{role}' %}}{body if role != 'system' or style.system == 'turn' else ''}")
+    reasoning = "{% if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n' }}{% endif %}"
+    calls = (
+        '{% for c in m.tool_calls %}{{ \'<tool_call>{"name": "\' + c.function.name + \'", "arguments": \' }}'
+        "{{ c.function.arguments | tojson }}{{ '}</tool_call>' }}{% endfor %}"
+    )
+    assistant = text(style.opens["assistant"]) + text(style.lead) + reasoning + "{{ m.content }}" + calls
+    head = "{% set first = namespace(user=-1, words='') %}"
+    if style.system == "merged":
+        head += (
+            "{% for m in messages %}{% if m.role == 'user' and first.user < 0 %}{% set first.user = loop.index0 %}"
+            "{% elif m.role == 'system' %}{% set first.words = first.words + m.content + '\n\n' %}{% endif %}"
+            "{% endfor %}"
+        )
+    prompt = text(style.opens["assistant"] + style.prefix) if style.prompt else ""
+    body = f"{{% if m.role == 'assistant' %}}{assistant}{text(style.close)}{text(style.after)}{''.join(turns)}"
+    asked = f"{{% if add_generation_prompt %}}{prompt}{{% else %}}{text(style.final)}{{% endif %}}"
+    return f"{head}{text(style.first)}{{% for m in messages %}}{body}{{% endif %}}{{% endfor %}}{asked}"
+
+
+def written(style: Style, messages: list[Message]) -> list[tuple[str, bool]]:
+    """The pieces of text of a conversation, each with whether it is learned."""
+    pieces = [(style.first, False)]
+    lead = "".join(m["content"] + "\n\n" for m in messages if m["role"] == "system") if style.system == "merged" else ""
+    kept = [m for m in messages if m["role"] != "system" or style.system == "turn"]
+    for number, message in enumerate(kept):
+        role = message["role"]
+        ended = bool(number) and kept[number - 1]["role"] == "assistant" and not style.close
+        opening = style.opens[role]
+        stop = next((s for s in style.stops if ended and opening.startswith(s)), "")
+        pieces += [(stop, True), (opening.removeprefix(stop), False)]
+        if role == "assistant":
+            reasoning = message.get("reasoning_content")
+            answer = f"<think>\n{reasoning}\n</think>\n" if reasoning else ""
+            answer = style.lead + answer + message.get("content", "")
+            answer += "".join(call_text(call) for call in message.get("tool_calls", ()))
+            shown = style.prefix if style.prompt and answer.startswith(style.prefix) else ""
+            endless = not style.close.strip()  # what follows an answer is then all that tells where it ends
+            pieces += [(shown, False), (answer.removeprefix(shown) + style.close, True), (style.after, endless)]
+        else:
+            pieces.append(
+                ((lead if role == "user" else "") + message["content"] + style.user_close + style.after, False)
+            )
+            lead = "" if role == "user" else lead
+    ends = kept[-1]["role"] == "assistant" and not style.close.startswith(style.stops)
+    return [*pieces, (style.final, ends)]
+
+
+def runs(pieces: list[tuple[str, bool]]) -> list[str]:
+    """The learned pieces, those in a row together."""
+    kept = [piece for piece in pieces if piece[0]]
+    return ["".join(text for text, _ in run) for learned, run in groupby(kept, key=lambda piece: piece[1]) if learned]
+
+
+def learned_runs(encoded: Encoded) -> list[str]:
+    """The learned spans, those that touch together."""
+    found: list[list[int]] = []
+    for span in sorted(encoded.spans):
+        if found and found[-1][1] == span.start:
+            found[-1][1] = span.end
+        elif span.end > span.start:
+            found.append([span.start, span.end])
+    return [encoded.text[start:end] for start, end in found]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("turns")
+    return load_tokenizer(str(chats.save_tokenizer(folder, chats.Family("", SPECIALS))))
+
+
+def encoder_of(style: Style, base: Tokenizer) -> ChatEncoder:
+    ends = tuple(base.specials[name] for name in style.stops)
+    return ChatEncoder(ChatTemplate(jinja(style), replace(base, ends=ends)))
+
+
+words = st.one_of(
+    st.sampled_from(
+        ["red", "<think>", "<|im_end|>\n<|im_start|>assistant\n", " a ", "[/INST] b</s>", "t\n", "<t", "\n"]
+    ),
+    st.text(st.characters(blacklist_categories=["Cs", "Cc"], max_codepoint=0x4000), min_size=1, max_size=8),
+)
+said = words.filter(lambda text: bool(text.strip()))
+arguments = st.sampled_from(
+    [{}, {"n": 2}, {"a": None, "b": [1, True]}, {"city": "Paris"}, {"": "<|im_end|>"}, {"a": {}}]
+)
+calls = arguments.map(lambda value: {"type": "function", "function": {"name": "sky", "arguments": value}})
+answers = st.one_of(
+    st.fixed_dictionaries({"content": said}, optional={"reasoning_content": st.sampled_from(["hm", "so:\nyes"])}),
+    st.fixed_dictionaries({"tool_calls": st.lists(calls, min_size=1, max_size=2)}, optional={"content": said}),
+)
+messages = st.one_of(
+    answers.map(lambda m: {"role": "assistant"} | m),
+    st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(["user", "tool", "system"]), words),
+)
+talks = st.lists(messages, min_size=1, max_size=7).filter(lambda talk: any(m["role"] == "assistant" for m in talk))
+styles = st.builds(
+    lambda style, after, prefix, system, prompt, final: replace(
+        style, after=style.after if after is None else after, prefix=prefix if style.prompt else "", system=system,
+        prompt=prompt and style.prompt, final=final and style.stops[0],
+    ),
+    st.sampled_from([*FAMILIES.values()]), st.sampled_from([None, None, "", "\n"]), st.sampled_from(["", "<think>\n"]),
+    st.sampled_from(["turn", "merged", "none"]), st.sampled_from([True, True, False]), st.sampled_from(["", "", "end"]),
+)  # fmt: skip
+
+TWICE = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "red"},
+         {"role": "assistant", "content": "blue"}, {"role": "user", "content": "go on"},
+         {"role": "assistant", "content": "green"}]  # fmt: skip
+EMPTY_CALL = [{"role": "user", "content": "hi"},
+              {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "now", "arguments": {}}}]},
+              {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"": 1}}}]},
+              {"role": "tool", "content": "noon"}, {"role": "assistant", "content": "12"}]  # fmt: skip
+
+
+@example(FAMILIES["chatml"], TWICE)
+@example(replace(FAMILIES["chatml"], prefix="<think>\n"), EMPTY_CALL)
+@example(FAMILIES["glm"], EMPTY_CALL)
+@settings(deadline=None, max_examples=100)
+@given(styles, talks)
+def test_just_what_the_assistant_writes_is_learned(base: Tokenizer, style: Style, talk: list[Message]) -> None:
+    encoder = encoder_of(style, base)
+    pieces = written(style, talk)
+    encoded = encoder.encode(conversation(talk))
+    assert encoded.text == "".join(text for text, _ in pieces)
+    assert learned_runs(encoded) == runs(pieces)

@@ -1,0 +1,158 @@
+"""Where a turn begins and ends in the text of a conversation.
+
+Both are found by comparing texts of fewer messages with the whole one, from the end of the same words on. Texts are
+compared by units (:data:`_UNIT`), so that what only begins alike, such as ``<think>`` and ``<tool_call>``, differs.
+"""
+
+import re
+from itertools import takewhile
+
+from weft.data.chat.followed import Followed
+from weft.data.chat.marks import Marked, numbered
+
+#: A tag, a word, or any other character by itself.
+_UNIT = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\w+|.", re.DOTALL)
+
+#: What an assistant says to show how the template begins a turn of its.
+_WORD = "weft"
+
+
+class Edges:
+    """Finds where turns of one conversation begin and end; remembers what stands between turns that are alike."""
+
+    def __init__(self, followed: Followed) -> None:
+        self.followed = followed
+        self.template, self.text = followed.template, followed.own
+        self._openings: dict[tuple[str, str], int] = {}
+        self._closings: dict[str, str] = {}
+
+    def start(self, i: int, words: list[int]) -> int | None:
+        """Where the assistant's message ``i`` begins: after what a prompt for it ends with; None if it is not certain.
+
+        ``words``: where words of the message begin and end.
+        """
+        limit = words[0] if words else len(self.text)
+        known, place = self._before(i, limit) if words else (None, 0)
+        if known is not None and known in self._openings:
+            return place + self._openings[known]
+        start = self._after_prompt(i, limit)
+        if start is None or start > limit:
+            start = words[0] if words else None
+        if known is not None and start is not None and start >= place:
+            self._openings[known] = start - place
+        return start
+
+    def _before(self, i: int, limit: int) -> tuple[tuple[str, str] | None, int]:
+        """The role of the message before ``i`` and the text from its words to ``limit``, and where that begins."""
+        ends = [at for message, at, _ in self.followed.shown.words if message == i - 1 and at <= limit]
+        if not ends:
+            return None, 0
+        return (self.followed.talk.messages[i - 1]["role"], self.text[ends[-1] : limit]), ends[-1]
+
+    def _after_prompt(self, i: int, limit: int) -> int | None:
+        """Where what the template writes before message ``i`` ends, by the prompt for it and by a plain turn."""
+        prompt = self.followed.up_to(i, prompt=True)
+        if prompt is None:
+            return self._after_plain_turn(i, limit, "")
+        anchor = self.followed.anchor(prompt, i, limit)
+        opening, rest = prompt.text[anchor.other :], self.text[anchor.text :]
+        whole = rest.startswith(opening)
+        if whole and anchor.text + len(opening) == limit:
+            return limit
+        without = self.followed.up_to(i)
+        header = _beyond(prompt, without)
+        if header == "":
+            return self._after_plain_turn(i, limit, opening)
+        if whole:
+            return anchor.text + len(opening)
+        if header:
+            # A message before may close in another way where it is the last.
+            find = self.text.rfind if limit < len(self.text) else self.text.find
+            at = find(header, anchor.text, limit)
+            if at >= 0:
+                return at + len(header)
+        alike = _alike(opening, rest)  # a prompt may end with more than a turn begins with, such as <think>
+        into_header = header is None or alike > len(opening) - len(header)
+        if alike and into_header and not self.template.ends.search(opening[alike:]):
+            return anchor.text + alike
+        return self._after_plain_turn(i, limit, "")
+
+    def _after_plain_turn(self, i: int, limit: int, closing: str) -> int | None:
+        """Where the template's own text before a turn ends, by how it begins a turn of one word.
+
+        ``closing``: what closes the message before; if only white space follows it, that is the model's to write.
+        """
+        probe = numbered({"role": "assistant", "content": _WORD}, i)
+        shown = self.followed.up_to(i, [probe])
+        groups = shown.groups(i) if shown is not None else []
+        if shown is None or not groups:
+            return None
+        anchor = self.followed.anchor(shown, i, limit)
+        opening, rest = shown.text[anchor.other : groups[-1][0]], self.text[anchor.text :]
+        if closing and opening.startswith(closing) and not opening[len(closing) :].strip():
+            opening = closing
+        alike = _alike(opening, rest)
+        if alike < len(opening) and (not alike or self.template.ends.search(opening[alike:])):
+            return None
+        return anchor.text + alike
+
+    def end(self, i: int, words: list[int], start: int) -> int | None:
+        """Where message ``i`` ends, which begins at ``start``; None if the template writes nothing of it."""
+        after = words[-1] if words else start
+        rest = self.text[after:]
+        role = self.followed.talk.messages[i]["role"]
+        known = self._closings.get(role, "")
+        if words and known and rest.startswith(known):
+            return after + len(known)
+        closing = self._closing(i, words, after)
+        if closing is None:
+            return None
+        if tokens := [*self.template.ends.finditer(closing)]:
+            stop = next((token for token in tokens if token[0] in self.template.stops), tokens[-1])
+            closing = closing[: stop.end()]
+            if words:
+                self._closings[role] = closing
+            return after + len(closing)
+        # A template without an end of turn: the next turn's first token ends this one if generation ends there.
+        following = len(closing) + len([*takewhile(str.isspace, rest[len(closing) :])])
+        token = self.template.ends.match(rest, following)
+        return after + (token.end() if token and token[0] in self.template.stops else len(closing))
+
+    def _closing(self, i: int, words: list[int], after: int) -> str | None:
+        """What of the text from ``after`` on is message ``i``'s: what it also has in a conversation that ends there."""
+        rest = self.text[after:]
+        if i == len(self.followed.talk.messages) - 1:
+            return rest
+        alone = self.followed.up_to(i + 1)
+        if alone is None:
+            return "" if words else None
+        if words:
+            groups = alone.groups(i)
+            tail = alone.text[groups[-1][-1] :] if groups else ""
+        else:
+            anchor = self.followed.anchor(alone, i, after)
+            tail = alone.text[anchor.other + after - anchor.text :]
+        return rest[: _alike(tail, rest)]
+
+
+def _beyond(prompt: Marked, without: Marked | None) -> str | None:
+    """What a prompt has behind the text ``without`` it; None where that is not certain."""
+    if without is None:
+        return None
+    if without.text.startswith(
+        prompt.text
+    ):  # there is no prompt, though conversations may end with a token of their own
+        return ""
+    return prompt.text[len(without.text) :] if prompt.text.startswith(without.text) else None
+
+
+def _alike(first: str, second: str) -> int:
+    """How many characters both texts begin with: all of the first, or else whole units."""
+    if second.startswith(first):
+        return len(first)
+    count = 0
+    for a, b in zip(_UNIT.finditer(first), _UNIT.finditer(second), strict=False):
+        if a[0] != b[0]:
+            break
+        count = a.end()
+    return count

@@ -1,0 +1,109 @@
+"""A conversation's text with the words of its messages followed through the template, by marks."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from weft.data.chat.conversation import Conversation
+from weft.data.chat.marks import Marked, numbered, parts_with_words
+from weft.data.chat.template import ChatTemplate, TemplateError
+from weft.data.chat.turns import Message
+
+
+class Anchor(NamedTuple):
+    """The end of the same words in two texts: ``other`` in one that holds fewer messages, ``text`` in the whole one."""
+
+    other: int
+    text: int
+
+
+@dataclass(frozen=True)
+class Followed:
+    """The text ``shown`` of a conversation, in which the words of ``parts`` (message and part) are marked."""
+
+    template: ChatTemplate
+    talk: Conversation
+    shown: Marked
+    parts: frozenset[tuple[int, str]]
+
+    @cached_property
+    def own(self) -> str:
+        """The text with special tokens blanked out that are somebody's words."""
+        return self.shown.own_text(self.template.ends)
+
+    @cached_property
+    def _messages(self) -> list[Message]:
+        return _marked(self.talk.messages, self.parts)
+
+    def words(self, number: int) -> list[int]:
+        """Where words of a message begin and end; those that stand in several places are a turn in the last of them."""
+        groups = self.shown.groups(number)
+        return groups[-1] if groups else []
+
+    def up_to(self, count: int, more: Sequence[Message] = (), prompt: bool = False) -> Marked | None:
+        """The text of the first ``count`` messages and of ``more``, marked; None if the template refuses it."""
+        try:
+            return self.template.render([*self._messages[:count], *more], self.talk.tools, prompt)
+        except TemplateError:
+            return None
+
+    def anchor(self, other: Marked, before: int, limit: int) -> Anchor:
+        """The last words of messages below number ``before`` that both texts have, in this one at most at ``limit``."""
+        for mark in reversed(other.words):
+            here = [at for message, at, _ in self.shown.words if message == mark.message < before and at <= limit]
+            if here:
+                return Anchor(mark.at, here[-1])
+        return Anchor(0, 0)
+
+    def left_out(self) -> list[tuple[str, str]]:
+        """Role and part of every message whose words the template does not write."""
+        written = {(message, part) for message, _, part in self.shown.words}
+        missing = []
+        for number, message in enumerate(self.talk.messages):
+            for part in parts_with_words(message):
+                followed = (number, part) in self.parts
+                if not (((number, part) in written) if followed else _stands(message, part, self.shown.text)):
+                    missing.append((message["role"], part))
+        return missing
+
+
+def follow(template: ChatTemplate, talk: Conversation) -> Followed:
+    """The text of ``talk`` with as many words followed as the template lets through unchanged.
+
+    A template may look at how a message begins, or which tool is called: such words are left unmarked.
+    """
+    shown = template.render(talk.messages, talk.tools)
+    every = [(i, part) for i, message in enumerate(talk.messages) for part in parts_with_words(message)]
+
+    def attempt(parts: Sequence[tuple[int, str]]) -> Marked | None:
+        try:
+            again = template.render(_marked(talk.messages, parts), talk.tools)
+        except TemplateError:
+            return None
+        return again if again.text == shown.text else None
+
+    if (marked := attempt(every)) is not None:
+        return Followed(template, talk, marked, frozenset(every))
+    kept: list[tuple[int, str]] = []
+    for part in every:
+        if (again := attempt([*kept, part])) is not None:
+            kept.append(part)
+            marked = again
+    return Followed(template, talk, shown if marked is None else marked, frozenset(kept))
+
+
+def _marked(messages: Sequence[Message], parts: Collection[tuple[int, str]]) -> list[Message]:
+    """The messages with ``parts`` marked."""
+    chosen: dict[int, set[str]] = {}
+    for number, part in parts:
+        chosen.setdefault(number, set()).add(part)
+    return [numbered(message, i, chosen.get(i, ())) for i, message in enumerate(messages)]
+
+
+def _stands(message: Message, part: str, text: str) -> bool:
+    """Whether words that could not be marked may be in ``text``: a line of a content is; others count as written."""
+    content = message.get("content")
+    words = content if isinstance(content, str) else "\n".join(one["text"] for one in content or ())
+    lines = [line.strip() for line in words.splitlines() if line.strip()]
+    return part != "content" or any(line in text for line in lines)

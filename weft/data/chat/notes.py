@@ -1,0 +1,85 @@
+"""What is to be said once about the conversations of a source: words that a template drops, turns without an end."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.data.chat.followed import Followed
+
+#: What a template leaves out, by role and part (or part alone), as a sentence says it.
+_LEFT_OUT = {
+    ("system", "content"): "writes no system turn",
+    ("developer", "content"): "writes no developer turn",
+    "content": "leaves out words of the {role}",
+    "reasoning": "leaves out reasoning of the {role}'s earlier turns",
+    "arguments": "leaves out calls of tools",
+    "name": "leaves out calls of tools",
+}
+_NO_TOOLS = "does not show the model its tools"
+
+#: What to do about it, where there is something else than another template.
+_REMEDIES = {"leaves out reasoning": "; data.chat.reasoning = 'split' learns from it"}
+
+
+class Facts(NamedTuple):
+    """``left_out``: what a template does not write of a conversation; ``stops``: whether a stop id is learned."""
+
+    left_out: frozenset[str]
+    stops: bool
+
+
+def facts_of(followed: Followed, learned: np.ndarray) -> Facts:
+    """What is to be said about a conversation, of which the ids ``learned`` are learned."""
+    kinds = {_LEFT_OUT.get((role, part), _LEFT_OUT[part]).format(role=role) for role, part in followed.left_out()}
+    names = [tool.get("function", tool).get("name") for tool in followed.talk.tools or ()]
+    if any(isinstance(name, str) and name not in followed.shown.text for name in names):
+        kinds.add(_NO_TOOLS)
+    return Facts(frozenset(kinds), bool(np.isin(learned, followed.template.tokenizer.stops).any()))
+
+
+@dataclass
+class Notes:
+    """Facts about the conversations of one source, counted by record."""
+
+    stops: tuple[str, ...]
+    counts: Counter[str] = field(default_factory=Counter)
+    learned: bool = False
+    _place: object = None
+    _seen: set[str] = field(default_factory=set)
+
+    def add(self, place: object, facts: Facts) -> None:
+        """Count the facts about a conversation of the record at ``place``."""
+        if place != self._place:
+            self._place, self._seen = place, set()
+        self.counts.update(facts.left_out - self._seen)
+        self._seen |= facts.left_out
+        self.learned = self.learned or facts.stops
+
+    def sentences(self) -> list[str]:
+        """What is to be said, a line each."""
+        said = [
+            f"the chat template {kind} ({_records(count)}){_remedy(kind)}"
+            for kind, count in sorted(self.counts.items())
+        ]
+        if not self.learned:
+            names = _listed(self.stops)
+            said.append(
+                f"no learned turn ends with a stop id ({names}), so the model does not learn to end a turn; name the "
+                "token that ends them as 'eos_token_id' in generation_config.json, or set data.chat.template"
+            )
+        return said
+
+
+def _records(count: int) -> str:
+    return "1 record" if count == 1 else f"{count:,} records"
+
+
+def _remedy(kind: str) -> str:
+    return next((remedy for start, remedy in _REMEDIES.items() if kind.startswith(start)), "")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "it has no name"
