@@ -421,6 +421,8 @@ def test_what_templates_leave_out_is_said_at_every_start(folder: Path, tmp_path:
     settings = data(folder, talks, chat={"template": template}, cache=str(tmp_path))
     first, again = open_data(settings), open_data(settings)  # the second one reads the cache
     assert first.notes == again.notes and len(first.notes) == 3
-    for note, said in zip(first.notes, ("its tools (3 records)", "no system turn (3 records)", "no learned"), strict=True):
+    for note, said in zip(
+        first.notes, ("its tools (3 records)", "no system turn (3 records)", "no learned"), strict=True
+    ):
         assert said in note and note.startswith(f"data source {settings.sources[0].path}: ")
     assert not open_data(data(folder, [{"messages": chats.turns("q", "a", system="s")}])).notes
