@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 
 from weft.data.tokenizer import Tokenizer
 from weft.generate.engine import Engine
@@ -20,8 +19,12 @@ from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
+from weft.serve.front import front_of
+from weft.serve.gate import GateRules, gate_rules
 from weft.serve.server import Server
 from weft.serve.service import Service, add_adapters
+
+JSON = {"content-type": "application/json"}
 
 
 def build() -> Transformer:
@@ -34,19 +37,20 @@ class Running:
 
     def __init__(
         self, tokenizer: Tokenizer, keys: tuple[str, ...] = (), most: int = 1024, adapters: Path | None = None,
-        **engine: Any,
+        rules: GateRules | None = None, drain: float = 60, connections: int = 2048, **engine: Any,
     ) -> None:  # fmt: skip
         self.engine = Engine(build(), **{"tokens": 4096, "size": 8} | engine)
         names = add_adapters(self.engine, adapters, "tiny") if adapters else []
         self.service = Service(self.engine, most)
         self.server = Server(self.service, tokenizer, "tiny", keys, 12, names)
         listening = socket.create_server(("127.0.0.1", 0))
-        self.uvicorn = uvicorn.Server(
-            uvicorn.Config(self.server.app(), log_config=None, timeout_graceful_shutdown=60, timeout_keep_alive=300)
-        )
+        rules = rules or gate_rules(listening.getsockname()[0])
+        self.said: list[str] = []  # warnings
+        self.uvicorn = front_of(self.server, rules, self.said.append, drain, connections)
         self.thread = threading.Thread(target=lambda: asyncio.run(self.uvicorn.serve([listening])), daemon=True)
         self.thread.start()
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=120)
+        self.address: tuple[str, int] = listening.getsockname()
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.address[1]}", timeout=120, headers=JSON)
         until(lambda: self.uvicorn.started)
 
     def close(self) -> None:

@@ -188,8 +188,9 @@ def test_curl(server: Running, tmp_path: Path) -> None:
     (tmp_path / "asked.json").write_text(json.dumps(asked))
     answer = curl(server, "/v1/chat/completions", *json_type, "--data-binary", f"@{tmp_path / 'asked.json'}")
     assert json.loads(answer)["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
-    cut = ["curl", "-sS", "-m", "0.5", f"{server.client.base_url}/v1/completions", "-H", "authorization: Bearer secret",
-           "-d", json.dumps({"prompt": "x", "max_tokens": 4000, "ignore_eos": True})]  # fmt: skip
+    long = json.dumps({"prompt": "x", "max_tokens": 4000, "ignore_eos": True})
+    words = ["curl", "-sS", "-m", "0.5", f"{server.client.base_url}/v1/completions", *json_type]
+    cut = [*words, "-H", "authorization: Bearer secret", "-d", long]
     assert subprocess.run(cut, capture_output=True, check=False).returncode == 28  # its time was over
     until(server.empty)
     assert (

@@ -22,6 +22,7 @@ from weft.data.tokenizer import load_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 ASKED = [{"role": "user", "content": "?"}]
+POST = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +135,7 @@ def test_metrics_are_what_happened() -> None:
     assert found["weft_cache_blocks"] == 8 and found["weft_preemptions"] == server.engine.scheduler.preemptions > 0
     step = server.engine.step
     server.engine.step = lambda: (time.sleep(0.1), step())[1]  # type: ignore[method-assign]
-    with server.client.stream("POST", "/v1/completions", json=asked | {"max_tokens": 30, "stream": True}) as answer:
+    with server.client.stream("POST", "/v1/completions", json=asked | {"max_tokens": 300, "stream": True}) as answer:
         next(answer.iter_lines())
         found = read()
         assert found["weft_requests_running"] == 1 and found["weft_cache_blocks_used"] > 0
@@ -176,7 +177,7 @@ def test_questions_in_hand_weigh_so_much_at_most(monkeypatch: Any) -> None:
     server = Running(load_tokenizer("bytes"))
     address = (server.client.base_url.host, server.client.base_url.port)
     with socket.create_connection(address) as slow:
-        slow.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 1200000\r\n\r\n" + b" " * 999_000)
+        slow.sendall(POST % 1_200_000 + b" " * 999_000)
         until(lambda: server.server.held >= 999_000)
         refused = server.post("completions", prompt="x" * 2000, max_tokens=1)
         assert refused.status_code == 429 and "retry-after" in refused.headers
@@ -189,7 +190,7 @@ def test_questions_that_do_not_end_are_given_up(monkeypatch: Any) -> None:
     monkeypatch.setattr("weft.serve.server.PATIENCE", 0.3)
     server = Running(load_tokenizer("bytes"))
     with socket.create_connection((server.client.base_url.host, server.client.base_url.port)) as slow:
-        slow.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 12\r\n\r\n{")
+        slow.sendall(POST % 12 + b"{")
         slow.settimeout(30)
         assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
     server.close()

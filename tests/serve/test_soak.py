@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.serve.running import Running, until
+from tests.serve.running import JSON, Running, until
 from tests.serve.test_tools import ASKED, HERMES, TIME, WEATHER
 from weft.data.tokenizer import load_tokenizer
 from weft.generate.speculation import Lookup
@@ -43,7 +43,7 @@ async def one(client: httpx.AsyncClient, random: Random, found: Counter[Any]) ->
     text = "x" * random.randint(1, 60)
     if kind == "wrong":
         path, body = random.choice(WRONG)
-        answer = await client.post(path, content=body)
+        answer = await client.post(path, content=body, headers=JSON)
         assert 400 <= answer.status_code < 500 and "error" in answer.json(), (path, body[:99], answer.text)
         found[kind] += 1
         return

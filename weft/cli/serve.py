@@ -1,6 +1,5 @@
 """``weft serve``: a model over HTTP, as OpenAI's clients ask for it."""
 
-import logging
 import os
 import socket
 import threading
@@ -20,6 +19,12 @@ if TYPE_CHECKING:
 
     from weft.serve.service import Service
 
+_hosts = (
+    "A name by which clients reach this server, or *.example.com, or *; may be repeated. On 127.0.0.1 only localhost "
+    "and its like are let in without it, elsewhere every name."
+)
+_cors = "An origin such as https://chat.example.com whose pages may ask, or *; may be repeated. Without it none may."
+_connections = "Connections at a time; the idlest one makes way for a further one."
 _adapters = "A folder of adapters as PEFT writes them: each is a model by its folder's name."
 _keys = "A file with a key per line: requests without one are refused. Prefixes are shared among requests of one key."
 _policy = (
@@ -46,6 +51,9 @@ def serve(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer if a request does not say.")] = 1024,
     drain: Annotated[int, typer.Option(min=0, help="Seconds that answers have to finish after Ctrl-C.")] = 30,
     adapters: Annotated[Path | None, typer.Option(metavar="FOLDER", help=_adapters)] = None,
+    allowed_hosts: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_hosts)] = None,
+    cors: Annotated[list[str] | None, typer.Option(metavar="ORIGIN", help=_cors)] = None,
+    connections: Annotated[int, typer.Option(min=1, help=_connections)] = 2048,
     ema: Ema = False,
     weights: Weights = "float",
     invariant: Annotated[bool, typer.Option("--invariant", help=_invariant)] = False,
@@ -67,8 +75,8 @@ def serve(
     from weft.models.products import read_only
 
     try:
-        import uvicorn
-
+        from weft.serve.front import front_of, room_for
+        from weft.serve.gate import gate_rules
         from weft.serve.server import Server
         from weft.serve.service import Service, add_adapters
     except ImportError as error:
@@ -79,6 +87,7 @@ def serve(
         raise UsageError("--invariant is for a model on one rank; leave out --layout")
     check_ahead(draft, ahead)
     order = policy_of(policy)
+    gate_rules(host, allowed_hosts or (), cors or ())  # mistakes are said before anything is read
     if (code := launch_ranks(spread, checkpoint)) is not None:
         return code
     with as_rank(spread, device) as device:
@@ -101,20 +110,21 @@ def serve(
         adapted = add_adapters(engine, adapters, name) if adapters else []
         service = Service(engine, requests + waiting)
         server = Server(service, tokenizer_of(files, checkpoint), name, keys, tokens, adapted)
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-        # Connections stay open longer than clients and proxies keep them, so that none closes on a question.
-        config = uvicorn.Config(
-            server.app(), log_config=None, access_log=False, timeout_graceful_shutdown=drain, timeout_keep_alive=120
-        )
+        rules = gate_rules(listening.getsockname()[0], allowed_hosts or (), cors or ())
+        if (room := room_for(connections)) < connections:
+            warn(f"{room} connections at a time, not {connections}: the system lets a process open no more files")
+        front = front_of(server, rules, warn, drain, room)
         where = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         if not keys and host not in ("127.0.0.1", "::1", "localhost"):
             warn(f"whoever can reach {host} can ask; give --api-key FILE to ask for a key")
         print(f"{name} at {where}/v1, with a cache of {cache:,} tokens; Ctrl-C ends it", flush=True)
-        front = uvicorn.Server(config)
+        if not keys and "*" in rules.origins:
+            warn("with --cors '*' every page that a browser here visits can ask; give --api-key FILE to ask for a key")
         if spread.world > 1:
             threading.Thread(target=_end_with, args=(service, front), daemon=True).start()
         with suppress(KeyboardInterrupt):  # which comes again after the last answer
             front.run(sockets=[listening])
+        service.close()
         if service.failure is not None and spread.world > 1:
             raise service.failure
         engine.close()

@@ -16,7 +16,7 @@ from weft.serve.protocol import Refusal, SamplingRequest
 from weft.serve.reasoning import ReasoningFinder, Thoughts
 from weft.serve.replies import Answer, Replies, Usage, usage_of
 from weft.serve.responses import ResponseReplies, ResponsesRequest
-from weft.serve.service import Answers, Busy, TokenEvent
+from weft.serve.service import Answers, Busy, ServerEnding, TokenEvent
 from weft.serve.tools import CallFinder, CallForm, CallPiece
 
 
@@ -195,6 +195,8 @@ def refusal_of(error: Exception) -> Refusal:
         return error
     if isinstance(error, Busy):
         return Refusal(429, str(error), "busy")
+    if isinstance(error, ServerEnding):
+        return Refusal(503, str(error), "server_ends")
     if isinstance(error, WeftError):
         return Refusal(400 if error.exit_code == 2 else 500, str(error))
     return Refusal(500, f"{type(error).__name__}: {error}")

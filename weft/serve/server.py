@@ -20,6 +20,7 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
 from weft.serve.answering import PLAIN, AnswerForm, Answering, refusal_of
 from weft.serve.embeddings import embed, encoded
+from weft.serve.gate import Gate, GateRules, is_json
 from weft.serve.metrics import AnswerTimer, ServerMetrics
 from weft.serve.prompts import ChatPrompt, Prompts
 from weft.serve.protocol import (
@@ -69,9 +70,10 @@ class Server:
         self.begun = int(time.time())
         self.held = 0  # bytes of questions that are being answered
         self.embedding = asyncio.Lock()
+        self.ending = False  # no answer is awaited any more
 
-    def app(self) -> Any:
-        """The ASGI application for uvicorn; when it ends, so does the engine's thread."""
+    def app(self, rules: GateRules | None = None) -> Any:
+        """The ASGI application for uvicorn, behind ``rules``; when it ends, so does the engine's thread."""
 
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -97,7 +99,7 @@ class Server:
             HTTPException: no_route, ClientDisconnect: client_gone,
         }  # fmt: skip
         app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-        return self.metrics.counting(self._weighing(app))
+        return self.metrics.counting(self._ending_quietly(Gate(self._weighing(app), rules or GateRules())))
 
     def _weighing(self, app: Any) -> Any:
         """The ASGI application ``app``, with the bytes of requests that are being answered counted in ``held``."""
@@ -118,6 +120,27 @@ class Server:
                 self.held -= mine
 
         return weighed
+
+    def _ending_quietly(self, app: Any) -> Any:
+        """The ASGI application ``app``, whose requests are given up without a traceback once the server ends."""
+
+        async def quiet(scope: Any, receive: Any, send: Any) -> None:
+            began = False
+
+            async def watched(message: Any) -> None:
+                nonlocal began
+                began = True
+                await send(message)
+
+            try:
+                await app(scope, receive, watched)
+            except asyncio.CancelledError:
+                if not self.ending or scope["type"] != "http":
+                    raise
+                if not began:
+                    await JSONResponse(Refusal(503, "the server ends").body, 503)(scope, receive, send)
+
+        return quiet
 
     async def page(self, request: Request) -> Response:
         return FileResponse(PAGE)
@@ -220,8 +243,9 @@ class Server:
         """The tenant that a request belongs to: prefixes in the cache are shared only within the same API key."""
         if not self.keys:
             return ""
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        found = [number for number, key in enumerate(self.keys) if hmac.compare_digest(key.encode(), given)]
+        scheme, _, given = request.headers.get("authorization", "").strip().partition(" ")
+        sent = given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+        found = [number for number, key in enumerate(self.keys) if hmac.compare_digest(key.encode(), sent)]
         if not found:
             raise Refusal(401, "no valid API key; send the header Authorization: Bearer KEY", "invalid_api_key")
         return f"key {found[0]}"
@@ -238,6 +262,8 @@ class Server:
 
     async def _question(self, request: Request, kind: type[Q]) -> Q:
         self._tenant(request)
+        if not is_json(request.headers.get("content-type")):
+            raise Refusal(415, "send the question as JSON, with the header Content-Type: application/json")
         try:
             async with asyncio.timeout(PATIENCE):
                 body = await self._body(request)

@@ -39,7 +39,7 @@ class TokenEvent(NamedTuple):
     number: int  # which of the answers that were asked for together
     token: int | None
     log_probability: tuple[float, dict[int, float]] | None
-    finished: str  # "stop", "length", or "" if it goes on
+    finished: str  # "stop", "length", "" if it goes on; "error" or "ended" if it cannot
 
 
 def add_adapters(engine: Engine, folder: Path, model: str) -> list[str]:
@@ -63,6 +63,10 @@ class Busy(WeftError):
     """Too many answers are being written to take on more."""
 
 
+class ServerEnding(WeftError):
+    """The server ends before the answer does."""
+
+
 class Service:
     """Takes on up to ``most`` answers at a time; others are refused, so that memory stays bounded."""
 
@@ -73,6 +77,8 @@ class Service:
         self._inbox: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._tell: dict[Generation, Callable[[Written | None], None]] = {}
         self._closed = False
+        self._open: set[Answers] = set()  # those that somebody waits for
+        self._cut = False  # nobody is to wait any more
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
 
@@ -82,14 +88,25 @@ class Service:
 
         Raises :class:`Busy`, and for any of the wishes what :meth:`Engine.submit` raises.
         """
+        if self._cut:
+            raise ServerEnding("the server ends; ask again later")
         answers = Answers(self, asyncio.get_running_loop(), wishes)
         begun = asyncio.ensure_future(self.call(answers.begin))
+        self._open.add(answers)
         try:
             await asyncio.shield(begun)
             yield answers
         finally:  # also of a client that went away before it began
+            self._open.discard(answers)
             if self.failure is None and not self._closed:
                 await asyncio.shield(asyncio.ensure_future(self.call(answers.end)))
+
+    def cut_answers(self) -> int:
+        """Let everybody who waits for answers know that the server ends; returns how many answers are cut."""
+        self._cut = True
+        for answers in self._open:
+            answers.end_early()
+        return sum(not one.finished for answers in self._open for one in answers.generations)
 
     async def call(self, action: Callable[[], Any]) -> Any:
         """Run ``action`` in the engine's thread, between two steps; returns its result."""
@@ -176,6 +193,10 @@ class Answers:
         event = TokenEvent(index, *written[1:]) if written else TokenEvent(index, None, None, "error")
         self.loop.call_soon_threadsafe(self._events.put_nowait, event)
 
+    def end_early(self) -> None:
+        """Let who waits for the next event know that no more will come."""
+        self._events.put_nowait(TokenEvent(0, None, None, "ended"))
+
     async def cancel(self, index: int) -> None:
         """Stop one of them, whose text has ended."""
         await self.service.call(partial(self.end, [self.generations[index]]))
@@ -183,6 +204,8 @@ class Answers:
     async def next(self) -> TokenEvent:
         """The next event of any of them."""
         event = await self._events.get()
+        if event.finished == "ended":
+            raise ServerEnding("the server ends, and this answer was not at its end; ask again later")
         if event.finished == "error" and self.service.failure is None:
             grammar = self.generations[event.number].grammar
             raise UsageError(

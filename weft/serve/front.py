@@ -1,0 +1,80 @@
+"""The HTTP server before the engine: uvicorn with limits, that lets answers end when it is told to."""
+
+import asyncio
+import logging
+import resource
+import socket
+from collections.abc import Callable
+from typing import Any, cast
+
+import uvicorn
+
+from weft.serve.connections import GuardedProtocol, guarded
+from weft.serve.gate import GateRules
+from weft.serve.server import Server
+
+#: Connections that the system may keep until the server takes them; as many may come in one turn of the event loop.
+BACKLOG = 512
+
+#: Files that a server needs beside its connections.
+FILES = 256
+
+#: Seconds that requests get to end once their answers have been cut.
+LAST_S = 5
+
+
+class Front(uvicorn.Server):
+    """Serves ``server``. Told to end, it lets answers be written for ``drain`` seconds, and says what it then cut."""
+
+    def __init__(self, config: uvicorn.Config, server: Server, drain: float, warn: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self.served, self.drain, self.warn = server, drain, warn
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        cutting = asyncio.ensure_future(self._cut_late_answers())
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await cutting
+            await self.lifespan.shutdown()
+        cutting.cancel()
+
+    async def _cut_late_answers(self) -> None:
+        """End what is not over after ``drain`` seconds, or when the server is told to end a second time."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self.drain
+        while loop.time() < until and not self.force_exit:
+            await asyncio.sleep(0.1)
+        self.served.ending = True
+        if cut := self.served.service.cut_answers():
+            when = "when the server was told to end at once" if self.force_exit else f"after {self.drain:g} s (--drain)"
+            self.warn(f"{cut} {'answer was' if cut == 1 else 'answers were'} not at the end {when}, and cut")
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, GuardedProtocol) and connection.waits == "body":
+                connection.refuse(503, "the server ends")
+        until = loop.time() + 1
+        while self.server_state.tasks and loop.time() < until:
+            await asyncio.sleep(0.02)
+
+
+def front_of(
+    server: Server, rules: GateRules, warn: Callable[[str], None], drain: float = 30, connections: int = 1024
+) -> Front:
+    """What serves ``server`` by ``rules`` to as many ``connections`` at a time; see :func:`room_for`."""
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    # Connections stay open longer than clients and proxies keep them, so that none closes on a question.
+    config = uvicorn.Config(
+        server.app(rules), http=cast(Any, guarded(connections)), ws="none", log_config=None, access_log=False,
+        backlog=BACKLOG, timeout_graceful_shutdown=round(drain) + LAST_S, timeout_keep_alive=120,
+    )  # fmt: skip
+    return Front(config, server, drain, warn)
+
+
+def room_for(connections: int) -> int:
+    """For how many of so many connections the process may open files, after it has asked the system for more."""
+    wanted = connections + BACKLOG + FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return connections
+    soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(16, min(connections, soft - BACKLOG - FILES))
