@@ -342,6 +342,10 @@ class Data(Section):
 
     ``tokenizer`` is ``bytes``, a path to a ``tokenizer.json`` (or a folder with one), or ``train:N``: a byte-level
     BPE of N entries trained on the corpus itself. Left out, it is that of ``model.from``, or else ``bytes``.
+
+    ``bos``: whether texts begin with the tokenizer's BOS token, documents as well as prompts and questions. ``auto``:
+    if its post-processor says so. ``prompts``: as ``auto``, but documents begin without, as in runs of before there was
+    this setting. Conversations begin as the chat template writes them.
     """
 
     sources: tuple[Source, ...] = Field((Source(),), min_length=1)
@@ -351,6 +355,7 @@ class Data(Section):
     epochs: int = Field(0, ge=0)
     validation: float = Field(0.02, ge=0, lt=1)
     cache: Path | None = None
+    bos: bool | Literal["auto", "prompts"] = "auto"
     chat: Chat = Chat()
 
     @model_validator(mode="before")

@@ -83,7 +83,7 @@ def check_goes_on(checkpoint: StoredCheckpoint, shape: ModelShape, tokenizer: To
     if extra := sorted(name for name in checkpoint.tensors if not known.fullmatch(name)):
         raise WeftError(f"{checkpoint} holds {len(extra)} tensors that this model has no place for, such as {extra[0]}")
     stored = tokenizer_from_files(stored_files(checkpoint), str(checkpoint))
-    if stored.fingerprint != tokenizer.fingerprint:
+    if not stored.has_ids_of(tokenizer):
         raise WeftError(
             f"{checkpoint} was trained with another tokenizer (of {stored.vocab} entries, the recipe's has "
             f"{tokenizer.vocab}), so its tokens mean other text; restore data.tokenizer, or {instead}"
@@ -102,7 +102,7 @@ def other_differences(checkpoint: StoredCheckpoint, recipe: Recipe, fingerprint:
         found += _differing("adapter", stored, mine, ("dropout",))
     if checkpoint.meta["data"] != fingerprint:
         position = f"{checkpoint.meta['progress']['position']:,}"
-        data = _differing("data", stored, mine, ("sources", "seq_len", "seed", "validation"))
+        data = _differing("data", stored, mine, ("sources", "seq_len", "seed", "validation", "bos"))
         found += data or ["the documents of data.sources are not those that the checkpoint was trained on"]
         found.append(f"other data is read on from sample {position} of its order: some may come twice, some never")
     return found

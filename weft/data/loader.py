@@ -13,6 +13,7 @@ import torch
 
 from weft.data.balance import DocumentTimes, Pass, in_rounds, make_plan
 from weft.data.batch import IGNORE, Batch, PairedRows, Pairs, PassGroup
+from weft.data.bos import begins_otherwise, document_opening, with_bos
 from weft.data.cache import digest
 from weft.data.chat.source import fitted, open_chats
 from weft.data.order import Listed, Order, Row, Stream, hashed, held_out
@@ -39,12 +40,19 @@ class Corpus:
     notes: tuple[str, ...] = ()
 
 
+def tokenizer_of_data(data: Data, own: Tokenizer | None = None) -> Tokenizer:
+    """The tokenizer that ``data`` names, or ``own``, that of the model to start from; with its BOS as ``data`` asks."""
+    tokenizer = own if own and not data.tokenizer else load_tokenizer(data.tokenizer, data.sources, data.cache)
+    return with_bos(tokenizer, data.bos)
+
+
 def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
     """Open every source, tokenizing what is not in the cache yet; ``validation`` is one epoch of held-out documents.
 
     ``own``: the tokenizer of the model to start from, which is used where the recipe names none.
     """
-    tokenizer = own if own and not data.tokenizer else load_tokenizer(data.tokenizer, data.sources, data.cache)
+    tokenizer = tokenizer_of_data(data, own)
+    opening = document_opening(tokenizer, data.bos)
     sides: list[list[Stream]] = [[], []]
     weights: list[list[float]] = [[], []]
     lines, seen, paired = [], [], 0
@@ -53,8 +61,13 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
         if source.kind in ("chat", "preference"):
             tokens = open_chats(source, data.chat, tokenizer, data.cache)
         else:
-            tokens = open_source(source, tokenizer, data.cache)
+            tokens = open_source(source, tokenizer, data.cache, opening)
         notes += [f"data source {source.path or source.kind}: {note}" for note in tokens.notes]
+        if source.kind == "tokens" and begins_otherwise(tokens.ids, tokens.offsets[:-1], opening):
+            notes.append(
+                f"data source {source.path}: not all documents begin with {tokenizer.name_of(opening[0])}, as prompts "
+                "do; make the tokens with it, or set data.bos = false"
+            )
         starts, lengths, note = tokens.offsets[:-1], np.diff(tokens.offsets), ""
         how: dict[str, Any] = {}
         pairs = None

@@ -85,9 +85,23 @@ class Tokenizer:
 
     @cached_property
     def opening(self) -> list[int]:
-        """What the tokenizer begins a text with."""
-        empty = [] if self.model is None else self.model.encode("", add_special_tokens=True).ids
-        return [i for i in empty if i != self.eos or i == self.bos]
+        """What the tokenizer begins a text with: the ids that its post-processor puts before one."""
+        if self.model is None:
+            return []
+        shown = self.model.encode("a", add_special_tokens=True)
+        if 0 in shown.special_tokens_mask:
+            return list(shown.ids[: shown.special_tokens_mask.index(0)])
+        return [i for i in shown.ids if i != self.eos or i == self.bos]  # it has no token for such a text
+
+    def has_ids_of(self, other: "Tokenizer") -> bool:
+        """Whether ids mean the same text to both. What they begin a text with may differ."""
+        return self.fingerprint == other.fingerprint or self._meaning == other._meaning
+
+    @cached_property
+    def _meaning(self) -> str:
+        if self.model is None:
+            return self.fingerprint
+        return digest(json.loads(self.model.to_str()) | {"post_processor": None}, self.eos)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of ``ids``; special tokens are left out, bytes that are not UTF-8 become U+FFFD."""

@@ -7,7 +7,7 @@ A folder holds ``tokens.bin`` (little-endian uint16, or uint32 if the vocabulary
 import hashlib
 import json
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,16 +96,20 @@ def read_tokens(path: str | Path) -> Tokens:
     return Tokens(ids, offsets, vocab, eos, seen, weights, meta.get("alike", True), lines, of, pairs, notes)
 
 
-def open_source(source: Source, tokenizer: Tokenizer, cache: Path | None = None) -> Tokens:
-    """The tokens of any source; text is tokenized on first use, into the cache, by one process for all."""
+def open_source(source: Source, tokenizer: Tokenizer, cache: Path | None = None, opening: Sequence[int] = ()) -> Tokens:
+    """The tokens of any source; text is tokenized on first use, into the cache, by one process for all.
+
+    ``opening``: the ids that a document of text begins with.
+    """
     if source.kind != "tokens":
 
         def build(making: Path) -> None:
             tokenizer.save(making)
             docs, name = _encoded(documents(source), tokenizer), f"data source {source.path or source.kind}"
-            write_documents(making, docs, tokenizer.vocab, tokenizer.eos, name)
+            write_documents(making, docs, tokenizer.vocab, tokenizer.eos, name, opening=opening)
 
-        key = digest(1, fingerprint(source), tokenizer.fingerprint)
+        # Those without an opening are the ones that were there before documents could have one.
+        key = digest(2 if opening else 1, fingerprint(source), tokenizer.fingerprint, *opening)
         return read_tokens(build_once(cache_root(cache) / f"tokens-{key}", build))
     path = Path(source.path or "").expanduser()
     if not path.is_dir():
@@ -122,11 +126,12 @@ def open_source(source: Source, tokenizer: Tokenizer, cache: Path | None = None)
 
 
 def write_documents(
-    folder: Path, docs: Iterable[np.ndarray], vocab: int, eos: int, name: str, close: bool = True
-) -> None:
+    folder: Path, docs: Iterable[np.ndarray], vocab: int, eos: int, name: str, close: bool = True,
+    opening: Sequence[int] = (),
+) -> None:  # fmt: skip
     """Write documents into an existing ``folder``. With ``close`` each ends with ``eos`` and empty ones are left out.
 
-    ``name`` is that of their source, for errors.
+    ``name`` is that of their source, for errors. ``opening`` is written before each.
     """
     dtype = np.dtype("<u2" if vocab <= 2**16 else "<u4")
     offsets, content = array("q", [0]), hashlib.sha256()
@@ -137,7 +142,8 @@ def write_documents(
                 continue
             if doc.min() < 0 or doc.max() >= vocab:
                 raise WeftError(f"document {number} holds a token id outside 0..{vocab - 1}; check the vocabulary")
-            data = (np.append(doc, eos) if close and doc[-1] != eos else doc).astype(dtype).tobytes()
+            ends = [eos] if close and doc[-1] != eos else []
+            data = np.concatenate([opening, doc, ends]).astype(dtype).tobytes()
             out.write(data)
             content.update(data)
             offsets.append(offsets[-1] + len(data) // dtype.itemsize)

@@ -30,7 +30,7 @@ from weft.train.failure import leave, report_failure
 from weft.train.launch import run_ranks
 from weft.train.loop import Outcome, train
 from weft.train.ranks import in_ranks, own_device, rank_process
-from weft.train.runs import prepare_run
+from weft.train.runs import as_recorded, prepare_run
 from weft.train.setup import device_type, model_shape, prepare
 from weft.train.signals import requests, take_ctrl_c
 
@@ -94,6 +94,7 @@ def be_rank(
 
     Returns how the run ended; None if others have brought it to its end.
     """
+    recipe = as_recorded(recipe, out, resume)
     places, started = recipe.layout.world, int(os.environ.get("WORLD_SIZE", "1"))
     if started < places:  # those that are there would wait for the others until the timeout
         raise UsageError(

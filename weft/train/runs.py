@@ -63,6 +63,7 @@ def prepare_run(recipe: Recipe, out: Path | None, resume: str | None) -> Job:
     Checked are what ``out`` and ``resume`` mean, whether these places can be written, and whether the newest checkpoint
     is of this model.
     """
+    recipe = as_recorded(recipe, out, resume)
     with Lease() as lease:
         run = open_run(recipe, out, resume, lease, 0)
     job = prepare(recipe)
@@ -71,6 +72,29 @@ def prepare_run(recipe: Recipe, out: Path | None, resume: str | None) -> Job:
         if _is_readable(checkpoint):
             _check(checkpoint, job)
     return job
+
+
+def as_recorded(recipe: Recipe, out: Path | None, resume: str | None) -> Recipe:
+    """The recipe, with what it leaves out as the run to resume had it, where Weft's own choice has changed since.
+
+    That is a warm-up of 100 steps, and documents without a BOS, of runs from before ``data.bos``.
+    """
+    if resume is None or (recipe.data.bos != "auto" and recipe.optimizer.warmup is not None):
+        return recipe
+    sources = _choose(recipe, out, resume)[1]
+    stored = (open_checkpoint(place) for place in (candidates(*sources, warn=lambda text: None) if sources else ()))
+    checkpoint = next(filter(_is_readable, stored), None)
+    if checkpoint is None or "data" not in checkpoint.meta:
+        return recipe
+    recorded = checkpoint.meta.get("recipe", {})
+    if recorded.get("data", {}).get("bos", "prompts") != "prompts":
+        return recipe
+    data, optimizer = recipe.data, recipe.optimizer
+    if data.bos == "auto":
+        data = data.model_copy(update={"bos": "prompts"})
+    if optimizer.warmup is None:
+        optimizer = optimizer.model_copy(update={"warmup": recorded.get("optimizer", {}).get("warmup")})
+    return recipe.model_copy(update={"data": data, "optimizer": optimizer})
 
 
 def _check(checkpoint: StoredCheckpoint, job: Job) -> None:
@@ -174,6 +198,12 @@ def resume_run(run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
     differences = other_differences(checkpoint, job.recipe, job.corpus.fingerprint)
     notes += [f"resumed with {difference}" for difference in differences]
     notes += filter(None, [_jump_of_rate(checkpoint, job, progress)])
+    opening = job.corpus.tokenizer.opening
+    if job.recipe.data.bos == "prompts" and opening:
+        notes.append(
+            f"documents go on without {job.corpus.tokenizer.name_of(opening[0])}, as the run began, though prompts "
+            "have it (data.bos = 'prompts'); new runs write it, and data.bos = true does so from here on"
+        )
     for level in run.levels:
         level.resume_from(checkpoint.storage)
     stages = {f"{stage}_s": spent for stage, spent in checkpoint.seconds.items()}

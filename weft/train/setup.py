@@ -15,10 +15,10 @@ from weft.checkpoint.same import base_of_run
 from weft.checkpoint.state import Progress
 from weft.data.balance import costs_of
 from weft.data.gguf_tokenizer import NO_TOKENIZER
-from weft.data.loader import Corpus, Loader, open_data, shares_of
+from weft.data.loader import Corpus, Loader, open_data, shares_of, tokenizer_of_data
 from weft.data.order import Order
 from weft.data.tasks import OpenTask, open_tasks
-from weft.data.tokenizer import Tokenizer, load_tokenizer
+from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError, WeftError, nearest
 from weft.layout.layout import BATCH_AXES, MODEL_AXES, Layout
 from weft.layout.mesh import Mesh
@@ -231,7 +231,7 @@ def reference_model(recipe: Recipe, tokenizer: Tokenizer) -> "Pretrained | None"
     if found.values is None or found.shape.output == "score":
         raise UsageError(f"loss.reference = {name!r} has no weights that write text; name a folder with some")
     own = found.tokenizer()
-    if (own and own.fingerprint != tokenizer.fingerprint) or found.shape.vocab < tokenizer.vocab:
+    if (own and not own.has_ids_of(tokenizer)) or found.shape.vocab < tokenizer.vocab:
         raise UsageError(
             f"loss.reference = {name!r} has other tokens ({own.vocab if own else found.shape.vocab}) than this run "
             f"({tokenizer.vocab}), so it cannot say how likely an answer is; name a model with the same tokenizer"
@@ -278,9 +278,7 @@ def _base_shape(given: ModelShape, pretrained: "Pretrained | None") -> ModelShap
 
 def tokenizer_of(recipe: Recipe) -> Tokenizer:
     """The tokenizer of the recipe's data: the one it names, or else that of the weights to start from."""
-    own = _own_tokenizer(recipe, pretrained_of(recipe))
-    data = recipe.data
-    return own if own and not data.tokenizer else load_tokenizer(data.tokenizer, data.sources, data.cache)
+    return tokenizer_of_data(recipe.data, _own_tokenizer(recipe, pretrained_of(recipe)))
 
 
 def _own_tokenizer(recipe: Recipe, pretrained: "Pretrained | None") -> Tokenizer | None:
@@ -303,7 +301,7 @@ def _own_tokenizer(recipe: Recipe, pretrained: "Pretrained | None") -> Tokenizer
 
 def _tokenizer_notes(recipe: Recipe, own: Tokenizer | None, tokenizer: Tokenizer) -> tuple[str, ...]:
     """What to say of a model whose tokenizer is not the one that the recipe trains it with."""
-    if recipe.model.origin is None or (own is not None and own.fingerprint == tokenizer.fingerprint):
+    if recipe.model.origin is None or (own is not None and own.has_ids_of(tokenizer)):
         return ()
     if own is None and recipe.data.tokenizer:
         return ()

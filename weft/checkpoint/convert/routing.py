@@ -113,13 +113,13 @@ def export_for_texts(
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--texts {texts} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     model, files = open_model(checkpoint, "cpu", warn, ema)
-    shape, ids = base_of(model.shape), tokenizer_of(files, checkpoint).encode(text)
-    if not shape.mixtures or not len(ids):
+    shape, ids = base_of(model.shape), tokenizer_of(files, checkpoint).prompt_ids(text)
+    if not shape.mixtures or not text:
         raise UsageError(f"{f'{texts} is empty' if shape.mixtures else f'{checkpoint} has no experts'}; give another")
     if shape.router_groups > 1:
         raise UsageError(f"the router of {checkpoint} chooses from groups, which must stay as they are; leave out "
                          "--texts")  # fmt: skip
-    chosen = chosen_experts(model, ids.tolist())
+    chosen = chosen_experts(model, ids)
     order, said = most_chosen(chosen, shape, keep) if keep else best_order(chosen, shape, ranks, level)
     values = with_experts(merged_parameters(model), dict(zip(shape.mixtures, order, strict=True)))
     if keep:
