@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from catalogue import catalogue, runs_of, wrong_figures
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.main import get_command
 
@@ -134,7 +135,7 @@ def test_catalogue_names_what_exists() -> None:
 
     root = Path(__file__).parents[1]
     for row in techniques():
-        for path in [*row[2].split(", "), *row[4].split(", ")]:
+        for path in [*row[2].split(", "), *row[4].partition(" (")[0].split(", ")]:
             path = path.strip("`")
             assert "/" not in path or (root / path).exists(), path
         words = row[3].replace("`", "").replace(",", " ").split()
@@ -149,3 +150,25 @@ def test_catalogue_names_what_exists() -> None:
         if words[:2] == ["python", "-m"]:
             files += [root / words[2].replace(".", "/") / "__main__.py"]
         assert words[0] in ("any", "weft") or (files and all(file.is_file() for file in files)), row[3]
+
+
+def test_figures_of_the_catalogue_stand_in_results() -> None:
+    """Every number that a row has of a script is in what that script has written; another number is seen."""
+    rows = list(catalogue())
+    assert len(rows) > 150 and [line for row in rows for line in wrong_figures(row)] == []
+    (row,) = (row for row in rows if row.technique.startswith("Muon"))
+    assert list(wrong_figures(row._replace(figure=row.figure.replace("2.182", "2.183"))))
+    assert list(wrong_figures(row._replace(figure="4 times as fast (`bench/nothing.py`)")))
+
+
+def test_rows_of_the_catalogue_say_when_their_tests_run(tmp_path: Path) -> None:
+    assert [row.technique for row in catalogue() if row.tests and row.runs != runs_of(row.tests)] == []
+    file = tmp_path / "test_some.py"
+    for text, runs in (
+        ("@pytest.mark.soak\ndef test_much() -> None:", "soak"),
+        ("@pytest.mark.slow\ndef test_little() -> None:", "daily"),
+        ("def test_little() -> None: ...\n\n\n@pytest.mark.soak\ndef test_much() -> None:", "daily, more in soak"),
+        ("@pytest.mark.sampled(2)\ndef test_many() -> None:", "daily, more in soak"),
+    ):
+        file.write_text(text)
+        assert runs_of((str(file),)) == runs
