@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 from tests.serve.running import build
 from weft.data.tokenizer import load_tokenizer
 from weft.generate.engine import Engine
+from weft.serve.gate import gate_rules
 from weft.serve.server import Server
 from weft.serve.service import Service
 
@@ -27,5 +28,5 @@ def serving(template: str, keys: tuple[str, ...] = (), **engine: Any) -> Iterato
     tokenizer = replace(load_tokenizer("bytes"), chat_template=template)
     service = Service(Engine(build(), **{"tokens": 4096, "size": 8} | engine))
     server = Server(service, tokenizer, "tiny", keys, 12)
-    with TestClient(server.app(), base_url="http://127.0.0.1:8000") as client:
+    with TestClient(server.app(gate_rules("127.0.0.1")), base_url="http://127.0.0.1:8000") as client:
         yield InProcess(server, client)

@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
+from weft.data.token_bytes import token_bytes
 from weft.data.tokenizer import Tokenizer
 from weft.serve.protocol import ChatRequest, Refusal, SamplingRequest
 from weft.serve.service import TokenEvent
@@ -40,7 +41,7 @@ class Replies:
         self.include_usage = question.stream_options.include_usage
         self.kind = "chat.completion.chunk" if self.chat else "text_completion"  # of a chunk
         self.logs = question.top is not None and (self.chat or getattr(question, "logprobs", None) is not None)
-        self.tokenizer = tokenizer
+        self.bytes = token_bytes(tokenizer)
         self.id = ("chatcmpl-" if self.chat else "cmpl-") + uuid.uuid4().hex
         self.head = {"id": self.id, "created": int(time.time()), "model": model}
 
@@ -100,15 +101,18 @@ class Replies:
                     for token, p, top in found
                 ]
             }
+        # Of each token, and of the likeliest ones in its place.
+        names = [self.bytes.names({token: p} | top) for token, p, top in found]
         return {
-            "tokens": [self.tokenizer.decode([token]) for token, _, _ in found],
+            "tokens": [named[token] for named, (token, _, _) in zip(names, found, strict=True)],
             "token_logprobs": [p for _, p, _ in found],
-            "top_logprobs": [{self.tokenizer.decode([i]): q for i, q in top.items()} for _, _, top in found],
+            "top_logprobs": [
+                {named[i]: q for i, q in top.items()} for named, (_, _, top) in zip(names, found, strict=True)
+            ],
         }
 
     def _named(self, token: int, p: float) -> dict[str, Any]:
-        text = self.tokenizer.decode([token])
-        return {"token": text, "logprob": p, "bytes": list(text.encode())}
+        return {"token": self.bytes.text(token), "logprob": p, "bytes": list(self.bytes.bytes_of(token))}
 
 
 def usage_of(prompt: int, written: int, hits: int = 0, thinking: int = 0) -> Usage:

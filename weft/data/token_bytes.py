@@ -1,0 +1,85 @@
+"""The bytes that each token stands for, of which text is made up; a character may be spread over several tokens."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+from weft.data.tokenizer import Tokenizer
+
+#: A token that stands for one byte, in tokenizers that have all others as characters.
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenBytes:
+    """The bytes of each token of ``tokenizer``. Special tokens have those of their names."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        decoders = [] if tokenizer.model is None else list(_decoders(json.loads(tokenizer.model.to_str())))
+        kinds = {decoder["type"] for decoder in decoders}
+        self._level, self._fallback = "ByteLevel" in kinds, "ByteFallback" in kinds
+        self._replaced = [(d["pattern"]["String"], d["content"]) for d in decoders if _replaces(d)]
+        self._replaced += [(d.get("replacement", "▁"), " ") for d in decoders if d["type"] == "Metaspace"]
+        self._added = {} if tokenizer.model is None else tokenizer.model.get_added_tokens_decoder()
+        self._byte = byte_of_character()
+        self.bytes_of = lru_cache(2**16)(self._bytes_of)
+
+    def _bytes_of(self, token: int) -> bytes:
+        """The bytes of ``token``; none of an id that the tokenizer does not have."""
+        if self.tokenizer.model is None:
+            return bytes([token]) if token < 256 else (self.tokenizer.name_of(token) or "").encode()
+        if token in self._added:
+            return self._added[token].content.encode()
+        word = self.tokenizer.model.id_to_token(token)
+        if word is None:
+            return b""
+        if self._level:
+            return b"".join(self._byte.get(char, char.encode()) for char in word)
+        if self._fallback and (found := BYTE.fullmatch(word)):
+            return bytes([int(found[1], 16)])
+        for old, new in self._replaced:
+            word = word.replace(old, new)
+        return word.encode() if self._replaced or self._fallback else self.tokenizer.decode([token]).encode()
+
+    def text(self, token: int) -> str:
+        """A token as OpenAI names it: its text, or ``bytes:`` and the bytes where they are no text by themselves."""
+        found = self.bytes_of(token)
+        try:
+            return found.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
+    def names(self, chances: Mapping[int, float]) -> dict[int, str]:
+        """A name for each token; of several with the same text the likeliest has it, and the others ``token_id:N``."""
+        named: dict[int, str] = {}
+        taken: set[str] = set()
+        for token in sorted(chances, key=lambda i: -chances[i]):
+            text = self.text(token)
+            named[token] = f"token_id:{token}" if text in taken else text
+            taken.add(text)
+        return named
+
+
+@lru_cache(8)
+def token_bytes(tokenizer: Tokenizer) -> TokenBytes:
+    """The bytes of the tokens of ``tokenizer``, read once."""
+    return TokenBytes(tokenizer)
+
+
+def byte_of_character() -> dict[str, bytes]:
+    """Which byte each character of a byte-level vocabulary stands for (GPT-2's table, Radford et al. 2019)."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): bytes([byte]) for byte in shown} | {chr(256 + n): bytes([byte]) for n, byte in enumerate(hidden)}
+
+
+def _decoders(tree: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The steps by which a tokenizer makes text of tokens."""
+    decoder = tree.get("decoder") or {}
+    yield from decoder.get("decoders", [decoder] if decoder else [])
+
+
+def _replaces(decoder: Mapping[str, Any]) -> bool:
+    return decoder["type"] == "Replace" and "String" in decoder.get("pattern", {})
