@@ -297,6 +297,11 @@ class Source(Section):
     ``docstrings`` are questions about Python code, without ``path`` about the standard library. ``preference`` reads
     pairs of answers, ``chosen`` and ``rejected`` (docs/preference.md). Any other kind is a plugin's, which is called
     with ``path`` and ``settings``.
+
+    Of conversations and pairs ``columns`` says what the data's own names mean: ``{ ask = "prompt", note = "" }``, where
+    nothing leaves a column out, and ``dialogue.speaker`` is a field of the turns in ``dialogue``; ``roles`` says who
+    speaks: ``{ Teacher = "user" }``. ``on_error``: a record that cannot be read ends the run (``stop``), or is left out
+    and counted (``skip``).
     """
 
     kind: str = "stdlib"
@@ -305,9 +310,26 @@ class Source(Section):
     weight: PositiveFloat = 1.0
     settings: dict[str, Any] = {}
     form: Literal["auto", "messages", "prompt", "sharegpt", "alpaca", "adp", "atif", "docstrings"] = "auto"
+    columns: dict[str, str] = {}
+    roles: dict[str, Role] = {}
+    on_error: Literal["stop", "skip"] = "stop"
+
+    @property
+    def skips(self) -> bool:
+        """Whether records that cannot be read are left out."""
+        return self.on_error == "skip"
+
+    @field_validator("kind")
+    @classmethod
+    def _records(cls, kind: str) -> str:
+        """Files of records are read by their names' endings, so that all of them are of one kind."""
+        return "jsonl" if kind in ("json", "csv", "tsv") else kind
 
     @model_validator(mode="after")
     def _path(self) -> Self:
+        if (self.columns or self.roles) and self.kind not in ("chat", "preference"):
+            name = "columns" if self.columns else "roles"
+            raise ValueError(f"{name} are of kinds 'chat' and 'preference'; of kind {self.kind!r} set 'field'")
         if self.kind in SOURCES and self.kind != "stdlib" and self.form != "docstrings" and not self.path:
             raise ValueError(f"a source of kind {self.kind!r} needs 'path'")
         if self.kind == "preference" and self.form not in ("auto", "docstrings"):
@@ -338,7 +360,8 @@ class Data(Section):
     """What is read and in which order. ``epochs = 0`` repeats for ever; otherwise the run ends with the data, or after
     ``train.steps`` if these are given and fewer.
 
-    Keys of a source may stand here themselves, where there is one source only.
+    Keys of a source may stand here themselves, where there is one source only; ``columns``, ``roles`` and ``on_error``
+    also beside ``sources``, for all of these.
 
     ``tokenizer`` is ``bytes``, a path to a ``tokenizer.json`` (or a folder with one), or ``train:N``: a byte-level
     BPE of N entries trained on the corpus itself. Left out, it is that of ``model.from``, or else ``bytes``.
@@ -363,6 +386,11 @@ class Data(Section):
     def _one_source(cls, given: Any) -> Any:
         """``kind``, ``path`` and the like as those of the only source."""
         own = {key: given[key] for key in given if key in Source.model_fields} if isinstance(given, dict) else {}
+        shared = {key: value for key, value in own.items() if key in ("columns", "roles", "on_error")}
+        if own and own == shared and all(isinstance(source, dict) for source in given.get("sources", (None,))):
+            return {k: v for k, v in given.items() if k not in own} | {
+                "sources": [shared | s for s in given["sources"]]
+            }
         if own and "sources" in given:
             key = next(iter(own))
             raise ValueError(

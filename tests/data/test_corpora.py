@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from weft.data.chat.source import conversations
-from weft.data.corpora import documents, files
+from weft.data.chat.samples import conversations
+from weft.data.corpora import documents
+from weft.data.files import files
 from weft.errors import WeftError
 from weft.recipe import Source
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -211,9 +212,9 @@ def test_cache_is_used_and_renewed(tmp_path: Path, corpus: Source, monkeypatch: 
     built: list[Source] = []
     real = tokens_module.documents
 
-    def counted(source: Source) -> Iterator[str]:
+    def counted(source: Source, report: Any = None) -> Iterator[str]:
         built.append(source)
-        return real(source)
+        return real(source, report)
 
     monkeypatch.setattr(tokens_module, "documents", counted)
     first = open_source(corpus, tokenizer, tmp_path / "cache")
@@ -228,7 +229,7 @@ def test_cache_is_used_and_renewed(tmp_path: Path, corpus: Source, monkeypatch: 
 
 
 def test_an_interrupted_build_leaves_nothing(tmp_path: Path, corpus: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(source: Source) -> Iterator[str]:
+    def broken(source: Source, report: Any = None) -> Iterator[str]:
         yield "something"
         raise KeyboardInterrupt
 

@@ -35,9 +35,12 @@ def train(
     cluster: Annotated[str | None, typer.Option(metavar="FILE", help=_probe_file)] = None,
 ) -> int:
     """Train a model. Starts one process per rank, or joins those of torchrun or Slurm."""
+    from weft.data.early import check_sources
     from weft.recipe import load_recipe
 
     given = load_recipe(recipe, overrides or [], layout, origin)
+    if not in_ranks():
+        check_sources(given.data)  # before anything that takes time
     argv = sys.argv[1:]
     if "layout" not in given.model_fields_set:
         from weft.resilience.start import with_planned_layout

@@ -13,7 +13,8 @@ import numpy as np
 
 from weft.data.chat.conversation import as_messages, conversation
 from weft.data.chat.encode import ChatEncoder, Messages, own_encoder
-from weft.data.corpora import reading, records
+from weft.data.files import records
+from weft.data.reading import reading
 from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
 from weft.recipe import Task

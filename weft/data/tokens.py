@@ -7,15 +7,18 @@ A folder holds ``tokens.bin`` (little-endian uint16, or uint32 if the vocabulary
 import hashlib
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from weft.data.batch import Pairs
 from weft.data.cache import build_once, cache_root, digest
-from weft.data.corpora import documents, files, fingerprint
+from weft.data.corpora import documents, fingerprint
+from weft.data.files import files
+from weft.data.report import SourceReport
 from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
 from weft.recipe import Source
@@ -105,8 +108,10 @@ def open_source(source: Source, tokenizer: Tokenizer, cache: Path | None = None,
 
         def build(making: Path) -> None:
             tokenizer.save(making)
-            docs, name = _encoded(documents(source), tokenizer), f"data source {source.path or source.kind}"
+            report = SourceReport()
+            docs, name = _encoded(documents(source, report), tokenizer), f"data source {source.path or source.kind}"
             write_documents(making, docs, tokenizer.vocab, tokenizer.eos, name, opening=opening)
+            add_to_meta(making, {"notes": report.lines()})
 
         # Those without an opening are the ones that were there before documents could have one.
         key = digest(2 if opening else 1, fingerprint(source), tokenizer.fingerprint, *opening)
@@ -153,6 +158,12 @@ def write_documents(
     np.save(folder / "offsets.npy", np.array(offsets, np.int64))
     meta = {"dtype": dtype.name, "vocab": vocab, "eos": eos, "count": offsets[-1], "fingerprint": content.hexdigest()}
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+
+
+def add_to_meta(folder: Path, more: Mapping[str, Any]) -> None:
+    """Write ``more`` into the ``meta.json`` of a ``folder`` of tokens."""
+    file = folder / "meta.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(more), indent=2) + "\n")
 
 
 def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:

@@ -14,6 +14,7 @@ from weft.carried_files import files_of_run
 from weft.checkpoint.same import base_of_run
 from weft.checkpoint.state import Progress
 from weft.data.balance import costs_of
+from weft.data.early import check_sources
 from weft.data.gguf_tokenizer import NO_TOKENIZER
 from weft.data.loader import Corpus, Loader, open_data, shares_of, tokenizer_of_data
 from weft.data.order import Order
@@ -133,6 +134,7 @@ def device_type(recipe: Recipe) -> str:
 
 def prepare(recipe: Recipe) -> Job:
     """Open the data, complete the model's shape and check that layout, model, data and memory go together."""
+    check_sources(recipe.data)
     pretrained = pretrained_of(recipe)
     shape = _completed(recipe, pretrained)
     check_fits(shape, recipe.layout, recipe.train, recipe.optimizer, recipe.memory)

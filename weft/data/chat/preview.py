@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,9 @@ from rich.text import Text
 
 from weft.data.chat.encode import ChatEncoder, Encoded
 from weft.data.chat.notes import Notes
-from weft.data.chat.source import chat_template, conversations, encode_record
+from weft.data.chat.samples import conversations
+from weft.data.chat.source import chat_template, encode_record, forget_written
+from weft.data.report import SourceReport
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError
 from weft.pages import render
@@ -77,11 +79,9 @@ def samples(data: Data, tokenizer: Tokenizer, count: int) -> tuple[list[Sample],
         )
     encoder = ChatEncoder(chat_template(data.chat, tokenizer), data.chat.learn)
     found: list[Sample] = []
-    notes = Notes(tuple(encoder.template.stops))
-    for source in sources:
-        for place, talk in conversations(source):
-            if len(found) == count:
-                return found, notes.sentences()
+    notes, reports = Notes(tuple(encoder.template.stops)), [SourceReport() for _ in sources]
+    for source, report in zip(sources, reports, strict=True):
+        for place, talk in islice(conversations(source, report), count - len(found)):
             encoded = encode_record(encoder, place, talk)
             notes.add(place, encoded.facts)
             size, row = len(encoded.ids), data.seq_len // (2 if source.kind == "preference" else 1)
@@ -102,7 +102,8 @@ def samples(data: Data, tokenizer: Tokenizer, count: int) -> tuple[list[Sample],
             learned = int(((encoded.weights > 0) & ~cut)[1:].sum())
             roles = tuple(message["role"] for message in encoded.followed.talk.messages)
             found.append(Sample(str(place), tuple(pieces), int((~cut).sum()), learned, int(cut.sum()), roles))
-    return found, notes.sentences()
+        forget_written(report, encoder.template)
+    return found, [line for report in reports for line in report.lines()] + notes.sentences()
 
 
 def _messages(encoded: Encoded) -> np.ndarray:

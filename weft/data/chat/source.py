@@ -19,56 +19,17 @@ from weft.data.batch import Pairs
 from weft.data.cache import build_once, cache_root, digest
 from weft.data.chat.conversation import Conversation
 from weft.data.chat.encode import ChatEncoder, Encoded
-from weft.data.chat.forms import read_record
 from weft.data.chat.notes import Notes
-from weft.data.chat.pairs import AnswerPair, read_pair, with_garbled
+from weft.data.chat.pairs import AnswerPair
+from weft.data.chat.samples import RecordLocation, samples
 from weft.data.chat.template import ChatTemplate, TemplateError
-from weft.data.chat.turns import ConversationError
-from weft.data.corpora import files, fingerprint, reading, records
+from weft.data.corpora import fingerprint
+from weft.data.files import files
+from weft.data.report import SourceReport
 from weft.data.tokenizer import Tokenizer
-from weft.data.tokens import Tokens, read_tokens, write_documents
+from weft.data.tokens import Tokens, add_to_meta, read_tokens, write_documents
 from weft.errors import WeftError
 from weft.recipe import Chat, Source
-
-
-class RecordLocation(NamedTuple):
-    """Where a conversation stands: a file, and a line of it (a record's number, where the file has no lines)."""
-
-    file: Path
-    line: int
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
-
-
-def messages_field(source: Source) -> str | None:
-    """Where a record has its messages, if the source says so: its ``field``, unless that is as it is by default."""
-    return None if source.field == Source.model_fields["field"].default else source.field
-
-
-def conversations(source: Source) -> Iterator[tuple[RecordLocation, Conversation]]:
-    """The conversations of a source, always in the same order, of pairs the chosen one first."""
-    for place, sample in samples(source):
-        for talk in (sample.chosen, sample.rejected) if isinstance(sample, AnswerPair) else (sample,):
-            yield place, talk
-
-
-def samples(source: Source) -> Iterator[tuple[RecordLocation, Conversation | AnswerPair]]:
-    """The records of a source, in order; what is wrong with one is said with file and line."""
-    field = messages_field(source)
-    for file in files(source):
-        with reading(file, source.kind):
-            pair = source.kind == "preference"
-            for number, record in records(file):
-                record = with_garbled(record) if pair and source.form == "docstrings" else record
-                try:
-                    yield (
-                        RecordLocation(file, number),
-                        read_pair(record) if pair else read_record(record, source.form, field),
-                    )
-                except (ConversationError, RecursionError) as error:
-                    reason = "nested too deeply" if isinstance(error, RecursionError) else error
-                    raise WeftError(f"{file}:{number}: {reason}") from None
 
 
 def chat_template(settings: Chat, tokenizer: Tokenizer) -> ChatTemplate:
@@ -111,7 +72,7 @@ def encode_record(encoder: ChatEncoder, place: RecordLocation, talk: Conversatio
 
 
 def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
-    tokenizer = encoder.template.tokenizer
+    tokenizer, report = encoder.template.tokenizer, SourceReport()
     places, content, alike = array("q"), hashlib.sha256(), True
     notes = Notes(tuple(encoder.template.stops))
     pairs: tuple[list[float], list[float]] = ([], [])
@@ -119,9 +80,8 @@ def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
     numbers = {path: number for number, path in enumerate(paths)}
     with open(folder / "weights.bin", "wb", buffering=2**20) as out:
 
-        def document(place: RecordLocation, talk: Conversation) -> np.ndarray:
+        def document(place: RecordLocation, encoded: Encoded) -> np.ndarray:
             nonlocal alike
-            encoded = encode_record(encoder, place, talk)
             notes.add(place, encoded.facts)
             weights = encoded.weights.astype("<f4")
             alike = alike and bool(np.isin(weights, (0, 1)).all())
@@ -131,14 +91,20 @@ def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
             return encoded.ids
 
         def documents() -> Iterator[np.ndarray]:
-            for place, sample in samples(source):
+            for place, sample in samples(source, report):
+                talks = (sample.chosen, sample.rejected) if isinstance(sample, AnswerPair) else (sample,)
+                try:
+                    encoded = [encode_record(encoder, place, talk) for talk in talks]
+                except WeftError as error:
+                    if not source.skips:
+                        raise
+                    report.skip_counted(error)
+                    continue
+                _count_unheeded(report, encoder, talks[0])
+                yield from (document(place, written) for written in encoded)
                 if isinstance(sample, AnswerPair):
-                    yield document(place, sample.chosen)
-                    yield document(place, sample.rejected)
                     pairs[0].append(sample.weight)
                     pairs[1].append(sample.margin)
-                else:
-                    yield document(place, sample)
 
         name = f"data source {source.path}"
         write_documents(folder, documents(), tokenizer.vocab, tokenizer.eos, name, close=False)
@@ -146,14 +112,23 @@ def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
     if source.kind == "preference":
         np.save(folder / "pairs.npy", np.array(pairs))
         content.update(np.array(pairs).tobytes())
+    forget_written(report, encoder.template)
     meta = json.loads((folder / "meta.json").read_text())
-    meta |= {
-        "fingerprint": digest(meta["fingerprint"], content.hexdigest()),
-        "alike": alike,
-        "files": [*map(str, paths)],
-        "notes": notes.sentences(),
-    }
-    (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+    fresh = {"fingerprint": digest(meta["fingerprint"], content.hexdigest()), "alike": alike}
+    add_to_meta(folder, fresh | {"files": [*map(str, paths)], "notes": [*report.lines(), *notes.sentences()]})
+
+
+def forget_written(report: SourceReport, template: ChatTemplate) -> None:
+    """Leave those fields of messages out of what is not read that this template names."""
+    start = "messages[]."
+    report.leave_out(lambda name: name.startswith(start) and name.removeprefix(start) in template.source)
+
+
+def _count_unheeded(report: SourceReport, encoder: ChatEncoder, talk: Conversation) -> None:
+    """Count turns that the data marks as learned, and that the recipe does not learn from."""
+    if encoder.learn != "all" and talk.marked:
+        learned = Conversation(talk.messages, None, (1.0,) * len(talk.messages)).learned(encoder.learn)
+        report.turns.update(str(talk.messages[i]["role"]) for i in talk.marked if not learned[i])
 
 
 class Fitted(NamedTuple):

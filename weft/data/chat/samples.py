@@ -1,0 +1,77 @@
+"""The records of a source as conversations, or pairs of them, each with its place."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from weft.data.chat.columns import Renaming
+from weft.data.chat.conversation import Conversation
+from weft.data.chat.forms import read_record
+from weft.data.chat.pairs import AnswerPair, read_pair, with_garbled
+from weft.data.chat.turns import ConversationError
+from weft.data.files import records, selection
+from weft.data.reading import reading
+from weft.data.report import SourceReport
+from weft.errors import UsageError, WeftError
+from weft.recipe import Source
+
+
+class RecordLocation(NamedTuple):
+    """Where a conversation stands: a file, and a line of it (a record's number, where the file has no lines)."""
+
+    file: Path
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def messages_field(source: Source) -> str | None:
+    """Where a record has its messages, if the source says so: its ``field``, unless that is as it is by default."""
+    return None if source.field == Source.model_fields["field"].default else source.field
+
+
+def conversations(source: Source, report: SourceReport | None = None) -> Iterator[tuple[RecordLocation, Conversation]]:
+    """The conversations of a source, always in the same order, of pairs the chosen one first."""
+    for place, sample in samples(source, report):
+        for talk in (sample.chosen, sample.rejected) if isinstance(sample, AnswerPair) else (sample,):
+            yield place, talk
+
+
+def samples(
+    source: Source, report: SourceReport | None = None
+) -> Iterator[tuple[RecordLocation, Conversation | AnswerPair]]:
+    """The records of a source, in order; what is wrong with one is said with file and line.
+
+    With ``on_error = "skip"`` such a record is left out, and ``report`` counts it, as it counts the fields that are not
+    read.
+    """
+    report = report or SourceReport()
+    renamed = Renaming(source.columns, source.roles)
+    chosen, left = selection(source)
+    report.left = tuple(left)
+    for file in chosen:
+        with reading(file, source.kind):
+            for number, record in records(file, report.skip if source.skips else None):
+                try:
+                    sample = _sample(renamed(record), source, file)
+                except (ConversationError, RecursionError) as error:
+                    reason = "nested too deeply" if isinstance(error, RecursionError) else error
+                    refused = WeftError(f"{file}:{number}: {reason}")
+                    if not source.skips:
+                        raise refused from None
+                    report.skip(refused)
+                    continue
+                report.count((sample.chosen if isinstance(sample, AnswerPair) else sample).unread)
+                yield RecordLocation(file, number), sample
+    if missing := renamed.missing():
+        raise UsageError(f"data.columns names {missing[0]!r}, which no record at {source.path} has; leave it out")
+
+
+def _sample(record: object, source: Source, file: Path) -> Conversation | AnswerPair:
+    """What one record holds. What Python code documents has one form, and files of records have their own."""
+    documented = file.suffix == ".py"
+    if source.kind == "preference":
+        return read_pair(with_garbled(record) if documented else record)  # type: ignore[arg-type]
+    form = "auto" if source.form == "docstrings" else source.form
+    return read_record(record, form, None if documented else messages_field(source))

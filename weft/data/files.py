@@ -1,0 +1,188 @@
+"""Files of a source: which there are, in which format each is, and the records that it holds."""
+
+import csv
+import glob
+import io
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from weft.data.arrow import rows
+from weft.data.docstrings import docstrings
+from weft.data.reading import PACKED, opened
+from weft.errors import WeftError
+from weft.recipe import Source
+
+#: Folders below the standard library that are not its own code.
+_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+#: Formats of which a folder is read in all that it has, and those of which it is read in the first that it has.
+_LINES = (".jsonl", ".ndjson")
+_RECORDS = (*_LINES, ".json", ".csv", ".tsv", ".parquet", ".arrow")
+_FORMATS = {
+    "jsonl": (*_LINES, ".json", ".csv", ".tsv"), "chat": _RECORDS, "preference": _RECORDS, "parquet": (".parquet",),
+    "tokens": (".bin",), "stdlib": (".py",),
+}  # fmt: skip
+#: What data sets are saved with beside their records.
+_ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+#: Formats that hold records, and never plain text; and those that hold neither.
+TABLES = (*_LINES, ".csv", ".tsv", ".parquet", ".arrow")
+_BINARY = (
+    ".bin", ".bmp", ".db", ".docx", ".gguf", ".gif", ".ico", ".jpeg", ".jpg", ".mp3", ".mp4", ".npy", ".npz", ".o",
+    ".pdf", ".pickle", ".pkl", ".png", ".pt", ".pth", ".pyc", ".safetensors", ".so", ".sqlite", ".tar", ".tgz", ".wav",
+    ".webp", ".whl", ".zip",
+)  # fmt: skip
+
+
+class Selection(NamedTuple):
+    """The files of a source that are read, sorted, and those beside them that are not."""
+
+    read: list[Path]
+    left: list[Path]
+
+
+def format_of(file: Path) -> str:
+    """The suffix of what a file holds, that of its compression aside."""
+    name = file.name.lower()
+    packed = next((end for end in PACKED if name.endswith(end)), "")
+    return Path(name.removesuffix(packed)).suffix
+
+
+def files(source: Source) -> list[Path]:
+    """The files of ``source`` that are read, sorted: ``path`` is a file, a folder (searched through) or a glob."""
+    return selection(source).read
+
+
+def selection(source: Source) -> Selection:
+    """The files of ``source``. Raises :class:`WeftError` if there are none."""
+    stdlib = source.path is None
+    path = Path(sysconfig.get_paths()["stdlib"] if stdlib else source.path or "").expanduser()
+    formats = (".py",) if stdlib else _FORMATS.get(source.kind, ())
+    if path.is_dir():
+        found = Selection(*_split(_walk(path, stdlib), formats, source))
+    else:
+        chosen = [path] if path.is_file() else [Path(name) for name in glob.glob(str(path), recursive=True)]
+        found = Selection(sorted(file for file in chosen if file.is_file()), [])
+    if not found.read:
+        wanted = " or ".join(formats) or source.kind
+        raise WeftError(f"no {wanted} file at data source {path}; set 'path' to a file, a folder or a glob")
+    return found if not stdlib else found._replace(left=[])
+
+
+def _split(every: list[Path], formats: tuple[str, ...], source: Source) -> tuple[list[Path], list[Path]]:
+    """The files of a folder that are read, and the others."""
+    if source.form == "docstrings" and any(file.suffix == ".py" for file in every):
+        formats = (".py",)
+    if not formats or (source.kind == "stdlib" and not any(file.suffix == ".py" for file in every)):
+        fitting = [file for file in every if format_of(file) not in _BINARY]
+        return fitting, [file for file in every if file not in set(fitting)]
+    fitting = [file for file in every if format_of(file) in formats and file.name not in _ABOUT]
+    if source.kind == "jsonl" and any(format_of(file) in _LINES for file in fitting):
+        fitting = [file for file in fitting if format_of(file) in _LINES]
+    return fitting, [file for file in every if file not in set(fitting)]
+
+
+def _walk(path: Path, stdlib: bool) -> list[Path]:
+    """All files below a folder that are not hidden, sorted; of saved data sets those that hold their rows."""
+    found = []
+    for folder, below, names in os.walk(path):
+        below[:] = [name for name in below if not name.startswith(".") and not (stdlib and name in _NOT_STDLIB)]
+        if "dataset_dict.json" in names:
+            if "train" not in below:
+                raise WeftError(
+                    f"{folder} has no split 'train'; set 'path' to one of its folders: {', '.join(sorted(below))}"
+                )
+            below[:] = ["train"]
+        kept = [name for name in names if not name.startswith(".")]
+        if {"state.json", "dataset_info.json"} <= set(names):
+            parts = json.loads(Path(folder, "state.json").read_text()).get("_data_files", [])
+            kept = [part["filename"] for part in parts] + sorted(_ABOUT & set(names))
+        found += [Path(folder, name) for name in kept]
+    return sorted(file for file in found if file.is_file())
+
+
+def records(file: Path, wrong: Callable[[WeftError], None] | None = None) -> Iterator[tuple[int, Any]]:
+    """The records of a file, each with the number of its line: of JSON Lines, JSON, CSV, Parquet or a saved data set.
+
+    Of Python code what is documented, as prompt and completion. A line that is no record is handed to ``wrong``, or
+    raised if that is left out.
+    """
+    form = format_of(file)
+    if form == ".py":
+        yield from docstrings(file)
+    elif form in (".parquet", ".arrow"):
+        yield from rows(file)
+    elif form in (".csv", ".tsv"):
+        yield from _table(file, wrong)
+    elif form == ".json":
+        with opened(file) as stream:
+            text = stream.read()
+        if _is_lines(text):
+            yield from _lines(io.BytesIO(text), file, wrong)
+        else:
+            value = _parsed(text, str(file))
+            yield from enumerate(value if isinstance(value, list) else [value], 1)
+    else:
+        with opened(file) as stream:
+            yield from _lines(stream, file, wrong)
+
+
+def _lines(stream: IO[bytes], file: Path, wrong: Callable[[WeftError], None] | None) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(stream, 1):
+        if not line.strip():
+            continue
+        try:
+            record = _parsed(line, f"{file}:{number}")
+        except WeftError as error:
+            if wrong is None:
+                raise
+            wrong(error)
+        else:
+            yield number, record
+
+
+def _is_lines(text: bytes) -> bool:
+    """Whether the text of a ``.json`` file is JSON Lines: its first line is an object, and not all of it."""
+    first, _, rest = text.strip().partition(b"\n")
+    if not rest or not first.strip().endswith((b"}", b"]")):
+        return False
+    try:
+        return isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _table(file: Path, wrong: Callable[[WeftError], None] | None) -> Iterator[tuple[int, dict[str, str | None]]]:
+    """The rows of a table under the names of its first line. An empty cell is nothing."""
+    csv.field_size_limit(sys.maxsize)
+    with io.TextIOWrapper(opened(file), "utf-8-sig", newline="") as text:
+        head = text.readline()
+        mark = "\t" if format_of(file) == ".tsv" else max(",;\t", key=head.count)
+        names = next(csv.reader([head], delimiter=mark), [])
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise WeftError(f"{file}:1: two columns are called {twice[0]!r}; the first line names each column")
+        reader, before = csv.reader(text, delimiter=mark), 0
+        for cells in reader:
+            number, before = before + 2, reader.line_num
+            if not cells:
+                continue
+            if len(cells) == len(names):
+                yield number, {name: cell or None for name, cell in zip(names, cells, strict=True)}
+                continue
+            error = WeftError(
+                f"{file}:{number}: {len(cells)} cells under the {len(names)} names of the first line; put cells with "
+                f"{'a tab' if mark == chr(9) else repr(mark)} in them in double quotes"
+            )
+            if wrong is None:
+                raise error
+            wrong(error)
+
+
+def _parsed(text: bytes, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WeftError(f"{where}: not valid JSON ({error})") from None

@@ -1,0 +1,86 @@
+"""The kind of source that files are of: plain text, or records that another kind reads, which is then named."""
+
+import json
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from weft.data.files import TABLES, Selection, format_of, records, selection
+from weft.data.reading import opened
+from weft.errors import UsageError, WeftError
+from weft.recipe import Source
+
+
+def documents_of(source: Source) -> Selection:
+    """The files of a source; of one of plain texts without the records that its folder has beside them.
+
+    Raises :class:`UsageError` with the right kind where there is nothing but records, which are no text to train on.
+    """
+    chosen = selection(source)
+    if source.kind not in ("text", "stdlib") or source.path is None:
+        return chosen
+    path = Path(source.path).expanduser()
+    if saved := next(
+        (f for f in chosen.read if f.name in ("state.json", "dataset_dict.json", "dataset_info.json")), None
+    ):
+        rows = next((file for file in chosen.read if format_of(file) == ".arrow"), None)
+        if rows is not None:
+            kind = right_kind(rows).replace("'jsonl'", "'huggingface'")
+            raise UsageError(f"{saved.parent} is a data set that save_to_disk has written, not plain text; set {kind}")
+    tables = [file for file in chosen.read if format_of(file) in TABLES]
+    texts = [file for file in chosen.read if format_of(file) not in (*TABLES, ".json")]
+    if not texts and (held := next((file for file in chosen.read if _holds_records(file)), None)):
+        raise UsageError(
+            f"{held} holds records, not plain text; set {right_kind(held)} (a copy called .txt is read as it is)"
+        )
+    if not path.is_dir():
+        if tables:
+            raise UsageError(
+                f"{tables[0]} holds records, not plain text; set {right_kind(tables[0])}, or a path without it"
+            )
+        return chosen
+    return Selection([file for file in chosen.read if file not in set(tables)], sorted({*chosen.left, *tables}))
+
+
+def right_kind(file: Path) -> str:
+    """The settings of ``[data]`` that read a file of records."""
+    from weft.data.chat.forms import read_record
+    from weft.data.chat.pairs import read_pair
+
+    form = format_of(file)
+    try:
+        first = next((record for _, record in islice(records(file), 1)), None)
+    except (WeftError, OSError, ValueError, ImportError):
+        first = None
+    for kind, read in (("preference", read_pair), ("chat", read_record)):
+        try:
+            read(first)
+        except (WeftError, RecursionError):
+            continue
+        return f"data.kind = '{kind}'"
+    kind = "parquet" if form == ".parquet" else "jsonl"
+    texts = {key: value for key, value in first.items() if isinstance(value, str)} if isinstance(first, dict) else {}
+    if not texts or "text" in texts:
+        return f"data.kind = '{kind}'"
+    near = get_close_matches("text", texts, n=1, cutoff=0.5) or [max(texts, key=lambda name: len(texts[name]))]
+    return f"data.kind = '{kind}' and data.field = '{near[0]}'"
+
+
+def _holds_records(file: Path) -> bool:
+    """Whether a file holds records: by its name, or for JSON if it begins with objects."""
+    if format_of(file) != ".json":
+        return format_of(file) in TABLES
+    try:
+        with opened(file) as stream:
+            head = stream.read(2**16).decode(errors="replace").strip()
+    except (OSError, EOFError):
+        return False
+    if head.startswith("["):
+        return head[1:].lstrip().startswith("{")
+    first, _, rest = head.partition("\n")
+    try:
+        value: Any = json.loads(first)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and rest.lstrip().startswith("{")

@@ -1,0 +1,59 @@
+"""Opening files of data, packed or not, and the one line that says what is wrong with one."""
+
+import bz2
+import csv
+import gzip
+import io
+import lzma
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from weft.errors import WeftError
+
+PACKED = (".gz", ".bz2", ".xz", ".zst")
+#: How files begin that are no text.
+_BEGINNINGS = {
+    b"PAR1": "it is Parquet", b"\x1f\x8b": "it is compressed by gzip, and '.gz' is missing from its name",
+    b"\x28\xb5\x2f\xfd": "it is compressed by zstd, and '.zst' is missing from its name",
+    b"PK\x03\x04": "it is a zip archive, which must be unpacked", b"%PDF": "it is a PDF; take its text out first",
+    b"\x89PNG": "it is an image", b"\xff\xd8\xff": "it is an image", b"ARROW1": "it is an Arrow file",
+    b"\xff\xff\xff\xff": "it is of a saved data set: kind = 'chat' or 'huggingface' reads its folder",
+    b"BZh": "it is compressed by bzip2, and '.bz2' is missing from its name", b"GGUF": "it is a model",
+}  # fmt: skip
+
+
+@contextmanager
+def reading(path: Path, kind: str) -> Iterator[None]:
+    """What may go wrong within is said in one line, with ``path`` and ``kind``."""
+    try:
+        yield
+    except ImportError as error:
+        raise WeftError(f"{kind} needs {error.name}, which is not installed; pip install 'weft[data]'") from None
+    except (OSError, EOFError, ValueError, lzma.LZMAError, csv.Error) as error:
+        reason = str(getattr(error, "strerror", None) or error).partition("\n")[0]
+        remedy = kind_by_content(path) or "check 'path' and 'kind'"
+        raise WeftError(f"cannot read {path} as {kind}: {reason}; {remedy}") from None
+
+
+def opened(file: Path) -> IO[bytes]:
+    """A file to read bytes from, unpacked if its name says that it is compressed."""
+    packed = next((end for end in PACKED if file.name.lower().endswith(end)), "")
+    if packed == ".zst":
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    stream: IO[bytes] = openers.get(packed, open)(file, "rb")
+    return stream
+
+
+def kind_by_content(file: Path) -> str | None:
+    """What a file is by how it begins, where that is no text."""
+    try:
+        with open(file, "rb") as stream:
+            head = stream.read(8)
+    except OSError:
+        return None
+    return next((said for begin, said in _BEGINNINGS.items() if head.startswith(begin)), None)

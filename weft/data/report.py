@@ -1,0 +1,71 @@
+"""What is to be said of a source once it is read: files and fields that nobody reads, records that were left out."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+#: Names that a line lists at most.
+_LISTED = 8
+
+
+@dataclass
+class SourceReport:
+    """Counts of what is read of a source, and what is not.
+
+    ``unread``: how many records have each field that is not used. ``left``: files that are not read. ``skipped``:
+    records that could not be read, of which ``first`` is the first one's error. ``empty``: records without a text.
+    ``turns``: turns by role that the data marks as learned though the recipe learns from others.
+    """
+
+    records: int = 0
+    unread: Counter[str] = field(default_factory=Counter)
+    left: tuple[Path, ...] = ()
+    skipped: int = 0
+    first: str = ""
+    empty: int = 0
+    turns: Counter[str] = field(default_factory=Counter)
+
+    def count(self, unread: Iterable[str]) -> None:
+        """Count one record with these ``unread`` fields."""
+        self.records += 1
+        self.unread.update(set(unread))
+
+    def skip(self, error: object) -> None:
+        """Count one record that is left out because of ``error``."""
+        self.skipped += 1
+        self.first = self.first or str(error)
+
+    def skip_counted(self, error: object) -> None:
+        """Leave out the record that was counted last, because of ``error``."""
+        self.records -= 1
+        self.skip(error)
+
+    def leave_out(self, read: Callable[[str], bool]) -> None:
+        """Forget those of the unread fields that are ``read`` after all."""
+        self.unread = Counter({name: count for name, count in self.unread.items() if not read(name)})
+
+    def lines(self) -> tuple[str, ...]:
+        """What there is to say, a line each."""
+        found = []
+        if self.skipped:
+            total = self.skipped + self.records
+            found.append(
+                f"{self.skipped:,} of {total:,} records left out, as data.on_error = 'skip'; the first: {self.first}"
+            )
+        if self.unread:
+            listed = [f"{name} ({count:,})" for name, count in self.unread.most_common(_LISTED)]
+            found.append(f"fields that are not read, with how many records have them: {_joined(listed, self.unread)}")
+        if self.empty:
+            found.append(f"{self.empty:,} records without a text left out")
+        if self.left:
+            found.append(f"files that are not read: {_joined([file.name for file in self.left[:_LISTED]], self.left)}")
+        if self.turns:
+            said = ", ".join(f"{count:,} of the {role}'s" for role, count in self.turns.most_common())
+            found.append(f"turns that it marks as learned and data.chat.learn leaves out: {said}")
+        return tuple(found)
+
+
+def _joined(listed: list[str], every: object) -> str:
+    more = len(every) - len(listed)  # type: ignore[arg-type]
+    return ", ".join(listed) + (f" and {more:,} more" if more > 0 else "")
