@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, islice
+from typing import NamedTuple
 
 import torch
 
@@ -37,8 +38,21 @@ BLOCK = 16
 BUDGET = 512
 
 
-#: A forward pass under way: the requests that get tokens from it, the rows of logits of each, and what waits for these.
-LaunchedPass = tuple[ScheduledStep, list[int], Callable[[], torch.Tensor]]
+class WantedRows(NamedTuple):
+    """The rows of logits of a request in a pass: behind tokens of its prompt from ``first`` on, and to draw from."""
+
+    request: Request
+    first: int
+    prompt: int
+    drawn: int
+
+
+class LaunchedPass(NamedTuple):
+    """A forward pass under way: the requests that get tokens from it, their rows, and what waits for logits."""
+
+    drawn: ScheduledStep
+    rows: list[WantedRows]
+    logits: Callable[[], torch.Tensor]
 
 
 def check_prompt(model: Transformer, ids: Sequence[int]) -> None:
@@ -80,14 +94,15 @@ class Engine:
     def submit(
         self, ids: Sequence[int], count: int, how: Sampling | None = None, stops: Collection[int] = (), n: int = 1,
         top: int | None = None, tenant: str = "", grammar: Grammar | None = None, adapter: str = "", least: int = 0,
+        scored: bool = False,
     ) -> list[Generation]:  # fmt: skip
         """Ask for up to ``count`` tokens after ``ids``, ``n`` times with consecutive seeds.
 
         A text ends before one of the ids ``stops``, or of those of ``grammar``, none of which comes before ``least``
         tokens are written, unless the grammar lets nothing else follow. The prompt is computed once for all.
-        ``top``: keep so many log-probabilities of each token. ``tenant``: requests of different tenants find no blocks
-        of each other. Raises :class:`UsageError` for ids that the model does not have, and prompts that the cache can
-        never hold.
+        ``top``: keep so many log-probabilities of each token; ``scored``: those of the prompt's tokens too.
+        ``tenant``: requests of different tenants find no blocks of each other. Raises :class:`UsageError` for ids that
+        the model does not have, and prompts that the cache can never hold.
         """
         check_prompt(self.model, ids)
         how = how or Sampling()
@@ -104,7 +119,7 @@ class Engine:
         ]  # fmt: skip
         if count > 0:
             self.scheduler.add(found[0])
-            found[0].siblings = found[1:]
+            found[0].siblings, found[0].scored = found[1:], scored
         return found
 
     def add_adapter(self, name: str, adapter: HostAdapter) -> None:
@@ -156,7 +171,7 @@ class Engine:
         """Launch as many forward passes as may be under way, and finish the oldest; returns what that one wrote."""
         while len(self.sent) < self.reader.depth and self._send():
             pass
-        return self._receive(*self.sent.popleft()) if self.sent else []
+        return self._receive(self.sent.popleft()) if self.sent else []
 
     def _send(self) -> bool:
         """Launch the next forward pass; returns whether there was anything to compute."""
@@ -167,16 +182,23 @@ class Engine:
         step = scheduler.plan(self.reader.depth)
         if step.work:
             logits = self.reader.start(step)
-            drawn = set_out(scheduler, step)
-            self.sent.append((drawn, [1 + sum(len(b.path) for b in r.branches) for r in drawn.work], logits))
+            rows = [rows_of(request, tokens) for request, tokens in step.work.items()]
+            self.sent.append(LaunchedPass(set_out(scheduler, step), rows, logits))
         return bool(step.work)
 
-    def _receive(self, drawn: ScheduledStep, rows: list[int], logits: Callable[[], torch.Tensor]) -> list[Written]:
-        """Choose tokens from a pass's logits, of which each request has so many ``rows``; returns them in order."""
-        self.scheduler.advance(drawn)
+    def _receive(self, launched: LaunchedPass) -> list[Written]:
+        """Choose tokens from a pass's logits; returns them in order."""
+        self.scheduler.advance(launched.drawn)
         found: list[Written] = []
-        for request, of_request in zip(drawn.work, logits().cpu().split(rows), strict=True):
-            row, *more = of_request
+        counts = [each.prompt + each.drawn for each in launched.rows]
+        for (request, first, prompt, drawn), of_request in zip(
+            launched.rows, launched.logits().cpu().split(counts), strict=True
+        ):
+            if prompt and isinstance(request, Generation):
+                score_prompt(request, first, of_request[:prompt])
+            if not drawn:
+                continue
+            row, *more = of_request[prompt:]
             if not isinstance(request, Generation):
                 request.logits = row
                 continue
@@ -255,6 +277,22 @@ class Engine:
     def close(self) -> None:
         """Let the other ranks end, if there are any."""
         self.reader.close()
+
+
+def rows_of(request: Request, tokens: int) -> WantedRows:
+    """The rows of logits that are wanted of a request whose next ``tokens`` tokens a pass computes."""
+    drawn = 1 + sum(len(branch.path) for branch in request.branches) if tokens == request.wanted else 0
+    return WantedRows(request, request.computed, request.prompt_rows(tokens), drawn)
+
+
+def score_prompt(request: Generation, first: int, rows: torch.Tensor) -> None:
+    """Keep what the logits ``rows`` ``[tokens, vocab]``, behind the prompt's tokens from ``first`` on, say of the next.
+
+    A request that has lost its blocks computes some of them again.
+    """
+    for place, row in enumerate(rows, first):
+        if place == len(request.prompt_scores):
+            request.prompt_scores.append(log_probabilities(row, request.ids[place + 1], request.top or 0))
 
 
 def without_ends(allowed: torch.Tensor | None, ends: Collection[int], vocab: int) -> torch.Tensor:

@@ -44,7 +44,8 @@ def parts_of(step: ScheduledStep) -> list[TextSlice]:
         own = [b.path for b in request.branches if b.table is request.table]
         beside = Lent(request.adapter, tuple(request.shelf)) if request.adapter else None
         ids = [*request.ids[: request.computed + tokens], *(i for path in own for i in path)]
-        rows = (tokens == request.wanted) * (1 + sum(map(len, own)))
+        drawn = tokens == request.wanted
+        rows = drawn * (1 + sum(map(len, own))) + request.prompt_rows(tokens)
         parts.append(
             TextSlice(ids, request.computed, request.table, rows, request.offset, tiles_of(request, step), beside)
         )

@@ -47,6 +47,7 @@ class Request:
     context: Sequence[PrefixView] = ()  # others that it attends to, as if they stood before its own tokens
     offset: int = 0  # position of its first token
     turned: bool = False  # its context counts as one text, though each text in it was computed from position 0 on
+    scored: bool = False  # logits behind each token of its prompt are wanted, so that no token of it may be known
     kept: bool = False  # others attend to it: when it ends, it keeps its blocks until it is removed
     pinned: bool = False  # never gives blocks back: its tokens depend on others that grew with it
     logits: T | None = None  # [vocab] behind its tokens, of a request that somebody else writes for
@@ -65,6 +66,13 @@ class Request:
         """Whether all that it attends to has been computed."""
         return all(view.request.computed >= (view.tokens or 0) for view in self.context)
 
+    def prompt_rows(self, tokens: int) -> int:
+        """How many logits are wanted behind tokens of its prompt, if its next ``tokens`` ones are computed.
+
+        Those behind its last token, from which a new one is drawn, do not count.
+        """
+        return 0
+
 
 @dataclass(eq=False)
 class Generation(Request):
@@ -79,6 +87,7 @@ class Generation(Request):
     stopped: int | None = None  # which of its stops came
     finished: str = ""  # "stop" or "length" in the end, or "error" if the grammar could not go on
     log_probabilities: list[tuple[float, dict[int, float]]] = field(default_factory=list)
+    prompt_scores: list[tuple[float, dict[int, float]]] = field(default_factory=list)  # from the second token on
     odds: Sequence[T] = ()  # [vocab] each: the chances with which the first of its drafts was drawn, if it was
     chances: list[T] | None = None  # [vocab] each, with which its tokens were drawn, if they are to be kept
     siblings: list["Generation"] = field(default_factory=list)  # those that go on from the same prompt, once it is read
@@ -89,6 +98,9 @@ class Generation(Request):
     @property
     def written(self) -> list[int]:
         return self.ids[self.prompt :]
+
+    def prompt_rows(self, tokens: int) -> int:
+        return min(tokens, self.prompt - 1 - self.computed) if self.scored and self.computed < self.prompt - 1 else 0
 
     @property
     def may_guess(self) -> bool:

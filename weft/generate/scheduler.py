@@ -141,7 +141,7 @@ class Scheduler:
         pool, last, seen = self.pool, len(request.ids) - 1, request.arrival if request.context else None
         root = root_key(self.version, request.adapter, request.tenant, seen)
         keys = [root, *chained_keys(root, request.ids[:last], pool.size)]  # one token is computed in any case
-        found = pool.find(keys[1:])
+        found = [] if request.scored else pool.find(keys[1:])
         known = len(found) * pool.size
         most = request.most + 1 if request.pinned else min(len(request.ids), known + self.budget)
         beside = self.adapter_keys[request.adapter]

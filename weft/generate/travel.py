@@ -21,16 +21,17 @@ from weft.generate.request import Generation, Request
 from weft.generate.sampling import Sampling
 
 #: The fields of a request that move unchanged.
-FIELDS = ("ids", "most", "tenant", "computed", "prompt", "top", "log_probabilities")
+FIELDS = ("ids", "most", "tenant", "computed", "prompt", "top", "least", "log_probabilities")
 
 
 class Departure:
     """Sends ``request`` away from ``engine``, which goes on with it until it leaves."""
 
     def __init__(self, engine: Engine, request: Generation) -> None:
-        if request.context or request.grammar or request.adapter or request.siblings or request.kept:
+        bound = request.context or request.siblings or request.kept or request.scored
+        if bound or request.grammar or request.adapter:
             raise UsageError("a request with a grammar or an adapter, with others that wait for its prompt, or that "
-                             "sees others, cannot move; let it end where it is")  # fmt: skip
+                             "sees others or scores its prompt, cannot move; let it end where it is")  # fmt: skip
         if engine.model.mesh.layout.world > 1:
             raise UsageError("blocks of several ranks cannot move; let the request end where it is")
         self.engine, self.request, self.sent = engine, request, 0

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any, NamedTuple
 
 from starlette.requests import ClientDisconnect, Request
@@ -44,6 +44,8 @@ class AnswerReader:
 
     def read(self, event: TokenEvent) -> Answer:
         """What is new of the answer; its ``finish`` says whether it has ended, even if the engine goes on."""
+        if self.asked.most == 0:  # its token is drawn only to have the prompt read
+            return Answer("", [], [], "length")
         writer, thought, calls = self.writer, "", list[CallPiece]()
         self.count += event.token is not None
         if self.count > self.asked.min_tokens:  # nothing before ends the answer
@@ -69,7 +71,8 @@ class AnswerReader:
 class Answering:
     """Writes the answers to the request ``asked`` as JSON. ``prompt``: tokens of its prompts, for the usage.
 
-    ``form``: what it may write beside text. ``watch``: times the answers.
+    ``form``: what it may write beside text. ``watch``: times the answers. ``echoes``: the ids of prompts that the
+    answers begin with.
     """
 
     def __init__(
@@ -80,7 +83,9 @@ class Answering:
         prompt: int,
         form: AnswerForm,
         watch: AnswerTimer,
+        echoes: Sequence[Sequence[int]] = (),
     ) -> None:
+        self.echoes, self.n = echoes, 1
         self.asked, self.tokenizer, self.prompt, self.form, self.watch = asked, tokenizer, prompt, form, watch
         self.replies: Replies | ResponseReplies = (
             ResponseReplies(asked, model) if isinstance(asked, ResponsesRequest) else Replies(asked, model, tokenizer)
@@ -88,6 +93,7 @@ class Answering:
 
     async def respond(self, request: Request, context: Any, n: int) -> Response:
         """The HTTP response with the answers of ``context`` (:meth:`Service.answers`), ``n`` to each prompt."""
+        self.n = n
         answers = await entered(context)
         if self.asked.stream:
             return EventStream(self._stream(answers), context)
@@ -117,19 +123,29 @@ class Answering:
 
     async def _pieces(self, answers: Answers, readers: list[AnswerReader]) -> AsyncIterator[tuple[int, Answer]]:
         """Pairs of an answer's index and what is new of it: text that can be shown, and (parts of) tool calls."""
-        left = set(range(len(readers)))
+        left, fresh = set(range(len(readers))), set(range(len(readers)))
         while left:
             event = await answers.next()
             index = event.number
             if index not in left:
                 continue  # written after its stop string had come
             self.watch.record(event, answers.generations[index])
-            new = readers[index].read(event)
+            new, first = readers[index].read(event), index in fresh
+            if self.echoes and first:
+                new = self._echoed(new, index, answers)
+            fresh.discard(index)
             if new.finish:
                 left.discard(index)
                 if not event.finished:
                     await answers.cancel(index)
             yield index, new
+
+    def _echoed(self, new: Answer, index: int, answers: Answers) -> Answer:
+        """The first of an answer behind its prompt, with the log-probabilities of this, which are read by now."""
+        ids = self.echoes[index // self.n]
+        scores = [None, *answers.generations[index - index % self.n].prompt_scores]
+        events = [TokenEvent(index, i, score, "") for i, score in zip(ids, scores, strict=False)]
+        return new._replace(text=self.tokenizer.decode(ids) + new.text, echo=events)
 
     def _usage(self, answers: Answers, written: int, thinking: int) -> Usage:
         return usage_of(self.prompt, written, sum(one.hits for one in answers.generations), thinking)
@@ -154,7 +170,7 @@ class Answering:
                 events = held.setdefault(index, [])
                 events += new.events
                 written += sum(event.token is not None for event in new.events)
-                if new.text or new.thought or new.calls or new.finish:
+                if new.text or new.thought or new.calls or new.echo or new.finish:
                     new = new._replace(events=held.pop(index))
                     for event in self.replies.chunks(index, new, index not in began):
                         yield event_text(event)

@@ -206,6 +206,7 @@ class CompletionRequest(SamplingRequest):
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: int | None = Field(None, ge=1, le=128)
+    echo: bool = False
 
     @classmethod
     def prepared(cls, given: Schema) -> Schema:

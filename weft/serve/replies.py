@@ -2,9 +2,12 @@
 
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
+from weft.data.detokenizer import Writer
 from weft.data.token_bytes import token_bytes
 from weft.data.tokenizer import Tokenizer
 from weft.serve.protocol import ChatRequest, Refusal, SamplingRequest
@@ -22,13 +25,16 @@ class Answer(NamedTuple):
     calls: Sequence[CallPiece]
     finish: str  # why it ended, or "" if it goes on
     thought: str = ""  # the reasoning before the text
+    echo: Sequence[TokenEvent] = ()  # the prompt's tokens, if the text begins with them
 
     def joined(self, new: "Answer") -> "Answer":
         """This answer with what is new of it."""
         events, calls = cast(list[TokenEvent], self.events), cast(list[CallPiece], self.calls)
         events += new.events
         calls += new.calls
-        return Answer(self.text + new.text, events, calls, new.finish, self.thought + new.thought)
+        return Answer(
+            self.text + new.text, events, calls, new.finish, self.thought + new.thought, self.echo or new.echo
+        )
 
 
 class Replies:
@@ -43,6 +49,7 @@ class Replies:
         self.logs = question.top is not None and (self.chat or getattr(question, "logprobs", None) is not None)
         self.bytes = token_bytes(tokenizer)
         self.id = ("chatcmpl-" if self.chat else "cmpl-") + uuid.uuid4().hex
+        self.offsets: dict[int, TextOffsets] = defaultdict(partial(TextOffsets, tokenizer))  # by the answer
         self.head = {"id": self.id, "created": int(time.time()), "model": model}
 
     def begun(self) -> Iterator[dict[str, Any]]:
@@ -53,7 +60,7 @@ class Replies:
         """What is new of one answer."""
         choice: dict[str, Any] = {
             "index": index,
-            "logprobs": self._logs(new.events),
+            "logprobs": self._logs(index, [*new.echo, *new.events]),
             "finish_reason": new.finish or None,
         }
         if self.chat:
@@ -71,14 +78,16 @@ class Replies:
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         """All of the answers."""
         choices = []
-        for index, (text, events, calls, finish, thought) in enumerate(answers):
+        for index, (text, events, calls, finish, thought, echo) in enumerate(answers):
             message: dict[str, Any] = {"role": "assistant", "content": text}
             if thought:
                 message["reasoning_content"] = thought
             if calls:
                 message |= {"content": text or None, "tool_calls": [call_fields(call) for call in calls]}
             said = {"message": message} if self.chat else {"text": text}
-            choices.append({"index": index, **said, "logprobs": self._logs(events), "finish_reason": finish})
+            choices.append(
+                {"index": index, **said, "logprobs": self._logs(index, [*echo, *events]), "finish_reason": finish}
+            )
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self.head, "object": kind, "choices": choices, "usage": usage}
 
@@ -90,29 +99,43 @@ class Replies:
     def failed(self, refusal: Refusal) -> dict[str, Any]:
         return refusal.body
 
-    def _logs(self, events: Sequence[TokenEvent]) -> dict[str, Any] | None:
+    def _logs(self, index: int, events: Sequence[TokenEvent]) -> dict[str, Any] | None:
+        """The log-probabilities of the answer's tokens; the first token of a prompt has none."""
         if not self.logs:
             return None
-        found = [(e.token, *e.log_probability) for e in events if e.token is not None and e.log_probability is not None]
+        said = [(e.token, *(e.log_probability or (None, None))) for e in events if e.token is not None]
         if self.chat:
             return {
                 "content": [
-                    self._named(token, p) | {"top_logprobs": [self._named(i, q) for i, q in top.items()]}
-                    for token, p, top in found
+                    self._named(token, p) | {"top_logprobs": [self._named(i, q) for i, q in (top or {}).items()]}
+                    for token, p, top in said
                 ]
             }
         # Of each token, and of the likeliest ones in its place.
-        names = [self.bytes.names({token: p} | top) for token, p, top in found]
+        names = [self.bytes.names({token: p or 0.0} | (top or {})) for token, p, top in said]
         return {
-            "tokens": [named[token] for named, (token, _, _) in zip(names, found, strict=True)],
-            "token_logprobs": [p for _, p, _ in found],
+            "tokens": [named[token] for named, (token, _, _) in zip(names, said, strict=True)],
+            "token_logprobs": [p for _, p, _ in said],
             "top_logprobs": [
-                {named[i]: q for i, q in top.items()} for named, (_, _, top) in zip(names, found, strict=True)
+                top and {named[i]: q for i, q in top.items()} for named, (_, _, top) in zip(names, said, strict=True)
             ],
+            "text_offset": [self.offsets[index].add(token) for token, _, _ in said],
         }
 
-    def _named(self, token: int, p: float) -> dict[str, Any]:
+    def _named(self, token: int, p: float | None) -> dict[str, Any]:
         return {"token": self.bytes.text(token), "logprob": p, "bytes": list(self.bytes.bytes_of(token))}
+
+
+class TextOffsets:
+    """Where in a text each of its tokens begins, in characters."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.writer, self.at = Writer(tokenizer), 0
+
+    def add(self, token: int) -> int:
+        at = self.at
+        self.at += len(self.writer.add(token))
+        return at
 
 
 def usage_of(prompt: int, written: int, hits: int = 0, thinking: int = 0) -> Usage:

@@ -177,7 +177,8 @@ class Server:
             raise Refusal(400, "best_of cannot be streamed; leave out one of them", param="best_of")
         n = max(asked.n, asked.best_of or 0)
         prompts = await self.prompts.texts(asked.prompt)
-        return await self._answer(request, asked, prompts, asked.most or 16, n, asked.language)
+        most = 16 if asked.most is None else max(1, asked.most)  # a prompt is read together with the next token
+        return await self._answer(request, asked, prompts, most, n, asked.language, echo=asked.echo)
 
     async def chat(self, request: Request) -> Response:
         return await self._talk(request, await self._question(request, ChatRequest))
@@ -277,8 +278,12 @@ class Server:
     async def _answer(
         self, request: Request, asked: SamplingRequest, prompts: Sequence[Sequence[int]], most: int, n: int,
         language: Language | None, form: AnswerForm = PLAIN,
+        echo: bool = False,
     ) -> Response:  # fmt: skip
-        """Answer ``prompts``, each ``n`` times with up to ``most`` tokens, constrained by ``language`` if given."""
+        """Answer ``prompts``, each ``n`` times with up to ``most`` tokens, constrained by ``language`` if given.
+
+        ``echo``: answers begin with their prompts.
+        """
         prompt = sum(map(len, prompts))
         watch = AnswerTimer(self.metrics, prompt, request.scope["began"])
         stops = [*([] if asked.ignore_eos else self.tokenizer.stops), *asked.stop_token_ids]
@@ -289,11 +294,16 @@ class Server:
             field = asked.form_field if asked.language else "tools"
             raise Refusal(400, f"{field}: {error}", param=field) from None
         adapter = asked.model if asked.model in self.adapters else ""
+        scored = echo and asked.top is not None
         wishes = [
-            Wish(ids, most, asked.sampling, stops, n, asked.top, tenant, grammar, adapter or "", asked.min_tokens)
+            Wish(
+                ids, most, asked.sampling, stops, n, asked.top, tenant, grammar, adapter or "", asked.min_tokens, scored
+            )
             for ids in prompts
         ]
-        answering = Answering(asked, self.tokenizer, asked.model or self.name, prompt, form, watch)
+        answering = Answering(
+            asked, self.tokenizer, asked.model or self.name, prompt, form, watch, prompts if echo else ()
+        )
         return await answering.respond(request, self.service.answers(wishes), n)
 
 

@@ -31,6 +31,7 @@ class Wish(NamedTuple):
     grammar: Grammar | None
     adapter: str = ""
     least: int = 0
+    scored: bool = False
 
 
 class TokenEvent(NamedTuple):
