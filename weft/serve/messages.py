@@ -16,7 +16,8 @@ from weft.serve.protocol import shown
 #: Names of a message's reasoning; templates read the first two.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 #: Types of parts that are texts, and under which key.
-_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_TEXTS = dict.fromkeys(("text", "input_text", "output_text", "reasoning_text", "summary_text"), "text")
+_TEXTS["refusal"] = "refusal"
 
 
 def read_live(messages: Sequence[Any]) -> list[Message]:

@@ -51,10 +51,10 @@ class CallForm:
         """
         ways, starts = [], [f"call{number}" for number in range(len(tools))]
         for number, tool in enumerate(tools):
-            before, behind = (
-                json.dumps(text.replace(_NAME, tool["name"]), ensure_ascii=False) if text else ""
-                for text in (self.before, self.behind)
-            )
+            text = self.before.replace(_NAME, tool["name"])
+            # A bare call's brace is a word of its own: the longest word wins, and a form may begin with a brace too.
+            words = [text] if self.opening else [text[:1], text[1:]]
+            before, behind = " ".join(map(_quoted, words)), _quoted(self.behind)
             ways += [
                 f"call{number}: {before} arguments{number} {behind}",
                 f"arguments{number}: {_as_lark(tool.get('parameters') or {'type': 'object'})}",
@@ -78,6 +78,11 @@ class CallForm:
         """Matches a call up to its arguments, if its name comes first."""
         name, arguments = (re.escape(json.dumps(key)) for key in (self.name, self.arguments))
         return re.compile(r"\{\s*" + name + r'\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*' + arguments + r"\s*:\s*(?=\{)")
+
+
+def _quoted(text: str) -> str:
+    """``text`` as a word of a grammar; nothing for none."""
+    return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 def _as_lark(form: str | dict[str, Any]) -> str:
