@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ DEEPSEEK = tuple(f"<\uff5c{name}\uff5c>" for name in ("User", "Assistant", "end\
 SPECIALS = (
     "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "[INST]",
     "[/INST]", "<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|observation|>", "<|system|>",
+    "<|end|>", "<|tool|>",
     *DEEPSEEK, "<|endoftext|>",
 )  # fmt: skip
 
@@ -75,6 +77,7 @@ FAMILIES = {
         {"system": "", "user": DEEPSEEK[0], "assistant": DEEPSEEK[1], "tool": DEEPSEEK[0]}, DEEPSEEK[2], "", "",
         DEEPSEEK[2:],
     ),
+    "phi": Style(_same("<|{}|>\n"), "<|end|>", "<|end|>", "\n", ("<|end|>", "<|endoftext|>")),
     "alpaca": Style(
         {"system": "", "user": "### Instruction:\n", "assistant": "### Response:\n", "tool": "### Result:\n"}, "\n\n",
         "\n\n", "", ("</s>",),
@@ -91,8 +94,8 @@ def call_text(call: Message) -> str:
     return f'<tool_call>{{"name": "{function["name"]}", "arguments": {json.dumps(function["arguments"])}}}</tool_call>'
 
 
-def jinja(style: Style) -> str:
-    """The template of ``style``."""
+def jinja(style: Style, tagged: bool = False) -> str:
+    """The template of ``style``, with generation tags around what the assistant writes if it is ``tagged``."""
 
     def text(value: str) -> str:
         return "{{ " + json.dumps(value, ensure_ascii=False) + " }}"
@@ -107,7 +110,9 @@ def jinja(style: Style) -> str:
         '{% for c in m.tool_calls %}{{ \'<tool_call>{"name": "\' + c.function.name + \'", "arguments": \' }}'
         "{{ c.function.arguments | tojson }}{{ '}</tool_call>' }}{% endfor %}"
     )
-    assistant = text(style.opens["assistant"]) + text(style.lead) + reasoning + "{{ m.content }}" + calls
+    answer = text(style.lead) + reasoning + "{{ m.content }}" + calls + text(style.close)
+    answer = f"{{% generation %}}{answer}{{% endgeneration %}}" if tagged else answer
+    assistant = text(style.opens["assistant"]) + answer
     head = "{% set first = namespace(user=-1, words='') %}"
     if style.system == "merged":
         head += (
@@ -116,7 +121,7 @@ def jinja(style: Style) -> str:
             "{% endfor %}"
         )
     prompt = text(style.opens["assistant"] + style.prefix) if style.prompt else ""
-    body = f"{{% if m.role == 'assistant' %}}{assistant}{text(style.close)}{text(style.after)}{''.join(turns)}"
+    body = f"{{% if m.role == 'assistant' %}}{assistant}{text(style.after)}{''.join(turns)}"
     asked = f"{{% if add_generation_prompt %}}{prompt}{{% else %}}{text(style.final)}{{% endif %}}"
     return f"{head}{text(style.first)}{{% for m in messages %}}{body}{{% endif %}}{{% endfor %}}{asked}"
 
@@ -226,3 +231,32 @@ def test_just_what_the_assistant_writes_is_learned(base: Tokenizer, style: Style
     encoded = encoder.encode(conversation(talk))
     assert encoded.text == "".join(text for text, _ in pieces)
     assert learned_runs(encoded) == runs(pieces)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_masks_are_those_of_transformers(base: Tokenizer, tmp_path: Path, name: str) -> None:
+    """With generation tags, and found without them: the same tokens are learned, and the same ids are written."""
+    from transformers import AutoTokenizer
+
+    # Tags say nothing of a token that belongs to the next turn.
+    style = replace(FAMILIES[name], stops=FAMILIES[name].stops[:1])
+    base.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    talks = [
+        [{"role": "system", "content": "s"}, *TWICE],
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a b", "reasoning_content": "so:\nyes"},
+         {"role": "user", "content": "more"}, {"role": "assistant", "content": " é 5 < 6"}],
+        [EMPTY_CALL[0], EMPTY_CALL[1] | {"content": ""}, EMPTY_CALL[2] | {"content": ""}, *EMPTY_CALL[3:]],
+    ]  # fmt: skip
+    ends = tuple(base.specials[token] for token in style.stops)
+    tokenizer = replace(base, ends=ends)
+    tagged, plain = (ChatEncoder(ChatTemplate(jinja(style, tags), tokenizer)) for tags in (True, False))
+    for talk in talks:
+        given = theirs.apply_chat_template(
+            talk, chat_template=jinja(style, True), return_dict=True, return_assistant_tokens_mask=True
+        )
+        mask = [weight == 1 for weight in given["assistant_masks"]]
+        for encoder in (tagged, plain):
+            encoded = encoder.encode(conversation(talk))
+            assert encoded.ids.tolist() == given["input_ids"]
+            assert (encoded.weights > 0).tolist() == mask

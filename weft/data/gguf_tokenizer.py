@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from weft.carried_files import as_json
 from weft.errors import WeftError, nearest
+from weft.named_templates import DEFAULT, listed
 
 G = "tokenizer.ggml."
 #: The file that says why there is no tokenizer, where there should be one.
@@ -83,7 +84,10 @@ def gguf_tokenizer(fields: Mapping[str, Any]) -> dict[str, bytes]:
     begins = fields.get(f"{G}add_bos_token", kind == "llama" or fields.get(f"{G}pre") in WHOLE_WORDS)
     ends = fields.get(f"{G}add_eos_token", kind == "t5")
     _add_ends(model, tokens, named["bos"] if begins else None, named["eos"] if ends else None)
-    template = fields.get("tokenizer.chat_template")
+    template: Any = fields.get("tokenizer.chat_template")
+    key = "tokenizer.chat_template."
+    if others := {field.removeprefix(key): fields[field] for field in fields if field.startswith(key)}:
+        template = listed(({DEFAULT: template} if template else {}) | others)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{f"{which}_token": token for which, token in named.items() if token},

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -14,12 +15,10 @@ from weft.data.cache import build_once, cache_root, digest
 from weft.data.corpora import documents, fingerprint
 from weft.data.gguf_tokenizer import NO_TOKENIZER
 from weft.errors import UsageError, WeftError
+from weft.named_templates import CONFIG_FILE, DEFAULT, TEMPLATE_FILE, listed, templates_of, with_named_templates
 from weft.recipe import Source
 
 _EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "[EOS]")
-
-#: Where a chat template stands by itself, beside ``tokenizer.json``.
-TEMPLATE_FILE = "chat_template.jinja"
 
 #: Training text of ``train:N``: at most this many characters, in pieces spread over the whole corpus.
 _SAMPLE, _PIECE = 8_000_000, 8192
@@ -30,7 +29,8 @@ class Tokenizer:
     """Text to token ids and back. ``vocab`` is one more than the largest id; ``eos`` ends every document.
 
     ``bos`` and ``pad`` are the ids of the tokens that begin a text and fill a row, where the tokenizer has such.
-    ``chat_template`` is the Jinja template that writes a conversation as one text (:mod:`weft.data.chat`).
+    ``chat_template`` is the Jinja template that writes a conversation as one text (:mod:`weft.data.chat`);
+    ``named_templates`` are others by name, of which ``tool_use`` is for conversations with tools.
     """
 
     vocab: int
@@ -41,6 +41,7 @@ class Tokenizer:
     pad: int | None = None
     chat_template: str | None = field(default=None, repr=False, compare=False)
     ends: tuple[int, ...] = field(default=(), compare=False)
+    named_templates: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def stops(self) -> tuple[int, ...]:
@@ -112,14 +113,19 @@ class Tokenizer:
     def files(self) -> dict[str, bytes]:
         """What :func:`load_tokenizer` and transformers read: ``tokenizer.json``, named tokens, chat template."""
         template = {TEMPLATE_FILE: self.chat_template.encode()} if self.chat_template else {}
+        several: dict[str, Any] = {}
+        if self.named_templates:
+            default = {DEFAULT: self.chat_template} if self.chat_template else {}
+            template, several = {}, {"chat_template": listed(default | dict(self.named_templates))}
         if self.model is None:
-            return {"tokenizer.json": b'{"kind": "bytes"}\n'} | template
+            config_file = {CONFIG_FILE: as_json(several)} if several else {}
+            return {"tokenizer.json": b'{"kind": "bytes"}\n'} | config_file | template
         named = {f"{kind}_token": self.name_of(getattr(self, kind)) for kind in ("eos", "bos", "pad")}
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         tokens = {"eos_token_id": list(self.stops), "bos_token_id": self.bos, "pad_token_id": self.pad}
         return {
             "tokenizer.json": self.model.to_str().encode(),
-            "tokenizer_config.json": as_json(config | {k: name for k, name in named.items() if name}),
+            CONFIG_FILE: as_json(config | {k: name for k, name in named.items() if name} | several),
             GENERATION: as_json({key: value for key, value in tokens.items() if value is not None}),
         } | template
 
@@ -143,8 +149,9 @@ def load_tokenizer(spec: str, sources: Sequence[Source] = (), cache: Path | None
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         raise WeftError(f"tokenizer {spec!r}: no file {path}; use 'bytes', 'train:N' or a tokenizer.json")
-    found = {name: path.with_name(name) for name in ("tokenizer_config.json", TEMPLATE_FILE, GENERATION)}
+    found = {name: path.with_name(name) for name in (CONFIG_FILE, TEMPLATE_FILE, GENERATION)}
     files = {name: file.read_bytes() for name, file in found.items() if file.is_file()}
+    files = with_named_templates(files, path.parent)
     return tokenizer_from_files({"tokenizer.json": path.read_bytes()} | files, str(path))
 
 
@@ -155,12 +162,13 @@ def tokenizer_from_files(files: Mapping[str, bytes], origin: str) -> Tokenizer:
         said = files[NO_TOKENIZER].decode() if NO_TOKENIZER in files else reason
         raise WeftError(f"{origin} has no tokenizer.json ({said}); name a tokenizer that is the model's own")
     try:
-        settings = json.loads(files.get("tokenizer_config.json", b"{}"))
+        settings = json.loads(files.get(CONFIG_FILE, b"{}"))
         named = {kind: _name(settings.get(f"{kind}_token")) for kind in ("eos", "bos", "pad")}
-        template = _chat_template(settings.get("chat_template"), files.get(TEMPLATE_FILE))
+        templates = templates_of(settings, files.get(TEMPLATE_FILE))
+        template, named_templates = templates.pop(DEFAULT, None), templates
         text = files["tokenizer.json"].decode()
         if json.loads(text) == {"kind": "bytes"}:
-            return replace(load_tokenizer("bytes"), chat_template=template)
+            return replace(load_tokenizer("bytes"), chat_template=template, named_templates=named_templates)
         model = tokenizers.Tokenizer.from_str(text)
         given = json.loads(files.get(GENERATION, b"{}")).get("eos_token_id")
     except Exception as error:  # the library raises nothing narrower
@@ -179,24 +187,12 @@ def tokenizer_from_files(files: Mapping[str, bytes], origin: str) -> Tokenizer:
             f"{origin} has no end-of-document token; name one as 'eos_token' in tokenizer_config.json beside it"
         )
     bos, pad = (ids.get(named[kind] or "") for kind in ("bos", "pad"))
-    return Tokenizer(size, eos, digest(model.to_str(), eos), model, bos, pad, template, ends)
+    return Tokenizer(size, eos, digest(model.to_str(), eos), model, bos, pad, template, ends, named_templates)
 
 
 def _name(token: str | dict[str, str] | None) -> str | None:
     """The name of a token as ``tokenizer_config.json`` has it: a text, or an object with the text and its flags."""
     return token["content"] if isinstance(token, dict) else token
-
-
-def _chat_template(given: str | list[dict[str, str]] | None, file: bytes | None) -> str | None:
-    """The chat template: of the file of its own beside ``tokenizer.json``, else what the configuration gives.
-
-    Of several named ones it is the one called ``default``.
-    """
-    if file is not None:
-        return file.decode()
-    if isinstance(given, list):
-        return {one["name"]: one["template"] for one in given}.get("default")
-    return given
 
 
 #: Entries that are trained at most; far above, the trainer asks for more memory than there is, and aborts.

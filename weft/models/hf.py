@@ -18,6 +18,7 @@ from weft.layout.mesh import Mesh
 from weft.model_config import read_json, weight_blocks
 from weft.models.hf_names import fused_name, hf_names, norm_offset
 from weft.models.transformer import Transformer
+from weft.named_templates import with_named_templates
 from weft.new_folder import new_folder
 from weft.recipe import ModelShape
 
@@ -36,6 +37,7 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
     Ids of special tokens, which old folders have in ``config.json`` alone, are always in ``generation_config.json``.
     """
     found = {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if re.fullmatch(TOKENIZER_FILES, p.name)}
+    found = with_named_templates(found, folder)
     if GENERATION not in found and (folder / "config.json").is_file():
         config = read_json(folder / "config.json", AGAIN)
         if tokens := {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}:

@@ -19,7 +19,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from tqdm import tqdm
 
 from weft.checkpoint.model import open_model, tokenizer_of
-from weft.data.chat.template import ChatTemplate
+from weft.data.chat.template import template_of
 from weft.data.tasks import Text
 from weft.errors import UsageError, WeftError
 from weft.generate.engine import Engine
@@ -70,9 +70,9 @@ class WeftLM(TemplateLM):
         return ids if ids[: len(opening)] == opening else opening + ids
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        if not self.own.chat_template:
+        template = template_of(self.own)
+        if template is None:
             raise WeftError(f"{self.name} has no chat template; leave out --apply_chat_template")
-        template = ChatTemplate(self.own.chat_template, self.own)
         text = template.render(chat_history, None, prompt=add_generation_prompt).text
         if add_generation_prompt:
             return text

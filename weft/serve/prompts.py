@@ -57,7 +57,7 @@ class Prompts:
         return await self._run(lambda: self._encode(asked, tools))
 
     def _encode(self, asked: Conversing, tools: Sequence[dict[str, Any]]) -> ChatPrompt:
-        template = self._encoder.template
+        template = self._encoder.template.of(tools)
         if tools and self._form is None:
             raise UsageError(f"the chat template of {self.name} writes no calls of tools as JSON; ask without tools")
         talk = [as_written(message, self._form) for message in read_live(asked.messages)]

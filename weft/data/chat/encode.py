@@ -14,7 +14,7 @@ from weft.data.chat.followed import Followed, follow
 from weft.data.chat.marks import Marked
 from weft.data.chat.notes import Facts, facts_of
 from weft.data.chat.spans import WeightedSpan, learned_spans
-from weft.data.chat.template import ChatTemplate, TemplateError
+from weft.data.chat.template import ChatTemplate, TemplateError, template_of
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError, WeftError
 
@@ -57,10 +57,10 @@ class ChatEncoder:
     def encode(self, talk: Conversation) -> Encoded:
         """Raises :class:`TemplateError` if the template refuses it, or if nothing of it would be learned."""
         if self.learn == "all":
-            followed = follow(self.template, talk)
+            followed = follow(self.template.of(talk.tools), talk)
             spans = [WeightedSpan(0, len(followed.shown.text), talk.weight, -1)]
         else:
-            followed, spans = learned_spans(self.template, talk, talk.learned(self.learn))
+            followed, spans = learned_spans(self.template.of(talk.tools), talk, talk.learned(self.learn))
         shown = followed.shown
         ids, starts, ends = self.tokens.encode(shown)
         weights = np.zeros(len(ids), np.float32)
@@ -107,9 +107,10 @@ def prompt_ids(
 
 def own_encoder(tokenizer: Tokenizer, name: str, learn: str = "assistant") -> ChatEncoder:
     """What writes conversations by the tokenizer's own chat template; ``name`` says in errors whose it is."""
-    if not tokenizer.chat_template:
+    template = template_of(tokenizer)
+    if template is None:
         raise WeftError(f"{name} has no chat template; do without chat, or give a model that was trained to chat")
-    return ChatEncoder(ChatTemplate(tokenizer.chat_template, tokenizer), learn)
+    return ChatEncoder(template, learn)
 
 
 class _TemplateTokens:

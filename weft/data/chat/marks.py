@@ -4,7 +4,7 @@ A mark is made of code points that Unicode keeps free of characters (U+FDD0 to U
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -21,6 +21,14 @@ _MARK = re.compile(f"{_MESSAGE}([\ufde0-\ufdef]+){_END}|[\ufdd0-\ufdef]")
 PARTS = ("content", "reasoning", "arguments", "name")
 #: Where a message has its words. ``thinking`` and ``reasoning_content`` are two names of one thing.
 _WORDS = {"content": "content", "reasoning_content": "reasoning", "thinking": "reasoning"}
+
+
+class JsonObject(dict[str, Any]):
+    """A JSON object that was given as ``text``."""
+
+    def __init__(self, values: Mapping[str, Any], text: str) -> None:
+        super().__init__(values)
+        self.text = text
 
 
 class WordMark(NamedTuple):
@@ -45,6 +53,8 @@ def cleaned(value: Any) -> Any:
 
 def mapped(change: Any, value: Any) -> Any:
     """A JSON list or object with ``change`` made to what is in it, keys included; any other value as it is."""
+    if isinstance(value, JsonObject):
+        return JsonObject({change(key): change(one) for key, one in value.items()}, change(value.text))
     if isinstance(value, dict):
         return {change(key): change(one) for key, one in value.items()}
     return [change(one) for one in value] if isinstance(value, list) else value
@@ -73,6 +83,8 @@ def numbered(message: dict[str, Any], number: int, parts: Collection[str] = PART
         if isinstance(value, str):
             words = value.strip()
             return value.replace(words, f"{mark(part)}{words}{mark(part)}", 1) if words and part in parts else value
+        if isinstance(value, JsonObject):
+            return JsonObject({key: around(one, part) for key, one in value.items()}, around(value.text, part))
         if isinstance(value, dict):
             return {key: around(one, part) for key, one in value.items()}
         return [around(one, part) for one in value] if isinstance(value, list) else value

@@ -22,7 +22,7 @@ from weft.data.chat.encode import ChatEncoder, Encoded
 from weft.data.chat.notes import Notes
 from weft.data.chat.pairs import AnswerPair
 from weft.data.chat.samples import RecordLocation, samples
-from weft.data.chat.template import ChatTemplate, TemplateError
+from weft.data.chat.template import ChatTemplate, TemplateError, template_of
 from weft.data.corpora import fingerprint
 from weft.data.files import files
 from weft.data.report import SourceReport
@@ -34,18 +34,19 @@ from weft.recipe import Chat, Source
 
 def chat_template(settings: Chat, tokenizer: Tokenizer) -> ChatTemplate:
     """The template of the recipe, or else the tokenizer's own."""
-    text, given = tokenizer.chat_template, settings.template
-    if given:
+    now = datetime.strptime(settings.date, "%Y-%m-%d") if settings.date else datetime.now()
+    if given := settings.template:
         file = Path(given).expanduser()
         try:
             text = given if "{" in given else file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise WeftError(f"data.chat.template: cannot read {file}: {reason}; give a file or a template") from None
-    if not text:
+        return ChatTemplate(text, tokenizer, settings.variables, now, settings.control)
+    template = template_of(tokenizer, settings.variables, now, settings.control)
+    if template is None:
         raise WeftError("the tokenizer has no chat template; set data.chat.template to a file with one, or use its own")
-    now = datetime.strptime(settings.date, "%Y-%m-%d") if settings.date else datetime.now()
-    return ChatTemplate(text, tokenizer, settings.variables, now, settings.control)
+    return template
 
 
 def open_chats(source: Source, settings: Chat, tokenizer: Tokenizer, cache: Path | None = None) -> Tokens:
@@ -57,7 +58,7 @@ def open_chats(source: Source, settings: Chat, tokenizer: Tokenizer, cache: Path
         tokenizer.save(making)
         _write(making, source, encoder)
 
-    written = [template.source, template.variables, settings.learn, settings.control]
+    written = [template.sources, template.variables, settings.learn, settings.control]
     date = settings.date or str(datetime.now().date()) if template.writes_date else ""
     key = digest(3, fingerprint(source), source.form, tokenizer.fingerprint, written, date)
     return read_tokens(build_once(cache_root(cache) / f"chats-{key}", build))
@@ -120,8 +121,8 @@ def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
 
 def forget_written(report: SourceReport, template: ChatTemplate) -> None:
     """Leave those fields of messages out of what is not read that this template names."""
-    start = "messages[]."
-    report.leave_out(lambda name: name.startswith(start) and name.removeprefix(start) in template.source)
+    start, text = "messages[].", "".join(template.sources)
+    report.leave_out(lambda name: name.startswith(start) and name.removeprefix(start) in text)
 
 
 def _count_unheeded(report: SourceReport, encoder: ChatEncoder, talk: Conversation) -> None:

@@ -14,9 +14,11 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from weft.data.chat.calls import CallStyle, find_style
 from weft.data.chat.marks import Marked, generated, protected, read_marks
 from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
+from weft.named_templates import TOOL_USE
 
 #: What looks like the name of a special token.
 _TOKEN = re.compile(r"<\|[^<>|\s]+\|>|<\uff5c[^<>\s]+?\uff5c>|<(?:start|end)_of_turn>|<(?:bos|eos)>|</?s>")
@@ -98,6 +100,7 @@ class ChatTemplate:
     """The template ``text`` with the names of a tokenizer's tokens, and ``variables`` of the user's.
 
     ``control``: names of special tokens in somebody's words become these tokens, instead of plain text.
+    ``tool_use``: the text of the template for conversations with tools, where that is another.
     """
 
     def __init__(
@@ -107,11 +110,13 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         now: datetime | None = None,
         control: bool = False,
+        tool_use: str | None = None,
     ) -> None:
         named = {f"{kind}_token": tokenizer.name_of(getattr(tokenizer, kind)) for kind in ("bos", "eos", "pad")}
         self.variables = {key: name for key, name in named.items() if name is not None} | dict(variables or {})
         self.environment = environment(now)
         self.tokenizer, self.source = tokenizer, text
+        self.tool_use = None if tool_use is None else ChatTemplate(tool_use, tokenizer, variables, now, control)
         try:
             self.compiled = self.environment.from_string(text)
         except jinja2.TemplateSyntaxError as error:
@@ -130,7 +135,24 @@ class ChatTemplate:
     @property
     def writes_date(self) -> bool:
         """Whether what the template writes depends on the day."""
-        return "strftime_now" in self.source
+        return "strftime_now" in self.source or (self.tool_use is not None and self.tool_use.writes_date)
+
+    @property
+    def sources(self) -> list[str]:
+        """The text of the template, and that of the one for conversations with tools."""
+        return [self.source, *([self.tool_use.source] if self.tool_use else [])]
+
+    def of(self, tools: Sequence[Mapping[str, Any]] | None) -> "ChatTemplate":
+        """The template that writes conversations with ``tools``, or without them."""
+        return self.tool_use if tools and self.tool_use else self
+
+    @cached_property
+    def _styles(self) -> dict[bool, CallStyle]:
+        """How the template takes calls of tools: of messages with a content that is empty, and of those without one."""
+        return {
+            empty: find_style(lambda messages, tools: self._write(messages, tools).text, empty)
+            for empty in (True, False)
+        }
 
     @cached_property
     def _literal_tokens(self) -> set[str]:
@@ -156,9 +178,24 @@ class ChatTemplate:
     ) -> Marked:
         """The text of a conversation, up to where the assistant's next turn begins if it is a ``prompt``.
 
-        ``variables``: more of the user's, for this text. Raises :class:`TemplateError` if the template refuses it,
-        fails, or writes tokens that the tokenizer lacks.
+        ``variables``: more of the user's, for this text. Calls of tools are given to the template in the form that it
+        takes (:mod:`weft.data.chat.calls`). Raises :class:`TemplateError` if the template refuses it, fails, or writes
+        tokens that the tokenizer lacks.
         """
+        template = self.of(tools)
+        messages = [
+            template._styles[message.get("content") == ""].adapted(message) if message.get("tool_calls") else message
+            for message in messages
+        ]
+        return template._write(messages, tools, prompt, variables)
+
+    def _write(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Marked:
         given: dict[str, Any] = dict(variables or {}) | {"messages": list(messages), "tools": tools, "documents": None}
         values = self.variables | {"add_generation_prompt": prompt} | protected(given, self.protected)
         try:
@@ -180,6 +217,17 @@ class ChatTemplate:
                     "belongs to the template, or set data.chat.template"
                 )
         return shown
+
+
+def template_of(
+    tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None, now: datetime | None = None, control: bool = False
+) -> ChatTemplate | None:
+    """The chat template of a tokenizer, with the one that it has for tools; None if it has neither."""
+    default, tool_use = tokenizer.chat_template, tokenizer.named_templates.get(TOOL_USE)
+    if not default and not tool_use:
+        return None
+    text = default or "{{ raise_exception('the tokenizer has none for conversations without tools') }}"
+    return ChatTemplate(text, tokenizer, variables, now, control, tool_use)
 
 
 def _any_of(*names: Iterable[str]) -> re.Pattern[str]:

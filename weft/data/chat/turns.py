@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from weft.data.chat.marks import JsonObject, cleaned
 from weft.errors import WeftError, nearest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -142,11 +143,18 @@ def _calls(calls: Any, name: str) -> list[Message]:
 
 
 def _arguments(given: Any) -> Any:
-    """Arguments of a call: an object, or JSON text of one, or such text once more as text; nothing is an empty one."""
+    """Arguments of a call: an object, or JSON text of one, or such text once more as text; nothing is an empty one.
+
+    An object that was given as text keeps the text, for templates that write it as it is.
+    """
+    text = ""
     for _ in range(2):
         if isinstance(given, str):
+            text = given
             try:
-                given = json.loads(given) if given.strip() else {}
+                given = cleaned(json.loads(given)) if given.strip() else {}
             except ValueError:
                 return None
+    if text.strip() and isinstance(given, dict):
+        return JsonObject(given, text)
     return {} if given is None else given
