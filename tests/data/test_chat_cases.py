@@ -56,6 +56,15 @@ def test_just_what_is_right_is_learned(name: str, tokenizer: Tokenizer, tmp_path
     assert pieces_learned(shown) == CASES[name]["learned"] and not notes
 
 
+def test_nulls_that_arrow_adds_are_no_arguments(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    case = CASES["arrow-null"]
+    first, _ = pieces_learned(read(case, tokenizer, tmp_path)[0])
+    assert '"arguments": {"town": "Oslo"}}' in first
+    case["records"][0]["messages"][1]["tool_calls"][0]["function"]["arguments"]["title"] = None
+    first, _ = pieces_learned(read(case | {"via": "jsonl"}, tokenizer, tmp_path)[0])
+    assert '"arguments": {"town": "Oslo", "title": null}}' in first
+
+
 @pytest.mark.parametrize("name", ["system-beside-messages", "system-beside-prompt"])
 def test_system_beside_the_data_is_a_turn(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     (sample,), notes = read(CASES[name], tokenizer, tmp_path)
