@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.layout.mesh import Mesh
 from weft.models import widened
-from weft.models.transformer import Transformer
 from weft.models.widened import is_widened, multiplies_slowly, multiply, widened_note
 from weft.parallel.build import parallelize
 from weft.recipe import Adapter, ModelShape, Train
@@ -73,7 +72,8 @@ class Watched(TorchDispatchMode):
 
 def step(shape: dict[str, Any], dtype: str) -> tuple[float, torch.Tensor]:
     """Loss and all gradients of one pass of a model that computes in ``dtype``."""
-    model: Transformer = parallelize(ModelShape(**SHAPE | shape), Mesh.single(), Train(seed=3, dtype=dtype))[0]
+    model = parallelize(ModelShape(**SHAPE | shape), Mesh.single(), Train(seed=3))[0]
+    model.to(getattr(torch, dtype))
     ids = torch.randint(0, 96, (2, 20), generator=torch.Generator().manual_seed(1))
     where = torch.arange(20).expand(2, -1), torch.arange(0, 60, 20, dtype=torch.int32)
     loss = F.cross_entropy(model(ids, *where)[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())

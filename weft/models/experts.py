@@ -17,7 +17,7 @@ from weft.models.module import Module
 from weft.models.numbers import has_numbers
 from weft.models.parts import Steps, current_part, read, result_of
 from weft.models.router import Choice, Router, RouterPass
-from weft.models.widened import is_widened, multiply
+from weft.models.widened import is_widened, multiply, widened
 from weft.recipe import ModelShape
 
 T = torch.Tensor
@@ -162,7 +162,8 @@ class _Weighted(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         rows, order, weights = ctx.saved_tensors
         each = _choices(grad, order, weights.shape[1])  # [rows, embed]
-        d_weights = torch.empty_like(weights).flatten().index_copy_(0, order, torch.einsum("rd,rd->r", each, rows))
+        slopes = torch.einsum("rd,rd->r", *widened(each, rows)).to(weights.dtype)
+        d_weights = torch.empty_like(weights).flatten().index_copy_(0, order, slopes)
         return each.mul_(weights.flatten()[order, None]), None, d_weights.view_as(weights)
 
 

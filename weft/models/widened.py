@@ -65,15 +65,31 @@ def multiply(a: T, b: T, plus: T | None = None, out: T | None = None) -> T:
     if not is_widened(a):
         return torch.mm(a, b, out=out) if plus is None else torch.addmm(plus, a, b, out=out)
     out = a.new_empty(len(a), b.shape[1]) if out is None else out
-    columns = max(64, NUMBERS // max(1, len(b)))
-    for row in range(0, len(a), ROWS):
-        rows = slice(row, row + ROWS)
-        left = a[rows].float()
-        for column in range(0, b.shape[1], columns):
-            at = (rows, slice(column, column + columns))
-            right = b[:, at[1]].float()
-            out[at] = left @ right if plus is None else torch.addmm(plus[at].float(), left, right)
+    by_columns = b.stride(0) == 1  # tiles are read as they lie in memory
+    for start in range(0, len(a), ROWS):
+        rows = slice(start, start + ROWS)
+        added = None if plus is None else plus[rows]
+        (_times_columns if by_columns else _times_rows)(a[rows].float(), b, added, out[rows])
     return out
+
+
+def _times_columns(left: T, b: T, plus: T | None, out: T) -> None:
+    """``out = left @ b (+ plus)``, some columns after the others."""
+    columns = max(64, NUMBERS // max(1, len(b)))
+    for start in range(0, b.shape[1], columns):
+        at = slice(start, start + columns)
+        right = b[:, at].float()
+        out[:, at] = left @ right if plus is None else torch.addmm(plus[:, at].float(), left, right)
+
+
+def _times_rows(left: T, b: T, plus: T | None, out: T) -> None:
+    """``out = left @ b (+ plus)``, a sum over some rows of ``b`` after the others."""
+    total = left.new_zeros(out.shape) if plus is None else plus.float()
+    rows = max(64, NUMBERS // max(1, b.shape[1]))
+    for start in range(0, len(b), rows):
+        at = slice(start, start + rows)
+        total.addmm_(left[:, at], b[at].float())
+    out.copy_(total)
 
 
 def widened(*xs: T) -> tuple[T, ...]:
