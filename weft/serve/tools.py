@@ -51,10 +51,10 @@ class CallForm:
         """
         ways, starts = [], [f"call{number}" for number in range(len(tools))]
         for number, tool in enumerate(tools):
-            text = self.before.replace(_NAME, tool["name"])
+            text, last = (part.replace(_NAME, tool["name"]) for part in (self.before, self.behind))
             # A bare call's brace is a word of its own: the longest word wins, and a form may begin with a brace too.
             words = [text] if self.opening else [text[:1], text[1:]]
-            before, behind = " ".join(map(_quoted, words)), _quoted(self.behind)
+            before, behind = " ".join(map(_quoted, words)), _quoted(last)
             ways += [
                 f"call{number}: {before} arguments{number} {behind}",
                 f"arguments{number}: {_as_lark(tool.get('parameters') or {'type': 'object'})}",
