@@ -21,7 +21,9 @@ from weft.train.verify import run_layout
 
 KINDS = ["lora", "dora", "qlora"]
 #: What each kind is tried under; the first three are the quick ones.
+TOKENS = [0, 7, 97, 98, 101, 128, 129, 256]
 CASES: list[Case] = [
+    {"layout": {"shard": 2, "tp": 3}, "layout__zero": 3, "adapter__tokens": TOKENS},
     {"layout": {"shard": 2, "cp": 2, "tp": 2}, "adapter__dropout": 0.4, "adapter__rank_pattern": {"wq": 2, "down": 5}},
     {"layout": {"shard": 2, "tp": 2}, "layout__zero": 3},
     {"layout": {"pp": 2, "shard": 2}, "layout__schedule": "zb-h1", "layout__zero": 2},
@@ -34,13 +36,20 @@ CASES: list[Case] = [
     {"layout": {"pp": 2, "cp": 2}, "layout__schedule": "dualpipe", "model__layers": 4},
     {"layout": {"pp": 2, "tp": 2}, "layout__schedule": "zb-v", "train__recompute": "full", "model__layers": 4,
      "adapter__dropout": 0.4, "adapter__alpha_pattern": {"w*": 2}},
+    {"layout": {"pp": 2, "tp": 2}, "layout__schedule": "zb-h1", "adapter__tokens": TOKENS, "model__tied": True},
+    {"layout": {"pp": 2, "shard": 2}, "layout__schedule": "dualpipe", "model__layers": 4, "adapter__tokens": TOKENS},
+    {"layout": {"pp": 2, "tp": 2}, "adapter__whole": ["embed_tokens"], "model__tied": True},
+    {"layout": {"tp": 3}, "adapter__tokens": [97, 98]},
+    {"layout": {"shard": 2, "tp": 2, "cp": 2}, "adapter__whole": ["lm_head"], "adapter__tokens": TOKENS,
+     "adapter__tokens_of": ["embed_tokens"]},
+    {"layout": {"pp": 2}, "layout__vocab_barriers": 1, "adapter__whole": ["embed_tokens", "lm_head"]},
     {"layout": {"shard": 3, "tp": 2}, "layout__balance": "greedy", "layout__zero": 1, "adapter__dropout": 0.5},
     {"layout": {"pp": 2, "shard": 2}, "train__micro_batch": 1, "memory__activations": "host", "adapter__dropout": 0.5},
     {"layout": {"pp": 2}, "layout__vocab_barriers": 1, "adapter__targets": ["blocks.1.*"]},
     {"layout": {"shard": 2}, "memory__weights": "host", "memory__activations": "host"},
     {"layout": {"pp": 2, "dp": 2}, "memory__weights": "host", "optimizer__post_validation": True},
 ]  # fmt: skip
-QUICK = 4
+QUICK = 5
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from math import prod
 from typing import NamedTuple
 
 from weft.plugins import made_model
-from weft.recipe import Adapter, ModelShape
+from weft.recipe import Adapter, ModelShape, VocabularyWeight
 
 #: The weights that can have an adapter, by module, and what Hugging Face calls them; those of latent attention last.
 PROJECTIONS = {
@@ -28,6 +28,9 @@ PROJECTIONS = {
 }
 #: In the names of parameters, what stands between a module and a weight's adapter, or the stored form of a weight.
 ADAPTERS, QUANTIZED = ".adapters.", ".quantized."
+#: The parameters with a row for each token, by what PEFT calls them; and where rows of some tokens learn beside them.
+VOCABULARY = {"embed_tokens": "embedding.table", "lm_head": "head"}
+ROWS = {"embed_tokens": "embedding.adapters.table.rows", "lm_head": "outputs.adapters.head.rows"}
 #: What routers keep of the loads of their experts, which no gradient changes.
 STATISTICS = ("router.bias", "router.load")
 #: Of a weight in four bits: elements that share a scale, and scales that share a mean and a step.
@@ -76,6 +79,24 @@ def adapter_scale(adapter: Adapter, path: str) -> float:
     return adapter_alpha(adapter, path) / (rank**0.5 if adapter.rank_stabilised else rank)
 
 
+def whole_weights(shape: ModelShape) -> list[str]:
+    """The parameters with a row for each token that an adapter learns whole."""
+    return [VOCABULARY[name] for name in shape.adapter.whole] if shape.adapter else []
+
+
+def row_tokens(shape: ModelShape, weight: VocabularyWeight) -> tuple[int, ...]:
+    """The tokens whose rows of ``weight`` learn; none of an output layer that is the embedding, where these count."""
+    adapter = shape.adapter
+    if adapter is None or adapter.tokens == "new" or weight not in adapter.tokens_of:
+        return ()
+    return () if weight == "lm_head" and (shape.tied or shape.output == "score") else adapter.tokens
+
+
+def of_adapter(name: str, shape: ModelShape) -> bool:
+    """Whether the parameter ``name`` is the adapter's, and not the base's."""
+    return ADAPTERS in name or name in whole_weights(shape)
+
+
 def projections(shape: ModelShape) -> Iterator[str]:
     """The paths of all weights that can have an adapter."""
     for layer in range(shape.layers):
@@ -88,7 +109,7 @@ def projections(shape: ModelShape) -> Iterator[str]:
 
 def learns(name: str, shape: ModelShape, frozen: Sequence[str]) -> bool:
     """Whether the parameter ``name`` is trained: with an adapter that alone, and nothing that ``frozen`` matches."""
-    is_base = (shape.adapter is not None and ADAPTERS not in name) or name.endswith(STATISTICS)
+    is_base = (shape.adapter is not None and not of_adapter(name, shape)) or name.endswith(STATISTICS)
     return not is_base and not any(fnmatchcase(name, pattern) for pattern in frozen)
 
 
@@ -104,13 +125,19 @@ def parameters(model: ModelShape, vocab: int = 0) -> Iterator[Parameter]:
             yield Parameter(f"net.{name}", tuple(values.shape), step_of, values.numel() * (values.dim() > 1))
         return
     step, table = count(), (model.vocab or vocab, model.embed)
-    yield Parameter("embedding.table", table, next(step))
+    first = next(step)
+    yield Parameter("embedding.table", table, first)
+    if tokens := row_tokens(model, "embed_tokens"):
+        yield Parameter(ROWS["embed_tokens"], (len(tokens), model.embed), first)
     for layer in range(model.layers):
         yield from _block(model, layer, step)
     yield Parameter("norm.scale", (model.embed,), next(step))
     if not model.tied:
         table = (1, model.embed) if model.output == "score" else table
-        yield Parameter("head", table, next(step), prod(table))
+        last = next(step)
+        yield Parameter("head", table, last, prod(table))
+        if tokens := row_tokens(model, "lm_head"):
+            yield Parameter(ROWS["lm_head"], (len(tokens), model.embed), last)
 
 
 def _block(model: ModelShape, layer: int, step: Iterator[int]) -> Iterator[Parameter]:

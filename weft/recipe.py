@@ -27,6 +27,8 @@ Dtype = Literal["float64", "float32", "bfloat16"]
 SOURCES = ("stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat", "preference")
 PAIR_LOSSES = ("dpo", "dpo-norm", "ipo", "robust", "hinge", "simpo", "reward")
 TRACKERS = ("tensorboard", "wandb", "mlflow")
+#: Weights with a row for each token, as PEFT calls them.
+VocabularyWeight = Literal["embed_tokens", "lm_head"]
 #: Who speaks in a conversation.
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -72,6 +74,8 @@ class Adapter(Section):
     adds is multiplied by ``alpha / rank``, or by ``alpha / sqrt(rank)`` if ``rank_stabilised`` (Kalajdzievski 2023).
     ``rank_pattern`` and ``alpha_pattern``: other values for weights by name or path, of which the first that fits
     counts. ``dropout``: this share of what an adapter reads is set to zero while it learns.
+    ``whole``: of embedding and output layer, which learn all of their weight. ``tokens``: ids whose rows learn there,
+    or ``new``, those by which ``model.vocab`` is larger than in the model to start from; ``tokens_of``: in which.
     """
 
     kind: Literal["lora", "dora", "qlora"] = "lora"
@@ -82,6 +86,22 @@ class Adapter(Section):
     rank_pattern: dict[str, PositiveInt] = {}
     alpha_pattern: dict[str, PositiveFloat] = {}
     dropout: float = Field(0.0, ge=0, lt=1)
+    whole: tuple[VocabularyWeight, ...] = ()
+    tokens: tuple[int, ...] | Literal["new"] = ()
+    tokens_of: tuple[VocabularyWeight, ...] = ("embed_tokens", "lm_head")
+
+    @field_validator("tokens")
+    @classmethod
+    def _in_order(cls, given: Any) -> Any:
+        if given != "new" and any(token < 0 for token in given):
+            raise ValueError(f"{min(given)} is the id of no token; ids count from 0")
+        return given if given == "new" else tuple(sorted(set(given)))
+
+    @model_validator(mode="after")
+    def _apart(self) -> Self:
+        if both := [name for name in self.whole if self.tokens and name in self.tokens_of]:
+            raise ValueError(f"{both[0]} is in whole and in tokens_of, and learns all rows or some; leave out one")
+        return self
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())
@@ -96,7 +116,8 @@ class ModelShape(Section):
 
     ``from`` (in Python ``origin``) names a model to start from, which then defines every field here: a Hugging Face or
     Weft folder, a GGUF file, or an id of the Hugging Face hub; from a ``config.json`` alone, weights are initialised
-    anew. ``vocab = 0`` means the size of the tokenizer's vocabulary. ``kind``: a plugin's model (docs/plugins.md),
+    anew. ``vocab = 0`` means the size of the tokenizer's vocabulary, or of that model's; a larger one than that grows
+    embedding and output layer by rows that are the mean of the old ones. ``kind``: a plugin's model (docs/plugins.md),
     which is built with ``settings`` and has none of the other fields.
 
     ``mixer``: ``softmax`` attention, ``linear`` attention, or ``retention`` (linear with decay). With the last two,

@@ -19,10 +19,10 @@ from weft.errors import WeftError
 from weft.layout.dims import Box, Logical, Tensor, extents, slices
 from weft.layout.parts import NAMES, TORCH_DTYPES, Part
 from weft.model_config import shape_from_config
-from weft.model_parameters import ADAPTERS
+from weft.model_parameters import of_adapter
 from weft.models.hf import check_stored, files_beside, hf_values
 from weft.models.hf_names import hf_names
-from weft.models.values import Values, seeded_values, with_adapter
+from weft.models.values import Values, grown, seeded_values, with_adapter
 from weft.recipe import ModelShape, Recipe
 
 #: What the names of parameters' averages begin with in a checkpoint.
@@ -103,6 +103,8 @@ def starting_values(recipe: Recipe, shape: ModelShape) -> Values | None:
     if pretrained is None or pretrained.values is None:
         return None
     values, seed = pretrained.values, recipe.train.seed
+    if shape.vocab > pretrained.shape.vocab:
+        values = grown(values, pretrained.shape, shape.vocab)
     if shape.output != pretrained.shape.output:
         values = _with_new_head(values, seed)
     begun = pretrained.shape.adapter is not None
@@ -143,7 +145,7 @@ def of_checkpoint(checkpoint: StoredCheckpoint, name: str = "", ema: bool = Fals
     if base["from"] is None:
         return Pretrained(name, shape, _beside(seeded_values(base["seed"]), values, shape), files)
     check_unchanged(checkpoint, base["from"])
-    return Pretrained(name, shape, _beside(_base(name, base["from"]), values, shape), files)
+    return Pretrained(name, shape, _beside(_base(name, base["from"], shape), values, shape), files)
 
 
 def _of_peft(name: str, folder: Path) -> Pretrained:
@@ -153,18 +155,20 @@ def _of_peft(name: str, folder: Path) -> Pretrained:
     base = open_pretrained(found.base)
     if base.values is None or base.shape.adapter is not None:
         raise WeftError(f"{folder} is an adapter for {found.base}, which has no weights of its own")
-    shape = base.shape.model_copy(update={"adapter": found.adapter, "origin": name})
-    return Pretrained(name, shape, _beside(base.values, found.values(shape), shape), base.files)
+    vocab = max(base.shape.vocab, found.vocab)
+    shape = base.shape.model_copy(update={"adapter": found.adapter, "origin": name, "vocab": vocab})
+    values = base.values if vocab == base.shape.vocab else grown(base.values, base.shape, vocab)
+    return Pretrained(name, shape, _beside(values, found.values(shape), shape), base.files)
 
 
-def _base(adapter: str, name: str) -> Values:
-    """The values of ``name``, the base model of ``adapter``. Raises :class:`WeftError` that names both."""
+def _base(adapter: str, name: str, shape: ModelShape) -> Values:
+    """The values of ``name``, the base of ``adapter``, in ``shape``. Raises :class:`WeftError` that names both."""
     try:
-        values = open_pretrained(name).values
+        base = open_pretrained(name)
     except WeftError as error:
         raise WeftError(f"{adapter} is an adapter, and its base model cannot be read: {error}") from None
-    assert values is not None
-    return values
+    assert base.values is not None
+    return base.values if shape.vocab == base.shape.vocab else grown(base.values, base.shape, shape.vocab)
 
 
 def _beside(base: Values, adapter: Values, shape: ModelShape) -> Values:
@@ -172,7 +176,7 @@ def _beside(base: Values, adapter: Values, shape: ModelShape) -> Values:
     stored = with_adapter(base, shape, 0)
 
     def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
-        return (adapter if ADAPTERS in name else stored)(name, logical, box)
+        return (adapter if of_adapter(name, shape) else stored)(name, logical, box)
 
     return values
 

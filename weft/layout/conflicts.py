@@ -356,6 +356,10 @@ RULES: tuple[Rule, ...] = (
          lambda a: a.optimizer.estimate == "zeroth-order" and bool(a.recipe.adapter and a.recipe.adapter.dropout),
          "adapter.dropout drops where gradients are computed, and optimizer.estimate = 'zeroth-order' computes none",
          "leave one of them out"),
+    Rule("rows of tokens with vocabulary passes", "layout recipe",
+         lambda a: a.layout.vocab_barriers > 0 and bool(a.recipe.adapter and a.recipe.adapter.tokens),
+         "adapter.tokens are rows beside embedding and output layer, of which layout.vocab_barriers gives every stage "
+         "a part", "use adapter.whole, or leave layout.vocab_barriers out"),
     Rule("dropout with compile", "train recipe",
          lambda a: a.train.compile and bool(a.recipe.adapter and a.recipe.adapter.dropout),
          "adapter.dropout draws by the numbers of tokens, which train.compile does not see", "leave one of them out"),

@@ -8,16 +8,18 @@ that is cut on ``in``, ``a`` is cut and ``b`` whole, of one that is cut on ``out
 follows from a parameter's dimensions (what is held, summed, counted, saved) therefore holds for adapters too.
 """
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from weft.layout.boundary import own, total_of_shares
 from weft.layout.dims import Dim
 from weft.layout.mesh import Mesh
-from weft.model_parameters import ADAPTERS, QUANTIZED, adapter_rank, adapter_scale, is_target
+from weft.model_parameters import ADAPTERS, QUANTIZED, ROWS, VOCABULARY, adapter_rank, adapter_scale, is_target
 from weft.models.dropout import current_draws, dropped
 from weft.models.fused import project
 from weft.models.module import Module
@@ -47,6 +49,44 @@ class LowRank(Module):
         self.has_magnitude = adapter.kind == "dora"
         if self.has_magnitude:
             self.weight("magnitude", out, std=None, whole=whole)
+
+
+class TokenRows(Module):
+    """Rows of a weight ``[vocab, embed]`` that learn, for ``tokens`` in ascending order; they stand for its own.
+
+    ``first`` and ``last``: the tokens that this rank's part of the weight has rows for. Every rank of ``tp`` has all
+    rows that learn, and uses those of its part.
+    """
+
+    def __init__(self, tokens: Sequence[int], embed: Dim, first: int, last: int, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        self.tokens, self.first = torch.tensor(tokens), first
+        self.own_rows = bisect_left(tokens, first), bisect_left(tokens, last)
+        self.weight("rows", Dim("tokens", len(tokens)), embed, std=0, whole=True)
+
+    def looked_up(self, tokens: T, x: T) -> T:
+        """``x``, what the weight has for ``tokens`` (``[..., embed]``), with the rows that learn in its place."""
+        known, (lo, hi) = self.tokens.to(tokens.device), self.own_rows
+        if lo == hi:  # nothing is added, but all ranks have a gradient to sum up
+            return x + own(self.rows, lo, hi, self.mesh).sum()
+        place = torch.searchsorted(known[lo:hi], tokens).clamp(max=hi - lo - 1)
+        learns = (known[lo:hi][place] == tokens)[..., None]
+        return torch.where(learns, F.embedding(place, own(self.rows, lo, hi, self.mesh)), x)
+
+    def placed(self, weight: T) -> T:
+        """This rank's part of the weight, with the rows that learn in it."""
+        index, rows = self._own()
+        return weight.index_copy(0, index.to(weight.device), rows.to(weight.dtype))
+
+    def scored(self, hidden: T, logits: T) -> T:
+        """``logits`` of this rank's part of the weight, ``[..., vocab/tp]``, with those of the rows that learn."""
+        index, rows = self._own()
+        own_logits = F.linear(hidden, rows.to(hidden.dtype)).to(logits.dtype)
+        return logits.index_copy(-1, index.to(logits.device), own_logits)
+
+    def _own(self) -> tuple[T, T]:
+        lo, hi = self.own_rows
+        return self.tokens[lo:hi] - self.first, own(self.rows, lo, hi, self.mesh)
 
 
 class Projections(Module):
@@ -170,6 +210,9 @@ def merged_parameters(model: nn.Module) -> dict[str, T]:
         if isinstance(module, Projections) and module.adapter is not None:
             names = {*module.quantized, *module.adapters}
             found |= {f"{path}.{name}": module.merged(name) for name in names}
+        if isinstance(module, TokenRows):
+            weight = base_weight(f"{path}.rows")
+            found[weight] = module.placed(found[weight])
     return found
 
 
@@ -180,4 +223,5 @@ def base_of(shape: ModelShape) -> ModelShape:
 
 def base_weight(name: str) -> str:
     """The path of the weight that the adapter's parameter ``name`` belongs to."""
-    return name.rpartition(".")[0].replace(ADAPTERS, ".")
+    rows = {rows: VOCABULARY[weight] for weight, rows in ROWS.items()}
+    return rows.get(name) or name.rpartition(".")[0].replace(ADAPTERS, ".")

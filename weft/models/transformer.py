@@ -19,7 +19,8 @@ from weft.data.batch import Batch
 from weft.layout.boundary import gather_tokens, gather_vocab, scatter_tokens
 from weft.layout.dims import Dim, Logical, part
 from weft.layout.mesh import Mesh
-from weft.models.adapters import Projections
+from weft.model_parameters import VOCABULARY, row_tokens
+from weft.models.adapters import Projections, TokenRows
 from weft.models.attention import Attend, local_attention
 from weft.models.dropout import drawing
 from weft.models.experts import EarlyMixture, Mixture, feed_forward
@@ -34,7 +35,7 @@ from weft.models.preference import Objective, preference_loss, reward_loss
 from weft.models.rope import angles, frequencies, rotate, score_scales
 from weft.models.router import Loads, RouterPass, by_layer
 from weft.models.widened import is_widened
-from weft.recipe import ModelShape
+from weft.recipe import ModelShape, VocabularyWeight
 
 T = torch.Tensor
 
@@ -45,16 +46,37 @@ class Embedding(Module):
         logical = self.weight("table", Dim("vocab", shape.vocab), Dim("embed", shape.embed), std=shape.init_std)
         self.first, self.last = logical.box[0]
         self.vocab, self.scale = shape.vocab, shape.embed**0.5 if shape.scaled_embedding else 1.0
+        self.adapters = token_rows(shape, "embed_tokens", (self.first, self.last), mesh)
+
+    @property
+    def rows(self) -> Any:
+        """The rows of some tokens that learn, if there are any."""
+        return self.adapters["table"] if len(self.adapters) else None
+
+    @property
+    def output(self) -> T:
+        """This rank's rows of the table, as an output layer reads it."""
+        table: T = self.table if self.rows is None else self.rows.placed(self.table)
+        return table
 
     def forward(self, tokens: T) -> T:
         """``[batch, seq]`` ids to ``[batch, seq/tp, embed]``: ranks look up the ids they own, the sum is scattered."""
         if self.last - self.first == self.vocab:
             x = F.embedding(tokens, self.table)
+            x = x if self.rows is None else self.rows.looked_up(tokens, x)
             return x * self.scale if self.scale != 1 else x
         mine = (tokens >= self.first) & (tokens < self.last)
-        x = F.embedding(torch.where(mine, tokens - self.first, 0), self.table) * mine[..., None]
+        x = F.embedding(torch.where(mine, tokens - self.first, 0), self.table)
+        x = (x if self.rows is None else self.rows.looked_up(tokens, x)) * mine[..., None]
         x = scatter_tokens(x, self.mesh)
         return x * self.scale if self.scale != 1 else x
+
+
+def token_rows(shape: ModelShape, weight: VocabularyWeight, part: tuple[int, int], mesh: Mesh) -> nn.ModuleDict:
+    """The rows of ``weight`` that learn, of which this rank has the tokens ``part``; empty if there are none."""
+    tokens = row_tokens(shape, weight)
+    name = VOCABULARY[weight].rpartition(".")[2]
+    return nn.ModuleDict({name: TokenRows(tokens, Dim("embed", shape.embed), *part, mesh)} if tokens else {})
 
 
 class Attention(Projections):
@@ -239,7 +261,9 @@ class Transformer(Module):
             self.norm = Norm(Dim("embed", shape.embed), shape.norm_eps, mesh)
         if "head" in ends and not shape.tied:
             rows = Dim("score", 1) if shape.output == "score" else Dim("vocab", shape.vocab)
-            self.weight("head", rows, Dim("embed", shape.embed), std=shape.init_std)
+            head = self.weight("head", rows, Dim("embed", shape.embed), std=shape.init_std)
+            self.outputs: Any = nn.Module()
+            self.outputs.adapters = token_rows(shape, "lm_head", head.box[0], mesh)
 
     def forward(
         self,
@@ -272,7 +296,9 @@ class Transformer(Module):
             logits = self.logits(hidden)
         else:
             by_hand = is_invariant() or is_widened(hidden)
-            logits = project(hidden, self.output)[0] if by_hand else F.linear(hidden, self.output)
+            weight, rows = (self.embedding.table, self.embedding.rows) if self.shape.tied else (self.head, self.rows)
+            logits = project(hidden, weight)[0] if by_hand else F.linear(hidden, weight)
+            logits = logits if rows is None else rows.scored(hidden, logits)
         return gather_vocab(logits, sizes, self.mesh)
 
     def hidden(
@@ -300,7 +326,15 @@ class Transformer(Module):
     @property
     def output(self) -> T:
         """The output layer's weight ``[vocab/tp, embed]``, or ``[1, embed]`` of a model that scores."""
-        return self.embedding.table if self.shape.tied else self.head
+        if self.shape.tied:
+            table: T = self.embedding.output
+            return table
+        return self.head if self.rows is None else self.rows.placed(self.head)
+
+    @property
+    def rows(self) -> Any:
+        """The rows of some tokens that learn in an output layer of its own, if there are any."""
+        return self.outputs.adapters["head"] if len(self.outputs.adapters) else None
 
     def loss(self, normed: T, batch: Batch) -> T:
         """Weighted sum of the tokens' or pairs' losses, from the final norm's output ``[batch, seq/tp, embed]``."""

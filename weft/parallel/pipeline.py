@@ -166,7 +166,7 @@ class Pipeline:
             return [s for s, stage in enumerate(self.stages) if int(rest.partition(".")[0]) in stage.layers]
         if kind == "norm":
             return [len(self.stages) - 1]
-        table, head = kind == "embedding", kind == "head" or self.shape.tied
+        table, head = kind == "embedding", kind in ("head", "outputs") or self.shape.tied
         return [s for s, stage in enumerate(self.stages) if (table and stage.embedding) or (head and stage.head)]
 
     def _of_vocabulary(self, name: str) -> bool:

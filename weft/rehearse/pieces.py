@@ -85,7 +85,8 @@ def measure(
     ``passes`` are forward and backward by adapter, which methods that differ in their optimizers share.
     """
     some = min(shape.vocab, VOCAB)
-    change = {"layers": 1, "vocab": some, "origin": None, "adapter": recipe.adapter}
+    adapter = recipe.adapter and recipe.adapter.model_copy(update={"tokens": ()})  # which a small vocabulary may lack
+    change = {"layers": 1, "vocab": some, "origin": None, "adapter": adapter}
     small = shape.model_copy(update=change)
     model, state = assemble(small, Mesh.single(device), recipe)
     found = {}

@@ -157,8 +157,10 @@ DRAWN: dict[str, Choices] = {
     "optimizer.pairs": _after("optimizer.estimate", True),
     "adapter.kind": _any("lora", "dora", "qlora"),
     "adapter.rank": _after("adapter.kind", 1, 3),
-    "adapter.rank_pattern": _after("adapter.kind", {"wq": 2, "down": 5}),
-    "adapter.alpha_pattern": _after("adapter.kind", {"w*": 3.0}),
+    "adapter.tokens": _after("adapter.kind", [0, 5, 7]),
+    "adapter.whole": lambda recipe, case, rng: (
+        [["embed_tokens"]] if "adapter.kind" in case and "adapter.tokens" not in case else []
+    ),
     "adapter.dropout": _after("adapter.kind", 0.3),
     "train.freeze": lambda recipe, case, rng: [] if "adapter.kind" in case else [["norm.*"], ["blocks.0.*", "embed*"]],
     "train.recompute": _any("selective", "full"),

@@ -144,11 +144,17 @@ def prepare(recipe: Recipe) -> Job:
     vocab = corpus.tokenizer.vocab
     if shape.vocab and vocab > shape.vocab:
         name = recipe.data.tokenizer or recipe.model.origin or "bytes"
+        remedy = f"set model.vocab = {vocab}, so that embedding and output layer grow, or use the model's own tokenizer"
+        if recipe.model.origin is None:
+            remedy = "set model.vocab = 0 to take the tokenizer's size"
+        elif shape.adapter:
+            remedy += "; with adapter.tokens = 'new' the new rows learn"
         raise UsageError(
-            f"tokenizer {name!r} has {vocab} entries but the model's vocabulary is {shape.vocab}; "
-            "set model.vocab = 0 to take the tokenizer's size, or use the model's own tokenizer"
+            f"tokenizer {name!r} has {vocab} entries but the model's vocabulary is {shape.vocab}; {remedy}"
         )
     shape = shape.model_copy(update={"vocab": shape.vocab or vocab})
+    if shape.adapter:
+        _with_tokens(shape.adapter, shape, pretrained)
     check_fits(shape, recipe.layout, recipe.train, recipe.optimizer, recipe.memory)
     check_memory(recipe, shape)
     if recipe.layout.island > 1:
@@ -260,7 +266,32 @@ def _completed(recipe: Recipe, pretrained: "Pretrained | None") -> ModelShape:
             f"model.from = {recipe.model.origin!r} has an adapter of rank {shape.adapter.rank} already; leave out "
             "[adapter] to go on with it, or merge it first: weft export --merge"
         )
-    return shape if recipe.adapter is None else shape.model_copy(update={"adapter": recipe.adapter})
+    if recipe.adapter is None:
+        return shape
+    return shape.model_copy(update={"adapter": _with_tokens(recipe.adapter, shape, pretrained)})
+
+
+def _with_tokens(adapter: Adapter, shape: ModelShape, pretrained: "Pretrained | None") -> Adapter:
+    """``adapter`` with the ids of the tokens whose rows it learns; refused where there are no such rows."""
+    if shape.tied and "lm_head" in adapter.whole:
+        raise UsageError(
+            "adapter.whole: this model's output layer is its embedding (model.tied); name 'embed_tokens', which is both"
+        )
+    if adapter.tokens == "new":
+        old = pretrained.shape.vocab if pretrained else 0
+        if pretrained is None or shape.vocab <= old:
+            said = f"model.from has {old} tokens, and model.vocab asks for no more"
+            raise UsageError(
+                "adapter.tokens = 'new' is for a vocabulary that grows: "
+                f"{said if pretrained else 'there is no model.from'}; set model.vocab to the new size, or name the ids"
+            )
+        return adapter.model_copy(update={"tokens": tuple(range(old, shape.vocab))})
+    if shape.vocab and adapter.tokens and adapter.tokens[-1] >= shape.vocab:
+        raise UsageError(
+            f"adapter.tokens: {adapter.tokens[-1]} is not the id of one of {shape.vocab} tokens; name others, or raise "
+            "model.vocab"
+        )
+    return adapter
 
 
 def _base_shape(given: ModelShape, pretrained: "Pretrained | None") -> ModelShape:
@@ -268,6 +299,8 @@ def _base_shape(given: ModelShape, pretrained: "Pretrained | None") -> ModelShap
         return given
     shape = pretrained.shape
     named = given.model_fields_set - {"origin", *LEARNING} - ({"vocab"} if not given.vocab else set())
+    if given.vocab > shape.vocab and shape.output == "tokens":
+        shape = shape.model_copy(update={"vocab": given.vocab})
     if ignored := [name for name in sorted(named) if getattr(given, name) != getattr(shape, name)]:
         first = ignored[0]
         raise UsageError(

@@ -17,11 +17,15 @@ from weft.model_config import read_json
 from weft.model_parameters import (
     ADAPTERS,
     PROJECTIONS,
+    ROWS,
+    VOCABULARY,
     adapter_alpha,
     adapter_rank,
     adapter_scale,
     is_target,
+    of_adapter,
     projections,
+    row_tokens,
 )
 from weft.models.adapters import base_weight
 from weft.models.hf import TOKENIZER_FILES
@@ -30,17 +34,20 @@ from weft.models.row_adapters import HostAdapter, laid_out, layer_modules
 from weft.models.transformer import Transformer
 from weft.models.values import Values
 from weft.new_folder import new_folder
-from weft.recipe import Adapter, ModelShape
+from weft.recipe import Adapter, ModelShape, VocabularyWeight
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MODULES = {"self_attn": "attention", "mlp": "ffn"}
 PARTS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 #: Settings of PEFT's that change what an adapter computes, and the values with which it is one of ours.
 ONLY: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",), "bias": ("none",), "fan_in_fan_out": (False,), "modules_to_save": (None, []),
-    "layer_replication": (None,), "trainable_token_indices": (None,),
-    "lora_bias": (False,), "target_parameters": (None, []), "alora_invocation_tokens": (None,), "use_qalora": (False,),
+    "peft_type": ("LORA",), "bias": ("none",), "fan_in_fan_out": (False,),
+    "layer_replication": (None,), "lora_bias": (False,), "target_parameters": (None, []),
+    "alora_invocation_tokens": (None,), "use_qalora": (False,),
 }  # fmt: skip
+#: What names end with of rows that learn, of the weight under them and of copies; and what all begin with.
+DELTA, UNDER = ".token_adapter.trainable_tokens_delta", ".token_adapter.base_layer.weight"
+COPIES, BEFORE = (".modules_to_save.weight", ".original_module.weight"), "base_model.model."
 #: Weights that generation multiplies with others beforehand, so that an adapter's output cannot be added to theirs.
 ABSORBED = ("wkv_b",)
 
@@ -51,13 +58,16 @@ def is_adapter(folder: Path) -> bool:
 
 def peft_name(name: str) -> str:
     """What PEFT calls the parameter ``name`` of an adapter."""
+    if name in VOCABULARY.values():
+        return BEFORE + hf_name(name)
     module = hf_name(base_weight(name)).removesuffix(".weight")
-    return f"base_model.model.{module}.{PARTS[name.rpartition('.')[2]]}"
+    return f"{BEFORE}{module}{DELTA if name in ROWS.values() else '.' + PARTS[name.rpartition('.')[2]]}"
 
 
 class PeftAdapter:
     """An adapter's folder, opened. Raises :class:`WeftError` if it is damaged or of a kind that Weft does not compute.
 
+    ``placed``: weights that are put together of two tensors and the rows' numbers; ``orders``: of rows.
     ``adapter``: its settings, whose targets are just the weights that it has tensors for; ``base``: the name of the
     model that it is for, if it says so.
     """
@@ -80,7 +90,7 @@ class PeftAdapter:
                 rank_stabilised=bool(config.get("use_rslora")), targets=tuple(targets),
                 rank_pattern={path: own for path, own in ranks.items() if own != rank},
                 alpha_pattern={path: own for path, own in alphas.items() if own != alpha},
-                dropout=config.get("lora_dropout") or 0.0,
+                dropout=config.get("lora_dropout") or 0.0, **self._vocabulary(config),
             )  # fmt: skip
         except (OSError, SafetensorError) as error:
             raise WeftError(f"{folder / TENSORS} is missing or damaged ({error}); save the adapter again") from None
@@ -101,17 +111,61 @@ class PeftAdapter:
                 found[f"blocks.{layer}.{known}"] = name
         return found
 
+    def _vocabulary(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings about embedding and output layer; PEFT also saves these whole where the vocabulary has grown."""
+        saved = list(config.get("modules_to_save") or ())
+        # Beside a weight that is saved whole stand copies of it, where the vocabulary has grown.
+        self.sizes = {name: size for name, size in self.sizes.items() if not name.endswith(COPIES)}
+        given = config.get("trainable_token_indices") or {}
+        of = given if isinstance(given, dict) else {"embed_tokens": given}
+        for setting, names in {"modules_to_save": saved, "trainable_token_indices": of}.items():
+            if other := [name for name in names if name not in VOCABULARY]:
+                raise WeftError(f"{self.folder / CONFIG}: {setting} has {other[0]!r}, which is not supported; "
+                                f"{' and '.join(VOCABULARY)} are")  # fmt: skip
+        self._place_rows(of)
+        learned = {name: sorted(tokens) for name, tokens in of.items() if peft_name(ROWS[name]) in self.sizes}
+        self.orders = {peft_name(ROWS[name]): torch.tensor(of[name]).argsort() for name in learned}
+        self.tokens = next(iter(learned.values()), [])
+        if any(tokens != self.tokens for tokens in learned.values()):
+            raise WeftError(f"{self.folder / CONFIG}: trainable_token_indices names other tokens for embed_tokens than "
+                            "for lm_head, which is not supported; train the same for both")  # fmt: skip
+        whole = [name for name in VOCABULARY if peft_name(VOCABULARY[name]) in self.sizes]
+        if missing := [name for name in saved if name not in whole]:
+            raise WeftError(f"{self.folder / TENSORS} has nothing for {missing[0]}, which modules_to_save names")
+        return {"whole": tuple(whole), "tokens": tuple(self.tokens), "tokens_of": tuple(learned) or tuple(VOCABULARY)}
+
+    def _place_rows(self, tokens: Mapping[str, list[int]]) -> None:
+        """Take rows that learn, and lie beside the weight that they are of (which has grown), for the whole weight."""
+        self.placed = {}
+        for weight in (*VOCABULARY, *tokens):
+            rows, whole = peft_name(ROWS[weight]), peft_name(VOCABULARY[weight])
+            if (under := rows.replace(DELTA, UNDER)) in self.sizes:
+                self.sizes[whole] = self.sizes.pop(under)
+                self.sizes.pop(rows, None)
+                self.placed[whole] = under, rows, tokens.get(weight) or tokens["embed_tokens"]
+
+    @property
+    def vocab(self) -> int:
+        """The size that the vocabulary has at least: of weights that are saved whole, or by the tokens that learn."""
+        sizes = [self.sizes[peft_name(VOCABULARY[name])][0] for name in self.adapter.whole]
+        return max([*sizes, *(token + 1 for token in self.tokens)], default=0)
+
     def tensor(self, name: str) -> torch.Tensor:
-        """What is stored under PEFT's ``name``."""
+        """What is stored under PEFT's ``name``; rows of tokens in ascending order."""
         with safe_open(self.folder / TENSORS, "pt") as file:
-            return file.get_tensor(name)
+            if name in self.placed:
+                under, rows, tokens = self.placed[name]
+                return file.get_tensor(under).index_copy(0, torch.tensor(tokens), file.get_tensor(rows))
+            found = file.get_tensor(name)
+        return found[self.orders[name]] if name in self.orders else found
 
     def values(self, shape: ModelShape) -> Values:
         """The values of the adapter's parameters in ``shape``; :class:`WeftError` if it is for another model."""
         wanted = {name: logical for name, logical in Transformer(shape, Mesh.single()).logical_parameters()
-                  if ADAPTERS in name}  # fmt: skip
+                  if of_adapter(name, shape)}  # fmt: skip
         named = {peft_name(name): name for name in wanted}
-        for theirs in (*named, *self.sizes):
+        twice = self._tied(shape)
+        for theirs in (*named, *(name for name in self.sizes if name not in twice)):
             needed = wanted[named[theirs]].shape if theirs in named else None
             if (found := self.sizes.get(theirs)) != needed:
                 raise WeftError(
@@ -121,9 +175,36 @@ class PeftAdapter:
         file = safe_open(self.folder / TENSORS, "pt")
 
         def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
-            return file.get_slice(peft_name(name))[slices(box)]
+            theirs = peft_name(name)
+            if theirs in self.placed or theirs in self.orders:
+                return self.tensor(theirs)[slices(box)]
+            return file.get_slice(theirs)[slices(box)]
 
         return values
+
+    def _tied(self, shape: ModelShape) -> set[str]:
+        """The tensors of an output layer that is the embedding, which must be equal to those of that."""
+        if not shape.tied:
+            return set()
+        found = {peft_name(of["embed_tokens"]): peft_name(of["lm_head"]) for of in (VOCABULARY, ROWS)}
+        for first, second in found.items():
+            rows = first.endswith(DELTA)  # which PEFT ties itself
+            one, other = ((name in self.sizes) for name in (first, second))
+            if (one != other and not (rows and one)) or (
+                one and other and not torch.equal(self.tensor(first), self.tensor(second))
+            ):
+                raise WeftError(
+                    f"{self.folder} trains embed_tokens and lm_head apart, and this model has one weight for both "
+                    "(tie_word_embeddings); train both with ensure_weight_tying, or untie the model first"
+                )
+        return set(found.values())
+
+
+def _tokens(shape: ModelShape) -> dict[str, list[int]] | list[int] | None:
+    """The tokens whose rows learn, as PEFT has them: a list for the embedding alone, and what is tied to it."""
+    names: tuple[VocabularyWeight, ...] = ("embed_tokens", "lm_head")
+    found = {str(name): list(tokens) for name in names if (tokens := row_tokens(shape, name))}
+    return found["embed_tokens"] if found.keys() == {"embed_tokens"} else found or None
 
 
 def _of_pattern(pattern: Mapping[str, Any] | None, name: str, usual: Any) -> Any:
@@ -155,13 +236,19 @@ def write_adapter(
         "r": adapter.rank, "lora_alpha": adapter.alpha, "target_modules": modules,
         "bias": "none", "lora_dropout": adapter.dropout, "use_rslora": adapter.rank_stabilised,
         "use_dora": adapter.kind == "dora", "fan_in_fan_out": False,
-        "init_lora_weights": True, "modules_to_save": None,
+        "init_lora_weights": True, "modules_to_save": list(adapter.whole) or None,
+        "trainable_token_indices": _tokens(shape),
         "rank_pattern": {n: rank for p, n in named.items() if (rank := adapter_rank(adapter, p)) != adapter.rank},
         "alpha_pattern": {n: alpha for p, n in named.items() if (alpha := adapter_alpha(adapter, p)) != adapter.alpha},
     }  # fmt: skip
     found = {
-        peft_name(name): tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if ADAPTERS in name
+        peft_name(name): tensor.detach().cpu().contiguous()
+        for name, tensor in tensors.items()
+        if of_adapter(name, shape)
     }
+    if shape.tied and adapter.whole:  # PEFT has a copy for each of the two
+        config["modules_to_save"] = list(VOCABULARY)
+        found[peft_name("head")] = found[peft_name("embedding.table")].clone()
     with new_folder(folder) as draft:
         (draft / TENSORS).write_bytes(save(found, {"format": "pt"}))
         for name, content in (files or {}).items():
@@ -182,6 +269,9 @@ def read_adapter(folder: Path, model: Transformer) -> HostAdapter:
     if peft.adapter.kind != "lora":
         raise WeftError(f"{folder} is a {peft.adapter.kind} adapter, which needs the weights themselves; "
                         "serve the model with it merged (`weft export --merge`)")  # fmt: skip
+    if peft.adapter.whole or peft.adapter.tokens:
+        raise WeftError(f"{folder} has trained rows of the vocabulary, which all texts share; serve the model with it "
+                        "merged (`weft export --merge`)")  # fmt: skip
     unread, found = dict(peft.sizes), []
     whole = model if len(model.blocks) == model.shape.layers else Transformer(model.shape, Mesh.single())
     for number, modules in enumerate(layer_modules(whole)):
