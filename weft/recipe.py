@@ -353,6 +353,10 @@ class Source(Section):
             raise ValueError(f"{name} are of kinds 'chat' and 'preference'; of kind {self.kind!r} set 'field'")
         if self.kind in SOURCES and self.kind != "stdlib" and self.form != "docstrings" and not self.path:
             raise ValueError(f"a source of kind {self.kind!r} needs 'path'")
+        if self.kind == "preference" and self.field != type(self).model_fields["field"].default:
+            raise ValueError(
+                f"field is of other kinds; name the columns of pairs: columns = {{ {self.field} = 'chosen' }}"
+            )
         if self.kind == "preference" and self.form not in ("auto", "docstrings"):
             raise ValueError("a source of kind 'preference' has one form; leave out 'form'")
         return self

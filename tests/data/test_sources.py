@@ -15,6 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.test_records import EXTRA, FORMS
+from weft.data.batch import IGNORE
 from weft.data.chat.conversation import Conversation
 from weft.data.chat.samples import samples
 from weft.data.corpora import documents
@@ -267,6 +269,7 @@ def test_columns_and_roles_of_the_users_own(tmp_path: Path) -> None:
         words(source(file, columns={"ask": "promt"}))
     for tree, said in (
         ({"kind": "jsonl", "columns": {"a": "text"}}, "set 'field'"),
+        ({"kind": "preference", "field": "good"}, "columns = { good = 'chosen' }"),
         ({"kind": "chat", "roles": {"a": "boss"}}, "data.sources.0.roles.a = 'boss' is not possible"),
     ):
         with pytest.raises(UsageError, match=said):
@@ -338,12 +341,53 @@ def test_fields_that_are_not_read_are_said_once(tmp_path: Path) -> None:
     ).notes
 
 
+def learned_of(corpus: Any) -> tuple[str, str]:
+    """The text of all rows, and what is learned of it."""
+    rows = [corpus.train.row(i) for i in range(corpus.train.total or 0)]
+    return tuple(  # type: ignore[return-value]
+        "".join(corpus.tokenizer.decode([int(i) for i in ids if i != IGNORE]) for ids in every)
+        for every in ([row.tokens for row in rows], [row.labels for row in rows])
+    )
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from(sorted(FORMS)), st.booleans(), EXTRA)
+def test_what_is_learned_and_said_of_every_form(tmp_path_factory: Any, form: str, system: bool, extra: Any) -> None:
+    record = FORMS[form] | extra | ({"system": "be brief"} if system else {})
+    kind = "preference" if "chosen" in record else "chat"
+    corpus = opened(tmp_path_factory.mktemp("form"), [record], kind, epochs=1)
+    text, learned = learned_of(corpus)
+    assert learned.replace("\0", "")[:1] == "a" and "u" not in learned and "brief" not in learned
+    assert text.startswith("s:be brief" if system else "u:u")
+    named = [key for key, value in extra.items() if value not in (None, "", [], {})]
+    said = [note for note in corpus.notes if "fields that are not read" in note]
+    assert bool(said) == bool(named) and all(f"{key} (1)" in said[0] for key in named)
+
+
+def test_masks_count_where_all_tokens_are_learned(tmp_path: Path) -> None:
+    turns = [m | {"masked": i == 1} for i, m in enumerate(TALK["messages"] * 2)]
+    more = {"epochs": 1, "chat": {"template": TEMPLATE, "learn": "all"}}
+    assert (
+        learned_of(opened(tmp_path, [{"messages": turns}], **more))[1].count("a") == 3
+    )  # roles, and the second answer
+    assert learned_of(opened(tmp_path, [TALK | {"messages": TALK["messages"] * 2}], **more))[1].count("a") == 4
+    # A prompt is no mask of the data's: "all" has always meant it, too.
+    assert "q" in learned_of(opened(tmp_path, [{"prompt": "uq", "completion": "a"}], **more))[1]
+
+
 def test_the_first_records_are_checked_before_anything_else(tmp_path: Path) -> None:
     jsonl(tmp_path / "good.jsonl", [TALK] * 20 + ["{"])
     check_sources(Data(sources=(source(tmp_path / "good.jsonl"),)))
     jsonl(tmp_path / "bad.jsonl", [TALK, "{"])
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "latin.txt").write_bytes("\u00e9tude".encode("latin-1"))
+    for name in ("wide.jsonl", "wide.csv", "wide.txt"):
+        (tmp_path / name).write_text("prompt,completion", encoding="utf-16")
+    (tmp_path / "cut.txt").write_bytes(b"x" + "\u00e9".encode() * 2**12)
+    check_sources(Data(sources=(source(tmp_path / "cut.txt", "text"),)))
+    (tmp_path / "wrapped.json").write_text(json.dumps({"data": [TALK]}))
+    assert words(source(tmp_path / "wrapped.json")) == [["q", "a"]]
     for name, kind, said in (
         ("bad.jsonl", "chat", "bad.jsonl:2: not valid JSON"),
         ("empty.jsonl", "chat", "holds no conversation"),
@@ -353,6 +397,10 @@ def test_the_first_records_are_checked_before_anything_else(tmp_path: Path) -> N
         ("none.jsonl", "chat", "no .jsonl"),
         ("good.jsonl", "jsonl", "no field 'text'"),
         ("none.bin", "tokens", "no .bin file"),
+        ("wide.jsonl", "chat", "wide.jsonl as chat: not UTF-8; it is UTF-16; save it as UTF-8"),
+        ("wide.csv", "chat", "it is UTF-16"),
+        ("wide.txt", "text", "it is UTF-16"),
+        ("latin.txt", "text", "save it as UTF-8, or check"),
     ):
         with pytest.raises(WeftError, match=said):
             check_sources(Data(sources=(source(tmp_path / name, kind),)))

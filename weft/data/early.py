@@ -1,10 +1,14 @@
 """A look at the first records of every source, before a model is read or ranks are started."""
 
+import codecs
 from itertools import islice
+from pathlib import Path
 
 from weft.data.chat.samples import samples
 from weft.data.corpora import documents
-from weft.data.files import files
+from weft.data.files import files, format_of
+from weft.data.kinds import documents_of
+from weft.data.reading import opened, reading
 from weft.errors import WeftError
 from weft.recipe import SOURCES, Data, Source
 
@@ -23,11 +27,34 @@ def check_sources(data: Data) -> None:
 
 
 def _check(source: Source) -> None:
-    if source.kind == "tokens":
-        files(source)
+    plain, chats = source.kind in ("text", "stdlib"), source.kind in ("chat", "preference")
+    if source.kind == "huggingface":
+        first: list[object] = [*islice(documents(source), FIRST)]
+    elif source.kind == "tokens":
+        first = [*files(source)]
+    elif plain:  # of which a document is a whole file
+        texts = [file for file in documents_of(source).read if file.stat().st_size]
+        first = [*texts]
+        for file in texts[:FIRST]:
+            with reading(file, source.kind):
+                _check_begins(file, source)
+    elif _is_large(files(source)[0]):
         return
-    chats = source.kind in ("chat", "preference")
-    first = [*islice(samples(source) if chats else documents(source), FIRST)]
+    else:
+        first = [*islice(samples(source) if chats else documents(source), FIRST)]
     if not any(first):
         what = "conversation" if source.kind == "chat" else "pair of answers" if chats else "document"
         raise WeftError(f"data source {source.path} holds no {what}; check where it comes from")
+
+
+def _check_begins(file: Path, source: Source) -> None:
+    """Raise :class:`ValueError` if a file of plain text does not begin with text."""
+    if source.kind == "text":
+        with opened(file) as stream:
+            head = stream.read(2**12)
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # its last character may be cut
+
+
+def _is_large(file: Path) -> bool:
+    """Whether a look at the first record takes long, as all of a file of JSON must be read for that."""
+    return format_of(file) == ".json" and file.stat().st_size > 2**26

@@ -123,7 +123,7 @@ def records(file: Path, wrong: Callable[[WeftError], None] | None = None) -> Ite
         if _is_lines(text):
             yield from _lines(io.BytesIO(text), file, wrong)
         else:
-            value = _parsed(text, str(file))
+            value = _unwrapped(_parsed(text, str(file)))
             yield from enumerate(value if isinstance(value, list) else [value], 1)
     else:
         with opened(file) as stream:
@@ -134,6 +134,8 @@ def _lines(stream: IO[bytes], file: Path, wrong: Callable[[WeftError], None] | N
     for number, line in enumerate(stream, 1):
         if not line.strip():
             continue
+        if number == 1 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise ValueError("not UTF-8")  # of which 'reading' says what it is
         try:
             record = _parsed(line, f"{file}:{number}")
         except WeftError as error:
@@ -153,6 +155,14 @@ def _is_lines(text: bytes) -> bool:
         return isinstance(json.loads(first), dict)
     except (ValueError, RecursionError):
         return False
+
+
+def _unwrapped(value: Any) -> Any:
+    """The list of records of an object that has nothing else, under a name that data sets give it."""
+    if isinstance(value, dict) and len(value) == 1 and {*value} <= {"data", "rows", "records", "examples", "train"}:
+        (inner,) = value.values()
+        return inner if isinstance(inner, list) and all(isinstance(record, dict) for record in inner) else value
+    return value
 
 
 def _table(file: Path, wrong: Callable[[WeftError], None] | None) -> Iterator[tuple[int, dict[str, str | None]]]:

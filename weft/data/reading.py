@@ -20,6 +20,7 @@ _BEGINNINGS = {
     b"PK\x03\x04": "it is a zip archive, which must be unpacked", b"%PDF": "it is a PDF; take its text out first",
     b"\x89PNG": "it is an image", b"\xff\xd8\xff": "it is an image", b"ARROW1": "it is an Arrow file",
     b"\xff\xff\xff\xff": "it is of a saved data set: kind = 'chat' or 'huggingface' reads its folder",
+    b"\xff\xfe": "it is UTF-16; save it as UTF-8", b"\xfe\xff": "it is UTF-16; save it as UTF-8",
     b"BZh": "it is compressed by bzip2, and '.bz2' is missing from its name", b"GGUF": "it is a model",
 }  # fmt: skip
 
@@ -33,7 +34,8 @@ def reading(path: Path, kind: str) -> Iterator[None]:
         raise WeftError(f"{kind} needs {error.name}, which is not installed; pip install 'weft[data]'") from None
     except (OSError, EOFError, ValueError, lzma.LZMAError, csv.Error) as error:
         reason = str(getattr(error, "strerror", None) or error).partition("\n")[0]
-        remedy = kind_by_content(path) or "check 'path' and 'kind'"
+        encoding = "save it as UTF-8, or " if isinstance(error, UnicodeDecodeError) else ""
+        remedy = kind_by_content(path) or f"{encoding}check 'path' and 'kind'"
         raise WeftError(f"cannot read {path} as {kind}: {reason}; {remedy}") from None
 
 

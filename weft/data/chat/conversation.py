@@ -21,13 +21,15 @@ class Conversation:
 
     ``weights``: of every message, 1 unless the data says otherwise (0: not learned). ``weight``: of the whole sample.
     ``unread``: fields of its record that are not used; those of messages, as ``messages[].name``, are handed to the
-    template. ``marked``: the messages that the data itself marks as learned.
+    template. ``marked``: the messages that the data itself marks as learned; ``masks``: those that it gives another
+    weight than 1, with that, which counts even where all tokens are learned.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Message, ...] | None
     weights: tuple[float, ...]
     weight: float = 1.0
+    masks: tuple[tuple[int, float], ...] = ()
     unread: tuple[str, ...] = field(default=(), compare=False)
     marked: tuple[int, ...] = field(default=(), compare=False)
 
@@ -39,36 +41,34 @@ class Conversation:
         return tuple(self.weight * own * (i in chosen) for i, own in enumerate(self.weights))
 
 
-def conversation(messages: Any, tools: Any = None, weight: Any = None, unread: Sequence[str] = ()) -> Conversation:
+def conversation(
+    messages: Any, tools: Any = None, weight: Any = None, unread: Sequence[str] = (), hidden: int = 0
+) -> Conversation:
     """Check ``messages`` (a list of objects with a role and words) and bring them into the form templates expect.
 
     What exporters write in other ways is understood (:mod:`weft.data.chat.turns`), and masks of messages are obeyed
-    (:mod:`weft.data.chat.masks`). ``unread``: fields of the record that nobody uses. Raises
-    :class:`ConversationError`.
+    (:mod:`weft.data.chat.masks`). ``unread``: fields of the record that nobody uses. ``hidden``: so many messages from
+    the first are a prompt, which is not learned. Raises :class:`ConversationError`.
     """
     checked = check_messages(messages)
-    weights, marked = [], []
-    for number, message in enumerate(checked, 1):
-        weight_here, is_marked = take_weight(message, f"message {number}")
-        weights.append(weight_here)
-        marked += [number - 1] if is_marked else []
+    turns = [take_weight(message, f"message {number}") for number, message in enumerate(checked, 1)]
     if not any(m["role"] == "assistant" for m in checked):
         raise ConversationError("it has no turn of the assistant's to learn from; leave it out")
     more = {f"messages[].{key}" for message in checked for key in message.keys() - _KNOWN if message[key]}
     return Conversation(
-        tuple(checked), _tools(tools), tuple(weights), weight_of(weight, "its 'weight'"),
-        (*unread, *sorted(more)), tuple(marked),
-    )  # fmt: skip
+        tuple(checked),
+        _tools(tools),
+        tuple(0.0 if i < hidden else turn.weight for i, turn in enumerate(turns)),
+        weight_of(weight, "its 'weight'"),
+        masks=tuple((i, turn.weight) for i, turn in enumerate(turns) if turn.said and turn.weight != 1),
+        unread=(*unread, *sorted(more)),
+        marked=tuple(i for i, turn in enumerate(turns) if turn.marked),
+    )
 
 
 def as_messages(given: Any, role: str = "user") -> Any:
     """A text as a list of one message by ``role``; anything else as it is."""
     return [{"role": role, "content": given}] if isinstance(given, str) else given
-
-
-def unlearned(messages: Sequence[Any]) -> list[Any]:
-    """The messages with a note that they are not learned from, whatever else they say of that."""
-    return [message | {"weight": 0} if isinstance(message, dict) else message for message in messages]
 
 
 def check_messages(messages: Any) -> list[Message]:

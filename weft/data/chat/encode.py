@@ -59,6 +59,11 @@ class ChatEncoder:
         if self.learn == "all":
             followed = follow(self.template.of(talk.tools), talk)
             spans = [WeightedSpan(0, len(followed.shown.text), talk.weight, -1)]
+            if masks := dict(talk.masks):  # of the data's own, which count here too
+                _, turns = learned_spans(self.template, talk, [1.0] * len(talk.messages))
+                spans += [
+                    turn._replace(weight=talk.weight * masks[turn.number]) for turn in turns if turn.number in masks
+                ]
         else:
             followed, spans = learned_spans(self.template.of(talk.tools), talk, talk.learned(self.learn))
         shown = followed.shown

@@ -87,17 +87,18 @@ def messages_of(value: Any) -> Any:
     return meant if meant and turns else value
 
 
-def finished(fields: Fields, messages: Any, unread: Sequence[str] = (), hidden: bool = False) -> Conversation:
+def finished(fields: Fields, messages: Any, unread: Sequence[str] = (), hidden: int = 0) -> Conversation:
     """The conversation of ``messages`` with what stands beside them: system, tools, weight and masks.
 
-    ``hidden``: what the system says is not learned, as it is part of a prompt.
+    ``hidden``: so many messages from the first are a prompt, and so is a system then.
     """
-    messages = with_system(messages, fields.take("system"), hidden)
     tools, weight = tools_of(fields), weight_of_record(fields)
     for key in (*LEARNED, *HIDDEN):
         if (values := fields.take(key)) is not None:
             messages = _masked(messages, key, from_text(values))
-    return conversation(messages, tools, weight, (*fields.unread(), *unread))
+    whole = with_system(messages, fields.take("system"))
+    hidden += len(whole) - len(messages) if hidden else 0
+    return conversation(whole, tools, weight, (*fields.unread(), *unread), hidden)
 
 
 def tools_of(fields: Fields) -> Any:
@@ -129,7 +130,7 @@ def weight_of_record(fields: Fields) -> float:
     return weight
 
 
-def with_system(messages: Any, system: Any, hidden: bool = False) -> Any:
+def with_system(messages: Any, system: Any) -> Any:
     """``messages`` after a turn of the ``system`` that stood beside them, unless they begin with the same."""
     if system in (None, ""):
         return messages
@@ -146,7 +147,7 @@ def with_system(messages: Any, system: Any, hidden: bool = False) -> Any:
             "it has a system turn, and another text as 'system' beside it; leave one out: "
             'data.columns = { system = "" } drops the latter'
         )
-    return [{"role": "system", "content": system} | ({"weight": 0} if hidden else {}), *messages]
+    return [{"role": "system", "content": system}, *messages]
 
 
 def _masked(messages: Any, key: str, values: list[Any]) -> Any:

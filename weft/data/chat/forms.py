@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from weft.data.chat.agents import from_adp, from_atif
-from weft.data.chat.conversation import Conversation, as_messages, unlearned
+from weft.data.chat.conversation import Conversation, as_messages
 from weft.data.chat.fields import NAMES, Fields, finished, messages_of
 from weft.data.chat.turns import ConversationError
 from weft.errors import nearest
@@ -50,7 +50,8 @@ def _prompt(fields: Fields, asked: str = "prompt", answered: str = "completion")
     if not isinstance(before, list) or not isinstance(after, list):
         names = f"{fields.name(asked)!r} and {fields.name(answered)!r}"
         raise ConversationError(f"{names} are each a text or a list of messages")
-    return finished(fields, _earlier(fields, hidden=True) + unlearned(before) + after, hidden=True)
+    asked_before = _earlier(fields) + before
+    return finished(fields, asked_before + after, hidden=len(asked_before))
 
 
 def _alpaca(fields: Fields) -> Conversation:
@@ -64,17 +65,13 @@ def _alpaca(fields: Fields) -> Conversation:
     return finished(fields, _earlier(fields) + turn)
 
 
-def _earlier(fields: Fields, hidden: bool = False) -> list[Any]:
+def _earlier(fields: Fields) -> list[Any]:
     """The turns of ``history``, pairs of an instruction and its answer."""
     pairs = fields.take("history") or []
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise ConversationError("'history' is not a list of pairs of an instruction and an answer")
-    turns = [
-        {"role": role, "content": text}
-        for pair in pairs
-        for role, text in zip(("user", "assistant"), pair, strict=True)
-    ]
-    return unlearned(turns) if hidden else turns
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
 
 
 #: Of the forms that fit a record the first counts; those that have a field under its first name come before others.

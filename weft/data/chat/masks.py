@@ -16,10 +16,11 @@ _WORDS = re.compile(r"(?:^|_)(?:masks?|masked|loss|train(?:ed|ing|able)?|weights
 
 
 class TurnWeight(NamedTuple):
-    """How much a turn counts, by its masks. ``marked``: one of them says that it is learned."""
+    """How much a turn counts, by its masks. ``said``: it has some; ``marked``: one of them says that it is learned."""
 
     weight: float
     marked: bool
+    said: bool
 
 
 def take_weight(message: Message, name: str) -> TurnWeight:
@@ -31,7 +32,8 @@ def take_weight(message: Message, name: str) -> TurnWeight:
     weight = 1.0
     said: dict[str, bool] = {}
     marked = False
-    for key in [key for key in message if _WORDS.search(_plain(key))]:
+    keys = [key for key in message if _WORDS.search(_plain(key))]
+    for key in keys:
         plain, value = _plain(key), message.pop(key)
         if plain in WEIGHTS:
             weight *= weight_of(value, f"the {key!r} of {name}")
@@ -46,7 +48,7 @@ def take_weight(message: Message, name: str) -> TurnWeight:
             )
     if len(set(said.values())) > 1:
         raise ConversationError(f"{name} is learned and not learned: {' and '.join(said)} contradict each other")
-    return TurnWeight(weight * all(said.values()), marked)
+    return TurnWeight(weight * all(said.values()), marked, bool(keys))
 
 
 def weight_of(value: Any, name: str) -> float:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from weft.data.chat.conversation import Conversation, as_messages, conversation, unlearned
+from weft.data.chat.conversation import Conversation, as_messages, conversation
 from weft.data.chat.fields import Fields, messages_of, tools_of, weight_of_record, with_system
 from weft.data.chat.masks import HIDDEN, LEARNED
 from weft.data.chat.turns import ConversationError, from_text, role_of
@@ -105,7 +105,7 @@ def _side(prompt: Sequence[Any], answer: Any, name: str, tools: Any, unread: Seq
     if not any(role_of(turn) == "assistant" for turn in answers):
         raise ConversationError(f"{name!r} has no turn of the assistant's")
     try:
-        return conversation([*unlearned(prompt), *answers], tools, unread=unread)
+        return conversation([*prompt, *answers], tools, unread=unread, hidden=len(prompt))
     except ConversationError as error:
         raise ConversationError(f"prompt and {name!r}: {error}") from None
 

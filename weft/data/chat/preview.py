@@ -14,7 +14,7 @@ from weft.data.chat.samples import conversations
 from weft.data.chat.source import chat_template, encode_record, forget_written
 from weft.data.report import SourceReport
 from weft.data.tokenizer import Tokenizer
-from weft.errors import UsageError
+from weft.errors import UsageError, WeftError
 from weft.pages import render
 from weft.recipe import Data
 
@@ -82,7 +82,13 @@ def samples(data: Data, tokenizer: Tokenizer, count: int) -> tuple[list[Sample],
     notes, reports = Notes(tuple(encoder.template.stops)), [SourceReport() for _ in sources]
     for source, report in zip(sources, reports, strict=True):
         for place, talk in islice(conversations(source, report), count - len(found)):
-            encoded = encode_record(encoder, place, talk)
+            try:
+                encoded = encode_record(encoder, place, talk)
+            except WeftError as error:
+                if not source.skips:
+                    raise
+                report.skip_counted(error)
+                continue
             notes.add(place, encoded.facts)
             size, row = len(encoded.ids), data.seq_len // (2 if source.kind == "preference" else 1)
             cut = np.zeros(size, bool)
