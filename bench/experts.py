@@ -32,6 +32,7 @@ from weft.model_parameters import parameters
 from weft.models.hf import export
 from weft.observe.flops import measured_flops
 from weft.parallel.experts import affinity
+from weft.parallel.experts.timed import TRIALS
 from weft.recipe import ModelShape, load_recipe
 from weft.train.optim import learning_rate
 from weft.train.setup import assemble, prepare
@@ -54,6 +55,8 @@ JOBS = {
         ), 4, 16,
     ),
 }  # fmt: skip
+#: The options of ``timed`` on four ranks: three ways for blocks of one or two ranks, and one where all are a block.
+OPTIONS = 7
 DISPATCH = [way for way in get_args(Layout.model_fields["dispatch"].annotation) if way != "none"]
 
 
@@ -77,7 +80,8 @@ def on_rank(rank: int, job: Job, rounds: int, peak: float) -> dict[str, Any]:
     """One of four ranks. ``weft``, to which all are compared, is that whose experts stay where their tokens are."""
     layouts = {"weft": Layout(shard=4)} | {way: Layout(shard=4, ep=4, dispatch=way, node=2) for way in DISPATCH}
     sides: dict[str, Step] = {name: weft_step(job, Mesh.create(one, "cpu"))[0] for name, one in layouts.items()}
-    return measure(job, sides, rounds, 1, min(4, os.cpu_count() or 1) * peak)
+    trials = {"timed": TRIALS * OPTIONS}
+    return measure(job, sides, rounds, 1, min(4, os.cpu_count() or 1) * peak, trials)
 
 
 def routing(steps: int) -> tuple[list[np.ndarray], list[np.ndarray], list[int], float]:

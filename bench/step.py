@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -302,12 +302,20 @@ def race(sides: dict[str, Step], rounds: int, steps: int) -> dict[str, list[floa
     return seconds
 
 
-def measure(job: Job, sides: dict[str, Step], rounds: int, steps: int, peak: float) -> dict[str, Any]:
-    """Check that the sides compute the same, let them race, and put speeds and ratios of medians into a table."""
+def measure(
+    job: Job, sides: dict[str, Step], rounds: int, steps: int, peak: float, trials: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """Check that the sides compute the same, let them race, and put speeds and ratios of medians into a table.
+
+    ``trials``: the steps that a side takes before the race to find out what is fast.
+    """
     losses = {name: [step() for _ in range(3)] for name, step in sides.items()}  # which also warms them up
     for name, theirs in losses.items():
         if max(abs(a - b) / b for a, b in zip(losses["weft"], theirs, strict=True)) > TOLERANCE:
             raise SystemExit(f"{name} and weft compute different losses: {theirs} and {losses['weft']}")
+    for name, count in (trials or {}).items():
+        for _ in range(count):
+            sides[name]()
     seconds = race(sides, rounds, steps)
     tokens = job.rows * job.length
     flops = tokens * flops_per_token(job.shape, job.shape.vocab, job.length)

@@ -94,6 +94,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "tp above heads": ("tp=5", ""),
     "tp above ffn": ("tp=3", "model.ffn=2"),
     "ep without experts": ("dp=2,ep=2", ""),
+    "timed dispatch with recompute": ("dp=2,ep=2,dispatch=timed", "model.experts=2 train.recompute=full"),
     "placement without ep": ("dp=2,placement=sharded", ""),
     "placement with post-validation": ("pp=2,dp=2,ep=2,placement=sharded",
                                        "model.experts=2 optimizer.post_validation=true"),

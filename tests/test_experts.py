@@ -25,6 +25,7 @@ from weft.parallel.experts.adaptive import Adaptive, numbers_sent, weights_sent
 from weft.parallel.experts.connect import pieces
 from weft.parallel.experts.hashed import Hashed
 from weft.parallel.experts.ranks import Members
+from weft.parallel.experts.timed import Timed, Trials
 from weft.parallel.units import all_gather, reduce_scatter
 from weft.recipe import ModelShape, Train
 from weft.train.step import train_step
@@ -103,7 +104,9 @@ def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
 @pytest.mark.parametrize("layout", [
     "shard=1024,ep=64", "dp=16,shard=16,tp=4,ep=1024", "dp=8,shard=32,cp=2,tp=2,ep=128", "shard=128,tp=8,ep=8",
 ])  # fmt: skip
-@pytest.mark.parametrize("dispatch", ["all-to-all", "per-rank", "all-gather", "two-level", "per-node", "adaptive"])
+@pytest.mark.parametrize(
+    "dispatch", ["all-to-all", "per-rank", "all-gather", "two-level", "per-node", "adaptive", "timed"]
+)
 def test_large_worlds_are_typed(layout: str, dispatch: str) -> None:
     shape = ModelShape(
         vocab=257, layers=2, embed=32, heads=8, experts=1024, expert_ffn=16, first_dense=1, balance_loss=0.1
@@ -338,6 +341,63 @@ def test_switching_in_every_layer_and_step_changes_no_loss(pool: Any, corpus: st
     plain = pool.run(4, losses_of_steps, values, False)[0]
     adaptive = values | {"layout": values["layout"] | {"dispatch": "adaptive"}}
     assert pool.run(4, losses_of_steps, adaptive, True)[0] == pytest.approx(plain, rel=1e-12)
+
+
+def timed_steps(values: dict[str, Any], late: float) -> tuple[list[float], list[list[int]]]:
+    """Losses of steps, and each layer's options, pass by pass.
+
+    What was measured is replaced: option 4 takes a second, every other one more for each number between them, and
+    option 4 takes ``late`` seconds more on the last rank.
+    """
+    _, mesh, model, state, loader = start(values)
+    chosen: dict[int, list[int]] = {}
+    by, agree = Timed._by, Timed.agree
+
+    def noted(self: Timed, number: int, *given: Any) -> Any:
+        chosen.setdefault(id(self), []).append(number)
+        return by(self, number, *given)
+
+    def agreed(self: Timed, trials: Trials, device: torch.device) -> None:
+        assert all(0 < seconds < 100 for seconds in trials.seconds)
+        trials.seconds = [1.0 + abs(number - 4) for number in range(trials.options)]
+        trials.seconds[4] += late * (dist.get_rank() == dist.get_world_size() - 1)
+        agree(self, trials, device)
+
+    rare = mock.patch.multiple("weft.parallel.experts.timed", TRIALS=1, KEPT=2)
+    with rare, mock.patch.object(Timed, "_by", noted), mock.patch.object(Timed, "agree", agreed):
+        batch = values["train"]["batch"]
+        steps = [loader.step(i * batch) or [] for i in range(12)]
+        losses = [train_step(model, state, one, mesh, lr=1e-3, clip=1.0).loss for one in steps]
+    return losses, list(chosen.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [0.0, 100.0])
+def test_measured_time_chooses_and_changes_no_loss(pool: Any, corpus: str, late: float) -> None:
+    """Every option in turn, then the fastest on the slowest rank; the same on all ranks; losses of one device's way."""
+    values = tree(corpus, {"layout": "shard=4,ep=4", "model": "qwen3"})
+    plain = pool.run(4, losses_of_steps, values, False)[0]
+    timed = values | {"layout": values["layout"] | {"dispatch": "timed"}}
+    answers = pool.run(4, timed_steps, timed, late)
+    assert answers[0][0][:8] == pytest.approx(plain, rel=1e-12)
+    for _, chosen in answers:
+        assert chosen == answers[0][1]
+    for passes in answers[0][1]:
+        options = max(passes) + 1
+        assert passes[:options] == list(range(options)) and options > 5
+        assert set(passes[options : options + 2]) == ({3} if late else {4})
+        assert passes[options + 2 : options + 4] == [0, 1]  # tried again
+
+
+def test_a_choice_by_time_holds_within_its_margin() -> None:
+    trials = Trials(3)
+    assert [trials.next() for _ in range(4)] == [(0, True), (1, True), (2, True), (0, True)]
+    trials.decide([3.0, 1.0, 2.0])
+    assert trials.chosen == 1
+    trials.decide([3.0, 1.0, 0.97])
+    assert trials.chosen == 1
+    trials.decide([3.0, 1.0, 0.94])
+    assert trials.chosen == 2
 
 
 class _Mark(torch.autograd.Function):

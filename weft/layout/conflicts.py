@@ -564,6 +564,11 @@ RULES: tuple[Rule, ...] = (
          and (a.learns_loads or a.shape.balance_loss + a.shape.z_loss > 0),
          "optimizer.estimate = 'zeroth-order' sees the model's own loss alone, and routers would never be balanced",
          "set model.balance_loss, model.z_loss and model.bias_rate to 0"),
+    Rule("timed dispatch with recompute", "layout train",
+         lambda a: a.layout.ep > 1 and a.layout.dispatch == "timed" and a.train.recompute != "none",
+         "layout.dispatch = 'timed' tries another way in each of its first passes, and train.recompute = "
+         "{0.train.recompute!r} would repeat a pass in another way",
+         "use dispatch = 'adaptive', or recompute = 'none'"),
     Rule("experts with compile", "shape train", lambda a: a.train.compile and bool(a.shape.mixtures),
          "train.compile does not go together with model.experts: how many rows each gets is known when it runs only",
          "leave train.compile out"),

@@ -37,6 +37,10 @@ DATA_AXES = ("dp", "shard", "cp")
 MODEL_AXES = ("tp",)
 
 
+#: How tokens reach their experts; the last two choose a way themselves, by bytes or by time.
+Dispatch = Literal["all-to-all", "per-rank", "all-gather", "two-level", "per-node", "adaptive", "timed"]
+
+
 class Layout(BaseModel):
     """Ranks per mesh axis.
 
@@ -97,7 +101,9 @@ class Layout(BaseModel):
     skip: float = Field(0.0, ge=0, lt=1)
     overlap: Literal["", "passes", "pairs"] = ""
     balance: Literal["", "greedy", "flexsp"] = ""
-    dispatch: Literal["all-to-all", "per-rank", "all-gather", "two-level", "per-node", "adaptive"] = "all-to-all"
+    dispatch: Literal["all-to-all", "per-rank", "all-gather", "two-level", "per-node", "adaptive", "timed"] = (
+        "all-to-all"
+    )
     node: int = Field(0, ge=0)
     pieces: int = Field(1, ge=0)
     lsh: int = Field(0, ge=0)

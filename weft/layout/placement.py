@@ -166,7 +166,7 @@ def expert_blocks(layout: Layout) -> list[int]:
     """Sizes of the blocks of neighbours that exchange rows or experts among themselves, besides all ranks together."""
     if layout.dispatch in ("two-level", "per-node"):
         return [experts_per_node(layout)]
-    return [n for n in range(2, layout.ep) if layout.ep % n == 0] if layout.dispatch == "adaptive" else []
+    return [n for n in range(2, layout.ep) if layout.ep % n == 0] if layout.dispatch in ("adaptive", "timed") else []
 
 
 def cut_axes(dims: Sequence[Dim], layout: Layout, whole: bool = False) -> tuple[tuple[str, ...], ...]:

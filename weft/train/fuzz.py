@@ -75,7 +75,7 @@ def _folding(recipe: Recipe, case: Case, rng: random.Random) -> list[int]:
 
 def _dispatchers(recipe: Recipe, case: Case, rng: random.Random) -> list[str]:
     levels = ["two-level", "per-node"] if "layout.node" in case else []
-    return [*levels, "per-rank", "all-gather", "adaptive"] if _experts(recipe, case) else []
+    return [*levels, "per-rank", "all-gather", "adaptive", "timed"] if _experts(recipe, case) else []
 
 
 def _targets(recipe: Recipe, case: Case, rng: random.Random) -> list[list[str]]:

@@ -193,7 +193,7 @@ class Recorder:
             record |= {"dropped": dropped, "dropped_share": sum(dropped.values()) / max(1, every)}
         layout, sent["moves"], self._moved = self._recipe.layout, self._moved, 0
         travels = {"tokens": layout.ep > 1, "moves": layout.placement == "moving",
-                   "copies": layout.placement != "static" or layout.dispatch == "adaptive"}  # fmt: skip
+                   "copies": layout.placement != "static" or layout.dispatch in ("adaptive", "timed")}  # fmt: skip
         record |= {f"{what}_mib": sent[what] / 2**20 for what in SENT if travels[what]}
         self.log("experts", **record)
 

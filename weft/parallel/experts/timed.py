@@ -1,0 +1,135 @@
+"""Choose by measured time the way to move tokens or experts (after Tutel, Hwang et al. 2023).
+
+Fewer bytes are not always less time: messages have a start, ranks of one machine share its memory, and whose tokens
+stay has other experts to compute. So every option of :mod:`weft.parallel.experts.adaptive` is tried out in a run's own
+first passes, for each size of pass, and the fastest is kept. Later on each is tried again now and then, and replaces
+the present one if it is faster by a margin.
+"""
+
+import time
+from dataclasses import dataclass, field
+from math import inf
+
+import torch
+import torch.distributed as dist
+
+from weft.models.experts import Arriving, Dispatched
+from weft.models.numbers import has_numbers
+from weft.models.router import Choice
+from weft.parallel.experts.adaptive import Adaptive, part_of
+from weft.parallel.experts.ranks import ExpertRanks
+from weft.parallel.experts.rows import Awaited
+
+T = torch.Tensor
+
+#: Passes with each option, of which the fastest counts: the first ones of a process are slow.
+TRIALS = 3
+#: Passes with the chosen option until all are tried again.
+KEPT = 500
+#: What another option must be faster by, so that noise does not change the choice to and fro.
+MARGIN = 0.05
+
+
+@dataclass
+class Trials:
+    """Seconds of passes of one size with each option, on this rank, and the option that all ranks have chosen.
+
+    A *round* of trials is :data:`TRIALS` passes with each option, in turn; ``passes`` counts from its beginning.
+    """
+
+    options: int
+    seconds: list[float] = field(default_factory=list)
+    passes: int = 0
+    chosen: int = -1
+
+    def __post_init__(self) -> None:
+        self.seconds = [inf] * self.options
+
+    @property
+    def round_length(self) -> int:
+        return TRIALS * self.options
+
+    def next(self) -> tuple[int, bool]:
+        """Return the option of the next pass, and whether it is to be timed."""
+        trial = self.passes < self.round_length
+        option = self.passes % self.options if trial else self.chosen
+        self.passes += 1
+        return option, trial
+
+    def decide(self, seconds: list[float]) -> None:
+        """Choose by the ``seconds`` of each option on its slowest rank."""
+        fastest = min(range(self.options), key=seconds.__getitem__)
+        if self.chosen < 0 or seconds[fastest] < (1 - MARGIN) * seconds[self.chosen]:
+            self.chosen = fastest
+
+    def begin_again(self) -> None:
+        """Begin another round of trials."""
+        self.seconds, self.passes = [inf] * self.options, 0
+
+
+class Timed(Adaptive):
+    """Times each option in passes of the run, and takes the fastest on the slowest rank.
+
+    A pass is timed from where its rows set out to where they are back, the experts' work included; its backward pass is
+    taken to be alike. All ranks try the same option in the same pass and agree once a round, so that a pass with the
+    chosen option costs no message. Which option is chosen depends on the machine: runs are equal up to rounding.
+    """
+
+    def __init__(self, ranks: ExpertRanks) -> None:
+        super().__init__(ranks)
+        layout = ranks.mesh.layout
+        self.uneven = bool(layout.balance or layout.lsh)
+        #: By the size of a pass: the number of bits of its tokens.
+        self.trials: dict[int, Trials] = {}
+
+    def dispatch(self, x: T, choice: Choice) -> Arriving:
+        if not has_numbers(choice.ids):
+            return self._by(0, x, choice, None)
+        trials = self.trials.setdefault(self.size(x), Trials(len(self.options)))
+        if trials.passes == trials.round_length:
+            self.agree(trials, x.device)
+        elif trials.passes >= trials.round_length + KEPT:
+            trials.begin_again()
+        option, timed = trials.next()
+        return self._by(option, x, choice, trials if timed else None)
+
+    def size(self, x: T) -> int:
+        """Return the number of bits of the most tokens that a rank has in this pass."""
+        return (self.ranks.most(len(x)) if self.uneven else len(x)).bit_length()
+
+    def agree(self, trials: Trials, device: torch.device) -> None:
+        """Choose an option with the other ranks. Collective."""
+        slowest = torch.tensor(trials.seconds, dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.ranks.group)
+        trials.decide(slowest.tolist())
+
+    def _by(self, number: int, x: T, choice: Choice, trials: Trials | None) -> Arriving:
+        """Dispatch by an option; ``trials``: where the pass's seconds are noted, if it is timed."""
+        option, begun = self.options[number], now(x) if trials else 0.0
+        arriving = option.way.dispatch(x, part_of(choice, option.joined))
+
+        def arrived() -> Dispatched:
+            rows = arriving()
+            return rows._replace(meta=(option.way, rows.meta, number, begun, trials), stacks=option.stacks)
+
+        return arrived
+
+    def combine(self, rows: T, meta: tuple) -> Awaited:  # type: ignore[type-arg]
+        way, inner, number, begun, trials = meta
+        back = way.combine(rows, inner)
+        if trials is None:
+            return back
+
+        def timed() -> T:
+            tokens = back()
+            trials.seconds[number] = min(trials.seconds[number], now(tokens) - begun)
+            return tokens
+
+        return timed
+
+
+def now(x: T) -> float:
+    """Return the time, in seconds, at which all that was computed on the device of ``x`` is done."""
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    return time.perf_counter()
