@@ -9,6 +9,7 @@ the present one if it is faster by a margin.
 import time
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -114,7 +115,7 @@ class Timed(Adaptive):
 
         return arrived
 
-    def combine(self, rows: T, meta: tuple) -> Awaited:  # type: ignore[type-arg]
+    def combine(self, rows: T, meta: Any) -> Awaited:
         way, inner, number, begun, trials = meta
         back = way.combine(rows, inner)
         if trials is None:
