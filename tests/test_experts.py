@@ -25,7 +25,7 @@ from weft.parallel.experts.adaptive import Adaptive, numbers_sent, weights_sent
 from weft.parallel.experts.connect import pieces
 from weft.parallel.experts.hashed import Hashed
 from weft.parallel.experts.ranks import Members
-from weft.parallel.experts.timed import Timed, Trials
+from weft.parallel.experts.timed import OptionTimes, Timed
 from weft.parallel.units import all_gather, reduce_scatter
 from weft.recipe import ModelShape, Train
 from weft.train.step import train_step
@@ -357,7 +357,7 @@ def timed_steps(values: dict[str, Any], late: float) -> tuple[list[float], list[
         chosen.setdefault(id(self), []).append(number)
         return by(self, number, *given)
 
-    def agreed(self: Timed, trials: Trials, device: torch.device) -> None:
+    def agreed(self: Timed, trials: OptionTimes, device: torch.device) -> None:
         assert all(0 < seconds < 100 for seconds in trials.seconds)
         trials.seconds = [1.0 + abs(number - 4) for number in range(trials.options)]
         trials.seconds[4] += late * (dist.get_rank() == dist.get_world_size() - 1)
@@ -390,7 +390,7 @@ def test_measured_time_chooses_and_changes_no_loss(pool: Any, corpus: str, late:
 
 
 def test_a_choice_by_time_holds_within_its_margin() -> None:
-    trials = Trials(3)
+    trials = OptionTimes(3)
     assert [trials.next() for _ in range(4)] == [(0, True), (1, True), (2, True), (0, True)]
     trials.decide([3.0, 1.0, 2.0])
     assert trials.chosen == 1

@@ -32,7 +32,7 @@ MARGIN = 0.05
 
 
 @dataclass
-class Trials:
+class OptionTimes:
     """Seconds of passes of one size with each option, on this rank, and the option that all ranks have chosen.
 
     A *round* of trials is :data:`TRIALS` passes with each option, in turn; ``passes`` counts from its beginning.
@@ -81,12 +81,12 @@ class Timed(Adaptive):
         layout = ranks.mesh.layout
         self.uneven = bool(layout.balance or layout.lsh)
         #: By the size of a pass: the number of bits of its tokens.
-        self.trials: dict[int, Trials] = {}
+        self.trials: dict[int, OptionTimes] = {}
 
     def dispatch(self, x: T, choice: Choice) -> Arriving:
         if not has_numbers(choice.ids):
             return self._by(0, x, choice, None)
-        trials = self.trials.setdefault(self.size(x), Trials(len(self.options)))
+        trials = self.trials.setdefault(self.size(x), OptionTimes(len(self.options)))
         if trials.passes == trials.round_length:
             self.agree(trials, x.device)
         elif trials.passes >= trials.round_length + KEPT:
@@ -98,13 +98,13 @@ class Timed(Adaptive):
         """Return the number of bits of the most tokens that a rank has in this pass."""
         return (self.ranks.most(len(x)) if self.uneven else len(x)).bit_length()
 
-    def agree(self, trials: Trials, device: torch.device) -> None:
+    def agree(self, trials: OptionTimes, device: torch.device) -> None:
         """Choose an option with the other ranks. Collective."""
         slowest = torch.tensor(trials.seconds, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.ranks.group)
         trials.decide(slowest.tolist())
 
-    def _by(self, number: int, x: T, choice: Choice, trials: Trials | None) -> Arriving:
+    def _by(self, number: int, x: T, choice: Choice, trials: OptionTimes | None) -> Arriving:
         """Dispatch by an option; ``trials``: where the pass's seconds are noted, if it is timed."""
         option, begun = self.options[number], now(x) if trials else 0.0
         arriving = option.way.dispatch(x, part_of(choice, option.joined))
