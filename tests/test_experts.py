@@ -25,7 +25,7 @@ from weft.parallel.experts.adaptive import Adaptive, numbers_sent, weights_sent
 from weft.parallel.experts.connect import pieces
 from weft.parallel.experts.hashed import Hashed
 from weft.parallel.experts.ranks import Members
-from weft.parallel.experts.timed import OptionTimes, Timed
+from weft.parallel.experts.timed import OptionTimes, TimedDispatch
 from weft.parallel.units import all_gather, reduce_scatter
 from weft.recipe import ModelShape, Train
 from weft.train.step import train_step
@@ -351,20 +351,20 @@ def timed_steps(values: dict[str, Any], late: float) -> tuple[list[float], list[
     """
     _, mesh, model, state, loader = start(values)
     chosen: dict[int, list[int]] = {}
-    by, agree = Timed._by, Timed.agree
+    by, agree = TimedDispatch._by, TimedDispatch.agree
 
-    def noted(self: Timed, number: int, *given: Any) -> Any:
+    def noted(self: TimedDispatch, number: int, *given: Any) -> Any:
         chosen.setdefault(id(self), []).append(number)
         return by(self, number, *given)
 
-    def agreed(self: Timed, trials: OptionTimes, device: torch.device) -> None:
+    def agreed(self: TimedDispatch, trials: OptionTimes, device: torch.device) -> None:
         assert all(0 < seconds < 100 for seconds in trials.seconds)
         trials.seconds = [1.0 + abs(number - 4) for number in range(trials.options)]
         trials.seconds[4] += late * (dist.get_rank() == dist.get_world_size() - 1)
         agree(self, trials, device)
 
     rare = mock.patch.multiple("weft.parallel.experts.timed", TRIALS=1, KEPT=2)
-    with rare, mock.patch.object(Timed, "_by", noted), mock.patch.object(Timed, "agree", agreed):
+    with rare, mock.patch.object(TimedDispatch, "_by", noted), mock.patch.object(TimedDispatch, "agree", agreed):
         batch = values["train"]["batch"]
         steps = [loader.step(i * batch) or [] for i in range(12)]
         losses = [train_step(model, state, one, mesh, lr=1e-3, clip=1.0).loss for one in steps]

@@ -15,7 +15,7 @@ from weft.parallel.experts.adaptive import Adaptive
 from weft.parallel.experts.dispatch import AllGather, AllToAll, Placing, per_node, per_rank, two_level
 from weft.parallel.experts.hashed import Hashed
 from weft.parallel.experts.ranks import ExpertRanks
-from weft.parallel.experts.timed import Timed
+from weft.parallel.experts.timed import TimedDispatch
 
 T = torch.Tensor
 
@@ -25,7 +25,7 @@ LEAST, MOST = 2**20, 8
 #: By ``layout.dispatch``.
 DISPATCHERS: dict[str, Callable[[ExpertRanks], Dispatcher]] = {
     "all-to-all": AllToAll, "per-rank": per_rank, "all-gather": AllGather, "two-level": two_level,
-    "per-node": per_node, "adaptive": Adaptive, "timed": Timed,
+    "per-node": per_node, "adaptive": Adaptive, "timed": TimedDispatch,
 }  # fmt: skip
 
 

@@ -68,7 +68,7 @@ class OptionTimes:
         self.seconds, self.passes = [inf] * self.options, 0
 
 
-class Timed(Adaptive):
+class TimedDispatch(Adaptive):
     """Times each option in passes of the run, and takes the fastest on the slowest rank.
 
     A pass is timed from where its rows set out to where they are back, the experts' work included; its backward pass is
