@@ -91,6 +91,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "a way back without one there": ("island=2", "sync.compress_back=int8"),
     "settings for what has none": ("island=2", "sync.allocate=2 sync.compress=sign"),
     "islands that never agree": ("island=2", "sync.every=1000"),
+    "islands that end early": ("island=2", "validation.patience=2"),
     "tp above heads": ("tp=5", ""),
     "tp above ffn": ("tp=3", "model.ffn=2"),
     "ep without experts": ("dp=2,ep=2", ""),

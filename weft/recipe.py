@@ -391,6 +391,9 @@ class Data(Section):
     ``tokenizer`` is ``bytes``, a path to a ``tokenizer.json`` (or a folder with one), or ``train:N``: a byte-level
     BPE of N entries trained on the corpus itself. Left out, it is that of ``model.from``, or else ``bytes``.
 
+    ``validation``: the share of the documents that is held out for validation, or the path of a file, folder or glob
+    with others, which is read as the (first) source is.
+
     ``bos``: whether texts begin with the tokenizer's BOS token, documents as well as prompts and questions. ``auto``:
     if its post-processor says so. ``prompts``: as ``auto``, but documents begin without, as in runs of before there was
     this setting. Conversations begin as the chat template writes them.
@@ -401,10 +404,22 @@ class Data(Section):
     seq_len: int = Field(256, gt=0, lt=2**31)
     seed: int = 0
     epochs: int = Field(0, ge=0)
-    validation: float = Field(0.02, ge=0, lt=1)
+    validation: float | str = 0.02
     cache: Path | None = None
     bos: bool | Literal["auto", "prompts"] = "auto"
     chat: Chat = Chat()
+
+    @property
+    def held_out(self) -> float:
+        """The share of the sources' documents that is held out for validation."""
+        return 0.0 if isinstance(self.validation, str) else self.validation
+
+    @field_validator("validation")
+    @classmethod
+    def _share_or_path(cls, given: float | str) -> float | str:
+        if given == "" or not (isinstance(given, str) or 0 <= given < 1):
+            raise ValueError("it should be a share of the documents, below 1, or the path of a file with others")
+        return given
 
     @model_validator(mode="before")
     @classmethod
@@ -624,8 +639,23 @@ class Memory(Section):
 
 
 class Validation(Section):
+    """How the loss on ``data.validation`` is measured, and what follows from it (docs/training.md).
+
+    ``keep_best``: the checkpoint of the lowest loss is kept beside the newest ones, is called ``best`` in the run's
+    folder, and is what ``checkpoint.export`` exports.
+    """
+
     every: int = Field(50, ge=0, description="steps between validations; 0 turns them off")
-    batches: PositiveInt = 4
+    batches: int = Field(4, ge=0, description="of train.batch sequences; 0: all there are")
+    keep_best: bool = False
+    patience: int = Field(0, ge=0, description="validations without a lower loss that end the run; 0: it never ends so")
+
+    @model_validator(mode="after")
+    def _happens(self) -> Self:
+        if not self.every and (self.keep_best or self.patience):
+            name = "keep_best" if self.keep_best else "patience"
+            raise ValueError(f"{name} waits for validations, and every = 0 turns them off; set validation.every")
+        return self
 
 
 class Task(Section):

@@ -1,9 +1,12 @@
 """The checkpoints that a run makes: saved to its levels while training goes on, reported, and thinned out."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Protocol, Self
 
+from weft.checkpoint.best import Best, write_best
+from weft.checkpoint.format import ROOT
 from weft.checkpoint.levels import LevelStore, Thinning
 from weft.checkpoint.same import is_of_model
 from weft.checkpoint.save import Saver
@@ -26,7 +29,8 @@ class Checkpoints:
     """Saves ``state`` and ``progress`` to a run's levels. A context: leaving it gives the saver's memory back.
 
     ``about`` (recipe, layout, data) and ``files`` (the tokenizer) go into each checkpoint. Old ones of another model
-    than ``shape`` stay. With ``strict`` a save that failed in the background ends the run at the next save.
+    than ``shape`` stay. ``folder`` is the run's, which names the ``best`` checkpoint so far. With ``strict`` a save
+    that failed in the background ends the run at the next save.
     """
 
     def __init__(
@@ -39,12 +43,18 @@ class Checkpoints:
         shape: ModelShape,
         mesh: Mesh,
         listener: Listener,
+        folder: Path,
+        best: Best,
         strict: bool,
         timeout: float,
     ) -> None:
         self._levels, self._state, self._progress, self._listener = levels, state, progress, listener
         self._about, self._files, self._mesh = about, files, mesh
         self._thinning = Thinning(lambda place: is_of_model(place, shape))
+        self._folder, self._best, self._coming = folder, best, Best()
+        resumed = [level.last for level in levels if level.last is not None and mesh.is_main]
+        self._committed = {_absolute(str(place)) for place in resumed if place.holds(ROOT)}
+        self._protect()
         self._saver = Saver(listener.event, strict, timeout, mesh.step_group, state.tiers.staging)
         self._saver.prepare(state.saved())
 
@@ -78,6 +88,38 @@ class Checkpoints:
             waited += self._saver.save(place, self._progress.step, tensors, meta, self._files, lazy=True)
         self._listener.log("checkpoint", stall_s=waited)
 
+    def save_best(self, best: Best) -> None:
+        """Keep the state, which ``best`` was measured of, in the last level, and call it the run's best. Collective."""
+        last = self._levels[-1]
+        if last.step != self._progress.step:
+            self.save([last])
+        self._coming = replace(best, checkpoint=_absolute(str(last.last)))
+        self._protect()
+        self._name_best()
+
+    def note_best(self, best: Best) -> None:
+        """Remember ``best`` with the run, of which no checkpoint is kept."""
+        self._write(best)
+
+    def _name_best(self) -> None:
+        """Call the checkpoint of the lowest loss the best as soon as it is whole."""
+        if self._coming.checkpoint in self._committed:
+            self._best, self._coming = self._coming, Best()
+            self._write(self._best)
+            self._protect()
+
+    def _write(self, best: Best) -> None:
+        if not self._mesh.is_main:
+            return
+        try:
+            write_best(self._folder, best)
+        except OSError as error:
+            self._listener.event(f"cannot write which checkpoint is the best: {error.strerror or error}")
+
+    def _protect(self) -> None:
+        kept = [best.checkpoint for best in (self._best, self._coming) if best.checkpoint]
+        self._thinning.protected = frozenset(_absolute(place, self._folder) for place in kept)
+
     def poll(self) -> None:
         """Report the saves that are done by now, and delete old checkpoints after a new one. Does not wait."""
         self._saver.poll()
@@ -105,9 +147,16 @@ class Checkpoints:
             self._listener.log("saved", saved.step, rank=saved.rank, bytes=report.bytes, **stages)
             if report.committed:
                 self._listener.event(f"checkpoint {saved.where}")
+                self._committed.add(_absolute(saved.where))
+                self._name_best()
                 for level in self._levels:
                     if saved.where == str(level.place / saved.where.rpartition("/")[2]):
                         self._thinning.start(level)
         self._saver.reports.clear()
         for problem in self._thinning.problems():
             self._listener.event(problem)
+
+
+def _absolute(place: str, folder: Path = Path()) -> str:
+    """A place by the one name that is the same wherever it is written; ``folder``: what a path is relative to."""
+    return place if "://" in place else str((folder / place).resolve())

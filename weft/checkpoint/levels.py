@@ -178,15 +178,20 @@ def open_levels(levels: Sequence[LevelStore], run: Path, fresh: bool) -> None:
 class Thinning:
     """Deletes old checkpoints in a background thread: that may take many requests, and may fail without harm.
 
-    ``mine``: whether a checkpoint is of this run's model; others stay. It is asked once for each checkpoint.
+    ``mine``: whether a checkpoint is of this run's model; others stay. It is asked once for each checkpoint. Those in
+    ``protected`` stay as well.
     """
 
     def __init__(self, mine: Callable[[Storage], bool] = lambda place: True) -> None:
+        self.protected: frozenset[str] = frozenset()
         self._thread, self._work = ThreadPoolExecutor(1), list[Future[object]]()
         self._is_mine = cache(mine)
 
     def start(self, level: LevelStore) -> None:
-        self._work.append(self._thread.submit(prune, level.place, level.keep, mine=lambda place: self._is_mine(place)))
+        def goes(place: Storage) -> bool:
+            return str(_path(place)) not in self.protected and self._is_mine(place)
+
+        self._work.append(self._thread.submit(prune, level.place, level.keep, mine=goes))
 
     def problems(self) -> list[str]:
         """What went wrong since the last call. Does not wait."""

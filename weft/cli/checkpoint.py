@@ -182,6 +182,7 @@ def prune(
 
     In each place of the run the newest checkpoint is read first, and those before it until one is whole.
     """
+    from weft.checkpoint.best import best_checkpoint
     from weft.checkpoint.lease import Lease
     from weft.checkpoint.s3 import open_storage
     from weft.checkpoint.store import committed, places
@@ -192,6 +193,11 @@ def prune(
     if found == [open_storage(run)]:
         raise UsageError(f"{run} is one checkpoint; give the folder of its run")
     scores = metric_by_step(Path(run), best) if best else None
+    kept = best_checkpoint(Path(run))
+
+    def is_best(place: "Storage") -> bool:
+        return bool(kept) and (str(place) == kept or Path(str(place)).resolve() == Path(kept).resolve())
+
     deleted, damaged = 0, list[str]()
     # Not the run's folder itself: by when it was changed, --resume auto tells which run is the last.
     roots = [root for root in places(run) if root != open_storage(run) or committed(root)]
@@ -200,7 +206,7 @@ def prune(
             lease.take(roots)
         for root in roots:
             count = len(committed(root))
-            pruned = delete(root, last, every, scores, _verify, dry_run)
+            pruned = delete(root, last, every, scores, _verify, dry_run, mine=lambda place: not is_best(place))
             if count and len(pruned.damaged) == count:
                 raise WeftError(f"no checkpoint in {root} verifies, so none is deleted")
             for place in pruned.deleted:

@@ -88,6 +88,7 @@ def probed_choice(recipe: "Recipe", ranks: int | None, file: str) -> "tuple[Reci
 
 
 def conclude(recipe: "Recipe", outcome: "Outcome") -> None:
+    from weft.checkpoint.best import best_checkpoint
     from weft.observe.metrics import Metrics
     from weft.resilience.start import finish
 
@@ -108,6 +109,8 @@ def conclude(recipe: "Recipe", outcome: "Outcome") -> None:
     finished = finish(recipe, outcome)
     if finished.export:
         say(f"exported    {finished.export}")
+    if best := best_checkpoint(outcome.run):
+        say(f"best        {best}: validation loss {outcome.best.loss:.4f} after step {outcome.best.step}")
     say(f"checkpoint  {outcome.checkpoint}\nreport      {finished.report}")
     if traces := sorted(outcome.run.glob("trace/*.json")):
         say(f"trace       {traces[0].parent}: a file per rank, to open in ui.perfetto.dev")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from weft.data.apart import validation_source
 from weft.data.balance import DocumentTimes, Pass, in_rounds, make_plan
 from weft.data.batch import IGNORE, Batch, PairedRows, Pairs, PassGroup
 from weft.data.bos import begins_otherwise, document_opening, with_bos
@@ -47,7 +48,9 @@ def tokenizer_of_data(data: Data, own: Tokenizer | None = None) -> Tokenizer:
 
 
 def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
-    """Open every source, tokenizing what is not in the cache yet; ``validation`` is one epoch of held-out documents.
+    """Open every source, tokenizing what is not in the cache yet.
+
+    ``validation`` is one epoch of held-out documents, or of those of another file.
 
     ``own``: the tokenizer of the model to start from, which is used where the recipe names none.
     """
@@ -55,9 +58,9 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
     opening = document_opening(tokenizer, data.bos)
     sides: list[list[Stream]] = [[], []]
     weights: list[list[float]] = [[], []]
-    lines, seen, paired = [], [], 0
-    notes: list[str] = []
-    for number, source in enumerate(data.sources):
+    lines, seen, notes, paired = [], [], list[str](), 0
+    apart = validation_source(data)
+    for number, source in enumerate([*data.sources, *([apart] if apart else [])]):
         if source.kind in ("chat", "preference"):
             tokens = open_chats(source, data.chat, tokenizer, data.cache)
         else:
@@ -77,7 +80,8 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
             how = {"rows_of": packing, "weights": tokens.weights, "alike": tokens.alike}
         seed = int(hashed(data.seed, number)[0])
         together = 1 if pairs is None else 2
-        out = held_out(len(starts) // together, data.validation, seed)
+        count = len(starts) // together
+        out = np.ones(count, bool) if source is apart else held_out(count, data.held_out, seed)
         for side, chosen in enumerate((~out, out)):
             if chosen.any():
                 which, mine = chosen.repeat(together), pairs and pairs[chosen].numbered(paired)
@@ -88,10 +92,11 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
         named = "pairs" if pairs is not None else "conversations" if how else "documents"
         size = f"{len(out):,} {named} ({out.sum():,} for validation), {lengths.sum():,} tokens"
         lines.append(", ".join(text for text in (f"{source.path or source.kind}: {size}", note) if text))
-        seen.append((tokens.fingerprint, source.weight, *([data.chat.truncation, how["rows_of"]] if how else [])))
+        if source is not apart:  # what is trained on does not depend on it
+            seen.append((tokens.fingerprint, source.weight, *([data.chat.truncation, how["rows_of"]] if how else [])))
     train = Order(tuple(sides[0]), tuple(weights[0]), data.seed, data.epochs)
     validation = Order(tuple(sides[1]), tuple(weights[1]), data.seed, epochs=1) if sides[1] else None
-    identity = digest(seen, tokenizer.fingerprint, data.seq_len, data.seed, data.validation)
+    identity = digest(seen, tokenizer.fingerprint, data.seq_len, data.seed, data.held_out)
     return Corpus(tokenizer, train, validation, "; ".join(lines), identity, tuple(notes))
 
 

@@ -418,6 +418,10 @@ RULES: tuple[Rule, ...] = (
          lambda a: a.layout.island > 1 and a.recipe.sync.every > a.train.steps > 0,
          "sync.every = {0.recipe.sync.every} is beyond the run's train.steps = {0.train.steps}, so that islands would "
          "never agree", "lower sync.every"),
+    Rule("islands that end early", "layout recipe",
+         lambda a: a.layout.island > 1 and a.recipe.validation.patience > 0,
+         "validation.patience ends an island when its own loss gets no lower, and the others would wait for it",
+         "leave it out"),
     Rule("tp above heads", "layout shape", lambda a: a.shape.heads < a.layout.tp,
          "tp={0.layout.tp} is more than the model's {0.shape.heads} heads", "use tp <= {0.shape.heads}"),
     Rule("tp above ffn", "layout shape", lambda a: (a.shape.ffn or 0) < a.layout.tp,

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from weft.checkpoint.best import best_checkpoint
 from weft.checkpoint.model import export_model
 from weft.checkpoint.store import model_of, open_checkpoint
 from weft.errors import UsageError, WeftError
@@ -141,9 +142,10 @@ def finish(recipe: Recipe, outcome: Outcome) -> Finished:
         exported = outcome.run / "export"
         if exported.exists():  # of an earlier end of the same run
             shutil.rmtree(exported)
-        adapted = model_of(open_checkpoint(outcome.checkpoint)).adapter is not None
+        checkpoint = best_checkpoint(outcome.run) or str(outcome.checkpoint)
+        adapted = model_of(open_checkpoint(checkpoint)).adapter is not None
         merge = recipe.checkpoint.export == "model" and adapted
-        export_model(str(outcome.checkpoint), exported, print, merge, recipe.optimizer.use_ema)
+        export_model(checkpoint, exported, print, merge, recipe.optimizer.use_ema)
     return Finished(write_report(outcome.run), exported, append(outcome.run))
 
 

@@ -68,9 +68,9 @@ class Evaluation:
 
     def _validate(self) -> float:
         assert self._held_out is not None
-        recipe = self.job.recipe
-        steps = (self._held_out.step(i * recipe.train.batch) for i in range(recipe.validation.batches))
-        loss = evaluate(self.model, self.state, filter(None, steps), self.mesh)
+        recipe, total = self.job.recipe, self._held_out.order.total or 0
+        every = range(0, total, recipe.train.batch)[: recipe.validation.batches or None]
+        loss = evaluate(self.model, self.state, filter(None, map(self._held_out.step, every)), self.mesh)
         self.validations.append(loss)
         self.recorder.validation(loss)
         return loss

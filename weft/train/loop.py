@@ -8,9 +8,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from weft.checkpoint.best import Best, read_best
 from weft.checkpoint.checkpoints import Checkpoints
 from weft.checkpoint.lease import Lease
 from weft.checkpoint.levels import check_hosts, open_levels
@@ -20,10 +22,12 @@ from weft.data.order import marks
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh, from_all
 from weft.models.widened import widened_note
+from weft.observe.metrics import read_metrics
 from weft.train.callbacks import Callbacks, Running
-from weft.train.evaluation import Evaluation
+from weft.train.evaluation import VALIDATION, Evaluation
 from weft.train.guard import Guard, Regroup
 from weft.train.islands import put_in_ring
+from weft.train.lowest import LowestLoss
 from weft.train.optim import learning_rate, short_of_warmup
 from weft.train.recorder import Recorder
 from weft.train.reference import with_cached_reference
@@ -46,6 +50,15 @@ class Outcome:
     progress: Progress
     validations: list[float]
     interrupted: int
+
+    @property
+    def best(self) -> Best:
+        """The lowest validation loss, after which step that was, and with ``keep_best`` the checkpoint of it."""
+        return read_best(self.run)
+
+    def metrics(self, kind: str = "train") -> list[dict[str, Any]]:
+        """The records of a ``kind`` (``train``, ``validation``, ...) as they are in ``metrics.jsonl``, by step."""
+        return read_metrics(self.run).get(kind, [])
 
 
 def train(
@@ -77,6 +90,8 @@ def train(
         steps = job.steps(resumed.progress)
         about = job.about | {"steps": steps}
         mesh.on_main(lambda: open_levels(run.levels, run.folder, run.fresh))
+        known = mesh.on_main(lambda: read_best(run.folder))
+        best = known if known.step <= resumed.progress.step else Best()  # the run has gone back to before it
         signals = stack.enter_context(guard.signals())
         recorder = stack.enter_context(Recorder(job, mesh, run.folder, resumed.progress, about))
         resumed.report(recorder)
@@ -90,7 +105,7 @@ def train(
             if note:
                 recorder.event(note)
         checkpoints = stack.enter_context(Checkpoints(
-            run.levels, state, resumed.progress, about, job.files, job.shape, mesh, recorder,
+            run.levels, state, resumed.progress, about, job.files, job.shape, mesh, recorder, run.folder, known,
             strict=recipe.checkpoint.on_error == "stop", timeout=recipe.train.timeout,
         ))  # fmt: skip
 
@@ -115,7 +130,7 @@ def train(
             recorder.event(nothing_left(job, resumed.progress.step))
         loop = Loop(
             job, mesh, steps, stepper, resumed.progress, recorder, checkpoints, evaluation, callbacks, signals, lease,
-            guard, again=run.in_memory,
+            guard, LowestLoss(recipe.validation, best), again=run.in_memory,
         )  # fmt: skip
         loop.run()
     loop.check_fruitful()
@@ -138,6 +153,7 @@ class Loop:
     ``steps``: of the whole run. ``begun`` counts the steps that have begun; those whose results are final are in
     ``progress``. ``fruitless`` counts how many of the last steps in a row were skipped. ``again``: the run goes on from
     the memory of ranks, and the evaluation and the checkpoint that were due after its last step may not have been made.
+    ``enough``: why the run ends early, if the validation loss gets no lower.
     """
 
     job: Job
@@ -152,9 +168,11 @@ class Loop:
     signals: list[int]
     lease: Lease
     guard: Guard
+    lowest: LowestLoss
     again: bool = False
     stopped: bool = False
     fruitless: int = 0
+    enough: str = ""
 
     def __post_init__(self) -> None:
         corpus, recipe = self.job.corpus, self.job.recipe
@@ -169,6 +187,8 @@ class Loop:
             self.evaluate(self.evaluation.due(self.progress.step))
             if to_save := self.checkpoints.due(self.progress.step):
                 self.checkpoints.save(to_save)
+            self.keep_best()
+        self.look_back()
         self.recorder.restart_clock()
         while self.begun < self.steps and not self.ending:
             self.lease.check()
@@ -189,6 +209,8 @@ class Loop:
             self.evaluate(to_evaluate)
             if to_save and not self.ending:
                 self.checkpoints.save(to_save)
+            self.keep_best()
+            self.look_back()
             if to_evaluate or to_save:
                 self.recorder.restart_clock()
         self.end()
@@ -224,7 +246,25 @@ class Loop:
 
     def evaluate(self, names: list[str]) -> None:
         if names:
-            self.callbacks.call("after_evaluation", self.evaluation.run(names, self.progress.step))
+            values = self.evaluation.run(names, self.progress.step)
+            self.callbacks.call("after_evaluation", values)
+            if VALIDATION in values:
+                self.lowest.take(self.progress.step, values[VALIDATION])
+
+    def keep_best(self) -> None:
+        """Keep, or remember, the state that has been validated just now, if none was better."""
+        if (best := self.lowest.news()) is None:
+            return
+        if self.job.recipe.validation.keep_best:
+            self.checkpoints.save_best(best)
+        else:
+            self.checkpoints.note_best(best)
+
+    def look_back(self) -> None:
+        """End the run, and say why, if enough validations have brought nothing better."""
+        if self.begun < self.steps and not self.ending and (why := self.lowest.why_enough(self.progress.step)):
+            self.enough = why
+            self.recorder.event(why)
 
     def end(self) -> None:
         """Make the last steps final, evaluate, save, and say why the run ends.
@@ -245,6 +285,7 @@ class Loop:
             if self.first < self.begun == self.steps != self.job.recipe.train.steps:
                 self.recorder.event(f"the data ended after {self.job.corpus.train.total:,} samples")
             self.evaluate(self.evaluation.missing(self.progress.step))
+            self.keep_best()
         # A broken model must not push a whole one out.
         self.checkpoints.finish(save=self.fruitless < FRUITLESS)
         self.callbacks.running.checkpoint = self.checkpoints.last
@@ -279,7 +320,7 @@ class Loop:
 
     @property
     def ending(self) -> bool:
-        return self.stopped or self.fruitless >= FRUITLESS
+        return self.stopped or self.fruitless >= FRUITLESS or bool(self.enough)
 
     def check_fruitful(self) -> None:
         """Raise :class:`WeftError` if the last steps were all skipped."""

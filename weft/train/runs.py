@@ -236,6 +236,8 @@ def _choose(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Path,
     if out is not None and out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is not a folder; choose another")
     if resume and resume != "auto":
+        if Path(resume).is_symlink():  # RUN/best, which goes on to mean others
+            resume = str(Path(resume).resolve())
         candidates(resume)
         path = Path(resume)
         own = next((p for p in (path, *list(path.parents)[:2]) if (p / FILE).is_file()), None)

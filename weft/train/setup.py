@@ -160,6 +160,12 @@ def prepare(recipe: Recipe) -> Job:
     if recipe.layout.island > 1:
         for p in parameters(shape):
             build_compressor(recipe.sync.compress).check(p.name, p.shape)
+    if corpus.validation is None and (recipe.validation.keep_best or recipe.validation.patience):
+        name = "keep_best" if recipe.validation.keep_best else "patience"
+        raise UsageError(
+            f"validation.{name} waits for validations, and no document is held out for one; set data.validation to a "
+            "share or a file"
+        )
     tasks = open_tasks(recipe.tasks, corpus.tokenizer, recipe.model.origin or "the tokenizer")
     reference_model(recipe, corpus.tokenizer)
     notes = (*_tokenizer_notes(recipe, own, corpus.tokenizer), *corpus.notes)

@@ -1,0 +1,57 @@
+"""The best of a run: its lowest validation loss, and the checkpoint of that, called ``best`` in the run's folder."""
+
+import json
+import math
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from weft.errors import WeftError
+
+#: In a run's folder: what is known of its best, and a link to that checkpoint where it is on this file system.
+FILE, LINK = "best.json", "best"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The lowest validation ``loss`` of a run, after which ``step`` that was, and the ``checkpoint`` kept of it.
+
+    A ``loss`` of infinity: there was none so far.
+    """
+
+    step: int = 0
+    loss: float = math.inf
+    checkpoint: str = ""
+
+
+def read_best(run: Path) -> Best:
+    """What the folder of a run says of its best. Raises :class:`WeftError` if that is damaged."""
+    try:
+        best = Best(**json.loads((run / FILE).read_text()))
+    except FileNotFoundError:
+        return Best()
+    except (ValueError, TypeError):
+        raise WeftError(f"{run / FILE} is damaged; remove it, and the run looks for its best from there on") from None
+    return best
+
+
+def best_checkpoint(run: Path) -> str:
+    """Where the best checkpoint of the run in this folder is; empty if none is kept."""
+    kept = read_best(run).checkpoint
+    return kept if "://" in kept or not kept else str(run / kept)
+
+
+def write_best(run: Path, best: Best) -> None:
+    """Write what is known of the best, and link it. Raises :class:`OSError`."""
+    place = Path(best.checkpoint)
+    with suppress(ValueError):  # so that the run's folder can be moved
+        best = Best(best.step, best.loss, str(place.absolute().relative_to(run.absolute())))
+    draft = run / f".{FILE}"
+    draft.write_text(json.dumps(asdict(best)) + "\n")
+    draft.replace(run / FILE)
+    if best.checkpoint and "://" not in best.checkpoint:
+        link = run / f".{LINK}"
+        link.unlink(missing_ok=True)
+        os.symlink(best.checkpoint, link, target_is_directory=True)
+        link.replace(run / LINK)

@@ -1,0 +1,40 @@
+"""Documents for validation that stand apart from those to train on, in a file of their own."""
+
+from pathlib import Path
+
+from weft.data.corpora import files
+from weft.errors import UsageError
+from weft.recipe import SOURCES, Data, Source
+
+#: How a file for validation is read where the source has none of its own.
+KIND_OF_SUFFIX = {".jsonl": "jsonl", ".parquet": "parquet", ".py": "stdlib"}
+
+
+def validation_source(data: Data) -> Source | None:
+    """Where documents for validation alone come from: a path that is read as the first source is; None for a share.
+
+    Raises :class:`UsageError` for one that is trained on as well.
+    """
+    if not isinstance(data.validation, str):
+        return None
+    first = data.sources[0]
+    kind = KIND_OF_SUFFIX.get(Path(data.validation).suffix, "text") if first.kind == "stdlib" else first.kind
+    form = "auto" if first.form == "docstrings" else first.form
+    apart = first.model_copy(update={"kind": kind, "path": data.validation, "form": form, "weight": 1.0})
+    own = _files_of(apart)
+    for source in data.sources:
+        if both := own & _files_of(source):
+            raise UsageError(
+                f"data.validation = {data.validation!r} is trained on as well ({min(both)} is of data.sources), so its "
+                "loss would say nothing of unseen text; move it elsewhere, or give a share"
+            )
+    return apart
+
+
+def _files_of(source: Source) -> set[Path]:
+    """The files that a source reads, where that can be known."""
+    if source.kind not in SOURCES or source.path is None:
+        return set()
+    path = Path(source.path).expanduser()
+    found = [path] if source.kind in ("huggingface", "tokens") else files(source)
+    return {file.resolve() for file in found}

@@ -1,0 +1,36 @@
+"""The lowest validation loss of a run: whether a new one is lower, and whether the run has waited long enough."""
+
+from dataclasses import dataclass
+
+from weft.checkpoint.best import Best
+from weft.recipe import Validation
+
+
+@dataclass
+class LowestLoss:
+    """The ``best`` validation so far. ``improved``: it is new, and nobody has asked for it (:meth:`news`)."""
+
+    settings: Validation
+    best: Best
+    improved: bool = False
+
+    def take(self, step: int, loss: float) -> None:
+        """A validation after ``step``, which is not a model's first: whether that is better says nothing of the run."""
+        if step and loss < self.best.loss:
+            self.best, self.improved = Best(step, loss), True
+
+    def news(self) -> Best | None:
+        """The best validation, if there is a new one that is to be kept or to be remembered."""
+        asked = self.settings.keep_best or self.settings.patience
+        improved, self.improved = self.improved, False
+        return self.best if improved and asked else None
+
+    def why_enough(self, step: int) -> str:
+        """Why the run ends after ``step``, if it has waited long enough for a lower loss; else nothing."""
+        patience, every = self.settings.patience, self.settings.every
+        if not patience or not self.best.step or step // every - self.best.step // every < patience:
+            return ""
+        return (
+            f"the run ends early, after step {step}: {patience} validations have not been below {self.best.loss:.4f}, "
+            f"that of step {self.best.step} (validation.patience = {patience})"
+        )
