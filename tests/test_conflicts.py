@@ -77,6 +77,8 @@ SMALLEST: dict[str, tuple[str, str]] = {
         "data.kind=preference data.path=x loss.kind=reward",
     ),
     "adapter under a new head": ("", "data.kind=preference data.path=x loss.kind=reward adapter.rank=2"),
+    "dropout without backward": ("", "adapter.dropout=0.1 optimizer.estimate=zeroth-order"),
+    "dropout with compile": ("", "adapter.dropout=0.1 train.compile=true"),
     "islands with balance": ("island=2,dp=2,zero=1,balance=greedy", ""),
     "islands with weights that rest or move": ("island=2", "memory.weights=file"),
     "islands with gradients that nobody sees": ("island=2", "optimizer.in_backward=true optimizer.clip=0"),

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from weft.data.corpora import files
+from weft.data.files import files, format_of
 from weft.errors import UsageError
 from weft.recipe import SOURCES, Data, Source
 
 #: How a file for validation is read where the source has none of its own.
-KIND_OF_SUFFIX = {".jsonl": "jsonl", ".parquet": "parquet", ".py": "stdlib"}
+KIND_OF_FORMAT = {".jsonl": "jsonl", ".json": "jsonl", ".csv": "jsonl", ".parquet": "parquet", ".py": "stdlib"}
 
 
 def validation_source(data: Data) -> Source | None:
@@ -18,7 +18,7 @@ def validation_source(data: Data) -> Source | None:
     if not isinstance(data.validation, str):
         return None
     first = data.sources[0]
-    kind = KIND_OF_SUFFIX.get(Path(data.validation).suffix, "text") if first.kind == "stdlib" else first.kind
+    kind = KIND_OF_FORMAT.get(format_of(Path(data.validation)), "text") if first.kind == "stdlib" else first.kind
     form = "auto" if first.form == "docstrings" else first.form
     apart = first.model_copy(update={"kind": kind, "path": data.validation, "form": form, "weight": 1.0})
     own = _files_of(apart)
