@@ -4,6 +4,7 @@ import codecs
 from itertools import islice
 from pathlib import Path
 
+from weft.data.apart import validation_source
 from weft.data.chat.samples import samples
 from weft.data.corpora import documents
 from weft.data.files import files, format_of
@@ -21,7 +22,8 @@ def check_sources(data: Data) -> None:
 
     Plugins' data sets are not asked, as they may take their time.
     """
-    for source in data.sources:
+    apart = validation_source(data)
+    for source in (*data.sources, *([apart] if apart else [])):
         if source.kind in SOURCES and (source.kind, source.path) != ("stdlib", None):
             _check(source)
 
