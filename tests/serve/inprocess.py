@@ -23,10 +23,12 @@ class InProcess(NamedTuple):
 
 
 @contextmanager
-def serving(template: str, keys: tuple[str, ...] = (), **engine: Any) -> Iterator[InProcess]:
+def serving(
+    template: str, keys: tuple[str, ...] = (), context: int | None = None, **engine: Any
+) -> Iterator[InProcess]:
     """A server of ``tiny`` with this chat template. What fails in it fails in the test, with its traceback."""
     tokenizer = replace(load_tokenizer("bytes"), chat_template=template)
     service = Service(Engine(build(), **{"tokens": 4096, "size": 8} | engine))
-    server = Server(service, tokenizer, "tiny", keys, 12)
+    server = Server(service, tokenizer, "tiny", keys, 12, context=context)
     with TestClient(server.app(gate_rules("127.0.0.1")), base_url="http://127.0.0.1:8000") as client:
         yield InProcess(server, client)

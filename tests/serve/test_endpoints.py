@@ -70,7 +70,7 @@ def test_a_form_that_becomes_too_complex_ends_its_own_answer(server: Running) ->
     ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "a("}}, "the regex grammar cannot be met"),
     ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "a", "json": {}}}, "one of json, regex"),
     ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "a"}, "ignore_eos": True}, "leave out ignore_"),
-    ("/v1/embeddings", {"input": "x" * 8193}, "8193 tokens is too long"),
+    ("/v1/embeddings", {"input": "x" * 8193}, "8,193 tokens are more than a vector's limit of 8,192"),
     ("/v1/embeddings", {"input": []}, "input"),
     ("/v1/embeddings", {"input": [[400]]}, "of ids below the model's 257"),
     ("/v1/embeddings", {"input": ["x"] * 2049}, "input"),
@@ -134,8 +134,8 @@ def test_metrics_are_what_happened() -> None:
     assert found["weft_requests_running"] == found["weft_requests_waiting"] == found["weft_cache_blocks_used"] == 0
     assert found["weft_cache_blocks"] == 8 and found["weft_preemptions"] == server.engine.scheduler.preemptions > 0
     step = server.engine.step
-    server.engine.step = lambda: (time.sleep(0.1), step())[1]  # type: ignore[method-assign]
-    with server.client.stream("POST", "/v1/completions", json=asked | {"max_tokens": 300, "stream": True}) as answer:
+    server.engine.step = lambda: (time.sleep(0.4), step())[1]  # type: ignore[method-assign]
+    with server.client.stream("POST", "/v1/completions", json=asked | {"max_tokens": 30, "stream": True}) as answer:
         next(answer.iter_lines())
         found = read()
         assert found["weft_requests_running"] == 1 and found["weft_cache_blocks_used"] > 0

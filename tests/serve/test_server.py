@@ -156,7 +156,7 @@ def test_the_best_of_several(server: Running, tokenizer: Tokenizer) -> None:
     ("completions", b'{"prompt": [400]}', 400, "of ids below the model's 257"),
     ("completions", b'{"prompt": []}', 400, "prompt"),
     ("completions", b'{"prompt": "a", "logit_bias": {"999": 1}}', 400, "a bias is for an id that"),
-    ("completions", b'{"prompt": "a", "max_tokens": 100000}', 400, "do not fit into a cache of 4096; ask for fewer"),
+    ("completions", b'{"prompt": "a", "max_tokens": 100000}', 400, "100,000 more are more than the cache of 4,096"),
     ("completions", b'{"prompt": "a", "model": "other"}', 404, "there is no model 'other' here, but 'tiny'"),
     ("completions", b'{"prompt": "a", "stream": true, "best_of": 2}', 400, "best_of cannot be streamed"),
     ("completions", b'{"prompt": "a", "n": 100, "best_of": null, "seed": null, "x": 1}', 400, "x: there is no such"),

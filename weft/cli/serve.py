@@ -23,6 +23,7 @@ _hosts = (
     "A name by which clients reach this server, or *.example.com, or *; may be repeated. On 127.0.0.1 only localhost "
     "and its like are let in without it, elsewhere every name."
 )
+_context = "Tokens of a prompt and its answer at most; 0: as the model's config.json says, if it has one."
 _cors = "An origin such as https://chat.example.com whose pages may ask, or *; may be repeated. Without it none may."
 _connections = "Connections at a time; the idlest one makes way for a further one."
 _adapters = "A folder of adapters as PEFT writes them: each is a model by its folder's name."
@@ -51,6 +52,7 @@ def serve(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer if a request does not say.")] = 1024,
     drain: Annotated[int, typer.Option(min=0, help="Seconds that answers have to finish after Ctrl-C.")] = 30,
     adapters: Annotated[Path | None, typer.Option(metavar="FOLDER", help=_adapters)] = None,
+    max_model_len: Annotated[int, typer.Option(min=0, help=_context)] = 0,
     allowed_hosts: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_hosts)] = None,
     cors: Annotated[list[str] | None, typer.Option(metavar="ORIGIN", help=_cors)] = None,
     connections: Annotated[int, typer.Option(min=1, help=_connections)] = 2048,
@@ -65,6 +67,7 @@ def serve(
     import psutil
     import torch
 
+    from weft.carried_files import context_length
     from weft.checkpoint.model import open_model, tokenizer_of
     from weft.generate.draft import check_ahead, drafter_for
     from weft.generate.engine import Engine, check_prompt
@@ -109,7 +112,15 @@ def serve(
         name = name or checkpoint.rstrip("/").split("/")[-1]
         adapted = add_adapters(engine, adapters, name) if adapters else []
         service = Service(engine, requests + waiting)
-        server = Server(service, tokenizer_of(files, checkpoint), name, keys, tokens, adapted)
+        server = Server(
+            service,
+            tokenizer_of(files, checkpoint),
+            name,
+            keys,
+            tokens,
+            adapted,
+            max_model_len or context_length(files),
+        )
         rules = gate_rules(listening.getsockname()[0], allowed_hosts or (), cors or ())
         if (room := room_for(connections)) < connections:
             warn(f"{room} connections at a time, not {connections}: the system lets a process open no more files")

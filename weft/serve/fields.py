@@ -80,10 +80,11 @@ def take_idle(
     it. Fields that nobody knows stay, to be refused with the rest.
     """
     rest, idle = dict[str, Any](), list[str]()
+    known = HARMLESS | IDLE.keys() | more.keys()
     for name, value in given.items():
         if value is None:
             continue
-        if name in declared or name not in HARMLESS | IDLE.keys() | more.keys():
+        if name in declared or name not in known:
             rest[name] = value
             continue
         values, remedy = ((more[name],), "") if name in more else IDLE.get(name, ((value,), ""))

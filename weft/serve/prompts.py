@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeVar
 
+import tokenizers
+
 from weft.data.chat.conversation import Message
 from weft.data.chat.encode import ChatEncoder, own_encoder
 from weft.data.chat.marks import Marked, cleaned, numbered
@@ -15,6 +17,7 @@ from weft.data.chat.template import ChatTemplate
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError
 from weft.generate.grammar import Grammar, Grammars
+from weft.serve.lengths import PIECE, TextLengths, TokenLimit, TooManyTokens
 from weft.serve.messages import read_live
 from weft.serve.protocol import Conversing, Language, Texts
 from weft.serve.reasoning import Thoughts, begins_thinking, thoughts_of
@@ -33,50 +36,104 @@ class ChatPrompt(NamedTuple):
     thoughts: Thoughts | None
 
 
+class PromptEncoder:
+    """Encodes prompts of a model called ``name`` in errors, in a thread of its own: tokenizers are not thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, name: str, copied: bool = False) -> None:
+        self._given, self.name, self.copied = tokenizer, name, copied
+        self.thread = ThreadPoolExecutor(1, "weft-tokens")
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return copied(self._given) if self.copied else self._given
+
+    @cached_property
+    def lengths(self) -> TextLengths:
+        return TextLengths(self.tokenizer)
+
+    @cached_property
+    def chat(self) -> ChatEncoder:
+        return own_encoder(self.tokenizer, self.name)
+
+    @cached_property
+    def form(self) -> CallForm | None:
+        return call_form(self.chat.template)
+
+    def text(self, text: str, limit: TokenLimit | None) -> list[int]:
+        """The ids of a text that a model is to continue. Raises :class:`TooManyTokens` above ``limit``."""
+        if limit is not None:
+            self.lengths.check(text, limit)
+        ids = self.tokenizer.prompt_ids(text)
+        if limit is not None and len(ids) > limit.tokens:
+            raise TooManyTokens(len(ids), limit)
+        return ids
+
+
 class Prompts:
     """Encodes prompts and compiles grammars for a model with ``vocab`` ids, called ``name`` in errors.
 
-    One thread tokenizes, as tokenizers are not thread-safe, and another one compiles grammars.
+    Long prompts are encoded in another thread than short ones, which do not wait for them; a third one compiles
+    grammars.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, name: str) -> None:
         self.tokenizer, self.vocab, self.name = tokenizer, vocab, name
-        self._tokenizing, self._compiling = (ThreadPoolExecutor(1, f"weft-{kind}") for kind in ("tokens", "grammars"))
+        self._short, self._long = PromptEncoder(tokenizer, name), PromptEncoder(tokenizer, name, copied=True)
+        self._compiling = ThreadPoolExecutor(1, "weft-grammars")
         self._compiled = lru_cache(64)(lambda kind, text: self._grammars.compile(kind, text))
 
-    async def texts(self, texts: Texts) -> list[list[int]]:
-        """The ids of texts that a model is to continue; lists of ids stay as they are."""
+    async def texts(self, texts: Texts, limit: TokenLimit | None = None) -> list[list[int]]:
+        """The ids of texts that a model is to continue; lists of ids stay as they are.
+
+        Raises :class:`TooManyTokens` for a text with more than ``limit`` allows.
+        """
         if not any(isinstance(text, str) for text in texts):
             return list(texts)  # type: ignore[arg-type]
-        return await self._run(
-            lambda: [self.tokenizer.prompt_ids(text) if isinstance(text, str) else text for text in texts]
-        )
+        encoder = self._encoder_for(sum(map(len, texts)))
 
-    async def chat(self, asked: Conversing, tools: Sequence[dict[str, Any]] = ()) -> ChatPrompt:
-        """The prompt of a conversation. Raises what its template refuses."""
-        return await self._run(lambda: self._encode(asked, tools))
+        def encode() -> list[list[int]]:
+            return [encoder.text(text, limit) if isinstance(text, str) else text for text in texts]
 
-    def _encode(self, asked: Conversing, tools: Sequence[dict[str, Any]]) -> ChatPrompt:
-        template = self._encoder.template.of(tools)
-        if tools and self._form is None:
+        return await _run(encoder, encode)
+
+    async def chat(
+        self, asked: Conversing, tools: Sequence[dict[str, Any]] = (), limit: TokenLimit | None = None, size: int = 0
+    ) -> ChatPrompt:
+        """The prompt of a conversation, whose request has ``size`` bytes. Raises what its template refuses.
+
+        Raises :class:`TooManyTokens` for a conversation with more than ``limit`` allows.
+        """
+        encoder = self._encoder_for(size)
+        return await _run(encoder, lambda: self._encode(encoder, asked, tools, limit))
+
+    def _encoder_for(self, size: int) -> PromptEncoder:
+        return self._long if size > PIECE else self._short
+
+    def _encode(
+        self, encoder: PromptEncoder, asked: Conversing, tools: Sequence[dict[str, Any]], limit: TokenLimit | None
+    ) -> ChatPrompt:
+        template, form = encoder.chat.template.of(tools), encoder.form
+        if tools and form is None:
             raise UsageError(f"the chat template of {self.name} writes no calls of tools as JSON; ask without tools")
-        talk = [as_written(message, self._form) for message in read_live(asked.messages)]
+        talk = [as_written(message, form) for message in read_live(asked.messages)]
         if "developer" not in template.source:  # as OpenAI has come to call what others call the system
             talk = [m | {"role": "system"} if m["role"] == "developer" else m for m in talk]
-        variables = self._variables(asked)
+        variables = self._variables(asked, template.source)
         if asked.continue_final_message:
             shown = continued(template, talk, tools, variables)
         else:
             shown = template.render(talk, tools or None, asked.opens, variables)
+        if limit is not None:
+            encoder.lengths.check(shown.text, limit)
         thoughts = thoughts_of(template.source)
         if thoughts:
             words = talk[-1]["content"] if asked.continue_final_message else ""
             thoughts = thoughts._replace(begun=begins_thinking(thoughts, shown.text, words))
-        return ChatPrompt([int(i) for i in self._encoder.tokens.encode(shown)[0]], thoughts)
+        return ChatPrompt([int(i) for i in encoder.chat.tokens.encode(shown)[0]], thoughts)
 
-    def _variables(self, asked: Conversing) -> dict[str, Any]:
+    def _variables(self, asked: Conversing, source: str) -> dict[str, Any]:
         """What the request tells the template, beside the conversation."""
-        source, effort = self._encoder.template.source, asked.reasoning_effort
+        effort = asked.reasoning_effort
         variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
         if effort == "none" and "enable_thinking" in source:
             variables["enable_thinking"] = False
@@ -84,7 +141,7 @@ class Prompts:
 
     async def form(self) -> CallForm | None:
         """How the chat template writes calls of tools."""
-        return await self._run(lambda: self._form)
+        return await _run(self._short, lambda: self._short.form)
 
     async def grammar(self, language: Language) -> Grammar:
         """Compile a grammar. Raises :class:`UsageError` for one that cannot be read or met."""
@@ -95,27 +152,30 @@ class Prompts:
         return await asyncio.get_running_loop().run_in_executor(self._compiling, self._compiled, kind, key)
 
     def close(self) -> None:
-        """End both threads."""
-        self._tokenizing.shutdown()
-        self._compiling.shutdown()
+        """End the threads, each after what it is doing."""
+        for thread in (self._short.thread, self._long.thread, self._compiling):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     async def decode(self, ids: Sequence[int]) -> str:
-        return await self._run(lambda: self.tokenizer.decode(ids))
-
-    async def _run(self, action: Callable[[], R]) -> R:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, action)
-
-    @cached_property
-    def _encoder(self) -> ChatEncoder:
-        return own_encoder(self.tokenizer, self.name)
-
-    @cached_property
-    def _form(self) -> CallForm | None:
-        return call_form(self._encoder.template)
+        encoder = self._encoder_for(len(ids))
+        return await _run(encoder, lambda: encoder.tokenizer.decode(ids))
 
     @cached_property
     def _grammars(self) -> Grammars:
         return Grammars(self.tokenizer, self.vocab)
+
+
+async def _run(encoder: PromptEncoder, action: Callable[[], R]) -> R:
+    return await asyncio.get_running_loop().run_in_executor(encoder.thread, action)
+
+
+def copied(tokenizer: Tokenizer) -> Tokenizer:
+    """The same tokenizer, for use in another thread."""
+    if tokenizer.model is None:
+        return tokenizer
+    model = tokenizers.Tokenizer.from_str(tokenizer.model.to_str())
+    model.encode_special_tokens = True
+    return replace(tokenizer, model=model)
 
 
 def as_written(message: Message, form: CallForm | None) -> Message:

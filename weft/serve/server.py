@@ -19,8 +19,9 @@ from starlette.routing import Route
 from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
 from weft.serve.answering import PLAIN, AnswerForm, Answering, refusal_of
-from weft.serve.embeddings import embed, encoded
+from weft.serve.embeddings import LONGEST, embed, encoded
 from weft.serve.gate import Gate, GateRules, is_json
+from weft.serve.lengths import PIECE, TokenLimit, TooManyTokens, check_tree
 from weft.serve.metrics import AnswerTimer, ServerMetrics
 from weft.serve.prompts import ChatPrompt, Prompts
 from weft.serve.protocol import (
@@ -32,6 +33,7 @@ from weft.serve.protocol import (
     Modelled,
     Refusal,
     SamplingRequest,
+    Texts,
     Tokenized,
     Untokenized,
 )
@@ -55,15 +57,15 @@ class Server:
     """Serves one model under ``name``, and its ``adapters`` as models under their own names.
 
     ``keys``: API keys, one of which each request must have; without any, all are let in. ``tokens``: the most tokens of
-    an answer where a chat does not limit them.
+    an answer where a chat does not limit them; ``context``: the most tokens of a prompt and its answer.
     """
 
     def __init__(
         self, service: Service, tokenizer: Tokenizer, name: str, keys: Sequence[str] = (), tokens: int = 1024,
-        adapters: Sequence[str] = (),
+        adapters: Sequence[str] = (), context: int | None = None,
     ) -> None:  # fmt: skip
         self.service, self.tokenizer, self.name, self.keys, self.tokens = service, tokenizer, name, keys, tokens
-        self.adapters = adapters
+        self.adapters, self.context = adapters, context
         self.reader = RequestReader()
         self.prompts = Prompts(tokenizer, service.engine.model.shape.vocab, name)
         self.metrics = ServerMetrics(service.engine)
@@ -165,10 +167,9 @@ class Server:
 
     def _card(self, name: str) -> dict[str, Any]:
         """What clients can know of a model."""
-        shape = self.service.engine.model.shape
         return {
             "id": name, "object": "model", "created": self.begun, "owned_by": "weft",
-            "parent": None if name == self.name else self.name, "max_model_len": getattr(shape, "context", None),
+            "parent": None if name == self.name else self.name, "max_model_len": self.limit.tokens,
         }  # fmt: skip
 
     async def completions(self, request: Request) -> Response:
@@ -176,9 +177,8 @@ class Server:
         if asked.stream and asked.best_of is not None:
             raise Refusal(400, "best_of cannot be streamed; leave out one of them", param="best_of")
         n = max(asked.n, asked.best_of or 0)
-        prompts = await self.prompts.texts(asked.prompt)
-        most = 16 if asked.most is None else max(1, asked.most)  # a prompt is read together with the next token
-        return await self._answer(request, asked, prompts, most, n, asked.language, echo=asked.echo)
+        prompts = await self._texts("prompt", asked.prompt, self.limit)
+        return await self._answer(request, asked, prompts, 16, n, asked.language, echo=asked.echo)
 
     async def chat(self, request: Request) -> Response:
         return await self._talk(request, await self._question(request, ChatRequest))
@@ -188,7 +188,7 @@ class Server:
 
     async def _talk(self, request: Request, asked: ChatRequest) -> Response:
         tools = [tool.model_dump(exclude_none=True) for tool in asked.offered]
-        prompt = await self._conversation(asked, tools)
+        prompt = await self._conversation(request, asked, tools, self.limit)
         calls, language = await self.prompts.form() if tools else None, asked.language
         functions = [tool["function"] for tool in tools]
         if calls and (asked.forced or language):
@@ -196,14 +196,44 @@ class Server:
         # A form holds from the first token on, so that such an answer has no reasoning before it.
         thoughts, most = None if language else prompt.thoughts, None if asked.parallel_tool_calls else 1
         form = AnswerForm(calls, [function["name"] for function in functions], most, thoughts)
-        return await self._answer(request, asked, [prompt.ids], asked.most or self.tokens, asked.n, language, form)
+        return await self._answer(request, asked, [prompt.ids], self.tokens, asked.n, language, form)
 
-    async def _conversation(self, asked: Conversing, tools: Sequence[dict[str, Any]] = ()) -> ChatPrompt:
+    async def _conversation(
+        self, request: Request, asked: Conversing, tools: Sequence[dict[str, Any]] = (), limit: TokenLimit | None = None
+    ) -> ChatPrompt:
+        field = asked.NAMES.get("messages", "messages")
         try:
-            return await self.prompts.chat(asked, tools)
+            return await self.prompts.chat(asked, tools, limit, request.scope["size"])
+        except TooManyTokens as error:
+            raise error.refusal(field) from None
         except WeftError as error:
-            field = asked.NAMES.get("messages", "messages")
             raise Refusal(400, f"{field}: {error}", param=field) from None
+
+    async def _texts(self, field: str, texts: Texts, limit: TokenLimit | None) -> list[list[int]]:
+        try:
+            return await self.prompts.texts(texts, limit)
+        except TooManyTokens as error:
+            raise error.refusal(field) from None
+
+    @property
+    def limit(self) -> TokenLimit:
+        """How many tokens a prompt and its answer may have together."""
+        engine = self.service.engine
+        cache = engine.scheduler.pool.blocks * engine.reader.size
+        if self.context is None or self.context > cache:
+            return TokenLimit(cache, "the cache")
+        return TokenLimit(self.context, "the model's context")
+
+    def _most(self, field: str, asked: SamplingRequest, ids: Sequence[int], default: int) -> int:
+        """How many tokens to write behind ``ids``: what is asked for, or ``default`` as far as there is room."""
+        limit = self.limit
+        room = limit.tokens - len(ids)
+        if asked.most is None and room > 0:
+            return min(default, room)
+        most = max(1, default if asked.most is None else asked.most)  # a prompt is read together with the next token
+        if most > room:
+            raise TooManyTokens(len(ids), limit, f" and {most:,} more").refusal(field)
+        return most
 
     async def embeddings(self, request: Request) -> Response:
         """Each text is computed alone, so that steps of answers can go on between them."""
@@ -214,7 +244,12 @@ class Server:
         if asked.dimensions and asked.dimensions > engine.model.shape.embed:
             said = f"a vector has {engine.model.shape.embed} numbers, not {asked.dimensions}"
             raise Refusal(400, f"dimensions: {said}", param="dimensions")
-        texts = await self.prompts.texts(asked.input)
+        limit = (
+            TokenLimit(LONGEST, "a vector's limit") if self.context is None or self.context > LONGEST else self.limit
+        )
+        texts = await self._texts("input", asked.input, limit)
+        if (tokens := max(map(len, texts))) > limit.tokens:
+            raise TooManyTokens(tokens, limit).refusal("input")
         for index, ids in enumerate(texts):
             async with self.embedding:
                 if await request.is_disconnected():
@@ -229,7 +264,7 @@ class Server:
     async def tokenize(self, request: Request) -> Response:
         asked = await self._question(request, Untokenized)
         if asked.messages:
-            found, _ = await self._conversation(asked)
+            found, _ = await self._conversation(request, asked)
         else:
             (found,) = await self.prompts.texts([asked.prompt or ""])
         return JSONResponse({"tokens": found, "count": len(found)})
@@ -270,13 +305,18 @@ class Server:
                 body = await self._body(request)
         except TimeoutError:
             raise Refusal(408, f"the request was not whole after {PATIENCE} seconds") from None
-        asked = self.reader.read(kind, body)
+        request.scope["size"] = len(body)
+        check_tree(body)
+        if len(body) > PIECE:  # Python's part of the work lets the event loop go on meanwhile
+            asked = await asyncio.to_thread(self.reader.read, kind, body)
+        else:
+            asked = self.reader.read(kind, body)
         if asked.model not in (None, self.name, *self.adapters):
             raise Refusal(404, f"there is no model {asked.model!r} here, but {self.name!r}", "model_not_found", "model")
         return asked
 
     async def _answer(
-        self, request: Request, asked: SamplingRequest, prompts: Sequence[Sequence[int]], most: int, n: int,
+        self, request: Request, asked: SamplingRequest, prompts: Sequence[Sequence[int]], default: int, n: int,
         language: Language | None, form: AnswerForm = PLAIN,
         echo: bool = False,
     ) -> Response:  # fmt: skip
@@ -295,9 +335,20 @@ class Server:
             raise Refusal(400, f"{field}: {error}", param=field) from None
         adapter = asked.model if asked.model in self.adapters else ""
         scored = echo and asked.top is not None
+        field = "prompt" if isinstance(asked, CompletionRequest) else asked.NAMES.get("messages", "messages")
         wishes = [
             Wish(
-                ids, most, asked.sampling, stops, n, asked.top, tenant, grammar, adapter or "", asked.min_tokens, scored
+                ids,
+                self._most(field, asked, ids, default),
+                asked.sampling,
+                stops,
+                n,
+                asked.top,
+                tenant,
+                grammar,
+                adapter or "",
+                asked.min_tokens,
+                scored,
             )
             for ids in prompts
         ]
