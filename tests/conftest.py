@@ -13,6 +13,11 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
+
+# Before PyTorch is there: threads of OpenMP that wait for work sleep, here and in what tests start. Spinning, they took
+# most of the processor time of a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 from weft.cli import main
@@ -52,8 +57,14 @@ def pytest_collection_finish() -> None:
     """What tests are made of stays; halves of a run share the cores, and threads that wait for a core only spin."""
     gc.collect()
     gc.freeze()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A run in this process takes all cores; the tests after it would take ten times as long with these threads."""
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
