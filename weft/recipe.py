@@ -369,7 +369,8 @@ class Chat(Section):
     assistant's turns, the ``last`` of them, ``all`` tokens, or the turns of a list of roles. ``truncation``: what
     becomes of conversations longer than ``data.seq_len``. ``pack``: rows hold several whole conversations. ``control``:
     names of special tokens in somebody's words become these tokens. ``variables`` are handed to the template; ``date``
-    (2026-01-31) is what it takes for today.
+    (2026-01-31) is what it takes for today. ``reasoning``: of turns that the ``template`` leaves it out of, it is not
+    learned, or the conversation is ``split`` into samples that each end with the turns of one question.
     """
 
     template: str = ""
@@ -379,6 +380,7 @@ class Chat(Section):
     control: bool = False
     variables: dict[str, Any] = {}
     date: str = Field("", pattern=r"^(\d{4}-\d\d-\d\d)?$")
+    reasoning: Literal["template", "split"] = "template"
 
 
 class Data(Section):

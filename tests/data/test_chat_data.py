@@ -18,6 +18,7 @@ from tests import chats
 from tests.conftest import Command
 from weft.data.batch import IGNORE, Batch
 from weft.data.chat.forms import read_record
+from weft.data.chat.preview import samples
 from weft.data.chat.source import open_chats
 from weft.data.chat.turns import ConversationError
 from weft.data.loader import Loader, open_data
@@ -426,3 +427,48 @@ def test_what_templates_leave_out_is_said_at_every_start(folder: Path, tmp_path:
     ):
         assert said in note and note.startswith(f"data source {settings.sources[0].path}: ")
     assert not open_data(data(folder, [{"messages": chats.turns("q", "a", system="s")}])).notes
+
+
+def reasoned(*answers: tuple[str, str]) -> list[dict[str, str]]:
+    """A conversation of questions and their answers, each with reasoning before it (none if that is empty)."""
+    talk = []
+    for number, (reasoning, answer) in enumerate(answers):
+        talk.append({"role": "user", "content": f"q{number}"})
+        talk.append({"role": "assistant", "content": answer} | ({"reasoning_content": reasoning} if reasoning else {}))
+    return talk
+
+
+def test_reasoning_of_earlier_turns_is_learned_in_samples_of_their_own(tmp_path: Path) -> None:
+    chats.save_tokenizer(tmp_path / "tokenizer", chats.TEMPLATES["qwen3"])
+    talks = [reasoned(("why", "one"), ("", "two"), ("so", "three")), reasoned(("", "four"), ("hm", "five"))]
+
+    def read(**more: Any) -> tuple[list[str], list[list[str]], list[str]]:
+        settings = data(tmp_path, [{"messages": talk} for talk in talks], chat=more)
+        shown, notes = samples(settings, load_tokenizer(str(tmp_path / "tokenizer")), 10)
+        pieces = [[p["text"] for p in sample.as_json()["pieces"] if p["learned"]] for sample in shown]
+        return [sample.place.rpartition(":")[2] for sample in shown], pieces, notes
+
+    places, pieces, notes = read()
+    assert places == ["1", "2"] and "why" not in str(pieces) and len(notes) == 1
+    assert "leaves out reasoning of the assistant's turns (1 record)" in notes[0]
+    places, pieces, notes = read(reasoning="split")
+    assert places == ["1", "1", "2"] and not notes
+    assert pieces == [
+        ["<think>\nwhy\n</think>\n\none<|im_end|>"],
+        ["two<|im_end|>", "<think>\nso\n</think>\n\nthree<|im_end|>"],
+        ["four<|im_end|>", "<think>\nhm\n</think>\n\nfive<|im_end|>"],
+    ]
+
+
+def test_samples_of_one_record_are_on_one_side(tmp_path: Path) -> None:
+    chats.save_tokenizer(tmp_path / "tokenizer", chats.TEMPLATES["qwen3"])
+    talks = [{"messages": reasoned((f"r{i}", f"x{i}."), (f"s{i}", f"y{i}."))} for i in range(20)]
+    opened = open_data(data(tmp_path, talks, chat={"reasoning": "split"}, validation=0.3))
+    assert "40 conversations" in opened.description and opened.validation is not None
+    seen = []
+    for side in (opened.train, opened.validation):
+        rows = [side.row(i) for i in range(side.total or 0)]
+        learned = "".join(opened.tokenizer.decode(row.labels[row.labels != IGNORE]) for row in rows)
+        seen.append({i for i in range(20) if f"r{i}\n" in learned})
+        assert seen[-1] == {i for i in range(20) if f"s{i}\n" in learned}
+    assert seen[0] | seen[1] == {*range(20)} and not seen[0] & seen[1] and seen[1]

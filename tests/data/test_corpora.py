@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from weft.data.chat.samples import conversations
+from weft.data.chat.samples import samples
 from weft.data.corpora import documents
 from weft.data.files import files
 from weft.errors import WeftError
@@ -155,7 +155,7 @@ def test_docstrings_are_questions_with_their_lines(tmp_path: Path) -> None:
     )
     (tmp_path / "broken.py").write_text("def (")
     source = Source(kind="chat", form="docstrings", path=str(tmp_path))
-    found = [(place.line, *(m["content"] for m in talk.messages)) for place, talk in conversations(source)]
+    found = [(place.line, *(m["content"] for m in talk.messages)) for place, talk in samples(source)]
     assert found == [
         (1, "What does the Python function pack.tools.cut do?", "Cut it into pieces of equal size."),
         (8, "What does the Python class pack.tools.Saw do?", "A tool that cuts wood well."),

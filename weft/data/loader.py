@@ -72,16 +72,18 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
                 "do; make the tokens with it, or set data.bos = false"
             )
         starts, lengths, note = tokens.offsets[:-1], np.diff(tokens.offsets), ""
+        records = np.arange(len(starts))
         how: dict[str, Any] = {}
         pairs = None
         if tokens.weights is not None:
-            starts, lengths, note, pairs = fitted(tokens, data.seq_len, data.chat.truncation)
+            starts, lengths, note, pairs, records = fitted(tokens, data.seq_len, data.chat.truncation)
             packing = "documents" if data.chat.pack else "one"
             how = {"rows_of": packing, "weights": tokens.weights, "alike": tokens.alike}
         seed = int(hashed(data.seed, number)[0])
         together = 1 if pairs is None else 2
-        count = len(starts) // together
-        out = np.ones(count, bool) if source is apart else held_out(count, data.held_out, seed)
+        # What comes from one record is on one side.
+        out = held_out(int(records[-1]) + 1, data.held_out, seed)[records]
+        out = np.ones(len(out), bool) if source is apart else out
         for side, chosen in enumerate((~out, out)):
             if chosen.any():
                 which, mine = chosen.repeat(together), pairs and pairs[chosen].numbered(paired)

@@ -14,6 +14,7 @@ from weft.data.chat.followed import Followed, follow
 from weft.data.chat.marks import Marked
 from weft.data.chat.notes import Facts, facts_of
 from weft.data.chat.spans import WeightedSpan, learned_spans
+from weft.data.chat.split import split_at_questions
 from weft.data.chat.template import ChatTemplate, TemplateError, template_of
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError, WeftError
@@ -41,18 +42,27 @@ class Encoded(NamedTuple):
     @property
     def facts(self) -> Facts:
         """What is to be said about the conversation."""
-        return facts_of(self.followed, self.ids[self.weights > 0])
+        whole = any(span.number < 0 for span in self.spans)
+        numbers = range(len(self.followed.talk.messages)) if whole else {span.number for span in self.spans}
+        return facts_of(self.followed, self.ids[self.weights > 0], numbers)
 
 
 class ChatEncoder:
     """Writes conversations by ``template`` and encodes them.
 
     ``learn``: "assistant", "last" (only the assistant's last turn), "all" (every token), or the roles to learn from.
+    ``split``: a conversation becomes several samples where the template would leave out reasoning that is learned.
     """
 
-    def __init__(self, template: ChatTemplate, learn: str | Sequence[str] = "assistant") -> None:
-        self.template, self.learn = template, learn
+    def __init__(self, template: ChatTemplate, learn: str | Sequence[str] = "assistant", split: bool = False) -> None:
+        self.template, self.learn, self.split = template, learn, split
         self.tokens = _TemplateTokens(template)
+
+    def samples(self, talk: Conversation) -> list[Conversation]:
+        """What is learned of a conversation, each turn in one sample. Raises what the template refuses."""
+        if not self.split or self.learn == "all":
+            return [talk]
+        return split_at_questions(self.template.of(talk.tools), talk, talk.learned(self.learn))
 
     def encode(self, talk: Conversation) -> Encoded:
         """Raises :class:`TemplateError` if the template refuses it, or if nothing of it would be learned."""

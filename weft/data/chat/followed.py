@@ -56,15 +56,15 @@ class Followed:
                 return Anchor(mark.at, here[-1])
         return Anchor(0, 0)
 
-    def left_out(self) -> list[tuple[str, str]]:
-        """Role and part of every message whose words the template does not write."""
+    def left_out(self) -> list[tuple[int, str]]:
+        """Number and part of every message whose words the template does not write."""
         written = {(message, part) for message, _, part in self.shown.words}
         missing = []
         for number, message in enumerate(self.talk.messages):
             for part in parts_with_words(message):
                 followed = (number, part) in self.parts
                 if not (((number, part) in written) if followed else _stands(message, part, self.shown.text)):
-                    missing.append((message["role"], part))
+                    missing.append((number, part))
         return missing
 
 

@@ -1,7 +1,7 @@
 """What is to be said once about the conversations of a source: words that a template drops, turns without an end."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,14 +14,14 @@ _LEFT_OUT = {
     ("system", "content"): "writes no system turn",
     ("developer", "content"): "writes no developer turn",
     "content": "leaves out words of the {role}",
-    "reasoning": "leaves out reasoning of the {role}'s earlier turns",
+    "reasoning": "leaves out reasoning of the {role}'s turns",
     "arguments": "leaves out calls of tools",
     "name": "leaves out calls of tools",
 }
 _NO_TOOLS = "does not show the model its tools"
 
 #: What to do about it, where there is something else than another template.
-_REMEDIES = {"leaves out reasoning": "; data.chat.reasoning = 'split' learns from it"}
+_REMEDIES = {"leaves out reasoning": "; data.chat.reasoning = 'split' learns it if the last question's turns have it"}
 
 
 class Facts(NamedTuple):
@@ -31,9 +31,16 @@ class Facts(NamedTuple):
     stops: bool
 
 
-def facts_of(followed: Followed, learned: np.ndarray) -> Facts:
-    """What is to be said about a conversation, of which the ids ``learned`` are learned."""
-    kinds = {_LEFT_OUT.get((role, part), _LEFT_OUT[part]).format(role=role) for role, part in followed.left_out()}
+def facts_of(followed: Followed, learned: np.ndarray, numbers: Collection[int]) -> Facts:
+    """What is to be said about a conversation, of which the ids ``learned`` are learned, of messages ``numbers``.
+
+    Reasoning of turns that are not learned is left to the template, which shows a model what it sees when it is asked.
+    """
+    kinds = set()
+    for number, part in followed.left_out():
+        role = followed.talk.messages[number]["role"]
+        if part != "reasoning" or number in numbers:
+            kinds.add(_LEFT_OUT.get((role, part), _LEFT_OUT[part]).format(role=role))
     names = [tool.get("function", tool).get("name") for tool in followed.talk.tools or ()]
     if any(isinstance(name, str) and name not in followed.shown.text for name in names):
         kinds.add(_NO_TOOLS)

@@ -1,6 +1,6 @@
 """Conversations as a run would read them, in pieces that show which tokens the loss counts: for terminal and page."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Any
@@ -10,13 +10,13 @@ from rich.text import Text
 
 from weft.data.chat.encode import ChatEncoder, Encoded
 from weft.data.chat.notes import Notes
-from weft.data.chat.samples import conversations
-from weft.data.chat.source import chat_template, encode_record, forget_written
+from weft.data.chat.samples import RecordLocation
+from weft.data.chat.source import chat_encoder, chat_template, encoded_records, forget_written
 from weft.data.report import SourceReport
 from weft.data.tokenizer import Tokenizer
-from weft.errors import UsageError, WeftError
+from weft.errors import UsageError
 from weft.pages import render
-from weft.recipe import Data
+from weft.recipe import Data, Source
 
 
 @dataclass(frozen=True)
@@ -77,18 +77,11 @@ def samples(data: Data, tokenizer: Tokenizer, count: int) -> tuple[list[Sample],
         raise UsageError(
             "no data source is of kind 'chat' or 'preference'; weft data preview shows what is learned of conversations"
         )
-    encoder = ChatEncoder(chat_template(data.chat, tokenizer), data.chat.learn)
+    encoder = chat_encoder(data.chat, chat_template(data.chat, tokenizer))
     found: list[Sample] = []
     notes, reports = Notes(tuple(encoder.template.stops)), [SourceReport() for _ in sources]
     for source, report in zip(sources, reports, strict=True):
-        for place, talk in islice(conversations(source, report), count - len(found)):
-            try:
-                encoded = encode_record(encoder, place, talk)
-            except WeftError as error:
-                if not source.skips:
-                    raise
-                report.skip_counted(error)
-                continue
+        for place, encoded in islice(_encoded(source, report, encoder), count - len(found)):
             notes.add(place, encoded.facts)
             size, row = len(encoded.ids), data.seq_len // (2 if source.kind == "preference" else 1)
             cut = np.zeros(size, bool)
@@ -110,6 +103,12 @@ def samples(data: Data, tokenizer: Tokenizer, count: int) -> tuple[list[Sample],
             found.append(Sample(str(place), tuple(pieces), int((~cut).sum()), learned, int(cut.sum()), roles))
         forget_written(report, encoder.template)
     return found, [line for report in reports for line in report.lines()] + notes.sentences()
+
+
+def _encoded(source: Source, report: SourceReport, encoder: ChatEncoder) -> Iterator[tuple[RecordLocation, Encoded]]:
+    """The samples of a source, encoded, each with the place of its record."""
+    for place, _, parts in encoded_records(source, report, encoder):
+        yield from ((place, encoded) for encoded in parts)
 
 
 def _messages(encoded: Encoded) -> np.ndarray:

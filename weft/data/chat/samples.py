@@ -31,13 +31,6 @@ def messages_field(source: Source) -> str | None:
     return None if source.field == Source.model_fields["field"].default else source.field
 
 
-def conversations(source: Source, report: SourceReport | None = None) -> Iterator[tuple[RecordLocation, Conversation]]:
-    """The conversations of a source, always in the same order, of pairs the chosen one first."""
-    for place, sample in samples(source, report):
-        for talk in (sample.chosen, sample.rejected) if isinstance(sample, AnswerPair) else (sample,):
-            yield place, talk
-
-
 def samples(
     source: Source, report: SourceReport | None = None
 ) -> Iterator[tuple[RecordLocation, Conversation | AnswerPair]]:

@@ -52,24 +52,43 @@ def chat_template(settings: Chat, tokenizer: Tokenizer) -> ChatTemplate:
 def open_chats(source: Source, settings: Chat, tokenizer: Tokenizer, cache: Path | None = None) -> Tokens:
     """The tokens of a source of conversations; written on first use, into the cache, by one process for all."""
     template = chat_template(settings, tokenizer)
-    encoder = ChatEncoder(template, settings.learn)
+    encoder = chat_encoder(settings, template)
 
     def build(making: Path) -> None:
         tokenizer.save(making)
         _write(making, source, encoder)
 
-    written = [template.sources, template.variables, settings.learn, settings.control]
+    written = [template.sources, template.variables, settings.learn, settings.control, settings.reasoning]
     date = settings.date or str(datetime.now().date()) if template.writes_date else ""
     key = digest(3, fingerprint(source), source.form, tokenizer.fingerprint, written, date)
     return read_tokens(build_once(cache_root(cache) / f"chats-{key}", build))
 
 
-def encode_record(encoder: ChatEncoder, place: RecordLocation, talk: Conversation) -> Encoded:
-    """``talk`` encoded; an error says at which ``place`` it stands."""
-    try:
-        return encoder.encode(talk)
-    except TemplateError as error:
-        raise WeftError(f"{place}: {error}") from None
+def chat_encoder(settings: Chat, template: ChatTemplate) -> ChatEncoder:
+    """What writes conversations as the recipe says."""
+    return ChatEncoder(template, settings.learn, settings.reasoning == "split")
+
+
+def encoded_records(
+    source: Source, report: SourceReport, encoder: ChatEncoder
+) -> Iterator[tuple[RecordLocation, Conversation | AnswerPair, list[Encoded]]]:
+    """The records of a source, each with its samples, encoded; of a pair two, of which the chosen one comes first.
+
+    An error says where its record stands; with ``on_error = "skip"`` the record is left out, and ``report`` counts it.
+    """
+    for place, sample in samples(source, report):
+        try:
+            if isinstance(sample, AnswerPair):
+                encoded = [encoder.encode(sample.chosen), encoder.encode(sample.rejected)]
+            else:
+                encoded = [encoder.encode(part) for part in encoder.samples(sample)]
+        except TemplateError as error:
+            refused = WeftError(f"{place}: {error}")
+            if not source.skips:
+                raise refused from None
+            report.skip_counted(refused)
+            continue
+        yield place, sample, encoded
 
 
 def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
@@ -92,16 +111,8 @@ def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
             return encoded.ids
 
         def documents() -> Iterator[np.ndarray]:
-            for place, sample in samples(source, report):
-                talks = (sample.chosen, sample.rejected) if isinstance(sample, AnswerPair) else (sample,)
-                try:
-                    encoded = [encode_record(encoder, place, talk) for talk in talks]
-                except WeftError as error:
-                    if not source.skips:
-                        raise
-                    report.skip_counted(error)
-                    continue
-                _count_unheeded(report, encoder, talks[0])
+            for place, sample, encoded in encoded_records(source, report, encoder):
+                _count_unheeded(report, encoder, sample.chosen if isinstance(sample, AnswerPair) else sample)
                 yield from (document(place, written) for written in encoded)
                 if isinstance(sample, AnswerPair):
                     pairs[0].append(sample.weight)
@@ -135,13 +146,15 @@ def _count_unheeded(report: SourceReport, encoder: ChatEncoder, talk: Conversati
 class Fitted(NamedTuple):
     """The documents that a run reads: where they begin and how many tokens they have.
 
-    ``note``: what was left out; ``pairs``: those of them that are pairs of answers.
+    ``note``: what was left out; ``pairs``: those of them that are pairs of answers; ``records``: the numbers of those
+    that they are from, counted from 0.
     """
 
     starts: np.ndarray
     lengths: np.ndarray
     note: str
-    pairs: Pairs | None = None
+    pairs: Pairs | None
+    records: np.ndarray
 
 
 def fitted(tokens: Tokens, seq_len: int, truncation: str) -> Fitted:
@@ -184,7 +197,16 @@ def fitted(tokens: Tokens, seq_len: int, truncation: str) -> Fitted:
     notes = [f"{long.sum():,} cut to {seq_len} tokens"] if long.any() and truncation != "drop" else []
     notes += [f"{(~whole).sum():,} left out"] if not whole.all() else []
     pairs = None if tokens.pairs is None else tokens.pairs[whole]
-    return Fitted(starts[kept], (ends - starts)[kept], ", ".join(notes), pairs)
+    return Fitted(starts[kept], (ends - starts)[kept], ", ".join(notes), pairs, _records(tokens, kept))
+
+
+def _records(tokens: Tokens, kept: np.ndarray) -> np.ndarray:
+    """Which of the records each of the ``kept`` documents is from: int64, rising from 0."""
+    number = int(kept.sum()) if tokens.pairs is None else int(kept.sum()) // 2
+    if tokens.lines is None or tokens.pairs is not None:
+        return np.arange(number)
+    places = tokens.lines[kept]
+    return np.append(0, np.cumsum((places[1:] != places[:-1]).any(1)))
 
 
 def _alike(ids: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
