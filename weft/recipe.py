@@ -350,7 +350,10 @@ class Source(Section):
     def _path(self) -> Self:
         if (self.columns or self.roles) and self.kind not in ("chat", "preference"):
             name = "columns" if self.columns else "roles"
-            raise ValueError(f"{name} are of kinds 'chat' and 'preference'; of kind {self.kind!r} set 'field'")
+            raise ValueError(
+                f"{name} are of kinds 'chat' and 'preference', which read all files of records; of kind {self.kind!r} "
+                "set 'field'"
+            )
         if self.kind in SOURCES and self.kind != "stdlib" and self.form != "docstrings" and not self.path:
             raise ValueError(f"a source of kind {self.kind!r} needs 'path'")
         if self.kind == "preference" and self.field != type(self).model_fields["field"].default:

@@ -44,7 +44,7 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
 def exported(draw: st.DrawFn, message: dict[str, Any]) -> dict[str, Any]:
     """``message`` in another way of writing the same."""
     turn = json.loads(json.dumps(message))
-    role, words = ("from", "value") if draw(st.booleans()) else ("role", "content")
+    role, words = draw(st.sampled_from([("from", "value"), ("role", "content"), ("role", "text")]))
     name, content = draw(st.sampled_from(ALIASES[turn.pop("role")])), turn.pop("content", None)
     if message["role"] == "tool" and content in ("", "3", '{"a": null}', "[1, 2]") and draw(st.booleans()):
         content = json.loads(content or "null")
@@ -243,6 +243,8 @@ def test_pairs_that_repeat_their_prompt_have_it_once() -> None:
         ({"messages": [{"role": "Teacher", "content": "u"}]}, 'data.roles = { "Teacher" = "user" }'),
         (FORMS["atif"] | {"steps": [{"step_id": 1, "source": "user", "message": 3}]}, "steps[0].message: Input"),
         (FORMS["adp"] | {"content": [{"class_": "api_action", "function": "f"}]}, "content[0].kwargs: Field required"),
+        ({"messages": [{"role": ["user"], "content": "u"}]}, "has [\"user\"] as its role, which is a text"),
+        ({"data": [], "version": 1}, "kind = 'jsonl'"),
         ({"id": 1, "content": "plain"}, "none of the known forms"),
     ],
 )  # fmt: skip

@@ -68,7 +68,10 @@ def selection(source: Source) -> Selection:
         found = Selection(sorted(file for file in chosen if file.is_file()), [])
     if not found.read:
         wanted = " or ".join(formats) or source.kind
-        raise WeftError(f"no {wanted} file at data source {path}; set 'path' to a file, a folder or a glob")
+        found_none = f"no .py file at data source {path}, nor one of records"
+        if source.form != "docstrings":
+            found_none = f"no {wanted} file at data source {path}"
+        raise WeftError(f"{found_none}; set 'path' to a file, a folder or a glob")
     return found if not stdlib else found._replace(left=[])
 
 

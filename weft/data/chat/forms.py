@@ -145,7 +145,7 @@ def _nearest(fields: Fields, keys: list[str]) -> str | None:
     for form in FORMS:
         if form.name in ("atif", "adp"):
             continue
-        near = {name: get_close_matches(name, keys, n=1, cutoff=0.7) for name in form.needed if not fields.has(name)}
+        near = {name: get_close_matches(name, keys, n=1, cutoff=0.8) for name in form.needed if not fields.has(name)}
         close = sum(0.9 for match in near.values() if match)
         score = (len(form.needed) - len(near) + close) / len(form.needed)
         if score > best:

@@ -44,13 +44,15 @@ def plain_turn(turn: Any, number: int) -> tuple[Message, str]:
     name = f"message {number}" if "role" in turn or "from" not in turn else f"turn {number}"
     given = {key: value for key, value in turn.items() if value is not None}
     given = {key: value for key, value in given.items() if key not in _EMPTY or value not in ("", [], {})}
-    other = {"from": "role", "value": "content"}
+    other = {"from": "role", "value": "content"} | ({} if "value" in given else {"text": "content"})
     message = {key if (new := other.get(key, key)) in given else new: value for key, value in given.items()}
     if (speaker := message.get("role")) is None:
         keys = f" (it has {', '.join(map(str, given))})" if given else ""
         raise ConversationError(f"{name} has no 'role'{keys}; {_naming(given)}")
-    known = str(speaker).strip().lower()
-    if not isinstance(speaker, str) or known not in SPEAKERS:
+    if not isinstance(speaker, str):
+        raise ConversationError(f"{name} has {shown(speaker)} as its role, which is a text")
+    known = speaker.strip().lower()
+    if known not in SPEAKERS:
         near = nearest(str(speaker), ROLES if name.startswith("message") else SPEAKERS)
         own = f'or say whose it is: data.roles = {{ "{speaker}" = "user" }}'
         raise ConversationError(f"{name} has the unknown role {shown(speaker)}; {near}; {own}")
