@@ -44,6 +44,8 @@ CASES: list[Any] = [
     ({"dp": 3}, "reward"),
     ({"tp": 2}, "reward"),
     ({"tp": 2}, "ipo"),
+    ({"tp": 2}, "orpo"),
+    pytest.param({"pp": 2, "cp": 2}, "orpo", marks=SLOW),
     ({"pp": 2}, "dpo"),
     ({"pp": 2, "schedule": "zb-h1", "vocab_barriers": 1}, "simpo"),
     ({"cp": 2, "context": "zigzag"}, "dpo-norm"),
@@ -116,6 +118,12 @@ def made(settings: Recipe) -> tuple[Job, Any, Any, Batch, Mesh]:
     return job, model, state, batch, mesh
 
 
+def odds(mean: Any) -> torch.Tensor:
+    """The log-odds of a mean log-probability."""
+    p = torch.as_tensor(mean).exp()
+    return (p / (1 - p)).log()
+
+
 def plain_loss(model: Any, batch: Batch, kind: str, settings: Loss) -> torch.Tensor:
     """The weighted mean of the pairs' losses, from logits, document by document, by the papers' formulas."""
     assert batch.paired is not None
@@ -133,8 +141,8 @@ def plain_loss(model: Any, batch: Batch, kind: str, settings: Loss) -> torch.Ten
                 continue
             labels, own = batch.labels[mine], logits[mine].log_softmax(-1)
             value = own[torch.arange(len(labels)), labels.clamp(min=0)][labels != IGNORE].sum()
-            value = value - (0 if kind == "simpo" else known[side])
-            sides.append(value / ((labels != IGNORE).sum() if kind in ("ipo", "dpo-norm", "simpo") else 1))
+            value = value - (0 if kind in ("simpo", "orpo") else known[side])
+            sides.append(value / ((labels != IGNORE).sum() if kind in ("ipo", "dpo-norm", "simpo", "orpo") else 1))
         gap, beta, smooth = sides[0] - sides[1], settings.beta, settings.label_smoothing
         right, wrong = F.logsigmoid(beta * gap), F.logsigmoid(-beta * gap)
         losses.append(
@@ -146,6 +154,7 @@ def plain_loss(model: Any, batch: Batch, kind: str, settings: Loss) -> torch.Ten
                 "robust": (smooth * wrong - (1 - smooth) * right) / (1 - 2 * smooth),
                 "hinge": torch.clamp(1 - beta * gap, min=0),
                 "simpo": -F.logsigmoid(beta * gap - margin),
+                "orpo": -sides[0] - beta * F.logsigmoid(odds(sides[0]) - odds(sides[1])),
                 "reward": -F.logsigmoid(gap - margin),
             }[kind]
         )

@@ -25,7 +25,7 @@ from weft.validation import validated
 Dtype = Literal["float64", "float32", "bfloat16"]
 #: Weft's own kinds of sources, losses that compare pairs of answers, and trackers; plugins bring others.
 SOURCES = ("stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat", "preference")
-PAIR_LOSSES = ("dpo", "dpo-norm", "ipo", "robust", "hinge", "simpo", "reward")
+PAIR_LOSSES = ("dpo", "dpo-norm", "ipo", "robust", "hinge", "simpo", "orpo", "reward")
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 #: Weights with a row for each token, as PEFT calls them.
 VocabularyWeight = Literal["embed_tokens", "lm_head"]
@@ -449,12 +449,13 @@ class Loss(Section):
 
     ``cross-entropy`` of the labels; or, on pairs of answers of which one is preferred, ``dpo`` (Rafailov et al. 2023),
     ``dpo-norm`` (of averages over tokens, Rafailov et al. 2024), ``ipo`` (Azar et al. 2023), ``robust`` (Chowdhury et
-    al. 2024), ``hinge`` (Zhao et al. 2023), ``simpo`` (Meng et al. 2024) and ``reward``, which trains a model with a
-    scalar head to score answers (Bradley & Terry 1952).
+    al. 2024), ``hinge`` (Zhao et al. 2023), ``simpo`` (Meng et al. 2024), ``orpo`` (Hong et al. 2024)
+    and ``reward``, which trains a model with a scalar head to score answers (Bradley & Terry 1952).
 
-    ``beta`` multiplies the difference of the two answers; ``label_smoothing`` is the assumed share of pairs with
-    swapped labels; ``margin`` is by how much ``simpo`` and ``reward`` want the chosen answer ahead. ``reference``: the
-    model that the other losses keep close to; by default the one from which the run starts.
+    ``beta`` multiplies the difference of the two answers, and for ``orpo`` the odds ratio's part of the loss;
+    ``label_smoothing`` is the assumed share of pairs with swapped labels; ``margin`` is by how much ``simpo`` and
+    ``reward`` want the chosen answer ahead. ``reference``: the model that the other losses keep close to; by default
+    the one from which the run starts.
 
     Any other kind is a plugin's (docs/plugins.md), which is called with ``settings``.
     """
@@ -973,9 +974,9 @@ class Recipe(Section):
             raise ValueError(f"loss.kind = {kind!r} compares pairs of answers; set data.kind = 'preference'")
         if any(pairs) and not self.loss.of_pairs:
             raise ValueError("data.kind = 'preference' has pairs of answers; set loss.kind = 'dpo' or the like")
-        if self.loss.reference is not None and (kind in ("simpo", "reward") or not self.loss.of_pairs):
+        if self.loss.reference is not None and (kind in ("simpo", "orpo", "reward") or not self.loss.of_pairs):
             raise ValueError(f"loss.reference, but loss.kind = {kind!r} has none; leave it out")
-        if self.loss.label_smoothing and (kind in ("ipo", "hinge") or not self.loss.of_pairs):
+        if self.loss.label_smoothing and (kind in ("ipo", "hinge", "orpo") or not self.loss.of_pairs):
             raise ValueError(f"loss.label_smoothing does nothing for loss.kind = {kind!r}; leave it out")
         if self.loss.margin and kind not in ("simpo", "reward"):
             raise ValueError(f"loss.margin does nothing for loss.kind = {kind!r}; leave it out")

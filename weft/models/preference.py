@@ -30,12 +30,14 @@ class PairLoss:
     """``of(gap, margin, settings)`` is the loss of pairs whose chosen answer is ahead by ``gap``, all ``[pairs]``.
 
     ``averaged``: answers count by the average over their tokens rather than the sum; ``reference``: what counts is by
-    how much they are more likely than under the reference model.
+    how much they are more likely than under the reference model. ``more(chosen, rejected, settings)`` is added to the
+    loss, of the same numbers before their difference is taken.
     """
 
     of: Callable[[T, T, Loss], T]
     averaged: bool = False
     reference: bool = True
+    more: Callable[[T, T, Loss], T] | None = None
 
 
 def _smoothed(gap: T, smoothing: float) -> T:
@@ -55,6 +57,12 @@ def _robust(gap: T, margin: T, settings: Loss) -> T:
     return (smoothing * wrong - (1 - smoothing) * right) / (1 - 2 * smoothing)
 
 
+def _odds_ratio(chosen: T, rejected: T, settings: Loss) -> T:
+    """ORPO's loss, of mean log-probabilities: the chosen answer's cross entropy, and the odds of both compared."""
+    log_odds = [mean - torch.log(-torch.expm1(mean.clamp(max=-1e-12))) for mean in (chosen, rejected)]
+    return -chosen - settings.beta * F.logsigmoid(log_odds[0] - log_odds[1])
+
+
 #: By ``loss.kind`` of the recipe. IPO averages over tokens, as its authors do.
 LOSSES: dict[str, PairLoss] = {
     "dpo": PairLoss(_dpo),
@@ -65,6 +73,9 @@ LOSSES: dict[str, PairLoss] = {
     "simpo": PairLoss(
         lambda gap, margin, loss: _smoothed(loss.beta * gap - margin, loss.label_smoothing),
         averaged=True, reference=False,
+    ),
+    "orpo": PairLoss(
+        lambda gap, margin, loss: torch.zeros_like(gap), averaged=True, reference=False, more=_odds_ratio
     ),
     "reward": PairLoss(lambda gap, margin, loss: _smoothed(gap - margin, loss.label_smoothing), reference=False),
 }  # fmt: skip
@@ -87,7 +98,8 @@ def objective(settings: Loss) -> Objective | None:
         if kind.averaged:
             sums = sums / lengths
         margin = settings.margin + torch.from_numpy(pairs.margin).to(sums)
-        return kind.of(sums[:, 0] - sums[:, 1], margin, settings)
+        loss = kind.of(sums[:, 0] - sums[:, 1], margin, settings)
+        return loss if kind.more is None else loss + kind.more(sums[:, 0], sums[:, 1], settings)
 
     return of
 
