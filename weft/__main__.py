@@ -1,14 +1,15 @@
 """Entry point of ``weft``. It imports nothing before signals have an answer: what a command imports takes a while."""
 
+import contextlib
+import os
+import sys
+
 
 def main() -> None:
     """Run the command line; Ctrl-C or SIGTERM while it is being imported, or while it ends, costs a line at most."""
-    import os
-
+    received: list[int] = []
     try:
         import signal
-
-        received: list[int] = []
 
         def stop(number: int, frame: object) -> None:
             received.append(number)
@@ -25,11 +26,23 @@ def main() -> None:
 
         run()
     except KeyboardInterrupt:
-        import sys
-
         if os.environ.get("RANK", "0") == "0" and "WEFT_LAUNCHED" not in os.environ:  # of several ranks, the first
             print("weft: interrupted", file=sys.stderr)
-        sys.exit(128 + (*received, 2)[0])
+        _leave(128 + (*received, 2)[0])
+    except SystemExit as ended:
+        from weft.train.signals import requests
+
+        if requests.asked:
+            _leave(ended.code if isinstance(ended.code, int) else 1)
+        raise
+
+
+def _leave(code: int) -> None:
+    """End at once: a repeated signal would end an interpreter that is being taken down, with another exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
