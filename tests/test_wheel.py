@@ -15,16 +15,21 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+def clone(folder: Path) -> Path:
+    """A copy of the sources in ``folder``: pip builds where they are."""
+    folder.mkdir()
+    for name in ("weft", "recipes", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment with Weft from a wheel, and everything else from that of the tests."""
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"  # pip builds where the sources are
-    source.mkdir()
-    for name in ("weft", "recipes", "docs"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    source = clone(folder / "source")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     offline = ["--no-index", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "wheel", *offline, "--wheel-dir", folder, source], check=True, timeout=300)
@@ -43,6 +48,24 @@ def run(python: Path, folder: Path, *words: str) -> str:
     done = subprocess.run([python, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.slow(5)
+def test_an_editable_install_is_found_beside_the_clone(tmp_path: Path) -> None:
+    """The clone's folder is named weft, too: Python took it for the package, and ``weft.Recipe`` was not there."""
+    source = clone(tmp_path / "weft")
+    build = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, tmp_path], cwd=source, check=True, timeout=120, capture_output=True)
+    (wheel,) = tmp_path.glob("weft-*.whl")
+    site = tmp_path / "site"
+    shutil.unpack_archive(wheel, site, "zip")
+    others = sysconfig.get_path("purelib")
+    code = f"import site; site.addsitedir({str(site)!r}); import sys; sys.path.append({others!r}); "
+    code += "import weft; from weft.shipped import shipped_recipes; "
+    code += "print(weft.Recipe.__name__, weft.__file__, len(shipped_recipes()))"
+    name, file, count = run(Path(sys.executable), tmp_path, "-S", "-c", code).split()
+    assert (name, Path(file)) == ("Recipe", source / "weft/__init__.py")
+    assert int(count) == len(list((ROOT / "recipes").glob("*.toml")))
 
 
 @pytest.mark.slow

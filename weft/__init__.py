@@ -1,6 +1,7 @@
 """Weft: plan, run, prove and checkpoint the training of large models on whatever devices there are.
 
-``from weft import Recipe, load_recipe, train``; ``train(recipe)`` runs a recipe as ``weft train`` does.
+``from weft import Recipe, load_recipe, train``; ``train(recipe)`` runs a recipe as ``weft train`` does. ``dir(weft)``
+has all names: the sections of a recipe, what plugins need, and errors.
 """
 
 from importlib import import_module
@@ -9,30 +10,53 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weft.errors import UsageError, WeftError
     from weft.layout.layout import Layout
+    from weft.plugins import Callback, register
     from weft.recipe import (
+        Adapter,
+        Chat,
         Checkpoint,
         Data,
         Generate,
         Level,
+        Loss,
+        Memory,
         ModelShape,
         Observe,
         Optimizer,
+        ParameterGroup,
         Recipe,
+        Resilience,
         RopeScaling,
         Source,
+        Sync,
+        Task,
         Train,
+        Use,
         Validation,
+        build_recipe,
         load_recipe,
-    )  # fmt: skip
+    )
     from weft.resilience.start import start as train
+    from weft.train.loop import Outcome
 
 __version__ = "0.1.0"
 __all__ = [
-    "Recipe", "load_recipe", "train",
-    "ModelShape", "RopeScaling", "Data", "Source", "Layout", "Train", "Optimizer", "Validation", "Checkpoint", "Level",
-    "Observe", "Generate",
+    "Recipe", "load_recipe", "build_recipe", "train", "Outcome",
+    "ModelShape", "RopeScaling", "Adapter", "Data", "Source", "Chat", "Layout", "Train", "Memory", "Loss", "Optimizer",
+    "ParameterGroup", "Validation", "Task", "Checkpoint", "Level", "Observe", "Resilience", "Sync", "Generate", "Use",
+    "register", "Callback",
     "WeftError", "UsageError",
 ]  # fmt: skip
+
+#: Where names stand that are not in :mod:`weft.recipe`.
+_HOMES = {
+    "Layout": "weft.layout.layout",
+    "WeftError": "weft.errors",
+    "UsageError": "weft.errors",
+    "register": "weft.plugins",
+    "Callback": "weft.plugins",
+    "Outcome": "weft.train.loop",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -41,5 +65,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
     if name == "train":
         return import_module("weft.train")  # a package that can be called
-    home = {"Layout": "weft.layout.layout", "WeftError": "weft.errors", "UsageError": "weft.errors"}
-    return getattr(import_module(home.get(name, "weft.recipe")), name)
+    return getattr(import_module(_HOMES.get(name, "weft.recipe")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(["__version__", *__all__])

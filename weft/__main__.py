@@ -23,15 +23,15 @@ def main() -> None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has held it back so far
 
         from weft.cli import main as run
+        from weft.train.signals import requests
 
+        requests.owns_process = True
         run()
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0" and "WEFT_LAUNCHED" not in os.environ:  # of several ranks, the first
             print("weft: interrupted", file=sys.stderr)
         _leave(128 + (*received, 2)[0])
     except SystemExit as ended:
-        from weft.train.signals import requests
-
         if requests.asked:
             _leave(ended.code if isinstance(ended.code, int) else 1)
         raise

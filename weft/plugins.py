@@ -48,6 +48,27 @@ HOOKS: dict[str, tuple[str, ...]] = {
 }
 
 
+class Callback:
+    """A callback that does nothing: a base for one of your own, which has the methods that it needs.
+
+    ``after_step`` is called after every ``every``-th step. ``run`` is a :class:`weft.train.callbacks.Running`.
+    """
+
+    every = 1
+
+    def start(self, run: Any) -> None:
+        """Called before the first step."""
+
+    def after_step(self, run: Any, result: Any) -> None:
+        """Called after a step, with what it has computed."""
+
+    def after_evaluation(self, run: Any, found: Mapping[str, float]) -> None:
+        """Called after an evaluation, with its values by name."""
+
+    def end(self, run: Any) -> None:
+        """Called at the end, when the last checkpoint is saved."""
+
+
 class PluginError(Exception):
     """What a plugin raised while it was at work, and where; the cause has the traceback."""
 
@@ -138,7 +159,9 @@ def check(setting: str, kind: Kind, name: str, settings: Mapping[str, Any], know
     found = find(kind, name)
     _check_call(str(found), found.made, KINDS[kind], settings)
     if kind == "callback" and inspect.isclass(found.made):
-        hooks = {hook: given for hook, given in HOOKS.items() if hasattr(found.made, hook)}
+        nothing = {hook: getattr(Callback, hook) for hook in HOOKS}
+        own = {hook: getattr(found.made, hook, nothing[hook]) for hook in HOOKS}
+        hooks = {hook: given for hook, given in HOOKS.items() if own[hook] is not nothing[hook]}
         if not hooks:
             raise ValueError(f"{found} does nothing; give it one of the methods {', '.join(HOOKS)}")
         for hook, given in hooks.items():

@@ -20,7 +20,7 @@ from weft.layout.layout import BATCH_AXES, Layout
 from weft.plugins import check, load_plugins
 from weft.shipped import find_recipe, shipped_recipes
 from weft.toml import read_toml
-from weft.validation import validated
+from weft.validation import OneLine, validated
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 #: Weft's own kinds of sources, losses that compare pairs of answers, and trackers; plugins bring others.
@@ -38,7 +38,7 @@ RUNS = Path("runs")
 MEMORY = "memory"
 
 
-class Section(BaseModel):
+class Section(BaseModel, metaclass=OneLine):
     """Base of every section: unknown keys are errors and values never change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -947,6 +947,10 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _together(self) -> Self:
+        if self.model.adapter is not None and self.model.origin is not None:
+            raise ValueError(
+                "model.adapter is that of model.from; a new one is the recipe's own: adapter = Adapter(...)"
+            )
         asked = Asked(self.layout, train=self.train, optimizer=self.optimizer, recipe=self, memory=self.memory)
         refuse(asked, "layout", "train", "memory", "optimizer", "recipe")
         self._check_loss()
@@ -1011,6 +1015,10 @@ def load_recipe(
         alike = get_close_matches(Path(path).stem, shipped_recipes(), n=1)
         remedy = f"did you mean {alike[0]!r}?" if alike else "see 'weft recipes', or write one with 'weft new NAME'"
         raise WeftError(f"recipe {path} does not exist; {remedy}")
+    if file.suffix in (".yaml", ".yml", ".json"):
+        raise UsageError(
+            f"{path}: recipes are TOML files; docs/coming-from.md says what settings of other programs are"
+        )
     tree = read_toml(file, str(path))
     if not (tree or overrides or origin):  # nobody means to train what all defaults together give
         raise UsageError(f"{path} is empty; 'weft new NAME' writes a recipe to edit, 'weft recipes' lists others")
@@ -1021,6 +1029,8 @@ def load_recipe(
         _override(tree, item)
     if layout is not None:
         tree["layout"] = Layout.parse(layout, tree.get("layout", {})).model_dump()
+    if isinstance(tree.get("model"), dict) and "adapter" in tree["model"]:
+        raise UsageError(f"{path}: unknown section [model.adapter]; adapters have a section of their own, [adapter]")
     tree.setdefault("name", file.stem)
     return build_recipe(tree, str(path))
 

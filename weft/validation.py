@@ -1,15 +1,24 @@
 """Turn user input into a validated object, or into one line that says what is wrong with it."""
 
 import re
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from weft.elsewhere import here_it_is
 from weft.errors import UsageError, nearest
 from weft.layout.conflicts import Conflict
 
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
+
 M = TypeVar("M", bound=BaseModel)
+
+#: Characters of a value in an error line.
+LONG = 100
 
 #: What a value should be, by the type of pydantic's error, as whoever writes TOML calls it.
 KINDS = {
@@ -20,14 +29,34 @@ KINDS = {
 }  # fmt: skip
 
 
+class WrongValue(UsageError, ValueError):
+    """A value that a program has given; a :class:`ValueError` too, as pydantic's own error is."""
+
+
+class OneLine(ModelMetaclass):
+    """The class of models that a program makes: a wrong value is one line, and not pydantic's report."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        try:
+            return super().__call__(*args, **values)
+        except ValidationError as error:
+            refusal = _refusal(error, cls, cls.__name__)  # type: ignore[arg-type]  # a class of models
+            raise refusal if isinstance(refusal, Conflict) else WrongValue(str(refusal)) from None
+
+
 def validated(model: type[M], values: dict[str, Any], origin: str) -> M:
     """``values`` as a ``model``; one line per :class:`UsageError`, beginning with ``origin``."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        if isinstance(conflict := error.errors()[0].get("ctx", {}).get("error"), Conflict):
-            raise Conflict(f"{origin}: {conflict}", conflict.rule) from None
-        raise UsageError(f"{origin}: {explain(error, model)}") from None
+        raise _refusal(error, model, origin) from None
+
+
+def _refusal(error: ValidationError, model: type[BaseModel], origin: str) -> UsageError:
+    """The first problem of ``error`` as one line that begins with ``origin``."""
+    if isinstance(conflict := error.errors()[0].get("ctx", {}).get("error"), Conflict):
+        return Conflict(f"{origin}: {conflict}", conflict.rule)
+    return UsageError(f"{origin}: {explain(error, model)}")
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
@@ -36,11 +65,19 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     path = _path(first)
     key = ".".join(path)
     if first["type"] == "extra_forbidden":
+        if elsewhere := here_it_is(key):
+            return f"unknown key {key!r}; {elsewhere}"
         near, last = nearest(path[-1], _fields_at(model, path[:-1])), path[-1]
         sections = [name for name in model.model_fields if last in _fields_at(model, [name]) and name not in path]
+        if not sections and not near.startswith("did"):  # a section that a program makes
+            from weft.recipe import Recipe
+
+            sections = [name for name in Recipe.model_fields if last in _fields_at(Recipe, [name])]
         if sections and (len(path) == 1 or (len(path) == 2 and not near.startswith("did"))):
             return f"unknown key {key!r}; did you mean {f'{sections[0]}.{last}'!r}?"
         return f"unknown key {key!r}; {near}"
+    if first["type"] == "missing":
+        return f"{key} is missing"
     if first["type"] == "literal_error":
         expected = first["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         expected = [choice for choice in expected if choice]  # "" is what is left out
@@ -51,8 +88,17 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     message = plain.removeprefix("Value error, ").replace("Input should", "it should")
     keys = {tuple(_path(other)) for other in error.errors()}
     more = f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
-    where = f"{key} = {first['input']!r}: " if path and not isinstance(first["input"], dict) else f"{key}: " * bool(key)
+    shown = _shown(first["input"])
+    where = f"{key} = {shown}: " if path and not isinstance(first["input"], dict) else f"{key}: " * bool(key)
     return f"{where}{message}{more}"
+
+
+def _shown(value: object) -> str:
+    """A value in an error line: of what is long the beginning, of an object its class."""
+    if isinstance(value, BaseModel):
+        return f"{type(value).__name__}(...)"
+    text = repr(value)
+    return text if len(text) <= LONG else f"{text[:LONG]}..."
 
 
 def _path(error: ErrorDetails) -> list[str]:

@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 
+from weft.elsewhere import here_it_is
 from weft.errors import WeftError
 from weft.train.failure import leave, report_failure
 from weft.train.signals import requests
@@ -45,6 +46,9 @@ def main() -> None:
         else:
             command = getattr(getattr(error, "ctx", None), "command_path", "weft")
             text = text.strip().rstrip(".")
+            option = getattr(error, "option_name", None)
+            if option and (elsewhere := here_it_is(option, as_option=True)):
+                text = f"{text.partition(' Did you mean')[0].rstrip('.')}; {elsewhere}"
             see = " See" if text.endswith("?") else "; see"
             print(f"weft: error: {text}{see} '{command} --help'", file=sys.stderr)
         sys.exit(2)

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from weft.errors import UsageError, nearest
 from weft.layout.conflicts import Asked, refuse
-from weft.validation import validated
+from weft.validation import OneLine, validated
 
 #: Mesh axes from the slowest links to the fastest: neighbours along ``tp`` have consecutive ranks. Their sizes multiply
 #: to the number of ranks. Ranks of different islands do not take a step together.
@@ -41,7 +41,7 @@ MODEL_AXES = ("tp",)
 Dispatch = Literal["all-to-all", "per-rank", "all-gather", "two-level", "per-node", "adaptive", "timed"]
 
 
-class Layout(BaseModel):
+class Layout(BaseModel, metaclass=OneLine):
     """Ranks per mesh axis.
 
     ``zero``: the ZeRO stage (Rajbhandari et al. 2020) of ``shard``. ``secondary``, with stage 3: after the forward pass

@@ -70,6 +70,9 @@ class StopRequests:
     the run that this process trains, from when it is open until its end has been reported. ``clock`` gives seconds.
     """
 
+    #: Whether this process is a command's own, and not a program of somebody else's.
+    owns_process = False
+
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.reset()
@@ -122,11 +125,19 @@ class StopRequests:
             self.at_once, self.latest = True, number
         if self.leaving:
             os._exit(128 + number)
+        if self.noted is None and self.owns_process and _is_importing(frame):
+            self.end_process()
         if self.noted is None:
             raise Stopped
         self.noted.append(number)
         if len(self.noted) > 1:
             self.again(number)
+
+    def end_process(self) -> None:
+        """Say why, and end: an exception in an import of PyTorch's would be swallowed there, or abort the process."""
+        if os.environ.get("RANK", "0") == "0" and "WEFT_LAUNCHED" not in os.environ:  # of several ranks, the first
+            os.write(2, f"weft: {self.words(self.run)}\n".encode())
+        os._exit(self.code)
 
     def open_run(self, folder: Path | None) -> None:
         """Say which run this process trains, to its launcher as well; None: how that run ended has been reported."""
@@ -150,6 +161,15 @@ class StopRequests:
         from weft.train.runs import what_is_saved
 
         return f"{how}; {what_is_saved(run)}"
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether a module is being imported where a signal has come."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _stop(number: int) -> NoReturn:
