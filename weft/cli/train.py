@@ -9,12 +9,14 @@ import typer
 from rich.console import Console
 
 from weft.cli.arguments import FromModel, LayoutText, Overrides, RecipeFile
-from weft.cli.console import plain_console
+from weft.cli.console import plain_console, print_table
 from weft.errors import UsageError
 from weft.train.launch import launch
 from weft.train.ranks import in_ranks
 
 if TYPE_CHECKING:  # `weft --help` does not wait for what reads a recipe
+    from collections.abc import Callable
+
     from weft.recipe import Recipe
     from weft.train.loop import Outcome
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:  # `weft --help` does not wait for what reads a recipe
 _ranks = "Ranks for a recipe without a layout, which the planner then chooses; else one per GPU, or one."
 _probe_file = "From weft probe: the planner chooses by it, and also how many ranks."
 _resume = typer.Option(metavar="auto|DIR|s3://...|peer://...", help="Continue a run or checkpoint, under any layout.")
+_sweep_help = "A run for each of these values, one after the other; several --sweep multiply (docs/training.md)."
+_sweep = typer.Option("--sweep", metavar="SECTION.KEY=A,B", help=_sweep_help)
 
 
 def train(
@@ -33,11 +37,17 @@ def train(
     resume: Annotated[str | None, _resume] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help=_ranks)] = None,
     cluster: Annotated[str | None, typer.Option(metavar="FILE", help=_probe_file)] = None,
+    sweep: Annotated[list[str] | None, _sweep] = None,
 ) -> int:
     """Train a model. Starts one process per rank, or joins those of torchrun or Slurm."""
     from weft.data.early import check_sources
     from weft.recipe import load_recipe
 
+    if sweep:
+        return swept(
+            sweep, lambda more: load_recipe(recipe, [*(overrides or []), *more], layout, origin), out, resume, ranks,
+            cluster,
+        )  # fmt: skip
     given = load_recipe(recipe, overrides or [], layout, origin)
     if not in_ranks():
         check_sources(given.data)  # before anything that takes time
@@ -67,6 +77,54 @@ def train(
     outcome = be_rank(given, out, resume, conclude)
     # Of several ranks the launcher knows best what a signal means; each of them ended as it should.
     return 128 + outcome.interrupted if given.layout.world == 1 and outcome and outcome.interrupted else 0
+
+
+def swept(
+    asked: list[str], load: "Callable[[list[str]], Recipe]", out: Path | None, resume: str | None, ranks: int | None,
+    cluster: str | None,
+) -> int:  # fmt: skip
+    """Run a sweep, and print one table about its runs."""
+    from weft.data.early import check_sources
+    from weft.observe.display import compact
+    from weft.recipe import RUNS
+    from weft.resilience.start import with_planned_layout
+    from weft.resilience.sweep import check_folder, run_sweep, sweep_report, trials_of
+
+    if in_ranks():
+        raise UsageError("--sweep starts the ranks of each run by itself; call it without torchrun or Slurm")
+    if resume is not None:
+        raise UsageError("a sweep goes on where it was when the same command is given again; leave out --resume")
+    if cluster is not None:
+        raise UsageError("--cluster plans for one run; write --layout, or leave it to the planner (--ranks)")
+    folder = out or RUNS / f"{load([]).name}-sweep"
+    check_folder(folder)
+    trials = [(trial, load(trial.overrides)) for trial in trials_of(asked, folder)]  # all are checked before any runs
+    for _, recipe in trials:
+        check_sources(recipe.data)
+    trials = [
+        (trial, recipe if "layout" in recipe.model_fields_set else with_planned_layout(recipe, ranks)[0])
+        for trial, recipe in trials
+    ]
+    results, interrupted = run_sweep(trials, folder, lambda text: print(text, flush=True))
+
+    def shown(number: float | None, how: str = ".4f") -> str:
+        return "-" if number is None else format(number, how)
+
+    print_table(
+        (*trials[0][0].settings, "steps", "loss", "validation", "at step", "tokens/s", "run"),
+        [
+            (*r.trial.settings.values(), str(r.steps), shown(r.loss), shown(r.validation), shown(r.step, "d"),
+             compact(r.tokens_per_s) if r.tokens_per_s else "-", r.problem or str(r.trial.folder))
+            for r in sorted(results, key=lambda r: r.rank)
+        ],
+    )  # fmt: skip
+    if (report := sweep_report(results, folder)) is not None:
+        print(f"report      {report}")
+    if interrupted:
+        name = signal.Signals(interrupted).name
+        print(f"stopped by {name}; the same command goes on with what is not done")
+        return 128 + interrupted
+    return int(any(r.problem for r in results))
 
 
 def probed_choice(recipe: "Recipe", ranks: int | None, file: str) -> "tuple[Recipe, list[str]]":

@@ -174,9 +174,9 @@ def main(task: str, done: str) -> int:
         finish(recipe, outcome)
         Path(done).write_bytes(pickle.dumps(outcome))
 
-    requests.watch()
-    take_ctrl_c()
     try:
+        requests.watch()
+        take_ctrl_c()
         be_rank(build_recipe(recipe), out, resume, conclude)
     except Exception as error:
         return report_failure(error)

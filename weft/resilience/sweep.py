@@ -1,0 +1,197 @@
+"""A sweep: one run after the other for every combination of some settings, in one folder, with a page beside them all.
+
+A sweep that was interrupted goes on where it was when it is asked for again: runs that are done are not repeated, and
+the one that was under way resumes from its last checkpoint.
+"""
+
+import gc
+import itertools
+import json
+import math
+import re
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from weft.data.cache import digest
+from weft.errors import UsageError, WeftError
+from weft.observe.charts import RUNS as COLOURS
+from weft.observe.metrics import FILE as METRICS
+from weft.observe.metrics import read_metrics
+from weft.observe.report import write_report
+from weft.recipe import Recipe
+from weft.resilience.start import start
+from weft.train.signals import requests
+
+#: In a sweep's folder: which of its runs are done, by their names, with a digest of their recipes.
+FILE = "sweep.json"
+#: Combinations of a sweep at most: more are surely a mistake.
+MOST = 1000
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a sweep: its ``settings`` as ``--set`` takes them, in the order of the sweep, and its ``folder``."""
+
+    settings: dict[str, str]
+    folder: Path
+
+    @property
+    def overrides(self) -> list[str]:
+        return [f"{key}={value}" for key, value in self.settings.items()]
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """How a run of a sweep stands.
+
+    ``loss``: of its last step; ``validation``: the lowest, and after which step that was; ``problem``: why it failed.
+    """
+
+    trial: Trial
+    steps: int = 0
+    loss: float | None = None
+    validation: float | None = None
+    step: int | None = None
+    tokens_per_s: float | None = None
+    problem: str = ""
+
+    @property
+    def rank(self) -> float:
+        """What a sweep sorts by: the lowest validation loss, or without validation that of the last step."""
+        value = self.loss if self.validation is None else self.validation
+        return math.inf if value is None or math.isnan(value) else value
+
+
+def trials_of(asked: Sequence[str], folder: Path) -> list[Trial]:
+    """Every combination of the values in ``asked``, each of the form ``section.key=a,b``; the last one changes fastest.
+
+    Raises :class:`UsageError` for what is not of that form, and for a key or a value that is there twice.
+    """
+    values: dict[str, list[str]] = {}
+    for text in asked:
+        key, equals, listed = (part.strip() for part in text.partition("="))
+        each = split_values(listed)
+        if not (key and equals and all(each)):
+            raise UsageError(f"--sweep {text!r} is not of the form section.key=VALUE,VALUE")
+        if key in values:
+            raise UsageError(f"--sweep {key} is there twice; list all of its values in one")
+        if twice := next((value for value in each if each.count(value) > 1), None):
+            raise UsageError(f"--sweep {text!r} has {twice} twice; leave one of them out")
+        values[key] = each
+    if (count := math.prod(map(len, values.values()))) > MOST:
+        raise UsageError(f"--sweep asks for {count:,} runs, and {MOST:,} is the most; give fewer values")
+    last = [key.rpartition(".")[2] for key in values]
+    short = last if len(set(last)) == len(last) else list(values)
+    found, names = [], set[str]()
+    for chosen in itertools.product(*values.values()):
+        name = ",".join(f"{key}={value}" for key, value in zip(short, chosen, strict=True))
+        name = re.sub(r"[^\w.=+,-]", "_", name)[:80]
+        name = name if name not in names else f"{name}-{len(names) + 1}"
+        names.add(name)
+        found.append(Trial(dict(zip(values, chosen, strict=True)), folder / name))
+    return found
+
+
+def split_values(text: str) -> list[str]:
+    """The values that commas part; commas within quotes and brackets belong to a value."""
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if letter == "," and not depth and not quote:
+            parts.append("")
+            continue
+        parts[-1] += letter
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        else:
+            depth += (letter in "[{") - (letter in "]}")
+    return [part.strip() for part in parts]
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that holds something else than this or an earlier part of a sweep."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--out {folder} is not a folder; choose another")
+    if folder.is_dir() and not (folder / FILE).is_file() and any(folder.iterdir()):
+        raise UsageError(f"{folder} already holds something that is no sweep; choose another --out")
+
+
+def run_sweep(
+    recipes: Sequence[tuple[Trial, Recipe]], folder: Path, say: Callable[[str], object]
+) -> tuple[list[TrialResult], int]:
+    """Run every trial that is not done yet, one after the other. Returns how all stand, and the signal that stopped it.
+
+    A trial that fails does not stop the others.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    done, problems, interrupted = _read(folder), dict[Path, str](), 0
+    _write(folder, done)
+    for number, (trial, recipe) in enumerate(recipes, 1):
+        words, key = " ".join(trial.overrides), digest(recipe.model_dump(mode="json"))
+        if done.get(trial.folder.name) == key:
+            say(f"run {number} of {len(recipes)}: {words}: done before, in {trial.folder}")
+            continue
+        say(f"run {number} of {len(recipes)}: {words}")
+        try:
+            outcome = start(recipe, trial.folder, "auto")
+        except WeftError as error:
+            problems[trial.folder] = str(error)
+            say(f"run {number} of {len(recipes)} has failed: {error}")
+            continue
+        except KeyboardInterrupt as error:  # while nothing was being trained, or at once
+            interrupted = requests.asked or signal.SIGINT
+            say(str(error) or "stopped between two steps")
+            break
+        finally:
+            gc.collect()
+        if outcome.interrupted:
+            interrupted = outcome.interrupted
+            break
+        done[trial.folder.name] = key
+        _write(folder, done)
+    return [result_of(trial, problems.get(trial.folder, "")) for trial, _ in recipes], interrupted
+
+
+def result_of(trial: Trial, problem: str = "") -> TrialResult:
+    """How a trial stands, by the records of its run."""
+    if not (trial.folder / METRICS).is_file():
+        return TrialResult(trial, problem=problem)
+    try:
+        records = read_metrics(trial.folder)
+    except WeftError as error:
+        return TrialResult(trial, problem=problem or str(error))
+    steps = records.get("train", [])
+    measured = [(r["loss"], r["step"]) for r in records.get("validation", []) if r["loss"] is not None and r["step"]]
+    lowest, step = min(measured, default=(None, None))
+    rates = [r["tokens_per_s"] for r in steps if r.get("tokens_per_s")]
+    last: dict[str, Any] = steps[-1] if steps else {"step": 0, "loss": None}
+    return TrialResult(
+        trial, last["step"], last["loss"], lowest, step, median(rates) if rates else None, problem
+    )  # fmt: skip
+
+
+def sweep_report(results: Sequence[TrialResult], folder: Path) -> Path | None:
+    """Write the page about the runs of a sweep, of many the best; None if there is nothing to show."""
+    shown = [r.trial.folder for r in sorted(results, key=lambda r: r.rank) if r.steps][: len(COLOURS)]
+    return write_report(*shown, out=folder / "report.html") if shown else None
+
+
+def _read(folder: Path) -> dict[str, str]:
+    try:
+        done: dict[str, str] = json.loads((folder / FILE).read_text())["done"]
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError):
+        raise WeftError(f"{folder / FILE} is damaged; remove it, and the sweep runs all again") from None
+    return done
+
+
+def _write(folder: Path, done: dict[str, str]) -> None:
+    draft = folder / f".{FILE}"
+    draft.write_text(json.dumps({"done": done}, indent=1) + "\n")
+    draft.replace(folder / FILE)
