@@ -10,7 +10,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from weft.data.detokenizer import Writer
 from weft.data.tokenizer import Tokenizer
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
+from weft.serve.anthropic import MessageReplies, MessagesRequest
 from weft.serve.metrics import AnswerTimer
 from weft.serve.protocol import Refusal, SamplingRequest
 from weft.serve.reasoning import ReasoningFinder, Thoughts
@@ -65,7 +66,7 @@ class AnswerReader:
             if finish or self.calls.full:
                 last_text, last_calls, finish = self.calls.end(finish)
                 text, calls = text + last_text, calls + last_calls
-        return Answer(text, [event], calls, finish, thought)
+        return Answer(text, [event], calls, finish, thought, stop=writer.stopped)
 
 
 class Answering:
@@ -87,14 +88,12 @@ class Answering:
     ) -> None:
         self.echoes, self.n = echoes, 1
         self.asked, self.tokenizer, self.prompt, self.form, self.watch = asked, tokenizer, prompt, form, watch
-        self.replies: Replies | ResponseReplies = (
-            ResponseReplies(asked, model) if isinstance(asked, ResponsesRequest) else Replies(asked, model, tokenizer)
-        )
+        self.replies = replies_to(asked, model, tokenizer, prompt)
 
     async def respond(self, request: Request, context: Any, n: int) -> Response:
         """The HTTP response with the answers of ``context`` (:meth:`Service.answers`), ``n`` to each prompt."""
         self.n = n
-        answers = await entered(context)
+        answers = await entered(context, self.asked.NAMES.get("max_completion_tokens", "max_tokens"))
         if self.asked.stream:
             return EventStream(self._stream(answers), context)
         writing, leaving = asyncio.ensure_future(self._collect(answers)), asyncio.ensure_future(left(request))
@@ -182,6 +181,15 @@ class Answering:
         yield self.replies.last
 
 
+def replies_to(
+    asked: SamplingRequest, model: str, tokenizer: Tokenizer, prompt: int
+) -> Replies | ResponseReplies | MessageReplies:
+    """What writes the answers in the interface that was asked by."""
+    if isinstance(asked, ResponsesRequest):
+        return ResponseReplies(asked, model)
+    return MessageReplies(model, prompt) if isinstance(asked, MessagesRequest) else Replies(asked, model, tokenizer)
+
+
 class EventStream(StreamingResponse):
     """A stream of server-sent events. When the client goes away, even before the first, ``context`` is left."""
 
@@ -196,10 +204,12 @@ class EventStream(StreamingResponse):
             await self.context.__aexit__(None, None, None)
 
 
-async def entered(context: Any) -> Answers:
-    """Enter ``context``; raises :class:`Refusal` for what cannot be written."""
+async def entered(context: Any, field: str) -> Answers:
+    """Enter ``context``; raises :class:`Refusal` for what cannot be written, such as more than the cache holds."""
     try:
         answers: Answers = await context.__aenter__()
+    except UsageError as error:
+        raise Refusal(400, f"{field}: {error}", param=field) from None
     except WeftError as error:
         raise refusal_of(error) from None
     return answers

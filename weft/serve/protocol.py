@@ -123,6 +123,7 @@ class Modelled(RequestFields):
     """
 
     NAMES: ClassVar[dict[str, str]] = {}
+    PROMPT: ClassVar[str] = "prompt"  # the field that is read
     IDLE: ClassVar[dict[str, Any]] = {}
 
     model: str | None = None
@@ -138,7 +139,7 @@ class SamplingRequest(Modelled):
 
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)
+    top_k: int = Field(0, ge=-1, lt=2**31)
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0.01, le=100)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
@@ -265,6 +266,8 @@ def _name_of(tool: Any) -> str:
 
 class Conversing(Modelled):
     """What requests say of a conversation and of how the chat template writes it; names are OpenAI's and vLLM's."""
+
+    PROMPT: ClassVar[str] = "messages"
 
     messages: Annotated[list[Any], Field(min_length=1)]
     add_generation_prompt: bool | None = None

@@ -26,6 +26,7 @@ class Answer(NamedTuple):
     finish: str  # why it ended, or "" if it goes on
     thought: str = ""  # the reasoning before the text
     echo: Sequence[TokenEvent] = ()  # the prompt's tokens, if the text begins with them
+    stop: str | None = None  # the stop string that has ended it
 
     def joined(self, new: "Answer") -> "Answer":
         """This answer with what is new of it."""
@@ -33,7 +34,7 @@ class Answer(NamedTuple):
         events += new.events
         calls += new.calls
         return Answer(
-            self.text + new.text, events, calls, new.finish, self.thought + new.thought, self.echo or new.echo
+            self.text + new.text, events, calls, new.finish, self.thought + new.thought, self.echo or new.echo, new.stop
         )
 
 
@@ -78,7 +79,7 @@ class Replies:
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         """All of the answers."""
         choices = []
-        for index, (text, events, calls, finish, thought, echo) in enumerate(answers):
+        for index, (text, events, calls, finish, thought, echo, _) in enumerate(answers):
             message: dict[str, Any] = {"role": "assistant", "content": text}
             if thought:
                 message["reasoning_content"] = thought

@@ -1,4 +1,4 @@
-"""``weft serve``: a model over HTTP, with OpenAI's interface."""
+"""``weft serve``: a model over HTTP, with the interfaces of OpenAI and Anthropic."""
 
 import asyncio
 import hmac
@@ -17,8 +17,10 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from weft.data.tokenizer import Tokenizer
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
+from weft.generate.engine import check_prompt
 from weft.serve.answering import PLAIN, AnswerForm, Answering, refusal_of
+from weft.serve.anthropic import CountRequest, MessagesRequest, error_of
 from weft.serve.embeddings import LONGEST, embed, encoded
 from weft.serve.gate import Gate, GateRules, is_json
 from weft.serve.lengths import PIECE, TokenLimit, TooManyTokens, check_tree
@@ -49,6 +51,9 @@ LARGEST, ALL = 8 * 2**20, 64 * 2**20
 
 #: Seconds within which a request must have arrived completely.
 PATIENCE = 60
+
+#: Where Anthropic's interface begins.
+MESSAGES = "/v1/messages"
 
 PAGE = Path(__file__).with_name("page.html")
 
@@ -93,6 +98,8 @@ class Server:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/responses", self.responses, methods=["POST"]),
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+            Route(MESSAGES, self.messages, methods=["POST"]),
+            Route(f"{MESSAGES}/count_tokens", self.count_tokens, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
@@ -175,7 +182,7 @@ class Server:
     async def completions(self, request: Request) -> Response:
         asked = await self._question(request, CompletionRequest)
         if asked.stream and asked.best_of is not None:
-            raise Refusal(400, "best_of cannot be streamed; leave out one of them", param="best_of")
+            raise refused_for(asked, "best_of", "best_of cannot be streamed; leave out one of them")
         n = max(asked.n, asked.best_of or 0)
         prompts = await self._texts("prompt", asked.prompt, self.limit)
         return await self._answer(request, asked, prompts, 16, n, asked.language, echo=asked.echo)
@@ -185,6 +192,14 @@ class Server:
 
     async def responses(self, request: Request) -> Response:
         return await self._talk(request, await self._question(request, ResponsesRequest))
+
+    async def messages(self, request: Request) -> Response:
+        return await self._talk(request, await self._question(request, MessagesRequest))
+
+    async def count_tokens(self, request: Request) -> Response:
+        asked = await self._question(request, CountRequest)
+        tools = [tool.model_dump(exclude_none=True) for tool in asked.offered]
+        return JSONResponse({"input_tokens": len((await self._conversation(request, asked, tools)).ids)})
 
     async def _talk(self, request: Request, asked: ChatRequest) -> Response:
         tools = [tool.model_dump(exclude_none=True) for tool in asked.offered]
@@ -207,7 +222,7 @@ class Server:
         except TooManyTokens as error:
             raise error.refusal(field) from None
         except WeftError as error:
-            raise Refusal(400, f"{field}: {error}", param=field) from None
+            raise refused_for(asked, asked.PROMPT, str(error)) from None
 
     async def _texts(self, field: str, texts: Texts, limit: TokenLimit | None) -> list[list[int]]:
         try:
@@ -239,11 +254,11 @@ class Server:
         """Each text is computed alone, so that steps of answers can go on between them."""
         asked = await self._question(request, EmbeddingRequest)
         if asked.model in self.adapters:
-            raise Refusal(400, f"vectors are those of {self.name!r}; adapters make none", param="model")
+            raise refused_for(asked, "model", f"vectors are those of {self.name!r}; adapters make none")
         engine, data = self.service.engine, list[dict[str, Any]]()
         if asked.dimensions and asked.dimensions > engine.model.shape.embed:
             said = f"a vector has {engine.model.shape.embed} numbers, not {asked.dimensions}"
-            raise Refusal(400, f"dimensions: {said}", param="dimensions")
+            raise refused_for(asked, "dimensions", said)
         limit = (
             TokenLimit(LONGEST, "a vector's limit") if self.context is None or self.context > LONGEST else self.limit
         )
@@ -254,7 +269,10 @@ class Server:
             async with self.embedding:
                 if await request.is_disconnected():
                     raise ClientDisconnect
-                vector = await self.service.call(partial(embed, engine, ids, asked.pooling, asked.dimensions))
+                try:
+                    vector = await self.service.call(partial(embed, engine, ids, asked.pooling, asked.dimensions))
+                except UsageError as error:
+                    raise refused_for(asked, "input", str(error)) from None
             data.append(
                 {"object": "embedding", "index": index, "embedding": encoded(vector, asked.encoding_format == "base64")}
             )
@@ -272,7 +290,7 @@ class Server:
     async def detokenize(self, request: Request) -> Response:
         asked = await self._question(request, Tokenized)
         if any(i >= self.tokenizer.vocab for i in asked.tokens):
-            raise Refusal(400, f"ids are below {self.tokenizer.vocab}", param="tokens")
+            raise refused_for(asked, "tokens", f"ids are below {self.tokenizer.vocab}")
         return JSONResponse({"prompt": await self.prompts.decode(asked.tokens)})
 
     def _tenant(self, request: Request) -> str:
@@ -280,7 +298,8 @@ class Server:
         if not self.keys:
             return ""
         scheme, _, given = request.headers.get("authorization", "").strip().partition(" ")
-        sent = given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+        bearer = given.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        sent = bearer.encode("latin-1")
         found = [number for number, key in enumerate(self.keys) if hmac.compare_digest(key.encode(), sent)]
         if not found:
             raise Refusal(401, "no valid API key; send the header Authorization: Bearer KEY", "invalid_api_key")
@@ -315,6 +334,20 @@ class Server:
             raise Refusal(404, f"there is no model {asked.model!r} here, but {self.name!r}", "model_not_found", "model")
         return asked
 
+    def _check(self, asked: SamplingRequest, prompts: Sequence[Sequence[int]], n: int) -> None:
+        """Refuse what the engine would refuse, with the name of the field."""
+        model, most = self.service.engine.model, self.service.most
+        if any(not 0 <= i < model.shape.vocab for i in asked.logit_bias):
+            said = f"a bias is for an id that the model does not have; it has {model.shape.vocab}"
+            raise refused_for(asked, "logit_bias", said)
+        if len(prompts) * n > most:
+            raise refused_for(asked, "n", f"{len(prompts) * n} answers are asked for at once; the most is {most}")
+        for ids in prompts:
+            try:
+                check_prompt(model, ids)
+            except UsageError as error:
+                raise refused_for(asked, asked.PROMPT, str(error)) from None
+
     async def _answer(
         self, request: Request, asked: SamplingRequest, prompts: Sequence[Sequence[int]], default: int, n: int,
         language: Language | None, form: AnswerForm = PLAIN,
@@ -324,6 +357,7 @@ class Server:
 
         ``echo``: answers begin with their prompts.
         """
+        self._check(asked, prompts, n)
         prompt = sum(map(len, prompts))
         watch = AnswerTimer(self.metrics, prompt, request.scope["began"])
         stops = [*([] if asked.ignore_eos else self.tokenizer.stops), *asked.stop_token_ids]
@@ -331,8 +365,7 @@ class Server:
         try:
             grammar = None if language is None else await self.prompts.grammar(language)
         except WeftError as error:
-            field = asked.form_field if asked.language else "tools"
-            raise Refusal(400, f"{field}: {error}", param=field) from None
+            raise refused_for(asked, asked.form_field if asked.language else "tools", str(error)) from None
         adapter = asked.model if asked.model in self.adapters else ""
         scored = echo and asked.top is not None
         field = "prompt" if isinstance(asked, CompletionRequest) else asked.NAMES.get("messages", "messages")
@@ -358,17 +391,28 @@ class Server:
         return await answering.respond(request, self.service.answers(wishes), n)
 
 
+def refused_for(asked: Modelled, field: str, why: str) -> Refusal:
+    """A refusal that names ``field`` as the client does."""
+    name = asked.NAMES.get(field, field)
+    return Refusal(400, f"{name}: {why}", param=name)
+
+
 async def refused(request: Request, error: Exception) -> Response:
     """Answer with an error; of an unexpected one the server also writes down the traceback."""
     refusal = refusal_of(error)
     headers = {"retry-after": "1"} if refusal.status == 429 else {}
-    return JSONResponse(refusal.body, refusal.status, headers)
+    return JSONResponse(body_of(request, refusal), refusal.status, headers)
+
+
+def body_of(request: Request, refusal: Refusal) -> dict[str, Any]:
+    """A refusal in the shape of the interface that was asked."""
+    return error_of(refusal) if request.url.path.startswith(MESSAGES) else refusal.body
 
 
 async def no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     said = f"{request.method} {request.url.path}: {error.detail}"
-    return JSONResponse(Refusal(error.status_code, said).body, error.status_code, error.headers)
+    return JSONResponse(body_of(request, Refusal(error.status_code, said)), error.status_code, error.headers)
 
 
 async def client_gone(request: Request, error: Exception) -> Response:

@@ -1,0 +1,219 @@
+"""``POST /v1/messages``: the interface of Anthropic. A question is one of a chat; answers and streams are of blocks."""
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from weft.serve.messages import arguments_of, text_of
+from weft.serve.protocol import ChatRequest, Refusal, Schema, shown
+from weft.serve.replies import Answer, Usage, call_fields
+
+#: Kinds of errors by status; others are the client's own.
+KINDS = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 500: "api_error", 503: "overloaded_error",
+}  # fmt: skip
+
+#: Why an answer ended.
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+_MODES = {"auto": "auto", "any": "required", "none": "none"}
+_MOVED = ("system", "messages", "max_tokens", "stop_sequences", "tools", "tool_choice", "thinking", "output_config")
+
+
+class MessagesRequest(ChatRequest):
+    """The chat that a question asks for."""
+
+    NAMES: ClassVar[dict[str, str]] = {
+        "max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config.format",
+        "chat_template_kwargs": "thinking",
+    }  # fmt: skip
+    IDLE: ClassVar[dict[str, Any]] = {"mcp_servers": [], "fallbacks": []}
+
+    @classmethod
+    def prepared(cls, given: Schema) -> Schema:
+        if given.get("max_tokens") is None:
+            raise ValueError("max_tokens: it is missing")
+        return as_chat(given)
+
+
+class CountRequest(MessagesRequest):
+    """``POST /v1/messages/count_tokens``: a question that is only counted."""
+
+    @classmethod
+    def prepared(cls, given: Schema) -> Schema:
+        return as_chat(given)
+
+
+def as_chat(asked: Schema) -> Schema:
+    """The fields of a chat that asks the same. Raises ValueError, with the field's name before a colon."""
+    chat = {key: value for key, value in asked.items() if key not in (*_MOVED, "cache_control", "inference_geo")}
+    messages = list(_messages(asked))
+    chat |= {"messages": messages, "max_completion_tokens": asked.get("max_tokens")}
+    chat |= {"stop": asked.get("stop_sequences"), "tools": [_tool(tool) for tool in _list(asked, "tools")]}
+    last = messages[-1]
+    chat["continue_final_message"] = last["role"] == "assistant" and not last.get("tool_calls")
+    if choice := _object(asked, "tool_choice"):
+        chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
+        if choice.get("type") != "tool" and choice.get("type") not in _MODES:
+            raise ValueError(f"tool_choice: give auto, any, tool or none as its type, not {shown(choice.get('type'))}")
+        named = {"type": "function", "name": choice.get("name")}
+        chat["tool_choice"] = named if choice["type"] == "tool" else _MODES[choice["type"]]
+    if thinking := _object(asked, "thinking"):
+        chat["chat_template_kwargs"] = {"enable_thinking": thinking.get("type") != "disabled"}
+    if config := _object(asked, "output_config"):
+        chat["reasoning_effort"] = config.get("effort")
+        form = _object(config, "format", "output_config.format")
+        if form and (form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict)):
+            raise ValueError("output_config: a format has the type json_schema, and a schema")
+        if form:
+            named_schema = {"name": "output", "schema": form["schema"]}
+            chat["response_format"] = {"type": "json_schema", "json_schema": named_schema}
+    return chat
+
+
+def _object(given: Schema, name: str, path: str = "") -> Schema:
+    value = given.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{path or name}: give an object, not {shown(value)}")
+    return value or {}
+
+
+def _list(given: Schema, name: str) -> list[Any]:
+    value = given.get(name)
+    if value is not None and not isinstance(value, list):
+        raise ValueError(f"{name}: give a list, not {shown(value)}")
+    return value or []
+
+
+def _tool(tool: Any) -> Schema:
+    """A tool as chats have it; those that the server itself would have to run are refused."""
+    if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
+        raise ValueError(f"tools: only tools with a name and an input_schema are possible here, not {shown(tool)}")
+    function = {key: tool[key] for key in ("name", "description", "strict") if key in tool}
+    return {"type": "function", "function": function | {"parameters": tool.get("input_schema")}}
+
+
+def _messages(asked: Schema) -> Iterator[Schema]:
+    """The messages of a chat."""
+    if asked.get("system"):
+        yield {"role": "system", "content": text_of(asked["system"], "system: it")}
+    messages = _list(asked, "messages")
+    if not messages:
+        raise ValueError("messages: give at least one")
+    for number, message in enumerate(messages):
+        name = f"messages: its item {number}"
+        if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
+            raise ValueError(f"{name} is {shown(message)}; give the role user or assistant, and content")
+        content = message.get("content")
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+            raise ValueError(f"{name} has {shown(content)} as 'content'; give a text, or blocks")
+        yield from _spoken(message["role"], blocks, name)
+
+
+def _spoken(role: str, blocks: Sequence[Schema], name: str) -> Iterator[Schema]:
+    """One message's ``blocks`` as messages: results of tools stand by themselves, before what else the user says."""
+    texts, calls, thoughts, results = list[str](), list[Schema](), list[str](), 0
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "tool_result":
+            results += 1
+            said = text_of(block.get("content"), name)
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said}
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": block.get("name"), "arguments": block.get("input")}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(str(block.get("thinking") or ""))
+        elif kind != "redacted_thinking":
+            texts.append(text_of([block], name))
+    if texts or not results:
+        spoken: Schema = {"role": role, "content": "".join(texts)}
+        spoken |= {"tool_calls": calls} if calls else {}
+        yield spoken | ({"reasoning_content": "".join(thoughts)} if any(thoughts) else {})
+
+
+def error_of(refusal: Refusal) -> Schema:
+    """A refusal as clients of this interface read it."""
+    kind = KINDS.get(refusal.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": refusal.body["error"]["message"]}}
+
+
+class MessageReplies:
+    """The JSON of one answer, whole, or event by event. ``prompt``: tokens of the question."""
+
+    last = ""
+
+    def __init__(self, model: str, prompt: int) -> None:
+        self.content: list[Schema] = []  # blocks, of which the last one may go on
+        self.message: Schema = {
+            "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model,
+            "content": self.content, "stop_reason": None, "stop_sequence": None,
+            "usage": {"input_tokens": prompt, "output_tokens": 0},
+        }  # fmt: skip
+
+    def begun(self) -> Iterator[Schema]:
+        yield {"type": "message_start", "message": self.message | {"content": []}}
+
+    def chunks(self, index: int, new: Answer, first: bool) -> Iterator[Schema]:
+        """What is new of the answer."""
+        if new.thought:
+            yield from self._write("thinking", "thinking_delta", "thinking", new.thought, {"signature": ""})
+        if new.text:
+            yield from self._write("text", "text_delta", "text", new.text, {})
+        for piece in new.calls:
+            if piece.name is not None:
+                yield from self._end()
+                name = {"id": call_fields(piece)["id"].replace("call_", "toolu_"), "name": piece.name}
+                self.content.append({"type": "tool_use", **name, "input": ""})
+                yield self._of_block("start", content_block={"type": "tool_use", **name, "input": {}})
+            self.content[-1]["input"] += piece.arguments
+            yield self._delta("input_json_delta", "partial_json", piece.arguments)
+        if new.finish:
+            self.message["stop_reason"] = "stop_sequence" if new.stop else REASONS[new.finish]
+            self.message["stop_sequence"] = new.stop or None
+            yield from self._end()
+
+    def _write(self, kind: str, delta: str, key: str, text: str, about: Mapping[str, Any]) -> Iterator[Schema]:
+        """More of a block of text, which begins if the last one is of another kind."""
+        if not self.content or self.content[-1]["type"] != kind:
+            yield from self._end()
+            self.content.append({"type": kind, key: "", **about})
+            yield self._of_block("start", content_block=dict(self.content[-1]))
+        self.content[-1][key] += text
+        yield self._delta(delta, key, text)
+
+    def _end(self) -> Iterator[Schema]:
+        """The last block, if there is one, has ended."""
+        if not self.content:
+            return
+        block = self.content[-1]
+        if block["type"] == "tool_use":
+            given = arguments_of(block["input"])
+            block["input"] = given if isinstance(given, dict) else {"arguments": given}
+        yield self._of_block("stop")
+
+    def _delta(self, kind: str, key: str, text: str) -> Schema:
+        return self._of_block("delta", delta={"type": kind, key: text})
+
+    def _of_block(self, kind: str, **about: Any) -> Schema:
+        return {"type": f"content_block_{kind}", "index": len(self.content) - 1, **about}
+
+    def ended(self, usage: Usage) -> Iterator[Schema]:
+        hits = usage["prompt_tokens_details"]["cached_tokens"]
+        self.message["usage"] = {
+            "input_tokens": usage["prompt_tokens"] - hits, "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": hits, "output_tokens": usage["completion_tokens"],
+        }  # fmt: skip
+        delta = {key: self.message[key] for key in ("stop_reason", "stop_sequence")}
+        yield {"type": "message_delta", "delta": delta, "usage": self.message["usage"]}
+        yield {"type": "message_stop"}
+
+    def failed(self, refusal: Refusal) -> Schema:
+        return error_of(refusal)
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> Schema:
+        for _ in (*self.chunks(0, answers[0], True), *self.ended(usage)):
+            pass
+        return self.message
