@@ -1025,6 +1025,9 @@ def load_recipe(
     if origin is not None:
         tree["model"] = {"from": origin}
         tree["data"] = {key: value for key, value in tree.get("data", {}).items() if key != "tokenizer"}
+    set_keys = {item.partition("=")[0].strip() for item in overrides}
+    if "data.path" in set_keys and "data.sources" not in set_keys and isinstance(tree.get("data"), dict):
+        tree["data"].pop("sources", None)  # a path of the user's own is read instead of what the recipe names
     for item in overrides:
         _override(tree, item)
     if layout is not None:

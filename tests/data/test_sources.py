@@ -25,7 +25,7 @@ from weft.data.files import files, selection
 from weft.data.loader import open_data
 from weft.data.report import SourceReport
 from weft.errors import UsageError, WeftError
-from weft.recipe import Data, Source, build_recipe
+from weft.recipe import Data, Source, build_recipe, load_recipe
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] + ':' + m.content + eos_token }}{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}a:{% endif %}"
@@ -397,6 +397,11 @@ def test_the_first_records_are_checked_before_anything_else(tmp_path: Path) -> N
         ("none.jsonl", "chat", "no .jsonl"),
         ("good.jsonl", "jsonl", "no field 'text'"),
         ("none.bin", "tokens", "no .bin file"),
+        ("good.jsonl", "parquet", "kind = 'parquet' does not read; set data.kind = 'chat'"),
+        ("good.jsonl", "huggingface", "set data.kind = 'chat'"),
+        ("wrapped.json", "tokens", "set data.kind = 'chat'"),
+        ("good.jsonl", "preference", "it is one conversation, and no pair of answers; set data.kind = 'chat'"),
+        ("cut.txt", "chat", "cut.txt:1: not valid JSON .*; kind = 'text' reads plain text"),
         ("wide.jsonl", "chat", "wide.jsonl as chat: not UTF-8; it is UTF-16; save it as UTF-8"),
         ("wide.csv", "chat", "it is UTF-16"),
         ("wide.txt", "text", "it is UTF-16"),
@@ -407,7 +412,10 @@ def test_the_first_records_are_checked_before_anything_else(tmp_path: Path) -> N
 
 
 def test_a_path_is_read_by_its_own_form(tmp_path: Path) -> None:
-    """A recipe of docstrings is given the user's path and nothing else."""
+    """A recipe of docstrings, or of the standard library, is given the user's path and nothing else."""
+    data = load_recipe("quickstart", ["data.path=talks.jsonl", "data.kind=chat"]).data
+    assert data.sources == (Source(kind="chat", path="talks.jsonl"),) and data.tokenizer == "train:1024"
+    assert load_recipe("finetune", ["data.path=talks.jsonl"]).data.sources[0].path == "talks.jsonl"
     file = jsonl(tmp_path / "talks.jsonl", [TALK])
     assert words(source(file, form="docstrings")) == [["q", "a"]]
     assert words(source(tmp_path, form="docstrings")) == [["q", "a"]]

@@ -76,8 +76,8 @@ def _plugin_fingerprint(source: Source) -> str:
 def _text(file: Path, source: Source, report: SourceReport) -> Iterator[str]:
     with opened(file) as stream:
         text = stream.read()
-    # A few modules of the standard library declare another encoding.
-    yield text.decode(errors="replace" if source.kind == "stdlib" else "strict")
+    # A few modules of Python declare another encoding.
+    yield text.decode(errors="replace" if source.kind == "stdlib" and file.suffix == ".py" else "strict")
 
 
 def _jsonl(file: Path, source: Source, report: SourceReport) -> Iterator[str]:

@@ -8,7 +8,7 @@ from weft.data.apart import validation_source
 from weft.data.chat.samples import samples
 from weft.data.corpora import documents
 from weft.data.files import files, format_of
-from weft.data.kinds import documents_of
+from weft.data.kinds import check_kind, documents_of
 from weft.data.reading import opened, reading
 from weft.errors import WeftError
 from weft.recipe import SOURCES, Data, Source
@@ -29,6 +29,7 @@ def check_sources(data: Data) -> None:
 
 
 def _check(source: Source) -> None:
+    check_kind(source)
     plain, chats = source.kind in ("text", "stdlib"), source.kind in ("chat", "preference")
     if source.kind == "huggingface":
         first: list[object] = [*islice(documents(source), FIRST)]

@@ -142,8 +142,10 @@ def _lines(stream: IO[bytes], file: Path, wrong: Callable[[WeftError], None] | N
         try:
             record = _parsed(line, f"{file}:{number}")
         except WeftError as error:
+            if number == 1 and format_of(file) not in (*_LINES, ".json"):
+                error = WeftError(f"{error}; kind = 'text' reads plain text")
             if wrong is None:
-                raise
+                raise error from None
             wrong(error)
         else:
             yield number, record

@@ -43,6 +43,16 @@ def documents_of(source: Source) -> Selection:
     return Selection([file for file in chosen.read if file not in set(tables)], sorted({*chosen.left, *tables}))
 
 
+def check_kind(source: Source) -> None:
+    """Raise :class:`UsageError` with the right kind for a file of records that a source's kind does not read."""
+    readable = {"parquet": ".parquet", "huggingface": "", "tokens": ".bin"}.get(source.kind)
+    file = Path(source.path or "").expanduser()
+    if readable is None or not file.is_file() or format_of(file) not in (*TABLES, ".json"):
+        return
+    if format_of(file) != readable:
+        raise UsageError(f"{file} holds records, which kind = {source.kind!r} does not read; set {right_kind(file)}")
+
+
 def right_kind(file: Path) -> str:
     """The settings of ``[data]`` that read a file of records."""
     from weft.data.chat.forms import read_record

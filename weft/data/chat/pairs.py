@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from weft.data.chat.conversation import Conversation, as_messages, conversation
 from weft.data.chat.fields import Fields, messages_of, tools_of, weight_of_record, with_system
+from weft.data.chat.forms import form_of
 from weft.data.chat.masks import HIDDEN, LEARNED
 from weft.data.chat.turns import ConversationError, from_text, role_of
 
@@ -34,6 +35,10 @@ def read_pair(record: Any) -> AnswerPair:
         raise ConversationError(f"expected a JSON object, got {type(record).__name__}")
     fields = Fields(record)
     if lacking := [key for key in ("chosen", "rejected") if not fields.has(key)]:
+        if len(lacking) == 2 and form_of(fields):
+            raise ConversationError(
+                "it is one conversation, and no pair of answers; set data.kind = 'chat' and leave out loss.kind"
+            )
         raise ConversationError(
             f"no {lacking[0]!r}; a pair of answers has 'chosen', 'rejected' and perhaps 'prompt': name yours by "
             f'data.columns = {{ NAME = "{lacking[0]}" }}'
