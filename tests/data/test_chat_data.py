@@ -458,6 +458,10 @@ def test_reasoning_of_earlier_turns_is_learned_in_samples_of_their_own(tmp_path:
         ["two<|im_end|>", "<think>\nso\n</think>\n\nthree<|im_end|>"],
         ["four<|im_end|>", "<think>\nhm\n</think>\n\nfive<|im_end|>"],
     ]
+    inside = [m | {"content": f"<think>{m.pop('reasoning_content')}</think>{m['content']}"} if len(m) > 2 else m
+              for talk in talks for m in talk]  # fmt: skip
+    talks = [inside[:6], inside[6:]]  # reasoning within the content is the same
+    assert "leaves out reasoning" in read()[2][0] and read(reasoning="split")[1:] == (pieces, [])
 
 
 def test_samples_of_one_record_are_on_one_side(tmp_path: Path) -> None:

@@ -260,3 +260,48 @@ def test_masks_are_those_of_transformers(base: Tokenizer, tmp_path: Path, name: 
             encoded = encoder.encode(conversation(talk))
             assert encoded.ids.tolist() == given["input_ids"]
             assert (encoded.weights > 0).tolist() == mask
+
+
+#: As gpt-oss's: the header of a tool's answer repeats the name of the tool, and a prompt ends within a header.
+REPEATS = """\
+{%- set last = namespace(name='') %}
+{%- for m in messages %}
+    {%- if m.tool_calls %}
+        {%- set last.name = m.tool_calls[0].function.name %}
+        {{- '<|im_start|>assistant to=' + last.name + '\n' }}
+        {{- m.tool_calls[0].function.arguments | tojson + '<|im_end|>' }}
+    {%- elif m.role == 'tool' %}{{- '<|im_start|>' + last.name + '\n' + m.content + '<|im_end|>' }}
+    {%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant' }}{%- endif %}
+"""
+#: As DeepSeek R1's: a call after the answer to another one has no header, though a prompt there has.
+HEADLESS = """\
+{%- for m in messages %}
+    {%- if m.tool_calls %}
+        {{- '<|im_start|>assistant\n' if messages[loop.index0 - 1].role != 'tool' else '\nthen ' }}
+        {{- m.tool_calls[0].function.name + ' ' + m.tool_calls[0].function.arguments | tojson + '<|im_end|>' }}
+    {%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+
+
+@pytest.mark.parametrize(
+    ("template", "right"),
+    [
+        (REPEATS, [' to=sky\n{"n": 2}<|im_end|>', " to=sky\n{}<|im_end|>", "\ndry<|im_end|>"]),
+        (HEADLESS, ['sky {"n": 2}<|im_end|>', "\nthen sky {}<|im_end|>", "dry<|im_end|>"]),
+    ],
+)
+def test_turns_without_words_or_headers_are_found(base: Tokenizer, template: str, right: list[str]) -> None:
+    tokenizer = replace(base, ends=(base.specials["<|im_end|>"],))
+
+    def call(arguments: Any) -> Message:
+        return {"role": "assistant", "tool_calls": [{"function": {"name": "sky", "arguments": arguments}}]}
+
+    talk = [{"role": "user", "content": "q"}, call({"n": 2}), {"role": "tool", "content": "21"}, call({}),
+            {"role": "tool", "content": "no"}, {"role": "assistant", "content": "dry"}]  # fmt: skip
+    assert learned_runs(ChatEncoder(ChatTemplate(template, tokenizer)).encode(conversation(talk))) == right

@@ -26,6 +26,15 @@ class Edges:
         self._openings: dict[tuple[str, str], int] = {}
         self._closings: dict[str, str] = {}
 
+    def words(self, i: int) -> list[int]:
+        """Where words of message ``i`` begin and end in its turn; what answers a call may repeat the tool's name."""
+        words = self.followed.words(i)
+        if not words or not self.followed.talk.messages[i].get("tool_calls"):
+            return words
+        alone = self.followed.up_to(i + 1)
+        groups = alone.groups(i) if alone is not None else []
+        return words[: len(groups[-1])] if groups else words
+
     def start(self, i: int, words: list[int]) -> int | None:
         """Where the assistant's message ``i`` begins: after what a prompt for it ends with; None if it is not certain.
 
@@ -36,6 +45,8 @@ class Edges:
         if known is not None and known in self._openings:
             return place + self._openings[known]
         start = self._after_prompt(i, limit)
+        if (start is None or start > limit) and self._only_calls(i):
+            start = self._after_last(i, limit)
         if start is None or start > limit:
             start = words[0] if words else None
         if known is not None and start is not None and start >= place:
@@ -48,6 +59,19 @@ class Edges:
         if not ends:
             return None, 0
         return (self.followed.talk.messages[i - 1]["role"], self.text[ends[-1] : limit]), ends[-1]
+
+    def _only_calls(self, i: int) -> bool:
+        """Whether nothing but calls is marked of a message, before whose arguments its turn has more."""
+        return {part for number, part in self.followed.parts if number == i} <= {"arguments", "name"}
+
+    def _after_last(self, i: int, limit: int) -> int | None:
+        """Where the messages before ``i`` end, as far as they end so without it."""
+        before = self.followed.up_to(i)
+        if before is None:
+            return None
+        anchor = self.followed.anchor(before, i, limit)
+        alike = _alike(before.text[anchor.other :], self.text[anchor.text :])
+        return anchor.text + alike if alike else None
 
     def _after_prompt(self, i: int, limit: int) -> int | None:
         """Where what the template writes before message ``i`` ends, by the prompt for it and by a plain turn."""

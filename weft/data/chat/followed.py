@@ -1,5 +1,6 @@
 """A conversation's text with the words of its messages followed through the template, by marks."""
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,13 +59,15 @@ class Followed:
 
     def left_out(self) -> list[tuple[int, str]]:
         """Number and part of every message whose words the template does not write."""
-        written = {(message, part) for message, _, part in self.shown.words}
+        written = Counter((message, part) for message, _, part in self.shown.words)
         missing = []
         for number, message in enumerate(self.talk.messages):
             for part in parts_with_words(message):
-                followed = (number, part) in self.parts
-                if not (((number, part) in written) if followed else _stands(message, part, self.shown.text)):
+                marks = written[number, part] if (number, part) in self.parts else -1
+                if marks == 0 or (marks < 0 and not _stands(message, part, self.shown.text)):
                     missing.append((number, part))
+                elif part == "content" and marks % 2:  # one end of it was cut off
+                    missing += [(number, lost) for lost in _cut_off(message["content"], self.shown.text)]
         return missing
 
 
@@ -107,3 +110,14 @@ def _stands(message: Message, part: str, text: str) -> bool:
     words = content if isinstance(content, str) else "\n".join(one["text"] for one in content or ())
     lines = [line.strip() for line in words.splitlines() if line.strip()]
     return part != "content" or any(line in text for line in lines)
+
+
+def _cut_off(content: object, text: str) -> list[str]:
+    """The parts of which words are missing in ``text``, of a content that a template has cut."""
+    if not isinstance(content, str) or content.strip() in text:
+        return []
+    before, thought, _ = content.partition("</think>")
+    reasoning = before.rpartition("<think>")[2].strip()
+    if not thought:
+        return ["content"]
+    return ["reasoning"] if reasoning and reasoning not in text else []

@@ -52,7 +52,7 @@ def learned_spans(
 def _turn(edges: Edges, i: int, last: int) -> tuple[int, int] | None:
     """Where the turn of message ``i`` begins, not before ``last``, and where it ends; None if it is left out."""
     followed = edges.followed
-    message, words = followed.talk.messages[i], followed.words(i)
+    message, words = followed.talk.messages[i], edges.words(i)
     unmarked = [part for part in parts_with_words(message) if (i, part) not in followed.parts and part != "name"]
     if not words and unmarked:
         raise TemplateError(
