@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from weft.checkpoint.convert.gguf_write import export_gguf
 from weft.checkpoint.convert.peft import write_adapter
 from weft.checkpoint.hub import local_path
 from weft.checkpoint.load import StoredCheckpoint
@@ -13,7 +14,7 @@ from weft.checkpoint.s3 import Where
 from weft.checkpoint.store import learned_length, load_newest, stored_files
 from weft.checkpoint.weights import AVERAGE, base_name, is_foreign, of_checkpoint, open_pretrained, stored_name
 from weft.data.tokenizer import Tokenizer, tokenizer_from_files
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
 from weft.memory.experts import RestingExperts
 from weft.models.adapters import base_of, merged_parameters
@@ -81,12 +82,13 @@ def tokenizer_of(files: dict[str, bytes], where: Where) -> Tokenizer:
 
 def export_model(
     checkpoint: str, out: Path, warn: Callable[[str], None], merge: bool = False, ema: bool = False,
-    dtype: str | None = None,
-) -> None:  # fmt: skip
+    dtype: str | None = None, form: str = "hf",
+) -> Path:  # fmt: skip
     """Write the model under Hugging Face names, with its tokenizer and chat template, into the new folder ``out``.
 
     Of a model with an adapter that alone, as PEFT has it; with ``merge`` the model with the adapter merged into it.
     ``ema``: see :func:`open_model`. ``dtype``: of the weights; None is that of the model that the run started from.
+    ``form`` is ``hf``, or ``gguf``: one file, with adapters merged. Returns the folder or file.
     """
     if out.exists():
         raise WeftError(f"--out {out} exists already; choose another folder")
@@ -95,6 +97,12 @@ def export_model(
         raise WeftError(f"{checkpoint} is of a plugin's model ({model.shape.kind}), which no other program knows")
     if merge and model.shape.adapter is None:
         raise WeftError(f"{checkpoint} has no adapter; leave out --merge")
+    if form == "gguf":
+        if model.shape.adapter is not None and not merge:
+            raise UsageError(f"{checkpoint} has an adapter, and GGUF is written of whole models; give --merge")
+        kind = dtype or str(exported_dtype(None, files) or torch.float32).removeprefix("torch.")
+        values = merged_parameters(model)
+        return export_gguf(values.__getitem__, base_of(model.shape), out, kind, files, length)
     if merge or model.shape.adapter is None:
         export(merged_parameters(model), base_of(model.shape), out, exported_dtype(dtype, files), files, length)
     elif dtype is not None:
@@ -102,3 +110,4 @@ def export_model(
                         "or give --merge")  # fmt: skip
     else:
         write_adapter(dict(model.named_parameters()), model.shape, base_name(checkpoint), out, files)
+    return out

@@ -23,7 +23,7 @@ def convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help=_source)],
     out: Annotated[str, _out],
     kind: Annotated[str | None, _from] = None,
-    to: Annotated[str, typer.Option(help="weft, hf or dcp.")] = "weft",
+    to: Annotated[str, typer.Option(help="weft, hf, dcp or gguf.")] = "weft",
     config: Annotated[Path | None, _config] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 weights; else as stored.")] = None,
     optimizer: Annotated[bool, typer.Option(help="Take optimizer state along.")] = True,

@@ -14,12 +14,13 @@ _keep = "Keep only this many experts of each layer, those chosen most."
 _place = "Order the experts for this many ranks, so that most tokens stay on one rank."
 _level = "With --place: weight of equal loads against tokens that stay on a rank."
 
-_dtype = "float32, bfloat16 or float16 weights; else as those that the run started from."
+_dtype = "float32, bfloat16 or float16 weights, with --format gguf also q8_0; else as those that the run started from."
+_format = "hf: a Hugging Face folder; gguf: a file for llama.cpp and Ollama (OUT.gguf, or a folder with it)."
 
 
 def export(
     checkpoint: Annotated[str, ModelName],
-    out: Annotated[Path, typer.Option(help="The folder to make.")],
+    out: Annotated[Path, typer.Option(help="The folder (or .gguf file) to make.")],
     merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into its model, and write that.")] = False,
     ema: Ema = False,
     texts: Annotated[Path | None, typer.Option(metavar="FILE", help=_texts)] = None,
@@ -27,10 +28,19 @@ def export(
     place: Annotated[int, typer.Option(min=0, metavar="RANKS", help=_place)] = 0,
     level: Annotated[float, typer.Option(min=0, help=_level)] = 0.0,
     dtype: Annotated[str | None, typer.Option(help=_dtype)] = None,
+    form: Annotated[str, typer.Option("--format", metavar="FORMAT", help=_format)] = "hf",
 ) -> int:
-    """Write a checkpoint as a Hugging Face model: safetensors, config and tokenizer. An adapter alone, as PEFT does."""
-    if dtype not in (None, *DTYPES):
-        raise UsageError(f"--dtype {dtype!r} is not possible; {nearest(dtype or '', DTYPES)}")
+    """Write a checkpoint as a Hugging Face model: safetensors, config and tokenizer. An adapter alone, as PEFT does.
+
+    With --format gguf as one file for llama.cpp and Ollama.
+    """
+    if form not in ("hf", "gguf"):
+        raise UsageError(f"--format {form!r} is not possible; {nearest(form, ('hf', 'gguf'))}")
+    dtypes = (*DTYPES, "q8_0") if form == "gguf" else DTYPES
+    if dtype not in (None, *dtypes):
+        raise UsageError(f"--dtype {dtype!r} is not possible with --format {form}; {nearest(dtype or '', dtypes)}")
+    if texts is not None and form != "hf":
+        raise UsageError("--texts is for mixtures of experts, and --format gguf writes none; leave one of them out")
     if texts is None and (keep or place):
         raise UsageError("--keep and --place go by what the tokens of --texts choose; give a file of them")
     if texts is not None:
@@ -40,6 +50,6 @@ def export(
     else:
         from weft.checkpoint.model import export_model
 
-        export_model(checkpoint, out, warn, merge, ema, dtype)
+        out = export_model(checkpoint, out, warn, merge, ema, dtype, form)
     typer.echo(out)
     return 0

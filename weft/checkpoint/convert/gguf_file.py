@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import ValidationError
 
@@ -21,6 +22,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True},
     "gemma3": {"qk_norm": True, "norm_after": True, "scaled_embedding": True, "activation": "gelu", "full_every": 6},
 }
+#: Defaults of sampling that a file may have, by what ``generation_config.json`` calls them.
+SAMPLING = {
+    "general.sampling.temp": "temperature", "general.sampling.top_k": "top_k", "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p", "general.sampling.penalty_repeat": "repetition_penalty",
+}  # fmt: skip
 
 
 def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, list[Shard]]]:
@@ -29,13 +35,19 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, list[Shard]]]:
         import gguf
 
         reader = gguf.GGUFReader(file)
-        fields = {name: one.contents() for name, one in reader.fields.items()}
+        fields = {name: _value(one) for name, one in reader.fields.items()}
         tensors: dict[str, list[Shard]] = {one.name: [_dequantised(file, one)] for one in reader.tensors}
     except ImportError:
         raise WeftError("reading GGUF needs the package gguf; pip install 'weft[gguf]'") from None
     except Exception as error:  # whatever a damaged file makes of its own sizes
         raise WeftError(f"{file} is not a whole GGUF file: {str(error)[:120] or type(error).__name__}") from None
     return fields, tensors
+
+
+def _value(field: Any) -> Any:
+    """A field's value: of a float32 the shortest number that is it, 1e-5 and not 9.99999974e-06."""
+    value = field.contents()
+    return float(str(np.float32(value))) if isinstance(value, float) and field.types[0].name == "FLOAT32" else value
 
 
 def gguf_shape(file: Path, fields: Mapping[str, Any], tensors: Mapping[str, list[Shard]]) -> ModelShape:
@@ -79,7 +91,8 @@ def _scaling(
     if "rope_freqs.weight" in tensors and kind in ("none", "llama3"):
         (stored,) = tensors["rope_freqs.weight"]
         divisors = stored.read(0, stored.shape[0]).double()
-        scaling = RopeScaling(factor=divisors.max().item())
+        original = about.get("rope.scaling.original_context_length", 8192)
+        scaling = RopeScaling(factor=float(str(np.float32(divisors.max()))), original_max_position=original)
         own = frequencies(shape) / frequencies(shape.model_copy(update={"rope_scaling": scaling}))
         if own[0].shape == divisors.shape and torch.allclose(own[0], divisors, rtol=1e-4):
             return scaling

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from weft.carried_files import CONFIG, GENERATION, TOKEN_IDS, as_json
-from weft.checkpoint.convert.gguf_file import gguf_shape, read_gguf
+from weft.checkpoint.convert.gguf_file import SAMPLING, gguf_shape, read_gguf
 from weft.checkpoint.convert.rules import LAYER, Shard, TensorSource, logical_tensor, rule_and_names, sources_by_name
 from weft.checkpoint.convert.shards import Inert, Reader, StoredShard, as_stored, byte_range, load_tree, stored
 from weft.checkpoint.format import MOMENTS, ROOT
@@ -355,6 +355,8 @@ def _gguf(path: Path, config: Path | None) -> Foreign:
     except (WeftError, KeyError, ValueError, IndexError, TypeError) as error:
         # The weights are good without it; whoever needs the tokenizer says that there is none.
         files = {NO_TOKENIZER: str(error).encode()}
+    if sampling := {name: fields[theirs] for theirs, name in SAMPLING.items() if theirs in fields}:
+        files = dict(files) | {GENERATION: as_json(json.loads(files.get(GENERATION, b"{}")) | sampling)}
     if config:
         files = dict(files) | {CONFIG: files_beside(config)[CONFIG]}
     elif length := fields.get(f"{fields['general.architecture']}.context_length"):

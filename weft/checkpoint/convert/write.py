@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from weft.carried_files import CONFIG, as_json, carried_config, exported_config
+from weft.checkpoint.convert.gguf_write import KINDS, export_gguf
 from weft.checkpoint.convert.rules import CHUNK
 from weft.checkpoint.convert.sources import Foreign, open_foreign
 from weft.checkpoint.convert.upcycle import upcycled
@@ -178,8 +179,16 @@ def export_dcp(foreign: Foreign, out: Path, dtype: torch.dtype | None = None, op
         raise first if isinstance(first, WeftError) else WeftError(f"cannot write {out}: {first}") from None
 
 
+def write_gguf(foreign: Foreign, out: Path, dtype: torch.dtype | None, optimizer: bool) -> None:
+    """A GGUF file, or a folder with one."""
+    kept = str(dtype or exported_dtype(None, foreign.files) or foreign.made[TYPICAL].dtype).removeprefix("torch.")
+    kind = kept if kept in KINDS else "float32"
+    export_gguf(lambda name: foreign.read(name, dtype), foreign.model, out, kind, foreign.files, foreign.length)
+
+
 WRITERS: dict[str, Callable[[Foreign, Any, torch.dtype | None, bool], None]] = {
     "weft": write_weft,
     "hf": write_hf,
     "dcp": export_dcp,
+    "gguf": write_gguf,
 }

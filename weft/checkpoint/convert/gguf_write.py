@@ -1,0 +1,223 @@
+"""Writes a model as a GGUF file, for llama.cpp and what is built on it: weights, tokenizer, template and settings."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from weft.carried_files import GENERATION, exported_config
+from weft.checkpoint.convert.gguf_file import SAMPLING, SETTINGS, gguf_shape
+from weft.checkpoint.convert.rules import Shard
+from weft.data.gguf_vocabulary import gguf_vocabulary
+from weft.data.tokenizer import tokenizer_from_files
+from weft.errors import UsageError, WeftError
+from weft.layout.mesh import Mesh
+from weft.model_config import architecture, config_from_shape
+from weft.models.rope import frequencies
+from weft.models.transformer import Transformer
+from weft.recipe import ModelShape
+
+#: Kinds of weights by the words for them, with GGUF's name and the number of the file's kind.
+KINDS = {"float32": ("F32", 0), "float16": ("F16", 1), "bfloat16": ("BF16", 32), "q8_0": ("Q8_0", 7)}
+#: GGUF's names of the architectures that Weft reads in it.
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3", "Gemma3ForCausalLM": "gemma3",
+}  # fmt: skip
+#: What GGUF calls the parameters; ``{}`` is the number of the block.
+NAMES = {
+    "embedding.table": "token_embd.weight", "norm.scale": "output_norm.weight", "head": "output.weight",
+    "blocks.{}.attention_norm.scale": "blk.{}.attn_norm.weight", "blocks.{}.ffn_norm.scale": "blk.{}.ffn_norm.weight",
+    "blocks.{}.attention_out_norm.scale": "blk.{}.post_attention_norm.weight",
+    "blocks.{}.ffn_out_norm.scale": "blk.{}.post_ffw_norm.weight",
+    **{f"blocks.{{}}.attention.w{x}": f"blk.{{}}.attn_{x}.weight" for x in "qkv"},
+    **{f"blocks.{{}}.attention.b{x}": f"blk.{{}}.attn_{x}.bias" for x in "qkv"},
+    **{f"blocks.{{}}.attention.{x}_norm.scale": f"blk.{{}}.attn_{x}_norm.weight" for x in "qk"},
+    "blocks.{}.attention.wo": "blk.{}.attn_output.weight",
+    **{f"blocks.{{}}.ffn.{x}": f"blk.{{}}.ffn_{x}.weight" for x in ("gate", "up", "down")},
+}  # fmt: skip
+#: Elements of a row that share a scale in Q8_0; weights with other rows stay in float16.
+BLOCK = 32
+#: The largest finite number in float16.
+LARGEST = 65504.0
+
+
+def export_gguf(
+    get: Callable[[str], torch.Tensor], shape: ModelShape, out: Path, kind: str, files: Mapping[str, bytes],
+    length: int | None = None,
+) -> Path:  # fmt: skip
+    """Write the model to the file ``out``, or into the new folder ``out``; returns the file, which appears when whole.
+
+    ``get`` gives whole tensors by Weft's names; ``kind`` is one of :data:`KINDS`. ``files``: those beside the weights;
+    ``length``: the context that it has learned with, where these do not say one. Raises :class:`WeftError` for a model
+    or a tokenizer that GGUF has no words for.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise WeftError("writing GGUF needs the package gguf; pip install 'weft[gguf]'") from None
+    file = out if out.suffix == ".gguf" else out / f"{out.name}-{KINDS[kind][0]}.gguf"
+    if file.exists() or (out.exists() and out != file):
+        raise UsageError(f"--out {out} exists already; choose another name")
+    arch, logical = _architecture(shape), dict(Transformer(shape, Mesh.single()).logical_parameters())
+    extra = _divisors(shape)
+    fields = _fields(arch, shape, files, length)
+    _check_said(shape, arch, fields, extra, {_name(name): one.shape for name, one in logical.items()})
+    fields |= {"general.name": file.stem, "general.file_type": KINDS[kind][1]}
+    if "tokenizer.json" in files:
+        fields |= gguf_vocabulary(tokenizer_from_files(files, "the model"), shape.vocab)
+    draft = file.with_name(f".{file.name}.part")
+    try:
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        writer = gguf.GGUFWriter(draft, arch)
+        if kind == "q8_0":
+            writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        for name, value in fields.items():
+            _add(writer, name, value)
+        planned = {name: _kind_of(one.shape, kind) for name, one in logical.items()}
+        for name, theirs in planned.items():
+            _announce(writer, _name(name), logical[name].shape, theirs)
+        for name, values in extra.items():
+            _announce(writer, name, tuple(values.shape), "F32")
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name, theirs in planned.items():
+            writer.write_tensor_data(_encoded(name, get(name).detach(), theirs, shape, arch))
+        for values in extra.values():
+            writer.write_tensor_data(values.float().numpy())
+        writer.close()
+        draft.rename(file)
+    except OSError as error:
+        raise WeftError(f"cannot write {file}: {error.strerror or error}") from None
+    finally:
+        draft.unlink(missing_ok=True)
+    return file
+
+
+def _name(ours: str) -> str:
+    parts = ours.split(".")
+    if parts[0] != "blocks":
+        return NAMES[ours]
+    return NAMES[".".join(["blocks", "{}", *parts[2:]])].format(parts[1])
+
+
+def _architecture(shape: ModelShape) -> str:
+    name = architecture(shape)
+    if name not in ARCHITECTURES or shape.output == "score":
+        what = "a model that scores" if shape.output == "score" else name.removesuffix("ForCausalLM")
+        known = ", ".join(one.removesuffix("ForCausalLM") for one in ARCHITECTURES)
+        raise WeftError(f"GGUF is not written of {what}; of {known} it is: leave out --format gguf")
+    return ARCHITECTURES[name]
+
+
+def _fields(arch: str, shape: ModelShape, files: Mapping[str, bytes], length: int | None) -> dict[str, Any]:
+    """What a file says of its model, by name."""
+    config = exported_config(shape, "float32", files, length)
+    about: dict[str, Any] = {
+        "vocab_size": shape.vocab, "context_length": int(config["max_position_embeddings"]),
+        "embedding_length": shape.embed, "block_count": shape.layers, "feed_forward_length": shape.ffn,
+        "attention.head_count": shape.heads, "attention.head_count_kv": shape.kv_heads,
+        "attention.key_length": shape.head_dim, "attention.value_length": shape.head_dim,
+        "attention.layer_norm_rms_epsilon": float(shape.norm_eps), "rope.dimension_count": shape.head_dim,
+        "rope.freq_base": float(shape.rope_theta),
+    }  # fmt: skip
+    if shape.window:
+        about["attention.sliding_window"] = shape.window
+    if shape.window_theta:
+        about["rope.freq_base_swa"] = float(shape.window_theta)
+    scaling = shape.rope_scaling
+    if scaling is not None and scaling.kind == "linear":
+        about |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling.factor)}
+    elif scaling is not None and scaling.original_max_position != 8192:
+        about["rope.scaling.original_context_length"] = scaling.original_max_position
+    found = {f"{arch}.{name}": value for name, value in about.items() if value is not None}
+    sampling = json.loads(files.get(GENERATION, b"{}"))
+    return found | {theirs: sampling[ours] for theirs, ours in SAMPLING.items() if sampling.get(ours) is not None}
+
+
+def _divisors(shape: ModelShape) -> dict[str, torch.Tensor]:
+    """What divides rotary frequencies where Llama 3 scales them, as a tensor of the file."""
+    if shape.rope_scaling is None or shape.rope_scaling.kind != "llama3":
+        return {}
+    plain = shape.model_copy(update={"rope_scaling": None})
+    return {"rope_freqs.weight": (frequencies(plain) / frequencies(shape))[0].float()}
+
+
+def _check_said(
+    shape: ModelShape, arch: str, fields: Mapping[str, Any], extra: Mapping[str, torch.Tensor],
+    sizes: Mapping[str, tuple[int, ...]],
+) -> None:  # fmt: skip
+    """Refuse a model of which a file would say something else, by what Weft itself reads in it."""
+
+    def shard(size: tuple[int, ...], values: torch.Tensor | None = None) -> list[Shard]:
+        return [Shard(size, torch.float32, lambda lo, hi: torch.zeros(hi - lo) if values is None else values[lo:hi])]
+
+    tensors = {name: shard(size) for name, size in sizes.items()}
+    tensors |= {name: shard(tuple(values.shape), values) for name, values in extra.items()}
+    remedy = "leave out --format gguf"
+    if shape.window and arch != "gemma3":
+        raise WeftError(
+            f"llama.cpp has no windows (model.window = {shape.window}) in its architecture {arch}; {remedy}"
+        )
+    try:
+        again = gguf_shape(Path("the file"), {"general.architecture": arch, **fields}, tensors)
+    except WeftError:
+        raise WeftError(f"GGUF does not say all of rope_scaling = {shape.rope_scaling!r}; {remedy}") from None
+    own, theirs = (config_from_shape(one.model_copy(update={"init_std": 0.02})) for one in (shape, again))
+    lengths = ("max_position_embeddings",)  # which follow from the scaling
+    if wrong := [f"{n} = {value!r}" for n, value in own.items() if theirs.get(n) != value and n not in lengths]:
+        settings = ", ".join(SETTINGS)
+        raise WeftError(f"GGUF has no word for {wrong[0]} in its architecture {arch} (of {settings}); {remedy}")
+
+
+def _kind_of(size: tuple[int, ...], kind: str) -> str:
+    """What a tensor is stored as: vectors are few and exact, and blocks do not reach over the end of a row."""
+    if len(size) == 1:
+        return "F32"
+    return "F16" if kind == "q8_0" and size[-1] % BLOCK else KINDS[kind][0]
+
+
+def _announce(writer: Any, name: str, size: tuple[int, ...], kind: str) -> None:
+    import gguf
+
+    theirs = gguf.GGMLQuantizationType[kind]
+    per_block, width = gguf.GGML_QUANT_SIZES[theirs]
+    count = int(np.prod(size)) // per_block * width
+    writer.add_tensor_info(name, size, np.dtype(np.float32), count, theirs)
+
+
+def _encoded(name: str, values: torch.Tensor, kind: str, shape: ModelShape, arch: str) -> np.ndarray:
+    """A tensor's bytes; of queries and keys in the order of rows that llama.cpp rotates."""
+    import gguf
+
+    values = values.to("cpu", torch.float32)
+    if arch == "llama" and name.endswith((".wq", ".wk")):
+        heads = values.unflatten(0, (-1, 2, (shape.head_dim or 2) // 2))  # [heads, halves, pairs, embed]
+        values = heads.transpose(1, 2).flatten(0, 2)
+    if kind == "F16" and values.abs().max() > LARGEST:
+        raise WeftError(
+            f"{name} has numbers that float16 does not reach ({values.abs().max():.3g}); use --dtype bfloat16"
+        )
+    data: np.ndarray = values.contiguous().numpy()
+    if kind in ("F32", "F16"):
+        return data.astype(np.float16) if kind == "F16" else data
+    encoded: np.ndarray = gguf.quants.quantize(data, gguf.GGMLQuantizationType[kind])
+    return encoded
+
+
+def _add(writer: Any, name: str, value: Any) -> None:
+    """A field of the kind that its value has; lists of texts, whole numbers or fractions."""
+    if isinstance(value, bool):
+        writer.add_bool(name, value)
+    elif isinstance(value, int):
+        (writer.add_int32 if name.startswith("general.sampling.") else writer.add_uint32)(name, value)
+    elif isinstance(value, float):
+        writer.add_float32(name, value)
+    elif isinstance(value, str):
+        writer.add_string(name, value)
+    elif value:
+        writer.add_array(name, value)
