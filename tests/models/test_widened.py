@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.layout.mesh import Mesh
-from weft.models import widened
+from weft.models import fused, widened
 from weft.models.widened import is_widened, multiplies_slowly, multiply, widened_note
 from weft.parallel.build import parallelize
 from weft.recipe import Adapter, ModelShape, Train
@@ -114,3 +114,15 @@ def test_the_processor_is_asked_by_multiplying() -> None:
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
     assert done.stdout == "True\n", done.stderr
+
+
+def test_a_compiler_is_given_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "MULTIPLIED_SLOWLY", {torch.bfloat16})
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    drawn = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 5, 32, generator=drawn).bfloat16().requires_grad_()
+    weight = torch.randn(16, 32, generator=drawn).bfloat16().requires_grad_()
+    with Watched() as watched:
+        (made,) = fused.project(x, weight)
+        made.sum().backward()
+    assert made.dtype == x.grad.dtype == torch.bfloat16 and watched.wide and not watched.narrow

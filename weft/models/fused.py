@@ -15,7 +15,7 @@ from spmd_types import rules
 
 from weft.models.invariant import TILE, by_tiles, is_invariant
 from weft.models.numbers import has_numbers
-from weft.models.widened import multiplies_slowly, multiply
+from weft.models.widened import MULTIPLIED_SLOWLY, multiply
 
 #: On the CPU ``torch.mm`` goes to MKL, and the operator that ``torch.compile`` uses for linear layers to oneDNN, which
 #: was 10 to 15 % faster in float32 on an AMD EPYC.
@@ -96,15 +96,9 @@ def project(x: T, *weights: T) -> tuple[T, ...]:
 
 def _linear(x: T, weight: T) -> T:
     """``x @ weight.T`` with autograd's gradients, for a compiler to fuse."""
-    if x.device.type == "cpu" and _slow_constant(x.dtype):
+    if x.device.type == "cpu" and x.dtype in MULTIPLIED_SLOWLY:
         return F.linear(x.float(), weight.float()).to(x.dtype)
     return F.linear(x, weight)
-
-
-@torch.compiler.assume_constant_result
-def _slow_constant(dtype: torch.dtype) -> bool:
-    """:func:`multiplies_slowly`, which the compiler asks once and does not look into."""
-    return multiplies_slowly(dtype)
 
 
 class _Project(torch.autograd.Function):

@@ -24,6 +24,10 @@ ROWS, NUMBERS = 1024, 2**20
 SLOW = 1.5
 
 
+#: The types of which :func:`multiplies_slowly` has said so: what a compiler can look into.
+MULTIPLIED_SLOWLY: set[torch.dtype] = set()
+
+
 @cache
 def multiplies_slowly(dtype: torch.dtype) -> bool:
     """Whether the CPU takes longer for a product of ``dtype`` than in float32: measured once in a process.
@@ -37,9 +41,12 @@ def multiplies_slowly(dtype: torch.dtype) -> bool:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _least_seconds(lambda: narrow[0] @ narrow[1]) > SLOW * _least_seconds(lambda: a @ b)
+        slow = _least_seconds(lambda: narrow[0] @ narrow[1]) > SLOW * _least_seconds(lambda: a @ b)
     finally:
         torch.set_num_threads(threads)
+    if slow:
+        MULTIPLIED_SLOWLY.add(dtype)
+    return slow
 
 
 def _least_seconds(call: Callable[[], object], turns: int = 6) -> float:

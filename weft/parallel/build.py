@@ -13,6 +13,7 @@ from weft.model_parameters import learns
 from weft.models.own_model import model_of_shape, own_values
 from weft.models.transformer import Block, Transformer
 from weft.models.values import Values, seeded_values, with_adapter
+from weft.models.widened import multiplies_slowly
 from weft.parallel.context import context_attention
 from weft.parallel.experts.connect import connect_experts
 from weft.parallel.experts.copies import let_experts_move
@@ -55,6 +56,7 @@ def parallelize(
     if lift is not None:
         lift(model)
     if train.compile:
+        multiplies_slowly(getattr(torch, train.dtype))  # before a compiler looks for the answer
         for block in model.blocks.values():
             block.compile()
     model.to(torch.float64 if train.dtype == "float64" else torch.float32)
