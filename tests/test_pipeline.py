@@ -190,6 +190,27 @@ def test_bfloat16_keeps_state_in_float32(pool: Any, corpus: str) -> None:
     assert norm == pytest.approx(exact_norm, rel=0.05)
 
 
+def counted(values: dict[str, Any]) -> list[tuple[int, int]]:
+    """What a rank says of its passes in the second step."""
+    settings = build_recipe(values)
+    mesh, job = Mesh.create(settings.layout, "cpu"), prepare(settings)
+    model, state = assemble(job.shape, mesh, settings)
+    loader, said = job.loader(job.corpus.train, mesh), list[tuple[int, int]]()
+    for position in (0, settings.train.batch):
+        said.clear()
+        model.passed = lambda done, of: said.append((done, of))
+        gradients(model, state, loader.step(position) or [], mesh)
+    return said
+
+
+@pytest.mark.parametrize("layout", ["", "pp=2", "pp=2,schedule=zb-v", "pp=2,vocab_barriers=1"])
+def test_passes_are_counted_up_to_the_last(pool: Any, corpus: str, layout: str) -> None:
+    values = tree(corpus, layout, 6)
+    for said in pool.run(2, counted, values) if layout else [counted(values)]:
+        done = [done for done, _ in said]
+        assert done == sorted(done) and set(range(1, 7)) <= set(done) and {of for _, of in said} == {6}
+
+
 def test_too_many_stages_is_refused() -> None:
     with pytest.raises(UsageError, match="needs 6"):
         check_fits(ModelShape(layers=4, vocab=257), Layout(pp=4, schedule="zb-v"))

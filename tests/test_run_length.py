@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,13 @@ def test_warmup_by_default_as_a_share_and_linear_decay() -> None:
     assert [learning_rate(linear, step, 10) for step in range(10)] == pytest.approx(
         [0.5, 1.0, 1.0, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]
     )
-    with pytest.raises(UsageError, match=r"warmup = 1\.5: it should be a whole number of steps, or a share"):
-        build_recipe({"optimizer": {"warmup": 1.5}})
+    wrong = {1.5: "1.5: it should be a whole number of steps, or a share", -1: "-1: it should be greater than or equal",
+             "long": "'long': it should be a whole number or a number"}  # fmt: skip
+    for warmup, why in wrong.items():
+        with pytest.raises(UsageError, match=re.escape(f"recipe: optimizer.warmup = {why}")):
+            build_recipe({"optimizer": {"warmup": warmup}})
+    with pytest.raises(UsageError, match=r"data\.bos = 'maybe': it should be true or false or 'auto' or 'prompts'"):
+        build_recipe({"data": {"bos": "maybe"}})
 
 
 def test_a_long_warmup_is_said_before_the_first_step(

@@ -83,7 +83,9 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
         expected = [choice for choice in expected if choice]  # "" is what is left out
         return f"{key} = {first['input']!r} is not possible; {nearest(str(first['input']), expected)}"
     # A union has an error for each of its kinds.
-    kinds = [KINDS[e["type"]] for e in error.errors() if e["type"] in KINDS and _path(e) == path]
+    same = [e for e in error.errors() if _path(e) == path]
+    kinds = [KINDS[e["type"]] for e in same if e["type"] in KINDS]
+    kinds += [e["ctx"]["expected"] for e in same if e["type"] == "literal_error"] if kinds else []
     plain = f"it should be {' or '.join(dict.fromkeys(kinds))}" if kinds else first["msg"]
     message = plain.removeprefix("Value error, ").replace("Input should", "it should")
     keys = {tuple(_path(other)) for other in error.errors()}
@@ -103,7 +105,7 @@ def _shown(value: object) -> str:
 
 def _path(error: ErrorDetails) -> list[str]:
     """Where an error of pydantic is, without the kinds of a union."""
-    return [part for part in map(str, error["loc"]) if not re.match(r"constrained-|\w+\[", part)]
+    return [part for part in map(str, error["loc"]) if not re.match(r"constrained-|\w+\[|(int|float|bool|str)$", part)]
 
 
 def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:

@@ -99,3 +99,20 @@ def test_a_step_that_takes_long_shows_its_passes(capsys: pytest.CaptureFixture[s
             display.passes(done, 64)
     lines = [line for line in capsys.readouterr().out.splitlines() if "pass" in line]
     assert lines == [f"step 2/9  pass {done} of 64 after 0:{done:02}" for done in (5, 10, 20, 40)]
+
+
+def test_a_terminal_shows_the_time_and_the_passes_of_a_slow_step() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100, highlight=False)
+    with (
+        mock.patch.dict(os.environ, {"TERM": "xterm"}),
+        mock.patch("weft.observe.display.Console", lambda **kwargs: console),
+        mock.patch("weft.observe.display.time") as time,
+    ):
+        time.monotonic.return_value = 100.0
+        with Display(9, "run", slow=5.0) as display:
+            display.update(1, loss=1.0)
+            time.monotonic.return_value = 131.0
+            display.passes(3, 8)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    assert "this step 0:31" in plain and "pass 3 of 8" in plain

@@ -99,7 +99,9 @@ class Display:
         self._values.pop("validation", None)  # said once, on the first line after it
 
     def _panel(self) -> Group:
-        shown = self._cells() + ([("pass", len(self._pass), self._pass)] if self._pass else [])
+        shown, spent = self._cells(), time.monotonic() - self._stepped_at
+        if spent >= self._slow:
+            shown += [("this step", 5, clock(spent)), *([("pass", len(self._pass), self._pass)] if self._pass else [])]
         cells = [Text.assemble((f"{label} ", "dim"), f"{value:<{width}}") for label, width, value in shown]
         return Group(self._progress, Columns(cells, padding=(0, 2)))
 
