@@ -44,10 +44,10 @@ SHAPES = {
 GEMMA = ModelShape(
     **BASE | {"layers": 7},
     qk_norm=True, norm_after=True, scaled_embedding=True, activation="gelu", tied=True, window=5, full_every=6,
-    window_theta=1e4, query_dim=8.0, rope_theta=1e6, norm_eps=2**-20,
+    window_theta=1e4, query_dim=8.0, rope_theta=1e6, norm_eps=1e-6,
     rope_scaling=RopeScaling(kind="linear", factor=8.0),
 )  # fmt: skip
-LLAMA_3 = ModelShape(**BASE, rope_theta=2.0**19, norm_eps=2**-17, rope_scaling=RopeScaling(factor=32.0))
+LLAMA_3 = ModelShape(**BASE, rope_theta=5e5, norm_eps=1e-5, rope_scaling=RopeScaling(factor=32.0))
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
