@@ -19,11 +19,12 @@ from tests.data.test_records import EXTRA, FORMS
 from weft.data.batch import IGNORE
 from weft.data.chat.conversation import Conversation
 from weft.data.chat.samples import samples
-from weft.data.corpora import documents
+from weft.data.corpora import documents, unread_files
 from weft.data.early import check_sources
 from weft.data.files import files, selection
 from weft.data.loader import open_data
 from weft.data.report import SourceReport
+from weft.data.tasks import read_questions
 from weft.errors import UsageError, WeftError
 from weft.recipe import Data, Source, build_recipe, load_recipe
 
@@ -192,18 +193,18 @@ def test_files_that_are_not_read_are_named(tmp_path: Path) -> None:
     jsonl(tmp_path / "a.jsonl", [TALK])
     for name in ("README.md", "dataset_info.json", "photo.png", ".hidden"):
         (tmp_path / name).write_bytes(b"\xff")
-    report = SourceReport()
-    assert words(source(tmp_path), report) == [["q", "a"]]
-    assert report.lines() == ("files that are not read: README.md, dataset_info.json, photo.png",)
+    assert words(source(tmp_path)) == [["q", "a"]]
+    assert unread_files(source(tmp_path)) == ("files that are not read: README.md, dataset_info.json, photo.png",)
     (tmp_path / "b.csv").write_text("text\nT\n")
     jsonl(tmp_path / "a.jsonl", [{"text": "J"}])
     read, left = selection(source(tmp_path, "jsonl"))
     assert [file.name for file in read] == ["a.jsonl"] and "b.csv" in [file.name for file in left]
     (tmp_path / "README.md").write_text("R")
-    report = SourceReport()
     (tmp_path / "dataset_info.json").unlink()
-    assert [*documents(source(tmp_path, "text"), report)] == ["R"]
-    assert [file.name for file in report.left] == ["a.jsonl", "b.csv", "photo.png"]
+    assert [*documents(source(tmp_path, "text"))] == ["R"]
+    assert unread_files(source(tmp_path, "text")) == ("files that are not read: a.jsonl, b.csv, photo.png",)
+    corpus = open_data(Data(sources=(source(tmp_path, "text"),), cache=tmp_path.with_name("cached"), validation=0))
+    assert [note.rpartition(": ")[2] for note in corpus.notes] == ["a.jsonl, b.csv, photo.png"]
 
 
 def test_records_are_no_plain_text(tmp_path: Path) -> None:
@@ -237,6 +238,13 @@ def test_records_are_no_plain_text(tmp_path: Path) -> None:
     (tmp_path / "parquet").write_bytes((tmp_path / "p.parquet").read_bytes() + b"\xff")
     with pytest.raises(WeftError, match=r"cannot read .*parquet as text: .*; it is Parquet"):
         [*documents(source(tmp_path / "parquet", "text"))]
+
+
+def test_questions_may_be_a_table(tmp_path: Path) -> None:
+    table = 'prompt,answer,choices\nsum?,1,"[""two"", ""four""]"\nname?,Ada,\n'
+    (tmp_path / "q.csv").write_text(table)
+    first, second = read_questions(tmp_path / "q.csv")
+    assert (first.answers, first.right) == (("two", "four"), 1) and second.answers == ("Ada",)
 
 
 def test_columns_and_roles_of_the_users_own(tmp_path: Path) -> None:

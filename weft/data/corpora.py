@@ -33,10 +33,7 @@ def documents(source: Source, report: SourceReport | None = None) -> Iterator[st
         "huggingface": _huggingface,
     }
     chosen = [Path(source.path or "").expanduser()]
-    if source.kind != "huggingface":
-        chosen, left = documents_of(source)
-        report.left = tuple(left)
-    for path in chosen:
+    for path in chosen if source.kind == "huggingface" else documents_of(source).read:
         with reading(path, source.kind):
             yield from readers[source.kind](path, source, report)
 
@@ -51,15 +48,21 @@ def _plugin(source: Source) -> Iterator[str]:
             yield text.encode(errors="replace").decode()  # no tokenizer can encode lone surrogates
 
 
+def unread_files(source: Source) -> tuple[str, ...]:
+    """The line that names the files of a source's folder which are not read, if there are some."""
+    if source.kind not in SOURCES or source.kind in ("huggingface", "tokens"):
+        return ()
+    return SourceReport(left=tuple(documents_of(source).left)).lines()
+
+
 def fingerprint(source: Source) -> str:
     """Digest of what a source would read: kind, field, and every file's path, size and time of change."""
     if source.kind not in SOURCES:
         return _plugin_fingerprint(source)
-    read, left = documents_of(source)
+    read = documents_of(source).read
     stats = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in read]
     how = [source.columns, source.roles, source.on_error] if source.columns or source.roles or source.skips else []
-    # What is said of a source is kept with its tokens, so that files which are not read make others, too.
-    return digest(source.kind, source.field, stats, *how, *map(str, left))
+    return digest(source.kind, source.field, stats, *how)
 
 
 def _plugin_fingerprint(source: Source) -> str:

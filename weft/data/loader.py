@@ -17,6 +17,7 @@ from weft.data.batch import IGNORE, Batch, PairedRows, Pairs, PassGroup
 from weft.data.bos import begins_otherwise, document_opening, with_bos
 from weft.data.cache import digest
 from weft.data.chat.source import fitted, open_chats
+from weft.data.corpora import unread_files
 from weft.data.order import Listed, Order, Row, Stream, hashed, held_out
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.data.tokens import open_source
@@ -65,7 +66,9 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
             tokens = open_chats(source, data.chat, tokenizer, data.cache)
         else:
             tokens = open_source(source, tokenizer, data.cache, opening)
-        notes += [f"data source {source.path or source.kind}: {note}" for note in tokens.notes]
+        notes += [
+            f"data source {source.path or source.kind}: {note}" for note in (*unread_files(source), *tokens.notes)
+        ]
         if source.kind == "tokens" and begins_otherwise(tokens.ids, tokens.offsets[:-1], opening):
             notes.append(
                 f"data source {source.path}: not all documents begin with {tokenizer.name_of(opening[0])}, as prompts "

@@ -13,7 +13,8 @@ _LISTED = 8
 class SourceReport:
     """Counts of what is read of a source, and what is not.
 
-    ``unread``: how many records have each field that is not used. ``left``: files that are not read. ``skipped``:
+    ``unread``: how many records have each field that is not used. ``left``: files, or splits of a data set,
+    that are not read. ``skipped``:
     records that could not be read, of which ``first`` is the first one's error. ``empty``: records without a text.
     ``turns``: turns by role that the data marks as learned though the recipe learns from others.
     """

@@ -13,6 +13,7 @@ import numpy as np
 
 from weft.data.chat.conversation import as_messages, conversation
 from weft.data.chat.encode import ChatEncoder, Messages, own_encoder
+from weft.data.chat.turns import from_text
 from weft.data.files import records
 from weft.data.reading import reading
 from weft.data.tokenizer import Tokenizer
@@ -22,6 +23,8 @@ from weft.toml import read_toml
 
 #: The keys of a question.
 KEYS = {"prompt", "messages", "answer", "choices"}
+#: Those that are lists, which tables hold as text.
+LISTS = {"messages", "choices"}
 
 
 class Text(NamedTuple):
@@ -78,6 +81,7 @@ def _question(record: Any, place: str) -> Question:
 
     if not isinstance(record, dict):
         raise refuse("a question is an object with 'prompt' and 'answer'")
+    record = {key: from_text(value) if key in LISTS else value for key, value in record.items() if value is not None}
     if unknown := sorted(record.keys() - KEYS):
         raise refuse(f"unknown key {unknown[0]!r}; a question has {', '.join(sorted(KEYS))}")
     if ("prompt" in record) == ("messages" in record):
@@ -93,6 +97,8 @@ def _question(record: Any, place: str) -> Question:
         raise refuse("'choices' is a list of two texts or more")
     if isinstance(answer, str) and answer in choices:
         return Question(place, prompt, tuple(choices), choices.index(answer))
+    if isinstance(answer, str) and answer.isdecimal():  # of a table, where numbers are texts
+        answer = int(answer)
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
         return Question(place, prompt, tuple(choices), answer)
     raise refuse(f"'answer' is one of the choices, or its number from 0 to {len(choices) - 1}")

@@ -12,6 +12,7 @@ from weft.data.chat.encode import ChatEncoder, Encoded
 from weft.data.chat.notes import Notes
 from weft.data.chat.samples import RecordLocation
 from weft.data.chat.source import chat_encoder, chat_template, encoded_records, forget_written
+from weft.data.corpora import unread_files
 from weft.data.report import SourceReport
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError
@@ -102,7 +103,12 @@ def samples(data: Data, tokenizer: Tokenizer, count: int) -> tuple[list[Sample],
             roles = tuple(message["role"] for message in encoded.followed.talk.messages)
             found.append(Sample(str(place), tuple(pieces), int((~cut).sum()), learned, int(cut.sum()), roles))
         forget_written(report, encoder.template)
-    return found, [line for report in reports for line in report.lines()] + notes.sentences()
+    lines = [
+        line
+        for source, report in zip(sources, reports, strict=True)
+        for line in (*unread_files(source), *report.lines())
+    ]
+    return found, lines + notes.sentences()
 
 
 def _encoded(source: Source, report: SourceReport, encoder: ChatEncoder) -> Iterator[tuple[RecordLocation, Encoded]]:

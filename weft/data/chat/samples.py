@@ -9,7 +9,7 @@ from weft.data.chat.conversation import Conversation
 from weft.data.chat.forms import read_record
 from weft.data.chat.pairs import AnswerPair, read_pair, with_garbled
 from weft.data.chat.turns import ConversationError
-from weft.data.files import records, selection
+from weft.data.files import files, records
 from weft.data.reading import reading
 from weft.data.report import SourceReport
 from weft.errors import UsageError, WeftError
@@ -41,9 +41,7 @@ def samples(
     """
     report = report or SourceReport()
     renamed = Renaming(source.columns, source.roles)
-    chosen, left = selection(source)
-    report.left = tuple(left)
-    for file in chosen:
+    for file in files(source):
         with reading(file, source.kind):
             for number, record in records(file, report.skip if source.skips else None):
                 try:
@@ -55,7 +53,8 @@ def samples(
                         raise refused from None
                     report.skip(refused)
                     continue
-                report.count((sample.chosen if isinstance(sample, AnswerPair) else sample).unread)
+                talks = (sample.chosen, sample.rejected) if isinstance(sample, AnswerPair) else (sample,)
+                report.count(name for talk in talks for name in talk.unread)
                 yield RecordLocation(file, number), sample
     if missing := renamed.missing():
         raise UsageError(f"data.columns names {missing[0]!r}, which no record at {source.path} has; leave it out")
