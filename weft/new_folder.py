@@ -9,6 +9,12 @@ from pathlib import Path
 from weft.errors import WeftError
 
 
+def check_new(folder: Path, option: str = "--out") -> None:
+    """Refuse an ``option`` that names something that exists, before anything is read for it."""
+    if folder.exists():
+        raise WeftError(f"{option} {folder} exists already; choose another folder")
+
+
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A draft to write into, which becomes ``folder`` at the end. Raises :class:`WeftError` if that cannot be made."""

@@ -224,7 +224,7 @@ def test_planning_needs_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "1  " in done.stdout and "error   presets" in done.stdout
+    assert "1  " in done.stdout and "margin  presets" in done.stdout
 
 
 def test_a_cut_that_breaks_a_rule_is_told_with_the_nearest() -> None:

@@ -508,7 +508,7 @@ def test_plan_writes_a_recipe_that_loads(weft: Any, tmp_path: Path) -> None:
     kept = ("model", "data", "optimizer", "validation", "checkpoint", "generate")
     assert all(getattr(planned, name) == getattr(given, name) for name in kept)
     code, out, _ = weft("llama3-8b", *demands, "--top", 3)
-    assert code == 0 and "shard=" in out and "error   presets" in out
+    assert code == 0 and "shard=" in out and "margin  presets" in out
     code, _, err = weft(
         "gpt3-175b", "--cluster", "h100", "--gpus", 256, "--batch", 256, "--seq", 2048, "--recipe", path
     )

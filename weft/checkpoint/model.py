@@ -21,6 +21,7 @@ from weft.models.adapters import base_of, merged_parameters
 from weft.models.hf import export, exported_dtype
 from weft.models.transformer import Transformer
 from weft.models.values import Values
+from weft.new_folder import check_new
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
 
@@ -90,8 +91,7 @@ def export_model(
     ``ema``: see :func:`open_model`. ``dtype``: of the weights; None is that of the model that the run started from.
     ``form`` is ``hf``, or ``gguf``: one file, with adapters merged. Returns the folder or file.
     """
-    if out.exists():
-        raise WeftError(f"--out {out} exists already; choose another folder")
+    check_new(out)
     model, files, length = _opened(checkpoint, "cpu", warn, ema)
     if model.shape.kind:
         raise WeftError(f"{checkpoint} is of a plugin's model ({model.shape.kind}), which no other program knows")

@@ -10,6 +10,7 @@ import typer
 
 from weft.cli.arguments import AsJson, Ema, ModelName
 from weft.cli.console import print_table, warn
+from weft.errors import UsageError
 
 _files = "Files of questions: JSON Lines or TOML (docs/evaluation.md)."
 _chat = "Prompts are what a user says: apply the chat template."
@@ -24,6 +25,9 @@ def evaluate(
     as_json: AsJson = False,
 ) -> int:
     """Ask a trained model questions with known answers, and count the right ones."""
+    for file in files:
+        if not file.is_file():
+            raise UsageError(f"{file} is no file of questions; docs/evaluation.md says what is in one")
     import torch
 
     from weft.checkpoint.model import open_model, tokenizer_of

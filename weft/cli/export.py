@@ -8,6 +8,7 @@ import typer
 from weft.cli.arguments import DTYPES, Ema, ModelName
 from weft.cli.console import warn
 from weft.errors import UsageError, nearest
+from weft.new_folder import check_new
 
 _texts = "For a mixture of experts: texts of a task, whose choices of experts decide --keep and --place."
 _keep = "Keep only this many experts of each layer, those chosen most."
@@ -34,6 +35,7 @@ def export(
 
     With --format gguf as one file for llama.cpp and Ollama.
     """
+    check_new(out)
     if form not in ("hf", "gguf"):
         raise UsageError(f"--format {form!r} is not possible; {nearest(form, ('hf', 'gguf'))}")
     dtypes = (*DTYPES, "q8_0") if form == "gguf" else DTYPES

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from weft.cli.arguments import AsJson
 from weft.cli.console import grid, plain_console
+from weft.pages import check_writable
 
 if TYPE_CHECKING:
     from weft.model_shape import Shape
@@ -88,11 +89,13 @@ def plan(
     from weft.planner.explain import exchanges, layout_tree, recipe_tree, record, title, untrainable
     from weft.planner.finalists import finalists
     from weft.planner.machine import load_cluster
-    from weft.planner.shape import SHAPES, load_model
+    from weft.planner.shape import SHAPES, check_named, load_model
     from weft.recipe import build_recipe, load_recipe
     from weft.shipped import find_recipe
     from weft.sync.price import islands_of
 
+    if find_recipe(model) is None:
+        check_named(model)
     if here:
         return _plan_here(model, method or [], batch, seq, tokens, as_json)
     if cluster is None:
@@ -103,6 +106,9 @@ def plan(
     bits = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "fp4": 4}
     if engine not in ENGINES:
         raise UsageError(f"--engine {engine!r} is not known; {nearest(engine, ENGINES)}")
+    for option, file in (("--recipe", recipe), ("--html", html)):
+        if file is not None:
+            check_writable(file, option)
     if model not in SHAPES:
         model = str(find_recipe(model) or model)
     if Path(model).suffix == ".toml":
@@ -202,7 +208,7 @@ def plan(
         say(f"experts {_exchanges(exchanged)}")
     for words in islands.lines(finals[0].seconds) if islands else ():
         say(f"islands {words}")
-    say(f"error   {error}")
+    say(f"margin  {error}")
     if missing:
         say(f"train   not trainable yet: {missing}")
     for final, ran in tried:
@@ -212,7 +218,7 @@ def plan(
     for rank, done in enumerate(checks, 1):
         say(f"check   {rank}: {done}")
     for line in found.rejected(3):
-        say(f"out     {line}")
+        say(f"refused {line}")
     for path, name in ((recipe, "recipe"), (html, "page")):
         if path is not None:
             say(f"{name:<7} {path}")

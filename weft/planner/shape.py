@@ -49,6 +49,12 @@ SHAPES = {name: shape_of(section) for name, section in SECTIONS.items()} | {
 DATA: dict[str, Any] = {"sources": [{"kind": "stdlib"}], "tokenizer": "bytes"}
 
 
+def check_named(name: str) -> None:
+    """Refuse a name that no model can have: no built-in, no path that exists, and not of the form of a hub's id."""
+    if name not in SHAPES and not (Path(name).exists() or re.fullmatch(r"[\w.-]+/[\w.@-]+", name) or ":" in name):
+        raise WeftError(f"model {name!r} is neither a file nor built in; {nearest(name, SHAPES)}")
+
+
 def load_model(name: str, named: Callable[[str], ModelShape] = lambda name: section_from_config(Path(name))) -> Model:
     """From the name of a built-in, a Weft recipe (``.toml``) or a Hugging Face ``config.json`` (or its folder).
 

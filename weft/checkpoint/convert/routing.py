@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 from weft.checkpoint.model import open_model, tokenizer_of
-from weft.errors import UsageError, WeftError
+from weft.errors import UsageError
 from weft.models.adapters import base_of, merged_parameters
 from weft.models.hf import export, exported_dtype
 from weft.models.router import Choice, Router
 from weft.models.transformer import Transformer
+from weft.new_folder import check_new
 from weft.parallel.experts import affinity
 from weft.recipe import ModelShape
 
@@ -104,8 +105,7 @@ def export_for_texts(
     (``level``: see :func:`best_order`). Adapters are merged. ``ema`` and ``dtype``: see
     :func:`weft.checkpoint.model.export_model`.
     """
-    if out.exists():
-        raise WeftError(f"--out {out} exists already; choose another folder")
+    check_new(out)
     if bool(keep) == bool(ranks):
         raise UsageError("--texts is for --keep or --place; give one of them, and the other to what the first makes")
     try:
