@@ -93,7 +93,7 @@ def test_eos_is_configured_or_one_of_the_common_names(tmp_path: Path) -> None:
     tokenizer.save(tmp_path / "run")
     assert load_tokenizer(str(tmp_path / "run")) == tokenizer
     with pytest.raises(WeftError, match="eos_token"):
-        load_tokenizer(model(tmp_path / "none"))
+        _ = load_tokenizer(model(tmp_path / "none")).closing
 
 
 def test_special_tokens_and_the_chat_template_come_along(tmp_path: Path) -> None:

@@ -76,9 +76,15 @@ def _opened(
     return model, stored_files(checkpoint), learned_length(checkpoint)
 
 
-def tokenizer_of(files: dict[str, bytes], where: Where) -> Tokenizer:
-    """The tokenizer among a model's files; :class:`WeftError` if there is none."""
-    return tokenizer_from_files(files, str(where))
+def tokenizer_of(files: dict[str, bytes], where: Where, warn: Callable[[str], None] | None = None) -> Tokenizer:
+    """The tokenizer among a model's files; :class:`WeftError` if there is none.
+
+    ``warn`` is called where it has no token that ends a text, if it is to write texts.
+    """
+    tokenizer = tokenizer_from_files(files, str(where))
+    if warn is not None and not tokenizer.stops:
+        warn(f"{where} has no end token: texts go on until they have as many tokens as are asked for")
+    return tokenizer
 
 
 def export_model(

@@ -141,7 +141,7 @@ def generate(
         if not leads():
             follow(model)
             return 0
-        tokenizer = tokenizer_of(files, checkpoint)
+        tokenizer = tokenizer_of(files, checkpoint, warn)
         ids = prompt_ids(tokenizer, messages if chat else text, chat, checkpoint, tools)
         budget = CHUNK * spread.cp if spread.cp > 1 else BUDGET
         drafter = drafter_for(draft, model, warn, ahead)

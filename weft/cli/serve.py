@@ -114,7 +114,7 @@ def serve(
         service = Service(engine, requests + waiting)
         server = Server(
             service,
-            tokenizer_of(files, checkpoint),
+            tokenizer_of(files, checkpoint, warn),
             name,
             keys,
             tokens,

@@ -26,7 +26,8 @@ _SAMPLE, _PIECE = 8_000_000, 8192
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to token ids and back. ``vocab`` is one more than the largest id; ``eos`` ends every document.
+    """Text to token ids and back. ``vocab`` is one more than the largest id; ``eos`` ends every document;
+    without one, a tokenizer writes prompts, and texts go on until they have so many tokens.
 
     ``bos`` and ``pad`` are the ids of the tokens that begin a text and fill a row, where the tokenizer has such.
     ``chat_template`` is the Jinja template that writes a conversation as one text (:mod:`weft.data.chat`);
@@ -34,7 +35,7 @@ class Tokenizer:
     """
 
     vocab: int
-    eos: int
+    eos: int | None
     fingerprint: str
     model: tokenizers.Tokenizer | None = field(default=None, repr=False, compare=False)
     bos: int | None = None
@@ -46,13 +47,22 @@ class Tokenizer:
     @property
     def stops(self) -> tuple[int, ...]:
         """Ids at which a text that is generated ends: ``eos``, or all that ``generation_config.json`` names."""
-        return self.ends or (self.eos,)
+        return self.ends or (() if self.eos is None else (self.eos,))
+
+    @property
+    def closing(self) -> int:
+        """The id that ends a document of training text; :class:`WeftError` where there is none."""
+        if self.eos is None:
+            raise WeftError(
+                "the tokenizer has no end-of-document token; name one as 'eos_token' in tokenizer_config.json beside it"
+            )
+        return self.eos
 
     @cached_property
     def specials(self) -> dict[str, int]:
         """The special tokens by name: what a chat template may write and plain text must not turn into."""
         if self.model is None:
-            return {_EOS[0]: self.eos}
+            return {_EOS[0]: self.closing}
         return {token.content: i for i, token in self.model.get_added_tokens_decoder().items() if token.special}
 
     def name_of(self, token: int | None) -> str | None:
@@ -78,11 +88,11 @@ class Tokenizer:
 
     def _bytes_of(self, text: str, special: bool) -> np.ndarray:
         parts = [np.frombuffer(part.encode(), np.uint8) for part in (text.split(_EOS[0]) if special else [text])]
-        return np.concatenate([x for part in parts for x in ([self.eos], part)][1:], dtype=np.int64)
+        return np.concatenate([x for part in parts for x in ([self.closing], part)][1:], dtype=np.int64)
 
     def prompt_ids(self, text: str) -> list[int]:
         """Ids of a text that a model is to continue: with what the tokenizer begins a text with, and never none."""
-        return self.opening + [int(i) for i in self.encode(text)] or [self.eos]
+        return self.opening + [int(i) for i in self.encode(text)] or [self.closing]
 
     @cached_property
     def opening(self) -> list[int]:
@@ -122,7 +132,7 @@ class Tokenizer:
             return {"tokenizer.json": b'{"kind": "bytes"}\n'} | config_file | template
         named = {f"{kind}_token": self.name_of(getattr(self, kind)) for kind in ("eos", "bos", "pad")}
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        tokens = {"eos_token_id": list(self.stops), "bos_token_id": self.bos, "pad_token_id": self.pad}
+        tokens = {"eos_token_id": list(self.stops) or None, "bos_token_id": self.bos, "pad_token_id": self.pad}
         return {
             "tokenizer.json": self.model.to_str().encode(),
             CONFIG_FILE: as_json(config | {k: name for k, name in named.items() if name} | several),
@@ -182,10 +192,6 @@ def tokenizer_from_files(files: Mapping[str, bytes], origin: str) -> Tokenizer:
     size = max(ids.values()) + 1
     ends = tuple(i for i in (given if isinstance(given, list) else [given]) if isinstance(i, int) and i < size)
     eos = next((ids[name] for name in (named["eos"], *_EOS) if name in ids), ends[0] if ends else None)
-    if eos is None:
-        raise WeftError(
-            f"{origin} has no end-of-document token; name one as 'eos_token' in tokenizer_config.json beside it"
-        )
     bos, pad = (ids.get(named[kind] or "") for kind in ("bos", "pad"))
     return Tokenizer(size, eos, digest(model.to_str(), eos), model, bos, pad, template, ends, named_templates)
 

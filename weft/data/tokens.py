@@ -110,7 +110,7 @@ def open_source(source: Source, tokenizer: Tokenizer, cache: Path | None = None,
             tokenizer.save(making)
             report = SourceReport()
             docs, name = _encoded(documents(source, report), tokenizer), f"data source {source.path or source.kind}"
-            write_documents(making, docs, tokenizer.vocab, tokenizer.eos, name, opening=opening)
+            write_documents(making, docs, tokenizer.vocab, tokenizer.closing, name, opening=opening)
             add_to_meta(making, {"notes": report.lines()})
 
         # Those without an opening are the ones that were there before documents could have one.
@@ -124,7 +124,7 @@ def open_source(source: Source, tokenizer: Tokenizer, cache: Path | None = None,
     tokens = read_tokens(path)
     # Without meta.json only the ids themselves can tell whether they fit.
     vocab = tokens.vocab or 1 + int(tokens.ids.max())
-    if vocab > tokenizer.vocab or tokens.eos not in (None, tokenizer.eos):
+    if vocab > tokenizer.vocab or tokens.eos not in (None, tokenizer.closing):
         mine, theirs = f"vocab {vocab}, eos {tokens.eos}", f"vocab {tokenizer.vocab}, eos {tokenizer.eos}"
         raise WeftError(f"{path} has {mine}, not {theirs}; set data.tokenizer to the one that made the tokens")
     return tokens

@@ -64,8 +64,10 @@ class Grammars:
             import llguidance
         except ImportError:
             raise UsageError("grammars need the package llguidance: pip install 'weft[serve]'") from None
+        if not tokenizer.stops:
+            raise UsageError("a text with a form ends where it is complete, and this model has no end token")
         self._matcher, self._vocab, self._ends = llguidance.LLMatcher, vocab, tokenizer.stops
-        model = tokenizer.model.to_str() if tokenizer.model else llguidance.TokenizerWrapper(_Bytes(tokenizer.eos))
+        model = tokenizer.model.to_str() if tokenizer.model else llguidance.TokenizerWrapper(_Bytes(tokenizer.closing))
         try:
             self._tokens = llguidance.LLTokenizer(model, max(vocab, tokenizer.vocab), list(self._ends))
         except Exception as error:  # the library raises nothing narrower

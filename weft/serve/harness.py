@@ -47,17 +47,17 @@ class WeftLM(TemplateLM):
         where = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.model, files = open_model(pretrained, where, logging.getLogger("weft").warning, ema)
         self.name, self.max_length, self.max_gen_toks = str(pretrained), max_length, max_gen_toks
-        self.own = self.tokenizer = tokenizer_of(files, pretrained)
+        self.own = self.tokenizer = tokenizer_of(files, pretrained, logging.getLogger("weft").warning)
         self.batch_size = int(batch_size) if str(batch_size).isdecimal() else 64  # "auto" is no question here
         self._device = self.model.mesh.device
 
     @property
     def eot_token_id(self) -> int:
-        return self.own.eos
+        return self.own.closing
 
     @property
     def prefix_token_id(self) -> int:
-        return self.own.eos if self.own.bos is None else self.own.bos
+        return self.own.closing if self.own.bos is None else self.own.bos
 
     @property
     def tokenizer_name(self) -> str:

@@ -49,7 +49,7 @@ def samples(where: Where, settings: Generate, warn: Callable[[str], None], ema: 
     ``ema``: use the moving averages of its parameters.
     """
     model, files = open_model(where, "cpu", warn, ema)
-    tokenizer, how = tokenizer_of(files, where), Sampling(settings.temperature, settings.top_k)
+    tokenizer, how = tokenizer_of(files, where, warn), Sampling(settings.temperature, settings.top_k)
     asks = [
         TextRequest(prompt_ids(tokenizer, prompt, settings.chat, str(where)), settings.tokens, how, tokenizer.stops)
         for prompt in settings.all_prompts

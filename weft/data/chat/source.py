@@ -119,7 +119,7 @@ def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
                     pairs[1].append(sample.margin)
 
         name = f"data source {source.path}"
-        write_documents(folder, documents(), tokenizer.vocab, tokenizer.eos, name, close=False)
+        write_documents(folder, documents(), tokenizer.vocab, tokenizer.closing, name, close=False)
     np.save(folder / "lines.npy", np.array(places, np.int64).reshape(-1, 2))
     if source.kind == "preference":
         np.save(folder / "pairs.npy", np.array(pairs))
