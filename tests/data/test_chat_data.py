@@ -28,6 +28,7 @@ from weft.errors import UsageError, WeftError
 from weft.layout.layout import Layout
 from weft.layout.sequence import padded_length
 from weft.recipe import Chat, Data, Source, build_recipe
+from weft.train.setup import prepare
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 CALL = {"id": "c1", "function": {"name": "f", "arguments": {"x": 1}}}
@@ -426,6 +427,8 @@ def test_what_templates_leave_out_is_said_at_every_start(folder: Path, tmp_path:
         first.notes, ("its tools (3 records)", "no system turn (3 records)", "no learned"), strict=True
     ):
         assert said in note and note.startswith(f"data source {settings.sources[0].path}: ")
+    tree = {"data": settings.model_dump(mode="json", exclude_defaults=True), "model": {"layers": 1}}
+    assert set(first.notes) <= set(prepare(build_recipe(tree)).notes)  # which a run prints
     assert not open_data(data(folder, [{"messages": chats.turns("q", "a", system="s")}])).notes
 
 

@@ -126,6 +126,10 @@ def jinja(style: Style, tagged: bool = False) -> str:
     return f"{head}{text(style.first)}{{% for m in messages %}}{body}{{% endif %}}{{% endfor %}}{asked}"
 
 
+def learns(message: Message) -> bool:
+    return bool(message["role"] == "assistant" and message.get("train", True))
+
+
 def written(style: Style, messages: list[Message]) -> list[tuple[str, bool]]:
     """The pieces of text of a conversation, each with whether it is learned."""
     pieces = [(style.first, False)]
@@ -133,7 +137,7 @@ def written(style: Style, messages: list[Message]) -> list[tuple[str, bool]]:
     kept = [m for m in messages if m["role"] != "system" or style.system == "turn"]
     for number, message in enumerate(kept):
         role = message["role"]
-        ended = bool(number) and kept[number - 1]["role"] == "assistant" and not style.close
+        ended = bool(number) and learns(kept[number - 1]) and not style.close
         opening = style.opens[role]
         stop = next((s for s in style.stops if ended and opening.startswith(s)), "")
         pieces += [(stop, True), (opening.removeprefix(stop), False)]
@@ -143,14 +147,15 @@ def written(style: Style, messages: list[Message]) -> list[tuple[str, bool]]:
             answer = style.lead + answer + message.get("content", "")
             answer += "".join(call_text(call) for call in message.get("tool_calls", ()))
             shown = style.prefix if style.prompt and answer.startswith(style.prefix) else ""
-            endless = not style.close.strip()  # what follows an answer is then all that tells where it ends
-            pieces += [(shown, False), (answer.removeprefix(shown) + style.close, True), (style.after, endless)]
+            own = learns(message)
+            endless = own and not style.close.strip()  # what follows an answer is then all that tells where it ends
+            pieces += [(shown, False), (answer.removeprefix(shown) + style.close, own), (style.after, endless)]
         else:
             pieces.append(
                 ((lead if role == "user" else "") + message["content"] + style.user_close + style.after, False)
             )
             lead = "" if role == "user" else lead
-    ends = kept[-1]["role"] == "assistant" and not style.close.startswith(style.stops)
+    ends = learns(kept[-1]) and not style.close.startswith(style.stops)
     return [*pieces, (style.final, ends)]
 
 
@@ -198,10 +203,10 @@ answers = st.one_of(
     st.fixed_dictionaries({"tool_calls": st.lists(calls, min_size=1, max_size=2)}, optional={"content": said}),
 )
 messages = st.one_of(
-    answers.map(lambda m: {"role": "assistant"} | m),
+    st.builds(lambda m, train: {"role": "assistant"} | m | train, answers, st.sampled_from([{}, {}, {"train": False}])),
     st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(["user", "tool", "system"]), words),
 )
-talks = st.lists(messages, min_size=1, max_size=7).filter(lambda talk: any(m["role"] == "assistant" for m in talk))
+talks = st.lists(messages, min_size=1, max_size=7).filter(lambda talk: any(map(learns, talk)))
 styles = st.builds(
     lambda style, after, prefix, system, prompt, final: replace(
         style, after=style.after if after is None else after, prefix=prefix if style.prompt else "", system=system,

@@ -113,13 +113,16 @@ def test_byte_pairs_go_through_unchanged(tmp_path: Path, kind: str) -> None:
         writer.add_eos_token_id(vocab[SPECIAL[2]])
         writer.add_eot_token_id(vocab[SPECIAL[0]])
         writer.add_add_bos_token(False)
-        writer.add_chat_template(TEMPLATE)
+        named = [("default", TEMPLATE), ("tool_use", "tools")]
+        writer.add_chat_template([{"name": name, "template": text} for name, text in named])
 
     file = gguf_with(tmp_path, fill, len(tokens) + 1)
     own, theirs = open_pretrained(file).tokenizer(), through_weft(file, tmp_path)
     assert own is not None and own.eos == vocab[SPECIAL[2]] and own.bos == vocab[SPECIAL[1]]
     assert own.stops == (vocab[SPECIAL[2]], vocab[SPECIAL[0]]) and own.chat_template == TEMPLATE
-    assert theirs.eos_token == SPECIAL[2] and theirs.bos_token == SPECIAL[1] and theirs.chat_template == TEMPLATE
+    assert own.named_templates == {"tool_use": "tools"}
+    assert theirs.eos_token == SPECIAL[2] and theirs.bos_token == SPECIAL[1]
+    assert theirs.chat_template == {"default": TEMPLATE, "tool_use": "tools"}
     texts = strings(10_000)
     expected = [one.ids for one in original.encode_batch(texts)]
     assert theirs(texts)["input_ids"] == expected
