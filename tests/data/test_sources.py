@@ -117,6 +117,13 @@ def test_saved_data_sets_are_conversations(tmp_path: Path) -> None:
     for path in (tmp_path / "both", tmp_path / "both" / "train"):
         found = [talk.messages[1]["tool_calls"][0]["function"]["arguments"] for _, talk in samples(source(path))]
         assert found == [{"town": "Oslo"}, {"title": "a", "n": 1}]
+    part = tmp_path / "both/train/data-00000-of-00001.arrow"
+    part.rename(tmp_path / "elsewhere.arrow")
+    with pytest.raises(WeftError, match=r"train is a saved data set without its data-00000-of-00001.arrow"):
+        files(source(tmp_path / "both"))
+    (tmp_path / "both/train/state.json").write_text("{")
+    with pytest.raises(WeftError, match=r"state.json of a saved data set is damaged"):
+        files(source(tmp_path / "both"))
     (tmp_path / "both/train").rename(tmp_path / "both/validation")
     with pytest.raises(WeftError, match="no split 'train'"):
         files(source(tmp_path / "both"))

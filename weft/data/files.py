@@ -101,10 +101,20 @@ def _walk(path: Path, stdlib: bool) -> list[Path]:
             below[:] = ["train"]
         kept = [name for name in names if not name.startswith(".")]
         if {"state.json", "dataset_info.json"} <= set(names):
-            parts = json.loads(Path(folder, "state.json").read_text()).get("_data_files", [])
-            kept = [part["filename"] for part in parts] + sorted(_ABOUT & set(names))
+            kept = [*_parts(Path(folder), names), *sorted(_ABOUT & set(names))]
         found += [Path(folder, name) for name in kept]
     return sorted(file for file in found if file.is_file())
+
+
+def _parts(folder: Path, names: list[str]) -> list[str]:
+    """The files with the rows of a saved data set, all of which must be among ``names``."""
+    try:
+        parts = [part["filename"] for part in json.loads((folder / "state.json").read_text())["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeftError(f"{folder / 'state.json'} of a saved data set is damaged ({error}); save it again") from None
+    if gone := sorted(set(parts) - set(names)):
+        raise WeftError(f"{folder} is a saved data set without its {gone[0]}; copy all of the folder")
+    return parts
 
 
 def records(file: Path, wrong: Callable[[WeftError], None] | None = None) -> Iterator[tuple[int, Any]]:

@@ -52,7 +52,9 @@ def opened(file: Path) -> IO[bytes]:
 
 
 def kind_by_content(file: Path) -> str | None:
-    """What a file is by how it begins, where that is no text."""
+    """What a file is by how it begins, where that is no text, and its name does not say so."""
+    if file.suffix.lower() in (".parquet", ".arrow", *PACKED):
+        return None
     try:
         with open(file, "rb") as stream:
             head = stream.read(8)
