@@ -131,3 +131,15 @@ def test_all_names_can_be_imported_and_are_listed() -> None:
     for name in weft.__all__:
         assert getattr(weft, name) is not None
     assert weft.Callback is sys.modules["weft.plugins"].Callback
+
+
+@pytest.mark.parametrize(("recipe", "path", "kind"), [
+    ("finetune", "talks.jsonl", "chat"), ("preference", "pairs/", "preference"), ("quickstart", "notes/*.txt", "text"),
+    ("quickstart", "rows.jsonl.gz", "jsonl"), ("quickstart", "rows.parquet", "parquet"),
+])  # fmt: skip
+def test_data_of_ones_own_take_the_place_of_a_recipes(recipe: str, path: str, kind: str) -> None:
+    """Of the recipe's kind, and nothing else of its sources stays."""
+    loaded = load_recipe(recipe, ["data.seq_len=64"], origin="some/model", data=path)
+    (source,) = loaded.data.sources
+    assert (source.kind, source.path, source.form, source.weight) == (kind, path, "auto", 1.0)
+    assert loaded.model.origin == "some/model" and loaded.data.seq_len == 64

@@ -1001,12 +1001,14 @@ class Recipe(Section):
 
 
 def load_recipe(
-    path: str | Path, overrides: Sequence[str] = (), layout: str | None = None, origin: str | None = None
-) -> Recipe:
+    path: str | Path, overrides: Sequence[str] = (), layout: str | None = None, origin: str | None = None,
+    data: str | None = None,
+) -> Recipe:  # fmt: skip
     """Read a TOML recipe: a file, or one of Weft's own by its name. An error is one line with the nearest valid choice.
 
     ``overrides`` are ``section.key=value``, ``layout`` is ``"shard=2,tp=2"``, as on the command line. ``origin``:
-    the model to start from in the place of the recipe's, with its own tokenizer.
+    the model to start from in the place of the recipe's, with its own tokenizer. ``data``: what to read in the place of
+    the recipe's sources, as records or texts of their kind.
     """
     file = Path(path) if Path(path).is_file() else find_recipe(path)
     if file is None:
@@ -1020,7 +1022,7 @@ def load_recipe(
             f"{path}: recipes are TOML files; docs/coming-from.md says what settings of other programs are"
         )
     tree = read_toml(file, str(path))
-    if not (tree or overrides or origin):  # nobody means to train what all defaults together give
+    if not (tree or overrides or origin or data):  # nobody means to train what all defaults together give
         raise UsageError(f"{path} is empty; 'weft new NAME' writes a recipe to edit, 'weft recipes' lists others")
     if origin is not None:
         tree["model"] = {"from": origin}
@@ -1028,6 +1030,8 @@ def load_recipe(
     set_keys = {item.partition("=")[0].strip() for item in overrides}
     if "data.path" in set_keys and "data.sources" not in set_keys and isinstance(tree.get("data"), dict):
         tree["data"].pop("sources", None)  # a path of the user's own is read instead of what the recipe names
+    if data is not None:
+        tree["data"] = _with_data(tree.get("data", {}), data)
     for item in overrides:
         _override(tree, item)
     if layout is not None:
@@ -1041,6 +1045,17 @@ def load_recipe(
 def build_recipe(tree: dict[str, Any], origin: str = "recipe") -> Recipe:
     """Validate a nested dictionary into a :class:`Recipe`; one line per :class:`UsageError`."""
     return validated(Recipe, tree, origin)
+
+
+def _with_data(section: dict[str, Any], path: str) -> dict[str, Any]:
+    """The section ``[data]`` with ``path`` as its only source: of the kind of its first, whose files are of others."""
+    first = (section.get("sources") or [section])[0]
+    kind = first.get("kind", "stdlib")
+    if kind == "stdlib":
+        endings = {".jsonl": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
+        kind = next((endings[ending] for ending in Path(path).suffixes if ending in endings), "text")
+    others = {key: value for key, value in section.items() if key not in (*Source.model_fields, "sources")}
+    return others | {"kind": kind, "path": path}
 
 
 def _override(tree: dict[str, Any], item: str) -> None:

@@ -41,6 +41,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 _from = "Start from this model (a folder, a GGUF file, an id of the hub) and its tokenizer, not from the recipe's."
 FromModel = Annotated[str | None, typer.Option("--from", metavar="MODEL", help=_from)]
 
+_data = (
+    "Learn from this file, folder or glob, not from the recipe's data; of the same kind (chat, preference, text ...)."
+)
+DataPath = Annotated[str | None, typer.Option("--data", metavar="PATH", help=_data)]
+
 _ema = "Use the averages of the parameters that the run has kept (optimizer.ema)."
 Ema = Annotated[bool, typer.Option("--ema", help=_ema)]
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from weft.cli.arguments import AsJson, Overrides, RecipeFile
+from weft.cli.arguments import AsJson, DataPath, Overrides, RecipeFile
 
 app = typer.Typer(help="Look at the data before a run.", no_args_is_help=True)
 
@@ -16,6 +16,7 @@ app = typer.Typer(help="Look at the data before a run.", no_args_is_help=True)
 def preview(
     recipe: RecipeFile,
     overrides: Overrides = None,
+    data: DataPath = None,
     samples: Annotated[int, typer.Option(min=1, help="Conversations to show.")] = 3,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write them as a page, too.")] = None,
     as_json: AsJson = False,
@@ -27,7 +28,7 @@ def preview(
     from weft.recipe import load_recipe
     from weft.train.setup import tokenizer_of
 
-    settings = load_recipe(recipe, overrides or ())
+    settings = load_recipe(recipe, overrides or (), data=data)
     shown, notes = read(settings.data, tokenizer_of(settings), samples)
     if as_json:
         typer.echo(json.dumps([sample.as_json() for sample in shown], indent=2, ensure_ascii=False))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from weft.cli.arguments import FromModel, LayoutText, Overrides, RecipeFile
+from weft.cli.arguments import DataPath, FromModel, LayoutText, Overrides, RecipeFile
 from weft.cli.console import plain_console, print_table
 from weft.errors import UsageError
 from weft.train.launch import launch
@@ -33,6 +33,7 @@ def train(
     layout: LayoutText = None,
     overrides: Overrides = None,
     origin: FromModel = None,
+    data: DataPath = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; runs/NAME by default.")] = None,
     resume: Annotated[str | None, _resume] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help=_ranks)] = None,
@@ -44,11 +45,12 @@ def train(
     from weft.recipe import load_recipe
 
     if sweep:
-        return swept(
-            sweep, lambda more: load_recipe(recipe, [*(overrides or []), *more], layout, origin), out, resume, ranks,
-            cluster,
-        )  # fmt: skip
-    given = load_recipe(recipe, overrides or [], layout, origin)
+
+        def varied(more: list[str]) -> "Recipe":
+            return load_recipe(recipe, [*(overrides or []), *more], layout, origin, data)
+
+        return swept(sweep, varied, out, resume, ranks, cluster)
+    given = load_recipe(recipe, overrides or [], layout, origin, data)
     if not in_ranks():
         check_sources(given.data)  # before anything that takes time
     argv = sys.argv[1:]
