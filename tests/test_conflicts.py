@@ -98,7 +98,6 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "tp above heads": ("tp=5", ""),
     "tp above ffn": ("tp=3", "model.ffn=2"),
     "ep without experts": ("dp=2,ep=2", ""),
-    "timed dispatch with recompute": ("dp=2,ep=2,dispatch=timed", "model.experts=2 train.recompute=full"),
     "placement without ep": ("dp=2,placement=sharded", ""),
     "placement with post-validation": ("pp=2,dp=2,ep=2,placement=sharded",
                                        "model.experts=2 optimizer.post_validation=true"),
@@ -141,6 +140,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "router statistics with post-validation":
         ("pp=2", "model.experts=2 model.router=sigmoid optimizer.post_validation=true"),
     "balance of experts with zeroth order": ("", "model.experts=2 model.z_loss=0.1 optimizer.estimate=zeroth-order"),
+    "timed dispatch with recompute": ("dp=2,ep=2,dispatch=timed", "model.experts=2 train.recompute=full"),
     "experts with compile": ("", "model.experts=2 train.compile=true"),
     "balance with compile": ("cp=2,zero=1,balance=greedy", "train.compile=true"),
 }  # fmt: skip
