@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import recipe, write_corpus
-from weft.checkpoint.best import FILE, Best, best_checkpoint, read_best
+from weft.checkpoint.best import FILE, Best, best_checkpoint, read_best, write_best
 from weft.checkpoint.store import candidates, committed, open_checkpoint
 from weft.cli.checkpoint import prune
 from weft.errors import UsageError, WeftError
@@ -24,7 +24,7 @@ from weft.recipe import Recipe, Validation, build_recipe
 from weft.resilience.start import finish
 from weft.train.evaluation import Evaluation
 from weft.train.loop import Outcome, train
-from weft.train.lowest import LowestLoss
+from weft.train.lowest import LowestLoss, comparable
 from weft.train.setup import prepare
 
 
@@ -158,6 +158,28 @@ def test_a_run_that_gets_no_better_ends(corpus: str, tmp_path: Path, capsys: pyt
     outcome = run(longer, out, "auto", losses)
     assert outcome.progress.step == 9 and outcome.best == Best(6, 1.0)
     assert [r["step"] for r in outcome.metrics()] == list(range(1, 10)) and not outcome.metrics("nothing")
+
+
+def test_losses_of_other_data_are_not_compared(corpus: str, unseen: str, tmp_path: Path) -> None:
+    other = Path(unseen).with_name("other.jsonl")
+    other.write_text(Path(unseen).read_text() + '{"text": "one more"}\n')
+    of = {path: prepare(small(corpus, data__validation=path)).corpus.validated for path in (unseen, str(other))}
+    assert len(set(of.values())) == 2 and prepare(small(unseen, data__validation=corpus)).corpus.validated not in of
+    assert prepare(small(corpus, data__validation=unseen, data__epochs=2)).corpus.validated == of[unseen]
+    best = Best(4, 1.0, data=of[unseen])
+    assert comparable(best, of[unseen], 4) == (best, "") and comparable(best, of[unseen], 3) == (Best(), "")
+    now, said = comparable(best, of[str(other)], 9)
+    assert now == Best() and "the run looks for a new one" in said and comparable(Best(), "any", 9) == (Best(), "")
+
+
+def test_a_best_elsewhere_is_named_without_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_best(Path(), Best(1, 2.0, "s3://bucket/run/step-000001"))
+    assert best_checkpoint(tmp_path) == "s3://bucket/run/step-000001" and not (tmp_path / "best").is_symlink()
+    elsewhere = tmp_path.parent / "elsewhere/step-000002"
+    write_best(tmp_path, Best(2, 1.0, str(elsewhere)))
+    assert best_checkpoint(tmp_path) == os.readlink(tmp_path / "best") == str(elsewhere)
+    assert read_best(tmp_path / "nowhere") == Best() and not best_checkpoint(tmp_path / "nowhere")
 
 
 @settings(max_examples=60, deadline=None)

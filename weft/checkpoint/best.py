@@ -4,7 +4,7 @@ import json
 import math
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from weft.errors import WeftError
@@ -17,12 +17,13 @@ FILE, LINK = "best.json", "best"
 class Best:
     """The lowest validation ``loss`` of a run, after which ``step`` that was, and the ``checkpoint`` kept of it.
 
-    A ``loss`` of infinity: there was none so far.
+    A ``loss`` of infinity: there was none so far. ``data``: a digest of what it was measured on.
     """
 
     step: int = 0
     loss: float = math.inf
     checkpoint: str = ""
+    data: str = field(default="", compare=False)
 
 
 def read_best(run: Path) -> Best:
@@ -44,13 +45,15 @@ def best_checkpoint(run: Path) -> str:
 
 def write_best(run: Path, best: Best) -> None:
     """Write what is known of the best, and link it. Raises :class:`OSError`."""
-    place = Path(best.checkpoint)
-    with suppress(ValueError):  # so that the run's folder can be moved
-        best = Best(best.step, best.loss, str(place.absolute().relative_to(run.absolute())))
+    local = bool(best.checkpoint) and "://" not in best.checkpoint
+    if local:
+        with suppress(ValueError):  # so that the run's folder can be moved
+            inside = Path(best.checkpoint).resolve().relative_to(run.resolve())
+            best = replace(best, checkpoint=str(inside))
     draft = run / f".{FILE}"
     draft.write_text(json.dumps(asdict(best)) + "\n")
     draft.replace(run / FILE)
-    if best.checkpoint and "://" not in best.checkpoint:
+    if local:
         link = run / f".{LINK}"
         link.unlink(missing_ok=True)
         os.symlink(best.checkpoint, link, target_is_directory=True)

@@ -31,7 +31,7 @@ from weft.recipe import Data
 class Corpus:
     """The data of a run. ``fingerprint`` changes whenever the same position would mean other data.
 
-    ``notes``: what is to be said about it, a line each.
+    ``notes``: what is to be said about it, a line each. ``validated``: a digest of what validation would read.
     """
 
     tokenizer: Tokenizer
@@ -40,6 +40,7 @@ class Corpus:
     description: str
     fingerprint: str
     notes: tuple[str, ...] = ()
+    validated: str = ""
 
 
 def tokenizer_of_data(data: Data, own: Tokenizer | None = None) -> Tokenizer:
@@ -102,7 +103,16 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
     train = Order(tuple(sides[0]), tuple(weights[0]), data.seed, data.epochs)
     validation = Order(tuple(sides[1]), tuple(weights[1]), data.seed, epochs=1) if sides[1] else None
     identity = digest(seen, tokenizer.fingerprint, data.seq_len, data.seed, data.held_out)
-    return Corpus(tokenizer, train, validation, "; ".join(lines), identity, tuple(notes))
+    how_read = (
+        tokens.fingerprint,
+        tokenizer.fingerprint,
+        data.seq_len,
+        data.seed,
+        data.chat.truncation,
+        data.chat.pack,
+    )
+    validated = digest(how_read) if apart else identity
+    return Corpus(tokenizer, train, validation, "; ".join(lines), identity, tuple(notes), validated)
 
 
 def shares_of(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from weft.checkpoint.lease import Lease
 from weft.checkpoint.levels import check_hosts, open_levels
 from weft.checkpoint.state import Progress
 from weft.checkpoint.storage import Storage
+from weft.data.cache import digest
 from weft.data.order import marks
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh, from_all
@@ -27,7 +28,7 @@ from weft.train.callbacks import Callbacks, Running
 from weft.train.evaluation import VALIDATION, Evaluation
 from weft.train.guard import Guard, Regroup
 from weft.train.islands import put_in_ring
-from weft.train.lowest import LowestLoss
+from weft.train.lowest import LowestLoss, comparable
 from weft.train.optim import learning_rate, short_of_warmup
 from weft.train.recorder import Recorder
 from weft.train.reference import with_cached_reference
@@ -91,7 +92,8 @@ def train(
         about = job.about | {"steps": steps}
         mesh.on_main(lambda: open_levels(run.levels, run.folder, run.fresh))
         known = mesh.on_main(lambda: read_best(run.folder))
-        best = known if known.step <= resumed.progress.step else Best()  # the run has gone back to before it
+        measured = digest(job.corpus.validated, recipe.validation.batches, recipe.train.batch)
+        best, other = comparable(known, measured, resumed.progress.step)
         signals = stack.enter_context(guard.signals())
         recorder = stack.enter_context(Recorder(job, mesh, run.folder, resumed.progress, about))
         resumed.report(recorder)
@@ -101,7 +103,7 @@ def train(
         if state.alternating is not None:
             state.alternating.report = recorder.alternating
         wider = widened_note(recipe.train.dtype, mesh.device)
-        for note in (*noted, state.tiers.note, wider, short_of_warmup(recipe.optimizer, steps)):
+        for note in (*noted, other, state.tiers.note, wider, short_of_warmup(recipe.optimizer, steps)):
             if note:
                 recorder.event(note)
         checkpoints = stack.enter_context(Checkpoints(
@@ -130,7 +132,7 @@ def train(
             recorder.event(nothing_left(job, resumed.progress.step))
         loop = Loop(
             job, mesh, steps, stepper, resumed.progress, recorder, checkpoints, evaluation, callbacks, signals, lease,
-            guard, LowestLoss(recipe.validation, best), again=run.in_memory,
+            guard, LowestLoss(recipe.validation, best, measured), again=run.in_memory,
         )  # fmt: skip
         loop.run()
     loop.check_fruitful()

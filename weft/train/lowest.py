@@ -6,18 +6,29 @@ from weft.checkpoint.best import Best
 from weft.recipe import Validation
 
 
+def comparable(known: Best, data: str, step: int) -> tuple[Best, str]:
+    """What a run that is at ``step``, and validates on ``data``, can compare its losses with; and what to say of it."""
+    if known.step > step:  # it has gone back to before its best
+        return Best(), ""
+    if known.step and known.data != data:
+        said = "the lowest validation loss so far is of other data for validation, so the run looks for a new one"
+        return Best(), said
+    return known, ""
+
+
 @dataclass
 class LowestLoss:
-    """The ``best`` validation so far. ``improved``: it is new, and nobody has asked for it (:meth:`news`)."""
+    """The ``best`` validation so far, on ``data`` of this digest. ``improved``: nobody has asked for it yet."""
 
     settings: Validation
     best: Best
+    data: str = ""
     improved: bool = False
 
     def take(self, step: int, loss: float) -> None:
         """A validation after ``step``, which is not a model's first: whether that is better says nothing of the run."""
         if step and loss < self.best.loss:
-            self.best, self.improved = Best(step, loss), True
+            self.best, self.improved = Best(step, loss, data=self.data), True
 
     def news(self) -> Best | None:
         """The best validation, if there is a new one that is to be kept or to be remembered."""
