@@ -68,7 +68,9 @@ def flag(value: Any, key: str, name: str) -> bool:
     known = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
     if isinstance(value, (bool, int, float, str)) and (meant := known.get(str(value).lower())) is not None:
         return meant
-    raise ConversationError(f"{name} has {shown(value)} as {key!r}, which is true or false")
+    raise ConversationError(
+        f"{name} has {shown(value)} as {key!r}, which is true or false; data.columns can leave it out"
+    )
 
 
 def _plain(key: str) -> str:
