@@ -310,3 +310,27 @@ def test_turns_without_words_or_headers_are_found(base: Tokenizer, template: str
     talk = [{"role": "user", "content": "q"}, call({"n": 2}), {"role": "tool", "content": "21"}, call({}),
             {"role": "tool", "content": "no"}, {"role": "assistant", "content": "dry"}]  # fmt: skip
     assert learned_runs(ChatEncoder(ChatTemplate(template, tokenizer)).encode(conversation(talk))) == right
+
+
+_TURN = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+_ASKED = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+#: ChatML of which a prompt does not agree with what turns begin with.
+UNEVEN = {
+    "a prompt after users only": _TURN + _ASKED.replace("add_generation_prompt", "messages[-1].role == 'user'"),
+    "no prompt": _TURN,
+    "a prompt with a new line more": _TURN.replace("+ '\n' + m.content", "+ m.content") + _ASKED,
+    "a prompt with other reasoning": _TURN.replace(
+        "m.content", "('<think></think>' if m.role == 'assistant' else '') + m.content"
+    ) + _ASKED.replace("assistant\n", "assistant\n<think>\n"),
+    "a note behind the last question": _TURN.replace(
+        "m.content", "m.content + (' /no_think' if loop.last and m.role == 'user' else '')"
+    ) + _ASKED,
+    "roles by words": _TURN.replace("m.role", "('x' if m.content.startswith('h') else m.role)") + _ASKED,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_prompts_may_differ_from_turns(base: Tokenizer, name: str) -> None:
+    tokenizer = replace(base, ends=(base.specials["<|im_end|>"],))
+    encoded = ChatEncoder(ChatTemplate(UNEVEN[name], tokenizer)).encode(conversation(TWICE))
+    assert learned_runs(encoded) == ["red<|im_end|>", "blue<|im_end|>", "green<|im_end|>"]

@@ -95,6 +95,9 @@ class Edges:
             at = find(header, anchor.text, limit)
             if at >= 0:
                 return at + len(header)
+        plain = self._plain_turn(i, limit)
+        if plain is not None and self.text.startswith(plain[1], plain[0]):
+            return plain[0] + len(plain[1])
         alike = _alike(opening, rest)  # a prompt may end with more than a turn begins with, such as <think>
         into_header = header is None or alike > len(opening) - len(header)
         if alike and into_header and not self.template.ends.search(opening[alike:]):
@@ -106,19 +109,27 @@ class Edges:
 
         ``closing``: what closes the message before; if only white space follows it, that is the model's to write.
         """
+        plain = self._plain_turn(i, limit)
+        if plain is None:
+            return None
+        place, opening = plain
+        rest = self.text[place:]
+        if closing and opening.startswith(closing) and not opening[len(closing) :].strip():
+            opening = closing
+        alike = _alike(opening, rest)
+        if alike < len(opening) and (not alike or self.template.ends.search(opening[alike:])):
+            return None
+        return place + alike
+
+    def _plain_turn(self, i: int, limit: int) -> tuple[int, str] | None:
+        """What the template writes before a turn of one word in the place of message ``i``, and from where on."""
         probe = numbered({"role": "assistant", "content": _WORD}, i)
         shown = self.followed.up_to(i, [probe])
         groups = shown.groups(i) if shown is not None else []
         if shown is None or not groups:
             return None
         anchor = self.followed.anchor(shown, i, limit)
-        opening, rest = shown.text[anchor.other : groups[-1][0]], self.text[anchor.text :]
-        if closing and opening.startswith(closing) and not opening[len(closing) :].strip():
-            opening = closing
-        alike = _alike(opening, rest)
-        if alike < len(opening) and (not alike or self.template.ends.search(opening[alike:])):
-            return None
-        return anchor.text + alike
+        return anchor.text, shown.text[anchor.other : groups[-1][0]]
 
     def end(self, i: int, words: list[int], start: int) -> int | None:
         """Where message ``i`` ends, which begins at ``start``; None if the template writes nothing of it."""
