@@ -37,12 +37,13 @@ class Running:
 
     def __init__(
         self, tokenizer: Tokenizer, keys: tuple[str, ...] = (), most: int = 1024, adapters: Path | None = None,
-        rules: GateRules | None = None, drain: float = 60, connections: int = 2048, **engine: Any,
+        rules: GateRules | None = None, drain: float = 60, connections: int = 2048,
+        model: Transformer | None = None, context: int | None = None, **engine: Any,
     ) -> None:  # fmt: skip
-        self.engine = Engine(build(), **{"tokens": 4096, "size": 8} | engine)
+        self.engine = Engine(model or build(), **{"tokens": 4096, "size": 8} | engine)
         names = add_adapters(self.engine, adapters, "tiny") if adapters else []
         self.service = Service(self.engine, most)
-        self.server = Server(self.service, tokenizer, "tiny", keys, 12, names)
+        self.server = Server(self.service, tokenizer, "tiny", keys, 12, names, context)
         listening = socket.create_server(("127.0.0.1", 0))
         rules = rules or gate_rules(listening.getsockname()[0])
         self.said: list[str] = []  # warnings

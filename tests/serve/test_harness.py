@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,45 @@ def test_what_greedy_decoding_writes_is_greedy(both: tuple[Any, Any]) -> None:
         both[0].generate_until([asked("generate_until", TEXT, settings | {"top_p": 0.5})])
 
 
-def test_lm_eval_itself(folder: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[str]:
+    """The address at which the same model is served."""
+    from tests.serve.running import Running
+    from weft.checkpoint.model import open_model, tokenizer_of
+
+    model, files = open_model(str(folder), "cpu", print)
+    running = Running(tokenizer_of(files, folder), model=model, context=256)
+    yield f"{running.client.base_url}/v1/completions"
+    running.close()
+
+
+def over_http(served: str, folder: Path, **more: Any) -> Any:
+    """lm-eval's client, whose ``max_length`` counts the last token of a text, and one more that is written."""
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    return LocalCompletionsAPI(served, "huggingface", model="tiny", tokenizer=str(folder), max_length=66, **more)
+
+
+def test_log_likelihoods_over_http_are_those_in_the_process(both: tuple[Any, Any], served: str, folder: Path) -> None:
+    """lm-eval's ``local-completions``, one request at a time and several, with texts and with ids."""
+    pairs = [asked("loglikelihood", *pair) for pair in PAIRS]
+    ours = both[0].loglikelihood(pairs)
+    for more in ({}, {"num_concurrent": 3, "batch_size": 2}):
+        theirs = over_http(served, folder, **more).loglikelihood(pairs)
+        for (a, greedy), (b, theirs_greedy) in zip(ours, theirs, strict=True):
+            assert a == pytest.approx(b, abs=2e-4) and greedy == theirs_greedy
+    texts = [asked("loglikelihood_rolling", t) for t in (TEXT, TEXT * 5, "a")]
+    theirs = over_http(served, folder).loglikelihood_rolling(texts)
+    assert theirs == pytest.approx(both[0].loglikelihood_rolling(texts), abs=1e-3)
+    settings = {"until": ["\n\n"], "max_gen_toks": 8, "do_sample": False}
+    ours, theirs = (
+        lm.generate_until([asked("generate_until", "A short text", dict(settings))])
+        for lm in (both[0], over_http(served, folder))
+    )
+    assert ours == theirs and ours[0]
+
+
+def test_lm_eval_itself(folder: Path, served: str, tmp_path: Path) -> None:
     """A task of choices and one of generation, from a file, by the harness's own evaluation."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -100,12 +139,15 @@ def test_lm_eval_itself(folder: Path, tmp_path: Path) -> None:
     import weft.serve.harness  # noqa: F401 (makes the name known)
 
     found = {}
-    for model, arguments in (("weft", ""), ("hf", ",dtype=float32")):
+    remote = f"base_url={served},tokenizer={folder},tokenizer_backend=huggingface,model=tiny,max_length=66"
+    ways = {"weft": "max_length=64", "hf": "max_length=64,dtype=float32", "local-completions": remote}
+    for model, arguments in ways.items():
+        given = arguments if model == "local-completions" else f"pretrained={folder},{arguments}"
         results = simple_evaluate(
-            model, f"pretrained={folder},max_length=64{arguments}", ["choice", "write"], task_manager=manager,
+            model, given, ["choice", "write"], task_manager=manager,
             batch_size=2, device="cpu", bootstrap_iters=0, apply_chat_template=True,
         )["results"]  # fmt: skip
         found[model] = {
             task: {key: value for key, value in of.items() if isinstance(value, float)} for task, of in results.items()
         }
-    assert found["weft"] == found["hf"] and "acc,none" in found["weft"]["choice"]
+    assert found["weft"] == found["hf"] == found["local-completions"] and "acc,none" in found["weft"]["choice"]
