@@ -11,6 +11,7 @@ import weft
 from weft.cli import Interrupted
 from weft.cli.bench import app as bench
 from weft.cli.chaos import chaos
+from weft.cli.chat import chat
 from weft.cli.checkpoint import app as checkpoint
 from weft.cli.data import app as data
 from weft.cli.doctor import doctor
@@ -72,7 +73,7 @@ def _root(
 
 
 command: Callable[..., int]
-for command in (train, verify, generate, serve):
+for command in (train, verify, generate, chat, serve):
     app.command()(command)
 app.command("eval")(evaluate)
 for command in (report, doctor, export, schedule, probe, profile, chaos, recipes, new, techniques):

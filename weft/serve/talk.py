@@ -1,0 +1,189 @@
+"""A conversation in a terminal or a pipe: with a model of this machine, or with a server that OpenAI's clients know."""
+
+import json
+import os
+import signal
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from weft.errors import UsageError, WeftError
+
+if TYPE_CHECKING:
+    from weft.generate.sampling import Sampling
+
+Messages = list[dict[str, str]]
+#: Writes the assistant's answer to a conversation, piece by piece.
+Speaker = Callable[[Messages], Iterator[str]]
+
+HELP = "/reset forgets the conversation, /system TEXT sets the system message, /quit or Ctrl-D leaves, Ctrl-C stops"
+#: Seconds that a server has to begin its answer, and for each further piece.
+PATIENCE_S = 600.0
+
+
+def talk(speaker: Speaker, system: str = "") -> None:
+    """Read what the user says line by line, and print answers as they are written, until the input ends or ``/quit``.
+
+    In a terminal Ctrl-C stops an answer, whose beginning stays in the conversation, and a mistake costs a line. In a
+    pipe both end the command.
+    """
+    terminal = sys.stdin.isatty()
+    said: Messages = []
+    if terminal:
+        with suppress(ImportError):
+            import readline  # noqa: F401  # arrow keys in what is typed
+        print(f"weft: {HELP}", file=sys.stderr)
+    while (line := _read_line(terminal)) is not None:
+        word, _, rest = line.strip().partition(" ")
+        if not word:
+            continue
+        if word == "/quit":
+            return
+        if word in ("/reset", "/system"):
+            said, system = [], rest.strip() if word == "/system" else system
+            print("weft: a new conversation" + f", with the system message {system!r}" * bool(system), file=sys.stderr)
+        elif word.startswith("/") and not word.startswith("//"):
+            print(f"weft: {word} is no command; {HELP}; '//' begins a line with '/'", file=sys.stderr)
+        else:
+            said.append({"role": "user", "content": line.strip().removeprefix("/" * word.startswith("//"))})
+            opening = [{"role": "system", "content": system}] if system else []
+            try:
+                answer = _print_answer(speaker([*opening, *said]), terminal)
+            except WeftError as error:
+                if not terminal:
+                    raise
+                print(f"weft: {error}", file=sys.stderr)
+                said.pop()
+                continue
+            said.append({"role": "assistant", "content": answer})
+
+
+def _read_line(terminal: bool) -> str | None:
+    """The next line of the input; None at its end. In a terminal Ctrl-C drops what has been typed."""
+    if not terminal:
+        return sys.stdin.readline() or None
+    while True:
+        try:
+            with _ctrl_c(signal.default_int_handler):
+                return input("> ")
+        except EOFError:
+            print()
+            return None
+        except KeyboardInterrupt:
+            print("\nweft: Ctrl-D leaves", file=sys.stderr)
+
+
+def _print_answer(pieces: Iterator[str], terminal: bool) -> str:
+    """Print an answer as it comes, and return it, or its beginning if Ctrl-C has stopped it."""
+    written, stopped = "", list[int]()
+    handler = (lambda number, frame: stopped.append(number)) if terminal else None
+    with _ctrl_c(handler):
+        for piece in pieces:
+            print(piece, end="", flush=True)
+            written += piece
+            if stopped:  # between two pieces, where nothing is half done
+                break
+    close = getattr(pieces, "close", None)
+    if close is not None:
+        close()
+    print(flush=True)
+    if stopped:
+        print("weft: stopped", file=sys.stderr)
+    return written
+
+
+@contextmanager
+def _ctrl_c(handler: Callable[[int, FrameType | None], Any] | None) -> Iterator[None]:
+    """In here Ctrl-C calls ``handler``; None leaves it as it is."""
+    if handler is None:
+        yield
+        return
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def server_speaker(url: str, key: str, settings: dict[str, Any]) -> Speaker:
+    """What a server at ``url`` answers, its first model. ``settings``: of every request, such as the temperature.
+
+    Raises :class:`WeftError` if it cannot be reached, or refuses.
+    """
+    base = url.rstrip("/").removesuffix("/v1") + "/v1"
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+
+    def ask(path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            return urllib.request.urlopen(urllib.request.Request(base + path, data, headers), timeout=PATIENCE_S)
+        except urllib.error.HTTPError as error:
+            raise WeftError(f"{url} refuses ({error.code}): {_reason(error.read())}") from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise WeftError(f"{url} cannot be reached: {getattr(reason, 'strerror', None) or reason}") from None
+
+    try:
+        with ask("/models") as reply:
+            name = json.load(reply)["data"][0]["id"]
+    except (ValueError, LookupError, TypeError):
+        raise UsageError(f"{url} is no server that OpenAI's clients know: {base}/models names no model") from None
+
+    def speak(messages: Messages) -> Iterator[str]:
+        body = {"model": name, "messages": messages, "stream": True, **settings}
+        with ask("/chat/completions", body) as reply:
+            for line in reply:
+                event = line.decode(errors="replace").strip()
+                if not event.startswith("data:") or event.endswith("[DONE]"):
+                    continue
+                found = json.loads(event.removeprefix("data:"))
+                if "error" in found:
+                    raise WeftError(f"{url}: {_reason(event.removeprefix('data:').encode())}")
+                for choice in found.get("choices", ()):
+                    if piece := (choice.get("delta") or {}).get("content"):
+                        yield piece
+
+    return speak
+
+
+def _reason(body: bytes) -> str:
+    """What an error of a server says, in one line."""
+    try:
+        found = json.loads(body)
+        return " ".join(str(found["error"]["message"]).split())
+    except (ValueError, LookupError, TypeError):
+        return (body.decode(errors="replace").strip().splitlines() or ["no reason given"])[0][:200]
+
+
+def model_speaker(
+    checkpoint: str, tokens: int, how: "Sampling", weights: str, ema: bool, warn: Callable[[str], None]
+) -> Speaker:
+    """What a model of this machine answers. Its engine keeps what it has computed, so each turn reads its own words."""
+    import torch
+
+    from weft.checkpoint.model import open_model, tokenizer_of
+    from weft.data.chat.encode import own_encoder, prompt_ids
+    from weft.data.detokenizer import stream_text
+    from weft.generate.engine import Engine
+    from weft.models.products import read_only
+
+    model, files = open_model(checkpoint, "cuda" if torch.cuda.is_available() else "cpu", warn, ema)
+    read_only(model, weights)
+    tokenizer = tokenizer_of(files, checkpoint)
+    own_encoder(tokenizer, checkpoint)  # a model without a template is refused before anybody types
+    engine = Engine(model)
+
+    def speak(messages: Messages) -> Iterator[str]:
+        ids = prompt_ids(tokenizer, messages, True, checkpoint)
+        yield from stream_text(tokenizer, engine.stream(engine.submit(ids, tokens, how, tokenizer.stops)[0]))
+
+    return speak
+
+
+def key_of_environment() -> str:
+    """The key that OpenAI's clients would send."""
+    return os.environ.get("OPENAI_API_KEY", "")
