@@ -92,6 +92,8 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "a graph for nobody": ("island=2", "sync.graph=[[0,1]]"),
     "compressed neighbours": ("island=2", "sync.compress=int8 sync.update=noloco"),
     "a way back without one there": ("island=2", "sync.compress_back=int8"),
+    "judged answers without a whole step's passes": (
+        "dp=3", "loss.kind=kto data.kind=feedback data.path=x.jsonl resilience.aggregate=krum"),
     "settings for what has none": ("island=2", "sync.allocate=2 sync.compress=sign"),
     "islands that never agree": ("island=2", "sync.every=1000"),
     "islands that end early": ("island=2", "validation.patience=2"),

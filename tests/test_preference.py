@@ -30,7 +30,7 @@ from weft.resilience.start import start
 from weft.train import reference
 from weft.train.reference import log_probabilities, with_cached_reference, with_reference
 from weft.train.setup import Job, assemble, prepare
-from weft.train.step import divisor, evaluate, pass_loss
+from weft.train.step import accumulate, divisor, evaluate, pass_loss
 from weft.train.types import check_types
 
 TEMPLATE = (
@@ -46,6 +46,9 @@ CASES: list[Any] = [
     ({"tp": 2}, "ipo"),
     ({"tp": 2}, "orpo"),
     pytest.param({"pp": 2, "cp": 2}, "orpo", marks=SLOW),
+    ({"shard": 2, "tp": 2}, "kto"),
+    pytest.param({"pp": 2, "dp": 2, "vocab_barriers": 1}, "kto", marks=SLOW),
+    pytest.param({"cp": 2, "dp": 2}, "kto", marks=SLOW),
     ({"pp": 2}, "dpo"),
     ({"pp": 2, "schedule": "zb-h1", "vocab_barriers": 1}, "simpo"),
     ({"cp": 2, "context": "zigzag"}, "dpo-norm"),
@@ -76,14 +79,31 @@ def write_pairs(folder: Path, count: int = 30) -> str:
     return str(path)
 
 
+def write_judged(pairs: str) -> str:
+    """The answers of pairs, each with a label, in a file beside them; more of them are good than bad."""
+    rows = []
+    for number, line in enumerate(Path(pairs).read_text().splitlines()):
+        pair = json.loads(line)
+        rows.append({"prompt": pair["prompt"], "completion": pair["chosen"], "label": True, "weight": pair["weight"]})
+        if number % 3:
+            rows.append({"prompt": pair["prompt"], "completion": pair["rejected"], "label": False})
+    path = Path(pairs).with_name("judged.jsonl")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_pairs(tmp_path_factory.mktemp("pairs"))
 
 
 def compared(pairs: str, kind: str, **change: Any) -> Recipe:
+    source = {"kind": "preference", "path": pairs}
+    if kind == "kto":
+        source = {"kind": "feedback", "path": write_judged(pairs)}
+        change = {"loss__desirable": 1.3, "loss__undesirable": 0.7} | change
     given = {
-        "data__sources": [{"kind": "preference", "path": pairs}],
+        "data__sources": [source],
         "data__seq_len": 61,
         "data__chat": {"template": TEMPLATE},
         "loss__kind": kind,
@@ -114,7 +134,7 @@ def made(settings: Recipe) -> tuple[Job, Any, Any, Batch, Mesh]:
     job = prepare(settings)
     job = with_reference(job, mesh, seeded_values(7), steps=1)
     model, state = assemble(job.shape, mesh, settings, seeded_values(1))
-    (batch,) = job.loader(job.corpus.train, mesh).step(0) or []
+    batch, *_ = job.loader(job.corpus.train, mesh).step(0) or []
     return job, model, state, batch, mesh
 
 
@@ -176,6 +196,44 @@ def test_the_loss_and_its_gradients_are_plain_pytorchs(pairs: str, kind: str) ->
         torch.testing.assert_close(mine[name], p.grad, rtol=1e-8, atol=1e-12, msg=name)
 
 
+def test_kto_and_its_gradients_are_plain_pytorchs(pairs: str) -> None:
+    """Over a step of several passes, by the paper's formula; the point is of the whole step, without a gradient."""
+    job, model, state, _, mesh = made(compared(pairs, "kto", train__micro_batch=1))
+    batches = job.loader(job.corpus.train, mesh).step(0) or []
+    assert len(batches) > 1
+    settings, rewards, moved, weights, labels = job.recipe.loss, [], [], [], []
+    for batch in batches:
+        assert batch.paired is not None
+        rows = batch.paired
+        logits = model(batch.tokens, batch.positions, batch.cu_seqlens).log_softmax(-1)
+        for i, known in enumerate(rows.pairs.reference):
+            sides = []
+            for side in (0, 1):
+                mine = batch.documents == rows.segments[2 * i + side]
+                targets = batch.labels[mine]
+                own = logits[mine][torch.arange(len(targets)), targets.clamp(min=0)]
+                sides.append(own[targets != IGNORE].sum() - known[side])
+            rewards.append(sides[0])
+            moved.append(sides[1].detach())
+        weights += rows.pairs.weight.tolist()
+        labels += rows.pairs.margin.tolist()
+    weight, good = torch.tensor(weights, dtype=torch.float64), torch.tensor(labels, dtype=torch.float64)
+    assert {*labels} == {1.0, -1.0}
+    point = ((torch.stack(moved) * weight).sum() / weight.sum()).clamp(min=0)
+    factor = torch.where(good > 0, settings.desirable, settings.undesirable)
+    each = factor * (1 - torch.sigmoid(settings.beta * good * (torch.stack(rewards) - point)))
+    wanted = (each * weight).sum() / weight.sum()
+    found = accumulate(model, state, batches, mesh)
+    assert model.objective.point == pytest.approx(point.item(), rel=1e-10)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-10)
+    assert evaluate(model, state, [batches], mesh) == pytest.approx(wanted.item(), rel=1e-10)
+    mine = {name: grad.clone() for name, grad in state.gradients().items()}
+    model.zero_grad()
+    wanted.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(mine[name], p.grad, rtol=1e-8, atol=1e-12, msg=name)
+
+
 def test_a_policy_that_is_its_reference_has_ln_2(pairs: str) -> None:
     settings = compared(pairs, "dpo", loss__label_smoothing=0.0)
     mesh, job = Mesh.single(torch.device("cpu")), prepare(settings)
@@ -187,7 +245,7 @@ def test_a_policy_that_is_its_reference_has_ln_2(pairs: str) -> None:
 
 
 def test_the_recipe_knows_the_table() -> None:
-    assert tuple(LOSSES) == PAIR_LOSSES
+    assert {*LOSSES, "kto"} == {*PAIR_LOSSES}
 
 
 # --- the reference ---

@@ -24,8 +24,10 @@ from weft.validation import OneLine, validated
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 #: Weft's own kinds of sources, losses that compare pairs of answers, and trackers; plugins bring others.
-SOURCES = ("stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat", "preference")
-PAIR_LOSSES = ("dpo", "dpo-norm", "ipo", "robust", "hinge", "simpo", "orpo", "reward")
+SOURCES = ("stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat", "preference", "feedback")
+#: Kinds whose records are conversations, and those of them that are pairs of answers.
+CONVERSATIONS, ANSWER_PAIRS = ("chat", "preference", "feedback"), ("preference", "feedback")
+PAIR_LOSSES = ("dpo", "dpo-norm", "ipo", "robust", "hinge", "simpo", "orpo", "kto", "reward")
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 #: Weights with a row for each token, as PEFT calls them.
 VocabularyWeight = Literal["embed_tokens", "lm_head"]
@@ -316,8 +318,8 @@ class Source(Section):
     ``chat`` conversations, of which only the assistant's words are learned (docs/chat.md): ``form`` is their form, if
     it is not to be seen from each record, ``field`` the messages' name, if it is none of the usual. Of the form
     ``docstrings`` are questions about Python code, without ``path`` about the standard library. ``preference`` reads
-    pairs of answers, ``chosen`` and ``rejected`` (docs/preference.md). Any other kind is a plugin's, which is called
-    with ``path`` and ``settings``.
+    pairs of answers, ``chosen`` and ``rejected``, and ``feedback`` answers with a ``label`` each (docs/preference.md).
+    Any other kind is a plugin's, which is called with ``path`` and ``settings``.
 
     Of conversations and pairs ``columns`` says what the data's own names mean: ``{ ask = "prompt", note = "" }``, where
     nothing leaves a column out, and ``dialogue.speaker`` is a field of the turns in ``dialogue``; ``roles`` says who
@@ -348,20 +350,20 @@ class Source(Section):
 
     @model_validator(mode="after")
     def _path(self) -> Self:
-        if (self.columns or self.roles) and self.kind not in ("chat", "preference"):
+        if (self.columns or self.roles) and self.kind not in CONVERSATIONS:
             name = "columns" if self.columns else "roles"
             raise ValueError(
-                f"{name} are of kinds 'chat' and 'preference', which read all files of records; of kind {self.kind!r} "
-                "set 'field'"
+                f"{name} are of kinds 'chat', 'preference' and 'feedback', which read all files of records; of kind "
+                f"{self.kind!r} set 'field'"
             )
         if self.kind in SOURCES and self.kind != "stdlib" and self.form != "docstrings" and not self.path:
             raise ValueError(f"a source of kind {self.kind!r} needs 'path'")
-        if self.kind == "preference" and self.field != type(self).model_fields["field"].default:
+        if self.kind in ANSWER_PAIRS and self.field != type(self).model_fields["field"].default:
             raise ValueError(
                 f"field is of other kinds; name the columns of pairs: columns = {{ {self.field} = 'chosen' }}"
             )
-        if self.kind == "preference" and self.form not in ("auto", "docstrings"):
-            raise ValueError("a source of kind 'preference' has one form; leave out 'form'")
+        if self.kind in ANSWER_PAIRS and self.form not in ("auto", "docstrings"):
+            raise ValueError(f"a source of kind {self.kind!r} has one form; leave out 'form'")
         return self
 
 
@@ -455,7 +457,8 @@ class Loss(Section):
     ``beta`` multiplies the difference of the two answers, and for ``orpo`` the odds ratio's part of the loss;
     ``label_smoothing`` is the assumed share of pairs with swapped labels; ``margin`` is by how much ``simpo`` and
     ``reward`` want the chosen answer ahead. ``reference``: the model that the other losses keep close to; by default
-    the one from which the run starts.
+    the one from which the run starts. ``kto`` (Ethayarajh et al. 2024) learns from answers that are each good or bad
+    (data of kind ``feedback``), which it counts ``desirable`` and ``undesirable`` times.
 
     Any other kind is a plugin's (docs/plugins.md), which is called with ``settings``.
     """
@@ -466,6 +469,8 @@ class Loss(Section):
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     margin: float = 0.0
     reference: str | None = None
+    desirable: PositiveFloat = 1.0
+    undesirable: PositiveFloat = 1.0
 
     @property
     def of_pairs(self) -> bool:
@@ -973,14 +978,20 @@ class Recipe(Section):
 
     def _check_loss(self) -> None:
         """Pairs of answers and a loss that compares them come together."""
-        kind, pairs = self.loss.kind, [source.kind == "preference" for source in self.data.sources]
+        kind, pairs = self.loss.kind, [source.kind in ANSWER_PAIRS for source in self.data.sources]
+        judged = [source.kind == "feedback" for source in self.data.sources]
+        if (kind == "kto") != all(judged) and (kind == "kto" or any(judged)):
+            raise ValueError(
+                f"loss.kind = {kind!r} with data.kind = {self.data.sources[0].kind!r}: 'kto' learns from answers that "
+                "are each good or bad, data.kind = 'feedback', and nothing else does"
+            )
         if self.loss.of_pairs and not all(pairs):
             raise ValueError(f"loss.kind = {kind!r} compares pairs of answers; set data.kind = 'preference'")
         if any(pairs) and not self.loss.of_pairs:
             raise ValueError("data.kind = 'preference' has pairs of answers; set loss.kind = 'dpo' or the like")
         if self.loss.reference is not None and (kind in ("simpo", "orpo", "reward") or not self.loss.of_pairs):
             raise ValueError(f"loss.reference, but loss.kind = {kind!r} has none; leave it out")
-        if self.loss.label_smoothing and (kind in ("ipo", "hinge", "orpo") or not self.loss.of_pairs):
+        if self.loss.label_smoothing and (kind in ("ipo", "hinge", "orpo", "kto") or not self.loss.of_pairs):
             raise ValueError(f"loss.label_smoothing does nothing for loss.kind = {kind!r}; leave it out")
         if self.loss.margin and kind not in ("simpo", "reward"):
             raise ValueError(f"loss.margin does nothing for loss.kind = {kind!r}; leave it out")

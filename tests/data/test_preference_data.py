@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.data.batch import IGNORE, Pairs
-from weft.data.chat.pairs import read_pair
+from weft.data.chat.judged import read_judgements, with_others
+from weft.data.chat.pairs import AnswerPair, read_pair
+from weft.data.chat.turns import ConversationError
 from weft.data.loader import Corpus, open_data
 from weft.data.order import Stream
 from weft.errors import UsageError, WeftError
@@ -176,3 +178,56 @@ def test_settings_that_mean_nothing_are_refused(change: dict[str, Any], reason: 
     tree = {"loss": {"kind": "dpo"}, "data": {"kind": "preference", "path": "x"}} | change
     with pytest.raises(UsageError, match=re.escape(reason)):
         build_recipe(tree)
+
+
+# --- answers that are judged one by one ---
+
+
+def judged(*records: dict[str, Any]) -> list[tuple[str, str, float]]:
+    """Each sample's answer, the one beside it, and its sign."""
+    answers = ((number, one) for number, record in enumerate(records) for one in read_judgements(record))
+    found = []
+    for _, pair in with_others(answers):
+        assert isinstance(pair, AnswerPair), pair
+        words = [side.messages[-1]["content"] for side in (pair.chosen, pair.rejected)]
+        assert pair.chosen.messages[:-1] == pair.rejected.messages[:-1]
+        found.append((*words, pair.margin))
+    return found
+
+
+def test_every_judged_answer_has_another_beside_it() -> None:
+    rows = [{"prompt": f"q{i}", "completion": text, "label": i % 2 == 0} for i, text in enumerate("aabca")]
+    assert judged(*rows) == [("a", "b", 1), ("a", "b", -1), ("b", "c", 1), ("c", "a", -1), ("a", "b", 1)]
+
+
+def test_forms_of_judged_answers() -> None:
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    assert judged(
+        {"messages": turns, "label": "good"},
+        {"prompt": turns[:1], "completion": turns[1:], "label": 0},
+        {"prompt": "ask", "chosen": "left", "rejected": "right"},
+        {"question": "ask", "answer": "last", "kto_tag": "false", "system": "Be brief."},
+    ) == [("yes", "left", 1), ("yes", "left", -1), ("left", "right", 1), ("right", "last", -1), ("last", "yes", -1)]
+    (one,) = read_judgements({"question": "ask", "answer": "last", "label": True, "system": "Be brief.", "id": 3})
+    assert one.prompt[0] == {"role": "system", "content": "Be brief."} and one.unread == ("id",)
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"prompt": "a", "completion": "b"}, "no 'label'"),
+        ({"prompt": "a", "completion": "b", "label": "so so"}, "true \\(good\\) or false \\(bad\\)"),
+        ({"completion": "b", "label": True}, "no field 'prompt'"),
+        ({"messages": [{"role": "user", "content": "a"}], "label": True}, "do not end with an answer"),
+        ("text", "expected a JSON object"),
+    ],
+)
+def test_what_is_no_judged_answer_is_one_line(record: Any, said: str) -> None:
+    with pytest.raises(ConversationError, match=said):
+        read_judgements(record)
+
+
+def test_answers_that_are_all_the_same_are_no_comparison() -> None:
+    rows = [{"prompt": "a", "completion": "b", "label": True}] * 3
+    answers = ((0, one) for row in rows for one in read_judgements(row))
+    assert all(isinstance(pair, ConversationError) and "all answers" in str(pair) for _, pair in with_others(answers))

@@ -11,7 +11,7 @@ from weft.data.files import files, format_of
 from weft.data.kinds import check_kind, documents_of
 from weft.data.reading import opened, reading
 from weft.errors import WeftError
-from weft.recipe import SOURCES, Data, Source
+from weft.recipe import CONVERSATIONS, SOURCES, Data, Source
 
 #: Records of each source that are looked at.
 FIRST = 16
@@ -30,7 +30,7 @@ def check_sources(data: Data) -> None:
 
 def _check(source: Source) -> None:
     check_kind(source)
-    plain, chats = source.kind in ("text", "stdlib"), source.kind in ("chat", "preference")
+    plain, chats = source.kind in ("text", "stdlib"), source.kind in CONVERSATIONS
     if source.kind == "huggingface":
         first: list[object] = [*islice(documents(source), FIRST)]
     elif source.kind == "tokens":

@@ -23,7 +23,8 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _LINES = (".jsonl", ".ndjson")
 _RECORDS = (*_LINES, ".json", ".csv", ".tsv", ".parquet", ".arrow")
 _FORMATS = {
-    "jsonl": (*_LINES, ".json", ".csv", ".tsv"), "chat": _RECORDS, "preference": _RECORDS, "parquet": (".parquet",),
+    "jsonl": (*_LINES, ".json", ".csv", ".tsv"), "chat": _RECORDS, "preference": _RECORDS, "feedback": _RECORDS,
+    "parquet": (".parquet",),
     "tokens": (".bin",), "stdlib": (".py",),
 }  # fmt: skip
 #: What data sets are saved with beside their records.

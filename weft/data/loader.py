@@ -24,7 +24,7 @@ from weft.data.tokens import open_source
 from weft.layout.layout import BATCH_AXES, DATA_AXES, Layout
 from weft.layout.sequence import chunk_owners, owned_ranges, padded_length
 from weft.models.dropout import token_draws
-from weft.recipe import Data
+from weft.recipe import CONVERSATIONS, Data
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
     lines, seen, notes, paired = [], [], list[str](), 0
     apart = validation_source(data)
     for number, source in enumerate([*data.sources, *([apart] if apart else [])]):
-        if source.kind in ("chat", "preference"):
+        if source.kind in CONVERSATIONS:
             tokens = open_chats(source, data.chat, tokenizer, data.cache)
         else:
             tokens = open_source(source, tokenizer, data.cache, opening)

@@ -410,6 +410,11 @@ RULES: tuple[Rule, ...] = (
          and (a.recipe.sync.compress == "none" or "powersgd" in (a.recipe.sync.compress + a.recipe.sync.compress_back)),
          "sync.compress_back is about the answer to what sync.compress = {0.recipe.sync.compress!r} has made small, "
          "and 'none' and 'powersgd' have none of its own", "leave it out"),
+    Rule("judged answers without a whole step's passes", "optimizer recipe",
+         lambda a: a.recipe.loss.kind == "kto" and (a.optimizer.estimate == "zeroth-order"
+         or a.optimizer.post_validation or a.recipe.resilience.combines),
+         "loss.kind = 'kto' first passes over a whole step to see how far the model has moved, which zeroth order, "
+         "post-validation, gradient codes and aggregation of replicas have no place for", "leave these out"),
     Rule("settings for what has none", "recipe",
          lambda a: a.recipe.sync.allocate > 0 and compressor_word(a.recipe.sync.compress).name in UNSETTABLE,
          "sync.allocate chooses ranks, shares or bits, and sync.compress = {0.recipe.sync.compress!r} has none",

@@ -63,7 +63,32 @@ def _odds_ratio(chosen: T, rejected: T, settings: Loss) -> T:
     return -chosen - settings.beta * F.logsigmoid(log_odds[0] - log_odds[1])
 
 
-#: By ``loss.kind`` of the recipe. IPO averages over tokens, as its authors do.
+@dataclass
+class KtoLoss:
+    """KTO's loss of answers that are each good or bad, the first of their pairs (Ethayarajh et al. 2024, 2402.01306).
+
+    An answer's reward is by how much it is more likely than under the reference model, times beta. ``point`` is what
+    rewards are compared with: the mean over all pairs of a step of the same number of the second answers, which are
+    somebody else's, and at least 0; it has no gradient. :func:`divergence` is what it is the mean of.
+    """
+
+    settings: Loss
+    point: float = 0.0
+
+    def __call__(self, sums: T, lengths: T, pairs: Pairs) -> T:
+        ahead = (sums - torch.from_numpy(pairs.reference).to(sums))[:, 0] - self.point
+        good = torch.from_numpy(pairs.margin).to(sums)  # 1 of a good answer, -1 of a bad one
+        weight = torch.where(good > 0, self.settings.desirable, self.settings.undesirable)
+        return weight * (1 - torch.sigmoid(self.settings.beta * good * ahead))
+
+
+def divergence(sums: T, lengths: T, pairs: Pairs) -> T:
+    """By how much each pair's second answer is more likely than under the reference model, ``[pairs]``."""
+    return (sums - torch.from_numpy(pairs.reference).to(sums))[:, 1]
+
+
+#: By ``loss.kind`` of the recipe, but for ``kto``, which compares no two answers. IPO averages over tokens, as its
+#: authors do.
 LOSSES: dict[str, PairLoss] = {
     "dpo": PairLoss(_dpo),
     "dpo-norm": PairLoss(_dpo, averaged=True),
@@ -83,13 +108,15 @@ LOSSES: dict[str, PairLoss] = {
 
 def needs_reference(settings: Loss) -> bool:
     """Whether log-probabilities by a reference model must be known."""
-    return settings.of_pairs and LOSSES[settings.kind].reference
+    return settings.kind == "kto" or (settings.of_pairs and LOSSES[settings.kind].reference)
 
 
 def objective(settings: Loss) -> Objective | None:
     """What the recipe's ``settings`` make of pairs; None where the loss is not about pairs."""
     if not settings.of_pairs:
         return None
+    if settings.kind == "kto":
+        return KtoLoss(settings)
     kind = LOSSES[settings.kind]
 
     def of(sums: T, lengths: T, pairs: Pairs) -> T:

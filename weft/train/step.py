@@ -36,6 +36,7 @@ from weft.layout.boundary import (
 )
 from weft.layout.layout import DATA_AXES, MODEL_AXES
 from weft.layout.mesh import Mesh
+from weft.models.preference import KtoLoss, divergence
 from weft.models.router import SENT
 from weft.models.transformer import Transformer
 from weft.parallel.hybrid import check_plan, share_pass
@@ -149,6 +150,7 @@ def accumulate(
     ``before_last`` is called with this rank's share of the loss before the last backward; not with a pipeline.
     ``weight``: what the summed loss is divided by; left out, the weight of the labels of all ranks, after ``beyond``.
     """
+    set_reference_point(model, state, batches, mesh, beyond)
     count_loads(model, batches, mesh, beyond)
     if model.pipeline is not None:
         total = PendingSum(share_of_weight(batches, mesh), mesh)  # due when the first microbatch has passed all stages
@@ -173,6 +175,24 @@ def accumulate(
     model.route = None
     share_pass(model, None)
     return torch.stack(shares).sum()
+
+
+def set_reference_point(
+    model: Transformer, state: State, batches: Sequence[Batch], mesh: Mesh, beyond: Beyond = same
+) -> None:
+    """Have KTO's loss compare rewards with how far the model has moved, by passes over the step's batches. Collective.
+
+    Of any other loss nothing is done.
+    """
+    loss = model.objective
+    if not isinstance(loss, KtoLoss):
+        return
+    model.objective = divergence
+    try:
+        moved, weight = beyond(step_sum(loss_shares(model, state, [batches], mesh), mesh)).tolist()
+    finally:
+        model.objective = loss
+    loss.point = max(0.0, moved / (weight or 1.0))
 
 
 def move_to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -437,5 +457,12 @@ def own_weight(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
 @torch.no_grad()
 def evaluate(model: Transformer, state: State, steps: Iterable[Sequence[Batch]], mesh: Mesh) -> float:
     """Mean loss, by the labels' weights, over some steps' batches; the same on all ranks."""
-    loss, weight = step_sum(loss_shares(model, state, steps, mesh), mesh).tolist()
+    if isinstance(model.objective, KtoLoss):
+        shares = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+        for batches in steps:
+            set_reference_point(model, state, batches, mesh)
+            shares += loss_shares(model, state, [batches], mesh)
+    else:
+        shares = loss_shares(model, state, steps, mesh)
+    loss, weight = step_sum(shares, mesh).tolist()
     return loss / (weight or 1.0)

@@ -24,6 +24,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "functions": ("functions",),
     "weight": ("weight",),
     "margin": ("margin",),
+    "label": ("label", "desirable", "kto_tag"),
 }
 #: What a record says about learning under a name whose meaning is not known.
 _UNCLEAR = ("mask", "masks", "weights", "loss_masks", "loss_weights", "loss_weight")

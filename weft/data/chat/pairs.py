@@ -73,7 +73,7 @@ def read_pair(record: Any) -> AnswerPair:
     if of_turns := next((key for key in (*LEARNED, *HIDDEN) if fields.has(key)), None):
         raise ConversationError(f"its {of_turns!r} is a list; masks of a pair's turns stand in the turns themselves")
     sides = [
-        _side(prompt, answer, name, tools, fields.unread())
+        answer_side(prompt, answer, name, tools, fields.unread())
         for answer, name in ((chosen, "chosen"), (rejected, "rejected"))
     ]
     return AnswerPair(sides[0], sides[1], weight, margin)
@@ -105,7 +105,8 @@ def with_garbled(record: Mapping[str, str]) -> dict[str, str]:
     return {"prompt": record["prompt"], "chosen": answer, "rejected": " ".join(reversed(answer.split()))}
 
 
-def _side(prompt: Sequence[Any], answer: Any, name: str, tools: Any, unread: Sequence[str]) -> Conversation:
+def answer_side(prompt: Sequence[Any], answer: Any, name: str, tools: Any, unread: Sequence[str]) -> Conversation:
+    """The conversation of a prompt and an answer, which errors call ``name``; only the answer is learned."""
     answers = as_messages(answer, "assistant")
     if not any(role_of(turn) == "assistant" for turn in answers):
         raise ConversationError(f"{name!r} has no turn of the assistant's")

@@ -17,7 +17,7 @@ from weft.data.report import SourceReport
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError
 from weft.pages import render
-from weft.recipe import Data, Source
+from weft.recipe import ANSWER_PAIRS, CONVERSATIONS, Data, Source
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,11 @@ class Sample:
 
 def samples(data: Data, tokenizer: Tokenizer, count: int) -> tuple[list[Sample], list[str]]:
     """The first ``count`` conversations of the recipe's sources, and what is to be said about them, a line each."""
-    sources = [source for source in data.sources if source.kind in ("chat", "preference")]
+    sources = [source for source in data.sources if source.kind in CONVERSATIONS]
     if not sources:
         raise UsageError(
-            "no data source is of kind 'chat' or 'preference'; weft data preview shows what is learned of conversations"
+            "no data source is of kind 'chat', 'preference' or 'feedback'; weft data preview shows what is learned of "
+            "conversations"
         )
     encoder = chat_encoder(data.chat, chat_template(data.chat, tokenizer))
     found: list[Sample] = []
@@ -84,7 +85,7 @@ def samples(data: Data, tokenizer: Tokenizer, count: int) -> tuple[list[Sample],
     for source, report in zip(sources, reports, strict=True):
         for place, encoded in islice(_encoded(source, report, encoder), count - len(found)):
             notes.add(place, encoded.facts)
-            size, row = len(encoded.ids), data.seq_len // (2 if source.kind == "preference" else 1)
+            size, row = len(encoded.ids), data.seq_len // (2 if source.kind in ANSWER_PAIRS else 1)
             cut = np.zeros(size, bool)
             if data.chat.truncation == "keep_end":
                 cut[: max(0, size - row)] = True
@@ -112,9 +113,9 @@ def samples(data: Data, tokenizer: Tokenizer, count: int) -> tuple[list[Sample],
 
 
 def _encoded(source: Source, report: SourceReport, encoder: ChatEncoder) -> Iterator[tuple[RecordLocation, Encoded]]:
-    """The samples of a source, encoded, each with the place of its record."""
+    """The samples of a source, encoded, each with the place of its record; of judged answers not those beside them."""
     for place, _, parts in encoded_records(source, report, encoder):
-        yield from ((place, encoded) for encoded in parts)
+        yield from ((place, encoded) for encoded in (parts[:1] if source.kind == "feedback" else parts))
 
 
 def _messages(encoded: Encoded) -> np.ndarray:

@@ -1,12 +1,14 @@
 """The records of a source as conversations, or pairs of them, each with its place."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from weft.data.chat.columns import Renaming
 from weft.data.chat.conversation import Conversation
 from weft.data.chat.forms import read_record
+from weft.data.chat.judged import read_judgements, with_others
 from weft.data.chat.pairs import AnswerPair, read_pair, with_garbled
 from weft.data.chat.turns import ConversationError
 from weft.data.files import files, records
@@ -14,6 +16,8 @@ from weft.data.reading import reading
 from weft.data.report import SourceReport
 from weft.errors import UsageError, WeftError
 from weft.recipe import Source
+
+S = TypeVar("S")
 
 
 class RecordLocation(NamedTuple):
@@ -40,27 +44,48 @@ def samples(
     read.
     """
     report = report or SourceReport()
+    if source.kind == "feedback":
+        judged = ((place, one) for place, record in _records(source, report, read_judgements) for one in record)
+        for place, pair in with_others(judged):
+            if isinstance(pair, ConversationError):
+                _refuse(pair, place, source, report)
+                continue
+            report.count(pair.chosen.unread)
+            yield place, pair
+        return
+    for place, sample in _records(source, report, partial(_sample, source=source)):
+        talks = (sample.chosen, sample.rejected) if isinstance(sample, AnswerPair) else (sample,)
+        report.count(name for talk in talks for name in talk.unread)
+        yield place, sample
+
+
+def _records(source: Source, report: SourceReport, read: Callable[..., S]) -> Iterator[tuple[RecordLocation, S]]:
+    """What ``read(record, file=...)`` makes of each record of a source, whose columns are renamed before."""
     renamed = Renaming(source.columns, source.roles)
     for file in files(source):
         with reading(file, source.kind):
             for number, record in records(file, report.skip if source.skips else None):
+                place = RecordLocation(file, number)
                 try:
-                    sample = _sample(renamed(record), source, file)
+                    sample = read(renamed(record), file=file)
                 except (ConversationError, RecursionError) as error:
-                    reason = "nested too deeply" if isinstance(error, RecursionError) else error
-                    refused = WeftError(f"{file}:{number}: {reason}")
-                    if not source.skips:
-                        raise refused from None
-                    report.skip(refused)
+                    _refuse(error, place, source, report)
                     continue
-                talks = (sample.chosen, sample.rejected) if isinstance(sample, AnswerPair) else (sample,)
-                report.count(name for talk in talks for name in talk.unread)
-                yield RecordLocation(file, number), sample
+                yield place, sample
     if missing := renamed.missing():
         raise UsageError(f"data.columns names {missing[0]!r}, which no record at {source.path} has; leave it out")
 
 
-def _sample(record: object, source: Source, file: Path) -> Conversation | AnswerPair:
+def _refuse(error: Exception, place: RecordLocation, source: Source, report: SourceReport) -> None:
+    """Raise what is wrong with a record, or count it where such records are left out."""
+    reason = "nested too deeply" if isinstance(error, RecursionError) else error
+    refused = WeftError(f"{place}: {reason}")
+    if not source.skips:
+        raise refused from None
+    report.skip(refused)
+
+
+def _sample(record: object, *, source: Source, file: Path) -> Conversation | AnswerPair:
     """What one record holds. What Python code documents has one form, and files of records have their own."""
     documented = file.suffix == ".py"
     if source.kind == "preference":

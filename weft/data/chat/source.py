@@ -29,7 +29,7 @@ from weft.data.report import SourceReport
 from weft.data.tokenizer import Tokenizer
 from weft.data.tokens import Tokens, add_to_meta, read_tokens, write_documents
 from weft.errors import WeftError
-from weft.recipe import Chat, Source
+from weft.recipe import ANSWER_PAIRS, Chat, Source
 
 
 def chat_template(settings: Chat, tokenizer: Tokenizer) -> ChatTemplate:
@@ -121,7 +121,7 @@ def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
         name = f"data source {source.path}"
         write_documents(folder, documents(), tokenizer.vocab, tokenizer.closing, name, close=False)
     np.save(folder / "lines.npy", np.array(places, np.int64).reshape(-1, 2))
-    if source.kind == "preference":
+    if source.kind in ANSWER_PAIRS:
         np.save(folder / "pairs.npy", np.array(pairs))
         content.update(np.array(pairs).tobytes())
     forget_written(report, encoder.template)

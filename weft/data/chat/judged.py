@@ -1,0 +1,129 @@
+"""Answers that were judged one by one, good or bad, as KTO learns from them (Ethayarajh et al. 2024).
+
+Beside its answer a sample has another one, which was given to somebody else's prompt: by how much the model finds such
+answers more likely than its reference does, KTO measures how far the model has moved. It is the answer of the next
+record that differs. Both travel as a pair of conversations that begin alike, as preferred and rejected answers do.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from weft.data.chat.conversation import as_messages
+from weft.data.chat.fields import Fields, messages_of, tools_of, weight_of_record, with_system
+from weft.data.chat.pairs import AnswerPair, answer_side
+from weft.data.chat.turns import ConversationError, role_of
+
+P = TypeVar("P")
+
+#: What a record may say of an answer, besides true, false, 1 and 0.
+_GOOD = {"true", "1", "yes", "good", "desirable", "up", "thumbs_up", "+1"}
+_BAD = {"false", "0", "no", "bad", "undesirable", "down", "thumbs_down", "-1"}
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """An answer to a prompt, and whether it is good; ``weight``: how much it counts."""
+
+    prompt: tuple[Any, ...]
+    answer: tuple[Any, ...]
+    good: bool
+    weight: float
+    tools: Any = None
+    unread: tuple[str, ...] = ()
+
+
+def read_judgements(record: Any, file: object = None) -> list[Judgement]:
+    """Read the judged answers of ``record``: one with its ``label``, or ``chosen`` and ``rejected``, which are two.
+
+    An answer is the ``completion`` to a ``prompt``, or the last turns of ``messages`` by the assistant. Raises
+    :class:`ConversationError`.
+    """
+    if not isinstance(record, Mapping):
+        raise ConversationError(f"expected a JSON object, got {type(record).__name__}")
+    fields = Fields(record)
+    weight, tools = weight_of_record(fields), tools_of(fields)
+    if fields.has("chosen", "rejected") and not fields.has("label"):
+        prompt = _prompt(fields.take("prompt"), fields)
+        sides = [(_turns(fields.take(name), name), name == "chosen") for name in ("chosen", "rejected")]
+    else:
+        if not fields.has("label"):
+            raise ConversationError(
+                "no 'label', which says whether the answer is good; name yours: data.columns = { NAME = \"label\" }"
+            )
+        good = _is_good(fields.take("label"))
+        prompt, answer = _question_and_answer(fields)
+        sides = [(answer, good)]
+    unread = fields.unread()
+    return [Judgement(tuple(prompt), tuple(answer), good, weight, tools, unread) for answer, good in sides]
+
+
+def _question_and_answer(fields: Fields) -> tuple[list[Any], list[Any]]:
+    """The prompt and the answer of a record, each as messages."""
+    if fields.has("messages") and not fields.has("completion"):
+        messages = messages_of(fields.take("messages"))
+        if not isinstance(messages, list):
+            raise ConversationError("'messages' is not a list of messages")
+        last = next((i for i in range(len(messages), 0, -1) if role_of(messages[i - 1]) != "assistant"), 0)
+        if last in (0, len(messages)):
+            raise ConversationError("its 'messages' do not end with an answer of the assistant's to somebody's turn")
+        return with_system(messages[:last], fields.take("system")), messages[last:]
+    asked = fields.needed("prompt", "feedback")
+    return _prompt(asked, fields), _turns(fields.needed("completion", "feedback"), "completion")
+
+
+def _prompt(given: Any, fields: Fields) -> list[Any]:
+    prompt = as_messages(messages_of(given))
+    if not isinstance(prompt, list) or not prompt:
+        raise ConversationError("'prompt' is a text or a list of messages")
+    return with_system(prompt, fields.take("system"))
+
+
+def _turns(given: Any, name: str) -> list[Any]:
+    answer = as_messages(messages_of(given), "assistant")
+    if not isinstance(answer, list) or not answer:
+        raise ConversationError(f"{name!r} is a text or a list of messages")
+    return answer
+
+
+def _is_good(label: Any) -> bool:
+    word = str(label).strip().lower()
+    if isinstance(label, float) and label in (0.0, 1.0):
+        word = str(int(label))
+    if word not in _GOOD | _BAD:
+        raise ConversationError(f"its 'label' is {str(label)[:40]!r}; a label is true (good) or false (bad)")
+    return word in _GOOD
+
+
+def with_others(judgements: Iterable[tuple[P, Judgement]]) -> Iterator[tuple[P, AnswerPair | ConversationError]]:
+    """Put the next answer that differs beside each judged one, in the order in which they come, each with its place.
+
+    The last ones get the first that differs. Of the pair the ``margin`` is 1 for a good answer, -1 for a bad one.
+    """
+    waiting: list[tuple[P, Judgement]] = []  # all with the same answer
+    first: list[Judgement] = []  # the first two answers that differ
+    for place, judgement in judgements:
+        if not first or (len(first) == 1 and judgement.answer != first[0].answer):
+            first.append(judgement)
+        if waiting and waiting[0][1].answer != judgement.answer:
+            yield from ((where, _pair(each, judgement)) for where, each in waiting)
+            waiting = []
+        waiting.append((place, judgement))
+    for where, each in waiting:
+        other = next((one for one in first if one.answer != each.answer), None)
+        if other is None:
+            reason = "all answers are the same, and KTO compares each with another; give records with different ones"
+            yield where, ConversationError(reason)
+        else:
+            yield where, _pair(each, other)
+
+
+def _pair(judgement: Judgement, other: Judgement) -> AnswerPair | ConversationError:
+    try:
+        own, beside = (
+            answer_side(judgement.prompt, list(answer), "completion", judgement.tools, judgement.unread)
+            for answer in (judgement.answer, other.answer)
+        )
+    except ConversationError as error:
+        return error
+    return AnswerPair(own, beside, judgement.weight, 1.0 if judgement.good else -1.0)
