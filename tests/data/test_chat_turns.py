@@ -228,7 +228,7 @@ EMPTY_CALL = [{"role": "user", "content": "hi"},
 @example(FAMILIES["chatml"], TWICE)
 @example(replace(FAMILIES["chatml"], prefix="<think>\n"), EMPTY_CALL)
 @example(FAMILIES["glm"], EMPTY_CALL)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(styles, talks)
 def test_just_what_the_assistant_writes_is_learned(base: Tokenizer, style: Style, talk: list[Message]) -> None:
     encoder = encoder_of(style, base)
