@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import write_corpus
 from tests.conftest import Command
 from weft.errors import WeftError
 from weft.observe.metrics import read_metrics
@@ -27,19 +28,28 @@ SMALL = [
     "observe.split_every=0",
     "checkpoint.every=100",
     "generate.tokens=1",
+    "data.tokenizer=bytes",
 ]
 
 pytestmark = [pytest.mark.slow(40), pytest.mark.skipif(bool(why := unavailable()), reason=why)]
 
 
-def torchrun(on: tuple[Host, ...], host: int, out: Path, port: int, each: int) -> subprocess.Popen[str]:
+def settings(corpus: str) -> list[str]:
+    """The words of a small run."""
+    data = [f"data.sources=[{{kind='jsonl',path='{corpus}'}}]", f"data.cache='{corpus}.cache'"]
+    return [word for setting in (*SMALL, *data) for word in ("--set", setting)]
+
+
+def torchrun(
+    on: tuple[Host, ...], host: int, out: Path, port: int, each: int, small: list[str]
+) -> subprocess.Popen[str]:
     """The ranks of one host, ``each`` as many."""
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={each}",
              f"--node-rank={host}", "--rdzv-backend=c10d", f"--rdzv-endpoint={on[0].address}:{port}",
              f"--rdzv-conf=is_host={1 - host}", f"--local-addr={on[host].address}",
              "-m", "weft", "train", str(ROOT / "recipes/quickstart.toml"), "--out", str(out), "--resume", "auto",
              *(["--layout", "dp=2"] if each == 1 else []),
-             *(w for s in SMALL for w in ("--set", s))]  # fmt: skip
+             *small]  # fmt: skip
     return subprocess.Popen(
         on[host].command(words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=out.parent
     )
@@ -67,14 +77,14 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
 def test_two_hosts_train_stop_resume_like_one(
     tmp_path: Path, started: list[subprocess.Popen[str]], command: Command, each: int
 ) -> None:
-    """So many ranks on each host, one on each after the stop, and one alone."""
-    small = [word for setting in SMALL for word in ("--set", setting)]
+    """So many ranks on each host, after the stop one on each, or (every day) one alone; and one from the beginning."""
+    small = settings(write_corpus(tmp_path))
     code, _, err = command("train", ROOT / "recipes/quickstart.toml", "--out", tmp_path / "one", *small)
     assert code == 0, err
 
     run = tmp_path / "two"
     with hosts(2, rate="1gbit") as two:
-        first = [torchrun(two, i, run, 29501, each) for i in range(2)]
+        first = [torchrun(two, i, run, 29501, each, small) for i in range(2)]
         started += first
         until = time.monotonic() + 300
         while len(losses(run)) < 4 and time.monotonic() < until and first[0].poll() is None:
@@ -85,10 +95,16 @@ def test_two_hosts_train_stop_resume_like_one(
         assert 4 <= stopped < 12, said
         assert f"step-{stopped:06d}" in {p.name for p in (run / "checkpoints").iterdir()}, said
 
-        second = [torchrun(two, i, run, 29502, 1) for i in range(2)]
-        started += second
-        said = [p.communicate(timeout=400)[0] for p in second]
-        assert [p.returncode for p in second] == [0, 0], said
-        assert f"resumed from {run}/checkpoints/step-{stopped:06d}" in said[0]
+        if each > 1:
+            second = [torchrun(two, i, run, 29502, 1, small) for i in range(2)]
+            started += second
+            said = [p.communicate(timeout=400)[0] for p in second]
+            assert [p.returncode for p in second] == [0, 0], said
+    if each == 1:
+        quickstart = ROOT / "recipes/quickstart.toml"
+        code, out, err = command("train", quickstart, "--out", run, "--resume", "auto", "--layout", "", *small)
+        assert code == 0, err
+        said = [out]
+    assert f"resumed from {run}/checkpoints/step-{stopped:06d}" in said[0]
     assert losses(run) == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
     assert list(losses(run)) == list(range(1, 13))

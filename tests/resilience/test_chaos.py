@@ -16,6 +16,7 @@ from typing import Any, cast
 import psutil
 import pytest
 
+from tests.cases import write_corpus
 from tests.conftest import Command
 from tests.measured import until_true
 from weft.errors import WeftError
@@ -198,6 +199,7 @@ def came_through(weft: Command, tmp_path: Path, minutes: float, counts: dict[str
     recipe = Path(__file__).parents[2] / "recipes/quickstart.toml"
     small = ["model.layers=2", "model.embed=32", "data.seq_len=32", "train.dtype=float64", "validation.every=0"]
     small += ["observe.split_every=0", "checkpoint.every=200", "optimizer.lr=1e-3"]
+    small += ["data.tokenizer=bytes", f"data.sources=[{{kind='jsonl',path='{write_corpus(tmp_path)}'}}]"]
     told = ["chaos", recipe, "--minutes", minutes, "--seed", 1, "--json", "--out", tmp_path / "chaos", *words]
     told += [word for setting in small for word in ("--set", setting)]
     code, out, err = weft(*told, *(word for kind, count in counts.items() for word in (f"--{kind}", count)))
