@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from tests.serve.inprocess import InProcess, serving
-from tests.serve.test_talk import SHAPE, THINKING
+from tests.serve.test_conversations import SHAPE, THINKING
 from tests.serve.test_tools import CITY, HERMES
 from weft.serve.anthropic import as_chat
 

@@ -26,7 +26,7 @@ class MessagesRequest(ChatRequest):
 
     NAMES: ClassVar[dict[str, str]] = {
         "max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config.format",
-        "chat_template_kwargs": "thinking",
+        "chat_template_kwargs": "thinking", "reasoning_effort": "output_config.effort",
     }  # fmt: skip
     IDLE: ClassVar[dict[str, Any]] = {"mcp_servers": [], "fallbacks": []}
 
@@ -55,10 +55,11 @@ def as_chat(asked: Schema) -> Schema:
     chat["continue_final_message"] = last["role"] == "assistant" and not last.get("tool_calls")
     if choice := _object(asked, "tool_choice"):
         chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
-        if choice.get("type") != "tool" and choice.get("type") not in _MODES:
-            raise ValueError(f"tool_choice: give auto, any, tool or none as its type, not {shown(choice.get('type'))}")
+        kind = choice.get("type")
+        if kind not in ("tool", *_MODES):
+            raise ValueError(f"tool_choice: give auto, any, tool or none as its type, not {shown(kind)}")
         named = {"type": "function", "name": choice.get("name")}
-        chat["tool_choice"] = named if choice["type"] == "tool" else _MODES[choice["type"]]
+        chat["tool_choice"] = named if kind == "tool" else _MODES[kind]
     if thinking := _object(asked, "thinking"):
         chat["chat_template_kwargs"] = {"enable_thinking": thinking.get("type") != "disabled"}
     if config := _object(asked, "output_config"):

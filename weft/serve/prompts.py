@@ -30,10 +30,14 @@ LARGEST_FORM = 2**18
 
 
 class ChatPrompt(NamedTuple):
-    """The ids of a conversation that a model is to go on with, and where its reasoning is, if it is to think."""
+    """The ids of a conversation that a model is to go on with, and where its reasoning is, if it is to think.
+
+    ``idle``: what the request tells the template, which does not read it.
+    """
 
     ids: list[int]
     thoughts: Thoughts | None
+    idle: list[str]
 
 
 class PromptEncoder:
@@ -129,7 +133,10 @@ class Prompts:
         if thoughts:
             words = talk[-1]["content"] if asked.continue_final_message else ""
             thoughts = thoughts._replace(begun=begins_thinking(thoughts, shown.text, words))
-        return ChatPrompt([int(i) for i in encoder.chat.tokens.encode(shown)[0]], thoughts)
+        idle = [name for name in variables if name not in template.source]
+        if "enable_thinking" in variables and asked.reasoning_effort == "none":
+            idle = [name for name in idle if name != "reasoning_effort"]
+        return ChatPrompt([int(i) for i in encoder.chat.tokens.encode(shown)[0]], thoughts, idle)
 
     def _variables(self, asked: Conversing, source: str) -> dict[str, Any]:
         """What the request tells the template, beside the conversation."""

@@ -218,11 +218,13 @@ class Server:
     ) -> ChatPrompt:
         field = asked.NAMES.get("messages", "messages")
         try:
-            return await self.prompts.chat(asked, tools, limit, request.scope["size"])
+            prompt = await self.prompts.chat(asked, tools, limit, request.scope["size"])
         except TooManyTokens as error:
             raise error.refusal(field) from None
         except WeftError as error:
             raise refused_for(asked, asked.PROMPT, str(error)) from None
+        self.reader.note([asked.NAMES.get(name, name) for name in prompt.idle])
+        return prompt
 
     async def _texts(self, field: str, texts: Texts, limit: TokenLimit | None) -> list[list[int]]:
         try:
@@ -282,7 +284,7 @@ class Server:
     async def tokenize(self, request: Request) -> Response:
         asked = await self._question(request, Untokenized)
         if asked.messages:
-            found, _ = await self._conversation(request, asked)
+            found = (await self._conversation(request, asked)).ids
         else:
             (found,) = await self.prompts.texts([asked.prompt or ""])
         return JSONResponse({"tokens": found, "count": len(found)})
