@@ -149,7 +149,7 @@ def short_of_warmup(settings: Optimizer, steps: int) -> str:
     highest = learning_rate(settings, steps - 1, steps)
     return (
         f"optimizer.warmup = {warmup} steps is longer than the run, which has {steps}: the learning rate gets to "
-        f"{highest:.2g} of {settings.lr:.2g}; leave it out for a tenth of the run, or set a share such as 0.1"
+        f"{highest:.2g} of {settings.lr:.2g}; set fewer steps, or a share of the run such as 0.1"
     )
 
 
