@@ -231,3 +231,28 @@ def test_context_lengths() -> None:
     assert of(max_position_embeddings=131072, rope_scaling=linear, model_type="gemma3_text") == 131072
     with pytest.raises(WeftError, match=r"config\.json is no JSON"):
         carried_config({"config.json": b"{"})
+
+
+@pytest.mark.slow(3)
+def test_exports_of_every_family_give_the_same_logits(tmp_path: Path) -> None:
+    """Through Weft's parameters and the config that came along, in transformers; and Weft's own logits."""
+    ids = torch.arange(40).view(2, 20) * 7 % 61
+    ends = torch.tensor([0, 20, 40], dtype=torch.int32)
+    for kind, change in FAMILIES.items():
+        torch.manual_seed(1)
+        config = transformers.AutoConfig.for_model(kind, **TINY | change | {"initializer_range": 0.3})
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms and biases are not one and zero
+                parameter.data += 0.2 * torch.randn_like(parameter)
+        model.save_pretrained(tmp_path / kind)
+        export_model(str(tmp_path / kind), tmp_path / f"{kind}-out", print)
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{kind}-out", dtype=torch.float32)
+        own = open_model(str(tmp_path / f"{kind}-out"), "cpu", print)[0]
+        with torch.no_grad():
+            expected = model(ids).logits
+            scale = expected.abs().max()
+            assert scale > 0.5
+            assert (again(ids).logits - expected).abs().max() <= 2e-6 * scale, kind
+            ours = own(ids, torch.arange(20).expand(2, 20), ends)
+            assert (ours - expected).abs().max() <= 2e-5 * scale, kind

@@ -27,6 +27,8 @@ SAMPLING = {
     "general.sampling.temp": "temperature", "general.sampling.top_k": "top_k", "general.sampling.top_p": "top_p",
     "general.sampling.min_p": "min_p", "general.sampling.penalty_repeat": "repetition_penalty",
 }  # fmt: skip
+#: Llama 3's scaling in Weft's own words, beside the divisors that follow from it, which need not show all of it.
+LLAMA3 = "weft.rope_scaling"
 
 
 def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, list[Shard]]]:
@@ -54,6 +56,7 @@ def gguf_shape(file: Path, fields: Mapping[str, Any], tensors: Mapping[str, list
     """The model that a GGUF file's own fields describe."""
     arch = str(fields.get("general.architecture"))
     about = {name.removeprefix(f"{arch}."): value for name, value in fields.items() if name.startswith(f"{arch}.")}
+    about |= {LLAMA3: fields[LLAMA3]} if LLAMA3 in fields else {}
     if arch not in SETTINGS:
         known = ", ".join(SETTINGS)
         raise WeftError(f"{file}: architecture {arch!r} is not supported: {lacking(about)}; Weft has {known}")
@@ -91,8 +94,9 @@ def _scaling(
     if "rope_freqs.weight" in tensors and kind in ("none", "llama3"):
         (stored,) = tensors["rope_freqs.weight"]
         divisors = stored.read(0, stored.shape[0]).double()
-        original = about.get("rope.scaling.original_context_length", 8192)
-        scaling = RopeScaling(factor=float(str(np.float32(divisors.max()))), original_max_position=original)
+        scaling = RopeScaling(factor=float(str(np.float32(divisors.max()))))
+        if said := about.get(LLAMA3):
+            scaling = RopeScaling.model_validate_json(said)
         own = frequencies(shape) / frequencies(shape.model_copy(update={"rope_scaling": scaling}))
         if own[0].shape == divisors.shape and torch.allclose(own[0], divisors, rtol=1e-4):
             return scaling

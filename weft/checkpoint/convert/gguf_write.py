@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from weft.carried_files import GENERATION, exported_config
-from weft.checkpoint.convert.gguf_file import SAMPLING, SETTINGS, gguf_shape
+from weft.checkpoint.convert.gguf_file import LLAMA3, SAMPLING, SETTINGS, gguf_shape
 from weft.checkpoint.convert.rules import Shard
 from weft.data.gguf_vocabulary import gguf_vocabulary
 from weft.data.tokenizer import tokenizer_from_files
@@ -132,9 +132,9 @@ def _fields(arch: str, shape: ModelShape, files: Mapping[str, bytes], length: in
     scaling = shape.rope_scaling
     if scaling is not None and scaling.kind == "linear":
         about |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling.factor)}
-    elif scaling is not None and scaling.original_max_position != 8192:
-        about["rope.scaling.original_context_length"] = scaling.original_max_position
     found = {f"{arch}.{name}": value for name, value in about.items() if value is not None}
+    if scaling is not None and scaling.kind == "llama3":
+        found[LLAMA3] = scaling.model_dump_json()
     sampling = json.loads(files.get(GENERATION, b"{}"))
     return found | {theirs: sampling[ours] for theirs, ours in SAMPLING.items() if sampling.get(ours) is not None}
 
