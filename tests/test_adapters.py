@@ -9,11 +9,12 @@ import torch
 
 from tests.cases import Case, recipe, write_corpus
 from tests.test_equality import difference
+from weft.checkpoint.same import model_differences
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.adapters import merged_parameters
-from weft.recipe import Recipe, Train, build_recipe
+from weft.recipe import Adapter, ModelShape, Recipe, Train, build_recipe
 from weft.rehearse.ledger import AllocationWatch, Ledger
 from weft.train.setup import assemble, prepare
 from weft.train.types import check_types
@@ -105,6 +106,12 @@ def test_dropout_is_for_learning_alone(corpus: str) -> None:
         (held, *_) = job.loader(job.corpus.validation, mesh).step(0) or []
         assert held.draws is None
     assert losses[0.0][0] == losses[0.0][1] == losses[0.5][1] != losses[0.5][0]
+
+
+def test_another_share_of_dropout_is_the_same_model() -> None:
+    one, other = (ModelShape(adapter=Adapter(dropout=share)) for share in (0.1, 0.3))
+    assert not model_differences(one, other) and one != other
+    assert model_differences(one, ModelShape(adapter=Adapter(rank=3, dropout=0.1)))
 
 
 def logits(settings: Recipe, weights: dict[str, torch.Tensor] | None = None) -> torch.Tensor:

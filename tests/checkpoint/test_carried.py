@@ -22,6 +22,7 @@ from weft.layout.mesh import Mesh
 from weft.model_config import shape_from_config, shape_from_fields
 from weft.models.hf import export
 from weft.models.transformer import Transformer
+from weft.recipe import build_recipe
 from weft.train.loop import train
 from weft.train.setup import prepare
 
@@ -214,6 +215,15 @@ def test_of_new_weights_the_export_says_the_length_that_they_learned_with(corpus
     assert context_length(open_model(str(run), "cpu", print)[1]) is None  # nothing ends there
     export_model(str(run), tmp_path / "out", print)
     assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 19
+
+
+def test_rows_longer_than_the_context_are_said(corpus: str, tmp_path: Path) -> None:
+    source = save_model(tmp_path / "in", {"model_type": "llama", "max_position_embeddings": 16})
+    tree = recipe(corpus).model_dump(mode="json") | {"model": {"from": str(source)}}
+    (note,) = prepare(build_recipe(tree)).notes
+    assert "data.seq_len = 19 is longer than the 16 tokens" in note and "\n" not in note
+    tree["data"]["seq_len"] = 16
+    assert not prepare(build_recipe(tree)).notes
 
 
 def test_context_lengths() -> None:

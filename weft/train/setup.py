@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from weft.carried_files import files_of_run
+from weft.carried_files import context_length, files_of_run
 from weft.checkpoint.same import base_of_run
 from weft.checkpoint.state import Progress
 from weft.data.balance import costs_of
@@ -169,7 +169,13 @@ def prepare(recipe: Recipe) -> Job:
     tasks = open_tasks(recipe.tasks, corpus.tokenizer, recipe.model.origin or "the tokenizer")
     reference_model(recipe, corpus.tokenizer)
     notes = (*_tokenizer_notes(recipe, own, corpus.tokenizer), *corpus.notes)
-    return Job(recipe, shape, corpus, notes, tasks, files=_files(pretrained, own, corpus.tokenizer))
+    files = _files(pretrained, own, corpus.tokenizer)
+    if (most := context_length(files)) and recipe.data.seq_len > most:
+        notes += (
+            f"data.seq_len = {recipe.data.seq_len} is longer than the {most} tokens of the model's config.json "
+            "(max_position_embeddings), which its export will say again",
+        )
+    return Job(recipe, shape, corpus, notes, tasks, files=files)
 
 
 def assemble(shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | None = None) -> tuple[Transformer, State]:
