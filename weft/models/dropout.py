@@ -23,7 +23,8 @@ _draws: ContextVar[T | None] = ContextVar("draws", default=None)
 
 def token_draws(seed: int, sample: int, tokens: int) -> T:
     """A random number for every token of a sample: int64 ``[tokens]``."""
-    place = torch.arange(tokens) + (sample << 32)
+    high = sample << 32 & (1 << 64) - 1  # wrapped around, as the products are
+    place = torch.arange(tokens) + (high - (1 << 64) if high >> 63 else high)
     return _mixed(_mixed(torch.tensor(seed) * STEP) + place * STEP)
 
 
