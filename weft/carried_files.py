@@ -68,8 +68,8 @@ def files_of_run(carried: Mapping[str, bytes], own: Mapping[str, bytes], same: b
     ``carried``: those of the model that it starts from; ``own``: those of its tokenizer; ``same``: whether that is the
     model's. Another tokenizer brings its own files, and its ids of special tokens stand in the configurations.
     """
-    if same:
-        return dict(own) | dict(carried)
+    if same:  # ids that no file says yet are all that the tokenizer adds
+        return {name: content for name, content in own.items() if name == GENERATION} | dict(carried)
     files, tokens = dict(own), {key: value for key, value in _object(own, GENERATION).items() if key in TOKEN_IDS}
     if CONFIG in carried:
         config = carried_config(carried)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.cases import recipe, write_corpus
 from tests.chats import TEMPLATES, save_tokenizer
-from weft.carried_files import carried_config, context_length, exported_config
+from weft.carried_files import carried_config, context_length, exported_config, files_of_run
 from weft.checkpoint.convert import convert
 from weft.checkpoint.model import export_model, open_model
 from weft.errors import WeftError
@@ -224,6 +224,18 @@ def test_rows_longer_than_the_context_are_said(corpus: str, tmp_path: Path) -> N
     assert "data.seq_len = 19 is longer than the 16 tokens" in note and "\n" not in note
     tree["data"]["seq_len"] = 16
     assert not prepare(build_recipe(tree)).notes
+
+
+def test_the_same_tokenizer_adds_no_file_but_its_ids() -> None:
+    came = {"config.json": b"{}", "tokenizer.json": b"1", "tokenizer_config.json": b'{"chat_template": "x"}'}
+    own = {"tokenizer.json": b"2", "tokenizer_config.json": b"{}", "chat_template.jinja": b"x"}
+    ids = {"generation_config.json": b'{"eos_token_id": [7]}'}
+    assert files_of_run(came, own | ids, same=True) == came | ids
+    assert files_of_run(came | {"generation_config.json": b"{}"}, own | ids, same=True) == came | {
+        "generation_config.json": b"{}"
+    }
+    other = files_of_run(came, own | ids, same=False)
+    assert other["tokenizer.json"] == b"2" and json.loads(other["config.json"]) == {"eos_token_id": [7]}
 
 
 def test_context_lengths() -> None:
