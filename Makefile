@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 
-.PHONY: install train test test-quick soak lint bench clean
+.PHONY: install train test test-quick soak soak-versions lint bench clean
 
 install: $(STAMP)
 
@@ -46,6 +46,24 @@ soak: install
 	$(BIN)/weft verify recipes/quickstart.toml --random 3000 --seed 1
 	$(BIN)/python -m pytest tests -q -m soak
 
+# The quick tests on the oldest PyTorch that pyproject.toml allows and on the newest that there is, each in an environment
+# of its own. TORCH_VERSIONS asks for others, and PIP_ARGS for another index.
+TORCH_VERSIONS ?= $(shell sed -n 's/^ *"torch>=\(.*\)",$$/\1/p' pyproject.toml) newest
+soak-versions: export PYTHONDONTWRITEBYTECODE :=
+soak-versions:
+	@for version in $(TORCH_VERSIONS); do \
+		echo "== PyTorch $$version"; \
+		folder=.venv-torch-$$version; \
+		case $$version in newest) wanted=torch ;; *) wanted="torch~=$$version.0" ;; esac; \
+		grep -v '^torch==' constraints.txt > .constraints-torch; \
+		$(PYTHON) -m venv $$folder && \
+		$$folder/bin/python -m pip install --quiet $(PIP_ARGS) --upgrade "$$wanted" && \
+		$$folder/bin/python -m pip freeze | grep '^torch==' >> .constraints-torch && \
+		$$folder/bin/python -m pip install --quiet $(PIP_ARGS) --constraint .constraints-torch --editable '.[test]' && \
+		$$folder/bin/python -m pytest tests -q -n $(JOBS) --dist loadfile --reruns 1 -r fER -m "not slow and not soak" \
+			|| exit 1; \
+	done
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,5 +73,5 @@ bench: install
 	@for file in bench/*.py; do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-torch-* .constraints-torch build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find weft tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -41,6 +41,15 @@ def test_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+def test_widened(tmp_path: Path) -> None:
+    """On a CPU without bfloat16, LoRA in it has half of the bytes and most of the pace of float32."""
+    found = figures_of("widened", tmp_path, "--layers", "1", "--rounds", "1", "--length", "64")
+    narrow, wide = (found["lora"][dtype] for dtype in ("bfloat16", "float32"))
+    assert narrow["products in float32"] and 2 * narrow["bytes of frozen weights"] == wide["bytes of frozen weights"]
+    assert found["bfloat16 over float32"] > 0.5 and narrow["losses"] == pytest.approx(wide["losses"], rel=0.01)
+
+
+@pytest.mark.soak
 def test_pipeline(tmp_path: Path) -> None:
     found = figures_of("pipeline", tmp_path, "--quick")
     assert all(row["ratio"] > 0 for table in found["steps"].values() for name, row in table.items() if name != "weft")
