@@ -48,7 +48,7 @@ def main() -> None:
             text = text.strip().rstrip(".")
             option = getattr(error, "option_name", None)
             if option and (elsewhere := here_it_is(option, as_option=True)):
-                text = f"{text.partition(' Did you mean')[0].rstrip('.')}; {elsewhere}"
+                text = f"No such option: {option}; {elsewhere}"
             see = " See" if text.endswith("?") else "; see"
             print(f"weft: error: {text}{see} '{command} --help'", file=sys.stderr)
         sys.exit(2)
