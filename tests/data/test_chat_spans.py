@@ -16,6 +16,7 @@ from weft.data.chat.conversation import conversation
 from weft.data.chat.encode import ChatEncoder, Encoded
 from weft.data.chat.marks import cleaned
 from weft.data.chat.template import ChatTemplate, TemplateError
+from weft.data.tokenizer import load_tokenizer
 
 NOW = datetime(2024, 7, 26)
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
@@ -109,6 +110,45 @@ def test_ids_are_those_of_transformers(tmp_path: Path, name: str) -> None:
         assert mine.ids.tolist() == given["input_ids"]
         asked = theirs(tmp_path / name, messages[:-1], tools=tools, add_generation_prompt=True)
         assert encoder.prompt(messages[:-1], tools).tolist() == asked["input_ids"]
+
+
+def test_a_template_of_plain_headers_and_whole_calls_is_written_as_by_transformers(tmp_path: Path) -> None:
+    # Zephyr's <|user|> is no token of its tokenizer, and Granite's template writes calls as they stand in the data.
+    template = (
+        "{% for m in messages %}{{ '<|user|>\n' if m.role == 'user' else '<|assistant|>\n' }}"
+        "{% if m.tool_calls %}{{ m.tool_calls | tojson }}"
+        "{% else %}{{ m.content }}{% endif %}{{ eos_token + '\n' }}{% endfor %}"
+    )
+    chats.save_tokenizer(tmp_path, chats.TEMPLATES["smollm2"]._replace(template=template))
+    tokenizer = load_tokenizer(str(tmp_path))
+    encoder = ChatEncoder(ChatTemplate(template, tokenizer))
+    flat = {"id": "abcdefghi", "type": "function", "name": "weather", "arguments": CALL["function"]["arguments"]}
+    for call in (CALL, flat, CALL | {"function": CALL["function"] | {"arguments": '{"city": "Paris", "n": 2}'}}):
+        talk = conversation([AGENT[0], {"role": "assistant", "tool_calls": [call]}, *AGENT[2:]])
+        assert encoder.encode(talk).ids.tolist() == theirs(tmp_path, AGENT)["input_ids"]
+    # The same text in a recipe, with a tokenizer that has another template, is a mistake.
+    other = chats.tokenizer(tmp_path, "smollm2")
+    with pytest.raises(TemplateError, match="tokenizer lacks"):
+        ChatEncoder(ChatTemplate(template, other)).encode(talk)
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "gemma3", "mistral"])
+def test_parts_of_text_are_one_text(encoders: dict[str, ChatEncoder], name: str) -> None:
+    parts = [m | {"content": [{"type": "text", "text": text} for text in m["content"].split("Hello ")]} for m in TALK]
+    whole = [m | {"content": m["content"].replace("Hello ", "")} for m in TALK]
+    encoder = encoders[name]
+    found, right = encoder.encode(conversation(parts)), encoder.encode(conversation(whole))
+    assert found.text == right.text and learned(encoder, found) == learned(encoder, right)
+
+
+def test_a_template_that_writes_the_first_of_several_calls_says_so(encoders: dict[str, ChatEncoder]) -> None:
+    template = (
+        "{% for m in messages %}{{ (m.tool_calls[0].function | tojson if m.tool_calls else m.content) + eos_token }}"
+    )
+    encoder = ChatEncoder(ChatTemplate(template + "{% endfor %}", encoders["smollm2"].template.tokenizer))
+    twice = [AGENT[0], {"role": "assistant", "tool_calls": [CALL, CALL]}]
+    assert encoder.encode(conversation(twice)).facts.left_out == {"leaves out calls of tools"}
+    assert not encoder.encode(conversation(AGENT)).facts.left_out
 
 
 def test_generation_tags_give_the_mask_of_transformers(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from weft.data.chat.conversation import Conversation
-from weft.data.chat.marks import Marked, numbered, parts_with_words
+from weft.data.chat.marks import Marked, count_marks, numbered, parts_with_words
 from weft.data.chat.template import ChatTemplate, TemplateError
 from weft.data.chat.turns import Message
 
@@ -64,11 +64,20 @@ class Followed:
         for number, message in enumerate(self.talk.messages):
             for part in parts_with_words(message):
                 marks = written[number, part] if (number, part) in self.parts else -1
-                if marks == 0 or (marks < 0 and not _stands(message, part, self.shown.text)):
+                if 0 <= marks < self._least(number, part) or (
+                    marks < 0 and not _stands(message, part, self.shown.text)
+                ):
                     missing.append((number, part))
                 elif part == "content" and marks % 2:  # one end of it was cut off
                     missing += [(number, lost) for lost in _cut_off(message["content"], self.shown.text)]
         return missing
+
+    def _least(self, number: int, part: str) -> int:
+        """How many marks of a part the template writes if it leaves out no call of a message."""
+        if part not in ("arguments", "name"):
+            return 1
+        calls = self.template.of(self.talk.tools).adapted(self._messages[number])["tool_calls"]
+        return sum(count_marks(call["function"][part]) for call in calls)
 
 
 def follow(template: ChatTemplate, talk: Conversation) -> Followed:

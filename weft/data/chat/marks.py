@@ -116,6 +116,14 @@ def has_words(value: Any) -> bool:
     return any(has_words(one) for one in inside)
 
 
+def count_marks(value: Any) -> int:
+    """How many ends of marked words a JSON value has."""
+    if isinstance(value, str):
+        return value.count(_MESSAGE)
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(count_marks, inside))
+
+
 def parts_with_words(message: dict[str, Any]) -> list[str]:
     """The parts of a message that :func:`numbered` can mark."""
     parts = {part for key, part in _WORDS.items() if has_words(_texts(message.get(key)))}

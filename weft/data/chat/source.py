@@ -60,7 +60,7 @@ def open_chats(source: Source, settings: Chat, tokenizer: Tokenizer, cache: Path
 
     written = [template.sources, template.variables, settings.learn, settings.control, settings.reasoning]
     date = settings.date or str(datetime.now().date()) if template.writes_date else ""
-    key = digest(3, fingerprint(source), source.form, tokenizer.fingerprint, written, date)
+    key = digest(4, fingerprint(source), source.form, tokenizer.fingerprint, written, date)
     return read_tokens(build_once(cache_root(cache) / f"chats-{key}", build))
 
 

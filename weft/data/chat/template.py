@@ -23,6 +23,9 @@ from weft.named_templates import TOOL_USE
 #: What looks like the name of a special token.
 _TOKEN = re.compile(r"<\|[^<>|\s]+\|>|<\uff5c[^<>\s]+?\uff5c>|<(?:start|end)_of_turn>|<(?:bos|eos)>|</?s>")
 
+#: What no template has itself.
+_WORD = "weft_word"
+
 
 class TemplateError(WeftError):
     """A chat template cannot write a conversation; the message says why."""
@@ -129,7 +132,10 @@ class ChatTemplate:
         self.stops = frozenset(name for name in stops if name)
         #: What finds tokens that may end a turn.
         self.ends = _any_of(tokenizer.specials, self.stops)
-        self.missing = _any_of(self._literal_tokens - tokenizer.specials.keys() - self._vocabulary)
+        # A tokenizer's own template may write such names as plain text (Zephyr's <|user|>); of another it is a mistake.
+        own = text in (tokenizer.chat_template, *tokenizer.named_templates.values())
+        absent = self._literal_tokens - tokenizer.specials.keys() - self._vocabulary
+        self.missing = _any_of(set() if own else absent)
         self.protected = _any_of({} if control else tokenizer.specials, self._literal_tokens - self._vocabulary)
 
     @property
@@ -183,11 +189,24 @@ class ChatTemplate:
         tokens that the tokenizer lacks.
         """
         template = self.of(tools)
-        messages = [
-            template._styles[message.get("content") == ""].adapted(message) if message.get("tool_calls") else message
-            for message in messages
-        ]
-        return template._write(messages, tools, prompt, variables)
+        return template._write([*map(template.adapted, messages)], tools, prompt, variables)
+
+    def adapted(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message as the template takes it: calls in its form, and parts of text as one text where it needs one."""
+        if message.get("tool_calls"):
+            message = self._styles[message.get("content") == ""].adapted(message)
+        if isinstance(parts := message.get("content"), list) and not self._takes_parts:
+            message = dict(message) | {"content": "".join(str(part["text"]) for part in parts)}
+        return message
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template writes a content that is a list of parts, and not the list as Python or JSON does."""
+        try:
+            written = self._write([{"role": "user", "content": [{"type": "text", "text": _WORD}]}]).text
+        except TemplateError:
+            return False
+        return _WORD in written and "'type'" not in written and '"type"' not in written
 
     def _write(
         self,

@@ -116,10 +116,9 @@ def _answer(content: Any) -> Any:
 
 def _called(value: Any, name: str) -> Any:
     """The calls that a turn's words, or its ``function_call``, are."""
-    try:
-        calls = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        raise ConversationError(f"{name} is not JSON") from None
+    calls = from_text(value)
+    if isinstance(calls, str):
+        raise ConversationError(f"{name} is not JSON")
     return calls if isinstance(calls, list) else [calls]
 
 
@@ -137,10 +136,14 @@ def _calls(calls: Any, name: str) -> list[Message]:
         arguments = _arguments(function.get("arguments"))
         if not isinstance(arguments, dict):
             raise ConversationError(f"{name} calls {function['name']!r} with arguments that are not a JSON object")
-        rest = {key: value for key, value in call.items() if value is not None and key not in ("name", "arguments")}
+        rest = {key: value for key, value in call.items() if value is not None}
+        if function is call:  # its name and arguments stand beside what else it has
+            function = {key: rest.pop(key) for key in list(rest) if key in ("name", "arguments")}
         if rest.get("id") == "":
             del rest["id"]
-        checked.append({"type": "function"} | rest | {"function": dict(function) | {"arguments": arguments}})
+        # In the order of the data, as some templates write a whole call.
+        typed = rest if "type" in rest else {"type": "function"} | rest
+        checked.append(typed | {"function": dict(function) | {"arguments": arguments}})
     return checked
 
 
