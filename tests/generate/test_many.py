@@ -70,7 +70,7 @@ def count_preempted(monkeypatch: pytest.MonkeyPatch) -> list[Generation]:
     return seen
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("mixer", ["softmax", "windows", "experts", "latent", "retention", "hybrid"])
 def test_tokens_are_those_of_each_request_alone(mixer: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -368,7 +368,7 @@ def test_neighbours_in_a_graph_keep_the_mean(data: st.DataObject) -> None:
 def test_a_rank_above_the_matrix_and_an_unknown_compressor_are_one_line(command: Command) -> None:
     for sync, said in [
         ("compress=powersgd:100", "has a rank above the "),
-        ("compress=int5", "there is no compressor 'int5'; did you mean 'int"),
+        ("compress=int9", "there is no compressor 'int9'; did you mean 'int"),
         ("update=diloco", "DiLoCo is update = 'nesterov'"),
         ("every=1000", "sync.every = 1000 is beyond the run's train.steps = 40"),
     ]:
