@@ -162,7 +162,9 @@ DRAWN: dict[str, Choices] = {
         [["embed_tokens"]] if "adapter.kind" in case and "adapter.tokens" not in case else []
     ),
     "adapter.dropout": _after("adapter.kind", 0.3),
-    "train.freeze": lambda recipe, case, rng: [] if "adapter.kind" in case else [["norm.*"], ["blocks.0.*", "embed*"]],
+    "train.freeze": lambda recipe, case, rng: (
+        [] if recipe.adapter or "adapter.kind" in case else [["norm.*"], ["blocks.0.*", "embed*"]]
+    ),
     "train.recompute": _any("selective", "full"),
     "memory.weights": _any("host", "file"),
     "memory.gradients": lambda recipe, case, rng: ["host"] if case.get("memory.weights") == "file" else [],
