@@ -85,7 +85,8 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     # A union has an error for each of its kinds.
     same = [e for e in error.errors() if _path(e) == path]
     kinds = [KINDS[e["type"]] for e in same if e["type"] in KINDS]
-    kinds += [e["ctx"]["expected"] for e in same if e["type"] == "literal_error"] if kinds else []
+    words = [e["ctx"]["expected"] for e in same if e["type"] == "literal_error"]
+    kinds += [word for word in words if word.startswith("'")] if kinds else []  # a number is one of the kinds
     plain = f"it should be {' or '.join(dict.fromkeys(kinds))}" if kinds else first["msg"]
     message = plain.removeprefix("Value error, ").replace("Input should", "it should")
     keys = {tuple(_path(other)) for other in error.errors()}

@@ -63,7 +63,7 @@ def test_a_model_learns_answers_and_is_exported(command: Command, model: Path) -
 @pytest.mark.parametrize(("setting", "said"), [
     ("model.from=pypi:no/such", "pypi:no/such does not exist"),
     ("adapter.targets=['nothing*']", "match"),
-    ("data.path=nowhere", r"no \.py file at data source nowhere"),
+    ("data.path=nowhere", r"data source nowhere: there is no such file"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(command: Command, model: Path, setting: str, said: str) -> None:
     code, _, err = command("train", "finetune", "--from", model, "--set", "data.path=code", "--set", setting)

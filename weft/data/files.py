@@ -67,6 +67,10 @@ def selection(source: Source) -> Selection:
     else:
         chosen = [path] if path.is_file() else [Path(name) for name in glob.glob(str(path), recursive=True)]
         found = Selection(sorted(file for file in chosen if file.is_file()), [])
+    if not found.read and not path.exists() and not glob.has_magic(str(path)):
+        raise WeftError(
+            f"data source {path}: there is no such file or folder; set 'path' to a file, a folder or a glob"
+        )
     if not found.read:
         wanted = " or ".join(formats) or source.kind
         found_none = f"no .py file at data source {path}, nor one of records"
