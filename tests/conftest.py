@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -58,6 +59,9 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     torch.set_num_threads(1)
+    # A job in the background ignores Ctrl-C, and so would all that it starts, of which tests expect that it stops.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
