@@ -208,6 +208,14 @@ def test_forms_of_judged_answers() -> None:
         {"prompt": "ask", "chosen": "left", "rejected": "right"},
         {"question": "ask", "answer": "last", "kto_tag": "false", "system": "Be brief."},
     ) == [("yes", "left", 1), ("yes", "left", -1), ("left", "right", 1), ("right", "last", -1), ("last", "yes", -1)]
+    for record in (
+        {"instruction": "as", "input": "k", "output": "last"}, {"instruction": "as\nk", "response": "last"},
+        {"conversations": [{"from": "human", "value": "as\nk"}, {"from": "gpt", "value": "last"}]},
+        {"input": "as\nk", "completion": "last"},
+    ):  # fmt: skip
+        (one,) = read_judgements(record | {"label": True})
+        asked, answer = (turns[0].get("content", turns[0].get("value")) for turns in (one.prompt, one.answer))
+        assert (asked, answer, one.unread) == ("as\nk", "last", ())
     (one,) = read_judgements({"question": "ask", "answer": "last", "label": True, "system": "Be brief.", "id": 3})
     assert one.prompt[0] == {"role": "system", "content": "Be brief."} and one.unread == ("id",)
 

@@ -40,8 +40,9 @@ class Renaming:
                 self.seen.add(name)
                 value = renamed.pop(name)
                 renamed |= {new: value} if new else {}
-            elif dot and outer in renamed:
-                renamed |= self._within(renamed, name, outer, inner, new)
+            elif dot:
+                for key in _lists_of_turns(renamed, outer):
+                    renamed |= self._within(renamed, name, key, inner, new)
         return {key: self._spoken(value) for key, value in renamed.items()} if self.roles else renamed
 
     def missing(self) -> list[str]:
@@ -78,3 +79,11 @@ class Renaming:
             return turn
         changed = {key: self.roles.get(str(turn[key]), turn[key]) for key in ("role", "from") if key in turn}
         return {key: changed.get(key, item) for key, item in turn.items()}
+
+
+def _lists_of_turns(record: Mapping[str, Any], outer: str) -> list[str]:
+    """The fields that ``outer`` names; ``messages`` stands for all lists of turns, as in errors."""
+    named = [outer] if outer in record else []
+    if outer != "messages":
+        return named
+    return named + [key for key in record if key != outer and key in KNOWN and isinstance(from_text(record[key]), list)]

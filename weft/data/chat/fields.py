@@ -1,11 +1,12 @@
 """The fields of a record: the names under which programs publish them, which of them are read, and which are not."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.data.chat.conversation import Conversation, conversation
 from weft.data.chat.masks import HIDDEN, LEARNED, flag, weight_of
-from weft.data.chat.turns import ConversationError, from_text, role_of, shown
+from weft.data.chat.turns import SPEAKERS, ConversationError, from_text, role_of, shown
 
 #: A field, and the other names that it has in published data; of several that a record has the first is read.
 NAMES: dict[str, tuple[str, ...]] = {
@@ -17,8 +18,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "system": ("system", "system_prompt"),
     "messages": ("messages",),
     "conversations": ("conversations", "conversation"),
-    "chosen": ("chosen",),
-    "rejected": ("rejected",),
+    "chosen": ("chosen", "chosen_response"),
+    "rejected": ("rejected", "rejected_response"),
     "history": ("history",),
     "tools": ("tools",),
     "functions": ("functions",),
@@ -30,6 +31,11 @@ NAMES: dict[str, tuple[str, ...]] = {
 _UNCLEAR = ("mask", "masks", "weights", "loss_masks", "loss_weights", "loss_weight")
 #: Every name that means something in a record.
 KNOWN = {name for names in NAMES.values() for name in names} | {*LEARNED, *HIDDEN}
+#: A question and its answer, where each element of a list has both.
+_TURN_PAIRS = (("input", "output"), ("human", "assistant"), ("user", "assistant"), ("question", "answer"))
+_SIDES = ("user", "assistant")
+#: How dialogues in Anthropic's data begin.
+_HUMAN = "\n\nHuman:"
 
 
 class Fields:
@@ -78,14 +84,31 @@ class Fields:
 
 
 def messages_of(value: Any) -> Any:
-    """A text that is a list of turns, as JSON or as Python writes it, as that list; anything else as it is."""
+    """What is a list of turns in another form as that list; anything else as it is.
+
+    A text may be such a list as JSON or as Python writes it, or a dialogue of Human and Assistant. A list of pairs (of
+    ``input`` and ``output``, say) has two turns each.
+    """
+    if isinstance(value, str) and value.startswith(_HUMAN):
+        return _dialogue(value)
     meant = from_text(value)
     if isinstance(meant, Mapping) and meant and all(isinstance(column, list) for column in meant.values()):
         # A list of objects as a table of columns, which is how some libraries keep it.
         rows = zip(*meant.values(), strict=False)
         meant = [dict(zip(meant, row, strict=True)) for row in rows]
-    turns = isinstance(meant, list) and all(isinstance(m, Mapping) and ("role" in m or "from" in m) for m in meant)
-    return meant if meant and turns else value
+    if not isinstance(meant, list) or not meant or not all(isinstance(turn, Mapping) for turn in meant):
+        return value
+    if pair := next((pair for pair in _TURN_PAIRS if all({*turn} == {*pair} for turn in meant)), None):
+        return [{"role": role, "content": two[key]} for two in meant for role, key in zip(_SIDES, pair, strict=True)]
+    return meant if all("role" in turn or "from" in turn for turn in meant) else value
+
+
+def _dialogue(text: str) -> list[dict[str, str]]:
+    """The turns of a dialogue as Anthropic's data has it; without the empty one that a prompt ends with."""
+    _, *pieces = re.split(r"\n\n(Human|Assistant):", text)
+    said = zip(pieces[::2], pieces[1::2], strict=True)
+    turns = [{"role": SPEAKERS[who.lower()], "content": words.strip()} for who, words in said]
+    return turns[:-1] if not turns[-1]["content"] else turns
 
 
 def finished(fields: Fields, messages: Any, unread: Sequence[str] = (), hidden: int = 0) -> Conversation:

@@ -139,13 +139,19 @@ def _unknown(fields: Fields) -> ConversationError:
     return ConversationError(f"{has} ({every}); others are named by data.columns, and {plain}")
 
 
+def _close(field: str, keys: list[str]) -> list[str]:
+    """The key that is nearly one of a field's names, if there is one."""
+    named = [key for key in keys if not key.endswith("_id")]
+    return [key for name in NAMES[field] for key in get_close_matches(name, named, n=1, cutoff=0.8)][:1]
+
+
 def _nearest(fields: Fields, keys: list[str]) -> str | None:
     """The form that a record nearly has, with what to write so that it has it; None if none is near."""
     best, line = 0.0, None
     for form in FORMS:
         if form.name in ("atif", "adp"):
             continue
-        near = {name: get_close_matches(name, keys, n=1, cutoff=0.8) for name in form.needed if not fields.has(name)}
+        near = {name: _close(name, keys) for name in form.needed if not fields.has(name)}
         close = sum(0.9 for match in near.values() if match)
         score = (len(form.needed) - len(near) + close) / len(form.needed)
         if score > best:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from weft.data.chat.conversation import as_messages
 from weft.data.chat.fields import Fields, messages_of, tools_of, weight_of_record, with_system
-from weft.data.chat.pairs import AnswerPair, answer_side
+from weft.data.chat.pairs import AnswerPair, answer_side, question_of
 from weft.data.chat.turns import ConversationError, role_of
 
 P = TypeVar("P")
@@ -60,16 +60,20 @@ def read_judgements(record: Any, file: object = None) -> list[Judgement]:
 
 def _question_and_answer(fields: Fields) -> tuple[list[Any], list[Any]]:
     """The prompt and the answer of a record, each as messages."""
-    if fields.has("messages") and not fields.has("completion"):
-        messages = messages_of(fields.take("messages"))
+    turns = next((name for name in ("messages", "conversations") if fields.has(name)), None)
+    if turns and not fields.has("output"):
+        messages = messages_of(fields.take(turns))
         if not isinstance(messages, list):
-            raise ConversationError("'messages' is not a list of messages")
+            raise ConversationError(f"{turns!r} is not a list of messages")
         last = next((i for i in range(len(messages), 0, -1) if role_of(messages[i - 1]) != "assistant"), 0)
         if last in (0, len(messages)):
-            raise ConversationError("its 'messages' do not end with an answer of the assistant's to somebody's turn")
+            raise ConversationError(f"its {turns!r} do not end with an answer of the assistant's to somebody's turn")
         return with_system(messages[:last], fields.take("system")), messages[last:]
-    asked = fields.needed("prompt", "feedback")
-    return _prompt(asked, fields), _turns(fields.needed("completion", "feedback"), "completion")
+    name, asked = question_of(fields)
+    if not name:
+        fields.needed("prompt", "feedback")  # which says what is missing
+    answer = fields.take("completion") if fields.has("completion") else fields.needed("output", "feedback")
+    return _prompt(asked, fields), _turns(answer, "completion")
 
 
 def _prompt(given: Any, fields: Fields) -> list[Any]:

@@ -44,17 +44,14 @@ def read_pair(record: Any) -> AnswerPair:
             f'data.columns = {{ NAME = "{lacking[0]}" }}'
         )
     chosen, rejected = (_answer(fields.take(key)) for key in ("chosen", "rejected"))
-    asked_by = next((name for name in ("prompt", "instruction", "conversations", "messages") if fields.has(name)), "")
-    prompt = messages_of(fields.take(asked_by)) if asked_by else None
-    if asked_by == "instruction" and isinstance(further := fields.take("input"), str) and further:
-        prompt = f"{prompt}\n{further}"
+    asked_by, prompt = question_of(fields)
     if not (isinstance(chosen, str) and isinstance(rejected, str)):
         if not (isinstance(chosen, list) and isinstance(rejected, list)):
             raise ConversationError("'chosen' and 'rejected' are each a text, or each a list of messages")
         asked = [message for message, _ in _alike(chosen[:-1], rejected[:-1])]
         if isinstance(prompt, list) and prompt == asked[: len(prompt)]:  # which both answers repeat
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-        elif not isinstance(prompt, list) and asked:
+        elif asked and (not isinstance(prompt, list) or _begins_anew(asked[0], prompt)):
             if asked_by and not any(_says(message, prompt) for message in asked):
                 fields.taken.discard(str(fields.name(asked_by)))  # another text than what was asked: said as not read
             prompt, chosen, rejected = asked, chosen[len(asked) :], rejected[len(asked) :]
@@ -86,6 +83,22 @@ def _answer(given: Any) -> Any:
     if isinstance(alone, Mapping) and ("role" in alone or "from" in alone):
         return [alone]
     return given
+
+
+def question_of(fields: Fields) -> tuple[str, Any]:
+    """Under which name a record has what was asked (none: ""), and that. An ``input`` is part of an instruction."""
+    names = ("prompt", "instruction", "conversations", "messages", "input")
+    name = next((name for name in names if fields.has(name)), "")
+    asked = messages_of(fields.take(name)) if name else None
+    if name == "instruction" and isinstance(further := fields.take("input"), str) and further:
+        asked = f"{asked}\n{further}"
+    return name, asked
+
+
+def _begins_anew(message: Any, prompt: Sequence[Any]) -> bool:
+    """Whether answers that begin with ``message`` are whole conversations, and do not go on with ``prompt``."""
+    role = role_of(message)
+    return role in ("system", "developer") or (role == "user" and any(role_of(turn) == "user" for turn in prompt))
 
 
 def _says(message: Any, text: Any) -> bool:
