@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.cases import recipe
 from weft.checkpoint.state import Progress
+from weft.data.loader import Loader
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
@@ -58,6 +59,25 @@ def test_one_epoch_decays_to_its_end(sixteen: str, tmp_path: Path, capsys: pytes
     assert all(a > b for a, b in pairwise(found[2:])) and found[-1] < 0.1 * 3e-4
     assert "step 8/8" in out and "1000" not in out and "the data ended after 16 samples" in out
     assert read_metrics(tmp_path / "run")["run"][-1]["steps"] == 8
+
+
+def test_an_epoch_more_begins_with_the_row_after_the_last_one(
+    sixteen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of five leave one row for the fourth step, and a run that goes on leaves none out."""
+    seen: list[int] = []
+    real = Loader.step
+
+    def step(self: Loader, position: int) -> Any:
+        batches = real(self, position)
+        seen.extend(sample for part in self.dealt(position) for sample in part)
+        return batches
+
+    monkeypatch.setattr(Loader, "step", step)
+    first = run(short(sixteen, data__epochs=1, train__batch=5, train__steps=99), tmp_path / "run")
+    assert (first.progress.step, first.progress.position) == (4, 16)
+    again = run(short(sixteen, data__epochs=2, train__batch=5, train__steps=99), tmp_path / "run", "auto")
+    assert (again.progress.step, again.progress.position) == (8, 32) and seen == list(range(32))
 
 
 def test_epochs_alone_are_enough(sixteen: str, tmp_path: Path) -> None:

@@ -108,6 +108,18 @@ def test_a_sweep_and_what_is_left_of_it(
     assert all(name in (folder / "report.html").read_text() for name in names(folder))
 
 
+def test_results_of_another_recipe_are_not_shown(
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: dict[str, Any] = {"sweep": ["optimizer.lr=1e-3"], "out": tmp_path / "out"}
+    assert train(written, **asked) == 0
+    with pytest.raises(UsageError, match=r"lr=1e-3 was trained with another recipe.*choose another --out"):
+        train(written, overrides=["train.seed=5"], **asked)
+    capsys.readouterr()
+    assert train(written, overrides=["train.steps=4", "observe.every=2"], **asked) == 0  # it just goes on
+    assert re.search(r"^1e-3\t4\t", capsys.readouterr().out, re.M)
+
+
 def test_a_run_that_fails_does_not_stop_the_others(
     written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

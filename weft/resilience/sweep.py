@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from weft.checkpoint.store import committed
 from weft.data.cache import digest
 from weft.errors import UsageError, WeftError
 from weft.observe.charts import RUNS as COLOURS
@@ -26,8 +27,11 @@ from weft.recipe import Recipe
 from weft.resilience.start import start
 from weft.train.signals import requests
 
-#: In a sweep's folder: which of its runs are done, by their names, with a digest of their recipes.
+#: In a sweep's folder: which of its runs have begun and which are done, by their names, with digests of their recipes.
 FILE = "sweep.json"
+#: What the results of a run follow from, but for how long it trains and where it computes.
+COMPARED = ("model", "adapter", "data", "loss", "optimizer", "sync", "validation")
+COMPARED_OF_TRAIN = {"batch", "dtype", "freeze", "seed"}
 #: Combinations of a sweep at most: more are surely a mistake.
 MOST = 1000
 
@@ -126,17 +130,26 @@ def run_sweep(
 ) -> tuple[list[TrialResult], int]:
     """Run every trial that is not done yet, one after the other. Returns how all stand, and the signal that stopped it.
 
-    A trial that fails does not stop the others.
+    A trial that fails does not stop the others. Raises :class:`UsageError` if a run has been trained with another
+    recipe already: what it has come to says nothing of this one.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    done, problems, interrupted = _read(folder), dict[Path, str](), 0
-    _write(folder, done)
+    begun, done = _read(folder)
+    for trial, recipe in recipes:
+        if begun.get(trial.folder.name, same := _compared(recipe)) != same and committed(trial.folder / "checkpoints"):
+            raise UsageError(
+                f"{trial.folder} was trained with another recipe, and its results are not those of this one; choose "
+                "another --out, or remove that folder"
+            )
+    problems, interrupted = dict[Path, str](), 0
     for number, (trial, recipe) in enumerate(recipes, 1):
         words, key = " ".join(trial.overrides), digest(recipe.model_dump(mode="json"))
         if done.get(trial.folder.name) == key:
             say(f"run {number} of {len(recipes)}: {words}: done before, in {trial.folder}")
             continue
         say(f"run {number} of {len(recipes)}: {words}")
+        begun[trial.folder.name] = _compared(recipe)
+        _write(folder, begun, done)
         try:
             outcome = start(recipe, trial.folder, "auto")
         except WeftError as error:
@@ -153,7 +166,7 @@ def run_sweep(
             interrupted = outcome.interrupted
             break
         done[trial.folder.name] = key
-        _write(folder, done)
+        _write(folder, begun, done)
     return [result_of(trial, problems.get(trial.folder, "")) for trial, _ in recipes], interrupted
 
 
@@ -181,17 +194,26 @@ def sweep_report(results: Sequence[TrialResult], folder: Path) -> Path | None:
     return write_report(*shown, out=folder / "report.html") if shown else None
 
 
-def _read(folder: Path) -> dict[str, str]:
+def _compared(recipe: Recipe) -> str:
+    """A digest of what the results of a run follow from."""
+    tree = recipe.model_dump(mode="json")
+    data = {key: value for key, value in tree["data"].items() if key not in ("epochs", "cache")}
+    train = {key: tree["train"][key] for key in sorted(COMPARED_OF_TRAIN)}
+    return digest([tree[section] for section in COMPARED if section != "data"], data, train)
+
+
+def _read(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     try:
-        done: dict[str, str] = json.loads((folder / FILE).read_text())["done"]
+        content = json.loads((folder / FILE).read_text())
+        begun, done = dict(content.get("begun", {})), dict(content["done"])
     except FileNotFoundError:
-        return {}
-    except (ValueError, KeyError, TypeError):
+        return {}, {}
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise WeftError(f"{folder / FILE} is damaged; remove it, and the sweep runs all again") from None
-    return done
+    return begun, done
 
 
-def _write(folder: Path, done: dict[str, str]) -> None:
+def _write(folder: Path, begun: dict[str, str], done: dict[str, str]) -> None:
     draft = folder / f".{FILE}"
-    draft.write_text(json.dumps({"done": done}, indent=1) + "\n")
+    draft.write_text(json.dumps({"begun": begun, "done": done}, indent=1) + "\n")
     draft.replace(folder / FILE)

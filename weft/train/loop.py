@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -231,7 +232,9 @@ class Loop:
         for result in results:
             lr = learning_rate(self.job.recipe.optimizer, self.progress.step, self.steps)
             self.check_samples(result)
-            self.progress.advance(self.batch, result.tokens, not result.skipped)
+            # The last step of an epoch has fewer samples; a run that is resumed for another epoch goes on behind them.
+            left = max(0, (self.job.corpus.train.total or sys.maxsize) - self.progress.position)
+            self.progress.advance(min(self.batch, left), result.tokens, not result.skipped)
             self.fruitless = self.fruitless + 1 if result.skipped else 0
             self.stopped = self.stopped or result.stop
             self.recorder.step(result, lr)
