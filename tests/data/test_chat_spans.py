@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,25 @@ def test_a_template_of_plain_headers_and_whole_calls_is_written_as_by_transforme
     other = chats.tokenizer(tmp_path, "smollm2")
     with pytest.raises(TemplateError, match="tokenizer lacks"):
         ChatEncoder(ChatTemplate(template, other)).encode(talk)
+
+
+@pytest.mark.parametrize("name", ["smollm2", "mistral", "tagged"])
+@pytest.mark.parametrize("side", ["lstrip", "rstrip"])
+def test_tokens_that_swallow_white_space_are_learned_by_their_names(tmp_path: Path, name: str, side: str) -> None:
+    # As Phi-3's: [/INST] takes the space before an answer along, and is not the assistant's for that.
+    plain = chats.tokenizer(tmp_path, name)
+    file = tmp_path / name / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    for token in tree["added_tokens"]:
+        token[side] = token["special"]
+    file.write_text(json.dumps(tree))
+    swallowing = load_tokenizer(str(tmp_path / name))
+    talk = conversation(chats.turns("Hi", " Hello", "More?", "No \n"))
+    found = [ChatEncoder(ChatTemplate(t.chat_template or "", t)).encode(talk) for t in (plain, swallowing)]
+    given = theirs(tmp_path / name, [*talk.messages])
+    assert found[1].ids.tolist() == given["input_ids"]
+    special = [[i for i in one.ids[one.weights > 0] if i in plain.specials.values()] for one in found]
+    assert special[0] == special[1]
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "gemma3", "mistral"])

@@ -173,6 +173,18 @@ def test_every_format_packed_or_not_gives_the_same(tmp_path: Path) -> None:
         words(source(tmp_path / "a.jsonl.zst"))
 
 
+@pytest.mark.parametrize("held_out", ["test-00000-of-00001.jsonl", "val.jsonl", "test/0000.jsonl", "my_dev.jsonl"])
+def test_of_the_splits_of_a_folder_that_to_train_on_is_read(tmp_path: Path, held_out: str) -> None:
+    (tmp_path / held_out).parent.mkdir(exist_ok=True)
+    jsonl(tmp_path / held_out, [TALK])
+    assert len(words(source(tmp_path))) == 1  # nothing else is there
+    for name in ("train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "latest.jsonl"):
+        jsonl(tmp_path / name, [TALK])
+    assert len(words(source(tmp_path))) == 3
+    assert unread_files(source(tmp_path)) == (f"files that are not read: {Path(held_out).name}",)
+    assert len(words(source(tmp_path / "**/*.jsonl"))) == 4  # a glob names what it wants
+
+
 def test_zst_without_its_library_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "a.jsonl.zst").write_bytes(b"x")

@@ -5,6 +5,7 @@ import glob
 import io
 import json
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -29,6 +30,10 @@ _FORMATS = {
 }  # fmt: skip
 #: What data sets are saved with beside their records.
 _ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+#: Names of the splits of data sets, as words in the names of files: train-00000-of-00002.parquet, test_sft.jsonl.
+_WORD = r"(?<![a-z0-9])(?:{})(?![a-z])"
+_TRAIN = re.compile(_WORD.format("train|training"))
+_HELD_OUT = re.compile(_WORD.format("test|testing|dev|eval|evaluation|val|valid|validation"))
 #: Formats that hold records, and never plain text; and those that hold neither.
 TABLES = (*_LINES, ".csv", ".tsv", ".parquet", ".arrow")
 _BINARY = (
@@ -90,7 +95,19 @@ def _split(every: list[Path], formats: tuple[str, ...], source: Source) -> tuple
     fitting = [file for file in every if format_of(file) in formats and file.name not in _ABOUT]
     if source.kind == "jsonl" and any(format_of(file) in _LINES for file in fitting):
         fitting = [file for file in fitting if format_of(file) in _LINES]
+    if ".py" not in formats:  # of code, of which there are no splits
+        fitting = _to_train_on(fitting, Path(source.path or "").expanduser())
     return fitting, [file for file in every if file not in set(fitting)]
+
+
+def _to_train_on(fitting: list[Path], folder: Path) -> list[Path]:
+    """Without the files that are called after another split of a data set, where others are called after ``train``."""
+    names = [str(file.relative_to(folder)).lower() for file in fitting]
+    if not any(_TRAIN.search(name) for name in names):
+        return fitting
+    return [
+        file for file, name in zip(fitting, names, strict=True) if _TRAIN.search(name) or not _HELD_OUT.search(name)
+    ]
 
 
 def _walk(path: Path, stdlib: bool) -> list[Path]:

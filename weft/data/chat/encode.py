@@ -138,6 +138,7 @@ class _TemplateTokens:
         self.tokenizer, self.names = template.tokenizer, template.specials
         self.aliases: dict[str, str] = {}  # of those that a text has held so far
         self.ids: dict[int, int] = {}  # of a special token by that of its alias
+        self.swallowing: set[int] = set()  # of aliases that take the white space around them along
 
     @cached_property
     def model(self) -> tokenizers.Tokenizer:
@@ -157,6 +158,8 @@ class _TemplateTokens:
             added = self.model.token_to_id(self.aliases[name])
             assert added is not None
             self.ids[added] = self.tokenizer.specials[name]
+            if like.lstrip or like.rstrip:
+                self.swallowing.add(added)
         return self.aliases[name]
 
     def encode(self, shown: Marked) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -174,6 +177,11 @@ class _TemplateTokens:
         encoded = self.model.encode("".join([*pieces, shown.text[at:]]), add_special_tokens=False)
         places = np.array(encoded.offsets, np.int64).reshape(-1, 2)
         places += np.array(shifts)[np.searchsorted(ends, places, side="right")]
+        # A token that swallows the white space around its name is where its name is: what is learned may begin in that.
+        for i in np.flatnonzero(np.isin(encoded.ids, [*self.swallowing])):
+            start, end = places[i]
+            text = shown.text[start:end]
+            places[i] = end - len(text.lstrip()), start + len(text.rstrip())
         return np.array([self.ids.get(i, i) for i in encoded.ids], np.int64), places[:, 0], places[:, 1]
 
     def _bytes(self, text: str, own: Sequence[re.Match[str]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
