@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weft
@@ -63,6 +63,11 @@ def test_the_page_has_the_table() -> None:
     ({"train": {"per_device_train_batch_size": 8}}, "in Weft it is train.micro_batch (sequences per rank and pass; "),
     ({"data": {"cutoff_len": 8}}, "in Weft it is data.seq_len"),
     ({"train": {"lr": 1e-4}}, "unknown key 'train.lr'; did you mean 'optimizer.lr'?"),
+    ({"seed": 1}, "unknown key 'seed'; did you mean 'data.seed' or 'train.seed'?"),
+    ({"metrics": {"log_freq": 1}}, "unknown key 'metrics.log_freq'; in Weft it is observe.every"),
+    ({"TrainingArguments": {"load_best_model_at_end": True}}, "in Weft it is validation.keep_best (by the loss"),
+    ({"adapter": {"modules_to_save": ["lm_head"]}}, "in Weft it is adapter.whole"),
+    ({"push_to_hub": True}, "in Weft it is checkpoint.export (or afterwards weft export, which also uploads: --push"),
 ])  # fmt: skip
 def test_a_recipe_in_others_words_is_answered_in_one_line(tree: dict[str, object], said: str) -> None:
     with pytest.raises(UsageError) as refused:
@@ -82,12 +87,16 @@ def test_what_stands_elsewhere_is_said_before_anything_is_read(tmp_path: Path, c
     code, _, err = command("train", "quickstart", "--learning-rate", "1e-4")
     assert code == 2
     assert err.startswith("weft: error: No such option: --learning-rate; in Weft it is --set optimizer.lr=...; see '")
+    for option, said in {"--lr": "write --set optimizer.lr=...", "--train.steps": "write --set train.steps=...",
+                         "--seed": "write --set data.seed=... or --set train.seed=..."}.items():  # fmt: skip
+        assert f"No such option: {option}; {said}; see" in command("train", "quickstart", option, "1")[2]
     yaml = tmp_path / "mine.yaml"
     yaml.write_text("learning_rate: 1e-4\n")
     with pytest.raises(UsageError, match=r"recipes are TOML files; docs/coming-from\.md"):
         load_recipe(yaml)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=30))
 def test_any_word_has_an_answer_or_none(word: str) -> None:
     assert isinstance(here_it_is(word), str) and isinstance(here_it_is(word, as_option=True), str)

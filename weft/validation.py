@@ -65,16 +65,16 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     path = _path(first)
     key = ".".join(path)
     if first["type"] == "extra_forbidden":
-        if elsewhere := here_it_is(key):
-            return f"unknown key {key!r}; {elsewhere}"
+        below = first["input"] if isinstance(first["input"], dict) else {}
+        for name in (key, *(f"{key}.{inner}" for inner in below)):  # of an unknown section also what stands in it
+            if elsewhere := here_it_is(name):
+                return f"unknown key {name!r}; {elsewhere}"
         near, last = nearest(path[-1], _fields_at(model, path[:-1])), path[-1]
-        sections = [name for name in model.model_fields if last in _fields_at(model, [name]) and name not in path]
-        if not sections and not near.startswith("did"):  # a section that a program makes
-            from weft.recipe import Recipe
-
-            sections = [name for name in Recipe.model_fields if last in _fields_at(Recipe, [name])]
-        if sections and (len(path) == 1 or (len(path) == 2 and not near.startswith("did"))):
-            return f"unknown key {key!r}; did you mean {f'{sections[0]}.{last}'!r}?"
+        settings = [name for name in settings_called(last, model) if name.partition(".")[0] not in path]
+        if not settings and not near.startswith("did"):  # a section that a program makes
+            settings = settings_called(last)
+        if settings and (len(path) == 1 or (len(path) == 2 and not near.startswith("did"))):
+            return f"unknown key {key!r}; did you mean {' or '.join(map(repr, settings))}?"
         return f"unknown key {key!r}; {near}"
     if first["type"] == "missing":
         return f"{key} is missing"
@@ -94,6 +94,19 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     shown = _shown(first["input"])
     where = f"{key} = {shown}: " if path and not isinstance(first["input"], dict) else f"{key}: " * bool(key)
     return f"{where}{message}{more}"
+
+
+def settings_called(name: str, model: type[BaseModel] | None = None) -> list[str]:
+    """The settings (``section.key``) of a recipe, or another ``model``, whose key is ``name``.
+
+    Settings of islands, as ``sync.lr``, are left out where a plain run has one of that name.
+    """
+    if model is None:
+        from weft.recipe import Recipe
+
+        model = Recipe
+    sections = [section for section in model.model_fields if name in _fields_at(model, [section])]
+    return [f"{section}.{name}" for section in sections if section != "sync" or sections == ["sync"]]
 
 
 def _shown(value: object) -> str:

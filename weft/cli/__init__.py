@@ -47,8 +47,19 @@ def main() -> None:
             command = getattr(getattr(error, "ctx", None), "command_path", "weft")
             text = text.strip().rstrip(".")
             option = getattr(error, "option_name", None)
-            if option and (elsewhere := here_it_is(option, as_option=True)):
-                text = f"No such option: {option}; {elsewhere}"
+            if option and (setting := _as_setting(option)):
+                text = f"No such option: {option}; {setting}"
             see = " See" if text.endswith("?") else "; see"
             print(f"weft: error: {text}{see} '{command} --help'", file=sys.stderr)
         sys.exit(2)
+
+
+def _as_setting(option: str) -> str:
+    """Words that say how a recipe sets what somebody has given as an option; empty if it is no setting."""
+    if elsewhere := here_it_is(option, as_option=True):
+        return elsewhere
+    from weft.validation import settings_called
+
+    section, _, key = option.strip("-").replace("-", "_").rpartition(".")
+    named = [name for name in settings_called(key) if name == f"{section}.{key}" or not section]
+    return f"write {' or '.join(f'--set {name}=...' for name in named)}" if named else ""
