@@ -1,14 +1,15 @@
 """Fully sharded experts beside static ones under skewed routing, on ranks that sleep as long as experts would compute.
 
 The tokens choose as those of a real training run did, step by step: a mixture of as many experts is trained first, with
-and without a balance loss, and the choices of its last steps are replayed, so that loads drift as they do in training.
+and without a balance loss (``balanced`` and ``trained``), and the choices of its last steps are replayed, so that loads
+drift as they do in training.
 Beside them a fixed skew: Zipf's law (power 1.2), the same in every step. For each row of an expert a rank sleeps a
 fixed time forward and twice that backward; for each expert that it borrows or gives back, as long as the link would
 take. So the ranks of this machine do not take each other's cores, and everything but the sleep is Weft's real step.
 The defaults are Qwen3-30B-A3B's experts (2048 x 768, 8 of 128 chosen) at 400 TFLOP/s and 50 GB/s, 65,536 rows on each
 rank, in slow motion.
 
-    python bench/placement.py [--rounds 6] [--trained 160] [--json bench/results/placement.json]
+    python bench/placement.py [--rounds 6] [--trained 160] [--only trained balanced zipf] [--json bench/results/placement.json]
 
 ``prediction error``: which share of a step's rows went elsewhere than the steps before it said (half the sum of the
 absolute differences of an expert's shares), the mean over layers and replayed steps. ``drift``: the same between two
@@ -188,6 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=6, help="turns of both sides")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--only", nargs="+", help="these routings, of: trained, balanced, zipf")
     parser.add_argument("--trained", type=int, default=160, help="steps of the runs whose routing is replayed")
     parser.add_argument("--slow", type=float, default=60.0, help="how many times slower than the real thing")
     parser.add_argument("--json", type=Path, default=RESULTS)
@@ -197,13 +199,14 @@ def main() -> None:
         "slow_motion": options.slow, "row_s": ROW_S, "expert_s": EXPERT_S,
     }  # fmt: skip
     kept = min(options.trained, options.rounds + 13)
-    routings = {
-        "trained without a balance loss": recorded(options.trained, kept, 0.0),
-        "trained with a balance loss": recorded(options.trained, kept, 0.01),
-    }
+    routings = {}
+    for name, balance_loss in (("trained", 0.0), ("balanced", 0.01)):
+        if options.only is None or name in options.only:
+            routings[name] = recorded(options.trained, kept, balance_loss)
     for ranks in options.ranks:
         found = results[f"{ranks} ranks"] = {}
-        for name, choices in (routings | {"zipf": zipf(ranks)}).items():
+        fixed = {"zipf": zipf(ranks)} if options.only is None or "zipf" in options.only else {}
+        for name, choices in (routings | fixed).items():
             table = on_ranks(ranks, on_rank, ranks, options.rounds, options.slow, choices.ids)
             known = {"prediction error": choices.prediction_error, "drift": choices.drift}
             found[name] = table | known

@@ -86,12 +86,18 @@ def test_activations(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_placement(tmp_path: Path) -> None:
     """Static and sharded experts report the same losses (asserted there), and the latter even out the ranks' loads."""
-    words = ("--rounds", "2", "--ranks", "4", "--slow", "5", "--trained", "14")
-    found = figures_of("placement", tmp_path, *words)["4 ranks"]
-    fixed, real = found["zipf"], found["trained without a balance loss"]
-    assert fixed["static"]["max_over_mean"] > 1.5 and fixed["sharded"]["max_over_mean"] < 1.1 and fixed["ratio"] > 0
-    assert fixed["prediction error"] == 0 < real["prediction error"] < real["drift"] < 1
-    assert real["sharded"]["max_over_mean"] < real["static"]["max_over_mean"]
+    words = ("--rounds", "2", "--ranks", "4", "--slow", "5", "--only", "zipf")
+    found = figures_of("placement", tmp_path, *words)["4 ranks"]["zipf"]
+    assert found["static"]["max_over_mean"] > 1.5 and found["sharded"]["max_over_mean"] < 1.1 and found["ratio"] > 0
+    assert found["prediction error"] == found["drift"] == 0
+
+
+@pytest.mark.soak
+def test_placement_by_routing_of_a_real_run(tmp_path: Path) -> None:
+    words = ("--rounds", "2", "--ranks", "4", "--slow", "5", "--trained", "14", "--only", "trained")
+    found = figures_of("placement", tmp_path, *words)["4 ranks"]["trained"]
+    assert 0 < found["prediction error"] < found["drift"] < 1
+    assert found["sharded"]["max_over_mean"] < found["static"]["max_over_mean"]
 
 
 @pytest.mark.soak

@@ -107,6 +107,7 @@ def test_too_few_ranks_save_what_they_have(corpus: str, tmp_path: Path, whole: d
     assert losses(out) == pytest.approx(whole, rel=1e-10) and step < STEPS
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow(20)
 @pytest.mark.parametrize("actions", ["rebalance", "leave-out"])
 def test_a_slow_rank_gets_less_to_do_or_is_left_out(corpus: str, tmp_path: Path, actions: str) -> None:
