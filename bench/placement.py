@@ -9,7 +9,7 @@ take. So the ranks of this machine do not take each other's cores, and everythin
 The defaults are Qwen3-30B-A3B's experts (2048 x 768, 8 of 128 chosen) at 400 TFLOP/s and 50 GB/s, 65,536 rows on each
 rank, in slow motion.
 
-    python bench/placement.py [--rounds 6] [--trained 160] [--only trained balanced zipf] [--json bench/results/placement.json]
+    python bench/placement.py [--rounds 6] [--trained 160] [--only trained balanced zipf] [--json FILE]
 
 ``prediction error``: which share of a step's rows went elsewhere than the steps before it said (half the sum of the
 absolute differences of an expert's shares), the mean over layers and replayed steps. ``drift``: the same between two
