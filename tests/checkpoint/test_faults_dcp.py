@@ -31,7 +31,7 @@ def test_flipped_bits(bench: Bench) -> None:
     assert harmless(ours) and ours.refused == ours.named > 8
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_errors_in_a_thread_that_writes(bench: Bench) -> None:
     """DCP with two threads says that it has saved; what it saved lacks tensors."""
     for side in (WEFT, DCP_2):
@@ -41,7 +41,7 @@ def test_errors_in_a_thread_that_writes(bench: Bench) -> None:
     assert harmless(ours)
 
 
-@pytest.mark.slow(40)
+@pytest.mark.soak
 def test_a_rank_dies_while_a_folder_is_saved_again(bench: Bench) -> None:
     for side, kind, most in ((WEFT, "other", 16), (DCP, "kill", 40)):  # DCP's mistakes are at few of its calls
         bench.most = most
@@ -51,7 +51,7 @@ def test_a_rank_dies_while_a_folder_is_saved_again(bench: Bench) -> None:
     assert harmless(ours) and ours.before == ours.runs
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("side", [WEFT, DCP], ids=lambda side: side.name)
 def test_a_new_folder_that_is_cut_off_does_no_harm(bench: Bench, side: Side) -> None:
     bench.at_every_call("kill", side, "kill")

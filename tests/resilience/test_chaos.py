@@ -212,7 +212,7 @@ def came_through(weft: Command, tmp_path: Path, minutes: float, counts: dict[str
 ON_HOSTS = ("--hosts", "3", "--set", "resilience.detect=5")
 
 
-@pytest.mark.slow(40)
+@pytest.mark.soak
 def test_a_run_comes_through_faults(command: Command, tmp_path: Path) -> None:
     came_through(command, tmp_path, 0.1, {"leader": 1, "freeze": 1}, "--layout", "dp=2,shard=2")
 
