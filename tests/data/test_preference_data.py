@@ -211,7 +211,7 @@ def test_forms_of_judged_answers() -> None:
     for record in (
         {"instruction": "as", "input": "k", "output": "last"}, {"instruction": "as\nk", "response": "last"},
         {"conversations": [{"from": "human", "value": "as\nk"}, {"from": "gpt", "value": "last"}]},
-        {"input": "as\nk", "completion": "last"},
+        {"input": "as\nk", "completion": {"role": "assistant", "content": "last"}},
     ):  # fmt: skip
         (one,) = read_judgements(record | {"label": True})
         asked, answer = (turns[0].get("content", turns[0].get("value")) for turns in (one.prompt, one.answer))

@@ -216,6 +216,16 @@ def test_old_calls_and_functions_are_read() -> None:
     assert found.tools == ({"type": "function", "function": {"name": "f"}},) and not found.unread
 
 
+def test_lists_kept_as_columns_are_read_whole_or_refused() -> None:
+    table = {"role": ["user", "assistant"], "content": ["u", "a"]}
+    assert read_record({"messages": table}).messages == (ASKED, SAID)
+    with pytest.raises(ConversationError, match="a conversation is a list of messages"):
+        read_record({"messages": table | {"content": ["u"]}})
+    # An answer that is a list of questions and answers is a text.
+    text = json.dumps([{"question": "u", "answer": "a"}])
+    assert read_record({"prompt": "Ask.", "completion": text}).messages[1] == SAID | {"content": text}
+
+
 def test_fields_of_messages_that_nobody_knows_are_named() -> None:
     found = read_record({"messages": [ASKED | {"mood": "fine", "seen": None}, SAID | {"emoji": ""}]})
     assert found.unread == ("messages[].mood",) and found.messages[0]["mood"] == "fine"
@@ -238,6 +248,8 @@ def test_pairs_that_repeat_their_prompt_have_it_once() -> None:
     whole = {"messages": [ASKED, SAID], "chosen": [ASKED, SAID], "rejected": [ASKED, SAID | {"content": "b"}]}
     pair = read_pair(whole)
     assert len(pair.chosen.messages) == 2 and pair.chosen.unread == ("messages",)
+    pair = read_pair({**whole, "messages": None, "conversation": [{"input": "u", "output": "other"}]})  # Capybara's
+    assert len(pair.chosen.messages) == 2 and pair.chosen.unread == ("conversation",)
 
 
 @pytest.mark.parametrize(

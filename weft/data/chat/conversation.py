@@ -122,7 +122,7 @@ def _tools(tools: Any) -> tuple[Message, ...] | None:
             tools = json.loads(tools) if tools.strip() else None
         except ValueError:
             raise ConversationError("its 'tools' are a text that is not JSON") from None
-    if tools is None or tools == []:
+    if tools in (None, [], {}):
         return None
     if isinstance(tools, list):
         tools = [from_text(tool) for tool in tools]

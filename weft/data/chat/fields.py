@@ -86,21 +86,34 @@ class Fields:
 def messages_of(value: Any) -> Any:
     """What is a list of turns in another form as that list; anything else as it is.
 
-    A text may be such a list as JSON or as Python writes it, or a dialogue of Human and Assistant. A list of pairs (of
-    ``input`` and ``output``, say) has two turns each.
+    A text may be such a list as JSON or as Python writes it, or a dialogue of Human and Assistant.
     """
     if isinstance(value, str) and value.startswith(_HUMAN):
         return _dialogue(value)
     meant = from_text(value)
     if isinstance(meant, Mapping) and meant and all(isinstance(column, list) for column in meant.values()):
         # A list of objects as a table of columns, which is how some libraries keep it.
-        rows = zip(*meant.values(), strict=False)
+        sizes = {len(column) for column in meant.values()}
+        rows = zip(*meant.values(), strict=True) if len(sizes) == 1 else ()
         meant = [dict(zip(meant, row, strict=True)) for row in rows]
-    if not isinstance(meant, list) or not meant or not all(isinstance(turn, Mapping) for turn in meant):
-        return value
-    if pair := next((pair for pair in _TURN_PAIRS if all({*turn} == {*pair} for turn in meant)), None):
-        return [{"role": role, "content": two[key]} for two in meant for role, key in zip(_SIDES, pair, strict=True)]
-    return meant if all("role" in turn or "from" in turn for turn in meant) else value
+    elif isinstance(value, Mapping) and _is_turn(value):
+        return [value]  # the only turn, which some exporters write without a list
+    return meant if isinstance(meant, list) and meant and all(map(_is_turn, meant)) else value
+
+
+def _is_turn(value: Any) -> bool:
+    return isinstance(value, Mapping) and ("role" in value or "from" in value)
+
+
+def turns_of(value: Any) -> Any:
+    """A conversation as a list of turns, as :func:`messages_of` has it, also where each element is two of them."""
+    pairs = from_text(value)
+    if not isinstance(pairs, list) or not pairs or not all(isinstance(two, Mapping) for two in pairs):
+        return messages_of(value)
+    keys = next((keys for keys in _TURN_PAIRS if all({*two} == {*keys} for two in pairs)), None)
+    if keys is None:
+        return messages_of(value)
+    return [{"role": role, "content": two[key]} for two in pairs for role, key in zip(_SIDES, keys, strict=True)]
 
 
 def _dialogue(text: str) -> list[dict[str, str]]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from weft.data.chat.agents import from_adp, from_atif
 from weft.data.chat.conversation import Conversation, as_messages
-from weft.data.chat.fields import NAMES, Fields, finished, messages_of
+from weft.data.chat.fields import NAMES, Fields, finished, messages_of, turns_of
 from weft.data.chat.turns import ConversationError
 from weft.errors import nearest
 
@@ -34,7 +34,7 @@ def _messages(fields: Fields, field: str = "messages") -> Conversation:
 
 
 def _sharegpt(fields: Fields) -> Conversation:
-    turns = messages_of(fields.needed("conversations", "sharegpt"))
+    turns = turns_of(fields.needed("conversations", "sharegpt"))
     if not isinstance(turns, list):
         raise ConversationError("'conversations' is not a list of turns")
     return finished(fields, turns)

@@ -7,10 +7,10 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from weft.data.chat.conversation import Conversation, as_messages, conversation
-from weft.data.chat.fields import Fields, messages_of, tools_of, weight_of_record, with_system
+from weft.data.chat.fields import Fields, messages_of, tools_of, turns_of, weight_of_record, with_system
 from weft.data.chat.forms import form_of
 from weft.data.chat.masks import HIDDEN, LEARNED
-from weft.data.chat.turns import ConversationError, from_text, role_of
+from weft.data.chat.turns import ConversationError, role_of
 
 
 class AnswerPair(NamedTuple):
@@ -43,7 +43,7 @@ def read_pair(record: Any) -> AnswerPair:
             f"no {lacking[0]!r}; a pair of answers has 'chosen', 'rejected' and perhaps 'prompt': name yours by "
             f'data.columns = {{ NAME = "{lacking[0]}" }}'
         )
-    chosen, rejected = (_answer(fields.take(key)) for key in ("chosen", "rejected"))
+    chosen, rejected = (messages_of(fields.take(key)) for key in ("chosen", "rejected"))
     asked_by, prompt = question_of(fields)
     if not (isinstance(chosen, str) and isinstance(rejected, str)):
         if not (isinstance(chosen, list) and isinstance(rejected, list)):
@@ -76,20 +76,11 @@ def read_pair(record: Any) -> AnswerPair:
     return AnswerPair(sides[0], sides[1], weight, margin)
 
 
-def _answer(given: Any) -> Any:
-    """An answer as a text or a list of messages, of which some exporters write the only one without a list."""
-    given = messages_of(given)
-    alone = from_text(given)
-    if isinstance(alone, Mapping) and ("role" in alone or "from" in alone):
-        return [alone]
-    return given
-
-
 def question_of(fields: Fields) -> tuple[str, Any]:
     """Under which name a record has what was asked (none: ""), and that. An ``input`` is part of an instruction."""
     names = ("prompt", "instruction", "conversations", "messages", "input")
     name = next((name for name in names if fields.has(name)), "")
-    asked = messages_of(fields.take(name)) if name else None
+    asked = (turns_of if name == "conversations" else messages_of)(fields.take(name)) if name else None
     if name == "instruction" and isinstance(further := fields.take("input"), str) and further:
         asked = f"{asked}\n{further}"
     return name, asked
