@@ -260,6 +260,7 @@ def test_pairs_that_repeat_their_prompt_have_it_once() -> None:
         ({"query": "u", "answers": "a"}, 'data.columns = { answers = "completion" }'),
         ({"mesages": []}, 'data.columns = { mesages = "messages" }'),
         ({"prompt": "u", "completion": None}, "its 'completion' is empty"),
+        ({"question": "u", "answer": None}, "its 'answer' is empty"),
         ({"chosen": "a", "rejected": "b"}, "set data.kind = 'preference'"),
         ({"text": "a"}, "kind = 'jsonl'"),
         ({"messages": [{"speaker": "A", "text": "u"}]}, 'data.columns = { "messages.speaker" = "role" }'),

@@ -53,6 +53,11 @@ class Fields:
         """Under which of its names the record has ``field``, and something in it."""
         return next((name for name in NAMES.get(field, (field,)) if self.record.get(name) is not None), None)
 
+    def empty_name(self, field: str) -> str | None:
+        """Under which name the record has ``field`` with nothing in it; None if there is something, or no such key."""
+        names = NAMES.get(field, (field,))
+        return None if self.has(field) else next((name for name in names if name in self.record), None)
+
     def has(self, *fields: str) -> bool:
         return all(self.name(field) is not None for field in fields)
 
@@ -67,8 +72,8 @@ class Fields:
     def needed(self, field: str, form: str) -> Any:
         """What the record has as ``field``. Raises :class:`ConversationError` if that is nothing."""
         name = self.name(field)
-        if name is None and any(key in self.record for key in NAMES.get(field, (field,))):
-            raise ConversationError(f"its {field!r} is empty; leave the record out, or write something there")
+        if name is None and (empty := self.empty_name(field)):
+            raise ConversationError(f"its {empty!r} is empty; leave the record out, or write something there")
         if name is None:
             others = ", ".join(map(repr, NAMES.get(field, ())[1:]))
             named = f" (or {others})" if others else ""

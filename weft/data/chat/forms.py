@@ -129,9 +129,9 @@ def _unknown(fields: Fields) -> ConversationError:
     if fields.has("chosen", "rejected"):
         return ConversationError(f"{has}, but is a pair of answers; set data.kind = 'preference'")
     for form in FORMS:  # one of which something is there, but empty
-        lacking = [name for name in form.needed if not fields.has(name)]
-        if lacking and all(any(key in fields.record for key in NAMES.get(name, (name,))) for name in lacking):
-            return ConversationError(f"its {lacking[0]!r} is empty; leave the record out, or write something there")
+        empty = [fields.empty_name(name) for name in form.needed if not fields.has(name)]
+        if empty and all(empty):
+            return ConversationError(f"its {empty[0]!r} is empty; leave the record out, or write something there")
     if (near := _nearest(fields, keys)) is not None:
         return ConversationError(f"{has}; {near}")
     every = "; ".join(" and ".join(form.needed) for form in FORMS if form.needed[-1] not in ("schema_version", "id"))
