@@ -208,7 +208,7 @@ def learned(values: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(("change", "said"), [
     ({"adapter__targets": ["q_prj"]}, "'q_prj' matches no weight of this model; did you mean 'q_proj'"),
     ({"adapter__targets": ["blocks.7.*"]}, "adapter.targets: 'blocks.7.*' matches no weight"),
-    ({"adapter__rank_pattern": {"q_prj": 4}}, "adapter.rank_pattern: 'q_prj' matches no weight that has an adapter"),
+    ({"adapter__rank_pattern": {"q_prj": 4}}, "matches no weight that has an adapter; did you mean 'q_proj'"),
     ({"adapter__alpha_pattern": {"up": 4}, "adapter__targets": ["w*"]}, "alpha_pattern: 'up' matches no weight"),
     ({"train__freeze": ["embeding.*"]}, "train.freeze: 'embeding.*' matches no parameter"),
     ({"train__freeze": ["*"]}, "train.freeze leaves nothing to learn"),

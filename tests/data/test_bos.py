@@ -49,6 +49,11 @@ def like_gemma(post: Any = None) -> Tokenizer:
     return tokenizer_from_files(files, "made here")
 
 
+def test_bytes_of_a_command_line_that_are_no_text_are_question_marks() -> None:
+    for tokenizer in (like_gemma(), load_tokenizer("bytes")):
+        assert tokenizer.prompt_ids("a\udcff\udcfeé") == tokenizer.prompt_ids("a??é")
+
+
 def templates(tokenizer: Tokenizer) -> dict[str, Any]:
     """Post-processors of published models, by what they are like."""
     model = tokenizer.model

@@ -47,6 +47,7 @@ def test_a_pipe_has_a_message_per_line_and_nothing_but_answers(
     out, err = run(monkeypatch, capsys, lines)
     assert out == "1: hello\n3: again\n1: third\n2: fourth\n4: /five\n"
     assert "be kind" in err and "/nonsense is no command" in err and "never" not in out
+    assert run(monkeypatch, capsys, io.StringIO("a\udcff\n"))[0] == "1: a?\n"  # a byte that is no UTF-8
 
 
 def test_ctrl_c_stops_an_answer_whose_beginning_stays(

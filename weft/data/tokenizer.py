@@ -80,6 +80,8 @@ class Tokenizer:
 
     def encode_many(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
         """:meth:`encode` for several texts, on all cores."""
+        # Bytes of a command line that are no UTF-8 come as lone surrogates, which no tokenizer can encode.
+        texts = [text if text.isascii() else text.encode(errors="replace").decode() for text in texts]
         if self.model is None:
             return [self._bytes_of(text, special) for text in texts]
         self.model.encode_special_tokens = not special

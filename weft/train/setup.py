@@ -223,7 +223,8 @@ def check_names(shape: ModelShape, train: Train) -> None:
 
 def _check_patterns(adapter: Adapter, adapted: Sequence[str]) -> None:
     """Refuse ranks and alphas for weights that are not among those ``adapted``."""
-    names = sorted({path.rpartition(".")[2] for path in adapted})
+    paths = sorted({tuple(path.split(".")[-2:]) for path in adapted})
+    names = [name for module, ours in paths for name in (ours, PROJECTIONS[module][ours])]
     for setting in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(adapter, setting):
             if not any(is_target(pattern, path) for path in adapted):
