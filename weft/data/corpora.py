@@ -10,6 +10,7 @@ from weft.data.files import records
 from weft.data.kinds import documents_of
 from weft.data.reading import opened, reading
 from weft.data.report import SourceReport
+from weft.encodable import encodable
 from weft.errors import WeftError, nearest
 from weft.plugins import blame_plugin, find
 from weft.recipe import SOURCES, Source
@@ -45,7 +46,7 @@ def _plugin(source: Source) -> Iterator[str]:
         for number, text in enumerate(found.call(source.settings)(given), 1):
             if not isinstance(text, str):
                 raise WeftError(f"{found}: document {number} is {type(text).__name__}, not a text")
-            yield text.encode(errors="replace").decode()  # no tokenizer can encode lone surrogates
+            yield encodable(text)
 
 
 def unread_files(source: Source) -> tuple[str, ...]:
@@ -96,8 +97,7 @@ def _jsonl(file: Path, source: Source, report: SourceReport) -> Iterator[str]:
             report.skip(error)
             continue
         report.count(str(name) for name, value in record.items() if name != source.field and _something(value))
-        # JSON may hold lone surrogates, which no tokenizer can encode.
-        yield from (text.encode(errors="replace").decode() for text in texts)
+        yield from map(encodable, texts)
 
 
 def _words(file: Path, source: Source, report: SourceReport) -> Iterator[str]:
@@ -105,7 +105,7 @@ def _words(file: Path, source: Source, report: SourceReport) -> Iterator[str]:
 
     def texts(value: Any) -> Iterator[str]:
         if isinstance(value, str):
-            yield value.encode(errors="replace").decode()
+            yield encodable(value)
         elif isinstance(value, (dict, list)):
             for item in value.values() if isinstance(value, dict) else value:
                 yield from texts(item)

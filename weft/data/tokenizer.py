@@ -14,6 +14,7 @@ from weft.carried_files import GENERATION, as_json
 from weft.data.cache import build_once, cache_root, digest
 from weft.data.corpora import documents, fingerprint
 from weft.data.gguf_tokenizer import NO_TOKENIZER
+from weft.encodable import encodable
 from weft.errors import UsageError, WeftError
 from weft.named_templates import CONFIG_FILE, DEFAULT, TEMPLATE_FILE, listed, templates_of, with_named_templates
 from weft.recipe import Source
@@ -80,8 +81,7 @@ class Tokenizer:
 
     def encode_many(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
         """:meth:`encode` for several texts, on all cores."""
-        # Bytes of a command line that are no UTF-8 come as lone surrogates, which no tokenizer can encode.
-        texts = [text if text.isascii() else text.encode(errors="replace").decode() for text in texts]
+        texts = [encodable(text) for text in texts]  # a command line may have bytes that are no UTF-8
         if self.model is None:
             return [self._bytes_of(text, special) for text in texts]
         self.model.encode_special_tokens = not special

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from weft.encodable import encodable
 from weft.errors import UsageError, WeftError
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ def talk(speaker: Speaker, system: str = "") -> None:
 
 def _read_line(terminal: bool) -> str | None:
     """The next line of the input; None at its end. In a terminal Ctrl-C drops what has been typed."""
-    if not terminal:  # bytes that are no UTF-8 come as lone surrogates, which neither a server nor a tokenizer takes
-        return sys.stdin.readline().encode(errors="replace").decode() or None
+    if not terminal:  # a server takes none of the bytes that are no UTF-8
+        return encodable(sys.stdin.readline()) or None
     while True:
         try:
             with _ctrl_c(signal.default_int_handler):

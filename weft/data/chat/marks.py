@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from weft.encodable import encodable
+
 #: Before the name of a special token in somebody's words: it stays text.
 _TEXT = "\ufdd0"
 #: Around what a template has between ``{% generation %}`` and ``{% endgeneration %}``.
@@ -47,7 +49,7 @@ def generated(text: str) -> str:
 def cleaned(value: Any) -> Any:
     """A JSON value in which no text holds a mark or a lone surrogate, which no tokenizer can encode."""
     if isinstance(value, str):
-        return re.sub("[\ufdd0-\ufdef]", "\ufffd", value).encode(errors="replace").decode()
+        return encodable(re.sub("[\ufdd0-\ufdef]", "\ufffd", value))
     return mapped(cleaned, value)
 
 

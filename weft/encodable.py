@@ -1,0 +1,6 @@
+"""Texts that come with what is no character: bytes of a command line or a pipe, escapes of JSON."""
+
+
+def encodable(text: str) -> str:
+    """``text`` with question marks for lone surrogates, which neither a tokenizer nor UTF-8 can encode."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
