@@ -67,6 +67,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    # An earlier test may have imported the package, which reads the variable then.
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("HF_TOKEN", "hf_mine")
     Hub.files.clear()
     Hub.made.clear()

@@ -268,8 +268,8 @@ def test_processes_that_start_together_build_once(tmp_path: Path, corpus: Source
     program = (
         "import sys, time; from weft.data import tokens; from weft.data.tokenizer import load_tokenizer;"
         "from weft.recipe import Source; real, n = tokens.documents, []\n"
-        "def slow(source):\n"
-        "    for text in real(source): n.append(1); time.sleep(0.3); yield text\n"
+        "def slow(*given):\n"
+        "    for text in real(*given): n.append(1); time.sleep(0.3); yield text\n"
         "tokens.documents = slow; sys.stdin.readline()\n"
         "print(len(n), tokens.open_source(Source(kind='text', path=sys.argv[1]), load_tokenizer('bytes'))"
         ".fingerprint, len(n))"

@@ -71,7 +71,7 @@ def test_stop_ends_what_the_server_writes(server: Running, page: Page) -> None:
 
 def test_a_refusal_is_shown(server: Running, page: Page) -> None:
     ask(page, "Too much", 10**6)
-    assert "do not fit into a cache" in page.wait("document.querySelector('article.error')?.textContent")
+    assert "are more than the cache of" in page.wait("document.querySelector('article.error')?.textContent")
 
 
 def test_a_key_is_asked_for(tmp_path: Path) -> None:

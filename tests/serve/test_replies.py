@@ -17,7 +17,7 @@ EVENTS = [
 
 def test_log_probabilities_of_completions_keep_tokens_apart() -> None:
     replies = Replies(CompletionRequest.model_validate({"prompt": "x", "logprobs": 3}), "tiny", PIECES)
-    logs = replies._logs(EVENTS)
+    logs = replies._logs(0, EVENTS)
     assert logs is not None
     name = f"token_id:{BYTE}"
     assert logs["top_logprobs"] == [{"a": -0.5, name: -2.0, "bytes:\\xe6": -3.0}, {"a": -0.5}]
@@ -26,7 +26,7 @@ def test_log_probabilities_of_completions_keep_tokens_apart() -> None:
 
 def test_log_probabilities_of_chats_have_the_bytes_of_tokens() -> None:
     asked = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 3}
-    logs = Replies(ChatRequest.model_validate(asked), "tiny", PIECES)._logs(EVENTS)
+    logs = Replies(ChatRequest.model_validate(asked), "tiny", PIECES)._logs(0, EVENTS)
     assert logs is not None
     first, last = logs["content"]
     assert [(top["token"], top["bytes"]) for top in first["top_logprobs"]] == [
