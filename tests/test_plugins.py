@@ -158,6 +158,7 @@ def test_a_run_with_plugins(command: Command, here: Path, corpus: str) -> None:
     assert "30 documents" in str(found["event"]) + out + err or found["train"][0]["loss"] > 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("rank", "way", "reason"), [

@@ -161,6 +161,7 @@ def test_the_harness_sees_every_call(root: Path) -> None:
 FAULTS = {"kill": killed, "torn": torn, "full": failing(errno.ENOSPC), "io": failing(errno.EIO)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_at_every_system_call(root: Path, fault: str) -> None:

@@ -225,6 +225,7 @@ def test_ctrl_c_in_any_command_says_so(
         assert (ended.value.code, capsys.readouterr().err) == (130, said)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "number"), [("", signal.SIGINT), ("shard=2", signal.SIGTERM)])
 def test_a_double_signal_saves_and_resume_goes_on(

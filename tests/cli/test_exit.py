@@ -52,7 +52,7 @@ def test_ranks_of_verify_end_without_the_interpreter_s(tmp_path: Path, capfd: py
     assert "parameters" in out and err == ""
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_ranks_of_train_and_generate_end_without_the_interpreter_s(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -277,7 +277,7 @@ def test_killing_the_launcher_leaves_no_orphans(script: list[str], tmp_path: Pat
     assert_gone(pids)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_launches_do_not_meet(script: list[str], tmp_path: Path) -> None:
     ranks = {tmp_path / "a": 2, tmp_path / "b": 1}
     for folder in ranks:

@@ -198,7 +198,7 @@ def test_zst_without_its_library_is_one_line(tmp_path: Path, monkeypatch: pytest
         ("question,answer\nq\n", r"a.csv:2: 1 cells under the 2 names"),
         ("question,answer\nq,a\nq,a,b\n", r"a.csv:3: 3 cells under the 2 names .* put cells with ',' in them"),
         ("question,question\nq,a\n", r"a.csv:1: two columns are called 'question'"),
-        ("question,answer\nq,\n", r"a.csv:2: its 'completion' is empty"),
+        ("question,answer\nq,\n", r"a.csv:2: its 'answer' is empty"),
         ("ask,reply\nq,a\n", r"a.csv:2: a record with ask, reply has none of the known forms"),
     ],
 )  # fmt: skip

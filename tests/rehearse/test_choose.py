@@ -103,7 +103,7 @@ def test_what_ran_moves_those_of_as_many_ranks() -> None:
     assert correct_by_measured(finals, [])[0].seconds == 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_plan_of_a_probed_machine(
     tmp_path: Path, command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -322,6 +322,7 @@ def exported(folder: Path) -> Path:
     return folder / "tiny"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["", "tp=2"])
 def test_the_command_serves_and_ends_with_its_last_answer(
