@@ -26,8 +26,8 @@ from step import machine
 from weft.layout.mesh import Mesh
 from weft.observe.metrics import read_metrics
 from weft.recipe import load_recipe
-from weft.sync.compress import Compressor, PerTensor, TopK, build_compressor
-from weft.sync.greco import allocate_compressors
+from weft.sync.compress import TopK, build_compressor
+from weft.sync.greco import allocate_compressors, squared_error
 from weft.train.setup import assemble, prepare
 from weft.train.step import accumulate, clear_gradients, train_step
 
@@ -55,24 +55,15 @@ def tensors(steps: int = 20) -> dict[str, dict[str, T]]:
     return {"gradients": gradients, "differences": {h.name: h.local.detach() - before[h.name] for h in state.held}}
 
 
-def lost(compressor: Compressor, x: T) -> float:
-    """Squared error, in the second round of two with the same tensor."""
-    warm = None
-    for _ in range(2):
-        payload = compressor.encode(x, 0, warm)
-        warm = compressor.warm(payload)
-    return float((compressor.decode(payload, x.shape, 0) - x).double().square().sum())
-
-
 def compared(kind: dict[str, T], word: str) -> dict[str, float]:
     """Bytes and errors of one setting for all tensors, and of L-GreCo's choice; of top-k also over all at once."""
     usual = build_compressor(word).for_feedback
-    flat = isinstance(usual, PerTensor | TopK)
+    flat = isinstance(usual, TopK)
     given = {name: x.flatten() for name, x in kind.items()} if not word.startswith("powersgd") else kind
     chosen = allocate_compressors(given, usual)
     sizes = {side: sum(each[name].nbytes(x.shape) for name, x in given.items())
              for side, each in (("one setting", dict.fromkeys(given, usual)), ("chosen", chosen))}  # fmt: skip
-    errors = {side: sum(lost(each[name], x) for name, x in given.items())
+    errors = {side: sum(squared_error(each[name], x) for name, x in given.items())
               for side, each in (("one setting", dict.fromkeys(given, usual)), ("chosen", chosen))}  # fmt: skip
     found: dict[str, float] = {
         "bytes of one setting": sizes["one setting"],
@@ -85,7 +76,7 @@ def compared(kind: dict[str, T], word: str) -> dict[str, float]:
         share = sum(chosen[name].share * x.numel() for name, x in given.items()) / whole.numel()  # type: ignore[attr-defined]
         together = TopK(share=share)
         found["bytes of the largest of all"] = together.nbytes(whole.shape)
-        found["error of the largest of all over that chosen"] = lost(together, whole) / errors["chosen"]
+        found["error of the largest of all over that chosen"] = squared_error(together, whole) / errors["chosen"]
     return found
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from weft.serve.messages import arguments_of, text_of
-from weft.serve.protocol import ChatRequest, Refusal, Schema, shown
+from weft.serve.protocol import ChatRequest, Refusal, Schema, object_in, shown
 from weft.serve.replies import Answer, Usage, call_fields
 
 #: Kinds of errors by status; others are the client's own.
@@ -53,31 +53,24 @@ def as_chat(asked: Schema) -> Schema:
     chat |= {"stop": asked.get("stop_sequences"), "tools": [_tool(tool) for tool in _list(asked, "tools")]}
     last = messages[-1]
     chat["continue_final_message"] = last["role"] == "assistant" and not last.get("tool_calls")
-    if choice := _object(asked, "tool_choice"):
+    if choice := object_in(asked, "tool_choice"):
         chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
         kind = choice.get("type")
         if kind not in ("tool", *_MODES):
             raise ValueError(f"tool_choice: give auto, any, tool or none as its type, not {shown(kind)}")
         named = {"type": "function", "name": choice.get("name")}
         chat["tool_choice"] = named if kind == "tool" else _MODES[kind]
-    if thinking := _object(asked, "thinking"):
+    if thinking := object_in(asked, "thinking"):
         chat["chat_template_kwargs"] = {"enable_thinking": thinking.get("type") != "disabled"}
-    if config := _object(asked, "output_config"):
+    if config := object_in(asked, "output_config"):
         chat["reasoning_effort"] = config.get("effort")
-        form = _object(config, "format", "output_config.format")
+        form = object_in(config, "format", "output_config.format")
         if form and (form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict)):
             raise ValueError("output_config: a format has the type json_schema, and a schema")
         if form:
             named_schema = {"name": "output", "schema": form["schema"]}
             chat["response_format"] = {"type": "json_schema", "json_schema": named_schema}
     return chat
-
-
-def _object(given: Schema, name: str, path: str = "") -> Schema:
-    value = given.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise ValueError(f"{path or name}: give an object, not {shown(value)}")
-    return value or {}
 
 
 def _list(given: Schema, name: str) -> list[Any]:

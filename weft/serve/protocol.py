@@ -64,6 +64,14 @@ def read_stops(given: Any) -> list[str]:
     return [stop for stop in stops if stop]
 
 
+def object_in(given: Schema, name: str, path: str = "") -> Schema:
+    """The object in the field ``name``, empty where there is none; errors call it ``path``, if that is given."""
+    value = given.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{path or name}: give an object, not {shown(value)}")
+    return value or {}
+
+
 def shown(value: Any) -> str:
     """A value of JSON as an error shows it."""
     text = json.dumps(value, ensure_ascii=False, default=str)

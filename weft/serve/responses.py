@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from weft.serve.messages import text_of
-from weft.serve.protocol import ChatRequest, Refusal, Schema, shown
+from weft.serve.protocol import ChatRequest, Refusal, Schema, object_in, shown
 from weft.serve.replies import Answer, Usage, call_fields
 
 #: What may be included in an answer, beside what would come from tools that are not here.
@@ -40,9 +40,9 @@ def as_chat(asked: Schema) -> Schema:
     moved = ("input", "text", "reasoning", "include", "max_output_tokens", "top_logprobs")
     chat = {key: value for key, value in asked.items() if key not in moved}
     chat |= {"messages": messages_of(asked), "max_completion_tokens": asked.get("max_output_tokens")}
-    text = _object(asked, "text")
-    chat |= {"verbosity": text.get("verbosity"), "reasoning_effort": _object(asked, "reasoning").get("effort")}
-    if form := dict(_object(text, "format", "text.format")):
+    text = object_in(asked, "text")
+    chat |= {"verbosity": text.get("verbosity"), "reasoning_effort": object_in(asked, "reasoning").get("effort")}
+    if form := dict(object_in(text, "format", "text.format")):
         kind = form.pop("type", "text")
         chat["response_format"] = {"type": kind} | ({"json_schema": form} if form else {})
     if asked.get("top_logprobs") or _LOGS in _included(asked):
@@ -51,14 +51,6 @@ def as_chat(asked: Schema) -> Schema:
     if isinstance(tools := asked.get("tools"), list):
         chat["tools"] = [nested(tool) for tool in tools]
     return chat
-
-
-def _object(given: Schema, name: str, path: str = "") -> Schema:
-    """The object in the field ``name``, empty where there is none."""
-    value = given.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise ValueError(f"{path or name}: give an object, not {shown(value)}")
-    return value or {}
 
 
 def _included(asked: Schema) -> list[Any]:

@@ -27,7 +27,7 @@ FACTORS = (0.125, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 8.0)
 def allocate_compressors(tensors: Mapping[str, T], default: Compressor, seed: int = 0) -> dict[str, Compressor]:
     """A compressor for each of the ``tensors``: together no larger than ``default`` for all, with no larger error."""
     options = {name: candidates(default, x.shape) for name, x in tensors.items()}
-    errors = [[_error(one, x, seed) for one in options[name]] for name, x in tensors.items()]
+    errors = [[squared_error(one, x, seed) for one in options[name]] for name, x in tensors.items()]
     sizes = [[one.nbytes(x.shape, x.dtype) for one in options[name]] for name, x in tensors.items()]
     usual = [found.index(default) for found in options.values()]
     chosen = smallest(errors, sizes, total(errors, usual))
@@ -49,7 +49,7 @@ def candidates(default: Compressor, shape: Sequence[int]) -> list[Compressor]:
     return list(dict.fromkeys(found))
 
 
-def _error(compressor: Compressor, x: T, seed: int) -> float:
+def squared_error(compressor: Compressor, x: T, seed: int = 0) -> float:
     """What is lost of ``x``, squared; of what starts warm, in its second round."""
     payload = compressor.encode(x, seed)
     if (warm := compressor.warm(payload)) is not None:
