@@ -244,6 +244,22 @@ def test_a_policy_that_is_its_reference_has_ln_2(pairs: str) -> None:
     assert share.item() == pytest.approx(0.6931471805599453, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("kind", "sources", "wrong"),
+    [
+        ("dpo", ("preference", "feedback"), "feedback"),
+        ("dpo", ("feedback",), "feedback"),
+        ("cross-entropy", ("chat", "feedback"), "feedback"),
+        ("kto", ("feedback", "preference"), "preference"),
+        ("kto", ("chat",), "chat"),
+    ],
+)
+def test_judged_answers_are_for_kto_and_for_nothing_else(kind: str, sources: tuple[str, ...], wrong: str) -> None:
+    listed = [{"kind": source, "path": "x.jsonl"} for source in sources]
+    with pytest.raises(UsageError, match=rf"loss.kind = '{kind}' with data.kind = '{wrong}'"):
+        build_recipe({"loss": {"kind": kind}, "data": {"sources": listed}})
+
+
 def test_the_recipe_knows_the_table() -> None:
     assert {*LOSSES, "kto"} == {*PAIR_LOSSES}
 

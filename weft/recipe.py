@@ -979,10 +979,12 @@ class Recipe(Section):
     def _check_loss(self) -> None:
         """Pairs of answers and a loss that compares them come together."""
         kind, pairs = self.loss.kind, [source.kind in ANSWER_PAIRS for source in self.data.sources]
-        judged = [source.kind == "feedback" for source in self.data.sources]
-        if (kind == "kto") != all(judged) and (kind == "kto" or any(judged)):
+        learns_judged = kind == "kto"
+        others = [s.kind for s in self.data.sources if (s.kind == "feedback") != learns_judged]
+        if others and (learns_judged or "feedback" in others):
+            other = others[0] if learns_judged else "feedback"
             raise ValueError(
-                f"loss.kind = {kind!r} with data.kind = {self.data.sources[0].kind!r}: 'kto' learns from answers that "
+                f"loss.kind = {kind!r} with data.kind = {other!r}: 'kto' learns from answers that "
                 "are each good or bad, data.kind = 'feedback', and nothing else does"
             )
         if self.loss.of_pairs and not all(pairs):

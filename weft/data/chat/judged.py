@@ -33,7 +33,7 @@ class Judgement:
     unread: tuple[str, ...] = ()
 
 
-def read_judgements(record: Any, file: object = None) -> list[Judgement]:
+def read_judgements(record: Any) -> list[Judgement]:
     """Read the judged answers of ``record``: one with its ``label``, or ``chosen`` and ``rejected``, which are two.
 
     An answer is the ``completion`` to a ``prompt``, or the last turns of ``messages`` by the assistant. Raises

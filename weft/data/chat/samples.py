@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 from weft.data.chat.columns import Renaming
 from weft.data.chat.conversation import Conversation
 from weft.data.chat.forms import read_record
-from weft.data.chat.judged import read_judgements, with_others
+from weft.data.chat.judged import Judgement, read_judgements, with_others
 from weft.data.chat.pairs import AnswerPair, read_pair, with_garbled
 from weft.data.chat.turns import ConversationError
 from weft.data.files import files, records
@@ -45,7 +45,7 @@ def samples(
     """
     report = report or SourceReport()
     if source.kind == "feedback":
-        judged = ((place, one) for place, record in _records(source, report, read_judgements) for one in record)
+        judged = ((place, one) for place, record in _records(source, report, _judgements) for one in record)
         for place, pair in with_others(judged):
             if isinstance(pair, ConversationError):
                 _refuse(pair, place, source, report)
@@ -83,6 +83,10 @@ def _refuse(error: Exception, place: RecordLocation, source: Source, report: Sou
     if not source.skips:
         raise refused from None
     report.skip(refused)
+
+
+def _judgements(record: object, *, file: Path) -> list[Judgement]:
+    return read_judgements(record)
 
 
 def _sample(record: object, *, source: Source, file: Path) -> Conversation | AnswerPair:
