@@ -1,6 +1,6 @@
 """What ``pyproject.toml`` cannot say: recipes and the catalogue lie beside the package and are installed inside it.
 
-``weft/shipped.py`` finds them in either place. Everything else about the project stands in ``pyproject.toml``.
+``weft/recipe/shipped.py`` finds them in either place. Everything else about the project stands in ``pyproject.toml``.
 """
 
 from pathlib import Path

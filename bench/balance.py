@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 from step import SETTINGS, machine, on_ranks, write
 
-from weft.data.balance import DocumentTimes, costs_of, finish, make_plan
 from weft.data.batch import Batch
 from weft.data.loader import Loader
 from weft.data.order import Order, Stream
@@ -41,6 +40,7 @@ from weft.models.segments import Segment
 from weft.parallel.context import context_attention, execute
 from weft.parallel.context.execute import Trip
 from weft.parallel.context.tables import build
+from weft.parallel.document_balance import DocumentTimes, costs_of, finish, make_plan
 from weft.parallel.hybrid import HybridAttention
 from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.train.setup import assemble

@@ -101,8 +101,8 @@ def be_rank(trials: list[Trial], folder: Path) -> None:
 def one_trial(trial: Trial, model: Any, state: Any, batches: Any, mesh: Any, folder: Path) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from weft.resilience import trace
-    from weft.resilience.delays import DelayWatch, digest
+    from weft.observe import trace
+    from weft.observe.rank_delays import DelayWatch, digest
     from weft.train.step import train_step
 
     assert dist.group.WORLD is not None
@@ -210,7 +210,7 @@ def main() -> None:
     if given.rank:
         import torch
 
-        from weft.train.ranks import init_ranks
+        from weft.run.ranks import init_ranks
 
         torch.set_num_threads(1)
         init_ranks("cpu", 120)

@@ -28,12 +28,12 @@ from torch import nn
 from weft.checkpoint.convert.routing import chosen_experts
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.model_parameters import parameters
 from weft.models.hf import export
 from weft.observe.flops import measured_flops
 from weft.parallel.experts import affinity
 from weft.parallel.experts.timed import TRIALS
 from weft.recipe import ModelShape, load_recipe
+from weft.shapes.parameters import parameters
 from weft.train.optim import learning_rate
 from weft.train.setup import assemble, prepare
 from weft.train.step import train_step

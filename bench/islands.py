@@ -282,8 +282,8 @@ def be_weft(run: Run) -> None:
     from weft.layout.layout import Layout
     from weft.layout.mesh import Mesh
     from weft.recipe import Optimizer, Recipe
+    from weft.run.ranks import init_ranks
     from weft.sync.streams import open_streams
-    from weft.train.ranks import init_ranks
     from weft.train.setup import assemble
     from weft.train.step import evaluate
     from weft.train.stepper import build_stepper
@@ -385,7 +385,7 @@ def be_torch(run: Run) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from weft.train.ranks import init_ranks
+    from weft.run.ranks import init_ranks
 
     init_ranks("cpu", LIMIT)
     model, inner, loss_of = plain(Path(run.folder))

@@ -22,9 +22,9 @@ import numpy as np
 
 from weft.layout.mesh import Mesh
 from weft.observe.metrics import read_metrics
+from weft.prove.pool import ProcessPool
 from weft.recipe import Recipe, build_recipe, load_recipe
 from weft.train.loop import train
-from weft.train.pool import ProcessPool
 from weft.train.setup import prepare
 
 ROOT = Path(__file__).parents[1]

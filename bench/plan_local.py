@@ -83,7 +83,7 @@ def be_rank(layout: str, out: Path) -> None:
 def measure(layout: str) -> dict[str, Any]:
     """Run ``layout`` once in processes of its own."""
     from weft.layout.layout import Layout
-    from weft.train.launch import launch
+    from weft.run.launch import launch
 
     world = Layout.parse(layout).world
     with tempfile.TemporaryDirectory() as folder:
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        from weft.train.ranks import rank_process
+        from weft.run.ranks import rank_process
 
         with rank_process("cpu", 600):
             be_rank(options.rank, options.json)

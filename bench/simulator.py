@@ -21,11 +21,11 @@ import torch
 from weft.generate.engine import Engine
 from weft.generate.policies import Policy, chunked, exact_fill
 from weft.layout.mesh import Mesh
+from weft.loads.asks import RequestOutcome
+from weft.loads.simulate import Curve, TimedRequest, measure, simulate
 from weft.models.products import read_only
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
-from weft.serve.asks import RequestOutcome
-from weft.serve.simulate import Curve, TimedRequest, measure, simulate
 
 SHAPE = ModelShape(vocab=49152, layers=30, embed=576, heads=9, kv_heads=3, ffn=1536, tied=True)
 

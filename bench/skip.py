@@ -28,7 +28,6 @@ import torch
 from picture import FONT, INK, LINE, PAGE, SOFT, photograph, text
 
 from weft.errors import WeftError
-from weft.model_shape import shape_of
 from weft.observe.metrics import read_metrics
 from weft.recipe import load_recipe
 from weft.schedule.actions import Table, Value
@@ -39,6 +38,7 @@ from weft.schedule.kinds import kind_of
 from weft.schedule.simulate import Costs, Simulation, simulate
 from weft.schedule.skip import plan_paths, stage_lengths
 from weft.schedule.stages import assign_stages, routes
+from weft.shapes.shape import shape_of
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes/skippipe.toml"

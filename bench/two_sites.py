@@ -48,7 +48,7 @@ def be_rank(layout: str, settings: list[str], out: Path, what: str) -> None:
     from weft.recipe import load_recipe
     from weft.rehearse.probe import links
     from weft.rehearse.step import plain_batches
-    from weft.train.ranks import init_ranks
+    from weft.run.ranks import init_ranks
     from weft.train.setup import assemble, model_shape
     from weft.train.step import train_step
 

@@ -22,8 +22,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 
 from weft.cli import main
-from weft.train.pool import ProcessPool
-from weft.train.signals import requests
+from weft.prove.pool import ProcessPool
+from weft.run.signals import requests
 
 
 @pytest.hookimpl(trylast=True)  # after the plugin of reruns
@@ -88,7 +88,7 @@ Command = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[ProcessPool]:
-    """The worker processes of this session, or of this half of it; see :mod:`weft.train.pool`."""
+    """The worker processes of this session, or of this half of it; see :mod:`weft.prove.pool`."""
     pool = ProcessPool(["pytest"])
     yield pool
     pool.close()

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Command
-from weft.layout.conflicts import RULES, Conflict
 from weft.parallel.build import check_fits
+from weft.prove.types import check_types
 from weft.recipe import load_recipe
-from weft.train.types import check_types
+from weft.recipe.conflicts import RULES, Conflict
 
 ROOT = Path(__file__).parents[1]
 

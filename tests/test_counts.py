@@ -131,7 +131,7 @@ def test_selective_recompute_skips_attention_and_its_moves(
 
 def test_catalogue_names_what_exists() -> None:
     from weft.cli.app import app
-    from weft.shipped import techniques
+    from weft.recipe.shipped import techniques
 
     root = Path(__file__).parents[1]
     for row in techniques():

@@ -13,7 +13,7 @@ import typer.main
 from weft.cli.app import app
 from weft.parallel.context import tables
 from weft.recipe import load_recipe
-from weft.shipped import find_recipe
+from weft.recipe.shipped import find_recipe
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{page.name}" for page in ROOT.glob("docs/*.md"))]

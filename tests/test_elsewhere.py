@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 import weft
 from tests.conftest import Command
 from weft.cli.app import app
-from weft.elsewhere import EQUIVALENTS, Equivalent, here_called, here_it_is
 from weft.errors import UsageError, WeftError
 from weft.recipe import Recipe, Source, build_recipe, load_recipe
-from weft.validation import _fields_at
+from weft.recipe.elsewhere import EQUIVALENTS, Equivalent, here_called, here_it_is
+from weft.recipe.validation import _fields_at
 
 DOCS = Path(__file__).parents[1] / "docs"
 

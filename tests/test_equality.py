@@ -15,10 +15,10 @@ from tests.faults import FAULTS
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models import linear_attention
+from weft.prove.types import check_types
+from weft.prove.verify import Difference, compare, run_layout
 from weft.recipe import Train, build_recipe
 from weft.train.setup import prepare
-from weft.train.types import check_types
-from weft.train.verify import Difference, compare, run_layout
 
 AXES = ("dp", "shard", "cp", "tp")
 #: Every combination of the axes in {1, 2} with at most 8 ranks, and each axis alone at 4.

@@ -27,9 +27,9 @@ from weft.parallel.experts.hashed import Hashed
 from weft.parallel.experts.ranks import Members
 from weft.parallel.experts.timed import OptionTimes, TimedDispatch
 from weft.parallel.units import all_gather, reduce_scatter
+from weft.prove.types import check_types
 from weft.recipe import ModelShape, Train
 from weft.train.step import train_step
-from weft.train.types import check_types
 
 FACTORS: dict[str, list[Any]] = {
     "layout": [

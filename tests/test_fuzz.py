@@ -12,11 +12,11 @@ from unittest import mock
 import pytest
 
 from tests.conftest import Command
-from weft.layout.conflicts import RULES
+from weft.prove import fuzz
+from weft.prove.fuzz import Case, CaseResult, Fuzzer, command, words
+from weft.prove.pool import WorkerDied
 from weft.recipe import load_recipe
-from weft.train import fuzz
-from weft.train.fuzz import Case, CaseResult, Fuzzer, command, words
-from weft.train.pool import WorkerDied
+from weft.recipe.conflicts import RULES
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.toml"
 

@@ -12,11 +12,11 @@ from tests.test_equality import difference
 from weft.errors import WeftError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
+from weft.prove.verify import run_layout
 from weft.recipe import Recipe
 from weft.rehearse.ledger import AllocationWatch, Ledger
 from weft.train.setup import assemble, prepare
 from weft.train.stepper import build_stepper
-from weft.train.verify import run_layout
 
 #: The first two are the quick ones.
 CASES: list[Case] = [

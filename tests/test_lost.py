@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from tests.cases import recipe, start, write_corpus
-from weft.layout.groups import limit
 from weft.layout.layout import Layout
-from weft.layout.lost import PeerLost, peer_lost
+from weft.net.groups import limit
+from weft.net.lost import PeerLost, peer_lost
 from weft.train.step import train_step
 
 ROOT = Path(__file__).parents[1]
@@ -61,7 +61,7 @@ def test_groups_are_made_in_one_place() -> None:
     for path in (ROOT / "weft").rglob("*.py"):
         calls = [line for line in path.read_text().splitlines() if made.search(line)]
         own = [line for line in calls if not re.search(r"(def|=|:) new_group\(", line)]
-        assert path.name == "groups.py" or not own, f"{path}: {own}; use weft.layout.groups"
+        assert path.name == "groups.py" or not own, f"{path}: {own}; use weft.net.groups"
 
 
 def waiting(seconds: float) -> str:
@@ -88,7 +88,7 @@ def test_a_rank_that_does_not_come_is_named_by_those_that_wait_for_others(pool: 
 
 
 def test_peer_lost_is_told_from_other_errors() -> None:
-    from weft.train.failure import is_secondary
+    from weft.run.failure import is_secondary
 
     assert is_secondary(PeerLost("rank 1 is gone"))
 

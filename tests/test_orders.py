@@ -12,10 +12,10 @@ import torch
 from tests.cases import recipe, write_corpus
 from tests.test_equality import difference
 from weft.checkpoint.store import open_checkpoint
-from weft.layout.groups import fake_rank
 from weft.layout.layout import Layout
 from weft.layout.mesh import LIVE_AXES, Mesh
 from weft.layout.parts import Part
+from weft.net.groups import fake_rank
 from weft.recipe import build_recipe
 from weft.train.loop import train
 from weft.train.setup import prepare

@@ -16,6 +16,7 @@ from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.parallel.build import check_fits, parallelize
+from weft.prove.verify import Difference, compare, run_layout
 from weft.recipe import ModelShape, build_recipe
 from weft.schedule.build import BUILDERS
 from weft.schedule.simulate import simulate, uniform
@@ -23,7 +24,6 @@ from weft.train.later import PostValidation
 from weft.train.setup import Job, assemble, prepare
 from weft.train.step import evaluate, gradients
 from weft.train.stepper import build_stepper
-from weft.train.verify import Difference, compare, run_layout
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.measured import until_true
 from weft.errors import UsageError
-from weft.train.pool import ProcessPool, WorkerDied
+from weft.prove.pool import ProcessPool, WorkerDied
 
 
 def rank_sum(offset: int) -> tuple[int, float, int]:
@@ -115,7 +115,7 @@ def test_a_hang_names_the_ranks_and_the_pool_recovers(pool: ProcessPool) -> None
 
 
 def test_an_error_is_not_hidden_by_the_hang_it_causes(pool: ProcessPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.train.pool.AFTERMATH_S", 0.5)
+    monkeypatch.setattr("weft.prove.pool.AFTERMATH_S", 0.5)
     with pytest.raises(UsageError, match="the cause"):
         pool.run(2, fail_beside_a_hang, 1)
     assert len(pool.run(2, rank_sum, 0)) == 2

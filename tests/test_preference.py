@@ -16,6 +16,7 @@ from tests import trl_peer
 from tests.cases import recipe
 from tests.generate.one_text import generate
 from tests.test_equality import difference
+from weft.api import start
 from weft.checkpoint.model import export_model, open_model
 from weft.checkpoint.weights import open_pretrained
 from weft.data.batch import IGNORE, Batch
@@ -25,13 +26,12 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.preference import LOSSES
 from weft.models.values import seeded_values
+from weft.prove.types import check_types
 from weft.recipe import PAIR_LOSSES, Loss, ModelShape, Recipe, Train, build_recipe
-from weft.resilience.start import start
 from weft.train import reference
 from weft.train.reference import log_probabilities, with_cached_reference, with_reference
 from weft.train.setup import Job, assemble, prepare
 from weft.train.step import accumulate, divisor, evaluate, pass_loss
-from weft.train.types import check_types
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] + ':' + m.content }}"

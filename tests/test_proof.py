@@ -12,10 +12,10 @@ from tests.cases import recipe, write_corpus
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.parts import Part
+from weft.prove.verify import Difference, StepTrace, compare, difference, run_layout
 from weft.recipe import build_recipe
 from weft.train import step
 from weft.train.setup import prepare
-from weft.train.verify import Difference, StepTrace, compare, difference, run_layout
 
 
 @pytest.fixture(scope="module")

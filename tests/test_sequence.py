@@ -16,8 +16,8 @@ from tests.test_step import steps
 from tests.test_step import tree as job
 from weft.layout.layout import Layout
 from weft.parallel.context.tables import SCHEMES
+from weft.prove.types import check_types
 from weft.recipe import ModelShape, Train
-from weft.train.types import check_types
 
 USP: list[Case] = [
     {"layout": {"cp": 4, "ulysses": 2}, "context": "zigzag", "recompute": "selective"},

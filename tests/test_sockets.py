@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from weft.layout import sockets
+from weft.net import sockets
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tests.cases import recipe, start, write_corpus
 from tests.chats import TEMPLATES, save_tokenizer
 from tests.conftest import Command
 from tests.generate.one_text import generate
+from weft.api import start as start_run
 from weft.checkpoint.model import open_model, tokenizer_of
 from weft.data.tasks import Question, Score, Text, open_task, read_questions
 from weft.data.tokenizer import load_tokenizer
@@ -25,7 +26,6 @@ from weft.observe.charts import charts
 from weft.observe.metrics import RecordedRun, read_metrics
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Task, Train, build_recipe
-from weft.resilience.start import start as start_run
 from weft.train.loop import train
 from weft.train.score import scores
 from weft.train.setup import prepare

@@ -104,7 +104,7 @@ def test_a_disk_that_does_not_answer_keeps_no_process(tmp_path: Path) -> None:
 import os, sys, time
 from pathlib import Path
 from weft.memory.tiers import PAGE, TierError, TierFile, page_buffer
-from weft.train.failure import report_failure
+from weft.run.failure import report_failure
 os.preadv = lambda *ask: time.sleep(300)
 try:
     TierFile(Path({str(tmp_path)!r}), timeout=0.2).region(PAGE).read(page_buffer(PAGE)).wait()

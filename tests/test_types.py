@@ -14,8 +14,8 @@ from tests.faults import FAULTS
 from tests.test_equality import CASES, LAYOUTS, name
 from weft.errors import UsageError
 from weft.layout.layout import Layout
+from weft.prove.types import check_types
 from weft.recipe import ModelShape, Train
-from weft.train.types import check_types
 
 SHAPE = ModelShape(vocab=257, layers=2, embed=32, heads=8, kv_heads=2, qk_norm=True, qkv_bias=True)
 LARGE = [

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import recipe, write_corpus
+from weft.api import finish
 from weft.checkpoint.best import FILE, Best, best_checkpoint, read_best, write_best
 from weft.checkpoint.store import candidates, committed, open_checkpoint
 from weft.cli.checkpoint import prune
@@ -21,7 +22,6 @@ from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
 from weft.observe.metrics import read_metrics
 from weft.recipe import Recipe, Validation, build_recipe
-from weft.resilience.start import finish
 from weft.train.evaluation import Evaluation
 from weft.train.loop import Outcome, train
 from weft.train.lowest import LowestLoss, comparable
@@ -125,7 +125,7 @@ def test_the_best_checkpoint_stays_and_has_a_name(corpus: str, tmp_path: Path) -
     outcome = run(export, moved, "auto", losses)
     assert outcome.best == Best(7, 2.0, "checkpoints/step-000007")
     assert [place.name for place in committed(moved / "checkpoints")] == ["step-000006", "step-000007"]
-    with mock.patch("weft.resilience.start.export_model") as exported, mock.patch("weft.resilience.start.append"):
+    with mock.patch("weft.api.export_model") as exported, mock.patch("weft.api.append"):
         finish(export, outcome)
     assert exported.call_args.args[0] == str(moved / "checkpoints/step-000007")
     # A run that goes back to before its best looks for a new one.

@@ -61,7 +61,7 @@ def test_an_editable_install_is_found_beside_the_clone(tmp_path: Path) -> None:
     shutil.unpack_archive(wheel, site, "zip")
     others = sysconfig.get_path("purelib")
     code = f"import site; site.addsitedir({str(site)!r}); import sys; sys.path.append({others!r}); "
-    code += "import weft; from weft.shipped import shipped_recipes; "
+    code += "import weft; from weft.recipe.shipped import shipped_recipes; "
     code += "print(weft.Recipe.__name__, weft.__file__, len(shipped_recipes()))"
     name, file, count = run(Path(sys.executable), tmp_path, "-S", "-c", code).split()
     assert (name, Path(file)) == ("Recipe", source / "weft/__init__.py")

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weft.api import start as train
     from weft.errors import UsageError, WeftError
     from weft.layout.layout import Layout
     from weft.plugins import Callback, register
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
         build_recipe,
         load_recipe,
     )
-    from weft.resilience.start import start as train
     from weft.train.loop import Outcome
 
 __version__ = "0.1.0"

@@ -16,14 +16,14 @@ def main() -> None:
             if len(received) == 1:  # others repeat it
                 raise KeyboardInterrupt
 
-        # Also Ctrl-C that was ignored where this process was started: see weft.train.signals.
+        # Also Ctrl-C that was ignored where this process was started: see weft.run.signals.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, stop)
         if "WEFT_LAUNCHED" in os.environ:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has held it back so far
 
         from weft.cli import main as run
-        from weft.train.signals import requests
+        from weft.run.signals import requests
 
         requests.owns_process = True
         run()

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from weft.errors import UsageError, WeftError
-from weft.model_shape import Shape
 from weft.planner.cost import AWAY, CONTEXT, SCHEDULES, Plan
 from weft.planner.engine import ENGINES
 from weft.planner.fit import Measurement
@@ -14,6 +13,7 @@ from weft.planner.machine import Machine, find_device, machine_of
 from weft.planner.shape import SHAPES
 from weft.recipe import PLACES
 from weft.schedule.build import BUILDERS
+from weft.shapes.shape import Shape
 
 NEEDED = ("id", "source", "model", "layers", "hidden", "heads", "seq_len", "hardware", "n_gpus", "global_batch")
 #: Schedules that published rows name, newest first; others ran 1F1B.

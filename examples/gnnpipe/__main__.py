@@ -17,8 +17,8 @@ from examples.gnnpipe.model import GNN, planted
 from examples.gnnpipe.pipeline import GraphPipeline, volumes
 from weft.memory.rows import Rows
 from weft.memory.tiers import TierFile
-from weft.train.launch import launch
-from weft.train.ranks import in_ranks, init_ranks
+from weft.run.launch import launch
+from weft.run.ranks import in_ranks, init_ranks
 
 
 def main() -> int:

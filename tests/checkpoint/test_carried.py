@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from tests.cases import recipe, write_corpus
 from tests.chats import TEMPLATES, save_tokenizer
-from weft.carried_files import carried_config, context_length, exported_config, files_of_run
 from weft.checkpoint.convert import convert
+from weft.checkpoint.convert.carried_files import carried_config, context_length, exported_config, files_of_run
 from weft.checkpoint.model import export_model, open_model
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh
-from weft.model_config import shape_from_config, shape_from_fields
 from weft.models.hf import export
 from weft.models.transformer import Transformer
 from weft.recipe import build_recipe
+from weft.shapes.config import shape_from_config, shape_from_fields
 from weft.train.loop import train
 from weft.train.setup import prepare
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.chats import TEMPLATES, save_tokenizer
-from weft.carried_files import context_length
 from weft.checkpoint.convert import convert, open_foreign
+from weft.checkpoint.convert.carried_files import context_length
 from weft.checkpoint.convert.gguf_write import export_gguf
 from weft.checkpoint.model import export_model, open_model
 from weft.checkpoint.weights import open_pretrained

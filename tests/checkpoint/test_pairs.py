@@ -20,10 +20,10 @@ from weft.checkpoint.staging import plan
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.writer import Commit, WriteTask, commit, write
 from weft.errors import UsageError
-from weft.layout.groups import fake_rank
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.parts import Part
+from weft.net.groups import fake_rank
 from weft.parallel.build import check_fits
 from weft.recipe import ModelShape, Recipe
 from weft.train.setup import assemble

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cases import write_corpus
-from weft.train.launch import launch
+from weft.run.launch import launch
 
 ROOT = Path(__file__).parents[2]
 

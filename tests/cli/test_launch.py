@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from weft.errors import UsageError, WeftError
-from weft.train import signals
-from weft.train.failure import Failure, Grade, is_secondary, oom_kills, report_failure, root_cause
-from weft.train.launch import launch
-from weft.train.ranks import in_ranks, slurm_ranks
+from weft.run import signals
+from weft.run.failure import Failure, Grade, is_secondary, oom_kills, report_failure, root_cause
+from weft.run.launch import launch
+from weft.run.ranks import in_ranks, slurm_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,8 +29,8 @@ RANK = """
 import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from weft.train.failure import report_failure
-from weft.train.ranks import init_ranks
+from weft.run.failure import report_failure
+from weft.run.ranks import init_ranks
 from weft.errors import UsageError
 
 folder, deed = Path(sys.argv[1]), sys.argv[2]
@@ -83,7 +83,7 @@ def script(tmp_path: Path) -> list[str]:
 
 
 def start_parent(command: list[str], ranks: int) -> subprocess.Popen[str]:
-    code = f"import sys; from weft.train.launch import launch; sys.exit(launch([], {ranks}, {command!r}))"
+    code = f"import sys; from weft.run.launch import launch; sys.exit(launch([], {ranks}, {command!r}))"
     env = os.environ | {"TMPDIR": command[2]}  # a launcher that is killed leaves its folder behind
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
@@ -191,7 +191,7 @@ def test_a_rank_that_the_kernel_does_not_let_end_is_believed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has said why it ends, but a thread of it waits for a dead disk: the launcher waited for it without a word."""
-    monkeypatch.setattr("weft.train.launch.END_S", 0.3)
+    monkeypatch.setattr("weft.run.launch.END_S", 0.3)
     path = tmp_path / "rank.py"
     path.write_text(
         textwrap.dedent("""
@@ -212,8 +212,8 @@ def test_when_one_rank_ends_with_an_error_after_ctrl_c_the_others_do_not_have_a_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One whose import has swallowed Ctrl-C would wait for those that are gone."""
-    monkeypatch.setattr("weft.train.launch.AFTER_FAILURE_S", 0.5)
-    monkeypatch.setattr("weft.train.launch.GRACE_S", 3600)
+    monkeypatch.setattr("weft.run.launch.AFTER_FAILURE_S", 0.5)
+    monkeypatch.setattr("weft.run.launch.GRACE_S", 3600)
     deaf = f'trap "" INT; echo $$ > {tmp_path}/pid-0; while :; do sleep 0.1; done'
     ends = f'trap "exit 130" INT; echo $$ > {tmp_path}/pid-1; while :; do sleep 0.1; done'
 
@@ -255,8 +255,8 @@ def test_a_rank_that_cannot_be_killed_is_left_behind_and_named(
     script: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As one is that waits in the kernel for a disk that does not answer."""
-    monkeypatch.setattr("weft.train.launch.END_S", 0.2)
-    monkeypatch.setattr("weft.train.launch.KILLED_S", 0.2)
+    monkeypatch.setattr("weft.run.launch.END_S", 0.2)
+    monkeypatch.setattr("weft.run.launch.KILLED_S", 0.2)
     monkeypatch.setattr(psutil.Popen, "kill", lambda process: None, raising=False)
     pid_0 = tmp_path / "pid-0"
     one = f"while ! [ -s {pid_0} ]; do sleep 0.05; done; exit 3"

@@ -13,8 +13,8 @@ import pytest
 from tests.conftest import Command
 from weft.errors import WeftError
 from weft.recipe import Recipe, load_recipe
-from weft.shipped import find_recipe, headline, shipped_recipes, techniques
-from weft.template import template
+from weft.recipe.shipped import find_recipe, headline, shipped_recipes, techniques
+from weft.recipe.template import template
 
 
 @pytest.fixture(autouse=True)

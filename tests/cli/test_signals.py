@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.checkpoint.store import committed, step_of
-from weft.train import signals
+from weft.run import signals
+from weft.run.signals import REPEAT_S, Stopped, StopRequests, noted_signals
 from weft.train.runs import recorded_steps, what_is_saved
-from weft.train.signals import REPEAT_S, Stopped, StopRequests, noted_signals
 
 NUMBERS = st.sampled_from([signal.SIGINT, signal.SIGTERM])
 

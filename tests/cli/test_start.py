@@ -19,10 +19,10 @@ from tests.cli.test_commands import tiny, weft
 from tests.conftest import Command
 from tests.models.test_hf import write_config
 from weft.data.tokenizer import Tokenizer, load_tokenizer
-from weft.model_config import shape_from_config
 from weft.models.hf import export
 from weft.observe.metrics import read_metrics
 from weft.recipe import ModelShape, Recipe, load_recipe
+from weft.shapes.config import shape_from_config
 from weft.train.setup import prepare
 
 __all__ = ["tiny"]

@@ -60,7 +60,7 @@ getattr(importlib.import_module(module), function)()
 """
 
 
-@pytest.mark.parametrize("module", ["weft.cli", "weft.train.failure", "weft.cli.app"])
+@pytest.mark.parametrize("module", ["weft.cli", "weft.run.failure", "weft.cli.app"])
 def test_ctrl_c_while_a_command_is_imported_costs_one_line(module: str) -> None:
     """The first imports come before any command's own handling of Ctrl-C, but after the entry point's."""
     project = str(Path(__file__).parents[2] / "pyproject.toml")

@@ -18,8 +18,8 @@ from tests.cases import write_corpus
 from weft.cli.train import train
 from weft.errors import UsageError, WeftError
 from weft.observe.metrics import read_metrics
-from weft.resilience import sweep
-from weft.resilience.sweep import split_values, trials_of
+from weft.run import sweep
+from weft.run.sweep import split_values, trials_of
 from weft.train.loop import Outcome
 
 RECIPE = """\

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.data.balance import (
+from weft.errors import UsageError
+from weft.parallel.document_balance import (
     DocumentTimes,
     Pass,
     Plan,
@@ -23,7 +24,6 @@ from weft.data.balance import (
     in_rounds,
     make_plan,
 )
-from weft.errors import UsageError
 from weft.recipe import ModelShape
 
 COSTS = DocumentTimes(1.0, 500.0, 20.0, 4000.0)

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from tests import chats
 from weft.data.chat.conversation import conversation
 from weft.data.chat.encode import ChatEncoder, own_encoder, prompt_ids
+from weft.data.chat.named_templates import NAMED_FOLDER
 from weft.data.chat.source import open_chats
 from weft.data.chat.template import ChatTemplate
 from weft.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_files
 from weft.errors import WeftError
 from weft.models.hf import tokenizer_files
-from weft.named_templates import NAMED_FOLDER
 from weft.recipe import Chat, Source
 
 TOOLS = [{"type": "function", "function": {"name": "sky", "parameters": {"type": "object"}}}]

@@ -13,11 +13,11 @@ from examples.gnnpipe.pipeline import GraphPipeline, volumes
 from examples.gnnpipe.table import FORWARD, chunk_order, graph_table
 from weft.memory.rows import Rows
 from weft.memory.tiers import TierFile
+from weft.prove.pool import ProcessPool
 from weft.schedule.actions import ScheduleError, Table, Value
 from weft.schedule.lower import SEND
 from weft.schedule.simulate import simulate, uniform
 from weft.schedule.validate import validate
-from weft.train.pool import ProcessPool
 
 NODES, HIDDEN, CLASSES = 60, 8, 3
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from tests.conftest import Command
-from weft.generate.price import BUFFERED, PAGE, Workload, generating, room, streamed_bytes, together
-from weft.model_shape import Shape
+from weft.planner.generation_price import BUFFERED, PAGE, Workload, generating, room, streamed_bytes, together
 from weft.planner.machine import DEVICES, Machine, machine_of
+from weft.shapes.shape import Shape
 
 Key = tuple[str | int, ...]
 

@@ -25,8 +25,8 @@ from weft.generate.sampling import GREEDY, Sampling
 from weft.generate.speculation import Lookup
 from weft.generate.streams import hogwild
 from weft.layout.layout import Layout
-from weft.layout.lost import PeerLost
 from weft.models.transformer import Transformer
+from weft.net.lost import PeerLost
 from weft.parallel import striped
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train

@@ -14,9 +14,9 @@ from tests.models.test_hf import SINGLE, assert_ranks_read_their_boxes, logits, 
 from weft.checkpoint.convert import convert, open_foreign
 from weft.checkpoint.weights import open_pretrained
 from weft.errors import WeftError
-from weft.model_config import shape_from_config
 from weft.observe.flops import parameter_count
 from weft.recipe import RopeScaling
+from weft.shapes.config import shape_from_config
 
 transformers = pytest.importorskip("transformers")
 

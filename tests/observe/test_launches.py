@@ -59,7 +59,7 @@ def test_the_knee_is_where_kernels_begin_to_queue(tmp_path: Path) -> None:
 
 def test_a_model_on_a_cpu(tmp_path: Path, command: Command, monkeypatch: Any) -> None:
     """Two batches of a tiny model: what is said is of operators alone. How long they take is the machine's."""
-    from weft.serve import traced
+    from weft.loads import traced
 
     monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
     files = [traced.record(build(), batch, 9, 4, tmp_path) for batch in (1, 3)]

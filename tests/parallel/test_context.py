@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.modelled import critical_path, work_per_step
 from weft.errors import UsageError
-from weft.layout.groups import fake_rank
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import chunk_owners, owned_ranges, padded_length
 from weft.models.attention import attend_forward, attention
+from weft.net.groups import fake_rank
 from weft.parallel.build import check_fits
 from weft.parallel.context import context_attention, tile_attention
 from weft.parallel.context.execute import Trip, tile_pieces

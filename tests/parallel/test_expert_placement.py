@@ -24,8 +24,8 @@ from weft.parallel.experts import rows as travel
 from weft.parallel.experts.copies import Copies
 from weft.parallel.experts.placement import divided, loads_of_ranks, with_copies
 from weft.parallel.state import State
+from weft.prove.verify import _whole
 from weft.train.step import train_step
-from weft.train.verify import _whole
 
 Array = np.ndarray
 

@@ -14,16 +14,16 @@ import pytest
 from tests.cases import Case, recipe
 from tests.test_equality import difference, name
 from weft.data import loader
-from weft.data.balance import DocumentTimes, Pass, Plan, make_plan
 from weft.data.batch import Batch
 from weft.errors import UsageError, WeftError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.placement import Place
+from weft.parallel.document_balance import DocumentTimes, Pass, Plan, make_plan
+from weft.prove.verify import run_layout
 from weft.recipe import build_recipe
 from weft.train.setup import prepare
 from weft.train.step import evaluate
-from weft.train.verify import run_layout
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from tests.test_equality import difference, name, tree
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.parallel import units
+from weft.prove.verify import Difference
 from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.rehearse.step import plain_batches, rehearse
 from weft.train.step import evaluate, train_step
-from weft.train.verify import Difference
 
 
 @pytest.fixture(scope="session")

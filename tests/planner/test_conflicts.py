@@ -4,9 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from weft.layout.conflicts import Asked, refuse
 from weft.layout.layout import Layout
-from weft.model_shape import shape_of
 from weft.planner.cost import RECOMPUTE
 from weft.planner.engine import ENGINES
 from weft.planner.explain import layout_tree
@@ -14,7 +12,9 @@ from weft.planner.finalists import Final, chunks_of
 from weft.planner.machine import Cluster
 from weft.planner.search import Pin, search
 from weft.recipe import Memory, ModelShape, Optimizer, Train
+from weft.recipe.conflicts import Asked, refuse
 from weft.schedule.build import BUILDERS
+from weft.shapes.shape import shape_of
 
 SHAPES = {
     "few heads": ModelShape(layers=6, embed=96, heads=3, vocab=257),

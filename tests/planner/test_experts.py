@@ -11,7 +11,6 @@ import pytest
 
 from tests.conftest import Command
 from weft.layout.layout import Layout
-from weft.model_shape import Shape, shape_from_config, shape_of
 from weft.planner.cost import Plan, step_time
 from weft.planner.engine import ENGINES
 from weft.planner.explain import exchanges, layout_tree
@@ -23,6 +22,7 @@ from weft.planner.shape import SHAPES, load_model
 from weft.recipe import Data, ModelShape, Recipe, Train, load_recipe
 from weft.rehearse.peak import peak_of
 from weft.schedule.exchange import Beside
+from weft.shapes.shape import Shape, shape_from_config, shape_of
 
 LLAMA = {"hidden_act": "silu", "tie_word_embeddings": False}
 #: What the published config.json say, of what matters here.

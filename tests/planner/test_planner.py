@@ -21,7 +21,6 @@ from script import run
 from tests.conftest import Command
 from tests.measured import until_true
 from weft.errors import UsageError, WeftError
-from weft.model_shape import shape_from_config, shape_of
 from weft.planner.cost import SCHEDULES, Cost, Plan, axis, gather, step_time
 from weft.planner.engine import ENGINES, EngineConstants, stack
 from weft.planner.fit import KNOBS, PRIORS, Measurement, fit, predict
@@ -32,6 +31,7 @@ from weft.planner.shape import SECTIONS, SHAPES, load_model
 from weft.recipe import Adapter, load_recipe
 from weft.schedule.build import build
 from weft.schedule.simulate import simulate, uniform
+from weft.shapes.shape import shape_from_config, shape_of
 
 DATA = Path(__file__).parent / "data" / "measured.csv"
 #: A program without launches and memory-bound work: on a machine without latencies, products and bubbles are left.

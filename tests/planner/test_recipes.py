@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import Command
-from weft.model_config import config_from_shape
 from weft.planner.shape import SECTIONS, SHAPES, load_model
 from weft.recipe import ModelShape, RopeScaling, load_recipe
+from weft.shapes.config import config_from_shape
 from weft.train.setup import model_shape, prepare
 
 TINY = ModelShape(layers=2, embed=32, heads=4, kv_heads=2, ffn=64, vocab=300, rope_theta=7e5, norm_eps=1e-6,

@@ -8,13 +8,13 @@ from calibrate import apply, calibrate, held_out
 from rows import find_shape, parse, release_of
 
 from weft.errors import UsageError
-from weft.model_shape import shape_from_config
 from weft.planner.cost import Plan, by_work, step_time
 from weft.planner.engine import ENGINES
 from weft.planner.fit import Measurement
 from weft.planner.machine import DEVICES, machine_of
 from weft.planner.memory import peak_memory
 from weft.planner.shape import SHAPES
+from weft.shapes.shape import shape_from_config
 
 GOOD = {
     "id": "7", "source": "somebody", "source_ref": "a/b@c0ffee2406:bench.md", "model": "GPT 187B", "arch": "dense",

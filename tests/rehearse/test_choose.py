@@ -16,12 +16,12 @@ from weft.layout.layout import Layout
 from weft.planner.cost import Cost, Plan
 from weft.planner.finalists import Final
 from weft.recipe import Data, Memory, ModelShape, Recipe, Train, load_recipe
+from weft.recipe.toml import write_toml
 from weft.rehearse.choose import correct_by_measured, place_ranks, to_try
 from weft.rehearse.clock import axis_of, predict
 from weft.rehearse.curves import ProbedMachine
 from weft.rehearse.links import WorkerLinks
 from weft.rehearse.step import Rehearsal, every_rank, plain_batches, reference, rehearse
-from weft.toml import write_toml
 
 MODEL = ModelShape(layers=2, embed=32, heads=4, kv_heads=2, ffn=64, vocab=128)
 

@@ -13,11 +13,11 @@ import torch
 from tests.conftest import Command
 from tests.measured import until_true
 from weft.layout.mesh import Mesh
-from weft.model_shape import shape_of
 from weft.recipe import Data, Memory, ModelShape, Recipe, Train, load_recipe
 from weft.rehearse.here import METHODS, USABLE, Estimate, command, estimates, reasons, recommend, with_method
 from weft.rehearse.ledger import AllocationWatch, Ledger
 from weft.rehearse.step import plain_batches
+from weft.shapes.shape import shape_of
 from weft.train.setup import assemble
 from weft.train.stepper import build_stepper
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from weft.layout.layout import Layout
-from weft.model_shape import shape_of
 from weft.planner.cost import RECOMPUTE, Plan
 from weft.planner.engine import ENGINES
 from weft.planner.finalists import refine
@@ -14,6 +13,7 @@ from weft.planner.memory import peak_memory
 from weft.planner.search import search
 from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.rehearse.peak import peak_of, pipeline_ranks
+from weft.shapes.shape import shape_of
 
 MODEL = ModelShape(layers=4, embed=1024, heads=16, kv_heads=8, ffn=3072, vocab=8192)
 

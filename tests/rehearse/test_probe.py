@@ -20,6 +20,7 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.memory.tiers import TierError, TierFile
 from weft.planner.machine import load_cluster
+from weft.recipe.toml import write_toml
 from weft.rehearse.choose import traffic_of
 from weft.rehearse.clock import Do, predict, run
 from weft.rehearse.curves import ProbedMachine, curve
@@ -29,7 +30,6 @@ from weft.rehearse.mapping import Traffic, place_axes
 from weft.rehearse.probe import cluster
 from weft.rehearse.step import Rehearsal, reference
 from weft.rehearse.transfers import SIZES, TURNS, disk_curves
-from weft.toml import write_toml
 
 
 def test_curves_pass_through_their_points() -> None:

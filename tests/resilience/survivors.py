@@ -14,16 +14,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from weft.api import be_rank
 from weft.observe.metrics import FILE, Record, read_metrics
 from weft.recipe import Recipe
 from weft.resilience.company import Company
 from weft.resilience.islands import come_back
 from weft.resilience.roster import read_roster
 from weft.resilience.run import join
-from weft.resilience.start import be_rank
+from weft.run.failure import report_failure
+from weft.run.launch import rank_environment
 from weft.train import step
-from weft.train.failure import report_failure
-from weft.train.launch import rank_environment
 
 #: Seconds after which a run counts as hung.
 HUNG = 240

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from tests.cases import recipe, write_corpus
 from tests.checkpoint.test_resume import go, series, tree
 from weft.layout.layout import Layout
-from weft.layout.lost import PeerLost
 from weft.layout.mesh import Mesh
+from weft.net.lost import PeerLost
+from weft.prove.verify import compare, run_layout
 from weft.recipe import Resilience, build_recipe
 from weft.resilience.layouts import recipe_for
 from weft.sync.arrivals import Gathering, Link, Sum, connect_ranks
 from weft.sync.coded import Code, GradientCode, Multiplexed, SelectiveRepetition, code_of
 from weft.train.setup import prepare
-from weft.train.verify import compare, run_layout
 
 SIZE = 5
 

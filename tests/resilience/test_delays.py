@@ -21,8 +21,9 @@ import torch.distributed as dist
 from tests.measured import until_true
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.resilience import delays, rings, trace
-from weft.resilience.delays import (
+from weft.observe import rank_delays as delays
+from weft.observe import rings, trace
+from weft.observe.rank_delays import (
     WINDOW,
     DelayWatch,
     Digest,

@@ -18,14 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft.layout.lost import peer_lost
+from weft.net.lost import peer_lost
+from weft.observe import doctor, rings, trace
+from weft.observe.doctor import examine
 from weft.observe.metrics import Metrics
-from weft.resilience import doctor, rings, trace
-from weft.resilience.doctor import examine
-from weft.train.pool import WorkerDied
+from weft.prove.pool import WorkerDied
 
 #: Where the pool calls the functions below: the line of Weft nearest to them.
-PLACE = "weft/train/pool.py:"
+PLACE = "weft/prove/pool.py:"
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from tests.measured import until_true
-from weft.layout import hangup
-from weft.layout.hangup import HangUp, spare
+from weft.net import hangup
+from weft.net.hangup import HangUp, spare
 
 LIMIT = timedelta(seconds=60)
 

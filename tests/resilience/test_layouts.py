@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from weft.layout.groups import fake_rank
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
+from weft.net.groups import fake_rank
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Optimizer, Recipe, Train
 from weft.resilience.layouts import recipe_for

@@ -16,9 +16,9 @@ from tests.cases import recipe, start, write_corpus
 from tests.resilience.rejoin import fill, said, wrong
 from weft.checkpoint.state import Progress
 from weft.layout.dims import Tensor
-from weft.layout.hangup import HangUp
-from weft.layout.lost import PeerLost
 from weft.layout.mesh import from_all
+from weft.net.hangup import HangUp
+from weft.net.lost import PeerLost
 from weft.resilience.links import CHALLENGE, KEPT, Inbox, LinkBroken, Outbox
 from weft.resilience.recover import FACT, newest, restore
 from weft.resilience.snapshots import Snapshots, buddies, segments_of, why_none

@@ -12,17 +12,17 @@ import pytest
 from tests.cases import recipe, write_corpus
 from tests.resilience.survivors import HUNG, losses, ranks, recorded_once
 from tests.resilience.trials import KINDS, trial
+from weft.api import be_rank
 from weft.checkpoint.state import Progress
 from weft.errors import UsageError
 from weft.layout.layout import Layout
-from weft.layout.lost import PeerLost
 from weft.layout.mesh import Mesh
+from weft.net.lost import PeerLost
 from weft.recipe import Recipe
 from weft.resilience.members import Lost, Member, View
 from weft.resilience.membership import Membership
 from weft.resilience.roster import ask_to_leave, read_roster
 from weft.resilience.run import ATTEMPTS, FROM_START, LEAVE, Survivor
-from weft.resilience.start import be_rank
 from weft.train.loop import train
 from weft.train.runs import Resumed
 from weft.train.setup import prepare

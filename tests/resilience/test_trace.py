@@ -21,8 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.cases import recipe, start, write_corpus
 from weft.layout.layout import Layout
-from weft.resilience import rings, trace
-from weft.train.pool import WorkerDied
+from weft.observe import rings, trace
+from weft.prove.pool import WorkerDied
 from weft.train.step import train_step
 
 #: Layouts whose steps have collectives of every kind: FSDP2's, functional ones, messages, exchanges.
@@ -130,7 +130,7 @@ def test_a_ring_outlives_its_rank(pool: Any, tmp_path: Path) -> None:
     last = living.records[-1]
     assert rings.KINDS[last["kind"]] == "broadcast" and last["failed"] and last["size"] == 40 and last["step"] == 7
     assert living.groups[last["group"]].ranks == (0, 1) and last["sequence"] == 2
-    assert living.places[last["place"]].startswith("weft/train/pool.py:")  # the line of Weft that called the test
+    assert living.places[last["place"]].startswith("weft/prove/pool.py:")  # the line of Weft that called the test
     shutil.rmtree(rings.rings_of(tmp_path))
 
 

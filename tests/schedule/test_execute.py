@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from bench.modelled import sleeping
 from tests.measured import until_true
-from weft.layout.lost import PeerLost
+from weft.net.lost import PeerLost
+from weft.prove.pool import WorkerDied
 from weft.schedule.actions import Action, Key, ScheduleError, Table, Value
 from weft.schedule.build import Times, build
 from weft.schedule.build.greedy import list_schedule
@@ -22,7 +23,6 @@ from weft.schedule.lower import lower
 from weft.schedule.simulate import Costs, simulate, uniform
 from weft.schedule.skip import plan_paths
 from weft.schedule.wire import Wire
-from weft.train.pool import WorkerDied
 
 CPU = torch.device("cpu")
 

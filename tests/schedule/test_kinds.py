@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from weft.prove.pool import ProcessPool
 from weft.schedule import draw
 from weft.schedule.actions import LOCAL, Action, ScheduleError, Table, Value, assemble, forward_half
 from weft.schedule.build import build
@@ -17,7 +18,6 @@ from weft.schedule.simulate import Costs, by_kind, simulate
 from weft.schedule.times import ModelTimes, Times
 from weft.schedule.validate import validate
 from weft.schedule.wire import Wire
-from weft.train.pool import ProcessPool
 
 RANKS, COUNT = 2, 4
 

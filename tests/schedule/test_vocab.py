@@ -7,11 +7,11 @@ from functools import cache
 import pytest
 
 from weft.layout.layout import Layout
-from weft.model_shape import shape_of
 from weft.recipe import ModelShape
 from weft.schedule.partition import partition
 from weft.schedule.simulate import Simulation, simulate
 from weft.schedule.stages import make_table, modelled_costs
+from weft.shapes.shape import shape_of
 
 #: Yeung et al. 2024 test this: 4B parameters in layers, a vocabulary of 256k, 8 ranks.
 SHAPE = ModelShape(layers=32, embed=3072, heads=24, vocab=256_000)

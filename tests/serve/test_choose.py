@@ -17,10 +17,10 @@ from weft.cli.bench import _show_candidates
 from weft.data.tokenizer import load_tokenizer
 from weft.generate.engine import Engine
 from weft.generate.policies import policy_of
+from weft.loads.asks import LoadRequest
+from weft.loads.choose import BUDGETS, POLICIES, SHARE, Candidate, compare, most_requests, play_candidate, requests_of
+from weft.loads.simulate import Curve, TimedRequest, play, work_of
 from weft.models.hf import export
-from weft.serve.asks import LoadRequest
-from weft.serve.choose import BUDGETS, POLICIES, SHARE, Candidate, compare, most_requests, play_candidate, requests_of
-from weft.serve.simulate import Curve, TimedRequest, play, work_of
 
 
 def engines(policy: str, budget: int) -> Engine:

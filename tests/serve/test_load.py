@@ -16,7 +16,7 @@ from tests.conftest import Command
 from tests.serve.running import Running, until
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError
-from weft.serve.asks import (
+from weft.loads.asks import (
     LoadRequest,
     RequestOutcome,
     pauses,
@@ -26,7 +26,7 @@ from weft.serve.asks import (
     sharegpt_asks,
     summary,
 )
-from weft.serve.load import Target, run
+from weft.loads.load import Target, run
 
 
 @pytest.fixture(scope="module")

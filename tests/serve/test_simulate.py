@@ -12,7 +12,7 @@ from weft.generate.engine import Engine
 from weft.generate.policies import chunked, exact_fill, prompts_first
 from weft.generate.pool import BlockPool
 from weft.generate.scheduler import ScheduledStep, Scheduler
-from weft.serve.simulate import Curve, TimedRequest, measure, play, simulate, work_of
+from weft.loads.simulate import Curve, TimedRequest, measure, play, simulate, work_of
 
 
 def load(seed: int, rate: float, count: int = 30) -> list[TimedRequest]:

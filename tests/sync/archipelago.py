@@ -22,12 +22,12 @@ from weft.layout.parts import TORCH_DTYPES, Part
 from weft.models.transformer import Transformer
 from weft.observe.metrics import Record, read_metrics
 from weft.parallel.state import State
+from weft.prove.simulated import agree
+from weft.prove.verify import walk
 from weft.recipe import Recipe, build_recipe
+from weft.run.ranks import LEFT_OUT
 from weft.sync.methods import method_of, shared_slots
-from weft.train.ranks import LEFT_OUT
 from weft.train.setup import prepare
-from weft.train.simulated import agree
-from weft.train.verify import walk
 
 #: The steps of a run, and the one that islands go no further than before a lost one has been let in again.
 STEPS, GATE = 36, 24

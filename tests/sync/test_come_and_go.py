@@ -13,9 +13,9 @@ import torch.distributed as dist
 from tests.cases import write_corpus
 from tests.sync.archipelago import job, trial
 from weft.layout.mesh import Mesh
+from weft.prove.verify import Difference, compare, walk
 from weft.sync.presence import Presence
 from weft.train.setup import prepare
-from weft.train.verify import Difference, compare, walk
 
 NESTEROV = {"every": 4, "update": "nesterov"}
 STREAMING = {"every": 4, "update": "streaming", "fragments": 2, "delay": 2}

@@ -20,19 +20,19 @@ from hypothesis import strategies as st
 from tests.cases import recipe, write_corpus
 from tests.conftest import Command
 from weft.checkpoint.store import committed
-from weft.layout.conflicts import connected
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.model_parameters import parameters
 from weft.observe.metrics import read_metrics
+from weft.prove.verify import Difference, compare, run_layout
 from weft.recipe import Sync, build_recipe
+from weft.recipe.conflicts import connected
+from weft.shapes.parameters import parameters
 from weft.sync.compress import Compressor, build_compressor
 from weft.sync.methods import begins, fragment_of, partners, shares
 from weft.sync.streams import Streams, open_streams
 from weft.train.islands import Apart
 from weft.train.loop import train
 from weft.train.setup import prepare
-from weft.train.verify import Difference, compare, run_layout
 
 LAYOUTS = [
     "island=2,shard=2",
@@ -132,7 +132,7 @@ def bytes_sent(values: dict[str, Any], steps: int, monkeypatch: pytest.MonkeyPat
             all_streams.append(streams)
             yield streams
 
-    monkeypatch.setattr("weft.train.verify.open_streams", counted)
+    monkeypatch.setattr("weft.prove.verify.open_streams", counted)
     given_recipe, store = build_recipe(values), dist.HashStore()
     job, count = prepare(given_recipe), given_recipe.layout.island
     meshes = [replace(Mesh.single(), island=i, islands=count, shore=store) for i in range(count)]
@@ -227,7 +227,7 @@ def sent_by(values: dict[str, Any]) -> tuple[int, int]:
             yield streams
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.train.verify.open_streams", noted)
+        patch.setattr("weft.prove.verify.open_streams", noted)
         trace = run_layout(prepare(asked), mesh, 2)
     return found[0].sent, sum(part.values.numel() for part in trace.params.values())
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Command
-from weft.model_parameters import parameters
-from weft.model_shape import shape_of
 from weft.planner.engine import ENGINES
+from weft.planner.island_price import EVERY, EXPOSED, SENT, Islands, agreement, islands_of
 from weft.planner.machine import Cluster
 from weft.planner.shape import SHAPES
 from weft.recipe import ModelShape
+from weft.shapes.parameters import parameters
+from weft.shapes.shape import shape_of
 from weft.sync.compress import build_compressor
-from weft.sync.price import EVERY, EXPOSED, SENT, Islands, agreement, islands_of
 
 SHAPE = SHAPES["llama3-8b"]
 

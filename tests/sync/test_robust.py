@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from tests.cases import recipe, start, write_corpus
 from weft.layout.mesh import Mesh
+from weft.prove.verify import compare, run_layout
 from weft.recipe import REPLICAS_NEEDED, Recipe, build_recipe
 from weft.sync import robust
 from weft.sync.robust import DIFFERENCES, FLAG_TURNS, RULES, aggregated
 from weft.train.setup import prepare
 from weft.train.stepper import build_stepper
-from weft.train.verify import compare, run_layout
 
 T = torch.Tensor
 

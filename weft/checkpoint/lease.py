@@ -23,7 +23,7 @@ import psutil
 
 from weft.checkpoint.storage import LocalStorage, Storage, StorageError
 from weft.errors import WeftError
-from weft.layout.machine import machine_id
+from weft.net.machine import machine_id
 
 FOLDER = "lease"
 

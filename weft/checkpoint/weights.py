@@ -18,12 +18,12 @@ from weft.data.tokenizer import Tokenizer, tokenizer_from_files
 from weft.errors import WeftError
 from weft.layout.dims import Box, Logical, Tensor, extents, slices
 from weft.layout.parts import NAMES, TORCH_DTYPES, Part
-from weft.model_config import shape_from_config
-from weft.model_parameters import of_adapter
 from weft.models.hf import check_stored, files_beside, hf_values
 from weft.models.hf_names import hf_names
 from weft.models.values import Values, grown, seeded_values, with_adapter
 from weft.recipe import ModelShape, Recipe
+from weft.shapes.config import shape_from_config
+from weft.shapes.parameters import of_adapter
 
 #: What the names of parameters' averages begin with in a checkpoint.
 AVERAGE = "optimizer.ema."

@@ -4,10 +4,10 @@ import gc
 import os
 import sys
 
-from weft.elsewhere import here_it_is
 from weft.errors import WeftError
-from weft.train.failure import leave, report_failure
-from weft.train.signals import requests
+from weft.recipe.elsewhere import here_it_is
+from weft.run.failure import leave, report_failure
+from weft.run.signals import requests
 
 
 class Interrupted(Exception):
@@ -58,7 +58,7 @@ def _as_setting(option: str) -> str:
     """Words that say how a recipe sets what somebody has given as an option; empty if it is no setting."""
     if elsewhere := here_it_is(option, as_option=True):
         return elsewhere
-    from weft.validation import settings_called
+    from weft.recipe.validation import settings_called
 
     section, _, key = option.strip("-").replace("-", "_").rpartition(".")
     named = [name for name in settings_called(key) if name == f"{section}.{key}" or not section]

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from weft.errors import UsageError
-from weft.shipped import shipped_recipes
+from weft.recipe.shipped import shipped_recipes
 
 
 def _recipes(incomplete: str) -> list[str]:

@@ -15,7 +15,7 @@ from weft.cli.console import print_table, warn
 from weft.errors import UsageError, WeftError
 
 if TYPE_CHECKING:
-    from weft.serve.choose import Candidate
+    from weft.loads.choose import Candidate
 
 app = typer.Typer(help="Measure a server under load, or choose how to serve one.", no_args_is_help=True)
 
@@ -60,7 +60,7 @@ def serve(
 ) -> int:
     """Ask a server many times and say how long it takes, in the words of vllm bench serve."""
     try:
-        from weft.serve import asks, load
+        from weft.loads import asks, load
     except ImportError as error:
         raise UsageError(f"measuring a server needs the package {error.name}: pip install 'weft[serve]'") from None
     limits = asks.read_limits(goodput or [])
@@ -115,8 +115,8 @@ def policies(
     from weft.checkpoint.model import open_model, tokenizer_of
     from weft.generate.engine import Engine
     from weft.generate.policies import policy_of
+    from weft.loads import asks, choose
     from weft.models.products import read_only
-    from weft.serve import asks, choose
 
     limits, percentiles = asks.read_limits(goodput or []), asks.read_percentiles(metric_percentiles)
     asked = asks.make_asks(

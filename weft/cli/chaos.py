@@ -39,11 +39,11 @@ def chaos(
     json: AsJson = False,
 ) -> int:
     """Train with faults: ranks killed, frozen, cut off, slowed. Then compare with an undisturbed run."""
+    from weft.api import with_planned_layout
     from weft.recipe import RUNS, load_recipe
     from weft.resilience.campaign import TOLERANCE, Campaign, carry_out, check_comparable
     from weft.resilience.chaos import schedule
     from weft.resilience.hosts import unavailable
-    from weft.resilience.start import with_planned_layout
     from weft.train.runs import unused_folder
 
     if hosts and (why := unavailable()):

@@ -15,7 +15,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> int:
     """Say who makes a run wait: a slow computer, sender, receiver or link, or a rank that hangs and where."""
-    from weft.resilience.doctor import examine, tables
+    from weft.observe.doctor import examine, tables
 
     found = examine(run)
     if as_json:

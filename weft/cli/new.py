@@ -14,8 +14,8 @@ def new(
 ) -> int:
     """Write a recipe to edit: one that runs, with every other setting and its meaning as comments."""
     from weft.recipe import load_recipe
-    from weft.shipped import find_recipe
-    from weft.template import template
+    from weft.recipe.shipped import find_recipe
+    from weft.recipe.template import template
 
     out = Path(name if name.endswith(".toml") else f"{name}.toml")
     found = find_recipe(source)

@@ -19,7 +19,6 @@ from weft.cli.console import grid, plain_console
 from weft.pages import check_writable
 
 if TYPE_CHECKING:
-    from weft.model_shape import Shape
     from weft.planner.engine import EngineConstants
     from weft.planner.finalists import Final
     from weft.planner.machine import Cluster
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from weft.recipe import ModelShape
     from weft.rehearse.peak import Checked
     from weft.rehearse.trial import Measured
+    from weft.shapes.shape import Shape
 
 
 _model = "A built-in shape (llama3-8b), a Weft recipe, or what model.from can name: a folder, a GGUF file, a hub id."
@@ -88,11 +88,11 @@ def plan(
     from weft.planner.engine import ENGINES
     from weft.planner.explain import exchanges, layout_tree, recipe_tree, record, title, untrainable
     from weft.planner.finalists import finalists
+    from weft.planner.island_price import islands_of
     from weft.planner.machine import load_cluster
     from weft.planner.shape import SHAPES, check_named, load_model
     from weft.recipe import build_recipe, load_recipe
-    from weft.shipped import find_recipe
-    from weft.sync.price import islands_of
+    from weft.recipe.shipped import find_recipe
 
     if find_recipe(model) is None:
         check_named(model)
@@ -230,9 +230,9 @@ def _generating(model: str, cluster: "Cluster", asked: str, as_json: bool) -> in
     import numpy as np
 
     from weft.errors import UsageError
-    from weft.generate.price import Workload, generating
+    from weft.planner.generation_price import Workload, generating
     from weft.planner.shape import load_model
-    from weft.shipped import find_recipe
+    from weft.recipe.shipped import find_recipe
 
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)\+([1-9]\d*)", asked)
     if found is None:
@@ -427,7 +427,7 @@ def _write_recipe(final: "Final", name: str, model: "Model", path: Path) -> None
     from weft.errors import UsageError
     from weft.planner.explain import recipe_tree
     from weft.recipe import build_recipe
-    from weft.toml import write_toml
+    from weft.recipe.toml import write_toml
 
     tree = recipe_tree(final, model)
     build_recipe(tree, str(path))

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from weft.cli.console import grid, plain_console
 from weft.pages import check_writable
-from weft.train.ranks import in_ranks, threads_per_rank
+from weft.run.ranks import in_ranks, threads_per_rank
 
 
 def probe(
@@ -54,8 +54,8 @@ def _be_rank(out: Path, quick: bool, folder: Path) -> int:
 
 
 def _write(settings: list[dict[str, Any]], count: int, moves: dict[str, Any], out: Path, seconds: float) -> None:
+    from weft.recipe.toml import write_toml
     from weft.rehearse.probe import cluster
-    from weft.toml import write_toml
 
     tree = cluster(settings, count, moves)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ def profile(
         import torch
 
         from weft.checkpoint.model import open_model
-        from weft.serve.traced import record
+        from weft.loads.traced import record
 
         if not all(word.isdecimal() and int(word) for word in batches.split(",")):
             raise UsageError(f"--batches {batches}: give numbers, for instance 1,4,16")

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from weft.cli.arguments import AsJson
 from weft.cli.console import grid
-from weft.train.launch import launch
-from weft.train.ranks import in_ranks
+from weft.run.launch import launch
+from weft.run.ranks import in_ranks
 
 app = typer.Typer(name="ranks", help="Show, add or remove the ranks of a run while it goes on.", no_args_is_help=True)
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run of several ranks.")]

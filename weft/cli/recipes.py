@@ -1,7 +1,7 @@
 """``weft recipes``: the recipes that come with Weft."""
 
 from weft.cli.console import print_table
-from weft.shipped import headline, shipped_recipes
+from weft.recipe.shipped import headline, shipped_recipes
 
 
 def recipes() -> int:

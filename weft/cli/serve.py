@@ -67,7 +67,7 @@ def serve(
     import psutil
     import torch
 
-    from weft.carried_files import context_length
+    from weft.checkpoint.convert.carried_files import context_length
     from weft.checkpoint.model import open_model, tokenizer_of
     from weft.generate.draft import check_ahead, drafter_for
     from weft.generate.engine import Engine, check_prompt

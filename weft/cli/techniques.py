@@ -1,7 +1,7 @@
 """``weft techniques``: the catalogue, as docs/techniques.md has it."""
 
 from weft.cli.console import print_table
-from weft.shipped import techniques as rows
+from weft.recipe.shipped import techniques as rows
 
 
 def techniques() -> int:

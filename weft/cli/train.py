@@ -11,8 +11,8 @@ from rich.console import Console
 from weft.cli.arguments import DataPath, FromModel, LayoutText, Overrides, RecipeFile
 from weft.cli.console import plain_console, print_table
 from weft.errors import UsageError
-from weft.train.launch import launch
-from weft.train.ranks import in_ranks
+from weft.run.launch import launch
+from weft.run.ranks import in_ranks
 
 if TYPE_CHECKING:  # `weft --help` does not wait for what reads a recipe
     from collections.abc import Callable
@@ -55,7 +55,7 @@ def train(
         check_sources(given.data)  # before anything that takes time
     argv = sys.argv[1:]
     if "layout" not in given.model_fields_set:
-        from weft.resilience.start import with_planned_layout
+        from weft.api import with_planned_layout
 
         given, more = with_planned_layout(given, ranks) if cluster is None else probed_choice(given, ranks, cluster)
         argv += more
@@ -74,7 +74,7 @@ def train(
         if given.layout.world > 1:
             survive = given.survives or given.islands_come_and_go
             return launch(argv, given.layout.world, threads=given.train.threads, survive=survive)
-    from weft.resilience.start import be_rank
+    from weft.api import be_rank
 
     outcome = be_rank(given, out, resume, conclude)
     # Of several ranks the launcher knows best what a signal means; each of them ended as it should.
@@ -86,11 +86,11 @@ def swept(
     cluster: str | None,
 ) -> int:  # fmt: skip
     """Run a sweep, and print one table about its runs."""
+    from weft.api import with_planned_layout
     from weft.data.early import check_sources
     from weft.observe.display import compact
     from weft.recipe import RUNS
-    from weft.resilience.start import with_planned_layout
-    from weft.resilience.sweep import check_folder, run_sweep, sweep_report, trials_of
+    from weft.run.sweep import check_folder, run_sweep, sweep_report, trials_of
 
     if in_ranks():
         raise UsageError("--sweep starts the ranks of each run by itself; call it without torchrun or Slurm")
@@ -148,9 +148,9 @@ def probed_choice(recipe: "Recipe", ranks: int | None, file: str) -> "tuple[Reci
 
 
 def conclude(recipe: "Recipe", outcome: "Outcome") -> None:
+    from weft.api import finish
     from weft.checkpoint.best import best_checkpoint
     from weft.observe.metrics import Metrics
-    from weft.resilience.start import finish
 
     say = plain_console().print
     if outcome.interrupted:

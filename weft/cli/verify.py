@@ -10,8 +10,8 @@ import typer
 
 from weft.cli.arguments import AsJson, FromModel, LayoutText, Overrides, RecipeFile
 from weft.errors import UsageError, WeftError, nearest
-from weft.train.launch import launch
-from weft.train.ranks import in_ranks
+from weft.run.launch import launch
+from weft.run.ranks import in_ranks
 
 if TYPE_CHECKING:
     from weft.recipe import Recipe
@@ -37,8 +37,8 @@ def verify(
     as_json: AsJson = False,
 ) -> int:
     """Prove that a layout computes what one device computes. Exit code 0: equal, 1: not."""
+    from weft.prove.verify import TOLERANCE
     from weft.recipe import load_recipe
-    from weft.train.verify import TOLERANCE
 
     if dtype not in TOLERANCE:
         raise UsageError(f"--dtype {dtype!r} is not possible; {nearest(dtype, TOLERANCE)}")
@@ -59,8 +59,8 @@ def verify(
 
 
 def _types(recipe: "Recipe", as_json: bool) -> int:
+    from weft.prove.types import check_types
     from weft.train.setup import model_shape
-    from weft.train.types import check_types
 
     shape = model_shape(recipe)
     shape = shape.model_copy(update={"vocab": shape.vocab or 257})
@@ -77,7 +77,7 @@ def _types(recipe: "Recipe", as_json: bool) -> int:
 
 
 def _numbers(recipe: "Recipe", steps: int, as_json: bool) -> int:
-    from weft.train.verify import TOLERANCE, prove
+    from weft.prove.verify import TOLERANCE, prove
 
     difference, dtype = prove(recipe, steps), recipe.train.dtype
     if difference is None:  # another rank says it
@@ -108,8 +108,8 @@ def _random(path: Path, count: int, first: int, seed: int, minutes: float | None
     from rich.console import Console
     from rich.progress import Progress
 
-    from weft.train.fuzz import Fuzzer, Summary, command
-    from weft.train.pool import MAX_WORLD, ProcessPool
+    from weft.prove.fuzz import Fuzzer, Summary, command
+    from weft.prove.pool import MAX_WORLD, ProcessPool
 
     pool, summary, console = ProcessPool(), Summary(), Console(stderr=True)
     fuzzer = Fuzzer(path, pool, dtype)

@@ -80,7 +80,8 @@ class Batch:
     ``tokens``, ``labels``, ``positions``: int64 ``[rows, seq/cp]``; positions count from 0 in every document.
     ``cu_seqlens``: int32 ``[segments + 1]``, on the CPU: document boundaries in the flattened ``rows * seq`` tokens
     of the *whole* (padded) rows; every row boundary is also a document boundary.
-    ``group``: in a balanced step, the ranks that the rows are cut over in place of ``cp`` (:mod:`weft.data.balance`).
+    ``group``: in a balanced step, the ranks that the rows are cut over in place of ``cp``
+    (:mod:`weft.parallel.document_balance`).
     ``documents``: int64 ``[rows, seq/cp]``, the segment of each token, -1 for padding; None if it is not needed.
     ``weights``: float32 ``[rows, seq/cp]``, how much the loss of each label counts; None where all count alike.
     ``paired``: the pairs, where rows hold pairs of documents to compare.

@@ -12,9 +12,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from weft.carried_files import as_json
+from weft.checkpoint.convert.carried_files import as_json
+from weft.data.chat.named_templates import DEFAULT, listed
 from weft.errors import WeftError, nearest
-from weft.named_templates import DEFAULT, listed
 
 G = "tokenizer.ggml."
 #: The file that says why there is no tokenizer, where there should be one.

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from weft.data.apart import validation_source
-from weft.data.balance import DocumentTimes, Pass, in_rounds, make_plan
 from weft.data.batch import IGNORE, Batch, PairedRows, Pairs, PassGroup
 from weft.data.bos import begins_otherwise, document_opening, with_bos
 from weft.data.cache import digest
@@ -24,6 +23,7 @@ from weft.data.tokens import open_source
 from weft.layout.layout import BATCH_AXES, DATA_AXES, Layout
 from weft.layout.sequence import chunk_owners, owned_ranges, padded_length
 from weft.models.dropout import token_draws
+from weft.parallel.document_balance import DocumentTimes, Pass, in_rounds, make_plan
 from weft.recipe import CONVERSATIONS, Data
 
 
@@ -131,7 +131,7 @@ class Loader:
     Samples of a step are dealt out to *places*, the ranks along :data:`weft.layout.layout.BATCH_AXES`; ``batch_rank``
     is this rank's. ``more``: further places whose batches this rank computes, after its own. ``speeds``: relative
     speeds of the places, of which slower ones get fewer samples; none: all are alike. With ``costs`` of documents, and
-    ``layout.balance``, every step is planned by the documents' lengths instead (:mod:`weft.data.balance`).
+    ``layout.balance``, every step is planned by the documents' lengths instead (:mod:`weft.parallel.document_balance`).
 
     ``ends``: the only labels are the last tokens of documents, where a reward model's score is read. ``joined``: all
     rows of a pass are joined into one, as long as the longest of any rank; as documents do not see each other, this

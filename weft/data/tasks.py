@@ -19,7 +19,7 @@ from weft.data.reading import reading
 from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
 from weft.recipe import Task
-from weft.toml import read_toml
+from weft.recipe.toml import read_toml
 
 #: The keys of a question.
 KEYS = {"prompt", "messages", "answer", "choices"}

@@ -10,13 +10,20 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from weft.carried_files import GENERATION, as_json
+from weft.checkpoint.convert.carried_files import GENERATION, as_json
 from weft.data.cache import build_once, cache_root, digest
+from weft.data.chat.named_templates import (
+    CONFIG_FILE,
+    DEFAULT,
+    TEMPLATE_FILE,
+    listed,
+    templates_of,
+    with_named_templates,
+)
 from weft.data.corpora import documents, fingerprint
 from weft.data.gguf_tokenizer import NO_TOKENIZER
 from weft.encodable import encodable
 from weft.errors import UsageError, WeftError
-from weft.named_templates import CONFIG_FILE, DEFAULT, TEMPLATE_FILE, listed, templates_of, with_named_templates
 from weft.recipe import Source
 
 _EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "[EOS]")

@@ -20,9 +20,7 @@ from weft.generate.reader import PackedRow, pack, parts_of, pooled
 from weft.generate.scheduler import ScheduledStep
 from weft.generate.tickets import Tickets
 from weft.layout.boundary import gather_tokens
-from weft.layout.groups import limit
 from weft.layout.layout import Layout
-from weft.layout.lost import peer_lost
 from weft.layout.mesh import Mesh
 from weft.layout.placement import rank_table
 from weft.models.paged import Reading, StatePages, attending, layer_pages
@@ -30,13 +28,15 @@ from weft.models.rope import angles
 from weft.models.row_adapters import HostAdapter, own_part
 from weft.models.shelf import AdapterShelf
 from weft.models.transformer import Transformer
+from weft.net.groups import limit
+from weft.net.lost import peer_lost
 from weft.parallel.build import check_fits
 from weft.parallel.striped import SplitStates, StripedKeys, Stripes, striped
 from weft.recipe import ModelShape
+from weft.run.failure import is_secondary
+from weft.run.signals import noted_signals, stop_signals
 from weft.schedule.actions import Value
 from weft.schedule.wire import Wire
-from weft.train.failure import is_secondary
-from weft.train.signals import noted_signals, stop_signals
 
 T = torch.Tensor
 

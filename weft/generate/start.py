@@ -9,8 +9,8 @@ import torch.distributed as dist
 from weft.checkpoint.weights import open_pretrained
 from weft.generate.ranks import check_layout
 from weft.layout.layout import Layout
-from weft.train.launch import launch
-from weft.train.ranks import in_ranks, own_device, rank_process
+from weft.run.launch import launch
+from weft.run.ranks import in_ranks, own_device, rank_process
 
 #: Seconds that ranks wait for each other.
 WAIT_S = 600

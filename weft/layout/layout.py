@@ -7,8 +7,8 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from weft.errors import UsageError, nearest
-from weft.layout.conflicts import Asked, refuse
-from weft.validation import OneLine, validated
+from weft.recipe.conflicts import Asked, refuse
+from weft.recipe.validation import OneLine, validated
 
 #: Mesh axes from the slowest links to the fastest: neighbours along ``tp`` have consecutive ranks. Their sizes multiply
 #: to the number of ranks. Ranks of different islands do not take a step together.
@@ -63,7 +63,7 @@ class Layout(BaseModel, metaclass=OneLine):
     or two backwards alternate (:mod:`weft.schedule.exchange`).
 
     ``balance``: the documents of a step are dealt to the data ranks by length instead of row by row, long ones to
-    several ranks (:mod:`weft.data.balance`); needs ``zero = 1``. Loss and gradients stay the same.
+    several ranks (:mod:`weft.parallel.document_balance`); needs ``zero = 1``. Loss and gradients stay the same.
 
     ``ep``: experts are spread over this many neighbouring data ranks, so it divides dp x shard x cp; or else over the
     ranks of ``tp`` too, each of which then routes its own tokens to whole experts. ``dispatch``: how tokens reach their

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.errors import UsageError, WeftError
 from weft.layout.dims import Logical
-from weft.layout.groups import enter_group, group_along
 from weft.layout.layout import AXES, BATCH_AXES, FOLDED, Layout
 from weft.layout.placement import (
     EXPERT_AXES,
@@ -24,6 +23,7 @@ from weft.layout.placement import (
     island_ranks,
     rank_table,
 )
+from weft.net.groups import enter_group, group_along
 
 T = TypeVar("T")
 

@@ -19,13 +19,13 @@ from torch import nn
 from weft.layout.boundary import own, total_of_shares
 from weft.layout.dims import Dim
 from weft.layout.mesh import Mesh
-from weft.model_parameters import ADAPTERS, QUANTIZED, ROWS, VOCABULARY, adapter_rank, adapter_scale, is_target
 from weft.models.dropout import current_draws, dropped
 from weft.models.fused import project
 from weft.models.module import Module
 from weft.models.nf4 import Quantized
 from weft.models.widened import multiply
 from weft.recipe import Adapter, ModelShape
+from weft.shapes.parameters import ADAPTERS, QUANTIZED, ROWS, VOCABULARY, adapter_rank, adapter_scale, is_target
 
 T = torch.Tensor
 

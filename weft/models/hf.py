@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out: safetensors of all that :mod:`weft.model_config` knows, by their own names."""
+"""Hugging Face folders in and out: safetensors of all that :mod:`weft.shapes.config` knows, by their own names."""
 
 import json
 import re
@@ -11,16 +11,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from weft.carried_files import CONFIG, GENERATION, TOKEN_IDS, as_json, carried_dtype, exported_config
+from weft.checkpoint.convert.carried_files import CONFIG, GENERATION, TOKEN_IDS, as_json, carried_dtype, exported_config
+from weft.data.chat.named_templates import with_named_templates
 from weft.errors import WeftError
 from weft.layout.dims import Box, Logical, extents, slices
 from weft.layout.mesh import Mesh
-from weft.model_config import read_json, weight_blocks
 from weft.models.hf_names import fused_name, hf_names, norm_offset
 from weft.models.transformer import Transformer
-from weft.named_templates import with_named_templates
 from weft.new_folder import new_folder
 from weft.recipe import ModelShape
+from weft.shapes.config import read_json, weight_blocks
 
 AGAIN = "download or export the model again"
 #: A tensor whose type is that of the model: scales of norms may be wider.
@@ -76,7 +76,7 @@ class HuggingFaceFolder:
 
     @cached_property
     def weight_blocks(self) -> list[int]:
-        """See :func:`weft.model_config.weight_blocks`."""
+        """See :func:`weft.shapes.config.weight_blocks`."""
         return weight_blocks(self.folder / "config.json", read_json(self.folder / "config.json", AGAIN))
 
     @cache  # noqa: B019 (as long as the object, which is what opens files)
@@ -188,7 +188,8 @@ def export(
     """Write ``folder`` (new or empty) as transformers reads it; it appears when complete, or not at all.
 
     ``values`` gives whole tensors by Weft's names; ``dtype`` None keeps theirs. ``files``: those of the tokenizer,
-    which come along, and the ``config.json`` that came with the model (:func:`weft.carried_files.exported_config`,
+    which come along, and the ``config.json`` that came with the model
+    (:func:`weft.checkpoint.convert.carried_files.exported_config`,
     also for ``max_positions``). Tensors of one file (``max_file_bytes``) are held at a time. Raises
     :class:`WeftError` if the folder cannot be written.
     """

@@ -2,8 +2,8 @@
 
 import re
 
-from weft.model_config import architecture
 from weft.recipe import ModelShape
+from weft.shapes.config import architecture
 
 #: Weft's parameter names and Hugging Face's; ``{}`` is the number of the block.
 NAMES = {

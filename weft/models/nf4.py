@@ -15,9 +15,9 @@ from spmd_types import rules
 from weft.layout.dims import Box, Dim, Logical
 from weft.layout.layout import CUTS
 from weft.layout.mesh import Mesh
-from weft.model_parameters import BLOCK, SCALES
 from weft.models.fused import times
 from weft.models.module import Module
+from weft.shapes.parameters import BLOCK, SCALES
 
 T = torch.Tensor
 

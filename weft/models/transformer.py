@@ -19,7 +19,6 @@ from weft.data.batch import Batch
 from weft.layout.boundary import gather_tokens, gather_vocab, scatter_tokens
 from weft.layout.dims import Dim, Logical, part
 from weft.layout.mesh import Mesh
-from weft.model_parameters import VOCABULARY, row_tokens
 from weft.models.adapters import Projections, TokenRows
 from weft.models.attention import Attend, local_attention
 from weft.models.dropout import drawing
@@ -36,6 +35,7 @@ from weft.models.rope import angles, frequencies, rotate, score_scales
 from weft.models.router import Loads, RouterPass, by_layer
 from weft.models.widened import is_widened
 from weft.recipe import ModelShape, VocabularyWeight
+from weft.shapes.parameters import VOCABULARY, row_tokens
 
 T = torch.Tensor
 

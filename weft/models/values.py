@@ -7,12 +7,12 @@ import torch
 
 from weft.layout.dims import Box, Logical, extents
 from weft.layout.mesh import Mesh
-from weft.model_parameters import ADAPTERS, QUANTIZED, ROWS, VOCABULARY
 from weft.models import nf4
 from weft.models.adapters import base_of, base_weight, row_norms
 from weft.models.init import initial_values
 from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
+from weft.shapes.parameters import ADAPTERS, QUANTIZED, ROWS, VOCABULARY
 
 #: Gives the values of a part of a logical parameter.
 Values = Callable[[str, Logical, Box], torch.Tensor]

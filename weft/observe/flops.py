@@ -10,9 +10,9 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from weft.model_parameters import learning_count
-from weft.model_shape import shape_of
 from weft.recipe import ModelShape
+from weft.shapes.parameters import learning_count
+from weft.shapes.shape import shape_of
 
 #: Dense peaks in TFLOP/s (bfloat16, float32 without tensor cores) from NVIDIA's data sheets, no sparsity. The first
 #: that is a word of the device's name counts.

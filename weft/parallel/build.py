@@ -4,12 +4,10 @@ from collections.abc import Callable, Container
 
 import torch
 
-from weft.layout.conflicts import Asked, refuse
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.memory.activations import SavedActivations
 from weft.memory.resting import Tiers
-from weft.model_parameters import learns
 from weft.models.own_model import model_of_shape, own_values
 from weft.models.transformer import Block, Transformer
 from weft.models.values import Values, seeded_values, with_adapter
@@ -22,7 +20,9 @@ from weft.parallel.pipeline import Pipeline
 from weft.parallel.sharded import is_sharded, shard_data_parallel, sharded_state
 from weft.parallel.state import Held, State, Unit, by_block
 from weft.recipe import Memory, ModelShape, Optimizer, Train
+from weft.recipe.conflicts import Asked, refuse
 from weft.schedule.build import BUILDERS
+from weft.shapes.parameters import learns
 
 
 def check_fits(

@@ -1,6 +1,7 @@
 """Steps whose documents are placed by length: attention crosses only the ranks that share a pass.
 
-:mod:`weft.data.balance` makes the plan. Ranks run different passes, and unequal numbers of them (ByteScale, Ge et al.
+:mod:`weft.parallel.document_balance` makes the plan. Ranks run different passes, and unequal numbers of them
+(ByteScale, Ge et al.
 2025, 2502.21231), so nothing inside a pass may wait for a rank that is not in it. Parameters are gathered before the
 first pass, and gradients are reduced in the last, which every rank has to itself.
 """

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from weft.data.batch import Batch
-from weft.layout.groups import new_group
 from weft.layout.mesh import Mesh
 from weft.memory.resting import Tiers
 from weft.models.fused import ImmediateTape, Tape, deferred, run_tape
 from weft.models.rope import angles
 from weft.models.router import RouterPass
 from weft.models.transformer import Block, Transformer
+from weft.net.groups import new_group
 from weft.parallel.overlap import LayerPass, layer_ops, layer_stages, with_turns
 from weft.parallel.state import Held, State, Unit
 from weft.parallel.units import Full, TableUnit, sum_over_replicas

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from weft.errors import UsageError
 from weft.layout.layout import Layout
-from weft.model_shape import Shape
 from weft.planner.cost import AWAY, FILE, SCHEDULES, ULYSSES, Plan, Recompute
 from weft.planner.machine import Machine
 from weft.recipe import PLACES, Memory
+from weft.shapes.shape import Shape
 
 #: Fields of a plan that the search chooses first, in the order in which they are named.
 FIRST = (

@@ -6,7 +6,6 @@ from typing import Any
 
 from weft.errors import UsageError
 from weft.layout.layout import Layout
-from weft.model_shape import shape_of
 from weft.planner.cost import AWAY, BITS, FILE, HOST, RECOMPUTE
 from weft.planner.engine import ENGINES, EngineConstants
 from weft.planner.explain import layout_tree, title, verdict
@@ -15,6 +14,7 @@ from weft.planner.machine import DEVICES, Cluster, find_device
 from weft.planner.search import Pin, search
 from weft.planner.shape import vocab_of
 from weft.recipe import ModelShape, Recipe
+from weft.shapes.shape import shape_of
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from enum import IntEnum
 
 import numpy as np
 
-from weft.model_shape import Num, Shape
 from weft.planner.engine import EngineConstants
 from weft.planner.machine import Machine
 from weft.recipe import PLACES
 from weft.schedule.build import BUILDERS, Builder, Times
+from weft.shapes.shape import Num, Shape
 
 
 class Recompute(IntEnum):

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from weft.model_shape import Num
-from weft.toml import read_toml
+from weft.recipe.toml import read_toml
+from weft.shapes.shape import Num
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from weft.errors import WeftError
-from weft.model_shape import Shape
 from weft.planner.cost import AWAY, SCHEDULES, Cost, MicrobatchSeconds, Plan, gradients, passes, rest
 from weft.planner.machine import Machine
 from weft.planner.memory import RankMemory, held_bytes, logit_bytes, peak_memory, rank_memory
@@ -25,6 +24,7 @@ from weft.schedule.simulate import Costs, Simulation, simulate
 from weft.schedule.stages import Stage, cut_stages, stage_costs
 from weft.schedule.times import ModelTimes, Times
 from weft.schedule.vocab import output_times, with_vocabulary
+from weft.shapes.shape import Shape
 
 #: How far behind the first a layout may be by closed form to be looked at, beyond the first few.
 NEAR = 0.08

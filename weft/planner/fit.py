@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.model_shape import Shape
 from weft.planner.cost import Plan, step_time
 from weft.planner.engine import EngineConstants, scaled, stack
 from weft.planner.machine import Machine
 from weft.planner.memory import peak_memory
+from weft.shapes.shape import Shape
 
 Array = NDArray[np.float64]
 

@@ -7,10 +7,10 @@ from typing import Any, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from weft.errors import UsageError, WeftError, nearest
-from weft.model_shape import Num
 from weft.recipe import Section
-from weft.toml import read_toml
-from weft.validation import validated
+from weft.recipe.toml import read_toml
+from weft.recipe.validation import validated
+from weft.shapes.shape import Num
 
 #: Share of the 4-bit peak that a large product reaches.
 LEAST = 0.47

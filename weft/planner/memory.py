@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from weft.model_shape import Num, Shape
 from weft.planner.cost import FILE, Plan, Recompute, by_schedule, copies, expert_cut, stage_layers
 from weft.planner.engine import EngineConstants
+from weft.shapes.shape import Num, Shape
 
 #: Bytes of both moments of a parameter, in float32, among what the optimizer keeps (``EngineConstants.master``).
 MOMENTS = 8.0

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from weft.errors import UsageError, WeftError
-from weft.model_shape import Shape
 from weft.planner.cost import AWAY, CONTEXT, RECOMPUTE, SCHEDULES, Plan
 from weft.planner.engine import ENGINES, EngineConstants, scaled
 from weft.planner.fit import KNOBS, Measurement, constants, fit, predict
 from weft.planner.machine import find_device, machine_of
 from weft.recipe import PLACES
+from weft.shapes.shape import Shape
 
 #: What plans and shapes call the columns that they take as they are.
 PLAN = {"tp": "tp", "cp": "cp", "pp": "pp", "vpp": "virtual", "micro_batch": "micro_batch", "global_batch": "batch",

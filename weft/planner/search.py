@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.errors import UsageError, nearest
-from weft.model_shape import Shape
 from weft.planner.candidates import ADDED, CHOSEN, FIRST, SET, Refused, Rules, join, take, variants
 from weft.planner.cost import AWAY, CONTEXT, FILE, HOST, RECOMPUTE, SCHEDULES, Cost, Plan, step_time
 from weft.planner.engine import EngineConstants
@@ -21,6 +20,7 @@ from weft.planner.machine import Cluster, Machine
 from weft.planner.memory import RankMemory, peak_memory
 from weft.planner.tiers import planned_time, room_away
 from weft.recipe import PLACES
+from weft.shapes.shape import Shape
 
 #: Share of device memory that a plan may use: what is left absorbs the error of the memory model.
 USABLE = 0.93

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import UsageError, WeftError, nearest
-from weft.model_config import read_json
-from weft.model_config import shape_from_config as section_from_config
-from weft.model_shape import Shape, shape_from_config, shape_of
 from weft.recipe import ModelShape, Recipe, build_recipe
-from weft.toml import read_toml
-from weft.validation import validated
+from weft.recipe.toml import read_toml
+from weft.recipe.validation import validated
+from weft.shapes.config import read_json
+from weft.shapes.config import shape_from_config as section_from_config
+from weft.shapes.shape import Shape, shape_from_config, shape_of
 
 
 @dataclass(frozen=True)

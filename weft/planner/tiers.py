@@ -14,11 +14,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from weft.model_shape import Num, Shape
 from weft.planner.cost import FILE, HOST, Cost, MicrobatchSeconds, Plan, most_layers, passes, step_time
 from weft.planner.engine import EngineConstants
 from weft.planner.machine import Machine
 from weft.planner.memory import MOMENTS, in_flight, layer_bytes
+from weft.shapes.shape import Num, Shape
 
 #: Bytes of host memory that an update moves per parameter: seven of float32 (gradient, parameter, two moments, the
 #: last three also written), and one for the norm.

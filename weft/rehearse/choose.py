@@ -17,7 +17,6 @@ from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.placement import rank_table
 from weft.memory.heap import keep_heap
-from weft.model_shape import Shape, shape_of
 from weft.planner.choose import ChosenLayout, choice_of, demands, recipe_under
 from weft.planner.cost import AWAY, BITS, Cost
 from weft.planner.engine import ENGINES
@@ -33,6 +32,7 @@ from weft.rehearse.journal import Event
 from weft.rehearse.links import WorkerLinks
 from weft.rehearse.mapping import Traffic, place_axes
 from weft.rehearse.step import Rehearsal, batches_of, every_rank, reference
+from weft.shapes.shape import Shape, shape_of
 from weft.train.setup import model_shape
 
 #: Layouts that are rehearsed, over all numbers of ranks.

@@ -15,14 +15,14 @@ import torch
 
 from weft.checkpoint.weights import shape_named
 from weft.layout.layout import Layout
-from weft.model_parameters import learns, parameters
 from weft.planner.shape import SECTIONS, vocab_of
 from weft.planner.tiers import exposed_seconds
 from weft.recipe import Adapter, Memory, ModelShape, Recipe, build_recipe, load_recipe
+from weft.recipe.shipped import find_recipe
 from weft.rehearse.pieces import Piece, measure
 from weft.rehearse.transfers import bytes_per_s, disk_curves
-from weft.shipped import find_recipe
-from weft.train.ranks import threads_per_rank
+from weft.run.ranks import threads_per_rank
+from weft.shapes.parameters import learns, parameters
 from weft.train.setup import model_shape
 
 #: What each method sets in a recipe. GaLore is of use where gradients do not stay either.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
-from weft.layout.groups import fake_rank
+from weft.net.groups import fake_rank
 
 T = torch.Tensor
 #: PyTorch's stubs do not say that a process group can be written in Python.

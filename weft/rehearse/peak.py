@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.data.batch import Batch
 from weft.errors import UsageError, WeftError
-from weft.layout.groups import fake_rank
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
+from weft.net.groups import fake_rank
 from weft.planner.explain import recipe_tree
 from weft.planner.finalists import Final
 from weft.planner.shape import Model

@@ -15,14 +15,14 @@ import torch
 
 from weft.data.batch import Batch
 from weft.layout.mesh import Mesh
-from weft.model_parameters import parameters
-from weft.model_shape import flops_per_token
 from weft.models.rope import angles
 from weft.models.transformer import Transformer
 from weft.parallel.state import State, Unit
 from weft.recipe import Adapter, ModelShape, Recipe
 from weft.rehearse.journal import processor_seconds
 from weft.rehearse.ledger import AllocationWatch, Ledger
+from weft.shapes.parameters import parameters
+from weft.shapes.shape import flops_per_token
 from weft.train.rules.low_rank import singular_directions
 from weft.train.setup import assemble
 from weft.train.zeroth import direction

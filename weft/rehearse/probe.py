@@ -31,8 +31,8 @@ from weft.observe.flops import peak_resident
 from weft.rehearse.journal import processor_seconds
 from weft.rehearse.step import reference, usual_step
 from weft.rehearse.transfers import bytes_per_s, disk_curves, link_curves
-from weft.train.failure import leave
-from weft.train.ranks import init_ranks, threads_per_rank
+from weft.run.failure import leave
+from weft.run.ranks import init_ranks, threads_per_rank
 
 Points = list[list[float]]
 
@@ -81,7 +81,7 @@ def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
     world, rank = dist.get_world_size(), dist.get_rank()
     cores = cores_here()
     share = max(1.0, int(os.environ.get("LOCAL_WORLD_SIZE", world)) * torch.get_num_threads() / cores)
-    from weft.layout.groups import new_group
+    from weft.net.groups import new_group
     from weft.parallel.units import all_gather, reduce_scatter
 
     a, b = torch.rand(256, 128), torch.rand(128, 512)

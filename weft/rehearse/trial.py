@@ -19,12 +19,12 @@ from weft.planner.explain import recipe_tree, title
 from weft.planner.finalists import Final
 from weft.planner.shape import Model
 from weft.recipe import Recipe, load_recipe
+from weft.recipe.toml import write_toml
 from weft.rehearse.choose import correct_by_measured, to_try
-from weft.toml import write_toml
-from weft.train.failure import leave, report_failure, show
-from weft.train.launch import run_ranks
-from weft.train.ranks import in_ranks, rank_process
-from weft.train.signals import requests, take_ctrl_c
+from weft.run.failure import leave, report_failure, show
+from weft.run.launch import run_ranks
+from weft.run.ranks import in_ranks, rank_process
+from weft.run.signals import requests, take_ctrl_c
 
 WARM, ENOUGH = 3, 12
 #: Seconds after which no further step is begun, and after which a trial of one rank is given up.

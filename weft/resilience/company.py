@@ -24,10 +24,10 @@ from weft.errors import WeftError
 from weft.recipe import Sync
 from weft.resilience.members import GONE, LeftOut, View
 from weft.resilience.membership import Membership
+from weft.run.failure import report_failure
+from weft.run.ranks import LEFT_OUT
 from weft.sync.presence import Draw, Presence, Work
 from weft.sync.streams import IslandLost, Streams
-from weft.train.failure import report_failure
-from weft.train.ranks import LEFT_OUT
 
 R = TypeVar("R")
 Facts = dict[str, Any]

@@ -17,20 +17,20 @@ from weft.checkpoint.levels import levels_of
 from weft.checkpoint.state import Progress
 from weft.layout.mesh import Mesh, from_all
 from weft.layout.placement import island_ranks
-from weft.layout.sockets import own_address
+from weft.net.sockets import own_address
+from weft.observe import trace
 from weft.parallel.state import State
 from weft.recipe import Recipe, build_recipe
-from weft.resilience import trace
 from weft.resilience.company import Company, IslandLeftOut
 from weft.resilience.members import NEWCOMER, Address, Member
 from weft.resilience.membership import Membership
 from weft.resilience.roster import read_roster, write_roster
 from weft.resilience.watching import Watching
+from weft.run.failure import cause_of, is_secondary
+from weft.run.ranks import MEMBERS, backend_of, own_device, settle_in
 from weft.sync.streams import Streams, own_port
-from weft.train.failure import cause_of, is_secondary
 from weft.train.islands import take_state
 from weft.train.loop import Outcome, train
-from weft.train.ranks import MEMBERS, backend_of, own_device, settle_in
 from weft.train.recorder import Recorder
 from weft.train.runs import Resumed, Run
 from weft.train.setup import Job, device_type, prepare

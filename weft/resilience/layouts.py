@@ -22,18 +22,18 @@ from typing import Any
 import numpy as np
 
 from weft.errors import UsageError
-from weft.layout.conflicts import Asked, refuse
 from weft.layout.layout import AXES, BATCH_AXES, FOLDED, Layout
 from weft.layout.mesh import LIVE_AXES
 from weft.layout.placement import expert_sizes
-from weft.model_shape import shape_of
 from weft.planner.choose import local_cluster
 from weft.planner.cost import BITS, CONTEXT, RECOMPUTE, SCHEDULES, Plan, step_time
 from weft.planner.engine import ENGINES
 from weft.planner.machine import Cluster
 from weft.planner.shape import vocab_of
 from weft.recipe import ModelShape, Optimizer, Recipe
+from weft.recipe.conflicts import Asked, refuse
 from weft.schedule.build import BUILDERS
+from weft.shapes.shape import shape_of
 
 #: A layout is about as fast as another if, by the estimate, it takes at most so many times as long.
 NEAR = 1.25

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
 
-from weft.layout.sockets import end, family_of, listen, read, read_into, send_at_once, serve_each
+from weft.net.sockets import end, family_of, listen, read, read_into, send_at_once, serve_each
 from weft.resilience.wires import key_of
 
 Head = dict[str, Any]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.errors import WeftError
-from weft.layout.machine import machine_id
+from weft.net.machine import machine_id
 
 Address = tuple[str, int]
 

@@ -22,8 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from weft.layout.hangup import spare
-from weft.layout.sockets import listen
+from weft.net.hangup import spare
+from weft.net.sockets import listen
 from weft.resilience.agreement import Agreement, Message
 from weft.resilience.members import GONE, NEWCOMER, STOPPED, Address, Fatal, Member, TooFew, View, look_at, this_process
 from weft.resilience.wires import Connection, WireCut, key_of
@@ -229,7 +229,7 @@ class Membership:
     def end(self, limit: float) -> None:
         """This process has come to the end of the run; returns when all others have, or in ``limit`` seconds.
 
-        No collective says so: one that is hung up at this moment may wait for ever (:mod:`weft.layout.hangup`).
+        No collective says so: one that is hung up at this moment may wait for ever (:mod:`weft.net.hangup`).
         """
         with self._lock:
             self._agreement.ended = True

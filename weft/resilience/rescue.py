@@ -14,9 +14,9 @@ from weft.checkpoint.storage import Storage
 from weft.layout.dims import Tensor, extents
 from weft.layout.mesh import Mesh, from_all
 from weft.layout.parts import TORCH_DTYPES, Part
-from weft.model_parameters import learns, parameters
 from weft.resilience.recover import Recovery, parts_to_give
 from weft.resilience.snapshots import Snapshots
+from weft.shapes.parameters import learns, parameters
 from weft.train.runs import Run
 from weft.train.setup import Job
 

@@ -30,16 +30,16 @@ from weft.checkpoint.levels import levels_of
 from weft.checkpoint.state import Progress
 from weft.data.loader import shares_of
 from weft.errors import WeftError
-from weft.layout import lost
-from weft.layout.hangup import HangUp
 from weft.layout.layout import BATCH_AXES, Layout
-from weft.layout.lost import PeerLost
 from weft.layout.mesh import Mesh, from_all
 from weft.layout.placement import Place
-from weft.layout.sockets import own_address
+from weft.net import lost
+from weft.net.hangup import HangUp
+from weft.net.lost import PeerLost
+from weft.net.sockets import own_address
+from weft.observe import trace
 from weft.parallel.state import State
 from weft.recipe import Recipe, build_recipe
-from weft.resilience import trace
 from weft.resilience.layouts import recipe_for
 from weft.resilience.members import NEWCOMER, Fatal, LeftOut, Member, TooFew, View
 from weft.resilience.membership import Membership
@@ -48,14 +48,14 @@ from weft.resilience.rescue import save_copies
 from weft.resilience.roster import Roster, asked_to_leave, read_roster, write_roster
 from weft.resilience.snapshots import Snapshots, why_none
 from weft.resilience.watching import Watching
-from weft.train.failure import cause_of, is_secondary, report_failure
+from weft.run.failure import cause_of, is_secondary, report_failure
+from weft.run.ranks import LEFT_OUT, MEMBERS, backend_of, own_device, settle_in
+from weft.run.signals import noted_signals, stop_signals
 from weft.train.guard import Regroup
 from weft.train.loop import Outcome, train
-from weft.train.ranks import LEFT_OUT, MEMBERS, backend_of, own_device, settle_in
 from weft.train.recorder import Recorder
 from weft.train.runs import Resumed, Run, open_run
 from weft.train.setup import Job, check_memory, device_type, prepare
-from weft.train.signals import noted_signals, stop_signals
 
 #: Seconds between two looks of a rank for which the layout has no place.
 LOOK_S = 0.1

@@ -24,9 +24,9 @@ import xxhash
 from weft.checkpoint.format import volume
 from weft.checkpoint.state import Progress
 from weft.layout.dims import Box, Tensor, extents
-from weft.layout.lost import PeerLost
 from weft.layout.mesh import from_all
 from weft.layout.parts import TORCH_DTYPES, Part
+from weft.net.lost import PeerLost
 from weft.parallel.state import State
 from weft.recipe import Recipe
 from weft.resilience.links import Head, Inbox, LinkBroken, Outbox

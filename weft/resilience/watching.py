@@ -3,9 +3,9 @@
 from contextlib import AbstractContextManager
 
 from weft.layout.mesh import Mesh
+from weft.observe import trace
+from weft.observe.rank_delays import DelayWatch
 from weft.parallel.state import State
-from weft.resilience import trace
-from weft.resilience.delays import DelayWatch
 from weft.train.guard import Guard
 from weft.train.recorder import Recorder
 from weft.train.runs import Resumed, Run

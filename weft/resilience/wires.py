@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from weft.layout.hangup import spare
-from weft.layout.sockets import family_of, send_at_once
+from weft.net.hangup import spare
+from weft.net.sockets import family_of, send_at_once
 from weft.resilience.members import Address
 
 #: A frame is its length, a keyed hash as its seal, and the text; bytes of the first two.

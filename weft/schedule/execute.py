@@ -35,7 +35,7 @@ def execute(table: Table, rank: int, ops: Mapping[str, Op], wire: Wire | None, *
     ``ops[kind]`` computes an action; what lowering has inserted does nothing where ``ops`` has none. Values
     that travel are tensors, tuples of tensors or None. Receives are posted up to ``window`` ahead, and a send waits
     while ``window`` earlier ones to the same rank are under way, so buffers are bounded. A rank that does not deliver
-    within the wire's timeout is named in a :class:`weft.layout.lost.PeerLost`. ``wire``: None on a single rank.
+    within the wire's timeout is named in a :class:`weft.net.lost.PeerLost`. ``wire``: None on a single rank.
     """
     actions = table.ranks[rank]
     unknown = {a.kind for a in actions if a.kind not in ops and not a.declared.inserted}

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.layout.layout import Layout
-from weft.model_shape import shape_of
 from weft.recipe import ModelShape
 from weft.schedule.actions import LOCAL, Table, Value, assemble
 from weft.schedule.build import build
@@ -15,6 +14,7 @@ from weft.schedule.simulate import Costs, by_kind
 from weft.schedule.skip import plan_paths, stage_lengths
 from weft.schedule.times import ModelTimes, Times
 from weft.schedule.vocab import output_times, with_vocabulary
+from weft.shapes.shape import shape_of
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.layout.groups import new_group
-from weft.layout.lost import PeerLost, peer_lost
+from weft.net.groups import new_group
+from weft.net.lost import PeerLost, peer_lost
 from weft.schedule.actions import Value
 
 Spec = Callable[[Value], list[tuple[tuple[int, ...], torch.dtype]] | None]

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from weft.layout.lost import PeerLost
-from weft.layout.sockets import send_at_once
+from weft.net.lost import PeerLost
+from weft.net.sockets import send_at_once
 from weft.sync.coded import Code, CodedTask, Result
 
 #: Messages of ended rounds, with whole gradients among them, that may wait for a late rank. Then all wait for it.

@@ -6,7 +6,7 @@ from math import prod
 
 import torch
 
-from weft.compressor_word import BLOCK
+from weft.recipe.compressor_word import BLOCK
 from weft.sync.compress import Compressor, Payload, Spec, encoded
 from weft.sync.streams import IslandLost, Streams
 

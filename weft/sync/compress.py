@@ -32,10 +32,10 @@ from typing import ClassVar, Self
 import torch
 import torch.nn.functional as F
 
-from weft.compressor_word import BLOCK, compressor_word
 from weft.errors import UsageError, WeftError
 from weft.memory.quantised import unpacked
 from weft.models.nf4 import packed
+from weft.recipe.compressor_word import BLOCK, compressor_word
 
 T = torch.Tensor
 Payload = list[T]

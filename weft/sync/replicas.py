@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from weft.compressor_word import BLOCK
 from weft.layout.mesh import Mesh
 from weft.parallel.state import Held
+from weft.recipe.compressor_word import BLOCK
 
 T = torch.Tensor
 

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import UsageError, WeftError
-from weft.layout.hangup import spare
 from weft.layout.mesh import Mesh
-from weft.layout.sockets import end, listen, own_address, read, send_at_once, serve_each
+from weft.net.hangup import spare
+from weft.net.sockets import end, listen, own_address, read, send_at_once, serve_each
 
 #: Bytes of a seal and of a challenge, and of a message's fixed head; longest introduction and tag.
 SEAL, HEAD, LONGEST = 16, 18, 1024

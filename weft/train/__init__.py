@@ -16,8 +16,8 @@ class _Train(ModuleType):
     """So that ``from weft import train`` is the function, whoever has imported something of this package before."""
 
     def __call__(self, recipe: Recipe, out: str | Path | None = None, resume: str | None = None) -> Outcome:
-        """See :func:`weft.resilience.start.start`."""
-        from weft.resilience.start import start
+        """See :func:`weft.api.start`."""
+        from weft.api import start
 
         return start(recipe, out, resume)
 

@@ -8,7 +8,7 @@ import torch
 from weft.data.batch import Batch
 from weft.data.order import marks
 from weft.errors import UsageError
-from weft.layout.groups import limit
+from weft.net.groups import limit
 from weft.recipe import Resilience
 from weft.sync.arrivals import Link, Sum, connect_ranks
 from weft.sync.coded import CodedTask, code_of

@@ -7,12 +7,12 @@ from weft.checkpoint.lease import Lease
 from weft.layout.mesh import Mesh
 from weft.parallel.state import State
 from weft.recipe import Recipe
+from weft.run.signals import noted_signals, stop_signals
 from weft.sync.presence import Presence
 from weft.sync.streams import Streams, open_streams
 from weft.train.recorder import Recorder
 from weft.train.runs import Resumed, Run, open_run, resume_run
 from weft.train.setup import Job
-from weft.train.signals import noted_signals, stop_signals
 
 
 class Regroup(Exception):

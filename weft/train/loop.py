@@ -25,6 +25,7 @@ from weft.errors import WeftError
 from weft.layout.mesh import Mesh, from_all
 from weft.models.widened import widened_note
 from weft.observe.metrics import read_metrics
+from weft.run.signals import requests
 from weft.train.callbacks import Callbacks, Running
 from weft.train.evaluation import VALIDATION, Evaluation
 from weft.train.guard import Guard, Regroup
@@ -35,7 +36,6 @@ from weft.train.recorder import Recorder
 from weft.train.reference import with_cached_reference
 from weft.train.runs import checkpoint_size, open_for_island
 from weft.train.setup import Job, assemble
-from weft.train.signals import requests
 from weft.train.step import Stepper, StepResult
 from weft.train.stepper import build_stepper
 

@@ -15,14 +15,14 @@ from torch.profiler import record_function
 from weft.checkpoint.state import Progress
 from weft.data.tasks import Answered
 from weft.layout.mesh import Mesh
-from weft.model_parameters import learning_count
-from weft.model_shape import flops_per_token
 from weft.models.router import SENT, by_layer
 from weft.observe.display import Display
 from weft.observe.flops import memory_gib, parameter_count, peak_flops
 from weft.observe.host import HardwareLoad, environment
 from weft.observe.metrics import Metrics
 from weft.observe.split import TimeSplit, profile_step, trace
+from weft.shapes.parameters import learning_count
+from weft.shapes.shape import flops_per_token
 from weft.train.setup import Job
 from weft.train.step import StepResult
 

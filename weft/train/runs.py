@@ -24,10 +24,10 @@ from weft.checkpoint.storage import LocalStorage, Storage, StorageError
 from weft.checkpoint.store import PLACES, candidates, committed, load_newest, open_checkpoint, places, step_of
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh, from_all
-from weft.model_parameters import learns, parameters
 from weft.observe.metrics import FILE
 from weft.parallel.state import State
 from weft.recipe import RUNS, Optimizer, Recipe
+from weft.shapes.parameters import learns, parameters
 from weft.train.optim import jump, slot_bytes
 from weft.train.setup import Job, prepare
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from weft.carried_files import context_length, files_of_run
+from weft.checkpoint.convert.carried_files import context_length, files_of_run
 from weft.checkpoint.same import base_of_run
 from weft.checkpoint.state import Progress
-from weft.data.balance import costs_of
 from weft.data.early import check_sources
 from weft.data.gguf_tokenizer import NO_TOKENIZER
 from weft.data.loader import Corpus, Loader, open_data, shares_of, tokenizer_of_data
@@ -25,7 +24,6 @@ from weft.layout.layout import BATCH_AXES, MODEL_AXES, Layout
 from weft.layout.mesh import Mesh
 from weft.layout.placement import Place
 from weft.memory.heap import passing_by_the_heap
-from weft.model_parameters import PROJECTIONS, is_target, learns, parameters, projections
 from weft.models.own_loss import own_loss
 from weft.models.preference import objective
 from weft.models.transformer import Transformer
@@ -33,8 +31,10 @@ from weft.models.values import Values
 from weft.observe.flops import parameter_count
 from weft.parallel.alternating import Alternating
 from weft.parallel.build import check_fits, parallelize
+from weft.parallel.document_balance import costs_of
 from weft.parallel.state import State
 from weft.recipe import Adapter, ModelShape, Recipe, Train
+from weft.shapes.parameters import PROJECTIONS, is_target, learns, parameters, projections
 from weft.sync.coded import code_of
 from weft.sync.compress import build_compressor
 from weft.train.early import early_units

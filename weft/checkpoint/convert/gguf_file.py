@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from weft.checkpoint.convert.rules import Shard
 from weft.checkpoint.convert.shards import ByteRun, read_runs
 from weft.errors import WeftError
-from weft.model_config import lacking
 from weft.models.rope import frequencies
 from weft.recipe import ModelShape, RopeScaling
+from weft.shapes.config import lacking
 
 #: Architectures, as GGUF names them (``llama`` is Mistral's and SmolLM's too), and what they stand for.
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.carried_files import GENERATION, exported_config
+from weft.checkpoint.convert.carried_files import GENERATION, exported_config
 from weft.checkpoint.convert.gguf_file import LLAMA3, SAMPLING, SETTINGS, gguf_shape
 from weft.checkpoint.convert.rules import Shard
 from weft.data.gguf_vocabulary import gguf_vocabulary
 from weft.data.tokenizer import tokenizer_from_files
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
-from weft.model_config import architecture, config_from_shape
 from weft.models.rope import frequencies
 from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
+from weft.shapes.config import architecture, config_from_shape
 
 #: Kinds of weights by the words for them, with GGUF's name and the number of the file's kind.
 KINDS = {"float32": ("F32", 0), "float16": ("F16", 1), "bfloat16": ("BF16", 32), "q8_0": ("Q8_0", 7)}

@@ -13,8 +13,16 @@ from safetensors.torch import save
 from weft.errors import WeftError
 from weft.layout.dims import Box, Logical, slices
 from weft.layout.mesh import Mesh
-from weft.model_config import read_json
-from weft.model_parameters import (
+from weft.models.adapters import base_weight
+from weft.models.hf import TOKENIZER_FILES
+from weft.models.hf_names import hf_name
+from weft.models.row_adapters import HostAdapter, laid_out, layer_modules
+from weft.models.transformer import Transformer
+from weft.models.values import Values
+from weft.new_folder import new_folder
+from weft.recipe import Adapter, ModelShape, VocabularyWeight
+from weft.shapes.config import read_json
+from weft.shapes.parameters import (
     ADAPTERS,
     PROJECTIONS,
     ROWS,
@@ -27,14 +35,6 @@ from weft.model_parameters import (
     projections,
     row_tokens,
 )
-from weft.models.adapters import base_weight
-from weft.models.hf import TOKENIZER_FILES
-from weft.models.hf_names import hf_name
-from weft.models.row_adapters import HostAdapter, laid_out, layer_modules
-from weft.models.transformer import Transformer
-from weft.models.values import Values
-from weft.new_folder import new_folder
-from weft.recipe import Adapter, ModelShape, VocabularyWeight
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MODULES = {"self_attn": "attention", "mlp": "ffn"}

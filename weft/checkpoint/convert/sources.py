@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from weft.carried_files import CONFIG, GENERATION, TOKEN_IDS, as_json
+from weft.checkpoint.convert.carried_files import CONFIG, GENERATION, TOKEN_IDS, as_json
 from weft.checkpoint.convert.gguf_file import SAMPLING, gguf_shape, read_gguf
 from weft.checkpoint.convert.rules import LAYER, Shard, TensorSource, logical_tensor, rule_and_names, sources_by_name
 from weft.checkpoint.convert.shards import Inert, Reader, StoredShard, as_stored, byte_range, load_tree, stored
@@ -24,10 +24,10 @@ from weft.errors import UsageError, WeftError, nearest
 from weft.layout.dims import Logical, whole_box
 from weft.layout.mesh import Mesh
 from weft.layout.parts import TORCH_DTYPES, Part
-from weft.model_config import config_from_shape, shape_from_config
 from weft.models.hf import INDEX, SINGLE, check_stored, files_beside, hf_values, tokenizer_files
 from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
+from weft.shapes.config import config_from_shape, shape_from_config
 
 #: The name of a moment in PyTorch's flattened optimizer state: it contains the parameter's name.
 MOMENT = r"(?:(?:optimizer|optim|optimizers|optimizer_state_dict)\.)?state\.(.+)\.(exp_avg|exp_avg_sq)"

@@ -20,7 +20,7 @@ from weft.layout.mesh import Mesh
 from weft.models.init import initial_values
 from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
-from weft.validation import validated
+from weft.recipe.validation import validated
 
 #: The settings of the new experts that ``--upcycle`` takes; the others have the defaults of :class:`ModelShape`.
 SETTINGS = (

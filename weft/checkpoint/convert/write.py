@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from weft.carried_files import CONFIG, as_json, carried_config, exported_config
+from weft.checkpoint.convert.carried_files import CONFIG, as_json, carried_config, exported_config
 from weft.checkpoint.convert.gguf_write import KINDS, export_gguf
 from weft.checkpoint.convert.rules import CHUNK
 from weft.checkpoint.convert.sources import Foreign, open_foreign

@@ -16,9 +16,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from weft.data.chat.calls import CallStyle, find_style
 from weft.data.chat.marks import Marked, generated, protected, read_marks
+from weft.data.chat.named_templates import TOOL_USE
 from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
-from weft.named_templates import TOOL_USE
 
 #: What looks like the name of a special token.
 _TOKEN = re.compile(r"<\|[^<>|\s]+\|>|<\uff5c[^<>\s]+?\uff5c>|<(?:start|end)_of_turn>|<(?:bos|eos)>|</?s>")

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from weft.layout.groups import new_group
 from weft.layout.mesh import Mesh
 from weft.models.attention import Attend, T, local_attention
+from weft.net.groups import new_group
 from weft.parallel.context.execute import tile_attention, tile_attention_backward
 from weft.parallel.context.heads import exchange_heads, head_index, head_ranges
 from weft.parallel.context.rsa import ring_self_attention

@@ -6,8 +6,8 @@ from math import inf
 from typing import Any
 
 from weft.errors import UsageError
-from weft.layout.conflicts import Asked, refuse
 from weft.layout.layout import Layout
+from weft.recipe.conflicts import Asked, refuse
 from weft.schedule.actions import Order, Table, assemble
 from weft.schedule.build.dualpipe import dualpipe, dualpipe_v
 from weft.schedule.build.greedy import zb_1p, zb_2p

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from weft.errors import WeftError
-from weft.serve.asks import LoadRequest, RequestOutcome
+from weft.loads.asks import LoadRequest, RequestOutcome
 
 
 class Target(NamedTuple):

@@ -1,6 +1,6 @@
 """Start the ranks of one machine and end them together.
 
-``launch`` runs this command again as several processes. A rank that fails leaves a record (:mod:`weft.train.failure`);
+``launch`` runs this command again as several processes. A rank that fails leaves a record (:mod:`weft.run.failure`);
 the parent picks the root cause from all records and exit codes.
 """
 
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
-from weft.train.failure import Exit, Failure, Grade, oom_kills, root_cause, show
-from weft.train.ranks import LEFT_OUT, MEMBERS, threads_per_rank
-from weft.train.signals import RUN_FILE, Stopped, ctrl_c_held_back, noted_signals, requests, stop_signals
+from weft.run.failure import Exit, Failure, Grade, oom_kills, root_cause, show
+from weft.run.ranks import LEFT_OUT, MEMBERS, threads_per_rank
+from weft.run.signals import RUN_FILE, Stopped, ctrl_c_held_back, noted_signals, requests, stop_signals
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -83,7 +83,7 @@ def run_ranks(
     """Run ``command`` as ``ranks`` local processes, and return how they have ended.
 
     Ctrl-C, SIGTERM and SIGHUP are passed on; ranks then have :data:`GRACE_S` seconds to stop. Another signal ends them
-    at once, unless it is a repetition (:mod:`weft.train.signals`). The code is 128 + signal. If a rank fails the others
+    at once, unless it is a repetition (:mod:`weft.run.signals`). The code is 128 + signal. If a rank fails the others
     are stopped. Where ranks ``survive`` others, one that is killed or has been left out does not count, once all ranks
     have met. One that is stopped for more than ``patience`` seconds counts as failed.
     """

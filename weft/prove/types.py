@@ -19,12 +19,12 @@ from weft.errors import UsageError
 from weft.layout import boundary
 from weft.layout.boundary import BY_DATA, SAME, I, P, R, V, declare, gradient_types, parameter_types, state_types
 from weft.layout.dims import Logical
-from weft.layout.groups import fake_rank
 from weft.layout.layout import DATA_AXES, MODEL_AXES, Layout
 from weft.layout.mesh import Mesh
 from weft.models.own_loss import own_loss
 from weft.models.preference import objective
 from weft.models.transformer import Transformer
+from weft.net.groups import fake_rank
 from weft.parallel.build import check_fits, connect, resident_state
 from weft.parallel.state import State
 from weft.recipe import Loss, Memory, ModelShape, Optimizer, Train

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from weft.api import start
 from weft.checkpoint.store import committed
 from weft.data.cache import digest
 from weft.errors import UsageError, WeftError
@@ -24,8 +25,7 @@ from weft.observe.metrics import FILE as METRICS
 from weft.observe.metrics import read_metrics
 from weft.observe.report import write_report
 from weft.recipe import Recipe
-from weft.resilience.start import start
-from weft.train.signals import requests
+from weft.run.signals import requests
 
 #: In a sweep's folder: which of its runs have begun and which are done, by their names, with digests of their recipes.
 FILE = "sweep.json"

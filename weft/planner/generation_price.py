@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.errors import UsageError
-from weft.model_shape import Num, Shape
 from weft.planner.machine import Machine
+from weft.shapes.shape import Num, Shape
 
 #: Tokens whose keys and values are kept together: on average half of the last page of a sequence is empty.
 PAGE = 16

@@ -8,9 +8,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from weft.errors import WeftError
-from weft.mixture_config import LIMITS, mixture_architecture, mixture_fields, mixture_settings, refuse
 from weft.recipe import ModelShape
-from weft.validation import explain
+from weft.recipe.validation import explain
+from weft.shapes.mixture import LIMITS, mixture_architecture, mixture_fields, mixture_settings, refuse
 
 #: Fields of :class:`ModelShape` and what ``config.json`` calls them.
 FIELDS = {

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from weft.data.tokenizer import Tokenizer
 from weft.generate.engine import Engine
-from weft.serve.asks import LoadRequest, summary
-from weft.serve.simulate import Curve, TimedRequest, measure, simulate
+from weft.loads.asks import LoadRequest, summary
+from weft.loads.simulate import Curve, TimedRequest, measure, simulate
 
 POLICIES = ("exact-fill", "chunked:32", "chunked:128", "prompts-first")
 BUDGETS = (128, 512, 2048)

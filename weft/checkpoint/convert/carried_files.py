@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.errors import WeftError
-from weft.model_config import config_from_shape, shape_from_fields
 from weft.recipe import ModelShape
+from weft.shapes.config import config_from_shape, shape_from_fields
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 #: Ids of special tokens, which stand in both of these files.

@@ -13,14 +13,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from weft.compressor_word import compressor_word
 from weft.errors import UsageError, WeftError
-from weft.layout.conflicts import Asked, refuse
 from weft.layout.layout import BATCH_AXES, Layout
 from weft.plugins import check, load_plugins
-from weft.shipped import find_recipe, shipped_recipes
-from weft.toml import read_toml
-from weft.validation import OneLine, validated
+from weft.recipe.compressor_word import compressor_word
+from weft.recipe.conflicts import Asked, refuse
+from weft.recipe.shipped import find_recipe, shipped_recipes
+from weft.recipe.toml import read_toml
+from weft.recipe.validation import OneLine, validated
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 #: Weft's own kinds of sources, losses that compare pairs of answers, and trackers; plugins bring others.

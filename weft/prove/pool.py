@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
 
-from weft.train.failure import is_secondary
+from weft.run.failure import is_secondary
 
 MAX_WORLD = 8
 START_S = 120  # importing PyTorch on a busy machine

@@ -16,7 +16,7 @@ from weft.generate.engine import Engine
 from weft.generate.request import Request
 from weft.generate.sampling import GREEDY
 from weft.generate.scheduler import ScheduledStep, Scheduler
-from weft.serve.asks import RequestOutcome
+from weft.loads.asks import RequestOutcome
 
 
 class TimedRequest(NamedTuple):

@@ -14,8 +14,8 @@ import numpy as np
 
 from weft.errors import WeftError
 from weft.observe.metrics import FILE, read_metrics
-from weft.resilience.delays import Verdict, digest, ranks_text, slow_computers
-from weft.resilience.rings import KINDS, Trace, TracedGroup, collective_text, held_in, newest, process_of, standing
+from weft.observe.rank_delays import Verdict, digest, ranks_text, slow_computers
+from weft.observe.rings import KINDS, Trace, TracedGroup, collective_text, held_in, newest, process_of, standing
 
 #: A wait shows that a run hangs if it takes more than so many seconds, and more than so many times as long as a step.
 STUCK_S, STUCK_STEPS = 5.0, 5.0

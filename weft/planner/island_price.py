@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from weft.compressor_word import BLOCK
 from weft.errors import UsageError
 from weft.planner.engine import EngineConstants
 from weft.planner.explain import record, title
@@ -20,6 +19,7 @@ from weft.planner.finalists import Final, finalists
 from weft.planner.machine import Cluster
 from weft.planner.search import Pin, search
 from weft.planner.shape import Shape
+from weft.recipe.compressor_word import BLOCK
 
 #: Bytes per parameter of what is sent one way: float32, or codes and a bfloat16 scale for each block.
 SENT = {"none": 4.0, "int8": 1 + 2 / BLOCK, "int4": 0.5 + 2 / BLOCK}

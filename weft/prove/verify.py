@@ -1,4 +1,4 @@
-"""Proof by numbers that a layout computes what one device computes. That by types is :mod:`weft.train.types`."""
+"""Proof by numbers that a layout computes what one device computes. That by types is :mod:`weft.prove.types`."""
 
 import dataclasses
 import json
@@ -17,13 +17,13 @@ from weft.layout.parts import Part
 from weft.models.transformer import Transformer
 from weft.models.values import seeded_values, with_adapter
 from weft.parallel.state import State
+from weft.prove.simulated import agree
 from weft.recipe import Memory, Recipe
+from weft.run.ranks import rank_process
 from weft.schedule.stages import routes
 from weft.sync.streams import open_streams
-from weft.train.ranks import rank_process
 from weft.train.reference import with_reference
 from weft.train.setup import Job, assemble, device_type, prepare
-from weft.train.simulated import agree
 from weft.train.step import StepResult
 from weft.train.stepper import build_stepper
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from weft.elsewhere import here_it_is
 from weft.errors import UsageError, nearest
-from weft.layout.conflicts import Conflict
+from weft.recipe.conflicts import Conflict
+from weft.recipe.elsewhere import here_it_is
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass

@@ -7,7 +7,7 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from weft.recipe import Recipe, Section, build_recipe
-from weft.toml import toml_value
+from weft.recipe.toml import toml_value
 
 _HEAD = """\
 # A line with '#' and no space after it is a setting at its default: take the '#' away to change it.

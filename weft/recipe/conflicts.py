@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from weft.compressor_word import UNSETTABLE, compressor_word
 from weft.errors import UsageError, nearest
 from weft.layout.dims import part
+from weft.recipe.compressor_word import UNSETTABLE, compressor_word
 
 if TYPE_CHECKING:
     from weft.layout.layout import Layout

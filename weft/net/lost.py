@@ -13,14 +13,14 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from weft.layout.groups import limit
+from weft.net.groups import limit
 
 #: Seconds that a rank which gave up looks for others that did. Waits end apart, by up to as long as a step takes.
 PATIENCE_S = 5.0
 #: Most ranks that are named when it cannot be told which of them is the cause.
 MOST = 4
 
-#: Describes where ranks are in their code, if :mod:`weft.resilience.trace` has set it.
+#: Describes where ranks are in their code, if :mod:`weft.observe.trace` has set it.
 witness: Callable[[Sequence[int]], str] | None = None
 #: Where ranks watch each other: its last entry returns a line on who is lost, or nothing if that is not known yet.
 watch: list[Callable[[], str]] = []

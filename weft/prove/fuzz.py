@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import UsageError, WeftError
-from weft.layout.conflicts import Asked, Conflict
 from weft.layout.layout import Layout
 from weft.layout.mesh import LIVE_AXES, Mesh
+from weft.prove.pool import ProcessPool
+from weft.prove.verify import compare, run_layout
 from weft.recipe import Recipe, load_recipe
+from weft.recipe.conflicts import Asked, Conflict
 from weft.schedule.build import BUILDERS
 from weft.train.optim import KINDS, STATES
-from weft.train.pool import ProcessPool
 from weft.train.setup import prepare
-from weft.train.verify import compare, run_layout
 
 #: Settings of one case by their full names, of those that were drawn.
 Case = dict[str, Any]

@@ -17,23 +17,23 @@ from weft.checkpoint.model import export_model
 from weft.checkpoint.store import model_of, open_checkpoint
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
+from weft.observe import trace
 from weft.observe.measured import FILE, append
 from weft.observe.report import write_report
 from weft.planner.choose import choose, local_cluster
 from weft.planner.engine import ENGINES
 from weft.planner.own import own_runs
 from weft.recipe import RUNS, Recipe, build_recipe
-from weft.resilience import trace
 from weft.resilience.islands import live
 from weft.resilience.run import survive
 from weft.resilience.watching import Watching
-from weft.train.failure import leave, report_failure
-from weft.train.launch import run_ranks
+from weft.run.failure import leave, report_failure
+from weft.run.launch import run_ranks
+from weft.run.ranks import in_ranks, own_device, rank_process
+from weft.run.signals import requests, take_ctrl_c
 from weft.train.loop import Outcome, train
-from weft.train.ranks import in_ranks, own_device, rank_process
 from weft.train.runs import as_recorded, prepare_run
 from weft.train.setup import device_type, model_shape, prepare
-from weft.train.signals import requests, take_ctrl_c
 
 
 def start(recipe: Recipe, out: str | Path | None = None, resume: str | None = None) -> Outcome:
@@ -154,7 +154,7 @@ def _in_ranks_of_its_own(recipe: Recipe, out: Path | None, resume: str | None) -
     with tempfile.TemporaryDirectory(prefix="weft-train-") as folder:
         task, done = Path(folder) / "task", Path(folder) / "outcome"
         task.write_bytes(pickle.dumps((recipe.model_dump(mode="json"), out, resume)))
-        command = [sys.executable, "-m", "weft.resilience.start", str(task), str(done)]
+        command = [sys.executable, "-m", "weft.api", str(task), str(done)]
         ended = run_ranks(
             command, recipe.layout.world, recipe.train.threads, recipe.survives or recipe.islands_come_and_go
         )

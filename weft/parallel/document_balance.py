@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.errors import UsageError, WeftError
-from weft.model_shape import shape_of
 from weft.recipe import ModelShape
+from weft.shapes.shape import shape_of
 
 #: What moving a byte between ranks takes, in floating-point operations: an H100 at 40 % over links of 400 GB/s.
 FLOPS_PER_BYTE = 1000

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from weft.errors import UsageError
-from weft.model_parameters import ADAPTERS, QUANTIZED, learns, parameters
 from weft.recipe import ModelShape
+from weft.shapes.parameters import ADAPTERS, QUANTIZED, learns, parameters
 
 #: A number, or an array with one entry per row or candidate: everything here works on both without change.
 Num = Any

@@ -85,7 +85,7 @@ def _line_with_rank(error: BaseException) -> str:
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_initialized() or isinstance(error, KeyboardInterrupt | SystemExit):
         return ""
-    from weft.layout.lost import PeerLost, peer_lost
+    from weft.net.lost import PeerLost, peer_lost
 
     return str(error if isinstance(error, PeerLost) else peer_lost(error) or "")
 

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from weft.layout.mesh import from_all
-from weft.resilience.rings import Trace
-from weft.resilience.trace import Ring
+from weft.observe.rings import Trace
+from weft.observe.trace import Ring
 
 #: Steps that a judgement looks at, steps from one judgement to the next, and the fewest steps that it needs.
 WINDOW, EVERY, FEWEST = 20, 10, 8

@@ -23,10 +23,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from weft.layout import lost
-from weft.resilience import rings
-from weft.resilience.hooks import install
-from weft.resilience.rings import HEAD, KINDS, MAGIC, NAMES, RECORD, RECORDS, SIZE, TIME, Trace
+from weft.net import lost
+from weft.observe import rings
+from weft.observe.hooks import install
+from weft.observe.rings import HEAD, KINDS, MAGIC, NAMES, RECORD, RECORDS, SIZE, TIME, Trace
 
 _NEW, _KIND = struct.Struct("<qqqqIIiHHBB"), {name: number for number, name in enumerate(KINDS)}
 _BEGIN, _LEAVE, _SIZE, _FAILED = (RECORD.fields[name][1] for name in ("begin", "leave", "size", "failed"))  # type: ignore[index]

@@ -1,0 +1,1 @@
+"""Streams of requests with which an engine is measured."""

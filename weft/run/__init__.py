@@ -1,0 +1,1 @@
+"""How processes become ranks of a run, and how they end."""

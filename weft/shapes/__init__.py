@@ -1,0 +1,1 @@
+"""A model in numbers, without PyTorch: its parameters, foreign configurations, flops and bytes."""
