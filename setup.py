@@ -24,7 +24,11 @@ class BuildPackage(build_py):
     def _shipped(self) -> dict[Path, Path]:
         """The files, and where they go."""
         inside = Path(self.build_lib, "weft/shipped_files")
-        return {file: inside / file for folder, names in SHIPPED.items() for file in sorted(Path(folder).glob(names))}
+        return {
+            file: inside / file
+            for folder, names in SHIPPED.items()
+            for file in sorted(Path(folder).glob(names))
+        }
 
     def get_source_files(self) -> list[str]:
         return [*super().get_source_files(), *map(str, self._shipped())]
@@ -39,6 +43,15 @@ setup(
     # Said although it is so anyway: an editable install is then a path, and not a finder, which a clone's own folder,
     # named weft as well, would hide from whoever starts Python beside it.
     package_dir={"": "."},
-    package_data={"weft": ["*.html", "*/*.html", "*/*.svg", "*/*.css", "planner/*.toml", "planner/*.txt"]},
+    package_data={
+        "weft": [
+            "*.html",
+            "*/*.html",
+            "*/*.svg",
+            "*/*.css",
+            "planner/*.toml",
+            "planner/*.txt",
+        ]
+    },
     cmdclass={"build_py": BuildPackage},
 )

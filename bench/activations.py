@@ -48,13 +48,25 @@ SPEEDS = (0.5, 1.0, 2.0)
 
 def shape_of(quick: bool) -> ModelShape:
     wide = 64 if quick else 192
-    return ModelShape(vocab=512, layers=6 if quick else 12, embed=wide, heads=4, kv_heads=2, ffn=3 * wide)
+    return ModelShape(
+        vocab=512,
+        layers=6 if quick else 12,
+        embed=wide,
+        heads=4,
+        kv_heads=2,
+        ffn=3 * wide,
+    )
 
 
 class Side:
     """A model that takes the same step again and again."""
 
-    def __init__(self, quick: bool, recompute: str = "none", saved: SavedActivations | None = None) -> None:
+    def __init__(
+        self,
+        quick: bool,
+        recompute: str = "none",
+        saved: SavedActivations | None = None,
+    ) -> None:
         self.mesh, shape = Mesh.single(), shape_of(quick)
         recipe = Recipe(model=shape, train=Train(recompute=recompute))  # type: ignore[arg-type]
         found: tuple[Transformer, State] = assemble(shape, self.mesh, recipe)
@@ -64,7 +76,12 @@ class Side:
         tokens = tokens_of(Job(shape, rows, length))
         positions = torch.arange(length).repeat(rows, 1)
         cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
-        self.batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, cu_seqlens)
+        self.batch = Batch(
+            tokens[:, :-1].contiguous(),
+            tokens[:, 1:].contiguous(),
+            positions,
+            cu_seqlens,
+        )
 
     def step(self) -> None:
         begun = time.perf_counter()
@@ -87,9 +104,14 @@ def in_turns(sides: dict[Any, Side], rounds: int, warm: int = 1) -> None:
 @contextmanager
 def slow_disk(rate: float) -> Iterator[None]:
     """In here a tier's files move ``rate`` bytes per second, one call after the other."""
-    link, calls = threading.Lock(), {name: getattr(tiers.os, name) for name in ("preadv", "pwritev")}
+    link, calls = (
+        threading.Lock(),
+        {name: getattr(tiers.os, name) for name in ("preadv", "pwritev")},
+    )
 
-    def slow(call: Callable[..., int], descriptor: int, memory: list[memoryview], offset: int) -> int:
+    def slow(
+        call: Callable[..., int], descriptor: int, memory: list[memoryview], offset: int
+    ) -> int:
         with link:
             begun = time.perf_counter()
             done = call(descriptor, memory, offset)
@@ -108,7 +130,10 @@ def slow_disk(rate: float) -> Iterator[None]:
 def places(folder: Path, rounds: int, quick: bool) -> dict[str, Any]:
     """Keep, recompute, host and file side by side."""
     last = shape_of(quick).layers - 1
-    moved = {"host": SavedActivations(CPU), "file": SavedActivations(CPU, TierFile(folder))}
+    moved = {
+        "host": SavedActivations(CPU),
+        "file": SavedActivations(CPU, TierFile(folder)),
+    }
     moved["file, all but the last"] = SavedActivations(CPU, TierFile(folder), last)
     kept = SavedActivations(CPU)
     kept.away = 0  # counts what is saved, and moves nothing
@@ -124,8 +149,12 @@ def places(folder: Path, rounds: int, quick: bool) -> dict[str, Any]:
         saved.report = partial(curves.__setitem__, name)
     in_turns(sides, rounds, warm=2 * PROFILED)
     for name, side in sides.items():
-        assert all(map(torch.equal, side.values, sides["keep"].values)), f"{name} ends at other values"
-    peaks = {"keep": kept.peak, "recompute": inputs.peak} | {name: saved.peak for name, saved in moved.items()}
+        assert all(map(torch.equal, side.values, sides["keep"].values)), (
+            f"{name} ends at other values"
+        )
+    peaks = {"keep": kept.peak, "recompute": inputs.peak} | {
+        name: saved.peak for name, saved in moved.items()
+    }
     ours = statistics.median(sides["keep"].times)
     rows = {
         name: {
@@ -145,7 +174,9 @@ def computing(folder: Path, rounds: int, quick: bool) -> dict[str, Any]:
     for name in ("host", "file"):
 
         def saved(blocks: int, name: str = name) -> SavedActivations:
-            return SavedActivations(CPU, TierFile(folder) if name == "file" else None, blocks)
+            return SavedActivations(
+                CPU, TierFile(folder) if name == "file" else None, blocks
+            )
 
         auto = Side(quick, saved=saved(0))
         for _ in range(2 * PROFILED + 1):
@@ -157,8 +188,15 @@ def computing(folder: Path, rounds: int, quick: bool) -> dict[str, Any]:
         times = {n: min(side.times) for n, side in fixed.items()}
         best = max(n for n, seconds in times.items() if seconds <= HIDDEN * times[0])
         chosen = auto.model.saved.away or 0
-        found[name] = {"predicted": chosen, "best": best, "over_keep": times[chosen] / times[0], "seconds": times}
-        over = "{:.3f}, {:.3f} and {:.3f}".format(*(times[n] / times[0] for n in (chosen, best, numbers[-1])))
+        found[name] = {
+            "predicted": chosen,
+            "best": best,
+            "over_keep": times[chosen] / times[0],
+            "seconds": times,
+        }
+        over = "{:.3f}, {:.3f} and {:.3f}".format(
+            *(times[n] / times[0] for n in (chosen, best, numbers[-1]))
+        )
         print(
             f"{name}: of {len(numbers)} blocks {chosen} leave by the profile, {best} as measured; these, and all but "
             f"the last, take {over} of keeping",
@@ -188,7 +226,11 @@ class Sleep(torch.autograd.Function):
 def pass_seconds(saved: SavedActivations) -> float:
     """Of a pass over blocks that sleep, there and back."""
     begun = time.perf_counter()
-    x, shared, module = torch.zeros(SAVED // 4).requires_grad_(), torch.zeros(1), nn.Identity()
+    x, shared, module = (
+        torch.zeros(SAVED // 4).requires_grad_(),
+        torch.zeros(1),
+        nn.Identity(),
+    )
     for _ in range(BLOCKS):
         with saved.block(module, x, shared):
             x = Sleep.apply(x)
@@ -208,20 +250,33 @@ def amount(folder: Path, rounds: int, speeds: Sequence[float]) -> dict[str, Any]
             auto = SavedActivations(CPU, TierFile(folder))
             for _ in range(2 * PROFILED + 1):
                 pass_seconds(auto)
-            fixed = {n: SavedActivations(CPU, TierFile(folder), n) for n in range(BLOCKS)}
+            fixed = {
+                n: SavedActivations(CPU, TierFile(folder), n) for n in range(BLOCKS)
+            }
             fixed[0].away = 0
-            times = {n: min(pass_seconds(saved) for _ in range(rounds)) for n, saved in fixed.items()}
+            times = {
+                n: min(pass_seconds(saved) for _ in range(rounds))
+                for n, saved in fixed.items()
+            }
         best = max(n for n, seconds in times.items() if seconds <= HIDDEN * times[0])
         found[str(speed)] = {"predicted": auto.away, "best": best, "seconds": times}
-        print(f"back in {speed} of a backward: of {BLOCKS} blocks {auto.away} leave by the profile, {best} as measured")
+        print(
+            f"back in {speed} of a backward: of {BLOCKS} blocks {auto.away} leave by the profile, {best} as measured"
+        )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, help="where the files are; a temporary folder by default")
-    parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
+    parser.add_argument(
+        "--folder", type=Path, help="where the files are; a temporary folder by default"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a small model, to see that it runs"
+    )
     parser.add_argument("--only", choices=("places", "computing", "amount"))
     parser.add_argument("--json", type=Path, default=RESULTS)
     given = parser.parse_args()
@@ -239,7 +294,9 @@ def main() -> None:
         if given.only in (None, "computing"):
             found["computing"] = computing(Path(folder), given.rounds, given.quick)
         if given.only in (None, "amount"):
-            found["amount"] = amount(Path(folder), given.rounds, SPEEDS[:: 2 if given.quick else 1])
+            found["amount"] = amount(
+                Path(folder), given.rounds, SPEEDS[:: 2 if given.quick else 1]
+            )
     given.json.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -42,8 +42,12 @@ LINKS = (0.5, 1.0, 2.0, 4.0)
 def built(share: float | str, paced: bool) -> State:
     """A state at rest on the host, of which a share is updated elsewhere."""
     layers, wide = SHAPES[paced]
-    shape = ModelShape(vocab=256, layers=layers, embed=wide, heads=4, kv_heads=4, ffn=3 * wide)
-    _, state = parallelize(shape, Mesh.single(), Train(dtype="float32"), memory=Memory(weights="host"))
+    shape = ModelShape(
+        vocab=256, layers=layers, embed=wide, heads=4, kv_heads=4, ffn=3 * wide
+    )
+    _, state = parallelize(
+        shape, Mesh.single(), Train(dtype="float32"), memory=Memory(weights="host")
+    )
     state.optimize(RuleOptimizer(Optimizer(), Mesh.single()))
     state.alternating = Alternating(torch.device("cpu"), share)
     return state
@@ -58,19 +62,28 @@ def updated(state: State) -> float:
 
 
 def sizes_of(state: State) -> list[int]:
-    return [UnitUpdate(unit.held, [h.local for h in unit.held]).size for unit in state.units]
+    return [
+        UnitUpdate(unit.held, [h.local for h in unit.held]).size for unit in state.units
+    ]
 
 
 def pace(state: State, link: float | None) -> dict[str, float]:
     """Have every action take what its rate says, if it is not slower by itself. Returns the rates, seconds per byte."""
     sizes = sizes_of(state)
     host = BLOCK / statistics.median(sizes)
-    rates = {ON_HOST: host, ON_DEVICE: host / FASTER, BRING: (link or 0) * host, RETURN: (link or 0) * host}
+    rates = {
+        ON_HOST: host,
+        ON_DEVICE: host / FASTER,
+        BRING: (link or 0) * host,
+        RETURN: (link or 0) * host,
+    }
 
     def paced(a: Action, work: Any) -> None:
         begun = time.perf_counter()
         work()
-        time.sleep(max(0.0, rates[a.kind] * sizes[a.stage] - (time.perf_counter() - begun)))
+        time.sleep(
+            max(0.0, rates[a.kind] * sizes[a.stage] - (time.perf_counter() - begun))
+        )
 
     if link is not None:
         assert isinstance(state.alternating, Alternating)
@@ -87,7 +100,9 @@ def compared(link: float | None, rounds: int) -> dict[str, Any]:
     for _ in range(PROFILED + 1):
         updated(auto)
     units = len(auto.units)
-    states = {count: built(count / units, link is not None) for count in range(units + 1)}
+    states = {
+        count: built(count / units, link is not None) for count in range(units + 1)
+    }
     for state in states.values():
         pace(state, link)
     times: dict[int, list[float]] = {count: [] for count in states}
@@ -98,11 +113,15 @@ def compared(link: float | None, rounds: int) -> dict[str, Any]:
                 times[count].append(seconds)
     for state in states.values():
         mine, first = state.tensors(), states[0].tensors()
-        assert all(torch.equal(part.values, first[name].values) for name, part in mine.items())
+        assert all(
+            torch.equal(part.values, first[name].values) for name, part in mine.items()
+        )
     fastest = {count: min(values) for count, values in times.items()}
     best, chosen = min(fastest, key=fastest.__getitem__), found[0]["device"]
     rates = found[0]["rates"]
-    predicted = {count: simulated(count, sizes_of(auto), rates).elapsed for count in states}
+    predicted = {
+        count: simulated(count, sizes_of(auto), rates).elapsed for count in states
+    }
     return {
         "link": link, "units": units, "chosen": chosen, "best": best, "seconds": fastest, "predicted": predicted,
         "chosen over best": fastest[chosen] / fastest[best], "host over chosen": fastest[0] / fastest[chosen],
@@ -111,9 +130,13 @@ def compared(link: float | None, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one link, to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="one link, to see that it runs"
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -129,7 +152,9 @@ def main() -> None:
             f"{one['host over chosen']:.2f} times as long, half on the device {one['half over chosen']:.2f}",
             flush=True,
         )
-    given.json.write_text(json.dumps({"machine": machine(), "links": found}, indent=1) + "\n")
+    given.json.write_text(
+        json.dumps({"machine": machine(), "links": found}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,12 @@ def catalogue() -> Iterator[Row]:
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         if len(cells) == 6 and cells[0] not in ("technique", "---"):
             tests = tuple(re.findall(r"`(tests/[\w./]+\.py)`", cells[4]))
-            yield Row(cells[0], tests, "".join(re.findall(r"\(([a-z, ]+)\)$", cells[4])), cells[5])
+            yield Row(
+                cells[0],
+                tests,
+                "".join(re.findall(r"\(([a-z, ]+)\)$", cells[4])),
+                cells[5],
+            )
 
 
 def runs_of(tests: tuple[str, ...]) -> str:
@@ -50,11 +55,15 @@ def runs_of(tests: tuple[str, ...]) -> str:
     soak, daily = False, False
     for name in tests:
         text = (ROOT / name).read_text()
-        marks = re.findall(r"^@pytest\.mark\.(soak|sampled)|marks=.*pytest\.mark\.(soak)", text, re.M)
+        marks = re.findall(
+            r"^@pytest\.mark\.(soak|sampled)|marks=.*pytest\.mark\.(soak)", text, re.M
+        )
         whole = re.search(r"^pytestmark = .*soak", text, re.M)
         soak = soak or bool(marks) or bool(whole)
         tested = re.findall(r"^((?:@.*\n(?:[ )\]].*\n)*)*)def test_", text, re.M)
-        daily = daily or (not whole and any("pytest.mark.soak" not in marks for marks in tested))
+        daily = daily or (
+            not whole and any("pytest.mark.soak" not in marks for marks in tested)
+        )
     return "daily, more in soak" if soak and daily else "soak" if soak else "daily"
 
 
@@ -78,7 +87,11 @@ def wrong_figures(row: Row) -> Iterator[str]:
 
 def without_names(clause: str) -> str:
     """A clause without what stands in backquotes, and without the sizes of a setting."""
-    return re.sub(r"`[^`]*`|\b\d+ (?:ranks?|hosts?|islands?|steps|requests|replicas|cores?|GPUs?)\b", "", clause)
+    return re.sub(
+        r"`[^`]*`|\b\d+ (?:ranks?|hosts?|islands?|steps|requests|replicas|cores?|GPUs?)\b",
+        "",
+        clause,
+    )
 
 
 def numbers_in(tree: Any) -> list[float]:
@@ -87,7 +100,11 @@ def numbers_in(tree: Any) -> list[float]:
         return [number for value in tree.values() for number in numbers_in(value)]
     if isinstance(tree, list):
         return [number for value in tree for number in numbers_in(value)]
-    return [float(tree)] if isinstance(tree, (int, float)) and not isinstance(tree, bool) else []
+    return (
+        [float(tree)]
+        if isinstance(tree, (int, float)) and not isinstance(tree, bool)
+        else []
+    )
 
 
 def stands_in(shown: str, known: list[float]) -> bool:
@@ -108,7 +125,11 @@ def with_runs(page: str) -> str:
     lines = []
     for line in page.splitlines():
         cells = re.split(r"(?<!\\)\|", line)
-        tests = tuple(re.findall(r"`(tests/[\w./]+\.py)`", cells[5])) if len(cells) == 8 else ()
+        tests = (
+            tuple(re.findall(r"`(tests/[\w./]+\.py)`", cells[5]))
+            if len(cells) == 8
+            else ()
+        )
         if tests:
             cells[5] = f"{cells[5].rstrip().partition(' (')[0]} ({runs_of(tests)}) "
         lines.append("|".join(cells))
@@ -124,7 +145,10 @@ def main() -> None:
         for row in catalogue()
         if row.tests and row.runs != runs_of(row.tests)
     ]
-    print("\n".join(wrong) or f"{len(list(catalogue()))} rows: every measured figure stands in bench/results")
+    print(
+        "\n".join(wrong)
+        or f"{len(list(catalogue()))} rows: every measured figure stands in bench/results"
+    )
     sys.exit(bool(wrong))
 
 

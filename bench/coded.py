@@ -31,15 +31,21 @@ from weft.sync.coded import Arrived, Code, CodedTask, code_of
 RESULTS = Path(__file__).parent / "results" / "coded.json"
 JOB_S, ROUND_S, SLOW = 1.0, 0.01, 8.0
 PATIENCE = 0.3
-ENTER, STAY = 0.04, 0.2  # chances that a rank becomes slow in a round, and that it stays so
+# chances that a rank becomes slow in a round, and that it stays so
+ENTER, STAY = 0.04, 0.2
 
 
 def trace(ranks: int, rounds: int, seed: int, host: int) -> np.ndarray:
     """By round and rank how many times as long work takes, ``[rounds, ranks]``; ``host``: ranks that share one."""
-    chance = np.random.default_rng(seed).random((rounds, ranks // host)).repeat(host, axis=1)
+    chance = (
+        np.random.default_rng(seed).random((rounds, ranks // host)).repeat(host, axis=1)
+    )
     slow = np.zeros((rounds, ranks), bool)
-    for number in range(rounds):  # as many rounds as are asked for: the first ones are always the same
-        slow[number] = chance[number] < np.where(slow[number - 1] if number else False, STAY, ENTER)
+    # as many rounds as are asked for: the first ones are always the same
+    for number in range(rounds):
+        slow[number] = chance[number] < np.where(
+            slow[number - 1] if number else False, STAY, ENTER
+        )
     return np.where(slow, SLOW, 1.0)
 
 
@@ -53,7 +59,10 @@ def simulated(code: Code, factors: np.ndarray, patience: float) -> float:
     left, total, rule = set(range(code.jobs)), 0.0, Gathering(code, patience, inf)
     while left:
         tasks = [code.tasks(rank, len(arrived), arrived) for rank in range(code.ranks)]
-        times = [seconds(code, some) * f for some, f in zip(tasks, factors[len(arrived)], strict=True)]
+        times = [
+            seconds(code, some) * f
+            for some, f in zip(tasks, factors[len(arrived)], strict=True)
+        ]
         arrived.append(set())
         now, first = 0.0, 0.0
         for rank in sorted(range(code.ranks), key=times.__getitem__):
@@ -72,8 +81,23 @@ def simulated(code: Code, factors: np.ndarray, patience: float) -> float:
 def grid(ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
     for late in range(1, ranks // 2 + 2):
         yield "gradient", {"stragglers": late}
-        for burst, window in ((1, 2), (1, 3), (1, 4), (2, 3), (2, 5), (2, 7), (3, 4), (3, 6), (3, 8)):
-            words = {"stragglers": late, "burst": burst, "window": window, "patience": PATIENCE}
+        for burst, window in (
+            (1, 2),
+            (1, 3),
+            (1, 4),
+            (2, 3),
+            (2, 5),
+            (2, 7),
+            (3, 4),
+            (3, 6),
+            (3, 8),
+        ):
+            words = {
+                "stragglers": late,
+                "burst": burst,
+                "window": window,
+                "patience": PATIENCE,
+            }
             if (window - 1) % burst == 0:
                 yield "sr-sgc", words
             yield "m-sgc", words
@@ -87,28 +111,49 @@ def made(kind: str, words: dict[str, Any], ranks: int, jobs: int) -> Code:
 
 def best(ranks: int, jobs: int, host: int) -> dict[str, dict[str, Any]]:
     """Of each kind the words that take the least time on traces of their own: the few best of some traces, on more."""
-    some, more = ([trace(ranks, jobs + 9, 1000 + seed, host) for seed in seeds] for seeds in (range(4), range(24)))
+    some, more = (
+        [trace(ranks, jobs + 9, 1000 + seed, host) for seed in seeds]
+        for seeds in (range(4), range(24))
+    )
     kinds: dict[str, list[tuple[float, dict[str, Any]]]] = {}
     for kind, words in grid(ranks):
-        kinds.setdefault(kind, []).append((_taken(kind, words, ranks, jobs, some), words))
+        kinds.setdefault(kind, []).append(
+            (_taken(kind, words, ranks, jobs, some), words)
+        )
     found = {}
     for kind, all_words in kinds.items():
         few = sorted(all_words, key=lambda pair: pair[0])[:4]
-        found[kind] = min((words for _, words in few), key=lambda words: _taken(kind, words, ranks, jobs, more))
+        found[kind] = min(
+            (words for _, words in few),
+            key=lambda words: _taken(kind, words, ranks, jobs, more),
+        )
     return found
 
 
-def _taken(kind: str, words: dict[str, Any], ranks: int, jobs: int, traces: Sequence[np.ndarray]) -> float:
+def _taken(
+    kind: str,
+    words: dict[str, Any],
+    ranks: int,
+    jobs: int,
+    traces: Sequence[np.ndarray],
+) -> float:
     code = made(kind, words, ranks, jobs)
     return sum(simulated(code, one, PATIENCE) for one in traces)
 
 
 def described(
-    kind: str, words: dict[str, Any], ranks: int, jobs: int, host: int, seeds: Sequence[int]
+    kind: str,
+    words: dict[str, Any],
+    ranks: int,
+    jobs: int,
+    host: int,
+    seeds: Sequence[int],
 ) -> dict[str, Any]:
     """A side's words, what they come to, and the mean seconds of simulated steps."""
     code = made(kind, words, ranks, jobs)
-    times = [simulated(code, trace(ranks, jobs + 9, seed, host), PATIENCE) for seed in seeds]
+    times = [
+        simulated(code, trace(ranks, jobs + 9, seed, host), PATIENCE) for seed in seeds
+    ]
     return {
         **words, "load": round(len(code.parts_of(0)) / code.parts, 4), "delay": code.delay, "parts": code.parts,
         "simulated_s": round(float(np.mean(times)), 3),
@@ -118,14 +163,18 @@ def described(
 class Sleeper:
     """A code whose tasks a rank sleeps for, and the step that it takes."""
 
-    def __init__(self, kind: str, words: dict[str, Any], ranks: int, jobs: int, host: int) -> None:
+    def __init__(
+        self, kind: str, words: dict[str, Any], ranks: int, jobs: int, host: int
+    ) -> None:
         self.code, self.number = made(kind, words, ranks, jobs), 0
         self.link = connect_ranks(self.code, dist.group.WORLD, 120.0, PATIENCE)
         self.jobs, self.host = jobs, host
 
     def tasks(self, rank: int, number: int, arrived: Arrived) -> list[CodedTask]:
         found = self.code.tasks(rank, number, arrived)
-        factor = trace(self.code.ranks, number + 1, self.link.step, self.host)[number, rank]
+        factor = trace(self.code.ranks, number + 1, self.link.step, self.host)[
+            number, rank
+        ]
         self.seconds = factor * seconds(self.code, found) / max(1, len(found))
         return found
 
@@ -135,7 +184,10 @@ class Sleeper:
             if over():
                 return None
             time.sleep(min(left, 0.005))
-        return Sum(np.asarray(task.coefficients) @ [[1.0 + part] for part in task.parts], np.zeros(1))
+        return Sum(
+            np.asarray(task.coefficients) @ [[1.0 + part] for part in task.parts],
+            np.zeros(1),
+        )
 
     def step(self) -> float:
         total = self.link.take_step(self, self.compute, False).total  # type: ignore[arg-type]
@@ -146,15 +198,24 @@ class Sleeper:
 
 
 def on_rank(
-    rank: int, ranks: int, jobs: int, host: int, rounds: int, chosen: dict[str, dict[str, Any]]
+    rank: int,
+    ranks: int,
+    jobs: int,
+    host: int,
+    rounds: int,
+    chosen: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    sleepers = {kind: Sleeper(kind, words, ranks, jobs, host) for kind, words in chosen.items()}
+    sleepers = {
+        kind: Sleeper(kind, words, ranks, jobs, host) for kind, words in chosen.items()
+    }
     for sleeper in sleepers.values():
         sleeper.step()
     taken = race({kind: sleeper.step for kind, sleeper in sleepers.items()}, rounds, 1)
     found = {}
     for kind, times in taken.items():
-        ratios = [plain / mine for plain, mine in zip(taken["gradient"], times, strict=True)]
+        ratios = [
+            plain / mine for plain, mine in zip(taken["gradient"], times, strict=True)
+        ]
         found[kind] = described(kind, chosen[kind], ranks, jobs, host, range(1, rounds + 1)) | {
             "mean_s": round(statistics.mean(times), 3), "times": [round(t, 3) for t in times],
             "ratio": round(sum(taken["gradient"]) / sum(times), 3), "ratios": [round(r, 3) for r in ratios],
@@ -162,18 +223,33 @@ def on_rank(
     return found
 
 
-def on_paper(ranks: int, jobs: int, host: int, traces: int, chosen: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    found = {kind: described(kind, words, ranks, jobs, host, range(traces)) for kind, words in chosen.items()}
+def on_paper(
+    ranks: int, jobs: int, host: int, traces: int, chosen: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    found = {
+        kind: described(kind, words, ranks, jobs, host, range(traces))
+        for kind, words in chosen.items()
+    }
     plain = found["gradient"]["simulated_s"]
-    return {kind: row | {"ratio": round(plain / row["simulated_s"], 3)} for kind, row in found.items()}
+    return {
+        kind: row | {"ratio": round(plain / row["simulated_s"], 3)}
+        for kind, row in found.items()
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("--rounds", type=int, default=4, help="turns of all sides")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--jobs", type=int, default=16, help="jobs of a step")
-    parser.add_argument("--traces", type=int, default=6, help="steps that are simulated, also for twice the ranks")
+    parser.add_argument(
+        "--traces",
+        type=int,
+        default=6,
+        help="steps that are simulated, also for twice the ranks",
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
     ranks, jobs = options.ranks, options.jobs
@@ -187,10 +263,15 @@ def main() -> None:
         results[name] = {"slept": slept}
         for more in (ranks, 2 * ranks) if options.traces else ():
             known = chosen if more == ranks else best(more, jobs, host)
-            results[name][f"simulated, {more} ranks"] = on_paper(more, jobs, host, options.traces, known)
+            results[name][f"simulated, {more} ranks"] = on_paper(
+                more, jobs, host, options.traces, known
+            )
         for kind, row in slept.items():
             times = f"{row['mean_s']:.2f} s, simulated {row['simulated_s']:.2f}"
-            print(f"{name}: {kind:10} load {row['load']:.3f}: {times}, {row['ratio']:.2f}x", flush=True)
+            print(
+                f"{name}: {kind:10} load {row['load']:.3f}: {times}, {row['ratio']:.2f}x",
+                flush=True,
+            )
     write(results, options.json)
 
 

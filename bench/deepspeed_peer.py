@@ -22,7 +22,9 @@ from typing import Any
 PARAMETERS, STATES = 32, 16
 
 
-def settings(folder: str, accumulated: int, block: int, largest: int, adam: dict[str, Any]) -> dict[str, Any]:
+def settings(
+    folder: str, accumulated: int, block: int, largest: int, adam: dict[str, Any]
+) -> dict[str, Any]:
     """``block``: numbers in a block; ``largest``: in the largest parameter; ``accumulated``: microbatches of a step."""
     place = {"device": "nvme", "nvme_path": folder, "pin_memory": False}
     return {
@@ -50,11 +52,17 @@ def settings(folder: str, accumulated: int, block: int, largest: int, adam: dict
 
 
 def main() -> None:
-    model, folder, accumulated, adam = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
+    model, folder, accumulated, adam = (
+        sys.argv[1],
+        sys.argv[2],
+        int(sys.argv[3]),
+        json.loads(sys.argv[4]),
+    )
     os.environ |= {
         "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
         "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOG_LEVEL": "error",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # ninja compiles what is new
+        # ninja compiles what is new
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }  # fmt: skip
     out = os.dup(1)
     os.dup2(2, 1)  # what the engine prints is no answer
@@ -76,12 +84,22 @@ def main() -> None:
     )
     os.write(out, b'"ready"\n')
     for line in sys.stdin:
-        batches = [{name: torch.tensor(values) for name, values in batch.items()} for batch in json.loads(line)]
+        batches = [
+            {name: torch.tensor(values) for name, values in batch.items()}
+            for batch in json.loads(line)
+        ]
         total, loss = sum(int((batch["labels"] >= 0).sum()) for batch in batches), 0.0
         begun = time.perf_counter()
         for batch in batches:
-            logits = engine(input_ids=batch["tokens"], position_ids=batch["positions"]).logits
-            part = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum") / total
+            logits = engine(
+                input_ids=batch["tokens"], position_ids=batch["positions"]
+            ).logits
+            part = (
+                cross_entropy(
+                    logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+                )
+                / total
+            )
             engine.backward(part * accumulated)
             loss += part.item()
             engine.step()

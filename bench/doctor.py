@@ -53,7 +53,11 @@ class Trial:
     @property
     def expected(self) -> list[tuple[str, list[int]]]:
         kind = {"sleep": "computer", "busy": "computer"}.get(self.fault, self.fault)
-        return [(kind, [self.victim, self.other] if kind == "link" else [self.victim])] if kind else []
+        return (
+            [(kind, [self.victim, self.other] if kind == "link" else [self.victim])]
+            if kind
+            else []
+        )
 
 
 def drawn(faults: int, quiet: int, seed: int) -> list[Trial]:
@@ -65,7 +69,15 @@ def drawn(faults: int, quiet: int, seed: int) -> list[Trial]:
         victim = draw.randrange(WORLD)
         other = draw.choice([r for r in range(WORLD) if r != victim])
         found.append(
-            Trial(0, draw.choice(LAYOUTS), fault, victim, other, draw.uniform(0.8, 2.0), draw.choice((20, 40, 80)))
+            Trial(
+                0,
+                draw.choice(LAYOUTS),
+                fault,
+                victim,
+                other,
+                draw.uniform(0.8, 2.0),
+                draw.choice((20, 40, 80)),
+            )
         )
     draw.shuffle(found)
     return [Trial(**asdict(trial) | {"number": i}) for i, trial in enumerate(found)]
@@ -87,7 +99,11 @@ def be_rank(trials: list[Trial], folder: Path) -> None:
     for layout in sorted({trial.layout for trial in trials}):
         recipe = load_recipe(ROOT / "recipes/quickstart.toml", list(SETTINGS), layout)
         shape, mesh = model_shape(recipe), Mesh.create(recipe.layout, "cpu")
-        jobs[layout] = (*assemble(shape, mesh, recipe), plain_batches(recipe, shape)(mesh), mesh)
+        jobs[layout] = (
+            *assemble(shape, mesh, recipe),
+            plain_batches(recipe, shape)(mesh),
+            mesh,
+        )
     for trial in trials:
         ready = folder / f"{trial.number}.ready"
         while not ready.exists():  # the network is as the trial wants it
@@ -98,7 +114,9 @@ def be_rank(trials: list[Trial], folder: Path) -> None:
             (folder / "new").replace(folder / f"{trial.number}.json")
 
 
-def one_trial(trial: Trial, model: Any, state: Any, batches: Any, mesh: Any, folder: Path) -> dict[str, Any]:
+def one_trial(
+    trial: Trial, model: Any, state: Any, batches: Any, mesh: Any, folder: Path
+) -> dict[str, Any]:
     import torch.distributed as dist
 
     from weft.observe import trace
@@ -106,7 +124,13 @@ def one_trial(trial: Trial, model: Any, state: Any, batches: Any, mesh: Any, fol
     from weft.train.step import train_step
 
     assert dist.group.WORLD is not None
-    rank, times, found, computing, more = dist.get_rank(), list[float](), list[Any](), 0.0, 0.0
+    rank, times, found, computing, more = (
+        dist.get_rank(),
+        list[float](),
+        list[Any](),
+        0.0,
+        0.0,
+    )
     ring = trace.start(folder, rank, trial.number)
     watch = DelayWatch(ring, dist.group.WORLD, mesh.device)
     for number in range(1, STEPS + 1):
@@ -114,11 +138,14 @@ def one_trial(trial: Trial, model: Any, state: Any, batches: Any, mesh: Any, fol
         with trace.step(number):
             train_step(model, state, batches, mesh, lr=1e-3, clip=1.0)
             slow_down(trial.fault if rank == trial.victim else "", more)
-        computing = digest(ring.read(), 1).compute - more  # its own, with what other work takes of its processor
+        # its own, with what other work takes of its processor
+        computing = digest(ring.read(), 1).compute - more
         more = trial.slower * max(0.0, computing)
         times.append(time.perf_counter() - begun)
         if watch.look() or number == STEPS:
-            found.append((number, [(v.kind, list(v.ranks), v.text) for v in watch.verdicts]))
+            found.append(
+                (number, [(v.kind, list(v.ranks), v.text) for v in watch.verdicts])
+            )
     trace.stop()
     return {"said": found, "step_s": sorted(times)[STEPS // 2], **watch.record()}
 
@@ -135,7 +162,9 @@ def slow_down(fault: str, seconds: float) -> None:
 
 
 def tc(space: str, *words: str) -> None:
-    subprocess.run(["ip", "netns", "exec", space, "tc", *words], check=True, capture_output=True)
+    subprocess.run(
+        ["ip", "netns", "exec", space, "tc", *words], check=True, capture_output=True
+    )
 
 
 def slow_network(trial: Trial, made: tuple[Host, ...]) -> list[tuple[str, str]]:
@@ -151,10 +180,55 @@ def slow_network(trial: Trial, made: tuple[Host, ...]) -> list[tuple[str, str]]:
     elif trial.fault == "link":
         where = (victim.name, "eth0")
         device = ("dev", where[1])
-        tc(where[0], "qdisc", "add", *device, "root", "handle", "1:", "htb", "default", "20")
-        tc(where[0], "class", "add", *device, "parent", "1:", "classid", "1:20", "htb", "rate", "10gbit")
-        tc(where[0], "class", "add", *device, "parent", "1:", "classid", "1:10", "htb", "rate", "10gbit")
-        tc(where[0], "qdisc", "add", *device, "parent", "1:10", "handle", "10:", *bucket)
+        tc(
+            where[0],
+            "qdisc",
+            "add",
+            *device,
+            "root",
+            "handle",
+            "1:",
+            "htb",
+            "default",
+            "20",
+        )
+        tc(
+            where[0],
+            "class",
+            "add",
+            *device,
+            "parent",
+            "1:",
+            "classid",
+            "1:20",
+            "htb",
+            "rate",
+            "10gbit",
+        )
+        tc(
+            where[0],
+            "class",
+            "add",
+            *device,
+            "parent",
+            "1:",
+            "classid",
+            "1:10",
+            "htb",
+            "rate",
+            "10gbit",
+        )
+        tc(
+            where[0],
+            "qdisc",
+            "add",
+            *device,
+            "parent",
+            "1:10",
+            "handle",
+            "10:",
+            *bucket,
+        )
         tc(where[0], "filter", "add", *device, "parent", "1:", "protocol", "ip", "prio", "1", "u32",
            "match", "ip", "dst", f"{made[trial.other].address}/32", "flowid", "1:10")  # fmt: skip
     else:
@@ -165,7 +239,10 @@ def slow_network(trial: Trial, made: tuple[Host, ...]) -> list[tuple[str, str]]:
 def campaign(trials: list[Trial]) -> list[dict[str, Any]]:
     """What was said in each trial."""
     results = []
-    with tempfile.TemporaryDirectory() as name, hosts(WORLD, f"weft-doctor-{os.getpid()}") as made:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        hosts(WORLD, f"weft-doctor-{os.getpid()}") as made,
+    ):
         folder = Path(name)
         (folder / "trials").write_text(json.dumps([asdict(trial) for trial in trials]))
         ranks = []
@@ -174,10 +251,17 @@ def campaign(trials: list[Trial]) -> list[dict[str, Any]]:
                 "MASTER_ADDR": made[0].address, "MASTER_PORT": str(PORT), "RANK": str(rank), "WORLD_SIZE": str(WORLD),
                 "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
             }  # fmt: skip
-            ranks.append(subprocess.Popen(host.command([sys.executable, __file__, "--rank", name]), env=env))
+            ranks.append(
+                subprocess.Popen(
+                    host.command([sys.executable, __file__, "--rank", name]), env=env
+                )
+            )
         try:
             for trial in trials:
-                slowed, answer = slow_network(trial, made), folder / f"{trial.number}.json"
+                slowed, answer = (
+                    slow_network(trial, made),
+                    folder / f"{trial.number}.json",
+                )
                 (folder / f"{trial.number}.ready").touch()
                 while not answer.exists():
                     if any(rank.poll() for rank in ranks):
@@ -186,13 +270,24 @@ def campaign(trials: list[Trial]) -> list[dict[str, Any]]:
                 for space, device in slowed:
                     tc(space, "qdisc", "del", "dev", device, "root")
                 found = json.loads(answer.read_text())
-                said = [(kind, sorted(ranks) if kind != "link" else ranks) for kind, ranks, _ in found["said"][-1][1]]
+                said = [
+                    (kind, sorted(ranks) if kind != "link" else ranks)
+                    for kind, ranks, _ in found["said"][-1][1]
+                ]
                 right = said == trial.expected
-                kept = {name: found[name] for name in ("said", "step_s", "probes", "probe_s")}
+                kept = {
+                    name: found[name]
+                    for name in ("said", "step_s", "probes", "probe_s")
+                }
                 results.append({**asdict(trial), **kept, "right": right})
                 what = f"{trial.number} {trial.layout} {trial.fault or 'quiet'} {trial.victim} {trial.other}"
                 how = f"{trial.rate} Mbit, steps of {found['step_s'] * 1e3:.0f} ms"
-                print(what, how, "right" if right else f"WRONG: {found['said']}", flush=True)
+                print(
+                    what,
+                    how,
+                    "right" if right else f"WRONG: {found['said']}",
+                    flush=True,
+                )
         finally:
             for rank in ranks:
                 rank.kill()
@@ -200,7 +295,9 @@ def campaign(trials: list[Trial]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trials", type=int, default=40)
     parser.add_argument("--quiet", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
@@ -214,14 +311,22 @@ def main() -> None:
 
         torch.set_num_threads(1)
         init_ranks("cpu", 120)
-        be_rank([Trial(**values) for values in json.loads((given.rank / "trials").read_text())], given.rank)
+        be_rank(
+            [
+                Trial(**values)
+                for values in json.loads((given.rank / "trials").read_text())
+            ],
+            given.rank,
+        )
         os._exit(0)
     if reason := unavailable():
         raise SystemExit(reason)
     results = campaign(drawn(given.trials, given.quiet, given.seed))
     right = Counter(one["fault"] or "quiet" for one in results if one["right"])
     counts = Counter(one["fault"] or "quiet" for one in results)
-    found = {name: f"{right[name]} of {count}" for name, count in sorted(counts.items())}
+    found = {
+        name: f"{right[name]} of {count}" for name, count in sorted(counts.items())
+    }
     print(found)
     summary = {
         "date": datetime.now().isoformat(timespec="minutes"),

@@ -22,7 +22,19 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from step import Job, Step, machine, measure, on_ranks, plain_step, show, single, weft_alone, weft_step, write
+from step import (
+    Job,
+    Step,
+    machine,
+    measure,
+    on_ranks,
+    plain_step,
+    show,
+    single,
+    weft_alone,
+    weft_step,
+    write,
+)
 from torch import nn
 
 from weft.checkpoint.convert.routing import chosen_experts
@@ -43,7 +55,15 @@ RESULTS = Path(__file__).parent / "results" / "experts.json"
 QWEN: dict[str, Any] = {"qk_norm": True, "router": "pre-softmax", "router_norm": True}
 #: 16 experts of which each token goes through 4: the products of one of them have few rows, as in large models.
 TINY = ModelShape(
-    vocab=2048, layers=4, embed=256, heads=8, kv_heads=2, experts=16, experts_per_token=4, expert_ffn=128, **QWEN
+    vocab=2048,
+    layers=4,
+    embed=256,
+    heads=8,
+    kv_heads=2,
+    experts=16,
+    experts_per_token=4,
+    expert_ffn=128,
+    **QWEN,
 )
 JOBS = {
     "tiny": Job(TINY, 8, 256),
@@ -57,7 +77,9 @@ JOBS = {
 }  # fmt: skip
 #: The options of ``timed`` on four ranks: three ways for blocks of one or two ranks, and one where all are a block.
 OPTIONS = 7
-DISPATCH = [way for way in get_args(Layout.model_fields["dispatch"].annotation) if way != "none"]
+DISPATCH = [
+    way for way in get_args(Layout.model_fields["dispatch"].annotation) if way != "none"
+]
 
 
 def transformers_model(job: Job, weights: dict[str, torch.Tensor]) -> nn.Module:
@@ -66,7 +88,9 @@ def transformers_model(job: Job, weights: dict[str, torch.Tensor]) -> nn.Module:
 
     with tempfile.TemporaryDirectory() as folder:
         export(weights, job.shape, Path(folder) / "model")
-        model = AutoModelForCausalLM.from_pretrained(Path(folder) / "model", dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            Path(folder) / "model", dtype=torch.float32
+        )
     model.config.use_cache = False
     return model.train()
 
@@ -78,8 +102,13 @@ def transformers_alone(job: Job) -> Step:
 
 def on_rank(rank: int, job: Job, rounds: int, peak: float) -> dict[str, Any]:
     """One of four ranks. ``weft``, to which all are compared, is that whose experts stay where their tokens are."""
-    layouts = {"weft": Layout(shard=4)} | {way: Layout(shard=4, ep=4, dispatch=way, node=2) for way in DISPATCH}
-    sides: dict[str, Step] = {name: weft_step(job, Mesh.create(one, "cpu"))[0] for name, one in layouts.items()}
+    layouts = {"weft": Layout(shard=4)} | {
+        way: Layout(shard=4, ep=4, dispatch=way, node=2) for way in DISPATCH
+    }
+    sides: dict[str, Step] = {
+        name: weft_step(job, Mesh.create(one, "cpu"))[0]
+        for name, one in layouts.items()
+    }
     trials = {"timed": TRIALS * OPTIONS}
     return measure(job, sides, rounds, 1, min(4, os.cpu_count() or 1) * peak, trials)
 
@@ -98,10 +127,17 @@ def routing(steps: int) -> tuple[list[np.ndarray], list[np.ndarray], list[int], 
     loss = 0.0
     for step in range(steps):
         lr = learning_rate(settings.optimizer, step, steps)
-        loss = train_step(model, state, loader.step(step * batch) or [], mesh, lr=lr, clip=1.0).loss
+        loss = train_step(
+            model, state, loader.step(step * batch) or [], mesh, lr=lr, clip=1.0
+        ).loss
     unseen = job.loader(job.corpus.validation, mesh)
-    rows = [one.tokens.flatten() for n in range(16) for one in unseen.step(n * batch) or []]
-    halves = (chosen_experts(model, torch.cat(one).tolist()) for one in (rows[::2], rows[1::2]))
+    rows = [
+        one.tokens.flatten() for n in range(16) for one in unseen.step(n * batch) or []
+    ]
+    halves = (
+        chosen_experts(model, torch.cat(one).tolist())
+        for one in (rows[::2], rows[1::2])
+    )
     return *halves, list(job.shape.mixtures.values()), loss
 
 
@@ -119,8 +155,13 @@ def placed(steps: int) -> dict[str, Any]:
                  for name, level in {"affinity": 0.0, "both": 3.0, "load": 1000.0}.items()}  # fmt: skip
         found[str(ranks)] = {
             name: {
-                "crossings": 1 - statistics.mean(affinity.share_that_stays(unseen, one) for one in owners),
-                "load": statistics.mean(affinity.largest_load(counted[1], one) for one in owners),
+                "crossings": 1
+                - statistics.mean(
+                    affinity.share_that_stays(unseen, one) for one in owners
+                ),
+                "load": statistics.mean(
+                    affinity.largest_load(counted[1], one) for one in owners
+                ),
             }
             for name, owners in ways.items()
         }
@@ -130,14 +171,22 @@ def placed(steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("--rounds", type=int, default=8, help="turns of every side")
     parser.add_argument("--only", choices=["single", "ranks", "placed"])
-    parser.add_argument("--steps", type=int, default=300, help="of training before experts are placed")
+    parser.add_argument(
+        "--steps", type=int, default=300, help="of training before experts are placed"
+    )
     parser.add_argument("--job", choices=list(JOBS), help="default: all but smoke")
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
-    results: dict[str, Any] = {"machine": machine(), "rounds": options.rounds, "jobs": {}}
+    results: dict[str, Any] = {
+        "machine": machine(),
+        "rounds": options.rounds,
+        "jobs": {},
+    }
     torch.set_num_threads(1)
     peak = measured_flops(torch.device("cpu"), torch.float32)  # of one core
     asked = [options.job] if options.job else [name for name in JOBS if name != "smoke"]
@@ -154,7 +203,10 @@ def main() -> None:
             show(f"{title}, one process", found["single"])
         if options.only in (None, "ranks"):
             found["ranks"] = on_ranks(4, on_rank, job, options.rounds, peak)
-            show(f"{title}, 4 ranks; weft: shard=4, the others: shard=4,ep=4", found["ranks"])
+            show(
+                f"{title}, 4 ranks; weft: shard=4, the others: shard=4,ep=4",
+                found["ranks"],
+            )
     if options.only in (None, "placed"):
         results["placed"] = placed(options.steps)
         for ranks, ways in results["placed"].items():

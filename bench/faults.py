@@ -19,14 +19,26 @@ sys.path.insert(0, str(ROOT))
 from tests.cases import write_corpus  # noqa: E402
 from tests.resilience.trials import KINDS, trial  # noqa: E402
 
-COLUMNS = ("detect_s", "part_s", "agree_s", "rebuild_s", "recover_s", "recompute_s", "stall_s")
+COLUMNS = (
+    "detect_s",
+    "part_s",
+    "agree_s",
+    "rebuild_s",
+    "recover_s",
+    "recompute_s",
+    "stall_s",
+)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for kind in KINDS:
         parser.add_argument(f"--{kind}", type=int, default=0, metavar="TRIALS")
-    parser.add_argument("--seed", type=int, default=0, help="of the first trial of each kind")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the first trial of each kind"
+    )
     parser.add_argument("--json", type=Path, default=ROOT / "bench/results/faults.json")
     given = parser.parse_args()
     rows = []
@@ -36,13 +48,29 @@ def main() -> int:
             for seed in range(given.seed, given.seed + getattr(given, kind)):
                 row = trial(kind, seed, corpus, Path(folder))
                 rows.append(row)
-                times = "  ".join(f"{name} {row[name]:.2f}" for name in COLUMNS if name in row)
-                print(f"{kind:10} {seed:3}  {row['layout']:18} {row['victims']}  {times}  {row['wrong']}", flush=True)
-    middle = {name: round(median(found), 3) for name in COLUMNS if (found := [r[name] for r in rows if name in r])}
-    found = {"trials": Counter(r["kind"] for r in rows), "medians": middle, "rows": rows}
+                times = "  ".join(
+                    f"{name} {row[name]:.2f}" for name in COLUMNS if name in row
+                )
+                print(
+                    f"{kind:10} {seed:3}  {row['layout']:18} {row['victims']}  {times}  {row['wrong']}",
+                    flush=True,
+                )
+    middle = {
+        name: round(median(found), 3)
+        for name in COLUMNS
+        if (found := [r[name] for r in rows if name in r])
+    }
+    found = {
+        "trials": Counter(r["kind"] for r in rows),
+        "medians": middle,
+        "rows": rows,
+    }
     given.json.write_text(json.dumps(found, indent=1) + "\n")
     wrong = [row for row in rows if row["wrong"]]
-    print(f"{len(rows)} trials, {len(wrong)} wrong; medians:", "  ".join(f"{n} {v:.2f}" for n, v in middle.items()))
+    print(
+        f"{len(rows)} trials, {len(wrong)} wrong; medians:",
+        "  ".join(f"{n} {v:.2f}" for n, v in middle.items()),
+    )
     return bool(wrong)
 
 

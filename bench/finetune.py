@@ -49,7 +49,11 @@ Step = Callable[[int], tuple[float, int]]
 
 
 def recipe_of(method: str, packed: bool, batch: int) -> Recipe:
-    given = [f"train.batch={batch}", f"data.chat.pack={str(packed).lower()}", f"optimizer.lr={LR[method]}"]
+    given = [
+        f"train.batch={batch}",
+        f"data.chat.pack={str(packed).lower()}",
+        f"optimizer.lr={LR[method]}",
+    ]
     recipe = load_recipe(ROOT / "recipes" / "finetune.toml", given)
     return recipe if method == "lora" else recipe.model_copy(update={"adapter": None})
 
@@ -100,7 +104,12 @@ def theirs(method: str, packed: bool, batch: int, folder: str, total: int) -> St
     parameters = [p for p in model.parameters() if p.requires_grad]
     settings = recipe.optimizer
     optimizer = torch.optim.AdamW(
-        parameters, LR[method], settings.betas, settings.eps, weight_decay=settings.weight_decay, fused=True
+        parameters,
+        LR[method],
+        settings.betas,
+        settings.eps,
+        weight_decay=settings.weight_decay,
+        fused=True,
     )
 
     def step(number: int) -> tuple[float, int]:
@@ -109,7 +118,9 @@ def theirs(method: str, packed: bool, batch: int, folder: str, total: int) -> St
         longest = int(ends.max())
         mask = (torch.arange(longest) < ends[:, None]).long()
         logits = model(input_ids=rows.tokens[:, :longest], attention_mask=mask).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows.labels[:, :longest].flatten())
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), rows.labels[:, :longest].flatten()
+        )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -132,8 +143,16 @@ def by_trl(method: str, packed: bool, batch: int, folder: str, total: int) -> St
     for number in range(total):
         rows = batch_of(recipe, number, loader)
         tokens.append(rows.document_tokens)
-        for ids, labels, end in zip(rows.tokens.tolist(), rows.labels.tolist(), ends_of(rows).tolist(), strict=True):
-            examples.append({"input_ids": ids[:end], "labels": [-100, *labels[: end - 1]]})  # not shifted
+        for ids, labels, end in zip(
+            rows.tokens.tolist(),
+            rows.labels.tolist(),
+            ends_of(rows).tolist(),
+            strict=True,
+        ):
+            # not shifted
+            examples.append(
+                {"input_ids": ids[:end], "labels": [-100, *labels[: end - 1]]}
+            )
     asked, done = queue.Queue[int](), queue.Queue[float]()
 
     class Peer(SFTTrainer):
@@ -177,7 +196,15 @@ def by_trl(method: str, packed: bool, batch: int, folder: str, total: int) -> St
     return step
 
 
-def live(pipe: Any, make: Callable[..., Step], method: str, packed: bool, batch: int, folder: str, total: int) -> None:
+def live(
+    pipe: Any,
+    make: Callable[..., Step],
+    method: str,
+    packed: bool,
+    batch: int,
+    folder: str,
+    total: int,
+) -> None:
     """One side: takes the numbers of steps, gives what they came to; None ends it."""
     torch.set_num_threads(2)
     step = make(method, packed, batch, folder, total)
@@ -185,11 +212,15 @@ def live(pipe: Any, make: Callable[..., Step], method: str, packed: bool, batch:
     while (number := pipe.recv()) is not None:
         begun, used = time.perf_counter(), time.process_time()
         loss, tokens = step(number)
-        pipe.send((loss, tokens, time.perf_counter() - begun, time.process_time() - used))
+        pipe.send(
+            (loss, tokens, time.perf_counter() - begun, time.process_time() - used)
+        )
     pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 
 
-def compared(method: str, steps: int, turns: int, batch: int, folder: str) -> dict[str, Any]:
+def compared(
+    method: str, steps: int, turns: int, batch: int, folder: str
+) -> dict[str, Any]:
     """Weft, its peers and the packed rows, in turns."""
     sides = {"weft": (ours, False), "peer": (theirs, False), "packed": (ours, True)}
     sides |= {"trl": (by_trl, False)} if find_spec("trl") else {}
@@ -199,14 +230,18 @@ def compared(method: str, steps: int, turns: int, batch: int, folder: str) -> di
         given = (end, make, method, packed, batch, folder, steps * turns)
         context.Process(target=live, args=given, daemon=True).start()
         pipes[name].recv()
-    seen: dict[str, list[tuple[float, int, float, float]]] = {name: [] for name in sides}
+    seen: dict[str, list[tuple[float, int, float, float]]] = {
+        name: [] for name in sides
+    }
     for turn in range(turns):
         for name, pipe in pipes.items():
             for number in range(turn * steps, (turn + 1) * steps):
                 pipe.send(number)
                 seen[name].append(pipe.recv())
     found: dict[str, Any] = {
-        f"losses apart{note}": max(abs(a[0] - b[0]) for a, b in zip(seen["weft"], seen[peer], strict=True))
+        f"losses apart{note}": max(
+            abs(a[0] - b[0]) for a, b in zip(seen["weft"], seen[peer], strict=True)
+        )
         for peer, note in (("peer", ""), ("trl", " of trl"))
         if peer in seen
     }
@@ -221,14 +256,20 @@ def compared(method: str, steps: int, turns: int, batch: int, folder: str) -> di
         }
     for measure in ("tokens_per_s", "tokens_per_cpu_s"):
         found[f"{measure}, ratio"] = found["weft"][measure] / found["peer"][measure]
-        found[f"{measure}, ratio packed"] = found["packed"][measure] / found["peer"][measure]
+        found[f"{measure}, ratio packed"] = (
+            found["packed"][measure] / found["peer"][measure]
+        )
         if "trl" in found:
-            found[f"{measure}, ratio to trl"] = found["weft"][measure] / found["trl"][measure]
+            found[f"{measure}, ratio to trl"] = (
+                found["weft"][measure] / found["trl"][measure]
+            )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=3, help="of a turn")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--batch", type=int, default=8)
@@ -240,11 +281,20 @@ def main() -> None:
         assert recipe.model.origin is not None
         export_model(recipe.model.origin, Path(folder, "model"), print)
         job = prepare(recipe)
-        _, state = assemble(job.shape, Mesh.single(), recipe, starting_values(recipe, job.shape))
-        write_adapter({h.name: h.local for h in state.held}, job.shape, f"{folder}/model", Path(folder, "adapter"))
+        _, state = assemble(
+            job.shape, Mesh.single(), recipe, starting_values(recipe, job.shape)
+        )
+        write_adapter(
+            {h.name: h.local for h in state.held},
+            job.shape,
+            f"{folder}/model",
+            Path(folder, "adapter"),
+        )
         del state
         for method in METHODS:
-            found = results[method] = compared(method, given.steps, given.turns, given.batch, folder)
+            found = results[method] = compared(
+                method, given.steps, given.turns, given.batch, folder
+            )
             print(
                 f"{method:<5} weft {found['weft']['tokens_per_s']:.0f} tokens/s, transformers"
                 f"{' + PEFT' * (method == 'lora')} {found['peer']['tokens_per_s']:.0f}: "
@@ -259,7 +309,9 @@ def main() -> None:
                     f"processor time); peak {found['trl']['peak_gib']:.2f} GiB; losses apart "
                     f"{found['losses apart of trl']:.1e}", flush=True,
                 )  # fmt: skip
-    given.json.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
+    given.json.write_text(
+        json.dumps({"machine": machine(), "results": results}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

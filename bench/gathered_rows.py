@@ -36,7 +36,11 @@ ASKED = 4096
 
 def disk_bytes() -> int:
     """What the disk has read for this process so far."""
-    return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["read_bytes"])
+    return int(
+        dict(
+            line.split(": ") for line in Path("/proc/self/io").read_text().splitlines()
+        )["read_bytes"]
+    )
 
 
 def patterns(rows: int) -> dict[str, T]:
@@ -44,14 +48,21 @@ def patterns(rows: int) -> dict[str, T]:
     rng = torch.Generator().manual_seed(0)
     anywhere = torch.randint(rows, (ASKED,), generator=rng)
     order = torch.randperm(rows, generator=rng)
-    often = order[(rows ** torch.rand(ASKED, generator=rng, dtype=torch.float64)).long().clamp(max=rows - 1)]
+    often = order[
+        (rows ** torch.rand(ASKED, generator=rng, dtype=torch.float64))
+        .long()
+        .clamp(max=rows - 1)
+    ]
     near = (
-        torch.randint(rows, (ASKED // 64, 1), generator=rng) + torch.randint(512, (ASKED // 64, 64), generator=rng)
+        torch.randint(rows, (ASKED // 64, 1), generator=rng)
+        + torch.randint(512, (ASKED // 64, 64), generator=rng)
     ) % rows
     return {"anywhere": anywhere, "often": often, "near": near.flatten()}
 
 
-def mapped(path: Path, shape: tuple[int, int], advice: int, by_rows: bool = False) -> Callable[[T], T]:
+def mapped(
+    path: Path, shape: tuple[int, int], advice: int, by_rows: bool = False
+) -> Callable[[T], T]:
     """Indexing a new map of the file; ``by_rows``: of the rows once each, in their order."""
 
     def gather(index: T) -> T:
@@ -68,7 +79,9 @@ def mapped(path: Path, shape: tuple[int, int], advice: int, by_rows: bool = Fals
 
 
 def torch_mapped(path: Path, shape: tuple[int, int]) -> Callable[[T], T]:
-    return lambda index: torch.from_file(str(path), size=shape[0] * shape[1], dtype=torch.float32).view(shape)[index]
+    return lambda index: torch.from_file(
+        str(path), size=shape[0] * shape[1], dtype=torch.float32
+    ).view(shape)[index]
 
 
 def compared(folder: Path, width: int, mib: int, rounds: int) -> dict[str, Any]:
@@ -83,8 +96,12 @@ def compared(folder: Path, width: int, mib: int, rounds: int) -> dict[str, Any]:
     sides: dict[str, Callable[[T], T]] = {
         "weft": rows.__getitem__,
         "np.memmap": mapped(path, shape, mmap.MADV_NORMAL),
-        "np.memmap, unique and sorted": mapped(path, shape, mmap.MADV_NORMAL, by_rows=True),
-        "np.memmap, sorted, MADV_RANDOM": mapped(path, shape, mmap.MADV_RANDOM, by_rows=True),
+        "np.memmap, unique and sorted": mapped(
+            path, shape, mmap.MADV_NORMAL, by_rows=True
+        ),
+        "np.memmap, sorted, MADV_RANDOM": mapped(
+            path, shape, mmap.MADV_RANDOM, by_rows=True
+        ),
         "torch.from_file": torch_mapped(path, shape),
     }
     found: dict[str, Any] = {}
@@ -102,10 +119,20 @@ def compared(folder: Path, width: int, mib: int, rounds: int) -> dict[str, Any]:
                 read[side].append(disk_bytes() - bytes_before)
                 wanted = got if wanted is None else wanted
                 assert torch.equal(got, wanted), side
-        ours = {kind: (value - before.get(kind, 0)) // rounds for kind, value in rows.bytes.items()}
-        found[name] = {"asked": ours["asked"], "touched": ours["touched"], "read_by_count": ours["read"], "sides": {}}
+        ours = {
+            kind: (value - before.get(kind, 0)) // rounds
+            for kind, value in rows.bytes.items()
+        }
+        found[name] = {
+            "asked": ours["asked"],
+            "touched": ours["touched"],
+            "read_by_count": ours["read"],
+            "sides": {},
+        }
         for side in sides:
-            ratios = [a / b for a, b in zip(seconds[side], seconds["weft"], strict=True)]
+            ratios = [
+                a / b for a, b in zip(seconds[side], seconds["weft"], strict=True)
+            ]
             found[name]["sides"][side] = {
                 "seconds": statistics.median(seconds[side]), "ratio": statistics.median(ratios),
                 "quartiles": statistics.quantiles(ratios, n=4)[::2] if rounds > 1 else ratios * 2,
@@ -116,17 +143,23 @@ def compared(folder: Path, width: int, mib: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--mib", type=int, default=512, help="size of each table")
-    parser.add_argument("--folder", type=Path, help="where the files are; a temporary folder by default")
+    parser.add_argument(
+        "--folder", type=Path, help="where the files are; a temporary folder by default"
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     given = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = {"machine": machine(), "mib": given.mib}
     for width in (512, 2 * PAGE):
         with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-            found[f"rows of {width} bytes"] = rows = compared(Path(folder), width, given.mib, given.rounds)
+            found[f"rows of {width} bytes"] = rows = compared(
+                Path(folder), width, given.mib, given.rounds
+            )
         for name, row in rows.items():
             print(f"{ASKED} rows of {width} bytes, {name}: {row['asked']:,} bytes asked for on pages of "
                   f"{row['touched']:,}, {row['read_by_count']:,} read")  # fmt: skip

@@ -59,29 +59,45 @@ Timed = Callable[[], tuple[float, object]]
 
 
 def write(
-    engine: Engine, prompts: list[list[int]], count: int, how: Sampling, names: list[str] | None = None
+    engine: Engine,
+    prompts: list[list[int]],
+    count: int,
+    how: Sampling,
+    names: list[str] | None = None,
 ) -> object:
     asked = zip(prompts, names or [""] * len(prompts), strict=True)
-    found = [engine.submit(prompt, count, how, adapter=name)[0] for prompt, name in asked]
+    found = [
+        engine.submit(prompt, count, how, adapter=name)[0] for prompt, name in asked
+    ]
     engine.run()
     return [one.written for one in found]
 
 
-def speculation(model: Transformer, prompt: list[int], count: int, how: Sampling) -> Case:
+def speculation(
+    model: Transformer, prompt: list[int], count: int, how: Sampling
+) -> Case:
     def written(drafter: Lookup | None) -> object:
         found = write(Engine(model, drafter=drafter), [prompt], count, how)
-        return count if how.temperature else found  # one of many tokens at random may fall otherwise by rounding
+        # one of many tokens at random may fall otherwise by rounding
+        return count if how.temperature else found
 
     return lambda: written(Lookup()), lambda: written(None)
 
 
 def workers(model: Transformer, tokenizer: Tokenizer) -> Case:
     """Tokens a second: four workers write 24 tokens each, one writes 96."""
-    prompt = tokenizer.prompt_ids("Four friends write down everything that they know about the sea.\n")
-    openings = [tokenizer.prompt_ids(f"\n{name}:") for name in ("Ada", "Ben", "Cleo", "Dan")]
+    prompt = tokenizer.prompt_ids(
+        "Four friends write down everything that they know about the sea.\n"
+    )
+    openings = [
+        tokenizer.prompt_ids(f"\n{name}:") for name in ("Ada", "Ben", "Cleo", "Dan")
+    ]
 
     def written(names: int, count: int) -> object:
-        return sum(len(one.written) for one in hogwild(Engine(model), prompt, openings[:names], count, GREEDY))
+        return sum(
+            len(one.written)
+            for one in hogwild(Engine(model), prompt, openings[:names], count, GREEDY)
+        )
 
     return lambda: written(4, 24), lambda: written(1, 96)
 
@@ -95,7 +111,10 @@ def adapters(model: Transformer) -> Case:
             for module, projections in modules.items():
                 for name in ("wq", "wv"):
                     if name in projections.logical:
-                        (out, into), rank = projections.logical[name].shape, 8 + 8 * (number % 2)
+                        (out, into), rank = (
+                            projections.logical[name].shape,
+                            8 + 8 * (number % 2),
+                        )
                         form.append(Factors(module, name, rank, into, out, at))
                         at += rank * (into + out)
             forms.append(tuple(form))
@@ -112,7 +131,10 @@ def adapters(model: Transformer) -> Case:
     together, single = engine(), engine()
     return (
         lambda: write(together, prompts, 16, GREEDY, list(known)),
-        lambda: [write(single, [p], 16, GREEDY, [a])[0] for p, a in zip(prompts, known, strict=True)],  # type: ignore[index]
+        lambda: [
+            write(single, [p], 16, GREEDY, [a])[0]
+            for p, a in zip(prompts, known, strict=True)
+        ],  # type: ignore[index]
     )
 
 
@@ -153,7 +175,9 @@ def main() -> None:
     torch.set_num_threads(1)
     model, files = open_model(given.model, "cpu", print)
     tokenizer = tokenizer_of(files, given.model)
-    edit = tokenizer.prompt_ids(f"Original:\n{CODE}\nThe same with the name values changed to numbers:\n{CODE[:120]}")
+    edit = tokenizer.prompt_ids(
+        f"Original:\n{CODE}\nThe same with the name values changed to numbers:\n{CODE[:120]}"
+    )
     read_only(model)
     cases = {
         "editing": speculation(model, edit, 120, GREEDY),
@@ -161,9 +185,13 @@ def main() -> None:
         "workers": workers(model, tokenizer),
         "adapters": adapters(model),
     }
-    sides: dict[str, list[Timed]] = {name: [timed(run) for run in case] for name, case in cases.items()}
+    sides: dict[str, list[Timed]] = {
+        name: [timed(run) for run in case] for name, case in cases.items()
+    }
     for length in (500, 4_000):
-        sides[f"travel of {length:,}"] = [partial(standstill, model, length, rounds) for rounds in (True, False)]
+        sides[f"travel of {length:,}"] = [
+            partial(standstill, model, length, rounds) for rounds in (True, False)
+        ]
     rows = {}
     for name, (ours, other) in sides.items():
         if given.only not in name:
@@ -172,9 +200,15 @@ def main() -> None:
         times = [(ours()[0], other()[0]) for _ in range(given.turns)]
         a, b = (statistics.median(each) for each in zip(*times, strict=True))
         ratios = sorted(y / x for x, y in times)
-        rows[name] = {"with_s": a, "without_s": b, "ratio": statistics.median(ratios), "ratios": ratios}
+        rows[name] = {
+            "with_s": a,
+            "without_s": b,
+            "ratio": statistics.median(ratios),
+            "ratios": ratios,
+        }
         print(
-            f"{name:16} {a:8.4f} s with, {b:8.4f} s without: {statistics.median(ratios):.2f} times as fast", flush=True
+            f"{name:16} {a:8.4f} s with, {b:8.4f} s without: {statistics.median(ratios):.2f} times as fast",
+            flush=True,
         )
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -45,21 +45,34 @@ def tensors(steps: int = 20) -> dict[str, dict[str, T]]:
     model, state = assemble(job.shape, mesh, recipe)
     loader, batch = job.loader(job.corpus.train, mesh), recipe.train.batch
     for step in range(steps):
-        train_step(model, state, loader.step(step * batch) or [], mesh, lr=3e-3, clip=1.0)
+        train_step(
+            model, state, loader.step(step * batch) or [], mesh, lr=3e-3, clip=1.0
+        )
     accumulate(model, state, loader.step(steps * batch) or [], mesh)
-    gradients = {name: grad.detach().clone() for name, grad in state.gradients().items()}
+    gradients = {
+        name: grad.detach().clone() for name, grad in state.gradients().items()
+    }
     clear_gradients(model, state)
     before = {h.name: h.local.detach().clone() for h in state.held}
     for step in range(steps, 2 * steps):
-        train_step(model, state, loader.step(step * batch) or [], mesh, lr=3e-3, clip=1.0)
-    return {"gradients": gradients, "differences": {h.name: h.local.detach() - before[h.name] for h in state.held}}
+        train_step(
+            model, state, loader.step(step * batch) or [], mesh, lr=3e-3, clip=1.0
+        )
+    return {
+        "gradients": gradients,
+        "differences": {h.name: h.local.detach() - before[h.name] for h in state.held},
+    }
 
 
 def compared(kind: dict[str, T], word: str) -> dict[str, float]:
     """Bytes and errors of one setting for all tensors, and of L-GreCo's choice; of top-k also over all at once."""
     usual = build_compressor(word).for_feedback
     flat = isinstance(usual, TopK)
-    given = {name: x.flatten() for name, x in kind.items()} if not word.startswith("powersgd") else kind
+    given = (
+        {name: x.flatten() for name, x in kind.items()}
+        if not word.startswith("powersgd")
+        else kind
+    )
     chosen = allocate_compressors(given, usual)
     sizes = {side: sum(each[name].nbytes(x.shape) for name, x in given.items())
              for side, each in (("one setting", dict.fromkeys(given, usual)), ("chosen", chosen))}  # fmt: skip
@@ -69,14 +82,21 @@ def compared(kind: dict[str, T], word: str) -> dict[str, float]:
         "bytes of one setting": sizes["one setting"],
         "bytes chosen": sizes["chosen"],
         "times smaller": sizes["one setting"] / sizes["chosen"],
-        "error over that of one setting": errors["chosen"] / errors["one setting"] if errors["one setting"] else 1.0,
+        "error over that of one setting": errors["chosen"] / errors["one setting"]
+        if errors["one setting"]
+        else 1.0,
     }
     if flat:
         whole = torch.cat([*given.values()])
-        share = sum(chosen[name].share * x.numel() for name, x in given.items()) / whole.numel()  # type: ignore[attr-defined]
+        share = (
+            sum(chosen[name].share * x.numel() for name, x in given.items())
+            / whole.numel()
+        )  # type: ignore[attr-defined]
         together = TopK(share=share)
         found["bytes of the largest of all"] = together.nbytes(whole.shape)
-        found["error of the largest of all over that chosen"] = squared_error(together, whole) / errors["chosen"]
+        found["error of the largest of all over that chosen"] = (
+            squared_error(together, whole) / errors["chosen"]
+        )
     return found
 
 
@@ -84,10 +104,34 @@ def run(word: str, allocate: int, steps: int) -> dict[str, Any]:
     """A run of two islands, as ``weft train`` does it."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        settings = [f"sync.compress={word}", f"sync.allocate={allocate}", f"train.steps={steps}", "sync.every=10"]
-        settings += ["checkpoint.every=0", f"validation.every={steps}", "train.threads=1", "optimizer.lr=3e-3"]
-        words = [sys.executable, "-m", "weft", "train", "islands", "--layout", "island=2", "--out", str(out)]
-        ended = subprocess.run([*words, *(x for s in settings for x in ("--set", s))], capture_output=True, text=True)
+        settings = [
+            f"sync.compress={word}",
+            f"sync.allocate={allocate}",
+            f"train.steps={steps}",
+            "sync.every=10",
+        ]
+        settings += [
+            "checkpoint.every=0",
+            f"validation.every={steps}",
+            "train.threads=1",
+            "optimizer.lr=3e-3",
+        ]
+        words = [
+            sys.executable,
+            "-m",
+            "weft",
+            "train",
+            "islands",
+            "--layout",
+            "island=2",
+            "--out",
+            str(out),
+        ]
+        ended = subprocess.run(
+            [*words, *(x for s in settings for x in ("--set", s))],
+            capture_output=True,
+            text=True,
+        )
         if ended.returncode:
             raise SystemExit(ended.stderr)
         sent = re.search(r"has sent ([\d.]+) MiB", ended.stdout + ended.stderr)
@@ -97,13 +141,23 @@ def run(word: str, allocate: int, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--quick", action="store_true", help="a few steps of one compressor: whether it runs")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a few steps of one compressor: whether it runs",
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    results: dict[str, Any] = {"machine": machine(), "steps": 20 if given.quick else given.steps, "tensors": {}}
+    results: dict[str, Any] = {
+        "machine": machine(),
+        "steps": 20 if given.quick else given.steps,
+        "tensors": {},
+    }
     for name, kind in tensors(4 if given.quick else 20).items():
         results["tensors"][name] = {word: compared(kind, word) for word in WORDS}
         for word, row in results["tensors"][name].items():
@@ -112,10 +166,15 @@ def main() -> None:
             if "bytes of the largest of all" in row:
                 error = row["error of the largest of all over that chosen"]
                 size = row["bytes of the largest of all"] / row["bytes chosen"]
-                print(f"{'':24} the largest of all: {error:.3f} of the error in {size:.2f} of the bytes")
+                print(
+                    f"{'':24} the largest of all: {error:.3f} of the error in {size:.2f} of the bytes"
+                )
     results["runs"] = {}
     for word in RUNS[:1] if given.quick else RUNS:
-        sides = {name: run(word, allocate, results["steps"]) for name, allocate in (("one setting", 0), ("chosen", 5))}
+        sides = {
+            name: run(word, allocate, results["steps"])
+            for name, allocate in (("one setting", 0), ("chosen", 5))
+        }
         ratio = sides["one setting"]["MiB sent"] / sides["chosen"]["MiB sent"]
         results["runs"][word] = sides | {"times less": ratio}
         print(f"run of two islands, {word}: {sides['one setting']['MiB sent']:.3g} MiB and loss "

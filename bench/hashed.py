@@ -43,16 +43,30 @@ def trained(steps: int, lsh: int, residual: bool) -> dict[str, Any]:
         return found
 
     split, losses, loader = Hashed._buckets, [], job.loader(job.corpus.train, mesh)
-    for mixture in (module for module in model.modules() if lsh and isinstance(module, Mixture)):
-        ranks = mock.Mock(items=mixture.router.count, pieces=1, declared=lambda x: x, **{"mesh.layout": layout})
+    for mixture in (
+        module for module in model.modules() if lsh and isinstance(module, Mixture)
+    ):
+        ranks = mock.Mock(
+            items=mixture.router.count,
+            pieces=1,
+            declared=lambda x: x,
+            **{"mesh.layout": layout},
+        )
         mixture.dispatcher = Hashed(ranks, mixture.dispatcher)
     with mock.patch.object(Hashed, "_buckets", buckets):
         for step in range(steps):
             rate = learning_rate(recipe.optimizer, step, steps)
             batches = loader.step(step * recipe.train.batch) or []
-            losses.append(train_step(model, state, batches, mesh, lr=rate, clip=1.0).loss)
+            losses.append(
+                train_step(model, state, batches, mesh, lr=rate, clip=1.0).loss
+            )
     last = losses[-25:]
-    return {"lsh": lsh, "residual": residual, "loss": sum(last) / len(last), "rows": sent / rows if lsh else 1.0}
+    return {
+        "lsh": lsh,
+        "residual": residual,
+        "loss": sum(last) / len(last),
+        "rows": sent / rows if lsh else 1.0,
+    }
 
 
 def main() -> None:
@@ -61,7 +75,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     found = []
-    for lsh, residual in [(0, False), *((n, r) for n in (1, 2, 4) for r in (False, True))]:
+    for lsh, residual in [
+        (0, False),
+        *((n, r) for n in (1, 2, 4) for r in (False, True)),
+    ]:
         found.append(trained(given.steps, lsh, residual))
         over = found[-1]["loss"] / found[0]["loss"] - 1
         print(f"{found[-1]}  {over:+.1%}", flush=True)

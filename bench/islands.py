@@ -64,7 +64,14 @@ APART = "island=2,dp=2"
 PLAIN, TORCHFT = "plain data parallel", "torchft's DiLoCo"
 #: Outer rates and momenta as --tune found them best on seed 0, after 1,500 steps together.
 NESTEROV = {"update": "nesterov", "lr": 1.0, "momentum": 0.3}
-STREAMING = {"update": "streaming", "fragments": 4, "delay": 2, "compress": "int8", "lr": 1.0, "momentum": 0.3}
+STREAMING = {
+    "update": "streaming",
+    "fragments": 4,
+    "delay": 2,
+    "compress": "int8",
+    "lr": 1.0,
+    "momentum": 0.3,
+}
 NOLOCO = {"update": "noloco", "lr": 1.0, "momentum": 0.3}
 SIDES = {
     PLAIN: Side("weft", "dp=4", steps=6),
@@ -127,8 +134,13 @@ SKIP = 2
 #: What --tune tries.
 GRID: dict[str, list[dict[str, Any]]] = {
     PLAIN: [{}],
-    "DiLoCo": [{"lr": lr, "momentum": m} for lr, m in ((0.7, 0.9), (1.0, 0.6), (1.0, 0.3), (0.7, 0.6))],
-    "streaming, int8": [{"lr": lr, "momentum": m} for lr, m in ((0.7, 0.9), (1.0, 0.6), (1.0, 0.3))],
+    "DiLoCo": [
+        {"lr": lr, "momentum": m}
+        for lr, m in ((0.7, 0.9), (1.0, 0.6), (1.0, 0.3), (0.7, 0.6))
+    ],
+    "streaming, int8": [
+        {"lr": lr, "momentum": m} for lr, m in ((0.7, 0.9), (1.0, 0.6), (1.0, 0.3))
+    ],
     "NoLoCo": [{"lr": lr, "momentum": m} for lr, m in ((0.7, 0.5), (1.0, 0.3))],
     "CO2": [{"lr": lr, "momentum": m} for lr, m in ((1.0, 0.2), (1.0, 0.0))],
 }
@@ -150,14 +162,25 @@ def prepare(folder: Path, steps: int, seed: int, before: int) -> int:
 
     draw = torch.Generator().manual_seed(seed)
     found = files(Source(kind="stdlib"))
-    out = {"held": found[::20], "train": [file for i, file in enumerate(found) if i % 20]}
+    out = {
+        "held": found[::20],
+        "train": [file for i, file in enumerate(found) if i % 20],
+    }
     count = {"held": HELD, "train": (before + steps) * RANKS * ROWS}
     for name, paths in out.items():
-        text = torch.frombuffer(bytearray(b"\n".join(path.read_bytes() for path in paths)), dtype=torch.uint8)
+        text = torch.frombuffer(
+            bytearray(b"\n".join(path.read_bytes() for path in paths)),
+            dtype=torch.uint8,
+        )
         fixed = torch.Generator().manual_seed(0) if name == "held" else draw
         starts = torch.randint(len(text) - LENGTH - 1, (count[name],), generator=fixed)
-        torch.save(text[starts[:, None] + torch.arange(LENGTH + 1)].clone(), folder / name)
-    shape, recipe = shape_of(), Recipe.model_validate({"train": {"seed": seed, "dtype": "float32"}})
+        torch.save(
+            text[starts[:, None] + torch.arange(LENGTH + 1)].clone(), folder / name
+        )
+    shape, recipe = (
+        shape_of(),
+        Recipe.model_validate({"train": {"seed": seed, "dtype": "float32"}}),
+    )
     _, state = assemble(shape, Mesh.single(), recipe)
     torch.save({h.name: h.local.clone() for h in state.held}, folder / "weights")
     if not before:
@@ -180,7 +203,9 @@ def learn(folder: Path, before: int) -> None:
     model, optimizer, loss_of = plain(folder)
     for number, batch in enumerate(first.long().split(RANKS * ROWS)):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(Optimizer(lr=LR, warmup=WARM, schedule="constant"), number, before)
+            group["lr"] = learning_rate(
+                Optimizer(lr=LR, warmup=WARM, schedule="constant"), number, before
+            )
         optimizer.zero_grad()
         loss_of(model, batch).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -188,7 +213,10 @@ def learn(folder: Path, before: int) -> None:
     trained, theirs = model.state_dict(), {"table": "weight", "scale": "weight"}
     names = {name: name.rpartition(".") for name in torch.load(folder / "weights")}
     torch.save(
-        {name: trained[f"{path}.{theirs.get(leaf, f'{leaf}.weight')}"] for name, (path, _, leaf) in names.items()},
+        {
+            name: trained[f"{path}.{theirs.get(leaf, f'{leaf}.weight')}"]
+            for name, (path, _, leaf) in names.items()
+        },
         folder / "weights",
     )
     torch.save(rest.clone(), folder / "train")
@@ -197,12 +225,22 @@ def learn(folder: Path, before: int) -> None:
 def shape_of() -> Any:
     from weft.recipe import ModelShape
 
-    return ModelShape(vocab=256, layers=LAYERS, embed=EMBED, heads=4, kv_heads=4, qk_norm=True, tied=True)
+    return ModelShape(
+        vocab=256,
+        layers=LAYERS,
+        embed=EMBED,
+        heads=4,
+        kv_heads=4,
+        qk_norm=True,
+        tied=True,
+    )
 
 
 def rows_of(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's rows of every step, ``[steps, rows, length + 1]``, and its part of those that are held out."""
-    train = torch.load(Path(run.folder) / "train").long().view(-1, RANKS, ROWS, LENGTH + 1)
+    train = (
+        torch.load(Path(run.folder) / "train").long().view(-1, RANKS, ROWS, LENGTH + 1)
+    )
     held = torch.load(Path(run.folder) / "held").long()
     return train[:, run.rank], held.chunk(RANKS // SITES)[run.local]
 
@@ -216,7 +254,13 @@ def be_rank(run: Run) -> None:
         "RANK": f"{run.rank}", "WORLD_SIZE": f"{RANKS}", "LOCAL_RANK": f"{run.local}", "MASTER_ADDR": run.meeting,
         "LOCAL_WORLD_SIZE": f"{RANKS // SITES}", "MASTER_PORT": f"{run.port}", "GLOO_SOCKET_IFNAME": "eth0",
     }  # fmt: skip
-    (be_torchft if SIDES[run.side].kind == "torchft" else be_weft if SIDES[run.side].kind == "weft" else be_torch)(run)
+    (
+        be_torchft
+        if SIDES[run.side].kind == "torchft"
+        else be_weft
+        if SIDES[run.side].kind == "weft"
+        else be_torch
+    )(run)
 
 
 class Log:
@@ -250,13 +294,17 @@ class Log:
                 self.meet("measure")
                 sent = wire()
             begun, used = time.perf_counter(), time.process_time()
-            self.found["loss"].append(step(number, learning_rate(settings, number, self.run.total)))
+            self.found["loss"].append(
+                step(number, learning_rate(settings, number, self.run.total))
+            )
             if number == self.run.steps - 1 and not self.run.skip:
                 end()  # which a run has once, and not its steps
             self.found["seconds"].append(time.perf_counter() - begun)
             self.found["cpu"].append(time.process_time() - used)
             self.found["waited"] = waited()
-            if self.run.asked and ((number + 1) % self.run.asked == 0 or number + 1 == self.run.steps):
+            if self.run.asked and (
+                (number + 1) % self.run.asked == 0 or number + 1 == self.run.steps
+            ):
                 self.meet(f"ask{number}-")
                 self.found["held"][number + 1] = held()
                 self.meet(f"asked{number}-")
@@ -271,7 +319,11 @@ class Log:
 
 def wire() -> int:
     """Bytes that have left this site."""
-    (line,) = (line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("eth0:"))
+    (line,) = (
+        line
+        for line in Path("/proc/net/dev").read_text().splitlines()
+        if line.strip().startswith("eth0:")
+    )
     return int(line.split(":")[1].split()[8])
 
 
@@ -291,9 +343,14 @@ def be_weft(run: Run) -> None:
     def batch(rows: torch.Tensor) -> Batch:
         ends = torch.arange(0, len(rows) * LENGTH + 1, LENGTH, dtype=torch.int32)
         positions = torch.arange(LENGTH).repeat(len(rows), 1)
-        return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), positions, ends)
+        return Batch(
+            rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), positions, ends
+        )
 
-    layout, every = Layout.parse(SIDES[run.side].layout), {"every": EVERY} if run.sync else {}
+    layout, every = (
+        Layout.parse(SIDES[run.side].layout),
+        {"every": EVERY} if run.sync else {},
+    )
     recipe = Recipe.model_validate({
         "train": {"dtype": "float32", "seed": run.seed, "batch": RANKS * ROWS, "steps": max(run.total, EVERY)},
         "layout": layout.model_dump(mode="json"), "sync": every | run.sync,
@@ -302,22 +359,35 @@ def be_weft(run: Run) -> None:
     mesh = Mesh.create(layout, "cpu")
     weights = torch.load(Path(run.folder) / "weights")
     model, state = assemble(
-        shape_of(), mesh, recipe, lambda name, logical, box: weights[name][tuple(slice(*cut) for cut in box)]
+        shape_of(),
+        mesh,
+        recipe,
+        lambda name, logical, box: weights[name][tuple(slice(*cut) for cut in box)],
     )
     (rows, unseen), log = rows_of(run), Log(run)
     waits: list[float] = []
     with open_streams(mesh, LIMIT) as streams:
         settings = Optimizer(lr=LR, weight_decay=DECAY, clip=CLIP)
-        stepper = build_stepper(model, state, mesh, recipe.model_copy(update={"optimizer": settings}), streams=streams)
+        stepper = build_stepper(
+            model,
+            state,
+            mesh,
+            recipe.model_copy(update={"optimizer": settings}),
+            streams=streams,
+        )
         if hasattr(stepper, "exchanged"):
             count_waits(stepper, waits)
         log.train(
             lambda number, lr: stepper.step([batch(rows[number])], lr)[0].loss,
-            lambda: evaluate(model, state, [[batch(part)] for part in unseen.split(32)], mesh),
+            lambda: evaluate(
+                model, state, [[batch(part)] for part in unseen.split(32)], mesh
+            ),
             stepper.finish,
             lambda: sum(waits),
         )
-        log.found["counted"] = streams.sent + streams.around if streams is not None else None
+        log.found["counted"] = (
+            streams.sent + streams.around if streams is not None else None
+        )
     log.write()
     dist.destroy_process_group()
 
@@ -349,7 +419,9 @@ def plain(folder: Path) -> tuple[Any, Any, Callable[..., Any]]:
     from step import Job, adamw, plain_model
     from torch.nn.functional import cross_entropy
 
-    model = plain_model(Job(shape_of(), RANKS * ROWS, LENGTH), torch.load(folder / "weights"))
+    model = plain_model(
+        Job(shape_of(), RANKS * ROWS, LENGTH), torch.load(folder / "weights")
+    )
     optimizer = adamw(model)
 
     def loss_of(forward: Any, rows: torch.Tensor) -> Any:
@@ -358,7 +430,15 @@ def plain(folder: Path) -> tuple[Any, Any, Callable[..., Any]]:
     return model, optimizer, loss_of
 
 
-def stepping(run: Run, log: Log, forward: Any, model: Any, optimizer: Any, inner: Any, loss_of: Any) -> None:
+def stepping(
+    run: Run,
+    log: Log,
+    forward: Any,
+    model: Any,
+    optimizer: Any,
+    inner: Any,
+    loss_of: Any,
+) -> None:
     """Train by ``forward``; ``optimizer`` steps, and has the groups of ``inner``."""
     rows, unseen = rows_of(run)
 
@@ -375,7 +455,9 @@ def stepping(run: Run, log: Log, forward: Any, model: Any, optimizer: Any, inner
     @torch.no_grad()
     def held() -> float:
         parts = unseen.split(32)
-        return sum(float(loss_of(model, part)) * len(part) for part in parts) / len(unseen)
+        return sum(float(loss_of(model, part)) * len(part) for part in parts) / len(
+            unseen
+        )
 
     log.train(step, held)
     log.write()
@@ -390,21 +472,35 @@ def be_torch(run: Run) -> None:
     init_ranks("cpu", LIMIT)
     model, inner, loss_of = plain(Path(run.folder))
     # In one bucket: PowerSGD begins a second sum when the first is done, which ranks need not see in one order.
-    forward, optimizer, kind = DistributedDataParallel(model, bucket_cap_mb=100), inner, SIDES[run.side].kind
+    forward, optimizer, kind = (
+        DistributedDataParallel(model, bucket_cap_mb=100),
+        inner,
+        SIDES[run.side].kind,
+    )
     if kind == "powersgd":
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
-        state = power.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=run.skip or WARM)
+        state = power.PowerSGDState(
+            None, matrix_approximation_rank=4, start_powerSGD_iter=run.skip or WARM
+        )
         forward.register_comm_hook(state, power.powerSGD_hook)
     elif kind == "post-local":
-        from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local
-        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.algorithms.ddp_comm_hooks import (
+            post_localSGD_hook as local,
+        )
+        from torch.distributed.algorithms.model_averaging.averagers import (
+            PeriodicModelAverager,
+        )
         from torch.distributed.optim import PostLocalSGDOptimizer
 
         sites = [dist.new_group([2 * site, 2 * site + 1]) for site in range(SITES)]
-        hook = local.PostLocalSGDState(None, sites[run.site], start_localSGD_iter=run.skip or WARM)
+        hook = local.PostLocalSGDState(
+            None, sites[run.site], start_localSGD_iter=run.skip or WARM
+        )
         forward.register_comm_hook(hook, local.post_localSGD_hook)
-        optimizer = PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=EVERY, warmup_steps=run.skip or WARM))
+        optimizer = PostLocalSGDOptimizer(
+            inner, PeriodicModelAverager(period=EVERY, warmup_steps=run.skip or WARM)
+        )
     stepping(run, Log(run), forward, model, optimizer, inner, loss_of)
     dist.destroy_process_group()
 
@@ -420,8 +516,12 @@ def be_torchft(run: Run) -> None:
     from torchft.local_sgd import DiLoCo
 
     limit, ranks = timedelta(seconds=LIMIT), RANKS // SITES
-    store = dist.TCPStore(run.address, run.port, ranks, is_master=run.local == 0, timeout=limit)
-    dist.init_process_group("gloo", store=dist.PrefixStore("site", store), rank=run.local, world_size=ranks)
+    store = dist.TCPStore(
+        run.address, run.port, ranks, is_master=run.local == 0, timeout=limit
+    )
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("site", store), rank=run.local, world_size=ranks
+    )
     model, inner, loss_of = plain(Path(run.folder))
     manager = Manager(
         pg=ProcessGroupGloo(timeout=limit), min_replica_size=SITES, replica_id=f"site{run.site}", rank=run.local,
@@ -431,9 +531,13 @@ def be_torchft(run: Run) -> None:
         load_state_dict=lambda s: (model.load_state_dict(s["model"]), inner.load_state_dict(s["inner"])),
         state_dict=lambda: {"model": model.state_dict(), "inner": inner.state_dict()},
     )  # fmt: skip
-    outer = torch.optim.SGD(model.parameters(), run.sync["lr"], run.sync["momentum"], nesterov=True)
+    outer = torch.optim.SGD(
+        model.parameters(), run.sync["lr"], run.sync["momentum"], nesterov=True
+    )
     with DiLoCo(manager, [model], inner, outer, sync_every=EVERY):
-        stepping(run, Log(run), DistributedDataParallel(model), model, inner, inner, loss_of)
+        stepping(
+            run, Log(run), DistributedDataParallel(model), model, inner, inner, loss_of
+        )
     os._exit(0)
 
 
@@ -441,7 +545,11 @@ def be_lighthouse() -> None:
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(
-        bind="[::]:29510", min_replicas=SITES, join_timeout_ms=1000, quorum_tick_ms=100, heartbeat_timeout_ms=5000
+        bind="[::]:29510",
+        min_replicas=SITES,
+        join_timeout_ms=1000,
+        quorum_tick_ms=100,
+        heartbeat_timeout_ms=5000,
     )
     print(server.address(), flush=True)
     time.sleep(3600)
@@ -458,14 +566,17 @@ def be_relay(delay_s: float) -> None:
     ends = []
     for name in (b"near", b"far"):
         end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-        ioctl(end, 0x400454CA, pack("16sH", name, 0x1002))  # TUNSETIFF: a TAP device, frames alone
+        # TUNSETIFF: a TAP device, frames alone
+        ioctl(end, 0x400454CA, pack("16sH", name, 0x1002))
         ends.append(end)
     print("there", flush=True)
     held: deque[tuple[float, int, bytes]] = deque()
     while True:
         left = max(0.0, held[0][0] - time.monotonic()) if held else 1.0
         for end in select.select(ends, [], [], left)[0]:
-            held.append((time.monotonic() + delay_s, ends[end == ends[0]], os.read(end, 65536)))
+            held.append(
+                (time.monotonic() + delay_s, ends[end == ends[0]], os.read(end, 65536))
+            )
         while held and held[0][0] <= time.monotonic():
             _, end, frame = held.popleft()
             try:
@@ -480,13 +591,24 @@ def network(which: Network) -> Iterator[Any]:
     from weft.resilience.hosts import hosts
 
     def ip(*words: str) -> None:
-        subprocess.run(["ip", "-n", made[1].switch, "link", *words], check=True, timeout=20)
+        subprocess.run(
+            ["ip", "-n", made[1].switch, "link", *words], check=True, timeout=20
+        )
 
     with hosts(SITES, f"weft-islands-{os.getpid()}", which.rate) as made:
         if not which.delay_s:
             yield made
             return
-        told = ["ip", "netns", "exec", made[1].switch, sys.executable, __file__, "--relay", str(which.delay_s)]
+        told = [
+            "ip",
+            "netns",
+            "exec",
+            made[1].switch,
+            sys.executable,
+            __file__,
+            "--relay",
+            str(which.delay_s),
+        ]
         relay = subprocess.Popen(told, stdout=subprocess.PIPE)
         try:
             assert relay.stdout is not None and relay.stdout.readline()
@@ -514,7 +636,13 @@ class Bench:
         self.parameters = prepare(self.data, most, seed, before)
 
     def run(
-        self, made: Any, name: str, steps: int, asked: int = 0, skip: int = 0, sync: dict[str, Any] | None = None
+        self,
+        made: Any,
+        name: str,
+        steps: int,
+        asked: int = 0,
+        skip: int = 0,
+        sync: dict[str, Any] | None = None,
     ) -> Any:
         """What the ranks of a side say of so many steps, as :class:`Run` has it; ``sync`` is changed so."""
         side, ranks, self.port = SIDES[name], [], self.port + 1
@@ -533,14 +661,24 @@ class Bench:
                         name, text, steps, steps if asked else self.steps, asked, skip, site, local, made[site].address,
                         made[0].address, self.port, self.seed, outer({**side.sync, **(sync or {})}, side.kind),
                     )  # fmt: skip
-                    ranks.append(forked(partial(be_rank, run), made[site], folder / f"{rank}.err"))
+                    ranks.append(
+                        forked(
+                            partial(be_rank, run), made[site], folder / f"{rank}.err"
+                        )
+                    )
                 wait(ranks, folder, name)
             finally:
                 for pid in (*ranks, *others):
                     with suppress(ProcessLookupError, ChildProcessError):
                         os.kill(pid, signal.SIGKILL)
                         os.waitpid(pid, 0)
-            return summed([json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)], skip)
+            return summed(
+                [
+                    json.loads((folder / f"{rank}.json").read_text())
+                    for rank in range(RANKS)
+                ],
+                skip,
+            )
 
 
 def forked(what: Callable[[], None], host: Any, said: Path) -> int:
@@ -555,9 +693,11 @@ def forked(what: Callable[[], None], host: Any, said: Path) -> int:
         with said.open("w") as file, open(f"/run/netns/{host.name}") as space:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-            if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), 0x40000000):  # CLONE_NEWNET
+            # CLONE_NEWNET
+            if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), 0x40000000):
                 raise OSError(ctypes.get_errno(), f"no way into {host.name}")
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive the bench
+            # PR_SET_PDEATHSIG: not to outlive the bench
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
             what()
             code = 0
     except BaseException:
@@ -577,7 +717,9 @@ def wait(ranks: list[int], folder: Path, name: str) -> None:
                 del left[rank], ranks[ranks.index(pid)]
             if (found and status) or time.monotonic() > until:
                 said = (folder / f"{rank}.err").read_text().strip()[-2000:]
-                raise RuntimeError(f"{name}: rank {rank} {'failed' if found else 'did not end'}: {said}")
+                raise RuntimeError(
+                    f"{name}: rank {rank} {'failed' if found else 'did not end'}: {said}"
+                )
         time.sleep(0.02)
 
 
@@ -586,7 +728,11 @@ def outer(sync: Mapping[str, Any], kind: str) -> dict[str, Any]:
     from weft.recipe import Sync
 
     how = Sync.model_validate(dict(SIDES["DiLoCo"].sync))
-    return {"lr": how.lr, "momentum": how.momentum, **sync} if kind == "torchft" else dict(sync)
+    return (
+        {"lr": how.lr, "momentum": how.momentum, **sync}
+        if kind == "torchft"
+        else dict(sync)
+    )
 
 
 def summed(ranks: list[dict[str, Any]], skip: int) -> dict[str, Any]:
@@ -600,22 +746,37 @@ def summed(ranks: list[dict[str, Any]], skip: int) -> dict[str, Any]:
     }  # fmt: skip
     if first.get("counted") is not None:
         found["counted"] = sum(r["counted"] for r in ranks) / (skip + steps)
-        found["waited"] = statistics.mean(r["waited"] for r in ranks) / sum(first["seconds"])
+        found["waited"] = statistics.mean(r["waited"] for r in ranks) / sum(
+            first["seconds"]
+        )
     return found
 
 
 def whole(run: dict[str, Any]) -> dict[str, Any]:
     """Of a run from beginning to end, not what each step took."""
-    return {key: sum(value) if key == "seconds" else value for key, value in run.items() if key not in ("cpu", "loss")}
+    return {
+        key: sum(value) if key == "seconds" else value
+        for key, value in run.items()
+        if key not in ("cpu", "loss")
+    }
 
 
-def timed(bench: Bench, names: list[str], which: Network, rounds: int, quick: bool) -> dict[str, Any]:
+def timed(
+    bench: Bench, names: list[str], which: Network, rounds: int, quick: bool
+) -> dict[str, Any]:
     """Steps of every side over a network, in turns: means over all rounds, and what lies between two agreements."""
     runs: dict[str, list[Any]] = {name: [] for name in names}
     with network(which) as made:
         for _ in range(rounds):
             for name in names:
-                runs[name].append(bench.run(made, name, SKIP + (2 if quick else SIDES[name].steps), skip=SKIP))
+                runs[name].append(
+                    bench.run(
+                        made,
+                        name,
+                        SKIP + (2 if quick else SIDES[name].steps),
+                        skip=SKIP,
+                    )
+                )
     return {
         name: {
             "step_s": statistics.mean(s for run in found for s in run["seconds"]),
@@ -638,7 +799,11 @@ def reached(curve: dict[Any, float], target: float) -> float | None:
     before = (0, math.inf)
     for step, loss in ((int(step), loss) for step, loss in curve.items()):
         if loss <= target:
-            share = (before[1] - target) / (before[1] - loss) if before[1] < math.inf else 1.0
+            share = (
+                (before[1] - target) / (before[1] - loss)
+                if before[1] < math.inf
+                else 1.0
+            )
             return before[0] + share * (step - before[0])
         before = (step, loss)
     return None
@@ -664,7 +829,11 @@ def judge(found: dict[str, Any]) -> list[list[str]]:
     for which, table in found["timed"].items():
         for name, row in table.items():
             row["to_tokens_s"] = row["step_s"] * found["steps"]
-            row["exposed"] = max(0.0, 1 - free[name]["step_s"] / row["step_s"]) if name in free else None
+            row["exposed"] = (
+                max(0.0, 1 - free[name]["step_s"] / row["step_s"])
+                if name in free
+                else None
+            )
             one = trained.get(name)
             steps = one and reached(one["held"], target)
             if steps is None and name in found["longer"]:
@@ -713,30 +882,60 @@ def draw(found: dict[str, Any]) -> str:
 
     which = next(iter(found["timed"]))
     curves = {
-        name: [(int(step) * found["timed"][which][name]["step_s"], loss) for step, loss in one["held"].items()]
+        name: [
+            (int(step) * found["timed"][which][name]["step_s"], loss)
+            for step, loss in one["held"].items()
+        ]
         for name, one in found["trained"].items()
     }
     points = [point for curve in curves.values() for point in curve]
-    left, right = math.log(min(s for s, _ in points)), math.log(max(s for s, _ in points))
+    left, right = (
+        math.log(min(s for s, _ in points)),
+        math.log(max(s for s, _ in points)),
+    )
     low, high = min(loss for _, loss in points), max(loss for _, loss in points)
 
     def at(seconds: float, loss: float) -> tuple[float, float]:
-        return 70 + 560 * (math.log(seconds) - left) / (right - left), 40 + 320 * (high - loss) / (high - low)
+        return 70 + 560 * (math.log(seconds) - left) / (right - left), 40 + 320 * (
+            high - loss
+        ) / (high - low)
 
-    parts = [text(70, 24, f"Loss on held-out text over seconds, {which} between two sites", 14, 'font-weight="600"')]
+    parts = [
+        text(
+            70,
+            24,
+            f"Loss on held-out text over seconds, {which} between two sites",
+            14,
+            'font-weight="600"',
+        )
+    ]
     for n in range(5):
         loss = low + n * (high - low) / 4
         y = at(math.exp(left), loss)[1]
         parts.append(f'<path d="M70 {y:.1f}H630" stroke="{LINE}"/>')
-        parts.append(text(62, y + 4, f"{loss:.2f}", 11, f'text-anchor="end" fill="{SOFT}"'))
+        parts.append(
+            text(62, y + 4, f"{loss:.2f}", 11, f'text-anchor="end" fill="{SOFT}"')
+        )
     for seconds in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000):
         if left <= math.log(seconds) <= right:
-            parts.append(text(at(seconds, low)[0], 380, f"{seconds} s", 11, f'text-anchor="middle" fill="{SOFT}"'))
+            parts.append(
+                text(
+                    at(seconds, low)[0],
+                    380,
+                    f"{seconds} s",
+                    11,
+                    f'text-anchor="middle" fill="{SOFT}"',
+                )
+            )
     for n, (name, curve) in enumerate(curves.items()):
         color = COLORS[n % len(COLORS)]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in curve))
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>')
-        parts.append(f'<path d="M650 {52 + 20 * n}h18" stroke="{color}" stroke-width="3"/>')
+        parts.append(
+            f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>'
+        )
+        parts.append(
+            f'<path d="M650 {52 + 20 * n}h18" stroke="{color}" stroke-width="3"/>'
+        )
         parts.append(text(674, 56 + 20 * n, name, 12))
     inside = "".join(parts)
     return (
@@ -746,19 +945,54 @@ def draw(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--before", type=int, default=300, help="steps that the weights have seen when sides begin")
-    parser.add_argument("--longer", type=float, default=1.25, help="so many times as far for who misses plain's loss")
-    parser.add_argument("--rounds", type=int, default=1, help="how often every side is timed on every network")
+    parser.add_argument(
+        "--before",
+        type=int,
+        default=300,
+        help="steps that the weights have seen when sides begin",
+    )
+    parser.add_argument(
+        "--longer",
+        type=float,
+        default=1.25,
+        help="so many times as far for who misses plain's loss",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=1,
+        help="how often every side is timed on every network",
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", nargs="+", choices=list(SIDES), default=list(SIDES), metavar="SIDE")
-    parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS), metavar="NETWORK")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(SIDES), default=list(SIDES), metavar="SIDE"
+    )
+    parser.add_argument(
+        "--networks",
+        nargs="+",
+        choices=list(NETWORKS),
+        default=list(NETWORKS),
+        metavar="NETWORK",
+    )
     parser.add_argument("--untimed", action="store_true", help="only train to the end")
-    parser.add_argument("--untrained", action="store_true", help="only take times of steps")
-    parser.add_argument("--quick", action="store_true", help="a few steps of every side, one network")
-    parser.add_argument("--tune", action="store_true", help="only try outer rates and momenta")
-    parser.add_argument("--add", action="store_true", help="keep what the file has of other sides and networks")
+    parser.add_argument(
+        "--untrained", action="store_true", help="only take times of steps"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a few steps of every side, one network"
+    )
+    parser.add_argument(
+        "--tune", action="store_true", help="only try outer rates and momenta"
+    )
+    parser.add_argument(
+        "--add",
+        action="store_true",
+        help="keep what the file has of other sides and networks",
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--picture", type=Path, help="loss over time as an SVG")
     parser.add_argument("--relay", type=float, help=argparse.SUPPRESS)
@@ -769,9 +1003,15 @@ def main() -> None:
 
     if why := unavailable():
         raise SystemExit(why)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # hosts are taken down on the way out
+    # hosts are taken down on the way out
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if options.quick:
-        options.steps, options.before, options.longer, options.networks = 4, 4, 0, options.networks[:1]
+        options.steps, options.before, options.longer, options.networks = (
+            4,
+            4,
+            0,
+            options.networks[:1],
+        )
     names = [PLAIN, *(name for name in options.only if name != PLAIN)]
     if TORCHFT in names and not find_spec("torchft"):
         print(f"without {TORCHFT}: it is not installed here")
@@ -782,10 +1022,21 @@ def main() -> None:
     import weft.sync.streams
     import weft.train.stepper  # noqa: F401
 
-    bench = Bench(options.seed, options.steps, math.ceil(options.steps * max(1, options.longer)), options.before)
-    found: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {}
+    bench = Bench(
+        options.seed,
+        options.steps,
+        math.ceil(options.steps * max(1, options.longer)),
+        options.before,
+    )
+    found: dict[str, Any] = (
+        json.loads(options.json.read_text()) if options.json.exists() else {}
+    )
     if options.tune:
-        found["tuned"] = {"seed": options.seed, "steps": options.steps, "losses": tune(bench)}
+        found["tuned"] = {
+            "seed": options.seed,
+            "steps": options.steps,
+            "losses": tune(bench),
+        }
     else:
         found |= {
             "date": datetime.now().isoformat(timespec="seconds"), "cores": os.cpu_count(), "load": os.getloadavg()[0],
@@ -807,12 +1058,18 @@ def write(found: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def measure(bench: Bench, found: dict[str, Any], names: list[str], options: argparse.Namespace) -> None:
+def measure(
+    bench: Bench, found: dict[str, Any], names: list[str], options: argparse.Namespace
+) -> None:
     """Train every side to the end, time its steps on every network, and print."""
     for which in () if options.untimed else options.networks:
         rows = timed(bench, names, NETWORKS[which], options.rounds, options.quick)
         found["timed"].setdefault(which, {}).update(rows)
-        print(which, {name: round(row["step_s"], 3) for name, row in rows.items()}, flush=True)
+        print(
+            which,
+            {name: round(row["step_s"], 3) for name, row in rows.items()},
+            flush=True,
+        )
         write(found, options.json)
     if options.untrained:
         return
@@ -821,10 +1078,17 @@ def measure(bench: Bench, found: dict[str, Any], names: list[str], options: argp
         for name in names:
             if name in found["trained"]:
                 continue
-            one = found["trained"][name] = whole(bench.run(made, name, options.steps, asked))
+            one = found["trained"][name] = whole(
+                bench.run(made, name, options.steps, asked)
+            )
             if options.longer > 1 and last(one) > last(found["trained"][PLAIN]):
-                found["longer"][name] = whole(bench.run(made, name, round(options.steps * options.longer), asked))
-            print(f"{name:28}{one['seconds']:8.1f} s, held out {last(one):.4f}", flush=True)
+                found["longer"][name] = whole(
+                    bench.run(made, name, round(options.steps * options.longer), asked)
+                )
+            print(
+                f"{name:28}{one['seconds']:8.1f} s, held out {last(one):.4f}",
+                flush=True,
+            )
             write(found, options.json)
     print(" | ".join(HEADS))
     for row in judge(found):

@@ -35,6 +35,8 @@ def sleeping(costs: Callable[[Action], float]) -> Mapping[str, Op]:
 
     def op(a: Action, reads: Sequence[Any]) -> Sequence[Any]:
         time.sleep(costs(a))
-        return [torch.empty(1) for value in a.writes if not value.name.startswith("done:")]
+        return [
+            torch.empty(1) for value in a.writes if not value.name.startswith("done:")
+        ]
 
     return {name: op for name, kind in KINDS.items() if not kind.inserted}

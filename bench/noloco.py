@@ -48,7 +48,9 @@ def final_loss(values: dict[str, Any], out: str) -> float:
     return float(outcome.validations[-1])
 
 
-def learned(pool: ProcessPool, recipe: Recipe, islands: int, sync: dict[str, Any], seed: int) -> tuple[float, float]:
+def learned(
+    pool: ProcessPool, recipe: Recipe, islands: int, sync: dict[str, Any], seed: int
+) -> tuple[float, float]:
     """Mean validation loss of all islands, and how far theirs are apart."""
     values = recipe.model_dump(mode="json")
     values["layout"] = {"island": islands}
@@ -68,8 +70,11 @@ def agreement_times(islands: int, rounds: int, pairs: bool, seed: int) -> float:
         clock += random.lognormal(math.log(COMPUTE[0]), COMPUTE[1], islands)
         if pairs:
             order = random.permutation(islands).reshape(-1, 2)
-            there = random.lognormal(math.log(LATENCY[0]), LATENCY[1], order.shape)  # both send at once
-            came = np.stack([clock[order[:, 1]] + there[:, 1], clock[order[:, 0]] + there[:, 0]], 1)
+            # both send at once
+            there = random.lognormal(math.log(LATENCY[0]), LATENCY[1], order.shape)
+            came = np.stack(
+                [clock[order[:, 1]] + there[:, 1], clock[order[:, 0]] + there[:, 0]], 1
+            )
             clock[order] = np.maximum(clock[order], came)
         else:
             clock[:] = tree(clock, random)
@@ -82,12 +87,16 @@ def tree(clock: np.ndarray, random: np.random.Generator) -> np.ndarray:
     while step < count:
         low = np.arange(0, count - step, 2 * step)
         ready[low] = np.maximum(
-            ready[low], ready[low + step] + random.lognormal(math.log(LATENCY[0]), LATENCY[1], len(low))
+            ready[low],
+            ready[low + step]
+            + random.lognormal(math.log(LATENCY[0]), LATENCY[1], len(low)),
         )
         step *= 2
     while (step := step // 2) >= 1:
         low = np.arange(0, count - step, 2 * step)
-        ready[low + step] = ready[low] + random.lognormal(math.log(LATENCY[0]), LATENCY[1], len(low))
+        ready[low + step] = ready[low] + random.lognormal(
+            math.log(LATENCY[0]), LATENCY[1], len(low)
+        )
     return ready
 
 
@@ -109,10 +118,14 @@ def main() -> None:
         }
         for n in SIZES
     ]
-    print("what an agreement adds to a round of 10 s, simulated (latency of a message: 1 s in the middle)")
+    print(
+        "what an agreement adds to a round of 10 s, simulated (latency of a message: 1 s in the middle)"
+    )
     for row in simulated:
         n, pair, tree_s = row.values()
-        print(f"{n:5} islands: NoLoCo {pair:6.2f} s, tree all-reduce {tree_s:6.2f} s = {tree_s / pair:.1f}x")
+        print(
+            f"{n:5} islands: NoLoCo {pair:6.2f} s, tree all-reduce {tree_s:6.2f} s = {tree_s / pair:.1f}x"
+        )
 
     recipe = load_recipe(ROOT / "recipes/islands.toml", [
         f"train.steps={given.steps}", f"sync.every={given.every}", "train.batch=32", f"validation.every={given.steps}",

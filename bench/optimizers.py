@@ -22,7 +22,14 @@ from weft.layout.mesh import Mesh
 from weft.recipe import Optimizer, Recipe, load_recipe
 from weft.train.optim import learning_rate
 from weft.train.setup import Job, assemble, prepare
-from weft.train.step import clear_gradients, clip_scale, evaluate, gradients, result_of, update
+from weft.train.step import (
+    clear_gradients,
+    clip_scale,
+    evaluate,
+    gradients,
+    result_of,
+    update,
+)
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "optimizers.json"
@@ -39,7 +46,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "natural galore, rank 16": {"kind": "natural-galore", "rank": 16, "refresh": 50},
 }
 #: Of the peer's rate: Lion's steps are larger, and GaLore scales its own.
-FACTORS = {"lion": 0.2, "adafactor": 10.0, "galore, rank 16": 5.0, "natural galore, rank 16": 0.2}
+FACTORS = {
+    "lion": 0.2,
+    "adafactor": 10.0,
+    "galore, rank 16": 5.0,
+    "natural galore, rank 16": 0.2,
+}
 
 
 class Trained(NamedTuple):
@@ -65,36 +77,64 @@ def trained(job: Job, optimizer: Optimizer, steps: int) -> Trained:
         clear_gradients(model, state)
     assert job.corpus.validation is not None
     held_out = job.loader(job.corpus.validation, mesh)
-    loss = evaluate(model, state, (b for i in range(8) if (b := held_out.step(i * recipe.train.batch))), mesh)
-    kept = sum(p.values.numel() * p.values.element_size() for h in state.held for p in h.slots.values())
-    return Trained(loss, kept / sum(h.local.numel() for h in state.held), 1e3 * statistics.median(times))
+    loss = evaluate(
+        model,
+        state,
+        (b for i in range(8) if (b := held_out.step(i * recipe.train.batch))),
+        mesh,
+    )
+    kept = sum(
+        p.values.numel() * p.values.element_size()
+        for h in state.held
+        for p in h.slots.values()
+    )
+    return Trained(
+        loss,
+        kept / sum(h.local.numel() for h in state.held),
+        1e3 * statistics.median(times),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--quick", action="store_true", help="a few steps at one rate: whether it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few steps at one rate: whether it runs"
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     given = parser.parse_args()
     steps, rates = (4, RATES[:1]) if given.quick else (given.steps, RATES)
     torch.set_num_threads(1)
     recipe: Recipe = load_recipe(ROOT / "recipes" / "optimizers.toml")
     job, rows = prepare(recipe), {}
-    adamw = recipe.optimizer.model_copy(update={"kind": "adamw", "ema": 0.0, "groups": ()})
+    adamw = recipe.optimizer.model_copy(
+        update={"kind": "adamw", "ema": 0.0, "groups": ()}
+    )
     for name, way in WAYS.items():
         factor = FACTORS.get(name, 1.0)
         runs = {
-            rate * factor: trained(job, adamw.model_copy(update={**way, "lr": rate * factor}), steps) for rate in rates
+            rate * factor: trained(
+                job, adamw.model_copy(update={**way, "lr": rate * factor}), steps
+            )
+            for rate in rates
         }
         rate, best = min(runs.items(), key=lambda item: item[1].loss)
-        rows[name] = best._asdict() | {"lr": rate, "losses": {f"{r:.0e}": run.loss for r, run in runs.items()}}
+        rows[name] = best._asdict() | {
+            "lr": rate,
+            "losses": {f"{r:.0e}": run.loss for r, run in runs.items()},
+        }
         ratio = best.loss / rows["adamw"]["loss"]
         print(
             f"{name:<26} loss {best.loss:.4f} ({ratio:.3f} of adamw)  {best.bytes_per_parameter:5.2f} bytes/parameter  "
             f"update {best.update_ms:6.1f} ms  lr {rate:.0e}", flush=True,
         )  # fmt: skip
     if not given.quick:
-        given.json.write_text(json.dumps({"machine": machine(), "steps": steps, "rows": rows}, indent=1) + "\n")
+        given.json.write_text(
+            json.dumps({"machine": machine(), "steps": steps, "rows": rows}, indent=1)
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

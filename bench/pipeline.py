@@ -63,8 +63,12 @@ class Work(NamedTuple):
     microbatches: int
 
 
-WORK = Work(Job(ModelShape(vocab=1024, layers=8, embed=256, heads=4, kv_heads=2), 8, 128), 8)
-QUICK = Work(Job(ModelShape(vocab=64, layers=8, embed=32, heads=2, kv_heads=2), 8, 16), 8)
+WORK = Work(
+    Job(ModelShape(vocab=1024, layers=8, embed=256, heads=4, kv_heads=2), 8, 128), 8
+)
+QUICK = Work(
+    Job(ModelShape(vocab=64, layers=8, embed=32, heads=2, kv_heads=2), 8, 16), 8
+)
 
 #: PyTorch's class for a schedule of ours.
 PEERS = {
@@ -90,12 +94,16 @@ def weft_step(work: Work, schedule: str) -> Step:
     positions = torch.arange(length).repeat(rows, 1)
     cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
     batches = [
-        Batch(mine[:, :-1].contiguous(), mine[:, 1:].contiguous(), positions, cu_seqlens)
+        Batch(
+            mine[:, :-1].contiguous(), mine[:, 1:].contiguous(), positions, cu_seqlens
+        )
         for mine in tokens_of(work.job).split(rows)
     ]
 
     def step() -> tuple[float, float]:
-        done = train_step(model, state, batches, mesh, lr=SETTINGS.lr, clip=SETTINGS.clip)
+        done = train_step(
+            model, state, batches, mesh, lr=SETTINGS.lr, clip=SETTINGS.clip
+        )
         return done.loss, done.grad_norm
 
     return step
@@ -119,15 +127,27 @@ class StageModule(nn.Module):
     backward PyTorch can divide.
     """
 
-    def __init__(self, model: Transformer, stage: Stage, job: Job, rows: int, tape: Tape | None, plain: bool) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        stage: Stage,
+        job: Job,
+        rows: int,
+        tape: Tape | None,
+        plain: bool,
+    ) -> None:
         super().__init__()
         self.embedding = model.embedding if stage.embedding else None
         self.blocks = nn.ModuleList(model.blocks[str(i)] for i in stage.layers)
         self.norm = model.norm if stage.head else None
         self.head = model.head if stage.head else None
         self.tape, self.plain = tape, plain
-        self.rope = angles(torch.arange(job.length).repeat(rows, 1), model.freq, torch.float32)
-        self.cu_seqlens = torch.arange(0, rows * job.length + 1, job.length, dtype=torch.int32)
+        self.rope = angles(
+            torch.arange(job.length).repeat(rows, 1), model.freq, torch.float32
+        )
+        self.cu_seqlens = torch.arange(
+            0, rows * job.length + 1, job.length, dtype=torch.int32
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with deferred(self.tape):
@@ -159,11 +179,19 @@ def take(tape: Tape) -> Callable[[], None]:
 
 
 def torch_schedule(
-    schedule: str, stages: list[torch_pipelining.PipelineStage], microbatches: int, loss: Callable[..., torch.Tensor]
+    schedule: str,
+    stages: list[torch_pipelining.PipelineStage],
+    microbatches: int,
+    loss: Callable[..., torch.Tensor],
 ) -> Any:
     kind = getattr(torch_pipelining, PEERS[schedule])
     single = schedule in ("gpipe", "1f1b")
-    return kind(stages[0] if single else stages, n_microbatches=microbatches, loss_fn=loss, scale_grads=False)
+    return kind(
+        stages[0] if single else stages,
+        n_microbatches=microbatches,
+        loss_fn=loss,
+        scale_grads=False,
+    )
 
 
 def torch_step(work: Work, schedule: str, placed: str, split: str) -> Step:
@@ -173,18 +201,24 @@ def torch_step(work: Work, schedule: str, placed: str, split: str) -> Step:
     """
     model, _, mesh = staged_model(work, placed)
     pipeline, job, rows = model.pipeline, work.job, work.job.rows // work.microbatches
-    tokens, labels = tokens_of(job)[:, :-1].contiguous(), tokens_of(job)[:, 1:].contiguous()
+    tokens, labels = (
+        tokens_of(job)[:, :-1].contiguous(),
+        tokens_of(job)[:, 1:].contiguous(),
+    )
     hidden = torch.empty(rows, job.length, job.shape.embed, requires_grad=True)
     stages = []
     for s in pipeline.held:
         tape: Tape | None = [] if split == "tape" else None
         stages.append(
             torch_pipelining.PipelineStage(
-                StageModule(model, pipeline.stages[s], job, rows, tape, plain=split == "graph"),
+                StageModule(
+                    model, pipeline.stages[s], job, rows, tape, plain=split == "graph"
+                ),
                 s,
                 len(pipeline.stages),
                 mesh.device,
-                input_args=hidden if s else tokens[:rows],  # with shapes given, it has no need to find them out
+                # with shapes given, it has no need to find them out
+                input_args=hidden if s else tokens[:rows],
                 output_args=hidden,
                 group=mesh.group("pp"),
                 dw_builder=None if tape is None else partial(take, tape),
@@ -195,7 +229,9 @@ def torch_step(work: Work, schedule: str, placed: str, split: str) -> Step:
     cu_seqlens = torch.arange(0, rows * job.length + 1, job.length, dtype=torch.int32)
 
     def loss(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return model.loss(out, Batch(tokens[:rows], labels, positions, cu_seqlens)) / count
+        return (
+            model.loss(out, Batch(tokens[:rows], labels, positions, cu_seqlens)) / count
+        )
 
     run = torch_schedule(schedule, stages, work.microbatches, loss)
     optimizer = adamw(model)
@@ -207,7 +243,11 @@ def torch_step(work: Work, schedule: str, placed: str, split: str) -> Step:
         run.step(*([tokens] if first else []), return_outputs=False, **given)
         with torch.no_grad():
             grads = [p.grad for p in model.parameters() if p.grad is not None]
-            loss = torch.stack(losses).sum().double() if last else torch.zeros((), dtype=torch.float64)
+            loss = (
+                torch.stack(losses).sum().double()
+                if last
+                else torch.zeros((), dtype=torch.float64)
+            )
             sums = torch.stack([loss, nn.utils.get_total_norm(grads).double().square()])
             dist.all_reduce(sums)
             mean, square = sums.tolist()
@@ -230,11 +270,15 @@ def sides_of(work: Work, schedule: str) -> dict[str, Step]:
         return sides | {"PyTorch": torch_step(work, schedule, schedule, "none")}
     sides["PyTorch"] = torch_step(work, schedule, schedule, "tape")
     if schedule == "zb-h1":  # which its class for it is made to interleave
-        sides["PyTorch, 2 chunks"] = torch_step(work, schedule, "interleaved-1f1b", "tape")
+        sides["PyTorch, 2 chunks"] = torch_step(
+            work, schedule, "interleaved-1f1b", "tape"
+        )
     return sides | {"PyTorch, own split": torch_step(work, schedule, schedule, "graph")}
 
 
-def race(sides: dict[str, Step], rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+def race(
+    sides: dict[str, Step], rounds: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Seconds per step of each side in each round, and the median of the processor time that all ranks spend on one.
 
     The latter hardly depends on what else the machine does, and says nothing of waiting.
@@ -256,17 +300,25 @@ def race(sides: dict[str, Step], rounds: int) -> tuple[dict[str, list[float]], d
 def measure_steps(work: Work, schedule: str, rounds: int) -> dict[str, Any]:
     """Check that the sides compute the same, let them race, and put speeds and ratios of medians into a table."""
     sides = sides_of(work, schedule)
-    seen = {name: [step() for _ in range(3)] for name, step in sides.items()}  # which also warms them up
+    # which also warms them up
+    seen = {name: [step() for _ in range(3)] for name, step in sides.items()}
     for name, theirs in seen.items():
         pairs = zip(sum(seen["weft"], ()), sum(theirs, ()), strict=True)
         if max(abs(a - b) / abs(b) for a, b in pairs) > TOLERANCE:
-            raise SystemExit(f"{schedule}: {name} and weft compute different (loss, norm): {theirs}, {seen['weft']}")
+            raise SystemExit(
+                f"{schedule}: {name} and weft compute different (loss, norm): {theirs}, {seen['weft']}"
+            )
     wall, cpu = race(sides, rounds)
     ours, table = statistics.median(wall["weft"]), {}
     for name, times in wall.items():
-        table[name] = {"steps_per_s": round(1 / statistics.median(times), 3), "cpu_s": round(cpu[name], 4)}
+        table[name] = {
+            "steps_per_s": round(1 / statistics.median(times), 3),
+            "cpu_s": round(cpu[name], 4),
+        }
         if name != "weft":
-            paired = [theirs / mine for mine, theirs in zip(wall["weft"], times, strict=True)]
+            paired = [
+                theirs / mine for mine, theirs in zip(wall["weft"], times, strict=True)
+            ]
             low, _, high = statistics.quantiles(paired, n=4)
             table[name] |= {
                 "ratio": round(statistics.median(times) / ours, 3),
@@ -320,29 +372,50 @@ def torch_sleeping(schedule: str, microbatches: int) -> Callable[[], list[float]
     stages = []
     for s in table.held(dist.get_rank()):
         tape: Tape | None = [] if BUILDERS[schedule].splits else None
-        x, y = torch.empty(1, 1, requires_grad=s > 0), torch.empty(1, 1, requires_grad=True)
+        x, y = (
+            torch.empty(1, 1, requires_grad=s > 0),
+            torch.empty(1, 1, requires_grad=True),
+        )
         build_later = None if tape is None else partial(take, tape)
         stages.append(
             torch_pipelining.PipelineStage(
-                SleepingStage(tape, log), s, table.stages, torch.device("cpu"), x, y, dw_builder=build_later
+                SleepingStage(tape, log),
+                s,
+                table.stages,
+                torch.device("cpu"),
+                x,
+                y,
+                dw_builder=build_later,
             )
         )
     run = torch_schedule(schedule, stages, microbatches, lambda out, target: out.sum())
-    first, last = (any(stage.stage_index == s for stage in stages) for s in (0, table.stages - 1))
+    first, last = (
+        any(stage.stage_index == s for stage in stages) for s in (0, table.stages - 1)
+    )
 
     def rehearse() -> list[float]:
         log.clear()
         inputs = [torch.zeros(microbatches, 1)] if first else []
-        run.step(*inputs, target=torch.zeros(microbatches, 1) if last else None, return_outputs=False)
+        run.step(
+            *inputs,
+            target=torch.zeros(microbatches, 1) if last else None,
+            return_outputs=False,
+        )
         return log[:]
 
     return rehearse
 
 
-def weft_sleeping(schedule: str, microbatches: int, seen: dict[Any, list[float]]) -> Callable[[], list[float]]:
+def weft_sleeping(
+    schedule: str, microbatches: int, seen: dict[Any, list[float]]
+) -> Callable[[], list[float]]:
     """The same under Weft. ``seen``: what this rank's actions took, by key."""
     table = lower(build(schedule, RANKS, microbatches))
-    wire = Wire(dist.group.WORLD, torch.device("cpu"), spec=lambda value: [((1,), torch.float32)])
+    wire = Wire(
+        dist.group.WORLD,
+        torch.device("cpu"),
+        spec=lambda value: [((1,), torch.float32)],
+    )
     ops = sleeping(lambda a: SLEEPS[a.kind])
 
     def rehearse() -> list[float]:
@@ -361,7 +434,10 @@ def measure_sleeping(schedule: str, microbatches: int, rounds: int) -> dict[str,
     """
     table = build(schedule, RANKS, microbatches)
     seen: dict[Any, list[float]] = {}
-    sides = {"weft": weft_sleeping(schedule, microbatches, seen), "PyTorch": torch_sleeping(schedule, microbatches)}
+    sides = {
+        "weft": weft_sleeping(schedule, microbatches, seen),
+        "PyTorch": torch_sleeping(schedule, microbatches),
+    }
     elapsed: dict[str, list[float]] = {name: [] for name in sides}
     for i in range(rounds + 1):
         for name, rehearse in sides.items():
@@ -372,20 +448,30 @@ def measure_sleeping(schedule: str, microbatches: int, rounds: int) -> dict[str,
             if i:  # the first one makes connections
                 elapsed[name].append(ends.sum().item() * 1e3)
     everywhere: list[Any] = [None] * RANKS
-    dist.all_gather_object(everywhere, {key: statistics.median(taken[1:]) for key, taken in seen.items()})
+    dist.all_gather_object(
+        everywhere, {key: statistics.median(taken[1:]) for key, taken in seen.items()}
+    )
     took = {key: seconds for rank in everywhere for key, seconds in rank.items()}
 
     def simulated(cost: Callable[[Action], float]) -> float:
         return simulate(table, Costs(cost)).elapsed * 1e3
 
-    found = {"simulated_ms": simulated(lambda a: SLEEPS[a.kind]), "slept_ms": simulated(lambda a: took[a.key])}
-    found |= {"weft_ms": statistics.median(elapsed["weft"]), "pytorch_ms": statistics.median(elapsed["PyTorch"])}
+    found = {
+        "simulated_ms": simulated(lambda a: SLEEPS[a.kind]),
+        "slept_ms": simulated(lambda a: took[a.key]),
+    }
+    found |= {
+        "weft_ms": statistics.median(elapsed["weft"]),
+        "pytorch_ms": statistics.median(elapsed["PyTorch"]),
+    }
     deviations = {
         "deviation": found["weft_ms"] / found["simulated_ms"] - 1,
         "deviation_from_slept": found["weft_ms"] / found["slept_ms"] - 1,
         "ratio": found["pytorch_ms"] / found["weft_ms"],
     }
-    return {key: round(value, 2) for key, value in found.items()} | {k: round(v, 4) for k, v in deviations.items()}
+    return {key: round(value, 2) for key, value in found.items()} | {
+        k: round(v, 4) for k, v in deviations.items()
+    }
 
 
 # --- running ---
@@ -399,7 +485,9 @@ def on_rank(rank: int, work: Work, rounds: tuple[int, int]) -> dict[str, Any]:
         if rank == 0:
             show_steps(schedule, table)
     for schedule in ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v") if rounds[1] else ():
-        found = results["simulated"][schedule] = measure_sleeping(schedule, work.microbatches, rounds[1])
+        found = results["simulated"][schedule] = measure_sleeping(
+            schedule, work.microbatches, rounds[1]
+        )
         if rank == 0:
             show_sleeping(schedule, found)
     return results
@@ -419,24 +507,40 @@ def show_steps(schedule: str, table: dict[str, Any]) -> None:
 
 def show_sleeping(schedule: str, found: dict[str, float]) -> None:
     if schedule == "1f1b":
-        times = ", ".join(f"{kind} {seconds * 1e3:.0f}" for kind, seconds in SLEEPS.items())
-        print(f"\nexecuted and simulated, in ms, on stages that sleep ({times} ms per stage)")
+        times = ", ".join(
+            f"{kind} {seconds * 1e3:.0f}" for kind, seconds in SLEEPS.items()
+        )
+        print(
+            f"\nexecuted and simulated, in ms, on stages that sleep ({times} ms per stage)"
+        )
         head = f"  {'schedule':18}{'simulated':>10}{'weft':>9}{'off by':>9}"
         print(f"{head}{'without oversleeping':>22}{'PyTorch':>10}{'weft is':>10}")
     line = f"  {schedule:18}{found['simulated_ms']:10.1f}{found['weft_ms']:9.1f}{found['deviation']:9.2%}"
-    print(f"{line}{found['deviation_from_slept']:22.2%}{found['pytorch_ms']:10.1f}{found['ratio']:9.2f}x", flush=True)
+    print(
+        f"{line}{found['deviation_from_slept']:22.2%}{found['pytorch_ms']:10.1f}{found['ratio']:9.2f}x",
+        flush=True,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=8, help="turns of every side, of one step each")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=8, help="turns of every side, of one step each"
+    )
     parser.add_argument("--only", choices=["steps", "simulated"])
-    parser.add_argument("--quick", action="store_true", help="a tiny model, to see that everything runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model, to see that everything runs"
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
     work = QUICK if options.quick else WORK
     turns = (2, 1) if options.quick else (options.rounds, 5)
-    rounds = (turns[0] * (options.only != "simulated"), turns[1] * (options.only != "steps"))
+    rounds = (
+        turns[0] * (options.only != "simulated"),
+        turns[1] * (options.only != "steps"),
+    )
     s, facts = work.job.shape, machine()
     print(
         f"{parameter_count(s, s.vocab) / 1e6:.1f}M parameters, {work.microbatches} microbatches of "
@@ -445,7 +549,10 @@ def main() -> None:
     )
     found = on_ranks(RANKS, on_rank, work, rounds)
     facts |= {"load_after": round(os.getloadavg()[0], 1)}  # about 4 of it ours
-    job = work.job._asdict() | {"shape": s.model_dump(exclude_defaults=True), "microbatches": work.microbatches}
+    job = work.job._asdict() | {
+        "shape": s.model_dump(exclude_defaults=True),
+        "microbatches": work.microbatches,
+    }
     write({"machine": facts, "rounds": rounds[0], "job": job} | found, options.json)
 
 

@@ -72,7 +72,11 @@ def zipf_choices(experts: int, k: int, tokens: int, rank: int, layer: int) -> T:
     """``k`` different experts for each token, ``[tokens, k]``; which are hot is the same on all ranks."""
     odds = torch.arange(1, experts + 1).double() ** -1.2
     odds = odds[torch.randperm(experts, generator=torch.Generator().manual_seed(layer))]
-    return torch.multinomial(odds.expand(tokens, -1), k, generator=torch.Generator().manual_seed(99 * rank + layer))
+    return torch.multinomial(
+        odds.expand(tokens, -1),
+        k,
+        generator=torch.Generator().manual_seed(99 * rank + layer),
+    )
 
 
 class Choices(NamedTuple):
@@ -87,7 +91,12 @@ def zipf(ranks: int) -> Choices:
     """One step whose tokens choose by Zipf's law."""
     shape, tokens = JOB.shape, JOB.rows * JOB.length // ranks
     layers = [
-        torch.cat([zipf_choices(shape.experts, shape.experts_per_token, tokens, r, layer) for r in range(ranks)])
+        torch.cat(
+            [
+                zipf_choices(shape.experts, shape.experts_per_token, tokens, r, layer)
+                for r in range(ranks)
+            ]
+        )
         for layer in range(shape.layers)
     ]
     return Choices(torch.stack(layers)[None])
@@ -96,8 +105,16 @@ def zipf(ranks: int) -> Choices:
 def recorded(steps: int, kept: int, balance_loss: float) -> Choices:
     """The choices of the last ``kept`` of so many steps in which a mixture learns Python's sources."""
     shape, tokens = JOB.shape, JOB.rows * JOB.length
-    settings = [f"model.experts={shape.experts}", f"model.balance_loss={balance_loss}", f"train.steps={steps}"]
-    settings += [f"data.seq_len={JOB.length}", f"train.batch={JOB.rows}", "optimizer.warmup=20"]
+    settings = [
+        f"model.experts={shape.experts}",
+        f"model.balance_loss={balance_loss}",
+        f"train.steps={steps}",
+    ]
+    settings += [
+        f"data.seq_len={JOB.length}",
+        f"train.batch={JOB.rows}",
+        "optimizer.warmup=20",
+    ]
     recipe = load_recipe("experts", settings, "")
     job, mesh = prepare(recipe), Mesh.single()
     model, state = assemble(job.shape, mesh, recipe)
@@ -114,9 +131,19 @@ def recorded(steps: int, kept: int, balance_loss: float) -> Choices:
             if step < steps - kept:
                 chosen.clear()
             rate = learning_rate(recipe.optimizer, step, steps)
-            train_step(model, state, loader.step(step * JOB.rows) or [], mesh, lr=rate, clip=1.0)
-    ids = torch.stack(chosen[-kept * shape.layers :]).view(kept, shape.layers, tokens, shape.experts_per_token)
-    counts = F.one_hot(ids.flatten(2), shape.experts).sum(2).double()  # [steps, layers, experts]
+            train_step(
+                model,
+                state,
+                loader.step(step * JOB.rows) or [],
+                mesh,
+                lr=rate,
+                clip=1.0,
+            )
+    ids = torch.stack(chosen[-kept * shape.layers :]).view(
+        kept, shape.layers, tokens, shape.experts_per_token
+    )
+    # [steps, layers, experts]
+    counts = F.one_hot(ids.flatten(2), shape.experts).sum(2).double()
     shares = counts / counts.sum(-1, keepdim=True)
     running = torch.zeros_like(counts[0])
     errors = []
@@ -124,14 +151,21 @@ def recorded(steps: int, kept: int, balance_loss: float) -> Choices:
         running = running / 2 + counts[step]  # as ``Copies.learn_from`` has it
         foreseen = running / running.sum(-1, keepdim=True)
         errors.append(float((foreseen - shares[step + 1]).abs().sum(-1).mean() / 2))
-    drift = (shares[10:] - shares[:-10]).abs().sum(-1).mean() / 2 if kept > 10 else shares.new_zeros(())
+    drift = (
+        (shares[10:] - shares[:-10]).abs().sum(-1).mean() / 2
+        if kept > 10
+        else shares.new_zeros(())
+    )
     return Choices(ids, statistics.mean(errors), float(drift))
 
 
 def on_rank(rank: int, ranks: int, rounds: int, slow: float, ids: T) -> dict[str, Any]:
     """Both sides on one of the ranks, whose tokens choose what is this rank's of ``ids``, step by step."""
     shape, tokens = JOB.shape, JOB.rows * JOB.length // ranks
-    row_s, expert_s = slow * ROW_S * ROWS / (tokens * shape.experts_per_token), slow * EXPERT_S
+    row_s, expert_s = (
+        slow * ROW_S * ROWS / (tokens * shape.experts_per_token),
+        slow * EXPERT_S,
+    )
     made, borrowed = Experts._made, Copies.borrowed
     seen = {"rows": 0, "borrowed": 0}
     steps_of: Counter[int] = Counter()  # that each router has had
@@ -148,19 +182,32 @@ def on_rank(rank: int, ranks: int, rounds: int, slow: float, ids: T) -> dict[str
     def borrow(self: Copies, gate: T, *others: T) -> tuple[T, ...]:
         sent, received = sum(self.plan.sent), sum(self.plan.received)
         seen["borrowed"] += received
-        return borrowed(self, _Asleep.apply(gate, max(sent, received) * expert_s, 1.0), *others)
+        return borrowed(
+            self, _Asleep.apply(gate, max(sent, received) * expert_s, 1.0), *others
+        )
 
     with (
         mock.patch.object(Router, "_best", choose), mock.patch.object(Experts, "_made", compute),
         mock.patch.object(Copies, "borrowed", borrow),
     ):  # fmt: skip
         one = Layout(shard=ranks, ep=ranks)
-        layouts = {"static": one, "sharded": one.model_copy(update={"placement": "sharded"})}
-        steps = {name: weft_step(JOB, Mesh.create(layout, "cpu"))[0] for name, layout in layouts.items()}
+        layouts = {
+            "static": one,
+            "sharded": one.model_copy(update={"placement": "sharded"}),
+        }
+        steps = {
+            name: weft_step(JOB, Mesh.create(layout, "cpu"))[0]
+            for name, layout in layouts.items()
+        }
         losses = {name: [step() for _ in range(3)] for name, step in steps.items()}
-        if max(abs(a - b) / b for a, b in zip(*losses.values(), strict=True)) > TOLERANCE:
+        if (
+            max(abs(a - b) / b for a, b in zip(*losses.values(), strict=True))
+            > TOLERANCE
+        ):
             raise SystemExit(f"the sides compute different losses: {losses}")
-        table: dict[str, Any] = {name: {"max_over_mean": [], "copies_per_layer": []} for name in steps}
+        table: dict[str, Any] = {
+            name: {"max_over_mean": [], "copies_per_layer": []} for name in steps
+        }
 
         def counted(name: str) -> float:
             """Take a step; what its ranks have had to do goes into the table, after the time is taken."""
@@ -177,21 +224,45 @@ def on_rank(rank: int, ranks: int, rounds: int, slow: float, ids: T) -> dict[str
         rows = [had["rows"] for _, had in turn]
         side = table[turn[0][0]]
         side["max_over_mean"].append(max(rows) / statistics.mean(rows))
-        side["copies_per_layer"].append(sum(had["borrowed"] for _, had in turn) / shape.layers)
+        side["copies_per_layer"].append(
+            sum(had["borrowed"] for _, had in turn) / shape.layers
+        )
     for name, times in seconds.items():
-        table[name] = {key: round(statistics.mean(values), 3) for key, values in table[name].items()}
+        table[name] = {
+            key: round(statistics.mean(values), 3)
+            for key, values in table[name].items()
+        }
         table[name]["step_s"] = round(statistics.median(times), 3)
-    ratios = [static / sharded for static, sharded in zip(*seconds.values(), strict=True)]
-    return table | {"ratio": round(statistics.median(ratios), 3), "ratios": [round(r, 3) for r in ratios]}
+    ratios = [
+        static / sharded for static, sharded in zip(*seconds.values(), strict=True)
+    ]
+    return table | {
+        "ratio": round(statistics.median(ratios), 3),
+        "ratios": [round(r, 3) for r in ratios],
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("--rounds", type=int, default=6, help="turns of both sides")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--only", nargs="+", help="these routings, of: trained, balanced, zipf")
-    parser.add_argument("--trained", type=int, default=160, help="steps of the runs whose routing is replayed")
-    parser.add_argument("--slow", type=float, default=60.0, help="how many times slower than the real thing")
+    parser.add_argument(
+        "--only", nargs="+", help="these routings, of: trained, balanced, zipf"
+    )
+    parser.add_argument(
+        "--trained",
+        type=int,
+        default=160,
+        help="steps of the runs whose routing is replayed",
+    )
+    parser.add_argument(
+        "--slow",
+        type=float,
+        default=60.0,
+        help="how many times slower than the real thing",
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
     results: dict[str, Any] = {
@@ -205,13 +276,27 @@ def main() -> None:
             routings[name] = recorded(options.trained, kept, balance_loss)
     for ranks in options.ranks:
         found = results[f"{ranks} ranks"] = {}
-        fixed = {"zipf": zipf(ranks)} if options.only is None or "zipf" in options.only else {}
+        fixed = (
+            {"zipf": zipf(ranks)}
+            if options.only is None or "zipf" in options.only
+            else {}
+        )
         for name, choices in (routings | fixed).items():
-            table = on_ranks(ranks, on_rank, ranks, options.rounds, options.slow, choices.ids)
-            known = {"prediction error": choices.prediction_error, "drift": choices.drift}
+            table = on_ranks(
+                ranks, on_rank, ranks, options.rounds, options.slow, choices.ids
+            )
+            known = {
+                "prediction error": choices.prediction_error,
+                "drift": choices.drift,
+            }
             found[name] = table | known
             sides = {side: table[side] for side in ("static", "sharded")}
-            print(f"{ranks} ranks, {name}: {table['ratio']:.2f}x", sides, known, flush=True)
+            print(
+                f"{ranks} ranks, {name}: {table['ratio']:.2f}x",
+                sides,
+                known,
+                flush=True,
+            )
     write(results, options.json)
 
 

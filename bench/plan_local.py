@@ -37,7 +37,9 @@ WARM, ENOUGH, LIMIT_S = 3, 12, 12.0
 
 def busy_seconds() -> float:
     """Processor seconds of all programs since the machine started."""
-    user, nice, system, _, _, irq, soft, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    user, nice, system, _, _, irq, soft, steal = map(
+        int, Path("/proc/stat").read_text().split()[1:9]
+    )
     return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
 
 
@@ -89,7 +91,11 @@ def measure(layout: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found"
         command = [sys.executable, __file__, "--rank", layout, "--json", str(out)]
-        code = launch([], world, command) if world > 1 else subprocess.run(command, timeout=240).returncode
+        code = (
+            launch([], world, command)
+            if world > 1
+            else subprocess.run(command, timeout=240).returncode
+        )
         if code or not out.exists():
             raise SystemExit(f"{layout}: a rank ended with code {code}")
         found: dict[str, Any] = json.loads(out.read_text())
@@ -110,7 +116,12 @@ def predictions(probe: Path, layouts: list[str]) -> dict[str, dict[str, Any]]:
     for layout in layouts:
         recipe = load_recipe(RECIPE, [], layout)
         p = predict(local, rehearsals(recipe, local), recipe.layout)
-        found[layout] = {"seconds": p.seconds, "memory": list(p.memory), "busy": list(p.busy), "parts": dict(p.parts)}
+        found[layout] = {
+            "seconds": p.seconds,
+            "memory": list(p.memory),
+            "busy": list(p.busy),
+            "parts": dict(p.parts),
+        }
     return found
 
 
@@ -130,8 +141,16 @@ def anchored(rows: dict[str, dict[str, Any]]) -> list[float]:
     from weft.layout.layout import Layout
 
     worlds = {layout: Layout.parse(layout).world for layout in rows}
-    ran = {w: min((x for x in rows if worlds[x] == w), key=lambda x: rows[x]["predicted_s"]) for w in worlds.values()}
-    ratio = {w: rows[layout]["measured_s"] / rows[layout]["predicted_s"] for w, layout in ran.items()}
+    ran = {
+        w: min(
+            (x for x in rows if worlds[x] == w), key=lambda x: rows[x]["predicted_s"]
+        )
+        for w in worlds.values()
+    }
+    ratio = {
+        w: rows[layout]["measured_s"] / rows[layout]["predicted_s"]
+        for w, layout in ran.items()
+    }
     return [
         row["predicted_s"] * ratio[worlds[layout]] / row["measured_s"] - 1
         for layout, row in rows.items() if layout not in ran.values()
@@ -161,12 +180,18 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--probe", type=Path, default=Path("probe.toml"), help="a file from weft probe")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None
+    )
+    parser.add_argument(
+        "--probe", type=Path, default=Path("probe.toml"), help="a file from weft probe"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", nargs="+", help="some layouts")
     parser.add_argument("--json", type=Path, default=RESULTS)
-    parser.add_argument("--again", action="store_true", help="predict anew, keep what was measured")
+    parser.add_argument(
+        "--again", action="store_true", help="predict anew, keep what was measured"
+    )
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
@@ -176,7 +201,11 @@ def main() -> None:
             be_rank(options.rank, options.json)
         return
     layouts = options.only or LAYOUTS
-    kept = json.loads(options.json.read_text())["layouts"] if options.json.exists() and options.again else {}
+    kept = (
+        json.loads(options.json.read_text())["layouts"]
+        if options.json.exists() and options.again
+        else {}
+    )
     seen: dict[str, list[list[float]]] = {}
     memory: dict[str, list[float]] = {}
     load = os.getloadavg()[0]
@@ -187,7 +216,10 @@ def main() -> None:
             memory.setdefault(layout, []).append(max(found["memory"]))
             quiet = [s for s, others, _ in found["steps"] if others < OTHERS]
             middle = 1e3 * statistics.median(quiet) if quiet else float("nan")
-            print(f"{layout:24}{middle:9.1f} ms  {len(quiet)} of {len(found['steps'])} steps undisturbed", flush=True)
+            print(
+                f"{layout:24}{middle:9.1f} ms  {len(quiet)} of {len(found['steps'])} steps undisturbed",
+                flush=True,
+            )
     predicted = predictions(options.probe, layouts if not options.again else list(kept))
     rows: dict[str, dict[str, Any]] = {}
     for layout, p in predicted.items():
@@ -196,10 +228,14 @@ def main() -> None:
         else:
             quiet = [s for s, others, _ in seen[layout] if others < OTHERS]
             row = {
-                "measured_s": statistics.median(quiet or [s for s, _, _ in seen[layout]]),
+                "measured_s": statistics.median(
+                    quiet or [s for s, _, _ in seen[layout]]
+                ),
                 "measured_cpu_s": statistics.median(c for _, _, c in seen[layout]),
                 "steps": len(quiet),
-                "quartiles_s": statistics.quantiles(quiet, n=4)[::2] if len(quiet) > 3 else [],
+                "quartiles_s": statistics.quantiles(quiet, n=4)[::2]
+                if len(quiet) > 3
+                else [],
                 "measured_mb": statistics.median(memory[layout]) / 1e6,
             }
         row["predicted_s"], row["predicted_mb"] = p["seconds"], max(p["memory"]) / 1e6
@@ -217,7 +253,10 @@ def main() -> None:
         "load_before": round(load, 1),
     }
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({"machine": about, "summary": verdict, "layouts": rows}, indent=2) + "\n")
+    options.json.write_text(
+        json.dumps({"machine": about, "summary": verdict, "layouts": rows}, indent=2)
+        + "\n"
+    )
     print(f"written to {options.json}")
 
 

@@ -24,7 +24,9 @@ RANKS, STEPS, ROW_S = 4, 45, 0.03
 
 def recipe(folder: Path, actions: str) -> Recipe:
     corpus = folder / "corpus.txt"
-    corpus.write_text("".join(path.read_text() for path in sorted(Path("docs").glob("*.md"))[:4]))
+    corpus.write_text(
+        "".join(path.read_text() for path in sorted(Path("docs").glob("*.md"))[:4])
+    )
     return build_recipe({
         "model": {"layers": 1, "embed": 16, "heads": 2, "ffn": 24},
         "data": {"sources": [{"kind": "text", "path": str(corpus)}], "seq_len": 32, "cache": str(folder / "cache")},
@@ -34,14 +36,22 @@ def recipe(folder: Path, actions: str) -> Recipe:
     })  # fmt: skip
 
 
-def step_s(folder: Path, name: str, actions: str, slow: float) -> tuple[float, list[str]]:
+def step_s(
+    folder: Path, name: str, actions: str, slow: float
+) -> tuple[float, list[str]]:
     """Seconds of a step in the last third of a run, and what it said of its ranks."""
     out = folder / name
-    with ranks(recipe(folder, actions), out, [ROW_S * (slow if rank == 2 else 1) for rank in range(RANKS)]) as run:
+    with ranks(
+        recipe(folder, actions),
+        out,
+        [ROW_S * (slow if rank == 2 else 1) for rank in range(RANKS)],
+    ) as run:
         run.end()
     records = read_metrics(out)
     times = [record["step_s"] for record in records["train"] if "step_s" in record]
-    return median(times[-STEPS // 3 :]), [record["message"] for record in records.get("event", [])]
+    return median(times[-STEPS // 3 :]), [
+        record["message"] for record in records.get("event", [])
+    ]
 
 
 def main() -> None:
@@ -49,17 +59,33 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        runs = {"none slow": ("say", 1.0), "one slow": ("say", 2.0), "rebalanced": ("rebalance", 2.0)}
-        found = {name: step_s(Path(folder), name.replace(" ", "-"), *how) for name, how in runs.items()}
+        runs = {
+            "none slow": ("say", 1.0),
+            "one slow": ("say", 2.0),
+            "rebalanced": ("rebalance", 2.0),
+        }
+        found = {
+            name: step_s(Path(folder), name.replace(" ", "-"), *how)
+            for name, how in runs.items()
+        }
     seconds = {name: time for name, (time, _) in found.items()}
-    recovered = (seconds["one slow"] - seconds["rebalanced"]) / (seconds["one slow"] - seconds["none slow"])
+    recovered = (seconds["one slow"] - seconds["rebalanced"]) / (
+        seconds["one slow"] - seconds["none slow"]
+    )
     # Of a rank at half speed 1/8 of all speed is gone whatever one does.
-    best = (seconds["one slow"] - seconds["none slow"] * 8 / 7) / (seconds["one slow"] - seconds["none slow"])
+    best = (seconds["one slow"] - seconds["none slow"] * 8 / 7) / (
+        seconds["one slow"] - seconds["none slow"]
+    )
     for name, value in seconds.items():
         print(f"{name:12} {value * 1e3:7.0f} ms a step")
     print(f"recovered {recovered:.0%} of the loss; {best:.0%} would be all that can be")
     if options.json:
-        options.json.write_text(json.dumps({"step_s": seconds, "recovered": recovered, "best": best}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps(
+                {"step_s": seconds, "recovered": recovered, "best": best}, indent=1
+            )
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

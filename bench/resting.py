@@ -72,7 +72,9 @@ def values(name: str, logical: Logical, box: Box) -> T:
     if logical.std is None or ".experts." not in name:
         return initial_values(name, logical, box, seed=0)
     layer = int(name.split(".")[1])
-    return drawn(name.rsplit(".", 1)[1], logical.shape).roll(5 * layer + 1, 0)[slice(*box[0])]
+    return drawn(name.rsplit(".", 1)[1], logical.shape).roll(5 * layer + 1, 0)[
+        slice(*box[0])
+    ]
 
 
 def built(early: bool, experts: RestingExperts | None) -> Transformer:
@@ -88,7 +90,9 @@ def reader_behind(model: Transformer, past: int) -> OneText:
     for pages in reader.reader.pages:
         assert isinstance(pages, KeyValuePages)
         shape = (1, past, SHAPE["kv_heads"], SHAPE["embed"] // SHAPE["heads"])
-        pages.reading = Reading([Span(0, past, 0, range(-(-past // pages.size)))], torch.arange(past))
+        pages.reading = Reading(
+            [Span(0, past, 0, range(-(-past // pages.size)))], torch.arange(past)
+        )
         pages.write(*(torch.randn(shape, generator=generator) for _ in range(2)))
     reader.ids = [0] * past
     return reader
@@ -111,7 +115,11 @@ def balanced(models: dict[str, Transformer], some: Callable[[], list[int]]) -> i
     """
     readers = [
         reader_behind(models[name], past)
-        for name, past in (("on demand", SHORT), ("in memory", SHORT), ("in memory", LONG))
+        for name, past in (
+            ("on demand", SHORT),
+            ("in memory", SHORT),
+            ("in memory", LONG),
+        )
     ]
     timed(readers[0], some())  # slots fill
     rounds = [[timed(reader, some())[0] for reader in readers] for _ in range(8)]
@@ -144,20 +152,33 @@ def compared(early: bool, folder: Path, turns: int, tokens: int) -> dict[str, An
             seconds, logits[name] = timed(reader, ids)
             times[name].append(seconds)
         for name in ways:
-            assert all(torch.equal(a, b) for a, b in zip(logits[name], logits["in memory"], strict=True)), name
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(logits[name], logits["in memory"], strict=True)
+            ), name
     return summed_up(early, past, ways, times)
 
 
-def summed_up(early: bool, past: int, ways: dict[str, Any], times: dict[str, list[float]]) -> dict[str, Any]:
-    found: dict[str, Any] = {"router": "early" if early else "late", "past": past, "tokens": {}}
+def summed_up(
+    early: bool, past: int, ways: dict[str, Any], times: dict[str, list[float]]
+) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "router": "early" if early else "late",
+        "past": past,
+        "tokens": {},
+    }
     for name, way in ways.items():
         one: dict[str, Any] = {"ms": 1e3 * statistics.median(times[name])}
         if way is not None:
             counts, size = way.slots.counts, way.slots.records.size
             assert way.file.bytes["read"] == counts["read"] * size
-            one |= {name: counts[name] for name in ("used", "awaited", "read")} | {"bytes": counts["read"] * size}
+            one |= {name: counts[name] for name in ("used", "awaited", "read")} | {
+                "bytes": counts["read"] * size
+            }
         found["tokens"][name] = one
-    ratios = sorted(b / a for a, b in zip(times["ahead"], times["on demand"], strict=True))
+    ratios = sorted(
+        b / a for a, b in zip(times["ahead"], times["on demand"], strict=True)
+    )
     found["ratio"] = statistics.median(ratios)
     found["quartiles"] = [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]]
     ahead, waiting, resident = (one["ms"] for one in found["tokens"].values())

@@ -40,7 +40,9 @@ from weft.models.transformer import Transformer
 from weft.parallel.build import parallelize, resident_state
 from weft.recipe import ModelShape, Train
 
-SHAPE = ModelShape(vocab=49152, layers=30, embed=576, heads=9, kv_heads=3, ffn=1536, tied=True)
+SHAPE = ModelShape(
+    vocab=49152, layers=30, embed=576, heads=9, kv_heads=3, ffn=1536, tied=True
+)
 
 #: Tokens of a step, and of the cache, for all engines.
 BUDGET, CACHE = 512, 64 * 256
@@ -53,7 +55,9 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return [(7 * i + 31 * seed) % 40_000 for i in range(length)]
 
 
-def opened(folder: Path, word: str | None = "float", dtype: torch.dtype = torch.float32) -> Transformer:
+def opened(
+    folder: Path, word: str | None = "float", dtype: torch.dtype = torch.float32
+) -> Transformer:
     """The model, with its weights in the form ``word``; None: as they are loaded."""
     model = open_model(str(folder), "cpu", print)[0].to(dtype)
     if word is not None:
@@ -61,8 +65,13 @@ def opened(folder: Path, word: str | None = "float", dtype: torch.dtype = torch.
     return model
 
 
-def write_all(engine: Engine, prompts: list[list[int]], tokens: list[int]) -> list[list[int]]:
-    found = [engine.submit(prompt, count, GREEDY)[0] for prompt, count in zip(prompts, tokens, strict=True)]
+def write_all(
+    engine: Engine, prompts: list[list[int]], tokens: list[int]
+) -> list[list[int]]:
+    found = [
+        engine.submit(prompt, count, GREEDY)[0]
+        for prompt, count in zip(prompts, tokens, strict=True)
+    ]
     engine.run()
     return [one.written for one in found]
 
@@ -73,18 +82,26 @@ def timed(write: Callable[[], list[list[int]]]) -> Texts:
     return texts, time.perf_counter() - begun
 
 
-def sides(folder: Path, vllm: str | None, stack: ExitStack) -> dict[str, Callable[[list[list[int]], int], Texts]]:
+def sides(
+    folder: Path, vllm: str | None, stack: ExitStack
+) -> dict[str, Callable[[list[list[int]], int], Texts]]:
     """By name, what writes so many tokens after each prompt."""
     ours = opened(folder)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="sdpa"
+    ).eval()
 
     def weft(prompts: list[list[int]], tokens: int) -> Texts:
         engine = Engine(ours, tokens=CACHE, budget=BUDGET)
         return timed(lambda: write_all(engine, prompts, [tokens] * len(prompts)))
 
     def continuous(prompts: list[list[int]], tokens: int) -> Texts:
-        how = transformers.GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        room = ContinuousBatchingConfig(num_blocks=CACHE // 256, max_batch_tokens=BUDGET)
+        how = transformers.GenerationConfig(
+            max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        room = ContinuousBatchingConfig(
+            num_blocks=CACHE // 256, max_batch_tokens=BUDGET
+        )
         return timed(lambda: [
             one.generated_tokens for one in theirs.generate_batch(
                 inputs=prompts, generation_config=how, continuous_batching_config=room
@@ -93,10 +110,25 @@ def sides(folder: Path, vllm: str | None, stack: ExitStack) -> dict[str, Callabl
 
     found = {"weft": weft, "transformers": continuous}
     if vllm:
-        command = [vllm, str(Path(__file__).with_name("vllm_peer.py")), str(folder), str(CACHE), str(BUDGET), "1"]
-        paths = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        command = [
+            vllm,
+            str(Path(__file__).with_name("vllm_peer.py")),
+            str(folder),
+            str(CACHE),
+            str(BUDGET),
+            "1",
+        ]
+        paths = {
+            name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+        }
         peer = stack.enter_context(
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=paths)
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=paths,
+            )
         )
         stack.callback(peer.kill)
         assert peer.stdin and peer.stdout
@@ -118,20 +150,27 @@ def throughput(folder: Path, turns: int, vllm: str | None) -> dict[str, Any]:
     with ExitStack() as stack:
         writers = sides(folder, vllm, stack)
         for count in (8, 32):
-            prompts, rates = [prompt_of(40 + 15 * (r % 8), r) for r in range(count)], {name: [] for name in writers}
+            prompts, rates = (
+                [prompt_of(40 + 15 * (r % 8), r) for r in range(count)],
+                {name: [] for name in writers},
+            )
             for turn in range(turns + 1):
                 texts = {}
                 for name, write in writers.items():
                     texts[name], took = write(prompts, 64)
-                    rates[name] += [count * 64 / took] if turn else []  # the first one warms up
+                    # the first one warms up
+                    rates[name] += [count * 64 / took] if turn else []
             medians = {name: statistics.median(each) for name, each in rates.items()}
             found[f"{count} requests"] = {
                 "tokens/s": medians,
                 "ratios": {
-                    f"weft / {name}": medians["weft"] / rate for name, rate in medians.items() if name != "weft"
+                    f"weft / {name}": medians["weft"] / rate
+                    for name, rate in medians.items()
+                    if name != "weft"
                 },
                 "equal texts": {
-                    name: sum(map(list.__eq__, texts["weft"], text)) / count for name, text in texts.items()
+                    name: sum(map(list.__eq__, texts["weft"], text)) / count
+                    for name, text in texts.items()
                 },
             }
     return found
@@ -141,7 +180,10 @@ def injected(folder: Path, turns: int) -> dict[str, Any]:
     """The 99th percentile of the times between tokens of 8 requests, among which a prompt of 1,024 tokens comes."""
     model, gaps = opened(folder), {"whole": list[float](), "chunked": list[float]()}
     for _ in range(turns):
-        for name, policy, budget in (("whole", exact_fill, 2048), ("chunked", chunked(64), BUDGET)):
+        for name, policy, budget in (
+            ("whole", exact_fill, 2048),
+            ("chunked", chunked(64), BUDGET),
+        ):
             engine = Engine(model, tokens=CACHE, budget=budget, policy=policy)
             for r in range(8):
                 engine.submit(prompt_of(40, r), 80, GREEDY)
@@ -162,18 +204,32 @@ def static(folder: Path, turns: int) -> dict[str, Any]:
     A static batch ends with its longest answer and computes all its rows until then, as a padded one does.
     """
     model, drawn = opened(folder), random.Random(0)
-    lengths = [min(256, max(4, round(drawn.lognormvariate(3.0, 1.1)))) for _ in range(64)]
-    prompts = [prompt_of(min(128, max(4, round(drawn.lognormvariate(3.0, 0.9)))), r) for r in range(64)]
+    lengths = [
+        min(256, max(4, round(drawn.lognormvariate(3.0, 1.1)))) for _ in range(64)
+    ]
+    prompts = [
+        prompt_of(min(128, max(4, round(drawn.lognormvariate(3.0, 0.9)))), r)
+        for r in range(64)
+    ]
 
     def joining() -> list[list[int]]:
-        return write_all(Engine(model, tokens=CACHE, budget=BUDGET, limit=16), prompts, lengths)
+        return write_all(
+            Engine(model, tokens=CACHE, budget=BUDGET, limit=16), prompts, lengths
+        )
 
     def batches() -> list[list[int]]:
         texts = []
         for at in range(0, 64, 16):
             longest = [max(lengths[at : at + 16])] * 16
-            whole = write_all(Engine(model, tokens=CACHE, budget=BUDGET), prompts[at : at + 16], longest)
-            texts += [text[:length] for text, length in zip(whole, lengths[at : at + 16], strict=True)]
+            whole = write_all(
+                Engine(model, tokens=CACHE, budget=BUDGET),
+                prompts[at : at + 16],
+                longest,
+            )
+            texts += [
+                text[:length]
+                for text, length in zip(whole, lengths[at : at + 16], strict=True)
+            ]
         return texts
 
     took: dict[str, list[float]] = {"continuous": [], "static": []}
@@ -183,8 +239,13 @@ def static(folder: Path, turns: int) -> dict[str, Any]:
         again, seconds = timed(batches)
         took["static"].append(seconds)
         assert texts == again, "they do not write the same"
-    rates = {name: sum(lengths) / statistics.median(each) for name, each in took.items()}
-    return {"tokens/s": rates, "continuous / static": rates["continuous"] / rates["static"]}
+    rates = {
+        name: sum(lengths) / statistics.median(each) for name, each in took.items()
+    }
+    return {
+        "tokens/s": rates,
+        "continuous / static": rates["continuous"] / rates["static"],
+    }
 
 
 def shared(folder: Path, turns: int) -> dict[str, Any]:
@@ -204,7 +265,9 @@ def weights(folder: Path, turns: int) -> dict[str, Any]:
 
     bfloat16 as it is loaded and packed, float32, and eight and four bits.
     """
-    wide = ModelShape(vocab=32768, layers=6, embed=2048, heads=32, kv_heads=8, ffn=8192, tied=True)
+    wide = ModelShape(
+        vocab=32768, layers=6, embed=2048, heads=32, kv_heads=8, ffn=8192, tied=True
+    )
 
     def made(word: str | None, dtype: torch.dtype) -> Transformer:
         model = parallelize(wide, Mesh.single(), Train())[0].to(dtype)
@@ -216,7 +279,9 @@ def weights(folder: Path, turns: int) -> dict[str, Any]:
     return {"the model": small, "0.43 billion parameters": by_weights(made, turns)}
 
 
-def by_weights(make: Callable[[str | None, torch.dtype], Transformer], turns: int) -> dict[str, Any]:
+def by_weights(
+    make: Callable[[str | None, torch.dtype], Transformer], turns: int
+) -> dict[str, Any]:
     """Of one model in every form."""
     bf16, f32 = torch.bfloat16, torch.float32
     models = {
@@ -249,13 +314,19 @@ def alike(folder: Path, turns: int) -> dict[str, Any]:
             for invariant, each in took.items():
                 engine = Engine(model, tokens=CACHE, invariant=invariant)
                 each.append(timed(partial(write_all, engine, prompts, [32] * count))[1])
-        ratios[f"{count} at once"] = statistics.median(took[True]) / statistics.median(took[False])
+        ratios[f"{count} at once"] = statistics.median(took[True]) / statistics.median(
+            took[False]
+        )
     return ratios
 
 
 def random_weights(folder: Path) -> Path:
     model = parallelize(SHAPE, Mesh.single(), Train())[0]
-    export({p.name: p.local for p in resident_state(model, model.mesh).held}, model.shape, folder)
+    export(
+        {p.name: p.local for p in resident_state(model, model.mesh).held},
+        model.shape,
+        folder,
+    )
     return folder
 
 
@@ -275,12 +346,17 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    found: dict[str, Any] = {"machine": machine(), "weights are random": given.model is None}
+    found: dict[str, Any] = {
+        "machine": machine(),
+        "weights are random": given.model is None,
+    }
     with tempfile.TemporaryDirectory() as room:
         folder = given.model or random_weights(Path(room) / "model")
         for name in given.only:
             more = {"vllm": given.vllm} if name == "throughput" else {}
-            found[name] = CASES[name](folder, given.turns, **more) | {"load": round(os.getloadavg()[0], 1)}
+            found[name] = CASES[name](folder, given.turns, **more) | {
+                "load": round(os.getloadavg()[0], 1)
+            }
             print(json.dumps({name: found[name]}, indent=1), flush=True)
     if given.json:
         write(found, given.json)

@@ -21,13 +21,15 @@ import torch
 from weft.generate.engine import Engine
 from weft.generate.policies import Policy, chunked, exact_fill
 from weft.layout.mesh import Mesh
-from weft.loads.asks import RequestOutcome
-from weft.loads.simulate import Curve, TimedRequest, measure, simulate
+from weft.measure.asks import RequestOutcome
+from weft.measure.simulate import Curve, TimedRequest, measure, simulate
 from weft.models.products import read_only
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
 
-SHAPE = ModelShape(vocab=49152, layers=30, embed=576, heads=9, kv_heads=3, ffn=1536, tied=True)
+SHAPE = ModelShape(
+    vocab=49152, layers=30, embed=576, heads=9, kv_heads=3, ffn=1536, tied=True
+)
 
 #: By name: requests a second, means of the lengths of prompts and answers, the policy, and the cache's tokens.
 LOADS: dict[str, tuple[float, int, int, Policy, int]] = {
@@ -39,12 +41,17 @@ LOADS: dict[str, tuple[float, int, int, Policy, int]] = {
 FITTED_ON = ((0.5, 120, 24, exact_fill, 2**15), (6.0, 100, 20, chunked(64), 2**15))
 
 
-def load(seed: int, requests: int, rate: float, prompt: int, answer: int) -> list[TimedRequest]:
+def load(
+    seed: int, requests: int, rate: float, prompt: int, answer: int
+) -> list[TimedRequest]:
     """Poisson arrivals with log-normal lengths."""
     drawn, time, found = random.Random(seed), 0.0, []
 
     def length(mean: int, sigma: float) -> int:
-        return max(2, min(600, round(drawn.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))
+        return max(
+            2,
+            min(600, round(drawn.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))),
+        )
 
     for _ in range(requests):
         time += drawn.expovariate(rate)
@@ -54,11 +61,17 @@ def load(seed: int, requests: int, rate: float, prompt: int, answer: int) -> lis
 
 
 def figures(found: list[RequestOutcome]) -> dict[str, float]:
-    times = {metric: [x for one in found for x in one.seconds[metric]] for metric in ("ttft", "itl")}
+    times = {
+        metric: [x for one in found for x in one.seconds[metric]]
+        for metric in ("ttft", "itl")
+    }
     return {
         f"{metric}_{name}": of(seconds)
         for metric, seconds in times.items()
-        for name, of in (("mean", statistics.fmean), ("p99", lambda these: percentile(these, 0.99)))
+        for name, of in (
+            ("mean", statistics.fmean),
+            ("p99", lambda these: percentile(these, 0.99)),
+        )
     }
 
 
@@ -83,21 +96,41 @@ def main() -> None:
     samples, measured = [], {}
     for turn, (name, (*of_load, policy, cache)) in enumerate(LOADS.items(), 1):
         # The machine's speed drifts, and the curve is to be of the same minutes as what it is held against.
-        for seed, (*fitted, fitted_policy, fitted_cache) in enumerate(FITTED_ON, 100 * turn):
-            samples += measure(engine(fitted_policy, fitted_cache), load(seed, given.requests, *fitted), thread_time)[1]
-        measured[name] = measure(engine(policy, cache), load(turn, given.requests, *of_load), thread_time)[0]
+        for seed, (*fitted, fitted_policy, fitted_cache) in enumerate(
+            FITTED_ON, 100 * turn
+        ):
+            samples += measure(
+                engine(fitted_policy, fitted_cache),
+                load(seed, given.requests, *fitted),
+                thread_time,
+            )[1]
+        measured[name] = measure(
+            engine(policy, cache), load(turn, given.requests, *of_load), thread_time
+        )[0]
     curve, rows = Curve(samples), {}
     print(f"{'load':30}{'':12}{'engine':>10}{'simulator':>11}{'error':>8}")
     for turn, (name, (*of_load, policy, cache)) in enumerate(LOADS.items(), 1):
         its = engine(policy, cache).scheduler
-        both = figures(measured[name]), figures(simulate(its, load(turn, given.requests, *of_load), curve))
+        both = (
+            figures(measured[name]),
+            figures(simulate(its, load(turn, given.requests, *of_load), curve)),
+        )
         for figure in both[0]:
             a, b = (each[figure] for each in both)
-            rows[f"{name}: {figure}"] = {"engine": a, "simulator": b, "error": b / a - 1}
-            print(f"{name:30}{figure:12}{a:10.3f}{b:11.3f}{b / a - 1:+8.1%}", flush=True)
+            rows[f"{name}: {figure}"] = {
+                "engine": a,
+                "simulator": b,
+                "error": b / a - 1,
+            }
+            print(
+                f"{name:30}{figure:12}{a:10.3f}{b:11.3f}{b / a - 1:+8.1%}", flush=True
+            )
     if given.json:
         given.json.write_text(
-            json.dumps({"requests": given.requests, "rates": list(curve.rates), "rows": rows}, indent=1)
+            json.dumps(
+                {"requests": given.requests, "rates": list(curve.rates), "rows": rows},
+                indent=1,
+            )
         )
 
 

@@ -39,14 +39,22 @@ QUICK = Job(ModelShape(vocab=256, layers=2, embed=32, heads=2), 8, 32)
 
 def on_rank(rank: int, job: Job, rounds: int) -> dict[str, Any]:
     mesh = Mesh.create(Layout(shard=2, tp=2), "cpu")
-    recipe = Recipe(train=Train(dtype="float32", batch=job.rows), optimizer=SETTINGS, data=Data(seq_len=job.length))
+    recipe = Recipe(
+        train=Train(dtype="float32", batch=job.rows),
+        optimizer=SETTINGS,
+        data=Data(seq_len=job.length),
+    )
     model, state = assemble(job.shape, mesh, recipe)
     snapshots = Snapshots(state, ["here"] * RANKS, "127.0.0.1", "bench")
     mine = tokens_of(job).chunk(2)[mesh.batch_rank]
     rows, length = len(mine), job.length
     positions = torch.arange(length).repeat(rows, 1)
     cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
-    batches = [Batch(mine[:, :-1].contiguous(), mine[:, 1:].contiguous(), positions, cu_seqlens)]
+    batches = [
+        Batch(
+            mine[:, :-1].contiguous(), mine[:, 1:].contiguous(), positions, cu_seqlens
+        )
+    ]
     stepper = Stepper(model, state, mesh, SETTINGS, before_update=snapshots.complete)
     progress = Progress()
 
@@ -72,7 +80,10 @@ def on_rank(rank: int, job: Job, rounds: int) -> dict[str, Any]:
     alone_wall, alone_cpu = race({"alone": alone}, rounds)
     sizes = torch.tensor([snapshots.nbytes // 4, snapshots.sent], dtype=torch.float64)
     dist.all_reduce(sizes)
-    pairs = [ours / plain for ours, plain in zip(wall["with copies"], wall["without"], strict=True)]
+    pairs = [
+        ours / plain
+        for ours, plain in zip(wall["with copies"], wall["without"], strict=True)
+    ]
     low, middle, high = statistics.quantiles(pairs, n=4)
     found = {
         "parameters": parameter_count(job.shape, job.shape.vocab), "tokens": job.rows * job.length,
@@ -83,7 +94,8 @@ def on_rank(rank: int, job: Job, rounds: int) -> dict[str, Any]:
         "ratio": round(middle, 4), "ratio_quartiles": [round(low, 4), round(high, 4)],
         "cpu_ratio": round(cpu["with copies"] / cpu["without"], 4),
         "alone": {"s": round(statistics.median(alone_wall["alone"]), 4), "cpu_s": round(alone_cpu["alone"], 4)},
-        "cpu_share": round(alone_cpu["alone"] / cpu["without"], 4),  # hardly depends on what else the machine does
+        # hardly depends on what else the machine does
+        "cpu_share": round(alone_cpu["alone"] / cpu["without"], 4),
         "floor_s": round(floor(int(snapshots.nbytes // 4)), 4),
     }  # fmt: skip
     snapshots.stop()
@@ -105,22 +117,36 @@ def floor(size: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model, to see that it runs"
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     given = parser.parse_args()
     about = machine()
     found = on_ranks(RANKS, on_rank, QUICK if given.quick else JOB, given.rounds)
     plain, ours = found["without"], found["with copies"]
     size, sent = found["bytes"] / 2**20, found["bytes_sent"] / 2**20
-    print(f"{found['parameters'] / 1e6:.1f}M parameters, {found['tokens']} tokens a step, {RANKS} ranks")
+    print(
+        f"{found['parameters'] / 1e6:.1f}M parameters, {found['tokens']} tokens a step, {RANKS} ranks"
+    )
     print(f"a copy: {size:.0f} MiB, of which {sent:.0f} MiB are sent")
-    for name, row in (("without", plain), ("with copies", ours), ("a copy alone", found["alone"])):
+    for name, row in (
+        ("without", plain),
+        ("with copies", ours),
+        ("a copy alone", found["alone"]),
+    ):
         print(f"  {name:<14}{row['s']:9.4f} s   processors {row['cpu_s']:9.4f} s")
     low, high = found["ratio_quartiles"]
-    print(f"  ratio {found['ratio']:.3f} (quartiles {low:.3f} to {high:.3f}), of processors {found['cpu_ratio']:.3f}")
-    print(f"  processors' time of a copy alone, as a share of a step's: {found['cpu_share']:.3f}")
+    print(
+        f"  ratio {found['ratio']:.3f} (quartiles {low:.3f} to {high:.3f}), of processors {found['cpu_ratio']:.3f}"
+    )
+    print(
+        f"  processors' time of a copy alone, as a share of a step's: {found['cpu_share']:.3f}"
+    )
     print(f"  floor: the bytes copied once {found['floor_s']:.4f} s")
     write({"machine": about, **found}, given.json)
 

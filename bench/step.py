@@ -66,9 +66,23 @@ class Job(NamedTuple):
 
 
 JOBS = {
-    "small": Job(ModelShape(vocab=4096, layers=6, embed=384, heads=6, kv_heads=2, ffn=1024), 4, 512),
+    "small": Job(
+        ModelShape(vocab=4096, layers=6, embed=384, heads=6, kv_heads=2, ffn=1024),
+        4,
+        512,
+    ),
     "quickstart": Job(
-        ModelShape(vocab=2048, layers=4, embed=192, heads=6, kv_heads=2, qk_norm=True, tied=True), 16, 256
+        ModelShape(
+            vocab=2048,
+            layers=4,
+            embed=192,
+            heads=6,
+            kv_heads=2,
+            qk_norm=True,
+            tied=True,
+        ),
+        16,
+        256,
     ),
     "smoke": Job(ModelShape(vocab=64, layers=1, embed=32, heads=2, kv_heads=2), 2, 16),
 }
@@ -76,7 +90,11 @@ JOBS = {
 
 def tokens_of(job: Job) -> torch.Tensor:
     """``[rows, length + 1]`` random ids, the same on every rank."""
-    return torch.randint(job.shape.vocab, (job.rows, job.length + 1), generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        job.shape.vocab,
+        (job.rows, job.length + 1),
+        generator=torch.Generator().manual_seed(0),
+    )
 
 
 # --- ours ---
@@ -90,10 +108,14 @@ def weft_step(job: Job, mesh: Mesh) -> tuple[Step, dict[str, torch.Tensor]]:
     rows = len(mine)
     positions = torch.arange(job.length).repeat(rows, 1)
     cu_seqlens = torch.arange(0, rows * job.length + 1, job.length, dtype=torch.int32)
-    batch = Batch(mine[:, :-1].contiguous(), mine[:, 1:].contiguous(), positions, cu_seqlens)
+    batch = Batch(
+        mine[:, :-1].contiguous(), mine[:, 1:].contiguous(), positions, cu_seqlens
+    )
 
     def step() -> float:
-        return train_step(model, state, [batch], mesh, lr=SETTINGS.lr, clip=SETTINGS.clip).loss
+        return train_step(
+            model, state, [batch], mesh, lr=SETTINGS.lr, clip=SETTINGS.clip
+        ).loss
 
     return step, {h.name: h.local.clone() for h in state.held}
 
@@ -112,8 +134,12 @@ class PlainAttention(nn.Module):
         self.q_norm = nn.RMSNorm(s.head_dim, s.norm_eps) if s.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(s.head_dim, s.norm_eps) if s.qk_norm else nn.Identity()
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        q, k, v = (
+            w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv)
+        )
         q, k = rotated(self.q_norm(q), cos, sin), rotated(self.k_norm(k), cos, sin)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -144,7 +170,9 @@ class PlainBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(s.embed, s.norm_eps)
         self.ffn = PlainFeedForward(s)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
         return x + self.ffn(self.ffn_norm(x))
 
@@ -160,7 +188,10 @@ class PlainModel(nn.Module):
         self.head = nn.Linear(s.embed, s.vocab, bias=False)
         if s.tied:
             self.head.weight = self.embedding.weight
-        self.cos, self.sin = (x[0] for x in angles(torch.arange(length)[None], frequencies(s), torch.float32))
+        self.cos, self.sin = (
+            x[0]
+            for x in angles(torch.arange(length)[None], frequencies(s), torch.float32)
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
@@ -171,7 +202,8 @@ class PlainModel(nn.Module):
 
 def plain_model(job: Job, weights: dict[str, torch.Tensor]) -> PlainModel:
     model = PlainModel(job.shape, job.length)
-    modules = {"table": "weight", "scale": "weight"}  # our parameters that are a module of their own there
+    # our parameters that are a module of their own there
+    modules = {"table": "weight", "scale": "weight"}
     renamed = {}
     for name, value in weights.items():
         *path, leaf = name.split(".")
@@ -185,11 +217,18 @@ def plain_model(job: Job, weights: dict[str, torch.Tensor]) -> PlainModel:
 def adamw(model: nn.Module) -> torch.optim.AdamW:
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": SETTINGS.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=SETTINGS.lr, betas=SETTINGS.betas, eps=SETTINGS.eps, fused=True)
+    groups = [
+        {"params": matrices, "weight_decay": SETTINGS.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=SETTINGS.lr, betas=SETTINGS.betas, eps=SETTINGS.eps, fused=True
+    )
 
 
-def plain_step(job: Job, model: nn.Module, logits: Callable[[torch.Tensor], torch.Tensor]) -> Step:
+def plain_step(
+    job: Job, model: nn.Module, logits: Callable[[torch.Tensor], torch.Tensor]
+) -> Step:
     """The loop everybody writes first. ``logits`` calls the model."""
     rows, optimizer = tokens_of(job), adamw(model)
     tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous().flatten()
@@ -217,9 +256,24 @@ def transformers_model(job: Job, plain: PlainModel) -> nn.Module:
         tie_word_embeddings=s.tied, max_position_embeddings=job.length, use_cache=False, attn_implementation="sdpa",
     )  # fmt: skip
     model = getattr(transformers, f"{family}ForCausalLM")(config)
-    theirs = {"embedding": "model.embed_tokens", "blocks": "model.layers", "norm": "model.norm", "head": "lm_head"}
-    inner = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attention": "self_attn"}
-    inner |= {"ffn": "mlp", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
+    theirs = {
+        "embedding": "model.embed_tokens",
+        "blocks": "model.layers",
+        "norm": "model.norm",
+        "head": "lm_head",
+    }
+    inner = {
+        "attention_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "attention": "self_attn",
+    }
+    inner |= {
+        "ffn": "mlp",
+        "wq": "q_proj",
+        "wk": "k_proj",
+        "wv": "v_proj",
+        "wo": "o_proj",
+    }
     inner |= {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     renamed = {}
     for name, value in plain.state_dict().items():
@@ -237,14 +291,21 @@ def torch_parallel_step(job: Job, model: PlainModel) -> Step:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
     mesh._flatten("world")  # lets DTensor reduce over both dimensions at once
     plan: dict[str, Any] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "embedding": RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(1)
+        ),
         "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+        "head": ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+        ),
     }
     parallelize_module(model, mesh["tp"], plan)
     if job.shape.tied:  # parallelize_module has replaced both
         model.head.weight = model.embedding.weight
-    norms = {f"attention.{n}_norm": SequenceParallel(sequence_dim=2, use_local_output=True) for n in "qk"}
+    norms = {
+        f"attention.{n}_norm": SequenceParallel(sequence_dim=2, use_local_output=True)
+        for n in "qk"
+    }
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {
             "attention_norm": SequenceParallel(),
@@ -275,7 +336,9 @@ def torch_parallel_step(job: Job, model: PlainModel) -> Step:
             loss.backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
-        nn.utils.clip_grads_with_norm_(model.parameters(), SETTINGS.clip, norm.full_tensor())  # type: ignore[attr-defined]
+        nn.utils.clip_grads_with_norm_(
+            model.parameters(), SETTINGS.clip, norm.full_tensor()
+        )  # type: ignore[attr-defined]
         optimizer.step()
         local = loss.full_tensor() if isinstance(loss, DTensor) else loss
         mean = local.detach().clone() / 2
@@ -303,16 +366,27 @@ def race(sides: dict[str, Step], rounds: int, steps: int) -> dict[str, list[floa
 
 
 def measure(
-    job: Job, sides: dict[str, Step], rounds: int, steps: int, peak: float, trials: Mapping[str, int] | None = None
+    job: Job,
+    sides: dict[str, Step],
+    rounds: int,
+    steps: int,
+    peak: float,
+    trials: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Check that the sides compute the same, let them race, and put speeds and ratios of medians into a table.
 
     ``trials``: the steps that a side takes before the race to find out what is fast.
     """
-    losses = {name: [step() for _ in range(3)] for name, step in sides.items()}  # which also warms them up
+    # which also warms them up
+    losses = {name: [step() for _ in range(3)] for name, step in sides.items()}
     for name, theirs in losses.items():
-        if max(abs(a - b) / b for a, b in zip(losses["weft"], theirs, strict=True)) > TOLERANCE:
-            raise SystemExit(f"{name} and weft compute different losses: {theirs} and {losses['weft']}")
+        if (
+            max(abs(a - b) / b for a, b in zip(losses["weft"], theirs, strict=True))
+            > TOLERANCE
+        ):
+            raise SystemExit(
+                f"{name} and weft compute different losses: {theirs} and {losses['weft']}"
+            )
     for name, count in (trials or {}).items():
         for _ in range(count):
             sides[name]()
@@ -323,11 +397,20 @@ def measure(
     table: dict[str, Any] = {}
     for name, times in seconds.items():
         middle = statistics.median(times)
-        table[name] = {"tokens_per_s": round(tokens / middle), "flops_utilisation": round(flops / middle / peak, 3)}
+        table[name] = {
+            "tokens_per_s": round(tokens / middle),
+            "flops_utilisation": round(flops / middle / peak, 3),
+        }
         if name != "weft":
-            paired = [theirs / mine for mine, theirs in zip(seconds["weft"], times, strict=True)]
+            paired = [
+                theirs / mine
+                for mine, theirs in zip(seconds["weft"], times, strict=True)
+            ]
             low, _, high = statistics.quantiles(paired, n=4)
-            table[name] |= {"ratio": round(middle / ours, 3), "ratio_quartiles": [round(low, 3), round(high, 3)]}
+            table[name] |= {
+                "ratio": round(middle / ours, 3),
+                "ratio_quartiles": [round(low, 3), round(high, 3)],
+            }
     return table
 
 
@@ -370,17 +453,29 @@ def _serve(pipe: Any, make: Callable[[Job], Step], job: Job) -> None:
         pipe.send(step())
 
 
-def single(job: Job, makes: dict[str, Callable[[Job], Step]], rounds: int, steps: int, peak: float) -> dict[str, Any]:
+def single(
+    job: Job,
+    makes: dict[str, Callable[[Job], Step]],
+    rounds: int,
+    steps: int,
+    peak: float,
+) -> dict[str, Any]:
     """Each side in one process, in turns."""
     sides = {name: in_process(make, job) for name, make in makes.items()}
     return measure(job, sides, rounds, steps, min(2, os.cpu_count() or 1) * peak)
 
 
 #: What runs in one process.
-ALONE = {"weft": weft_alone, "hand-written": hand_written_alone, "transformers": transformers_alone}
+ALONE = {
+    "weft": weft_alone,
+    "hand-written": hand_written_alone,
+    "transformers": transformers_alone,
+}
 
 
-def on_rank(rank: int, job: Job, rounds: int, steps: int, peak: float) -> dict[str, Any]:
+def on_rank(
+    rank: int, job: Job, rounds: int, steps: int, peak: float
+) -> dict[str, Any]:
     """One of four ranks: Weft's ``shard=2,tp=2`` and PyTorch's own, in the same processes."""
     plain = plain_model(job, weft_step(job, Mesh.single())[1])
     sides = {
@@ -390,11 +485,18 @@ def on_rank(rank: int, job: Job, rounds: int, steps: int, peak: float) -> dict[s
     return measure(job, sides, rounds, steps, min(4, os.cpu_count() or 1) * peak)
 
 
-def on_ranks(count: int, target: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
+def on_ranks(
+    count: int, target: Callable[..., dict[str, Any]], *given: Any
+) -> dict[str, Any]:
     """What ``target(rank, *given)`` returns on the first of so many ranks of a group, of one thread each."""
     with tempfile.TemporaryDirectory() as folder:
         # Forked from one process that imports for all of them what takes each of them seconds.
-        imported = ["torch", "torch._dynamo", "torch.distributed.tensor", "weft.train.setup"]
+        imported = [
+            "torch",
+            "torch._dynamo",
+            "torch.distributed.tensor",
+            "weft.train.setup",
+        ]
         mp.get_context("forkserver").set_forkserver_preload(imported)
         given = (count, folder, target, given)
         mp.start_processes(_begin_and_end, given, count, start_method="forkserver")  # type: ignore[no-untyped-call]
@@ -402,11 +504,19 @@ def on_ranks(count: int, target: Callable[..., dict[str, Any]], *given: Any) -> 
         return found
 
 
-def _begin_and_end(rank: int, count: int, folder: str, target: Callable[..., dict[str, Any]], given: Any) -> None:
+def _begin_and_end(
+    rank: int,
+    count: int,
+    folder: str,
+    target: Callable[..., dict[str, Any]],
+    given: Any,
+) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count
+    )
     table = target(rank, *given)
     if rank == 0:
         Path(folder, "table.json").write_text(json.dumps(table))
@@ -424,7 +534,8 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "cpu": cpu,
         "cores": os.cpu_count(),
-        "load_before": round(os.getloadavg()[0], 1),  # what others keep busy: should be well below one core
+        # what others keep busy: should be well below one core
+        "load_before": round(os.getloadavg()[0], 1),
     }
 
 
@@ -435,7 +546,9 @@ def write(results: dict[str, Any], path: Path) -> None:
 
 
 def show(title: str, table: dict[str, Any]) -> None:
-    print(f"\n{title}\n  {'':28}{'tokens/s':>10}{'of peak':>9}{'weft is':>10}   quartiles")
+    print(
+        f"\n{title}\n  {'':28}{'tokens/s':>10}{'of peak':>9}{'weft is':>10}   quartiles"
+    )
     for name, row in table.items():
         line = f"  {name:28}{row['tokens_per_s']:>10,}{row['flops_utilisation']:>9.0%}"
         if "ratio" in row:
@@ -445,11 +558,15 @@ def show(title: str, table: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("--rounds", type=int, default=10, help="turns of every side")
     parser.add_argument("--steps", type=int, default=1, help="steps per turn")
     parser.add_argument("--only", choices=["single", "ranks"])
-    parser.add_argument("--job", choices=list(JOBS), help="default: small and quickstart")
+    parser.add_argument(
+        "--job", choices=list(JOBS), help="default: small and quickstart"
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
     results: dict[str, Any] = {
@@ -474,7 +591,9 @@ def main() -> None:
             found["single"] = single(job, ALONE, options.rounds, options.steps, peak)
             show(f"{title}, one process", found["single"])
         if options.only != "single":
-            found["ranks"] = on_ranks(4, on_rank, job, options.rounds, options.steps, peak)
+            found["ranks"] = on_ranks(
+                4, on_rank, job, options.rounds, options.steps, peak
+            )
             show(f"{title}, 4 ranks shard=2,tp=2", found["ranks"])
     write(results, options.json)
 

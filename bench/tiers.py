@@ -57,7 +57,9 @@ FILES, LR = {"weights": "file"}, 1e-4
 WAYS = {"read": False, "written": True}
 
 
-def recipe_of(given: argparse.Namespace, memory: dict[str, str], rows: int, recompute: str) -> Any:
+def recipe_of(
+    given: argparse.Namespace, memory: dict[str, str], rows: int, recompute: str
+) -> Any:
     return build_recipe({
         "model": {"layers": given.layers, "embed": given.width, "heads": 8, "vocab": 512, "tied": False},
         "data": {"sources": [{"kind": "stdlib"}], "tokenizer": "bytes", "seq_len": 128},
@@ -76,7 +78,12 @@ class Side:
         recompute: str = "none",
     ) -> None:  # fmt: skip
         recipe = recipe_of(given, memory, rows, recompute)
-        job, self.mesh, self.rows, self.steps = prepare(recipe), mesh or Mesh.single(), rows, 0
+        job, self.mesh, self.rows, self.steps = (
+            prepare(recipe),
+            mesh or Mesh.single(),
+            rows,
+            0,
+        )
         self.shape, self.settings = job.shape, recipe.optimizer
         self.model, self.state = assemble(job.shape, self.mesh, recipe)
         self.loader = job.loader(job.corpus.train, self.mesh)
@@ -92,16 +99,23 @@ class Side:
 
     def passes(self) -> None:
         """A step without its update."""
-        self.stepper.gradients(self.loader.step(self.steps * self.rows) or [], stop=False)
+        self.stepper.gradients(
+            self.loader.step(self.steps * self.rows) or [], stop=False
+        )
         clear_gradients(self.model, self.state)
 
     def formula(self) -> dict[str, int]:
         """Bytes of a step among others: where passes turn, two stages' weights stay, at the ends early ones' alone."""
         units, found = self.state.units, {"read": 0, "written": 0}
         for i, unit in enumerate(units):
-            size = {kind: group.region.size for kind, group in self.state.tiers.groups[unit].items()}
+            size = {
+                kind: group.region.size
+                for kind, group in self.state.tiers.groups[unit].items()
+            }
             early, every = unit in self.state.early, sum(size.values())
-            found["read"] += size["weights"] * ((i < len(units) - 2) + (early and i >= 2))
+            found["read"] += size["weights"] * (
+                (i < len(units) - 2) + (early and i >= 2)
+            )
             found["read"] += size["moments"] if early else every
             found["written"] += every
         return found
@@ -128,14 +142,18 @@ def recorded(side: Side) -> Transfers:
     """The transfers of one step, in order."""
     found: Transfers = []
 
-    def noted(transfer: Callable[..., Transfer], write: bool) -> Callable[..., Transfer]:
+    def noted(
+        transfer: Callable[..., Transfer], write: bool
+    ) -> Callable[..., Transfer]:
         def call(self: Region, data: torch.Tensor, start: int = 0) -> Transfer:
             found.append((self, data.numel(), start, write))
             return transfer(self, data, start)
 
         return call
 
-    with mock.patch.multiple(Region, read=noted(Region.read, False), write=noted(Region.write, True)):
+    with mock.patch.multiple(
+        Region, read=noted(Region.read, False), write=noted(Region.write, True)
+    ):
         side.step()
     return found
 
@@ -162,10 +180,19 @@ class DeepSpeed:
     def __init__(self, python: str, folder: str, side: Side) -> None:
         self.side = side  # is never stepped itself: gives weights, and tokens
         settings = side.settings
-        adam = {"lr": LR, "betas": settings.betas, "eps": settings.eps, "weight_decay": settings.weight_decay}
+        adam = {
+            "lr": LR,
+            "betas": settings.betas,
+            "eps": settings.eps,
+            "weight_decay": settings.weight_decay,
+        }
         peer = Path(__file__).with_name("deepspeed_peer.py")
         with tempfile.TemporaryDirectory() as model:
-            export({h.name: h.local for h in side.state.held}, side.shape, Path(model) / "model")
+            export(
+                {h.name: h.local for h in side.state.held},
+                side.shape,
+                Path(model) / "model",
+            )
             accumulated = str(len(side.loader.step(0) or []))
             self.process = subprocess.Popen(
                 [python, str(peer), f"{model}/model", folder, accumulated, json.dumps(adam)],
@@ -181,7 +208,10 @@ class DeepSpeed:
     def step(self) -> tuple[float, float]:
         """The loss, and the seconds that it took."""
         batches = [
-            {name: getattr(batch, name).tolist() for name in ("tokens", "labels", "positions")}
+            {
+                name: getattr(batch, name).tolist()
+                for name in ("tokens", "labels", "positions")
+            }
             for batch in self.side.batches()
         ]
         print(json.dumps(batches), file=self.process.stdin, flush=True)
@@ -195,7 +225,9 @@ class DeepSpeed:
     def moved(self) -> dict[str, int]:
         """Bytes that its process has read from the disk and written to it so far."""
         lines = Path(f"/proc/{self.process.pid}/io").read_text().splitlines()
-        counts = {name: int(value) for name, value in (line.split(": ") for line in lines)}
+        counts = {
+            name: int(value) for name, value in (line.split(": ") for line in lines)
+        }
         return {"read": counts["read_bytes"], "written": counts["write_bytes"]}
 
 
@@ -207,24 +239,46 @@ def alone() -> Mesh:
 
 def rows_for(given: argparse.Namespace) -> int:
     """So many rows that transfers and compute take about the same time."""
-    probe, whole, pool = Side(given, FILES | {"folder": given.folder}, 4), Side(given, {}, 4), BufferPool()
+    probe, whole, pool = (
+        Side(given, FILES | {"folder": given.folder}, 4),
+        Side(given, {}, 4),
+        BufferPool(),
+    )
     probe.step(), whole.step()
     transfers = recorded(probe)
-    disk, compute = (min(seconds(work)[0] for _ in range(2)) for work in (lambda: replay(transfers, pool), whole.step))
+    disk, compute = (
+        min(seconds(work)[0] for _ in range(2))
+        for work in (lambda: replay(transfers, pool), whole.step)
+    )
     return max(2, round(4 * disk / compute))
 
 
 def beside_files(given: argparse.Namespace, rows: int) -> dict[str, Any]:
-    sides = {"resident": Side(given, {}, rows), "FSDP2": Side(given, {"weights": "host"}, rows, alone())}
+    sides = {
+        "resident": Side(given, {}, rows),
+        "FSDP2": Side(given, {"weights": "host"}, rows, alone()),
+    }
     for name, how in (("waiting", "none"), ("even", "even"), ("all", "all")):
-        sides[name] = Side(given, FILES | {"folder": given.folder, "speculate": how}, rows)
+        sides[name] = Side(
+            given, FILES | {"folder": given.folder, "speculate": how}, rows
+        )
     for side in sides.values():
         side.step(), side.step()
-    peer = DeepSpeed(given.deepspeed, given.folder, Side(given, {}, rows)) if given.deepspeed else None
+    peer = (
+        DeepSpeed(given.deepspeed, given.folder, Side(given, {}, rows))
+        if given.deepspeed
+        else None
+    )
     for _ in range(3 if peer else 0):
         peer.step()
-    in_files, pool = [name for name in sides if name not in ("resident", "FSDP2")], BufferPool()
-    transfers = {name: recorded(side) if name in in_files else [side.step()] for name, side in sides.items()}
+    in_files, pool = (
+        [name for name in sides if name not in ("resident", "FSDP2")],
+        BufferPool(),
+    )
+    transfers = {
+        name: recorded(side) if name in in_files else [side.step()]
+        for name, side in sides.items()
+    }
     taken: dict[str, list[float]] = defaultdict(list)
     busy: dict[str, list[float]] = defaultdict(list)
     moved: dict[str, int] = {}
@@ -248,14 +302,18 @@ def beside_files(given: argparse.Namespace, rows: int) -> dict[str, Any]:
             peer.step()
         for name in in_files:
             timed(f"disk of {name}", partial(replay, transfers[name], pool))
-        with mock.patch.multiple(Region, read=waited(Region.read), write=waited(Region.write)):
+        with mock.patch.multiple(
+            Region, read=waited(Region.read), write=waited(Region.write)
+        ):
             timed("blocking", sides["even"].step)
         for name, side in sides.items():
             if name != "even":
                 side.step()
     middle = {name: statistics.median(values) for name, values in taken.items()}
     for name, value in middle.items():
-        print(f"{name:16} {value:7.3f} s  (processor {statistics.median(busy[name]):.3f})")
+        print(
+            f"{name:16} {value:7.3f} s  (processor {statistics.median(busy[name]):.3f})"
+        )
     found: dict[str, Any] = {
         "parameters": sum(h.logical.numel for h in sides["even"].state.held), "tokens": rows * 128, "seconds": middle,
         "processor seconds": {name: statistics.median(values) for name, values in busy.items()},
@@ -264,26 +322,45 @@ def beside_files(given: argparse.Namespace, rows: int) -> dict[str, Any]:
         peer.process.kill()
         over = [b / a for a, b in zip(taken["all"], taken["DeepSpeed"], strict=True)]
         found["DeepSpeed"] = {"over all": statistics.median(over), "bytes": moved}
-        print(f"DeepSpeed: {found['DeepSpeed']['over all']:.2f} times as long as all, bytes {moved}")
-    return found | {name: measured(name, sides[name], transfers[name], taken) for name in in_files}
+        print(
+            f"DeepSpeed: {found['DeepSpeed']['over all']:.2f} times as long as all, bytes {moved}"
+        )
+    return found | {
+        name: measured(name, sides[name], transfers[name], taken) for name in in_files
+    }
 
 
-def measured(name: str, side: Side, transfers: Transfers, taken: dict[str, list[float]]) -> dict[str, Any]:
+def measured(
+    name: str, side: Side, transfers: Transfers, taken: dict[str, list[float]]
+) -> dict[str, Any]:
     """What the times of a side in files come to; ratios are medians over the turns."""
-    moved = {word: sum(n for _, n, _, write in transfers if write == way) for word, way in WAYS.items()}
+    moved = {
+        word: sum(n for _, n, _, write in transfers if write == way)
+        for word, way in WAYS.items()
+    }
     disk = taken[f"disk of {name}"]
     floors = [max(pair) for pair in zip(taken["resident"], disk, strict=True)]
-    units = [[group.region.size for group in groups.values()] for groups in side.state.tiers.groups.values() if groups]
+    units = [
+        [group.region.size for group in groups.values()]
+        for groups in side.state.tiers.groups.values()
+        if groups
+    ]
     rate = sum(moved.values()) / statistics.median(disk)
     fill = 2 * sum(units[0]) / rate  # nothing hides the first read and the last write
-    over = statistics.median(one / floor for one, floor in zip(taken[name], floors, strict=True))
+    over = statistics.median(
+        one / floor for one, floor in zip(taken[name], floors, strict=True)
+    )
     found = {
         "over floor": over, "fill over floor": fill / statistics.median(floors), "early": len(side.state.early),
         "blocking over it": statistics.median(b / f for b, f in zip(taken["blocking"], taken[name], strict=True)),
         "within": over <= 1.15 + fill / statistics.median(floors), "bytes": moved, "formula": side.formula(),
         "buffers over one unit": side.state.tiers.pool.most / max(map(sum, units)), "bandwidth": rate,
     }  # fmt: skip
-    asked, ratio, units_there = 1.15 + found["fill over floor"], found["blocking over it"], len(side.state.units)
+    asked, ratio, units_there = (
+        1.15 + found["fill over floor"],
+        found["blocking over it"],
+        len(side.state.units),
+    )
     print(
         f"{name}: {over:.2f} of the longer of compute and disk (asked {asked:.3f}), blocking / it {ratio:.2f}, "
         f"{rate / 1e9:.2f} GB/s, {found['early']} of {units_there} units early, bytes {moved} of {found['formula']}, "
@@ -297,7 +374,9 @@ def exposed(given: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for place in ("device", "file"):
         memory = {"moments": place, "folder": given.folder}
-        sides = {how: Side(given, memory | {"speculate": how}, 2) for how in ("none", "all")}
+        sides = {
+            how: Side(given, memory | {"speculate": how}, 2) for how in ("none", "all")
+        }
         bare = Side(given, {}, 2)
         for side in (*sides.values(), bare):
             side.step(), side.step()
@@ -307,7 +386,11 @@ def exposed(given: argparse.Namespace) -> dict[str, Any]:
             for how, side in sides.items():
                 more[how].append(seconds(side.step)[0] - passes)
         waiting, early = (statistics.median(more[how]) for how in ("none", "all"))
-        found[place] = {"waiting": waiting, "speculating": early, "ratio": early / waiting}
+        found[place] = {
+            "waiting": waiting,
+            "speculating": early,
+            "ratio": early / waiting,
+        }
         print(f"moments in {place}: an update adds {waiting:.3f} s when it waits, {early:.3f} s beside backward: "
               f"{early / waiting:.2f}")  # fmt: skip
     return found
@@ -316,14 +399,27 @@ def exposed(given: argparse.Namespace) -> dict[str, Any]:
 def anonymous() -> int:
     """Bytes of memory that this process has and no file: what it has allocated and written to."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+    return next(
+        1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon")
+    )
 
 
 class Heap(ctypes.Structure):
     """glibc's ``mallinfo2``."""
 
     _fields_ = [
-        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")),
+        *(
+            (name, ctypes.c_size_t)
+            for name in (
+                "arena",
+                "ordblks",
+                "smblks",
+                "hblks",
+                "hblkhd",
+                "usmblks",
+                "fsmblks",
+            )
+        ),
         *((name, ctypes.c_size_t) for name in ("uordblks", "fordblks", "keepcost")),
     ]
 
@@ -364,19 +460,35 @@ def resident(given: argparse.Namespace, pipe: Any) -> None:
     torch.set_num_threads(1)
     keep_heap()
     memory = FILES | {"folder": given.folder}
-    small = Side(argparse.Namespace(**vars(given) | {"width": 32}), memory, 2, recompute="full")
+    small = Side(
+        argparse.Namespace(**vars(given) | {"width": 32}), memory, 2, recompute="full"
+    )
     for _ in range(3):
         small.step()
-    before, side = {"in use": allocated(), "touched": anonymous()}, Side(given, memory, 2, recompute="full")
+    before, side = (
+        {"in use": allocated(), "touched": anonymous()},
+        Side(given, memory, 2, recompute="full"),
+    )
     with watched(side.state.tiers.pool) as seen:
         for _ in range(4):
             side.step()
-    units = [sum(group.region.size for group in groups.values()) for groups in side.state.tiers.groups.values()]
-    sizes = {"buffers": side.state.tiers.pool.most, "one unit": max(units), "state": sum(units)}
-    pipe.send(sizes | {name: max(values) - before[name] for name, values in seen.items()})
+    units = [
+        sum(group.region.size for group in groups.values())
+        for groups in side.state.tiers.groups.values()
+    ]
+    sizes = {
+        "buffers": side.state.tiers.pool.most,
+        "one unit": max(units),
+        "state": sum(units),
+    }
+    pipe.send(
+        sizes | {name: max(values) - before[name] for name, values in seen.items()}
+    )
 
 
-def in_process_of_its_own(work: Callable[[argparse.Namespace, Any], None], given: argparse.Namespace) -> dict[str, Any]:
+def in_process_of_its_own(
+    work: Callable[[argparse.Namespace, Any], None], given: argparse.Namespace
+) -> dict[str, Any]:
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=work, args=(given, theirs))
@@ -401,7 +513,9 @@ def memory_of(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=0)
     parser.add_argument("--layers", type=int, default=8)
@@ -413,7 +527,9 @@ def main() -> None:
     torch.set_num_threads(1)
     keep_heap()
     found = {"memory": memory_of(given)}
-    found |= beside_files(given, given.tokens // 128 or rows_for(given)) | {"exposed": exposed(given)}
+    found |= beside_files(given, given.tokens // 128 or rows_for(given)) | {
+        "exposed": exposed(given)
+    }
     if given.json:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
 

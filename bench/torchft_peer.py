@@ -54,7 +54,9 @@ class Fate:
             while not (self.folder / "pulled").exists():
                 time.sleep(0.005)
         else:
-            os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
+            os.kill(
+                os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP
+            )
 
 
 # --- torchft --------------------------------------------------------------------------------------------------------
@@ -64,7 +66,11 @@ def be_lighthouse() -> None:
     from torchft.coordination import LighthouseServer  # type: ignore[import-not-found]
 
     server = LighthouseServer(
-        bind="[::]:29510", min_replicas=2, join_timeout_ms=1000, quorum_tick_ms=100, heartbeat_timeout_ms=2000
+        bind="[::]:29510",
+        min_replicas=2,
+        join_timeout_ms=1000,
+        quorum_tick_ms=100,
+        heartbeat_timeout_ms=2000,
     )
     print(server.address(), flush=True)
     time.sleep(3600)
@@ -75,14 +81,24 @@ def tiny() -> Any:
     from torch import nn
 
     torch.manual_seed(0)
-    block = nn.TransformerEncoderLayer(EMBED, 4, 4 * EMBED, 0.0, batch_first=True, norm_first=True)
+    block = nn.TransformerEncoderLayer(
+        EMBED, 4, 4 * EMBED, 0.0, batch_first=True, norm_first=True
+    )
     return nn.Sequential(
         nn.Embedding(VOCAB, EMBED), nn.TransformerEncoder(block, LAYERS, enable_nested_tensor=False),
         nn.Linear(EMBED, VOCAB),
     )  # fmt: skip
 
 
-def be_replica(folder: Path, mode: str, fault: str, place: str, rank: int, address: str, lighthouse: str) -> None:
+def be_replica(
+    folder: Path,
+    mode: str,
+    fault: str,
+    place: str,
+    rank: int,
+    address: str,
+    lighthouse: str,
+) -> None:
     import socket
 
     socket.gethostname = lambda: address  # what it tells the others to reach it by
@@ -111,7 +127,8 @@ def be_replica(folder: Path, mode: str, fault: str, place: str, rank: int, addre
     manager.allreduce = allreduce
     wrapped = DistributedDataParallel(manager, model) if mode == "DDP" else model
     (folder / f"ready{rank}").touch()
-    while len(list(folder.glob("ready*"))) < RANKS:  # else two of them start without the third
+    # else two of them start without the third
+    while len(list(folder.glob("ready*"))) < RANKS:
         time.sleep(0.01)
     with (folder / f"{rank}.jsonl").open("w", buffering=1) as log:
         drawn = 0
@@ -119,10 +136,16 @@ def be_replica(folder: Path, mode: str, fault: str, place: str, rank: int, addre
             fate.at(PLACES[1], step())
             draw = torch.Generator().manual_seed(drawn * RANKS + rank)
             drawn += 1
-            tokens = (torch.randint(VOCAB // 8, (SAMPLES, LENGTH + 1), generator=draw).cumsum(1)) % VOCAB
+            tokens = (
+                torch.randint(VOCAB // 8, (SAMPLES, LENGTH + 1), generator=draw).cumsum(
+                    1
+                )
+            ) % VOCAB
             manager.start_quorum()
             optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(wrapped(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:])
+            loss = torch.nn.functional.cross_entropy(
+                wrapped(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:]
+            )
             loss.backward()
             if mode != "DDP":
                 works = [manager.allreduce(p.grad) for p in model.parameters()]
@@ -131,7 +154,12 @@ def be_replica(folder: Path, mode: str, fault: str, place: str, rank: int, addre
             committed = manager.should_commit()
             if committed:
                 optimizer.step()
-            found = {"time": time.time(), "step": step(), "committed": committed, "loss": loss.item()}
+            found = {
+                "time": time.time(),
+                "step": step(),
+                "committed": committed,
+                "loss": loss.item(),
+            }
             log.write(json.dumps(found | {"ranks": manager.num_participants()}) + "\n")
     os._exit(0)
 
@@ -139,11 +167,17 @@ def be_replica(folder: Path, mode: str, fault: str, place: str, rank: int, addre
 def run_torchft(python: str, mode: str, fault: str, place: str) -> dict[str, Any]:
     from weft.resilience.hosts import hosts
 
-    with tempfile.TemporaryDirectory() as name, hosts(RANKS + 1, f"weft-torchft-{os.getpid()}") as made:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        hosts(RANKS + 1, f"weft-torchft-{os.getpid()}") as made,
+    ):
         folder, processes = Path(name), []
         lighthouse = f"http://{made[RANKS].address}:29510"
         told = [python, __file__, "--be", "lighthouse"]
-        quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        quiet: dict[str, Any] = {
+            "stdout": subprocess.DEVNULL,
+            "stderr": subprocess.DEVNULL,
+        }
         server = subprocess.Popen(made[RANKS].command(told), **quiet)
         time.sleep(1)
         for rank in range(RANKS):
@@ -158,7 +192,11 @@ def run_torchft(python: str, mode: str, fault: str, place: str) -> dict[str, Any
                 json.dumps([str(w) for w in words]),
             ]
             with (folder / f"{rank}.err").open("w") as error:
-                processes.append(subprocess.Popen(made[rank].command(told), stdout=error, stderr=error))
+                processes.append(
+                    subprocess.Popen(
+                        made[rank].command(told), stdout=error, stderr=error
+                    )
+                )
         try:
             hit = watch(processes, fault, folder, made[VICTIM])
             codes = [process.poll() for process in processes]
@@ -171,12 +209,24 @@ def run_torchft(python: str, mode: str, fault: str, place: str) -> dict[str, Any
     return judge_torchft(logs, codes, errors, hit)
 
 
-def watch(processes: list[subprocess.Popen[bytes]], fault: str, folder: Path, victim: Any) -> float:
+def watch(
+    processes: list[subprocess.Popen[bytes]], fault: str, folder: Path, victim: Any
+) -> float:
     """Wait until the others are done, or out of patience; pull the cable when it is time. When the fault happened."""
-    others = [process for rank, process in enumerate(processes) if rank != VICTIM or fault == "none"]
+    others = [
+        process
+        for rank, process in enumerate(processes)
+        if rank != VICTIM or fault == "none"
+    ]
     until, hit = time.monotonic() + 300, 0.0
-    while time.monotonic() < until and any(process.poll() is None for process in others):
-        if not hit and (folder / "hit").exists() and (text := (folder / "hit").read_text()):
+    while time.monotonic() < until and any(
+        process.poll() is None for process in others
+    ):
+        if (
+            not hit
+            and (folder / "hit").exists()
+            and (text := (folder / "hit").read_text())
+        ):
             hit, until = float(text), time.monotonic() + PATIENCE
             if fault == "link":
                 victim.link(up=False)
@@ -187,20 +237,38 @@ def watch(processes: list[subprocess.Popen[bytes]], fault: str, folder: Path, vi
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
 
 
-def judge_torchft(logs: list[Any], codes: list[int | None], errors: list[str], hit: float) -> dict[str, Any]:
+def judge_torchft(
+    logs: list[Any], codes: list[int | None], errors: list[str], hit: float
+) -> dict[str, Any]:
     others = [rank for rank in range(RANKS) if rank != VICTIM]
     lived = [rank for rank in others if codes[rank] in (0, None)]
-    after = [row["time"] for rank in lived for row in logs[rank] if row["committed"] and row["step"] > BEFORE]
+    after = [
+        row["time"]
+        for rank in lived
+        for row in logs[rank]
+        if row["committed"] and row["step"] > BEFORE
+    ]
     # A discarded step's samples do not come again, nor do those of a rank that is not there.
-    discarded = max((sum(not row["committed"] for row in logs[rank]) for rank in others), default=0)
+    discarded = max(
+        (sum(not row["committed"] for row in logs[rank]) for rank in others), default=0
+    )
     short = sum(row["ranks"] < RANKS for row in logs[others[0]] if row["committed"])
     steps = sorted({row["step"] for log in logs for row in log if row["committed"]})
     trace = {}
     for step in steps:
-        losses = [row["loss"] for log in logs for row in log if row["committed"] and row["step"] == step]
+        losses = [
+            row["loss"]
+            for log in logs
+            for row in log
+            if row["committed"] and row["step"] == step
+        ]
         trace[step] = sum(losses) / len(losses)
     ended = [rank for rank in others if codes[rank] not in (0, None)]
     said = errors[ended[0]].strip().splitlines()[-1] if ended else ""
@@ -245,7 +313,15 @@ def be_rank(folder: Path, fault: str, place: str, rank: int) -> None:
 
     module.step_sum, module.Stepper.step = step_sum, step  # type: ignore[method-assign]
     recipe = str(Path(__file__).parents[1] / "recipes/quickstart.toml")
-    sys.argv = ["weft", "train", recipe, "--layout", f"dp={RANKS}", "--out", str(folder / "run")]
+    sys.argv = [
+        "weft",
+        "train",
+        recipe,
+        "--layout",
+        f"dp={RANKS}",
+        "--out",
+        str(folder / "run"),
+    ]
     sys.argv += [word for setting in SETTINGS for word in ("--set", setting)]
     main()
 
@@ -255,9 +331,17 @@ def run_weft(fault: str, place: str) -> dict[str, Any]:
     from weft.resilience.chaos import DisturbedRun
     from weft.resilience.hosts import hosts
 
-    with tempfile.TemporaryDirectory() as name, hosts(RANKS, f"weft-torchft-{os.getpid()}") as made:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        hosts(RANKS, f"weft-torchft-{os.getpid()}") as made,
+    ):
         folder = Path(name)
-        words = ["sh", "-c", f'exec "$@" "[\\"{folder}\\", \\"{fault}\\", \\"{place}\\", \\"$RANK\\"]"', "sh"]
+        words = [
+            "sh",
+            "-c",
+            f'exec "$@" "[\\"{folder}\\", \\"{fault}\\", \\"{place}\\", \\"$RANK\\"]"',
+            "sh",
+        ]
         words += [sys.executable, __file__, "--be", "rank"]
         processes = start_on(made, words, RANKS, folder / "log")
         run = DisturbedRun(folder / "run", processes)
@@ -271,7 +355,9 @@ def run_weft(fault: str, place: str) -> dict[str, Any]:
         run.look()
         said = (folder / "log").read_text().strip().splitlines()[-1:]
     trained = [r for r in run.records if r["kind"] == "train"]
-    lived = [rank for rank in range(RANKS) if rank != VICTIM and codes[rank] in (0, None)]
+    lived = [
+        rank for rank in range(RANKS) if rank != VICTIM and codes[rank] in (0, None)
+    ]
     after = [r["time"] for r in trained if r["step"] > BEFORE]
     return {
         "survivors": len(lived), "steps": run.step, "stall_s": stall(after, hit),
@@ -286,13 +372,25 @@ def run_weft(fault: str, place: str) -> dict[str, Any]:
 
 def apart(found: dict[str, Any], quiet: dict[str, Any]) -> float | None:
     """The largest difference of a loss from that of the same step of an undisturbed run, over the largest loss."""
-    both = [(found["loss"][step], quiet["loss"][step]) for step in found["loss"] if step in quiet["loss"]]
+    both = [
+        (found["loss"][step], quiet["loss"][step])
+        for step in found["loss"]
+        if step in quiet["loss"]
+    ]
     return max(abs(a - b) for a, b in both) / max(b for _, b in both) if both else None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--torchft", action="append", default=[], metavar="NAME=PYTHON", help="an environment with it")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None
+    )
+    parser.add_argument(
+        "--torchft",
+        action="append",
+        default=[],
+        metavar="NAME=PYTHON",
+        help="an environment with it",
+    )
     parser.add_argument("--no-weft", action="store_true", help="torchft alone")
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--be", help=argparse.SUPPRESS)
@@ -301,8 +399,12 @@ def main() -> None:
     if options.be == "lighthouse":
         return be_lighthouse()
     if options.be == "replica":
-        folder, mode, fault, place, rank, address, lighthouse = json.loads(options.words)
-        return be_replica(Path(folder), mode, fault, place, int(rank), address, lighthouse)
+        folder, mode, fault, place, rank, address, lighthouse = json.loads(
+            options.words
+        )
+        return be_replica(
+            Path(folder), mode, fault, place, int(rank), address, lighthouse
+        )
     if options.be == "rank":
         folder, fault, place, rank = json.loads(options.words)
         return be_rank(Path(folder), fault, place, int(rank))
@@ -310,29 +412,48 @@ def main() -> None:
 
     if why := unavailable():
         raise SystemExit(why)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # hosts are taken down on the way out
+    # hosts are taken down on the way out
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sides: dict[str, Any] = {}
     for text in options.torchft:
         name, _, python = text.partition("=")
         for mode in ("DDP", "all-reduces"):
-            sides[f"torchft {name}, {mode}"] = lambda f, p, python=python, mode=mode: run_torchft(python, mode, f, p)
+            sides[f"torchft {name}, {mode}"] = lambda f, p, python=python, mode=mode: (
+                run_torchft(python, mode, f, p)
+            )
     if not options.no_weft:
         sides["Weft"] = run_weft
     rows = []
     for side, run in sides.items():
         quiet = run("none", "")
         print(
-            f"{side}, undisturbed: {quiet['steps']} steps, {quiet['survivors'] + 1} ranks {quiet['error']}", flush=True
+            f"{side}, undisturbed: {quiet['steps']} steps, {quiet['survivors'] + 1} ranks {quiet['error']}",
+            flush=True,
         )
         for fault in FAULTS:
             for place in PLACES:
                 found = run(fault, place)
                 if tokens := found.pop("tokens", None):  # the torchft side counts ranks
-                    found["steps_with_fewer_samples"] = sum(quiet["tokens"].get(k) != n for k, n in tokens.items())
-                row = {"side": side, "fault": fault, "place": place, **found, "loss_apart": apart(found, quiet)}
+                    found["steps_with_fewer_samples"] = sum(
+                        quiet["tokens"].get(k) != n for k, n in tokens.items()
+                    )
+                row = {
+                    "side": side,
+                    "fault": fault,
+                    "place": place,
+                    **found,
+                    "loss_apart": apart(found, quiet),
+                }
                 rows.append(row)
-                print("; ".join(f"{k} {v}" for k, v in row.items() if k != "loss"), flush=True)
-    told = {"date": datetime.now().isoformat(timespec="seconds"), "cores": os.cpu_count(), "timeout_s": TIMEOUT}
+                print(
+                    "; ".join(f"{k} {v}" for k, v in row.items() if k != "loss"),
+                    flush=True,
+                )
+    told = {
+        "date": datetime.now().isoformat(timespec="seconds"),
+        "cores": os.cpu_count(),
+        "timeout_s": TIMEOUT,
+    }
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({**told, "rows": rows}, indent=1) + "\n")
     print(f"written to {options.json}")

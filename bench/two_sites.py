@@ -59,7 +59,9 @@ def be_rank(layout: str, settings: list[str], out: Path, what: str) -> None:
         if dist.get_rank() == 0:
             out.write_text(json.dumps(table))
     else:
-        recipe = load_recipe(ROOT / "recipes/quickstart.toml", ["model.vocab=1024", *settings], layout)
+        recipe = load_recipe(
+            ROOT / "recipes/quickstart.toml", ["model.vocab=1024", *settings], layout
+        )
         shape = model_shape(recipe)
         mesh = Mesh.create(recipe.layout, "cpu")
         model, state = assemble(shape, mesh, recipe)
@@ -76,7 +78,12 @@ def be_rank(layout: str, settings: list[str], out: Path, what: str) -> None:
 
 
 def on_sites(
-    made: tuple[Host, ...], sites: tuple[int, ...], layout: str, settings: list[str], what: str, port: int
+    made: tuple[Host, ...],
+    sites: tuple[int, ...],
+    layout: str,
+    settings: list[str],
+    what: str,
+    port: int,
 ) -> Any:
     """Start every rank on its site and return what rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder:
@@ -90,8 +97,21 @@ def on_sites(
                     "LOCAL_WORLD_SIZE": sites.count(site), "MASTER_ADDR": made[sites[0]].address, "MASTER_PORT": port,
                     "PYTHONPATH": ROOT,
                 }  # fmt: skip
-                told = ["env", *(f"{k}={v}" for k, v in env.items()), sys.executable, __file__, "--rank", what]
-                told += ["--layout", layout, "--json", str(out), *(w for s in settings for w in ("--set", s))]
+                told = [
+                    "env",
+                    *(f"{k}={v}" for k, v in env.items()),
+                    sys.executable,
+                    __file__,
+                    "--rank",
+                    what,
+                ]
+                told += [
+                    "--layout",
+                    layout,
+                    "--json",
+                    str(out),
+                    *(w for s in settings for w in ("--set", s)),
+                ]
                 ranks.append(subprocess.Popen(made[site].command(told)))
             codes = [rank.wait(timeout=150) for rank in ranks]
         finally:
@@ -103,7 +123,9 @@ def on_sites(
         return json.loads(out.read_text())
 
 
-def planned(layout: str, settings: list[str], table: dict[str, Any]) -> tuple[Any, float, float, dict[str, Any]]:
+def planned(
+    layout: str, settings: list[str], table: dict[str, Any]
+) -> tuple[Any, float, float, dict[str, Any]]:
     """The layout with the best order of axes, seconds of communication in that order and in rank order, and traffic."""
     import torch
 
@@ -115,7 +137,9 @@ def planned(layout: str, settings: list[str], table: dict[str, Any]) -> tuple[An
     from weft.train.setup import model_shape
 
     torch.set_num_threads(1)
-    recipe = load_recipe(ROOT / "recipes/quickstart.toml", ["model.vocab=1024", *settings], layout)
+    recipe = load_recipe(
+        ROOT / "recipes/quickstart.toml", ["model.vocab=1024", *settings], layout
+    )
     shape = model_shape(recipe)
     seen = rehearse(recipe, shape, plain_batches(recipe, shape), 0)
     traffic = traffic_of(seen.events, 0, recipe.layout)
@@ -126,8 +150,12 @@ def planned(layout: str, settings: list[str], table: dict[str, Any]) -> tuple[An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rate", default="1gbit", help="of the link between the sites, as tc takes it")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None
+    )
+    parser.add_argument(
+        "--rate", default="1gbit", help="of the link between the sites, as tc takes it"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--case", choices=list(CASES), action="append")
@@ -170,14 +198,22 @@ def main() -> None:
                 "quartiles_s": {side: statistics.quantiles(v, n=4)[::2] for side, v in times.items()}, "ratio": ratio,
                 "largest_difference_of_losses": apart, "links": table,
             }  # fmt: skip
-            sent = ", ".join(f"{axis} {t['bytes'] / 1e6:.1f} MB in {t['messages']:.0f}" for axis, t in traffic.items())
-            print(f'\n{name}: {layout}, {sent} per step and rank; the plan: order = "{placed.order}"')
+            sent = ", ".join(
+                f"{axis} {t['bytes'] / 1e6:.1f} MB in {t['messages']:.0f}"
+                for axis, t in traffic.items()
+            )
+            print(
+                f'\n{name}: {layout}, {sent} per step and rank; the plan: order = "{placed.order}"'
+            )
             for side, seconds in middle.items():
                 expected = naive if side == "rank order" else best
                 print(
                     f"  {side:12}{1e3 * seconds:9.1f} ms per step   (communication, predicted {1e3 * expected:.1f} ms)"
                 )
-            print(f"  {ratio:.2f}x faster; losses differ by at most {apart:.1e}", flush=True)
+            print(
+                f"  {ratio:.2f}x faster; losses differ by at most {apart:.1e}",
+                flush=True,
+            )
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(found, indent=2) + "\n")
     print(f"\nwritten to {options.json}")

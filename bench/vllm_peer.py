@@ -34,11 +34,21 @@ def main() -> None:
     os.write(out, b'"ready"\n')
     for line in sys.stdin:
         prompts, tokens = json.loads(line)
-        how = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        how = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
         begun = time.perf_counter()
-        found = engine.generate([{"prompt_token_ids": ids} for ids in prompts], how, use_tqdm=False)
+        found = engine.generate(
+            [{"prompt_token_ids": ids} for ids in prompts], how, use_tqdm=False
+        )
         took = time.perf_counter() - begun
-        os.write(out, (json.dumps([[list(one.outputs[0].token_ids) for one in found], took]) + "\n").encode())
+        os.write(
+            out,
+            (
+                json.dumps([[list(one.outputs[0].token_ids) for one in found], took])
+                + "\n"
+            ).encode(),
+        )
 
 
 if __name__ == "__main__":

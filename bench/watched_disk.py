@@ -19,9 +19,27 @@ from unittest import mock
 
 #: Calls by what their first argument is.
 BY_PATH = ("open", "link", "mkdir", "unlink", "rename", "replace", "rmdir")
-BY_HANDLE = ("write", "pwrite", "writev", "pwritev", "ftruncate", "posix_fallocate", "fsync", "fdatasync")
+BY_HANDLE = (
+    "write",
+    "pwrite",
+    "writev",
+    "pwritev",
+    "ftruncate",
+    "posix_fallocate",
+    "fsync",
+    "fdatasync",
+)
 #: Those that need room on the disk.
-GROWING = ("open", "link", "mkdir", "write", "pwrite", "writev", "pwritev", "posix_fallocate")
+GROWING = (
+    "open",
+    "link",
+    "mkdir",
+    "write",
+    "pwrite",
+    "writev",
+    "pwritev",
+    "posix_fallocate",
+)
 
 Real = Callable[[], Any]
 #: Is told of a call (its name, path, arguments) and makes it happen, or not.
@@ -41,7 +59,11 @@ class Watch:
         with ExitStack() as stack:
             for name in BY_PATH + BY_HANDLE:
                 if hasattr(os, name):
-                    stack.enter_context(mock.patch.object(os, name, self._through(name, getattr(os, name))))
+                    stack.enter_context(
+                        mock.patch.object(
+                            os, name, self._through(name, getattr(os, name))
+                        )
+                    )
             stack.enter_context(mock.patch.object(os, "close", self._closing(os.close)))
             stack.enter_context(mock.patch("io.open", self._opening))
             stack.enter_context(mock.patch("builtins.open", self._opening))
@@ -58,7 +80,8 @@ class Watch:
             path = self._path(name, args[0])
             if path is None:
                 return real(*args, **kwargs)
-            if name == "open" and not args[1] & (os.O_WRONLY | os.O_RDWR):  # of a folder, so that it can be synced
+            # of a folder, so that it can be synced
+            if name == "open" and not args[1] & (os.O_WRONLY | os.O_RDWR):
                 handle = real(*args, **kwargs)
             else:
                 handle = self.act(name, path, args, lambda: real(*args, **kwargs))
@@ -77,7 +100,12 @@ class Watch:
 
     def _opening(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         """``open`` for writing, with the buffer that Python itself would put around the file."""
-        if isinstance(file, int) or "b" not in mode or "r" in mode or self._path("open", file) is None:
+        if (
+            isinstance(file, int)
+            or "b" not in mode
+            or "r" in mode
+            or self._path("open", file) is None
+        ):
             return self._open(file, mode, *args, **kwargs)
         watch = self
 
@@ -85,14 +113,20 @@ class Watch:
             def write(self, data: Any) -> int:
                 here = (self.fileno(), bytes(data))
                 real = super().write
-                return int(watch.act("write", watch._handles[self.fileno()], here, lambda: real(data)))
+                return int(
+                    watch.act(
+                        "write", watch._handles[self.fileno()], here, lambda: real(data)
+                    )
+                )
 
             def close(self) -> None:
                 if not self.closed:
                     watch._handles.pop(self.fileno(), None)
                 super().close()
 
-        return io.BufferedWriter(Raw(file, mode, opener=lambda path, flags: os.open(path, flags, 0o666)))
+        return io.BufferedWriter(
+            Raw(file, mode, opener=lambda path, flags: os.open(path, flags, 0o666))
+        )
 
 
 class Fault:
@@ -106,7 +140,9 @@ class Fault:
     KINDS = ("kill", "torn", "full", "tight", "io", "other")
     LITTLE = 16 << 10
 
-    def __init__(self, kind: str, at: int, victim: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, kind: str, at: int, victim: Callable[[], None] = lambda: None
+    ) -> None:
         self.kind, self.at, self.victim, self.calls = kind, at, victim, 0
         self._lock = threading.Lock()
 
@@ -122,7 +158,11 @@ class Fault:
         if now and self.kind == "io":
             self._fail(errno.EIO)
         if now and self.kind == "torn" and name == "write":
-            os.pwrite(args[0], bytes(args[1])[: len(args[1]) // 2], os.lseek(args[0], 0, os.SEEK_CUR))
+            os.pwrite(
+                args[0],
+                bytes(args[1])[: len(args[1]) // 2],
+                os.lseek(args[0], 0, os.SEEK_CUR),
+            )
         if now and self.kind in ("kill", "torn"):
             os._exit(9)
         if now and self.kind == "other":
@@ -144,7 +184,10 @@ class Journal:
 
     def __init__(self, root: Path) -> None:
         self.root, self.log = root, list[tuple[Any, ...]]()
-        self.before = {str(p): p.read_bytes() if p.is_file() else None for p in sorted(root.rglob("*"))}
+        self.before = {
+            str(p): p.read_bytes() if p.is_file() else None
+            for p in sorted(root.rglob("*"))
+        }
         self._files: dict[str, int] = {}  # which file a name means now
         for number, path in enumerate(self.before):
             self._files[path] = number
@@ -152,39 +195,62 @@ class Journal:
         self._lock = threading.Lock()
 
     def __call__(self, name: str, path: str, args: tuple[Any, ...], real: Real) -> Any:
-        with self._lock:  # calls of threads are recorded in the order in which they happen
+        # calls of threads are recorded in the order in which they happen
+        with self._lock:
             at = os.lseek(args[0], 0, os.SEEK_CUR) if name in ("write", "writev") else 0
             was_there = os.path.lexists(path)
             result = real()
             self._record(name, path, args, at, result, was_there)
             return result
 
-    def _record(self, name: str, path: str, args: tuple[Any, ...], at: int, result: Any, was_there: bool) -> None:
+    def _record(
+        self,
+        name: str,
+        path: str,
+        args: tuple[Any, ...],
+        at: int,
+        result: Any,
+        was_there: bool,
+    ) -> None:
         if name in ("fsync", "fdatasync"):
             self.log.append(("sync", path, self._files.get(path)))
         elif name in ("write", "writev", "pwrite", "pwritev"):
-            data = b"".join(map(bytes, args[1])) if name.endswith("v") else bytes(args[1])
+            data = (
+                b"".join(map(bytes, args[1])) if name.endswith("v") else bytes(args[1])
+            )
             at = args[2] if name.startswith("p") else at
             self.log.append(("data", self._files[path], at, data[:result]))
         elif name in ("ftruncate", "posix_fallocate"):
-            self.log.append(("size", self._files[path], args[-1] if name == "ftruncate" else args[1] + args[2]))
+            self.log.append(
+                (
+                    "size",
+                    self._files[path],
+                    args[-1] if name == "ftruncate" else args[1] + args[2],
+                )
+            )
         elif name in ("open", "mkdir"):
             if was_there and name == "open" and args[1] & os.O_TRUNC:
                 self.log.append(("size", self._files[path], 0))
             elif not was_there:
                 self._number += 1
                 self._files[path] = self._number
-                self.log.append(("name", {path: None if name == "mkdir" else self._number}))
+                self.log.append(
+                    ("name", {path: None if name == "mkdir" else self._number})
+                )
         elif name in ("link", "rename", "replace"):
             target = os.path.abspath(os.fsdecode(os.fspath(args[1])))
             moved = self._files[path] if name == "link" else self._files.pop(path)
             self._files[target] = moved
-            self.log.append(("name", {target: moved} | ({} if name == "link" else {path: -1})))
+            self.log.append(
+                ("name", {target: moved} | ({} if name == "link" else {path: -1}))
+            )
         else:  # unlink, rmdir
             self._files.pop(path, None)
             self.log.append(("name", {path: -1}))
 
-    def after_failure(self, cut: int, ordered: bool, rng: random.Random) -> dict[str, bytes | None]:
+    def after_failure(
+        self, cut: int, ordered: bool, rng: random.Random
+    ) -> dict[str, bytes | None]:
         """What is below the folder once the power failed after ``cut`` calls: contents by path, None for a folder."""
         done = self.log[:cut]
         names: dict[str, int | None] = {}
@@ -197,15 +263,23 @@ class Journal:
         for number in {entry[1] for entry in done if entry[0] in ("data", "size")}:
             content = contents.setdefault(number, bytearray())
             changes = [
-                (i, *entry) for i, entry in enumerate(done) if entry[0] in ("data", "size") and entry[1] == number
+                (i, *entry)
+                for i, entry in enumerate(done)
+                if entry[0] in ("data", "size") and entry[1] == number
             ]
-            for _, kind, _, at, *rest in self._left(changes, synced.get(number, -1), rng):
-                content[len(content) :] = bytes(max(0, at - len(content)))  # what is skipped reads as zeros
+            for _, kind, _, at, *rest in self._left(
+                changes, synced.get(number, -1), rng
+            ):
+                # what is skipped reads as zeros
+                content[len(content) :] = bytes(max(0, at - len(content)))
                 if kind == "size":
                     del content[at:]
                 else:
                     content[at : at + len(rest[0])] = rest[0]
-        return {p: None if n is None else bytes(contents.get(n, b"")) for p, n in names.items()}
+        return {
+            p: None if n is None else bytes(contents.get(n, b""))
+            for p, n in names.items()
+        }
 
     @staticmethod
     def _left(changes: list[Any], synced: int, rng: random.Random) -> list[Any]:
@@ -219,13 +293,25 @@ class Journal:
             open_ = open_[: rng.randrange(len(open_)) + 1]
             i, kind, number, at, *rest = open_.pop()
             if kind == "data":
-                open_.append((i, kind, number, at, rest[0][: rng.randrange(len(rest[0]) + 1)]))
+                open_.append(
+                    (i, kind, number, at, rest[0][: rng.randrange(len(rest[0]) + 1)])
+                )
         return sure + (open_ if fate != "none" else [])
 
-    def _names(self, done: list[Any], ordered: bool, rng: random.Random, names: dict[str, int | None]) -> None:
+    def _names(
+        self,
+        done: list[Any],
+        ordered: bool,
+        rng: random.Random,
+        names: dict[str, int | None],
+    ) -> None:
         """Bring ``names`` to what is left of them."""
         folders = [(i, entry[1]) for i, entry in enumerate(done) if entry[0] == "sync"]
-        kept = rng.randrange(folders[-1][0] if folders else 0, len(done) + 1) if done else 0
+        kept = (
+            rng.randrange(folders[-1][0] if folders else 0, len(done) + 1)
+            if done
+            else 0
+        )
         for i, (kind, *rest) in enumerate(done):
             if kind != "name":
                 continue
@@ -238,7 +324,8 @@ class Journal:
                     names.pop(path, None)
                 else:
                     names[path] = number
-        for path in sorted(names):  # what is in a folder that is not there, is not there
+        # what is in a folder that is not there, is not there
+        for path in sorted(names):
             parent = os.path.dirname(path)
             if path in names and parent != str(self.root) and parent not in names:
                 del names[path]

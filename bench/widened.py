@@ -36,7 +36,15 @@ from weft.train.step import train_step
 
 #: What a CPU with AVX2 and no more has.
 MASKS = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-WIDTHS = {"vocab": 151_936, "embed": 1536, "heads": 12, "kv_heads": 2, "ffn": 8960, "tied": True, "qkv_bias": True}
+WIDTHS = {
+    "vocab": 151_936,
+    "embed": 1536,
+    "heads": 12,
+    "kv_heads": 2,
+    "ffn": 8960,
+    "tied": True,
+    "qkv_bias": True,
+}
 DTYPES = ("float32", "bfloat16")
 RESULTS = Path(__file__).parent / "results" / "widened.json"
 
@@ -51,7 +59,11 @@ def seconds_of(call: Callable[[], Any]) -> float:
 def products(tokens: int) -> dict[str, float]:
     """Processor seconds of products with a feed-forward's weight, as PyTorch computes bfloat16 and as Weft does."""
     embed, ffn = WIDTHS["embed"], WIDTHS["ffn"]
-    weight, x, g = torch.randn(ffn, embed), torch.randn(tokens, embed), torch.randn(tokens, ffn)
+    weight, x, g = (
+        torch.randn(ffn, embed),
+        torch.randn(tokens, embed),
+        torch.randn(tokens, ffn),
+    )
     w16, x16, g16 = weight.bfloat16(), x.bfloat16(), g.bfloat16()
     calls: dict[str, Callable[[], Any]] = {
         "forward float32": lambda: x @ weight.t(),
@@ -61,7 +73,10 @@ def products(tokens: int) -> dict[str, float]:
         "backward PyTorch": lambda: g16 @ w16,
         "backward Weft": lambda: multiply(g16, w16),
     }
-    return {name: round(min(seconds_of(call) for _ in range(2)), 4) for name, call in calls.items()}
+    return {
+        name: round(min(seconds_of(call) for _ in range(2)), 4)
+        for name, call in calls.items()
+    }
 
 
 def child(dtype: str, layers: int, rows: int, length: int) -> None:
@@ -75,14 +90,24 @@ def child(dtype: str, layers: int, rows: int, length: int) -> None:
     ids = tokens_of(Job(shape, rows, length))
     positions = torch.arange(length).repeat(rows, 1)
     cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
-    batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, cu_seqlens)
+    batch = Batch(
+        ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, cu_seqlens
+    )
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     about = {"weights": frozen, "widened": multiplies_slowly(getattr(torch, dtype))}
-    print(json.dumps(about | {"products": products(rows * length) if dtype == "bfloat16" else {}}), flush=True)
+    print(
+        json.dumps(
+            about | {"products": products(rows * length) if dtype == "bfloat16" else {}}
+        ),
+        flush=True,
+    )
     for _ in sys.stdin:
         begun = time.process_time()
         loss = train_step(model, state, [batch], mesh, lr=1e-3, clip=1.0).loss
-        print(json.dumps({"loss": loss, "seconds": time.process_time() - begun}), flush=True)
+        print(
+            json.dumps({"loss": loss, "seconds": time.process_time() - begun}),
+            flush=True,
+        )
 
 
 class Side:
@@ -91,7 +116,11 @@ class Side:
     def __init__(self, dtype: str, *words: object) -> None:
         command = [sys.executable, __file__, "--child", dtype, *map(str, words)]
         self.process = subprocess.Popen(
-            command, env={**os.environ, **MASKS}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            env={**os.environ, **MASKS},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self.about = self.answer()
 
@@ -126,24 +155,32 @@ def main() -> None:
         child(options.child, *options.sizes)
         return
     about = machine()
-    sides = {dtype: Side(dtype, options.layers, options.rows, options.length) for dtype in DTYPES}
+    sides = {
+        dtype: Side(dtype, options.layers, options.rows, options.length)
+        for dtype in DTYPES
+    }
     taken: dict[str, list[dict[str, Any]]] = {dtype: [] for dtype in DTYPES}
     for _ in range(options.rounds + 1):
         for dtype, side in sides.items():
             taken[dtype].append(side.step())
     for side in sides.values():
         side.close()
-    seconds = {dtype: statistics.median(step["seconds"] for step in steps[1:]) for dtype, steps in taken.items()}
+    seconds = {
+        dtype: statistics.median(step["seconds"] for step in steps[1:])
+        for dtype, steps in taken.items()
+    }
     tokens = options.rows * options.length
     results = {
         "machine": about | {"masks": MASKS},
-        "model": WIDTHS | {"layers": options.layers, "adapter rank": 16, "tokens": tokens},
+        "model": WIDTHS
+        | {"layers": options.layers, "adapter rank": 16, "tokens": tokens},
         "products": sides["bfloat16"].about["products"],
         "lora": {
             dtype: {
                 "tokens per processor second": round(tokens / seconds[dtype], 1),
                 "bytes of frozen weights": sides[dtype].about["weights"],
-                "products in float32": sides[dtype].about["widened"] or dtype == "float32",
+                "products in float32": sides[dtype].about["widened"]
+                or dtype == "float32",
                 "losses": [round(step["loss"], 4) for step in taken[dtype]],
             }
             for dtype in DTYPES

@@ -50,7 +50,9 @@ class Method:
         """Of the graph with one exchange per unit of time: how slowly it mixes, and its worst edge's resistance."""
         laplacian = np.zeros((self.nodes, self.nodes))
         for i, j in self.graph:
-            laplacian[[i, j, i, j], [i, j, j, i]] += np.array([1, 1, -1, -1]) / len(self.graph)
+            laplacian[[i, j, i, j], [i, j, j, i]] += np.array([1, 1, -1, -1]) / len(
+                self.graph
+            )
         inverse = np.linalg.pinv(laplacian)
         return 1 / np.linalg.eigvalsh(laplacian)[1], max(inverse[i, i] + inverse[j, j] - 2 * inverse[i, j]
                                                          for i, j in self.graph) / 2  # fmt: skip
@@ -71,14 +73,20 @@ class Method:
 
     def steps(self) -> dict[int, float]:
         """By how much each row of the state follows the residual of a gradient."""
-        return {X: -1 / (4 * self.smooth), X_TILDE: -1 / (4 * self.smooth * self._root), Y_TILDE: 1 + self._root / 4}
+        return {
+            X: -1 / (4 * self.smooth),
+            X_TILDE: -1 / (4 * self.smooth * self._root),
+            Y_TILDE: 1 + self._root / 4,
+        }
 
     def pulls(self) -> dict[int, float]:
         """By how much each row follows the difference to a neighbour."""
         return {Z: -0.5, Z_TILDE: -2 * self._contrast[0] / self.exchanges / self._root}
 
     @cached_property
-    def _flow(self) -> tuple[NDArray[np.complex128], NDArray[np.complex128], NDArray[np.complex128]]:
+    def _flow(
+        self,
+    ) -> tuple[NDArray[np.complex128], NDArray[np.complex128], NDArray[np.complex128]]:
         """Eigenvalues and vectors of the equation between events, and the vectors' inverse."""
         root, pull = self._root, 1 / (2 * self._root)
         matrix = np.zeros((6, 6))
@@ -99,7 +107,9 @@ class Method:
     def events(self, seed: int, horizon: float) -> Iterator[Event]:
         """What happens before the ``horizon``: all clocks are one, whose every tick is somebody's."""
         random, time = np.random.default_rng(seed), 0.0
-        while (time := time + random.exponential(1 / (self.nodes + self.exchanges))) < horizon:
+        while (
+            time := time + random.exponential(1 / (self.nodes + self.exchanges))
+        ) < horizon:
             if random.random() * (self.nodes + self.exchanges) < self.nodes:
                 yield Event(time, (int(random.integers(self.nodes)),))
             else:
@@ -121,7 +131,11 @@ class Node:
 
     def compute(self, time: float) -> None:
         self._advance(time)
-        residual = self.gradient(self.state[X]) - self.method.shift * self.state[X] - self.state[Y_TILDE]
+        residual = (
+            self.gradient(self.state[X])
+            - self.method.shift * self.state[X]
+            - self.state[Y_TILDE]
+        )
         for row, step in self.method.steps().items():
             self.state[row] += step * residual
 
@@ -150,7 +164,9 @@ class Course:
 
     def until(self, apart: float) -> tuple[int, int]:
         """Gradients and exchanges from which on all nodes stay nearer than that."""
-        last = max((i for i, found in enumerate(self.apart) if found > apart), default=-1)
+        last = max(
+            (i for i, found in enumerate(self.apart) if found > apart), default=-1
+        )
         if last + 1 == len(self.apart):
             raise ValueError(f"still {self.apart[-1]:.2g} apart at the end")
         return self.gradients[last + 1], self.exchanges[last + 1]
@@ -177,11 +193,15 @@ def simulate(
             other.hear(theirs, mine)
             exchanged += 1
         if apart and number % 50 == 0:
-            course.add(computed, exchanged, apart(np.stack([node.state[X] for node in nodes])))
+            course.add(
+                computed, exchanged, apart(np.stack([node.state[X] for node in nodes]))
+            )
     return np.stack([node.state for node in nodes]), course
 
 
-def take_part(node: Node, rank: int, seed: int, horizon: float, links: dict[int, Connection]) -> int:
+def take_part(
+    node: Node, rank: int, seed: int, horizon: float, links: dict[int, Connection]
+) -> int:
     """Live through all events of this node; exchanges are messages over ``links``. How many bytes were sent."""
     sent = 0
     for time, who in node.method.events(seed, horizon):
@@ -205,7 +225,12 @@ def _process(
 
 
 def run(
-    method: Method, gradients: Sequence[Gradient], size: int, seed: int, horizon: float, limit: float = 60.0
+    method: Method,
+    gradients: Sequence[Gradient],
+    size: int,
+    seed: int,
+    horizon: float,
+    limit: float = 60.0,
 ) -> tuple[Array, int]:
     """Every node as a process that talks to its neighbours only: states as of :func:`simulate`, and all bytes sent."""
     context = multiprocessing.get_context("spawn")
@@ -214,7 +239,10 @@ def run(
         links[i][j], links[j][i] = context.Pipe()
     answers = [context.Pipe(duplex=False) for _ in gradients]
     processes = [
-        context.Process(target=_process, args=(i, method, gradient, size, seed, horizon, links[i], answers[i][1]))
+        context.Process(
+            target=_process,
+            args=(i, method, gradient, size, seed, horizon, links[i], answers[i][1]),
+        )
         for i, gradient in enumerate(gradients)
     ]
     try:
@@ -225,7 +253,9 @@ def run(
         states, sent = [], 0
         for i, (reader, _) in enumerate(answers):
             if not reader.poll(limit):
-                raise TimeoutError(f"node {i} has not come to its end within {limit:g} s")
+                raise TimeoutError(
+                    f"node {i} has not come to its end within {limit:g} s"
+                )
             *state, own = np.frombuffer(reader.recv_bytes())
             states.append(np.reshape(state, (6, size)))
             sent += int(own)
@@ -236,7 +266,12 @@ def run(
 
 
 def extra(
-    gradients: Sequence[Gradient], graph: Graph, size: int, step: float, rounds: int, apart: Callable[[Array], float]
+    gradients: Sequence[Gradient],
+    graph: Graph,
+    size: int,
+    step: float,
+    rounds: int,
+    apart: Callable[[Array], float],
 ) -> Course:
     """Synchronous gossip that ends at the optimum (EXTRA, Shi et al. 2015): in a round all compute, and exchange."""
     count = len(gradients)
@@ -244,13 +279,20 @@ def extra(
     degree = np.bincount(np.ravel(graph), minlength=count)
     for i, j in graph:  # Metropolis weights
         weight = 1 / (1 + max(degree[i], degree[j]))
-        mixing[[i, j, i, j], [i, j, j, i]] += np.array([-weight, -weight, weight, weight])
+        mixing[[i, j, i, j], [i, j, j, i]] += np.array(
+            [-weight, -weight, weight, weight]
+        )
     course, before = Course(), np.zeros((count, size))
     slopes = np.stack([g(x) for g, x in zip(gradients, before, strict=True)])
     now = mixing @ before - step * slopes
     for number in range(2, rounds):
         new_slopes = np.stack([g(x) for g, x in zip(gradients, now, strict=True)])
-        after = now + mixing @ now - (before + mixing @ before) / 2 - step * (new_slopes - slopes)
+        after = (
+            now
+            + mixing @ now
+            - (before + mixing @ before) / 2
+            - step * (new_slopes - slopes)
+        )
         before, now, slopes = now, after, new_slopes
         course.add(number * count, number * len(graph), apart(now))
     return course
@@ -267,14 +309,19 @@ class Logistic:
     decay: float
 
     def __call__(self, x: Array) -> Array:
-        return self.decay * x - (self.rows / (1 + np.exp(self.rows @ x))[:, None]).mean(0)
+        return self.decay * x - (self.rows / (1 + np.exp(self.rows @ x))[:, None]).mean(
+            0
+        )
 
     def loss(self, x: Array) -> float:
         return float(np.logaddexp(0, -self.rows @ x).mean() + self.decay / 2 * x @ x)
 
     @property
     def smooth(self) -> float:
-        return float(np.linalg.eigvalsh(self.rows.T @ self.rows / len(self.rows))[-1] / 4 + self.decay)
+        return float(
+            np.linalg.eigvalsh(self.rows.T @ self.rows / len(self.rows))[-1] / 4
+            + self.decay
+        )
 
 
 class Problem(NamedTuple):
@@ -284,22 +331,34 @@ class Problem(NamedTuple):
     apart: Callable[[Array], float]
 
 
-def problem(nodes: int = 8, size: int = 10, seed: int = 0, decay: float = 0.002) -> Problem:
+def problem(
+    nodes: int = 8, size: int = 10, seed: int = 0, decay: float = 0.002
+) -> Problem:
     """Nodes whose samples differ, with features of scales from 1 to 1/30: as hard as its constants say."""
     random = np.random.default_rng(seed)
     truth = random.normal(size=size) * np.logspace(0, 1.5, size)
     found = []
     for _ in range(nodes):
-        rows = (random.normal(size=(30, size)) + random.normal(size=size)) * np.logspace(0, -1.5, size)
-        found.append(Logistic(rows * np.sign(rows @ truth + random.normal(size=30))[:, None], decay))
+        rows = (
+            random.normal(size=(30, size)) + random.normal(size=size)
+        ) * np.logspace(0, -1.5, size)
+        found.append(
+            Logistic(
+                rows * np.sign(rows @ truth + random.normal(size=30))[:, None], decay
+            )
+        )
     whole = Logistic(np.concatenate([one.rows for one in found]), decay)
     best = np.zeros(size)
     for _ in range(100):  # Newton's method
         weight = 1 / (1 + np.exp(whole.rows @ best))
-        curve = (whole.rows * (weight * (1 - weight))[:, None]).T @ whole.rows / len(whole.rows) + decay * np.eye(size)
+        curve = (whole.rows * (weight * (1 - weight))[:, None]).T @ whole.rows / len(
+            whole.rows
+        ) + decay * np.eye(size)
         best -= np.linalg.solve(curve, whole(best))
     least = whole.loss(best)
-    return Problem(found, lambda x: float(np.mean([whole.loss(own) for own in x]) - least))
+    return Problem(
+        found, lambda x: float(np.mean([whole.loss(own) for own in x]) - least)
+    )
 
 
 def ring(nodes: int) -> Graph:
@@ -310,16 +369,24 @@ def main() -> None:
     gradients, apart = problem()
     graph, smooth = ring(8), max(one.smooth for one in gradients)
     method = Method(gradients[0].decay, smooth, graph)
-    print(f"condition number {smooth / method.strong:.0f}, {method.exchanges:.2f} exchanges with 8 gradients")
+    print(
+        f"condition number {smooth / method.strong:.0f}, {method.exchanges:.2f} exchanges with 8 gradients"
+    )
     _, course = simulate(method, gradients, 10, seed=0, horizon=1700, apart=apart)
     print("DADAO to 1e-6: {} gradients, {} exchanges".format(*course.until(1e-6)))
     for share in (1.0, 1.25, 1.4):
         try:
-            found = extra(gradients, graph, 10, share / smooth, 4_000, apart).until(1e-6)
+            found = extra(gradients, graph, 10, share / smooth, 4_000, apart).until(
+                1e-6
+            )
         except ValueError as error:
             print(f"synchronous gossip, step {share}/L: {error}")
         else:
-            print("synchronous gossip, step {}/L: {} gradients, {} exchanges".format(share, *found))
+            print(
+                "synchronous gossip, step {}/L: {} gradients, {} exchanges".format(
+                    share, *found
+                )
+            )
 
 
 if __name__ == "__main__":

@@ -43,12 +43,22 @@ class Expert:
     @torch.no_grad()
     def scores(self, tokens: T) -> T:
         """Log-probability ``[length - 1]`` of each token of one document ``[length]`` but the first."""
-        positions, ends = torch.arange(len(tokens))[None], torch.tensor([0, len(tokens)], dtype=torch.int32)
-        logits = self.model(tokens[None], positions, ends)[0].double()  # [length, vocab]
+        positions, ends = (
+            torch.arange(len(tokens))[None],
+            torch.tensor([0, len(tokens)], dtype=torch.int32),
+        )
+        # [length, vocab]
+        logits = self.model(tokens[None], positions, ends)[0].double()
         return logits[:-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
 
 
-def train_expert(documents: Sequence[str], model: Mapping[str, int], steps: int, out: Path, seed: int = 0) -> Expert:
+def train_expert(
+    documents: Sequence[str],
+    model: Mapping[str, int],
+    steps: int,
+    out: Path,
+    seed: int = 0,
+) -> Expert:
     """Train a model of these sizes on one domain's documents, on one device; run folder ``out``."""
     out.mkdir(parents=True)
     corpus = out / "domain.jsonl"
@@ -81,12 +91,15 @@ def mixture(scores: T, prior: T, top: int = 0) -> T:
     return (posterior + scores).logsumexp(0)
 
 
-def losses(experts: Sequence[Expert], documents: Sequence[str], prior: T, top: int = 0) -> tuple[list[float], float]:
+def losses(
+    experts: Sequence[Expert], documents: Sequence[str], prior: T, top: int = 0
+) -> tuple[list[float], float]:
     """Mean loss per token of each expert alone, and of all together."""
     alone, together, count = torch.zeros(len(experts), dtype=torch.float64), 0.0, 0
     for text in documents:
         tokens = torch.tensor(experts[0].tokenizer.encode(text))
-        scores = torch.stack([expert.scores(tokens) for expert in experts])  # [experts, tokens]
+        # [experts, tokens]
+        scores = torch.stack([expert.scores(tokens) for expert in experts])
         alone -= scores.sum(1)
         together -= float(mixture(scores, prior, top).sum())
         count += len(tokens) - 1
@@ -99,23 +112,38 @@ def domains(count: int = 120, length: int = 1200) -> dict[str, list[str]]:
     code = "\n".join(path.read_text(errors="ignore") for path in modules[:60])
     prose = "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
     return {
-        name: [text[i : i + length] for i in range(0, len(text), max(length, len(text) // count))][:count]
+        name: [
+            text[i : i + length]
+            for i in range(0, len(text), max(length, len(text) // count))
+        ][:count]
         for name, text in {"code": code, "prose": prose}.items()
     }
 
 
 def main(steps: int = 300) -> None:
     told = domains()
-    learned, held = {k: v[:-20] for k, v in told.items()}, {k: v[-20:] for k, v in told.items()}
+    learned, held = (
+        {k: v[:-20] for k, v in told.items()},
+        {k: v[-20:] for k, v in told.items()},
+    )
     large = {"layers": 4, "embed": 96, "heads": 4, "ffn": 256}
     small = {"layers": 2, "embed": 64, "heads": 4, "ffn": 160}
     with tempfile.TemporaryDirectory() as folder:
-        runs = {"code": (learned["code"], large, steps), "prose": (learned["prose"], small, steps)}
-        experts = [train_expert(*run, Path(folder) / name) for name, run in runs.items()]
-        whole = train_expert([*learned["code"], *learned["prose"]], large, steps, Path(folder) / "whole")
+        runs = {
+            "code": (learned["code"], large, steps),
+            "prose": (learned["prose"], small, steps),
+        }
+        experts = [
+            train_expert(*run, Path(folder) / name) for name, run in runs.items()
+        ]
+        whole = train_expert(
+            [*learned["code"], *learned["prose"]], large, steps, Path(folder) / "whole"
+        )
     prior = torch.full((2,), 0.5, dtype=torch.float64)
     cost = sum(expert.cost for expert in experts)
-    print(f"training: {cost:.3g} flops of both experts, {whole.cost:.3g} of one model for both domains")
+    print(
+        f"training: {cost:.3g} flops of both experts, {whole.cost:.3g} of one model for both domains"
+    )
     for name, documents in [*held.items(), ("both", [*held["code"], *held["prose"]])]:
         alone, together = losses(experts, documents, prior)
         first = losses(experts, documents, prior, top=1)[1]

@@ -27,7 +27,11 @@ class Saddle:
     def operator(self, device: int, z: T) -> T:
         x, y = z.chunk(2)
         matrix = self.matrices[device]
-        return torch.cat((matrix @ y, -matrix.mT @ x)) + self.weight * z + self.offsets[device]
+        return (
+            torch.cat((matrix @ y, -matrix.mT @ x))
+            + self.weight * z
+            + self.offsets[device]
+        )
 
     @property
     def devices(self) -> int:
@@ -42,7 +46,9 @@ class Saddle:
         mean, offset = self.matrices.mean(0), self.offsets.mean(0)
         zero = torch.zeros_like(mean)
         whole = torch.cat((torch.cat((zero, mean), 1), torch.cat((-mean.mT, zero), 1)))
-        return torch.linalg.solve(whole + self.weight * torch.eye(len(offset), dtype=offset.dtype), -offset)
+        return torch.linalg.solve(
+            whole + self.weight * torch.eye(len(offset), dtype=offset.dtype), -offset
+        )
 
 
 def random_saddle(devices: int = 4, size: int = 20, weight: float = 0.1) -> Saddle:
@@ -62,16 +68,29 @@ class Found:
     sent: int = 0
 
 
-def masha(problem: Saddle, compressor: Compressor, rounds: int, step: float, feedback: bool, keep: float) -> Found:
+def masha(
+    problem: Saddle,
+    compressor: Compressor,
+    rounds: int,
+    step: float,
+    feedback: bool,
+    keep: float,
+) -> Found:
     """MASHA1, or with ``feedback`` MASHA2; the server sends what it has as compressed as devices do.
 
     With the probability ``1 - keep`` a round ends with a new reference point ``w``, at which operators are sent whole.
     """
     z = torch.zeros(problem.offsets.shape[1], dtype=torch.float64)
-    random, solution, found = torch.Generator().manual_seed(1), problem.solution(), Found([])
+    random, solution, found = (
+        torch.Generator().manual_seed(1),
+        problem.solution(),
+        Found([]),
+    )
     w = z.clone()
     at_w = [problem.operator(device, w) for device in range(problem.devices)]
-    residuals: list[T | None] = [torch.zeros_like(z) if feedback else None for _ in range(problem.devices + 1)]
+    residuals: list[T | None] = [
+        torch.zeros_like(z) if feedback else None for _ in range(problem.devices + 1)
+    ]
 
     def told(sender: int, x: T, seed: int) -> T:
         payload, residuals[sender] = encoded(compressor, x, seed, residuals[sender])
@@ -81,9 +100,16 @@ def masha(problem: Saddle, compressor: Compressor, rounds: int, step: float, fee
     for number in range(rounds):
         middle = keep * z + (1 - keep) * w
         half = middle - step * sum(at_w) / problem.devices
-        seeds = range(number * (problem.devices + 1), (number + 1) * (problem.devices + 1))
-        moves = [step * (problem.operator(i, half) - at_w[i]) for i in range(problem.devices)]
-        mean = sum(told(i, move, seeds[i]) for i, move in enumerate(moves)) / problem.devices
+        seeds = range(
+            number * (problem.devices + 1), (number + 1) * (problem.devices + 1)
+        )
+        moves = [
+            step * (problem.operator(i, half) - at_w[i]) for i in range(problem.devices)
+        ]
+        mean = (
+            sum(told(i, move, seeds[i]) for i, move in enumerate(moves))
+            / problem.devices
+        )
         z = half - told(problem.devices, mean, seeds[-1])
         if float(torch.rand((), generator=random)) > keep:
             w = z.clone()
@@ -95,13 +121,22 @@ def masha(problem: Saddle, compressor: Compressor, rounds: int, step: float, fee
 
 def naive(problem: Saddle, compressor: Compressor, rounds: int, step: float) -> Found:
     """The extragradient method with operators compressed on their way."""
-    z, solution, found = torch.zeros(problem.offsets.shape[1], dtype=torch.float64), problem.solution(), Found([])
+    z, solution, found = (
+        torch.zeros(problem.offsets.shape[1], dtype=torch.float64),
+        problem.solution(),
+        Found([]),
+    )
 
     def operator(at: T, seed: int) -> T:
         devices = range(problem.devices)
-        payloads = [compressor.encode(problem.operator(i, at), seed + i) for i in devices]
+        payloads = [
+            compressor.encode(problem.operator(i, at), seed + i) for i in devices
+        ]
         found.sent += problem.devices * compressor.nbytes(at.shape, at.dtype)
-        return sum(compressor.decode(payloads[i], at.shape, seed + i) for i in devices) / problem.devices
+        return (
+            sum(compressor.decode(payloads[i], at.shape, seed + i) for i in devices)
+            / problem.devices
+        )
 
     for number in range(rounds):
         seed = 2 * number * problem.devices
@@ -119,11 +154,17 @@ def main() -> None:
         compressor = build_compressor(word)
         share = compressor.specs((40,))[0][0][0] / 40
         step = 0.5 * share / problem.lipschitz
-        ours = masha(problem, compressor, 20_000, step, not compressor.unbiased, 1 - share)
-        print(f"{word}: MASHA{1 + (not compressor.unbiased)} {ours.apart[-1]:.1e} after {ours.sent:,} bytes")
+        ours = masha(
+            problem, compressor, 20_000, step, not compressor.unbiased, 1 - share
+        )
+        print(
+            f"{word}: MASHA{1 + (not compressor.unbiased)} {ours.apart[-1]:.1e} after {ours.sent:,} bytes"
+        )
         for factor in (1, 0.3, 0.1):
             plain = naive(problem, compressor, 20_000, factor / problem.lipschitz)
-            print(f"  compressed operators, step {factor}/L: {plain.apart[-1]:.1e} after {plain.sent:,} bytes")
+            print(
+                f"  compressed operators, step {factor}/L: {plain.apart[-1]:.1e} after {plain.sent:,} bytes"
+            )
 
 
 if __name__ == "__main__":

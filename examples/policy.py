@@ -45,7 +45,11 @@ class Scenario:
     @property
     def ideal(self) -> float:
         """Time of the work alone, shared by all devices as they can."""
-        work = (1 + self.input + self.weight) * (self.layers + self.embedding + self.head) * self.microbatches
+        work = (
+            (1 + self.input + self.weight)
+            * (self.layers + self.embedding + self.head)
+            * self.microbatches
+        )
         return work / sum(self.speed(rank) for rank in range(self.ranks))
 
 
@@ -78,26 +82,47 @@ def run(scenario: Scenario, proposal: Proposal) -> Score:
     counts, table = proposal.layers, proposal.table
     if len(counts) != table.stages or sum(counts) != scenario.layers or min(counts) < 0:
         return Score(
-            scenario.name, inf, 0.0, f"{counts} does not deal {scenario.layers} layers to {table.stages} stages"
+            scenario.name,
+            inf,
+            0.0,
+            f"{counts} does not deal {scenario.layers} layers to {table.stages} stages",
         )
-    if len(table.ranks) != scenario.ranks or table.microbatches != scenario.microbatches:
-        return Score(scenario.name, inf, 0.0, "the table is of other ranks or microbatches")
-    shares = {"F": 1.0, "I": scenario.input, "W": scenario.weight, "B": scenario.input + scenario.weight}
+    if (
+        len(table.ranks) != scenario.ranks
+        or table.microbatches != scenario.microbatches
+    ):
+        return Score(
+            scenario.name, inf, 0.0, "the table is of other ranks or microbatches"
+        )
+    shares = {
+        "F": 1.0,
+        "I": scenario.input,
+        "W": scenario.weight,
+        "B": scenario.input + scenario.weight,
+    }
 
     def compute(a: Action) -> float:
-        ends = scenario.embedding * (a.stage == 0) + scenario.head * (a.stage == table.stages - 1)
-        return shares.get(a.kind, 0.0) * (counts[a.stage] + ends) / scenario.speed(a.rank)
+        ends = scenario.embedding * (a.stage == 0) + scenario.head * (
+            a.stage == table.stages - 1
+        )
+        return (
+            shares.get(a.kind, 0.0) * (counts[a.stage] + ends) / scenario.speed(a.rank)
+        )
 
     def size(value: Value) -> float:
         return float(counts[value.stage]) if value.name in ("saved", "tape") else 0.0
 
     try:
-        found = simulate(table, Costs(compute, lambda value, source, target: scenario.move, size))
+        found = simulate(
+            table, Costs(compute, lambda value, source, target: scenario.move, size)
+        )
     except WeftError as error:
         return Score(scenario.name, inf, 0.0, str(error))
     peak = max(found.peaks)
     if peak > scenario.memory * (1 + 1e-9):
-        return Score(scenario.name, inf, peak, f"holds {peak:.3g} of {scenario.memory:.3g}")
+        return Score(
+            scenario.name, inf, peak, f"holds {peak:.3g} of {scenario.memory:.3g}"
+        )
     return Score(scenario.name, found.makespan / scenario.ideal, peak)
 
 
@@ -126,8 +151,11 @@ def scenarios() -> list[Scenario]:
             "heavy head": {"head": 3.0, "embedding": 0.2},
             "attention": {"input": 1.5, "weight": 0.6},
             "slow links": {"move": 1.0},
-            "slow rank": {"speeds": tuple(0.7 if rank == 1 else 1.0 for rank in range(ranks))},
-            "little memory": {"memory": 2.6 * ranks},  # 1F1B needs 4 layers for each of `ranks` microbatches
+            "slow rank": {
+                "speeds": tuple(0.7 if rank == 1 else 1.0 for rank in range(ranks))
+            },
+            # 1F1B needs 4 layers for each of `ranks` microbatches
+            "little memory": {"memory": 2.6 * ranks},
         }
         for kind, more in kinds.items():
             name = f"{kind}, {ranks} ranks, {rounds * ranks} microbatches"
@@ -153,8 +181,14 @@ def balanced(scenario: Scenario) -> Proposal:
         if name == "interleaved-1f1b" and scenario.microbatches % scenario.ranks:
             continue
         table = build(name, scenario.ranks, scenario.microbatches)
-        speeds = [scenario.speed(table.holders(stage)[0]) for stage in range(table.stages)]
-        costs = [scenario.embedding * work, *[work] * scenario.layers, scenario.head * work]
+        speeds = [
+            scenario.speed(table.holders(stage)[0]) for stage in range(table.stages)
+        ]
+        costs = [
+            scenario.embedding * work,
+            *[work] * scenario.layers,
+            scenario.head * work,
+        ]
         shares = partition(costs, table.stages, speeds)
         counts = tuple(sum(0 < i <= scenario.layers for i in share) for share in shares)
         proposal = Proposal(counts, table)

@@ -18,7 +18,10 @@ from typing import Any
 
 from websockets.sync.client import connect
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
+    None,
+)
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking",
@@ -35,9 +38,18 @@ FRAME = """<iframe src="PAGE" style="width: WIDTHpx; height: 900px; border: 0"><
 
 def dumped_dom(page: Path, profile: Path) -> str:
     """What a page has become once its scripts have run."""
-    command = [str(CHROMIUM), *FLAGS, "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile}"]
+    command = [
+        str(CHROMIUM),
+        *FLAGS,
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+        f"--user-data-dir={profile}",
+    ]
     done = subprocess.run(
-        [*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=100, check=False
+        [*command, "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert "<html" in done.stdout, done.stderr[-2000:]
     return done.stdout
@@ -48,9 +60,13 @@ def measured(page: Path, width: int, wanted: dict[str, str]) -> dict[str, Any]:
     values = ", ".join(f"{json.dumps(name)}: {code}" for name, code in wanted.items())
     with tempfile.TemporaryDirectory() as folder:
         frame = Path(folder) / "frame.html"
-        text = FRAME.replace("PAGE", page.absolute().as_uri()).replace("WIDTH", str(width))
+        text = FRAME.replace("PAGE", page.absolute().as_uri()).replace(
+            "WIDTH", str(width)
+        )
         frame.write_text(text.replace("VALUES", values))
-        found = re.search(r"<pre>(.*?)</pre>", dumped_dom(frame, Path(folder) / "profile"), re.DOTALL)
+        found = re.search(
+            r"<pre>(.*?)</pre>", dumped_dom(frame, Path(folder) / "profile"), re.DOTALL
+        )
     assert found and found[1], "the page was not measured"
     return json.loads(html.unescape(found[1]))
 
@@ -58,19 +74,33 @@ def measured(page: Path, width: int, wanted: dict[str, str]) -> dict[str, Any]:
 @contextmanager
 def opened(address: str, profile: Path) -> Iterator[Page]:
     """A page of this machine's in a browser that can be talked to."""
-    command = [str(CHROMIUM), *FLAGS, "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1"]
-    command = [flag for flag in command if not flag.startswith("--virtual-time")]  # a server's time is real
+    command = [
+        str(CHROMIUM),
+        *FLAGS,
+        "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
+    ]
+    # a server's time is real
+    command = [flag for flag in command if not flag.startswith("--virtual-time")]
     process = subprocess.Popen(
         [*command, "--remote-debugging-port=0", f"--user-data-dir={profile}", address],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
         assert process.stderr is not None
-        lines = (re.search(r"DevTools listening on ws://([^/]+)/", line) for line in process.stderr)
+        lines = (
+            re.search(r"DevTools listening on ws://([^/]+)/", line)
+            for line in process.stderr
+        )
         port = next(found[1] for found in lines if found)
         for _ in range(300):
-            with urllib.request.urlopen(f"http://{port}/json/list", timeout=30) as answer:
-                pages = [one for one in json.load(answer) if one["type"] == "page" and one["url"].startswith(address)]
+            with urllib.request.urlopen(
+                f"http://{port}/json/list", timeout=30
+            ) as answer:
+                pages = [
+                    one
+                    for one in json.load(answer)
+                    if one["type"] == "page" and one["url"].startswith(address)
+                ]
             if pages:
                 break
             time.sleep(0.1)
@@ -87,14 +117,21 @@ class Page:
 
     def call(self, method: str, **parameters: Any) -> Any:
         self.number += 1
-        self.socket.send(json.dumps({"id": self.number, "method": method, "params": parameters}))
+        self.socket.send(
+            json.dumps({"id": self.number, "method": method, "params": parameters})
+        )
         while (answer := json.loads(self.socket.recv(60))).get("id") != self.number:
             pass  # what happened meanwhile
         return answer["result"]
 
     def value(self, expression: str) -> Any:
         """What a JavaScript expression yields."""
-        found = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        found = self.call(
+            "Runtime.evaluate",
+            expression=expression,
+            awaitPromise=True,
+            returnByValue=True,
+        )
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
@@ -104,7 +141,9 @@ class Page:
             if found := self.value(expression):
                 return found
             time.sleep(0.05)
-        raise AssertionError(f"{expression} did not become true: {self.value('document.body.innerText')}")
+        raise AssertionError(
+            f"{expression} did not become true: {self.value('document.body.innerText')}"
+        )
 
     def picture(self, file: Path) -> None:
         """Write what is to be seen."""

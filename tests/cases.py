@@ -26,7 +26,12 @@ def write_corpus(folder: Path) -> str:
     with path.open("w") as file:
         for _ in range(60):
             length = rng.choice([1, 2, 3, 5, 8, 13, 21, 34, 55])
-            file.write(json.dumps({"text": "".join(rng.choice("abcdefgh \n") for _ in range(length))}) + "\n")
+            file.write(
+                json.dumps(
+                    {"text": "".join(rng.choice("abcdefgh \n") for _ in range(length))}
+                )
+                + "\n"
+            )
     return str(path)
 
 
@@ -35,7 +40,15 @@ def recipe(corpus: str, **change: Any) -> Recipe:
     tree: dict[str, Any] = {
         # init_std makes activations of this narrow model as large as they are in wide ones; at the usual 0.02 attention
         # has hardly a gradient, and float32 rounding alone moves Adam's direction.
-        "model": {"layers": 2, "embed": 24, "heads": 4, "kv_heads": 2, "head_dim": 6, "ffn": 41, "init_std": 0.1},
+        "model": {
+            "layers": 2,
+            "embed": 24,
+            "heads": 4,
+            "kv_heads": 2,
+            "head_dim": 6,
+            "ffn": 41,
+            "init_std": 0.1,
+        },
         "data": {
             "sources": [{"kind": "jsonl", "path": corpus}],
             "seq_len": 19,
@@ -67,7 +80,12 @@ def start(values: dict[str, Any]) -> Started:
     """Set up the recipe of this tree in the process group that there is."""
     settings = build_recipe(values)
     mesh, job = Mesh.create(settings.layout, "cpu"), prepare(settings)
-    return Started(settings, mesh, *assemble(job.shape, mesh, settings), job.loader(job.corpus.train, mesh))
+    return Started(
+        settings,
+        mesh,
+        *assemble(job.shape, mesh, settings),
+        job.loader(job.corpus.train, mesh),
+    )
 
 
 def pairwise(**factors: list[Any]) -> Iterator[Case]:
@@ -85,7 +103,9 @@ def pairwise(**factors: list[Any]) -> Iterator[Case]:
         best: tuple[int, Case] | None = None
         for _ in range(40):
             case = {
-                n: next(v for v in factors[n] if _key(v) == seed[n]) if n in seed else rng.choice(factors[n])
+                n: next(v for v in factors[n] if _key(v) == seed[n])
+                if n in seed
+                else rng.choice(factors[n])
                 for n in names
             }
             gain = len(_pairs(case) & missing)
@@ -101,4 +121,7 @@ def _key(value: Any) -> str:
 
 
 def _pairs(case: Case) -> set[Any]:
-    return {((a, _key(case[a])), (b, _key(case[b]))) for a, b in itertools.combinations(case, 2)}
+    return {
+        ((a, _key(case[a])), (b, _key(case[b])))
+        for a, b in itertools.combinations(case, 2)
+    }

@@ -19,7 +19,10 @@ _PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif
 
 SMOLLM2 = (
     "{% for m in messages %}{% if loop.first and m.role != 'system' %}"
-    "{{ '<|im_start|>system\nYou are SmolLM.<|im_end|>\n' }}{% endif %}" + _CHATML_TURN + "{% endfor %}" + _PROMPT
+    "{{ '<|im_start|>system\nYou are SmolLM.<|im_end|>\n' }}{% endif %}"
+    + _CHATML_TURN
+    + "{% endfor %}"
+    + _PROMPT
 )
 
 LLAMA3 = """\
@@ -96,7 +99,9 @@ _QWEN_TOOL = """\
     {%- endif %}
 {%- endfor %}
 """
-_QWEN_PROMPT = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}\n"
+_QWEN_PROMPT = (
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}\n"
+)
 
 QWEN25 = (
     _QWEN_HEAD
@@ -245,7 +250,14 @@ class Family(NamedTuple):
 
 
 _CHATML = ("<|endoftext|>", "<|im_end|>", "<|im_start|>")
-_QWEN_TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+_QWEN_TAGS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
 TEMPLATES = {
     "smollm2": Family(SMOLLM2, _CHATML),
     "llama3": Family(
@@ -267,10 +279,17 @@ TEMPLATES = {
 def save_tokenizer(folder: Path, family: Family, spaces: bool = False) -> Path:
     """A byte-level BPE (or with ``spaces`` one that begins words with U+2581, as SentencePiece) with a template."""
     folder.mkdir(parents=True, exist_ok=True)
-    texts = ["the user asks, the assistant answers: weather in Paris is 21 degrees\n\n" * 3, '{"name": "f", "a": 1}']
+    texts = [
+        "the user asks, the assistant answers: weather in Paris is 21 degrees\n\n" * 3,
+        '{"name": "f", "a": 1}',
+    ]
     if spaces:
-        model = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True))
-        model.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
+        model = tokenizers.Tokenizer(
+            tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True)
+        )
+        model.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(
+            prepend_scheme="first"
+        )
         model.decoder = tokenizers.decoders.Metaspace(prepend_scheme="first")
         trainer = tokenizers.trainers.BpeTrainer(
             vocab_size=600, special_tokens=["<unk>"], show_progress=False,
@@ -282,7 +301,12 @@ def save_tokenizer(folder: Path, family: Family, spaces: bool = False) -> Path:
         bpe.train_from_iterator(texts, 400, 1, show_progress=False)
         model = bpe._tokenizer
     model.add_special_tokens(list(family.specials))
-    model.add_tokens([tokenizers.AddedToken(name, special=False, normalized=False) for name in family.others])
+    model.add_tokens(
+        [
+            tokenizers.AddedToken(name, special=False, normalized=False)
+            for name in family.others
+        ]
+    )
     model.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": family.specials[0],
               "eos_token": family.specials[1]}  # fmt: skip
@@ -292,10 +316,15 @@ def save_tokenizer(folder: Path, family: Family, spaces: bool = False) -> Path:
 
 
 def tokenizer(folder: Path, name: str) -> Tokenizer:
-    return load_tokenizer(str(save_tokenizer(folder / name, TEMPLATES[name], name == "mistral")))
+    return load_tokenizer(
+        str(save_tokenizer(folder / name, TEMPLATES[name], name == "mistral"))
+    )
 
 
 def turns(*contents: str, system: str | None = None) -> list[dict[str, Any]]:
     """Messages of user and assistant in turn."""
     head = [{"role": "system", "content": system}] if system is not None else []
-    return head + [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+    return head + [
+        {"role": ("user", "assistant")[i % 2], "content": text}
+        for i, text in enumerate(contents)
+    ]

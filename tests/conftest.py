@@ -39,11 +39,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Most cases of campaigns are left to soak. Files with the most slow tests go first, so that none ends alone."""
     cases = defaultdict[tuple[Path, str, int], list[pytest.Function]](list)
     for item in items:
-        if isinstance(item, pytest.Function) and (mark := item.get_closest_marker("sampled")):
+        if isinstance(item, pytest.Function) and (
+            mark := item.get_closest_marker("sampled")
+        ):
             cases[item.path, item.originalname, mark.args[0]].append(item)
     for (_, _, count), found in cases.items():
         daily = [item for item in found if not item.get_closest_marker("soak")]
-        daily.sort(key=lambda item: (item.get_closest_marker("slow") is not None, crc32(item.name.encode())))
+        daily.sort(
+            key=lambda item: (
+                item.get_closest_marker("slow") is not None,
+                crc32(item.name.encode()),
+            )
+        )
         for item in daily[count:]:
             item.add_marker("soak")
     weight = Counter[Path]()
@@ -60,7 +67,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     torch.set_num_threads(1)
     # A job in the background ignores Ctrl-C, and so would all that it starts, of which tests expect that it stops.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        and threading.current_thread() is threading.main_thread()
+    ):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -74,7 +84,10 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def own_signals() -> Iterator[None]:
     """A command that runs in this process handles signals to the process's end, which is not that of the test."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     yield
     requests.reset()
     for number, handler in before.items():
@@ -95,18 +108,24 @@ def pool() -> Iterator[ProcessPool]:
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Command:
     """Runs ``weft`` in this process, which no mistake may end with a traceback."""
     return _command(capsys, monkeypatch)
 
 
 @pytest.fixture
-def launched(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+def launched(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Command:
     """As :func:`command`, with what the ranks say that it starts."""
     return _command(capfd, monkeypatch)
 
 
-def _command(captured: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+def _command(
+    captured: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Command:
     def run(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["weft", *map(str, words)])
         threads = torch.get_num_threads()

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from weft.layout.boundary import P, R, V, gradient_types, own_number, share_of_sum, sum_over
+from weft.layout.boundary import (
+    P,
+    R,
+    V,
+    gradient_types,
+    own_number,
+    share_of_sum,
+    sum_over,
+)
 from weft.train.step import sum_over_axis
 
 
@@ -21,7 +29,14 @@ def counted_twice(axis, grads, state, mesh):
 def mean_per_rank(model, batch, total, mesh):
     """Every rank divides by its own number of tokens, and the means are averaged."""
     loss = model(batch.tokens, batch.positions, batch.cu_seqlens, batch)
-    mine = own_number(batch.real_tokens * mesh.size("dp", "shard", "cp"), mesh, dp=V, shard=V, cp=V, tp=R)
+    mine = own_number(
+        batch.real_tokens * mesh.size("dp", "shard", "cp"),
+        mesh,
+        dp=V,
+        shard=V,
+        cp=V,
+        tp=R,
+    )
     return share_of_sum(loss, mesh, dp=V, shard=V, cp=V) / mine
 
 
@@ -30,6 +45,14 @@ DECLARED = "declare(grads[h.name], mesh, **state_types(h.logical))"
 #: Fault, the function of weft.train.step it replaces, and the line of code that the type checker must name.
 FAULTS = {
     "dropped_all_reduce": (dropped_all_reduce, "sum_over_axis", DECLARED),
-    "counted_twice": (counted_twice, "sum_over_axis", "sum_over(axis, grads[name], mesh)"),
-    "mean_per_rank": (mean_per_rank, "pass_loss", "return share_of_sum(loss, mesh, dp=V, shard=V, cp=V) / mine"),
+    "counted_twice": (
+        counted_twice,
+        "sum_over_axis",
+        "sum_over(axis, grads[name], mesh)",
+    ),
+    "mean_per_rank": (
+        mean_per_rank,
+        "pass_loss",
+        "return share_of_sum(loss, mesh, dp=V, shard=V, cp=V) / mine",
+    ),
 }

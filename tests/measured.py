@@ -11,7 +11,9 @@ import pytest
 M = TypeVar("M")
 
 
-def until_true(measure: Callable[[], M], holds: Callable[[M], bool], tries: int = 4) -> M:
+def until_true(
+    measure: Callable[[], M], holds: Callable[[M], bool], tries: int = 4
+) -> M:
     """The first of at most ``tries`` measurements of which ``holds`` is true; with none the test fails and shows all.
 
     For what is said of times alone. Whatever else is asserted belongs into ``measure``, where once is enough to fail.

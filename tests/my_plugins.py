@@ -26,7 +26,9 @@ class Mixed(nn.Module):
         x = self.table(tokens) + self.shift
         flat = x.flatten(0, 1)
         sums = flat.cumsum(0)
-        begins = (torch.arange(len(flat), device=flat.device) - positions.flatten()).clamp(min=0)
+        begins = (
+            torch.arange(len(flat), device=flat.device) - positions.flatten()
+        ).clamp(min=0)
         before = sums - sums[begins] + flat[begins]
         mean = before / (positions.flatten()[:, None] + 1)
         return self.out(torch.tanh(self.inner(torch.cat((x, mean.view_as(x)), -1))))

@@ -40,13 +40,17 @@ class Group:
         """Processor time in seconds, of processes that have ended too."""
         text = self.usage.read_text()
         if self.usage.name == "cpu.stat":
-            return self.entered + int(text.split()[1]) / 1e6  # the first row is usage_usec
+            # the first row is usage_usec
+            return self.entered + int(text.split()[1]) / 1e6
         return self.entered + int(text) / 1e9
 
 
 def remove_groups() -> None:
     """Remove the groups of processes that have all ended."""
-    for folder in [*CONTROL.glob("weft-tests-*"), *CONTROL.glob("cpuacct/weft-tests-*")]:
+    for folder in [
+        *CONTROL.glob("weft-tests-*"),
+        *CONTROL.glob("cpuacct/weft-tests-*"),
+    ]:
         with suppress(OSError):
             folder.rmdir()
 
@@ -62,14 +66,19 @@ class Account:
     def charge(self, name: str) -> None:
         now = self.group.seconds()
         with self.path.open("a") as file:
-            file.write(json.dumps({"test": name, "seconds": round(now - self.written, 3)}) + "\n")
+            file.write(
+                json.dumps({"test": name, "seconds": round(now - self.written, 3)})
+                + "\n"
+            )
         self.written = now
 
     def pytest_collection_finish(self) -> None:
         self.charge("(imports and collection)")
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+    def pytest_runtest_protocol(
+        self, item: pytest.Item
+    ) -> Generator[None, object, object]:
         result = yield
         self.charge(item.nodeid)
         return result
@@ -94,22 +103,44 @@ def table(path: Path, rows: int = 30) -> str:
     dearest = sorted(costs, key=lambda name: -costs[name])[:rows]
     lines = [f"{costs[name]:8.1f} s  {name}" for name in dearest]
     total = sum(costs.values())
-    return "\n".join([*lines, f"{total:8.1f} s  all {len(costs):,} rows, {total / 60:.1f} minutes of one core"])
+    return "\n".join(
+        [
+            *lines,
+            f"{total:8.1f} s  all {len(costs):,} rows, {total / 60:.1f} minutes of one core",
+        ]
+    )
 
 
 def main() -> int:
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path("spent.jsonl"), help="the file to write, a line a test"
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("spent.jsonl"),
+        help="the file to write, a line a test",
     )
     parser.add_argument("--rows", type=int, default=30, help="how many tests to print")
-    parser.add_argument("--print", action="store_true", help="run nothing, print what FILE has")
+    parser.add_argument(
+        "--print", action="store_true", help="run nothing, print what FILE has"
+    )
     options, words = parser.parse_known_args()
     path, code = options.output.resolve(), 0
     if not options.print:
         path.write_text("")
-        command = [sys.executable, "-m", "pytest", "-p", "tests.spent", "-m", "not soak", *(words or ["tests"])]
-        code = subprocess.run(command, env={**os.environ, RECORDS: str(path)}).returncode
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "tests.spent",
+            "-m",
+            "not soak",
+            *(words or ["tests"]),
+        ]
+        code = subprocess.run(
+            command, env={**os.environ, RECORDS: str(path)}
+        ).returncode
         remove_groups()
     print(table(path, options.rows))
     return code

@@ -40,7 +40,10 @@ class Widths(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDE, 4 * WIDE, bias=False), nn.Linear(4 * WIDE, WIDE, bias=False)
+        self.up, self.down = (
+            nn.Linear(WIDE, 4 * WIDE, bias=False),
+            nn.Linear(4 * WIDE, WIDE, bias=False),
+        )
 
     def forward(self, x: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(x.flatten(0, 1)))).view_as(x) * shared
@@ -53,8 +56,12 @@ class Model:
         torch.manual_seed(0)
         self.blocks, self.shared = [Widths() for _ in range(count)], torch.rand(WIDE)
 
-    def forward(self, saved: SavedActivations | None, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
-        x = leaf = torch.rand(2, rows // 2, WIDE, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    def forward(
+        self, saved: SavedActivations | None, rows: int = ROWS
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = leaf = torch.rand(
+            2, rows // 2, WIDE, generator=torch.Generator().manual_seed(1)
+        ).requires_grad_()
         shared = self.shared.clone()  # of this pass
         for block in self.blocks:
             if saved is None:
@@ -64,10 +71,15 @@ class Model:
                     x = block(x, shared)
         return leaf, x.square().sum()
 
-    def gradients(self, saved: SavedActivations | None = None, rows: int = ROWS) -> list[torch.Tensor]:
+    def gradients(
+        self, saved: SavedActivations | None = None, rows: int = ROWS
+    ) -> list[torch.Tensor]:
         leaf, loss = self.forward(saved, rows)
         loss.backward()
-        found = [leaf.grad, *(p.grad for block in self.blocks for p in block.parameters())]
+        found = [
+            leaf.grad,
+            *(p.grad for block in self.blocks for p in block.parameters()),
+        ]
         for block in self.blocks:
             block.zero_grad()
         return [g.clone() for g in found if g is not None]
@@ -118,7 +130,11 @@ def test_memory_is_free_after_backward_and_little_stays(place: TierFile | None) 
     gc.disable()
     try:
         loss.backward()
-        assert saved.here == 0 and not saved.leaving and not [run for run in saved.runs if run.stored]
+        assert (
+            saved.here == 0
+            and not saved.leaving
+            and not [run for run in saved.runs if run.stored]
+        )
         assert saved.peak == 2 * one  # of 10
     finally:
         gc.enable()
@@ -135,7 +151,9 @@ def test_room_is_used_again_whatever_the_sizes(tmp_path: Path) -> None:
     assert saved.rooms.free == sorted(saved.rooms.free, key=lambda room: room.size)
 
 
-def test_what_is_on_its_way_is_taken_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_on_its_way_is_taken_from_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A disk that does not write until backward has passed: the last that leave are forwarded, and not read."""
     go, write = threading.Event(), os.pwritev
 
@@ -149,9 +167,14 @@ def test_what_is_on_its_way_is_taken_from_memory(tmp_path: Path, monkeypatch: py
     saved = SavedActivations(CPU, file, MOST_LEAVING)
     monkeypatch.setattr(tiers.os, "pwritev", slow)
     leaf, loss = model.forward(saved)
-    threading.Timer(0.5, go.set).start()  # room is given back when a write that has begun ends
+    # room is given back when a write that has begun ends
+    threading.Timer(0.5, go.set).start()
     loss.backward()
-    assert leaf.grad is not None and torch.equal(leaf.grad, plain[0]) and not file.bytes["read"]
+    assert (
+        leaf.grad is not None
+        and torch.equal(leaf.grad, plain[0])
+        and not file.bytes["read"]
+    )
     monkeypatch.undo()
     for block in model.blocks:
         block.zero_grad()
@@ -159,14 +182,19 @@ def test_what_is_on_its_way_is_taken_from_memory(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
-def test_an_io_error_names_the_folder(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_io_error_names_the_folder(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*arguments: Any) -> int:
         raise OSError(5, "Input/output error")
 
     model, saved = Model(6), SavedActivations(CPU, TierFile(tmp_path), 5)
     settled_plain = model.gradients()
     monkeypatch.setattr(tiers.os, call, broken)
-    with pytest.raises(TierError, match=rf"{'writ' if call == 'pwritev' else 'read'}ing .*{tmp_path}.*Input/output"):
+    with pytest.raises(
+        TierError,
+        match=rf"{'writ' if call == 'pwritev' else 'read'}ing .*{tmp_path}.*Input/output",
+    ):
         model.gradients(saved)
     monkeypatch.undo()
     for block in model.blocks:
@@ -205,16 +233,23 @@ def interrupted(values: dict[str, Any], call: str) -> tuple[str, bool, bool]:
     for _ in range(2):
         train_step(model, state, batches, mesh, lr=1e-2, clip=1.0)
     whole = bits()
-    return said, *(all(torch.equal(a[n], b[n]) for n in a) for a, b in ((before, after), (again, whole)))
+    return said, *(
+        all(torch.equal(a[n], b[n]) for n in a)
+        for a, b in ((before, after), (again, whole))
+    )
 
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
-def test_a_step_that_the_disk_breaks_changes_nothing(pool: Any, corpus: str, call: str, tmp_path: Path) -> None:
+def test_a_step_that_the_disk_breaks_changes_nothing(
+    pool: Any, corpus: str, call: str, tmp_path: Path
+) -> None:
     values = tree(corpus, {"layout": {}})
     values["model"]["layers"], values["data"]["seq_len"] = 5, 65
     values["memory"] = {"activations": "file", "blocks": 4, "folder": str(tmp_path)}
     said, unchanged, goes_on = pool.run(1, interrupted, values, call)[0]
-    assert str(tmp_path) in said and "Input/output error" in said and unchanged and goes_on
+    assert (
+        str(tmp_path) in said and "Input/output error" in said and unchanged and goes_on
+    )
 
 
 def test_a_change_in_place_is_noticed() -> None:
@@ -226,7 +261,10 @@ def test_a_change_in_place_is_noticed() -> None:
             y.mul_(2)
             return y
 
-    with pytest.raises(AssertionError, match="changed in place"), saved.block(module := Doubled(), x):
+    with (
+        pytest.raises(AssertionError, match="changed in place"),
+        saved.block(module := Doubled(), x),
+    ):
         module(x)
 
 
@@ -237,8 +275,17 @@ def states(values: dict[str, Any], folder: str) -> tuple[bool, list[int], list[i
         values["memory"] = {"activations": place, "blocks": blocks, "folder": folder}
         _, mesh, model, state, loader = start(values)
         for step in range(2):
-            train_step(model, state, loader.step(step * values["train"]["batch"]) or [], mesh, lr=1e-2, clip=1.0)
-        found.append({name: tensor.values.clone() for name, tensor in state.tensors().items()})
+            train_step(
+                model,
+                state,
+                loader.step(step * values["train"]["batch"]) or [],
+                mesh,
+                lr=1e-2,
+                clip=1.0,
+            )
+        found.append(
+            {name: tensor.values.clone() for name, tensor in state.tensors().items()}
+        )
         if place == "file":
             moved.append(model.saved.rooms.file.bytes)
     plain = found.pop(0)
@@ -246,11 +293,17 @@ def states(values: dict[str, Any], folder: str) -> tuple[bool, list[int], list[i
     return same, [one["written"] for one in moved], [one["read"] for one in moved]
 
 
-QUICK: tuple[Case, ...] = ({"layout": {"shard": 2}, "recompute": "full"}, {"layout": {"pp": 2}, "micro_batch": 1})
+QUICK: tuple[Case, ...] = (
+    {"layout": {"shard": 2}, "recompute": "full"},
+    {"layout": {"pp": 2}, "micro_batch": 1},
+)
 SLOW: tuple[Case, ...] = (
     {"layout": {"dp": 2, "shard": 2}, "micro_batch": 1},
     {"layout": {"cp": 2, "tp": 2}, "context": "zigzag", "tied": True},
-    {"layout": {"pp": 2, "virtual": 2, "schedule": "interleaved-1f1b", "shard": 2}, "micro_batch": 1},
+    {
+        "layout": {"pp": 2, "virtual": 2, "schedule": "interleaved-1f1b", "shard": 2},
+        "micro_batch": 1,
+    },
     {"layout": {"pp": 2, "schedule": "zb-h1"}, "micro_batch": 1, "recompute": "full"},
     {"layout": {"shard": 2, "ep": 2}, "experts": 4},
 )
@@ -262,34 +315,52 @@ SLOW: tuple[Case, ...] = (
     [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
     ids=lambda case: name(case).replace("/", "_"),
 )
-def test_bits_are_those_of_keeping(pool: Any, corpus: str, case: Case, tmp_path: Path) -> None:
+def test_bits_are_those_of_keeping(
+    pool: Any, corpus: str, case: Case, tmp_path: Path
+) -> None:
     values = tree(corpus, case)
-    values["model"] |= {"layers": 4} | {key: case[key] for key in ("experts",) if key in case}
+    values["model"] |= {"layers": 4} | {
+        key: case[key] for key in ("experts",) if key in case
+    }
     values["data"] |= {"seq_len": 65}  # what is smaller than a page stays
     values["train"]["batch"] = 4
     found = pool.run(Layout(**case["layout"]).world, states, values, str(tmp_path))
     assert all(same and min(written) > 0 for same, written, _ in found)
-    assert sum(read[0] for *_, read in found)  # a last stage's few blocks are wanted before they are gone
+    # a last stage's few blocks are wanted before they are gone
+    assert sum(read[0] for *_, read in found)
 
 
 # --- how much
 
 
-def profile(write: float, read: float, count: int = 12, forward: float = 1.0, backward: float = 2.0) -> Profile:
+def profile(
+    write: float,
+    read: float,
+    count: int = 12,
+    forward: float = 1.0,
+    backward: float = 2.0,
+) -> Profile:
     return Profile([BlockCost(forward, backward, 100, 20)] * count, write, read)
 
 
 def test_amount_by_hand() -> None:
     fast = profile(1e9, 1e9)
     assert fast.offloaded(0) == (0, 1200, 36.0) and fast.most_hidden() == 11
-    assert fast.offloaded(11).bytes == 200 and fast.offloaded(11).seconds == pytest.approx(36)
+    assert fast.offloaded(11).bytes == 200 and fast.offloaded(
+        11
+    ).seconds == pytest.approx(36)
     # A block's bytes take 1.5 of its backward to come back: 12 x 2 s of backward less the first one's hold 7 of 3 s.
     assert profile(1e9, 100 / 3).most_hidden() == 7
     # And 2 s to leave: in 12 s of forward five do, beside the two that may be on their way at the end.
-    assert profile(50, 1e9).most_hidden() == 7 and profile(50, 1e9).offloaded(7) == (7, 700, 36.0)
+    assert profile(50, 1e9).most_hidden() == 7 and profile(50, 1e9).offloaded(7) == (
+        7,
+        700,
+        36.0,
+    )
     assert profile(50, 1e9).offloaded(8).seconds == 38
     assert profile(1e-3, 1e-3).offloaded(12).seconds > 1e5
-    assert profile(1e-3, 1e-3).most_hidden() == 2  # what is forwarded never has to arrive
+    # what is forwarded never has to arrive
+    assert profile(1e-3, 1e-3).most_hidden() == 2
 
 
 def test_what_moves_beside_compute_slows_it_down() -> None:
@@ -305,15 +376,24 @@ def test_curve_keeps_recomputes_and_offloads() -> None:
     assert found["offload"][0] == found["recompute"][0] == (0, 400, 12.0)
     assert found["recompute"][4] == (4, 4 * 20 + 80, 16.0)
     assert [choice.blocks for choice in found["offload"]] == [0, 1, 2, 3]
-    assert "recompute" not in Profile([BlockCost(1, 2, 20, 20)] * 3, 1.0, 1.0).curve()  # recomputes already
+    # recomputes already
+    assert "recompute" not in Profile([BlockCost(1, 2, 20, 20)] * 3, 1.0, 1.0).curve()
 
 
 def test_the_report_shows_the_curve() -> None:
     found = profile(1e9, 1e9, count=4)
-    (chart,) = saved_activations([{"blocks": 3, "of": 4, "place": "file", **found.curve()}])
+    (chart,) = saved_activations(
+        [{"blocks": 3, "of": 4, "place": "file", **found.curve()}]
+    )
     offload, recompute = chart["traces"]
-    assert offload["x"][0] == recompute["x"][0] == 400 / 2**30 and offload["y"] == (12.0,) * 4
-    assert recompute["text"][4] == "4 of 4 blocks" and "3 leave for the file" in chart["note"]
+    assert (
+        offload["x"][0] == recompute["x"][0] == 400 / 2**30
+        and offload["y"] == (12.0,) * 4
+    )
+    assert (
+        recompute["text"][4] == "4 of 4 blocks"
+        and "3 leave for the file" in chart["note"]
+    )
     assert saved_activations([]) == []
 
 
@@ -322,7 +402,9 @@ def test_bandwidth_counts_what_overlaps_once() -> None:
     assert bandwidth([]) > 1e100
 
 
-def test_amount_is_chosen_after_some_passes_and_reported(place: TierFile | None) -> None:
+def test_amount_is_chosen_after_some_passes_and_reported(
+    place: TierFile | None,
+) -> None:
     model, found = Model(6), []
     saved = SavedActivations(CPU, place)
     saved.report = found.append
@@ -332,8 +414,14 @@ def test_amount_is_chosen_after_some_passes_and_reported(place: TierFile | None)
         assert same(model.gradients(saved), plain)
     assert same(model.gradients(saved), plain)
     (said,) = found
-    assert said["of"] == 6 and said["blocks"] == saved.away <= 5 and said["write"] > 0 < said["read"]
-    assert said["offload"][0].bytes == 6 * (NARROW + BROAD) and len(said["recompute"]) == 7
+    assert (
+        said["of"] == 6
+        and said["blocks"] == saved.away <= 5
+        and said["write"] > 0 < said["read"]
+    )
+    assert (
+        said["offload"][0].bytes == 6 * (NARROW + BROAD) and len(said["recompute"]) == 7
+    )
     sent = saved.sent
     model.gradients(saved)
     assert saved.sent - sent == saved.away * (NARROW + BROAD)
@@ -348,14 +436,22 @@ def test_passes_that_keep_show_what_moving_costs() -> None:
             saved.timings[leaves][index] = [timing] * PROFILED
     saved.moved = {True: [(0.0, 1e-6, 1200)], False: [(0.0, 1e-6, 1200)]}
     found = saved.profile()
-    assert found.write_drag == pytest.approx(1e-3) and found.read_drag == pytest.approx(2e-3)
-    assert found.offloaded(0).seconds == 36 and found.most_hidden() == 3, "3 % of 36 s are those of 3 blocks"
+    assert found.write_drag == pytest.approx(1e-3) and found.read_drag == pytest.approx(
+        2e-3
+    )
+    assert found.offloaded(0).seconds == 36 and found.most_hidden() == 3, (
+        "3 % of 36 s are those of 3 blocks"
+    )
     saved.timings[False].clear()
     assert saved.profile().most_hidden() == 11, "what cannot be seen costs nothing"
 
 
-def test_nothing_is_kept_for_the_profile_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations.psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
+def test_nothing_is_kept_for_the_profile_without_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        activations.psutil, "virtual_memory", lambda: SimpleNamespace(available=0)
+    )
     model, saved = Model(6), SavedActivations(CPU)
     for _ in range(PROFILED):
         assert saved.away is None
@@ -374,5 +470,7 @@ def test_predicted_peak_is_the_one_that_is(place: TierFile | None) -> None:
         settled(saved)
         Model(10).gradients(saved)
         one = NARROW + BROAD
-        instant = Profile([BlockCost(1.0, 2.0, one, NARROW)] * 10, float("inf"), float("inf"))
+        instant = Profile(
+            [BlockCost(1.0, 2.0, one, NARROW)] * 10, float("inf"), float("inf")
+        )
         assert saved.peak == instant.offloaded(away).bytes

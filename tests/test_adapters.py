@@ -61,21 +61,32 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 def adapted(corpus: str, kind: str, case: Case) -> Recipe:
     layout = {f"layout__{axis}": size for axis, size in case.get("layout", {}).items()}
     change = {name: value for name, value in case.items() if name != "layout"}
-    return recipe(corpus, **{"adapter__kind": kind, "adapter__rank": 3, **layout, **change})
+    return recipe(
+        corpus, **{"adapter__kind": kind, "adapter__rank": 3, **layout, **change}
+    )
 
 
 def name(case: Case) -> str:
-    return "-".join(str(Layout(**v)) if k == "layout" else f"{k.partition('__')[2]}:{v}" for k, v in case.items())
+    return "-".join(
+        str(Layout(**v)) if k == "layout" else f"{k.partition('__')[2]}:{v}"
+        for k, v in case.items()
+    )
 
 
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, id=name(c), marks=[pytest.mark.slow] * (i >= QUICK)) for i, c in enumerate(CASES)]
+    "case",
+    [
+        pytest.param(c, id=name(c), marks=[pytest.mark.slow] * (i >= QUICK))
+        for i, c in enumerate(CASES)
+    ],
 )
 def test_equal_to_one_device(pool: Any, corpus: str, case: Case, kind: str) -> None:
     settings = adapted(corpus, kind, case)
-    found = pool.run(settings.layout.world, difference, settings.model_dump(mode="json"))[0]
+    found = pool.run(
+        settings.layout.world, difference, settings.model_dump(mode="json")
+    )[0]
     assert found.ok, found
 
 
@@ -88,19 +99,28 @@ def test_types(corpus: str, kind: str, layout: Layout) -> None:
 
 def test_dropout_is_for_learning_alone(corpus: str) -> None:
     """Losses of steps change by it; a loss without a gradient does not. Resuming with another share is said."""
-    plain, drops = (adapted(corpus, "lora", {"adapter__dropout": share, "optimizer__lr": 0.1}) for share in (0.0, 0.5))
+    plain, drops = (
+        adapted(corpus, "lora", {"adapter__dropout": share, "optimizer__lr": 0.1})
+        for share in (0.0, 0.5)
+    )
     losses = {}
     for settings in (plain, drops):
         job, mesh = prepare(settings), Mesh.single()
         model, state = assemble(job.shape, mesh, settings)
-        for h in state.learning:  # else the second factor is zero, and there is nothing to drop
+        # else the second factor is zero, and there is nothing to drop
+        for h in state.learning:
             h.local += 0.1
         (batch, *_) = job.loader(job.corpus.train, mesh).step(0) or []
         assert (batch.draws is None) == (settings is plain)
-        again = [model(batch.tokens, batch.positions, batch.cu_seqlens, batch).item() for _ in range(2)]
+        again = [
+            model(batch.tokens, batch.positions, batch.cu_seqlens, batch).item()
+            for _ in range(2)
+        ]
         assert again[0] == again[1]
         with torch.no_grad():
-            silent = model(batch.tokens, batch.positions, batch.cu_seqlens, batch).item()
+            silent = model(
+                batch.tokens, batch.positions, batch.cu_seqlens, batch
+            ).item()
         losses[settings.adapter and settings.adapter.dropout] = again[0], silent
         assert job.corpus.validation is not None
         (held, *_) = job.loader(job.corpus.validation, mesh).step(0) or []
@@ -114,7 +134,9 @@ def test_another_share_of_dropout_is_the_same_model() -> None:
     assert model_differences(one, ModelShape(adapter=Adapter(rank=3, dropout=0.1)))
 
 
-def logits(settings: Recipe, weights: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+def logits(
+    settings: Recipe, weights: dict[str, torch.Tensor] | None = None
+) -> torch.Tensor:
     job = prepare(settings)
     values = (lambda name, logical, box: weights[name]) if weights else None
     model, _ = assemble(job.shape, Mesh.single(), settings, values)
@@ -135,14 +157,19 @@ def test_a_new_adapter_changes_nothing_of_weights_in_four_bits(corpus: str) -> N
     settings = adapted(corpus, "qlora", {"train__dtype": "float32"})
     job = prepare(settings)
     model, _ = assemble(job.shape, Mesh.single(), settings)
-    assert torch.equal(logits(settings), logits(recipe(corpus, train__dtype="float32"), merged_parameters(model)))
+    assert torch.equal(
+        logits(settings),
+        logits(recipe(corpus, train__dtype="float32"), merged_parameters(model)),
+    )
 
 
 def test_recomputation_keeps_no_more_of_weights_in_four_bits(corpus: str) -> None:
     """Between forward and backward blocks keep their inputs alone, whatever form their weights have."""
     kept = {}
     for kind in ("lora", "qlora"):
-        settings = adapted(corpus, kind, {"train__recompute": "full", "model__layers": 4})
+        settings = adapted(
+            corpus, kind, {"train__recompute": "full", "model__layers": 4}
+        )
         job, mesh, ledger = prepare(settings), Mesh.single(), Ledger()
         model, _ = assemble(job.shape, mesh, settings)
         batch = (job.loader(job.corpus.train, mesh).step(0) or [])[0]
@@ -157,7 +184,9 @@ def test_only_the_adapter_learns_and_is_saved(corpus: str) -> None:
     settings = adapted(corpus, "lora", {})
     job = prepare(settings)
     _, state = assemble(job.shape, Mesh.single(), settings)
-    assert {h.name for h in state.held if h.learns} == {h.name for h in state.held if ".adapters." in h.name}
+    assert {h.name for h in state.held if h.learns} == {
+        h.name for h in state.held if ".adapters." in h.name
+    }
     assert not any(h.slots for h in state.held if not h.learns)
     assert state.gradients().keys() == {h.name for h in state.learning}
     saved = state.saved()
@@ -168,31 +197,52 @@ def test_only_the_adapter_learns_and_is_saved(corpus: str) -> None:
 
 def test_frozen_by_pattern(pool: Any, corpus: str) -> None:
     for layout in ({"shard": 2}, {"pp": 2, "layout__tied": True}):
-        change = {f"layout__{axis}": size for axis, size in layout.items() if "__" not in axis}
-        settings = recipe(corpus, train__freeze=["embedding.*", "blocks.0.*"], model__tied="pp" in layout, **change)
+        change = {
+            f"layout__{axis}": size for axis, size in layout.items() if "__" not in axis
+        }
+        settings = recipe(
+            corpus,
+            train__freeze=["embedding.*", "blocks.0.*"],
+            model__tied="pp" in layout,
+            **change,
+        )
         found = pool.run(2, difference, settings.model_dump(mode="json"))[0]
         assert found.ok, found
         found = pool.run(2, learned, settings.model_dump(mode="json"))
-        assert all(names and not any(n.startswith(("embedding", "blocks.0.")) for n in names) for names in found)
+        assert all(
+            names and not any(n.startswith(("embedding", "blocks.0.")) for n in names)
+            for names in found
+        )
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", [{"shard": 2}, {"pp": 2}], ids=str)
-def test_frozen_weights_are_held_in_bfloat16(pool: Any, corpus: str, layout: dict[str, int], kind: str) -> None:
+def test_frozen_weights_are_held_in_bfloat16(
+    pool: Any, corpus: str, layout: dict[str, int], kind: str
+) -> None:
     settings = adapted(corpus, kind, {"layout": layout, "train__dtype": "bfloat16"})
     losses, types = pool.run(2, in_bfloat16, settings.model_dump(mode="json"))[0]
     assert all(4.5 < loss < 6 for loss in losses)
-    assert types == {(True, torch.float32), (False, torch.bfloat16), *[(False, torch.uint8)][: kind == "qlora"]}
+    assert types == {
+        (True, torch.float32),
+        (False, torch.bfloat16),
+        *[(False, torch.uint8)][: kind == "qlora"],
+    }
 
 
-def in_bfloat16(values: dict[str, Any]) -> tuple[list[float], set[tuple[bool, torch.dtype]]]:
+def in_bfloat16(
+    values: dict[str, Any],
+) -> tuple[list[float], set[tuple[bool, torch.dtype]]]:
     """The losses of two steps, and in which types the state is held of what learns and of what does not."""
     settings = build_recipe(values)
     types: set[tuple[bool, torch.dtype]] = set()
     mesh = Mesh.create(settings.layout, "cpu")
     trace = run_layout(
-        prepare(settings), mesh, 2, lambda _, state: types.update((h.learns, h.local.dtype) for h in state.held)
+        prepare(settings),
+        mesh,
+        2,
+        lambda _, state: types.update((h.learns, h.local.dtype) for h in state.held),
     )
     return trace.losses, types
 
@@ -201,7 +251,8 @@ def learned(values: dict[str, Any]) -> list[str]:
     settings = build_recipe(values)
     job = prepare(settings)
     _, state = assemble(job.shape, Mesh.create(settings.layout, "cpu"), settings)
-    assert state.saved().keys() >= {f"model.{h.name}" for h in state.held}  # there is no other place that has them
+    # there is no other place that has them
+    assert state.saved().keys() >= {f"model.{h.name}" for h in state.held}
     return [h.name for h in state.learning]
 
 
@@ -213,7 +264,9 @@ def learned(values: dict[str, Any]) -> list[str]:
     ({"train__freeze": ["embeding.*"]}, "train.freeze: 'embeding.*' matches no parameter"),
     ({"train__freeze": ["*"]}, "train.freeze leaves nothing to learn"),
 ])  # fmt: skip
-def test_names_that_match_nothing_are_one_line(corpus: str, change: Case, said: str) -> None:
+def test_names_that_match_nothing_are_one_line(
+    corpus: str, change: Case, said: str
+) -> None:
     with pytest.raises(UsageError, match=said.replace("*", r"\*")) as refused:
         prepare(recipe(corpus, **change))
     assert "\n" not in str(refused.value)

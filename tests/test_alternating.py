@@ -15,7 +15,16 @@ from weft.errors import UsageError
 from weft.parallel.alternating import PROFILED, Alternating, UnitUpdate
 from weft.parallel.state import State
 from weft.schedule.actions import Action
-from weft.schedule.alternate import BRING, ON_DEVICE, ON_HOST, RETURN, ROOMS, simulated, splits, update_table
+from weft.schedule.alternate import (
+    BRING,
+    ON_DEVICE,
+    ON_HOST,
+    RETURN,
+    ROOMS,
+    simulated,
+    splits,
+    update_table,
+)
 from weft.schedule.draw import svg
 
 CPU = torch.device("cpu")
@@ -35,7 +44,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     {"optimizer__kind": "lion", "adapter__rank": 2},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.3, "auto"])
-def test_no_bit_depends_on_where_a_unit_is_updated(corpus: str, share: float | str, change: dict[str, Any]) -> None:
+def test_no_bit_depends_on_where_a_unit_is_updated(
+    corpus: str, share: float | str, change: dict[str, Any]
+) -> None:
     plain, resident = run(corpus, {}, 5, **change)
     memory: Any = {"weights": "host", "alternate": share}
     found, state = run(corpus, memory, 5, **change)
@@ -72,7 +83,9 @@ def test_units_are_updated_where_and_when_the_table_says(corpus: str) -> None:
     assert len({thread for *_, thread in seen}) == 4 and most[0] <= ROOMS
 
 
-def test_an_update_that_fails_is_raised_and_nobody_saves_what_is_left(corpus: str) -> None:
+def test_an_update_that_fails_is_raised_and_nobody_saves_what_is_left(
+    corpus: str,
+) -> None:
     states: list[State] = []
     memory: Any = {"weights": "host", "alternate": 0.5}
 
@@ -98,15 +111,29 @@ def test_an_update_that_fails_is_raised_and_nobody_saves_what_is_left(corpus: st
 def test_as_many_go_to_the_device_as_travel_while_the_host_updates(link: float) -> None:
     """Where a unit travels as long as the host updates ``link`` of them, one in ``link + 1`` goes: the notes' rule."""
     units = 84
-    found = splits([1] * units, {ON_HOST: 1.0, ON_DEVICE: 0.01, BRING: link, RETURN: link})
+    found = splits(
+        [1] * units, {ON_HOST: 1.0, ON_DEVICE: 0.01, BRING: link, RETURN: link}
+    )
     assert abs(found[0].device - units / (1 + link)) <= 2
-    assert found[0].seconds == pytest.approx(units * link / (1 + link), abs=2.5 * min(link, 1))
+    assert found[0].seconds == pytest.approx(
+        units * link / (1 + link), abs=2.5 * min(link, 1)
+    )
 
 
 def test_the_table_is_drawn_and_has_room_for_three() -> None:
-    simulation = simulated(8, [1] * 8, {ON_HOST: 1.0, ON_DEVICE: 1.0, BRING: 1.0, RETURN: 5.0})
-    begun = {t.action.key: t.start for lane in (*simulation.timeline, *simulation.beside) for t in lane}
-    ended = {t.action.key: t.end for lane in (*simulation.timeline, *simulation.beside) for t in lane}
+    simulation = simulated(
+        8, [1] * 8, {ON_HOST: 1.0, ON_DEVICE: 1.0, BRING: 1.0, RETURN: 5.0}
+    )
+    begun = {
+        t.action.key: t.start
+        for lane in (*simulation.timeline, *simulation.beside)
+        for t in lane
+    }
+    ended = {
+        t.action.key: t.end
+        for lane in (*simulation.timeline, *simulation.beside)
+        for t in lane
+    }
     for unit in range(ROOMS, 8):
         assert begun[(BRING, unit, 0)] >= ended[(RETURN, unit - ROOMS, 0)]  # type: ignore[index]
     assert simulation.elapsed == 2 + 8 * 5.0
@@ -138,6 +165,11 @@ def test_the_share_is_that_of_measured_rates(corpus: str) -> None:
 
 
 def test_words(corpus: str) -> None:
-    assert recipe(corpus, memory__weights="host", memory__alternate="auto").memory.alternate == "auto"
+    assert (
+        recipe(
+            corpus, memory__weights="host", memory__alternate="auto"
+        ).memory.alternate
+        == "auto"
+    )
     with pytest.raises(UsageError, match=r"memory.alternate = 1\.5"):
         recipe(corpus, memory__weights="host", memory__alternate=1.5)

@@ -25,7 +25,10 @@ def figures_of(name: str, folder: Path, *words: str, timeout: float = 300) -> An
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in [*BENCH.glob("*.py"), *BENCH.glob("planner/*.py")]))
+@pytest.mark.parametrize(
+    "name",
+    sorted(path.stem for path in [*BENCH.glob("*.py"), *BENCH.glob("planner/*.py")]),
+)
 def test_every_benchmark_finds_what_it_imports(name: str) -> None:
     """One of them runs every day, most others with ``make soak``."""
     importlib.import_module(name)
@@ -33,27 +36,45 @@ def test_every_benchmark_finds_what_it_imports(name: str) -> None:
 
 @pytest.mark.soak
 def test_step(tmp_path: Path) -> None:
-    job = figures_of("step", tmp_path, "--job", "smoke", "--rounds", "2", "--steps", "1")["jobs"]["smoke"]
+    job = figures_of(
+        "step", tmp_path, "--job", "smoke", "--rounds", "2", "--steps", "1"
+    )["jobs"]["smoke"]
     assert set(job["single"]) == {"weft", "hand-written", "transformers"}
     assert all(
-        row["ratio"] > 0 for table in (job["single"], job["ranks"]) for name, row in table.items() if name != "weft"
+        row["ratio"] > 0
+        for table in (job["single"], job["ranks"])
+        for name, row in table.items()
+        if name != "weft"
     )
 
 
 @pytest.mark.soak
 def test_widened(tmp_path: Path) -> None:
     """On a CPU without bfloat16, LoRA in it has half of the bytes and most of the pace of float32."""
-    found = figures_of("widened", tmp_path, "--layers", "1", "--rounds", "1", "--length", "64")
+    found = figures_of(
+        "widened", tmp_path, "--layers", "1", "--rounds", "1", "--length", "64"
+    )
     narrow, wide = (found["lora"][dtype] for dtype in ("bfloat16", "float32"))
-    assert narrow["products in float32"] and 2 * narrow["bytes of frozen weights"] == wide["bytes of frozen weights"]
-    assert found["bfloat16 over float32"] > 0.5 and narrow["losses"] == pytest.approx(wide["losses"], rel=0.01)
+    assert (
+        narrow["products in float32"]
+        and 2 * narrow["bytes of frozen weights"] == wide["bytes of frozen weights"]
+    )
+    assert found["bfloat16 over float32"] > 0.5 and narrow["losses"] == pytest.approx(
+        wide["losses"], rel=0.01
+    )
 
 
 @pytest.mark.soak
 def test_pipeline(tmp_path: Path) -> None:
     found = figures_of("pipeline", tmp_path, "--quick")
-    assert all(row["ratio"] > 0 for table in found["steps"].values() for name, row in table.items() if name != "weft")
-    assert all(row["deviation"] > -0.01 for row in found["simulated"].values())  # nothing ends before it can
+    assert all(
+        row["ratio"] > 0
+        for table in found["steps"].values()
+        for name, row in table.items()
+        if name != "weft"
+    )
+    # nothing ends before it can
+    assert all(row["deviation"] > -0.01 for row in found["simulated"].values())
 
 
 @pytest.mark.soak
@@ -66,10 +87,22 @@ def test_alternating(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_balance(tmp_path: Path) -> None:
     """Every side trains the same (asserted there), static context parallelism waits, and plans by length hardly do."""
-    found = figures_of("balance", tmp_path, "--quick", "--only", "slept4", "trained", "simulated", "planning")
+    found = figures_of(
+        "balance",
+        tmp_path,
+        "--quick",
+        "--only",
+        "slept4",
+        "trained",
+        "simulated",
+        "planning",
+    )
     for part in ("slept4", "simulated"):
         for table in found[part].values():
-            assert table["cp"]["simulated_ratio"] > 1 and table["greedy"]["simulated_idle"] < 0.2
+            assert (
+                table["cp"]["simulated_ratio"] > 1
+                and table["greedy"]["simulated_idle"] < 0.2
+            )
             assert all(row["ratio"] > 0 for row in table.values())
     assert found["trained"] and found["planning"]["greedy_over_flexsp"]["worst"] < 1.2
 
@@ -77,7 +110,9 @@ def test_balance(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_activations(tmp_path: Path) -> None:
     """Keeping, recomputing and moving end at the same bits (asserted there); a slower disk takes fewer blocks."""
-    found = figures_of("activations", tmp_path, "--quick", "--rounds", "1", "--folder", str(tmp_path))
+    found = figures_of(
+        "activations", tmp_path, "--quick", "--rounds", "1", "--folder", str(tmp_path)
+    )
     assert found["places"]["rows"]["file, all but the last"]["saved_share"] <= 0.55
     fast, *_, slow = (row["predicted"] for row in found["amount"].values())
     assert fast > slow > 0
@@ -88,13 +123,28 @@ def test_placement(tmp_path: Path) -> None:
     """Static and sharded experts report the same losses (asserted there), and the latter even out the ranks' loads."""
     words = ("--rounds", "2", "--ranks", "4", "--slow", "5", "--only", "zipf")
     found = figures_of("placement", tmp_path, *words)["4 ranks"]["zipf"]
-    assert found["static"]["max_over_mean"] > 1.5 and found["sharded"]["max_over_mean"] < 1.1 and found["ratio"] > 0
+    assert (
+        found["static"]["max_over_mean"] > 1.5
+        and found["sharded"]["max_over_mean"] < 1.1
+        and found["ratio"] > 0
+    )
     assert found["prediction error"] == found["drift"] == 0
 
 
 @pytest.mark.soak
 def test_placement_by_routing_of_a_real_run(tmp_path: Path) -> None:
-    words = ("--rounds", "2", "--ranks", "4", "--slow", "5", "--trained", "14", "--only", "trained")
+    words = (
+        "--rounds",
+        "2",
+        "--ranks",
+        "4",
+        "--slow",
+        "5",
+        "--trained",
+        "14",
+        "--only",
+        "trained",
+    )
     found = figures_of("placement", tmp_path, *words)["4 ranks"]["trained"]
     assert 0 < found["prediction error"] < found["drift"] < 1
     assert found["sharded"]["max_over_mean"] < found["static"]["max_over_mean"]
@@ -106,17 +156,33 @@ def test_experts(tmp_path: Path) -> None:
 
     Experts that were placed by what tokens choose keep more of them on a rank, on text that was not counted.
     """
-    found = figures_of("experts", tmp_path, "--job", "smoke", "--rounds", "2", "--steps", "40")
+    found = figures_of(
+        "experts", tmp_path, "--job", "smoke", "--rounds", "2", "--steps", "40"
+    )
     placed, smoke = found["placed"], found["jobs"]["smoke"]
-    assert smoke["single"].keys() == {"weft", "transformers"} and smoke["ranks"].keys() > {"weft", "all-to-all"}
+    assert smoke["single"].keys() == {"weft", "transformers"} and smoke[
+        "ranks"
+    ].keys() > {"weft", "all-to-all"}
     assert min(placed[ranks]["affinity"]["fewer"] for ranks in "248") > 1.2
-    assert all(placed[ranks]["load"]["load"] < placed[ranks]["random"]["load"] for ranks in "248")
+    assert all(
+        placed[ranks]["load"]["load"] < placed[ranks]["random"]["load"]
+        for ranks in "248"
+    )
 
 
 @pytest.mark.soak
 def test_rows(tmp_path: Path) -> None:
     """All sides give the same rows (asserted there), and ours reads what it counts, far less than a map does."""
-    found = figures_of("gathered_rows", tmp_path, "--mib", "64", "--rounds", "1", "--folder", str(tmp_path))
+    found = figures_of(
+        "gathered_rows",
+        tmp_path,
+        "--mib",
+        "64",
+        "--rounds",
+        "1",
+        "--folder",
+        str(tmp_path),
+    )
     for name, table in found.items():
         for row in table.values() if name.startswith("rows of") else ():
             assert row["touched"] <= row["read_by_count"] and set(row["sides"]) > {
@@ -129,7 +195,9 @@ def test_rows(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_resting(tmp_path: Path) -> None:
     """Experts in a file make the same logits, and bytes are counted (asserted there)."""
-    found = figures_of("resting", tmp_path, "--folder", str(tmp_path), "--turns", "1", "--tokens", "2")
+    found = figures_of(
+        "resting", tmp_path, "--folder", str(tmp_path), "--turns", "1", "--tokens", "2"
+    )
     assert all(one["ratio"] > 0 and one["tokens"]["ahead"]["read"] > 0 for one in found)
 
 
@@ -137,13 +205,28 @@ def test_resting(tmp_path: Path) -> None:
 def test_snapshot(tmp_path: Path) -> None:
     """Steps run with and without a copy of the state after each, of which all that one rank alone has is sent."""
     found = figures_of("snapshot", tmp_path, "--quick", "--rounds", "3")
-    assert 0 < found["bytes_sent"] < found["bytes"] and found["ratio"] > 0 and found["cpu_ratio"] > 0
+    assert (
+        0 < found["bytes_sent"] < found["bytes"]
+        and found["ratio"] > 0
+        and found["cpu_ratio"] > 0
+    )
 
 
 @pytest.mark.soak
 def test_coded(tmp_path: Path) -> None:
     """What every code decodes is the sum (asserted there)."""
-    found = figures_of("coded", tmp_path, "--rounds", "1", "--ranks", "4", "--jobs", "4", "--traces", "0")
+    found = figures_of(
+        "coded",
+        tmp_path,
+        "--rounds",
+        "1",
+        "--ranks",
+        "4",
+        "--jobs",
+        "4",
+        "--traces",
+        "0",
+    )
     for table in found.values():
         if isinstance(table, dict) and "slept" in table:
             slept = table["slept"]
@@ -156,13 +239,22 @@ def test_coded(tmp_path: Path) -> None:
 @pytest.mark.skipif(bool(WHY := unavailable()), reason=WHY)
 def test_islands(tmp_path: Path) -> None:
     """All sides take their steps over a slow cable; those that agree in every step report the same losses."""
-    words = ("--quick", "--picture", str(tmp_path / "islands.svg"), "--only", "PyTorch's DDP", "CO2")
+    words = (
+        "--quick",
+        "--picture",
+        str(tmp_path / "islands.svg"),
+        "--only",
+        "PyTorch's DDP",
+        "CO2",
+    )
     found = figures_of("islands", tmp_path, *words, timeout=600)
     plain, ddp, _ = found["trained"].values()
     assert ddp["loss"] == pytest.approx(plain["loss"], rel=1e-4)
     (table,) = found["timed"].values()
     # Of a ring over four ranks two ways cross the cable, each with 3/2 of the gradients, in float32.
-    assert table["PyTorch's DDP"]["wire"] == pytest.approx(2 * 1.5 * 4 * found["parameters"], rel=0.1)
+    assert table["PyTorch's DDP"]["wire"] == pytest.approx(
+        2 * 1.5 * 4 * found["parameters"], rel=0.1
+    )
     assert "polyline" in (tmp_path / "islands.svg").read_text()
 
 
@@ -170,9 +262,24 @@ def test_islands(tmp_path: Path) -> None:
 def test_noloco(tmp_path: Path) -> None:
     """Of many islands a pair's agreement takes as long as of few; one of all takes longer, level by level."""
     found = figures_of(
-        "noloco", tmp_path, "--islands", "2", "--seeds", "1", "--steps", "4", "--every", "2", "--rounds", "100"
+        "noloco",
+        tmp_path,
+        "--islands",
+        "2",
+        "--seeds",
+        "1",
+        "--steps",
+        "4",
+        "--every",
+        "2",
+        "--rounds",
+        "100",
     )
-    assert all(loss > 0 for name, loss in found["trained"][0].items() if name.startswith(("DiLoCo", "NoLoCo")))
+    assert all(
+        loss > 0
+        for name, loss in found["trained"][0].items()
+        if name.startswith(("DiLoCo", "NoLoCo"))
+    )
     times = {row["islands"]: row for row in found["simulated"]}
     assert times[1024]["noloco_s"] < 1.15 * times[64]["noloco_s"]
     assert times[1024]["tree_s"] > 1.5 * times[64]["tree_s"] > 3 * times[64]["noloco_s"]
@@ -181,6 +288,19 @@ def test_noloco(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_serve(tmp_path: Path) -> None:
     """Batch after batch writes what joining requests do (asserted there), and each policy is good for something."""
-    found = figures_of("serve", tmp_path, "--turns", "1", "--only", "injected", "static", "shared", timeout=600)
-    assert found["injected"]["chunked / whole"] < 0.6 and found["shared"]["known / new"] < 0.4
+    found = figures_of(
+        "serve",
+        tmp_path,
+        "--turns",
+        "1",
+        "--only",
+        "injected",
+        "static",
+        "shared",
+        timeout=600,
+    )
+    assert (
+        found["injected"]["chunked / whole"] < 0.6
+        and found["shared"]["known / new"] < 0.4
+    )
     assert found["static"]["continuous / static"] > 1.5

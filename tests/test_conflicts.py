@@ -14,7 +14,10 @@ from weft.recipe.conflicts import RULES, Conflict
 
 ROOT = Path(__file__).parents[1]
 
-PLUGGED, PAIRS = "plugins=['tests.my_plugins']", "data={kind='preference',path='pairs.jsonl'}"
+PLUGGED, PAIRS = (
+    "plugins=['tests.my_plugins']",
+    "data={kind='preference',path='pairs.jsonl'}",
+)
 
 #: A smallest layout that meets each entry, and the settings that it takes; the model has 2 layers and 4 heads.
 SMALLEST: dict[str, tuple[str, str]] = {
@@ -151,7 +154,9 @@ SMALLEST: dict[str, tuple[str, str]] = {
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("recipe") / "tiny.toml"
-    path.write_text("[model]\nlayers = 2\nembed = 16\nheads = 4\nffn = 8\n[data]\nseq_len = 8\n")
+    path.write_text(
+        "[model]\nlayers = 2\nembed = 16\nheads = 4\nffn = 8\n[data]\nseq_len = 8\n"
+    )
     return str(path)
 
 
@@ -160,20 +165,29 @@ def test_every_entry_has_a_smallest_layout() -> None:
 
 
 @pytest.mark.parametrize("name", SMALLEST)
-def test_refused_by_everything_with_the_same_reason(command: Command, tiny: str, name: str) -> None:
+def test_refused_by_everything_with_the_same_reason(
+    command: Command, tiny: str, name: str
+) -> None:
     layout, settings = SMALLEST[name]
     words = [w for s in settings.split() for w in ("--set", s)]
     with pytest.raises(Conflict) as refused:
         recipe = load_recipe(tiny, settings.split(), layout)
-        check_fits(recipe.model, recipe.layout, recipe.train, recipe.optimizer, recipe.memory)
+        check_fits(
+            recipe.model, recipe.layout, recipe.train, recipe.optimizer, recipe.memory
+        )
     assert refused.value.rule == name
-    said = [command(*call, tiny, "--layout", layout, *words) for call in (["train"], ["verify"], ["verify", "--types"])]
+    said = [
+        command(*call, tiny, "--layout", layout, *words)
+        for call in (["train"], ["verify"], ["verify", "--types"])
+    ]
     assert {code for code, _, _ in said} == {2}
     assert len({err for _, _, err in said}) == 1
     assert str(refused.value) in " ".join(said[0][2].split())
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem
+)
 def test_the_types_of_every_recipe_fit(path: Path) -> None:
     recipe = load_recipe(path)
     shape = recipe.model.model_copy(update={"vocab": recipe.model.vocab or 257})
@@ -181,10 +195,21 @@ def test_the_types_of_every_recipe_fit(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["pp=8,schedule=zb-v,tp=8", "pp=16,schedule=dualpipe,shard=4", "pp=8,vocab_barriers=1"]
+    "layout",
+    [
+        "pp=8,schedule=zb-v,tp=8",
+        "pp=16,schedule=dualpipe,shard=4",
+        "pp=8,vocab_barriers=1",
+    ],
 )
 def test_the_types_of_a_deep_model_fit(layout: str) -> None:
-    change = ["model.layers=80", "model.embed=64", "model.heads=64", "model.kv_heads=8", "model.head_dim=2"]
+    change = [
+        "model.layers=80",
+        "model.embed=64",
+        "model.heads=64",
+        "model.kv_heads=8",
+        "model.head_dim=2",
+    ]
     recipe = load_recipe(ROOT / "recipes" / "quickstart.toml", change, layout)
     shape = recipe.model.model_copy(update={"vocab": 257})
     assert check_types(shape, recipe.layout, recipe.train) is None

@@ -30,7 +30,9 @@ class Recorder(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
         self.elements: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = str(func).split(".")[0] + "." + str(func).split(".")[1]
         self.calls[name] += 1
         first = args[0] if args else None
@@ -54,7 +56,9 @@ def counted(values: dict[str, Any]) -> tuple[dict[str, int], dict[str, int], int
     batches = loader.step(5) or []
     for b in batches:  # one document per row: of several, less travels
         length = b.tokens.shape[1] * mesh.size("cp")
-        b.cu_seqlens.resize_(len(b.tokens) + 1).copy_(torch.arange(0, len(b.tokens) * length + 1, length))
+        b.cu_seqlens.resize_(len(b.tokens) + 1).copy_(
+            torch.arange(0, len(b.tokens) * length + 1, length)
+        )
     with Recorder() as seen, mock.patch("torch.distributed.P2POp", note):
         train_step(model, state, batches, mesh, lr=1e-3, clip=1.0)
     return dict(seen.calls), dict(seen.elements), sent
@@ -65,7 +69,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def run(pool: Any, corpus: str, layout: dict[str, Any], **change: Any) -> tuple[dict[str, int], dict[str, int], int]:
+def run(
+    pool: Any, corpus: str, layout: dict[str, Any], **change: Any
+) -> tuple[dict[str, int], dict[str, int], int]:
     """Operators and elements of rank 0, elements sent by all."""
     axes = {f"layout__{k}": v for k, v in layout.items()}
     values = recipe(corpus, train__batch=4, **axes, **change).model_dump(mode="json")
@@ -76,15 +82,20 @@ def run(pool: Any, corpus: str, layout: dict[str, Any], **change: Any) -> tuple[
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("context", "share"), [("ring", 1), ("zigzag", 1.5)])
-def test_rings_send_what_their_formula_says(pool: Any, corpus: str, size: int, context: str, share: float) -> None:
+def test_rings_send_what_their_formula_says(
+    pool: Any, corpus: str, size: int, context: str, share: float
+) -> None:
     layout = {"cp": size, "context": context}
     _, _, sent = run(pool, corpus, layout)
     tokens = 4 * padded_length(19, Layout(**layout))  # rows x tokens
-    assert sent == LAYERS * (size - 1) * 3 * share * tokens * KV * DIM  # forward once, backward twice
+    # forward once, backward twice
+    assert sent == LAYERS * (size - 1) * 3 * share * tokens * KV * DIM
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ulysses_exchanges_what_its_formula_says(pool: Any, corpus: str, size: int) -> None:
+def test_ulysses_exchanges_what_its_formula_says(
+    pool: Any, corpus: str, size: int
+) -> None:
     layout = {"cp": size, "context": "ulysses"}
     calls, _, sent = run(pool, corpus, layout)
     assert sent == 0
@@ -97,13 +108,20 @@ def test_tensor_parallel_calls(pool: Any, corpus: str) -> None:
     assert calls["_c10d_functional.all_gather_into_tensor"] == LAYERS * 4 + 2
     assert calls["_c10d_functional.reduce_scatter_tensor"] == LAYERS * 4 + 2
     tokens = 4 * padded_length(19, Layout(tp=2))
-    assert elements["_c10d_functional.reduce_scatter_tensor"] == (LAYERS * 4 + 2) * tokens * EMBED
+    assert (
+        elements["_c10d_functional.reduce_scatter_tensor"]
+        == (LAYERS * 4 + 2) * tokens * EMBED
+    )
     # Token count, the step's sums, and one for all gradients of norms.
     assert calls["_c10d_functional.all_reduce"] == 3
 
 
-@pytest.mark.parametrize(("stage", "gathers", "scatters"), [(1, 1, 1), (2, 1, 2), (3, 4, 2)])
-def test_zero_stages_differ_in_traffic(pool: Any, corpus: str, stage: int, gathers: int, scatters: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "gathers", "scatters"), [(1, 1, 1), (2, 1, 2), (3, 4, 2)]
+)
+def test_zero_stages_differ_in_traffic(
+    pool: Any, corpus: str, stage: int, gathers: int, scatters: int
+) -> None:
     """Two passes; ``gathers`` per block and step. The root group is gathered once per pass under stage 3."""
     calls, _, _ = run(pool, corpus, {"shard": 2, "zero": stage}, train__micro_batch=1)
     root = 2 if stage == 3 else 1
@@ -120,13 +138,26 @@ def test_selective_recompute_skips_attention_and_its_moves(
     pool: Any, corpus: str, mode: str, runs: int, layout: dict[str, Any]
 ) -> None:
     calls, _, sent = run(pool, corpus, layout, train__recompute=mode)
-    table, two_rounds = "cp" in layout and "context" not in layout, layout.get("context") == "rsa"
-    operator = "weft.tile_attention" if table else "weft.ring_self_attention" if two_rounds else "weft.attention"
+    table, two_rounds = (
+        "cp" in layout and "context" not in layout,
+        layout.get("context") == "rsa",
+    )
+    operator = (
+        "weft.tile_attention"
+        if table
+        else "weft.ring_self_attention"
+        if two_rounds
+        else "weft.attention"
+    )
     assert calls[operator] == LAYERS * runs
     exchanged = Layout(**layout).head_ranks > 1
-    assert calls.get("weft.exchange_heads", 0) == (4 * LAYERS * (1 + runs) if exchanged else 0)
+    assert calls.get("weft.exchange_heads", 0) == (
+        4 * LAYERS * (1 + runs) if exchanged else 0
+    )
     block = 4 * padded_length(19, Layout(**layout)) * KV * DIM
-    assert sent == LAYERS * (1.5 if table else 1.0 if two_rounds else 0.0) * block * (2 + runs)
+    assert sent == LAYERS * (1.5 if table else 1.0 if two_rounds else 0.0) * block * (
+        2 + runs
+    )
 
 
 def test_catalogue_names_what_exists() -> None:
@@ -149,25 +180,40 @@ def test_catalogue_names_what_exists() -> None:
         files += [root / word for word in words if word.endswith(".py")]
         if words[:2] == ["python", "-m"]:
             files += [root / words[2].replace(".", "/") / "__main__.py"]
-        assert words[0] in ("any", "weft") or (files and all(file.is_file() for file in files)), row[3]
+        assert words[0] in ("any", "weft") or (
+            files and all(file.is_file() for file in files)
+        ), row[3]
 
 
 def test_figures_of_the_catalogue_stand_in_results() -> None:
     """Every number that a row has of a script is in what that script has written; another number is seen."""
     rows = list(catalogue())
-    assert len(rows) > 150 and [line for row in rows for line in wrong_figures(row)] == []
+    assert (
+        len(rows) > 150 and [line for row in rows for line in wrong_figures(row)] == []
+    )
     (row,) = (row for row in rows if row.technique.startswith("Muon"))
-    assert list(wrong_figures(row._replace(figure=row.figure.replace("2.182", "2.183"))))
-    assert list(wrong_figures(row._replace(figure="4 times as fast (`bench/nothing.py`)")))
+    assert list(
+        wrong_figures(row._replace(figure=row.figure.replace("2.182", "2.183")))
+    )
+    assert list(
+        wrong_figures(row._replace(figure="4 times as fast (`bench/nothing.py`)"))
+    )
 
 
 def test_rows_of_the_catalogue_say_when_their_tests_run(tmp_path: Path) -> None:
-    assert [row.technique for row in catalogue() if row.tests and row.runs != runs_of(row.tests)] == []
+    assert [
+        row.technique
+        for row in catalogue()
+        if row.tests and row.runs != runs_of(row.tests)
+    ] == []
     file = tmp_path / "test_some.py"
     for text, runs in (
         ("@pytest.mark.soak\ndef test_much() -> None:", "soak"),
         ("@pytest.mark.slow\ndef test_little() -> None:", "daily"),
-        ("def test_little() -> None: ...\n\n\n@pytest.mark.soak\ndef test_much() -> None:", "daily, more in soak"),
+        (
+            "def test_little() -> None: ...\n\n\n@pytest.mark.soak\ndef test_much() -> None:",
+            "daily, more in soak",
+        ),
         ("@pytest.mark.sampled(2)\ndef test_many() -> None:", "daily, more in soak"),
     ):
         file.write_text(text)

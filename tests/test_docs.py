@@ -16,7 +16,12 @@ from weft.recipe import load_recipe
 from weft.recipe.shipped import find_recipe
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{page.name}" for page in ROOT.glob("docs/*.md"))]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    *(f"docs/{page.name}" for page in ROOT.glob("docs/*.md")),
+]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -24,24 +29,39 @@ def test_links_lead_to_files(page: str) -> None:
     text = (ROOT / page).read_text()
     for link in re.findall(r"]\((?!https?:|#)([^)#]+)", text):
         assert ((ROOT / page).parent / link).exists(), link
-    for name in re.findall(r"`((?:weft|tests|docs|recipes|bench|examples)/[\w./-]*\.(?:py|toml|md))\b", text):
+    for name in re.findall(
+        r"`((?:weft|tests|docs|recipes|bench|examples)/[\w./-]*\.(?:py|toml|md))\b",
+        text,
+    ):
         assert (ROOT / name).is_file(), name
 
 
 def test_commands_can_be_typed() -> None:
     """Every ``weft`` line of the README is parsed: its command, its options and its recipe are there."""
     blocks = re.findall(r"(?s)```bash\n(.*?)```", (ROOT / "README.md").read_text())
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines = [
+        line for block in blocks for line in block.replace("\\\n", " ").splitlines()
+    ]
     words = [shlex.split(line, comments=True) for line in lines]
-    found = [w[w.index("weft") + 1 :] for w in words if "weft" in w and "--install-completion" not in w]
+    found = [
+        w[w.index("weft") + 1 :]
+        for w in words
+        if "weft" in w and "--install-completion" not in w
+    ]
     assert len(found) > 20
     for args in found:
         parse(typer.main.get_command(app), args)
         for recipe in args[1:2] if args[:1] in (["train"], ["verify"]) else ():
             assert find_recipe(recipe) or recipe in ("my.toml", "recipe.toml"), recipe
             if find_recipe(recipe):
-                layout = args[args.index("--layout") + 1] if "--layout" in args else None
-                load_recipe(recipe, [value for key, value in pairwise(args) if key == "--set"], layout)
+                layout = (
+                    args[args.index("--layout") + 1] if "--layout" in args else None
+                )
+                load_recipe(
+                    recipe,
+                    [value for key, value in pairwise(args) if key == "--set"],
+                    layout,
+                )
 
 
 def parse(command: object, args: list[str]) -> None:
@@ -52,7 +72,9 @@ def parse(command: object, args: list[str]) -> None:
 
 
 def test_the_walk_through_shows_the_code_that_runs() -> None:
-    (code,) = re.findall(r"(?s)```python\n(def lightseq.*?)```", (ROOT / "CONTRIBUTING.md").read_text())
+    (code,) = re.findall(
+        r"(?s)```python\n(def lightseq.*?)```", (ROOT / "CONTRIBUTING.md").read_text()
+    )
     written = dict(vars(tables))
     exec(code, written)
     for ranks in range(1, 8):

@@ -22,7 +22,11 @@ from weft.train.setup import prepare
 
 AXES = ("dp", "shard", "cp", "tp")
 #: Every combination of the axes in {1, 2} with at most 8 ranks, and each axis alone at 4.
-LAYOUTS = [dict(zip(AXES, sizes, strict=True)) for sizes in itertools.product((1, 2), repeat=4) if sum(sizes) < 8]
+LAYOUTS = [
+    dict(zip(AXES, sizes, strict=True))
+    for sizes in itertools.product((1, 2), repeat=4)
+    if sum(sizes) < 8
+]
 LAYOUTS += [{axis: 4} for axis in AXES]
 
 FACTORS: dict[str, list[Any]] = {
@@ -42,7 +46,10 @@ QUICK = 12
 
 
 def name(case: Case) -> str:
-    return "-".join(str(Layout(**v)).replace(" ", "_") if k == "layout" else f"{k}:{v}" for k, v in case.items())
+    return "-".join(
+        str(Layout(**v)).replace(" ", "_") if k == "layout" else f"{k}:{v}"
+        for k, v in case.items()
+    )
 
 
 def tree(corpus: str, case: Case) -> dict[str, Any]:
@@ -69,7 +76,9 @@ def tree(corpus: str, case: Case) -> dict[str, Any]:
     return values
 
 
-def difference(values: dict[str, Any], fault: Callable[..., Any] | None = None, target: str = "") -> Difference | None:
+def difference(
+    values: dict[str, Any], fault: Callable[..., Any] | None = None, target: str = ""
+) -> Difference | None:
     """On every rank: the layout, with ``fault`` in the place of ``weft.train.step.target``; on rank 0 the reference."""
     settings = build_recipe(values)
     mesh = Mesh.create(settings.layout, "cpu")
@@ -86,7 +95,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, id=name(c), marks=[pytest.mark.slow] * (i >= QUICK)) for i, c in enumerate(CASES)]
+    "case",
+    [
+        pytest.param(c, id=name(c), marks=[pytest.mark.slow] * (i >= QUICK))
+        for i, c in enumerate(CASES)
+    ],
 )
 def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
     world = Layout(**case["layout"]).world
@@ -120,12 +133,21 @@ def test_odd_sizes(pool: Any, corpus: str, case: Case) -> None:
     pytest.param({"layout": {"pp": 2, "cp": 2}, "mixer": "retention", "recompute": "selective"},
                  marks=pytest.mark.slow),
 ], ids=name)  # fmt: skip
-def test_hybrids_of_softmax_and_linear_attention(pool: Any, corpus: str, case: Case) -> None:
-    layout = Layout(**case["layout"], context=case.get("context", "ring"), scan=case.get("scan", "gather"))
+def test_hybrids_of_softmax_and_linear_attention(
+    pool: Any, corpus: str, case: Case
+) -> None:
+    layout = Layout(
+        **case["layout"],
+        context=case.get("context", "ring"),
+        scan=case.get("scan", "gather"),
+    )
     found = pool.run(layout.world, difference, tree(corpus, case))[0]
     assert found.ok, found
     shape = build_recipe(tree(corpus, case)).model.model_copy(update={"vocab": 257})
-    assert check_types(shape, layout, Train(recompute=case.get("recompute", "none"))) is None
+    assert (
+        check_types(shape, layout, Train(recompute=case.get("recompute", "none")))
+        is None
+    )
 
 
 #: What Gemma 3 adds: norms behind, scaled embeddings and queries, GELU, and windows with a rope base of their own.
@@ -156,31 +178,50 @@ def test_windows_and_norms_of_gemma(pool: Any, corpus: str, case: Case) -> None:
     found = pool.run(layout.world, difference, values)[0]
     assert found.ok, found
     shape = build_recipe(values).model.model_copy(update={"vocab": 257})
-    assert check_types(shape, layout, Train(recompute=case.get("recompute", "none"))) is None
+    assert (
+        check_types(shape, layout, Train(recompute=case.get("recompute", "none")))
+        is None
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("balance", ["greedy", "flexsp"])
-def test_windows_of_documents_placed_by_length(pool: Any, corpus: str, balance: str) -> None:
-    values = tree(corpus, {"layout": {"dp": 2, "cp": 2}, "zero": 1, "model": {"window": 4, "full_every": 2}})
+def test_windows_of_documents_placed_by_length(
+    pool: Any, corpus: str, balance: str
+) -> None:
+    values = tree(
+        corpus,
+        {
+            "layout": {"dp": 2, "cp": 2},
+            "zero": 1,
+            "model": {"window": 4, "full_every": 2},
+        },
+    )
     values["layout"] |= {"balance": balance}
     found = pool.run(4, difference, values)[0]
     assert found.ok, found
 
 
 @pytest.mark.parametrize("mode", ["none", "selective"])
-def test_recompute_runs_no_linear_attention_again(pool: Any, corpus: str, mode: str) -> None:
+def test_recompute_runs_no_linear_attention_again(
+    pool: Any, corpus: str, mode: str
+) -> None:
     case = {"layout": {"cp": 2}, "mixer": "linear", "recompute": mode}
     forwards, scans = pool.run(2, count_scans, tree(corpus, case))[0]
-    assert (forwards, scans) == (1 * 3, 2 * 3)  # one linear layer, three steps of one pass; a scan back as well
+    # one linear layer, three steps of one pass; a scan back as well
+    assert (forwards, scans) == (1 * 3, 2 * 3)
 
 
 def count_scans(values: dict[str, Any]) -> tuple[int, int]:
     """How often linear attention is run forward, and how often states cross the ranks."""
     settings = build_recipe(values)
     with (
-        mock.patch.object(linear_attention, "forward", wraps=linear_attention.forward) as forward,
-        mock.patch.object(linear_attention, "prefixes", wraps=linear_attention.prefixes) as prefixes,
+        mock.patch.object(
+            linear_attention, "forward", wraps=linear_attention.forward
+        ) as forward,
+        mock.patch.object(
+            linear_attention, "prefixes", wraps=linear_attention.prefixes
+        ) as prefixes,
     ):
         run_layout(prepare(settings), Mesh.create(settings.layout, "cpu"), steps=3)
     return forward.call_count, prefixes.call_count
@@ -189,7 +230,9 @@ def count_scans(values: dict[str, Any]) -> tuple[int, int]:
 def test_all_layouts_and_pairs_are_covered() -> None:
     assert len(LAYOUTS) == 19
     assert {repr(c["layout"]) for c in CASES} == {repr(v) for v in LAYOUTS}
-    seen = {(a, repr(c[a]), b, repr(c[b])) for c in CASES for a in FACTORS for b in FACTORS}
+    seen = {
+        (a, repr(c[a]), b, repr(c[b])) for c in CASES for a in FACTORS for b in FACTORS
+    }
     assert all(
         (a, repr(x), b, repr(y)) in seen
         for a in FACTORS
@@ -202,9 +245,19 @@ def test_all_layouts_and_pairs_are_covered() -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("layout", [{"shard": 2, "tp": 2}, {"dp": 2, "cp": 2, "tp": 2}], ids=str)
-def test_planted_faults_are_found(pool: Any, corpus: str, fault: str, layout: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "layout", [{"shard": 2, "tp": 2}, {"dp": 2, "cp": 2, "tp": 2}], ids=str
+)
+def test_planted_faults_are_found(
+    pool: Any, corpus: str, fault: str, layout: dict[str, int]
+) -> None:
     planted, target, _ = FAULTS[fault]
-    found = pool.run(Layout(**layout).world, difference, tree(corpus, {"layout": layout}), planted, target)[0]
+    found = pool.run(
+        Layout(**layout).world,
+        difference,
+        tree(corpus, {"layout": layout}),
+        planted,
+        target,
+    )[0]
     assert not found.ok
     assert max(found.grad, found.loss) > 1e-3

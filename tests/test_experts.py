@@ -56,8 +56,17 @@ def name(case: Case) -> str:
 
 
 def tree(corpus: str, case: Case) -> dict[str, Any]:
-    model = {"layers": 2, "experts": 6, "expert_ffn": 9, "balance_loss": 0.3, "bias_rate": 0.05}
-    model |= {"router_early": case.get("early", False), "capacity": case.get("capacity", 0.0)} | MODELS[case["model"]]
+    model = {
+        "layers": 2,
+        "experts": 6,
+        "expert_ffn": 9,
+        "balance_loss": 0.3,
+        "bias_rate": 0.05,
+    }
+    model |= {
+        "router_early": case.get("early", False),
+        "capacity": case.get("capacity", 0.0),
+    } | MODELS[case["model"]]
     values = recipe(
         corpus,
         layout__zero=case.get("zero", 3),
@@ -68,9 +77,16 @@ def tree(corpus: str, case: Case) -> dict[str, Any]:
         **{f"model__{key}": value for key, value in model.items()},
     ).model_dump(mode="json")
     given = Layout.parse(case["layout"]).model_dump(exclude_defaults=True)
-    given |= {"dispatch": case.get("dispatch", "all-to-all"), "node": 2, "pieces": case.get("pieces", 1)}
+    given |= {
+        "dispatch": case.get("dispatch", "all-to-all"),
+        "node": 2,
+        "pieces": case.get("pieces", 1),
+    }
     if given.get("ep"):
-        given |= {"placement": case.get("placement", "static"), "spare": case.get("spare", 2)}
+        given |= {
+            "placement": case.get("placement", "static"),
+            "spare": case.get("spare", 2),
+        }
     return values | {"layout": values["layout"] | given}
 
 
@@ -85,14 +101,25 @@ def check(pool: Any, values: dict[str, Any]) -> None:
     found = pool.run(layout.world, difference, values)[0]
     assert found.ok, found
     shape = ModelShape(**values["model"]).model_copy(update={"vocab": 257})
-    assert check_types(shape, layout, Train(recompute=values["train"]["recompute"])) is None
+    assert (
+        check_types(shape, layout, Train(recompute=values["train"]["recompute"]))
+        is None
+    )
 
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(c, id=name(c), marks=[] if c in QUICK else pytest.mark.slow if c in SAMPLE else pytest.mark.soak)
+        pytest.param(
+            c,
+            id=name(c),
+            marks=[]
+            if c in QUICK
+            else pytest.mark.slow
+            if c in SAMPLE
+            else pytest.mark.soak,
+        )
         for c in CASES
     ],
 )
@@ -105,22 +132,52 @@ def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
     "shard=1024,ep=64", "dp=16,shard=16,tp=4,ep=1024", "dp=8,shard=32,cp=2,tp=2,ep=128", "shard=128,tp=8,ep=8",
 ])  # fmt: skip
 @pytest.mark.parametrize(
-    "dispatch", ["all-to-all", "per-rank", "all-gather", "two-level", "per-node", "adaptive", "timed"]
+    "dispatch",
+    [
+        "all-to-all",
+        "per-rank",
+        "all-gather",
+        "two-level",
+        "per-node",
+        "adaptive",
+        "timed",
+    ],
 )
 def test_large_worlds_are_typed(layout: str, dispatch: str) -> None:
     shape = ModelShape(
-        vocab=257, layers=2, embed=32, heads=8, experts=1024, expert_ffn=16, first_dense=1, balance_loss=0.1
+        vocab=257,
+        layers=2,
+        embed=32,
+        heads=8,
+        experts=1024,
+        expert_ffn=16,
+        first_dense=1,
+        balance_loss=0.1,
     )
-    assert check_types(shape, Layout.parse(f"{layout},dispatch={dispatch},node=8"), Train()) is None
+    assert (
+        check_types(
+            shape, Layout.parse(f"{layout},dispatch={dispatch},node=8"), Train()
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize("experts", [2, 6])
 def test_each_option_is_typed(experts: int) -> None:
     """Of experts cut in their width, and on unequally many ranks."""
-    shape = ModelShape(vocab=257, layers=1, embed=32, heads=8, experts=experts, expert_ffn=11)
+    shape = ModelShape(
+        vocab=257, layers=1, embed=32, heads=8, experts=experts, expert_ffn=11
+    )
     for option in range(7):
-        with mock.patch.object(Adaptive, "best", lambda self, numbers, option=option: option):
-            assert check_types(shape, Layout.parse("shard=2,cp=2,ep=4,dispatch=adaptive"), Train()) is None
+        with mock.patch.object(
+            Adaptive, "best", lambda self, numbers, option=option: option
+        ):
+            assert (
+                check_types(
+                    shape, Layout.parse("shard=2,cp=2,ep=4,dispatch=adaptive"), Train()
+                )
+                is None
+            )
 
 
 @pytest.mark.sampled(4)
@@ -159,13 +216,22 @@ def loads_of_a_step(values: dict[str, Any]) -> tuple[int, ...]:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("layout", ["shard=2", "tp=2", "cp=2,shard=2,ep=4", "shard=2,tp=2,ep=4", "dp=2,cp=2"])
-def test_what_is_chosen_and_dropped_is_counted_alike_under_every_cut(pool: Any, corpus: str, layout: str) -> None:
+@pytest.mark.parametrize(
+    "layout", ["shard=2", "tp=2", "cp=2,shard=2,ep=4", "shard=2,tp=2,ep=4", "dp=2,cp=2"]
+)
+def test_what_is_chosen_and_dropped_is_counted_alike_under_every_cut(
+    pool: Any, corpus: str, layout: str
+) -> None:
     case = {"model": "qwen3", "capacity": 0.6, "micro_batch": 1}
     one = pool.run(1, loads_of_a_step, tree(corpus, case | {"layout": ""}))[0]
-    assert len(one) == 2 * 6 + 2 and sum(one[:12]) == 2 * 2 * 5 * 19 and min(one[12:]) > 10
+    assert (
+        len(one) == 2 * 6 + 2 and sum(one[:12]) == 2 * 2 * 5 * 19 and min(one[12:]) > 10
+    )
     values = tree(corpus, case | {"layout": layout, "dispatch": "per-rank"})
-    assert pool.run(Layout(**values["layout"]).world, loads_of_a_step, values) == [one] * Layout.parse(layout).world
+    assert (
+        pool.run(Layout(**values["layout"]).world, loads_of_a_step, values)
+        == [one] * Layout.parse(layout).world
+    )
 
 
 class Sent(NamedTuple):
@@ -190,11 +256,22 @@ def sent_in_a_step(values: dict[str, Any], option: int = 0) -> Sent:
     numbers, messages, counted = Counter[str](), Counter[str](), 0
 
     def note(group: Any, sent: int) -> None:
-        among = group.group_desc if group.group_desc.startswith(("mesh_within", "mesh_across")) else "all"
+        among = (
+            group.group_desc
+            if group.group_desc.startswith(("mesh_within", "mesh_across"))
+            else "all"
+        )
         numbers[among] += sent
         messages[among] += group.size() - 1
 
-    def exchange(found: Any, rows: torch.Tensor, received: Any, out: list[int], group: Any, **how: Any) -> Any:
+    def exchange(
+        found: Any,
+        rows: torch.Tensor,
+        received: Any,
+        out: list[int],
+        group: Any,
+        **how: Any,
+    ) -> Any:
         note(group, (sum(out) - out[group.rank()]) * rows[:1].numel())
         return to_all(found, rows, received, out, group=group, **how)
 
@@ -229,37 +306,56 @@ def sent_in_a_step(values: dict[str, Any], option: int = 0) -> Sent:
         mock.patch.object(Adaptive, "best", best),
     ):  # fmt: skip
         result = train_step(model, state, loader.step(0) or [], mesh, lr=1e-3, clip=1.0)
-    return Sent(numbers, messages, chosen, mesh.group("exchange").rank(), counted, result.sent)
+    return Sent(
+        numbers, messages, chosen, mesh.group("exchange").rank(), counted, result.sent
+    )
 
 
-def expected_numbers(chosen: list[list[list[int]]], me: int, width: int) -> dict[str, list[int]]:
+def expected_numbers(
+    chosen: list[list[list[int]]], me: int, width: int
+) -> dict[str, list[int]]:
     """By each way, of 8 experts on 4 ranks, 2 on a node; ways of two levels: within nodes, and between them."""
     owners = [[e // 2 for e in ids] for tokens in chosen for ids in tokens]
     k, away = len(owners[0]), [{*one} - {me} for one in owners]
-    row, copy = 4 * width, 4 * width + 3 * k  # there and back, twice; with weights, their gradients and ids
+    # there and back, twice; with weights, their gradients and ids
+    row, copy = 4 * width, 4 * width + 3 * k
     choices = [o for one in owners for o in one]
     return {
         "all-to-all": [row * sum(o != me for o in choices)],
         "per-rank": [copy * sum(map(len, away))],
         "all-gather": [copy * 3 * len(owners)],
         "two-level": [(row + 2) * sum(o % 2 != me % 2 for o in choices),
-                      (row + 2) * sum(o // 2 != me // 2 for o in choices)],  # with an id and a weight of 1
+                      # with an id and a weight of 1
+                      (row + 2) * sum(o // 2 != me // 2 for o in choices)],
         "per-node": [copy * sum(len({o for o in one if o % 2 != me % 2}) for one in owners),
                      copy * sum(len({o // 2 for o in one} - {me // 2}) for one in owners)],
     }  # fmt: skip
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("way", ["all-to-all", "per-rank", "all-gather", "two-level", "per-node"])
-def test_bytes_and_messages_of_each_dispatcher_are_those_of_its_formula(pool: Any, corpus: str, way: str) -> None:
-    values = tree(corpus, {"layout": "shard=4,ep=4,node=2", "model": "eight experts", "dispatch": way})
+@pytest.mark.parametrize(
+    "way", ["all-to-all", "per-rank", "all-gather", "two-level", "per-node"]
+)
+def test_bytes_and_messages_of_each_dispatcher_are_those_of_its_formula(
+    pool: Any, corpus: str, way: str
+) -> None:
+    values = tree(
+        corpus,
+        {"layout": "shard=4,ep=4,node=2", "model": "eight experts", "dispatch": way},
+    )
     found, width = pool.run(4, sent_in_a_step, values), values["model"]["embed"]
     # Over all ranks: what one sends, another sends back, or on.
-    expected = [sum(one) for one in zip(*(expected_numbers(f.chosen, f.me, width)[way] for f in found), strict=True)]
+    expected = [
+        sum(one)
+        for one in zip(
+            *(expected_numbers(f.chosen, f.me, width)[way] for f in found), strict=True
+        )
+    ]
     groups = ["mesh_within_2", "mesh_across_2"] if len(expected) == 2 else ["all"]
     assert [sum(f.numbers[group] for f in found) for group in groups] == expected
     assert min(expected) > 0 and {f.said for f in found} == {(8 * sum(expected), 0, 0)}
-    travels = {"all-to-all": 4, "two-level": 6}.get(way, 7) * len(found[0].chosen)  # rows, ids and weights
+    # rows, ids and weights
+    travels = {"all-to-all": 4, "two-level": 6}.get(way, 7) * len(found[0].chosen)
     assert [found[0].messages[group] for group in groups] == (
         [travels, travels] if len(expected) == 2 else [3 * travels]
     )
@@ -267,23 +363,34 @@ def test_bytes_and_messages_of_each_dispatcher_are_those_of_its_formula(pool: An
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["eight experts", "qwen3", "two experts"])
-def test_bytes_of_each_option_are_those_that_were_counted(pool: Any, corpus: str, model: str) -> None:
+def test_bytes_of_each_option_are_those_that_were_counted(
+    pool: Any, corpus: str, model: str
+) -> None:
     """Experts on equally many ranks, on unequally many, and cut in their width."""
-    values = tree(corpus, {"layout": "shard=4,ep=4", "model": model, "dispatch": "adaptive"})
-    for option in range(3, 7):  # two neighbours share their weights and tokens go all ways, or all do
+    values = tree(
+        corpus, {"layout": "shard=4,ep=4", "model": model, "dispatch": "adaptive"}
+    )
+    # two neighbours share their weights and tokens go all ways, or all do
+    for option in range(3, 7):
         found = pool.run(4, sent_in_a_step, values, option)
         assert sum(sum(f.numbers.values()) for f in found) == found[0].counted > 0
-        assert sum(found[0].said) == 8 * found[0].counted and min(found[0].said[:2]) >= 0
-        assert found[0].said[1] and (option == 6) == (not found[0].said[0])  # weights, and no tokens where all have all
+        assert (
+            sum(found[0].said) == 8 * found[0].counted and min(found[0].said[:2]) >= 0
+        )
+        # weights, and no tokens where all have all
+        assert found[0].said[1] and (option == 6) == (not found[0].said[0])
 
 
 def test_bytes_of_means_are_those_of_the_buckets(pool: Any, corpus: str) -> None:
     values = tree(corpus, {"layout": "shard=4,ep=4,lsh=1", "model": "eight experts"})
     found, width = pool.run(4, sent_in_a_step, values), values["model"]["embed"]
-    expected = sum(expected_numbers(f.chosen, f.me, width)["all-to-all"][0] for f in found)
+    expected = sum(
+        expected_numbers(f.chosen, f.me, width)["all-to-all"][0] for f in found
+    )
     assert sum(f.numbers["all"] for f in found) == expected > 0
     tokens = values["train"]["batch"] * values["data"]["seq_len"]
-    assert sum(len(one) for f in found for one in f.chosen) < 2 * 3 * tokens * 0.9  # layers, choices
+    # layers, choices
+    assert sum(len(one) for f in found for one in f.chosen) < 2 * 3 * tokens * 0.9
 
 
 def difference_of_single_tokens(values: dict[str, Any]) -> Any:
@@ -297,7 +404,9 @@ def difference_of_single_tokens(values: dict[str, Any]) -> Any:
     {"layout": "shard=4,ep=4,lsh=2", "model": "qwen3", "dispatch": "all-gather", "capacity": 0.8},
     {"layout": "shard=2,tp=2,ep=4,lsh=2,lsh_residual=true", "model": "two experts", "dispatch": "per-rank"},
 ], ids=name)  # fmt: skip
-def test_means_of_single_tokens_change_nothing(pool: Any, corpus: str, case: Case) -> None:
+def test_means_of_single_tokens_change_nothing(
+    pool: Any, corpus: str, case: Case
+) -> None:
     values = tree(corpus, case)
     found = pool.run(4, difference_of_single_tokens, values)[0]
     assert found.ok, found
@@ -307,17 +416,31 @@ def test_means_of_single_tokens_change_nothing(pool: Any, corpus: str, case: Cas
 
 def difference_with_idle_ranks(values: dict[str, Any]) -> Any:
     """All tokens choose the first experts."""
-    first = lambda self, scores, by: torch.arange(self.shape.experts_per_token).expand(len(scores), -1)  # noqa: E731
+
+    def first(self: Router, scores: torch.Tensor, by: Any) -> torch.Tensor:
+        return torch.arange(self.shape.experts_per_token).expand(len(scores), -1)
+
     with mock.patch.object(Router, "_best", first):
         return difference(values)
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("way", ["all-to-all", "per-rank", "all-gather", "two-level", "per-node", "adaptive"])
-def test_ranks_with_nothing_but_padding_and_experts_without_tokens(pool: Any, corpus: str, way: str) -> None:
-    case = {"layout": "shard=4,ep=4", "model": "qwen3", "dispatch": way, "pieces": 2, "micro_batch": 1}
+@pytest.mark.parametrize(
+    "way", ["all-to-all", "per-rank", "all-gather", "two-level", "per-node", "adaptive"]
+)
+def test_ranks_with_nothing_but_padding_and_experts_without_tokens(
+    pool: Any, corpus: str, way: str
+) -> None:
+    case = {
+        "layout": "shard=4,ep=4",
+        "model": "qwen3",
+        "dispatch": way,
+        "pieces": 2,
+        "micro_batch": 1,
+    }
     values = tree(corpus, case)
-    values["train"] = values["train"] | {"batch": 1}  # three ranks have a row of padding
+    # three ranks have a row of padding
+    values["train"] = values["train"] | {"batch": 1}
     found = pool.run(4, difference_with_idle_ranks, values)[0]
     assert found.ok, found
 
@@ -326,24 +449,36 @@ def losses_of_steps(values: dict[str, Any], switches: bool) -> list[float]:
     """``switches``: an adaptive dispatcher takes another option in every layer and pass."""
     _, mesh, model, state, loader = start(values)
     turns = itertools.count()
-    next_one = {"best": lambda self, numbers: next(turns) * 5 % len(numbers)} if switches else {}
+    next_one = (
+        {"best": lambda self, numbers: next(turns) * 5 % len(numbers)}
+        if switches
+        else {}
+    )
     with mock.patch.multiple(Adaptive, **next_one) if switches else nullcontext():
         batch = values["train"]["batch"]
         steps = [loader.step(i * batch) or [] for i in range(8)]
-        return [train_step(model, state, one, mesh, lr=1e-3, clip=1.0).loss for one in steps]
+        return [
+            train_step(model, state, one, mesh, lr=1e-3, clip=1.0).loss for one in steps
+        ]
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3", "two experts"])
-def test_switching_in_every_layer_and_step_changes_no_loss(pool: Any, corpus: str, model: str) -> None:
+def test_switching_in_every_layer_and_step_changes_no_loss(
+    pool: Any, corpus: str, model: str
+) -> None:
     values = tree(corpus, {"layout": "shard=4,ep=4", "model": model})
     plain = pool.run(4, losses_of_steps, values, False)[0]
     adaptive = values | {"layout": values["layout"] | {"dispatch": "adaptive"}}
-    assert pool.run(4, losses_of_steps, adaptive, True)[0] == pytest.approx(plain, rel=1e-12)
+    assert pool.run(4, losses_of_steps, adaptive, True)[0] == pytest.approx(
+        plain, rel=1e-12
+    )
 
 
-def timed_steps(values: dict[str, Any], late: float) -> tuple[list[float], list[list[int]]]:
+def timed_steps(
+    values: dict[str, Any], late: float
+) -> tuple[list[float], list[list[int]]]:
     """Losses of steps, and each layer's options, pass by pass.
 
     What was measured is replaced: option 4 takes a second, every other one more for each number between them, and
@@ -364,16 +499,24 @@ def timed_steps(values: dict[str, Any], late: float) -> tuple[list[float], list[
         agree(self, trials, device)
 
     rare = mock.patch.multiple("weft.parallel.experts.timed", TRIALS=1, KEPT=2)
-    with rare, mock.patch.object(TimedDispatch, "_by", noted), mock.patch.object(TimedDispatch, "agree", agreed):
+    with (
+        rare,
+        mock.patch.object(TimedDispatch, "_by", noted),
+        mock.patch.object(TimedDispatch, "agree", agreed),
+    ):
         batch = values["train"]["batch"]
         steps = [loader.step(i * batch) or [] for i in range(12)]
-        losses = [train_step(model, state, one, mesh, lr=1e-3, clip=1.0).loss for one in steps]
+        losses = [
+            train_step(model, state, one, mesh, lr=1e-3, clip=1.0).loss for one in steps
+        ]
     return losses, list(chosen.values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [0.0, 100.0])
-def test_measured_time_chooses_and_changes_no_loss(pool: Any, corpus: str, late: float) -> None:
+def test_measured_time_chooses_and_changes_no_loss(
+    pool: Any, corpus: str, late: float
+) -> None:
     """Every option in turn, then the fastest on the slowest rank; the same on all ranks; losses of one device's way."""
     values = tree(corpus, {"layout": "shard=4,ep=4", "model": "qwen3"})
     plain = pool.run(4, losses_of_steps, values, False)[0]
@@ -391,7 +534,12 @@ def test_measured_time_chooses_and_changes_no_loss(pool: Any, corpus: str, late:
 
 def test_a_choice_by_time_holds_within_its_margin() -> None:
     trials = OptionTimes(3)
-    assert [trials.next() for _ in range(4)] == [(0, True), (1, True), (2, True), (0, True)]
+    assert [trials.next() for _ in range(4)] == [
+        (0, True),
+        (1, True),
+        (2, True),
+        (0, True),
+    ]
     trials.decide([3.0, 1.0, 2.0])
     assert trials.chosen == 1
     trials.decide([3.0, 1.0, 0.97])
@@ -414,7 +562,9 @@ class _Mark(torch.autograd.Function):
         return grad, None
 
 
-def order_of_events(values: dict[str, Any], at_once: bool) -> tuple[list[str], dict[str, torch.Tensor]]:
+def order_of_events(
+    values: dict[str, Any], at_once: bool
+) -> tuple[list[str], dict[str, torch.Tensor]]:
     """What a rank does around dispatch and combine in a step, and its parameters after it.
 
     ``at_once``: what sets out is waited for right away.
@@ -457,7 +607,9 @@ def test_number_of_pieces_follows_from_the_bytes_of_messages() -> None:
 
     def count(tokens: int, layout: Layout = layout) -> int:
         ids = torch.empty(tokens, 2, dtype=torch.int64, device="meta")
-        return pieces(layout, torch.empty(tokens, 1024, device="meta"), Choice(ids, ids))
+        return pieces(
+            layout, torch.empty(tokens, 1024, device="meta"), Choice(ids, ids)
+        )
 
     assert [count(n) for n in (1, 1024, 2048, 10**6)] == [1, 2, 4, 8]
     assert count(2048, Layout(shard=4, ep=4, pieces=3)) == 3
@@ -467,19 +619,46 @@ def test_number_of_pieces_follows_from_the_bytes_of_messages() -> None:
 
 
 def test_shared_experts_run_while_rows_travel(pool: Any, corpus: str) -> None:
-    values = tree(corpus, {"layout": "shard=2,ep=2", "model": "qwen2", "recompute": "none"})
+    values = tree(
+        corpus, {"layout": "shard=2,ep=2", "model": "qwen2", "recompute": "none"}
+    )
     found = pool.run(2, order_of_events, values, False)
-    forward = ["issue", "shared", "wait", "issue", "wait"]  # dispatch and combine of a layer
+    # dispatch and combine of a layer
+    forward = ["issue", "shared", "wait", "issue", "wait"]
     backward = ["issue", "wait", "issue", "shared, backward", "wait"]
     layers = values["model"]["layers"]
     passes = found[0][0].count("shared") // layers
     assert found[0][0] == (forward * layers + backward * layers) * passes and passes
-    in_pieces = pool.run(2, order_of_events, values | {"layout": values["layout"] | {"pieces": 2}}, False)[0][0]
+    in_pieces = pool.run(
+        2, order_of_events, values | {"layout": values["layout"] | {"pieces": 2}}, False
+    )[0][0]
     # All set out; while one piece is computed with, the next travels, and the one before goes home.
-    forward = ["issue", "issue", "shared", "wait", "issue", "wait", "issue", "wait", "wait"]
-    backward = ["issue", "issue", "wait", "issue", "wait", "issue", "shared, backward", "wait", "wait"]
+    forward = [
+        "issue",
+        "issue",
+        "shared",
+        "wait",
+        "issue",
+        "wait",
+        "issue",
+        "wait",
+        "wait",
+    ]
+    backward = [
+        "issue",
+        "issue",
+        "wait",
+        "issue",
+        "wait",
+        "issue",
+        "shared, backward",
+        "wait",
+        "wait",
+    ]
     assert in_pieces == (forward * layers + backward * layers) * passes
-    for (_, one), (_, other) in zip(found, pool.run(2, order_of_events, values, True), strict=True):
+    for (_, one), (_, other) in zip(
+        found, pool.run(2, order_of_events, values, True), strict=True
+    ):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -490,34 +669,69 @@ def test_adaptive_choice_sends_the_least_in_random_settings(settings: int) -> No
     """Tokens, choices, ranks, widths and skew at random, counted and by sets."""
     rng, taken = random.Random(3), Counter[str]()
     for _ in range(settings):
-        count, each, tokens = rng.choice([2, 2, 4, 4, 8]), rng.randint(1, 4), rng.randint(1, 12)
-        experts, width, hidden = count * each, rng.choice([1, 4, 16, 64]), rng.choice([1, 4, 16])
+        count, each, tokens = (
+            rng.choice([2, 2, 4, 4, 8]),
+            rng.randint(1, 4),
+            rng.randint(1, 12),
+        )
+        experts, width, hidden = (
+            count * each,
+            rng.choice([1, 4, 16, 64]),
+            rng.choice([1, 4, 16]),
+        )
         k, skew = rng.randint(1, min(8, experts)), rng.choice([0.0, 1.2])
         odds = torch.tensor([(e + 1) ** -skew for e in range(experts)])
         ids = [torch.multinomial(odds.expand(tokens, -1), k) for _ in range(count)]
         counted, sizes = dict[tuple[int, str], int](), dict[tuple[int, str], int]()
         stacks = [(each, hidden, width)] * count
         for block in [n for n in range(1, count + 1) if count % n == 0]:
-            ways = ("all-to-all", "per-rank", "all-gather") if block < count else ("weights",)
-            numbers, by_set = torch.full((len(ways),), weights_sent(stacks, block)), Counter[str]()
+            ways = (
+                ("all-to-all", "per-rank", "all-gather")
+                if block < count
+                else ("weights",)
+            )
+            numbers, by_set = (
+                torch.full((len(ways),), weights_sent(stacks, block)),
+                Counter[str](),
+            )
             for rank, one in enumerate(ids):
                 owner = torch.arange(experts + each * block) // (each * block)
-                group = mock.Mock(**{"rank.return_value": rank // block, "size.return_value": count // block})
+                group = mock.Mock(
+                    **{
+                        "rank.return_value": rank // block,
+                        "size.return_value": count // block,
+                    }
+                )
                 at = mock.Mock(device="cpu")
-                members = Members(at, group, owner[: experts + 1], 0, 0, Counter()) if block < count else None
+                members = (
+                    Members(at, group, owner[: experts + 1], 0, 0, Counter())
+                    if block < count
+                    else None
+                )
                 numbers += numbers_sent(Choice(one.double(), one), width, members)
                 owners = [[e // each // block for e in row] for row in one.tolist()]
-                by_set["all-to-all"] += 4 * width * sum(o != rank // block for row in owners for o in row)
-                by_set["per-rank"] += (4 * width + 3 * k) * sum(len({*row} - {rank // block}) for row in owners)
-                by_set["all-gather"] += (4 * width + 3 * k) * (count // block - 1) * tokens
-                for way in ways:  # three matrices to each neighbour, and their gradients back
+                by_set["all-to-all"] += (
+                    4 * width * sum(o != rank // block for row in owners for o in row)
+                )
+                by_set["per-rank"] += (4 * width + 3 * k) * sum(
+                    len({*row} - {rank // block}) for row in owners
+                )
+                by_set["all-gather"] += (
+                    (4 * width + 3 * k) * (count // block - 1) * tokens
+                )
+                # three matrices to each neighbour, and their gradients back
+                for way in ways:
                     by_set[way] += 3 * 2 * (block - 1) * each * hidden * width
             for way, number in zip(ways, numbers.tolist(), strict=True):
                 counted[block, way], sizes[block, way] = number, by_set[way]
         best = min(counted, key=lambda option: counted[option])
         assert sizes[best] == min(sizes.values())
-        taken["tokens" if best[0] == 1 else best[1] if best[0] == count else "both"] += 1
-    assert min(taken[way] for way in ("tokens", "weights", "both")) > settings // 50, taken
+        taken[
+            "tokens" if best[0] == 1 else best[1] if best[0] == count else "both"
+        ] += 1
+    assert min(taken[way] for way in ("tokens", "weights", "both")) > settings // 50, (
+        taken
+    )
 
 
 def test_all_gather_pays_where_tokens_have_as_many_experts_as_there_are_ranks() -> None:
@@ -525,5 +739,7 @@ def test_all_gather_pays_where_tokens_have_as_many_experts_as_there_are_ranks() 
     ranks, experts = 4, 64
     for k in (1, 2, 4, 6, 8):
         rows = k * (ranks - 1) / ranks
-        copies = (ranks - 1) * (1 - comb(experts - experts // ranks, k) / comb(experts, k))
+        copies = (ranks - 1) * (
+            1 - comb(experts - experts // ranks, k) / comb(experts, k)
+        )
         assert copies <= rows and (ranks - 1 <= rows) is (k >= ranks)

@@ -27,24 +27,35 @@ def test_random_cases_equal_one_device(pool: Any) -> None:
     found = list(fuzzer.campaign(12, seed=8, ranks=4, minutes=None))
     bad = [(c, v) for c, v in found if v.kind not in ("equal", "refused")]
     assert not bad, [command(QUICKSTART, c, fuzzer.dtype, fuzzer.steps) for c, _ in bad]
-    assert {v.why for _, v in found if v.kind == "refused"} <= {rule.name for rule in RULES}
+    assert {v.why for _, v in found if v.kind == "refused"} <= {
+        rule.name for rule in RULES
+    }
     assert sum(v.kind == "equal" for _, v in found) >= 5
 
 
 @pytest.mark.soak
 def test_a_campaign(pool: Any) -> None:
     for path in sorted(QUICKSTART.parent.glob("*.toml")):
-        if load_recipe(path).model.origin:  # a campaign draws small models, and refuses these
+        # a campaign draws small models, and refuses these
+        if load_recipe(path).model.origin:
             continue
         found = list(Fuzzer(path, pool).campaign(100, seed=1, ranks=8, minutes=None))
-        assert [(c, v) for c, v in found if v.kind not in ("equal", "refused")] == [], path
+        assert [(c, v) for c, v in found if v.kind not in ("equal", "refused")] == [], (
+            path
+        )
 
 
 @pytest.mark.parametrize("layout", [{}, {"layout.shard": 2, "train.batch": 2}])
-def test_pairs_of_answers_are_drawn_for_a_recipe_that_learns_from_them(pool: Any, layout: Case) -> None:
+def test_pairs_of_answers_are_drawn_for_a_recipe_that_learns_from_them(
+    pool: Any, layout: Case
+) -> None:
     path = QUICKSTART.with_name("preference.toml")
     drawn = [fuzz.draw(load_recipe(path), random.Random(seed), 8) for seed in range(50)]
-    assert all(case.items() >= {k: v for k, v in fuzz.PAIRS.items() if k != "data.seq_len"}.items() for case in drawn)
+    assert all(
+        case.items()
+        >= {k: v for k, v in fuzz.PAIRS.items() if k != "data.seq_len"}.items()
+        for case in drawn
+    )
     assert min(case["data.seq_len"] for case in drawn) == 40
     fuzz.write_corpus()
     found = Fuzzer(path, pool).verdict_of(fuzz.PAIRS | layout)
@@ -66,7 +77,10 @@ def test_a_failure_is_made_small() -> None:
     }  # fmt: skip
     small, verdict = Judge(QUICKSTART, mock.Mock()).shrunk(case, "wrong")
     assert verdict.kind == "wrong"
-    assert {key for key in small if key != "layout.order"} == {"layout.tp", "train.recompute"}
+    assert {key for key in small if key != "layout.order"} == {
+        "layout.tp",
+        "train.recompute",
+    }
 
 
 def test_what_is_not_in_the_table_is_no_refusal() -> None:
@@ -77,19 +91,33 @@ def test_what_is_not_in_the_table_is_no_refusal() -> None:
 
     fuzz.write_corpus()
     assert fails(TimeoutError("rank 1 did not answer")) == "hung"
-    assert fails(fuzz.UsageError("no")) == fails(ValueError("what")) == fails(WorkerDied("rank 0")) == "crashed"
+    assert (
+        fails(fuzz.UsageError("no"))
+        == fails(ValueError("what"))
+        == fails(WorkerDied("rank 0"))
+        == "crashed"
+    )
     assert fails(fuzz.Conflict("no", "experts")) == "refused"
 
 
 def test_no_case_leaves_all_layers_dense() -> None:
     recipe = load_recipe(QUICKSTART.with_name("experts.toml"))
     cases = [fuzz.draw(recipe, random.Random(seed), 8) for seed in range(300)]
-    dense = [one for one in cases if one.keys() & {"model.first_dense", "model.moe_every"}]
-    assert {one.get("model.layers", 4) for one in dense} == {3, 4, 6} and len(dense) > 50
+    dense = [
+        one for one in cases if one.keys() & {"model.first_dense", "model.moe_every"}
+    ]
+    assert {one.get("model.layers", 4) for one in dense} == {3, 4, 6} and len(
+        dense
+    ) > 50
 
 
 def test_the_command_repeats_the_case(pool: Any) -> None:
-    case = {"layout.shard": 2, "layout.cp": 2, "layout.order": "cp shard", "model.qkv_bias": True}
+    case = {
+        "layout.shard": 2,
+        "layout.cp": 2,
+        "layout.order": "cp shard",
+        "model.qkv_bias": True,
+    }
     layout, sets = words(case)
     given = shlex.split(command(QUICKSTART, case, "float64", 2))
     assert given[given.index("--layout") + 1] == layout
@@ -100,7 +128,12 @@ def test_the_command_repeats_the_case(pool: Any) -> None:
 
 def test_a_campaign_goes_on_where_another_ended() -> None:
     def cases(count: int, first: int) -> list[Case]:
-        return [case for case, _ in Judge(QUICKSTART, mock.Mock()).campaign(count, 5, 8, None, first)]
+        return [
+            case
+            for case, _ in Judge(QUICKSTART, mock.Mock()).campaign(
+                count, 5, 8, None, first
+            )
+        ]
 
     assert cases(20, 0) == cases(12, 0) + cases(8, 12)
 
@@ -109,4 +142,9 @@ def test_json_of_a_campaign(command: Command) -> None:
     code, out, _ = command("verify", QUICKSTART, "--random", 2, "--seed", 3, "--json")
     said = json.loads(out)
     assert code == 0 and said["tried"] == 2 == said["equal"] + said["refused"]
-    assert (said["wrong"], said["crashed"], said["hung"], said["cases"]) == (0, 0, 0, [])
+    assert (said["wrong"], said["crashed"], said["hung"], said["cases"]) == (
+        0,
+        0,
+        0,
+        [],
+    )

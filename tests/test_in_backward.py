@@ -21,12 +21,37 @@ from weft.train.stepper import build_stepper
 #: The first two are the quick ones.
 CASES: list[Case] = [
     {"layout": {"shard": 2, "tp": 2}, "layout__zero": 3},
-    {"layout": {"dp": 2}, "layout__zero": 2, "train__micro_batch": 1, "optimizer__kind": "muon"},
-    {"layout": {"shard": 3}, "layout__zero": 1, "train__micro_batch": 1, "model__tied": True},
-    {"layout": {"dp": 2, "shard": 2}, "layout__zero": 3, "train__micro_batch": 1, "adapter__kind": "dora"},
+    {
+        "layout": {"dp": 2},
+        "layout__zero": 2,
+        "train__micro_batch": 1,
+        "optimizer__kind": "muon",
+    },
+    {
+        "layout": {"shard": 3},
+        "layout__zero": 1,
+        "train__micro_batch": 1,
+        "model__tied": True,
+    },
+    {
+        "layout": {"dp": 2, "shard": 2},
+        "layout__zero": 3,
+        "train__micro_batch": 1,
+        "adapter__kind": "dora",
+    },
     {"layout": {"cp": 2, "tp": 2}, "train__recompute": "full", "model__kv_heads": 1},
-    {"layout": {"tp": 2}, "optimizer__kind": "galore", "optimizer__rank": 5, "train__recompute": "selective"},
-    {"layout": {"shard": 2}, "optimizer__state": "8bit", "adapter__kind": "qlora", "memory__activations": "host"},
+    {
+        "layout": {"tp": 2},
+        "optimizer__kind": "galore",
+        "optimizer__rank": 5,
+        "train__recompute": "selective",
+    },
+    {
+        "layout": {"shard": 2},
+        "optimizer__state": "8bit",
+        "adapter__kind": "qlora",
+        "memory__activations": "host",
+    },
 ]
 QUICK = 2
 
@@ -39,31 +64,57 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 def settings_of(corpus: str, case: Case, in_backward: bool = True) -> Recipe:
     layout = {f"layout__{axis}": size for axis, size in case.get("layout", {}).items()}
     change = {name: value for name, value in case.items() if name != "layout"}
-    return recipe(corpus, optimizer__in_backward=in_backward, optimizer__clip=0, **layout, **change)
+    return recipe(
+        corpus,
+        optimizer__in_backward=in_backward,
+        optimizer__clip=0,
+        **layout,
+        **change,
+    )
 
 
 def name(case: Case) -> str:
-    return "-".join(str(Layout(**v)) if k == "layout" else f"{k.partition('__')[2]}:{v}" for k, v in case.items())
+    return "-".join(
+        str(Layout(**v)) if k == "layout" else f"{k.partition('__')[2]}:{v}"
+        for k, v in case.items()
+    )
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, id=name(c), marks=[pytest.mark.slow] * (i >= QUICK)) for i, c in enumerate(CASES)]
+    "case",
+    [
+        pytest.param(c, id=name(c), marks=[pytest.mark.slow] * (i >= QUICK))
+        for i, c in enumerate(CASES)
+    ],
 )
 def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
     settings = settings_of(corpus, case)
-    found = pool.run(settings.layout.world, difference, settings.model_dump(mode="json"))[0]
+    found = pool.run(
+        settings.layout.world, difference, settings.model_dump(mode="json")
+    )[0]
     assert found.ok, found
 
 
-@pytest.mark.parametrize("change", [{}, {"model__tied": True, "train__micro_batch": 2}, {"optimizer__kind": "lion"}])
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"model__tied": True, "train__micro_batch": 2}, {"optimizer__kind": "lion"}],
+)
 def test_equal_to_updates_after_backward(corpus: str, change: Case) -> None:
     mine, plain = (
-        run_layout(prepare(settings := settings_of(corpus, change, way)), Mesh.single(), 3) for way in (True, False)
+        run_layout(
+            prepare(settings := settings_of(corpus, change, way)), Mesh.single(), 3
+        )
+        for way in (True, False)
     )
     assert settings.optimizer.in_backward is False  # of the second
-    assert mine.losses == plain.losses and mine.norms == pytest.approx(plain.norms, rel=1e-12)
-    assert mine.params.keys() == plain.params.keys() and mine.slots.keys() == plain.slots.keys()
+    assert mine.losses == plain.losses and mine.norms == pytest.approx(
+        plain.norms, rel=1e-12
+    )
+    assert (
+        mine.params.keys() == plain.params.keys()
+        and mine.slots.keys() == plain.slots.keys()
+    )
     for key, part in plain.params.items():
         assert torch.equal(mine.params[key].values, part.values), key
     assert all(step.keys() == plain.grads[0].keys() for step in mine.grads)
@@ -117,5 +168,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run(corpus: str) -> None:
     assert batches is not None
     parameter = next(h.parameter for h in state.held if h.name == "blocks.0.ffn.up")
     parameter.register_hook(lambda grad: grad * float("inf"))
-    with pytest.raises(WeftError, match="in_backward had updated other parameters by then: go on from the last"):
+    with pytest.raises(
+        WeftError,
+        match="in_backward had updated other parameters by then: go on from the last",
+    ):
         build_stepper(model, state, mesh, settings).step(batches, 1e-3)

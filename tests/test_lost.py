@@ -43,25 +43,38 @@ def limits(values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     assert batches is not None
     train_step(job.model, job.state, batches, job.mesh, lr=1e-3, clip=1.0)
     groups = dist.distributed_c10d._world.pg_map
-    return limit(), {g.group_desc: g._get_backend(torch.device("cpu")).options._timeout for g in groups}
+    return limit(), {
+        g.group_desc: g._get_backend(torch.device("cpu")).options._timeout
+        for g in groups
+    }
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_group_waits_longer_than_the_default_one(pool: Any, corpus: str, layout: str) -> None:
+def test_no_group_waits_longer_than_the_default_one(
+    pool: Any, corpus: str, layout: str
+) -> None:
     change = {"model__tied": True, "model__layers": 4, "train__micro_batch": 1}
-    values = recipe(corpus, **change).model_copy(update={"layout": Layout.parse(layout)}).model_dump(mode="json")
+    values = (
+        recipe(corpus, **change)
+        .model_copy(update={"layout": Layout.parse(layout)})
+        .model_dump(mode="json")
+    )
     for given, found in pool.run(4, limits, values, timeout=120):
         assert given == timedelta(seconds=130)  # what the pool gives its default group
         assert len(found) > 1 and set(found.values()) == {given}, found
 
 
 def test_groups_are_made_in_one_place() -> None:
-    made = re.compile(r"\b(new_group|new_subgroups|init_device_mesh|DeviceMesh)\(|split_group|\._flatten\(")
+    made = re.compile(
+        r"\b(new_group|new_subgroups|init_device_mesh|DeviceMesh)\(|split_group|\._flatten\("
+    )
     for path in (ROOT / "weft").rglob("*.py"):
         calls = [line for line in path.read_text().splitlines() if made.search(line)]
         own = [line for line in calls if not re.search(r"(def|=|:) new_group\(", line)]
-        assert path.name == "groups.py" or not own, f"{path}: {own}; use weft.net.groups"
+        assert path.name == "groups.py" or not own, (
+            f"{path}: {own}; use weft.net.groups"
+        )
 
 
 def waiting(seconds: float) -> str:
@@ -81,10 +94,14 @@ def waiting(seconds: float) -> str:
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_come_is_named_by_those_that_wait_for_others(pool: Any) -> None:
+def test_a_rank_that_does_not_come_is_named_by_those_that_wait_for_others(
+    pool: Any,
+) -> None:
     found = pool.run(4, waiting, 5.0)
     for rank in (0, 2, 3):
-        assert found[rank] == f"rank 1 has not answered for 9 s: rank {rank} waited for it", found
+        assert (
+            found[rank] == f"rank 1 has not answered for 9 s: rank {rank} waited for it"
+        ), found
 
 
 def test_peer_lost_is_told_from_other_errors() -> None:
@@ -102,8 +119,21 @@ def small(folder: Path, layout: str, *more: str) -> list[str]:
         "observe.trackers=[]", "validation.every=0", "generate.tokens=1", f"train.timeout={TIMEOUT}",
         "resilience.survive=false", *more,
     )  # fmt: skip
-    command = [sys.executable, "-m", "weft", "train", str(ROOT / "recipes/quickstart.toml"), "--layout", layout]
-    return [*command, "--out", str(folder / "run"), *(word for value in values for word in ("--set", value))]
+    command = [
+        sys.executable,
+        "-m",
+        "weft",
+        "train",
+        str(ROOT / "recipes/quickstart.toml"),
+        "--layout",
+        layout,
+    ]
+    return [
+        *command,
+        "--out",
+        str(folder / "run"),
+        *(word for value in values for word in ("--set", value)),
+    ]
 
 
 def freeze(folder: Path, layout: str, victim: int) -> None:
@@ -111,9 +141,13 @@ def freeze(folder: Path, layout: str, victim: int) -> None:
     command = small(folder, layout, "train.steps=1000000", "checkpoint.every=5")
     said, metrics = folder / "stderr", folder / "run/metrics.jsonl"
     with said.open("w") as stderr:
-        parent = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=stderr)
+        parent = subprocess.Popen(
+            command, cwd=folder, stdout=subprocess.DEVNULL, stderr=stderr
+        )
     deadline = time.monotonic() + 300
-    while parent.poll() is None and not (metrics.exists() and metrics.read_text().count('"train"') > 3):
+    while parent.poll() is None and not (
+        metrics.exists() and metrics.read_text().count('"train"') > 3
+    ):
         assert time.monotonic() < deadline, said.read_text()
         time.sleep(0.2)
     assert parent.poll() is None, said.read_text()
@@ -125,7 +159,10 @@ def freeze(folder: Path, layout: str, victim: int) -> None:
     took, err = time.monotonic() - begun, said.read_text()
     print(f"{layout}, rank {victim}: {took:.0f} s; {err}")
     assert parent.returncode == 1
-    assert f"rank {victim} has not answered for {TIMEOUT} s and is stopped" in err and err.count("\n") == 1, err
+    assert (
+        f"rank {victim} has not answered for {TIMEOUT} s and is stopped" in err
+        and err.count("\n") == 1
+    ), err
     assert TIMEOUT - 5 < took < TIMEOUT + 60
     deadline = time.monotonic() + 60
     while left := [p for p in everyone if lives(p)]:
@@ -141,14 +178,27 @@ def lives(process: psutil.Process) -> bool:
 
 
 @pytest.mark.slow(30)
-@pytest.mark.parametrize(("layout", "victim"), [("shard=2", 1), pytest.param("pp=2", 0, marks=pytest.mark.soak)])
-def test_a_stopped_rank_ends_the_run_and_is_named(tmp_path: Path, layout: str, victim: int) -> None:
+@pytest.mark.parametrize(
+    ("layout", "victim"),
+    [("shard=2", 1), pytest.param("pp=2", 0, marks=pytest.mark.soak)],
+)
+def test_a_stopped_rank_ends_the_run_and_is_named(
+    tmp_path: Path, layout: str, victim: int
+) -> None:
     freeze(tmp_path, layout, victim)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    "layout", ["shard=2,tp=2", "dp=2,shard=2,zero=1", "cp=4,ulysses=2", "pp=2,dp=2", "pp=2,tp=2,schedule=zb-v", "pp=4"]
+    "layout",
+    [
+        "shard=2,tp=2",
+        "dp=2,shard=2,zero=1",
+        "cp=4,ulysses=2",
+        "pp=2,dp=2",
+        "pp=2,tp=2,schedule=zb-v",
+        "pp=4",
+    ],
 )
 def test_any_stopped_rank_of_any_layout(tmp_path: Path, layout: str) -> None:
     for victim in range(Layout.parse(layout).world):

@@ -57,17 +57,29 @@ def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
     assert found.ok, found
 
 
-def trained(values: dict[str, Any], memory: dict[str, str], zero: int) -> dict[str, torch.Tensor]:
+def trained(
+    values: dict[str, Any], memory: dict[str, str], zero: int
+) -> dict[str, torch.Tensor]:
     """This rank's part of the state after three steps."""
     values = values | {"memory": memory, "layout": values["layout"] | {"zero": zero}}
     _, mesh, model, state, loader = start(values)
     for step in range(3):
-        train_step(model, state, loader.step(step * values["train"]["batch"]) or [], mesh, lr=1e-2, clip=0.1)
+        train_step(
+            model,
+            state,
+            loader.step(step * values["train"]["batch"]) or [],
+            mesh,
+            lr=1e-2,
+            clip=0.1,
+        )
     return {name: tensor.values.clone() for name, tensor in state.tensors().items()}
 
 
 def differing(values: dict[str, Any], folder: str, zero: int) -> list[str]:
-    found, plain = trained(values, {**FILES, "folder": folder}, 3), trained(values, {}, zero)
+    found, plain = (
+        trained(values, {**FILES, "folder": folder}, 3),
+        trained(values, {}, zero),
+    )
     assert found.keys() == plain.keys()
     return [name for name in plain if not torch.equal(found[name], plain[name])]
 
@@ -75,7 +87,9 @@ def differing(values: dict[str, Any], folder: str, zero: int) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "layout", [{"shard": 2}, {"shard": 2, "tp": 2}, {"cp": 2}, {"dp": 2, "shard": 2}, {"dp": 2}], ids=str
+    "layout",
+    [{"shard": 2}, {"shard": 2, "tp": 2}, {"cp": 2}, {"dp": 2, "shard": 2}, {"dp": 2}],
+    ids=str,
 )
 def test_files_have_the_bits_of_gradients_that_are_summed_once(
     pool: Any, corpus: str, layout: dict[str, int], tmp_path: Path
@@ -101,12 +115,19 @@ def counted(values: dict[str, Any]) -> tuple[int, int, int, int]:
         sent.append(model.saved.sent)
         evaluate(model, state, [batches], mesh)
         assert model.saved.sent == sent[-1]  # without gradients nothing is saved
-    inputs = 8 * settings.model.layers * sum(b.tokens.numel() for b in batches) // mesh.size("tp")
+    inputs = (
+        8
+        * settings.model.layers
+        * sum(b.tokens.numel() for b in batches)
+        // mesh.size("tp")
+    )
     return (*sent, inputs * settings.model.embed, len(batches))  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("layout", [{"shard": 2}, {"tp": 2}], ids=str)
-def test_full_recompute_sends_inputs_of_blocks_alone(pool: Any, corpus: str, layout: dict[str, int]) -> None:
+def test_full_recompute_sends_inputs_of_blocks_alone(
+    pool: Any, corpus: str, layout: dict[str, int]
+) -> None:
     values = tree(corpus, {"layout": layout, "micro_batch": 1})
     values["memory"] = {"activations": "host", "blocks": 9}
     values["data"] |= {"seq_len": 65}  # what is smaller than a page stays
@@ -142,7 +163,9 @@ def test_checkpoints_do_not_know_of_it(pool: Any, corpus: str, tmp_path: Path) -
         constant = {"optimizer__schedule": "constant", "train__steps": steps}
         return save_tree(corpus, {"shard": 2}, **constant) | {"memory": memory}
 
-    def final(folder: str, *runs: tuple[dict[str, str], int]) -> dict[str, torch.Tensor]:
+    def final(
+        folder: str, *runs: tuple[dict[str, str], int]
+    ) -> dict[str, torch.Tensor]:
         out = tmp_path / folder
         for i, (memory, steps) in enumerate(runs):
             pool.run(2, go, values(memory, steps), str(out), str(out) if i else None)
@@ -156,9 +179,14 @@ def test_checkpoints_do_not_know_of_it(pool: Any, corpus: str, tmp_path: Path) -
 
 
 def test_what_cannot_be_is_said(corpus: str) -> None:
-    with pytest.raises(UsageError, match=r"does not see what train.recompute = 'selective' keeps"):
+    with pytest.raises(
+        UsageError, match=r"does not see what train.recompute = 'selective' keeps"
+    ):
         recipe(corpus, memory__activations="host", train__recompute="selective")
-    with pytest.raises(UsageError, match=r"train: offload = 'all' is now memory.weights = 'host' and memory.act"):
+    with pytest.raises(
+        UsageError,
+        match=r"train: offload = 'all' is now memory.weights = 'host' and memory.act",
+    ):
         recipe(corpus, train__offload="all")
     assert recipe(corpus, train__offload="none") == recipe(corpus)
 
@@ -177,4 +205,8 @@ def test_what_rests_where() -> None:
     assert Memory().away == {}
     host = Memory(weights="host", moments="file")
     assert host.away == {"weights": "host", "gradients": "host", "moments": "file"}
-    assert host.offloads_state and not host.offloads_activations and host.place_of("activations") == "device"
+    assert (
+        host.offloads_state
+        and not host.offloads_activations
+        and host.place_of("activations") == "device"
+    )

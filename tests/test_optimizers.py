@@ -18,7 +18,14 @@ from weft.layout.dims import Dim
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.memory.noise import normal, random_bits
-from weft.memory.quantised import Blocks, decoded, dynamic_map, encoded, rounded_bf16, unpacked
+from weft.memory.quantised import (
+    Blocks,
+    decoded,
+    dynamic_map,
+    encoded,
+    rounded_bf16,
+    unpacked,
+)
 from weft.models.nf4 import packed
 from weft.parallel.state import Held, State, Unit
 from weft.recipe import Optimizer
@@ -32,30 +39,51 @@ from weft.train.zeroth import ZerothOrder, direction
 
 T = torch.Tensor
 WAYS = [{"estimate": "zeroth-order", "kind": "sgd"}]
-WAYS += [{"kind": kind} for kind in KINDS] + [{"state": state} for state in STATES if state != "float32"]
+WAYS += [{"kind": kind} for kind in KINDS] + [
+    {"state": state} for state in STATES if state != "float32"
+]
 
 
 def name(way: dict[str, Any]) -> str:
     return "-".join(str(v).replace(" ", "_") for v in way.values())
 
 
-def one_state(*shapes: tuple[int, ...], way: dict[str, Any], dtype: torch.dtype = torch.float64) -> State:
+def one_state(
+    *shapes: tuple[int, ...], way: dict[str, Any], dtype: torch.dtype = torch.float64
+) -> State:
     """Parameters of these shapes on one device, drawn at random, with an optimizer."""
     mesh, generator, held = Mesh.single(), torch.Generator().manual_seed(1), []
     for i, shape in enumerate(shapes):
-        parameter = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-        logical = mesh.place.logical([Dim(f"d{k}", n) for k, n in enumerate(shape)], 0.1)
-        held.append(Held(f"blocks.{i}.w", logical, mesh.place.hold(logical), parameter.detach(), parameter))
+        parameter = torch.nn.Parameter(
+            torch.randn(shape, generator=generator).to(dtype)
+        )
+        logical = mesh.place.logical(
+            [Dim(f"d{k}", n) for k, n in enumerate(shape)], 0.1
+        )
+        held.append(
+            Held(
+                f"blocks.{i}.w",
+                logical,
+                mesh.place.hold(logical),
+                parameter.detach(),
+                parameter,
+            )
+        )
     state = State([Unit(held)])
     state.optimize(RuleOptimizer(Optimizer(**{"weight_decay": 0.1, **way}), mesh))
     return state
 
 
-def run(state: State, steps: int, lr: float = 1e-2, seed: int = 2) -> list[dict[str, T]]:
+def run(
+    state: State, steps: int, lr: float = 1e-2, seed: int = 2
+) -> list[dict[str, T]]:
     """Update by gradients drawn at random; returns these."""
     generator, seen = torch.Generator().manual_seed(seed), []
     for _ in range(steps):
-        grads = {h.name: torch.randn(h.local.shape, generator=generator).to(h.local.dtype) for h in state.held}
+        grads = {
+            h.name: torch.randn(h.local.shape, generator=generator).to(h.local.dtype)
+            for h in state.held
+        }
         seen.append({name: g.clone() for name, g in grads.items()})
         for unit in state.units:
             state.update(unit, grads, lr)
@@ -74,32 +102,47 @@ def by_pytorch(state: State, make: Any, grads: list[dict[str, T]]) -> list[T]:
 
 
 def largest_difference(state: State, others: list[T]) -> float:
-    return max((h.local - p).abs().max().item() for h, p in zip(state.held, others, strict=True))
+    return max(
+        (h.local - p).abs().max().item()
+        for h, p in zip(state.held, others, strict=True)
+    )
 
 
 def test_adafactor_is_pytorchs() -> None:
     way = {"kind": "adafactor", "weight_decay": 0.0}
     before, state = one_state((7, 5), (6,), way=way), one_state((7, 5), (6,), way=way)
     grads = run(state, 6)
-    others = by_pytorch(before, lambda p: torch.optim.Adafactor(p, lr=1e-2, weight_decay=0.0), grads)
+    others = by_pytorch(
+        before, lambda p: torch.optim.Adafactor(p, lr=1e-2, weight_decay=0.0), grads
+    )
     assert largest_difference(state, others) < 1e-12
 
 
 def test_muon_is_pytorchs_but_for_its_bfloat16() -> None:
     way = {"kind": "muon", "momentum": 0.9}
-    before, state = one_state((9, 5), (4, 11), way=way), one_state((9, 5), (4, 11), way=way)
+    before, state = (
+        one_state((9, 5), (4, 11), way=way),
+        one_state((9, 5), (4, 11), way=way),
+    )
     grads = run(state, 4)
     others = by_pytorch(
         before,
-        lambda p: torch.optim.Muon(p, lr=1e-2, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"),
+        lambda p: torch.optim.Muon(
+            p, lr=1e-2, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"
+        ),
         grads,
     )
-    moved = max((h.local - b.local).abs().max().item() for h, b in zip(state.held, before.held, strict=True))
+    moved = max(
+        (h.local - b.local).abs().max().item()
+        for h, b in zip(state.held, before.held, strict=True)
+    )
     assert largest_difference(state, others) < 0.03 * moved
 
 
 def test_muons_update_has_singular_values_near_one() -> None:
-    x = torch.randn(12, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(
+        12, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     values = torch.linalg.svdvals(orthogonal(x))
     assert values.min() > 0.6 and values.max() < 1.3
     torch.testing.assert_close(orthogonal(x.mT), orthogonal(x).mT)
@@ -128,14 +171,19 @@ def test_small_moments_with_an_element_per_block_are_adamw(bits: int) -> None:
 @pytest.mark.parametrize("state", ["8bit", "4bit", "bfloat16"])
 def test_small_moments_stay_near_adamw_and_weigh_what_is_said(state: str) -> None:
     shape = (64, 512)
-    mine, full = (one_state(shape, way=way, dtype=torch.float32) for way in ({"state": state}, {}))
+    mine, full = (
+        one_state(shape, way=way, dtype=torch.float32) for way in ({"state": state}, {})
+    )
     grads = run(mine, 20, lr=1e-3)
     run(full, 20, lr=1e-3)
     assert (
-        largest_difference(mine, [h.local for h in full.held]) < {"8bit": 2e-2, "4bit": 2e-2, "bfloat16": 2e-3}[state]
+        largest_difference(mine, [h.local for h in full.held])
+        < {"8bit": 2e-2, "4bit": 2e-2, "bfloat16": 2e-3}[state]
     )
     assert len(grads) == 20
-    kept = sum(p.values.numel() * p.values.element_size() for p in mine.held[0].slots.values())
+    kept = sum(
+        p.values.numel() * p.values.element_size() for p in mine.held[0].slots.values()
+    )
     said = slot_bytes(Optimizer(state=state), 4) * 64 * 512
     assert said <= kept <= said * 1.04
     assert kept <= {"8bit": 0.27, "4bit": 0.14, "bfloat16": 0.5}[state] * 8 * 64 * 512
@@ -145,11 +193,16 @@ def test_galore_in_the_whole_space_is_adam(monkeypatch: pytest.MonkeyPatch) -> N
     """With permutations as directions: Adam does not survive other rotations, so full rank alone is no test."""
 
     def permutation(grad: T, side: int, rank: int) -> T:
-        return torch.eye(rank, dtype=grad.dtype)[torch.randperm(rank, generator=torch.Generator().manual_seed(0))]
+        return torch.eye(rank, dtype=grad.dtype)[
+            torch.randperm(rank, generator=torch.Generator().manual_seed(0))
+        ]
 
     monkeypatch.setattr(low_rank, "singular_directions", permutation)
     way = {"rank": 99, "scale": 1.0, "eps": 1e-30, "weight_decay": 0.0}
-    state, full = (one_state((7, 5), (3, 8), way=way | {"kind": kind}) for kind in ("galore", "adamw"))
+    state, full = (
+        one_state((7, 5), (3, 8), way=way | {"kind": kind})
+        for kind in ("galore", "adamw")
+    )
     run(state, 6)
     run(full, 6)
     assert largest_difference(state, [h.local for h in full.held]) < 1e-12
@@ -158,13 +211,25 @@ def test_galore_in_the_whole_space_is_adam(monkeypatch: pytest.MonkeyPatch) -> N
 def test_natural_galore_inverts_the_fisher_matrix() -> None:
     state = one_state((6, 4), way={"kind": "natural-galore", "rank": 3, "history": 2})
     rule, held = state._optimizer.rule, state.held[0]  # type: ignore[union-attr]
-    lows = [torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    lows = [
+        torch.randn(
+            6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(i)
+        )
+        for i in range(3)
+    ]
     for count, low in enumerate(lows, 1):
         found = rule._natural(held, low, count)
     past = torch.stack([low.flatten() for low in lows[-2:]], dim=1)
     dense = low_rank.DAMPING * torch.eye(18, dtype=torch.float64) + past @ past.mT
-    torch.testing.assert_close(found.flatten(), torch.linalg.solve(dense, lows[-1].flatten()), rtol=1e-8, atol=1e-8)
-    bytes_kept = held.slots["past"].values.numel() / held.slots["exp_avg"].values.numel()
+    torch.testing.assert_close(
+        found.flatten(),
+        torch.linalg.solve(dense, lows[-1].flatten()),
+        rtol=1e-8,
+        atol=1e-8,
+    )
+    bytes_kept = (
+        held.slots["past"].values.numel() / held.slots["exp_avg"].values.numel()
+    )
     assert bytes_kept == 2
 
 
@@ -172,13 +237,19 @@ def test_natural_galore_keeps_its_figures_where_gradients_are_large() -> None:
     """As estimates of zeroth order are: their squares are 1e12 times the damping."""
     state = one_state((6, 4), way={"kind": "natural-galore", "rank": 3, "history": 1})
     rule, held = state._optimizer.rule, state.held[0]  # type: ignore[union-attr]
-    low = 1e4 * torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    low = 1e4 * torch.randn(
+        6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     expected = low / (low_rank.DAMPING + low.square().sum())
-    torch.testing.assert_close(rule._natural(held, low, 1), expected, rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(
+        rule._natural(held, low, 1), expected, rtol=1e-12, atol=0.0
+    )
 
 
 def test_directions_have_one_sign() -> None:
-    x = torch.randn(9, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(
+        9, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     for side in (0, 1):
         found = low_rank.singular_directions(x, side, 4)
         torch.testing.assert_close(found, low_rank.singular_directions(-x, side, 4))
@@ -187,29 +258,46 @@ def test_directions_have_one_sign() -> None:
 
 def test_directions_of_opposite_rows_have_one_sign() -> None:
     """Of a softmax over two, whose rows' gradients are opposite: which entry is larger is rounding."""
-    row = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    row = torch.randn(
+        7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     for noise in (1 + 1e-14, 1 - 1e-14):
         for sign in (1, -1):
-            found = low_rank.singular_directions(torch.stack((row * noise, -row)) * sign, 0, 1)
-            torch.testing.assert_close(found, torch.tensor([[0.5**0.5, -(0.5**0.5)]], dtype=torch.float64))
+            found = low_rank.singular_directions(
+                torch.stack((row * noise, -row)) * sign, 0, 1
+            )
+            torch.testing.assert_close(
+                found, torch.tensor([[0.5**0.5, -(0.5**0.5)]], dtype=torch.float64)
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_directions_that_a_gradient_has_not_are_none(dtype: torch.dtype) -> None:
     """Of two tokens there are two; what rounding takes for a third would differ under every layout."""
-    ends = [torch.randn(n, 2, dtype=dtype, generator=torch.Generator().manual_seed(n)) for n in (9, 6)]
+    ends = [
+        torch.randn(n, 2, dtype=dtype, generator=torch.Generator().manual_seed(n))
+        for n in (9, 6)
+    ]
     for side in (0, 1):
         found = low_rank.singular_directions(ends[0] @ ends[1].mT, side, 4)
         other = low_rank.singular_directions((3 * ends[0]) @ (ends[1].mT / 3), side, 4)
         torch.testing.assert_close(found, other)
-        assert not found[2:].any() and torch.allclose(found[:2] @ found[:2].mT, torch.eye(2, dtype=dtype), atol=1e-5)
+        assert not found[2:].any() and torch.allclose(
+            found[:2] @ found[:2].mT, torch.eye(2, dtype=dtype), atol=1e-5
+        )
     assert not low_rank.singular_directions(torch.zeros(4, 3), 0, 2).any()
 
 
 def test_groups_and_the_average() -> None:
-    groups = [{"match": "blocks.1.*", "lr": 0.0}, {"match": "*.2.w", "weight_decay": 0.5}]
+    groups = [
+        {"match": "blocks.1.*", "lr": 0.0},
+        {"match": "*.2.w", "weight_decay": 0.5},
+    ]
     way = {"groups": groups, "ema": 0.9}
-    before, state = one_state((3, 4), (3, 4), (3, 4), way=way), one_state((3, 4), (3, 4), (3, 4), way=way)
+    before, state = (
+        one_state((3, 4), (3, 4), (3, 4), way=way),
+        one_state((3, 4), (3, 4), (3, 4), way=way),
+    )
     grads = run(state, 1)
     assert torch.equal(before.held[1].local, state.held[1].local)
     for i, decay in ((0, 0.1), (2, 0.5)):
@@ -236,12 +324,19 @@ def test_names_are_matched_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(st.integers(1, 40), st.integers(1, 9), st.data())
 @settings(max_examples=60, deadline=None)
-def test_blocks_do_not_depend_on_the_cut(length: int, size: int, data: st.DataObject) -> None:
+def test_blocks_do_not_depend_on_the_cut(
+    length: int, size: int, data: st.DataObject
+) -> None:
     x = torch.randn(2, length, generator=torch.Generator().manual_seed(length))
     cut = data.draw(st.integers(0, length))
-    parts = [(x[:, :cut], Blocks(size, length, 0)), (x[:, cut:], Blocks(size, length, cut))]
+    parts = [
+        (x[:, :cut], Blocks(size, length, 0)),
+        (x[:, cut:], Blocks(size, length, cut)),
+    ]
     whole = Blocks(size, length, 0)
-    assert torch.equal(whole.largest(x), torch.stack([b.largest(p) for p, b in parts]).amax(0))
+    assert torch.equal(
+        whole.largest(x), torch.stack([b.largest(p) for p, b in parts]).amax(0)
+    )
     scale = whole.largest(x.abs())
     spread = torch.cat([b.spread(scale, p.size(1)) for p, b in parts], dim=1)
     assert torch.equal(spread, whole.spread(scale, length))
@@ -251,7 +346,9 @@ def test_blocks_do_not_depend_on_the_cut(length: int, size: int, data: st.DataOb
 
 
 def test_codes_of_four_bits_share_a_byte() -> None:
-    codes = torch.randint(0, 16, (3, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    codes = torch.randint(
+        0, 16, (3, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     assert packed(codes).shape == (3, 4) and torch.equal(unpacked(packed(codes)), codes)
 
 
@@ -269,7 +366,11 @@ def test_stochastic_rounding_keeps_the_mean_and_what_bfloat16_can_say() -> None:
 def test_directions_are_normal_and_parts_of_one_tensor() -> None:
     positions = torch.arange(200_000).view(400, 500)
     x = normal(positions, 9, torch.float64)
-    assert abs(x.mean().item()) < 1e-2 and abs(x.std().item() - 1) < 1e-2 and 4 < x.abs().max() < 7
+    assert (
+        abs(x.mean().item()) < 1e-2
+        and abs(x.std().item() - 1) < 1e-2
+        and 4 < x.abs().max() < 7
+    )
     assert torch.equal(x[17:40, 3:9], normal(positions[17:40, 3:9], 9, torch.float64))
     neighbours = torch.corrcoef(torch.stack((x.flatten()[:-1], x.flatten()[1:])))[0, 1]
     assert abs(neighbours.item()) < 1e-2
@@ -277,13 +378,20 @@ def test_directions_are_normal_and_parts_of_one_tensor() -> None:
 
 def test_the_estimate_is_the_slope_along_its_direction(corpus: str) -> None:
     """As the distance goes to zero: what backward says of the direction. And parameters do not drift."""
-    settings = recipe(corpus, optimizer__estimate="zeroth-order", optimizer__epsilon=1e-6, optimizer__kind="sgd")
+    settings = recipe(
+        corpus,
+        optimizer__estimate="zeroth-order",
+        optimizer__epsilon=1e-6,
+        optimizer__kind="sgd",
+    )
     job, mesh = prepare(settings), Mesh.single()
     model, state = assemble(job.shape, mesh, settings)
     before = [h.local.clone() for h in state.held]
     batches = job.loader(job.corpus.train, mesh).step(0)
     assert batches is not None
-    exact = {name: g.clone() for name, g in gradients(model, state, batches, mesh)[0].items()}
+    exact = {
+        name: g.clone() for name, g in gradients(model, state, batches, mesh)[0].items()
+    }
     state.clear_gradients()
     found = ZerothOrder(model, state, mesh, settings.optimizer).step(batches, lr=0.0)[0]
     slope = sum((exact[h.name] * direction(h, 0)).sum().item() for h in state.held)
@@ -295,7 +403,10 @@ def test_the_estimate_is_the_slope_along_its_direction(corpus: str) -> None:
 
 
 def test_hashed_bits_are_even_and_seeds_differ() -> None:
-    a, b = (random_bits(torch.arange(100_000), seed).double() / 2**32 for seed in (1, 1 + (7 << 32)))
+    a, b = (
+        random_bits(torch.arange(100_000), seed).double() / 2**32
+        for seed in (1, 1 + (7 << 32))
+    )
     for x in (a, b):
         assert abs(x.mean().item() - 0.5) < 5e-3 and abs(x.var().item() * 12 - 1) < 2e-2
     assert abs(torch.corrcoef(torch.stack((a, b)))[0, 1].item()) < 2e-2
@@ -307,7 +418,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 QUICK = [{"shard": 2, "tp": 2}]
-LAYOUTS = [*QUICK, {"shard": 3}, {"dp": 2, "cp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "shard": 2, "vocab_barriers": 1}]
+LAYOUTS = [
+    *QUICK,
+    {"shard": 3},
+    {"dp": 2, "cp": 2},
+    {"pp": 2, "tp": 2},
+    {"pp": 2, "shard": 2, "vocab_barriers": 1},
+]
 
 
 def slots_difference(values: dict[str, Any]) -> Any:
@@ -330,15 +447,32 @@ def test_equal_to_one_device_with_all_slots(
 ) -> None:
     """Slots too: a checkpoint of any layout goes on as one device's would."""
     given = {f"optimizer__{k}": v for k, v in way.items()}
-    given |= {"optimizer__block": 7, "optimizer__rank": 5, "optimizer__refresh": 2, "optimizer__ema": 0.5}
-    values = recipe(corpus, model__ffn=44, **given, **{f"layout__{k}": v for k, v in layout.items()})
-    found = pool.run(Layout(**layout).world, slots_difference, values.model_dump(mode="json"))[0]
+    given |= {
+        "optimizer__block": 7,
+        "optimizer__rank": 5,
+        "optimizer__refresh": 2,
+        "optimizer__ema": 0.5,
+    }
+    values = recipe(
+        corpus, model__ffn=44, **given, **{f"layout__{k}": v for k, v in layout.items()}
+    )
+    found = pool.run(
+        Layout(**layout).world, slots_difference, values.model_dump(mode="json")
+    )[0]
     assert found.ok, found
 
 
-def resumed(pool: Any, values: dict[str, Any], layout: dict[str, int], run: Path, to: Path) -> None:
+def resumed(
+    pool: Any, values: dict[str, Any], layout: dict[str, int], run: Path, to: Path
+) -> None:
     """Go on from the middle of ``run`` under ``layout``."""
-    pool.run(Layout(**layout).world, go, values, str(to), str(run / "checkpoints" / "step-000003"))
+    pool.run(
+        Layout(**layout).world,
+        go,
+        values,
+        str(to),
+        str(run / "checkpoints" / "step-000003"),
+    )
 
 
 @pytest.mark.slow
@@ -351,17 +485,26 @@ def resumed(pool: Any, values: dict[str, Any], layout: dict[str, int], run: Path
 def test_another_layout_goes_on_with_the_same_losses(
     pool: Any, corpus: str, tmp_path: Path, way: dict[str, Any]
 ) -> None:
-    given = {f"optimizer__{k}": v for k, v in way.items()} | {"optimizer__rank": 5, "optimizer__refresh": 2}
+    given = {f"optimizer__{k}": v for k, v in way.items()} | {
+        "optimizer__rank": 5,
+        "optimizer__refresh": 2,
+    }
     given |= {"optimizer__block": 7, "optimizer__ema": 0.5, "model__ffn": 44}
     home, other = {"shard": 2, "tp": 2}, {"shard": 3}
     whole, on = tmp_path / "whole", tmp_path / "on"
     pool.run(4, go, tree(corpus, home, **given), str(whole))
     resumed(pool, tree(corpus, other, **given), other, whole, on)
     losses = series(whole)
-    assert {step: pytest.approx(losses[step], rel=1e-9) for step in (4, 5, 6)} == series(on)
+    assert {
+        step: pytest.approx(losses[step], rel=1e-9) for step in (4, 5, 6)
+    } == series(on)
 
 
-def test_another_optimizer_does_not_go_on_silently(pool: Any, corpus: str, tmp_path: Path) -> None:
+def test_another_optimizer_does_not_go_on_silently(
+    pool: Any, corpus: str, tmp_path: Path
+) -> None:
     pool.run(1, go, tree(corpus, {}, optimizer__kind="lion"), str(tmp_path / "lion"))
-    with pytest.raises(WeftError, match=r"optimizer\.kind = 'adamw'.*'lion'.*model\.from"):
+    with pytest.raises(
+        WeftError, match=r"optimizer\.kind = 'adamw'.*'lion'.*model\.from"
+    ):
         resumed(pool, tree(corpus, {}), {}, tmp_path / "lion", tmp_path / "on")

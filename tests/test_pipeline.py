@@ -32,9 +32,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def tree(corpus: str, layout: str, batch: int, **change: Any) -> dict[str, Any]:
-    base = {"model__layers": 8, "train__micro_batch": 1, "train__batch": batch, "model__embed": 16, "model__ffn": 21}
+    base = {
+        "model__layers": 8,
+        "train__micro_batch": 1,
+        "train__batch": batch,
+        "model__embed": 16,
+        "model__ffn": 21,
+    }
     settings = recipe(corpus, **base | change)
-    return settings.model_copy(update={"layout": Layout.parse(layout)}).model_dump(mode="json")
+    return settings.model_copy(update={"layout": Layout.parse(layout)}).model_dump(
+        mode="json"
+    )
 
 
 class Uneven(Loader):
@@ -57,7 +65,9 @@ class UnevenJob(Job):
         return Uneven(**vars(super().loader(order, mesh)))
 
 
-def differences(trees: list[dict[str, Any]], uneven: bool = False) -> list[tuple[Difference | None, bool]]:
+def differences(
+    trees: list[dict[str, Any]], uneven: bool = False
+) -> list[tuple[Difference | None, bool]]:
     """On every rank: each job against one device, and whether counted and simulated peak of activations agree."""
     found = []
     for values in trees:
@@ -67,11 +77,20 @@ def differences(trees: list[dict[str, Any]], uneven: bool = False) -> list[tuple
         if uneven:
             job = UnevenJob(**vars(job))
         pipelines: list[Any] = []
-        mine = run_layout(job, mesh, steps=3, watch=lambda model, state, seen=pipelines: seen.append(model.pipeline))
+        mine = run_layout(
+            job,
+            mesh,
+            steps=3,
+            watch=lambda model, state, seen=pipelines: seen.append(model.pipeline),
+        )
         proof = compare(mine, job, mesh)
         pipeline = pipelines[0]
         table = pipeline.built(len(pipeline.batches))
-        expected = simulate(table, uniform(table)).peaks[pipeline.rank] * table.stages / len(table.ranks)
+        expected = (
+            simulate(table, uniform(table)).peaks[pipeline.rank]
+            * table.stages
+            / len(table.ranks)
+        )
         found.append((proof, pipeline.last.peak == expected))
     return found
 
@@ -84,24 +103,36 @@ def check(found: list[list[tuple[Difference | None, bool]]]) -> None:
 
 def mostly_slow(*quick: str) -> list[Any]:
     """All schedules as parameters; those that are not ``quick`` are slow."""
-    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in BUILDERS]
+    return [
+        pytest.param(name, marks=[] if name in quick else [pytest.mark.slow])
+        for name in BUILDERS
+    ]
 
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("schedule", mostly_slow("gpipe", "1f1b", "interleaved-1f1b", "zb-v", "dualpipe"))
+@pytest.mark.parametrize(
+    "schedule", mostly_slow("gpipe", "1f1b", "interleaved-1f1b", "zb-v", "dualpipe")
+)
 def test_every_schedule(pool: Any, corpus: str, schedule: str, ranks: int) -> None:
     """With one microbatch, fewer than ranks or more and no multiple of them, and twice as many."""
     counts = [1, ranks - 1, 2 * ranks] if ranks > 2 else [1, 3, 4]
     # Two layers per stage where a rank has two stages, else up to four.
-    trees = [tree(corpus, f"pp={ranks},schedule={schedule}", count, model__layers=2 * ranks) for count in counts]
+    trees = [
+        tree(corpus, f"pp={ranks},schedule={schedule}", count, model__layers=2 * ranks)
+        for count in counts
+    ]
     check(pool.run(ranks, differences, trees))
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", mostly_slow("zb-h1"))
-def test_microbatches_of_different_lengths(pool: Any, corpus: str, schedule: str) -> None:
-    check(pool.run(4, differences, [tree(corpus, f"pp=4,schedule={schedule}", 7)], True))
+def test_microbatches_of_different_lengths(
+    pool: Any, corpus: str, schedule: str
+) -> None:
+    check(
+        pool.run(4, differences, [tree(corpus, f"pp=4,schedule={schedule}", 7)], True)
+    )
 
 
 #: Whether a case is for every day.
@@ -115,7 +146,9 @@ WHERE = {True: pytest.mark.slow, False: pytest.mark.soak}
     for j, beside in enumerate(["shard=2", "tp=2", "shard=2,tp=2"])
     if (schedule == "v-half") <= (j == 2)
 ])  # fmt: skip
-def test_composed_with_shard_and_tp(pool: Any, corpus: str, schedule: str, beside: str) -> None:
+def test_composed_with_shard_and_tp(
+    pool: Any, corpus: str, schedule: str, beside: str
+) -> None:
     """Each under one of the two, and one of them under both; :func:`test_composed` has all axes beside each other."""
     layout = Layout.parse(f"pp=2,{beside},schedule={schedule}")
     change = {"model__tied": schedule < "h", "model__layers": 4}
@@ -140,18 +173,33 @@ COMPOSED = [
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("layout", "recompute"), [pytest.param(*c, marks=[pytest.mark.slow] * (i % 2)) for i, c in enumerate(COMPOSED)]
+    ("layout", "recompute"),
+    [
+        pytest.param(*c, marks=[pytest.mark.slow] * (i % 2))
+        for i, c in enumerate(COMPOSED)
+    ],
 )
 def test_composed(pool: Any, corpus: str, layout: str, recompute: str) -> None:
     world = Layout.parse(layout).world
-    change = {"train__recompute": recompute, "model__tied": "shard" in layout, "model__qkv_bias": True}
-    found = pool.run(world, differences, [tree(corpus, layout, 5, model__qk_norm=True, **change)])
+    change = {
+        "train__recompute": recompute,
+        "model__tied": "shard" in layout,
+        "model__qkv_bias": True,
+    }
+    found = pool.run(
+        world, differences, [tree(corpus, layout, 5, model__qk_norm=True, **change)]
+    )
     assert found[0][0][0].ok, found[0][0][0]
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("layout", ["pp=4,skip=0.25", "pp=4,skip=0.25,tp=2", "pp=4,dp=2,skip=0.25,vocab_barriers=1"])
-def test_partial_pipeline_equals_one_device_that_skips_the_same(pool: Any, corpus: str, layout: str) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    ["pp=4,skip=0.25", "pp=4,skip=0.25,tp=2", "pp=4,dp=2,skip=0.25,vocab_barriers=1"],
+)
+def test_partial_pipeline_equals_one_device_that_skips_the_same(
+    pool: Any, corpus: str, layout: str
+) -> None:
     found = pool.run(Layout.parse(layout).world, differences, [tree(corpus, layout, 8)])
     assert found[0][0][0].ok, found[0][0][0]
 
@@ -165,7 +213,10 @@ def evaluated(values: dict[str, Any]) -> float:
     return evaluate(model, state, [s for s in steps if s], mesh)
 
 
-@pytest.mark.parametrize("layout", ["pp=2,schedule=zb-v", "pp=2,schedule=dualpipe", "pp=2,vocab_barriers=1,tp=2"])
+@pytest.mark.parametrize(
+    "layout",
+    ["pp=2,schedule=zb-v", "pp=2,schedule=dualpipe", "pp=2,vocab_barriers=1,tp=2"],
+)
 def test_evaluation_is_that_of_one_device(pool: Any, corpus: str, layout: str) -> None:
     found = pool.run(Layout.parse(layout).world, evaluated, tree(corpus, layout, 4))
     alone = pool.run(1, evaluated, tree(corpus, "", 4))
@@ -185,7 +236,9 @@ def bfloat16_norms(values: dict[str, Any]) -> tuple[float, float]:
 def test_bfloat16_keeps_state_in_float32(pool: Any, corpus: str) -> None:
     values = tree(corpus, "pp=2,shard=2,schedule=zb-h1", 4, train__dtype="bfloat16")
     loss, norm = pool.run(4, bfloat16_norms, values)[0]
-    exact_loss, exact_norm = pool.run(1, bfloat16_norms, tree(corpus, "", 4, train__dtype="float32"))[0]
+    exact_loss, exact_norm = pool.run(
+        1, bfloat16_norms, tree(corpus, "", 4, train__dtype="float32")
+    )[0]
     assert loss == pytest.approx(exact_loss, rel=0.01)
     assert norm == pytest.approx(exact_norm, rel=0.05)
 
@@ -203,12 +256,18 @@ def counted(values: dict[str, Any]) -> list[tuple[int, int]]:
     return said
 
 
-@pytest.mark.parametrize("layout", ["", "pp=2", "pp=2,schedule=zb-v", "pp=2,vocab_barriers=1"])
+@pytest.mark.parametrize(
+    "layout", ["", "pp=2", "pp=2,schedule=zb-v", "pp=2,vocab_barriers=1"]
+)
 def test_passes_are_counted_up_to_the_last(pool: Any, corpus: str, layout: str) -> None:
     values = tree(corpus, layout, 6)
     for said in pool.run(2, counted, values) if layout else [counted(values)]:
         done = [done for done, _ in said]
-        assert done == sorted(done) and set(range(1, 7)) <= set(done) and {of for _, of in said} == {6}
+        assert (
+            done == sorted(done)
+            and set(range(1, 7)) <= set(done)
+            and {of for _, of in said} == {6}
+        )
 
 
 def test_too_many_stages_is_refused() -> None:
@@ -226,7 +285,9 @@ def later_and_at_once(values: dict[str, Any], clip: float) -> tuple[bool, int, i
     repeated = 0
     for post in (False, True):
         model, state = assemble(job.shape, mesh, settings)
-        optimizer = settings.optimizer.model_copy(update={"post_validation": post, "clip": clip})
+        optimizer = settings.optimizer.model_copy(
+            update={"post_validation": post, "clip": clip}
+        )
         asked = settings.model_copy(update={"optimizer": optimizer})
         stepper = build_stepper(model, state, mesh, asked)
         loader, results = job.loader(job.corpus.train, mesh), []
@@ -236,16 +297,24 @@ def later_and_at_once(values: dict[str, Any], clip: float) -> tuple[bool, int, i
             results += stepper.step(batches, 1e-2)
         runs.append((results + stepper.finish(), [h.local.clone() for h in state.held]))
         repeated = stepper.repeated if isinstance(stepper, PostValidation) else 0
-    same = runs[0][0] == runs[1][0] and all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
+    same = runs[0][0] == runs[1][0] and all(
+        torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True)
+    )
     return same, repeated, sum(r.grad_norm > clip for r in runs[0][0])
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", ["pp=2,schedule=zb-h2", pytest.param("pp=2,dp=2,schedule=zb-v", marks=pytest.mark.slow)]
+    "layout",
+    [
+        "pp=2,schedule=zb-h2",
+        pytest.param("pp=2,dp=2,schedule=zb-v", marks=pytest.mark.slow),
+    ],
 )
-def test_post_validation_is_exact_and_repeats_what_must_be_clipped(pool: Any, corpus: str, layout: str) -> None:
+def test_post_validation_is_exact_and_repeats_what_must_be_clipped(
+    pool: Any, corpus: str, layout: str
+) -> None:
     world = Layout.parse(layout).world
     values = tree(corpus, layout, 6)
     never = pool.run(world, later_and_at_once, values, 1e9)
@@ -253,7 +322,8 @@ def test_post_validation_is_exact_and_repeats_what_must_be_clipped(pool: Any, co
     same, repeated, clips = pool.run(world, later_and_at_once, values, 2.0)[0]
     assert same
     assert 0 < clips < 8, "the test wants steps of both kinds"
-    assert repeated in (clips, clips - 1)  # the last step's correction has no step after it
+    # the last step's correction has no step after it
+    assert repeated in (clips, clips - 1)
 
 
 def forgotten(values: dict[str, Any]) -> int:
@@ -263,7 +333,9 @@ def forgotten(values: dict[str, Any]) -> int:
     model, state = parallelize(job.shape, mesh, settings.train)
     seen: list[weakref.ref[Any]] = []
     for block in model.blocks.values():
-        block.register_forward_hook(lambda module, args, out: seen.append(weakref.ref(out)))
+        block.register_forward_hook(
+            lambda module, args, out: seen.append(weakref.ref(out))
+        )
     batches = job.loader(job.corpus.train, mesh).step(0)
     assert batches is not None
     gc.disable()
@@ -278,6 +350,8 @@ def forgotten(values: dict[str, Any]) -> int:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_activations_are_gone_after_the_step(pool: Any, corpus: str, schedule: str, recompute: str) -> None:
+def test_activations_are_gone_after_the_step(
+    pool: Any, corpus: str, schedule: str, recompute: str
+) -> None:
     values = tree(corpus, f"pp=2,schedule={schedule}", 4, train__recompute=recompute)
     assert pool.run(2, forgotten, values) == [0, 0]

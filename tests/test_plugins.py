@@ -116,7 +116,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def written(folder: Path, corpus: str, **change: Any) -> Path:
     """A file with a small recipe."""
-    made = recipe(corpus, checkpoint__every=3, validation__every=3).model_dump(mode="json", exclude_unset=True)
+    made = recipe(corpus, checkpoint__every=3, validation__every=3).model_dump(
+        mode="json", exclude_unset=True
+    )
     for key, value in change.items():
         section, _, name = key.partition("__")
         if name:
@@ -131,8 +133,18 @@ def written(folder: Path, corpus: str, **change: Any) -> Path:
 
 def toml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {toml(one)}" for key, one in value.items() if one is not None) + " }"
-    return "[" + ", ".join(map(toml, value)) + "]" if isinstance(value, list) else json.dumps(value)
+        return (
+            "{ "
+            + ", ".join(
+                f"{key} = {toml(one)}" for key, one in value.items() if one is not None
+            )
+            + " }"
+        )
+    return (
+        "[" + ", ".join(map(toml, value)) + "]"
+        if isinstance(value, list)
+        else json.dumps(value)
+    )
 
 
 @pytest.mark.slow
@@ -153,9 +165,17 @@ def test_a_run_with_plugins(command: Command, here: Path, corpus: str) -> None:
     ]  # fmt: skip
     found = read_metrics(here / "run")
     assert [r["step"] for r in found["diary"]] == [2, 4] and len(found["train"]) == 5
-    assert any("ended by a callback: that is enough" in r["message"] for r in found["event"])
-    assert "train 5" in (here / "run/notes").read_text() and (here / "run/export/config.json").exists()
-    assert "30 documents" in str(found["event"]) + out + err or found["train"][0]["loss"] > 0
+    assert any(
+        "ended by a callback: that is enough" in r["message"] for r in found["event"]
+    )
+    assert (
+        "train 5" in (here / "run/notes").read_text()
+        and (here / "run/export/config.json").exists()
+    )
+    assert (
+        "30 documents" in str(found["event"]) + out + err
+        or found["train"][0]["loss"] > 0
+    )
 
 
 @pytest.mark.sampled(1)
@@ -172,8 +192,13 @@ def test_a_callback_that_fails_on_one_rank_is_named(
     code, _, err = command("train", file, "--out", "run")
     said = " ".join(err.split())
     wanted = f"rank {rank}: callback 'diary' of plugin mine, after_step at step 2, failed: {reason}"
-    assert code == 1 and f"weft: error: {wanted}" in said and err.count("weft: error") == 1
-    assert reason.partition(": ")[2] in Path(re.search(r"traceback in (\S+)\)", said)[1]).read_text()  # type: ignore[index]
+    assert (
+        code == 1 and f"weft: error: {wanted}" in said and err.count("weft: error") == 1
+    )
+    assert (
+        reason.partition(": ")[2]
+        in Path(re.search(r"traceback in (\S+)\)", said)[1]).read_text()
+    )  # type: ignore[index]
 
 
 BROKEN = [
@@ -202,14 +227,21 @@ BROKEN = [
 
 @pytest.mark.parametrize(("module", "change", "said"), BROKEN, ids=range(len(BROKEN)))
 def test_mistakes_are_one_line(
-    command: Command, here: Path, corpus: str, module: str, change: dict[str, Any], said: str
+    command: Command,
+    here: Path,
+    corpus: str,
+    module: str,
+    change: dict[str, Any],
+    said: str,
 ) -> None:
     (here / "other.py").write_text(f"from weft.plugins import register\n{module}".removeprefix(
         "from weft.plugins import register\n" if module.startswith("x =") else ""
     ))  # fmt: skip
     file = written(here, corpus, **{"plugins": ["mine", "other"], **change})
     code, _, err = command("train", file)
-    assert code == 2 and err.startswith(f"weft: error: {file}: ") and err.count("\n") == 1, err
+    assert (
+        code == 2 and err.startswith(f"weft: error: {file}: ") and err.count("\n") == 1
+    ), err
     assert said.replace("{here}", str(here)) in err, err
     assert not (here / "runs").exists()
 
@@ -219,14 +251,18 @@ def test_mistakes_are_one_line(
     ("yield 3", "dataset 'x' of plugin other: document 1 is int, not a text"),
     ("return iter(())", "holds no document with a token in it"),
 ])  # fmt: skip
-def test_a_data_set_that_fails_is_named(command: Command, here: Path, corpus: str, body: str, said: str) -> None:
+def test_a_data_set_that_fails_is_named(
+    command: Command, here: Path, corpus: str, body: str, said: str
+) -> None:
     (here / "other.py").write_text(
         f"from weft.plugins import register\n@register('dataset', 'x')\ndef x(path):\n    {body}\n"
     )
     file = written(here, corpus, plugins=["other"], data__sources=[{"kind": "x"}])
     code, _, err = command("train", file)
     assert code == 1 and said in " ".join(err.split()), err
-    assert not (here / "runs").exists() and not any(Path(corpus).parent.glob("cache/.tokens*"))
+    assert not (here / "runs").exists() and not any(
+        Path(corpus).parent.glob("cache/.tokens*")
+    )
 
 
 def test_a_data_set_is_read_anew_when_its_code_changes(here: Path) -> None:
@@ -234,7 +270,11 @@ def test_a_data_set_is_read_anew_when_its_code_changes(here: Path) -> None:
 
     def seen(**settings: int) -> str:
         sources = [{"kind": "counting", "settings": settings}]
-        return fingerprint(build_recipe({"plugins": ["mine"], "data": {"sources": sources}}).data.sources[0])
+        return fingerprint(
+            build_recipe(
+                {"plugins": ["mine"], "data": {"sources": sources}}
+            ).data.sources[0]
+        )
 
     first = seen(upto=3)
     assert seen(upto=3) == first != seen(upto=4)
@@ -249,7 +289,9 @@ def test_a_kind_that_nobody_knows_is_refused() -> None:
 
 def own(corpus: str, **change: Any) -> dict[str, Any]:
     """A recipe with a plugin's model."""
-    tree = recipe(corpus, optimizer__ema=0.5, **change).model_dump(mode="json", exclude_unset=True)
+    tree = recipe(corpus, optimizer__ema=0.5, **change).model_dump(
+        mode="json", exclude_unset=True
+    )
     tree["plugins"], tree["model"] = ["tests.my_plugins"], {"kind": "mixed"}
     return tree
 
@@ -258,7 +300,9 @@ def own(corpus: str, **change: Any) -> dict[str, Any]:
     (2, {"layout__shard": 2}), (4, {"layout__dp": 2, "layout__shard": 2, "layout__zero": 3}),
     (2, {"layout__dp": 2, "train__micro_batch": 1}), (2, {"layout__shard": 2, "memory__weights": "host"}),
 ])  # fmt: skip
-def test_a_model_of_a_plugin_equals_one_device(pool: Any, corpus: str, world: int, change: dict[str, Any]) -> None:
+def test_a_model_of_a_plugin_equals_one_device(
+    pool: Any, corpus: str, world: int, change: dict[str, Any]
+) -> None:
     found = pool.run(world, difference, own(corpus, **change))[0]
     assert found.ok, found
 
@@ -268,12 +312,16 @@ def test_a_model_of_a_plugin_is_saved_goes_on_and_writes(
     pool: Any, command: Command, corpus: str, tmp_path: Path
 ) -> None:
     """Under another layout, as it would have without the break; and generation reads its checkpoint."""
-    tree = own(corpus, optimizer__schedule="constant", checkpoint__every=3, train__steps=3)
+    tree = own(
+        corpus, optimizer__schedule="constant", checkpoint__every=3, train__steps=3
+    )
     more = tree | {"train": tree["train"] | {"steps": 6}}
     pool.run(1, go, more, str(tmp_path / "whole"))
     pool.run(2, go, tree | {"layout": {"shard": 2}}, str(tmp_path / "moved"))
     pool.run(1, go, more, str(tmp_path / "moved"), "auto")
-    assert list(series(tmp_path / "moved").values()) == pytest.approx(list(series(tmp_path / "whole").values()), 1e-9)
+    assert list(series(tmp_path / "moved").values()) == pytest.approx(
+        list(series(tmp_path / "whole").values()), 1e-9
+    )
 
     model, _ = open_model(str(tmp_path / "moved"), "cpu", print)
     ids = [3, 1, 4, 1, 5]
@@ -281,11 +329,20 @@ def test_a_model_of_a_plugin_is_saved_goes_on_and_writes(
     for i, expected in enumerate(written):
         seen = torch.tensor([ids + written[:i]])
         edges = torch.tensor([0, seen.shape[1]], dtype=torch.int32)
-        assert int(model(seen, torch.arange(seen.shape[1])[None], edges)[0, -1].argmax()) == expected
+        assert (
+            int(model(seen, torch.arange(seen.shape[1])[None], edges)[0, -1].argmax())
+            == expected
+        )
     score = scores(model, None, model.mesh, [Text(ids, written)])[0]
     assert score.greedy and score.log_probability < 0
-    code, _, err = command("export", "--from", tmp_path / "moved", "--out", tmp_path / "out")
-    assert code == 1 and "is of a plugin's model (mixed), which no other program knows" in " ".join(err.split())
+    code, _, err = command(
+        "export", "--from", tmp_path / "moved", "--out", tmp_path / "out"
+    )
+    assert (
+        code == 1
+        and "is of a plugin's model (mixed), which no other program knows"
+        in " ".join(err.split())
+    )
 
 
 OWN_WRONG = [
@@ -303,9 +360,19 @@ OWN_WRONG = [
 def test_a_model_that_cannot_be_trained_is_refused(
     command: Command, tmp_path: Path, corpus: str, model: dict[str, Any], said: str
 ) -> None:
-    file = written(tmp_path, corpus, plugins=["tests.my_plugins"], model=model, train__micro_batch=1)
+    file = written(
+        tmp_path,
+        corpus,
+        plugins=["tests.my_plugins"],
+        model=model,
+        train__micro_batch=1,
+    )
     code, _, err = command("train", file, "--out", tmp_path / "run")
-    assert code in (1, 2) and said in " ".join(err.split()) and err.count("weft: error") == 1, err
+    assert (
+        code in (1, 2)
+        and said in " ".join(err.split())
+        and err.count("weft: error") == 1
+    ), err
 
 
 @pytest.mark.sampled(2)
@@ -314,14 +381,24 @@ def test_a_model_that_cannot_be_trained_is_refused(
     (2, {"layout__pp": 2}), (4, {"layout__pp": 2, "layout__tp": 2}), (4, {"layout__cp": 2, "layout__tp": 2}),
     (2, {"layout__dp": 2, "layout__zero": 1, "layout__balance": "greedy"}),
 ])  # fmt: skip
-def test_a_loss_of_a_plugin_equals_one_device(pool: Any, corpus: str, world: int, change: dict[str, Any]) -> None:
+def test_a_loss_of_a_plugin_equals_one_device(
+    pool: Any, corpus: str, world: int, change: dict[str, Any]
+) -> None:
     tree = recipe(corpus, **change).model_dump(mode="json", exclude_unset=True)
-    found = pool.run(world, difference, tree | {"plugins": ["tests.my_plugins"], "loss": {"kind": "focal"}})[0]
+    found = pool.run(
+        world,
+        difference,
+        tree | {"plugins": ["tests.my_plugins"], "loss": {"kind": "focal"}},
+    )[0]
     assert found.ok, found
 
 
-def test_the_types_of_a_plugin_s_loss_fit(command: Command, corpus: str, tmp_path: Path) -> None:
-    file = written(tmp_path, corpus, plugins=["tests.my_plugins"], loss={"kind": "focal"})
+def test_the_types_of_a_plugin_s_loss_fit(
+    command: Command, corpus: str, tmp_path: Path
+) -> None:
+    file = written(
+        tmp_path, corpus, plugins=["tests.my_plugins"], loss={"kind": "focal"}
+    )
     for layout in ("tp=2,shard=2", "pp=2,cp=2"):
         code, out, err = command("verify", "--types", file, "--layout", layout)
         assert code == 0, out + err
@@ -330,7 +407,9 @@ def test_the_types_of_a_plugin_s_loss_fit(command: Command, corpus: str, tmp_pat
 def test_a_loss_of_a_plugin_is_differentiated_as_a_whole() -> None:
     """Its sum and gradients are those of all logits at once, with weights and labels left out."""
     generator = torch.Generator().manual_seed(1)
-    hidden, weight = (torch.randn(n, 5, generator=generator, dtype=torch.float64) for n in (23, 9))
+    hidden, weight = (
+        torch.randn(n, 5, generator=generator, dtype=torch.float64) for n in (23, 9)
+    )
     labels = torch.randint(0, 9, (23,), generator=generator)
     labels[::4] = IGNORE
     counts = torch.rand(23, generator=generator).float()
@@ -338,15 +417,25 @@ def test_a_loss_of_a_plugin_is_differentiated_as_a_whole() -> None:
     for fused in (True, False):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         if fused:
-            total = TokenLoss(my_plugins.focal, 9)(h, w, labels, 0, 4, Mesh.single(), counts)
+            total = TokenLoss(my_plugins.focal, 9)(
+                h, w, labels, 0, 4, Mesh.single(), counts
+            )
         else:
             kept = labels != IGNORE
-            total = (my_plugins.focal(h @ w.T, labels.clamp(min=0)) * counts.double())[kept].sum()
+            total = (my_plugins.focal(h @ w.T, labels.clamp(min=0)) * counts.double())[
+                kept
+            ].sum()
         (total / 3).backward()
         found.append([total.detach(), h.grad, w.grad])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    plain = TokenLoss(my_plugins.plain, 9)(hidden, weight, labels, 0, 4, Mesh.single(), counts)
-    torch.testing.assert_close(plain, linear_cross_entropy(hidden, weight, labels, 0, 4, Mesh.single(), counts))
-    with pytest.raises(WeftError, match=r"returned \[\] for 4 tokens; it returns one loss for each"):
+    plain = TokenLoss(my_plugins.plain, 9)(
+        hidden, weight, labels, 0, 4, Mesh.single(), counts
+    )
+    torch.testing.assert_close(
+        plain, linear_cross_entropy(hidden, weight, labels, 0, 4, Mesh.single(), counts)
+    )
+    with pytest.raises(
+        WeftError, match=r"returned \[\] for 4 tokens; it returns one loss for each"
+    ):
         TokenLoss(my_plugins.averaged, 9)(hidden, weight, labels, 0, 4, Mesh.single())

@@ -68,7 +68,9 @@ def leave_marks() -> tuple[torch.dtype, float]:
 
 def test_results_come_in_rank_order_from_the_same_processes(pool: ProcessPool) -> None:
     results = pool.run(4, rank_sum, 10)
-    assert [(rank, total) for rank, total, _ in results] == [(r, 46.0) for r in range(4)]
+    assert [(rank, total) for rank, total, _ in results] == [
+        (r, 46.0) for r in range(4)
+    ]
     pids = [pid for *_, pid in results]
     assert pool.pids()[:4] == pids
     assert [pid for *_, pid in pool.run(2, rank_sum, 0)] == pids[:2]
@@ -88,9 +90,12 @@ def test_calls_are_quick(pool: ProcessPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "error"), [("usage", UsageError), ("assert", AssertionError), ("local", RuntimeError)]
+    ("kind", "error"),
+    [("usage", UsageError), ("assert", AssertionError), ("local", RuntimeError)],
 )
-def test_an_exception_reaches_the_test_with_its_trace(pool: ProcessPool, kind: str, error: type[Exception]) -> None:
+def test_an_exception_reaches_the_test_with_its_trace(
+    pool: ProcessPool, kind: str, error: type[Exception]
+) -> None:
     with pytest.raises(error) as caught:
         pool.run(3, fail_on, 1, kind)
     assert "on rank 1 of 3" in caught.value.__notes__[0]
@@ -100,12 +105,16 @@ def test_an_exception_reaches_the_test_with_its_trace(pool: ProcessPool, kind: s
 
 @pytest.mark.slow
 def test_a_hang_names_the_ranks_and_the_pool_recovers(pool: ProcessPool) -> None:
-    limits = iter((1, 4, 16))  # on a busy machine the others do not answer within a second either
+    # on a busy machine the others do not answer within a second either
+    limits = iter((1, 4, 16))
 
     def hung() -> tuple[list[int], list[int]]:
         limit = next(limits)
         before = [pid for *_, pid in pool.run(3, rank_sum, 0)]
-        with pytest.raises(TimeoutError, match=rf"rank 2 did not answer within {limit} s(?s:.)*in hang_on"):
+        with pytest.raises(
+            TimeoutError,
+            match=rf"rank 2 did not answer within {limit} s(?s:.)*in hang_on",
+        ):
             pool.run(3, hang_on, 2, timeout=limit)
         after = [pid for *_, pid in pool.run(3, rank_sum, 0)]
         assert before[2] not in after and not psutil.pid_exists(before[2])
@@ -114,7 +123,9 @@ def test_a_hang_names_the_ranks_and_the_pool_recovers(pool: ProcessPool) -> None
     until_true(hung, lambda pids: {*pids[0][:2]} <= {*pids[1]}, tries=3)
 
 
-def test_an_error_is_not_hidden_by_the_hang_it_causes(pool: ProcessPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_not_hidden_by_the_hang_it_causes(
+    pool: ProcessPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("weft.prove.pool.AFTERMATH_S", 0.5)
     with pytest.raises(UsageError, match="the cause"):
         pool.run(2, fail_beside_a_hang, 1)
@@ -128,7 +139,10 @@ def test_a_death_is_named_and_the_worker_replaced(pool: ProcessPool) -> None:
 
 
 def test_a_crash_shows_where_it_happened(pool: ProcessPool) -> None:
-    with pytest.raises(WorkerDied, match=r"rank 1 died with exit code -11\nFatal Python error(?s:.)*in crash_on"):
+    with pytest.raises(
+        WorkerDied,
+        match=r"rank 1 died with exit code -11\nFatal Python error(?s:.)*in crash_on",
+    ):
         pool.run(2, crash_on, 1)
     assert len(pool.run(2, rank_sum, 0)) == 2
 

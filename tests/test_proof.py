@@ -47,8 +47,12 @@ def on_another_processor(values: dict[str, Any]) -> Difference | None:
     ("shard=2", {"data__seq_len": 1}),
     ("tp=2", {"model__qkv_bias": True, "model__init_std": 0.02, "train__dtype": "float32", "optimizer__lr": 1e-2}),
 ], ids=str)  # fmt: skip
-def test_rounding_noise_does_not_decide(pool: Any, corpus: str, layout: str, change: dict[str, Any]) -> None:
-    settings = recipe(corpus, **change).model_copy(update={"layout": Layout.parse(layout)})
+def test_rounding_noise_does_not_decide(
+    pool: Any, corpus: str, layout: str, change: dict[str, Any]
+) -> None:
+    settings = recipe(corpus, **change).model_copy(
+        update={"layout": Layout.parse(layout)}
+    )
     found = pool.run(2, on_another_processor, settings.model_dump(mode="json"))[0]
     assert found.ok, found
 
@@ -71,7 +75,11 @@ def damaged(values: dict[str, Any]) -> list[tuple[str, str, float, bool]]:
         for damage in DAMAGE:
 
             def wrong(
-                state: Any, mesh: Mesh, looked_at: bool, name: str = name, damage: str = damage
+                state: Any,
+                mesh: Mesh,
+                looked_at: bool,
+                name: str = name,
+                damage: str = damage,
             ) -> dict[str, Any]:
                 grads = real(state, mesh, looked_at)
                 whole = torch.linalg.vector_norm(grads[name])
@@ -91,14 +99,18 @@ def damaged(values: dict[str, Any]) -> list[tuple[str, str, float, bool]]:
 
 @pytest.mark.slow
 def test_a_millionth_of_a_gradient_is_found(pool: Any, corpus: str) -> None:
-    values = recipe(corpus, layout__tp=2, model__init_std=0.02, model__qkv_bias=True).model_dump(mode="json")
+    values = recipe(
+        corpus, layout__tp=2, model__init_std=0.02, model__qkv_bias=True
+    ).model_dump(mode="json")
     found = pool.run(2, damaged, values)[0]
     assert len(found) == 20
     assert [one for one in found if one[3] or not 1e-7 < one[2] < 1e-5] == []
 
 
 @pytest.mark.parametrize(("off", "ok"), [(1e-14, True), (1e-6, False)])
-def test_rounding_of_losses_is_no_difference_of_slopes_between_near_points(off: float, ok: bool) -> None:
+def test_rounding_of_losses_is_no_difference_of_slopes_between_near_points(
+    off: float, ok: bool
+) -> None:
     """A slope of losses at points 0.002 apart has 500 times the rounding of these, and may itself be small."""
 
     def trace(slope: float) -> StepTrace:
@@ -113,12 +125,16 @@ def test_rounding_of_losses_is_no_difference_of_slopes_between_near_points(off: 
 
 
 @pytest.mark.parametrize(("grad", "off", "ok"), [
-    (1e-17, 1e-17, True),  # nothing but rounding: keys' adapters where every query sees one key
-    (1e-17, 1e-14, True),  # and be they a small part of the model: what does not learn is no measure
+    # nothing but rounding: keys' adapters where every query sees one key
+    (1e-17, 1e-17, True),
+    # and be they a small part of the model: what does not learn is no measure
+    (1e-17, 1e-14, True),
     (1e-17, 1e-12, False),
     (1e-4, 1e-13, False),  # a small gradient that is one
 ])  # fmt: skip
-def test_noise_is_no_measure_where_all_gradients_are_zero(grad: float, off: float, ok: bool) -> None:
+def test_noise_is_no_measure_where_all_gradients_are_zero(
+    grad: float, off: float, ok: bool
+) -> None:
     def trace(value: float) -> StepTrace:
         named = {name: Part(torch.tensor([x], dtype=torch.float64), ((0, 1),), mock.Mock())
                  for name, x in [("grad", value), ("w", 2.0), ("frozen", 200.0)]}  # fmt: skip
@@ -128,15 +144,30 @@ def test_noise_is_no_measure_where_all_gradients_are_zero(grad: float, off: floa
 
 
 @pytest.mark.parametrize(("slot", "off", "ok"), [
-    ("outer", 1e-13, True),  # of a parameter that hardly moves, whose own rounding is no less
+    # of a parameter that hardly moves, whose own rounding is no less
+    ("outer", 1e-13, True),
     ("outer", 1e-9, False),
     ("exp_avg", 1e-13, False),
 ])  # fmt: skip
-def test_a_difference_of_parameters_is_as_exact_as_these(slot: str, off: float, ok: bool) -> None:
+def test_a_difference_of_parameters_is_as_exact_as_these(
+    slot: str, off: float, ok: bool
+) -> None:
     def trace(moved: float) -> StepTrace:
-        grad, parameter = torch.tensor([1e-12], dtype=torch.float64), torch.tensor([0.5], dtype=torch.float64)
-        named = {name: Part(x, ((0, 1),), mock.Mock()) for name, x in [("grad", grad), ("w", parameter)]}
-        kept = {"w": Part(torch.tensor([moved], dtype=torch.float64), ((0, 1),), mock.Mock())}
-        return StepTrace([5.0], [1e-12], [{"w": named["grad"]}], {"w": named["w"]}, {slot: kept})
+        grad, parameter = (
+            torch.tensor([1e-12], dtype=torch.float64),
+            torch.tensor([0.5], dtype=torch.float64),
+        )
+        named = {
+            name: Part(x, ((0, 1),), mock.Mock())
+            for name, x in [("grad", grad), ("w", parameter)]
+        }
+        kept = {
+            "w": Part(
+                torch.tensor([moved], dtype=torch.float64), ((0, 1),), mock.Mock()
+            )
+        }
+        return StepTrace(
+            [5.0], [1e-12], [{"w": named["grad"]}], {"w": named["w"]}, {slot: kept}
+        )
 
     assert difference([trace(1e-12 + off)], trace(1e-12), "float64").ok is ok

@@ -24,14 +24,23 @@ def file(tmp_path: Path) -> TierFile:
     ((9000, 7), torch.float32), ((700, 3, 5), torch.float64), ((300, 5000), torch.bfloat16), ((20000, 3), torch.int8),
     ((70000, 32), torch.float32), ((1, 1), torch.float32), ((64, 1024), torch.float32),
 ], ids=str)  # fmt: skip
-def test_rows_are_those_of_the_table(file: TierFile, shape: tuple[int, ...], dtype: torch.dtype, near: int) -> None:
+def test_rows_are_those_of_the_table(
+    file: TierFile, shape: tuple[int, ...], dtype: torch.dtype, near: int
+) -> None:
     """Rows across pages, several on one, twice, in any order and shape, of all of the table; more than one piece."""
     rng = torch.Generator().manual_seed(0)
     table = torch.randint(-100, 100, shape, generator=rng).to(dtype)
     rows = Rows(table, file, near)
     assert len(rows) == len(table) and not file.bytes["read"]
-    indices = [torch.randint(len(table), size, generator=rng) for size in [(1,), (300,), (7, 1, 3)]]
-    indices += [torch.arange(len(table)), torch.arange(len(table)).flip(0), torch.tensor([0, len(table) - 1, 0])]
+    indices = [
+        torch.randint(len(table), size, generator=rng)
+        for size in [(1,), (300,), (7, 1, 3)]
+    ]
+    indices += [
+        torch.arange(len(table)),
+        torch.arange(len(table)).flip(0),
+        torch.tensor([0, len(table) - 1, 0]),
+    ]
     for index in indices:
         found = rows[index]
         assert found.dtype == dtype and torch.equal(found, table[index])
@@ -56,11 +65,18 @@ def test_a_call_reads_each_page_once_and_little_between(file: TierFile) -> None:
     with mock.patch.object(os, "preadv", counted):
         assert torch.equal(rows[index], table[index])
     assert sorted(calls) == [(0, 5), (8, 1), (999, 1)]
-    assert rows.bytes == {"asked": 12 * width, "touched": 5 * PAGE, "read": 7 * PAGE} and file.bytes["read"] == 7 * PAGE
+    assert (
+        rows.bytes == {"asked": 12 * width, "touched": 5 * PAGE, "read": 7 * PAGE}
+        and file.bytes["read"] == 7 * PAGE
+    )
     exact = Rows(table, file, near=0)
     index = torch.randint(4000, (500,), generator=torch.Generator().manual_seed(1))
     assert torch.equal(exact[index], table[index])
-    assert exact.bytes["read"] == exact.bytes["touched"] == PAGE * (index // 4).unique().numel()
+    assert (
+        exact.bytes["read"]
+        == exact.bytes["touched"]
+        == PAGE * (index // 4).unique().numel()
+    )
 
 
 def test_what_is_no_row_and_a_disk_that_fails_are_named(file: TierFile) -> None:

@@ -16,14 +16,19 @@ from weft.net import sockets
     ("known", "address"),
     [
         (["127.0.0.1"], "127.0.0.1"),
-        (["::1", "127.0.0.1"], "127.0.0.1"),  # as of localhost: what listens there is reached by every rank
+        # as of localhost: what listens there is reached by every rank
+        (["::1", "127.0.0.1"], "127.0.0.1"),
         (["not reachable", "127.0.0.1"], "127.0.0.1"),
         (["not reachable"], "127.0.0.1"),
         ([], "127.0.0.1"),
     ],
 )
-def test_own_address_is_of_ipv4_where_there_is_one(known: list[str], address: str) -> None:
-    found = [(sockets.family_of(host), socket.SOCK_DGRAM, 0, "", (host, 9)) for host in known]
+def test_own_address_is_of_ipv4_where_there_is_one(
+    known: list[str], address: str
+) -> None:
+    found = [
+        (sockets.family_of(host), socket.SOCK_DGRAM, 0, "", (host, 9)) for host in known
+    ]
     with mock.patch.object(socket, "getaddrinfo", return_value=found):
         assert sockets.own_address("peer") == address
 
@@ -43,7 +48,8 @@ def test_no_address_of_an_unknown_host_but_ones_own() -> None:
 
 def test_reads_are_of_just_so_many_bytes() -> None:
     ours, theirs = socket.socketpair()
-    ours.settimeout(10)  # with a limit the system may return a part of what is asked for
+    # with a limit the system may return a part of what is asked for
+    ours.settimeout(10)
 
     def send() -> None:
         for piece in (b"ab", b"cde", b"f"):

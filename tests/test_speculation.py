@@ -42,7 +42,9 @@ def spoiled(block: Any, given: Any, output: torch.Tensor) -> None:
         output.register_hook(lambda grad: grad * float("inf"))
 
 
-def run(values: dict[str, Any], clips: list[float], seen: list[State] | None = None) -> Ran:
+def run(
+    values: dict[str, Any], clips: list[float], seen: list[State] | None = None
+) -> Ran:
     """A step with each of these limits of the norm; NaN: not finite. ``seen`` gets the state before them."""
     settings, mesh, model, state, loader = start(values)
     if seen is not None:
@@ -50,8 +52,14 @@ def run(values: dict[str, Any], clips: list[float], seen: list[State] | None = N
     stepper = build_stepper(model, state, mesh, settings)
     results: list[StepResult] = []
     for step, clip in enumerate(clips):
-        stepper.settings = stepper.settings.model_copy(update={"clip": clip if clip == clip else 0.0})
-        broken = [block.register_forward_hook(spoiled) for block in model.blocks.values() if clip != clip]
+        stepper.settings = stepper.settings.model_copy(
+            update={"clip": clip if clip == clip else 0.0}
+        )
+        broken = [
+            block.register_forward_hook(spoiled)
+            for block in model.blocks.values()
+            if clip != clip
+        ]
         results += stepper.step(loader.step(step * settings.train.batch) or [], 1e-3)
         for hook in broken:
             hook.remove()
@@ -59,7 +67,9 @@ def run(values: dict[str, Any], clips: list[float], seen: list[State] | None = N
 
 
 def tree(corpus: str, memory: dict[str, str], **change: Any) -> dict[str, Any]:
-    settings = recipe(corpus, **{f"memory__{key}": value for key, value in memory.items()}, **change)
+    settings = recipe(
+        corpus, **{f"memory__{key}": value for key, value in memory.items()}, **change
+    )
     return settings.model_dump(mode="json", by_alias=True)
 
 
@@ -92,38 +102,82 @@ def test_no_bit_is_that_of_another_run(
     corpus: str, tmp_path: Path, memory: dict[str, str], change: dict[str, Any]
 ) -> None:
     memory = {"folder": str(tmp_path), **memory}
-    plain, waiting, _ = run(tree(corpus, memory | {"speculate": "none"}, **change), CLIPS)
+    plain, waiting, _ = run(
+        tree(corpus, memory | {"speculate": "none"}, **change), CLIPS
+    )
     found, state, stepper = run(tree(corpus, memory, **change), CLIPS)
     assert [repr(r[:4]) for r in found] == [repr(r[:4]) for r in plain]
     same(state, waiting)
     assert isinstance(stepper, Speculation) and len(state.early) > 0
     assert [r.undone for r in found] == [not c > 0.6 and c != 0.0 for c in CLIPS]
-    assert stepper.undone == 4 and f"4 of {len(CLIPS)} steps were undone" in stepper.summary()
+    assert (
+        stepper.undone == 4
+        and f"4 of {len(CLIPS)} steps were undone" in stepper.summary()
+    )
 
 
 def beside(values: dict[str, Any], clips: list[float]) -> tuple[float, int, list[bool]]:
     """On every rank: how much of the waiting run differs, how many units are early, and which steps were undone."""
-    plain, waiting, _ = run(values | {"memory": values["memory"] | {"speculate": "none"}}, clips)
+    plain, waiting, _ = run(
+        values | {"memory": values["memory"] | {"speculate": "none"}}, clips
+    )
     found, state, stepper = run(values, clips)
     theirs = waiting.tensors()
-    pairs = [(part.values.double(), theirs[name].values.double()) for name, part in state.tensors().items()]
-    worst = max(((a - b).norm() / b.norm().clamp_min(1e-9)).item() for a, b in pairs if a.numel())
-    losses = max(abs(a.loss - b.loss) for a, b in zip(found, plain, strict=True) if b.loss == b.loss)
-    assert [r.skipped for r in found] == [r.skipped for r in plain] and isinstance(stepper, Speculation)
+    pairs = [
+        (part.values.double(), theirs[name].values.double())
+        for name, part in state.tensors().items()
+    ]
+    worst = max(
+        ((a - b).norm() / b.norm().clamp_min(1e-9)).item()
+        for a, b in pairs
+        if a.numel()
+    )
+    losses = max(
+        abs(a.loss - b.loss)
+        for a, b in zip(found, plain, strict=True)
+        if b.loss == b.loss
+    )
+    assert [r.skipped for r in found] == [r.skipped for r in plain] and isinstance(
+        stepper, Speculation
+    )
     return max(worst, losses), len(state.early), [r.undone for r in found]
 
 
 #: The first two are the quick ones.
 LAYOUTS: list[tuple[dict[str, int | str], dict[str, str], dict[str, Any]]] = [
     ({"shard": 2, "tp": 2}, {"speculate": "all"}, {"train__micro_batch": 1}),
-    ({"pp": 2, "shard": 2}, FILES | {"speculate": "all"}, {"train__micro_batch": 1, "model__tied": True}),
+    (
+        {"pp": 2, "shard": 2},
+        FILES | {"speculate": "all"},
+        {"train__micro_batch": 1, "model__tied": True},
+    ),
     ({"dp": 2, "shard": 2}, FILES | {"speculate": "even"}, {"train__micro_batch": 1}),
-    ({"tp": 2}, FILES | {"speculate": "all"}, {"optimizer__kind": "muon", "train__recompute": "full"}),
-    ({"dp": 2}, {"speculate": "all"}, {"layout__zero": 1, "optimizer__state": "8bit", "train__micro_batch": 1}),
-    ({"dp": 2, "pp": 2}, {"moments": "file", "speculate": "all"}, {"train__micro_batch": 1}),
+    (
+        {"tp": 2},
+        FILES | {"speculate": "all"},
+        {"optimizer__kind": "muon", "train__recompute": "full"},
+    ),
+    (
+        {"dp": 2},
+        {"speculate": "all"},
+        {"layout__zero": 1, "optimizer__state": "8bit", "train__micro_batch": 1},
+    ),
+    (
+        {"dp": 2, "pp": 2},
+        {"moments": "file", "speculate": "all"},
+        {"train__micro_batch": 1},
+    ),
     ({"pp": 2, "schedule": "zb-h1"}, {"speculate": "all"}, {"train__micro_batch": 1}),
-    ({"cp": 2, "shard": 2}, {"weights": "host", "moments": "file", "speculate": "all"}, {"layout__zero": 2}),
-    ({"dp": 2, "ep": 2}, FILES | {"speculate": "all"}, {"model__experts": 4, "train__micro_batch": 1}),
+    (
+        {"cp": 2, "shard": 2},
+        {"weights": "host", "moments": "file", "speculate": "all"},
+        {"layout__zero": 2},
+    ),
+    (
+        {"dp": 2, "ep": 2},
+        FILES | {"speculate": "all"},
+        {"model__experts": 4, "train__micro_batch": 1},
+    ),
 ]
 
 
@@ -131,15 +185,27 @@ LAYOUTS: list[tuple[dict[str, int | str], dict[str, str], dict[str, Any]]] = [
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("layout", "memory", "change"),
-    [pytest.param(*case, marks=[pytest.mark.slow] * (i >= 2)) for i, case in enumerate(LAYOUTS)],
-    ids=lambda value: "-".join(map(str, value.items() if isinstance(value, dict) else [value])),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (i >= 2))
+        for i, case in enumerate(LAYOUTS)
+    ],
+    ids=lambda value: "-".join(
+        map(str, value.items() if isinstance(value, dict) else [value])
+    ),
 )
 def test_ranks_agree_on_what_is_undone(
-    pool: Any, corpus: str, tmp_path: Path, layout: dict[str, Any], memory: dict[str, str], change: dict[str, Any]
+    pool: Any,
+    corpus: str,
+    tmp_path: Path,
+    layout: dict[str, Any],
+    memory: dict[str, str],
+    change: dict[str, Any],
 ) -> None:
     """The norm is that of all ranks: what is over the limit nowhere may be so together."""
     more = {f"layout__{key}": value for key, value in layout.items()}
-    values = tree(corpus, {"folder": str(tmp_path), **memory}, model__layers=4, **more, **change)
+    values = tree(
+        corpus, {"folder": str(tmp_path), **memory}, model__layers=4, **more, **change
+    )
     values["train"]["batch"] = 8
     world = recipe(corpus, **more).layout.world
     for worst, early, undone in pool.run(world, beside, values, CLIPS):
@@ -150,15 +216,26 @@ def test_ranks_agree_on_what_is_undone(
 @pytest.mark.parametrize("how", ["even", "all"])
 def test_bytes_are_those_of_the_formula(corpus: str, tmp_path: Path, how: str) -> None:
     """An early unit reads its weights twice and its moments once; where a pass turns two stages' weights stay."""
-    steps, values = 3, tree(corpus, FILES | {"folder": str(tmp_path), "speculate": how}, model__layers=6)
+    steps, values = (
+        3,
+        tree(
+            corpus, FILES | {"folder": str(tmp_path), "speculate": how}, model__layers=6
+        ),
+    )
     _, state, _ = run(values, [0.0] * steps)
     units = list(state.units)
     read = written = 0
     for i, unit in enumerate(units):
-        size = {kind: group.region.size for kind, group in state.tiers.groups[unit].items() if group.region}
+        size = {
+            kind: group.region.size
+            for kind, group in state.tiers.groups[unit].items()
+            if group.region
+        }
         every, weights = sum(size.values()), size["weights"]
         early, first, last = unit in state.early, i < 2, i >= len(units) - 2
-        read += weights * (1 if early and first else steps if early else 1) + weights * steps * (not last)
+        read += weights * (
+            1 if early and first else steps if early else 1
+        ) + weights * steps * (not last)
         read += steps * (size["moments"] if early else every)
         written += steps * every
     assert state.tiers.bytes == {"read": read, "written": written}
@@ -169,7 +246,10 @@ def test_buffers_do_not_grow_with_blocks(corpus: str, tmp_path: Path) -> None:
     for layers in (4, 12):
         memory = FILES | {"folder": str(tmp_path), "speculate": "all"}
         _, state, _ = run(tree(corpus, memory, model__layers=layers), [0.0, 0.0])
-        units = [sum(g.region.size for g in groups.values() if g.region) for groups in state.tiers.groups.values()]
+        units = [
+            sum(g.region.size for g in groups.values() if g.region)
+            for groups in state.tiers.groups.values()
+        ]
         assert state.tiers.pool.most <= 5 * max(units)
 
 
@@ -183,7 +263,9 @@ def test_even_units_are_those_that_balance_the_halves() -> None:
     assert sum(even(blocks, 3.0)) > sum(early)
     assert not any(even([unit._replace(free=False) for unit in blocks], 2.0))
     runs = "".join("-+"[now] for now in early).split("-")
-    assert max(map(len, runs)) - min(map(len, runs[1:-1])) <= 2, "those that wait are not spread"
+    assert max(map(len, runs)) - min(map(len, runs[1:-1])) <= 2, (
+        "those that wait are not spread"
+    )
 
 
 @pytest.mark.parametrize("memory", [
@@ -194,7 +276,10 @@ def test_a_disk_that_fails_leaves_nothing_half_updated(
     corpus: str, tmp_path: Path, memory: dict[str, str], points: int
 ) -> None:
     """At so many points of four steps, of which one is undone: the error is named and the state cannot be saved."""
-    values, clips = tree(corpus, {"folder": str(tmp_path), **memory}), [9.0, 1e-3, 9.0, 9.0]
+    values, clips = (
+        tree(corpus, {"folder": str(tmp_path), **memory}),
+        [9.0, 1e-3, 9.0, 9.0],
+    )
     with disk_that_fails(at=0) as calls:
         run(values, clips)
     total = calls["made"]
@@ -202,15 +287,21 @@ def test_a_disk_that_fails_leaves_nothing_half_updated(
         seen: list[State] = []
         with disk_that_fails(at), pytest.raises(TierError) as error:
             run(values, clips, seen)
-        assert str(tmp_path) in str(error.value) and "Input/output error" in str(error.value)
+        assert str(tmp_path) in str(error.value) and "Input/output error" in str(
+            error.value
+        )
         with pytest.raises(TierError):
             seen[0].tensors()
 
 
 @pytest.mark.parametrize("memory", [{}, FILES], ids=str)
-def test_a_step_that_fails_is_as_if_it_had_not_begun(corpus: str, tmp_path: Path, memory: dict[str, str]) -> None:
+def test_a_step_that_fails_is_as_if_it_had_not_begun(
+    corpus: str, tmp_path: Path, memory: dict[str, str]
+) -> None:
     """Whatever ends a step in the middle of backward: what had been updated is not."""
-    values = tree(corpus, {"folder": str(tmp_path), "speculate": "all", **memory}, model__layers=4)
+    values = tree(
+        corpus, {"folder": str(tmp_path), "speculate": "all", **memory}, model__layers=4
+    )
     _, wanted, _ = run(values, [9.0])
     settings, mesh, model, state, loader = start(values)
     stepper = build_stepper(model, state, mesh, settings)
@@ -228,11 +319,17 @@ def test_a_step_that_fails_is_as_if_it_had_not_begun(corpus: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_a_checkpoint_in_the_middle(pool: Any, corpus: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_a_checkpoint_in_the_middle(
+    pool: Any, corpus: str, tmp_path: Path
+) -> None:
     """Clipped and kept steps; three and three with other words are the six of a run that waits."""
 
     def values(how: str, steps: int) -> dict[str, Any]:
-        constant = {"optimizer__schedule": "constant", "train__steps": steps, "optimizer__clip": 2.6}
+        constant = {
+            "optimizer__schedule": "constant",
+            "train__steps": steps,
+            "optimizer__clip": 2.6,
+        }
         memory = FILES | {"folder": str(tmp_path), "speculate": how}
         return save_tree(corpus, {"shard": 2}, **constant) | {"memory": memory}
 
@@ -247,5 +344,8 @@ def test_a_run_goes_on_from_a_checkpoint_in_the_middle(pool: Any, corpus: str, t
         mixed = final(folder, (first, 3), (then, 6))
         assert mixed.keys() == whole.keys()
         assert all(torch.equal(mixed[key], whole[key]) for key in whole)
-    undone = [json.loads(line).get("undone") for line in (tmp_path / "on" / "metrics.jsonl").read_text().splitlines()]
+    undone = [
+        json.loads(line).get("undone")
+        for line in (tmp_path / "on" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert 1 in undone

@@ -30,8 +30,15 @@ from weft.train.loop import train
 from weft.train.score import scores
 from weft.train.setup import prepare
 
-SHAPE = ModelShape(vocab=61, layers=2, embed=32, heads=4, kv_heads=2, ffn=48, init_std=0.5)
-TEXTS = [Text([3, 1, 4], [1, 5, 9]), Text([7], [2]), Text([2, 7, 1, 8, 2, 8], [1, 8]), Text([5, 5], [60, 0, 3, 4, 6])]
+SHAPE = ModelShape(
+    vocab=61, layers=2, embed=32, heads=4, kv_heads=2, ffn=48, init_std=0.5
+)
+TEXTS = [
+    Text([3, 1, 4], [1, 5, 9]),
+    Text([7], [2]),
+    Text([2, 7, 1, 8, 2, 8], [1, 8]),
+    Text([5, 5], [60, 0, 3, 4, 6]),
+]
 
 
 def model(dtype: str = "float64") -> Transformer:
@@ -43,7 +50,9 @@ def directly(model: Transformer, text: Text) -> Score:
     """The score of one text by itself, from the logits of all its tokens."""
     ids = torch.tensor([[*text.given, *text.following]])
     n = ids.shape[1]
-    logits = model(ids, torch.arange(n)[None], torch.tensor([0, n], dtype=torch.int32))[0]
+    logits = model(ids, torch.arange(n)[None], torch.tensor([0, n], dtype=torch.int32))[
+        0
+    ]
     following = torch.tensor(text.following)
     before = logits[len(text.given) - 1 : -1].double()
     found = before.log_softmax(-1)[range(len(following)), following].sum()
@@ -55,18 +64,27 @@ def test_scores_are_those_of_each_text_by_itself() -> None:
     written = Text([3, 1, 4], list(generate(own, [3, 1, 4], 5, (), GREEDY)))
     texts = [*TEXTS, written]
     for room in (1, 9, 64):
-        for found, text in zip(scores(own, None, own.mesh, texts, room=room), texts, strict=True):
+        for found, text in zip(
+            scores(own, None, own.mesh, texts, room=room), texts, strict=True
+        ):
             expected = directly(own, text)
-            assert found.log_probability == pytest.approx(expected.log_probability, rel=1e-10)
+            assert found.log_probability == pytest.approx(
+                expected.log_probability, rel=1e-10
+            )
             assert found.greedy == expected.greedy
-    assert scores(own, None, own.mesh, texts)[-1].greedy and not directly(own, TEXTS[0]).greedy
+    assert (
+        scores(own, None, own.mesh, texts)[-1].greedy
+        and not directly(own, TEXTS[0]).greedy
+    )
     assert scores(own, None, own.mesh, []) == []
 
 
 def scored(values: dict[str, Any], texts: list[Text]) -> list[Score]:
     job = start(values)
     rows, passes = job.settings.rows_per_pass(job.mesh.layout)
-    return scores(job.model, job.state, job.mesh, texts, rows, passes, job.settings.data.seq_len)
+    return scores(
+        job.model, job.state, job.mesh, texts, rows, passes, job.settings.data.seq_len
+    )
 
 
 LAYOUTS = [
@@ -81,17 +99,25 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=lambda x: str(x).replace(" ", ""))
-def test_scores_are_the_same_under_every_layout(pool: Any, corpus: str, world: int, layout: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("world", "layout"), LAYOUTS, ids=lambda x: str(x).replace(" ", "")
+)
+def test_scores_are_the_same_under_every_layout(
+    pool: Any, corpus: str, world: int, layout: dict[str, Any]
+) -> None:
     change = {"model__layers": 4} if layout.get("pp") else {}
 
     def tree(axes: dict[str, Any]) -> dict[str, Any]:
-        return recipe(corpus, **{f"layout__{k}": v for k, v in axes.items()}, **change).model_dump(mode="json")
+        return recipe(
+            corpus, **{f"layout__{k}": v for k, v in axes.items()}, **change
+        ).model_dump(mode="json")
 
     (expected,) = pool.run(1, scored, tree({}), TEXTS)
     for found in pool.run(world, scored, tree(layout), TEXTS):
         for one, other in zip(found, expected, strict=True):
-            assert one.log_probability == pytest.approx(other.log_probability, rel=1e-10)
+            assert one.log_probability == pytest.approx(
+                other.log_probability, rel=1e-10
+            )
             assert one.greedy == other.greedy
 
 
@@ -103,7 +129,11 @@ def run(values: dict[str, Any], out: str) -> list[float]:
 
 def write(folder: Path, *lines: object) -> Path:
     file = folder / "questions.jsonl"
-    file.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    file.write_text(
+        "".join(
+            f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines
+        )
+    )
     return file
 
 
@@ -114,17 +144,28 @@ QUESTIONS = [
 
 
 @pytest.mark.slow
-def test_a_run_asks_and_validates_by_its_averages(pool: Any, corpus: str, tmp_path: Path) -> None:
+def test_a_run_asks_and_validates_by_its_averages(
+    pool: Any, corpus: str, tmp_path: Path
+) -> None:
     """Under two layouts alike; what the averages know is what a model made of them knows, and training is as ever."""
     tasks = [{"path": str(write(tmp_path, *QUESTIONS)), "every": 2, "name": "three"}]
 
     def tree(use: bool, **layout: int) -> dict[str, Any]:
         axes = {f"layout__{axis}": size for axis, size in layout.items()}
-        made = recipe(corpus, validation__every=2, optimizer__ema=0.5, optimizer__lr=1e-2, **axes)
+        made = recipe(
+            corpus, validation__every=2, optimizer__ema=0.5, optimizer__lr=1e-2, **axes
+        )
         plain = made.model_dump(mode="json")
-        return plain | {"tasks": tasks, "optimizer": plain["optimizer"] | {"use_ema": use}}
+        return plain | {
+            "tasks": tasks,
+            "optimizer": plain["optimizer"] | {"use_ema": use},
+        }
 
-    runs = {"one": (1, True, {}), "two": (2, True, {"shard": 2}), "pipeline": (2, True, {"pp": 2})}
+    runs = {
+        "one": (1, True, {}),
+        "two": (2, True, {"shard": 2}),
+        "pipeline": (2, True, {"pp": 2}),
+    }
     runs |= {"cut": (2, True, {"tp": 2}), "current": (1, False, {})}
     found = {
         name: pool.run(world, run, tree(use, **layout), str(tmp_path / name))[0]
@@ -133,38 +174,65 @@ def test_a_run_asks_and_validates_by_its_averages(pool: Any, corpus: str, tmp_pa
     for name in ("two", "pipeline", "cut"):
         assert found[name] == pytest.approx(found["one"], rel=1e-9)
     assert found["current"][0] == pytest.approx(found["one"][0], rel=1e-12)
-    assert all(abs(a - b) > 1e-4 for a, b in zip(found["current"][1:], found["one"][1:], strict=True))
-    losses = {name: [r["loss"] for r in read_metrics(tmp_path / name)["train"]] for name in runs}
+    assert all(
+        abs(a - b) > 1e-4
+        for a, b in zip(found["current"][1:], found["one"][1:], strict=True)
+    )
+    losses = {
+        name: [r["loss"] for r in read_metrics(tmp_path / name)["train"]]
+        for name in runs
+    }
     assert losses["one"] == losses["current"]
     asked = {name: read_metrics(tmp_path / name)["task.three"] for name in runs}
     assert [r["step"] for r in asked["one"]] == [0, 2, 4, 6]
     for name in ("two", "pipeline", "cut"):
-        assert [r["loss"] for r in asked[name]] == pytest.approx([r["loss"] for r in asked["one"]], rel=1e-9)
+        assert [r["loss"] for r in asked[name]] == pytest.approx(
+            [r["loss"] for r in asked["one"]], rel=1e-9
+        )
 
     checkpoint = str(tmp_path / "two")
     averaged, files = open_model(checkpoint, "cpu", print, ema=True)
     drawn = charts([RecordedRun("one", read_metrics(tmp_path / "one"))])
     (chart,) = (chart for chart in drawn if chart["title"] == "Tasks")
-    assert chart["note"].endswith(": three") and [len(t["x"]) for t in chart["traces"]] == [4]
+    assert chart["note"].endswith(": three") and [
+        len(t["x"]) for t in chart["traces"]
+    ] == [4]
     task = open_task(Task(path=tasks[0]["path"]), tokenizer_of(files, checkpoint), "it")
     for ema, record in ((True, asked["one"][-1]), (False, asked["current"][-1])):
         opened = open_model(checkpoint, "cpu", print, ema)[0]
-        answered = task.answered(lambda texts, model=opened: scores(model, None, model.mesh, texts))
+        answered = task.answered(
+            lambda texts, model=opened: scores(model, None, model.mesh, texts)
+        )
         assert answered is not None
         assert answered.loss == pytest.approx(record["loss"], rel=1e-4)
     assert averaged.blocks["0"].attention.wq.ne(opened.blocks["0"].attention.wq).any()
 
 
-def test_averages_begin_where_they_are_first_asked_for(corpus: str, tmp_path: Path) -> None:
+def test_averages_begin_where_they_are_first_asked_for(
+    corpus: str, tmp_path: Path
+) -> None:
     """A run that goes on with averages begins them with its parameters, and one that goes on without lets them go."""
-    start_run(recipe(corpus, train__steps=2, optimizer__schedule="constant"), tmp_path / "run")
+    start_run(
+        recipe(corpus, train__steps=2, optimizer__schedule="constant"), tmp_path / "run"
+    )
     before = dict(open_model(str(tmp_path / "run"), "cpu", print)[0].named_parameters())
-    more = recipe(corpus, train__steps=3, optimizer__schedule="constant", optimizer__ema=0.75, optimizer__lr=1e-2)
+    more = recipe(
+        corpus,
+        train__steps=3,
+        optimizer__schedule="constant",
+        optimizer__ema=0.75,
+        optimizer__lr=1e-2,
+    )
     start_run(more, tmp_path / "run", "auto")
-    after, averages = (dict(open_model(str(tmp_path / "run"), "cpu", print, e)[0].named_parameters()) for e in (0, 1))
+    after, averages = (
+        dict(open_model(str(tmp_path / "run"), "cpu", print, e)[0].named_parameters())
+        for e in (0, 1)
+    )
     for name, average in averages.items():
         torch.testing.assert_close(average, 0.75 * before[name] + 0.25 * after[name])
-    assert any(not torch.equal(average, after[name]) for name, average in averages.items())
+    assert any(
+        not torch.equal(average, after[name]) for name, average in averages.items()
+    )
     start_run(recipe(corpus, train__steps=4), tmp_path / "run", "auto")
     with pytest.raises(WeftError, match="has no averages"):
         open_model(str(tmp_path / "run"), "cpu", print, True)
@@ -172,21 +240,40 @@ def test_averages_begin_where_they_are_first_asked_for(corpus: str, tmp_path: Pa
 
 def test_averages_of_an_adapter(corpus: str, tmp_path: Path) -> None:
     """They are those of what learns, beside the same base."""
-    settings = {"adapter__rank": 3, "optimizer__ema": 0.5, "optimizer__use_ema": True, "optimizer__lr": 1e-2}
-    outcome = start_run(recipe(corpus, train__steps=3, checkpoint__export="adapter", **settings), tmp_path / "run")
-    plain, averaged = (dict(open_model(str(outcome.run), "cpu", print, e)[0].named_parameters()) for e in (0, 1))
+    settings = {
+        "adapter__rank": 3,
+        "optimizer__ema": 0.5,
+        "optimizer__use_ema": True,
+        "optimizer__lr": 1e-2,
+    }
+    outcome = start_run(
+        recipe(corpus, train__steps=3, checkpoint__export="adapter", **settings),
+        tmp_path / "run",
+    )
+    plain, averaged = (
+        dict(open_model(str(outcome.run), "cpu", print, e)[0].named_parameters())
+        for e in (0, 1)
+    )
     moved = {name for name in plain if not torch.equal(plain[name], averaged[name])}
     assert moved and all(".adapters." in name for name in moved)
     stored = load_file(outcome.run / "export/adapter_model.safetensors")
     key = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
-    torch.testing.assert_close(stored[key], averaged["blocks.0.attention.adapters.wq.b"].detach())
+    torch.testing.assert_close(
+        stored[key], averaged["blocks.0.attention.adapters.wq.b"].detach()
+    )
 
 
 @pytest.mark.slow
 def test_the_command_asks_and_exports_averages(
     command: Command, corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    values = recipe(corpus, optimizer__ema=0.5, optimizer__lr=1e-2, optimizer__use_ema=True, checkpoint__export="model")
+    values = recipe(
+        corpus,
+        optimizer__ema=0.5,
+        optimizer__lr=1e-2,
+        optimizer__use_ema=True,
+        checkpoint__export="model",
+    )
     outcome = start_run(values, tmp_path / "run")
     file = write(tmp_path, *QUESTIONS)
     capsys.readouterr()
@@ -194,17 +281,36 @@ def test_the_command_asks_and_exports_averages(
     assert code == 0, err
     found = json.loads(out)["questions"]
     assert found["questions"] == 3 and found["accuracy"] == found["right"] / 3
-    assert command("export", "--from", outcome.run, "--ema", "--out", tmp_path / "out")[0] == 0
-    written = {name: (tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "run/export")}
+    assert (
+        command("export", "--from", outcome.run, "--ema", "--out", tmp_path / "out")[0]
+        == 0
+    )
+    written = {
+        name: (tmp_path / name / "model.safetensors").read_bytes()
+        for name in ("out", "run/export")
+    }
     assert written["out"] == written["run/export"]
     assert command("export", "--from", outcome.run, "--out", tmp_path / "plain")[0] == 0
     assert (tmp_path / "plain/model.safetensors").read_bytes() != written["out"]
-    assert json.loads(command("eval", file, "--from", tmp_path / "out", "--json")[1])["questions"] == found
+    assert (
+        json.loads(command("eval", file, "--from", tmp_path / "out", "--json")[1])[
+            "questions"
+        ]
+        == found
+    )
 
     start_run(recipe(corpus, train__steps=1), tmp_path / "none")
-    for words in (["eval", file], ["export", "--out", tmp_path / "no"], ["generate", "--prompt", "a"]):
+    for words in (
+        ["eval", file],
+        ["export", "--out", tmp_path / "no"],
+        ["generate", "--prompt", "a"],
+    ):
         code, _, err = command(*words, "--from", tmp_path / "none", "--ema")
-        assert code == 1 and "has no averages of its parameters; train with optimizer.ema" in " ".join(err.split())
+        assert (
+            code == 1
+            and "has no averages of its parameters; train with optimizer.ema"
+            in " ".join(err.split())
+        )
     assert not (tmp_path / "no").exists()
 
 
@@ -221,7 +327,11 @@ def test_a_broken_question_is_named(tmp_path: Path, line: object, said: str) -> 
     file = write(tmp_path, {"prompt": "a", "answer": "b"}, "", line)
     with pytest.raises(WeftError) as error:
         open_task(Task(path=str(file)), load_tokenizer("bytes"), "it")
-    assert str(error.value).startswith(f"{file}:3: ") and said in str(error.value) and "\n" not in str(error.value)
+    assert (
+        str(error.value).startswith(f"{file}:3: ")
+        and said in str(error.value)
+        and "\n" not in str(error.value)
+    )
 
 
 def test_files_that_hold_no_question(tmp_path: Path) -> None:
@@ -237,17 +347,27 @@ def test_files_that_hold_no_question(tmp_path: Path) -> None:
         assert name in str(error.value) and said in str(error.value)
     file = tmp_path / "good.toml"
     file.write_text('[[questions]]\nprompt = "a"\nanswer = "b"\n' * 3)
-    assert read_questions(file, 2) == [Question(f"{file}:{i}", "a", ("b",)) for i in (1, 2)]
+    assert read_questions(file, 2) == [
+        Question(f"{file}:{i}", "a", ("b",)) for i in (1, 2)
+    ]
 
 
 def test_a_conversation_is_asked_for_its_turn(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(save_tokenizer(tmp_path, TEMPLATES["smollm2"])))
-    file = write(tmp_path, {"prompt": "one and one", "choices": ["two", "three"], "answer": "two"})
+    file = write(
+        tmp_path,
+        {"prompt": "one and one", "choices": ["two", "three"], "answer": "two"},
+    )
     task = open_task(Task(path=str(file), chat=True), tokenizer, "it")
     for text, answer in zip(task.texts[0], ("two", "three"), strict=True):
-        whole = tokenizer.model.decode([*text.given, *text.following], skip_special_tokens=False)
+        whole = tokenizer.model.decode(
+            [*text.given, *text.following], skip_special_tokens=False
+        )
         turn = tokenizer.model.decode(list(text.following), skip_special_tokens=False)
-        assert turn.replace(" ", "") == f"{answer}<|im_end|>" and "one and one<|im_end|>" in whole
+        assert (
+            turn.replace(" ", "") == f"{answer}<|im_end|>"
+            and "one and one<|im_end|>" in whole
+        )
         assert text.given == task.texts[0][0].given
     with pytest.raises(WeftError, match="it has no chat template"):
         open_task(Task(path=str(file), chat=True), load_tokenizer("bytes"), "it")

@@ -73,10 +73,25 @@ def test_a_region_is_a_file_and_memory(tmp_path: Path) -> None:
     assert file.bytes == {"written": data.numel(), "read": back.numel() + PAGE}
 
 
-@pytest.mark.parametrize("size", [PAGE, SMALL, SMALL + PAGE, 3 * SMALL + PAGE, 2 * PIECE, 2 * PIECE + PAGE, 5 * PIECE])
+@pytest.mark.parametrize(
+    "size",
+    [
+        PAGE,
+        SMALL,
+        SMALL + PAGE,
+        3 * SMALL + PAGE,
+        2 * PIECE,
+        2 * PIECE + PAGE,
+        5 * PIECE,
+    ],
+)
 def test_a_transfer_is_shared_by_the_threads(tmp_path: Path, size: int) -> None:
     """What is less than a piece for each comes in equal parts, and soonest; all of it comes once, and is compared."""
-    region, data, back = TierFile(tmp_path).region(size), page_buffer(size), page_buffer(size)
+    region, data, back = (
+        TierFile(tmp_path).region(size),
+        page_buffer(size),
+        page_buffer(size),
+    )
     data.copy_(torch.randint(0, 256, data.shape, dtype=torch.uint8))
     region.write(data).wait()
     coming = region.read(back)
@@ -94,7 +109,10 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     region, data = file.region(2 * PIECE), page_buffer(2 * PIECE)
     region.write(data).wait()
     region.memory[PIECE + 9] = 1
-    with pytest.raises(TierError, match=rf"memory.folder = '{tmp_path}' failed: .* at {PIECE:,} .* damaged"):
+    with pytest.raises(
+        TierError,
+        match=rf"memory.folder = '{tmp_path}' failed: .* at {PIECE:,} .* damaged",
+    ):
         region.read(data).wait()
 
 
@@ -111,8 +129,13 @@ try:
 except TierError as error:
     sys.exit(report_failure(error))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1 and "has taken 0.2 s: the disk does not answer" in done.stderr, done
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100
+    )
+    assert (
+        done.returncode == 1
+        and "has taken 0.2 s: the disk does not answer" in done.stderr
+    ), done
 
 
 def test_a_system_that_does_less_is_asked_again(tmp_path: Path) -> None:
@@ -121,13 +144,20 @@ def test_a_system_that_does_less_is_asked_again(tmp_path: Path) -> None:
     data.copy_(torch.randint(0, 256, data.shape, dtype=torch.uint8))
 
     def shortened(call: Callable[..., int]) -> Callable[..., int]:
-        return lambda descriptor, parts, offset: call(descriptor, [parts[0][: 3 * PAGE]], offset)
+        return lambda descriptor, parts, offset: call(
+            descriptor, [parts[0][: 3 * PAGE]], offset
+        )
 
-    with mock.patch.multiple(os, preadv=shortened(os.preadv), pwritev=shortened(os.pwritev)):
+    with mock.patch.multiple(
+        os, preadv=shortened(os.preadv), pwritev=shortened(os.pwritev)
+    ):
         region.write(data).wait()
         region.read(back).wait()
     assert torch.equal(data, back)
-    with mock.patch.object(os, "preadv", return_value=0), pytest.raises(TierError, match="the file ends at 0"):
+    with (
+        mock.patch.object(os, "preadv", return_value=0),
+        pytest.raises(TierError, match="the file ends at 0"),
+    ):
         region.read(back).wait()
 
 
@@ -140,7 +170,10 @@ def test_what_is_urgent_goes_first() -> None:
 
     first = threads.submit(lambda: made.append(int(gate.wait(10))))
     later = [threads.submit(partial(made.append, i), urgent=False) for i in (2, 3, 4)]
-    bad, soon = threads.submit(fails), [threads.submit(partial(made.append, i)) for i in (10, 11)]
+    bad, soon = (
+        threads.submit(fails),
+        [threads.submit(partial(made.append, i)) for i in (10, 11)],
+    )
     assert later[1].cancel()
     gate.set()
     with pytest.raises(OSError, match="Input/output"):
@@ -152,12 +185,21 @@ def test_what_is_urgent_goes_first() -> None:
 
 def test_what_cannot_be_used_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(TierError, match=r"memory.folder = .*file/under' cannot be used: Not a directory; choose a"):
+    with pytest.raises(
+        TierError,
+        match=r"memory.folder = .*file/under' cannot be used: Not a directory; choose a",
+    ):
         TierFile(tmp_path / "file" / "under")
-    with pytest.raises(TierError, match=r"memory.folder = .*file' cannot be used: it is a file; choose a folder"):
+    with pytest.raises(
+        TierError,
+        match=r"memory.folder = .*file' cannot be used: it is a file; choose a folder",
+    ):
         TierFile(tmp_path / "file")
     file = TierFile(tmp_path)
-    with pytest.raises(TierError, match=r"no room for .* bytes in memory.folder = '\S+': .* choose another folder"):
+    with pytest.raises(
+        TierError,
+        match=r"no room for .* bytes in memory.folder = '\S+': .* choose another folder",
+    ):
         file.region(1 << 60)
     assert file.size == 0
     kept = file.region(PAGE)
@@ -189,15 +231,23 @@ def test_a_checkpoint_has_its_room_on_the_disk_from_the_start(tmp_path: Path) ->
         assert os.fstat(writer._file.fileno()).st_blocks * 512 >= 64 * PAGE
     finally:
         writer.close()
-    with pytest.raises(TierError, match=r"no room for .* bytes in memory.folder .* for what a checkpoint copies"):
+    with pytest.raises(
+        TierError,
+        match=r"no room for .* bytes in memory.folder .* for what a checkpoint copies",
+    ):
         WriterProcess(1 << 60, pinned=False, folder=tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(TierError, match=r"memory.folder = .*file' cannot be used: it is a file"):
+    with pytest.raises(
+        TierError, match=r"memory.folder = .*file' cannot be used: it is a file"
+    ):
         WriterProcess(PAGE, pinned=False, folder=tmp_path / "file")
 
 
 def test_memory_that_is_not_there_is_said() -> None:
-    with pytest.raises(TierError, match=r"no memory for a buffer of 4,611,686,018,427,387,904 bytes: Cannot allocate"):
+    with pytest.raises(
+        TierError,
+        match=r"no memory for a buffer of 4,611,686,018,427,387,904 bytes: Cannot allocate",
+    ):
         BufferPool().take(1 << 62)
 
 
@@ -205,7 +255,10 @@ def test_memory_that_cannot_be_pinned_is_said() -> None:
     refused = mock.Mock(side_effect=RuntimeError("out of memory (2)"))
     with (
         mock.patch.multiple("torch.cuda", cudart=mock.Mock(), check_error=refused),
-        pytest.raises(TierError, match=r"8,192 bytes of the host's memory cannot be pinned .*: out of memory \(2\)"),
+        pytest.raises(
+            TierError,
+            match=r"8,192 bytes of the host's memory cannot be pinned .*: out of memory \(2\)",
+        ),
     ):
         BufferPool(pinned=True).take(8_000)
 
@@ -220,7 +273,10 @@ def test_the_pool_has_slots_for_every_size() -> None:
         taken = [pool.take(size) for size in (*blocks, *ends)]
         for buffer in taken:
             pool.give(buffer)
-    assert pool.most == sum(map(whole_pages, (*blocks, *ends))) and payload / pool.most >= 0.95
+    assert (
+        pool.most == sum(map(whole_pages, (*blocks, *ends)))
+        and payload / pool.most >= 0.95
+    )
     assert pool.bytes == sum(map(whole_pages, blocks)), "what is seldom used stays"
     with mock.patch("weft.memory.tiers.LARGE", ends[0]):
         pool.take(ends[0])
@@ -235,10 +291,17 @@ def test_where_memory_ends_what_is_idle_makes_room() -> None:
     for _ in range(COMMON):
         pool.announce(PAGE)
     pool.give(pool.take(PAGE))
-    with mock.patch.object(tiers, "page_buffer", side_effect=[TierError("no memory"), page_buffer(2 * PAGE)]):
+    with mock.patch.object(
+        tiers,
+        "page_buffer",
+        side_effect=[TierError("no memory"), page_buffer(2 * PAGE)],
+    ):
         assert pool.take(2 * PAGE).numel() == 2 * PAGE
     assert pool.bytes == 2 * PAGE and pool.most == 2 * PAGE
-    with mock.patch.object(tiers, "page_buffer", side_effect=TierError("no memory")), pytest.raises(TierError):
+    with (
+        mock.patch.object(tiers, "page_buffer", side_effect=TierError("no memory")),
+        pytest.raises(TierError),
+    ):
         pool.take(PAGE)
     assert pool.bytes == 2 * PAGE
 
@@ -246,13 +309,20 @@ def test_where_memory_ends_what_is_idle_makes_room() -> None:
 def test_where_memory_ends_what_is_leaving_is_waited_for(tmp_path: Path) -> None:
     """Its buffer makes room for the next."""
     resting = Tiers({"weights": "file"}, str(tmp_path))
-    values = {name: torch.full((PAGE // 4 * (1 + i),), float(i)) for i, name in enumerate("ab")}
+    values = {
+        name: torch.full((PAGE // 4 * (1 + i),), float(i))
+        for i, name in enumerate("ab")
+    }
     for name, tensor in values.items():
         resting.rest(name, "weights", [tensor])
     with resting.at_hand("a", "weights", changes=True):
         values["a"].fill_(7)
     assert resting.leaving and resting.pool.bytes == PAGE
-    with mock.patch.object(tiers, "page_buffer", side_effect=[TierError("no memory"), page_buffer(2 * PAGE)]):
+    with mock.patch.object(
+        tiers,
+        "page_buffer",
+        side_effect=[TierError("no memory"), page_buffer(2 * PAGE)],
+    ):
         resting.fetch("b", "weights")
     assert not resting.leaving and resting.pool.bytes == 2 * PAGE
     resting.settle()
@@ -261,7 +331,10 @@ def test_where_memory_ends_what_is_leaving_is_waited_for(tmp_path: Path) -> None
 
 def test_tensors_come_and_go_and_keep_their_values(tmp_path: Path) -> None:
     tiers = Tiers({"moments": "file"}, str(tmp_path))
-    owners = {name: [torch.randn(300), torch.randn(3, 5).double(), torch.randn(0)] for name in "abcd"}
+    owners = {
+        name: [torch.randn(300), torch.randn(3, 5).double(), torch.randn(0)]
+        for name in "abcd"
+    }
     wanted = {name: [t.clone() for t in tensors] for name, tensors in owners.items()}
     for name, tensors in owners.items():
         tiers.rest(name, "moments", tensors)
@@ -275,8 +348,15 @@ def test_tensors_come_and_go_and_keep_their_values(tmp_path: Path) -> None:
                     t.add_(turn + 1)
                     w.add_(turn + 1)
         tiers.settle()
-        assert all(torch.equal(t, w) for name in owners for t, w in zip(owners[name], wanted[name], strict=True))
-        assert tiers.bytes == {"read": size * 4 * (turn + 1), "written": size * 4 * (turn + 1)}
+        assert all(
+            torch.equal(t, w)
+            for name in owners
+            for t, w in zip(owners[name], wanted[name], strict=True)
+        )
+        assert tiers.bytes == {
+            "read": size * 4 * (turn + 1),
+            "written": size * 4 * (turn + 1),
+        }
     assert tiers.pool.bytes <= 3 * size
     with pytest.raises(ZeroDivisionError), tiers.updating("a"):
         owners["a"][0].zero_()
@@ -289,13 +369,22 @@ def test_tensors_come_and_go_and_keep_their_values(tmp_path: Path) -> None:
 
 
 def run(
-    corpus: str, memory: dict[str, str], steps: int, seen: list[State] | None = None, **change: Any
+    corpus: str,
+    memory: dict[str, str],
+    steps: int,
+    seen: list[State] | None = None,
+    **change: Any,
 ) -> tuple[list[Any], State]:
     """Some steps on one device; ``seen`` gets the state before the first, also if they fail."""
-    settings = recipe(corpus, **{f"memory__{key}": value for key, value in memory.items()}, **change)
+    settings = recipe(
+        corpus, **{f"memory__{key}": value for key, value in memory.items()}, **change
+    )
     job, mesh = prepare(settings), Mesh.single()
     model, state = assemble(job.shape, mesh, settings)
-    stepper, loader = build_stepper(model, state, mesh, settings), job.loader(job.corpus.train, mesh)
+    stepper, loader = (
+        build_stepper(model, state, mesh, settings),
+        job.loader(job.corpus.train, mesh),
+    )
     results: list[Any] = []
     if seen is not None:
         seen.append(state)
@@ -315,7 +404,9 @@ def run(
 @pytest.mark.parametrize("memory", [
     {"moments": "file"}, {"weights": "file", "gradients": "host", "moments": "host"}, EVERYTHING,
 ], ids=lambda memory: "+".join(memory))  # fmt: skip
-def test_tiers_change_no_bit(corpus: str, tmp_path: Path, memory: dict[str, str], change: dict[str, Any]) -> None:
+def test_tiers_change_no_bit(
+    corpus: str, tmp_path: Path, memory: dict[str, str], change: dict[str, Any]
+) -> None:
     if "optimizer__in_backward" in change and "weights" in memory:
         pytest.skip("refused")
     plain, resident = run(corpus, {}, 3, **change)
@@ -327,7 +418,9 @@ def test_tiers_change_no_bit(corpus: str, tmp_path: Path, memory: dict[str, str]
 
 
 @pytest.mark.parametrize("memory", [{"moments": "file"}, EVERYTHING], ids="+".join)
-def test_what_a_disk_has_damaged_is_not_saved(corpus: str, tmp_path: Path, memory: dict[str, str]) -> None:
+def test_what_a_disk_has_damaged_is_not_saved(
+    corpus: str, tmp_path: Path, memory: dict[str, str]
+) -> None:
     """A checkpoint copies from the file's memory, where nothing else compares it with what was written."""
     _, state = run(corpus, {**memory, "folder": str(tmp_path)}, 2)
     state.saved()
@@ -335,7 +428,9 @@ def test_what_a_disk_has_damaged_is_not_saved(corpus: str, tmp_path: Path, memor
     group = next(groups["moments"] for groups in reversed(state.tiers.groups.values()))
     assert group.region is not None
     group.region.memory[9] ^= 1
-    with pytest.raises(TierError, match=rf"memory.folder = '{tmp_path}' failed: .* damaged"):
+    with pytest.raises(
+        TierError, match=rf"memory.folder = '{tmp_path}' failed: .* damaged"
+    ):
         state.saved()
 
 
@@ -356,7 +451,9 @@ def test_bytes_are_those_of_the_formula(corpus: str, tmp_path: Path, rows: int) 
     Those of the last two stages stay from forward to backward.
     The first forward has nothing to update, and the last step's update is made at the end.
     """
-    _, state = run(corpus, {**EVERYTHING, "folder": str(tmp_path)}, 2, train__micro_batch=rows)
+    _, state = run(
+        corpus, {**EVERYTHING, "folder": str(tmp_path)}, 2, train__micro_batch=rows
+    )
     size, last = regions(state), 0
     for unit, groups in state.tiers.groups.items():
         if any(h.name.startswith(("blocks.1.", "norm", "head")) for h in unit.held):  # type: ignore[attr-defined]
@@ -366,20 +463,33 @@ def test_bytes_are_those_of_the_formula(corpus: str, tmp_path: Path, rows: int) 
         "read": size["weights"] + 2 * (size["weights"] - last) + 2 * every,
         "written": 2 * every,
     }
-    assert size["moments"] <= 2 * size["weights"] and size["gradients"] == size["weights"]
+    assert (
+        size["moments"] <= 2 * size["weights"] and size["gradients"] == size["weights"]
+    )
 
 
 @pytest.mark.parametrize("speculate", ["none", "all"])
-def test_what_has_room_stays_from_forward_to_backward(corpus: str, tmp_path: Path, speculate: str) -> None:
+def test_what_has_room_stays_from_forward_to_backward(
+    corpus: str, tmp_path: Path, speculate: str
+) -> None:
     """Weights of as many blocks more as the buffer has room for are read once in a step; no bit changes."""
     memory = {**EVERYTHING, "folder": str(tmp_path), "speculate": speculate}
-    change = {f"model__{key}": value for key, value in {"layers": 6, "embed": 96, "ffn": 288, "head_dim": 24}.items()}
+    change = {
+        f"model__{key}": value
+        for key, value in {"layers": 6, "embed": 96, "ffn": 288, "head_dim": 24}.items()
+    }
     steps, sides = 2, {}
     for room in (0, 1, 2, 64):
-        results, state = run(corpus, {**memory, "buffer": room}, steps, **change, train__dtype="float32")
+        results, state = run(
+            corpus, {**memory, "buffer": room}, steps, **change, train__dtype="float32"
+        )
         sides[room] = [r[:4] for r in results], state
     losses, plain = sides[0]
-    weights = [groups["weights"].region.size for groups in plain.tiers.groups.values() if groups]  # type: ignore[union-attr]
+    weights = [
+        groups["weights"].region.size
+        for groups in plain.tiers.groups.values()
+        if groups
+    ]  # type: ignore[union-attr]
     block = max(weights)
     assert weights[1:-1] == [block] * 6
     again = sum(weights[:-2])  # is read again for backward if there is no room
@@ -387,24 +497,40 @@ def test_what_has_room_stays_from_forward_to_backward(corpus: str, tmp_path: Pat
         assert found == losses, room
         saved = min(again, (room << 20) // block * block)
         if speculate == "none":
-            assert plain.tiers.bytes["read"] - state.tiers.bytes["read"] == steps * saved
+            assert (
+                plain.tiers.bytes["read"] - state.tiers.bytes["read"] == steps * saved
+            )
         else:
-            assert plain.tiers.bytes["read"] - state.tiers.bytes["read"] >= (steps - 1) * saved
+            assert (
+                plain.tiers.bytes["read"] - state.tiers.bytes["read"]
+                >= (steps - 1) * saved
+            )
         assert state.tiers.bytes["written"] == plain.tiers.bytes["written"]
         assert state.tiers.pool.most <= plain.tiers.pool.most + saved
         wanted = plain.tensors()
-        assert all(torch.equal(part.values, wanted[name].values) for name, part in state.tensors().items())
+        assert all(
+            torch.equal(part.values, wanted[name].values)
+            for name, part in state.tensors().items()
+        )
 
 
 def test_what_rests_takes_no_memory(corpus: str, tmp_path: Path) -> None:
     """Buffers of three units at most, of the kinds that are used together, however many blocks there are."""
     for layers in (3, 9):
-        _, state = run(corpus, {**EVERYTHING, "folder": str(tmp_path)}, 1, model__layers=layers)
-        units = {sum(g.region.size for g in groups.values()) for groups in state.tiers.groups.values() if groups}  # type: ignore[union-attr]
+        _, state = run(
+            corpus, {**EVERYTHING, "folder": str(tmp_path)}, 1, model__layers=layers
+        )
+        units = {
+            sum(g.region.size for g in groups.values())
+            for groups in state.tiers.groups.values()
+            if groups
+        }  # type: ignore[union-attr]
         assert state.tiers.pool.most <= 4 * max(units)
 
 
-def test_what_an_update_needed_has_left_before_the_unit_computes(corpus: str, tmp_path: Path) -> None:
+def test_what_an_update_needed_has_left_before_the_unit_computes(
+    corpus: str, tmp_path: Path
+) -> None:
     """A large embedding is not in memory as parameter, weights and gradient at once."""
     gather, seen = TableUnit.gather, list[bool]()
 
@@ -418,9 +544,16 @@ def test_what_an_update_needed_has_left_before_the_unit_computes(corpus: str, tm
     assert seen and all(seen)
 
 
-def test_what_does_not_learn_has_no_gradients_anywhere(corpus: str, tmp_path: Path) -> None:
+def test_what_does_not_learn_has_no_gradients_anywhere(
+    corpus: str, tmp_path: Path
+) -> None:
     _, state = run(corpus, {**EVERYTHING, "folder": str(tmp_path)}, 1, adapter__rank=2)
-    kept = {name for unit in state.units if isinstance(unit, TableUnit) for name in unit.reduced}
+    kept = {
+        name
+        for unit in state.units
+        if isinstance(unit, TableUnit)
+        for name in unit.reduced
+    }
     assert kept == {h.name for h in state.learning} and len(kept) < len(state.held)
 
 
@@ -443,9 +576,13 @@ def test_what_does_not_fit_in_memory_trains_from_a_file(
         "memory.folder": tmp_path,
     }  # fmt: skip
 
-    def trained(name: str, limited: bool, **memory: str) -> subprocess.CompletedProcess[str]:
+    def trained(
+        name: str, limited: bool, **memory: str
+    ) -> subprocess.CompletedProcess[str]:
         given = settings | {f"memory.{kind}": place for kind, place in memory.items()}
-        words = [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
+        words = [
+            word for key, value in given.items() for word in ("--set", f"{key}={value}")
+        ]
 
         def limit_memory() -> None:
             # Of every thread: all of it counts as data, though hardly any of it is ever touched.
@@ -460,17 +597,31 @@ def test_what_does_not_fit_in_memory_trains_from_a_file(
 
     def written(name: str) -> dict[str, torch.Tensor]:
         data = tmp_path / name / "checkpoints" / "step-000002" / "data"
-        return {key: value for path in data.iterdir() for key, value in load_file(path).items()}
+        return {
+            key: value
+            for path in data.iterdir()
+            for key, value in load_file(path).items()
+        }
 
-    assert trained("short", True, weights="device").returncode, "the limit holds nobody up"
-    for name, done in (("file", trained("file", True)), ("memory", trained("memory", False, weights="device"))):
+    assert trained("short", True, weights="device").returncode, (
+        "the limit holds nobody up"
+    )
+    for name, done in (
+        ("file", trained("file", True)),
+        ("memory", trained("memory", False, weights="device")),
+    ):
         assert not done.returncode, (name, done.stderr)
     found, wanted = written("file"), written("memory")
-    assert sum(value.nbytes for value in wanted.values()) * 4 / 3 >= share * (limit << 20)
+    assert sum(value.nbytes for value in wanted.values()) * 4 / 3 >= share * (
+        limit << 20
+    )
     assert found.keys() == wanted.keys()
     for key, value in wanted.items():
-        if model.get("tied"):  # whose two gradients of the embedding are added in another order
-            assert torch.linalg.vector_norm(found[key] - value) <= 1e-5 * torch.linalg.vector_norm(value), key
+        # whose two gradients of the embedding are added in another order
+        if model.get("tied"):
+            assert torch.linalg.vector_norm(
+                found[key] - value
+            ) <= 1e-5 * torch.linalg.vector_norm(value), key
         else:
             assert torch.equal(found[key], value), key
 
@@ -489,13 +640,17 @@ def disk_that_fails(at: int) -> Iterator[Counter[str]]:
 
         return call
 
-    with mock.patch.multiple(os, preadv=failing(os.preadv), pwritev=failing(os.pwritev)):
+    with mock.patch.multiple(
+        os, preadv=failing(os.preadv), pwritev=failing(os.pwritev)
+    ):
         yield calls
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("points", [25, pytest.param(200, marks=pytest.mark.soak)])
-def test_a_disk_that_fails_is_named_and_nothing_is_half_updated(corpus: str, tmp_path: Path, points: int) -> None:
+def test_a_disk_that_fails_is_named_and_nothing_is_half_updated(
+    corpus: str, tmp_path: Path, points: int
+) -> None:
     """At so many points of three steps: the error names the folder, and what is left is never looked at."""
     memory = {**EVERYTHING, "folder": str(tmp_path)}
     with disk_that_fails(at=0) as calls:
@@ -505,6 +660,9 @@ def test_a_disk_that_fails_is_named_and_nothing_is_half_updated(corpus: str, tmp
         seen: list[State] = []
         with disk_that_fails(at), pytest.raises(TierError) as error:
             run(corpus, memory, 3, seen)
-        assert str(tmp_path) in str(error.value) and "Input/output error" in str(error.value)
-        with pytest.raises(TierError):  # nobody, a checkpoint least of all, sees what may be half an update
+        assert str(tmp_path) in str(error.value) and "Input/output error" in str(
+            error.value
+        )
+        # nobody, a checkpoint least of all, sees what may be half an update
+        with pytest.raises(TierError):
             seen[0].tensors()

@@ -17,7 +17,9 @@ from weft.layout.layout import Layout
 from weft.prove.types import check_types
 from weft.recipe import ModelShape, Train
 
-SHAPE = ModelShape(vocab=257, layers=2, embed=32, heads=8, kv_heads=2, qk_norm=True, qkv_bias=True)
+SHAPE = ModelShape(
+    vocab=257, layers=2, embed=32, heads=8, kv_heads=2, qk_norm=True, qkv_bias=True
+)
 LARGE = [
     {"dp": 8, "shard": 16, "cp": 2, "tp": 4},
     {"shard": 1024},
@@ -32,7 +34,9 @@ LARGE = [
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_accepts_every_case_of_the_matrix(case: dict[str, Any]) -> None:
-    shape = SHAPE.model_copy(update={"heads": 4, "kv_heads": case["kv_heads"], "tied": case["tied"]})
+    shape = SHAPE.model_copy(
+        update={"heads": 4, "kv_heads": case["kv_heads"], "tied": case["tied"]}
+    )
     layout = Layout(**case["layout"], zero=case["zero"], context=case["context"])
     assert check_types(shape, layout, Train(recompute=case["recompute"])) is None
 
@@ -49,9 +53,13 @@ def test_accepts_large_worlds_quickly(layout: dict[str, Any]) -> None:
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(
-    "layout", [v for v in [*LAYOUTS, LARGE[0]] if v.get("tp", 1) > 1 and v.get("shard", 1) > 1], ids=str
+    "layout",
+    [v for v in [*LAYOUTS, LARGE[0]] if v.get("tp", 1) > 1 and v.get("shard", 1) > 1],
+    ids=str,
 )
-def test_rejects_planted_faults_with_the_line(fault: str, layout: dict[str, int]) -> None:
+def test_rejects_planted_faults_with_the_line(
+    fault: str, layout: dict[str, int]
+) -> None:
     planted, target, line = FAULTS[fault]
     with mock.patch(f"weft.train.step.{target}", planted):
         found = check_types(SHAPE, Layout(**layout), Train())

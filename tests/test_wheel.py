@@ -19,7 +19,9 @@ def clone(folder: Path) -> Path:
     """A copy of the sources in ``folder``: pip builds where they are."""
     folder.mkdir()
     for name in ("weft", "recipes", "docs"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     return folder
@@ -32,11 +34,21 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = clone(folder / "source")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     offline = ["--no-index", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "wheel", *offline, "--wheel-dir", folder, source], check=True, timeout=300)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True, timeout=60)
+    subprocess.run(
+        [*pip, "wheel", *offline, "--wheel-dir", folder, source],
+        check=True,
+        timeout=300,
+    )
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", folder / "env"],
+        check=True,
+        timeout=60,
+    )
     site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder / "env")}))
     (wheel,) = folder.glob("weft-*.whl")
-    subprocess.run([*pip, "install", *offline, "--target", site, wheel], check=True, timeout=300)
+    subprocess.run(
+        [*pip, "install", *offline, "--target", site, wheel], check=True, timeout=300
+    )
     # A path file of another environment is not read, so the checkout that is installed there stays out of sight.
     (site / "others.pth").write_text(sysconfig.get_path("purelib"))
     return folder / "env/bin/python"
@@ -45,7 +57,14 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(python: Path, folder: Path, *words: str) -> str:
     """Standard output of ``python *words``, run in ``folder``, from where no checkout is to be found."""
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run([python, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [python, *words],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -55,7 +74,13 @@ def test_an_editable_install_is_found_beside_the_clone(tmp_path: Path) -> None:
     """The clone's folder is named weft, too: Python took it for the package, and ``weft.Recipe`` was not there."""
     source = clone(tmp_path / "weft")
     build = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, tmp_path], cwd=source, check=True, timeout=120, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", build, tmp_path],
+        cwd=source,
+        check=True,
+        timeout=120,
+        capture_output=True,
+    )
     (wheel,) = tmp_path.glob("weft-*.whl")
     site = tmp_path / "site"
     shutil.unpack_archive(wheel, site, "zip")
@@ -76,12 +101,18 @@ def test_the_wheel_is_all_there(python: Path, tmp_path: Path) -> None:
     assert str(python.parents[1]) in said and said.endswith(" quickstart\n")
     recipes = run(python, tmp_path, "-m", "weft", "recipes")
     assert len(recipes.splitlines()) == 1 + len(list((ROOT / "recipes").glob("*.toml")))
-    assert "Rajbhandari et al. 2020" in run(python, tmp_path, "-m", "weft", "techniques")
+    assert "Rajbhandari et al. 2020" in run(
+        python, tmp_path, "-m", "weft", "techniques"
+    )
     run(python, tmp_path, "-m", "weft", "schedule", "1f1b", "--html", "1f1b.html")
-    (example,) = re.findall(r"(?s)```python\n(.*?)```", (ROOT / "README.md").read_text())
+    (example,) = re.findall(
+        r"(?s)```python\n(.*?)```", (ROOT / "README.md").read_text()
+    )
     (tmp_path / "example.py").write_text(example)
     said = run(python, tmp_path, "example.py").splitlines()[-1]
-    assert re.fullmatch(r"runs/mine runs/mine/checkpoints/step-000020 \[\d.*, .*, .*]", said)
+    assert re.fullmatch(
+        r"runs/mine runs/mine/checkpoints/step-000020 \[\d.*, .*, .*]", said
+    )
     assert (tmp_path / "runs/mine/report.html").stat().st_size > 1_000_000
 
 
@@ -89,11 +120,29 @@ def test_the_wheel_is_all_there(python: Path, tmp_path: Path) -> None:
 def test_the_plugins_of_the_example_train(python: Path, tmp_path: Path) -> None:
     """From a folder with the example alone: a model, a loss, a data set, a callback and a tracker, on two ranks."""
     shutil.copytree(ROOT / "examples/plugins", tmp_path / "mine")
-    small = ["train.steps=4", "validation.every=2", "tasks=[{path='questions.jsonl'}]", "data.settings={largest=9}"]
+    small = [
+        "train.steps=4",
+        "validation.every=2",
+        "tasks=[{path='questions.jsonl'}]",
+        "data.settings={largest=9}",
+    ]
     words = [word for setting in small for word in ("--set", setting)]
     said = run(python, tmp_path / "mine", "-m", "weft", "train", "recipe.toml", *words)
-    assert "the best loss was" in said and "step 4: questions:" in said and "on shard=2" in said
+    assert (
+        "the best loss was" in said
+        and "step 4: questions:" in said
+        and "on shard=2" in said
+    )
     rows = (tmp_path / "mine/runs/recipe/losses.csv").read_text().splitlines()
     assert [row.split(",")[:2] for row in rows].count(["train", "4"]) == 1
-    asked = run(python, tmp_path / "mine", "-m", "weft", "eval", "questions.jsonl", "--from", "runs/recipe")
+    asked = run(
+        python,
+        tmp_path / "mine",
+        "-m",
+        "weft",
+        "eval",
+        "questions.jsonl",
+        "--from",
+        "runs/recipe",
+    )
     assert asked.splitlines()[1].startswith("questions\t10\t")

@@ -22,7 +22,13 @@ from weft.train import zeroth
 from weft.train.rules.rule import logical_positions
 from weft.train.stepper import build_stepper
 
-LAYOUTS: list[Case] = [{"dp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "shard": 2}, {"dp": 4}, {"dp": 2, "pp": 2}]
+LAYOUTS: list[Case] = [
+    {"dp": 2},
+    {"dp": 2, "tp": 2},
+    {"dp": 2, "shard": 2},
+    {"dp": 4},
+    {"dp": 2, "pp": 2},
+]
 QUICK = 2
 
 
@@ -33,7 +39,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def paired(corpus: str, layout: Case, pairs: bool = True, **change: Any) -> Recipe:
     axes = {f"layout__{axis}": size for axis, size in layout.items()}
-    way = {"optimizer__estimate": "zeroth-order", "optimizer__kind": "sgd", "optimizer__pairs": pairs}
+    way = {
+        "optimizer__estimate": "zeroth-order",
+        "optimizer__kind": "sgd",
+        "optimizer__pairs": pairs,
+    }
     return recipe(corpus, **axes, **way, **change)
 
 
@@ -43,7 +53,9 @@ def paired(corpus: str, layout: Case, pairs: bool = True, **change: Any) -> Reci
 ])  # fmt: skip
 def test_equal_to_one_device(pool: Any, corpus: str, layout: Case) -> None:
     settings = paired(corpus, layout, train__micro_batch=2)
-    found = pool.run(settings.layout.world, difference, settings.model_dump(mode="json"))[0]
+    found = pool.run(
+        settings.layout.world, difference, settings.model_dump(mode="json")
+    )[0]
     assert found.ok, found
 
 
@@ -52,7 +64,11 @@ def group_in(value: Any) -> dist.ProcessGroup | None:
     if isinstance(value, str) and value not in ("sum", "avg", "max", "min"):
         return dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]
     try:
-        return dist.ProcessGroup.unbox(value) if isinstance(value, torch.ScriptObject) else None
+        return (
+            dist.ProcessGroup.unbox(value)
+            if isinstance(value, torch.ScriptObject)
+            else None
+        )
     except (RuntimeError, TypeError):
         return None
 
@@ -65,9 +81,14 @@ class Sent(TorchDispatchMode):
         self.bytes: list[int] = []
         self.losses = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = func.overloadpacket.__name__
-        if "c10d" in func.namespace and name not in ("wait_tensor", "_wrap_tensor_autograd"):
+        if "c10d" in func.namespace and name not in (
+            "wait_tensor",
+            "_wrap_tensor_autograd",
+        ):
             group = next((g for a in args if (g := group_in(a)) is not None), None)
             sizes = [t.nbytes for t in tensors_in(args)]
             if sizes and (group is None or dist.get_world_size(group) > 1):
@@ -84,14 +105,20 @@ def counted(values: dict[str, Any]) -> tuple[list[int], int, int]:
     return sent.bytes, sent.losses, result.tokens
 
 
-def test_six_numbers_are_exchanged_and_half_is_evaluated(pool: Any, corpus: str) -> None:
+def test_six_numbers_are_exchanged_and_half_is_evaluated(
+    pool: Any, corpus: str
+) -> None:
     change = {"train__batch": 4, "train__loss_chunk": 4096, "train__micro_batch": 1}
-    alone = pool.run(1, counted, paired(corpus, {}, **change).model_dump(mode="json"))[0]
+    alone = pool.run(1, counted, paired(corpus, {}, **change).model_dump(mode="json"))[
+        0
+    ]
     for pairs in (True, False):
         values = paired(corpus, {"dp": 2}, pairs, **change).model_dump(mode="json")
         for sent, losses, tokens in pool.run(2, counted, values):
-            assert sent == [6 * 8]  # one message: losses and weights at both points, tokens, stops
-            assert losses == alone[1] // 2 == 4  # of one point the four rows, or of both points two
+            # one message: losses and weights at both points, tokens, stops
+            assert sent == [6 * 8]
+            # of one point the four rows, or of both points two
+            assert losses == alone[1] // 2 == 4
             assert tokens == alone[2]
     assert alone[0] == []
 
@@ -100,7 +127,9 @@ def test_directions_take_little_room() -> None:
     """The random direction of a large table is made some rows at a time, and equal to the whole one's."""
     parameter, mesh = torch.nn.Parameter(torch.zeros(3000, 1000)), Mesh.single()
     logical = mesh.place.logical([Dim("a", 3000), Dim("b", 1000)], 0.1)
-    held = Held("table", logical, mesh.place.hold(logical), parameter.detach(), parameter)
+    held = Held(
+        "table", logical, mesh.place.hold(logical), parameter.detach(), parameter
+    )
     ledger = Ledger()
     with AllocationWatch(ledger):
         found = zeroth.direction(held, 5)

@@ -39,8 +39,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def streamed(corpus: str, folder: Path, **change: Any) -> Recipe:
-    given = {"optimizer__estimate": "zeroth-order", "optimizer__kind": "sgd", "train__micro_batch": 2}
-    return recipe(corpus, memory__weights="file", memory__folder=str(folder), **{**given, **change})
+    given = {
+        "optimizer__estimate": "zeroth-order",
+        "optimizer__kind": "sgd",
+        "train__micro_batch": 2,
+    }
+    return recipe(
+        corpus,
+        memory__weights="file",
+        memory__folder=str(folder),
+        **{**given, **change},
+    )
 
 
 def run(
@@ -51,7 +60,10 @@ def run(
     model, state = assemble(job.shape, mesh, settings)
     if seen is not None:
         seen.append(state)
-    stepper, loader = build_stepper(model, state, mesh, settings), job.loader(job.corpus.train, mesh)
+    stepper, loader = (
+        build_stepper(model, state, mesh, settings),
+        job.loader(job.corpus.train, mesh),
+    )
     results: list[StepResult] = []
     for step in range(steps):
         results += stepper.step(loader.step(step * settings.train.batch) or [], 1e-3)
@@ -68,7 +80,9 @@ def in_memory(settings: Recipe) -> Recipe:
     {"optimizer__kind": "muon", "model__tied": True, "train__freeze": ["blocks.0.*"]},
     {"adapter__rank": 2, "adapter__kind": "lora", "optimizer__kind": "lion"},
 ], ids=str)  # fmt: skip
-def test_deferred_updates_are_immediate_ones(corpus: str, tmp_path: Path, change: dict[str, Any]) -> None:
+def test_deferred_updates_are_immediate_ones(
+    corpus: str, tmp_path: Path, change: dict[str, Any]
+) -> None:
     """To the last bit; and whoever looks before the next visit sees them made."""
     settings = streamed(corpus, tmp_path, **change)
     plain, resident = run(in_memory(settings), 3)
@@ -94,26 +108,41 @@ def test_an_update_without_a_slope_decays_weights(corpus: str, tmp_path: Path) -
         stepper.finish()
         before, after = state.tensors(), stepper.state.tensors()
         weight, norm = "model.blocks.0.attention.wq", "model.norm.scale"
-        assert torch.allclose(after[weight].values, before[weight].values * 0.95, rtol=1e-12)
+        assert torch.allclose(
+            after[weight].values, before[weight].values * 0.95, rtol=1e-12
+        )
         assert torch.equal(after[norm].values, before[norm].values)
         states.append(after)
-    assert all(torch.equal(states[0][name].values, part.values) for name, part in states[1].items())
+    assert all(
+        torch.equal(states[0][name].values, part.values)
+        for name, part in states[1].items()
+    )
 
 
 def test_a_step_reads_and_writes_each_unit_once(corpus: str, tmp_path: Path) -> None:
     """Whatever the microbatches; a tied embedding is used at both ends, and so read twice."""
-    for change in ({"train__micro_batch": 1}, {"optimizer__kind": "adamw"}, {"model__tied": True}):
+    for change in (
+        {"train__micro_batch": 1},
+        {"optimizer__kind": "adamw"},
+        {"model__tied": True},
+    ):
         _, state = run(streamed(corpus, tmp_path, **change), 3)
         size = regions(state)
         tied = sum(
             groups["weights"].region.size  # type: ignore[union-attr]
             for unit, groups in state.tiers.groups.items()
-            if "model__tied" in change and any(h.name.startswith("embedding") for h in unit.held)  # type: ignore[attr-defined]
+            if "model__tied" in change
+            and any(h.name.startswith("embedding") for h in unit.held)  # type: ignore[attr-defined]
         )
-        assert "gradients" not in size and ("moments" in size) == ("optimizer__kind" in change)
+        assert "gradients" not in size and ("moments" in size) == (
+            "optimizer__kind" in change
+        )
         # Three passes with two updates on the way, and the last update at the end.
         every, moments = size["weights"], size.get("moments", 0)
-        assert state.tiers.bytes == {"read": 3 * (every + tied) + every + 3 * moments, "written": 3 * (every + moments)}
+        assert state.tiers.bytes == {
+            "read": 3 * (every + tied) + every + 3 * moments,
+            "written": 3 * (every + moments),
+        }
 
 
 def test_two_units_are_in_memory(corpus: str, tmp_path: Path) -> None:
@@ -122,7 +151,12 @@ def test_two_units_are_in_memory(corpus: str, tmp_path: Path) -> None:
     with ExitStack() as stack:
         taken: list[Any] = []
         gathered: set[Any] = set()
-        take, give, gather, release = BufferPool.take, BufferPool.give, TableUnit.gather_at, TableUnit.release
+        take, give, gather, release = (
+            BufferPool.take,
+            BufferPool.give,
+            TableUnit.gather_at,
+            TableUnit.release,
+        )
 
         def taking(pool: BufferPool, size: int) -> torch.Tensor:
             taken.append(buffer := take(pool, size))
@@ -147,13 +181,22 @@ def test_two_units_are_in_memory(corpus: str, tmp_path: Path) -> None:
             stack.enter_context(mock.patch.object(target, name, by))
         change = {"model__layers": 6, "optimizer__kind": "adamw"}
         _, state = run(streamed(corpus, tmp_path, **change), 3, finish=False)
-        largest = sorted(sum(g.region.size for g in groups.values()) for groups in state.tiers.groups.values())  # type: ignore[union-attr]
+        largest = sorted(
+            sum(g.region.size for g in groups.values())
+            for groups in state.tiers.groups.values()
+        )  # type: ignore[union-attr]
         assert most["gathered"] == 1 and 0 < most["buffers"] <= sum(largest[-2:])
-    assert all(isinstance(g, RestingGroup) for groups in state.tiers.groups.values() for g in groups.values())
+    assert all(
+        isinstance(g, RestingGroup)
+        for groups in state.tiers.groups.values()
+        for g in groups.values()
+    )
 
 
 @pytest.mark.slow
-def test_a_disk_that_fails_leaves_no_half_made_update_to_see(corpus: str, tmp_path: Path) -> None:
+def test_a_disk_that_fails_leaves_no_half_made_update_to_see(
+    corpus: str, tmp_path: Path
+) -> None:
     """At points of three steps and the update after them: the folder is named, and nobody can look at the state."""
     settings = streamed(corpus, tmp_path, optimizer__kind="adamw")
     seen: list[State] = []
@@ -161,7 +204,10 @@ def test_a_disk_that_fails_leaves_no_half_made_update_to_see(corpus: str, tmp_pa
         run(settings, 3)
     for at in sorted({1 + calls["made"] * i // 12 for i in range(12)}):
         seen.clear()
-        with disk_that_fails(at), pytest.raises(TierError, match=r"memory\.folder = .*Input/output error"):
+        with (
+            disk_that_fails(at),
+            pytest.raises(TierError, match=r"memory\.folder = .*Input/output error"),
+        ):
             run(settings, 3, seen=seen)
         with pytest.raises(TierError):
             seen[0].tensors()
@@ -172,10 +218,16 @@ def test_a_disk_that_fails_leaves_no_half_made_update_to_see(corpus: str, tmp_pa
     pytest.param(v, id=" ".join(map(str, v.values())), marks=[pytest.mark.slow] * (i >= QUICK))
     for i, v in enumerate(LAYOUTS)
 ])  # fmt: skip
-def test_equal_to_one_device(pool: Any, corpus: str, tmp_path: Path, layout: Case) -> None:
+def test_equal_to_one_device(
+    pool: Any, corpus: str, tmp_path: Path, layout: Case
+) -> None:
     axes = {f"layout__{axis}": size for axis, size in layout.items() if axis != "pairs"}
-    settings = streamed(corpus, tmp_path, optimizer__pairs="pairs" in layout, model__layers=4, **axes)
-    found = pool.run(settings.layout.world, difference, settings.model_dump(mode="json"))[0]
+    settings = streamed(
+        corpus, tmp_path, optimizer__pairs="pairs" in layout, model__layers=4, **axes
+    )
+    found = pool.run(
+        settings.layout.world, difference, settings.model_dump(mode="json")
+    )[0]
     assert found.ok, found
 
 
@@ -188,21 +240,39 @@ def weights_after(values: dict[str, Any], slopes: list[float]) -> dict[str, Any]
         batches = loader.step(number * settings.train.batch) or []
         stepper._shares(batches, number)
         stepper._update(slope, number, 1e-2)
-    return {h.name: (h.part(h.local.clone()).index, h.local.clone()) for h in state.held if not state.expose()}
+    return {
+        h.name: (h.part(h.local.clone()).index, h.local.clone())
+        for h in state.held
+        if not state.expose()
+    }
 
 
-@pytest.mark.parametrize("layout", [{"shard": 2}, pytest.param({"dp": 2, "shard": 2}, marks=pytest.mark.slow)], ids=str)
-def test_ranks_make_the_same_update_to_the_last_bit(pool: Any, corpus: str, tmp_path: Path, layout: Case) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [{"shard": 2}, pytest.param({"dp": 2, "shard": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_ranks_make_the_same_update_to_the_last_bit(
+    pool: Any, corpus: str, tmp_path: Path, layout: Case
+) -> None:
     slopes = [0.7, -1.3, 0.0, 2.1]
-    alone = pool.run(1, weights_after, streamed(corpus, tmp_path).model_dump(mode="json"), slopes)[0]
-    settings = streamed(corpus, tmp_path, **{f"layout__{axis}": size for axis, size in layout.items()})
-    for found in pool.run(settings.layout.world, weights_after, settings.model_dump(mode="json"), slopes):
+    alone = pool.run(
+        1, weights_after, streamed(corpus, tmp_path).model_dump(mode="json"), slopes
+    )[0]
+    settings = streamed(
+        corpus, tmp_path, **{f"layout__{axis}": size for axis, size in layout.items()}
+    )
+    for found in pool.run(
+        settings.layout.world, weights_after, settings.model_dump(mode="json"), slopes
+    ):
         for name, (index, values) in found.items():
             assert torch.equal(alone[name][1][index], values), name
 
 
 @pytest.mark.slow
-def test_runs_save_validate_and_go_on_as_in_memory(pool: Any, corpus: str, tmp_path: Path) -> None:
+def test_runs_save_validate_and_go_on_as_in_memory(
+    pool: Any, corpus: str, tmp_path: Path
+) -> None:
     """What is validated and saved, averages of the parameters too, has every update; a run goes on from any tier."""
     change = {"checkpoint__every": 3, "validation__every": 2, "validation__batches": 1, "optimizer__kind": "adamw",
               "optimizer__ema": 0.5, "optimizer__use_ema": True}  # fmt: skip
@@ -214,12 +284,18 @@ def test_runs_save_validate_and_go_on_as_in_memory(pool: Any, corpus: str, tmp_p
         ("on", away.model_dump(mode="json"), "resident"),
     ):
         runs[name] = tmp_path / name
-        start_from = str(runs[resume] / "checkpoints" / "step-000003") if resume else None
+        start_from = (
+            str(runs[resume] / "checkpoints" / "step-000003") if resume else None
+        )
         assert pool.run(1, go, values, str(runs[name]), start_from)[0][0] == 6
     wanted = {kind: series(runs["resident"], kind) for kind in ("train", "validation")}
     last = state_of(runs["resident"] / "checkpoints" / "step-000006", resident)
     for name in ("streamed", "on"):
         for kind, losses in wanted.items():
-            assert series(runs[name], kind) == {s: x for s, x in losses.items() if s > 3 or name != "on"}
+            assert series(runs[name], kind) == {
+                s: x for s, x in losses.items() if s > 3 or name != "on"
+            }
         found = state_of(runs[name] / "checkpoints" / "step-000006", resident)
-        assert found.keys() == last.keys() and all(torch.equal(found[key], last[key]) for key in last)
+        assert found.keys() == last.keys() and all(
+            torch.equal(found[key], last[key]) for key in last
+        )

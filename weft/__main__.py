@@ -20,7 +20,8 @@ def main() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, stop)
         if "WEFT_LAUNCHED" in os.environ:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has held it back so far
+            # the launcher has held it back so far
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
         from weft.cli import main as run
         from weft.run.signals import requests
@@ -28,7 +29,8 @@ def main() -> None:
         requests.owns_process = True
         run()
     except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0" and "WEFT_LAUNCHED" not in os.environ:  # of several ranks, the first
+        # of several ranks, the first
+        if os.environ.get("RANK", "0") == "0" and "WEFT_LAUNCHED" not in os.environ:
             print("weft: interrupted", file=sys.stderr)
         _leave(128 + (*received, 2)[0])
     except SystemExit as ended:

@@ -36,7 +36,9 @@ from weft.train.runs import as_recorded, prepare_run
 from weft.train.setup import device_type, model_shape, prepare
 
 
-def start(recipe: Recipe, out: str | Path | None = None, resume: str | None = None) -> Outcome:
+def start(
+    recipe: Recipe, out: str | Path | None = None, resume: str | None = None
+) -> Outcome:
     """Train as ``weft train`` does and return how the run ended.
 
     A layout of several ranks starts them as processes of this machine; under torchrun or Slurm, where every rank calls
@@ -54,7 +56,9 @@ def _start(recipe: Recipe, out: Path | None, resume: str | None) -> Outcome:
     if in_ranks() or recipe.layout.world == 1:
         outcome = be_rank(recipe, out, resume, finish)
         if outcome is None:
-            raise WeftError("the other ranks have brought the run to its end without this one")
+            raise WeftError(
+                "the other ranks have brought the run to its end without this one"
+            )
         return outcome
     prepare_run(recipe, out, resume)
     return _in_ranks_of_its_own(recipe, out, resume)
@@ -69,18 +73,28 @@ def with_planned_layout(recipe: Recipe, ranks: int | None) -> tuple[Recipe, list
     gpus = torch.cuda.device_count() if device_type(recipe) == "cuda" else 0
     world = int(os.environ["WORLD_SIZE"]) if started else ranks or gpus or 1
     if ranks is not None and ranks != world:
-        raise UsageError(f"--ranks {ranks}, but {world} ranks were started; leave it out")
+        raise UsageError(
+            f"--ranks {ranks}, but {world} ranks were started; leave it out"
+        )
     if world == 1:
         return recipe, []
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if gpus:
-        device, memory = torch.cuda.get_device_name(0), float(torch.cuda.get_device_properties(0).total_memory)
+        device, memory = (
+            torch.cuda.get_device_name(0),
+            float(torch.cuda.get_device_properties(0).total_memory),
+        )
     else:
         device, memory = "CPU", psutil.virtual_memory().total / local
     cluster_here = local_cluster(device, memory, world, local)
     # Ranks that were started elsewhere must all come to the same layout, whatever files each of them sees.
     own = None if started else own_runs(RUNS / FILE, cluster_here.device)
-    choice = choose(recipe, model_shape(recipe), cluster_here, own.engine if own else ENGINES["weft"])
+    choice = choose(
+        recipe,
+        model_shape(recipe),
+        cluster_here,
+        own.engine if own else ENGINES["weft"],
+    )
     if own:
         print(f"planner {own.message}")
     if not started or os.environ["RANK"] == "0":
@@ -89,7 +103,10 @@ def with_planned_layout(recipe: Recipe, ranks: int | None) -> tuple[Recipe, list
 
 
 def be_rank(
-    recipe: Recipe, out: Path | None, resume: str | None, conclude: Callable[[Recipe, Outcome], object]
+    recipe: Recipe,
+    out: Path | None,
+    resume: str | None,
+    conclude: Callable[[Recipe, Outcome], object],
 ) -> Outcome | None:
     """One rank's whole life. At its end the first rank, alone then, calls ``conclude``.
 
@@ -97,13 +114,20 @@ def be_rank(
     """
     recipe = as_recorded(recipe, out, resume)
     places, started = recipe.layout.world, int(os.environ.get("WORLD_SIZE", "1"))
-    if started < places:  # those that are there would wait for the others until the timeout
+    # those that are there would wait for the others until the timeout
+    if started < places:
         raise UsageError(
             f"layout {recipe.layout} has {places} places but {started} ranks were started; start {places} ranks or "
             "change --layout"
         )
     try:
-        lives = live if recipe.islands_come_and_go else survive if recipe.survives else _live_once
+        lives = (
+            live
+            if recipe.islands_come_and_go
+            else survive
+            if recipe.survives
+            else _live_once
+        )
         outcome, main = lives(recipe, out, resume)
     except torch.OutOfMemoryError as error:
         raise WeftError(
@@ -116,7 +140,9 @@ def be_rank(
     return outcome
 
 
-def _live_once(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Outcome, bool]:
+def _live_once(
+    recipe: Recipe, out: Path | None, resume: str | None
+) -> tuple[Outcome, bool]:
     """Train with all ranks from beginning to end; how that ended, and whether this is the first of them."""
     device = device_type(recipe)
     with rank_process(device, recipe.train.timeout, recipe.train.threads):
@@ -149,21 +175,30 @@ def finish(recipe: Recipe, outcome: Outcome) -> Finished:
     return Finished(write_report(outcome.run), exported, append(outcome.run))
 
 
-def _in_ranks_of_its_own(recipe: Recipe, out: Path | None, resume: str | None) -> Outcome:
+def _in_ranks_of_its_own(
+    recipe: Recipe, out: Path | None, resume: str | None
+) -> Outcome:
     """Start local ranks, each of which runs :func:`main`; the first one writes the outcome to a file."""
     with tempfile.TemporaryDirectory(prefix="weft-train-") as folder:
         task, done = Path(folder) / "task", Path(folder) / "outcome"
         task.write_bytes(pickle.dumps((recipe.model_dump(mode="json"), out, resume)))
         command = [sys.executable, "-m", "weft.api", str(task), str(done)]
         ended = run_ranks(
-            command, recipe.layout.world, recipe.train.threads, recipe.survives or recipe.islands_come_and_go
+            command,
+            recipe.layout.world,
+            recipe.train.threads,
+            recipe.survives or recipe.islands_come_and_go,
         )
         if done.exists():
             outcome: Outcome = pickle.loads(done.read_bytes())
             return outcome
     if ended.code > 128:
         raise KeyboardInterrupt(ended.unsaid)
-    raise WeftError(ended.cause.message if ended.cause else f"the ranks ended with exit code {ended.code}")
+    raise WeftError(
+        ended.cause.message
+        if ended.cause
+        else f"the ranks ended with exit code {ended.code}"
+    )
 
 
 def main(task: str, done: str) -> int:

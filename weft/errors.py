@@ -26,4 +26,6 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     """Phrase for an error line: the closest choice if there is one, else all of them."""
     choices = list(choices)
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"choose from: {', '.join(choices)}"
+    return (
+        f"did you mean {close[0]!r}?" if close else f"choose from: {', '.join(choices)}"
+    )

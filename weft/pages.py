@@ -13,7 +13,13 @@ from weft.errors import WeftError
 def templates() -> Environment:
     """Templates by their path in the package; what they show is escaped, and a value that is missing is an error."""
     loader = PackageLoader("weft", package_path="")
-    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
 
 
 def render(template: str, **values: Any) -> str:
@@ -30,7 +36,9 @@ def check_writable(path: Path, option: str) -> None:
         if not there:
             path.unlink()
     except OSError as error:
-        raise WeftError(f"cannot write {option} {path}: {error.strerror}; name another file") from None
+        raise WeftError(
+            f"cannot write {option} {path}: {error.strerror}; name another file"
+        ) from None
 
 
 def write(path: Path, page: str, option: str) -> Path:
@@ -39,5 +47,7 @@ def write(path: Path, page: str, option: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise WeftError(f"cannot write {option} {path}: {error.strerror}; name another file") from None
+        raise WeftError(
+            f"cannot write {option} {path}: {error.strerror}; name another file"
+        ) from None
     return path

@@ -106,15 +106,21 @@ _REGISTERED: dict[tuple[Kind, str], Registered] = {}
 def register(kind: Kind, name: str) -> Callable[[F], F]:
     """Offer what is decorated, a function or a class, to recipes under ``name``."""
     if kind not in KINDS:
-        raise UsageError(f"register({kind!r}, {name!r}): there is no such kind; {nearest(kind, KINDS)}")
+        raise UsageError(
+            f"register({kind!r}, {name!r}): there is no such kind; {nearest(kind, KINDS)}"
+        )
 
     def keep(made: F) -> F:
         if not callable(made):
-            raise UsageError(f"register({kind!r}, {name!r}): {type(made).__name__} cannot be called")
+            raise UsageError(
+                f"register({kind!r}, {name!r}): {type(made).__name__} cannot be called"
+            )
         module = getattr(made, "__module__", None) or "?"
         before = _REGISTERED.get((kind, name))
         if before is not None and before.module != module:
-            raise UsageError(f"register({kind!r}, {name!r}): {before.module} has registered one already; rename one")
+            raise UsageError(
+                f"register({kind!r}, {name!r}): {before.module} has registered one already; rename one"
+            )
         _REGISTERED[kind, name] = Registered(kind, name, module, made)
         return made
 
@@ -136,16 +142,26 @@ def made_model(name: str, settings: Mapping[str, Any], vocab: int) -> Any:
     who = find("model", name)
     made = who.call(settings)(vocab)
     if not hasattr(made, "named_parameters"):
-        raise WeftError(f"{who} returned {type(made).__name__}, which is no torch.nn.Module")
+        raise WeftError(
+            f"{who} returned {type(made).__name__}, which is no torch.nn.Module"
+        )
     if not any(p.requires_grad for p in made.parameters()):
         raise WeftError(f"{who} has no parameter that learns")
     for parameter, values in made.named_parameters():
         if not values.dim():
-            raise WeftError(f"{who}: parameter {parameter} has no dimension; make it a vector of one element")
+            raise WeftError(
+                f"{who}: parameter {parameter} has no dimension; make it a vector of one element"
+            )
     return made
 
 
-def check(setting: str, kind: Kind, name: str, settings: Mapping[str, Any], known: Iterable[str] = ()) -> None:
+def check(
+    setting: str,
+    kind: Kind,
+    name: str,
+    settings: Mapping[str, Any],
+    known: Iterable[str] = (),
+) -> None:
     """Refuse a name that neither Weft knows (``known``) nor a plugin has registered, and settings that do not fit.
 
     Raises :class:`ValueError`, as validators of recipes do; ``setting`` is where the name stands.
@@ -161,14 +177,27 @@ def check(setting: str, kind: Kind, name: str, settings: Mapping[str, Any], know
     if kind == "callback" and inspect.isclass(found.made):
         nothing = {hook: getattr(Callback, hook) for hook in HOOKS}
         own = {hook: getattr(found.made, hook, nothing[hook]) for hook in HOOKS}
-        hooks = {hook: given for hook, given in HOOKS.items() if own[hook] is not nothing[hook]}
+        hooks = {
+            hook: given
+            for hook, given in HOOKS.items()
+            if own[hook] is not nothing[hook]
+        }
         if not hooks:
-            raise ValueError(f"{found} does nothing; give it one of the methods {', '.join(HOOKS)}")
+            raise ValueError(
+                f"{found} does nothing; give it one of the methods {', '.join(HOOKS)}"
+            )
         for hook, given in hooks.items():
-            _check_call(f"{hook} of {found}", getattr(found.made, hook), ("self", *given))
+            _check_call(
+                f"{hook} of {found}", getattr(found.made, hook), ("self", *given)
+            )
 
 
-def _check_call(who: str, made: Callable[..., Any], given: Sequence[str], settings: Mapping[str, Any] = {}) -> None:
+def _check_call(
+    who: str,
+    made: Callable[..., Any],
+    given: Sequence[str],
+    settings: Mapping[str, Any] = {},
+) -> None:
     try:
         inspect.signature(made).bind(*given, **settings)
     except TypeError as error:
@@ -197,9 +226,17 @@ def load_plugins(modules: Sequence[str]) -> None:
 
 def _why_not(module: str, error: BaseException) -> str:
     """Why ``module`` cannot be imported."""
-    if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+    if (
+        isinstance(error, ModuleNotFoundError)
+        and error.name
+        and f"{module}.".startswith(f"{error.name}.")
+    ):
         return f"there is no module {module!r}; install its package, or run in the folder that has it"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if "importlib" not in f.filename
+    ]
     own = [f for f in frames if f.filename != __file__]
     where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     line = (str(error).splitlines() or [""])[0]
@@ -213,7 +250,10 @@ def blame_plugin(who: str) -> Iterator[None]:
         yield
     except (WeftError, PluginError):
         raise
-    except (Exception, SystemExit) as error:  # a rank that leaves without a word would leave the others waiting
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a rank that leaves without a word would leave the others waiting
         if type(error).__name__ == "OutOfMemoryError":  # which has a remedy of its own
             raise
         line = (str(error).splitlines() or [""])[0]

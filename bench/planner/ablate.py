@@ -66,7 +66,11 @@ def without(name: str) -> Iterator[None]:
     ``megatron.step`` (a class's own value instead of everybody's)."""
     with ExitStack() as stack:
         if name.endswith(" preset"):
-            stack.enter_context(mock.patch.object(fit, "KNOBS", without_knob(name.removesuffix(" preset"))))
+            stack.enter_context(
+                mock.patch.object(
+                    fit, "KNOBS", without_knob(name.removesuffix(" preset"))
+                )
+            )
         elif name.endswith(" neutral"):
             field = name.removesuffix(" neutral")
             stack.enter_context(mock.patch.object(fit, "KNOBS", without_knob(field)))
@@ -83,7 +87,9 @@ def without(name: str) -> Iterator[None]:
         elif "." in name:
             kind, field = name.split(".")
             stack.enter_context(mock.patch.dict(engine.ENGINES))
-            engine.ENGINES[kind] = replace(engine.ENGINES[kind], **{field: getattr(engine.EngineConstants, field)})
+            engine.ENGINES[kind] = replace(
+                engine.ENGINES[kind], **{field: getattr(engine.EngineConstants, field)}
+            )
         elif name != "nothing":
             raise ValueError(f"nothing is called {name!r}")
         yield
@@ -96,12 +102,16 @@ def without_knob(field: str) -> tuple[fit.Knob, ...]:
 def names() -> list[str]:
     """Everything that can be left out."""
     found = [f"{knob.field} preset" for knob in fit.KNOBS] + [
-        f"{field} neutral" for field in NEUTRAL if hasattr(engine.EngineConstants, field)
+        f"{field} neutral"
+        for field in NEUTRAL
+        if hasattr(engine.EngineConstants, field)
     ]
     found += [*HIDDEN, "clock", "low"]
     for kind, own in engine.ENGINES.items():
         for field in NEUTRAL:
-            if getattr(own, field) != getattr(engine.EngineConstants, field) and kind not in ("weft", "xla"):
+            if getattr(own, field) != getattr(
+                engine.EngineConstants, field
+            ) and kind not in ("weft", "xla"):
                 found.append(f"{kind}.{field}")
     return found
 
@@ -122,7 +132,9 @@ def leave_one_out(path: Path, sample: int, steps: int = 6) -> Score:
     people = np.array([name.split()[0] for name in owner])
     folds = [owner != name for name in sources]
     folds += [people != name for name in dict.fromkeys(people)]
-    theta = fit.fit(chosen, np.array([even * fold for fold in folds]), fit.KNOBS, steps=steps)
+    theta = fit.fit(
+        chosen, np.array([even * fold for fold in folds]), fit.KNOBS, steps=steps
+    )
     errors, found = {}, dict[str, list[float]]()
     for name, fitted in zip(sources, theta[: len(sources)], strict=True):
         members = by_source[name]
@@ -131,11 +143,18 @@ def leave_one_out(path: Path, sample: int, steps: int = 6) -> Score:
         found[name] = [first for first, _ in regrets(members, predicted)]
     apart = [
         error(fit.predict(by_source[name], fitted, fit.KNOBS), seconds(by_source[name]))
-        for who, fitted in zip(dict.fromkeys(people), theta[len(sources) :], strict=True)
+        for who, fitted in zip(
+            dict.fromkeys(people), theta[len(sources) :], strict=True
+        )
         for name in sources
         if name.split()[0] == who
     ]
-    return Score(errors, float(np.mean(apart)), found, {name for name in sources if composed(by_source[name])})
+    return Score(
+        errors,
+        float(np.mean(apart)),
+        found,
+        {name for name in sources if composed(by_source[name])},
+    )
 
 
 def seconds(rows: list[Any]) -> NDArray[np.float64]:
@@ -143,11 +162,20 @@ def seconds(rows: list[Any]) -> NDArray[np.float64]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Leave every constant out in turn; errors on sources left out.")
+    parser = argparse.ArgumentParser(
+        description="Leave every constant out in turn; errors on sources left out."
+    )
     parser.add_argument("rows", type=Path, metavar="ROWS.csv")
     parser.add_argument("--only", nargs="+", default=None, metavar="NAME")
-    parser.add_argument("--together", action="store_true", help="leave out all of --only at once")
-    parser.add_argument("--sample", type=int, default=40, help="rows of a source that are fitted to, at most")
+    parser.add_argument(
+        "--together", action="store_true", help="leave out all of --only at once"
+    )
+    parser.add_argument(
+        "--sample",
+        type=int,
+        default=40,
+        help="rows of a source that are fitted to, at most",
+    )
     parser.add_argument("--steps", type=int, default=6, help="steps of the fit")
     options = parser.parse_args()
     base = leave_one_out(options.rows, options.sample, options.steps)
@@ -156,7 +184,9 @@ def main() -> None:
     for name, wrong in base.errors.items():
         jobs = base.regrets[name]
         told = f"  regret {np.mean(jobs):5.2f} over {len(jobs)} jobs" if jobs else ""
-        print(f"    {name[:60]:60} {wrong:6.1f}{told}{', composed' if name in base.composed else ''}")
+        print(
+            f"    {name[:60]:60} {wrong:6.1f}{told}{', composed' if name in base.composed else ''}"
+        )
     print(
         "left out                      median    mean strangers  regret (changes in points; below zero: better without)"
     )
@@ -166,8 +196,15 @@ def main() -> None:
             for name in group:
                 stack.enter_context(without(name))
             score = leave_one_out(options.rows, options.sample, options.steps)
-        changes = [getattr(score, key) - getattr(base, key) for key in ("median", "mean", "strangers", "regret")]
-        print(f"{', '.join(group):28}", *(f"{change:+8.2f}" for change in changes), flush=True)
+        changes = [
+            getattr(score, key) - getattr(base, key)
+            for key in ("median", "mean", "strangers", "regret")
+        ]
+        print(
+            f"{', '.join(group):28}",
+            *(f"{change:+8.2f}" for change in changes),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

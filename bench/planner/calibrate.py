@@ -37,7 +37,10 @@ def group(row: Measurement) -> str:
 def knobs_of(rows: Sequence[Measurement]) -> list[Knob]:
     """What is fitted to the rows of one source: the constants, and factors for its devices, precisions and releases."""
     groups = sorted({group(row) for row in rows})
-    knobs = [*KNOBS, *[Knob("matmul", GROUP, key) for key in groups] * (len(groups) > 1)]
+    knobs = [
+        *KNOBS,
+        *[Knob("matmul", GROUP, key) for key in groups] * (len(groups) > 1),
+    ]
     # A step from each release to the next: with these priors a random walk over releases.
     steps = RELEASE_EXPERTS if any(row.shape.experts for row in rows) else RELEASE
     for release in sorted({row.release for row in rows if row.release})[1:]:
@@ -55,16 +58,22 @@ def applies(knob: Knob, row: Measurement) -> bool:
 
 
 def masks_of(knobs: Sequence[Knob], rows: Sequence[Measurement]) -> Array:
-    return np.array([[applies(knob, row) for row in rows] for knob in knobs], dtype=float)
+    return np.array(
+        [[applies(knob, row) for row in rows] for knob in knobs], dtype=float
+    )
 
 
-def fitted(rows: Sequence[Measurement], weights: Array | None = None) -> tuple[list[Knob], Array]:
+def fitted(
+    rows: Sequence[Measurement], weights: Array | None = None
+) -> tuple[list[Knob], Array]:
     """The knobs of one source's rows and what :func:`weft.planner.fit.fit` finds for them."""
     knobs = knobs_of(rows)
     return knobs, fit(rows, weights, knobs, masks_of(knobs, rows))
 
 
-def predicted(rows: Sequence[Measurement], knobs: Sequence[Knob], theta: Array) -> Array:
+def predicted(
+    rows: Sequence[Measurement], knobs: Sequence[Knob], theta: Array
+) -> Array:
     return predict(rows, theta, knobs, masks_of(knobs, rows))
 
 
@@ -91,7 +100,9 @@ def held_out(rows: Sequence[Measurement], most: int = 24) -> Array:
     # Forms are sorted by size, so that taking every n-th one spreads a set over the sizes.
     fold = {form: i % min(most, len(forms)) for i, form in enumerate(forms)}
     member = np.array([fold[row.form] for row in rows])
-    weights = np.array([(member != i).astype(float) for i in range(min(most, len(forms)))])
+    weights = np.array(
+        [(member != i).astype(float) for i in range(min(most, len(forms)))]
+    )
     knobs, theta = fitted(rows, weights)
     found = np.zeros(len(rows))
     for i, values in enumerate(theta):
@@ -115,20 +126,28 @@ def calibrate(rows: Sequence[Measurement]) -> dict[str, Any]:
     return {
         "version": 2,
         "all": {"factors": _plain(KNOBS, fit(timed, even))},
-        "sources": {name: _source(members) for name, members in sources.items() if len(members) >= 3},
+        "sources": {
+            name: _source(members)
+            for name, members in sources.items()
+            if len(members) >= 3
+        },
         "memory": constants(rows),
     }
 
 
 def _source(rows: list[Measurement]) -> dict[str, Any]:
     knobs, theta = fitted(rows)
-    return {"factors": _plain(knobs, theta), "correction": correct(rows, predicted(rows, knobs, theta)).plain()}
+    return {
+        "factors": _plain(knobs, theta),
+        "correction": correct(rows, predicted(rows, knobs, theta)).plain(),
+    }
 
 
 def _plain(knobs: Sequence[Knob], theta: Array) -> list[dict[str, Any]]:
     values = np.exp(theta.reshape(-1, len(knobs))[0])
     return [
-        {"constant": k.field, "for": k.key, "factor": round(float(x), 4)} for k, x in zip(knobs, values, strict=True)
+        {"constant": k.field, "for": k.key, "factor": round(float(x), 4)}
+        for k, x in zip(knobs, values, strict=True)
     ]
 
 
@@ -139,12 +158,16 @@ def save(calibration: dict[str, Any], path: Path) -> None:
         raise WeftError(f"cannot write {path}: {error.strerror}") from None
 
 
-def apply(calibration: dict[str, Any] | None, rows: Sequence[Measurement]) -> tuple[Array, Array]:
+def apply(
+    calibration: dict[str, Any] | None, rows: Sequence[Measurement]
+) -> tuple[Array, Array]:
     """``(seconds, GiB)`` of each row: by the fit of its system, else by that of all rows, else by the presets."""
     calibration = calibration or {"all": {"factors": []}, "sources": {}, "memory": {}}
     time = np.zeros(len(rows))
     tables = {None: calibration["all"], **calibration["sources"]}
-    chosen = [system(row) if system(row) in calibration["sources"] else None for row in rows]
+    chosen = [
+        system(row) if system(row) in calibration["sources"] else None for row in rows
+    ]
     for name, table in tables.items():
         knobs = [Knob(item["constant"], 0.0, item["for"]) for item in table["factors"]]
         theta = np.log([float(item["factor"]) for item in table["factors"]])
@@ -166,23 +189,49 @@ def gib_of(rows: Sequence[Measurement], constants: dict[str, float]) -> Array:
     found = np.asarray(formulas(rows) + own, dtype=float)
     room = np.array([float(row.machine.memory) / 2**30 for row in rows])
     for kind in (1, 2):
-        tight = [i for i, row in enumerate(rows) if "recompute=none" in row.assumed and found[i] > room[i]]
+        tight = [
+            i
+            for i, row in enumerate(rows)
+            if "recompute=none" in row.assumed and found[i] > room[i]
+        ]
         if tight:
-            again = [replace(rows[i], plan=replace(rows[i].plan, recompute=kind)) for i in tight]
+            again = [
+                replace(rows[i], plan=replace(rows[i].plan, recompute=kind))
+                for i in tight
+            ]
             less = formulas(again) + own[tight]
-            found[tight] = np.where((less <= room[tight]) | (kind == 1), np.minimum(less, found[tight]), found[tight])
+            found[tight] = np.where(
+                (less <= room[tight]) | (kind == 1),
+                np.minimum(less, found[tight]),
+                found[tight],
+            )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Fit the model's constants to measured rows, within bounds.")
-    parser.add_argument("rows", type=Path, metavar="ROWS.csv", help="measured rows with the header of measured.csv")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write (JSON)")
+    parser = argparse.ArgumentParser(
+        description="Fit the model's constants to measured rows, within bounds."
+    )
+    parser.add_argument(
+        "rows",
+        type=Path,
+        metavar="ROWS.csv",
+        help="measured rows with the header of measured.csv",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the file to write (JSON)",
+    )
     options = parser.parse_args()
     known, refused = read_rows(options.rows)
     found = calibrate(known)
     save(found, options.out)
-    print(f"{options.out}: {len(found['sources'])} sources from {len(known)} rows; {len(refused)} could not be read")
+    print(
+        f"{options.out}: {len(found['sources'])} sources from {len(known)} rows; {len(refused)} could not be read"
+    )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,13 @@ class Correction:
     def factor(self, rows: Sequence[Measurement]) -> Array:
         """Factor on the predicted seconds of each row."""
         points, kinds = describe(rows)
-        return np.exp(np.clip(_kernel(points, kinds, self.points, self.kinds) @ self.weights, -BOUND, BOUND))
+        return np.exp(
+            np.clip(
+                _kernel(points, kinds, self.points, self.kinds) @ self.weights,
+                -BOUND,
+                BOUND,
+            )
+        )
 
     def plain(self) -> dict[str, Any]:
         points, weights = self.points.round(4).tolist(), self.weights.round(5).tolist()
@@ -46,31 +52,61 @@ class Correction:
 
     @classmethod
     def of(cls, plain: dict[str, Any]) -> Self:
-        return cls(np.array(plain["points"]), np.array(plain["kinds"]), np.array(plain["weights"]))
+        return cls(
+            np.array(plain["points"]),
+            np.array(plain["kinds"]),
+            np.array(plain["weights"]),
+        )
 
 
 def correct(rows: Sequence[Measurement], predicted: Array) -> Correction:
     """Learn from rows with a time and what the fitted model predicts for them."""
     points, kinds = describe(rows)
-    left: Array = np.log(np.array([row.seconds for row in rows], dtype=float) / predicted)
-    usual = 3 * 1.48 * float(np.median(np.abs(left)))  # one run gone wrong says nothing about its neighbours
+    left: Array = np.log(
+        np.array([row.seconds for row in rows], dtype=float) / predicted
+    )
+    # one run gone wrong says nothing about its neighbours
+    usual = 3 * 1.48 * float(np.median(np.abs(left)))
     left = np.clip(left, -usual, usual)
     kernel = _kernel(points, kinds, points, kinds) + NOISE**2 * np.eye(len(rows))
-    return Correction(points, kinds, np.asarray(np.linalg.solve(kernel, left), dtype=np.float64))
+    return Correction(
+        points, kinds, np.asarray(np.linalg.solve(kernel, left), dtype=np.float64)
+    )
 
 
 def describe(rows: Sequence[Measurement]) -> tuple[Array, NDArray[np.str_]]:
     sizes, kinds = [], []
     for row in rows:
         shape, plan = row.shape, row.plan
-        size = (plan.micro_batch * plan.seq / plan.cp, shape.embed, plan.tp, plan.pp, plan.data, plan.microbatches)
-        sizes.append((*size, shape.layers, plan.seq, plan.virtual, plan.cp, 1 + shape.experts))
-        kinds.append((row.device, str(row.bits), str(plan.schedule), str(plan.recompute), str(plan.zero)))
+        size = (
+            plan.micro_batch * plan.seq / plan.cp,
+            shape.embed,
+            plan.tp,
+            plan.pp,
+            plan.data,
+            plan.microbatches,
+        )
+        sizes.append(
+            (*size, shape.layers, plan.seq, plan.virtual, plan.cp, 1 + shape.experts)
+        )
+        kinds.append(
+            (
+                row.device,
+                str(row.bits),
+                str(plan.schedule),
+                str(plan.recompute),
+                str(plan.zero),
+            )
+        )
     lengths = np.array(list(LENGTHS.values()))
-    return np.log(np.maximum(np.array(sizes, dtype=float), 1)) / lengths, np.array(kinds)
+    return np.log(np.maximum(np.array(sizes, dtype=float), 1)) / lengths, np.array(
+        kinds
+    )
 
 
-def _kernel(a: Array, a_kinds: NDArray[np.str_], b: Array, b_kinds: NDArray[np.str_]) -> Array:
+def _kernel(
+    a: Array, a_kinds: NDArray[np.str_], b: Array, b_kinds: NDArray[np.str_]
+) -> Array:
     distance = ((a[:, None] - b[None]) ** 2).sum(2)
     other = (a_kinds[:, None] != b_kinds[None]).sum(2)
     near = NEAR**2 * np.exp(-distance / 2 - 1.5 * other)

@@ -54,7 +54,12 @@ def error(predicted: Array, measured: Array) -> float:
 def constant_utilisation(rows: Sequence[Measurement]) -> Array:
     """Seconds at one utilisation per device and precision, the one that fits these very rows best."""
     shape, machine, plan, _ = columns(rows)
-    ideal = shape.flops_per_token(plan.seq) * plan.batch * plan.seq / (machine.peak * plan.world)
+    ideal = (
+        shape.flops_per_token(plan.seq)
+        * plan.batch
+        * plan.seq
+        / (machine.peak * plan.world)
+    )
     measured = np.array([row.seconds for row in rows])
     keys = [group(row) for row in rows]
     found = np.zeros(len(rows))
@@ -68,14 +73,26 @@ def regrets(rows: Sequence[Measurement], predicted: Array) -> list[tuple[float, 
     """Per group of at least four layouts of one job: how much slower the first choice (best of the first three) is."""
     jobs: dict[tuple[Any, ...], list[int]] = {}
     for i, row in enumerate(rows):
-        jobs.setdefault((row.form, row.device, row.bits, row.plan.world, row.plan.batch), []).append(i)
+        jobs.setdefault(
+            (row.form, row.device, row.bits, row.plan.world, row.plan.batch), []
+        ).append(i)
     found = []
     for index in jobs.values():
-        if len({(p.tp, p.pp, p.micro_batch, p.virtual, p.schedule) for p in (rows[i].plan for i in index)}) < 4:
+        if (
+            len(
+                {
+                    (p.tp, p.pp, p.micro_batch, p.virtual, p.schedule)
+                    for p in (rows[i].plan for i in index)
+                }
+            )
+            < 4
+        ):
             continue
         order = np.array(index)[np.argsort(predicted[index])]
         time = np.array([rows[i].seconds for i in order], dtype=float)
-        found.append((100 * (time[0] / time.min() - 1), 100 * (time[:3].min() / time.min() - 1)))
+        found.append(
+            (100 * (time[0] / time.min() - 1), 100 * (time[:3].min() / time.min() - 1))
+        )
     return found
 
 
@@ -87,7 +104,14 @@ def composed(rows: Sequence[Measurement]) -> bool:
     """
     alike: dict[Any, dict[float, float]] = {}
     for row in rows:
-        key = row.shape.embed, row.shape.heads, row.shape.ffn, row.device, row.bits, row.plan
+        key = (
+            row.shape.embed,
+            row.shape.heads,
+            row.shape.ffn,
+            row.device,
+            row.bits,
+            row.plan,
+        )
         alike.setdefault(key, {})[float(row.shape.layers)] = float(row.seconds or 0)
     off = []
     for times in alike.values():
@@ -98,7 +122,9 @@ def composed(rows: Sequence[Measurement]) -> bool:
     return len(off) >= LINES and statistics.median(off) < STRAIGHT
 
 
-def scores(rows: Sequence[Measurement], calibration: dict[str, Any] | None) -> list[Score]:
+def scores(
+    rows: Sequence[Measurement], calibration: dict[str, Any] | None
+) -> list[Score]:
     """One :class:`Score` per source, in the order of the rows."""
     sources: dict[str, list[Measurement]] = {}
     for row in rows:
@@ -119,7 +145,9 @@ def scores(rows: Sequence[Measurement], calibration: dict[str, Any] | None) -> l
                 error(constant_utilisation(members), measured),
                 error(preset, measured),
                 error(out, measured),
-                error(apply(calibration, members)[0], measured) if calibration else float("nan"),
+                error(apply(calibration, members)[0], measured)
+                if calibration
+                else float("nan"),
                 len(ranks),
                 float(np.mean([r[0] for r in ranks])) if ranks else float("nan"),
                 float(np.mean([r[1] for r in ranks])) if ranks else float("nan"),
@@ -131,19 +159,36 @@ def scores(rows: Sequence[Measurement], calibration: dict[str, Any] | None) -> l
 
 def fits(rows: Sequence[Measurement], gib: Array) -> list[bool]:
     """Whether each prediction stays below its device's memory, with :data:`MARGIN`."""
-    return [bool(g <= (1 + MARGIN) * float(row.machine.memory) / 2**30) for row, g in zip(rows, gib, strict=True)]
+    return [
+        bool(g <= (1 + MARGIN) * float(row.machine.memory) / 2**30)
+        for row, g in zip(rows, gib, strict=True)
+    ]
 
 
-def memory_scores(rows: Sequence[Measurement], gib: Array) -> list[tuple[str, int, float]]:
+def memory_scores(
+    rows: Sequence[Measurement], gib: Array
+) -> list[tuple[str, int, float]]:
     """``(program, rows, mean absolute error in percent)``."""
     found = []
     for program in dict.fromkeys(row.framework for row in rows if row.gib):
-        index = [i for i, row in enumerate(rows) if row.gib and row.framework == program]
-        found.append((program, len(index), error(gib[index], np.array([rows[i].gib for i in index], dtype=float))))
+        index = [
+            i for i, row in enumerate(rows) if row.gib and row.framework == program
+        ]
+        found.append(
+            (
+                program,
+                len(index),
+                error(gib[index], np.array([rows[i].gib for i in index], dtype=float)),
+            )
+        )
     return found
 
 
-def record(rows: Sequence[Measurement], refused: Sequence[tuple[str, str]], calibration: Path | None) -> dict[str, Any]:
+def record(
+    rows: Sequence[Measurement],
+    refused: Sequence[tuple[str, str]],
+    calibration: Path | None,
+) -> dict[str, Any]:
     """Every row with what is predicted for it, and the scores of every source, as plain data."""
     factors = load(calibration) if calibration else None
     seconds, gib = apply(factors, rows)
@@ -164,11 +209,18 @@ def record(rows: Sequence[Measurement], refused: Sequence[tuple[str, str]], cali
             for i, row in enumerate(rows)
         ],
         "refused": [{"id": name, "reason": reason} for name, reason in refused],
-        "sources": [{k: None if v != v else v for k, v in vars(s).items()} for s in scores(rows, factors)],
+        "sources": [
+            {k: None if v != v else v for k, v in vars(s).items()}
+            for s in scores(rows, factors)
+        ],
     }
 
 
-def show(rows: Sequence[Measurement], refused: Sequence[tuple[str, str]], calibration: Path | None) -> None:
+def show(
+    rows: Sequence[Measurement],
+    refused: Sequence[tuple[str, str]],
+    calibration: Path | None,
+) -> None:
     """The same as tables."""
     factors = load(calibration) if calibration else None
     gib = apply(factors, rows)[1]
@@ -186,31 +238,53 @@ def show(rows: Sequence[Measurement], refused: Sequence[tuple[str, str]], calibr
     )
     grid = Grid(header_style="bold", box=None, padding=(0, 2, 0, 0))
     for name in names:
-        grid.add_column(name, justify="left" if name == "source" else "right", no_wrap=True)
-    keys = ("constant", "preset", "held_out", "regret", "regret_of_three", *["given"] * bool(factors))
+        grid.add_column(
+            name, justify="left" if name == "source" else "right", no_wrap=True
+        )
+    keys = (
+        "constant",
+        "preset",
+        "held_out",
+        "regret",
+        "regret_of_three",
+        *["given"] * bool(factors),
+    )
     for s in table:
-        grid.add_row(s.source[:40], f"{s.rows}", f"{s.shapes}", *(number(getattr(s, key)) for key in keys))
+        grid.add_row(
+            s.source[:40],
+            f"{s.rows}",
+            f"{s.shapes}",
+            *(number(getattr(s, key)) for key in keys),
+        )
     wide = [s for s in table if s.rows >= 5]
     jobs = max(sum(s.groups for s in table), 1)
 
     def overall(key: str) -> str:
         if key.startswith("regret"):  # a mean over jobs
-            return number(sum(getattr(s, key) * s.groups for s in table if s.groups) / jobs)
+            return number(
+                sum(getattr(s, key) * s.groups for s in table if s.groups) / jobs
+            )
         known = [v for s in wide if not math.isnan(v := getattr(s, key))]
         return number(statistics.median(known)) if known else "-"
 
     total = f"median of {len(wide)} sources of 5 rows up"
-    grid.add_row(total, f"{len(rows)}", "", *(overall(key) for key in keys), style="bold")
+    grid.add_row(
+        total, f"{len(rows)}", "", *(overall(key) for key in keys), style="bold"
+    )
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, 110)  # a source's name and eight figures
-    console.print("Mean absolute error of the step time in percent; held out: fitted without the row's shape.")
+    console.print(
+        "Mean absolute error of the step time in percent; held out: fitted without the row's shape."
+    )
     console.print(
         "Regret: how much slower the first choice (best of three) is than the best layout measured, mean over jobs."
     )
     console.print(grid)
     for s in table:
         if s.composed:
-            console.print(f"{s.source}: its times are sums of pieces, not steps that ran.")
+            console.print(
+                f"{s.source}: its times are sums of pieces, not steps that ran."
+            )
     console.print()
     for program, count, wrong in memory_scores(rows, gib):
         console.print(f"memory  {program:<20} {count:>4} rows  error {wrong:.1f} %")
@@ -228,7 +302,11 @@ def show(rows: Sequence[Measurement], refused: Sequence[tuple[str, str]], calibr
         console.print(f"\n{len(refused)} rows cannot be read:")
     for reason, names_of in reasons.items():
         more = f" and {len(names_of) - 12} more" if len(names_of) > 12 else ""
-        console.print(f"  {reason}: {', '.join(names_of[:12])}{more}", soft_wrap=True, markup=False)
+        console.print(
+            f"  {reason}: {', '.join(names_of[:12])}{more}",
+            soft_wrap=True,
+            markup=False,
+        )
 
 
 def number(value: float) -> str:
@@ -236,9 +314,21 @@ def number(value: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Predict every row of a file and show the error per source.")
-    parser.add_argument("rows", type=Path, metavar="ROWS.csv", help="measured rows with the header of measured.csv")
-    parser.add_argument("--calibration", type=Path, metavar="FILE", help="factors from calibrate.py; else presets")
+    parser = argparse.ArgumentParser(
+        description="Predict every row of a file and show the error per source."
+    )
+    parser.add_argument(
+        "rows",
+        type=Path,
+        metavar="ROWS.csv",
+        help="measured rows with the header of measured.csv",
+    )
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="factors from calibrate.py; else presets",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     options = parser.parse_args()
     rows, refused = read_rows(options.rows)

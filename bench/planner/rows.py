@@ -15,7 +15,18 @@ from weft.recipe import PLACES
 from weft.schedule.build import BUILDERS
 from weft.shapes.shape import Shape
 
-NEEDED = ("id", "source", "model", "layers", "hidden", "heads", "seq_len", "hardware", "n_gpus", "global_batch")
+NEEDED = (
+    "id",
+    "source",
+    "model",
+    "layers",
+    "hidden",
+    "heads",
+    "seq_len",
+    "hardware",
+    "n_gpus",
+    "global_batch",
+)
 #: Schedules that published rows name, newest first; others ran 1F1B.
 _SCHEDULES = ("zb-2p", "zb-1p", "zb-v", "zb-h1", "zb-h2")
 #: Models with layers that the cost model does not know: state spaces, gated delta rules, sparse attention.
@@ -26,24 +37,45 @@ _UNKNOWN = re.compile(
 _BLANK = ("", "-", "--", "—", "n/a", "na", "nan", "null", "?", "unknown")
 #: GiB beyond the formulas, per program: medians over published peaks. Megatron-DeepSpeed's is what nvidia-smi shows
 #: (context, communication buffers and what the allocator keeps), the others' what the allocator has handed out.
-CONSTANTS: dict[str, float] = {"megatron-deepspeed": 12.0, "megatron-lm": 0.0, "nanotron": 0.0, "torchtitan": 7.5}
+CONSTANTS: dict[str, float] = {
+    "megatron-deepspeed": 12.0,
+    "megatron-lm": 0.0,
+    "nanotron": 0.0,
+    "torchtitan": 7.5,
+}
 #: GiB per unit of memory; a blank is GiB.
-_UNITS = {"": 1.0, "GIB": 1.0, "GB": 1e9 / 2**30, "MIB": 1 / 1024, "MB": 1e6 / 2**30, "TIB": 1024.0, "TB": 1e12 / 2**30}
+_UNITS = {
+    "": 1.0,
+    "GIB": 1.0,
+    "GB": 1e9 / 2**30,
+    "MIB": 1 / 1024,
+    "MB": 1e6 / 2**30,
+    "TIB": 1024.0,
+    "TB": 1e12 / 2**30,
+}
 
 
 def read_rows(path: Path) -> tuple[list[Measurement], list[tuple[str, str]]]:
     """``(rows, refused)``: what the file holds, and ``(id, reason)`` of every line that does not make a row."""
     if not path.is_file():
-        raise WeftError(f"rows {path} does not exist; give a CSV file with the header of measured.csv")
+        raise WeftError(
+            f"rows {path} does not exist; give a CSV file with the header of measured.csv"
+        )
     rows, refused = [], []
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
             missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
             if missing:
-                raise UsageError(f"{path}: column {missing[0]!r} is missing; the header of measured.csv is expected")
+                raise UsageError(
+                    f"{path}: column {missing[0]!r} is missing; the header of measured.csv is expected"
+                )
             for number, record in enumerate(reader, 2):
-                clean = {key: (value or "").strip() for key, value in record.items() if isinstance(value, str | None)}
+                clean = {
+                    key: (value or "").strip()
+                    for key, value in record.items()
+                    if isinstance(value, str | None)
+                }
                 try:
                     rows.append(parse(clean))
                 except (ValueError, UsageError) as error:
@@ -55,7 +87,9 @@ def read_rows(path: Path) -> tuple[list[Measurement], list[tuple[str, str]]]:
 
 def find_shape(text: str) -> Shape | None:
     """The built-in that a free text names, e.g. ``LLAMA3_70B`` or ``Qwen3_30B_a3B``; none if there is none."""
-    plain = "".join(c for c in re.sub(r"llama[-_ ]?3\.[13]", "llama3", text.lower()) if c.isalnum())
+    plain = "".join(
+        c for c in re.sub(r"llama[-_ ]?3\.[13]", "llama3", text.lower()) if c.isalnum()
+    )
     names = {"".join(c for c in name if c.isalnum()): name for name in SHAPES}
     names["qwen330ba3b"] = "qwen3-30b"
     best = max((n for n in names if n in plain), key=len, default=None)
@@ -74,7 +108,9 @@ def family_of(framework: str, sharding: str, device_peak: float, attention: str)
     if "foundry" in name or ("fsdp" in name and "megatron" not in name):
         return "fsdp"
     if any(word in name for word in ("megatron", "nemo", "intern")):
-        old = "deepspeed" in name or (device_peak < 900e12 and not re.search("nemo|bridge|intern", name))
+        old = "deepspeed" in name or (
+            device_peak < 900e12 and not re.search("nemo|bridge|intern", name)
+        )
         return "megatron-2021" if old and "flash" not in attention else "megatron"
     if "fsdp" in sharding.lower():
         return "fsdp"
@@ -135,14 +171,19 @@ def parse(r: dict[str, str]) -> Measurement:
                          "gpus_per_node") if number(n, 1) < 1]  # fmt: skip
     if wrong or min(tp, pp) < 1:
         raise ValueError(f"{(wrong or ['dp'])[0]} leaves a size of zero")
-    data = world / (tp * pp * cp)  # what is stated as dp may contradict the number of devices
+    # what is stated as dp may contradict the number of devices
+    data = world / (tp * pp * cp)
     if data < 1 or data != int(data):
-        raise ValueError(f"tp x pp x cp = {tp * pp * cp:.0f} does not divide {world:.0f} devices")
+        raise ValueError(
+            f"tp x pp x cp = {tp * pp * cp:.0f} does not divide {world:.0f} devices"
+        )
     if not r.get("micro_batch"):
         steps = number("grad_accum", 0)
         if not steps and pp > 1 and "torchtitan" in r.get("framework", ""):
             # Its default until 2025: as many microbatches as there are stages.
-            steps = pp * number("vpp", 2 if "interleaved" in r.get("notes", "").lower() else 1)
+            steps = pp * number(
+                "vpp", 2 if "interleaved" in r.get("notes", "").lower() else 1
+            )
         micro = max(1.0, batch / data / steps) if steps else 1.0
         assumed.append(f"micro_batch={micro:.0f}")
     else:
@@ -158,15 +199,20 @@ def parse(r: dict[str, str]) -> Measurement:
     recompute = r.get("recompute", "").lower()
     if not recompute:
         assumed.append("recompute=none")
-    schedule = next((name for name in _SCHEDULES if name in f"{framework} {notes}".lower()), "1f1b")
-    said = dict(re.findall(r"(\w+)=([\w-]+)", notes)) if family == "weft" else {}  # as weft.observe.measured writes it
+    schedule = next(
+        (name for name in _SCHEDULES if name in f"{framework} {notes}".lower()), "1f1b"
+    )
+    # as weft.observe.measured writes it
+    said = dict(re.findall(r"(\w+)=([\w-]+)", notes)) if family == "weft" else {}
     schedule = said["schedule"] if said.get("schedule") in SCHEDULES else schedule
     part = re.search(r"shard=(\d+)", sharding)  # copies of sharded groups
     shard = min(float(part[1]), data) if part else data if zero == 3 else 1.0
     virtual = number("vpp", 1)
     if schedule != "1f1b" and not BUILDERS[schedule].free:
         virtual = 1
-    elif pp > 1 and not r.get("vpp") and "interleaved" in f"{framework} {notes}".lower():
+    elif (
+        pp > 1 and not r.get("vpp") and "interleaved" in f"{framework} {notes}".lower()
+    ):
         virtual = 2
         assumed.append("virtual=2")
     plan = Plan(
@@ -189,16 +235,25 @@ def parse(r: dict[str, str]) -> Measurement:
     )
     shape = replace(shape, frozen=int("lora" in notes.lower()))
     per_node = int(number("gpus_per_node", 8))
-    domain = device.domain if per_node < device.domain and device.domain > 8 else per_node
+    domain = (
+        device.domain if per_node < device.domain and device.domain > 8 else per_node
+    )
     release = release_of(framework, r.get("source_ref", ""))
     constant = CONSTANTS.get(program(framework), ENGINES[family].constant)
     engine = replace(ENGINES[family], constant=constant)
-    if program(framework) == "nanotron":  # build_model places blocks by their compute cost
+    # build_model places blocks by their compute cost
+    if program(framework) == "nanotron":
         engine = replace(engine, level=1.0)
-    if program(framework) == "torchtitan" and "compile" in framework.lower() and release >= (2025, 4):
+    if (
+        program(framework) == "torchtitan"
+        and "compile" in framework.lower()
+        and release >= (2025, 4)
+    ):
         # The loss is compiled as well (its pull request 1033): logits and their gradient stay in 16 bits.
         engine = replace(engine, vocab=4.0)
-    if "drop" in r["model"].lower() or (program(framework) == "megatron-bridge" and domain > 8):
+    if "drop" in r["model"].lower() or (
+        program(framework) == "megatron-bridge" and domain > 8
+    ):
         # Dropped and padded tokens need no counts of tokens per expert on the host; and where the fast domain is a
         # rack, the recipes of Megatron-Bridge capture the routing in CUDA graphs.
         engine = replace(engine, dispatch=1.0)
@@ -208,14 +263,24 @@ def parse(r: dict[str, str]) -> Measurement:
         engine = replace(engine, flash=0.0)
     if family == "megatron-2021" and r.get("precision", "").lower() == "bf16":
         # BF16_Optimizer of DeepSpeed sums gradients in float32 beside the bfloat16 ones.
-        engine = replace(engine, gradient=6.0 if "deepspeed" in framework.lower() else 4.0)
+        engine = replace(
+            engine, gradient=6.0 if "deepspeed" in framework.lower() else 4.0
+        )
     if "+SP" in r.get("recompute", ""):
         engine = replace(engine, sequence=1.0)
     network = number("internode_gbps_per_gpu", 0) / 8 or None
-    machine = machine_of(device, bits, memory=number("gpu_mem_gb", 0) or None, network=network, domain=domain)
+    machine = machine_of(
+        device,
+        bits,
+        memory=number("gpu_mem_gb", 0) or None,
+        network=network,
+        domain=domain,
+    )
     unit = r.get("peak_mem_unit", "")
     if unit.upper() not in _UNITS:
-        raise ValueError(f"peak_mem_unit = {unit!r} is not known; GiB, GB, MiB, MB, TiB or TB")
+        raise ValueError(
+            f"peak_mem_unit = {unit!r} is not known; GiB, GB, MiB, MB, TiB or TB"
+        )
     gib = number("peak_mem", 0) * _UNITS[unit.upper()] or None
     ran = not re.search(r"oom|out[- ]of[- ]memory", r.get("status", ""), re.I)
     seconds = _seconds(r, number, shape, plan, machine, world) if ran else None
@@ -245,19 +310,28 @@ def _depth(r: dict[str, str], number) -> float:  # type: ignore[no-untyped-def]
     made of a size alone: the same size is up to 1.4 times slower at a width that its kernels do not like."""
     label = re.search(r"(\d+(?:\.\d+)?)\s*B\b", r["model"], re.I)
     size = number("params_b", float(label[1]) if label else 0.0) * 1e9
-    embed, stages, vocab = number("hidden", 0), max(1.0, number("pp", 1)), number("vocab", 51200)
+    embed, stages, vocab = (
+        number("hidden", 0),
+        max(1.0, number("pp", 1)),
+        number("vocab", 51200),
+    )
     if "gpt" not in r["model"].lower() or not size or embed < 1:
         raise ValueError(f"the shape of {r['model']!r} is neither stated nor built in")
     layers = max(1, round((size - vocab * embed) / (12 * embed**2) / stages)) * stages
     if abs(12 * layers * embed**2 + vocab * embed - size) > 0.03 * size:
-        raise ValueError(f"no depth of {r['model']!r} with hidden {embed:g} and {stages:g} stages is of its size")
+        raise ValueError(
+            f"no depth of {r['model']!r} with hidden {embed:g} and {stages:g} stages is of its size"
+        )
     return layers
 
 
 def _shape(r: dict[str, str], number, assumed: list[str]) -> Shape:  # type: ignore[no-untyped-def]
     if _UNKNOWN.search(r["model"].lower()):
-        raise ValueError(f"{r['model']!r} has layers that are not modelled (state spaces, sparse attention)")
-    experts = "moe" in r.get("arch", "").lower()  # the columns say nothing about experts
+        raise ValueError(
+            f"{r['model']!r} has layers that are not modelled (state spaces, sparse attention)"
+        )
+    # the columns say nothing about experts
+    experts = "moe" in r.get("arch", "").lower()
     if experts or not r.get("layers") or not r.get("hidden"):
         known = find_shape(r["model"])
         if known is not None:
@@ -282,9 +356,14 @@ def _shape(r: dict[str, str], number, assumed: list[str]) -> Shape:  # type: ign
         gated=gated,
         tied=number("tied_embeddings", 1 - gated),
     )
-    if not r.get("vocab") and r.get("params_b"):  # what the layers leave of the stated size, within the usual
-        left = number("params_b") * 1e9 - (shape.parameters - (2 - shape.tied) * shape.table)
-        shape = replace(shape, vocab=min(max(left / ((2 - shape.tied) * embed), 32000.0), 256000.0))
+    # what the layers leave of the stated size, within the usual
+    if not r.get("vocab") and r.get("params_b"):
+        left = number("params_b") * 1e9 - (
+            shape.parameters - (2 - shape.tied) * shape.table
+        )
+        shape = replace(
+            shape, vocab=min(max(left / ((2 - shape.tied) * embed), 32000.0), 256000.0)
+        )
     return shape
 
 
@@ -302,7 +381,9 @@ def _bits(text: str, family: str, low: bool, assumed: list[str]) -> int:
     return 32 if text in ("fp32", "float32", "tf32") else 16
 
 
-def _seconds(r, number, shape: Shape, plan: Plan, machine: Machine, world: float) -> float | None:  # type: ignore[no-untyped-def]
+def _seconds(
+    r, number, shape: Shape, plan: Plan, machine: Machine, world: float
+) -> float | None:  # type: ignore[no-untyped-def]
     """Seconds per step from whichever column says it; flops count attention whole, as all these tables do."""
     tokens = plan.batch * plan.seq
     if value := number("iter_time_s", 0):
@@ -316,7 +397,9 @@ def _seconds(r, number, shape: Shape, plan: Plan, machine: Machine, world: float
     flops = shape.flops_per_token(plan.seq, causal=1.0)
     hardware = flops + (flops / 3 - 2 * shape.table) * (plan.recompute == 2)
     if value := number("tflops_per_gpu", 0):
-        used = hardware if re.search("hardware|incl", r.get("tflops_kind", "")) else flops
+        used = (
+            hardware if re.search("hardware|incl", r.get("tflops_kind", "")) else flops
+        )
         return tokens * used / (value * 1e12 * world)
     base = machine.peak16 * world / 100
     if value := number("mfu_pct", 0):

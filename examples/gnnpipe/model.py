@@ -25,10 +25,22 @@ class Graph:
 
     def renumbered(self, order: T) -> "Graph":
         """The same graph with node ``order[i]`` as number ``i``."""
-        return Graph(self.features[order], self.labels[order], self.train[order], order.argsort()[self.edges])
+        return Graph(
+            self.features[order],
+            self.labels[order],
+            self.train[order],
+            order.argsort()[self.edges],
+        )
 
 
-def planted(nodes: int, classes: int, seed: int, degree: int = 12, inside: float = 0.8, noise: float = 2.0) -> Graph:
+def planted(
+    nodes: int,
+    classes: int,
+    seed: int,
+    degree: int = 12,
+    inside: float = 0.8,
+    noise: float = 2.0,
+) -> Graph:
     """Communities of equal size, numbered one after another; ``classes`` noisy features; 3 of 10 nodes for training.
 
     Nodes have about ``degree`` edges, of which a share of ``inside`` is drawn within the community.
@@ -36,24 +48,45 @@ def planted(nodes: int, classes: int, seed: int, degree: int = 12, inside: float
     rng = torch.Generator().manual_seed(seed)
     labels = torch.arange(nodes) * classes // nodes
     ends = torch.randint(nodes, (2, nodes * degree // 2), generator=rng)
-    mates = (labels[ends[0]] * nodes // classes + ends[1] % (nodes // classes)).clamp(max=nodes - 1)
-    ends[1] = torch.where(torch.rand(ends.shape[1], generator=rng) < inside, mates, ends[1])
+    mates = (labels[ends[0]] * nodes // classes + ends[1] % (nodes // classes)).clamp(
+        max=nodes - 1
+    )
+    ends[1] = torch.where(
+        torch.rand(ends.shape[1], generator=rng) < inside, mates, ends[1]
+    )
     ends = ends[:, ends[0] != ends[1]]
-    features = nn.functional.one_hot(labels, classes) + noise * torch.randn(nodes, classes, generator=rng)
+    features = nn.functional.one_hot(labels, classes) + noise * torch.randn(
+        nodes, classes, generator=rng
+    )
     train = torch.rand(nodes, generator=rng) < 0.3
-    return Graph(features, labels, train, torch.cat([ends, ends.flip(0)], 1).unique(dim=1))
+    return Graph(
+        features, labels, train, torch.cat([ends, ends.flip(0)], 1).unique(dim=1)
+    )
 
 
 def mean_matrix(graph: Graph, targets: range, sources: range) -> T:
     """What ``sources`` contribute to the mean over neighbours at ``targets``. CSR, [targets, sources]."""
     source, target = graph.edges
-    here = (source >= sources.start) & (source < sources.stop) & (target >= targets.start) & (target < targets.stop)
-    shares = torch.bincount(target, minlength=len(graph.labels))[target[here]].to(graph.features.dtype).reciprocal()
+    here = (
+        (source >= sources.start)
+        & (source < sources.stop)
+        & (target >= targets.start)
+        & (target < targets.stop)
+    )
+    shares = (
+        torch.bincount(target, minlength=len(graph.labels))[target[here]]
+        .to(graph.features.dtype)
+        .reciprocal()
+    )
     index = torch.stack([target[here] - targets.start, source[here] - sources.start])
     with warnings.catch_warnings():  # PyTorch calls the CSR layout a beta
         warnings.simplefilter("ignore", UserWarning)
         size = (len(targets), len(sources))
-        return torch.sparse_coo_tensor(index, shares, size, check_invariants=True).coalesce().to_sparse_csr()
+        return (
+            torch.sparse_coo_tensor(index, shares, size, check_invariants=True)
+            .coalesce()
+            .to_sparse_csr()
+        )
 
 
 def columns_used(matrix: T) -> tuple[T, T]:
@@ -72,7 +105,10 @@ class Layer(nn.Module):
 
     def __init__(self, width_in: int, width_out: int, last: bool) -> None:
         super().__init__()
-        self.own, self.near = nn.Linear(width_in, width_out), nn.Linear(width_in, width_out, bias=False)
+        self.own, self.near = (
+            nn.Linear(width_in, width_out),
+            nn.Linear(width_in, width_out, bias=False),
+        )
         self.last = last
 
     def forward(self, x: T, mean: T) -> T:
@@ -87,11 +123,16 @@ class GNN(nn.Module):
         super().__init__()
         widths = [features, *[hidden] * (layers - 1), classes]
         self.hidden = hidden
-        self.layers = nn.ModuleList(Layer(widths[i], widths[i + 1], i + 1 == layers) for i in range(layers))
+        self.layers = nn.ModuleList(
+            Layer(widths[i], widths[i + 1], i + 1 == layers) for i in range(layers)
+        )
 
     def forward(self, graph: Graph) -> T:
         everyone = range(len(graph.labels))
-        x, matrix = graph.features[torch.arange(len(everyone))], mean_matrix(graph, everyone, everyone)
+        x, matrix = (
+            graph.features[torch.arange(len(everyone))],
+            mean_matrix(graph, everyone, everyone),
+        )
         for layer in self.layers:
             x = layer(x, matrix @ x)
         return x

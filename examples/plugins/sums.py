@@ -39,9 +39,15 @@ class GRU(nn.Module):
         """Logits ``[batch, seq, vocab]``; rows hold several documents, whose edges are in ``cu_seqlens``."""
         x = self.table(tokens).flatten(0, 1)  # [batch * seq, width]
         documents = x.split(cu_seqlens.diff().tolist())
-        padded = nn.utils.rnn.pad_sequence(documents, batch_first=True)  # [documents, longest, width]
+        # [documents, longest, width]
+        padded = nn.utils.rnn.pad_sequence(documents, batch_first=True)
         hidden, _ = self.cell(padded)
-        read = torch.cat([row[: len(document)] for row, document in zip(hidden, documents, strict=True)])
+        read = torch.cat(
+            [
+                row[: len(document)]
+                for row, document in zip(hidden, documents, strict=True)
+            ]
+        )
         return self.out(read).unflatten(0, tokens.shape)
 
 

@@ -26,7 +26,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 @pytest.fixture
 def bucket(server: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """The address of an empty prefix, with the environment that goes with it."""
-    for name in ("AWS_ENDPOINT_URL_S3", "AWS_SESSION_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+    for name in (
+        "AWS_ENDPOINT_URL_S3",
+        "AWS_SESSION_TOKEN",
+        "HTTP_PROXY",
+        "http_proxy",
+        "ALL_PROXY",
+        "all_proxy",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server}")
     monkeypatch.setenv("AWS_REGION", "us-east-1")

@@ -22,11 +22,15 @@ from weft.shapes.config import config_from_shape
 Weights = Mapping[str, torch.Tensor]
 
 
-def weights_of(shape: ModelShape, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, torch.Tensor]:
+def weights_of(
+    shape: ModelShape, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> dict[str, torch.Tensor]:
     """Random tensors for every parameter; no two elements are likely to be equal."""
     g = torch.Generator().manual_seed(seed)
     logical = Transformer(shape, Mesh.single()).logical_parameters()
-    return {name: torch.randn(one.shape, generator=g).to(dtype) for name, one in logical}
+    return {
+        name: torch.randn(one.shape, generator=g).to(dtype) for name, one in logical
+    }
 
 
 def write_config(folder: Path, shape: ModelShape) -> None:
@@ -36,7 +40,12 @@ def write_config(folder: Path, shape: ModelShape) -> None:
 
 def to_pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """q or k rows from Hugging Face's order to Meta's, as Meta's conversion script (inverted) does it."""
-    return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape).contiguous()
+    return (
+        weight.view(heads, 2, -1, weight.shape[1])
+        .transpose(1, 2)
+        .reshape(weight.shape)
+        .contiguous()
+    )
 
 
 class Stage(enum.IntEnum):
@@ -67,16 +76,25 @@ GGUF = {
 }  # fmt: skip
 
 
-def renamed(weights: Weights, shape: ModelShape, names: Mapping[str, str], layer: str) -> dict[str, torch.Tensor]:
+def renamed(
+    weights: Weights, shape: ModelShape, names: Mapping[str, str], layer: str
+) -> dict[str, torch.Tensor]:
     """Under torchtitan's or llama.cpp's names, with q and k in Meta's order where these programs have them so."""
     found = {}
     for name, w in weights.items():
-        for part, heads in (("attention.wq", shape.heads), ("attention.wk", shape.kv_heads)):
+        for part, heads in (
+            ("attention.wq", shape.heads),
+            ("attention.wk", shape.kv_heads),
+        ):
             if name.endswith(part) and not (shape.qk_norm or shape.qkv_bias):
                 w = to_pairs(w, heads or 0)
         _, _, rest = name.partition(".")
         number, _, rest = rest.partition(".")
-        found[layer.format(number) + names[rest] if name.startswith("blocks.") else names[name]] = w
+        found[
+            layer.format(number) + names[rest]
+            if name.startswith("blocks.")
+            else names[name]
+        ] = w
     return found
 
 
@@ -85,7 +103,12 @@ def write_dcp(folder: Path, tensors: Weights) -> None:
 
 
 def write_deepspeed(
-    folder: Path, weights: Weights, stage: int, ranks: int, moments: Mapping[str, Weights] | None = None, tp: int = 1
+    folder: Path,
+    weights: Weights,
+    stage: int,
+    ranks: int,
+    moments: Mapping[str, Weights] | None = None,
+    tp: int = 1,
 ) -> None:
     """ZeRO 1 to 3, two parameter groups, Hugging Face's names (with ``module.`` as wrappers leave it in front).
 
@@ -96,11 +119,21 @@ def write_deepspeed(
     (folder / "latest").write_text("global_step7")
     for t in range(tp):
         states = {"fp32": weights, **(moments or {})}
-        flat = {key: {hf_name(n): _tp_part(n, w, tp, t) for n, w in values.items()} for key, values in states.items()}
+        flat = {
+            key: {hf_name(n): _tp_part(n, w, tp, t) for n, w in values.items()}
+            for key, values in states.items()
+        }
         names = list(flat["fp32"])
-        groups = [[n for n in names if flat["fp32"][n].ndim > 1], [n for n in names if flat["fp32"][n].ndim == 1]]
+        groups = [
+            [n for n in names if flat["fp32"][n].ndim > 1],
+            [n for n in names if flat["fp32"][n].ndim == 1],
+        ]
         shapes = [{n: flat["fp32"][n].shape for n in group} for group in groups]
-        module = {} if stage == 3 else {n: w.to(torch.bfloat16) for n, w in flat["fp32"].items()}
+        module = (
+            {}
+            if stage == 3
+            else {n: w.to(torch.bfloat16) for n, w in flat["fp32"].items()}
+        )
         for rank in range(ranks if stage == 3 else 1):
             file = f"{f'zero_pp_rank_{rank}_' if stage == 3 else ''}mp_rank_{t:02d}_model_states.pt"
             about = {"module": module, "param_shapes": shapes, "buffer_names": [], "shared_params": {},
@@ -111,28 +144,51 @@ def write_deepspeed(
             parts: dict[str, list[torch.Tensor]] = {}
             for key, values in flat.items():
                 if stage == 3:
-                    parts[key] = [torch.cat([_zero3(values[n], ranks, rank) for n in group]) for group in groups]
+                    parts[key] = [
+                        torch.cat([_zero3(values[n], ranks, rank) for n in group])
+                        for group in groups
+                    ]
                     continue
                 for group in groups:
                     whole = torch.cat([values[n].flatten() for n in group])
                     size = 2 * ranks * -(-whole.numel() // (2 * ranks)) // ranks
                     padding = torch.zeros(size * ranks - whole.numel())
-                    own = torch.cat([whole, padding])[rank * size : (rank + 1) * size].clone()
-                    last = rank == ranks - 1 and key == "fp32"  # saved without padding, but the moments with it
-                    parts.setdefault(key, []).append(own[: size - padding.numel()].clone() if last else own)
-            state = {i: {k: parts[k][i] for k in (moments or {})} | {"step": 7} for i in range(len(groups))}
+                    own = torch.cat([whole, padding])[
+                        rank * size : (rank + 1) * size
+                    ].clone()
+                    # saved without padding, but the moments with it
+                    last = rank == ranks - 1 and key == "fp32"
+                    parts.setdefault(key, []).append(
+                        own[: size - padding.numel()].clone() if last else own
+                    )
+            state = {
+                i: {k: parts[k][i] for k in (moments or {})} | {"step": 7}
+                for i in range(len(groups))
+            }
             base = {"state": state, "param_groups": [{"lr": 1e-3}]}
-            osd: dict[str, Any] = {"zero_stage": Stage(stage), "partition_count": ranks, "ds_version": "0.19.8"}
+            osd: dict[str, Any] = {
+                "zero_stage": Stage(stage),
+                "partition_count": ranks,
+                "ds_version": "0.19.8",
+            }
             if stage == 3:
                 osd |= {"fp32_flat_groups": parts["fp32"], "optimizer_state_dict": base}
             else:
-                osd |= {"single_partition_of_fp32_groups": parts["fp32"], "base_optimizer_state": base}
-            torch.save({"optimizer_state_dict": osd}, tag / f"bf16_zero_pp_rank_{rank}_mp_rank_{t:02d}_optim_states.pt")
+                osd |= {
+                    "single_partition_of_fp32_groups": parts["fp32"],
+                    "base_optimizer_state": base,
+                }
+            torch.save(
+                {"optimizer_state_dict": osd},
+                tag / f"bf16_zero_pp_rank_{rank}_mp_rank_{t:02d}_optim_states.pt",
+            )
 
 
 def _zero3(w: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
     size = -(-w.numel() // ranks)
-    return torch.cat([w.flatten(), torch.zeros(size * ranks - w.numel())])[rank * size : (rank + 1) * size].clone()
+    return torch.cat([w.flatten(), torch.zeros(size * ranks - w.numel())])[
+        rank * size : (rank + 1) * size
+    ].clone()
 
 
 def _tp_part(name: str, w: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
@@ -142,7 +198,9 @@ def _tp_part(name: str, w: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
     return w.tensor_split(tp, dim)[rank].contiguous()
 
 
-def write_universal(folder: Path, weights: Weights, moments: Mapping[str, Weights], flat: bool = False) -> None:
+def write_universal(
+    folder: Path, weights: Weights, moments: Mapping[str, Weights], flat: bool = False
+) -> None:
     """DeepSpeed's universal format, as ds_to_universal.py writes it (``flat``: from ZeRO 3)."""
     tag = folder / "global_step7_universal"
     folder.mkdir(parents=True, exist_ok=True)
@@ -151,13 +209,21 @@ def write_universal(folder: Path, weights: Weights, moments: Mapping[str, Weight
         for name, w in values.items():
             place = tag / "zero" / hf_name(name)
             place.mkdir(parents=True, exist_ok=True)
-            torch.save({"param": w.flatten() if flat else w, "cat_dim": 0}, place / f"{key}.pt")
+            torch.save(
+                {"param": w.flatten() if flat else w, "cat_dim": 0}, place / f"{key}.pt"
+            )
     for place in (tag / "zero").iterdir():
         torch.save(torch.tensor(7.0), place / "step.pt")
 
 
 def write_megatron(
-    folder: Path, weights: Weights, shape: ModelShape, tp: int, pp: int, virtual: int = 1, pad: int = 8
+    folder: Path,
+    weights: Weights,
+    shape: ModelShape,
+    tp: int,
+    pp: int,
+    virtual: int = 1,
+    pad: int = 8,
 ) -> None:
     """Megatron-core's legacy ``torch`` format: names and shards as GPTModel's ``state_dict`` has them per rank."""
     step = folder / "iter_0000003"
@@ -172,31 +238,56 @@ def write_megatron(
                 chunk = v * pp + p
                 model: dict[str, Any] = {}
                 if chunk == 0:
-                    model["embedding.word_embeddings.weight"] = _vocab(weights["embedding.table"], rows, tp, t)
+                    model["embedding.word_embeddings.weight"] = _vocab(
+                        weights["embedding.table"], rows, tp, t
+                    )
                 for i, layer in enumerate(range(bounds[chunk], bounds[chunk + 1])):
                     model |= {
-                        f"decoder.layers.{i}.{n}": w for n, w in _megatron_layer(weights, shape, layer, tp, t).items()
+                        f"decoder.layers.{i}.{n}": w
+                        for n, w in _megatron_layer(
+                            weights, shape, layer, tp, t
+                        ).items()
                     }
                 if chunk == pp * virtual - 1:
                     model["decoder.final_layernorm.weight"] = weights["norm.scale"]
-                    model["output_layer.weight"] = _vocab(weights.get("head", weights["embedding.table"]), rows, tp, t)
+                    model["output_layer.weight"] = _vocab(
+                        weights.get("head", weights["embedding.table"]), rows, tp, t
+                    )
                 models[f"model{v}" if virtual > 1 else "model"] = model
-            rank = step / (f"mp_rank_{t:02d}" if pp == 1 else f"mp_rank_{t:02d}_{p:03d}")
+            rank = step / (
+                f"mp_rank_{t:02d}" if pp == 1 else f"mp_rank_{t:02d}_{p:03d}"
+            )
             rank.mkdir()
-            args = argparse.Namespace(num_layers=shape.layers, params_dtype=torch.bfloat16)
-            torch.save({"args": args, "checkpoint_version": 3.0, "iteration": 3, **models}, rank / "model_optim_rng.pt")
+            args = argparse.Namespace(
+                num_layers=shape.layers, params_dtype=torch.bfloat16
+            )
+            torch.save(
+                {"args": args, "checkpoint_version": 3.0, "iteration": 3, **models},
+                rank / "model_optim_rng.pt",
+            )
 
 
 def _vocab(w: torch.Tensor, rows: int, tp: int, rank: int) -> torch.Tensor:
-    return torch.cat([w, torch.full((rows - w.shape[0], w.shape[1]), 9.0, dtype=w.dtype)]).chunk(tp)[rank].clone()
+    return (
+        torch.cat([w, torch.full((rows - w.shape[0], w.shape[1]), 9.0, dtype=w.dtype)])
+        .chunk(tp)[rank]
+        .clone()
+    )
 
 
-def _megatron_layer(weights: Weights, shape: ModelShape, layer: int, tp: int, t: int) -> dict[str, Any]:
-    w = {name.partition(f"blocks.{layer}.")[2]: value for name, value in weights.items() if f"blocks.{layer}." in name}
+def _megatron_layer(
+    weights: Weights, shape: ModelShape, layer: int, tp: int, t: int
+) -> dict[str, Any]:
+    w = {
+        name.partition(f"blocks.{layer}.")[2]: value
+        for name, value in weights.items()
+        if f"blocks.{layer}." in name
+    }
     kv, group = shape.kv_heads or 0, shape.heads // (shape.kv_heads or 1)
 
     def fused(kind: str) -> torch.Tensor:
-        q, k, v = (w[f"attention.{kind}{x}"].unflatten(0, (kv, -1)) for x in "qkv")  # [group, rows, ...]
+        # [group, rows, ...]
+        q, k, v = (w[f"attention.{kind}{x}"].unflatten(0, (kv, -1)) for x in "qkv")
         assert q.shape[1] == group * (shape.head_dim or 0)
         return torch.cat([q, k, v], 1).flatten(0, 1).chunk(tp)[t].clone()
 
@@ -204,20 +295,31 @@ def _megatron_layer(weights: Weights, shape: ModelShape, layer: int, tp: int, t:
         "self_attention.linear_qkv.layer_norm_weight": w["attention_norm.scale"],
         "self_attention.linear_qkv.weight": fused("w"),
         "self_attention.linear_qkv._extra_state": None,
-        "self_attention.linear_proj.weight": w["attention.wo"].chunk(tp, 1)[t].contiguous(),
+        "self_attention.linear_proj.weight": w["attention.wo"]
+        .chunk(tp, 1)[t]
+        .contiguous(),
         "mlp.linear_fc1.layer_norm_weight": w["ffn_norm.scale"],
-        "mlp.linear_fc1.weight": torch.cat([w["ffn.gate"].chunk(tp)[t], w["ffn.up"].chunk(tp)[t]]),
+        "mlp.linear_fc1.weight": torch.cat(
+            [w["ffn.gate"].chunk(tp)[t], w["ffn.up"].chunk(tp)[t]]
+        ),
         "mlp.linear_fc2.weight": w["ffn.down"].chunk(tp, 1)[t].contiguous(),
     }
     if shape.qkv_bias:
         found["self_attention.linear_qkv.bias"] = fused("b")
     if shape.qk_norm:
-        found |= {f"self_attention.{x}_layernorm.weight": w[f"attention.{x}_norm.scale"] for x in "qk"}
+        found |= {
+            f"self_attention.{x}_layernorm.weight": w[f"attention.{x}_norm.scale"]
+            for x in "qk"
+        }
     return found
 
 
 def write_gguf(
-    file: Path, weights: Weights, shape: ModelShape, kind: str = "F32", tokenizer: Callable[[Any], None] | None = None
+    file: Path,
+    weights: Weights,
+    shape: ModelShape,
+    kind: str = "F32",
+    tokenizer: Callable[[Any], None] | None = None,
 ) -> dict[str, torch.Tensor]:
     """A GGUF file by the ``gguf`` package; returns what its own dequantisation makes of it, in Weft's order of rows.
 
@@ -225,7 +327,15 @@ def write_gguf(
     """
     import gguf
 
-    arch = "gemma3" if shape.norm_after else "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama"
+    arch = (
+        "gemma3"
+        if shape.norm_after
+        else "qwen3"
+        if shape.qk_norm
+        else "qwen2"
+        if shape.qkv_bias
+        else "llama"
+    )
     writer = gguf.GGUFWriter(file, arch)
     writer.add_block_count(shape.layers)
     writer.add_embedding_length(shape.embed)
@@ -244,16 +354,19 @@ def write_gguf(
         writer.add_rope_scaling_factor(scaling.factor)
     elif scaling:  # llama.cpp stores what frequencies are divided by
         plain = shape.model_copy(update={"rope_scaling": None})
-        writer.add_tensor("rope_freqs.weight", (frequencies(plain) / frequencies(shape))[0].float().numpy())
+        writer.add_tensor(
+            "rope_freqs.weight",
+            (frequencies(plain) / frequencies(shape))[0].float().numpy(),
+        )
     expected = {}
     theirs = renamed(weights, shape, GGUF, "blk.{}.")
     for (name, w), w_theirs in zip(weights.items(), theirs.items(), strict=True):
         wanted = gguf.GGMLQuantizationType[kind if w.ndim > 1 else "F32"]
         data = gguf.quants.quantize(w_theirs[1].numpy(), wanted)
         writer.add_tensor(w_theirs[0], data, raw_dtype=wanted)
-        expected[name] = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(w.numpy(), wanted), wanted)).view(
-            w.shape
-        )
+        expected[name] = torch.from_numpy(
+            gguf.quants.dequantize(gguf.quants.quantize(w.numpy(), wanted), wanted)
+        ).view(w.shape)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

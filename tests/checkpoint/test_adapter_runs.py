@@ -29,7 +29,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def logits(model: Transformer) -> torch.Tensor:
     with torch.no_grad():
-        return model(TOKENS, torch.arange(20).expand(2, 20), torch.tensor([0, 20, 40], dtype=torch.int32))
+        return model(
+            TOKENS,
+            torch.arange(20).expand(2, 20),
+            torch.tensor([0, 20, 40], dtype=torch.int32),
+        )
 
 
 def adapter_of(run: Path) -> dict[str, torch.Tensor]:
@@ -39,23 +43,53 @@ def adapter_of(run: Path) -> dict[str, torch.Tensor]:
     assert found.values is not None
     shape = found.shape
     return {
-        name: found.values(name.removeprefix("model."), logical, tuple((0, n) for n in logical.shape))
-        for name, logical in ((f"model.{n}", one) for n, one in Transformer(shape, Mesh.single()).logical_parameters())
+        name: found.values(
+            name.removeprefix("model."), logical, tuple((0, n) for n in logical.shape)
+        )
+        for name, logical in (
+            (f"model.{n}", one)
+            for n, one in Transformer(shape, Mesh.single()).logical_parameters()
+        )
         if name in checkpoint.tensors
     }
 
 
 @pytest.mark.slow
-def test_an_adapter_is_saved_goes_on_elsewhere_and_knows_its_base(pool: Any, corpus: str, tmp_path: Path) -> None:
+def test_an_adapter_is_saved_goes_on_elsewhere_and_knows_its_base(
+    pool: Any, corpus: str, tmp_path: Path
+) -> None:
     def tree(kind: str, **change: Any) -> dict[str, Any]:
-        base = {"adapter__kind": kind, "adapter__rank": 3, "optimizer__lr": 1e-2, "checkpoint__every": 2}
-        return recipe(corpus, **base | {"train__steps": 4} | change).model_dump(mode="json")
+        base = {
+            "adapter__kind": kind,
+            "adapter__rank": 3,
+            "optimizer__lr": 1e-2,
+            "checkpoint__every": 2,
+        }
+        return recipe(corpus, **base | {"train__steps": 4} | change).model_dump(
+            mode="json"
+        )
 
     for kind in ("dora", "qlora"):
         moved = tmp_path / f"{kind}-moved"
-        pool.run(2, go, tree(kind, layout__shard=2, train__steps=2, optimizer__schedule="constant"), str(moved))
-        pool.run(1, go, tree(kind, optimizer__schedule="constant"), str(tmp_path / f"{kind}-constant"))
-        pool.run(2, go, tree(kind, layout__tp=2, optimizer__schedule="constant"), str(moved), "auto")
+        pool.run(
+            2,
+            go,
+            tree(kind, layout__shard=2, train__steps=2, optimizer__schedule="constant"),
+            str(moved),
+        )
+        pool.run(
+            1,
+            go,
+            tree(kind, optimizer__schedule="constant"),
+            str(tmp_path / f"{kind}-constant"),
+        )
+        pool.run(
+            2,
+            go,
+            tree(kind, layout__tp=2, optimizer__schedule="constant"),
+            str(moved),
+            "auto",
+        )
         names = open_checkpoint(moved / "checkpoints/step-000004").tensors
         assert all(".adapters." in name for name in names)
         ours, theirs = adapter_of(moved), adapter_of(tmp_path / f"{kind}-constant")
@@ -69,6 +103,11 @@ def test_an_adapter_is_saved_goes_on_elsewhere_and_knows_its_base(pool: Any, cor
         assert merged.shape.adapter is None
         plain, _ = parallelize(merged.shape, Mesh.single(), Train(), merged.values)
         assert (logits(plain) - unmerged).abs().max() < 1e-5
-        with pytest.raises(WeftError, match=r"adapter for another model: new weights of seed 0, .* seed 1") as no:
-            pool.run(1, go, tree(kind, train__steps=6, train__seed=1), str(moved), "auto")
+        with pytest.raises(
+            WeftError,
+            match=r"adapter for another model: new weights of seed 0, .* seed 1",
+        ) as no:
+            pool.run(
+                1, go, tree(kind, train__steps=6, train__seed=1), str(moved), "auto"
+            )
         assert "\n" not in str(no.value)

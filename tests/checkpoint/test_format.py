@@ -24,22 +24,35 @@ from weft.errors import WeftError
 from weft.layout.dims import Box, Tensor, part
 from weft.layout.parts import NAMES, Part
 
-boxes = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 60)), min_size=1, max_size=3).map(
-    lambda edges: tuple((lo, lo + n) for lo, n in edges)
+boxes = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(1, 60)), min_size=1, max_size=3
+).map(lambda edges: tuple((lo, lo + n) for lo, n in edges))
+
+
+@given(
+    boxes,
+    st.integers(1, 5),
+    st.sampled_from([1, 4000, 400_000]),
+    st.integers(0, 1 << 31),
 )
-
-
-@given(boxes, st.integers(1, 5), st.sampled_from([1, 4000, 400_000]), st.integers(0, 1 << 31))
 @settings(max_examples=200, deadline=None)
-def test_holders_share_a_box_without_gap_or_overlap(box: Box, replicas: int, itemsize: int, key: int) -> None:
-    shares = [s for r in range(replicas) if (s := share(box, itemsize, r, replicas, key)) is not None]
+def test_holders_share_a_box_without_gap_or_overlap(
+    box: Box, replicas: int, itemsize: int, key: int
+) -> None:
+    shares = [
+        s
+        for r in range(replicas)
+        if (s := share(box, itemsize, r, replicas, key)) is not None
+    ]
     assert sum(map(volume, shares)) == volume(box)
     assert all(meet(a, b) is None for i, a in enumerate(shares) for b in shares[:i])
 
 
 @given(boxes, st.sampled_from([1, 4, 8, 30_000]))
 @settings(max_examples=200, deadline=None)
-def test_blocks_cover_a_box_and_are_no_larger_than_they_should_be(box: Box, itemsize: int) -> None:
+def test_blocks_cover_a_box_and_are_no_larger_than_they_should_be(
+    box: Box, itemsize: int
+) -> None:
     shape = [hi + 3 for _, hi in box]
     found = list(tiles(box, shape, itemsize))
     assert sum(map(volume, found)) == volume(box)
@@ -52,9 +65,14 @@ def test_blocks_cover_a_box_and_are_no_larger_than_they_should_be(box: Box, item
 def test_eighths_of_columns_and_rows_are_whole_blocks(ranks: int) -> None:
     """What was saved as four shares of rows is read as shares of columns, or as more shares of rows, block by block."""
     shape = (4096, 2048)
-    saved = [b for r in range(4) for b in tiles((part(4096, 4, r), (0, 2048)), shape, 4)]
+    saved = [
+        b for r in range(4) for b in tiles((part(4096, 4, r), (0, 2048)), shape, 4)
+    ]
     for r in range(ranks):
-        for wanted in ((part(4096, ranks, r), (0, 2048)), ((0, 4096), part(2048, ranks, r))):
+        for wanted in (
+            (part(4096, ranks, r), (0, 2048)),
+            ((0, 4096), part(2048, ranks, r)),
+        ):
             assert sum(volume(b) for b in saved if meet(b, wanted)) == volume(wanted)
 
 
@@ -71,14 +89,22 @@ def state(seed: int) -> dict[str, torch.Tensor]:
 
 def locals_of(values: dict[str, torch.Tensor]) -> dict[str, Part]:
     return {
-        name: Part(v, tuple((0, n) for n in v.shape), Tensor(tuple(v.shape), NAMES[v.dtype]))
+        name: Part(
+            v, tuple((0, n) for n in v.shape), Tensor(tuple(v.shape), NAMES[v.dtype])
+        )
         for name, v in values.items()
     }
 
 
 def saved(folder: Path, seed: int = 0) -> dict[str, torch.Tensor]:
     values, saver = state(seed), Saver(lambda text: None)
-    saver.save(LocalStorage(folder), 7, locals_of(values), {"layout": "one"}, {"note.txt": b"hello"})
+    saver.save(
+        LocalStorage(folder),
+        7,
+        locals_of(values),
+        {"layout": "one"},
+        {"note.txt": b"hello"},
+    )
     saver.finish()
     saver.close()
     return values
@@ -95,7 +121,9 @@ def test_round_trip_is_exact_and_other_programs_can_read_it(tmp_path: Path) -> N
         (tmp_path / name).write_bytes(content)
     assert (tmp_path / "note.txt").read_bytes() == b"hello"
     with safe_open(next(tmp_path.glob("data/*.safetensors")), "pt") as file:
-        assert torch.equal(file.get_tensor("model.odd@0:7,0:5,0:3"), values["model.odd"])
+        assert torch.equal(
+            file.get_tensor("model.odd@0:7,0:5,0:3"), values["model.odd"]
+        )
 
 
 def test_a_second_commit_does_not_touch_the_first(tmp_path: Path) -> None:
@@ -120,13 +148,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("where", ["data", "manifest", "weft.json", "files"])
 @given(data=st.data())
 @settings(max_examples=12, deadline=None)
-def test_a_flipped_bit_or_a_lost_end_is_found(tmp_path_factory: Any, whole: Path, where: str, data: Any) -> None:
+def test_a_flipped_bit_or_a_lost_end_is_found(
+    tmp_path_factory: Any, whole: Path, where: str, data: Any
+) -> None:
     folder, values = tmp_path_factory.mktemp("damaged"), state(0)
     shutil.copytree(whole, folder, dirs_exist_ok=True)
-    path = next(p for p in [folder / where, *(folder / where).rglob("*")] if p.is_file())
+    path = next(
+        p for p in [folder / where, *(folder / where).rglob("*")] if p.is_file()
+    )
     content = bytearray(path.read_bytes())
     payload = sum(v.numel() * v.element_size() for v in values.values())
-    at = data.draw(st.integers(len(content) - payload if where == "data" else 0, len(content) - 1))
+    at = data.draw(
+        st.integers(len(content) - payload if where == "data" else 0, len(content) - 1)
+    )
     if data.draw(st.booleans()):
         content[at] ^= 1 << data.draw(st.integers(0, 7))
     else:
@@ -138,7 +172,11 @@ def test_a_flipped_bit_or_a_lost_end_is_found(tmp_path_factory: Any, whole: Path
         verify(checkpoint)
         checkpoint.load(locals_of(back))
     except WeftError as error:
-        assert "damaged" in str(error) or "not a checkpoint" in str(error) or "format" in str(error)
+        assert (
+            "damaged" in str(error)
+            or "not a checkpoint" in str(error)
+            or "format" in str(error)
+        )
     else:  # only where the root holds what no value depends on
         assert where == "weft.json"
         assert all(torch.equal(back[name], values[name]) for name in values)
@@ -147,7 +185,9 @@ def test_a_flipped_bit_or_a_lost_end_is_found(tmp_path_factory: Any, whole: Path
 def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
     values = saved(tmp_path)
     wanted = locals_of({"model.wide": torch.zeros(700, 9), "model.new": torch.zeros(2)})
-    with pytest.raises(WeftError, match=r"different model.wide.*\n.*missing   model.new") as caught:
+    with pytest.raises(
+        WeftError, match=r"different model.wide.*\n.*missing   model.new"
+    ) as caught:
         StoredCheckpoint(LocalStorage(tmp_path)).load(wanted)
     assert "extra     model.odd" in str(caught.value) and values
 
@@ -166,5 +206,11 @@ def test_the_index_refuses_gaps(tmp_path: Path) -> None:
 def test_the_plan_is_balanced() -> None:
     whole = torch.empty(4096, 1024)
     tensor = Tensor((4096, 1024), "F32")
-    sizes = [sum(p.size for p in plan({"w": Part(whole, ((0, 4096), (0, 1024)), tensor, r, 4)})) for r in range(4)]
+    sizes = [
+        sum(
+            p.size
+            for p in plan({"w": Part(whole, ((0, 4096), (0, 1024)), tensor, r, 4)})
+        )
+        for r in range(4)
+    ]
     assert sizes == [1 << 22] * 4

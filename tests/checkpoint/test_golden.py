@@ -27,7 +27,10 @@ META = {
     "step": 12,
     "layout": "shard=2",
     "world": 2,
-    "recipe": {"name": "golden, größer", "optimizer": {"lr": 3e-05, "betas": [0.9, 0.95], "clip": None}},
+    "recipe": {
+        "name": "golden, größer",
+        "optimizer": {"lr": 3e-05, "betas": [0.9, 0.95], "clip": None},
+    },
     "data": "0123456789abcdef",
     "progress": {"step": 12, "position": 96, "tokens": 1536, "updates": 11},
 }
@@ -38,9 +41,21 @@ def values() -> dict[str, torch.Tensor]:
     """Every dtype, odd shapes, a scalar, empty tensors, columns that are cut, and numbers that are easily lost."""
 
     def numbers(*shape: int) -> torch.Tensor:
-        return ((torch.arange(torch.Size(shape).numel()) * 37 % 101 - 50) / 8.0).reshape(shape)
+        return (
+            (torch.arange(torch.Size(shape).numel()) * 37 % 101 - 50) / 8.0
+        ).reshape(shape)
 
-    odd = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, 1.1754944e-38, 3.4028235e38, 16777217.0]
+    odd = [
+        0.0,
+        -0.0,
+        float("inf"),
+        -float("inf"),
+        float("nan"),
+        1e-45,
+        1.1754944e-38,
+        3.4028235e38,
+        16777217.0,
+    ]
     return {
         "model.wide": numbers(3, 1030),
         "model.cut_by_columns": numbers(5, 7).bfloat16(),
@@ -70,7 +85,13 @@ def locals_of(rank: int) -> dict[str, Part]:
             replicas = 2
         dims = ("row", "column", "depth")[: v.dim()] if name.startswith("model") else ()
         tensor = Tensor(tuple(v.shape), NAMES[v.dtype], dims)
-        found[name] = Part(v[within(box, tuple((0, n) for n in v.shape))], box, tensor, rank * (replicas - 1), replicas)
+        found[name] = Part(
+            v[within(box, tuple((0, n) for n in v.shape))],
+            box,
+            tensor,
+            rank * (replicas - 1),
+            replicas,
+        )
     return found
 
 
@@ -84,11 +105,15 @@ def make(folder: Path) -> None:
         for p in pieces:
             v = held[p.name].values[within(p.box, held[p.name].box)].contiguous()
             assert v.numel() == volume(p.box)
-            payload[p.offset : p.offset + p.size] = v.view(-1).view(torch.uint8).numpy().tobytes()
+            payload[p.offset : p.offset + p.size] = (
+                v.view(-1).view(torch.uint8).numpy().tobytes()
+            )
         tensors = {name: local.tensor for name, local in held.items()}
         shares = tuple((p.name, p.box) for p in pieces)
         data = f"data/golden-{rank:05d}.safetensors"
-        report = write(WriteTask(storage, data, manifests[rank], tensors, shares, None), payload)  # type: ignore[arg-type]
+        report = write(
+            WriteTask(storage, data, manifests[rank], tensors, shares, None), payload
+        )  # type: ignore[arg-type]
         assert not report.problem, report.problem
     commit(storage, Commit(manifests, META, {"files/golden/note.txt": NOTE}, 0))
 
@@ -98,9 +123,16 @@ def bits(v: torch.Tensor) -> bytes:
 
 
 def test_the_files_are_those_that_were_first_written() -> None:
-    found = {p.relative_to(GOLDEN).as_posix(): p.read_bytes() for p in sorted(GOLDEN.rglob("*")) if p.is_file()}
+    found = {
+        p.relative_to(GOLDEN).as_posix(): p.read_bytes()
+        for p in sorted(GOLDEN.rglob("*"))
+        if p.is_file()
+    }
     assert len(found) == 6 and sum(map(len, found.values())) < 60_000
-    assert digest(b"".join(name.encode() + data for name, data in found.items())) == "720542aa95caa058c587dc34adf5d50a"
+    assert (
+        digest(b"".join(name.encode() + data for name, data in found.items()))
+        == "720542aa95caa058c587dc34adf5d50a"
+    )
 
 
 def test_they_are_read_exactly() -> None:
@@ -111,19 +143,45 @@ def test_they_are_read_exactly() -> None:
         name: (tuple(v.shape), NAMES[v.dtype]) for name, v in expected.items()
     }
     assert checkpoint.tensors["model.tall"].dims == ("row", "column", "depth")
-    assert [checkpoint.file(name, *about) for name, about in checkpoint.meta["files"].items()] == [NOTE]
-    assert verify(checkpoint) == sum(v.numel() * v.element_size() for v in expected.values())
+    assert [
+        checkpoint.file(name, *about)
+        for name, about in checkpoint.meta["files"].items()
+    ] == [NOTE]
+    assert verify(checkpoint) == sum(
+        v.numel() * v.element_size() for v in expected.values()
+    )
     back = {name: torch.ones_like(v) for name, v in expected.items()}
     boxes = {name: tuple((0, n) for n in v.shape) for name, v in back.items()}
-    checkpoint.load({name: Part(v, boxes[name], checkpoint.tensors[name]) for name, v in back.items()})
-    assert {name for name in expected if bits(back[name]) != bits(expected[name])} == set()
+    checkpoint.load(
+        {
+            name: Part(v, boxes[name], checkpoint.tensors[name])
+            for name, v in back.items()
+        }
+    )
+    assert {
+        name for name in expected if bits(back[name]) != bits(expected[name])
+    } == set()
     for rank in range(2):  # and as other parts than were saved
-        wanted = {name: ((n // 3 * rank, n - rank) for n in v.shape) for name, v in expected.items()}
+        wanted = {
+            name: ((n // 3 * rank, n - rank) for n in v.shape)
+            for name, v in expected.items()
+        }
         parts = {name: tuple(box) for name, box in wanted.items()}
-        some = {name: torch.ones_like(expected[name][within(box, boxes[name])]) for name, box in parts.items()}
-        checkpoint.load({name: Part(v, parts[name], checkpoint.tensors[name]) for name, v in some.items() if v.numel()})
+        some = {
+            name: torch.ones_like(expected[name][within(box, boxes[name])])
+            for name, box in parts.items()
+        }
+        checkpoint.load(
+            {
+                name: Part(v, parts[name], checkpoint.tensors[name])
+                for name, v in some.items()
+                if v.numel()
+            }
+        )
         for name, v in some.items():
-            assert bits(v) == bits(expected[name][within(parts[name], boxes[name])]), name
+            assert bits(v) == bits(expected[name][within(parts[name], boxes[name])]), (
+                name
+            )
 
 
 if __name__ == "__main__":

@@ -24,28 +24,39 @@ def tiling(shape: tuple[int, ...], cuts: list[tuple[int, int, int]]) -> list[Box
         lo, hi = box[d := dim % len(box)]
         at = lo + place % (hi - lo)
         halves = ((lo, at), (at, hi))
-        boxes += [(*box[:d], half, *box[d + 1 :]) for half in halves if half[0] < half[1]]
+        boxes += [
+            (*box[:d], half, *box[d + 1 :]) for half in halves if half[0] < half[1]
+        ]
     return boxes
 
 
-def indexed(shape: tuple[int, ...], boxes: list[Box], manifests: int = 3) -> dict[str, Any]:
+def indexed(
+    shape: tuple[int, ...], boxes: list[Box], manifests: int = 3
+) -> dict[str, Any]:
     tensors = {"w": Tensor(shape, "F32")}
     found = {}
     for r in range(manifests):
         found[f"m{r}"] = (
             tensors,
-            [StoredBlock("w", box, f"d{r}", 0, 4 * volume(box), "") for box in boxes[r::manifests]],
+            [
+                StoredBlock("w", box, f"d{r}", 0, 4 * volume(box), "")
+                for box in boxes[r::manifests]
+            ],
         )
     return index(found)
 
 
 shapes = st.lists(st.integers(1, 9), max_size=4).map(tuple)
-any_cuts = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 3), st.integers(0, 99)), max_size=12)
+any_cuts = st.lists(
+    st.tuples(st.integers(0, 99), st.integers(0, 3), st.integers(0, 99)), max_size=12
+)
 
 
 @given(shapes, any_cuts, st.randoms())
 @settings(max_examples=200, deadline=None)
-def test_every_tiling_is_accepted(shape: tuple[int, ...], cuts: list[tuple[int, int, int]], random: Any) -> None:
+def test_every_tiling_is_accepted(
+    shape: tuple[int, ...], cuts: list[tuple[int, int, int]], random: Any
+) -> None:
     boxes = tiling(shape, cuts)
     random.shuffle(boxes)
     table = indexed(shape, boxes)
@@ -54,7 +65,9 @@ def test_every_tiling_is_accepted(shape: tuple[int, ...], cuts: list[tuple[int, 
     assert [number for number, _ in place] == [r for r in range(3) if boxes[r::3]]
     for number, hull in place:  # exactly around what the manifest holds
         for d, (lo, hi) in enumerate(hull):
-            assert lo == min(b[d][0] for b in boxes[number::3]) and hi == max(b[d][1] for b in boxes[number::3])
+            assert lo == min(b[d][0] for b in boxes[number::3]) and hi == max(
+                b[d][1] for b in boxes[number::3]
+            )
 
 
 @given(shapes, any_cuts, st.data())
@@ -64,7 +77,9 @@ def test_one_wrong_box_is_found_and_an_element_is_named(
 ) -> None:
     boxes = tiling(shape, cuts)
     which = data.draw(st.integers(0, len(boxes) - 1))
-    what = data.draw(st.sampled_from(["dropped", "twice", "another", "shifted", "widened"]))
+    what = data.draw(
+        st.sampled_from(["dropped", "twice", "another", "shifted", "widened"])
+    )
     if what == "dropped":
         del boxes[which]
     elif what == "twice":
@@ -75,20 +90,36 @@ def test_one_wrong_box_is_found_and_an_element_is_named(
         d = data.draw(st.integers(0, len(shape) - 1))
         box = boxes[which]
         by = data.draw(st.integers(-3, 3))
-        moved = (box[d][0] + by, box[d][1] + by) if what == "shifted" else (box[d][0] + by, box[d][1])
+        moved = (
+            (box[d][0] + by, box[d][1] + by)
+            if what == "shifted"
+            else (box[d][0] + by, box[d][1])
+        )
         boxes[which] = (*box[:d], moved, *box[d + 1 :])
     wrong = covered(shape, boxes) != 1
-    if not wrong.any() and all(0 <= lo < hi <= n for box in boxes for (lo, hi), n in zip(box, shape, strict=True)):
-        indexed(shape, boxes)  # nothing is wrong after all: it was moved by 0, or replaced by itself
+    if not wrong.any() and all(
+        0 <= lo < hi <= n
+        for box in boxes
+        for (lo, hi), n in zip(box, shape, strict=True)
+    ):
+        # nothing is wrong after all: it was moved by 0, or replaced by itself
+        indexed(shape, boxes)
         return
     with pytest.raises(
-        DamagedCheckpoint, match=r"^(the blocks of w have \d+ elements|a block of w is no part)"
+        DamagedCheckpoint,
+        match=r"^(the blocks of w have \d+ elements|a block of w is no part)",
     ) as caught:
         indexed(shape, boxes)
     text = str(caught.value)
     if "more than once" in text or "in none" in text:
-        at = tuple(int(n) for n in text[text.index("; [") + 3 : text.rindex("]")].split(",") if n)
-        assert covered(shape, boxes)[at] != 1 and ("in none" in text) == (covered(shape, boxes)[at] == 0)
+        at = tuple(
+            int(n)
+            for n in text[text.index("; [") + 3 : text.rindex("]")].split(",")
+            if n
+        )
+        assert covered(shape, boxes)[at] != 1 and ("in none" in text) == (
+            covered(shape, boxes)[at] == 0
+        )
 
 
 def covered(shape: tuple[int, ...], boxes: list[Box]) -> Any:
@@ -130,7 +161,10 @@ def test_a_hundred_thousand_blocks_are_quick() -> None:
     manifests = {}
     for rank in range(512):
         box = (part(8192, 512, rank), (0, 4096))
-        manifests[f"m{rank}"] = (tensors, [StoredBlock(name, box, "f", 0, 1, "") for name in tensors])
+        manifests[f"m{rank}"] = (
+            tensors,
+            [StoredBlock(name, box, "f", 0, 1, "") for name in tensors],
+        )
 
     def took(made: dict[str, Any]) -> float:
         begun = time.process_time()
@@ -140,6 +174,16 @@ def test_a_hundred_thousand_blocks_are_quick() -> None:
     until_true(lambda: took(manifests), lambda seconds: seconds < 1.5)
     table = index(manifests)
     assert len(table["places"]) == 1 and len(table["places"][0]) == 512
-    grid = list(itertools.product([part(4096, 64, i) for i in range(64)], [part(4096, 256, i) for i in range(256)]))
-    blocks = {"m": ({"w": Tensor((4096, 4096), "F32")}, [StoredBlock("w", box, "f", 0, 1, "") for box in grid])}
+    grid = list(
+        itertools.product(
+            [part(4096, 64, i) for i in range(64)],
+            [part(4096, 256, i) for i in range(256)],
+        )
+    )
+    blocks = {
+        "m": (
+            {"w": Tensor((4096, 4096), "F32")},
+            [StoredBlock("w", box, "f", 0, 1, "") for box in grid],
+        )
+    }
     until_true(lambda: took(blocks), lambda seconds: seconds < 0.5)

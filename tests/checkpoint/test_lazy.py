@@ -35,7 +35,9 @@ def copied(places: list[torch.Tensor], values: list[torch.Tensor]) -> float:
     return 0.0
 
 
-def slow_copy(self: Saver, places: list[torch.Tensor], values: list[torch.Tensor]) -> Callable[[], float]:
+def slow_copy(
+    self: Saver, places: list[torch.Tensor], values: list[torch.Tensor]
+) -> Callable[[], float]:
     def work() -> float:
         time.sleep(SLOW)
         return copied(places, values)
@@ -50,8 +52,16 @@ def states(folder: Path, corpus: str) -> dict[str, dict[str, torch.Tensor]]:
     found = {}
     for place in sorted((folder / "checkpoints").iterdir()):
         checkpoint = StoredCheckpoint(LocalStorage(place))
-        values = {n: torch.zeros(t.shape, dtype=torch.float64) for n, t in checkpoint.tensors.items()}
-        checkpoint.load({n: Part(v, tuple((0, k) for k in v.shape), checkpoint.tensors[n]) for n, v in values.items()})
+        values = {
+            n: torch.zeros(t.shape, dtype=torch.float64)
+            for n, t in checkpoint.tensors.items()
+        }
+        checkpoint.load(
+            {
+                n: Part(v, tuple((0, k) for k in v.shape), checkpoint.tensors[n])
+                for n, v in values.items()
+            }
+        )
         found[place.name] = values
     return found
 
@@ -60,7 +70,9 @@ def copy_after_update(updated: threading.Event) -> Callable[..., Callable[[], fl
     """A copy that begins when the next update is done, however slow the machine is; after the last there is none."""
     saves = iter(range(1, 4))
 
-    def late(self: Saver, places: list[torch.Tensor], values: list[torch.Tensor]) -> Callable[[], float]:
+    def late(
+        self: Saver, places: list[torch.Tensor], values: list[torch.Tensor]
+    ) -> Callable[[], float]:
         updated.clear()
         if next(saves) == 3:
             updated.set()
@@ -91,7 +103,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.slow
-def test_training_waits_for_the_copy_before_it_changes_the_state(tmp_path: Path) -> None:
+def test_training_waits_for_the_copy_before_it_changes_the_state(
+    tmp_path: Path,
+) -> None:
     corpus = write_corpus(tmp_path)
     expected = states(tmp_path / "eager", corpus)
     assert list(expected) == ["step-000002", "step-000004", "step-000005"]
@@ -113,9 +127,13 @@ def test_what_changes_after_the_copy_is_not_saved(tmp_path: Path, lazy: bool) ->
     values = torch.arange(12.0).view(3, 4)
     saver, returned = Saver(print), threading.Event()
 
-    def late(self: Saver, places: list[torch.Tensor], values: list[torch.Tensor]) -> Callable[[], float]:
+    def late(
+        self: Saver, places: list[torch.Tensor], values: list[torch.Tensor]
+    ) -> Callable[[], float]:
         """A copy that begins when ``save`` has returned; were that to wait for the copy, it would never end."""
-        return self._thread.submit(lambda: copied(places, values) if returned.wait(30) else -1.0).result
+        return self._thread.submit(
+            lambda: copied(places, values) if returned.wait(30) else -1.0
+        ).result
 
     with mock.patch.object(Saver, "_copy", late if lazy else copy):
         local = Part(values, ((0, 3), (0, 4)), Tensor((3, 4), "F32"))
@@ -129,5 +147,7 @@ def test_what_changes_after_the_copy_is_not_saved(tmp_path: Path, lazy: bool) ->
     assert report.seconds["copy"] >= 0, "save waited for the copy"
     assert {"stage", "copy", "wait", "cut", "hash", "write"} <= report.seconds.keys()
     back = torch.zeros(3, 4)
-    StoredCheckpoint(LocalStorage(tmp_path)).load({"w": Part(back, ((0, 3), (0, 4)), Tensor((3, 4), "F32"))})
+    StoredCheckpoint(LocalStorage(tmp_path)).load(
+        {"w": Part(back, ((0, 3), (0, 4)), Tensor((3, 4), "F32"))}
+    )
     assert torch.equal(back, torch.arange(12.0).view(3, 4))

@@ -41,7 +41,9 @@ with Lease() as lease:
 @contextmanager
 def holder(place: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that uses ``place``."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(place)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(place)], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         yield process
@@ -56,11 +58,17 @@ def test_the_living_hold_a_place_and_the_dead_do_not(tmp_path: Path) -> None:
     with holder(place.root) as process:
         for stopped in (False, True):
             os.kill(process.pid, signal.SIGSTOP if stopped else signal.SIGCONT)
-            with Lease() as mine, pytest.raises(PlaceInUse, match=rf"in use by process {process.pid} on "):
+            with (
+                Lease() as mine,
+                pytest.raises(
+                    PlaceInUse, match=rf"in use by process {process.pid} on "
+                ),
+            ):
                 mine.take([LocalStorage(tmp_path / "other"), place])
             assert not (tmp_path / "other").exists(), "all places or none"
         os.kill(process.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie is dead as well
+        # a zombie is dead as well
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         with Lease() as mine:
             mine.take([place])
             assert len(place.list("lease/")) == 1
@@ -70,7 +78,10 @@ def test_the_living_hold_a_place_and_the_dead_do_not(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_holder_elsewhere_is_known_by_its_renewals(tmp_path: Path) -> None:
     place, mine = LocalStorage(tmp_path / "run"), Lease(beat=0.05, patience=2)
-    with mock.patch.object(module, "_machine", return_value="elsewhere"), Lease(beat=0.05, patience=1000) as far:
+    with (
+        mock.patch.object(module, "_machine", return_value="elsewhere"),
+        Lease(beat=0.05, patience=1000) as far,
+    ):
         far.take([place])
         with mock.patch.object(module, "_machine", return_value="here"):
             with pytest.raises(PlaceInUse, match="in use by"):
@@ -81,10 +92,15 @@ def test_a_holder_elsewhere_is_known_by_its_renewals(tmp_path: Path) -> None:
                 if far.lost:
                     break
                 threading.Event().wait(0.05)
-            with pytest.raises(WeftError, match=r"taken over by another run \(process \d+ on .*this one has to end"):
+            with pytest.raises(
+                WeftError,
+                match=r"taken over by another run \(process \d+ on .*this one has to end",
+            ):
                 far.check()
             mine.check()
-            assert len(module._leases(place)) == 1, "holders: an object being renewed stands there twice for a moment"
+            assert len(module._leases(place)) == 1, (
+                "holders: an object being renewed stands there twice for a moment"
+            )
             mine.close()
 
 
@@ -95,24 +111,41 @@ def test_a_lease_that_was_deleted_is_made_again(tmp_path: Path) -> None:
         mine.take([place])
         LocalStorage(tmp_path / "lease").clear()
         mine._renew_all()
-        with mock.patch.object(LocalStorage, "create", side_effect=StorageError("cannot create: No space left")):
+        with mock.patch.object(
+            LocalStorage,
+            "create",
+            side_effect=StorageError("cannot create: No space left"),
+        ):
             mine._renew_all()
         mine._renew_all()
         assert not mine.lost and len(place.list("lease/")) == 1
 
 
-def test_runs_that_start_at_once_get_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_that_start_at_once_get_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     leases, found = [Lease() for _ in range(6)], []
     threads = [
-        threading.Thread(target=lambda held=held: found.append(open_run(Recipe(name="x"), None, None, held, 0)))
+        threading.Thread(
+            target=lambda held=held: found.append(
+                open_run(Recipe(name="x"), None, None, held, 0)
+            )
+        )
         for held in leases
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(run.folder.name for run in found) == ["x", "x-2", "x-3", "x-4", "x-5", "x-6"]
+    assert sorted(run.folder.name for run in found) == [
+        "x",
+        "x-2",
+        "x-3",
+        "x-4",
+        "x-5",
+        "x-6",
+    ]
     for held in leases:
         held.close()
     assert not list(tmp_path.glob("runs/*"))
@@ -142,11 +175,15 @@ def test_a_run_is_refused_beside_a_living_one(pool: Any, tmp_path: Path) -> None
     for place in ("run", "far"):
         with holder(tmp_path / place) as process, pytest.raises(WeftError) as refused:
             pool.run(2, go, values, str(tmp_path / "run"), "auto")
-        assert f"{tmp_path / place} is in use by process {process.pid}" in str(refused.value)
+        assert f"{tmp_path / place} is in use by process {process.pid}" in str(
+            refused.value
+        )
     assert read_metrics(tmp_path / "run") == records
     values["train"]["steps"] = 3
     assert pool.run(2, go, values, str(tmp_path / "run"), "auto") == [(3, 15)] * 2
-    assert not (tmp_path / "run/lease").exists() and not (tmp_path / "far/lease").exists()
+    assert (
+        not (tmp_path / "run/lease").exists() and not (tmp_path / "far/lease").exists()
+    )
 
 
 def test_places_on_an_object_store(bucket: str) -> None:
@@ -154,7 +191,10 @@ def test_places_on_an_object_store(bucket: str) -> None:
     with Lease(beat=0.2) as first:
         first.take([place])
         (before,) = place.list("lease/")
-        with Lease(beat=0.2, patience=5) as second, pytest.raises(PlaceInUse, match=f"{bucket} is in use by process"):
+        with (
+            Lease(beat=0.2, patience=5) as second,
+            pytest.raises(PlaceInUse, match=f"{bucket} is in use by process"),
+        ):
             second.take([place])
         for _ in range(1200):
             if before not in place.list("lease/"):

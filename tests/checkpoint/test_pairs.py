@@ -30,7 +30,16 @@ from weft.train.setup import assemble
 
 AXES = ("dp", "shard", "cp", "tp", "pp")
 SHAPE = ModelShape(
-    vocab=37, layers=8, embed=16, heads=8, kv_heads=2, head_dim=2, ffn=19, tied=False, qk_norm=True, qkv_bias=True
+    vocab=37,
+    layers=8,
+    embed=16,
+    heads=8,
+    kv_heads=2,
+    head_dim=2,
+    ffn=19,
+    tied=False,
+    qk_norm=True,
+    qkv_bias=True,
 )
 #: Layers between the first and the last are like these, and one moment of the optimizer is like the other.
 KEPT = ("blocks.0.", "blocks.7.", "embedding", "norm", "output")
@@ -55,7 +64,11 @@ def held(layout: Layout) -> dict[str, Part]:
     """Its parts of the state, without the values, on the rank that this process is."""
     mesh = Mesh.create(layout, "cpu")
     state = assemble(SHAPE, mesh, Recipe())[1].tensors()
-    kept = {n: v for n, v in state.items() if "exp_avg_sq" not in n and any(f".{k}" in n for k in KEPT)}
+    kept = {
+        n: v
+        for n, v in state.items()
+        if "exp_avg_sq" not in n and any(f".{k}" in n for k in KEPT)
+    }
     return {name: replace(v, values=torch.empty(0)) for name, v in kept.items()}
 
 
@@ -73,20 +86,37 @@ def held_by_all(layout: Layout) -> list[dict[str, Part]]:
 
 
 def whole(name: str, local: Part) -> torch.Tensor:
-    return torch.randn(local.tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+    return torch.randn(
+        local.tensor.shape,
+        generator=torch.Generator().manual_seed(zlib.crc32(name.encode())),
+    )
 
 
-def save(folder: Path, ranks: list[dict[str, Part]], values: dict[str, torch.Tensor]) -> StoredCheckpoint:
-    storage, manifests = LocalStorage(folder), tuple(f"manifest/{r}.json" for r in range(len(ranks)))
+def save(
+    folder: Path, ranks: list[dict[str, Part]], values: dict[str, torch.Tensor]
+) -> StoredCheckpoint:
+    storage, manifests = (
+        LocalStorage(folder),
+        tuple(f"manifest/{r}.json" for r in range(len(ranks))),
+    )
     for rank, parts in enumerate(ranks):
         pieces = plan(parts)
         with mmap.mmap(-1, 1 + sum(p.size for p in pieces)) as memory:
             for p in pieces:
-                part = values[p.name][tuple(slice(*edge) for edge in p.box)].contiguous()
-                memory[p.offset : p.offset + p.size] = part.view(-1).view(torch.uint8).numpy().tobytes()
+                part = values[p.name][
+                    tuple(slice(*edge) for edge in p.box)
+                ].contiguous()
+                memory[p.offset : p.offset + p.size] = (
+                    part.view(-1).view(torch.uint8).numpy().tobytes()
+                )
             tensors = {name: v.tensor for name, v in parts.items()}
             shares = tuple((p.name, p.box) for p in pieces)
-            assert not write(WriteTask(storage, f"data/{rank}", manifests[rank], tensors, shares, None), memory).problem
+            assert not write(
+                WriteTask(
+                    storage, f"data/{rank}", manifests[rank], tensors, shares, None
+                ),
+                memory,
+            ).problem
     commit(storage, Commit(manifests, {"step": 1}, {}, 0))
     return StoredCheckpoint(storage)
 
@@ -105,16 +135,26 @@ def check_pairs(folder: Path, chosen: list[Layout]) -> None:
         checkpoint = save(folder / str(number), ranks, values)
         assert set(checkpoint.tensors) == set(values)
         for parts in distinct.values():
-            got = {n: replace(v, values=torch.full([hi - lo for lo, hi in v.box], torch.nan)) for n, v in parts.items()}
+            got = {
+                n: replace(
+                    v, values=torch.full([hi - lo for lo, hi in v.box], torch.nan)
+                )
+                for n, v in parts.items()
+            }
             checkpoint.load(got)
             for name, local in got.items():
-                assert torch.equal(local.values, values[name][tuple(slice(*edge) for edge in local.box)]), name
+                assert torch.equal(
+                    local.values,
+                    values[name][tuple(slice(*edge) for edge in local.box)],
+                ), name
 
 
 @pytest.mark.slow
 def test_a_fake_group_lays_ranks_out_as_a_real_one_does(pool: Any) -> None:
     real = Layout(shard=2, cp=2, tp=2, context="ring")
-    assert [boxes(parts) for parts in pool.run(8, held, real)] == [boxes(parts) for parts in held_by_all(real)]
+    assert [boxes(parts) for parts in pool.run(8, held, real)] == [
+        boxes(parts) for parts in held_by_all(real)
+    ]
 
 
 @pytest.mark.slow
@@ -122,7 +162,9 @@ def test_pairs_of_some_layouts(tmp_path: Path) -> None:
     """Of the largest worlds, where most is cut, and of any: ten that a seed has drawn."""
     every, rng = list(layouts()), random.Random(7)
     largest = [layout for layout in every if layout.world == 8]
-    chosen = rng.sample(largest, 4) + rng.sample([layout for layout in every if layout.world < 8], 6)
+    chosen = rng.sample(largest, 4) + rng.sample(
+        [layout for layout in every if layout.world < 8], 6
+    )
     assert all(any(layout.size(axis) > 1 for layout in chosen) for axis in AXES)
     check_pairs(tmp_path, chosen)
 

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from weft.checkpoint.convert.peft import CONFIG, TENSORS, PeftAdapter, read_adapter, write_adapter
+from weft.checkpoint.convert.peft import (
+    CONFIG,
+    TENSORS,
+    PeftAdapter,
+    read_adapter,
+    write_adapter,
+)
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh
 from weft.models.adapters import merged_parameters
@@ -19,7 +25,17 @@ from weft.models.values import with_adapter
 from weft.parallel.build import parallelize
 from weft.recipe import Adapter, ModelShape, Train
 
-SHAPE = ModelShape(vocab=97, layers=2, embed=24, heads=4, kv_heads=2, head_dim=6, ffn=40, init_std=0.1, norm_eps=1e-6)
+SHAPE = ModelShape(
+    vocab=97,
+    layers=2,
+    embed=24,
+    heads=4,
+    kv_heads=2,
+    head_dim=6,
+    ffn=40,
+    init_std=0.1,
+    norm_eps=1e-6,
+)
 TOKENS = torch.arange(40).view(2, 20) * 7 % 97
 
 ADAPTERS = [
@@ -27,8 +43,19 @@ ADAPTERS = [
     Adapter(rank=4, rank_stabilised=True, targets=("q_proj", "down")),
     Adapter(kind="dora", rank=2, targets=("wq", "wv", "wo", "up")),
     Adapter(rank=2, targets=("blocks.1.attention.*",)),
-    Adapter(rank=2, rank_pattern={"q_proj": 5, "blocks.1.ffn.*": 1}, alpha_pattern={"wq": 3, "down": 40}, dropout=0.1),
-    Adapter(kind="dora", rank=2, rank_stabilised=True, rank_pattern={"blocks.0.*": 3}, alpha_pattern={"up": 2.5}),
+    Adapter(
+        rank=2,
+        rank_pattern={"q_proj": 5, "blocks.1.ffn.*": 1},
+        alpha_pattern={"wq": 3, "down": 40},
+        dropout=0.1,
+    ),
+    Adapter(
+        kind="dora",
+        rank=2,
+        rank_stabilised=True,
+        rank_pattern={"blocks.0.*": 3},
+        alpha_pattern={"up": 2.5},
+    ),
 ]
 
 
@@ -41,9 +68,13 @@ def logits(model: Transformer) -> torch.Tensor:
 def trained(adapter: Adapter, base: Path) -> Transformer:
     """A model of Weft's whose adapter is not zero any more."""
     shape = SHAPE.model_copy(update={"adapter": adapter})
-    model, state = parallelize(shape, Mesh.single(), Train(), with_adapter(hf_values(base), shape, 0))
+    model, state = parallelize(
+        shape, Mesh.single(), Train(), with_adapter(hf_values(base), shape, 0)
+    )
     for h in state.learning:
-        h.local += 0.1 * torch.randn(h.local.shape, generator=torch.Generator().manual_seed(len(h.name)))
+        h.local += 0.1 * torch.randn(
+            h.local.shape, generator=torch.Generator().manual_seed(len(h.name))
+        )
     return model
 
 
@@ -57,10 +88,17 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS, ids=str)
-def test_peft_loads_ours_and_we_load_theirs(adapter: Adapter, base: Path, tmp_path: Path) -> None:
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+def test_peft_loads_ours_and_we_load_theirs(
+    adapter: Adapter, base: Path, tmp_path: Path
+) -> None:
+    peft, transformers = (
+        pytest.importorskip("peft"),
+        pytest.importorskip("transformers"),
+    )
     ours = trained(adapter, base)
-    write_adapter(dict(ours.named_parameters()), ours.shape, str(base), tmp_path / "ours")
+    write_adapter(
+        dict(ours.named_parameters()), ours.shape, str(base), tmp_path / "ours"
+    )
     llama = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(llama, tmp_path / "ours")
     with torch.no_grad():
@@ -79,8 +117,13 @@ def test_peft_loads_ours_and_we_load_theirs(adapter: Adapter, base: Path, tmp_pa
 @pytest.mark.parametrize("pattern", [
     {"q_proj": 5}, {"model.layers.0.self_attn.q_proj": 3, ".*down_proj": 1}, {"layers.1.*": 4, "^model.layers.0.*": 2},
 ])  # fmt: skip
-def test_patterns_that_peft_has_made_are_read(pattern: dict[str, int], base: Path, tmp_path: Path) -> None:
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+def test_patterns_that_peft_has_made_are_read(
+    pattern: dict[str, int], base: Path, tmp_path: Path
+) -> None:
+    peft, transformers = (
+        pytest.importorskip("peft"),
+        pytest.importorskip("transformers"),
+    )
     config = peft.LoraConfig(
         r=2, lora_alpha=9, target_modules="all-linear", rank_pattern=pattern, lora_dropout=0.25,
         alpha_pattern={key: 3 * rank + 1 for key, rank in pattern.items()}, init_lora_weights=False,
@@ -90,7 +133,10 @@ def test_patterns_that_peft_has_made_are_read(pattern: dict[str, int], base: Pat
     theirs = peft.get_peft_model(llama, config).eval()
     theirs.save_pretrained(tmp_path / "theirs")
     found = PeftAdapter(tmp_path / "theirs")
-    assert found.adapter.dropout == 0.25 and len(set(found.adapter.rank_pattern.values()) | {2}) > 1
+    assert (
+        found.adapter.dropout == 0.25
+        and len(set(found.adapter.rank_pattern.values()) | {2}) > 1
+    )
     shape = SHAPE.model_copy(update={"adapter": found.adapter})
     mine, adapted = hf_values(base), found.values(shape)
     again, _ = parallelize(shape, Mesh.single(), Train(), lambda n, logical, box: (
@@ -103,7 +149,11 @@ def test_patterns_that_peft_has_made_are_read(pattern: dict[str, int], base: Pat
     plain, _ = parallelize(SHAPE, Mesh.single(), Train(), mine)
     for number, form in enumerate(read_adapter(tmp_path / "theirs", plain).forms):
         assert {factors.rank for factors in form} == {
-            again.blocks[str(number)].get_submodule(f.module).adapters[f.name].a.shape[0] for f in form
+            again.blocks[str(number)]
+            .get_submodule(f.module)
+            .adapters[f.name]
+            .a.shape[0]
+            for f in form
         }
 
 
@@ -111,17 +161,26 @@ def test_patterns_that_peft_has_made_are_read(pattern: dict[str, int], base: Pat
 def test_merged_equals_unmerged(adapter: Adapter, base: Path) -> None:
     model = trained(adapter, base)
     merged = merged_parameters(model)
-    plain, _ = parallelize(SHAPE, Mesh.single(), Train(), lambda name, logical, box: merged[name])
+    plain, _ = parallelize(
+        SHAPE, Mesh.single(), Train(), lambda name, logical, box: merged[name]
+    )
     assert (logits(plain) - logits(model)).abs().max() < 1e-5
 
 
-def test_adapters_for_another_model_are_refused_in_one_line(base: Path, tmp_path: Path) -> None:
+def test_adapters_for_another_model_are_refused_in_one_line(
+    base: Path, tmp_path: Path
+) -> None:
     model = trained(ADAPTERS[0], base)
-    write_adapter(dict(model.named_parameters()), model.shape, None, tmp_path / "adapter")
+    write_adapter(
+        dict(model.named_parameters()), model.shape, None, tmp_path / "adapter"
+    )
     found = PeftAdapter(tmp_path / "adapter")
     for change in ({"ffn": 48}, {"layers": 1}, {"layers": 3}, {"kv_heads": 4}):
         other = SHAPE.model_copy(update=change | {"adapter": ADAPTERS[0]})
-        with pytest.raises(WeftError, match=r"is an adapter for another model: base_model\.model\..* give the") as no:
+        with pytest.raises(
+            WeftError,
+            match=r"is an adapter for another model: base_model\.model\..* give the",
+        ) as no:
             found.values(other)
         assert "\n" not in str(no.value)
 
@@ -137,7 +196,9 @@ def test_what_weft_would_compute_otherwise_is_refused(
     change: dict[str, Any], said: str, base: Path, tmp_path: Path
 ) -> None:
     model = trained(ADAPTERS[0], base)
-    write_adapter(dict(model.named_parameters()), model.shape, None, tmp_path / "adapter")
+    write_adapter(
+        dict(model.named_parameters()), model.shape, None, tmp_path / "adapter"
+    )
     config = json.loads((tmp_path / "adapter" / CONFIG).read_text())
     (tmp_path / "adapter" / CONFIG).write_text(json.dumps(config | change))
     with pytest.raises(WeftError, match=said) as no:

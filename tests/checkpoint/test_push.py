@@ -37,13 +37,25 @@ class Hub(BaseHTTPRequestHandler):
             self._send(403, {"error": "no"})
         elif "/preupload/" in self.path:
             asked = json.loads(body)["files"]
-            found = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in asked]
+            found = [
+                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for f in asked
+            ]
             self._send(200, {"files": found})
         elif "/commit/" in self.path:
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
-                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            self._send(200, {"commitUrl": f"{home}/me/tiny/commit/0", "commitOid": "0" * 40, "hookOutput": ""})
+                    self.files[line["value"]["path"]] = base64.b64decode(
+                        line["value"]["content"]
+                    )
+            self._send(
+                200,
+                {
+                    "commitUrl": f"{home}/me/tiny/commit/0",
+                    "commitOid": "0" * 40,
+                    "hookOutput": "",
+                },
+            )
         else:
             self._send(200, {})
 
@@ -68,7 +80,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     # An earlier test may have imported the package, which reads the variable then.
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(
+        "huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}"
+    )
     monkeypatch.setenv("HF_TOKEN", "hf_mine")
     Hub.files.clear()
     Hub.made.clear()
@@ -94,9 +108,14 @@ def _is_private(asked: dict[str, Any]) -> bool:
     return bool(asked.get("visibility") == "private" or asked.get("private"))
 
 
-def test_what_the_hub_refuses_is_one_line(hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_hub_refuses_is_one_line(
+    hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(WeftError, match=r"is written, but nobody/tiny .* was not: your token may not write there"):
+    with pytest.raises(
+        WeftError,
+        match=r"is written, but nobody/tiny .* was not: your token may not write there",
+    ):
         push(tmp_path, "nobody/tiny")
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     with pytest.raises(WeftError, match="the token is not valid"):
@@ -113,10 +132,16 @@ def test_what_the_hub_refuses_is_one_line(hub: type[Hub], tmp_path: Path, monkey
     ("--push me/tiny", "--push needs a token of the Hugging Face hub"),
 ])  # fmt: skip
 def test_what_cannot_be_pushed_is_said_before_anything_is_read(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str, said: str
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    words: str,
+    said: str,
 ) -> None:
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    code, _, err = command("export", "--from", "no-such-run", "--out", tmp_path / "new", *words.split())
+    code, _, err = command(
+        "export", "--from", "no-such-run", "--out", tmp_path / "new", *words.split()
+    )
     assert code == 2 and said in err and err.count("\n") == 1

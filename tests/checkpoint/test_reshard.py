@@ -26,11 +26,20 @@ from weft.train.setup import assemble, prepare
 from weft.train.step import train_step
 
 WHOLE = {"w": (12, 10), "bias": (7,), "scalar": (), "cube": (5, 3, 4)}
-KINDS = {"w": torch.float32, "bias": torch.bfloat16, "scalar": torch.int64, "cube": torch.float64}
+KINDS = {
+    "w": torch.float32,
+    "bias": torch.bfloat16,
+    "scalar": torch.int64,
+    "cube": torch.float64,
+}
 
 
 def value(name: str) -> torch.Tensor:
-    return torch.arange(1, 1 + volume(tuple((0, n) for n in WHOLE[name]))).view(WHOLE[name]).to(KINDS[name])
+    return (
+        torch.arange(1, 1 + volume(tuple((0, n) for n in WHOLE[name])))
+        .view(WHOLE[name])
+        .to(KINDS[name])
+    )
 
 
 def box_of(shape: tuple[int, ...], cut: tuple[int, ...], rank: int) -> Box | None:
@@ -45,7 +54,9 @@ def box_of(shape: tuple[int, ...], cut: tuple[int, ...], rank: int) -> Box | Non
     return tuple(edges) + tuple((0, size) for size in shape[len(cut) :])
 
 
-def held(cuts: dict[str, tuple[int, ...]], rank: int, ranks: int, fill: bool) -> dict[str, Part]:
+def held(
+    cuts: dict[str, tuple[int, ...]], rank: int, ranks: int, fill: bool
+) -> dict[str, Part]:
     found = {}
     for name, shape in WHOLE.items():
         if rank >= ranks:
@@ -54,23 +65,35 @@ def held(cuts: dict[str, tuple[int, ...]], rank: int, ranks: int, fill: bool) ->
         box = box_of(shape, cut, rank)
         assert box is not None
         index = tuple(slice(*edge) for edge in box)
-        values = value(name)[index].clone() if fill else torch.zeros_like(value(name)[index])
+        values = (
+            value(name)[index].clone() if fill else torch.zeros_like(value(name)[index])
+        )
         found[name] = Part(values, box, Tensor(shape, NAMES[KINDS[name]]))
     return found
 
 
-def go(old: dict[str, tuple[int, ...]], new: dict[str, tuple[int, ...]], olds: int, news: int) -> tuple[int, int]:
+def go(
+    old: dict[str, tuple[int, ...]],
+    new: dict[str, tuple[int, ...]],
+    olds: int,
+    news: int,
+) -> tuple[int, int]:
     """On every rank: move, check, and return the bytes sent and the bytes that had to come from elsewhere."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     sources, targets = held(old, rank, olds, True), held(new, rank, news, False)
     sent = redistribute(sources.items(), targets)
     missing = 0
     for name, local in targets.items():
-        assert torch.equal(local.values, value(name)[tuple(slice(*edge) for edge in local.box)]), name
+        assert torch.equal(
+            local.values, value(name)[tuple(slice(*edge) for edge in local.box)]
+        ), name
         mine = sources.get(name)
         common = 0
         if mine is not None:
-            both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(mine.box, local.box, strict=True)]
+            both = [
+                (max(a, c), min(b, d))
+                for (a, b), (c, d) in zip(mine.box, local.box, strict=True)
+            ]
             common = volume(tuple(both)) if all(lo < hi for lo, hi in both) else 0
         missing += (volume(local.box) - common) * local.tensor.itemsize
     return sent, missing
@@ -82,15 +105,22 @@ GRIDS = [(), (2,), (4,), (1, 2), (2, 2), (1, 3), (3,), (1, 4)]
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
-    old=st.sampled_from(GRIDS), new=st.sampled_from(GRIDS), olds=st.sampled_from([3, 4]), news=st.sampled_from([3, 4])
+    old=st.sampled_from(GRIDS),
+    new=st.sampled_from(GRIDS),
+    olds=st.sampled_from([3, 4]),
+    news=st.sampled_from([3, 4]),
 )
-def test_any_grid_to_any_other(pool: Any, old: Any, new: Any, olds: int, news: int) -> None:
+def test_any_grid_to_any_other(
+    pool: Any, old: Any, new: Any, olds: int, news: int
+) -> None:
     size = 1
     for n in old:
         size *= n
     if size > olds:
         olds = size
-    found = pool.run(4, go, dict.fromkeys(WHOLE, old), dict.fromkeys(WHOLE, new), olds, news)
+    found = pool.run(
+        4, go, dict.fromkeys(WHOLE, old), dict.fromkeys(WHOLE, new), olds, news
+    )
     sent, missing = (sum(side) for side in zip(*found, strict=True))
     # Each byte that a rank lacks travels once; pieces are padded to eight bytes.
     assert missing <= sent <= missing + 8 * 16 * len(WHOLE)
@@ -101,11 +131,20 @@ def test_holders_take_turns_and_no_rank_sends_what_the_other_has() -> None:
     sends = [
         m.source
         for k in range(40)
-        for m in moves(f"t{k}", Tensor((8,), "F32"), [[whole], [whole], [whole], []], [[], [], [], [whole]], 3)
+        for m in moves(
+            f"t{k}",
+            Tensor((8,), "F32"),
+            [[whole], [whole], [whole], []],
+            [[], [], [], [whole]],
+            3,
+        )
     ]
     assert len(sends) == 40 and {sends.count(r) > 5 for r in range(3)} == {True}
     assert [
-        (m.source, m.target) for m in moves("t", Tensor((8,), "F32"), [[whole], [whole]], [[whole], [whole]], 1)
+        (m.source, m.target)
+        for m in moves(
+            "t", Tensor((8,), "F32"), [[whole], [whole]], [[whole], [whole]], 1
+        )
     ] == [(1, 1)]
 
 
@@ -113,7 +152,11 @@ def test_what_nobody_holds_is_an_error() -> None:
     with pytest.raises(WeftError, match="do not hold t"):
         list(moves("t", Tensor((8,), "F32"), [[((0, 4),)]], [[((0, 8),)]], 0))
     with pytest.raises(WeftError, match="do not hold t"):
-        list(moves("t", Tensor((8,), "F32"), [[((0, 5),)], [((3, 8),)]], [[((0, 8),)]], 0))
+        list(
+            moves(
+                "t", Tensor((8,), "F32"), [[((0, 5),)], [((3, 8),)]], [[((0, 8),)]], 0
+            )
+        )
 
 
 class Far:
@@ -133,10 +176,16 @@ def shared_load(folder: str) -> int:
     rank, world = dist.get_rank(), dist.get_world_size()
     values = {"w": torch.zeros(4096, 300), "bias": torch.zeros(8)}
     box = {name: tuple((0, n) for n in v.shape) for name, v in values.items()}
-    locals_ = {n: Part(v, box[n], Tensor(tuple(v.shape), "F32"), rank, world) for n, v in values.items()}
+    locals_ = {
+        n: Part(v, box[n], Tensor(tuple(v.shape), "F32"), rank, world)
+        for n, v in values.items()
+    }
     checkpoint = StoredCheckpoint(Far(Path(folder)))  # type: ignore[arg-type]
     load(checkpoint, locals_)
-    assert torch.equal(values["w"], torch.arange(4096 * 300.0).view(4096, 300)) and values["bias"].sum() == 8
+    assert (
+        torch.equal(values["w"], torch.arange(4096 * 300.0).view(4096, 300))
+        and values["bias"].sum() == 8
+    )
     return checkpoint.bytes_read
 
 
@@ -148,7 +197,9 @@ def damaged_load(folder: str) -> str:
     return ""
 
 
-def test_replicas_share_the_reading_and_all_hear_of_damage(pool: Any, tmp_path: Path) -> None:
+def test_replicas_share_the_reading_and_all_hear_of_damage(
+    pool: Any, tmp_path: Path
+) -> None:
     values = {"w": torch.arange(4096 * 300.0).view(4096, 300), "bias": torch.ones(8)}
     saver = Saver(print)
     saver.save(
@@ -185,16 +236,28 @@ def train_across(layouts: list[dict[str, Any]]) -> tuple[list[float], int]:
         for _ in range(2):
             batches = loader.step(len(losses) * settings_.train.batch)
             assert batches is not None
-            losses.append(train_step(model, state, batches, mesh, lr=1e-2, clip=1.0).loss)
+            losses.append(
+                train_step(model, state, batches, mesh, lr=1e-2, clip=1.0).loss
+            )
     return losses, sent
 
 
 @pytest.mark.slow
 def test_training_goes_on_under_another_layout(pool: Any, tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path)
-    layouts = [{"shard": 4}, {"tp": 2, "dp": 2}, {"pp": 2, "cp": 2}, {"shard": 2, "tp": 2, "zero": 1}, {"pp": 4}]
+    layouts = [
+        {"shard": 4},
+        {"tp": 2, "dp": 2},
+        {"pp": 2, "cp": 2},
+        {"shard": 2, "tp": 2, "zero": 1},
+        {"pp": 4},
+    ]
     trees = [
-        recipe(corpus, model__layers=4, **{f"layout__{axis}": n for axis, n in layout.items()}).model_dump(mode="json")
+        recipe(
+            corpus,
+            model__layers=4,
+            **{f"layout__{axis}": n for axis, n in layout.items()},
+        ).model_dump(mode="json")
         for layout in layouts
     ]
     alone = recipe(corpus, model__layers=4).model_dump(mode="json")

@@ -16,7 +16,13 @@ from tests.cases import recipe, write_corpus
 from weft.checkpoint.same import ORIGIN, check_goes_on, other_differences
 from weft.checkpoint.save import Saver
 from weft.checkpoint.storage import LocalStorage, StorageError
-from weft.checkpoint.store import check_files, committed, load_newest, open_checkpoint, verify
+from weft.checkpoint.store import (
+    check_files,
+    committed,
+    load_newest,
+    open_checkpoint,
+    verify,
+)
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import WeftError
 from weft.layout.dims import part
@@ -33,7 +39,14 @@ HOME, TWO = {"shard": 2, "tp": 2}, {"shard": 2}
 
 def tree(corpus: str, layout: dict[str, Any], **change: Any) -> dict[str, Any]:
     axes = {f"layout__{axis}": size for axis, size in layout.items()}
-    settings = recipe(corpus, checkpoint__every=3, checkpoint__keep=5, validation__every=3, **axes, **change)
+    settings = recipe(
+        corpus,
+        checkpoint__every=3,
+        checkpoint__keep=5,
+        validation__every=3,
+        **axes,
+        **change,
+    )
     return settings.model_dump(mode="json")
 
 
@@ -69,12 +82,17 @@ def whole_run(pool: Any, corpus: str, tmp_path_factory: pytest.TempPathFactory) 
     """Six uninterrupted steps under HOME, with a checkpoint after three."""
     run = tmp_path_factory.mktemp("runs") / "whole"
     assert pool.run(4, go, tree(corpus, HOME), str(run)) == [(6, 30)] * 4
-    assert [p.name for p in committed(run / "checkpoints")] == ["step-000003", "step-000006"]
+    assert [p.name for p in committed(run / "checkpoints")] == [
+        "step-000003",
+        "step-000006",
+    ]
     return run
 
 
 @pytest.fixture(scope="module")
-def float32_run(pool: Any, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def float32_run(
+    pool: Any, corpus: str, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """As :func:`whole_run`, in float32."""
     run = tmp_path_factory.mktemp("runs") / "float32"
     pool.run(4, go, tree(corpus, HOME, train__dtype="float32"), str(run))
@@ -82,9 +100,19 @@ def float32_run(pool: Any, corpus: str, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.slow
-def test_same_layout_is_bit_exact(pool: Any, corpus: str, whole_run: Path, tmp_path: Path) -> None:
-    pool.run(4, go, tree(corpus, HOME), str(tmp_path / "again"), str(whole_run / "checkpoints/step-000003"))
-    assert series(tmp_path / "again") == {s: v for s, v in series(whole_run).items() if s > 3}
+def test_same_layout_is_bit_exact(
+    pool: Any, corpus: str, whole_run: Path, tmp_path: Path
+) -> None:
+    pool.run(
+        4,
+        go,
+        tree(corpus, HOME),
+        str(tmp_path / "again"),
+        str(whole_run / "checkpoints/step-000003"),
+    )
+    assert series(tmp_path / "again") == {
+        s: v for s, v in series(whole_run).items() if s > 3
+    }
     assert series(tmp_path / "again", "validation") == {
         s: v for s, v in series(whole_run, "validation").items() if s > 3
     }
@@ -99,34 +127,63 @@ def test_same_layout_is_bit_exact(pool: Any, corpus: str, whole_run: Path, tmp_p
     {}, {"tp": 4}, {"cp": 2}, {"dp": 2, "shard": 2, "zero": 1}, {"cp": 2, "tp": 2, "shard": 2, "context": "ulysses"},
     {"shard": 3}, {"tp": 3}, {"pp": 2, "dp": 2, "schedule": "zb-v"}, {"pp": 2, "shard": 2, "vocab_barriers": 1},
 ], ids=lambda v: str(Layout(**v)).replace(" ", "_"))  # fmt: skip
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "float64"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.slow), "float64"]
+)
 def test_other_layout_same_tokens_and_losses(
-    pool: Any, corpus: str, tmp_path: Path, request: pytest.FixtureRequest, layout: dict[str, Any], dtype: str
+    pool: Any,
+    corpus: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    layout: dict[str, Any],
+    dtype: str,
 ) -> None:
-    source: Path = request.getfixturevalue("float32_run" if dtype == "float32" else "whole_run")
+    source: Path = request.getfixturevalue(
+        "float32_run" if dtype == "float32" else "whole_run"
+    )
     run = tmp_path / "other"
     values = tree(corpus, layout, train__dtype=dtype)
-    pool.run(Layout(**layout).world, go, values, str(run), str(source / "checkpoints/step-000003"))
+    pool.run(
+        Layout(**layout).world,
+        go,
+        values,
+        str(run),
+        str(source / "checkpoints/step-000003"),
+    )
     expected, found = series(source), series(run)
     limit = 1e-10 if dtype == "float64" else 1e-5
     assert list(found) == [4, 5, 6]
     for step, loss in found.items():
         assert loss == pytest.approx(expected[step], rel=limit)
-    assert series(run, field="tokens") == {s: v for s, v in series(source, field="tokens").items() if s > 3}
+    assert series(run, field="tokens") == {
+        s: v for s, v in series(source, field="tokens").items() if s > 3
+    }
 
 
 @pytest.mark.slow
-def test_from_a_pipeline_to_another_layout(pool: Any, corpus: str, whole_run: Path, tmp_path: Path) -> None:
+def test_from_a_pipeline_to_another_layout(
+    pool: Any, corpus: str, whole_run: Path, tmp_path: Path
+) -> None:
     """Parameters on two ranks of a DualPipe are stored once, and post-validation leaves no half-made update."""
     pipeline = {"pp": 2, "shard": 2, "schedule": "dualpipe"}
     values = tree(corpus, pipeline, optimizer__post_validation=True, model__tied=False)
     pool.run(4, go, values, str(tmp_path / "pipeline"))
     assert series(tmp_path / "pipeline") == pytest.approx(series(whole_run), rel=1e-10)
-    pool.run(2, go, tree(corpus, {"tp": 2}), str(tmp_path / "run"), str(tmp_path / "pipeline/checkpoints/step-000003"))
-    assert series(tmp_path / "run") == pytest.approx({s: v for s, v in series(whole_run).items() if s > 3}, rel=1e-10)
+    pool.run(
+        2,
+        go,
+        tree(corpus, {"tp": 2}),
+        str(tmp_path / "run"),
+        str(tmp_path / "pipeline/checkpoints/step-000003"),
+    )
+    assert series(tmp_path / "run") == pytest.approx(
+        {s: v for s, v in series(whole_run).items() if s > 3}, rel=1e-10
+    )
 
 
-def test_auto_resume_takes_the_last_whole_checkpoint(pool: Any, corpus: str, whole_run: Path, tmp_path: Path) -> None:
+def test_auto_resume_takes_the_last_whole_checkpoint(
+    pool: Any, corpus: str, whole_run: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole_run, run)
     damaged = next((run / "checkpoints/step-000006/data").glob("*.safetensors"))
@@ -140,19 +197,26 @@ def test_auto_resume_takes_the_last_whole_checkpoint(pool: Any, corpus: str, who
     # What is damaged is not written over.
     assert load_newest([run], verify, heard.append)[0].storage.name == "step-000006-2"
     events = [r["message"] for r in read_metrics(run)["event"]]
-    assert any("damaged" in e for e in events) and any("resumed from" in e and "step-000003" in e for e in events)
+    assert any("damaged" in e for e in events) and any(
+        "resumed from" in e and "step-000003" in e for e in events
+    )
 
 
 def test_other_model_other_data_and_no_checkpoint_are_refused(
     pool: Any, corpus: str, whole_run: Path, tmp_path: Path
 ) -> None:
     source = str(whole_run / "checkpoints/step-000003")
-    with pytest.raises(WeftError, match=r"another model: it has model\.ffn = 41, the recipe 48; restore"):
+    with pytest.raises(
+        WeftError,
+        match=r"another model: it has model\.ffn = 41, the recipe 48; restore",
+    ):
         pool.run(4, go, tree(corpus, HOME, model__ffn=48), str(tmp_path / "a"), source)
     with pytest.raises(WeftError, match="no checkpoint"):
         pool.run(1, go, tree(corpus, {}), str(tmp_path / "a"), str(tmp_path))
     with pytest.raises(WeftError, match="does not exist"):
-        pool.run(1, go, tree(corpus, {}), str(tmp_path / "a"), str(tmp_path / "nowhere"))
+        pool.run(
+            1, go, tree(corpus, {}), str(tmp_path / "a"), str(tmp_path / "nowhere")
+        )
     assert not (tmp_path / "a").exists()
 
 
@@ -171,25 +235,51 @@ OTHER: dict[str, Any] = {
 
 
 @pytest.mark.slow
-def test_every_field_of_the_model_is_compared(pool: Any, corpus: str, whole_run: Path, tmp_path: Path) -> None:
+def test_every_field_of_the_model_is_compared(
+    pool: Any, corpus: str, whole_run: Path, tmp_path: Path
+) -> None:
     """Whatever is changed in [model], a resume is refused or exact; what another model has saved stays."""
     # These change others, which are named: a compressed cache the key-value heads, groups in use the groups there are,
     # a plugin's model all; and an output of scores has a loss of its own.
-    assert OTHER.keys() | {*ORIGIN, "kv_rank", "router_top_groups", "kind", "settings", "output"} == {
-        *ModelShape.model_fields
-    }
+    assert OTHER.keys() | {
+        *ORIGIN,
+        "kv_rank",
+        "router_top_groups",
+        "kind",
+        "settings",
+        "output",
+    } == {*ModelShape.model_fields}
     run = tmp_path / "run"
     shutil.copytree(whole_run, run)
     for name, value in OTHER.items():
-        values = tree(corpus, {}, train__steps=8, **{f"model__{name}": value}) | {"checkpoint": {"keep": 1}}
-        with pytest.raises(WeftError, match=rf"another model: it has model\.{name} = .*, the recipe ") as refused:
+        values = tree(corpus, {}, train__steps=8, **{f"model__{name}": value}) | {
+            "checkpoint": {"keep": 1}
+        }
+        with pytest.raises(
+            WeftError, match=rf"another model: it has model\.{name} = .*, the recipe "
+        ) as refused:
             pool.run(1, go, values, str(run), "auto")
         assert "\n" not in str(refused.value).partition("\non rank")[0]
-    assert [p.name for p in committed(run / "checkpoints")] == ["step-000003", "step-000006"]
+    assert [p.name for p in committed(run / "checkpoints")] == [
+        "step-000003",
+        "step-000006",
+    ]
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
-    assert before == {run / p.relative_to(whole_run): p.read_bytes() for p in whole_run.rglob("*") if p.is_file()}
-    pool.run(1, go, tree(corpus, {}, model__init_std=0.5), str(tmp_path / "b"), str(run / "checkpoints/step-000003"))
-    assert series(tmp_path / "b") == pytest.approx({s: v for s, v in series(whole_run).items() if s > 3}, rel=1e-10)
+    assert before == {
+        run / p.relative_to(whole_run): p.read_bytes()
+        for p in whole_run.rglob("*")
+        if p.is_file()
+    }
+    pool.run(
+        1,
+        go,
+        tree(corpus, {}, model__init_std=0.5),
+        str(tmp_path / "b"),
+        str(run / "checkpoints/step-000003"),
+    )
+    assert series(tmp_path / "b") == pytest.approx(
+        {s: v for s, v in series(whole_run).items() if s > 3}, rel=1e-10
+    )
 
 
 def test_a_recipe_of_before_the_memory_section_goes_on(whole_run: Path) -> None:
@@ -198,19 +288,30 @@ def test_a_recipe_of_before_the_memory_section_goes_on(whole_run: Path) -> None:
     stored, data = checkpoint.meta["recipe"], checkpoint.meta["data"]
     for offload in ("none", "all"):
         del (old := dict(stored))["memory"]
-        checkpoint.meta["recipe"] = old | {"train": stored["train"] | {"offload": offload}}
-        check_goes_on(checkpoint, settings.model, load_tokenizer("bytes"), settings.optimizer)
+        checkpoint.meta["recipe"] = old | {
+            "train": stored["train"] | {"offload": offload}
+        }
+        check_goes_on(
+            checkpoint, settings.model, load_tokenizer("bytes"), settings.optimizer
+        )
         assert other_differences(checkpoint, settings, data) == []
 
 
-def test_more_layers_than_the_recipe_are_refused_by_their_tensors(whole_run: Path) -> None:
+def test_more_layers_than_the_recipe_are_refused_by_their_tensors(
+    whole_run: Path,
+) -> None:
     """Also where the recipe in the checkpoint says otherwise."""
     checkpoint = open_checkpoint(whole_run / "checkpoints/step-000003")
     shape = build_recipe(checkpoint.meta["recipe"]).model
     smaller = shape.model_copy(update={"layers": 1})
     checkpoint.meta["recipe"]["model"]["layers"] = 1
-    check_goes_on(open_checkpoint(checkpoint.storage), shape, load_tokenizer("bytes"), Optimizer())
-    with pytest.raises(WeftError, match=r"holds \d+ tensors that this model has no place for.* model\.blocks\.1"):
+    check_goes_on(
+        open_checkpoint(checkpoint.storage), shape, load_tokenizer("bytes"), Optimizer()
+    )
+    with pytest.raises(
+        WeftError,
+        match=r"holds \d+ tensors that this model has no place for.* model\.blocks\.1",
+    ):
         check_goes_on(checkpoint, smaller, load_tokenizer("bytes"), Optimizer())
 
 
@@ -220,12 +321,25 @@ def test_another_tokenizer_is_refused_and_other_settings_are_said(
     source = str(whole_run / "checkpoints/step-000003")
     model = open_checkpoint(source).meta["recipe"]["model"]
     values = tree(corpus, {}, data__tokenizer="train:257", model__vocab=model["vocab"])
-    with pytest.raises(WeftError, match=r"another tokenizer \(of 257 entries, .* 257\).*restore data\.tokenizer"):
+    with pytest.raises(
+        WeftError,
+        match=r"another tokenizer \(of 257 entries, .* 257\).*restore data\.tokenizer",
+    ):
         pool.run(1, go, values, str(tmp_path / "a"), source)
     assert not (tmp_path / "a").exists()
-    change = {"optimizer__lr": 1e-3, "train__batch": 4, "data__seed": 1, "data__seq_len": 17, "train__micro_batch": 1}
+    change = {
+        "optimizer__lr": 1e-3,
+        "train__batch": 4,
+        "data__seed": 1,
+        "data__seq_len": 17,
+        "train__micro_batch": 1,
+    }
     pool.run(1, go, tree(corpus, {}, **change), str(tmp_path / "a"), source)
-    said = [r["message"] for r in read_metrics(tmp_path / "a")["event"] if r["message"].startswith("resumed with")]
+    said = [
+        r["message"]
+        for r in read_metrics(tmp_path / "a")["event"]
+        if r["message"].startswith("resumed with")
+    ]
     assert said == [
         "resumed with optimizer.lr = 0.001, the checkpoint was trained with 0.0003",
         "resumed with train.batch = 4, the checkpoint was trained with 5",
@@ -241,33 +355,70 @@ def test_what_another_model_wrote_is_neither_pruned_nor_counted(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole_run, run)
-    other = tree(corpus, {}, model__rope_theta=5e5) | {"checkpoint": {"every": 1, "keep": 1}}
+    other = tree(corpus, {}, model__rope_theta=5e5) | {
+        "checkpoint": {"every": 1, "keep": 1}
+    }
     pool.run(1, go, other, str(tmp_path / "other"))
-    pool.run(1, go, other | {"train": other["train"] | {"steps": 8}}, str(run), str(tmp_path / "other"))
-    assert [p.name for p in committed(run / "checkpoints")] == ["step-000003", "step-000006", "step-000008"]
+    pool.run(
+        1,
+        go,
+        other | {"train": other["train"] | {"steps": 8}},
+        str(run),
+        str(tmp_path / "other"),
+    )
+    assert [p.name for p in committed(run / "checkpoints")] == [
+        "step-000003",
+        "step-000006",
+        "step-000008",
+    ]
 
 
-def test_another_model_is_refused_before_ranks_start(corpus: str, whole_run: Path) -> None:
+def test_another_model_is_refused_before_ranks_start(
+    corpus: str, whole_run: Path
+) -> None:
     values = build_recipe(tree(corpus, HOME, model__rope_theta=5e5))
-    with pytest.raises(WeftError, match=r"step-000006 is of another model: it has model\.rope_theta = 10000\.0, the"):
+    with pytest.raises(
+        WeftError,
+        match=r"step-000006 is of another model: it has model\.rope_theta = 10000\.0, the",
+    ):
         prepare_run(values, None, str(whole_run))
     prepare_run(build_recipe(tree(corpus, HOME)), None, str(whole_run))
 
 
-def test_a_finished_run_is_not_saved_again(pool: Any, corpus: str, whole_run: Path, tmp_path: Path) -> None:
+def test_a_finished_run_is_not_saved_again(
+    pool: Any, corpus: str, whole_run: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole_run, run)
     values = tree(corpus, {}) | {"checkpoint": {"keep": 2}}
     for resume in ("auto", str(run), str(run / "checkpoints/step-000006")):
         assert pool.run(1, go, values, str(run), resume) == [(6, 30)]
-    assert [p.name for p in committed(run / "checkpoints")] == ["step-000003", "step-000006"]
+    assert [p.name for p in committed(run / "checkpoints")] == [
+        "step-000003",
+        "step-000006",
+    ]
 
 
-def test_a_run_of_skipped_steps_ends_with_the_reason(pool: Any, corpus: str, whole_run: Path, tmp_path: Path) -> None:
-    values = tree(corpus, TWO, train__steps=50, optimizer__lr=1e200, optimizer__warmup=0, train__dtype="float32")
-    with pytest.raises(WeftError, match=r"not finite in 5 steps in a row.*ended at step \d, .*lower optimizer\.lr"):
+def test_a_run_of_skipped_steps_ends_with_the_reason(
+    pool: Any, corpus: str, whole_run: Path, tmp_path: Path
+) -> None:
+    values = tree(
+        corpus,
+        TWO,
+        train__steps=50,
+        optimizer__lr=1e200,
+        optimizer__warmup=0,
+        train__dtype="float32",
+    )
+    with pytest.raises(
+        WeftError,
+        match=r"not finite in 5 steps in a row.*ended at step \d, .*lower optimizer\.lr",
+    ):
         pool.run(2, go, values, str(tmp_path / "a"))
-    assert len(series(tmp_path / "a")) < 10 and not committed(tmp_path / "a/checkpoints")[2:]
+    assert (
+        len(series(tmp_path / "a")) < 10
+        and not committed(tmp_path / "a/checkpoints")[2:]
+    )
 
 
 class FullDisk(LocalStorage):
@@ -282,7 +433,10 @@ def unwritable(values: dict[str, Any], out: str) -> str:
     try:
         if dist.get_rank() == 1:
             save = Saver.save
-            change = lambda self, place, *rest, **more: save(self, FullDisk(place.root), *rest, **more)  # noqa: E731
+
+            def change(self: Saver, place: Any, *rest: Any, **more: Any) -> Any:
+                return save(self, FullDisk(place.root), *rest, **more)
+
             with mock.patch.object(Saver, "save", change):
                 go(values, out, out)
         else:
@@ -299,9 +453,14 @@ def test_full_disk_stops_all_ranks_and_keeps_the_last_checkpoint(
     run = tmp_path / "run"
     shutil.copytree(whole_run, run)
     shutil.rmtree(run / "checkpoints/step-000006")
-    said = pool.run(4, unwritable, tree(corpus, HOME), str(run), timeout=180)  # writers may take their time to end
-    assert all("step 6 was not saved" in text and "No space left" in text for text in said), said
-    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-000003"], "nothing takes up room for nothing"
+    # writers may take their time to end
+    said = pool.run(4, unwritable, tree(corpus, HOME), str(run), timeout=180)
+    assert all(
+        "step 6 was not saved" in text and "No space left" in text for text in said
+    ), said
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-000003"], (
+        "nothing takes up room for nothing"
+    )
     check_files(open_checkpoint(run / "checkpoints/step-000003"))
 
 
@@ -312,13 +471,26 @@ def other_seeds(values: dict[str, Any], out: str) -> bool:
     random.seed(7 * dist.get_rank())
     np.random.seed(7 * dist.get_rank())
     torch.manual_seed(7 * dist.get_rank())
-    before = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+    before = (
+        random.getstate(),
+        str(np.random.get_state()),
+        torch.get_rng_state().tolist(),
+    )
     go(values, out)
-    return before == (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist())
+    return before == (
+        random.getstate(),
+        str(np.random.get_state()),
+        torch.get_rng_state().tolist(),
+    )
 
 
-def test_nothing_random_depends_on_the_process(pool: Any, corpus: str, whole_run: Path, tmp_path: Path) -> None:
-    assert pool.run(4, other_seeds, tree(corpus, HOME), str(tmp_path / "run")) == [True] * 4
+def test_nothing_random_depends_on_the_process(
+    pool: Any, corpus: str, whole_run: Path, tmp_path: Path
+) -> None:
+    assert (
+        pool.run(4, other_seeds, tree(corpus, HOME), str(tmp_path / "run"))
+        == [True] * 4
+    )
     assert series(tmp_path / "run") == series(whole_run)
 
 
@@ -327,4 +499,7 @@ def test_shares_tile_what_they_cut() -> None:
         for parts in range(1, 6):
             shares = [part(count, parts, i) for i in range(parts)]
             assert [i for lo, hi in shares for i in range(lo, hi)] == list(range(count))
-            assert max(hi - lo for lo, hi in shares) - min(hi - lo for lo, hi in shares) <= 1
+            assert (
+                max(hi - lo for lo, hi in shares) - min(hi - lo for lo, hi in shares)
+                <= 1
+            )

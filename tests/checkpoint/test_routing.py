@@ -19,7 +19,10 @@ from weft.generate.ranks import check_layout
 from weft.layout.layout import Layout
 from weft.recipe import ModelShape
 
-TEXT = "".join(f"def add_{i}(a, b):\n    return a + {i * 7} * b  # and the sum of {i}\n" for i in range(40))
+TEXT = "".join(
+    f"def add_{i}(a, b):\n    return a + {i * 7} * b  # and the sum of {i}\n"
+    for i in range(40)
+)
 
 
 @pytest.mark.parametrize(("layout", "shape", "words"), [
@@ -28,7 +31,9 @@ TEXT = "".join(f"def add_{i}(a, b):\n    return a + {i * 7} * b  # and the sum o
     ("cp=4,ep=4", {}, "ep = 4 spreads experts over ranks, and the model has none"),
     ("cp=4,ep=4", {"experts": 3}, "ep = 4 cuts the 3 experts of a layer"),
 ])  # fmt: skip
-def test_layouts_that_cannot_are_one_line(layout: str, shape: dict[str, Any], words: str) -> None:
+def test_layouts_that_cannot_are_one_line(
+    layout: str, shape: dict[str, Any], words: str
+) -> None:
     with pytest.raises(UsageError, match=words) as caught:
         check_layout(Layout.parse(layout), ModelShape(**{"expert_ffn": 6, **shape}))
     assert "\n" not in str(caught.value)
@@ -42,26 +47,49 @@ def logits_of(folder: Path) -> torch.Tensor:
         return model(ids, positions, torch.tensor([0, ids.shape[1]], dtype=torch.int32))
 
 
-def test_the_order_of_experts_changes_nothing_but_where_they_are(command: Command, tmp_path: Path) -> None:
+def test_the_order_of_experts_changes_nothing_but_where_they_are(
+    command: Command, tmp_path: Path
+) -> None:
     folder, _ = folder_of("qwen3 moe, every second", tmp_path / "model")
     (tmp_path / "texts").write_text(TEXT)
-    words = ("export", "--from", folder, "--texts", tmp_path / "texts", "--out", tmp_path / "placed", "--place", 3)
+    words = (
+        "export",
+        "--from",
+        folder,
+        "--texts",
+        tmp_path / "texts",
+        "--out",
+        tmp_path / "placed",
+        "--place",
+        3,
+    )
     code, out, err = command(*words)
-    stays = re.search(r"([\d.]+)% of the steps .* stay on one of 3 ranks \(of a random order ([\d.]+)%\)", out)
+    stays = re.search(
+        r"([\d.]+)% of the steps .* stay on one of 3 ranks \(of a random order ([\d.]+)%\)",
+        out,
+    )
     assert code == 0 and stays and float(stays[1]) > float(stays[2]), out + err
-    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "placed"))
+    before, after = (
+        load_file(path / "model.safetensors") for path in (folder, tmp_path / "placed")
+    )
     router = "model.layers.{}.mlp.gate.weight"
     moved = 0
     for layer in (1, 3):
-        rows = (after[router.format(layer)][:, None] == before[router.format(layer)]).all(-1)
+        rows = (
+            after[router.format(layer)][:, None] == before[router.format(layer)]
+        ).all(-1)
         order = rows.int().argmax(1).tolist()
         assert sorted(order) == list(range(6)) and rows.sum() == 6
         moved += order != sorted(order)
         for slot, expert in enumerate(order):
             weight = f"model.layers.{layer}.mlp.experts.{{}}.down_proj.weight"
-            assert torch.equal(after[weight.format(slot)], before[weight.format(expert)])
+            assert torch.equal(
+                after[weight.format(slot)], before[weight.format(expert)]
+            )
     assert moved
-    torch.testing.assert_close(logits_of(tmp_path / "placed"), logits_of(folder), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logits_of(tmp_path / "placed"), logits_of(folder), rtol=1e-5, atol=1e-5
+    )
 
 
 def unused(tmp_path: Path) -> Path:
@@ -76,7 +104,9 @@ def unused(tmp_path: Path) -> Path:
     return folder
 
 
-def test_experts_that_are_not_used_are_left_out(command: Command, tmp_path: Path) -> None:
+def test_experts_that_are_not_used_are_left_out(
+    command: Command, tmp_path: Path
+) -> None:
     folder = unused(tmp_path)
     words = ("export", "--from", folder, "--texts", tmp_path / "texts", "--out")
     code, out, err = command(*words, tmp_path / "four", "--keep", 4)
@@ -88,11 +118,22 @@ def test_experts_that_are_not_used_are_left_out(command: Command, tmp_path: Path
     whole = chosen_experts(open_model(str(folder), "cpu", print)[0], ids)
     for kept, before in zip(chosen_experts(model, ids), whole, strict=True):
         assert len(kept) == len(ids) and not ({1, 4} & set(before.ravel()))
-        assert (torch.tensor([0, 2, 3, 5])[torch.from_numpy(kept)].numpy() == before).all()
-    torch.testing.assert_close(logits_of(tmp_path / "four"), logits_of(folder), rtol=1e-5, atol=1e-5)
+        assert (
+            torch.tensor([0, 2, 3, 5])[torch.from_numpy(kept)].numpy() == before
+        ).all()
+    torch.testing.assert_close(
+        logits_of(tmp_path / "four"), logits_of(folder), rtol=1e-5, atol=1e-5
+    )
     code, out, _ = command(*words, tmp_path / "three", "--keep", 3)
-    lost = re.search(r"3 of 6 experts kept in each layer; ([\d,]+) of ([\d,]+) choices were of others\n", out)
-    assert code == 0 and lost and 0 < int(lost[1].replace(",", "")) < int(lost[2].replace(",", "")) / 2
+    lost = re.search(
+        r"3 of 6 experts kept in each layer; ([\d,]+) of ([\d,]+) choices were of others\n",
+        out,
+    )
+    assert (
+        code == 0
+        and lost
+        and 0 < int(lost[1].replace(",", "")) < int(lost[2].replace(",", "")) / 2
+    )
 
 
 @pytest.mark.parametrize(("name", "more", "line"), [
@@ -105,20 +146,49 @@ def test_experts_that_are_not_used_are_left_out(command: Command, tmp_path: Path
     ("llama", ["--place", 2], "has no experts"),
     ("mixtral", ["--place", 2, "--ema"], "which alone have averages"),
 ])  # fmt: skip
-def test_what_cannot_be_is_one_line(command: Command, name: str, more: list[object], line: str, tmp_path: Path) -> None:
+def test_what_cannot_be_is_one_line(
+    command: Command, name: str, more: list[object], line: str, tmp_path: Path
+) -> None:
     folder, _ = folder_of(name, tmp_path / "model")
     (tmp_path / "texts").write_text(TEXT)
-    code, _, err = command("export", "--from", folder, "--out", tmp_path / "out", "--texts", tmp_path / "texts", *more)
-    (said,) = [text for text in err.splitlines() if text.startswith("weft:")]  # beside bars of transformers
-    assert code == (1 if "--ema" in more else 2) and line in said and not (tmp_path / "out").exists()
+    code, _, err = command(
+        "export",
+        "--from",
+        folder,
+        "--out",
+        tmp_path / "out",
+        "--texts",
+        tmp_path / "texts",
+        *more,
+    )
+    # beside bars of transformers
+    (said,) = [text for text in err.splitlines() if text.startswith("weft:")]
+    assert (
+        code == (1 if "--ema" in more else 2)
+        and line in said
+        and not (tmp_path / "out").exists()
+    )
 
 
-@pytest.mark.sampled(1)  # tests/generate/test_ranks.py has them all, in ranks that are there already
+# tests/generate/test_ranks.py has them all, in ranks that are there already
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["cp=2,ep=2", "tp=2", "pp=2"])
-def test_generate_with_experts_on_two_ranks(launched: Command, layout: str, tmp_path: Path) -> None:
+def test_generate_with_experts_on_two_ranks(
+    launched: Command, layout: str, tmp_path: Path
+) -> None:
     folder, _ = folder_of("qwen3 moe", tmp_path / "model")
-    words = ("generate", "--checkpoint", folder, "--prompt", "def add(a, b):", "--tokens", 9, "--temperature", 0)
+    words = (
+        "generate",
+        "--checkpoint",
+        folder,
+        "--prompt",
+        "def add(a, b):",
+        "--tokens",
+        9,
+        "--temperature",
+        0,
+    )
     _, expected, _ = launched(*words)
     code, out, err = launched(*words, "--layout", layout)
     assert code == 0 and out == expected and "over 2 ranks" in err, err

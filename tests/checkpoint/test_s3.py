@@ -34,7 +34,11 @@ BIG = random.Random(0).randbytes(2 * PART + 12_345)
 
 @pytest.fixture(params=["local", "s3"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    return open_storage(tmp_path / "root" if request.param == "local" else request.getfixturevalue("bucket"))
+    return open_storage(
+        tmp_path / "root"
+        if request.param == "local"
+        else request.getfixturevalue("bucket")
+    )
 
 
 # --- the contract, of every storage ---
@@ -44,7 +48,11 @@ def test_what_is_written_is_read_whole_and_in_parts(storage: Storage) -> None:
     assert storage.write("data/a", [b"head", memoryview(BIG), b"tail"]) == len(BIG) + 8
     whole = b"head" + BIG + b"tail"
     assert storage.read("data/a") == whole
-    assert storage.holds("data/a") and not storage.holds("data") and not storage.holds("data/b")
+    assert (
+        storage.holds("data/a")
+        and not storage.holds("data")
+        and not storage.holds("data/b")
+    )
     for offset, size in ((0, len(whole)), (3, 2 * PART), (PART - 1, 2), (5, 0)):
         buffer = memoryview(bytearray(size))
         storage.read_into("data/a", offset, buffer)
@@ -66,7 +74,9 @@ class Reused:
 
 
 @pytest.mark.parametrize("size", [10_000, len(BIG)])
-def test_chunks_may_change_when_the_next_is_asked_for(storage: Storage, size: int) -> None:
+def test_chunks_may_change_when_the_next_is_asked_for(
+    storage: Storage, size: int
+) -> None:
     assert storage.write("stream", Reused(BIG[:size])) == size
     assert storage.read("stream") == BIG[:size]
 
@@ -125,7 +135,9 @@ def test_of_many_that_create_one_wins(storage: Storage) -> None:
     for turn in range(3):
         start = threading.Barrier(16)
 
-        def race(number: int, turn: int = turn, start: threading.Barrier = start) -> bool:
+        def race(
+            number: int, turn: int = turn, start: threading.Barrier = start
+        ) -> bool:
             start.wait()
             return storage.create(f"root-{turn}", b"by %d" % number)
 
@@ -143,20 +155,26 @@ def test_addresses() -> None:
     assert open_storage("s3://b/some//pre/fix/") == S3Storage("b", "some/pre/fix")
     assert open_storage(Path("s3://b/p")) == S3Storage("b", "p")
     assert str(open_storage("s3://b")) == str(open_storage("s3://b/")) == "s3://b"
-    assert isinstance(open_storage("runs/one"), LocalStorage) and isinstance(open_storage(Path("/tmp")), LocalStorage)
+    assert isinstance(open_storage("runs/one"), LocalStorage) and isinstance(
+        open_storage(Path("/tmp")), LocalStorage
+    )
     for bad in ("gs://b/p", f"s3://{KEY}:{SECRET}@b/p", "s3:///p"):
         with pytest.raises(UsageError) as caught:
             open_storage(bad)
         assert SECRET not in str(caught.value)
 
 
-def test_without_obstore_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_obstore_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(StorageError, match=r"^s3:// needs .*weft\[s3\]'$"):
         S3Storage("b").read("x")
 
 
-def test_credentials_are_never_shown(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_are_never_shown(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrong = "WRONGSECRETxyz"
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", wrong)
     store = S3Storage("bucket", "p")
@@ -170,11 +188,15 @@ def test_credentials_are_never_shown(bucket: str, monkeypatch: pytest.MonkeyPatc
         lambda: store.list(),
         lambda: store.delete(["x"]),
     ):
-        with pytest.raises(StorageError, match=r"s3://bucket/p.*: the server answered 403[^\n]*$") as caught:
+        with pytest.raises(
+            StorageError, match=r"s3://bucket/p.*: the server answered 403[^\n]*$"
+        ) as caught:
             call()
         assert caught.value.__cause__ is None and caught.value.__context__ is None
         shown.append(str(caught.value))
-    assert not any(text in line for line in shown for text in (wrong, KEY, "Signature="))
+    assert not any(
+        text in line for line in shown for text in (wrong, KEY, "Signature=")
+    )
     data = pickle.dumps(store)
     assert wrong.encode() not in data
     assert pickle.loads(data) == store
@@ -184,18 +206,23 @@ def test_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://store.example")
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")  # goes before the other
+    # goes before the other
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
     with pytest.raises(StorageError, match="no credentials; set AWS_ACCESS_KEY_ID"):
         S3Storage("b").read("x")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    with pytest.raises(StorageError, match="cannot read s3://b/x: the endpoint refuses connections"):
+    with pytest.raises(
+        StorageError, match="cannot read s3://b/x: the endpoint refuses connections"
+    ):
         S3Storage("b", patience=0.3).read("x")
     monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
     with pytest.raises(StorageError, match="not encrypted"):
         S3Storage("b").read("x")
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"https://{KEY}:{SECRET}@store.example")
-    with pytest.raises(StorageError, match=r"cannot use .*without credentials") as caught:
+    with pytest.raises(
+        StorageError, match=r"cannot use .*without credentials"
+    ) as caught:
         S3Storage("b").read("x")
     assert SECRET not in str(caught.value)
 
@@ -219,13 +246,18 @@ def saver() -> Iterator[Saver]:
 
 
 def test_a_checkpoint_makes_the_round_trip(bucket: str, saver: Saver) -> None:
-    store, values = open_storage(bucket), state(0) | {"model.large": torch.randn(3000, 2000)}
+    store, values = (
+        open_storage(bucket),
+        state(0) | {"model.large": torch.randn(3000, 2000)},
+    )
     saver.save(store, 7, locals_of(values), {"layout": "one"}, {"note.txt": b"hello"})
     saver.finish()
     check(store, values)
     assert StoredCheckpoint(store).meta["step"] == 7
     for name in store.list():
-        assert SECRET.encode() not in store.read(name) and KEY.encode() not in store.read(name)
+        assert SECRET.encode() not in store.read(
+            name
+        ) and KEY.encode() not in store.read(name)
     saver.save(store, 7, locals_of(state(1)), {"layout": "one"}, {})
     with pytest.raises(WeftError, match="committed before"):
         saver.finish()
@@ -269,7 +301,9 @@ class Proxy:
                 if fault == "slow":
                     time.sleep(0.1)
                 there = http.client.HTTPConnection("127.0.0.1", upstream, timeout=60)
-                there.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+                there.putrequest(
+                    self.command, self.path, skip_host=True, skip_accept_encoding=True
+                )
                 for name, value in self.headers.items():
                     there.putheader(name, value)
                 there.endheaders(body)
@@ -280,12 +314,24 @@ class Proxy:
                     return
                 self.send_response(response.status)
                 for name, value in response.getheaders():
-                    if name.lower() not in ("content-length", "connection", "transfer-encoding", "date", "server"):
+                    if name.lower() not in (
+                        "content-length",
+                        "connection",
+                        "transfer-encoding",
+                        "date",
+                        "server",
+                    ):
                         self.send_header(name, value)
-                length = response.getheader("Content-Length") if self.command == "HEAD" else str(len(content))
+                length = (
+                    response.getheader("Content-Length")
+                    if self.command == "HEAD"
+                    else str(len(content))
+                )
                 self.send_header("Content-Length", length or "0")
                 self.end_headers()
-                self.wfile.write(content[: len(content) // 2] if fault == "torn" else content)
+                self.wfile.write(
+                    content[: len(content) // 2] if fault == "torn" else content
+                )
 
             do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer
 
@@ -298,7 +344,9 @@ class Proxy:
 
         self.server = Server(("127.0.0.1", 0), Handler)
         self.port = self.server.server_address[1]
-        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+        threading.Thread(
+            target=self.server.serve_forever, args=(0.05,), daemon=True
+        ).start()
 
     def once(self, what: str, method: str, part: str = "", times: int = 1) -> None:
         """Do ``what`` to the first requests of ``method`` with ``part`` in their address."""
@@ -341,7 +389,9 @@ def test_every_request_may_fail_once(proxy: Proxy, bucket: str, what: str) -> No
     assert store.create("root", b"mine"), "ours, although the answer may have been lost"
     proxy.once(what, "PUT")
     assert not store.create("root", b"another's")
-    for number, (method, part) in enumerate((("POST", "uploads"), ("PUT", "partNumber=2"), ("POST", "uploadId"))):
+    for number, (method, part) in enumerate(
+        (("POST", "uploads"), ("PUT", "partNumber=2"), ("POST", "uploadId"))
+    ):
         proxy.once(what, method, part)
         assert store.write(f"large-{number}", [memoryview(BIG)]) == len(BIG)
         proxy.once(what, "GET", "large")
@@ -374,9 +424,14 @@ def test_a_request_that_hangs_is_repeated(proxy: Proxy, bucket: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_stays_away_is_given_up_on(proxy: Proxy, bucket: str, saver: Saver) -> None:
+def test_a_server_that_stays_away_is_given_up_on(
+    proxy: Proxy, bucket: str, saver: Saver
+) -> None:
     store, values = behind(bucket, patience=0.4), state(0)
-    for what, cause in (("503", "the server answered 503"), ("drop", "the connection broke off")):
+    for what, cause in (
+        ("503", "the server answered 503"),
+        ("drop", "the connection broke off"),
+    ):
         proxy.fault = lambda method, path, what=what: what  # type: ignore[misc]
         for call in (
             lambda: store.read("x"),
@@ -385,7 +440,9 @@ def test_a_server_that_stays_away_is_given_up_on(proxy: Proxy, bucket: str, save
             lambda: store.list(),
         ):
             begun = time.monotonic()
-            with pytest.raises(StorageError, match=rf"^cannot \w+ s3://bucket/.*: {cause}[^\n]*$"):
+            with pytest.raises(
+                StorageError, match=rf"^cannot \w+ s3://bucket/.*: {cause}[^\n]*$"
+            ):
                 call()
             assert time.monotonic() - begun < 30
     proxy.fault = lambda method, path: "503" if method == "PUT" and ROOT in path else ""
@@ -399,7 +456,9 @@ def test_a_server_that_stays_away_is_given_up_on(proxy: Proxy, bucket: str, save
 
 
 @pytest.mark.slow
-def test_the_memory_is_free_again_after_a_failed_upload(proxy: Proxy, bucket: str) -> None:
+def test_the_memory_is_free_again_after_a_failed_upload(
+    proxy: Proxy, bucket: str
+) -> None:
     """The writer closes its memory then, which fails while anyone has a view of it."""
     proxy.fault = lambda method, path: "503" if "partNumber" in path else ""
     store = behind(bucket, patience=0.5)
@@ -420,7 +479,9 @@ def test_the_memory_is_free_again_after_a_failed_upload(proxy: Proxy, bucket: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_saves_on_a_bad_day_are_right_or_absent(proxy: Proxy, bucket: str, saver: Saver, seed: int) -> None:
+def test_saves_on_a_bad_day_are_right_or_absent(
+    proxy: Proxy, bucket: str, saver: Saver, seed: int
+) -> None:
     dice, lock = random.Random(seed), threading.Lock()
 
     def fault(method: str, path: str) -> str:
@@ -430,16 +491,21 @@ def test_saves_on_a_bad_day_are_right_or_absent(proxy: Proxy, bucket: str, saver
     committed = 0
     for turn in range(4):
         store = behind(f"{bucket}/{turn}", patience=dice.choice([1, 30]))
-        values = state(turn) | {"model.large": torch.full((2300, 1000), float(turn + seed))}
+        values = state(turn) | {
+            "model.large": torch.full((2300, 1000), float(turn + seed))
+        }
         proxy.fault = fault
-        saver.save(store, turn, locals_of(values), {"layout": "one"}, {"note.txt": b"hello"})
+        saver.save(
+            store, turn, locals_of(values), {"layout": "one"}, {"note.txt": b"hello"}
+        )
         try:
             saver.finish()
             done = True
         except WeftError:
             done = False
         proxy.fault = lambda method, path: ""
-        if done or ROOT in store.list():  # a commit of which no answer ever arrives counts all the same
+        # a commit of which no answer ever arrives counts all the same
+        if done or ROOT in store.list():
             proxy.fault = fault
             check(behind(f"{bucket}/{turn}"), values)
             committed += 1
@@ -447,7 +513,9 @@ def test_saves_on_a_bad_day_are_right_or_absent(proxy: Proxy, bucket: str, saver
 
 
 @pytest.mark.slow
-def test_a_writer_killed_while_it_uploads_leaves_nothing_to_see(proxy: Proxy, bucket: str, saver: Saver) -> None:
+def test_a_writer_killed_while_it_uploads_leaves_nothing_to_see(
+    proxy: Proxy, bucket: str, saver: Saver
+) -> None:
     before, store = behind(f"{bucket}/1"), behind(f"{bucket}/2")
     values = state(0) | {"model.large": torch.randn(5000, 2000)}  # five parts
     saver.save(before, 1, locals_of(values), {}, {})
@@ -471,7 +539,9 @@ def test_a_writer_killed_while_it_uploads_leaves_nothing_to_see(proxy: Proxy, bu
     with pytest.raises(WeftError, match="died"):
         saver.finish()
     proxy.fault = lambda method, path: ""
-    assert not any(method == "POST" and "uploadId" in path for method, path in proxy.seen)
+    assert not any(
+        method == "POST" and "uploadId" in path for method, path in proxy.seen
+    )
     assert store.list() == {}
     check(before, values)
     saver.save(store, 2, locals_of(values), {}, {})

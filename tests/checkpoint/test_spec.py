@@ -18,7 +18,9 @@ PAGE = Path(__file__).parents[2] / "docs/checkpoint-format.md"
 
 @pytest.fixture(scope="module")
 def read() -> Any:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (code,) = re.findall(
+        r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL
+    )
     space: dict[str, Any] = {}
     exec(compile(code, str(PAGE), "exec"), space)
     return space["read"]
@@ -26,7 +28,8 @@ def read() -> Any:
 
 def same(found: dict[str, Any], expected: dict[str, torch.Tensor]) -> bool:
     return found.keys() == expected.keys() and all(
-        found[name].shape == tuple(v.shape) and found[name].tobytes() == bits(v) for name, v in expected.items()
+        found[name].shape == tuple(v.shape) and found[name].tobytes() == bits(v)
+        for name, v in expected.items()
     )
 
 
@@ -41,10 +44,14 @@ def test_it_reads_the_golden_files(read: Any) -> None:
     assert META.items() <= root.items() and same(tensors, values())
 
 
-@pytest.mark.parametrize("file", ["weft.json", "manifest/golden-00001.json", "data/golden-00001.safetensors"])
+@pytest.mark.parametrize(
+    "file", ["weft.json", "manifest/golden-00001.json", "data/golden-00001.safetensors"]
+)
 def test_it_finds_damage(read: Any, tmp_path: Path, file: str) -> None:
     shutil.copytree(GOLDEN, tmp_path / "copy")
     data = (tmp_path / "copy" / file).read_bytes()
-    (tmp_path / "copy" / file).write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    (tmp_path / "copy" / file).write_bytes(
+        data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
+    )
     with pytest.raises(ValueError):
         read(tmp_path / "copy")

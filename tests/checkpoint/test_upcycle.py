@@ -30,17 +30,29 @@ def test_the_first_forward_is_the_dense_models(settings: str, tmp_path: Path) ->
     model, _ = open_model(str(tmp_path / "moe"), "cpu", print)
     count = int(settings.split(",")[0].removeprefix("experts="))
     assert {router for router in model.shape.mixtures.values()} == {count}
-    torch.testing.assert_close(logits(model), logits(ours(tmp_path / "dense")), rtol=1e-5, atol=5e-5)
+    torch.testing.assert_close(
+        logits(model), logits(ours(tmp_path / "dense")), rtol=1e-5, atol=5e-5
+    )
     table = model.blocks["1"].ffn.router.table  # type: ignore[union-attr]
-    assert len(table.unique(dim=0)) == count // (56 // model.shape.expert_ffn) and table.std() > 0
+    assert (
+        len(table.unique(dim=0)) == count // (56 // model.shape.expert_ffn)
+        and table.std() > 0
+    )
 
 
 def test_transformers_computes_it_too(tmp_path: Path) -> None:
     reference = theirs("llama tied", tmp_path / "dense")
-    convert(tmp_path / "dense", tmp_path / "moe", to="hf", upcycle="experts=4,experts_per_token=2")
+    convert(
+        tmp_path / "dense",
+        tmp_path / "moe",
+        to="hf",
+        upcycle="experts=4,experts_per_token=2",
+    )
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "moe").eval()
     assert type(loaded).__name__ == "MixtralForCausalLM"
-    torch.testing.assert_close(their_logits(loaded), their_logits(reference), rtol=1e-5, atol=5e-5)
+    torch.testing.assert_close(
+        their_logits(loaded), their_logits(reference), rtol=1e-5, atol=5e-5
+    )
 
 
 def test_weights_that_do_not_add_up_are_right_on_average(tmp_path: Path) -> None:
@@ -51,9 +63,14 @@ def test_weights_that_do_not_add_up_are_right_on_average(tmp_path: Path) -> None
     model, _ = open_model(str(tmp_path / "moe"), "cpu", print)
     for block in model.blocks.values():
         block.ffn.router.table.data *= 0.01  # type: ignore[union-attr]
-    torch.testing.assert_close(logits(model), logits(ours(tmp_path / "dense")), rtol=0.05, atol=0.1)
-    shape = ModelShape(experts=32, experts_per_token=8, ffn=56, expert_ffn=28, router="pre-softmax")
-    assert down_scale(shape, 32) == 16 * 2**2 / 8  # R G^2 / k of the Megatron upcycling paper (2410.07524)
+    torch.testing.assert_close(
+        logits(model), logits(ours(tmp_path / "dense")), rtol=0.05, atol=0.1
+    )
+    shape = ModelShape(
+        experts=32, experts_per_token=8, ffn=56, expert_ffn=28, router="pre-softmax"
+    )
+    # R G^2 / k of the Megatron upcycling paper (2410.07524)
+    assert down_scale(shape, 32) == 16 * 2**2 / 8
 
 
 @pytest.mark.parametrize(("settings", "words"), [
@@ -64,7 +81,9 @@ def test_weights_that_do_not_add_up_are_right_on_average(tmp_path: Path) -> None
     ("experts", "not of the form"), ("layers=3", "'layers' is not about experts"), ("experts=many", "experts"),
     ("experts_per_token=2", "makes no experts"),
 ])  # fmt: skip
-def test_what_cannot_be_upcycled_is_one_line(settings: str, words: str, tmp_path: Path) -> None:
+def test_what_cannot_be_upcycled_is_one_line(
+    settings: str, words: str, tmp_path: Path
+) -> None:
     theirs("qwen3", tmp_path / "dense")
     with pytest.raises(UsageError, match=words) as caught:
         convert(tmp_path / "dense", tmp_path / "moe", upcycle=settings)

@@ -56,13 +56,20 @@ tokens = 5
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A recipe of a job that takes a second, in an empty working folder."""
     path = tmp_path / "tiny.toml"
-    path.write_text(TINY.format(corpus=write_corpus(tmp_path), cache=tmp_path / "cache"))
+    path.write_text(
+        TINY.format(corpus=write_corpus(tmp_path), cache=tmp_path / "cache")
+    )
     monkeypatch.chdir(tmp_path)
     return str(path)
 
 
 def weft(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "weft", *words], capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        [sys.executable, "-m", "weft", *words],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
 
 
 @pytest.mark.parametrize(("words", "code", "said"), [
@@ -139,7 +146,11 @@ def test_mistakes_cost_one_line(
     assert ended.value.code == code, err
     line = err.strip()
     assert re.search(said, line), line
-    assert "\n" not in line and line.startswith("weft: error: ") and "Traceback" not in out + err
+    assert (
+        "\n" not in line
+        and line.startswith("weft: error: ")
+        and "Traceback" not in out + err
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -147,7 +158,10 @@ def test_an_empty_recipe_is_a_mistake(tmp_path: Path) -> None:
     """Nobody means to train what all defaults together give; with a value of its own it is a recipe."""
     empty = tmp_path / "empty.toml"
     empty.write_text("# to be written\n")
-    with pytest.raises(UsageError, match=r"empty\.toml is empty; 'weft new NAME' writes a recipe to edit"):
+    with pytest.raises(
+        UsageError,
+        match=r"empty\.toml is empty; 'weft new NAME' writes a recipe to edit",
+    ):
         load_recipe(empty, layout="dp=2")
     assert load_recipe(empty, ["train.steps=7"]).train.steps == 7
 
@@ -166,7 +180,9 @@ def test_a_recipe_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_train_report_generate_resume(tiny: str, launched: Command, tmp_path: Path) -> None:
+def test_train_report_generate_resume(
+    tiny: str, launched: Command, tmp_path: Path
+) -> None:
     """Two ranks, then this process alone, then two again."""
     command = launched
     code, out, err = command("train", tiny, "--layout", "shard=2", "--out", "run")
@@ -176,33 +192,87 @@ def test_train_report_generate_resume(tiny: str, launched: Command, tmp_path: Pa
     records = read_metrics(tmp_path / "run")
     assert [r["step"] for r in records["train"]] == [1, 2, 3, 4, 5]
     head = records["run"][0]
-    assert records["split"] and head["layout"] == "shard=2" and head["peak_flops"] is None
-    assert head["command"] == f"weft train {tiny} --layout shard=2 --out run" and head["host"] and head["versions"]
-    assert all(0 < r["memory_now_gib"] <= r["memory_gib"] + 0.01 for r in records["train"])
+    assert (
+        records["split"] and head["layout"] == "shard=2" and head["peak_flops"] is None
+    )
+    assert (
+        head["command"] == f"weft train {tiny} --layout shard=2 --out run"
+        and head["host"]
+        and head["versions"]
+    )
+    assert all(
+        0 < r["memory_now_gib"] <= r["memory_gib"] + 0.01 for r in records["train"]
+    )
     assert records["sample"][0]["samples"][0]["prompt"] == "ab"
     assert records["sample"][0]["samples"][0]["text"].strip() in out
     assert (tmp_path / "run/report.html").stat().st_size > 1_000_000
-    assert "already holds something" in command("train", tiny, "--layout", "shard=2", "--out", "run")[2]
+    assert (
+        "already holds something"
+        in command("train", tiny, "--layout", "shard=2", "--out", "run")[2]
+    )
 
-    changed = ["--set", "train.steps=9", "--set", "observe.trace=1", "--set", "observe.split_every=1"]
-    code, out, err = command("train", tiny, "--out", "run", "--resume", "auto", *changed)
+    changed = [
+        "--set",
+        "train.steps=9",
+        "--set",
+        "observe.trace=1",
+        "--set",
+        "observe.split_every=1",
+    ]
+    code, out, err = command(
+        "train", tiny, "--out", "run", "--resume", "auto", *changed
+    )
     assert code == 0, err
-    assert "trace       run/trace: a file per rank" in out and len(list(Path("run/trace").iterdir())) == 1
+    assert (
+        "trace       run/trace: a file per rank" in out
+        and len(list(Path("run/trace").iterdir())) == 1
+    )
     assert "resumed from run/checkpoints/step-000005" in out
     records = read_metrics(tmp_path / "run")
     assert [r["step"] for r in records["train"]] == list(range(1, 10))
-    assert [r["step"] for r in records["split"] if r["step"] > 5] == [8, 9]  # after the traced step and its warm-up
-    code, text, _ = command("generate", "--checkpoint", "run", "--prompt", "abc", "--tokens", 4, "--temperature", 0)
+    # after the traced step and its warm-up
+    assert [r["step"] for r in records["split"] if r["step"] > 5] == [8, 9]
+    code, text, _ = command(
+        "generate",
+        "--checkpoint",
+        "run",
+        "--prompt",
+        "abc",
+        "--tokens",
+        4,
+        "--temperature",
+        0,
+    )
     assert code == 0 and text.startswith("abc")
     words = ("generate", "--checkpoint", "run", "--prompt", "abc", "--tokens", 4)
     assert command(*words, "--weights", "int8")[1].startswith("abc")
     assert "weights cannot be 'int2'" in command(*words, "--weights", "int2")[2]
     code, _, err = command("export", "--checkpoint", "run", "--out", "hf")
     assert code == 0, err
-    _, again, _ = command("generate", "--checkpoint", "hf", "--prompt", "abc", "--tokens", 4, "--temperature", 0)
+    _, again, _ = command(
+        "generate",
+        "--checkpoint",
+        "hf",
+        "--prompt",
+        "abc",
+        "--tokens",
+        4,
+        "--temperature",
+        0,
+    )
     assert again == text
     (tmp_path / "prompt.txt").write_text("abc")
-    words = ("generate", "--checkpoint", "run", "--prompt-file", "prompt.txt", "--tokens", 4, "--temperature", 0)
+    words = (
+        "generate",
+        "--checkpoint",
+        "run",
+        "--prompt-file",
+        "prompt.txt",
+        "--tokens",
+        4,
+        "--temperature",
+        0,
+    )
     _, spread, err = command(*words, "--layout", "cp=2")
     assert "abc" + spread == text and "3 tokens of prompt over 2 ranks" in err, err
 
@@ -218,8 +288,14 @@ def test_ctrl_c_in_any_command_says_so(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("weft.recipe.load_recipe", interrupt)
     monkeypatch.setattr(sys, "argv", ["weft", "train", "quickstart"])
-    for rank, said in ((None, "weft: interrupted\n"), ("0", "weft: interrupted\n"), ("1", "")):
-        monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
+    for rank, said in (
+        (None, "weft: interrupted\n"),
+        ("0", "weft: interrupted\n"),
+        ("1", ""),
+    ):
+        monkeypatch.delenv(
+            "RANK", raising=False
+        ) if rank is None else monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as ended:
             main()
         assert (ended.value.code, capsys.readouterr().err) == (130, said)
@@ -227,17 +303,36 @@ def test_ctrl_c_in_any_command_says_so(
 
 @pytest.mark.sampled(1)
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "number"), [("", signal.SIGINT), ("shard=2", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("layout", "number"), [("", signal.SIGINT), ("shard=2", signal.SIGTERM)]
+)
 def test_a_double_signal_saves_and_resume_goes_on(
     tiny: str, command: Command, tmp_path: Path, layout: str, number: signal.Signals
 ) -> None:
     """An impatient Ctrl-C, or what ``timeout`` sends. What one rank or two have saved goes on in this process."""
-    run = ["train", tiny, "--layout", layout, "--out", "run", "--set", "validation.every=0"]
+    run = [
+        "train",
+        tiny,
+        "--layout",
+        layout,
+        "--out",
+        "run",
+        "--set",
+        "validation.every=0",
+    ]
     words = [sys.executable, "-m", "weft", *run, "--set", "train.steps=100000"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     metrics = tmp_path / "run/metrics.jsonl"
     until = time.monotonic() + 240
-    while time.monotonic() < until and not (metrics.exists() and '"kind": "train"' in metrics.read_text()):
+    while time.monotonic() < until and not (
+        metrics.exists() and '"kind": "train"' in metrics.read_text()
+    ):
         time.sleep(0.05)
     children = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, number)  # as a terminal does
@@ -248,7 +343,9 @@ def test_a_double_signal_saves_and_resume_goes_on(
     assert process.returncode == 128 + number, (out, err)
     assert f"stopped by {number.name}" in out and "Traceback" not in out + err
     assert len(committed(tmp_path / "run/checkpoints")) == 1
-    assert not [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]
+    assert not [
+        c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE
+    ]
     step = int(committed(tmp_path / "run/checkpoints")[0].name.split("-")[1])
     run[3] = ""
     code, _, err = command(*run, "--resume", "auto", "--set", f"train.steps={step + 2}")
@@ -257,29 +354,50 @@ def test_a_double_signal_saves_and_resume_goes_on(
 
 
 @pytest.mark.slow
-def test_failure_in_a_rank_leaves_no_run_folder(tiny: str, launched: Command, tmp_path: Path) -> None:
-    code, _, err = launched("train", tiny, "--layout", "shard=2", "--out", "run", "--resume", tmp_path)
+def test_failure_in_a_rank_leaves_no_run_folder(
+    tiny: str, launched: Command, tmp_path: Path
+) -> None:
+    code, _, err = launched(
+        "train", tiny, "--layout", "shard=2", "--out", "run", "--resume", tmp_path
+    )
     assert code == 1
-    assert err.strip().startswith("weft: error: no checkpoint in") and "\n" not in err.strip()
+    assert (
+        err.strip().startswith("weft: error: no checkpoint in")
+        and "\n" not in err.strip()
+    )
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
 def test_data_that_ends_stops_all_ranks(tiny: str, launched: Command) -> None:
-    change = ["data.epochs=1", "train.steps=1000", "validation.every=0", "observe.split_every=0", "generate.tokens=1"]
+    change = [
+        "data.epochs=1",
+        "train.steps=1000",
+        "validation.every=0",
+        "observe.split_every=0",
+        "generate.tokens=1",
+    ]
     words = [word for setting in change for word in ("--set", setting)]
-    code, out, err = launched("train", tiny, "--layout", "shard=2", "--out", "run", *words)
+    code, out, err = launched(
+        "train", tiny, "--layout", "shard=2", "--out", "run", *words
+    )
     assert code == 0, err
     assert "the data ended after" in out
 
 
 @pytest.mark.slow
 def test_verify_prints_and_exits(tiny: str, launched: Command) -> None:
-    code, out, err = launched("verify", tiny, "--layout", "tp=2", "--steps", "2", "--json")
+    code, out, err = launched(
+        "verify", tiny, "--layout", "tp=2", "--steps", "2", "--json"
+    )
     assert code == 0, err
     found = json.loads(out)
-    assert found["ok"] and all(found[k] <= 1e-10 for k in ("loss", "grad", "grad_norm", "param"))
-    code, typed, _ = launched("verify", tiny, "--layout", "dp=16,shard=32,tp=2", "--types", "--json")
+    assert found["ok"] and all(
+        found[k] <= 1e-10 for k in ("loss", "grad", "grad_norm", "param")
+    )
+    code, typed, _ = launched(
+        "verify", tiny, "--layout", "dp=16,shard=32,tp=2", "--types", "--json"
+    )
     assert code == 0 and json.loads(typed) == {
         "ok": True, "layout": "dp=16,shard=32,tp=2", "world": 1024, "fault": None,
     }  # fmt: skip

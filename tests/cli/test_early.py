@@ -35,6 +35,8 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ("plan llama3-8b --cluster h100 --gpus 8 --batch 8 --seq 512 --html there", 1, "cannot write --html there: "),
     ("plan llama3-8b --cluster h100 --gpus 8 --batch 8 --seq 512 --recipe there", 1, "cannot write --recipe there: "),
 ])  # fmt: skip
-def test_cheap_checks_come_first(command: Command, words: str, code: int, said: str) -> None:
+def test_cheap_checks_come_first(
+    command: Command, words: str, code: int, said: str
+) -> None:
     ended, _, err = command(*words.split())
     assert ended == code and said in err and err.count("\n") == 1

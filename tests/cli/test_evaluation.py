@@ -22,19 +22,38 @@ from weft.checkpoint.store import committed
                  marks=pytest.mark.soak),
     ("tp=2", signal.SIGINT, 130, ""),
 ])  # fmt: skip
-def test_while_questions_are_asked(tmp_path: Path, layout: str, way: signal.Signals, code: int, said: str) -> None:
+def test_while_questions_are_asked(
+    tmp_path: Path, layout: str, way: signal.Signals, code: int, said: str
+) -> None:
     """A rank is killed or stopped and named, nobody hangs; Ctrl-C leaves the questions, takes a step and saves."""
     questions = tmp_path / "questions.jsonl"
-    questions.write_text("".join(json.dumps({"prompt": f"{i}", "answer": "abc"}) + "\n" for i in range(10_000)))
-    more = [f"tasks=[{{path='{questions}'}}]", "validation.every=1000", "train.steps=9", "optimizer.ema=0.9"]
-    command, errors = small(tmp_path, layout, *more, "optimizer.use_ema=true"), tmp_path / "stderr"
+    questions.write_text(
+        "".join(
+            json.dumps({"prompt": f"{i}", "answer": "abc"}) + "\n"
+            for i in range(10_000)
+        )
+    )
+    more = [
+        f"tasks=[{{path='{questions}'}}]",
+        "validation.every=1000",
+        "train.steps=9",
+        "optimizer.ema=0.9",
+    ]
+    command, errors = (
+        small(tmp_path, layout, *more, "optimizer.use_ema=true"),
+        tmp_path / "stderr",
+    )
     with errors.open("w") as stderr:
-        parent = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=stderr)
+        parent = subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=stderr
+        )
     metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 240
     while not (metrics.exists() and '"validation"' in metrics.read_text()):
         assert parent.poll() is None and time.monotonic() < deadline, errors.read_text()
         time.sleep(0.1)
-    ranks = [p for p in psutil.Process(parent.pid).children() if p.environ().get("RANK")]
+    ranks = [
+        p for p in psutil.Process(parent.pid).children() if p.environ().get("RANK")
+    ]
     if way == signal.SIGINT:
         parent.send_signal(way)
     else:

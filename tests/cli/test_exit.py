@@ -40,13 +40,17 @@ def leave(*words: str, ranks: int = 2) -> int:
     return launch([], ranks, [sys.executable, "-c", ABORTS, *words])
 
 
-def test_one_rank_that_joins_others_ends_without_the_interpreter_s(capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_that_joins_others_ends_without_the_interpreter_s(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     assert leave("techniques", ranks=1) == 0
     assert "DiLoCo" in capfd.readouterr().out
 
 
 @pytest.mark.soak
-def test_ranks_of_verify_end_without_the_interpreter_s(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_of_verify_end_without_the_interpreter_s(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert leave("verify", *small(tmp_path), "--steps", "1") == 0
     out, err = capfd.readouterr()
     assert "parameters" in out and err == ""
@@ -59,12 +63,27 @@ def test_ranks_of_train_and_generate_end_without_the_interpreter_s(
     assert leave("train", *small(tmp_path), "--out", str(tmp_path / "run")) == 0
     assert "checkpoint " in capfd.readouterr().out
     run = str(tmp_path / "run")
-    assert leave("generate", "--checkpoint", run, "--prompt", "abc", "--tokens", "2", "--layout", "cp=2") == 0
+    assert (
+        leave(
+            "generate",
+            "--checkpoint",
+            run,
+            "--prompt",
+            "abc",
+            "--tokens",
+            "2",
+            "--layout",
+            "cp=2",
+        )
+        == 0
+    )
     assert capfd.readouterr().out.startswith("abc")
 
 
 @pytest.mark.soak
-def test_two_hundred_short_runs_end_well(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_hundred_short_runs_end_well(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     command = [sys.executable, "-m", "weft", "verify", *small(tmp_path), "--steps", "1"]
     for _ in range(200):
         assert launch([], 2, command) == 0

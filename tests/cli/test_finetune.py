@@ -34,17 +34,28 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )  # fmt: skip
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    code = [f'def work{i}():\n    """Return the number {i} of the things that work."""\n' for i in range(40)]
+    code = [
+        f'def work{i}():\n    """Return the number {i} of the things that work."""\n'
+        for i in range(40)
+    ]
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "tools.py").write_text("\n".join(code))
     return folder
 
 
 def test_a_model_learns_answers_and_is_exported(command: Command, model: Path) -> None:
-    words = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
-    code, out, err = command("train", "finetune", "--out", "run", "--from", model, *words)
+    words = [
+        word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")
+    ]
+    code, out, err = command(
+        "train", "finetune", "--out", "run", "--from", model, *words
+    )
     assert code == 0, err
-    assert "before, by" in out and "after" in out and re.search(r"exported\s+run/export", out)
+    assert (
+        "before, by" in out
+        and "after" in out
+        and re.search(r"exported\s+run/export", out)
+    )
     (sample,) = read_metrics(Path("run"))["sample"]
     assert [set(one) for one in sample["samples"]] == [{"prompt", "text", "before"}] * 2
     assert sample["samples"][0]["prompt"] == ASKED
@@ -54,10 +65,17 @@ def test_a_model_learns_answers_and_is_exported(command: Command, model: Path) -
     merged = transformers.AutoModelForCausalLM.from_pretrained("run/export")
     tokenizer = transformers.AutoTokenizer.from_pretrained("run/export")
     asked = [{"role": "user", "content": ASKED}]
-    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = tokenizer.apply_chat_template(
+        asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     with torch.no_grad():
-        found = merged.generate(**ids, max_new_tokens=5, do_sample=False)[0, ids["input_ids"].size(1) :]
-    assert tokenizer.decode(found, skip_special_tokens=True).strip() == sample["samples"][0]["text"].strip()
+        found = merged.generate(**ids, max_new_tokens=5, do_sample=False)[
+            0, ids["input_ids"].size(1) :
+        ]
+    assert (
+        tokenizer.decode(found, skip_special_tokens=True).strip()
+        == sample["samples"][0]["text"].strip()
+    )
 
 
 @pytest.mark.parametrize(("setting", "said"), [
@@ -65,13 +83,30 @@ def test_a_model_learns_answers_and_is_exported(command: Command, model: Path) -
     ("adapter.targets=['nothing*']", "match"),
     ("data.path=nowhere", r"data source nowhere: there is no such file"),
 ])  # fmt: skip
-def test_mistakes_are_one_line(command: Command, model: Path, setting: str, said: str) -> None:
-    code, _, err = command("train", "finetune", "--from", model, "--set", "data.path=code", "--set", setting)
-    assert code in (1, 2) and re.search(said, " ".join(err.split())) and err.count("weft: error") == 1, err
+def test_mistakes_are_one_line(
+    command: Command, model: Path, setting: str, said: str
+) -> None:
+    code, _, err = command(
+        "train",
+        "finetune",
+        "--from",
+        model,
+        "--set",
+        "data.path=code",
+        "--set",
+        setting,
+    )
+    assert (
+        code in (1, 2)
+        and re.search(said, " ".join(err.split()))
+        and err.count("weft: error") == 1
+    ), err
     assert not Path("runs").exists()
 
 
-def test_what_needs_another_model_or_an_adapter_says_so(command: Command, tmp_path: Path) -> None:
+def test_what_needs_another_model_or_an_adapter_says_so(
+    command: Command, tmp_path: Path
+) -> None:
     tiny = tmp_path / "tiny.toml"
     tiny.write_text("[model]\nlayers = 1\n")
     for setting, said in (

@@ -18,7 +18,14 @@ import pytest
 
 from weft.errors import UsageError, WeftError
 from weft.run import signals
-from weft.run.failure import Failure, Grade, is_secondary, oom_kills, report_failure, root_cause
+from weft.run.failure import (
+    Failure,
+    Grade,
+    is_secondary,
+    oom_kills,
+    report_failure,
+    root_cause,
+)
 from weft.run.launch import launch
 from weft.run.ranks import in_ranks, slurm_ranks
 
@@ -84,8 +91,15 @@ def script(tmp_path: Path) -> list[str]:
 
 def start_parent(command: list[str], ranks: int) -> subprocess.Popen[str]:
     code = f"import sys; from weft.run.launch import launch; sys.exit(launch([], {ranks}, {command!r}))"
-    env = os.environ | {"TMPDIR": command[2]}  # a launcher that is killed leaves its folder behind
-    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+    # a launcher that is killed leaves its folder behind
+    env = os.environ | {"TMPDIR": command[2]}
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def wait_for(folder: Path, pattern: str, count: int) -> list[str]:
@@ -101,21 +115,29 @@ def wait_for(folder: Path, pattern: str, count: int) -> list[str]:
 
 def assert_gone(pids: list[str]) -> None:
     deadline = time.monotonic() + 60
-    while left := [p for p in pids if psutil.pid_exists(int(p)) and psutil.Process(int(p)).status() != "zombie"]:
+    while left := [
+        p
+        for p in pids
+        if psutil.pid_exists(int(p)) and psutil.Process(int(p)).status() != "zombie"
+    ]:
         assert time.monotonic() < deadline, f"orphans: {left}"
         time.sleep(0.05)
 
 
 @pytest.mark.slow
 def test_ranks_run_and_get_their_arguments_as_written(
-    script: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    script: list[str],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # it would count more
     before = signal.getsignal(signal.SIGINT)
     assert launch([], 2, [*script, "print", "$$ ${local_rank}"], threads=3) == 0
     assert signal.getsignal(signal.SIGINT) is before
     out, err = capfd.readouterr()
-    assert sorted(out.splitlines()) == [f"{rank} 2.0 3 $$ ${{local_rank}}" for rank in (0, 1)]
+    assert sorted(out.splitlines()) == [
+        f"{rank} 2.0 3 $$ ${{local_rank}}" for rank in (0, 1)
+    ]
     assert err == ""
 
 
@@ -131,18 +153,32 @@ def test_ranks_run_and_get_their_arguments_as_written(
             "weft: error: rank 0 has not answered for 60 s: rank 1 waited for it (traceback in ",
             marks=pytest.mark.soak,
         ),
-        ("stopped", 1, "weft: error: rank 0 has not answered for 60 s and is stopped (SIGSTOP or a debugger): rank 1"),
+        (
+            "stopped",
+            1,
+            "weft: error: rank 0 has not answered for 60 s and is stopped (SIGSTOP or a debugger): rank 1",
+        ),
         pytest.param(
             "aborted",
             1,
             "weft: error: rank 0 is stopped (SIGSTOP or a debugger) and the others have given up waiting",
             marks=pytest.mark.soak,
         ),
-        pytest.param("bug", 1, "weft: error: rank 1: ValueError: an oversight (traceback in ", marks=pytest.mark.soak),
+        pytest.param(
+            "bug",
+            1,
+            "weft: error: rank 1: ValueError: an oversight (traceback in ",
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_one_failing_rank_ends_all_with_one_line(
-    script: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], deed: str, code: int, line: str
+    script: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    deed: str,
+    code: int,
+    line: str,
 ) -> None:
     assert launch([], 2, [*script, deed]) == code
     ready = max(path.stat().st_mtime for path in tmp_path.glob("pid-*"))
@@ -162,7 +198,9 @@ def test_one_failing_rank_ends_all_with_one_line(
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_ranks_finish(script: list[str], tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_lets_ranks_finish(
+    script: list[str], tmp_path: Path, number: signal.Signals
+) -> None:
     parent = start_parent([*script, "wait"], 2)
     pids = wait_for(tmp_path, "pid-*", 2)
     parent.send_signal(number)
@@ -173,7 +211,9 @@ def test_a_signal_lets_ranks_finish(script: list[str], tmp_path: Path, number: s
 
 
 @pytest.mark.slow
-def test_a_repeated_signal_is_one_wish_and_a_later_one_ends_ranks_at_once(script: list[str], tmp_path: Path) -> None:
+def test_a_repeated_signal_is_one_wish_and_a_later_one_ends_ranks_at_once(
+    script: list[str], tmp_path: Path
+) -> None:
     parent = start_parent([*script, "stubborn"], 2)
     pids = wait_for(tmp_path, "pid-*", 2)
     for _ in range(2):
@@ -183,7 +223,10 @@ def test_a_repeated_signal_is_one_wish_and_a_later_one_ends_ranks_at_once(script
     time.sleep(signals.REPEAT_S)
     parent.send_signal(signal.SIGTERM)
     _, err = parent.communicate(timeout=120)
-    assert (parent.returncode, err) == (130, "weft: ended at once, by another SIGTERM\n")
+    assert (parent.returncode, err) == (
+        130,
+        "weft: ended at once, by another SIGTERM\n",
+    )
     assert_gone(pids)
 
 
@@ -215,7 +258,9 @@ def test_when_one_rank_ends_with_an_error_after_ctrl_c_the_others_do_not_have_a_
     monkeypatch.setattr("weft.run.launch.AFTER_FAILURE_S", 0.5)
     monkeypatch.setattr("weft.run.launch.GRACE_S", 3600)
     deaf = f'trap "" INT; echo $$ > {tmp_path}/pid-0; while :; do sleep 0.1; done'
-    ends = f'trap "exit 130" INT; echo $$ > {tmp_path}/pid-1; while :; do sleep 0.1; done'
+    ends = (
+        f'trap "exit 130" INT; echo $$ > {tmp_path}/pid-1; while :; do sleep 0.1; done'
+    )
 
     def interrupt() -> None:
         wait_for(tmp_path, "pid-*", 2)
@@ -223,7 +268,12 @@ def test_when_one_rank_ends_with_an_error_after_ctrl_c_the_others_do_not_have_a_
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    assert launch([], 2, ["/bin/sh", "-c", f"if [ $RANK = 0 ]; then {deaf}; else {ends}; fi"]) == 130
+    assert (
+        launch(
+            [], 2, ["/bin/sh", "-c", f"if [ $RANK = 0 ]; then {deaf}; else {ends}; fi"]
+        )
+        == 130
+    )
     thread.join()
     assert_gone(wait_for(tmp_path, "pid-*", 2))
 
@@ -231,9 +281,12 @@ def test_when_one_rank_ends_with_an_error_after_ctrl_c_the_others_do_not_have_a_
 def test_ctrl_c_waits_until_a_rank_has_started() -> None:
     """Python would print a traceback if it came while the interpreter starts."""
     words = [sys.executable, "-m", "weft", "recipes"]
-    env = os.environ | {"WEFT_LAUNCHED": "1", "RANK": "0"}  # the launcher says that it was interrupted
+    # the launcher says that it was interrupted
+    env = os.environ | {"WEFT_LAUNCHED": "1", "RANK": "0"}
     with signals.ctrl_c_held_back():
-        process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         process.send_signal(signal.SIGINT)
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
     assert (*process.communicate(timeout=240), process.returncode) == ("", "", 130)
@@ -244,7 +297,9 @@ def test_other_programs_get_ctrl_c_from_the_launcher_on() -> None:
     assert launch([], 1, [sys.executable, "-c", code]) == 0
 
 
-def test_after_a_swallowed_ctrl_c_no_rank_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_swallowed_ctrl_c_no_rank_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(signals.requests, "asked", signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         launch([], 1, ["/bin/sh", "-c", f"echo > {tmp_path}/started"])
@@ -252,7 +307,10 @@ def test_after_a_swallowed_ctrl_c_no_rank_is_started(tmp_path: Path, monkeypatch
 
 
 def test_a_rank_that_cannot_be_killed_is_left_behind_and_named(
-    script: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    script: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """As one is that waits in the kernel for a disk that does not answer."""
     monkeypatch.setattr("weft.run.launch.END_S", 0.2)
@@ -261,15 +319,25 @@ def test_a_rank_that_cannot_be_killed_is_left_behind_and_named(
     pid_0 = tmp_path / "pid-0"
     one = f"while ! [ -s {pid_0} ]; do sleep 0.05; done; exit 3"
     other = f'trap "" TERM; echo $$ > {pid_0}; while :; do sleep 1; done'
-    assert launch([], 2, ["/bin/sh", "-c", f"if [ $RANK = 1 ]; then {one}; else {other}; fi"]) == 1
+    assert (
+        launch(
+            [], 2, ["/bin/sh", "-c", f"if [ $RANK = 1 ]; then {one}; else {other}; fi"]
+        )
+        == 1
+    )
     (pid,) = wait_for(tmp_path, "pid-*", 1)
     assert psutil.pid_exists(int(pid))
     os.kill(int(pid), signal.SIGKILL)
-    assert f"rank 0 (process {pid.strip()}) was killed, but the kernel has not ended it" in capfd.readouterr().err
+    assert (
+        f"rank 0 (process {pid.strip()}) was killed, but the kernel has not ended it"
+        in capfd.readouterr().err
+    )
 
 
 @pytest.mark.slow
-def test_killing_the_launcher_leaves_no_orphans(script: list[str], tmp_path: Path) -> None:
+def test_killing_the_launcher_leaves_no_orphans(
+    script: list[str], tmp_path: Path
+) -> None:
     parent = start_parent([*script, "wait"], 2)
     pids = wait_for(tmp_path, "pid-*", 2)
     parent.kill()
@@ -282,8 +350,15 @@ def test_two_launches_do_not_meet(script: list[str], tmp_path: Path) -> None:
     ranks = {tmp_path / "a": 2, tmp_path / "b": 1}
     for folder in ranks:
         folder.mkdir()
-    parents = [start_parent([*script[:2], str(folder), "meet"], count) for folder, count in ranks.items()]
-    pids = [pid for folder, count in ranks.items() for pid in wait_for(folder, "pid-*", count)]
+    parents = [
+        start_parent([*script[:2], str(folder), "meet"], count)
+        for folder, count in ranks.items()
+    ]
+    pids = [
+        pid
+        for folder, count in ranks.items()
+        for pid in wait_for(folder, "pid-*", count)
+    ]
     for parent in parents:
         parent.terminate()
     assert [parent.wait(120) for parent in parents] == [143, 143]
@@ -298,7 +373,9 @@ def test_root_cause_is_the_error_that_explains_the_others() -> None:
     assert root_cause([peer, named], {}) == named
     assert root_cause([peer, bug, wish], {}) == wish
     assert root_cause([peer, bug], {2: (-signal.SIGTERM, 0.0)}) == bug
-    killed = root_cause([peer], {0: (1, 2.0), 1: (-signal.SIGKILL, 2.0), 2: (-signal.SIGTERM, 1.0)})
+    killed = root_cause(
+        [peer], {0: (1, 2.0), 1: (-signal.SIGKILL, 2.0), 2: (-signal.SIGTERM, 1.0)}
+    )
     assert killed is not None
     assert killed.rank == 1
     assert root_cause([peer], {}) == peer
@@ -316,7 +393,10 @@ def test_root_cause_is_the_error_that_explains_the_others() -> None:
 def test_out_of_memory_is_said_on_evidence(oom: bool | None, said: str) -> None:
     cause = root_cause([], {1: (-signal.SIGKILL, 2.0)}, oom)
     assert cause is not None
-    assert cause.message.removesuffix(' or train.recompute = "full"') == f"rank 1 was killed by SIGKILL{said}"
+    assert (
+        cause.message.removesuffix(' or train.recompute = "full"')
+        == f"rank 1 was killed by SIGKILL{said}"
+    )
 
 
 def test_kills_for_want_of_memory_are_counted(tmp_path: Path) -> None:
@@ -331,31 +411,49 @@ def test_kills_for_want_of_memory_are_counted(tmp_path: Path) -> None:
     assert oom_kills(tmp_path) == 4
     write("proc/self/cgroup", "5:cpu,cpuacct:/\n4:memory:/a/b\n0::/c\n")
     assert oom_kills(tmp_path) == 4
-    write("sys/fs/cgroup/memory/a/b/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 7\n")
+    write(
+        "sys/fs/cgroup/memory/a/b/memory.oom_control",
+        "oom_kill_disable 0\nunder_oom 0\noom_kill 7\n",
+    )
     assert oom_kills(tmp_path) == 7
     write("proc/self/cgroup", "0::/c\n")
-    write("sys/fs/cgroup/c/memory.events", "low 0\noom 1\noom_kill 9\noom_group_kill 1\n")
+    write(
+        "sys/fs/cgroup/c/memory.events", "low 0\noom 1\noom_kill 9\noom_group_kill 1\n"
+    )
     assert oom_kills(tmp_path) == 9
 
 
 def test_errors_of_other_ranks_are_secondary() -> None:
-    gloo = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:4")
+    gloo = RuntimeError(
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:4"
+    )
     assert is_secondary(gloo)
     assert is_secondary(KeyboardInterrupt())
     assert not is_secondary(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    assert not is_secondary(ValueError("gloo/ is in this text, but it is no runtime error"))
+    assert not is_secondary(
+        ValueError("gloo/ is in this text, but it is no runtime error")
+    )
     assert not is_secondary(WeftError("Connection closed by peer"))
 
 
 def test_report_outside_of_launch_prints_the_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for key in ("RANK", "WORLD_SIZE", "WEFT_LAUNCHED", "TORCHELASTIC_ERROR_FILE", "WEFT_DEBUG"):
+    for key in (
+        "RANK",
+        "WORLD_SIZE",
+        "WEFT_LAUNCHED",
+        "TORCHELASTIC_ERROR_FILE",
+        "WEFT_DEBUG",
+    ):
         monkeypatch.delenv(key, raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert report_failure(UsageError("unknown key 'lr_rate'")) == 2
     assert capsys.readouterr().err == "weft: error: unknown key 'lr_rate'\n"
-    assert report_failure(PermissionError(errno.EACCES, "Permission denied", "dark/model")) == 1
+    assert (
+        report_failure(PermissionError(errno.EACCES, "Permission denied", "dark/model"))
+        == 1
+    )
     said = "weft: error: dark/model: Permission denied; give this user access to it, or name another\n"
     assert capsys.readouterr().err == said
     monkeypatch.setenv("WEFT_DEBUG", "1")
@@ -378,8 +476,12 @@ def test_slurm_steps_are_ranks_and_batch_scripts_are_not() -> None:
         "SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=5 SLURM_JOB_NODELIST=gpu[007-009,12] SLURM_JOB_ID=123456"
     )
     assert slurm_ranks(batch) == {}
-    step = batch | slurm("SLURM_PROCID=4 SLURM_LOCALID=1 SLURM_NODEID=2 SLURM_STEP_NUM_TASKS=5")
-    step |= slurm("SLURM_STEP_TASKS_PER_NODE=1(x1),2(x2) SLURM_STEP_NODELIST=gpu[007-009,12]-ib,old3")
+    step = batch | slurm(
+        "SLURM_PROCID=4 SLURM_LOCALID=1 SLURM_NODEID=2 SLURM_STEP_NUM_TASKS=5"
+    )
+    step |= slurm(
+        "SLURM_STEP_TASKS_PER_NODE=1(x1),2(x2) SLURM_STEP_NODELIST=gpu[007-009,12]-ib,old3"
+    )
     assert slurm_ranks(step) == {
         "RANK": "4",
         "WORLD_SIZE": "5",
@@ -393,7 +495,14 @@ def test_slurm_steps_are_ranks_and_batch_scripts_are_not() -> None:
 
 
 def test_torchrun_and_slurm_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
-    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for key in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         monkeypatch.setenv(key, "")  # so that what in_ranks sets is undone
         monkeypatch.delenv(key)
     assert not in_ranks()

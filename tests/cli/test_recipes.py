@@ -23,7 +23,11 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_recipe_goes_by_its_name_and_a_file_wins(tmp_path: Path) -> None:
-    assert load_recipe("quickstart") == load_recipe("quickstart.toml") == load_recipe(shipped_recipes()["quickstart"])
+    assert (
+        load_recipe("quickstart")
+        == load_recipe("quickstart.toml")
+        == load_recipe(shipped_recipes()["quickstart"])
+    )
     assert load_recipe("quickstart", ["train.steps=3"], "dp=2").layout.dp == 2
     (tmp_path / "quickstart.toml").write_text("[train]\nsteps = 7\n")
     assert load_recipe("quickstart").train.steps == 7
@@ -33,7 +37,9 @@ def test_a_recipe_goes_by_its_name_and_a_file_wins(tmp_path: Path) -> None:
     assert load_recipe("plain").train.steps == 9 and find_recipe("plain") is None
 
 
-@pytest.mark.parametrize(("name", "said"), [("zrro", "did you mean 'zero'"), ("xyzzy", "see 'weft recipes'")])
+@pytest.mark.parametrize(
+    ("name", "said"), [("zrro", "did you mean 'zero'"), ("xyzzy", "see 'weft recipes'")]
+)
 def test_an_unknown_name_is_answered_with_what_there_is(name: str, said: str) -> None:
     with pytest.raises(WeftError, match=said):
         load_recipe(name)
@@ -47,17 +53,25 @@ def test_recipes_are_listed_with_what_they_show(command: Command) -> None:
     assert ["quickstart", "4", "shard=2,tp=2"] in [line[:3] for line in lines]
     for path in shipped_recipes().values():
         first = path.read_text().splitlines()[0]
-        assert first.startswith("# ") and first.endswith(".") and headline(path) == first[2:]
+        assert (
+            first.startswith("# ")
+            and first.endswith(".")
+            and headline(path) == first[2:]
+        )
 
 
 def test_techniques_are_whole_in_a_pipe(command: Command) -> None:
     code, out, _ = command("techniques")
-    assert code == 0 and len(out.splitlines()) == 1 + len(techniques()) and "…" not in out
+    assert (
+        code == 0 and len(out.splitlines()) == 1 + len(techniques()) and "…" not in out
+    )
     assert all(len(line.split("\t")) == 6 for line in out.splitlines())
 
 
 def test_plan_takes_a_recipe_by_name(command: Command) -> None:
-    code, out, err = command("plan", "quickstart", "--cluster", "h100", "--gpus", 2, "--top", 1)
+    code, out, err = command(
+        "plan", "quickstart", "--cluster", "h100", "--gpus", 2, "--top", 1
+    )
     assert code == 0 and "quickstart.toml" in out, err
 
 
@@ -71,10 +85,15 @@ def test_a_new_recipe_is_the_old_one_and_says_all_defaults(source: str) -> None:
     for section in Recipe.model_fields.keys() - {"name"}:
         assert re.search(rf"(?m)^#?(\[+{section}\b|{section} = )", text), section
     bare = re.sub(r"(?m)^#(?=\w+ = (?!\.\.\.))", "", text)
-    absent = "|".join(name for name, field in Recipe.model_fields.items() if field.default in (None, ()))
+    absent = "|".join(
+        name
+        for name, field in Recipe.model_fields.items()
+        if field.default in (None, ())
+    )
     bare = re.sub(rf"(?m)^#(?=\[+(?!\[*({absent})))", "", bare)
     bare = re.sub(rf"(?s)\n#\[+({absent})].*?(?=\n#?\[|\Z)", "", bare)
-    if source != "levels":  # whose levels leave no room for `to` and `every` beside them
+    # whose levels leave no room for `to` and `every` beside them
+    if source != "levels":
         Path("mine.toml").write_text(bare)
         assert load_recipe("mine.toml") == old
 
@@ -83,7 +102,9 @@ def test_new_writes_a_file_once(command: Command, tmp_path: Path) -> None:
     code, out, _ = command("new", "mine", "--from", "ring")
     assert code == 0 and "weft train mine.toml" in out
     assert load_recipe("mine").layout.context == "ring"
-    assert command("new", "mine")[0] == 2 and command("new", "other", "--from", "rign")[2].count("did you mean 'ring'")
+    assert command("new", "mine")[0] == 2 and command("new", "other", "--from", "rign")[
+        2
+    ].count("did you mean 'ring'")
     code, _, err = command("new", "none/mine")
     assert code == 1 and "No such file or directory" in err
     assert os.listdir(tmp_path) == ["mine.toml"]
@@ -92,10 +113,19 @@ def test_new_writes_a_file_once(command: Command, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_shell_completes_commands_and_recipes() -> None:
     def offered(*words: str) -> list[str]:
-        env = os.environ | {"_WEFT_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(["weft", *words])}
+        env = os.environ | {
+            "_WEFT_COMPLETE": "complete_bash",
+            "COMP_WORDS": " ".join(["weft", *words]),
+        }
         run = "import sys; sys.argv = ['weft']; from weft.cli import main; main()"
         env |= {"COMP_CWORD": str(len(words))}
-        done = subprocess.run([sys.executable, "-c", run], env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", run],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         return done.stdout.split()
 
     assert offered("tr") == ["train"]
@@ -106,9 +136,16 @@ def test_the_shell_completes_commands_and_recipes() -> None:
 @pytest.mark.slow
 def test_version_and_verbose(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WEFT_DEBUG", raising=False)
-    assert command("-v")[:2] == command("--version")[:2] and command("-v")[1].startswith("weft ")
+    assert command("-v")[:2] == command("--version")[:2] and command("-v")[
+        1
+    ].startswith("weft ")
     monkeypatch.setenv("WEFT_DEBUG", "")  # set back after the test
     done = subprocess.run(
-        [sys.executable, "-m", "weft", "-v", "train", "xyzzy"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "weft", "-v", "train", "xyzzy"],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
-    assert "Traceback" in done.stderr and done.stderr.splitlines()[-1].startswith("weft: error: recipe xyzzy")
+    assert "Traceback" in done.stderr and done.stderr.splitlines()[-1].startswith(
+        "weft: error: recipe xyzzy"
+    )

@@ -28,7 +28,9 @@ SMALL = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model of random weights."""
-    folder = save_tokenizer(tmp_path_factory.mktemp("model") / "tiny", TEMPLATES["smollm2"])
+    folder = save_tokenizer(
+        tmp_path_factory.mktemp("model") / "tiny", TEMPLATES["smollm2"]
+    )
     vocab = len(transformers.AutoTokenizer.from_pretrained(folder))
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**SMALL, vocab_size=vocab, initializer_range=0.5)
@@ -49,23 +51,38 @@ def texts_of(out: str) -> dict[str, str]:
     return {heading: text[:-1] for heading, text in found.items() if heading}
 
 
-def test_several_texts_are_those_of_seeds_that_follow_each_other(command: Command, folder: Path) -> None:
+def test_several_texts_are_those_of_seeds_that_follow_each_other(
+    command: Command, folder: Path
+) -> None:
     words = ("generate", "--from", folder, "--prompt", PROMPT, "--tokens", 8)
     code, out, err = command(*words, "--texts", 3, "--seed", 5)
     assert code == 0, err
-    written = [command(*words, "--seed", seed)[1].removeprefix(PROMPT)[:-1] for seed in (5, 6, 7)]
+    written = [
+        command(*words, "--seed", seed)[1].removeprefix(PROMPT)[:-1]
+        for seed in (5, 6, 7)
+    ]
     alone = [strip_control_codes(text) for text in written]
     assert [*texts_of(out).values()] == alone and len({*alone}) == 3
     # Stop strings cut each of them.
     mark = alone[1][2:4]
-    cut = [*texts_of(command(*words, "--texts", 3, "--seed", 5, "--stop", mark)[1]).values()]
+    cut = [
+        *texts_of(
+            command(*words, "--texts", 3, "--seed", 5, "--stop", mark)[1]
+        ).values()
+    ]
     assert cut == [text.split(mark)[0] for text in alone]
     # What most of them say, which here is how the first one begins.
-    said = texts_of(command(*words, "--texts", 3, "--seed", 5, "--answer", f"^(.{{2}})|{mark}")[1])
-    assert said["answers"].startswith("  1 x ") and said["most say"] in [text[:2] for text in alone] + [mark, "None"]
+    said = texts_of(
+        command(*words, "--texts", 3, "--seed", 5, "--answer", f"^(.{{2}})|{mark}")[1]
+    )
+    assert said["answers"].startswith("  1 x ") and said["most say"] in [
+        text[:2] for text in alone
+    ] + [mark, "None"]
 
 
-def test_one_beam_is_the_likeliest_token_each_time(command: Command, folder: Path) -> None:
+def test_one_beam_is_the_likeliest_token_each_time(
+    command: Command, folder: Path
+) -> None:
     words = ("generate", "--from", folder, "--prompt", PROMPT, "--tokens", 6)
     (text,) = texts_of(command(*words, "--beams", 1)[1]).values()
     assert text == command(*words, "--temperature", 0)[1].removeprefix(PROMPT)[:-1]
@@ -74,7 +91,9 @@ def test_one_beam_is_the_likeliest_token_each_time(command: Command, folder: Pat
     assert len(found) == 4 and chances[0] == max(chances)
 
 
-def test_beam_search_takes_gnmt_s_settings(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beam_search_takes_gnmt_s_settings(
+    command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is asked for reaches the search, and pruning by nothing leaves the likeliest token at each place."""
     searches: list[Search] = []
     advance = Search.run
@@ -84,15 +103,29 @@ def test_beam_search_takes_gnmt_s_settings(command: Command, folder: Path, monke
         return advance(search)
 
     monkeypatch.setattr(Search, "run", noted)
-    words = ("generate", "--from", folder, "--prompt", PROMPT, "--tokens", 6, "--beams", 4)
+    words = (
+        "generate",
+        "--from",
+        folder,
+        "--prompt",
+        PROMPT,
+        "--tokens",
+        6,
+        "--beams",
+        4,
+    )
     pruned = texts_of(command(*words, "--prune", 1e-9, "--length-penalty", 1.5)[1])
     assert (searches[-1].alpha, searches[-1].prune) == (1.5, 1e-9)
-    assert [*pruned.values()] == [command(*words[:-2], "--temperature", 0)[1].removeprefix(PROMPT)[:-1]]
+    assert [*pruned.values()] == [
+        command(*words[:-2], "--temperature", 0)[1].removeprefix(PROMPT)[:-1]
+    ]
     command(*words, "--length-penalty", 0)
     assert (searches[-1].alpha, searches[-1].prune) == (0, math.inf)
 
 
-def test_a_small_model_runs_ahead(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_model_runs_ahead(
+    command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The text without guesses, by guesses that were there before they were asked for."""
     drafters: list[Counting] = []
 
@@ -101,7 +134,17 @@ def test_a_small_model_runs_ahead(command: Command, folder: Path, monkeypatch: p
         return drafters[-1]
 
     monkeypatch.setattr("weft.generate.draft.DraftModel", counting)
-    words = ("generate", "--from", folder, "--prompt", PROMPT, "--tokens", 12, "--temperature", 0)
+    words = (
+        "generate",
+        "--from",
+        folder,
+        "--prompt",
+        PROMPT,
+        "--tokens",
+        12,
+        "--temperature",
+        0,
+    )
     alone = command(*words)[1]
     assert command(*words, "--draft", folder, "--ahead", 2)[1] == alone
     assert drafters[-1].ahead == 2 and drafters[-1].ready
@@ -111,7 +154,17 @@ def test_a_small_model_runs_ahead(command: Command, folder: Path, monkeypatch: p
 
 def test_workers_see_each_other(command: Command, folder: Path) -> None:
     """The first one alone writes other tokens than with somebody whose text it sees."""
-    words = ("generate", "--from", folder, "--prompt", PROMPT, "--tokens", 8, "--temperature", 0)
+    words = (
+        "generate",
+        "--from",
+        folder,
+        "--prompt",
+        PROMPT,
+        "--tokens",
+        8,
+        "--temperature",
+        0,
+    )
     one, two = (texts_of(command(*words, "--workers", n)[1]) for n in (1, 2))
     assert [*two] == ["worker 1", "worker 2"] and one["worker 1"] != two["worker 1"]
 
@@ -119,12 +172,20 @@ def test_workers_see_each_other(command: Command, folder: Path) -> None:
 def test_a_model_that_parts_its_text(command: Command, tmp_path: Path) -> None:
     """A model that knows one token's successor: an outline, its path, a conclusion, the end."""
     outline, goal, _, _, conclusion = TAGS
-    follows = {"begin": outline, outline: "step", "step": goal, conclusion: "so", "so": "</s>"}
+    follows = {
+        "begin": outline,
+        outline: "step",
+        "step": goal,
+        conclusion: "so",
+        "so": "</s>",
+    }
     names = dict.fromkeys(["</s>", *TAGS, *follows, *follows.values()])
     ids = {name: i for i, name in enumerate(names)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="</s>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="</s>"
+    )
     fast.save_pretrained(tmp_path)
     config = transformers.LlamaConfig(
         vocab_size=len(ids), hidden_size=16, intermediate_size=4, num_hidden_layers=1, num_attention_heads=2,
@@ -139,10 +200,22 @@ def test_a_model_that_parts_its_text(command: Command, tmp_path: Path) -> None:
         for before, after in follows.items():
             model.lm_head.weight[ids[after], ids[before]] = 9.0
     model.save_pretrained(tmp_path)
-    words = ("generate", "--from", tmp_path, "--prompt", "begin", "--tokens", 5, "--temperature", 0)
+    words = (
+        "generate",
+        "--from",
+        tmp_path,
+        "--prompt",
+        "begin",
+        "--tokens",
+        5,
+        "--temperature",
+        0,
+    )
     code, out, err = command(*words, "--paths")
     assert code == 0, err
-    assert texts_of(out) == {"3 pieces": f"{outline} step {goal}\n<Path> step {goal}\n{conclusion} so"}
+    assert texts_of(out) == {
+        "3 pieces": f"{outline} step {goal}\n<Path> step {goal}\n{conclusion} so"
+    }
 
 
 @pytest.mark.parametrize(
@@ -163,6 +236,10 @@ def test_a_model_that_parts_its_text(command: Command, tmp_path: Path) -> None:
         ("--ahead 2 --draft text", "give --draft MODEL"),
     ],
 )
-def test_what_cannot_be_is_one_line(command: Command, folder: Path, words: str, said: str) -> None:
-    code, out, err = command("generate", "--from", folder, "--prompt", PROMPT, *words.split())
+def test_what_cannot_be_is_one_line(
+    command: Command, folder: Path, words: str, said: str
+) -> None:
+    code, out, err = command(
+        "generate", "--from", folder, "--prompt", PROMPT, *words.split()
+    )
     assert code and not out and said in err and err.count("\n") == 1, err

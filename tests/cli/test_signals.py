@@ -27,7 +27,9 @@ NUMBERS = st.sampled_from([signal.SIGINT, signal.SIGTERM])
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.floats(0.0, 3.0), NUMBERS), min_size=1, max_size=6))
-def test_what_comes_within_two_seconds_of_the_first_is_the_same_wish(gaps: list[tuple[float, int]]) -> None:
+def test_what_comes_within_two_seconds_of_the_first_is_the_same_wish(
+    gaps: list[tuple[float, int]],
+) -> None:
     """Others are orders, each of which is passed on."""
     now = [100.0]
     asked, orders = StopRequests(lambda: now[0]), list[int]()
@@ -37,7 +39,11 @@ def test_what_comes_within_two_seconds_of_the_first_is_the_same_wish(gaps: list[
         now[0] += gap
         times.append(now[0])
         asked.note(number)
-    due = [number for at, (_, number) in zip(times, gaps, strict=True) if at - times[0] > REPEAT_S]
+    due = [
+        number
+        for at, (_, number) in zip(times, gaps, strict=True)
+        if at - times[0] > REPEAT_S
+    ]
     assert orders == due and asked.noted == [gaps[0][1], *due]
     assert (asked.asked, asked.at_once) == (gaps[0][1], bool(due))
 
@@ -91,14 +97,17 @@ def test_a_program_gets_its_own_handlers_back(monkeypatch: pytest.MonkeyPatch) -
     assert signal.getsignal(signal.SIGTERM) is before and not requests.asked
 
 
-def test_a_repetition_is_known_by_when_it_came_and_not_by_when_it_is_handled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repetition_is_known_by_when_it_came_and_not_by_when_it_is_handled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Python handles signals between two operations, and one of PyTorch's may take long."""
     monkeypatch.setattr(signals, "requests", requests := StopRequests())
     monkeypatch.setattr(signals, "REPEAT_S", 0.3)
     requests.watch()
     with noted_signals([signal.SIGINT, signal.SIGTERM]) as received:
         signal.raise_signal(signal.SIGINT)
-        handler = signal.signal(signal.SIGTERM, lambda number, frame: None)  # as if Python's could not run now
+        # as if Python's could not run now
+        handler = signal.signal(signal.SIGTERM, lambda number, frame: None)
         subprocess.run(["/bin/sh", "-c", f"kill -TERM {os.getpid()}"], check=True)
         time.sleep(0.5)
         signal.signal(signal.SIGTERM, handler)
@@ -110,12 +119,20 @@ def test_a_repetition_is_known_by_when_it_came_and_not_by_when_it_is_handled(mon
 
 def test_words_say_what_a_run_has_saved(tmp_path: Path) -> None:
     steps = [{"kind": "train", "step": step} for step in range(1, 8)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps) + '{"kind": "tr')
-    assert what_is_saved(tmp_path) == f"7 steps were taken, and none is saved: there is no checkpoint in {tmp_path}"
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(step) + "\n" for step in steps) + '{"kind": "tr'
+    )
+    assert (
+        what_is_saved(tmp_path)
+        == f"7 steps were taken, and none is saved: there is no checkpoint in {tmp_path}"
+    )
     (tmp_path / "checkpoints/step-000005").mkdir(parents=True)
     (tmp_path / "checkpoints/step-000005/weft.json").write_text("{}")
     said = what_is_saved(tmp_path)
-    assert said.startswith("steps 6 to 7 are not saved: the last checkpoint is ") and "step-000005" in said
+    assert (
+        said.startswith("steps 6 to 7 are not saved: the last checkpoint is ")
+        and "step-000005" in said
+    )
     assert said.endswith(f"; continue with: --resume {tmp_path}")
     (tmp_path / "metrics.jsonl").unlink()
     assert what_is_saved(tmp_path).startswith("all of its steps are saved: ")
@@ -144,17 +161,31 @@ tokens = 2
 """
 
 
-def double_signal(folder: Path, layout: str, steps: int, delay: float, pair: tuple[int, int], whole_group: bool) -> str:
+def double_signal(
+    folder: Path,
+    layout: str,
+    steps: int,
+    delay: float,
+    pair: tuple[int, int],
+    whole_group: bool,
+) -> str:
     """Send a pair of signals to a run, 0.3 s apart; how that ended: "saved", "said", or "over" before it came.
 
     ``delay``: seconds after the start, or after the first step if negative. Raises :class:`AssertionError` if the run
     has lost steps without a word.
     """
-    (folder / "words.txt").write_text("".join(f"word {number} and another\n" for number in range(400)))
+    (folder / "words.txt").write_text(
+        "".join(f"word {number} and another\n" for number in range(400))
+    )
     (folder / "tiny.toml").write_text(TINY.format(layout=layout, steps=steps))
     words = [sys.executable, "-m", "weft", "train", "tiny.toml", "--out", "run"]
     process = subprocess.Popen(
-        words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        words,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     metrics = folder / "run/metrics.jsonl"
     deadline = time.monotonic() + 240
@@ -170,17 +201,30 @@ def double_signal(folder: Path, layout: str, steps: int, delay: float, pair: tup
     out, err = process.communicate(timeout=240)
     told = f"{layout!r} {pair} {delay:.2f} s: {process.returncode}\n{out}\n{err}"
     assert "Traceback" not in out + err, told
-    if "report      " in out and "stopped by" not in out:  # all was done and said before it came
+    # all was done and said before it came
+    if "report      " in out and "stopped by" not in out:
         assert process.returncode in (0, 128 + pair[0], -pair[0], -pair[1]), told
         return "over"
     assert process.returncode == 128 + pair[0], told
     steps_taken = max(recorded_steps(folder / "run"), default=0)
-    kept = [step_of(place) for place in committed(folder / "run/checkpoints")] if steps_taken else []
+    kept = (
+        [step_of(place) for place in committed(folder / "run/checkpoints")]
+        if steps_taken
+        else []
+    )
     if "stopped by" in out:
         assert kept[-1] == steps_taken and err == "", told
         return "saved"
-    assert err.startswith(("weft: interrupted", "weft: stopped by SIGTERM")) and err.count("\n") == 1, told
-    assert not steps_taken or "all of its steps are saved" in err or "is saved" in err or "not saved" in err, told
+    assert (
+        err.startswith(("weft: interrupted", "weft: stopped by SIGTERM"))
+        and err.count("\n") == 1
+    ), told
+    assert (
+        not steps_taken
+        or "all of its steps are saved" in err
+        or "is saved" in err
+        or "not saved" in err
+    ), told
     return "said"
 
 
@@ -189,7 +233,9 @@ def double_signal(folder: Path, layout: str, steps: int, delay: float, pair: tup
 def test_double_signals_at_forty_instants(tmp_path: Path, case: int) -> None:
     """Of the start, of training and of the end: saved, or said."""
     draw = random.Random(case)
-    pair = draw.choice([(signal.SIGINT,) * 2, (signal.SIGTERM,) * 2, (signal.SIGINT, signal.SIGTERM)])
+    pair = draw.choice(
+        [(signal.SIGINT,) * 2, (signal.SIGTERM,) * 2, (signal.SIGINT, signal.SIGTERM)]
+    )
     layout, whole = ["", "dp = 2"][case % 2], draw.random() < 0.5
     delay = 1.5 + 1.2 * case if case < 16 else -(0.05 + 0.35 * (case - 16))
     print(f"{delay:.2f} s: {double_signal(tmp_path, layout, 150, delay, pair, whole)}")

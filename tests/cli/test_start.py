@@ -32,7 +32,11 @@ __all__ = ["tiny"]
 def file_system(folder: Path, options: str) -> Iterator[None]:
     """A small file system of its own at ``folder``."""
     folder.mkdir(exist_ok=True)
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
+    )
     if made.returncode:
         pytest.skip(f"cannot mount a file system here: {made.stderr.strip()}")
     try:
@@ -82,13 +86,24 @@ def test_mistakes_are_found_before_ranks_start(
     line = err.strip()
     assert found == code and re.search(said, line), line
     assert "\n" not in line and "codec" not in line
-    assert sorted(p for p in Path().rglob("*") if "cache" not in p.parts and p.name != "runs") == before
+    assert (
+        sorted(
+            p for p in Path().rglob("*") if "cache" not in p.parts and p.name != "runs"
+        )
+        == before
+    )
 
 
-def test_weights_need_their_own_tokenizer(tiny: str, command: Command, unstarted: None, tmp_path: Path) -> None:
+def test_weights_need_their_own_tokenizer(
+    tiny: str, command: Command, unstarted: None, tmp_path: Path
+) -> None:
     """Left out, it is the weights' own, or refused where these have none; written down it is the user's choice."""
     text = Path(tiny).read_text()
-    Path(tiny).write_text(text.replace(text[text.index("[model]") : text.index("[data]")], '[model]\nfrom = "hf"\n'))
+    Path(tiny).write_text(
+        text.replace(
+            text[text.index("[model]") : text.index("[data]")], '[model]\nfrom = "hf"\n'
+        )
+    )
     tokenizer = load_tokenizer("train:300", load(tiny).data.sources, tmp_path / "cache")
     config = write_config(tmp_path / "config", vocab_size=tokenizer.vocab)
     shape = shape_from_config(config)
@@ -97,28 +112,50 @@ def test_weights_need_their_own_tokenizer(tiny: str, command: Command, unstarted
     assert not job.notes and job.corpus.tokenizer == tokenizer
     assert not prepare(load(tiny, "data.tokenizer=hf")).notes
     (note,) = prepare(load(tiny, "data.tokenizer=bytes")).notes
-    assert re.search(r"'bytes' \(257 entries\) is not the tokenizer of 'hf' \(300\)", note)
+    assert re.search(
+        r"'bytes' \(257 entries\) is not the tokenizer of 'hf' \(300\)", note
+    )
     (note,) = prepare(load(tiny, "model.from=config/config.json")).notes
     assert "has no tokenizer and data.tokenizer is left out: it is 'bytes'" in note
     (tmp_path / "hf/tokenizer.json").unlink()
     code, _, err = command("train", tiny, "--layout", "shard=2")
-    assert code == 2 and "weights have none: no tokenizer.json is beside them; set data.tokenizer = the path" in err
+    assert (
+        code == 2
+        and "weights have none: no tokenizer.json is beside them; set data.tokenizer = the path"
+        in err
+    )
     assert not prepare(load(tiny, "data.tokenizer=bytes")).notes
 
 
 @pytest.mark.slow
-def test_a_read_only_disk_and_a_full_one(tiny: str, command: Command, unstarted: None, tmp_path: Path) -> None:
+def test_a_read_only_disk_and_a_full_one(
+    tiny: str, command: Command, unstarted: None, tmp_path: Path
+) -> None:
     with file_system(tmp_path / "disk", "size=1m,ro"):
-        code, _, err = command("train", tiny, "--layout", "shard=2", "--out", "disk/run")
-        assert code == 1 and re.search(r"disk/run: Read-only file system; .*--out", err), err
+        code, _, err = command(
+            "train", tiny, "--layout", "shard=2", "--out", "disk/run"
+        )
+        assert code == 1 and re.search(
+            r"disk/run: Read-only file system; .*--out", err
+        ), err
         assert err.count("\n") == 1
     with file_system(tmp_path / "disk", "size=900k"):
-        more = ["--set", "train.steps=12", "--set", "checkpoint.every=2", "--set", "observe.trackers=[]"]
+        more = [
+            "--set",
+            "train.steps=12",
+            "--set",
+            "checkpoint.every=2",
+            "--set",
+            "observe.trackers=[]",
+        ]
         done = weft("train", tiny, "--layout", "shard=2", "--out", "disk/run", *more)
         said = done.stdout + done.stderr
-        assert "was not saved: cannot" in said and "No space left on device" in said, said
+        assert "was not saved: cannot" in said and "No space left on device" in said, (
+            said
+        )
         assert "Traceback" not in said, said
-        assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr  # the last checkpoint was not saved
+        # the last checkpoint was not saved
+        assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
         kept = sorted(p.name for p in (tmp_path / "disk/run/checkpoints").iterdir())
         assert kept == ["step-000002", "step-000004"], "what failed takes up no room"
         assert read_metrics(tmp_path / "disk/run")["train"][-1]["step"] >= 4
@@ -133,7 +170,9 @@ def chatty(folder: Path, sources: Any, cache: Path) -> Tokenizer:
     model.save(str(folder / "tokenizer.json"))
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": template}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|im_end|>", "chat_template": template})
+    )
     (folder / "generation_config.json").write_text('{"eos_token_id": [301, 0]}')
     return load_tokenizer(str(folder))
 
@@ -142,7 +181,9 @@ def test_a_model_by_name_is_the_same_for_every_command(
     tiny: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trained, exported, converted, continued: tokenizer, template and what ends a turn stay with the model."""
-    tokenizer = chatty(tmp_path / "tokenizer", load(tiny).data.sources, tmp_path / "cache")
+    tokenizer = chatty(
+        tmp_path / "tokenizer", load(tiny).data.sources, tmp_path / "cache"
+    )
     assert tokenizer.stops == (301, 0)
     shape = ModelShape(vocab=tokenizer.vocab, layers=1, embed=32, heads=2, ffn=32)
     export(write.weights_of(shape), shape, tmp_path / "hf", files=tokenizer.files())
@@ -152,14 +193,21 @@ def test_a_model_by_name_is_the_same_for_every_command(
     assert command("verify", tiny, "--from", "hf", "--steps", 1)[0] == 0
     assert command("verify", tiny, "--from", "hf", "--types")[0] == 0
     assert command("export", "--from", "run", "--out", "out")[0] == 0
-    assert json.loads(Path("out/generation_config.json").read_text())["eos_token_id"] == [301, 0]
+    assert json.loads(Path("out/generation_config.json").read_text())[
+        "eos_token_id"
+    ] == [301, 0]
     assert json.loads(Path("out/config.json").read_text())["eos_token_id"] == [301, 0]
-    assert load_tokenizer("out") == tokenizer and load_tokenizer("out").chat_template == tokenizer.chat_template
+    assert (
+        load_tokenizer("out") == tokenizer
+        and load_tokenizer("out").chat_template == tokenizer.chat_template
+    )
     assert load_tokenizer("out").stops == (301, 0)
     assert command("checkpoint", "convert", "hf", "--out", "converted")[0] == 0
     seen: list[list[int]] = []
 
-    def submit(engine: Any, ids: list[int], count: int, how: Any, stops: Any) -> list[None]:
+    def submit(
+        engine: Any, ids: list[int], count: int, how: Any, stops: Any
+    ) -> list[None]:
         seen.append([*ids, *stops])
         return [None]
 
@@ -168,11 +216,27 @@ def test_a_model_by_name_is_the_same_for_every_command(
 
     monkeypatch.setattr("weft.generate.engine.Engine.submit", submit)
     monkeypatch.setattr("weft.generate.engine.Engine.stream", stream)
-    Path("talk.json").write_text('[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]')
+    Path("talk.json").write_text(
+        '[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]'
+    )
     for name in ("hf", "out", "run", "converted"):
-        said = command("generate", "--from", name, "--chat", "--prompt", "Hi", "--system", "Be brief.")
+        said = command(
+            "generate",
+            "--from",
+            name,
+            "--chat",
+            "--prompt",
+            "Hi",
+            "--system",
+            "Be brief.",
+        )
         assert said[:2] == (0, "fine\n"), said
-        assert command("generate", "--checkpoint", name, "--chat", "--prompt-file", "talk.json")[0] == 0
+        assert (
+            command(
+                "generate", "--checkpoint", name, "--chat", "--prompt-file", "talk.json"
+            )[0]
+            == 0
+        )
     written = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert seen == [[*tokenizer.encode(written, special=True), 301, 0]] * 8
     # What a user says is no special token.
@@ -192,7 +256,11 @@ def test_conversations_that_cannot_be_continued(
     tokenizer = load_tokenizer("bytes")
     shape = ModelShape(vocab=tokenizer.vocab, layers=1, embed=16, heads=2, ffn=16)
     export(write.weights_of(shape), shape, tmp_path / "hf", files=tokenizer.files())
-    for name, text in (("bad", "{"), ("none", '{"messages": []}'), ("odd", '[{"role": "user"}, 3]')):
+    for name, text in (
+        ("bad", "{"),
+        ("none", '{"messages": []}'),
+        ("odd", '[{"role": "user"}, 3]'),
+    ):
         Path(f"{name}.json").write_text(text)
     code, _, err = command("generate", "--from", "hf", "--chat", *words)
     assert code in (1, 2) and said in err and "\n" not in err.strip()
@@ -214,10 +282,16 @@ def test_the_hub_is_asked_last_and_offline_it_is_one_line(
     monkeypatch.setattr(hub, "snapshot_download", snapshot)
     code, _, err = command("generate", "--from", "nobody/none@v2", "--prompt", "x")
     assert code == 1 and asked == [("nobody/none", "v2")]
-    assert re.search(r"nobody/none@v2 is no folder here, and the Hugging Face hub cannot be reached", err)
-    assert "\n" not in err.strip() and "go online, or give a folder or a GGUF file" in err
+    assert re.search(
+        r"nobody/none@v2 is no folder here, and the Hugging Face hub cannot be reached",
+        err,
+    )
+    assert (
+        "\n" not in err.strip() and "go online, or give a folder or a GGUF file" in err
+    )
     Path("runs").mkdir()
-    code, _, err = command("generate", "--from", "runs/none", "--prompt", "x")  # a mistake, and no model of somebody
+    # a mistake, and no model of somebody
+    code, _, err = command("generate", "--from", "runs/none", "--prompt", "x")
     assert code == 1 and len(asked) == 1 and "runs/none does not exist" in err
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     code, _, err = command("export", "--from", "nobody/none", "--out", "out")

@@ -39,7 +39,12 @@ finally:
     (["train", "quickstart", "--set", "train.stepz=1"], 2),
 ])  # fmt: skip
 def test_no_pytorch_for_what_needs_none(words: list[str], code: int) -> None:
-    done = subprocess.run([sys.executable, "-c", RUN.format(words=words)], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN.format(words=words)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == code, done.stderr
     assert done.stderr.splitlines()[-1] == "imported"
 
@@ -66,7 +71,13 @@ def test_ctrl_c_while_a_command_is_imported_costs_one_line(module: str) -> None:
     project = str(Path(__file__).parents[2] / "pyproject.toml")
     for rank, said in (("0", "weft: interrupted\n"), ("1", "")):
         words = [sys.executable, "-c", EARLY.format(module=module, project=project)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=240, env=os.environ | {"RANK": rank})
+        done = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env=os.environ | {"RANK": rank},
+        )
         assert (done.returncode, done.stderr) == (130, said)
 
 
@@ -81,4 +92,8 @@ def test_help_says_all_that_it_is_given() -> None:
 
     texts = dict(walk(typer.main.get_command(app), "weft"))
     assert [where for where, text in texts.items() if not text] == []
-    assert [where for where, text in texts.items() if Text.from_markup(text).plain != text.replace("\\[", "[")] == []
+    assert [
+        where
+        for where, text in texts.items()
+        if Text.from_markup(text).plain != text.replace("\\[", "[")
+    ] == []

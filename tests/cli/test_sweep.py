@@ -68,7 +68,9 @@ def interrupting(at: int) -> Callable[..., Outcome]:
         count += 1
         if count != at:
             return real(recipe, out, resume)
-        short = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": 1})})
+        short = recipe.model_copy(
+            update={"train": recipe.train.model_copy(update={"steps": 1})}
+        )
         return replace(real(short, out, resume), interrupted=2)
 
     return start
@@ -76,7 +78,10 @@ def interrupting(at: int) -> Callable[..., Outcome]:
 
 @pytest.mark.slow(8)
 def test_a_sweep_and_what_is_left_of_it(
-    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    written: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with mock.patch.object(sweep, "start", interrupting(3)):
@@ -84,25 +89,39 @@ def test_a_sweep_and_what_is_left_of_it(
     said, folder = capsys.readouterr().out, tmp_path / "runs/small-sweep"
     assert "stopped by SIGINT; the same command goes on with what is not done" in said
     assert names(folder) == ["lr=1e-2,batch=4", "lr=1e-4,batch=2", "lr=1e-4,batch=4"]
-    assert json.loads((folder / "sweep.json").read_text())["done"].keys() == {"lr=1e-4,batch=4", "lr=1e-4,batch=2"}
-    before = [(folder / name / "metrics.jsonl").read_bytes() for name in ("lr=1e-4,batch=4", "lr=1e-4,batch=2")]
+    assert json.loads((folder / "sweep.json").read_text())["done"].keys() == {
+        "lr=1e-4,batch=4",
+        "lr=1e-4,batch=2",
+    }
+    before = [
+        (folder / name / "metrics.jsonl").read_bytes()
+        for name in ("lr=1e-4,batch=4", "lr=1e-4,batch=2")
+    ]
     assert train(written, sweep=ASKED) == 0
     said = capsys.readouterr().out
-    assert said.count("done before") == 2 and "at step 1" in said  # the third goes on from its checkpoint
-    assert before == [(folder / name / "metrics.jsonl").read_bytes() for name in ("lr=1e-4,batch=4", "lr=1e-4,batch=2")]
+    # the third goes on from its checkpoint
+    assert said.count("done before") == 2 and "at step 1" in said
+    assert before == [
+        (folder / name / "metrics.jsonl").read_bytes()
+        for name in ("lr=1e-4,batch=4", "lr=1e-4,batch=2")
+    ]
     lines = said.splitlines()
     head = next(i for i, line in enumerate(lines) if line.startswith("optimizer.lr\t"))
     assert lines[head].split("\t") == [
         "optimizer.lr", "train.batch", "steps", "loss", "validation", "at step", "tokens/s", "run",
     ]  # fmt: skip
     rows = [line.split("\t") for line in lines[head + 1 : head + 5]]
-    assert {(row[0], row[1]) for row in rows} == {(lr, batch) for lr in ("1e-4", "1e-2") for batch in ("4", "2")}
+    assert {(row[0], row[1]) for row in rows} == {
+        (lr, batch) for lr in ("1e-4", "1e-2") for batch in ("4", "2")
+    }
     assert all(row[2] == "3" for row in rows)
     lowest = [float(row[4]) for row in rows]
     assert lowest == sorted(lowest) and rows[0][0] == "1e-2"
     for row in rows:
         records = read_metrics(Path(row[-1]))
-        assert float(row[4]) == pytest.approx(min(r["loss"] for r in records["validation"] if r["step"]), abs=1e-4)
+        assert float(row[4]) == pytest.approx(
+            min(r["loss"] for r in records["validation"] if r["step"]), abs=1e-4
+        )
         assert records["run"][-1]["recipe"]["train"]["batch"] == int(row[1])
     assert lines[head + 5] == "report      runs/small-sweep/report.html"
     assert all(name in (folder / "report.html").read_text() for name in names(folder))
@@ -113,21 +132,37 @@ def test_results_of_another_recipe_are_not_shown(
 ) -> None:
     asked: dict[str, Any] = {"sweep": ["optimizer.lr=1e-3"], "out": tmp_path / "out"}
     assert train(written, **asked) == 0
-    with pytest.raises(UsageError, match=r"lr=1e-3 was trained with another recipe.*choose another --out"):
+    with pytest.raises(
+        UsageError,
+        match=r"lr=1e-3 was trained with another recipe.*choose another --out",
+    ):
         train(written, overrides=["train.seed=5"], **asked)
     capsys.readouterr()
-    assert train(written, overrides=["train.steps=4", "observe.every=2"], **asked) == 0  # it just goes on
+    # it just goes on
+    assert train(written, overrides=["train.steps=4", "observe.every=2"], **asked) == 0
     assert re.search(r"^1e-3\t4\t", capsys.readouterr().out, re.M)
 
 
 def test_a_run_that_fails_does_not_stop_the_others(
     written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with mock.patch.object(sweep, "start", mock.Mock(side_effect=[WeftError("no such luck"), KeyboardInterrupt])):
-        assert train(written, sweep=["train.seed=1,2,3"], out=tmp_path / "three") == 128 + 2
+    with mock.patch.object(
+        sweep,
+        "start",
+        mock.Mock(side_effect=[WeftError("no such luck"), KeyboardInterrupt]),
+    ):
+        assert (
+            train(written, sweep=["train.seed=1,2,3"], out=tmp_path / "three")
+            == 128 + 2
+        )
     said = capsys.readouterr().out
-    assert "run 1 of 3 has failed: no such luck" in said and "run 2 of 3: train.seed=2" in said
-    assert "run 3" not in said and re.search(r"^1\t0\t-\t-\t-\t-\tno such luck$", said, re.M)
+    assert (
+        "run 1 of 3 has failed: no such luck" in said
+        and "run 2 of 3: train.seed=2" in said
+    )
+    assert "run 3" not in said and re.search(
+        r"^1\t0\t-\t-\t-\t-\tno such luck$", said, re.M
+    )
 
 
 def test_mistakes_are_found_before_anything_runs(written: Path, tmp_path: Path) -> None:
@@ -149,18 +184,42 @@ def test_mistakes_are_found_before_anything_runs(written: Path, tmp_path: Path) 
     assert not (tmp_path / "new").exists()
 
 
-VALUES = st.sampled_from(["1", "1e-4", "true", '"a,b"', "[1, 2]", "{x = [1, 2], y = 'a,]'}", "auto", "cosine", "../up"])
+VALUES = st.sampled_from(
+    [
+        "1",
+        "1e-4",
+        "true",
+        '"a,b"',
+        "[1, 2]",
+        "{x = [1, 2], y = 'a,]'}",
+        "auto",
+        "cosine",
+        "../up",
+    ]
+)
 
 
 @settings(max_examples=60, deadline=None)
-@given(lists=st.lists(st.lists(VALUES, min_size=1, max_size=4, unique=True), min_size=1, max_size=3))
+@given(
+    lists=st.lists(
+        st.lists(VALUES, min_size=1, max_size=4, unique=True), min_size=1, max_size=3
+    )
+)
 def test_every_combination_is_there_once(lists: list[list[str]]) -> None:
     keys = [f"section.key{i}" for i in range(len(lists))]
-    trials = trials_of([f"{key}={','.join(each)}" for key, each in zip(keys, lists, strict=True)], Path("out"))
+    trials = trials_of(
+        [f"{key}={','.join(each)}" for key, each in zip(keys, lists, strict=True)],
+        Path("out"),
+    )
     assert [split_values(",".join(each)) for each in lists] == lists
     chosen = {tuple(trial.settings.values()) for trial in trials}
     count = 1
     for each in lists:
         count *= len(each)
-    assert len(trials) == len(chosen) == count == len({trial.folder for trial in trials})
-    assert all(trial.folder.parent == Path("out") and list(trial.settings) == keys for trial in trials)
+    assert (
+        len(trials) == len(chosen) == count == len({trial.folder for trial in trials})
+    )
+    assert all(
+        trial.folder.parent == Path("out") and list(trial.settings) == keys
+        for trial in trials
+    )

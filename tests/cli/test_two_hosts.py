@@ -31,12 +31,18 @@ SMALL = [
     "data.tokenizer=bytes",
 ]
 
-pytestmark = [pytest.mark.slow(40), pytest.mark.skipif(bool(why := unavailable()), reason=why)]
+pytestmark = [
+    pytest.mark.slow(40),
+    pytest.mark.skipif(bool(why := unavailable()), reason=why),
+]
 
 
 def settings(corpus: str) -> list[str]:
     """The words of a small run."""
-    data = [f"data.sources=[{{kind='jsonl',path='{corpus}'}}]", f"data.cache='{corpus}.cache'"]
+    data = [
+        f"data.sources=[{{kind='jsonl',path='{corpus}'}}]",
+        f"data.cache='{corpus}.cache'",
+    ]
     return [word for setting in (*SMALL, *data) for word in ("--set", setting)]
 
 
@@ -51,7 +57,11 @@ def torchrun(
              *(["--layout", "dp=2"] if each == 1 else []),
              *small]  # fmt: skip
     return subprocess.Popen(
-        on[host].command(words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=out.parent
+        on[host].command(words),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=out.parent,
     )
 
 
@@ -79,7 +89,9 @@ def test_two_hosts_train_stop_resume_like_one(
 ) -> None:
     """So many ranks on each host, after the stop one on each, or (every day) one alone; and one from the beginning."""
     small = settings(write_corpus(tmp_path))
-    code, _, err = command("train", ROOT / "recipes/quickstart.toml", "--out", tmp_path / "one", *small)
+    code, _, err = command(
+        "train", ROOT / "recipes/quickstart.toml", "--out", tmp_path / "one", *small
+    )
     assert code == 0, err
 
     run = tmp_path / "two"
@@ -87,13 +99,20 @@ def test_two_hosts_train_stop_resume_like_one(
         first = [torchrun(two, i, run, 29501, each, small) for i in range(2)]
         started += first
         until = time.monotonic() + 300
-        while len(losses(run)) < 4 and time.monotonic() < until and first[0].poll() is None:
+        while (
+            len(losses(run)) < 4
+            and time.monotonic() < until
+            and first[0].poll() is None
+        ):
             time.sleep(0.05)
-        first[0].send_signal(signal.SIGTERM)  # one host is told to stop; both save and stop
+        # one host is told to stop; both save and stop
+        first[0].send_signal(signal.SIGTERM)
         said = [p.communicate(timeout=300)[0] for p in first]
         stopped = len(losses(run))
         assert 4 <= stopped < 12, said
-        assert f"step-{stopped:06d}" in {p.name for p in (run / "checkpoints").iterdir()}, said
+        assert f"step-{stopped:06d}" in {
+            p.name for p in (run / "checkpoints").iterdir()
+        }, said
 
         if each > 1:
             second = [torchrun(two, i, run, 29502, 1, small) for i in range(2)]
@@ -102,7 +121,17 @@ def test_two_hosts_train_stop_resume_like_one(
             assert [p.returncode for p in second] == [0, 0], said
     if each == 1:
         quickstart = ROOT / "recipes/quickstart.toml"
-        code, out, err = command("train", quickstart, "--out", run, "--resume", "auto", "--layout", "", *small)
+        code, out, err = command(
+            "train",
+            quickstart,
+            "--out",
+            run,
+            "--resume",
+            "auto",
+            "--layout",
+            "",
+            *small,
+        )
         assert code == 0, err
         said = [out]
     assert f"resumed from {run}/checkpoints/step-{stopped:06d}" in said[0]

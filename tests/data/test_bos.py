@@ -39,13 +39,20 @@ BOS, EOS, PAD = "<bos>", "<eos>", "<pad>"
 
 def like_gemma(post: Any = None) -> Tokenizer:
     """Characters, and Gemma's special tokens; ``post``: a post-processor, by default Gemma's, which writes the BOS."""
-    model = tokenizers.Tokenizer(tokenizers.models.BPE({chr(i): i for i in range(128)}, []))
+    model = tokenizers.Tokenizer(
+        tokenizers.models.BPE({chr(i): i for i in range(128)}, [])
+    )
     model.add_special_tokens([PAD, EOS, BOS])
     ids = [(name, model.token_to_id(name)) for name in (BOS, EOS)]
-    given = processors.TemplateProcessing(single=[BOS, "$A"], pair=[BOS, "$A", BOS, "$B:1"], special_tokens=ids)
+    given = processors.TemplateProcessing(
+        single=[BOS, "$A"], pair=[BOS, "$A", BOS, "$B:1"], special_tokens=ids
+    )
     model.post_processor = given if post is None else post
     config = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
-    files = {"tokenizer.json": model.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
+    files = {
+        "tokenizer.json": model.to_str().encode(),
+        "tokenizer_config.json": json.dumps(config).encode(),
+    }
     return tokenizer_from_files(files, "made here")
 
 
@@ -59,11 +66,15 @@ def templates(tokenizer: Tokenizer) -> dict[str, Any]:
     model = tokenizer.model
     assert model is not None
     ids = [(name, model.token_to_id(name)) for name in (BOS, EOS)]
-    begun = processors.TemplateProcessing(single=[BOS, "$A"], pair=[BOS, "$A", "$B:1"], special_tokens=ids[:1])
+    begun = processors.TemplateProcessing(
+        single=[BOS, "$A"], pair=[BOS, "$A", "$B:1"], special_tokens=ids[:1]
+    )
     both = processors.TemplateProcessing(
         single=[BOS, "$A", EOS], pair=[BOS, "$A", EOS, "$B:1", EOS], special_tokens=ids
     )
-    ended = processors.TemplateProcessing(single=["$A", EOS], pair=["$A", EOS, "$B:1", EOS], special_tokens=ids[1:])
+    ended = processors.TemplateProcessing(
+        single=["$A", EOS], pair=["$A", EOS, "$B:1", EOS], special_tokens=ids[1:]
+    )
     level = processors.ByteLevel(trim_offsets=False)
     return {
         "gemma": begun, "llama3": processors.Sequence([level, begun]), "both": both, "t5": ended, "qwen": level,
@@ -99,22 +110,33 @@ def write_kind(kind: str, folder: Path) -> Source:
 @pytest.mark.parametrize("bos", ["auto", True, False, "prompts"])
 def test_documents_begin_as_prompts_do(tmp_path: Path, kind: str, bos: Any) -> None:
     """Case ``bos``: of a Gemma-like tokenizer each document has exactly one BOS, its first token."""
-    data = Data(sources=(write_kind(kind, tmp_path),), bos=bos, validation=0, cache=tmp_path / "cache")
+    data = Data(
+        sources=(write_kind(kind, tmp_path),),
+        bos=bos,
+        validation=0,
+        cache=tmp_path / "cache",
+    )
     own = like_gemma()
     corpus = open_data(data, own)
     found = documents_of(data, own)
     prompts = [corpus.tokenizer.prompt_ids(text) for text in TEXTS]
     if bos == "prompts":
-        assert [[own.bos, *ids] for ids in found] == [[*ids, own.eos] for ids in prompts]
+        assert [[own.bos, *ids] for ids in found] == [
+            [*ids, own.eos] for ids in prompts
+        ]
     else:
         assert found == [[*ids, own.eos] for ids in prompts]
     assert {ids.count(own.bos) for ids in found} == {int(bos in ("auto", True))}
     # What is saved, and exported, knows the rule.
     saved = tokenizer_from_files(corpus.tokenizer.files(), "saved")
-    assert [saved.prompt_ids(text) for text in TEXTS] == prompts and saved.has_ids_of(own)
+    assert [saved.prompt_ids(text) for text in TEXTS] == prompts and saved.has_ids_of(
+        own
+    )
     first = corpus.train.row(0)
     if bos in ("auto", True):
-        assert (first.tokens[first.starts] == own.bos).all() and own.bos not in first.labels
+        assert (
+            first.tokens[first.starts] == own.bos
+        ).all() and own.bos not in first.labels
 
 
 @settings(max_examples=60, deadline=None)
@@ -125,19 +147,36 @@ def test_documents_begin_as_prompts_do(tmp_path: Path, kind: str, bos: Any) -> N
 def test_any_post_processor_is_overruled(name: str, bos: Any, text: str) -> None:
     before = like_gemma(templates(like_gemma())[name])
     after = with_bos(before, bos)
-    wanted = [before.bos] if bos is True or (bos == "auto" and name not in ("t5", "qwen", "level, then ends")) else []
+    wanted = (
+        [before.bos]
+        if bos is True
+        or (bos == "auto" and name not in ("t5", "qwen", "level, then ends"))
+        else []
+    )
     assert after.opening == wanted == document_opening(after, bos)
     assert after.model is not None and before.model is not None
-    plain, whole = after.encode(text).tolist(), after.model.encode(text, add_special_tokens=True).ids
+    plain, whole = (
+        after.encode(text).tolist(),
+        after.model.encode(text, add_special_tokens=True).ids,
+    )
     ends = before.model.encode("a", add_special_tokens=True).ids[-1:] == [before.eos]
     assert whole == [*wanted, *plain, *([before.eos] if ends else [])]
     assert plain == before.encode(text).tolist() and after.has_ids_of(before)
-    assert with_bos(after, bos) is after and tokenizer_from_files(after.files(), "it") == after
+    assert (
+        with_bos(after, bos) is after
+        and tokenizer_from_files(after.files(), "it") == after
+    )
 
 
 def test_a_bos_that_there_is_not_is_refused(tmp_path: Path) -> None:
-    for own in (load_tokenizer("bytes"), tokenizer_from_files({"tokenizer.json": nameless()}, "it")):
-        with pytest.raises(UsageError, match=r"data\.bos = true, but the tokenizer has no token that begins a text"):
+    for own in (
+        load_tokenizer("bytes"),
+        tokenizer_from_files({"tokenizer.json": nameless()}, "it"),
+    ):
+        with pytest.raises(
+            UsageError,
+            match=r"data\.bos = true, but the tokenizer has no token that begins a text",
+        ):
             with_bos(own, True)
         assert with_bos(own, False) is own
 
@@ -166,8 +205,13 @@ def test_a_template_that_writes_it_is_the_only_one(tmp_path: Path) -> None:
     file.write_text(json.dumps({"messages": talk}) + "\n")
     for bos in (True, "auto", False):
         tokenizer = with_bos(load_tokenizer(str(folder)), bos)
-        tokens = open_chats(Source(kind="chat", path=str(file)), Chat(), tokenizer, tmp_path / "cache")
-        assert tokens.ids.tolist().count(tokenizer.bos) == 1 and tokens.ids[0] == tokenizer.bos
+        tokens = open_chats(
+            Source(kind="chat", path=str(file)), Chat(), tokenizer, tmp_path / "cache"
+        )
+        assert (
+            tokens.ids.tolist().count(tokenizer.bos) == 1
+            and tokens.ids[0] == tokenizer.bos
+        )
 
 
 def test_questions_begin_as_documents_do() -> None:
@@ -183,7 +227,13 @@ def test_tokens_made_elsewhere_are_looked_at(tmp_path: Path) -> None:
     for name, head in (("with", [own.bos]), ("without", [])):
         docs = [np.array([*head, 97, own.eos]) for _ in range(5)]
         write_tokens(tmp_path / name, docs, own.vocab, own.eos)
-        corpus = open_data(Data(sources=(Source(kind="tokens", path=str(tmp_path / name)),), validation=0), own)
+        corpus = open_data(
+            Data(
+                sources=(Source(kind="tokens", path=str(tmp_path / name)),),
+                validation=0,
+            ),
+            own,
+        )
         assert bool(corpus.notes) == (name == "without")
     assert "not all documents begin with <bos>, as prompts do" in corpus.notes[0]
 
@@ -199,14 +249,30 @@ def test_caches_of_before_are_for_runs_of_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(4)
-def test_a_run_of_before_keeps_its_data_and_its_warmup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_before_keeps_its_data_and_its_warmup(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A checkpoint without ``data.bos`` in its recipe goes on as it began: same losses and rates as uninterrupted."""
     like_gemma().save(tmp_path / "tokenizer")
     source = write_kind("jsonl", tmp_path)
-    change: dict[str, Any] = {"data__tokenizer": str(tmp_path / "tokenizer"), "data__validation": 0.0}
-    change |= {"train__dtype": "float32", "train__steps": 4, "checkpoint__every": 2, "checkpoint__keep": 9}
-    then = recipe(str(source.path), **change, data__bos="prompts", optimizer__warmup=100)
-    now = build_recipe(recipe(str(source.path), **change, optimizer__warmup=None).model_dump(mode="json"))
+    change: dict[str, Any] = {
+        "data__tokenizer": str(tmp_path / "tokenizer"),
+        "data__validation": 0.0,
+    }
+    change |= {
+        "train__dtype": "float32",
+        "train__steps": 4,
+        "checkpoint__every": 2,
+        "checkpoint__keep": 9,
+    }
+    then = recipe(
+        str(source.path), **change, data__bos="prompts", optimizer__warmup=100
+    )
+    now = build_recipe(
+        recipe(str(source.path), **change, optimizer__warmup=None).model_dump(
+            mode="json"
+        )
+    )
     about = Job.about.fget  # type: ignore[attr-defined]
 
     def of_before(job: Job) -> dict[str, Any]:
@@ -226,7 +292,10 @@ def test_a_run_of_before_keeps_its_data_and_its_warmup(tmp_path: Path, capsys: p
         train(prepare(kept), Mesh.single(), out, at)
         assert [(r["loss"], r["lr"]) for r in read_metrics(out)["train"]] == whole
         said = capsys.readouterr().out
-        assert "documents go on without <bos>, as the run began" in said and "resumed with" not in said
+        assert (
+            "documents go on without <bos>, as the run began" in said
+            and "resumed with" not in said
+        )
         at = "auto"
     asked = now.model_copy(update={"data": now.data.model_copy(update={"bos": True})})
     assert as_recorded(asked, out, at).data.bos is True

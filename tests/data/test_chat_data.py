@@ -30,7 +30,10 @@ from weft.layout.sequence import padded_length
 from weft.recipe import Chat, Data, Source, build_recipe
 from weft.train.setup import prepare
 
-USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+USER, ASSISTANT = (
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "a"},
+)
 CALL = {"id": "c1", "function": {"name": "f", "arguments": {"x": 1}}}
 ADP = {
     "id": "t1",
@@ -80,25 +83,64 @@ def test_forms_become_messages() -> None:
     share = [{"from": "human", "value": "q"}, {"from": "function_call", "value": '{"name": "f", "arguments": {}}'},
              {"from": "observation", "value": "1"}, {"from": "gpt", "value": "a"}]  # fmt: skip
     tools = '[{"type": "function", "function": {"name": "f"}}]'
-    talk = read_record({"conversations": share, "system": "s", "tools": tools, "weight": 2})
-    assert [m["role"] for m in talk.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    talk = read_record(
+        {"conversations": share, "system": "s", "tools": tools, "weight": 2}
+    )
+    assert [m["role"] for m in talk.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     assert talk.tools == ({"type": "function", "function": {"name": "f"}},)
     assert talk.learned("assistant") == (0, 0, 2, 0, 2)
-    weighted = read_record({"messages": [USER, ASSISTANT | {"weight": 0}, USER, ASSISTANT | {"weight": 0.5}]})
-    assert weighted.learned("assistant") == (0, 0, 0, 0.5) and "weight" not in weighted.messages[1]
+    weighted = read_record(
+        {
+            "messages": [
+                USER,
+                ASSISTANT | {"weight": 0},
+                USER,
+                ASSISTANT | {"weight": 0.5},
+            ]
+        }
+    )
+    assert (
+        weighted.learned("assistant") == (0, 0, 0, 0.5)
+        and "weight" not in weighted.messages[1]
+    )
 
 
 def test_trajectories_of_agents_keep_every_action() -> None:
     adp = read_record(ADP)
-    assert [m["role"] for m in adp.messages] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
-    assert adp.messages[1]["content"] == "I add.\nadding" and adp.messages[5]["reasoning_content"] == "sure"
+    assert [m["role"] for m in adp.messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert (
+        adp.messages[1]["content"] == "I add.\nadding"
+        and adp.messages[5]["reasoning_content"] == "sure"
+    )
     calls = [call for m in adp.messages for call in m.get("tool_calls", ())]
     assert [(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in calls] == [
         ("c1", "add", {"a": 1}), ("c2", "python", {"code": "1+1"}),
     ]  # fmt: skip
-    assert adp.messages[4]["content"] == "u\n<p>" and adp.messages[2]["tool_call_id"] == "c1"
+    assert (
+        adp.messages[4]["content"] == "u\n<p>"
+        and adp.messages[2]["tool_call_id"] == "c1"
+    )
     atif = read_record(ATIF)
-    assert [m["role"] for m in atif.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert [m["role"] for m in atif.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     assert atif.messages[2]["reasoning_content"] == "hm" and atif.tools is not None
     again = [*ATIF["steps"][:3], ATIF["steps"][3] | {"is_copied_context": True}]  # type: ignore[index]
     assert read_record(ATIF | {"steps": again}).learned("assistant") == (0, 0, 1, 0, 0)
@@ -163,8 +205,18 @@ MISTAKES: list[tuple[Any, str]] = [
     (ATIF | {"steps": [{"step_id": 1, "source": "agent", "message": "x",
                         "observation": {"results": [{"source_call_id": "c7", "content": "2"}]}}]}, "does not make"),
 ]  # fmt: skip
-BROKEN = [b'{"messages": [', b"{]", b"\xff\xfe{}", b'{"messages": ' + b"[" * 3000, b'"\\ud800', b"nul", b"{'a': 1}"]
-NESTED = json.dumps({"messages": [USER, ASSISTANT], "tools": [{"a": json.loads("[" * 400 + "]" * 400)}]}).encode()
+BROKEN = [
+    b'{"messages": [',
+    b"{]",
+    b"\xff\xfe{}",
+    b'{"messages": ' + b"[" * 3000,
+    b'"\\ud800',
+    b"nul",
+    b"{'a': 1}",
+]
+NESTED = json.dumps(
+    {"messages": [USER, ASSISTANT], "tools": [{"a": json.loads("[" * 400 + "]" * 400)}]}
+).encode()
 
 
 def bad_lines() -> list[tuple[bytes, str]]:
@@ -180,8 +232,12 @@ def bad_lines() -> list[tuple[bytes, str]]:
         else:  # the same mistake among things that do not matter
             record = json.loads(base)
             if isinstance(record, dict) and record and "id" not in record:
-                record = {f"note{rng.randrange(99)}": rng.choice(["é🙂", None, 1.5, [{}]])} | record
-                lines.append((json.dumps(record, ensure_ascii=rng.random() < 0.5).encode(), word))
+                record = {
+                    f"note{rng.randrange(99)}": rng.choice(["é🙂", None, 1.5, [{}]])
+                } | record
+                lines.append(
+                    (json.dumps(record, ensure_ascii=rng.random() < 0.5).encode(), word)
+                )
     return lines
 
 
@@ -192,9 +248,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("count", [len(MISTAKES) + len(BROKEN), pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [len(MISTAKES) + len(BROKEN), pytest.param(1000, marks=pytest.mark.slow)]
+)
 def test_bad_lines_are_each_named_by_file_and_line(tmp_path: Path, count: int) -> None:
-    tokenizer = replace(load_tokenizer("bytes"), chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    tokenizer = replace(
+        load_tokenizer("bytes"),
+        chat_template="{% for m in messages %}{{ m.content }}{% endfor %}",
+    )
     good = json.dumps({"messages": [USER, ASSISTANT]}).encode()
     lines = bad_lines()[:count]
     assert len(lines) == count
@@ -203,9 +264,16 @@ def test_bad_lines_are_each_named_by_file_and_line(tmp_path: Path, count: int) -
         at = number % 7
         file.write_bytes(b"\n".join([*[good] * at, line, good]))
         with pytest.raises(WeftError) as error:
-            open_chats(Source(kind="chat", path=str(file)), Chat(), tokenizer, tmp_path / "cache")
+            open_chats(
+                Source(kind="chat", path=str(file)),
+                Chat(),
+                tokenizer,
+                tmp_path / "cache",
+            )
         told = str(error.value)
-        assert told.startswith(f"{file}:{at + 1}: ") and "\n" not in told and word in told, (line, told)
+        assert (
+            told.startswith(f"{file}:{at + 1}: ") and "\n" not in told and word in told
+        ), (line, told)
     assert not list((tmp_path / "cache").iterdir())
 
 
@@ -213,35 +281,70 @@ def test_nesting_is_refused_or_read(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "deep.jsonl").write_bytes(NESTED)
     source = Source(kind="chat", path=str(tmp_path / "deep.jsonl"))
     with pytest.raises(WeftError, match=r"deep.jsonl:1: nested too deeply"):
-        open_chats(source, Chat(), load_tokenizer(str(folder / "tokenizer")), tmp_path / "cache")
+        open_chats(
+            source,
+            Chat(),
+            load_tokenizer(str(folder / "tokenizer")),
+            tmp_path / "cache",
+        )
 
 
 def test_templates_that_refuse_a_line_name_it(folder: Path, tmp_path: Path) -> None:
     chats.save_tokenizer(tmp_path / "gemma", chats.TEMPLATES["gemma3"])
     tokenizer = load_tokenizer(str(tmp_path / "gemma"))
     file = tmp_path / "c.jsonl"
-    file.write_text("\n".join(json.dumps({"messages": m}) for m in ([USER, ASSISTANT], [USER, USER, ASSISTANT])))
+    file.write_text(
+        "\n".join(
+            json.dumps({"messages": m})
+            for m in ([USER, ASSISTANT], [USER, USER, ASSISTANT])
+        )
+    )
     source = Source(kind="chat", path=str(file))
-    with pytest.raises(WeftError, match=r"c.jsonl:2: the chat template refuses it: Conversation roles must alternate"):
+    with pytest.raises(
+        WeftError,
+        match=r"c.jsonl:2: the chat template refuses it: Conversation roles must alternate",
+    ):
         open_chats(source, Chat(), tokenizer, tmp_path / "cache")
-    with pytest.raises(WeftError, match=r"c.jsonl:1: the chat template writes '<\|im_start\|>', which the tokenizer l"):
+    with pytest.raises(
+        WeftError,
+        match=r"c.jsonl:1: the chat template writes '<\|im_start\|>', which the tokenizer l",
+    ):
         open_chats(source, Chat(template=chats.SMOLLM2), tokenizer, tmp_path / "cache")
     with pytest.raises(WeftError, match=r"no chat template; set data\.chat\.template"):
         open_chats(source, Chat(), load_tokenizer("bytes"), tmp_path / "cache")
-    with pytest.raises(WeftError, match=r"data.chat.template: cannot read .*none.jinja"):
-        open_chats(source, Chat(template=str(tmp_path / "none.jinja")), tokenizer, tmp_path / "cache")
+    with pytest.raises(
+        WeftError, match=r"data.chat.template: cannot read .*none.jinja"
+    ):
+        open_chats(
+            source,
+            Chat(template=str(tmp_path / "none.jinja")),
+            tokenizer,
+            tmp_path / "cache",
+        )
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(0, 20))
-def test_packing_holds_every_document_once_and_whole(sizes: list[int], more: int) -> None:
+def test_packing_holds_every_document_once_and_whole(
+    sizes: list[int], more: int
+) -> None:
     lengths, capacity = np.array(sizes), max(sizes) + more
     order, counts = packed(lengths, capacity)
-    assert sorted(order.tolist()) == list(range(len(sizes))) and counts[-1] == len(sizes)
-    fills = [int(lengths[order[lo:hi]].sum()) for lo, hi in zip([0, *counts[:-1]], counts, strict=True)]
+    assert sorted(order.tolist()) == list(range(len(sizes))) and counts[-1] == len(
+        sizes
+    )
+    fills = [
+        int(lengths[order[lo:hi]].sum())
+        for lo, hi in zip([0, *counts[:-1]], counts, strict=True)
+    ]
     assert all(0 < fill <= capacity for fill in fills)
-    firsts = lengths[order[[0, *counts[:-1]]]].tolist()  # the longest of each row, which had room in no row before it
-    assert all(fill + first > capacity for i, fill in enumerate(fills) for first in firsts[i + 1 :])
+    # the longest of each row, which had room in no row before it
+    firsts = lengths[order[[0, *counts[:-1]]]].tolist()
+    assert all(
+        fill + first > capacity
+        for i, fill in enumerate(fills)
+        for first in firsts[i + 1 :]
+    )
 
 
 @settings(deadline=None, max_examples=100)
@@ -264,7 +367,9 @@ def test_rows_hold_whole_conversations_with_their_weights(
     lengths = np.array([len(doc) for doc in docs])
     starts = np.cumsum(lengths) - lengths
     weights = np.array([w for doc in docs for w in doc], np.float32)
-    stream = Stream(np.arange(len(weights)), starts, lengths, n, 1, kind, weights, alike=False)
+    stream = Stream(
+        np.arange(len(weights)), starts, lengths, n, 1, kind, weights, alike=False
+    )
     rows = [stream.row(epoch * stream.rows + i) for i in range(stream.rows)]
     assert kind == "documents" or len(rows) == len(docs)
     seen: list[int] = []
@@ -275,22 +380,44 @@ def test_rows_hold_whole_conversations_with_their_weights(
             seen.append(document)
             first, size = int(starts[document]), int(lengths[document])
             assert row.tokens[lo:hi].tolist() == list(range(first, first + size))
-            wanted = [w if i < size else 0.0 for i, w in enumerate([*docs[document][1:], 0.0], 1)]
+            wanted = [
+                w if i < size else 0.0
+                for i, w in enumerate([*docs[document][1:], 0.0], 1)
+            ]
             assert row.weights[lo:hi].tolist() == wanted
-            assert row.labels[lo:hi].tolist() == [first + i if w else IGNORE for i, w in enumerate(wanted, 1)]
+            assert row.labels[lo:hi].tolist() == [
+                first + i if w else IGNORE for i, w in enumerate(wanted, 1)
+            ]
     assert sorted(seen) == list(range(len(docs)))
     order = Order((stream,), (1.0,), 0, epochs=1)
     sums = []
     for layout in (Layout(), Layout(dp=2), Layout(dp=3, cp=2)):
         ranks = layout.size("dp")
-        loaders = [Loader(order, layout, r, c, 6, -(-6 // ranks), 1, n) for r in range(ranks) for c in range(layout.cp)]
+        loaders = [
+            Loader(order, layout, r, c, 6, -(-6 // ranks), 1, n)
+            for r in range(ranks)
+            for c in range(layout.cp)
+        ]
         batches = [batch for loader in loaders for batch in loader.step(0) or []]
-        sums.append((sum(b.label_weight for b in batches), sum(b.real_tokens for b in batches)))
-        joined = [batch for loader in loaders for batch in replace(loader, joined=True).step(0) or []]
+        sums.append(
+            (sum(b.label_weight for b in batches), sum(b.real_tokens for b in batches))
+        )
+        joined = [
+            batch
+            for loader in loaders
+            for batch in replace(loader, joined=True).step(0) or []
+        ]
         per_rank = -(-6 // ranks)
-        sizes = [order.row_length(i) if i < (order.total or 0) else 0 for i in range(ranks * per_rank)]
-        longest = max(sum(sizes[r * per_rank : (r + 1) * per_rank]) for r in range(ranks))
-        assert {b.tokens.shape for b in joined} == {(1, padded_length(longest, layout) // layout.cp)}
+        sizes = [
+            order.row_length(i) if i < (order.total or 0) else 0
+            for i in range(ranks * per_rank)
+        ]
+        longest = max(
+            sum(sizes[r * per_rank : (r + 1) * per_rank]) for r in range(ranks)
+        )
+        assert {b.tokens.shape for b in joined} == {
+            (1, padded_length(longest, layout) // layout.cp)
+        }
         assert real(joined) == real(batches)
     assert sums[0] == sums[1] == sums[2]
 
@@ -309,12 +436,23 @@ def real(batches: list[Batch]) -> list[tuple[float, ...]]:
 def data(folder: Path, records: list[Any], **more: Any) -> Data:
     path = folder / "talks.jsonl"
     path.write_text("\n".join(map(json.dumps, records)))
-    tree = {"kind": "chat", "path": str(path), "tokenizer": str(folder / "tokenizer"), "cache": str(folder / "cache")}
+    tree = {
+        "kind": "chat",
+        "path": str(path),
+        "tokenizer": str(folder / "tokenizer"),
+        "cache": str(folder / "cache"),
+    }
     return build_recipe({"data": tree | {"seq_len": 128, "epochs": 1} | more}).data
 
 
 def test_a_conversation_is_never_in_both_halves_nor_cut(folder: Path) -> None:
-    opened = open_data(data(folder, [{"messages": chats.turns("q", f"answer {i}")} for i in range(40)], validation=0.3))
+    opened = open_data(
+        data(
+            folder,
+            [{"messages": chats.turns("q", f"answer {i}")} for i in range(40)],
+            validation=0.3,
+        )
+    )
     assert "40 conversations" in opened.description and opened.validation is not None
     texts = []
     for side in (opened.train, opened.validation):
@@ -323,12 +461,22 @@ def test_a_conversation_is_never_in_both_halves_nor_cut(folder: Path) -> None:
         texts.append("".join(opened.tokenizer.decode(row.tokens) for row in rows))
     for i in range(40):
         assert sum(text.count(f"answer {i}\n") for text in texts) == 1
-    labels = np.concatenate([row.labels[row.labels != IGNORE] for row in [opened.train.row(i) for i in range(3)]])
-    assert "user" not in opened.tokenizer.decode(labels) and "answer" in opened.tokenizer.decode(labels)
+    labels = np.concatenate(
+        [
+            row.labels[row.labels != IGNORE]
+            for row in [opened.train.row(i) for i in range(3)]
+        ]
+    )
+    assert "user" not in opened.tokenizer.decode(
+        labels
+    ) and "answer" in opened.tokenizer.decode(labels)
 
 
 def test_truncation_is_as_asked_and_said(folder: Path) -> None:
-    talks = [{"messages": chats.turns("q", "short")}, {"messages": chats.turns("q", "begin " + "x" * 200 + " end")}]
+    talks = [
+        {"messages": chats.turns("q", "short")},
+        {"messages": chats.turns("q", "begin " + "x" * 200 + " end")},
+    ]
     size = 60
 
     def words(**more: Any) -> str:
@@ -338,27 +486,50 @@ def test_truncation_is_as_asked_and_said(folder: Path) -> None:
         assert all(len(row.tokens) <= size for row in rows)
         return "".join(opened.tokenizer.decode(row.tokens) for row in rows)
 
-    assert "begin" in words(truncation="keep_start") and " end" not in words(truncation="keep_start")
-    assert "begin" not in words(truncation="keep_end") and " end" in words(truncation="keep_end")
-    assert "short" in words(truncation="drop") and "begin" not in words(truncation="drop")
-    with pytest.raises(WeftError, match=r"talks.jsonl:2: \d+ tokens are more than data.seq_len = 60"):
+    assert "begin" in words(truncation="keep_start") and " end" not in words(
+        truncation="keep_start"
+    )
+    assert "begin" not in words(truncation="keep_end") and " end" in words(
+        truncation="keep_end"
+    )
+    assert "short" in words(truncation="drop") and "begin" not in words(
+        truncation="drop"
+    )
+    with pytest.raises(
+        WeftError, match=r"talks.jsonl:2: \d+ tokens are more than data.seq_len = 60"
+    ):
         words(truncation="error")
     long = [talks[0], {"messages": chats.turns("q" * 300, "lost")}]
-    with pytest.raises(WeftError, match=r"talks.jsonl:2: nothing that is learned is left of it"):
+    with pytest.raises(
+        WeftError, match=r"talks.jsonl:2: nothing that is learned is left of it"
+    ):
         open_data(data(folder, long, seq_len=size))
-    assert "1 left out" in open_data(data(folder, long, seq_len=size, chat={"truncation": "drop"})).description
+    assert (
+        "1 left out"
+        in open_data(
+            data(folder, long, seq_len=size, chat={"truncation": "drop"})
+        ).description
+    )
     with pytest.raises(WeftError, match="no conversation has anything to learn"):
         open_data(data(folder, talks[1:], seq_len=size, chat={"truncation": "drop"}))
 
 
 def test_what_changes_the_data_changes_its_fingerprint(folder: Path) -> None:
     talks = [{"messages": chats.turns("q", "a", "b", "c")} for _ in range(4)]
-    changes = ({}, {"learn": "last"}, {"learn": ["user"]}, {"pack": False}, {"truncation": "drop"})
+    changes = (
+        {},
+        {"learn": "last"},
+        {"learn": ["user"]},
+        {"pack": False},
+        {"truncation": "drop"},
+    )
     before = {*(folder / "cache").glob("chats-*")}  # of other tests
     seen = {open_data(data(folder, talks, chat=chat)).fingerprint for chat in changes}
     assert len(seen) == 5
     again = open_data(data(folder, talks))
-    cached = next(path for path in (folder / "cache").glob("chats-*") if path not in before)
+    cached = next(
+        path for path in (folder / "cache").glob("chats-*") if path not in before
+    )
     tokens = data(folder, talks, kind="tokens", path=str(cached))
     assert again.fingerprint in seen and open_data(tokens).train.row(0).labels.tolist()
 
@@ -371,7 +542,10 @@ def test_the_recipe_takes_one_source_in_the_section(folder: Path) -> None:
         ({"kind": "chat", "path": "x", "sources": []}, "beside data.sources"),
         ({"kind": "chatty", "path": "x"}, "did you mean 'chat'"),
         ({"kind": "chat"}, "needs 'path'"),
-        ({"kind": "chat", "path": "x", "chat": {"lern": "all"}}, "did you mean 'learn'"),
+        (
+            {"kind": "chat", "path": "x", "chat": {"lern": "all"}},
+            "did you mean 'learn'",
+        ),
         ({"kind": "chat", "path": "x", "chat": {"learn": "nobody"}}, "data.chat.learn"),
         ({"kind": "chat", "path": "x", "chat": {"date": "today"}}, "data.chat.date"),
     ):
@@ -380,26 +554,53 @@ def test_the_recipe_takes_one_source_in_the_section(folder: Path) -> None:
         assert "\n" not in str(error.value)
 
 
-def test_the_preview_shows_what_is_learned(folder: Path, tmp_path: Path, command: Command) -> None:
-    talks = [{"messages": chats.turns("Is <|im_end|> & <b> safe?", "Yes & <i>", "Long?", "so " * 200)}] * 5
+def test_the_preview_shows_what_is_learned(
+    folder: Path, tmp_path: Path, command: Command
+) -> None:
+    talks = [
+        {
+            "messages": chats.turns(
+                "Is <|im_end|> & <b> safe?", "Yes & <i>", "Long?", "so " * 200
+            )
+        }
+    ] * 5
     (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
     recipe = tmp_path / "chat.toml"
     recipe.write_text(
         f"[data]\nkind = 'chat'\npath = '{folder / 'talks.jsonl'}'\nseq_len = 128\n"
         f"tokenizer = '{folder / 'tokenizer'}'\n"
     )
-    code, out, err = command("data", "preview", recipe, "--html", tmp_path / "page.html")
+    code, out, err = command(
+        "data", "preview", recipe, "--html", tmp_path / "page.html"
+    )
     assert code == 0, err
-    assert out.count("⟦Yes & <i><|im_end|>⟧") == 3 and "talks.jsonl:3: 128 tokens" in out and "more cut off" in out
+    assert (
+        out.count("⟦Yes & <i><|im_end|>⟧") == 3
+        and "talks.jsonl:3: 128 tokens" in out
+        and "more cut off" in out
+    )
     html = (tmp_path / "page.html").read_text()
-    assert html.count("Yes &amp; &lt;i&gt;") == 3 and "<i>" not in html and html.count('class="cut ') == 9
+    assert (
+        html.count("Yes &amp; &lt;i&gt;") == 3
+        and "<i>" not in html
+        and html.count('class="cut ') == 9
+    )
     words = '<span class="learned ">Yes &amp; &lt;i&gt;</span><span class="learned special">&lt;|im_end|&gt;</span>'
     assert html.count(words) == 3 and "Is &lt;|im_end|&gt; &amp;" in html
     code, out, err = command("data", "preview", recipe, "--json", "--samples", "1")
     (sample,) = json.loads(out)
-    assert code == 0 and sample["place"].endswith("talks.jsonl:1") and sample["tokens"] == 128 and not err
+    assert (
+        code == 0
+        and sample["place"].endswith("talks.jsonl:1")
+        and sample["tokens"] == 128
+        and not err
+    )
     assert [(p["text"], p["learned"], p["role"]) for p in sample["pieces"]][:6] == [
-        ("<|im_start|>system\nYou are SmolLM.<|im_end|>\n<|im_start|>user\n", False, None),
+        (
+            "<|im_start|>system\nYou are SmolLM.<|im_end|>\n<|im_start|>user\n",
+            False,
+            None,
+        ),
         ("Is <|im_end|> & <b> safe?", False, "user"),
         ("<|im_end|>\n<|im_start|>assistant\n", False, None),
         ("Yes & <i><|im_end|>", True, "assistant"),
@@ -413,23 +614,39 @@ def test_the_preview_shows_what_is_learned(folder: Path, tmp_path: Path, command
     assert code == 1 and "talks.jsonl:1: message 1 is 1" in err and err.count("\n") == 1
 
 
-def test_what_templates_leave_out_is_said_at_every_start(folder: Path, tmp_path: Path) -> None:
+def test_what_templates_leave_out_is_said_at_every_start(
+    folder: Path, tmp_path: Path
+) -> None:
     template = (
         "{% for m in messages %}{% if m.role == 'user' %}Q: {{ m.content }}\n{% elif m.role == 'assistant' %}"
         "A: {{ m.content }}\n{% endif %}{% endfor %}"
     )
     tools = [{"type": "function", "function": {"name": "sky"}}]
-    talks = [{"messages": chats.turns("q", "a", system="s")}, {"messages": chats.turns("q", "a"), "tools": tools}] * 3
+    talks = [
+        {"messages": chats.turns("q", "a", system="s")},
+        {"messages": chats.turns("q", "a"), "tools": tools},
+    ] * 3
     settings = data(folder, talks, chat={"template": template}, cache=str(tmp_path))
-    first, again = open_data(settings), open_data(settings)  # the second one reads the cache
+    # the second one reads the cache
+    first, again = open_data(settings), open_data(settings)
     assert first.notes == again.notes and len(first.notes) == 3
     for note, said in zip(
-        first.notes, ("its tools (3 records)", "no system turn (3 records)", "no learned"), strict=True
+        first.notes,
+        ("its tools (3 records)", "no system turn (3 records)", "no learned"),
+        strict=True,
     ):
-        assert said in note and note.startswith(f"data source {settings.sources[0].path}: ")
-    tree = {"data": settings.model_dump(mode="json", exclude_defaults=True), "model": {"layers": 1}}
-    assert set(first.notes) <= set(prepare(build_recipe(tree)).notes)  # which a run prints
-    assert not open_data(data(folder, [{"messages": chats.turns("q", "a", system="s")}])).notes
+        assert said in note and note.startswith(
+            f"data source {settings.sources[0].path}: "
+        )
+    tree = {
+        "data": settings.model_dump(mode="json", exclude_defaults=True),
+        "model": {"layers": 1},
+    }
+    # which a run prints
+    assert set(first.notes) <= set(prepare(build_recipe(tree)).notes)
+    assert not open_data(
+        data(folder, [{"messages": chats.turns("q", "a", system="s")}])
+    ).notes
 
 
 def reasoned(*answers: tuple[str, str]) -> list[dict[str, str]]:
@@ -437,18 +654,31 @@ def reasoned(*answers: tuple[str, str]) -> list[dict[str, str]]:
     talk = []
     for number, (reasoning, answer) in enumerate(answers):
         talk.append({"role": "user", "content": f"q{number}"})
-        talk.append({"role": "assistant", "content": answer} | ({"reasoning_content": reasoning} if reasoning else {}))
+        talk.append(
+            {"role": "assistant", "content": answer}
+            | ({"reasoning_content": reasoning} if reasoning else {})
+        )
     return talk
 
 
-def test_reasoning_of_earlier_turns_is_learned_in_samples_of_their_own(tmp_path: Path) -> None:
+def test_reasoning_of_earlier_turns_is_learned_in_samples_of_their_own(
+    tmp_path: Path,
+) -> None:
     chats.save_tokenizer(tmp_path / "tokenizer", chats.TEMPLATES["qwen3"])
-    talks = [reasoned(("why", "one"), ("", "two"), ("so", "three")), reasoned(("", "four"), ("hm", "five"))]
+    talks = [
+        reasoned(("why", "one"), ("", "two"), ("so", "three")),
+        reasoned(("", "four"), ("hm", "five")),
+    ]
 
     def read(**more: Any) -> tuple[list[str], list[list[str]], list[str]]:
         settings = data(tmp_path, [{"messages": talk} for talk in talks], chat=more)
-        shown, notes = samples(settings, load_tokenizer(str(tmp_path / "tokenizer")), 10)
-        pieces = [[p["text"] for p in sample.as_json()["pieces"] if p["learned"]] for sample in shown]
+        shown, notes = samples(
+            settings, load_tokenizer(str(tmp_path / "tokenizer")), 10
+        )
+        pieces = [
+            [p["text"] for p in sample.as_json()["pieces"] if p["learned"]]
+            for sample in shown
+        ]
         return [sample.place.rpartition(":")[2] for sample in shown], pieces, notes
 
     places, pieces, notes = read()
@@ -464,18 +694,28 @@ def test_reasoning_of_earlier_turns_is_learned_in_samples_of_their_own(tmp_path:
     inside = [m | {"content": f"<think>{m.pop('reasoning_content')}</think>{m['content']}"} if len(m) > 2 else m
               for talk in talks for m in talk]  # fmt: skip
     talks = [inside[:6], inside[6:]]  # reasoning within the content is the same
-    assert "leaves out reasoning" in read()[2][0] and read(reasoning="split")[1:] == (pieces, [])
+    assert "leaves out reasoning" in read()[2][0] and read(reasoning="split")[1:] == (
+        pieces,
+        [],
+    )
 
 
 def test_samples_of_one_record_are_on_one_side(tmp_path: Path) -> None:
     chats.save_tokenizer(tmp_path / "tokenizer", chats.TEMPLATES["qwen3"])
-    talks = [{"messages": reasoned((f"r{i}", f"x{i}."), (f"s{i}", f"y{i}."))} for i in range(20)]
-    opened = open_data(data(tmp_path, talks, chat={"reasoning": "split"}, validation=0.3))
+    talks = [
+        {"messages": reasoned((f"r{i}", f"x{i}."), (f"s{i}", f"y{i}."))}
+        for i in range(20)
+    ]
+    opened = open_data(
+        data(tmp_path, talks, chat={"reasoning": "split"}, validation=0.3)
+    )
     assert "40 conversations" in opened.description and opened.validation is not None
     seen = []
     for side in (opened.train, opened.validation):
         rows = [side.row(i) for i in range(side.total or 0)]
-        learned = "".join(opened.tokenizer.decode(row.labels[row.labels != IGNORE]) for row in rows)
+        learned = "".join(
+            opened.tokenizer.decode(row.labels[row.labels != IGNORE]) for row in rows
+        )
         seen.append({i for i in range(20) if f"r{i}\n" in learned})
         assert seen[-1] == {i for i in range(20) if f"s{i}\n" in learned}
     assert seen[0] | seen[1] == {*range(20)} and not seen[0] & seen[1] and seen[1]

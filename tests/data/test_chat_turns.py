@@ -24,7 +24,10 @@ from weft.data.tokenizer import Tokenizer, load_tokenizer
 
 Message = dict[str, Any]
 #: The user's, the assistant's and the closing token of DeepSeek's, which are not written in ASCII.
-DEEPSEEK = tuple(f"<\uff5c{name}\uff5c>" for name in ("User", "Assistant", "end\u2581of\u2581sentence"))
+DEEPSEEK = tuple(
+    f"<\uff5c{name}\uff5c>"
+    for name in ("User", "Assistant", "end\u2581of\u2581sentence")
+)
 SPECIALS = (
     "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "[INST]",
     "[/INST]", "<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|observation|>", "<|system|>",
@@ -54,7 +57,9 @@ class Style:
     final: str = ""
 
 
-def _same(form: str, assistant: str = "assistant", tool: str = "tool") -> dict[str, str]:
+def _same(
+    form: str, assistant: str = "assistant", tool: str = "tool"
+) -> dict[str, str]:
     names = {"system": "system", "user": "user", "assistant": assistant, "tool": tool}
     return {role: form.format(name) for role, name in names.items()}
 
@@ -102,15 +107,29 @@ def jinja(style: Style, tagged: bool = False) -> str:
 
     turns = []
     for role in ("user", "tool", "system"):
-        lead = "{% if loop.index0 == first.user %}{{ first.words }}{% endif %}" if role == "user" else ""
-        body = text(style.opens[role]) + lead + "{{ m.content }}" + text(style.user_close) + text(style.after)
-        turns.append(f"{{% elif m.role == '{role}' %}}{body if role != 'system' or style.system == 'turn' else ''}")
+        lead = (
+            "{% if loop.index0 == first.user %}{{ first.words }}{% endif %}"
+            if role == "user"
+            else ""
+        )
+        body = (
+            text(style.opens[role])
+            + lead
+            + "{{ m.content }}"
+            + text(style.user_close)
+            + text(style.after)
+        )
+        turns.append(
+            f"{{% elif m.role == '{role}' %}}{body if role != 'system' or style.system == 'turn' else ''}"
+        )
     reasoning = "{% if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n' }}{% endif %}"
     calls = (
         '{% for c in m.tool_calls %}{{ \'<tool_call>{"name": "\' + c.function.name + \'", "arguments": \' }}'
         "{{ c.function.arguments | tojson }}{{ '}</tool_call>' }}{% endfor %}"
     )
-    answer = text(style.lead) + reasoning + "{{ m.content }}" + calls + text(style.close)
+    answer = (
+        text(style.lead) + reasoning + "{{ m.content }}" + calls + text(style.close)
+    )
     answer = f"{{% generation %}}{answer}{{% endgeneration %}}" if tagged else answer
     assistant = text(style.opens["assistant"]) + answer
     head = "{% set first = namespace(user=-1, words='') %}"
@@ -133,7 +152,11 @@ def learns(message: Message) -> bool:
 def written(style: Style, messages: list[Message]) -> list[tuple[str, bool]]:
     """The pieces of text of a conversation, each with whether it is learned."""
     pieces = [(style.first, False)]
-    lead = "".join(m["content"] + "\n\n" for m in messages if m["role"] == "system") if style.system == "merged" else ""
+    lead = (
+        "".join(m["content"] + "\n\n" for m in messages if m["role"] == "system")
+        if style.system == "merged"
+        else ""
+    )
     kept = [m for m in messages if m["role"] != "system" or style.system == "turn"]
     for number, message in enumerate(kept):
         role = message["role"]
@@ -146,13 +169,26 @@ def written(style: Style, messages: list[Message]) -> list[tuple[str, bool]]:
             answer = f"<think>\n{reasoning}\n</think>\n" if reasoning else ""
             answer = style.lead + answer + message.get("content", "")
             answer += "".join(call_text(call) for call in message.get("tool_calls", ()))
-            shown = style.prefix if style.prompt and answer.startswith(style.prefix) else ""
+            shown = (
+                style.prefix if style.prompt and answer.startswith(style.prefix) else ""
+            )
             own = learns(message)
-            endless = own and not style.close.strip()  # what follows an answer is then all that tells where it ends
-            pieces += [(shown, False), (answer.removeprefix(shown) + style.close, own), (style.after, endless)]
+            # what follows an answer is then all that tells where it ends
+            endless = own and not style.close.strip()
+            pieces += [
+                (shown, False),
+                (answer.removeprefix(shown) + style.close, own),
+                (style.after, endless),
+            ]
         else:
             pieces.append(
-                ((lead if role == "user" else "") + message["content"] + style.user_close + style.after, False)
+                (
+                    (lead if role == "user" else "")
+                    + message["content"]
+                    + style.user_close
+                    + style.after,
+                    False,
+                )
             )
             lead = "" if role == "user" else lead
     ends = learns(kept[-1]) and not style.close.startswith(style.stops)
@@ -162,7 +198,11 @@ def written(style: Style, messages: list[Message]) -> list[tuple[str, bool]]:
 def runs(pieces: list[tuple[str, bool]]) -> list[str]:
     """The learned pieces, those in a row together."""
     kept = [piece for piece in pieces if piece[0]]
-    return ["".join(text for text, _ in run) for learned, run in groupby(kept, key=lambda piece: piece[1]) if learned]
+    return [
+        "".join(text for text, _ in run)
+        for learned, run in groupby(kept, key=lambda piece: piece[1])
+        if learned
+    ]
 
 
 def learned_runs(encoded: Encoded) -> list[str]:
@@ -189,24 +229,62 @@ def encoder_of(style: Style, base: Tokenizer) -> ChatEncoder:
 
 words = st.one_of(
     st.sampled_from(
-        ["red", "<think>", "<|im_end|>\n<|im_start|>assistant\n", " a ", "[/INST] b</s>", "t\n", "<t", "\n"]
+        [
+            "red",
+            "<think>",
+            "<|im_end|>\n<|im_start|>assistant\n",
+            " a ",
+            "[/INST] b</s>",
+            "t\n",
+            "<t",
+            "\n",
+        ]
     ),
-    st.text(st.characters(blacklist_categories=["Cs", "Cc"], max_codepoint=0x4000), min_size=1, max_size=8),
+    st.text(
+        st.characters(blacklist_categories=["Cs", "Cc"], max_codepoint=0x4000),
+        min_size=1,
+        max_size=8,
+    ),
 )
 said = words.filter(lambda text: bool(text.strip()))
 arguments = st.sampled_from(
-    [{}, {"n": 2}, {"a": None, "b": [1, True]}, {"city": "Paris"}, {"": "<|im_end|>"}, {"a": {}}]
+    [
+        {},
+        {"n": 2},
+        {"a": None, "b": [1, True]},
+        {"city": "Paris"},
+        {"": "<|im_end|>"},
+        {"a": {}},
+    ]
 )
-calls = arguments.map(lambda value: {"type": "function", "function": {"name": "sky", "arguments": value}})
+calls = arguments.map(
+    lambda value: {"type": "function", "function": {"name": "sky", "arguments": value}}
+)
 answers = st.one_of(
-    st.fixed_dictionaries({"content": said}, optional={"reasoning_content": st.sampled_from(["hm", "so:\nyes"])}),
-    st.fixed_dictionaries({"tool_calls": st.lists(calls, min_size=1, max_size=2)}, optional={"content": said}),
+    st.fixed_dictionaries(
+        {"content": said},
+        optional={"reasoning_content": st.sampled_from(["hm", "so:\nyes"])},
+    ),
+    st.fixed_dictionaries(
+        {"tool_calls": st.lists(calls, min_size=1, max_size=2)},
+        optional={"content": said},
+    ),
 )
 messages = st.one_of(
-    st.builds(lambda m, train: {"role": "assistant"} | m | train, answers, st.sampled_from([{}, {}, {"train": False}])),
-    st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(["user", "tool", "system"]), words),
+    st.builds(
+        lambda m, train: {"role": "assistant"} | m | train,
+        answers,
+        st.sampled_from([{}, {}, {"train": False}]),
+    ),
+    st.builds(
+        lambda role, text: {"role": role, "content": text},
+        st.sampled_from(["user", "tool", "system"]),
+        words,
+    ),
 )
-talks = st.lists(messages, min_size=1, max_size=7).filter(lambda talk: any(map(learns, talk)))
+talks = st.lists(messages, min_size=1, max_size=7).filter(
+    lambda talk: any(map(learns, talk))
+)
 styles = st.builds(
     lambda style, after, prefix, system, prompt, final: replace(
         style, after=style.after if after is None else after, prefix=prefix if style.prompt else "", system=system,
@@ -230,7 +308,9 @@ EMPTY_CALL = [{"role": "user", "content": "hi"},
 @example(FAMILIES["glm"], EMPTY_CALL)
 @settings(deadline=None, max_examples=60)
 @given(styles, talks)
-def test_just_what_the_assistant_writes_is_learned(base: Tokenizer, style: Style, talk: list[Message]) -> None:
+def test_just_what_the_assistant_writes_is_learned(
+    base: Tokenizer, style: Style, talk: list[Message]
+) -> None:
     encoder = encoder_of(style, base)
     pieces = written(style, talk)
     encoded = encoder.encode(conversation(talk))
@@ -239,7 +319,9 @@ def test_just_what_the_assistant_writes_is_learned(base: Tokenizer, style: Style
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_masks_are_those_of_transformers(base: Tokenizer, tmp_path: Path, name: str) -> None:
+def test_masks_are_those_of_transformers(
+    base: Tokenizer, tmp_path: Path, name: str
+) -> None:
     """With generation tags, and found without them: the same tokens are learned, and the same ids are written."""
     from transformers import AutoTokenizer
 
@@ -255,10 +337,16 @@ def test_masks_are_those_of_transformers(base: Tokenizer, tmp_path: Path, name: 
     ]  # fmt: skip
     ends = tuple(base.specials[token] for token in style.stops)
     tokenizer = replace(base, ends=ends)
-    tagged, plain = (ChatEncoder(ChatTemplate(jinja(style, tags), tokenizer)) for tags in (True, False))
+    tagged, plain = (
+        ChatEncoder(ChatTemplate(jinja(style, tags), tokenizer))
+        for tags in (True, False)
+    )
     for talk in talks:
         given = theirs.apply_chat_template(
-            talk, chat_template=jinja(style, True), return_dict=True, return_assistant_tokens_mask=True
+            talk,
+            chat_template=jinja(style, True),
+            return_dict=True,
+            return_assistant_tokens_mask=True,
         )
         mask = [weight == 1 for weight in given["assistant_masks"]]
         for encoder in (tagged, plain):
@@ -297,19 +385,35 @@ HEADLESS = """\
 @pytest.mark.parametrize(
     ("template", "right"),
     [
-        (REPEATS, [' to=sky\n{"n": 2}<|im_end|>', " to=sky\n{}<|im_end|>", "\ndry<|im_end|>"]),
-        (HEADLESS, ['sky {"n": 2}<|im_end|>', "\nthen sky {}<|im_end|>", "dry<|im_end|>"]),
+        (
+            REPEATS,
+            [' to=sky\n{"n": 2}<|im_end|>', " to=sky\n{}<|im_end|>", "\ndry<|im_end|>"],
+        ),
+        (
+            HEADLESS,
+            ['sky {"n": 2}<|im_end|>', "\nthen sky {}<|im_end|>", "dry<|im_end|>"],
+        ),
     ],
 )
-def test_turns_without_words_or_headers_are_found(base: Tokenizer, template: str, right: list[str]) -> None:
+def test_turns_without_words_or_headers_are_found(
+    base: Tokenizer, template: str, right: list[str]
+) -> None:
     tokenizer = replace(base, ends=(base.specials["<|im_end|>"],))
 
     def call(arguments: Any) -> Message:
-        return {"role": "assistant", "tool_calls": [{"function": {"name": "sky", "arguments": arguments}}]}
+        return {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "sky", "arguments": arguments}}],
+        }
 
     talk = [{"role": "user", "content": "q"}, call({"n": 2}), {"role": "tool", "content": "21"}, call({}),
             {"role": "tool", "content": "no"}, {"role": "assistant", "content": "dry"}]  # fmt: skip
-    assert learned_runs(ChatEncoder(ChatTemplate(template, tokenizer)).encode(conversation(talk))) == right
+    assert (
+        learned_runs(
+            ChatEncoder(ChatTemplate(template, tokenizer)).encode(conversation(talk))
+        )
+        == right
+    )
 
 
 _TURN = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -332,5 +436,11 @@ UNEVEN = {
 @pytest.mark.parametrize("name", UNEVEN)
 def test_prompts_may_differ_from_turns(base: Tokenizer, name: str) -> None:
     tokenizer = replace(base, ends=(base.specials["<|im_end|>"],))
-    encoded = ChatEncoder(ChatTemplate(UNEVEN[name], tokenizer)).encode(conversation(TWICE))
-    assert learned_runs(encoded) == ["red<|im_end|>", "blue<|im_end|>", "green<|im_end|>"]
+    encoded = ChatEncoder(ChatTemplate(UNEVEN[name], tokenizer)).encode(
+        conversation(TWICE)
+    )
+    assert learned_runs(encoded) == [
+        "red<|im_end|>",
+        "blue<|im_end|>",
+        "green<|im_end|>",
+    ]

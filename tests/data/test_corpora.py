@@ -20,7 +20,9 @@ TEXTS = ["first document", "zweites Dokument: ä €", "", "last"]
 
 
 def read(kind: str, path: Path | str, **more: str) -> list[str]:
-    return list(documents(Source.model_validate({"kind": kind, "path": str(path), **more})))
+    return list(
+        documents(Source.model_validate({"kind": kind, "path": str(path), **more}))
+    )
 
 
 def lines(path: Path, records: list[object]) -> Path:
@@ -37,13 +39,22 @@ def one_line(error: pytest.ExceptionInfo[WeftError], *words: str) -> None:
 def test_stdlib_is_source_code_without_tests() -> None:
     names = {str(file) for file in files(Source())}
     assert any(name.endswith("/dataclasses.py") for name in names)
-    assert not any("/site-packages/" in name or "/test/" in name or "/tests/" in name for name in names)
+    assert not any(
+        "/site-packages/" in name or "/test/" in name or "/tests/" in name
+        for name in names
+    )
     assert next(documents(Source()))
 
 
 def test_text_file_folder_and_glob_are_sorted(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
-    for name, text in (("b.txt", "B"), ("a.txt", "A"), ("sub/c.txt", "C"), (".hidden", "no"), ("d.md", "D")):
+    for name, text in (
+        ("b.txt", "B"),
+        ("a.txt", "A"),
+        ("sub/c.txt", "C"),
+        (".hidden", "no"),
+        ("d.md", "D"),
+    ):
         (tmp_path / name).write_text(text)
     assert read("text", tmp_path / "b.txt") == ["B"]
     assert read("text", tmp_path) == ["A", "B", "D", "C"]
@@ -76,7 +87,9 @@ def test_huggingface_dataset_and_dataset_dict(tmp_path: Path) -> None:
 
     data = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(4))})
     data.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": data, "test": data.select([0])}).save_to_disk(tmp_path / "dict")
+    datasets.DatasetDict({"train": data, "test": data.select([0])}).save_to_disk(
+        tmp_path / "dict"
+    )
     datasets.DatasetDict({"test": data}).save_to_disk(tmp_path / "no_train")
     assert read("huggingface", tmp_path / "one") == TEXTS
     assert read("huggingface", tmp_path / "dict") == TEXTS
@@ -99,7 +112,9 @@ def test_huggingface_dataset_and_dataset_dict(tmp_path: Path) -> None:
         (b'{"text": "\xff"}\n', ["a.jsonl:1"]),
     ],
 )
-def test_jsonl_errors_name_file_and_line(tmp_path: Path, content: bytes, words: list[str]) -> None:
+def test_jsonl_errors_name_file_and_line(
+    tmp_path: Path, content: bytes, words: list[str]
+) -> None:
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(WeftError) as error:
         read("jsonl", tmp_path / "a.jsonl")
@@ -119,7 +134,12 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "b.parquet").write_bytes(b"PAR1 nonsense")
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 1000)[:40])
     (tmp_path / "d.jsonl.gz").write_bytes(b"not compressed")
-    for kind, name in (("text", "a.txt"), ("parquet", "b.parquet"), ("jsonl", "c.jsonl.gz"), ("jsonl", "d.jsonl.gz")):
+    for kind, name in (
+        ("text", "a.txt"),
+        ("parquet", "b.parquet"),
+        ("jsonl", "c.jsonl.gz"),
+        ("jsonl", "d.jsonl.gz"),
+    ):
         with pytest.raises(WeftError) as error:
             read(kind, tmp_path / name)
         one_line(error, name)
@@ -135,7 +155,9 @@ def test_parquet_without_the_column(tmp_path: Path) -> None:
     one_line(error, "a.parquet", "int")
 
 
-def test_a_missing_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "a.parquet").touch()
     with pytest.raises(WeftError) as error:
@@ -155,9 +177,21 @@ def test_docstrings_are_questions_with_their_lines(tmp_path: Path) -> None:
     )
     (tmp_path / "broken.py").write_text("def (")
     source = Source(kind="chat", form="docstrings", path=str(tmp_path))
-    found = [(place.line, *(m["content"] for m in talk.messages)) for place, talk in samples(source)]
-    assert found == [
-        (1, "What does the Python function pack.tools.cut do?", "Cut it into pieces of equal size."),
-        (8, "What does the Python class pack.tools.Saw do?", "A tool that cuts wood well."),
+    found = [
+        (place.line, *(m["content"] for m in talk.messages))
+        for place, talk in samples(source)
     ]
-    assert len(files(Source(kind="chat", form="docstrings"))) > 300  # the standard library's
+    assert found == [
+        (
+            1,
+            "What does the Python function pack.tools.cut do?",
+            "Cut it into pieces of equal size.",
+        ),
+        (
+            8,
+            "What does the Python class pack.tools.Saw do?",
+            "A tool that cuts wood well.",
+        ),
+    ]
+    # the standard library's
+    assert len(files(Source(kind="chat", form="docstrings"))) > 300

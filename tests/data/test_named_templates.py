@@ -13,16 +13,21 @@ from hypothesis import strategies as st
 from tests import chats
 from weft.data.chat.conversation import conversation
 from weft.data.chat.encode import ChatEncoder, own_encoder, prompt_ids
-from weft.data.chat.named_templates import NAMED_FOLDER
 from weft.data.chat.source import open_chats
 from weft.data.chat.template import ChatTemplate
 from weft.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_files
 from weft.errors import WeftError
 from weft.models.hf import tokenizer_files
 from weft.recipe import Chat, Source
+from weft.recipe.named_templates import NAMED_FOLDER
 
-TOOLS = [{"type": "function", "function": {"name": "sky", "parameters": {"type": "object"}}}]
-CALL = {"type": "function", "function": {"name": "sky", "arguments": {"town": "Oslo", "n": 2}}}
+TOOLS = [
+    {"type": "function", "function": {"name": "sky", "parameters": {"type": "object"}}}
+]
+CALL = {
+    "type": "function",
+    "function": {"name": "sky", "arguments": {"town": "Oslo", "n": 2}},
+}
 AGENT: list[dict[str, Any]] = [
     {"role": "user", "content": "rain?"},
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -30,7 +35,11 @@ AGENT: list[dict[str, Any]] = [
     {"role": "assistant", "content": "dry"},
 ]
 PLAIN = chats.turns("hi", "there")
-NAMED = {"default": chats.SMOLLM2, "tool_use": chats.QWEN25, "rag": "{{ messages | length }}"}
+NAMED = {
+    "default": chats.SMOLLM2,
+    "tool_use": chats.QWEN25,
+    "rag": "{{ messages | length }}",
+}
 
 
 def write_as(kind: str, folder: Path) -> None:
@@ -44,12 +53,16 @@ def write_as(kind: str, folder: Path) -> None:
         return
     (folder / "chat_template.jinja").unlink()
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["chat_template"] = [{"name": name, "template": text} for name, text in NAMED.items()]
+    config["chat_template"] = [
+        {"name": name, "template": text} for name, text in NAMED.items()
+    ]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize("kind", ["list", "files"])
-def test_the_template_for_tools_is_used_where_there_are_tools(tmp_path: Path, kind: str) -> None:
+def test_the_template_for_tools_is_used_where_there_are_tools(
+    tmp_path: Path, kind: str
+) -> None:
     from transformers import AutoTokenizer
 
     write_as(kind, tmp_path / "own")
@@ -57,20 +70,34 @@ def test_the_template_for_tools_is_used_where_there_are_tools(tmp_path: Path, ki
     own.save(tmp_path / "again")  # as a checkpoint and an export have it
     carried = tokenizer_from_files(tokenizer_files(tmp_path / "own"), "a model")
     assert {"default": own.chat_template, **own.named_templates} == NAMED
-    theirs = [AutoTokenizer.from_pretrained(tmp_path / name) for name in ("own", "again")]
+    theirs = [
+        AutoTokenizer.from_pretrained(tmp_path / name) for name in ("own", "again")
+    ]
     record = tmp_path / "talks.jsonl"
     for tokenizer in (own, carried, load_tokenizer(str(tmp_path / "again"))):
         assert tokenizer.named_templates == own.named_templates
         for messages, tools in ((PLAIN, None), (AGENT, TOOLS)):
-            encoded = own_encoder(tokenizer, "a model").encode(conversation(messages, tools))
+            encoded = own_encoder(tokenizer, "a model").encode(
+                conversation(messages, tools)
+            )
             asked = prompt_ids(tokenizer, messages[:-1], True, "a model", tools)
             record.write_text(json.dumps({"messages": messages, "tools": tools}))
-            trained = open_chats(Source(kind="chat", path=str(record)), Chat(), tokenizer, tmp_path / "cache")
+            trained = open_chats(
+                Source(kind="chat", path=str(record)),
+                Chat(),
+                tokenizer,
+                tmp_path / "cache",
+            )
             for other in theirs:
-                ids = other.apply_chat_template(messages, tools=tools, return_dict=True)["input_ids"]
+                ids = other.apply_chat_template(
+                    messages, tools=tools, return_dict=True
+                )["input_ids"]
                 assert encoded.ids.tolist() == ids == trained.ids.tolist()
                 prompt = other.apply_chat_template(
-                    messages[:-1], tools=tools, add_generation_prompt=True, return_dict=True
+                    messages[:-1],
+                    tools=tools,
+                    add_generation_prompt=True,
+                    return_dict=True,
                 )
                 assert asked == prompt["input_ids"]
 
@@ -122,7 +149,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def talk_of(arguments: Any, content: Any = "absent") -> list[dict[str, Any]]:
     """A conversation with one call, whose turn has ``content``."""
     call = CALL | {"function": {"name": "sky", "arguments": arguments}}
-    said = {"role": "assistant", "tool_calls": [call]} | ({} if content == "absent" else {"content": content})
+    said = {"role": "assistant", "tool_calls": [call]} | (
+        {} if content == "absent" else {"content": content}
+    )
     return [AGENT[0], said, *AGENT[2:]]
 
 
@@ -137,13 +166,16 @@ def test_templates_get_calls_as_they_take_them(
 ) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    text = json.dumps(arguments, ensure_ascii=False, indent=1 if form == "spaced" else None)
+    text = json.dumps(
+        arguments, ensure_ascii=False, indent=1 if form == "spaced" else None
+    )
     given = arguments if form == "object" else text
     right = talk_of(text if style == "text" else arguments, None)
     (wanted,), _ = render_jinja_template([right], chat_template=TEMPLATES[style])
     own = ChatTemplate(TEMPLATES[style], tokenizer)
     assert own.render(conversation(talk_of(given, content)).messages).text == wanted
-    assert own.render(talk_of(given, content)).text == wanted  # as generation gives it, unchecked
+    # as generation gives it, unchecked
+    assert own.render(talk_of(given, content)).text == wanted
 
 
 @pytest.mark.parametrize("style", TEMPLATES)
@@ -152,7 +184,11 @@ def test_calls_in_any_form_are_learned(tokenizer: Tokenizer, style: str) -> None
     for arguments in ({"town": "Oslo"}, {"n": 2}, {}, '{"town":"Oslo"}'):
         encoded = encoder.encode(conversation(talk_of(arguments)))
         first, second = (encoded.text[span.start : span.end] for span in encoded.spans)
-        assert "sky" in first and first.endswith("<|im_end|>") and second == "dry<|im_end|>"
+        assert (
+            "sky" in first
+            and first.endswith("<|im_end|>")
+            and second == "dry<|im_end|>"
+        )
         assert "<|im_start|>" not in first and encoded.text.count(first) == 1
         assert encoded.text[: encoded.spans[0].start].endswith("assistant\n")
         if isinstance(arguments, str):

@@ -15,7 +15,13 @@ from weft.errors import UsageError
 def stream(lengths: list[int], seq_len: int, seed: int = 0) -> Stream:
     """Documents whose tokens are all different, so that a token tells where it comes from."""
     offsets = np.append(0, np.cumsum(lengths))
-    return Stream(np.arange(offsets[-1], dtype=np.uint32), offsets[:-1], np.diff(offsets), seq_len, seed)
+    return Stream(
+        np.arange(offsets[-1], dtype=np.uint32),
+        offsets[:-1],
+        np.diff(offsets),
+        seq_len,
+        seed,
+    )
 
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -23,12 +29,19 @@ lengths = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
 @settings(deadline=None)
 @given(lengths, st.integers(1, 50), st.integers(0, 2**63), st.integers(0, 5))
-def test_an_epoch_holds_every_label_once(sizes: list[int], seq_len: int, seed: int, epoch: int) -> None:
+def test_an_epoch_holds_every_label_once(
+    sizes: list[int], seq_len: int, seed: int, epoch: int
+) -> None:
     one = stream(sizes, seq_len, seed)
     rows = [one.row(epoch * one.rows + i) for i in range(one.rows)]
-    tokens, labels = np.concatenate([r[0] for r in rows]), np.concatenate([r[1] for r in rows])
+    tokens, labels = (
+        np.concatenate([r[0] for r in rows]),
+        np.concatenate([r[1] for r in rows]),
+    )
     last = set(np.cumsum(sizes) - 1)
-    assert sorted(labels[labels != IGNORE]) == sorted(set(range(sum(sizes))) - set(np.cumsum([0, *sizes[:-1]])))
+    assert sorted(labels[labels != IGNORE]) == sorted(
+        set(range(sum(sizes))) - set(np.cumsum([0, *sizes[:-1]]))
+    )
     assert len(set(tokens)) == len(tokens) >= sum(sizes) - 1
     assert all(
         (label == IGNORE) if token in last else (label == token + 1)
@@ -42,7 +55,10 @@ def test_an_epoch_holds_every_label_once(sizes: list[int], seq_len: int, seed: i
 
 def test_epochs_differ_and_rows_are_shuffled() -> None:
     one = stream([1000], 10)
-    epochs = [[int(one.row(e * one.rows + i)[0][0]) for i in range(one.rows)] for e in range(2)]
+    epochs = [
+        [int(one.row(e * one.rows + i)[0][0]) for i in range(one.rows)]
+        for e in range(2)
+    ]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(0, 1000, 10))
     assert epochs[0] != epochs[1] and epochs[0] != sorted(epochs[0])
 
@@ -50,9 +66,19 @@ def test_epochs_differ_and_rows_are_shuffled() -> None:
 def test_the_order_never_changes() -> None:
     """A stored position means the same data in every later version: these numbers must not be touched."""
     order = Order((stream([30, 20, 9], 4), stream([40], 4)), (3.0, 1.0), seed=7)
-    assert hashed(0, np.arange(2)).tolist() == [12035550249420947055, 627405149472732430]
+    assert hashed(0, np.arange(2)).tolist() == [
+        12035550249420947055,
+        627405149472732430,
+    ]
     assert shuffled(8, 1, 2, 3).tolist() == [0, 7, 5, 3, 6, 2, 1, 4]
-    assert [order.locate(i) for i in range(6)] == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0)]
+    assert [order.locate(i) for i in range(6)] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (0, 3),
+        (0, 4),
+        (1, 0),
+    ]
     assert [int(order.row(i)[0][0]) for i in (0, 1, 2, 500)] == [38, 23, 46, 8]
     assert np.flatnonzero(held_out(20, 0.2, 7)).tolist() == [1, 3, 4, 10, 14, 15, 18]
 
@@ -66,8 +92,14 @@ def test_hash_of_distinct_indices_is_distinct() -> None:
 def test_several_sources_keep_their_proportions(weights: list[float], at: int) -> None:
     order = Order(tuple(stream([50], 10) for _ in weights), tuple(weights), seed=5)
     drawn = np.array(order._samples_drawn(at))
-    assert np.abs(drawn - np.array(weights) / sum(weights) * at * order.block).max() < 1 + 1e-3
-    assert drawn.sum() == at * order.block and (np.array(order._samples_drawn(at + 1)) >= drawn).all()
+    assert (
+        np.abs(drawn - np.array(weights) / sum(weights) * at * order.block).max()
+        < 1 + 1e-3
+    )
+    assert (
+        drawn.sum() == at * order.block
+        and (np.array(order._samples_drawn(at + 1)) >= drawn).all()
+    )
 
 
 def test_each_source_is_read_in_its_own_order() -> None:
@@ -77,8 +109,14 @@ def test_each_source_is_read_in_its_own_order() -> None:
         own = [index for s, index in places if s == source]
         assert own == list(range(len(own)))
     assert {s for s, _ in places[:20]} == {0, 1, 2}
-    assert order.locate(4321) == places[4321] == Order(order.streams, order.weights, 1).locate(4321)
-    assert places[:50] != [Order(order.streams, order.weights, 2).locate(i) for i in range(50)]
+    assert (
+        order.locate(4321)
+        == places[4321]
+        == Order(order.streams, order.weights, 1).locate(4321)
+    )
+    assert places[:50] != [
+        Order(order.streams, order.weights, 2).locate(i) for i in range(50)
+    ]
 
 
 def test_rare_sources_get_larger_blocks_and_too_rare_ones_an_error() -> None:
@@ -92,8 +130,12 @@ def test_rare_sources_get_larger_blocks_and_too_rare_ones_an_error() -> None:
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (5.0, 1.0), (1.0, 700.0)])
 @pytest.mark.parametrize("sizes", [(200, 30), (40_000, 90), (10, 30_000)])
-def test_several_sources_end_before_one_is_seen_too_often(weights: tuple[float, float], sizes: tuple[int, int]) -> None:
-    order = Order((stream([sizes[0]], 7), stream([sizes[1]], 7)), weights, seed=3, epochs=2)
+def test_several_sources_end_before_one_is_seen_too_often(
+    weights: tuple[float, float], sizes: tuple[int, int]
+) -> None:
+    order = Order(
+        (stream([sizes[0]], 7), stream([sizes[1]], 7)), weights, seed=3, epochs=2
+    )
     assert order.total is not None
     limits = [2 * one.rows for one in order.streams]
     counts = [0, 0]
@@ -112,7 +154,9 @@ def test_one_source_ends_after_its_epochs() -> None:
 
 
 @given(st.integers(2, 500), st.floats(0, 0.999), st.integers())
-def test_neither_side_of_the_split_is_empty(documents: int, fraction: float, seed: int) -> None:
+def test_neither_side_of_the_split_is_empty(
+    documents: int, fraction: float, seed: int
+) -> None:
     out = held_out(documents, fraction, seed)
     assert (~out).any() and (out.any() == (fraction > 0))
     assert not held_out(1, fraction, seed).any()

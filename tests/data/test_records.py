@@ -23,22 +23,42 @@ ALIASES = {
     "assistant": ["assistant", "gpt", "model", "Assistant", "bot"],
     "tool": ["tool", "function", "observation", "ipython"],
 }
-SYSTEM, ASKED, SAID = ({"role": role, "content": role[0]} for role in ("system", "user", "assistant"))
-CALL = {"type": "function", "id": "c1", "function": {"name": "f", "arguments": {"x": None, "y": [1]}}}
+SYSTEM, ASKED, SAID = (
+    {"role": role, "content": role[0]} for role in ("system", "user", "assistant")
+)
+CALL = {
+    "type": "function",
+    "id": "c1",
+    "function": {"name": "f", "arguments": {"x": None, "y": [1]}},
+}
 
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
     """Messages in the plain form: perhaps a system turn, questions, answers, calls and what tools answered."""
-    messages = [{"role": "system", "content": draw(WORDS)}] if draw(st.booleans()) else []
+    messages = (
+        [{"role": "system", "content": draw(WORDS)}] if draw(st.booleans()) else []
+    )
     for number in range(draw(st.integers(1, 3))):
         messages.append({"role": "user", "content": draw(WORDS)})
         if draw(st.booleans()):
-            arguments = draw(st.dictionaries(st.sampled_from("xyz"), st.none() | st.integers(0, 3) | WORDS, max_size=2))
-            call = {"type": "function", "id": f"c{number}", "function": {"name": "f", "arguments": arguments}}
+            arguments = draw(
+                st.dictionaries(
+                    st.sampled_from("xyz"),
+                    st.none() | st.integers(0, 3) | WORDS,
+                    max_size=2,
+                )
+            )
+            call = {
+                "type": "function",
+                "id": f"c{number}",
+                "function": {"name": "f", "arguments": arguments},
+            }
             answer = draw(st.sampled_from(["", "3", '{"a": null}', "[1, 2]", "plain"]))
             messages.append({"role": "assistant", "tool_calls": [call]})
-            messages.append({"role": "tool", "tool_call_id": f"c{number}", "content": answer})
+            messages.append(
+                {"role": "tool", "tool_call_id": f"c{number}", "content": answer}
+            )
         messages.append({"role": "assistant", "content": draw(WORDS)})
     return messages
 
@@ -46,20 +66,35 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
 def exported(draw: st.DrawFn, message: dict[str, Any]) -> dict[str, Any]:
     """``message`` in another way of writing the same."""
     turn = json.loads(json.dumps(message))
-    role, words = draw(st.sampled_from([("from", "value"), ("role", "content"), ("role", "text")]))
-    name, content = draw(st.sampled_from(ALIASES[turn.pop("role")])), turn.pop("content", None)
-    if message["role"] == "tool" and content in ("", "3", '{"a": null}', "[1, 2]") and draw(st.booleans()):
+    role, words = draw(
+        st.sampled_from([("from", "value"), ("role", "content"), ("role", "text")])
+    )
+    name, content = (
+        draw(st.sampled_from(ALIASES[turn.pop("role")])),
+        turn.pop("content", None),
+    )
+    if (
+        message["role"] == "tool"
+        and content in ("", "3", '{"a": null}', "[1, 2]")
+        and draw(st.booleans())
+    ):
         content = json.loads(content or "null")
     for call in turn.get("tool_calls", ()):
         arguments = call["function"]["arguments"]
         forms = [arguments, json.dumps(arguments), json.dumps(json.dumps(arguments))]
-        call["function"]["arguments"] = draw(st.sampled_from([*forms, *(["", None] if not arguments else [])]))
+        call["function"]["arguments"] = draw(
+            st.sampled_from([*forms, *(["", None] if not arguments else [])])
+        )
     if "tool_calls" in turn and draw(st.booleans()):
         turn["tool_calls"] = json.dumps(turn["tool_calls"])
     else:
         turn.setdefault("tool_calls", draw(st.sampled_from([[], None, "[]"])))
     turn.setdefault("tool_call_id", draw(st.sampled_from(["", None])))
-    turn |= draw(st.sampled_from([{}, {"name": ""}, {"function_call": None}, {"reasoning_content": None}]))
+    turn |= draw(
+        st.sampled_from(
+            [{}, {"name": ""}, {"function_call": None}, {"reasoning_content": None}]
+        )
+    )
     return {role: name, words: content} | turn
 
 
@@ -70,7 +105,9 @@ def test_what_exporters_write_is_its_plain_form(data: st.DataObject) -> None:
     turns = [exported(data.draw, message) for message in plain]
     beside = {}
     if plain[0]["role"] == "system" and data.draw(st.booleans()):
-        beside = {data.draw(st.sampled_from(["system", "system_prompt"])): plain[0]["content"]}
+        beside = {
+            data.draw(st.sampled_from(["system", "system_prompt"])): plain[0]["content"]
+        }
         del turns[0]
     field = data.draw(st.sampled_from(["messages", "conversations", "Messages"]))
     as_text = data.draw(st.sampled_from([lambda turns: turns, json.dumps, repr]))
@@ -125,31 +162,62 @@ EXTRA = st.dictionaries(
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.sampled_from(sorted(FORMS)), st.none() | WORDS, EXTRA, st.sampled_from([None, 0, 0.5, "2"]))
+@given(
+    st.sampled_from(sorted(FORMS)),
+    st.none() | WORDS,
+    EXTRA,
+    st.sampled_from([None, 0, 0.5, "2"]),
+)
 def test_every_form_keeps_what_stands_beside_it(
     form: str, system: str | None, extra: dict[str, Any], weight: Any
 ) -> None:
-    record = FORMS[form] | extra | {"system": system, "weight": weight, "tools": json.dumps([CALL])}
+    record = (
+        FORMS[form]
+        | extra
+        | {"system": system, "weight": weight, "tools": json.dumps([CALL])}
+    )
     pair = "chosen" in record
     found = read_pair(record).chosen if pair else read_record(record)
     assert [(m["role"], m["content"]) for m in found.messages] == [
         *([("system", system)] if system else []), ("user", "u"), ("assistant", "a"),
     ]  # fmt: skip
     assert found.tools == (CALL,)
-    assert (read_pair(record).weight if pair else found.weight) == float(1 if weight is None else weight)
-    assert sorted(found.unread) == sorted(key for key, value in extra.items() if value not in (None, "", [], {}))
+    assert (read_pair(record).weight if pair else found.weight) == float(
+        1 if weight is None else weight
+    )
+    assert sorted(found.unread) == sorted(
+        key for key, value in extra.items() if value not in (None, "", [], {})
+    )
 
 
 def test_system_twice_is_one_or_refused() -> None:
-    for record in ({"messages": [SYSTEM, ASKED, SAID]}, {"prompt": [SYSTEM, ASKED], "completion": "a"}):
-        assert [m["role"] for m in read_record(record | {"system": "s"}).messages] == ["system", "user", "assistant"]
-        with pytest.raises(ConversationError, match=r"another text as 'system' beside it; leave one out: data.columns"):
+    for record in (
+        {"messages": [SYSTEM, ASKED, SAID]},
+        {"prompt": [SYSTEM, ASKED], "completion": "a"},
+    ):
+        assert [m["role"] for m in read_record(record | {"system": "s"}).messages] == [
+            "system",
+            "user",
+            "assistant",
+        ]
+        with pytest.raises(
+            ConversationError,
+            match=r"another text as 'system' beside it; leave one out: data.columns",
+        ):
             read_record(record | {"system": "other"})
     with pytest.raises(ConversationError, match="'system' is 3"):
         read_record({"messages": [ASKED, SAID], "system": 3})
 
 
-MASKS = [("train", 1), ("training", 1), ("trainable", 1), ("loss", 1), ("loss_mask", 1), ("masked", 0), ("lossMask", 1)]
+MASKS = [
+    ("train", 1),
+    ("training", 1),
+    ("trainable", 1),
+    ("loss", 1),
+    ("loss_mask", 1),
+    ("masked", 0),
+    ("lossMask", 1),
+]
 
 
 @settings(deadline=None, max_examples=60)
@@ -160,18 +228,38 @@ MASKS = [("train", 1), ("training", 1), ("trainable", 1), ("loss", 1), ("loss_ma
 def test_masks_of_turns_are_obeyed(masks: list[Any], sharegpt: bool) -> None:
     turns, wanted = [], []
     for (name, means), learned, how in masks:
-        value = (learned == bool(means), int(learned == bool(means)), str(learned == bool(means)).lower(), None)[how]
-        turns += [ASKED, ({"from": "gpt", "value": "a"} if sharegpt else SAID) | {name: value}]
+        value = (
+            learned == bool(means),
+            int(learned == bool(means)),
+            str(learned == bool(means)).lower(),
+            None,
+        )[how]
+        turns += [
+            ASKED,
+            ({"from": "gpt", "value": "a"} if sharegpt else SAID) | {name: value},
+        ]
         wanted.append(1.0 if value is None else float(learned))
     found = read_record({"conversations" if sharegpt else "messages": turns})
     assert list(found.weights)[1::2] == wanted
-    marked = [2 * i + 1 for i, ((_, means), learned, how) in enumerate(masks) if means and learned and how < 3]
+    marked = [
+        2 * i + 1
+        for i, ((_, means), learned, how) in enumerate(masks)
+        if means and learned and how < 3
+    ]
     assert list(found.marked) == marked
 
 
-@pytest.mark.parametrize(("key", "values"), [("loss_mask", [0, 0, 1, 1]), ("masked", "[true, true, false, false]")])
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [("loss_mask", [0, 0, 1, 1]), ("masked", "[true, true, false, false]")],
+)
 def test_masks_in_a_list_beside_the_messages_are_obeyed(key: str, values: Any) -> None:
-    assert read_record({"messages": [ASKED, SAID] * 2, key: values}).weights == (0, 0, 1, 1)
+    assert read_record({"messages": [ASKED, SAID] * 2, key: values}).weights == (
+        0,
+        0,
+        1,
+        1,
+    )
 
 
 def test_masks_that_are_not_known_are_refused() -> None:
@@ -186,7 +274,14 @@ def test_masks_that_are_not_known_are_refused() -> None:
         with pytest.raises(ConversationError, match=said):
             read_record({"messages": [ASKED, SAID | change]})
         with pytest.raises(ConversationError, match=said):
-            read_record({"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"} | change]})
+            read_record(
+                {
+                    "conversations": [
+                        {"from": "human", "value": "u"},
+                        {"from": "gpt", "value": "a"} | change,
+                    ]
+                }
+            )
     for change, said in (
         ({"loss_mask": [1]}, "not one for each message"),
         ({"loss": 2.5}, "true or false"),
@@ -194,17 +289,32 @@ def test_masks_that_are_not_known_are_refused() -> None:
     ):
         with pytest.raises(ConversationError, match=said):
             read_record({"messages": [ASKED, SAID]} | change)
-    with pytest.raises(ConversationError, match="masks of a pair's turns stand in the turns"):
+    with pytest.raises(
+        ConversationError, match="masks of a pair's turns stand in the turns"
+    ):
         read_pair({"prompt": "u", "chosen": "a", "rejected": "b", "loss_mask": [1]})
-    assert read_record({"messages": [ASKED, SAID], "trainable": 0, "weight": 2}).weight == 0
-    pair = read_pair({"prompt": "u", "chosen": [SAID, ASKED, SAID | {"masked": 1}], "rejected": [SAID]})
+    assert (
+        read_record({"messages": [ASKED, SAID], "trainable": 0, "weight": 2}).weight
+        == 0
+    )
+    pair = read_pair(
+        {
+            "prompt": "u",
+            "chosen": [SAID, ASKED, SAID | {"masked": 1}],
+            "rejected": [SAID],
+        }
+    )
     assert pair.chosen.learned("assistant") == (0, 1, 0, 0)
 
 
 def test_old_calls_and_functions_are_read() -> None:
     turns = [
         ASKED,
-        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": null}'}},
+        {
+            "role": "assistant",
+            "content": None,
+            "function_call": {"name": "f", "arguments": '{"x": null}'},
+        },
         {"role": "function", "name": "f", "content": {"sum": None}},
         SAID | {"function_call": {}},
     ]
@@ -212,8 +322,15 @@ def test_old_calls_and_functions_are_read() -> None:
     assert found.messages[1]["tool_calls"] == [
         {"type": "function", "function": {"name": "f", "arguments": {"x": None}}}
     ]
-    assert found.messages[2] == {"role": "tool", "name": "f", "content": '{"sum": null}'}
-    assert found.tools == ({"type": "function", "function": {"name": "f"}},) and not found.unread
+    assert found.messages[2] == {
+        "role": "tool",
+        "name": "f",
+        "content": '{"sum": null}',
+    }
+    assert (
+        found.tools == ({"type": "function", "function": {"name": "f"}},)
+        and not found.unread
+    )
 
 
 def test_lists_kept_as_columns_are_read_whole_or_refused() -> None:
@@ -223,32 +340,68 @@ def test_lists_kept_as_columns_are_read_whole_or_refused() -> None:
         read_record({"messages": table | {"content": ["u"]}})
     # An answer that is a list of questions and answers is a text.
     text = json.dumps([{"question": "u", "answer": "a"}])
-    assert read_record({"prompt": "Ask.", "completion": text}).messages[1] == SAID | {"content": text}
+    assert read_record({"prompt": "Ask.", "completion": text}).messages[1] == SAID | {
+        "content": text
+    }
 
 
 def test_fields_of_messages_that_nobody_knows_are_named() -> None:
-    found = read_record({"messages": [ASKED | {"mood": "fine", "seen": None}, SAID | {"emoji": ""}]})
+    found = read_record(
+        {"messages": [ASKED | {"mood": "fine", "seen": None}, SAID | {"emoji": ""}]}
+    )
     assert found.unread == ("messages[].mood",) and found.messages[0]["mood"] == "fine"
     steps = FORMS["atif"]["steps"]
     found = read_record(
-        FORMS["atif"] | {"session_id": "s", "steps": [steps[0] | {"odd": 1, "metrics": {"n": 1}}, steps[1]]}
+        FORMS["atif"]
+        | {
+            "session_id": "s",
+            "steps": [steps[0] | {"odd": 1, "metrics": {"n": 1}}, steps[1]],
+        }
     )
     assert found.unread == ("session_id", "steps[].odd")
-    assert read_record(FORMS["adp"] | {"details": {"a": 1}, "odd": 1}).unread == ("odd", "details")
+    assert read_record(FORMS["adp"] | {"details": {"a": 1}, "odd": 1}).unread == (
+        "odd",
+        "details",
+    )
 
 
 def test_pairs_that_repeat_their_prompt_have_it_once() -> None:
     both = [SYSTEM, ASKED]
-    pair = read_pair({"prompt": both, "chosen": [*both, SAID], "rejected": [*both, SAID | {"content": "b"}]})
+    pair = read_pair(
+        {
+            "prompt": both,
+            "chosen": [*both, SAID],
+            "rejected": [*both, SAID | {"content": "b"}],
+        }
+    )
     assert [m["role"] for m in pair.chosen.messages] == ["system", "user", "assistant"]
-    pair = read_pair({"prompt": "another", "chosen": [ASKED, SAID], "rejected": [ASKED, SAID | {"content": "b"}]})
+    pair = read_pair(
+        {
+            "prompt": "another",
+            "chosen": [ASKED, SAID],
+            "rejected": [ASKED, SAID | {"content": "b"}],
+        }
+    )
     assert pair.chosen.unread == ("prompt",)
-    pair = read_pair({"prompt": "u", "chosen": [ASKED, SAID], "rejected": [ASKED, SAID | {"content": "b"}]})
+    pair = read_pair(
+        {
+            "prompt": "u",
+            "chosen": [ASKED, SAID],
+            "rejected": [ASKED, SAID | {"content": "b"}],
+        }
+    )
     assert pair.chosen.unread == ()
-    whole = {"messages": [ASKED, SAID], "chosen": [ASKED, SAID], "rejected": [ASKED, SAID | {"content": "b"}]}
+    whole = {
+        "messages": [ASKED, SAID],
+        "chosen": [ASKED, SAID],
+        "rejected": [ASKED, SAID | {"content": "b"}],
+    }
     pair = read_pair(whole)
     assert len(pair.chosen.messages) == 2 and pair.chosen.unread == ("messages",)
-    pair = read_pair({**whole, "messages": None, "conversation": [{"input": "u", "output": "other"}]})  # Capybara's
+    # Capybara's
+    pair = read_pair(
+        {**whole, "messages": None, "conversation": [{"input": "u", "output": "other"}]}
+    )
     assert len(pair.chosen.messages) == 2 and pair.chosen.unread == ("conversation",)
 
 
@@ -280,12 +433,23 @@ def test_what_is_wrong_is_named_with_the_nearest_form(record: Any, said: str) ->
 
 
 @pytest.mark.parametrize("field", ["messages", "conversations", "prompt"])
-@pytest.mark.parametrize("turn", [{"speaker": "user", "content": "u"}, ASKED | {"train_detail": [1]}])
+@pytest.mark.parametrize(
+    "turn", [{"speaker": "user", "content": "u"}, ASKED | {"train_detail": [1]}]
+)
 def test_what_errors_say_of_columns_helps(field: str, turn: dict[str, Any]) -> None:
     answer = {"speaker": "assistant", "content": "a"} if "speaker" in turn else SAID
-    record = {"prompt": [turn], "completion": [answer]} if field == "prompt" else {field: [turn, answer]}
+    record = (
+        {"prompt": [turn], "completion": [answer]}
+        if field == "prompt"
+        else {field: [turn, answer]}
+    )
     with pytest.raises(ConversationError) as error:
         read_record(record)
-    columns = tomllib.loads("data.columns = {" + str(error.value).rpartition("data.columns = {")[2])["data"]["columns"]
+    columns = tomllib.loads(
+        "data.columns = {" + str(error.value).rpartition("data.columns = {")[2]
+    )["data"]["columns"]
     found = read_record(Renaming(columns, {})(record))
-    assert [(m["role"], m["content"]) for m in found.messages] == [("user", "u"), ("assistant", "a")]
+    assert [(m["role"], m["content"]) for m in found.messages] == [
+        ("user", "u"),
+        ("assistant", "a"),
+    ]

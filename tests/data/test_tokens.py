@@ -26,7 +26,11 @@ from weft.data.tokens import open_source, read_tokens, write_tokens
 from weft.errors import UsageError, WeftError
 from weft.recipe import Data, Source
 
-TEXTS = ["def f(x):\n    return x + 1\n", "naïve €uro 🙂", "for i in range(10): print(i)\n" * 20]
+TEXTS = [
+    "def f(x):\n    return x + 1\n",
+    "naïve €uro 🙂",
+    "for i in range(10): print(i)\n" * 20,
+]
 
 
 @pytest.fixture
@@ -48,7 +52,9 @@ def test_bytes_round_trip(text: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["bytes", "train:300"])
-def test_a_saved_tokenizer_is_the_same_tokenizer(tmp_path: Path, corpus: Source, spec: str) -> None:
+def test_a_saved_tokenizer_is_the_same_tokenizer(
+    tmp_path: Path, corpus: Source, spec: str
+) -> None:
     tokenizer = load_tokenizer(spec, [corpus], tmp_path / "cache")
     tokenizer.save(tmp_path / "run")
     again = load_tokenizer(str(tmp_path / "run"))
@@ -58,7 +64,9 @@ def test_a_saved_tokenizer_is_the_same_tokenizer(tmp_path: Path, corpus: Source,
         assert again.decode(again.encode(text)) == text
 
 
-def test_trained_tokenizer_is_deterministic_compresses_and_is_cached(tmp_path: Path, corpus: Source) -> None:
+def test_trained_tokenizer_is_deterministic_compresses_and_is_cached(
+    tmp_path: Path, corpus: Source
+) -> None:
     first = load_tokenizer("train:300", [corpus], tmp_path / "a")
     assert first == load_tokenizer("train:300", [corpus], tmp_path / "b")
     assert first.vocab == 300 and len(first.encode(TEXTS[2])) < len(TEXTS[2]) / 2
@@ -75,7 +83,9 @@ def test_special_tokens_in_a_document_are_text(tmp_path: Path, corpus: Source) -
 
 
 def model(folder: Path, *special: str) -> str:
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")
+    )
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.add_special_tokens(list(special))
     folder.mkdir(exist_ok=True)
@@ -87,7 +97,9 @@ def test_eos_is_configured_or_one_of_the_common_names(tmp_path: Path) -> None:
     folder = model(tmp_path / "m", "<stop>", "</s>")
     assert load_tokenizer(folder).eos == 3
     for named in ("<stop>", {"content": "<stop>"}):
-        (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+        (tmp_path / "m" / "tokenizer_config.json").write_text(
+            json.dumps({"eos_token": named})
+        )
         tokenizer = load_tokenizer(folder)
         assert (tokenizer.eos, tokenizer.vocab) == (2, 4)
     tokenizer.save(tmp_path / "run")
@@ -101,12 +113,25 @@ def test_special_tokens_and_the_chat_template_come_along(tmp_path: Path) -> None
     tokenizer = load_tokenizer(folder)
     assert tokenizer.specials == {"<s>": 2, "</s>": 3, "<|user|>": 4}
     assert tokenizer.encode("a<|user|>a", special=True).tolist() == [0, 4, 0]
-    assert 4 not in tokenizer.encode("a<|user|>a") and 4 in tokenizer.encode("<|user|>", special=True)
+    assert 4 not in tokenizer.encode("a<|user|>a") and 4 in tokenizer.encode(
+        "<|user|>", special=True
+    )
     assert (tokenizer.bos, tokenizer.pad, tokenizer.chat_template) == (None, None, None)
     config = tmp_path / "m" / "tokenizer_config.json"
-    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "listed"}]
+    named = [
+        {"name": "tool_use", "template": "no"},
+        {"name": "default", "template": "listed"},
+    ]
     for template in ("given", named):
-        config.write_text(json.dumps({"bos_token": "<s>", "pad_token": {"content": "</s>"}, "chat_template": template}))
+        config.write_text(
+            json.dumps(
+                {
+                    "bos_token": "<s>",
+                    "pad_token": {"content": "</s>"},
+                    "chat_template": template,
+                }
+            )
+        )
         tokenizer = load_tokenizer(folder)
         assert (tokenizer.bos, tokenizer.pad) == (2, 3)
         assert tokenizer.chat_template == ("given" if template == "given" else "listed")
@@ -131,38 +156,65 @@ def test_transformers_reads_a_saved_tokenizer(tmp_path: Path, corpus: Source) ->
     assert theirs(TEXTS[0])["input_ids"] == tokenizer.encode(TEXTS[0]).tolist()
 
 
-@pytest.mark.parametrize("spec", ["train:12", "train:many", "nowhere/tokenizer.json", "damaged"])
-def test_tokenizer_mistakes_are_one_line(tmp_path: Path, corpus: Source, spec: str) -> None:
+@pytest.mark.parametrize(
+    "spec", ["train:12", "train:many", "nowhere/tokenizer.json", "damaged"]
+)
+def test_tokenizer_mistakes_are_one_line(
+    tmp_path: Path, corpus: Source, spec: str
+) -> None:
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "tokenizer.json").write_text('{"version": "1.0"}')
     with pytest.raises(WeftError) as error:
-        load_tokenizer(str(tmp_path / spec) if spec == "damaged" else spec, [corpus], tmp_path)
+        load_tokenizer(
+            str(tmp_path / spec) if spec == "damaged" else spec, [corpus], tmp_path
+        )
     assert "\n" not in str(error.value) and spec.split("/")[0] in str(error.value)
     assert isinstance(error.value, UsageError) == spec.startswith("train")
 
 
 def test_the_training_sample_is_bounded_and_spread_out(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
-    file.write_text("".join(json.dumps({"text": chr(0x4E00 + i) * 20_000}) + "\n" for i in range(100)))
+    file.write_text(
+        "".join(
+            json.dumps({"text": chr(0x4E00 + i) * 20_000}) + "\n" for i in range(100)
+        )
+    )
     source = Source(kind="jsonl", path=str(file))
     pieces = sample([source], 200_000)
     assert 90_000 < sum(map(len, pieces)) <= 200_000
     seen = [ord(piece[0]) - 0x4E00 for piece in pieces]
     assert seen[0] == 0 and seen[-1] > 90 and set(np.diff(seen)) <= {5, 6}
-    assert sample([source], 10**9) == [text[i : i + 8192] for text in documents(source) for i in range(0, 20_000, 8192)]
+    assert sample([source], 10**9) == [
+        text[i : i + 8192] for text in documents(source) for i in range(0, 20_000, 8192)
+    ]
 
 
 def test_token_folder_round_trip(tmp_path: Path) -> None:
-    docs = [np.array([1, 2, 3]), np.array([], int), np.array([4, 9]), np.array([9]), np.array([5])]
+    docs = [
+        np.array([1, 2, 3]),
+        np.array([], int),
+        np.array([4, 9]),
+        np.array([9]),
+        np.array([5]),
+    ]
     write_tokens(tmp_path / "t", iter(docs), vocab=10, eos=9)
     read = read_tokens(tmp_path / "t")
     assert read.ids.dtype == np.uint16 and read.ids.tolist() == [1, 2, 3, 9, 4, 9, 5, 9]
     assert read.offsets.tolist() == [0, 4, 6, 8] and (read.vocab, read.eos) == (10, 9)
     meta = json.loads((tmp_path / "t" / "meta.json").read_text())
-    assert (meta["dtype"], meta["vocab"], meta["eos"], meta["count"]) == ("uint16", 10, 9, 8)
+    assert (meta["dtype"], meta["vocab"], meta["eos"], meta["count"]) == (
+        "uint16",
+        10,
+        9,
+        8,
+    )
     write_tokens(tmp_path / "wide", [np.array([70_000])], vocab=2**16 + 5000, eos=0)
     assert read_tokens(tmp_path / "wide").ids.dtype == np.uint32
-    for docs, words in (([np.array([10])], "outside 0..9"), ([np.array([-1])], "outside"), ([], "no document")):
+    for docs, words in (
+        ([np.array([10])], "outside 0..9"),
+        ([np.array([-1])], "outside"),
+        ([], "no document"),
+    ):
         with pytest.raises(WeftError, match=words):
             write_tokens(tmp_path / "bad", docs, vocab=10, eos=9)
         assert not (tmp_path / "bad").exists()
@@ -185,7 +237,9 @@ def test_bare_binary_with_offsets_beside_it(tmp_path: Path) -> None:
 def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     write_tokens(tmp_path / "t", [np.array([1, 2])], vocab=1000, eos=0)
     with pytest.raises(WeftError, match=r"set data\.tokenizer"):
-        open_source(Source(kind="tokens", path=str(tmp_path / "t")), load_tokenizer("bytes"))
+        open_source(
+            Source(kind="tokens", path=str(tmp_path / "t")), load_tokenizer("bytes")
+        )
 
 
 def test_damaged_token_files_are_named(tmp_path: Path) -> None:
@@ -207,7 +261,9 @@ def test_damaged_token_files_are_named(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
-def test_cache_is_used_and_renewed(tmp_path: Path, corpus: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_is_used_and_renewed(
+    tmp_path: Path, corpus: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = load_tokenizer("bytes")
     built: list[Source] = []
     real = tokens_module.documents
@@ -221,14 +277,25 @@ def test_cache_is_used_and_renewed(tmp_path: Path, corpus: Source, monkeypatch: 
     spans = zip(first.offsets[:-1], first.offsets[1:] - 1, strict=True)
     assert [tokenizer.decode(first.ids[lo:hi]) for lo, hi in spans] == TEXTS
     assert (first.ids[first.offsets[1:] - 1] == tokenizer.eos).all()
-    assert open_source(corpus, tokenizer, tmp_path / "cache").fingerprint == first.fingerprint and len(built) == 1
+    assert (
+        open_source(corpus, tokenizer, tmp_path / "cache").fingerprint
+        == first.fingerprint
+        and len(built) == 1
+    )
     (Path(corpus.path or "") / "0.txt").write_text("changed")
-    assert open_source(corpus, tokenizer, tmp_path / "cache").fingerprint != first.fingerprint and len(built) == 2
+    assert (
+        open_source(corpus, tokenizer, tmp_path / "cache").fingerprint
+        != first.fingerprint
+        and len(built) == 2
+    )
     (folder, _) = (tmp_path / "cache").glob("tokens-*")
-    assert load_tokenizer(str(folder)) == tokenizer  # the cache says itself how to read it
+    # the cache says itself how to read it
+    assert load_tokenizer(str(folder)) == tokenizer
 
 
-def test_an_interrupted_build_leaves_nothing(tmp_path: Path, corpus: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_build_leaves_nothing(
+    tmp_path: Path, corpus: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(source: Source, report: Any = None) -> Iterator[str]:
         yield "something"
         raise KeyboardInterrupt
@@ -259,11 +326,18 @@ def test_an_unwritable_cache_is_one_line(tmp_path: Path, corpus: Source) -> None
 def test_an_empty_corpus_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(WeftError, match=r"empty\.txt"):
-        open_data(Data(sources=(Source(kind="text", path=str(tmp_path / "empty.txt")),), cache=tmp_path / "cache"))
+        open_data(
+            Data(
+                sources=(Source(kind="text", path=str(tmp_path / "empty.txt")),),
+                cache=tmp_path / "cache",
+            )
+        )
 
 
 @pytest.mark.slow
-def test_processes_that_start_together_build_once(tmp_path: Path, corpus: Source) -> None:
+def test_processes_that_start_together_build_once(
+    tmp_path: Path, corpus: Source
+) -> None:
     """Each process counts the documents it tokenized itself: all by one, none by the other."""
     program = (
         "import sys, time; from weft.data import tokens; from weft.data.tokenizer import load_tokenizer;"
@@ -274,10 +348,17 @@ def test_processes_that_start_together_build_once(tmp_path: Path, corpus: Source
         "print(len(n), tokens.open_source(Source(kind='text', path=sys.argv[1]), load_tokenizer('bytes'))"
         ".fingerprint, len(n))"
     )
-    environment = {**os.environ, "WEFT_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {
+        **os.environ,
+        "WEFT_CACHE": str(tmp_path / "cache"),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
     command = [sys.executable, "-c", program, str(corpus.path)]
     pipe = subprocess.PIPE
-    ranks = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) for _ in range(2)]
+    ranks = [
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        for _ in range(2)
+    ]
     for rank in ranks:
         assert rank.stdin
         rank.stdin.write("go\n")

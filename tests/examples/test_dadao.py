@@ -11,7 +11,11 @@ from examples.dadao import Method, X, extra, problem, ring, run, simulate
 def setting() -> tuple[Method, list[float]]:
     gradients, _ = problem()
     smooth = max(one.smooth for one in gradients)
-    return Method(gradients[0].decay, smooth, ring(8)), [1 / smooth, 1.25 / smooth, 1.4 / smooth]
+    return Method(gradients[0].decay, smooth, ring(8)), [
+        1 / smooth,
+        1.25 / smooth,
+        1.4 / smooth,
+    ]
 
 
 @pytest.mark.slow
@@ -40,7 +44,9 @@ def test_processes_are_the_simulation() -> None:
 def test_states_between_events_follow_their_equation() -> None:
     """The flow of a time is that of its parts, and begins as the published equation says."""
     method, _ = setting()
-    assert np.allclose(method.flow(0.3) @ method.flow(1.2), method.flow(1.5), atol=1e-12)
+    assert np.allclose(
+        method.flow(0.3) @ method.flow(1.2), method.flow(1.5), atol=1e-12
+    )
     root, small = (method.strong / 2 / method.smooth) ** 0.5, 1e-6
     state = np.arange(1.0, 7.0)
     x, far_x, y, far_y, z, far_z = state

@@ -21,7 +21,10 @@ def test_the_mixture_is_bayes() -> None:
     assert mixture(scores, prior).sum() == pytest.approx(float(whole), rel=1e-12)
     assert mixture(scores, prior, top=3).equal(mixture(scores, prior))
     one = mixture(scores, prior, top=1)
-    assert all(float(value) in column.tolist() for value, column in zip(one, scores.mT, strict=True))
+    assert all(
+        float(value) in column.tolist()
+        for value, column in zip(one, scores.mT, strict=True)
+    )
     assert float(one[0]) == float(scores[0, 0])  # nothing has been seen: the prior says
     certain = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
     assert torch.allclose(mixture(scores, certain), scores[1])
@@ -46,7 +49,10 @@ def test_experts_of_different_size_are_better_together(tmp_path: Path) -> None:
     sizes = {"letters": (2, 24), "digits": (1, 16)}
     experts = [
         train_expert(
-            documents(name, 60), {"layers": layers, "embed": embed, "heads": 2, "ffn": 2 * embed}, 60, tmp_path / name
+            documents(name, 60),
+            {"layers": layers, "embed": embed, "heads": 2, "ffn": 2 * embed},
+            60,
+            tmp_path / name,
         )
         for name, (layers, embed) in sizes.items()
     ]
@@ -55,7 +61,8 @@ def test_experts_of_different_size_are_better_together(tmp_path: Path) -> None:
     both = [*documents("letters", 5), *documents("digits", 5)]
     alone, together = losses(experts, both, prior)
     assert together < 0.8 * min(alone)
-    for expert, name in enumerate(sizes):  # of its own domain nearly as good as the expert, who needs no prior
+    # of its own domain nearly as good as the expert, who needs no prior
+    for expert, name in enumerate(sizes):
         alone, together = losses(experts, own := documents(name, 4), prior)
         assert alone.index(min(alone)) == expert
         assert alone[expert] <= together <= alone[expert] + math.log(2) / 149 + 1e-9

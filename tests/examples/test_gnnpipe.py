@@ -25,20 +25,35 @@ NODES, HIDDEN, CLASSES = 60, 8, 3
 def case(layers: int) -> tuple[Graph, GNN]:
     """A small one-way graph (so that there and back differ), in which some nodes have no neighbour, in float64."""
     graph = planted(NODES, CLASSES, seed=1, degree=6)
-    keep = torch.rand(graph.edges.shape[1], generator=torch.Generator().manual_seed(2)) < 0.5
-    graph = Graph(graph.features.double(), graph.labels, graph.train, graph.edges[:, keep])
+    keep = (
+        torch.rand(graph.edges.shape[1], generator=torch.Generator().manual_seed(2))
+        < 0.5
+    )
+    graph = Graph(
+        graph.features.double(), graph.labels, graph.train, graph.edges[:, keep]
+    )
     torch.manual_seed(0)
     return graph, GNN(CLASSES, HIDDEN, CLASSES, layers).double()
 
 
 def named(model: GNN, layers: Any, what: str) -> dict[str, torch.Tensor]:
     """Values or gradients of the parameters of these layers."""
-    found = {f"{i}.{n}": p for i in layers for n, p in model.layers[i].named_parameters()}
-    return {n: (p.grad if what == "grad" else p).detach().clone() for n, p in found.items()}
+    found = {
+        f"{i}.{n}": p for i in layers for n, p in model.layers[i].named_parameters()
+    }
+    return {
+        n: (p.grad if what == "grad" else p).detach().clone() for n, p in found.items()
+    }
 
 
 def train(
-    chunks: int, ranks: int, layers: int, epochs: int, seed: int | None = 0, world: bool = True, folder: str = ""
+    chunks: int,
+    ranks: int,
+    layers: int,
+    epochs: int,
+    seed: int | None = 0,
+    world: bool = True,
+    folder: str = "",
 ) -> tuple[list[Any], int]:
     """Losses, gradients and parameters after every epoch, and the bytes that this rank has sent.
 
@@ -46,8 +61,12 @@ def train(
     """
     graph, model = case(layers)
     if folder:
-        graph = replace(graph, features=Rows(graph.features, TierFile(Path(folder)), near=0))
-    pipeline = GraphPipeline(model, graph, chunks, ranks, dist.group.WORLD if world else None, seed)
+        graph = replace(
+            graph, features=Rows(graph.features, TierFile(Path(folder)), near=0)
+        )
+    pipeline = GraphPipeline(
+        model, graph, chunks, ranks, dist.group.WORLD if world else None, seed
+    )
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.02)
     seen = []
     for _ in range(epochs):
@@ -63,8 +82,12 @@ def reference(chunks: int, layers: int, epochs: int, seed: int | None) -> list[A
     graph, model = case(layers)
     mean = mean_matrix(graph, range(NODES), range(NODES)).to_dense()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    cuts = [slice(NODES * c // chunks, NODES * (c + 1) // chunks) for c in range(chunks)]
-    old: list[torch.Tensor] = [torch.zeros(NODES, HIDDEN, dtype=torch.float64) for _ in range(layers)]
+    cuts = [
+        slice(NODES * c // chunks, NODES * (c + 1) // chunks) for c in range(chunks)
+    ]
+    old: list[torch.Tensor] = [
+        torch.zeros(NODES, HIDDEN, dtype=torch.float64) for _ in range(layers)
+    ]
     seen = []
     for epoch in range(epochs):
         now = [[h[cut] for cut in cuts] for h in old]
@@ -77,7 +100,9 @@ def reference(chunks: int, layers: int, epochs: int, seed: int | None) -> list[A
                 x = layer(x, mean[cuts[c]] @ torch.cat(now[i]))
             logits[c] = x
         old = [torch.cat(h).detach() for h in now]
-        loss = torch.nn.functional.cross_entropy(torch.cat(logits)[graph.train], graph.labels[graph.train])
+        loss = torch.nn.functional.cross_entropy(
+            torch.cat(logits)[graph.train], graph.labels[graph.train]
+        )
         optimizer.zero_grad()
         loss.backward()
         grads = named(model, range(layers), "grad")
@@ -91,25 +116,40 @@ def merged(parts: list[tuple[list[Any], int]]) -> list[Any]:
     epochs = []
     for seen in zip(*(epochs for epochs, _ in parts), strict=True):
         assert all(torch.equal(loss, seen[0][0]) for loss, *_ in seen)
-        epochs.append((seen[0][0], *({k: v for part in seen for k, v in part[i].items()} for i in (1, 2))))
+        epochs.append(
+            (
+                seen[0][0],
+                *({k: v for part in seen for k, v in part[i].items()} for i in (1, 2)),
+            )
+        )
     return epochs
 
 
 def compare(got: list[Any], wanted: list[Any], tolerance: float | None) -> None:
-    for (loss, *tensors), (wanted_loss, *wanted_tensors) in zip(got, wanted, strict=True):
+    for (loss, *tensors), (wanted_loss, *wanted_tensors) in zip(
+        got, wanted, strict=True
+    ):
         pairs = [(loss, wanted_loss)]
         for mine, theirs in zip(tensors, wanted_tensors, strict=True):
             assert mine.keys() == theirs.keys()
             pairs += [(mine[k], theirs[k]) for k in mine]
         for a, b in pairs:
-            assert torch.equal(a, b) if tolerance is None else torch.allclose(a, b, rtol=0, atol=tolerance)
+            assert (
+                torch.equal(a, b)
+                if tolerance is None
+                else torch.allclose(a, b, rtol=0, atol=tolerance)
+            )
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("ranks", "layers"), [(1, 3), (2, 2), (2, 5), (4, 4), (4, 6)])
-def test_one_chunk_is_full_graph_training(pool: ProcessPool, ranks: int, layers: int) -> None:
+def test_one_chunk_is_full_graph_training(
+    pool: ProcessPool, ranks: int, layers: int
+) -> None:
     graph, model = case(layers)
-    loss = torch.nn.functional.cross_entropy(model(graph)[graph.train], graph.labels[graph.train])
+    loss = torch.nn.functional.cross_entropy(
+        model(graph)[graph.train], graph.labels[graph.train]
+    )
     wanted = reference(1, layers, 3, None)
     assert abs(loss - wanted[0][0]) < 1e-12
     compare(merged(pool.run(ranks, train, 1, ranks, layers, 3)), wanted, 1e-10)
@@ -118,7 +158,9 @@ def test_one_chunk_is_full_graph_training(pool: ProcessPool, ranks: int, layers:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("chunks", [2, 3, 8])
-def test_chunks_equal_the_replay_to_the_last_bit(pool: ProcessPool, ranks: int, chunks: int) -> None:
+def test_chunks_equal_the_replay_to_the_last_bit(
+    pool: ProcessPool, ranks: int, chunks: int
+) -> None:
     layers, epochs = 5, 4
     parts = pool.run(ranks, train, chunks, ranks, layers, epochs)
     (replayed,) = pool.run(1, train, chunks, ranks, layers, epochs, 0, False)
@@ -132,7 +174,9 @@ def test_chunks_equal_the_replay_to_the_last_bit(pool: ProcessPool, ranks: int, 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize("chunks", [2, 3, 8])
-def test_the_stale_rule_is_what_autograd_makes_of_it(pool: ProcessPool, chunks: int, seed: int | None) -> None:
+def test_the_stale_rule_is_what_autograd_makes_of_it(
+    pool: ProcessPool, chunks: int, seed: int | None
+) -> None:
     (replayed,) = pool.run(1, train, chunks, 2, 5, 4, seed, False)
     compare(replayed[0], reference(chunks, 5, 4, seed), 1e-10)
 
@@ -158,16 +202,24 @@ def test_table(ranks: int, chunks: int) -> None:
 
 def test_a_chunk_reads_its_neighbours_only() -> None:
     table = graph_table(2, [2, 0, 1], {0: {0, 2}, 1: {1}, 2: {0}})
-    read = {a.microbatch: {v.microbatch for v in a.reads if v.name == "layer_in"} for a in table if a.kind == FORWARD}
+    read = {
+        a.microbatch: {v.microbatch for v in a.reads if v.name == "layer_in"}
+        for a in table
+        if a.kind == FORWARD
+    }
     assert read == {2: set(), 0: {2}, 1: set()}
 
 
 def test_backward_in_the_order_of_forward_is_refused() -> None:
     table = graph_table(1, [0, 1, 2])
     (actions,) = table.ranks
-    wrong = Table(table.name, ((*actions[:3], *reversed(actions[3:])),), table.stages, table.paths)
+    wrong = Table(
+        table.name, ((*actions[:3], *reversed(actions[3:])),), table.stages, table.paths
+    )
     assert Value("late", 0, 1) in actions[-1].reads
-    with pytest.raises(ScheduleError, match=r"GB\(0,0\) on rank 0 comes before late\(0,1\) is there"):
+    with pytest.raises(
+        ScheduleError, match=r"GB\(0,0\) on rank 0 comes before late\(0,1\) is there"
+    ):
         validate(wrong)
 
 
@@ -181,18 +233,30 @@ def test_orders_are_seeded_permutations() -> None:
 def test_features_in_a_file_change_no_bit(pool: ProcessPool, tmp_path: Path) -> None:
     for world, ranks in ((False, 1), (True, 2)):
         found = pool.run(ranks, train, 3, ranks, 4, 3, 0, world, str(tmp_path))
-        compare(merged(found), merged(pool.run(ranks, train, 3, ranks, 4, 3, 0, world)), None)
+        compare(
+            merged(found),
+            merged(pool.run(ranks, train, 3, ranks, 4, 3, 0, world)),
+            None,
+        )
     graph, model = case(2)
     rows = Rows(graph.features, TierFile(tmp_path), near=0)
     GraphPipeline(model, replace(graph, features=rows), 3, 1).epoch()
-    assert rows.bytes["asked"] > graph.features.numel() * 8 and rows.bytes["read"] == rows.bytes["touched"]
+    assert (
+        rows.bytes["asked"] > graph.features.numel() * 8
+        and rows.bytes["read"] == rows.bytes["touched"]
+    )
 
 
 def test_volumes_by_hand() -> None:
     # Nodes 0, 1 | 2, 3. Rank 1 needs node 0 (twice, got once) and 1; rank 0 needs node 3.
     edges = torch.tensor([[0, 0, 1, 3, 0, 2], [2, 3, 3, 1, 1, 3]])
-    graph = Graph(torch.zeros(4, 2), torch.zeros(4), torch.ones(4, dtype=torch.bool), edges)
-    assert volumes(graph, 2, hidden=5, layers=3) == (1 * 4 * 2 * 5 * 4, 2 * 3 * 2 * 5 * 4)
+    graph = Graph(
+        torch.zeros(4, 2), torch.zeros(4), torch.ones(4, dtype=torch.bool), edges
+    )
+    assert volumes(graph, 2, hidden=5, layers=3) == (
+        1 * 4 * 2 * 5 * 4,
+        2 * 3 * 2 * 5 * 4,
+    )
     assert volumes(graph, 1, hidden=5, layers=3) == (0, 0)
 
 

@@ -19,11 +19,17 @@ class OneText:
     def read(self, ids: Sequence[int]) -> torch.Tensor:
         """The prompt, later new tokens: logits ``[vocab]`` of the last one."""
         past, self.ids = len(self.ids), [*self.ids, *ids]
-        return self.reader.read([TextSlice(self.ids, past, range(-(-len(self.ids) // self.reader.size)))])[0]
+        return self.reader.read(
+            [TextSlice(self.ids, past, range(-(-len(self.ids) // self.reader.size)))]
+        )[0]
 
 
 def generate(
-    model: Transformer, prompt_ids: list[int], max_new: int, stops: Collection[int], how: Sampling
+    model: Transformer,
+    prompt_ids: list[int],
+    max_new: int,
+    stops: Collection[int],
+    how: Sampling,
 ) -> Iterator[int]:
     """Yield up to ``max_new`` ids that continue ``prompt_ids``, as they come; ends at one of ``stops``, not yielded."""
     engine = Engine(model)

@@ -20,7 +20,9 @@ from weft.generate.sampling import GREEDY, Guess, Sampling, choose, draw, odds
 
 HOWS = {
     "plain": Sampling(),
-    "top-p and penalties": Sampling(0.8, top_p=0.9, repetition=1.3, frequency=0.4, presence=0.2),
+    "top-p and penalties": Sampling(
+        0.8, top_p=0.9, repetition=1.3, frequency=0.4, presence=0.2
+    ),
     "top-k and a bias": Sampling(1.4, top_k=6, bias={3: 2.0, 7: -50.0}),
     "min-p": Sampling(1.0, min_p=0.1),
 }
@@ -48,7 +50,15 @@ class Given:
 
 
 def rows(seed: int, count: int = 2) -> list[torch.Tensor]:
-    return list(torch.randn(count, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 2)
+    return list(
+        torch.randn(
+            count,
+            16,
+            dtype=torch.float64,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        * 2
+    )
 
 
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
@@ -62,19 +72,29 @@ def test_the_enumerated_distribution_is_that_without_guesses(how: Sampling) -> N
             edge = min(1.0, float(p[x] / q[x]))
             guess, below = Guess(x, q), Given(edge * (1 - 1e-9))
             if edge:
-                assert choose(row, how, prompt, written, below, guess) == x and not below.numbers  # type: ignore[arg-type]
+                assert (
+                    choose(row, how, prompt, written, below, guess) == x
+                    and not below.numbers
+                )  # type: ignore[arg-type]
             found[x] += q[x] * edge
-            if edge < 1:  # the number that is drawn next falls on each token as its share of what is left
+            # the number that is drawn next falls on each token as its share of what is left
+            if edge < 1:
                 left = (p - q).clamp(min=0)
-                ends = torch.cat([torch.zeros(1, dtype=torch.float64), (left / left.sum()).cumsum(0)])
+                ends = torch.cat(
+                    [torch.zeros(1, dtype=torch.float64), (left / left.sum()).cumsum(0)]
+                )
                 for token in left.nonzero().flatten().tolist():
                     middle = float(ends[token] + ends[token + 1]) / 2
                     stream: Any = Given(edge + (1 - edge) / 2, middle)
                     assert choose(row, how, prompt, written, stream, guess) == token
                     found[token] += q[x] * (1 - edge) * (left[token] / left.sum())
         assert (found - p).abs().max() < 1e-12
-        rate = sum(float(q[x]) * min(1.0, float(p[x] / q[x])) for x in q.nonzero().flatten().tolist())
-        assert rate == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-12)  # 1 - total variation
+        rate = sum(
+            float(q[x]) * min(1.0, float(p[x] / q[x]))
+            for x in q.nonzero().flatten().tolist()
+        )
+        # 1 - total variation
+        assert rate == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-12)
 
 
 def test_a_guess_of_chances_that_are_not_its_own_is_seen() -> None:
@@ -84,7 +104,10 @@ def test_a_guess_of_chances_that_are_not_its_own_is_seen() -> None:
     drawn, stream, x = Counter[int](), Random(0), int(q.argmax())
     for _ in range(4000):
         drawn[choose(row, Sampling(), [], [], stream, Guess(x, q))] += 1
-    assert chisquare([drawn[i] for i in range(16)], (p / p.sum() * 4000).numpy()).pvalue < 1e-6
+    assert (
+        chisquare([drawn[i] for i in range(16)], (p / p.sum() * 4000).numpy()).pvalue
+        < 1e-6
+    )
 
 
 def follow(token: int) -> torch.Tensor:
@@ -93,27 +116,39 @@ def follow(token: int) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [4_000, pytest.param(200_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "count", [4_000, pytest.param(200_000, marks=pytest.mark.soak)]
+)
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
 def test_samples_have_the_distribution_of_the_model(how: Sampling, count: int) -> None:
     """Chi-square on the second token, behind a first one that may be a guess; the grammar forbids some guesses."""
-    table = torch.stack(rows(0, 17))  # a toy model: the logits behind every token, at the start behind none
+    # a toy model: the logits behind every token, at the start behind none
+    table = torch.stack(rows(0, 17))
     small = table + torch.stack(rows(1, 17)) * 0.5
     first = odds(table[16], how, [], [], follow(16))
     expected = sum(
-        (first[a] * odds(table[a], how, [], [a], follow(a)) for a in range(16)), torch.zeros(16, dtype=torch.float64)
+        (first[a] * odds(table[a], how, [], [a], follow(a)) for a in range(16)),
+        torch.zeros(16, dtype=torch.float64),
     )
     stream, own, drawn = Random(5), Random(6), Counter[int]()
     q = {a: odds(small[a], how, [], [a] if a < 16 else []) for a in range(17)}
     for _ in range(count):
         path = [draw(q[16], own.random())]
         path.append(draw(q[path[0]], own.random()))
-        token = choose(table[16], how, [], [], stream, Guess(path[0], q[16]), follow(16))
+        token = choose(
+            table[16], how, [], [], stream, Guess(path[0], q[16]), follow(16)
+        )
         guess = Guess(path[1], q[token]) if token == path[0] else None
         drawn[choose(table[token], how, [], [token], stream, guess, follow(token))] += 1
     kept = [i for i in range(16) if expected[i] > 0]
     assert sum(drawn[i] for i in kept) == count
-    assert chisquare([drawn[i] for i in kept], (expected[kept] / expected[kept].sum() * count).numpy()).pvalue > 1e-3
+    assert (
+        chisquare(
+            [drawn[i] for i in kept],
+            (expected[kept] / expected[kept].sum() * count).numpy(),
+        ).pvalue
+        > 1e-3
+    )
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -122,7 +157,9 @@ def test_greedy_tokens_are_those_without_a_small_model(mixer: str, ahead: int) -
     """The same model as its own small one is always right; another one seldom."""
     model, twin, other = (build(mixer, torch.float64) for _ in range(3))
     for p in other.parameters():
-        p.data += 0.02 * torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(1))
+        p.data += 0.02 * torch.randn(
+            p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(1)
+        )
     expected = [alone(model, prompt, GREEDY).written for prompt in PROMPTS]
     for small, most in itertools.product((twin, other), (1, 4)):
         drafter = Counting(small, most, ahead)
@@ -133,7 +170,10 @@ def test_greedy_tokens_are_those_without_a_small_model(mixer: str, ahead: int) -
             steps += 1
         assert [one.written for one in found] == expected
         drafter.propose([])  # waits for what is being made
-        assert not engine.scheduler.pool.owners and not drafter.engine.scheduler.pool.owners
+        assert (
+            not engine.scheduler.pool.owners
+            and not drafter.engine.scheduler.pool.owners
+        )
         if small is twin:
             assert steps == 1 + -(-9 // (most + 1))
             assert bool(drafter.ready) == bool(ahead)
@@ -164,7 +204,9 @@ def test_the_engine_draws_with_a_small_model_as_without() -> None:
     counts = {}
     for name, drafter in (("without", None), ("with", DraftModel(other, 3))):
         engine = Engine(model, drafter=drafter, limit=256, budget=4096)
-        ones = engine.submit([3, 1, 4], 3, Sampling(0.5, seed=10**6 * bool(drafter)), n=1200)
+        ones = engine.submit(
+            [3, 1, 4], 3, Sampling(0.5, seed=10**6 * bool(drafter)), n=1200
+        )
         engine.run()
         counts[name] = Counter(one.written[2] for one in ones)
     both = counts["with"] + counts["without"]

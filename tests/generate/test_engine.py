@@ -30,7 +30,16 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 def build(name: str = "llama") -> Transformer:
-    shape = ModelShape(vocab=61, layers=2, embed=32, heads=4, kv_heads=2, ffn=48, init_std=0.5, **SHAPES[name])
+    shape = ModelShape(
+        vocab=61,
+        layers=2,
+        embed=32,
+        heads=4,
+        kv_heads=2,
+        ffn=48,
+        init_std=0.5,
+        **SHAPES[name],
+    )
     return parallelize(shape, Mesh.single(), Train(seed=2))[0]
 
 
@@ -39,23 +48,36 @@ def without_cache(model: Transformer, ids: list[int], count: int) -> list[int]:
     ids = list(ids)
     for _ in range(count):
         n = len(ids)
-        logits = model(torch.tensor([ids]), torch.arange(n)[None], torch.tensor([0, n], dtype=torch.int32))
+        logits = model(
+            torch.tensor([ids]),
+            torch.arange(n)[None],
+            torch.tensor([0, n], dtype=torch.int32),
+        )
         ids.append(int(logits[0, -1].argmax()))
     return ids[-count:]
 
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("prompt", [PROMPT, [7]])
-def test_greedy_equals_no_cache_and_transformers(name: str, prompt: list[int], tmp_path: Path) -> None:
+def test_greedy_equals_no_cache_and_transformers(
+    name: str, prompt: list[int], tmp_path: Path
+) -> None:
     transformers = pytest.importorskip("transformers")
     model = build(name)
     ids = list(generate(model, prompt, 24, (), GREEDY))
     assert ids == without_cache(model, prompt, 24)
     assert len(set(ids)) > 3
-    export({p.name: p.local for p in resident_state(model, model.mesh).held}, model.shape, tmp_path / "out")
+    export(
+        {p.name: p.local for p in resident_state(model, model.mesh).held},
+        model.shape,
+        tmp_path / "out",
+    )
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     out = theirs.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=24, do_sample=False
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt)),
+        max_new_tokens=24,
+        do_sample=False,
     )
     assert out[0, len(prompt) :].tolist() == ids
 
@@ -73,7 +95,9 @@ def test_it_ends_at_eos_and_yields_as_it_goes() -> None:
 
 def test_sampling_follows_the_seed_and_top_k() -> None:
     model = build()
-    draw = [list(generate(model, PROMPT, 12, (), Sampling(seed=seed))) for seed in (1, 1, 2)]
+    draw = [
+        list(generate(model, PROMPT, 12, (), Sampling(seed=seed))) for seed in (1, 1, 2)
+    ]
     assert draw[0] == draw[1] != draw[2]
     greedy = list(generate(model, PROMPT, 12, (), GREEDY))
     assert list(generate(model, PROMPT, 12, (), Sampling(5.0, 1))) == greedy
@@ -83,7 +107,9 @@ def test_sampling_follows_the_seed_and_top_k() -> None:
 
 @pytest.mark.parametrize("prompt", [[], [61], [-1]])
 def test_impossible_prompts(prompt: list[int]) -> None:
-    with pytest.raises(UsageError, match="at least one token, of ids below the model's 61"):
+    with pytest.raises(
+        UsageError, match="at least one token, of ids below the model's 61"
+    ):
         next(generate(build(), prompt, 1, (), GREEDY))
 
 
@@ -93,17 +119,27 @@ TEXT = "naïve café: 日本語 🙂🙂 שלום\n  spaces, €5 �"
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("tokenizer")
-    (folder / "text.txt").write_text("some plain words, and a few more plain words\n" * 20)
-    return load_tokenizer("train:280", [Source(kind="text", path=str(folder / "text.txt"))], folder / "cache")
+    (folder / "text.txt").write_text(
+        "some plain words, and a few more plain words\n" * 20
+    )
+    return load_tokenizer(
+        "train:280",
+        [Source(kind="text", path=str(folder / "text.txt"))],
+        folder / "cache",
+    )
 
 
 @pytest.mark.parametrize("kind", ["bytes", "trained"])
-def test_streamed_text_is_the_text_in_whole_characters(kind: str, trained: Tokenizer) -> None:
+def test_streamed_text_is_the_text_in_whole_characters(
+    kind: str, trained: Tokenizer
+) -> None:
     tokenizer = trained if kind == "trained" else load_tokenizer("bytes")
     ids = tokenizer.encode(TEXT).tolist()
     pieces = list(stream_text(tokenizer, ids))
     assert "".join(pieces) == tokenizer.decode(ids) == TEXT
-    assert sum("\ufffd" in piece for piece in pieces) == 1 and len(pieces) > len(TEXT) / 2
+    assert (
+        sum("\ufffd" in piece for piece in pieces) == 1 and len(pieces) > len(TEXT) / 2
+    )
     cut = list(stream_text(tokenizer, tokenizer.encode("a🙂").tolist()[:-1]))
     assert cut[0] == "a" and set(cut[1]) == {"\ufffd"}
     assert "".join(stream_text(tokenizer, [*ids, tokenizer.eos])) == TEXT
@@ -126,6 +162,8 @@ def test_spaces_that_a_tokenizer_drops_in_front_stay_within() -> None:
 
 def test_time_per_token_does_not_need_the_past_again() -> None:
     model, seen = build(), []
-    model.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape)))
+    model.register_forward_pre_hook(
+        lambda _, inputs: seen.append(tuple(inputs[0].shape))
+    )
     list(generate(model, PROMPT, 4, (), GREEDY))
     assert seen == [(1, 5), (1, 1), (1, 1), (1, 1)]

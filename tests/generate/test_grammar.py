@@ -26,7 +26,8 @@ from weft.recipe import ModelShape, Source, Train
 pytest.importorskip("llguidance")
 from weft.generate.grammar import EACH, FIRST, Grammar, Grammars
 
-VOCAB, END = 300, 256  # the model's, and the end of a text for a tokenizer of bytes with 257 ids
+# the model's, and the end of a text for a tokenizer of bytes with 257 ids
+VOCAB, END = 300, 256
 ANYTHING = "start: <[0-255]>*"
 
 
@@ -36,7 +37,9 @@ def grammars() -> Grammars:
 
 
 def build(vocab: int = VOCAB) -> Transformer:
-    shape = ModelShape(vocab=vocab, layers=1, embed=32, heads=4, kv_heads=2, ffn=48, init_std=0.5)
+    shape = ModelShape(
+        vocab=vocab, layers=1, embed=32, heads=4, kv_heads=2, ffn=48, init_std=0.5
+    )
     return parallelize(shape, Mesh.single(), Train(seed=2))[0]
 
 
@@ -48,10 +51,18 @@ def allowed(grammar: Grammar) -> set[int]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.text("abé", max_size=4), min_size=1, max_size=6), st.data())
-def test_masks_are_those_of_the_language_also_of_a_copy(grammars: Grammars, texts: list[str], data: Any) -> None:
+def test_masks_are_those_of_the_language_also_of_a_copy(
+    grammars: Grammars, texts: list[str], data: Any
+) -> None:
     """A walk that goes on, tries what cannot follow, and splits in two, beside what the texts say."""
-    grammar, said = grammars.compile("lark", f"start: {' | '.join(map(json.dumps, texts))}"), list[int]()
-    ways, left = [[*text.encode(), END] for text in texts], list[tuple[Grammar, set[int]]]()
+    grammar, said = (
+        grammars.compile("lark", f"start: {' | '.join(map(json.dumps, texts))}"),
+        list[int](),
+    )
+    ways, left = (
+        [[*text.encode(), END] for text in texts],
+        list[tuple[Grammar, set[int]]](),
+    )
     for _ in range(12):
         following = {way[len(said)] for way in ways if way[: len(said)] == said}
         assert allowed(grammar) == following
@@ -59,7 +70,9 @@ def test_masks_are_those_of_the_language_also_of_a_copy(grammars: Grammars, text
             left.append((grammar, following))
             grammar = grammar.copy()
         elif data.draw(st.integers(0, 3)) == 0:
-            assert not grammar.accept(data.draw(st.sampled_from(sorted({*range(97, 101)} - following))))
+            assert not grammar.accept(
+                data.draw(st.sampled_from(sorted({*range(97, 101)} - following)))
+            )
         elif following != {END}:
             said.append(data.draw(st.sampled_from(sorted(following - {END}))))
             assert grammar.accept(said[-1])
@@ -69,7 +82,9 @@ def test_masks_are_those_of_the_language_also_of_a_copy(grammars: Grammars, text
 @pytest.mark.parametrize("how", [
     GREEDY, Sampling(1.3, 40, 0.9, 0.01, 1.2, 0.5, 0.2, {65: 3.0}, 7), Sampling(seed=3),
 ], ids=["greedy", "all", "plain"])  # fmt: skip
-def test_a_grammar_of_anything_changes_nothing(grammars: Grammars, how: Sampling) -> None:
+def test_a_grammar_of_anything_changes_nothing(
+    grammars: Grammars, how: Sampling
+) -> None:
     model, prompt, anything = build(257), [3, 1, 4], grammars.compile("lark", ANYTHING)
     anything = Grammar(anything._matcher, 257, anything.ends)
     alone, held = Engine(model), Engine(model)
@@ -100,7 +115,9 @@ def schema_of(random: Random, depth: int = 2) -> dict[str, Any]:
         return {"type": "array", "items": schema_of(random, depth - 1), "minItems": least,
                 "maxItems": least + random.randint(0, 2)}  # fmt: skip
     if kind == 3:
-        return {"anyOf": [schema_of(random, depth - 1) for _ in range(random.randint(1, 3))]}
+        return {
+            "anyOf": [schema_of(random, depth - 1) for _ in range(random.randint(1, 3))]
+        }
     names = random.sample(["name", "a b", "ключ", 'q"', "x"], random.randint(1, 4))
     return {
         "type": "object", "properties": {name: schema_of(random, depth - 1) for name in names},
@@ -118,42 +135,76 @@ def test_text_always_meets_its_schema(grammars: Grammars) -> None:
     for number, schema in enumerate(schemas):
         # A number is as long as the model likes: digits are made unlikely, and blanks.
         how = Sampling(bias=dict.fromkeys([*b"0123456789 \n\t\r"], -3.0), seed=number)
-        written[engine.submit([number % 256], 3000, how, grammar=grammars.compile("json", schema))[0]] = schema
+        written[
+            engine.submit(
+                [number % 256], 3000, how, grammar=grammars.compile("json", schema)
+            )[0]
+        ] = schema
     engine.run()
     for one, schema in written.items():
         assert one.finished == "stop", (schema, bytes(one.written))
         text = bytes(one.written).decode()
-        jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+        jsonschema.validate(
+            json.loads(text), schema, format_checker=jsonschema.FormatChecker()
+        )
     assert len({bytes(one.written) for one in written}) > 120
 
 
 @pytest.mark.slow
 def test_what_was_preempted_goes_on_where_it_stood(grammars: Grammars) -> None:
-    grammar = grammars.compile("json", {"type": "array", "items": {"type": "integer"}, "minItems": 9, "maxItems": 9})
+    grammar = grammars.compile(
+        "json",
+        {"type": "array", "items": {"type": "integer"}, "minItems": 9, "maxItems": 9},
+    )
     model = build()
     roomy, narrow = Engine(model, size=4), Engine(model, tokens=160, size=4, budget=7)
-    how = [Sampling(bias=dict.fromkeys([*b"0123456789 \n\t\r"], -2.0), seed=seed) for seed in range(6)]
-    asked = [[engine.submit([5], 140, one, grammar=grammar)[0] for one in how] for engine in (roomy, narrow)]
+    how = [
+        Sampling(bias=dict.fromkeys([*b"0123456789 \n\t\r"], -2.0), seed=seed)
+        for seed in range(6)
+    ]
+    asked = [
+        [engine.submit([5], 140, one, grammar=grammar)[0] for one in how]
+        for engine in (roomy, narrow)
+    ]
     taken = []
     add = narrow.scheduler.add
     narrow.scheduler.add = lambda request: (taken.append(request), add(request))[1]  # type: ignore[func-returns-value, method-assign]
     roomy.run(), narrow.run()
-    assert taken and [one.written for one in asked[0]] == [one.written for one in asked[1]]
-    assert all(len(json.loads(bytes(one.written))) == 9 for one in asked[1] if one.finished == "stop")
+    assert taken and [one.written for one in asked[0]] == [
+        one.written for one in asked[1]
+    ]
+    assert all(
+        len(json.loads(bytes(one.written))) == 9
+        for one in asked[1]
+        if one.finished == "stop"
+    )
 
 
 @pytest.mark.parametrize(
-    "how", [GREEDY, Sampling(0.3, bias=dict.fromkeys(b" \n\t\r", -9.0), seed=3)], ids=["greedy", "drawn"]
+    "how",
+    [GREEDY, Sampling(0.3, bias=dict.fromkeys(b" \n\t\r", -9.0), seed=3)],
+    ids=["greedy", "drawn"],
 )
 def test_guesses_change_nothing(grammars: Grammars, how: Sampling) -> None:
     """Some of them break the grammar, as they come from a prompt that does."""
     prompt = list(b'[{"a": 1}, {"a": 2, "b": 1}, {"a": 3}, {"a": 4}')
-    item = {"type": "object", "properties": {"a": {"const": 5}}, "required": ["a"], "additionalProperties": False}
-    grammar = grammars.compile("json", {"type": "array", "items": item, "minItems": 3, "maxItems": 3})
+    item = {
+        "type": "object",
+        "properties": {"a": {"const": 5}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    grammar = grammars.compile(
+        "json", {"type": "array", "items": item, "minItems": 3, "maxItems": 3}
+    )
     plain, guessing = Engine(build()), Engine(build(), drafter=Lookup())
-    (one,), (other,) = (engine.submit(prompt, 200, how, grammar=grammar) for engine in (plain, guessing))
+    (one,), (other,) = (
+        engine.submit(prompt, 200, how, grammar=grammar) for engine in (plain, guessing)
+    )
     steps = [sum(1 for _ in iter(engine.step, [])) for engine in (plain, guessing)]
-    assert one.written == other.written and json.loads(bytes(one.written)) == 3 * [{"a": 5}]
+    assert one.written == other.written and json.loads(bytes(one.written)) == 3 * [
+        {"a": 5}
+    ]
     assert steps[1] < steps[0]
 
 
@@ -165,15 +216,21 @@ def test_tokens_of_many_bytes(corpus_tokenizer: Tokenizer) -> None:
     answers = engine.submit([1], 60, Sampling(), n=20, grammar=grammar)
     engine.run()
     for one in answers:
-        assert one.finished == "stop" and re.fullmatch("(the|and|that){3,5}!", corpus_tokenizer.decode(one.written))
-    assert any(len(corpus_tokenizer.decode([i])) > 1 for one in answers for i in one.written)
+        assert one.finished == "stop" and re.fullmatch(
+            "(the|and|that){3,5}!", corpus_tokenizer.decode(one.written)
+        )
+    assert any(
+        len(corpus_tokenizer.decode([i])) > 1 for one in answers for i in one.written
+    )
 
 
 @pytest.fixture(scope="module")
 def corpus_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "text.txt").write_text("and that the cat and the dog thought that! " * 50)
-    return load_tokenizer("train:300", [Source(kind="text", path=str(folder / "text.txt"))], folder)
+    return load_tokenizer(
+        "train:300", [Source(kind="text", path=str(folder / "text.txt"))], folder
+    )
 
 
 @pytest.mark.parametrize(("kind", "text", "said"), [
@@ -187,7 +244,9 @@ def corpus_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     ("regex", "a(", "unclosed group|regex parse error"),
     ("lark", "start: nope", 'unknown name: "nope"'),
 ])  # fmt: skip
-def test_what_cannot_be_met_is_said_at_once(grammars: Grammars, kind: Any, text: Any, said: str) -> None:
+def test_what_cannot_be_met_is_said_at_once(
+    grammars: Grammars, kind: Any, text: Any, said: str
+) -> None:
     with pytest.raises(UsageError, match=said) as error:
         grammars.compile(kind, text)
     assert "\n" not in str(error.value)
@@ -197,8 +256,14 @@ def test_a_grammar_that_gives_up_ends_its_own_text_alone(grammars: Grammars) -> 
     import llguidance
 
     tight = llguidance.LLParserLimits(step_max_items=60)
-    source = llguidance.LLMatcher.grammar_from_lark('start: a*\na: "a" a "b" | "a" | a a')
-    failing = Grammar(llguidance.LLMatcher(grammars._tokens, source, limits=tight, log_level=0), VOCAB, (END,))
+    source = llguidance.LLMatcher.grammar_from_lark(
+        'start: a*\na: "a" a "b" | "a" | a a'
+    )
+    failing = Grammar(
+        llguidance.LLMatcher(grammars._tokens, source, limits=tight, log_level=0),
+        VOCAB,
+        (END,),
+    )
     engine = Engine(build())
     lost, fine = (
         engine.submit([1], 90, Sampling(0, bias={END: -90.0}), grammar=failing)[0],
@@ -206,16 +271,25 @@ def test_a_grammar_that_gives_up_ends_its_own_text_alone(grammars: Grammars) -> 
     )
     engine.run()
     assert lost.finished == "error" and lost.grammar and "limit" in lost.grammar.failure
-    assert fine.finished == "length" and engine.scheduler.pool.free == engine.scheduler.pool.blocks
+    assert (
+        fine.finished == "length"
+        and engine.scheduler.pool.free == engine.scheduler.pool.blocks
+    )
 
 
-def test_a_grammar_that_takes_too_long_ends_its_own_text_alone(grammars: Grammars) -> None:
+def test_a_grammar_that_takes_too_long_ends_its_own_text_alone(
+    grammars: Grammars,
+) -> None:
     """Its time grows with the cube of the text: all others would wait for it."""
     slow = grammars.compile("lark", "start: a\na: a a a | a a | /[ab]/")
     engine = Engine(build())
     (lost,) = engine.submit([1], 3000, Sampling(0, bias={END: -90.0}), grammar=slow)
     began = time.thread_time()
     engine.run()
-    assert lost.finished == "error" and lost.grammar and lost.grammar.failure == "it takes too much time"
+    assert (
+        lost.finished == "error"
+        and lost.grammar
+        and lost.grammar.failure == "it takes too much time"
+    )
     assert time.thread_time() - began < FIRST + 3000 * EACH
     assert len(lost.written) > 30 and not lost.grammar.copy().accept(97)

@@ -23,7 +23,15 @@ from weft.models.transformer import Transformer
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
 
-SHAPE: dict[str, Any] = {"vocab": 97, "layers": 2, "embed": 64, "heads": 4, "kv_heads": 2, "ffn": 96, "init_std": 0.3}
+SHAPE: dict[str, Any] = {
+    "vocab": 97,
+    "layers": 2,
+    "embed": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 96,
+    "init_std": 0.3,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "usual sizes": {"qk_norm": True}, "odd sizes": {"embed": 24, "heads": 6, "ffn": 34, "tied": True},
     "windows": {"window": 21, "full_every": 2, "qkv_bias": True},
@@ -34,7 +42,9 @@ def build(**shape: Any) -> Transformer:
     return parallelize(ModelShape(**SHAPE | shape), Mesh.single(), Train(seed=4))[0]
 
 
-def trained(model: Transformer, texts: list[list[int]], alike: bool = True) -> list[torch.Tensor]:
+def trained(
+    model: Transformer, texts: list[list[int]], alike: bool = True
+) -> list[torch.Tensor]:
     """Of every text, the log-probabilities of all tokens after each of its own, by training's pass over all of them."""
     ids = [i for text in texts for i in text]
     ids += [0] * (-len(ids) % TILE)
@@ -51,7 +61,9 @@ def trained(model: Transformer, texts: list[list[int]], alike: bool = True) -> l
 def check(found: list[Generation], scores: list[torch.Tensor]) -> int:
     """How many log-probabilities are those of training to the last bit; all must be."""
     for one, said in zip(found, scores, strict=True):
-        expected = said[one.prompt - 1 : -1].gather(1, torch.tensor(one.written)[:, None])[:, 0]
+        expected = said[one.prompt - 1 : -1].gather(
+            1, torch.tensor(one.written)[:, None]
+        )[:, 0]
         assert [p for p, _ in one.log_probabilities] == expected.tolist()
     return sum(len(one.written) for one in found)
 
@@ -60,7 +72,16 @@ def random_engine(model: Transformer, drawn: Random) -> Engine:
     policy = drawn.choice([exact_fill, prompts_first, chunked(drawn.randrange(1, 40))])
     size, tokens = drawn.choice([1, 3, 4, 16, 64]), drawn.choice([None, 192, 192])
     drafter = drawn.choice([None, Lookup(least=1)])
-    return Engine(model, tokens, drawn.randrange(1, 200), drawn.randrange(1, 15), policy, size, drafter, invariant=True)
+    return Engine(
+        model,
+        tokens,
+        drawn.randrange(1, 200),
+        drawn.randrange(1, 15),
+        policy,
+        size,
+        drafter,
+        invariant=True,
+    )
 
 
 @pytest.mark.slow
@@ -82,9 +103,18 @@ def test_random_batches(kind: str, least: int, monkeypatch: pytest.MonkeyPatch) 
         engine, found = random_engine(model, drawn), list[Generation]()
         beginning = [drawn.randrange(97) for _ in range(drawn.randrange(1, 150))]
         for seed in range(drawn.randrange(1, 8)):
-            length, tail = drawn.choice([1, 40, drawn.randrange(1, 150)]), drawn.randrange(3)
+            length, tail = (
+                drawn.choice([1, 40, drawn.randrange(1, 150)]),
+                drawn.randrange(3),
+            )
             prompt = beginning[:length] + [drawn.randrange(97) for _ in range(tail)]
-            found += engine.submit(prompt, drawn.randrange(1, 40), Sampling(seed=seed), top=0, n=drawn.randrange(1, 3))
+            found += engine.submit(
+                prompt,
+                drawn.randrange(1, 40),
+                Sampling(seed=seed),
+                top=0,
+                n=drawn.randrange(1, 3),
+            )
             for _ in range(drawn.randrange(3)):
                 steps += bool(engine.step())
         while engine.step() or engine.scheduler.running or engine.scheduler.waiting:
@@ -110,7 +140,9 @@ def test_packed_weights_and_gradients() -> None:
     model, packed = build(), build()
     read_only(packed)
     engine = Engine(packed, budget=9, invariant=True)
-    found = [engine.submit([i] * (i + 1), 30, Sampling(seed=i), top=0)[0] for i in range(9)]
+    found = [
+        engine.submit([i] * (i + 1), 30, Sampling(seed=i), top=0)[0] for i in range(9)
+    ]
     engine.run()
     said = trained(model, [found[3].ids])
     check(found[3:4], [said[0].detach()])
@@ -123,10 +155,14 @@ def test_packed_weights_and_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [{"experts": 4, "experts_per_token": 2}, {"mixer": "retention"}, {"ffn": 33}], ids=str
+    "shape",
+    [{"experts": 4, "experts_per_token": 2}, {"mixer": "retention"}, {"ffn": 33}],
+    ids=str,
 )
 def test_what_cannot_be(shape: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="are for dense models with plain attention on one CPU"):
+    with pytest.raises(
+        UsageError, match="are for dense models with plain attention on one CPU"
+    ):
         Engine(build(**shape), invariant=True)
 
 

@@ -29,19 +29,34 @@ HOWS = (GREEDY, Sampling(0.9, seed=3), Sampling(0.8, top_p=0.9, frequency=0.4, s
 
 
 @cache
-def known(kind: str, folder: str) -> tuple[Transformer, dict[str, HostAdapter], dict[str, Transformer]]:
+def known(
+    kind: str, folder: str
+) -> tuple[Transformer, dict[str, HostAdapter], dict[str, Transformer]]:
     """A model, adapters for it, and the model with each of them merged."""
     model = build(kind, torch.float64)
-    targets = tuple(name for name in TARGETS if kind in ("softmax", "windows", "hybrid", "retention") or name == "wo")
+    targets = tuple(
+        name
+        for name in TARGETS
+        if kind in ("softmax", "windows", "hybrid", "retention") or name == "wo"
+    )
     adapters = {
-        f"a{i}": read_adapter(write(Path(folder) / kind / f"a{i}", model, rank, i, targets), model)
+        f"a{i}": read_adapter(
+            write(Path(folder) / kind / f"a{i}", model, rank, i, targets), model
+        )
         for i, rank in enumerate((2, 4))
     }
-    return model, adapters, {n: merged(build(kind, torch.float64), a) for n, a in adapters.items()} | {"": model}
+    return (
+        model,
+        adapters,
+        {n: merged(build(kind, torch.float64), a) for n, a in adapters.items()}
+        | {"": model},
+    )
 
 
 @cache
-def alone(kind: str, folder: str, adapter: str, prompt: int, how: int, count: int) -> list[int]:
+def alone(
+    kind: str, folder: str, adapter: str, prompt: int, how: int, count: int
+) -> list[int]:
     engine = Engine(known(kind, folder)[2][adapter])
     (one,) = engine.submit(PROMPTS[prompt], count, HOWS[how])
     engine.run()
@@ -78,19 +93,35 @@ def test_whatever_happens_beside_it(seed: int, folder: str) -> None:
     for _ in range(60):
         event = drawn.random()
         if event < 0.25:
-            prompt, how, adapter = drawn.randrange(len(PROMPTS)), drawn.randrange(3), drawn.choice(["", "", "a0", "a1"])
+            prompt, how, adapter = (
+                drawn.randrange(len(PROMPTS)),
+                drawn.randrange(3),
+                drawn.choice(["", "", "a0", "a1"]),
+            )
             n, count = drawn.choice([1, 1, 3]), drawn.randint(1, 14)
-            ones = engine.submit(PROMPTS[prompt], count, HOWS[how], n=n, adapter=adapter)
+            ones = engine.submit(
+                PROMPTS[prompt], count, HOWS[how], n=n, adapter=adapter
+            )
             expected = alone(kind, folder, adapter, prompt, how, 14)[:count]
-            live += [(one, engine, expected) for one in (ones if how == 0 else ones[:1])]
+            live += [
+                (one, engine, expected) for one in (ones if how == 0 else ones[:1])
+            ]
         elif event < 0.3 and live:
             one, where, _ = drawn.choice(live)
             where.cancel(one)
             gone.append(one)
-        elif event < 0.4 and live and engine.scheduler.pool.size == other.scheduler.pool.size:
+        elif (
+            event < 0.4
+            and live
+            and engine.scheduler.pool.size == other.scheduler.pool.size
+        ):
             at = drawn.randrange(len(live))
             one, where, expected = live[at]
-            if where is engine and one.runs and not (one.adapter or one.siblings or one.finished):
+            if (
+                where is engine
+                and one.runs
+                and not (one.adapter or one.siblings or one.finished)
+            ):
                 live[at] = moved(one, engine, other), other, expected
         engine.step()
         other.step()
@@ -118,7 +149,8 @@ def moved(one: Generation, engine: Engine, other: Engine) -> Generation:
             arrival.take(message)
         state = (
             departure.leave()
-            if other.scheduler.pool.free > 4 and len(other.scheduler.running) < other.scheduler.limit
+            if other.scheduler.pool.free > 4
+            and len(other.scheduler.running) < other.scheduler.limit
             else b""
         )
         found = arrival.take(state) if state else None

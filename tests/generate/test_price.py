@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 
 from tests.conftest import Command
-from weft.planner.generation_price import BUFFERED, PAGE, Workload, generating, room, streamed_bytes, together
+from weft.planner.generation_price import (
+    BUFFERED,
+    PAGE,
+    Workload,
+    generating,
+    room,
+    streamed_bytes,
+    together,
+)
 from weft.planner.machine import DEVICES, Machine, machine_of
 from weft.shapes.shape import Shape
 
@@ -26,7 +34,9 @@ class Resources:
 
     def __init__(self) -> None:
         self.now, self.busy = 0.0, dict[str, bool]()
-        self.waiting: dict[str, list[tuple[bool, float, int, Key, float]]] = defaultdict(list)
+        self.waiting: dict[str, list[tuple[bool, float, int, Key, float]]] = (
+            defaultdict(list)
+        )
         self.events: list[tuple[float, int, str, Key]] = []
         self.needs: dict[Key, int] = {}
         self.jobs: dict[Key, tuple[str, float]] = {}
@@ -58,14 +68,19 @@ class Resources:
 
     def _ready(self, key: Key) -> None:
         resource, seconds = self.jobs[key]
-        heapq.heappush(self.waiting[resource], (key[0] != "first", self.now, next(self.number), key, seconds))
+        heapq.heappush(
+            self.waiting[resource],
+            (key[0] != "first", self.now, next(self.number), key, seconds),
+        )
         self._begin(resource)
 
     def _begin(self, resource: str) -> None:
         if not self.busy.get(resource) and self.waiting[resource]:
             _, _, _, key, seconds = heapq.heappop(self.waiting[resource])
             self.busy[resource] = True
-            heapq.heappush(self.events, (self.now + seconds, next(self.number), resource, key))
+            heapq.heappush(
+                self.events, (self.now + seconds, next(self.number), resource, key)
+            )
 
 
 class Sequence(NamedTuple):
@@ -94,14 +109,20 @@ def simulated(shape: Shape, machine: Machine, job: Workload) -> float:
     weights = float(streamed_bytes(shape, machine)) / machine.host / layers
 
     def fit(*more: Sequence) -> bool:
-        return sum(-(-(s.prompt + s.written) // PAGE) for s in (*running, *more)) <= room(shape, machine) // PAGE
+        return (
+            sum(-(-(s.prompt + s.written) // PAGE) for s in (*running, *more))
+            <= room(shape, machine) // PAGE
+        )
 
     while waiting or running:
         while not fit():
             waiting.appendleft(running.pop())  # who came last makes room
         new, allowed = [], allowed + begun + 1e-9
         while waiting and allowed >= 1 and fit(*new, waiting[0]):
-            halves = [sum(s.prompt + s.written for s in (*running, *new) if s.half == half) for half in (0, 1)]
+            halves = [
+                sum(s.prompt + s.written for s in (*running, *new) if s.half == half)
+                for half in (0, 1)
+            ]
             new.append(waiting.popleft()._replace(half=halves.index(min(halves))))
             allowed -= 1
         read = [s.prompt + s.written for s in new]
@@ -110,15 +131,31 @@ def simulated(shape: Shape, machine: Machine, job: Workload) -> float:
             resources.add(("weights", layer), "link", weights, *freed)
             for half in (0, 1):
                 seen = [s.prompt + s.written for s in running if s.half == half]
-                scores = sum(2 * shape.heads * shape.score_dim * n**2 for n in read) / machine.peak16
+                scores = (
+                    sum(2 * shape.heads * shape.score_dim * n**2 for n in read)
+                    / machine.peak16
+                )
                 products = (sum(read) / 2 + len(seen)) * flops + scores / 2
-                attended = sum(seen) * shape.cache_bytes / machine.host_bandwidth / layers
+                attended = (
+                    sum(seen) * shape.cache_bytes / machine.host_bandwidth / layers
+                )
                 before = ("weights", layer), ("second", layer - 1, half)
                 resources.add(("first", layer, half), "device", products / 3, *before)
-                resources.add(("attention", layer, half), "host", attended, ("first", layer, half))
-                resources.add(("second", layer, half), "device", products * 2 / 3, ("attention", layer, half))
+                resources.add(
+                    ("attention", layer, half), "host", attended, ("first", layer, half)
+                )
+                resources.add(
+                    ("second", layer, half),
+                    "device",
+                    products * 2 / 3,
+                    ("attention", layer, half),
+                )
             layer += 1
-        running = [s for s in (s._replace(written=s.written + 1) for s in (*running, *new)) if s.written < job.new]
+        running = [
+            s
+            for s in (s._replace(written=s.written + 1) for s in (*running, *new))
+            if s.written < job.new
+        ]
     return resources.run()
 
 
@@ -130,7 +167,9 @@ def drawn_setting(seed: int) -> tuple[Shape, Machine, Workload]:
                   expert_ffn=drawn.choice((1024, 2048)), moe_layers=0)  # fmt: skip
     shape = replace(shape, moe_layers=shape.layers)
     prompt = drawn.randint(40, 400)
-    prompts = [round(prompt * drawn.uniform(0.5, 1.5)) for _ in range(drawn.randint(120, 400))]
+    prompts = [
+        round(prompt * drawn.uniform(0.5, 1.5)) for _ in range(drawn.randint(120, 400))
+    ]
     job = Workload(np.array(prompts), drawn.randint(8, 48))
     sequences, weights = drawn.uniform(24, 96), 2 * shape.parameters
     held = job.prompt + job.new / 2
@@ -169,5 +208,7 @@ def test_the_command_says_what_a_device_writes(command: Command) -> None:
     assert code == 0 and "sequences under way" in out, err
     code, _, err = command(*words, "--generate", "many")
     assert code == 2 and "PROMPTSxTOKENS+NEW" in err
-    code, _, err = command("plan", "llama3-405b", *words[2:], "--generate", "10x512+128")
+    code, _, err = command(
+        "plan", "llama3-405b", *words[2:], "--generate", "10x512+128"
+    )
     assert code == 2 and "do not fit" in err

@@ -32,22 +32,50 @@ from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
 from weft.serve.embeddings import embed
 
-SHAPE = {"vocab": 31, "layers": 3, "embed": 24, "heads": 6, "kv_heads": 2, "ffn": 32, "init_std": 0.3}
+SHAPE = {
+    "vocab": 31,
+    "layers": 3,
+    "embed": 24,
+    "heads": 6,
+    "kv_heads": 2,
+    "ffn": 32,
+    "init_std": 0.3,
+}
 NAMES = ("chunks of 5", "a cache that is too small")
 OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "as it is": {}, "room for two adapters": {"tokens": 800, "size": 4, "budget": 9},
     "chunks of 3 in a small cache": {"tokens": 48, "size": 4, "budget": 5, "policy": chunked(3)},
 }  # fmt: skip
-OF_ALL = ("tp=2", "tp=3", "cp=2", "cp=3", "pp=2", "pp=3", "tp=2,cp=2", "tp=2,pp=2", "cp=2,pp=2")
-OF_EXPERTS = ("cp=2,ep=2", "cp=4,ep=2", "tp=2,ep=2", "tp=2,cp=2,ep=4", "cp=2,pp=2,ep=2,dispatch=per-rank")
+OF_ALL = (
+    "tp=2",
+    "tp=3",
+    "cp=2",
+    "cp=3",
+    "pp=2",
+    "pp=3",
+    "tp=2,cp=2",
+    "tp=2,pp=2",
+    "cp=2,pp=2",
+)
+OF_EXPERTS = (
+    "cp=2,ep=2",
+    "cp=4,ep=2",
+    "tp=2,ep=2",
+    "tp=2,cp=2,ep=4",
+    "cp=2,pp=2,ep=2,dispatch=per-rank",
+)
 
 
 def model_under(layout: Layout, mixer: str, dtype: str = "float64") -> Transformer:
     shape = ModelShape(**SHAPE | MIXERS[mixer])
-    return parallelize(shape, mesh_of_rank(layout, "cpu"), Train(seed=2, dtype=dtype), summed=False)[0]
+    return parallelize(
+        shape, mesh_of_rank(layout, "cpu"), Train(seed=2, dtype=dtype), summed=False
+    )[0]
 
 
-def under(text: str, mixer: str, dtype: str, names: tuple[str, ...], work: Any, *more: Any) -> Any:
+def under(
+    text: str, mixer: str, dtype: str, names: tuple[str, ...], work: Any, *more: Any
+) -> Any:
     """On every rank: the model and its engine under each setting; on the first, what ``work`` finds with each."""
     settings = [(SETTINGS | OWN_SETTINGS)[name] for name in names]
     layout = Layout.parse(text)
@@ -74,11 +102,22 @@ def answers(engine: Engine) -> tuple[list[Any], int, int]:
         engine.run()
         again = engine.submit(PROMPTS[2], NEW, GREEDY, top=2)
         engine.run()
-        found += again + engine.submit([*PROMPTS[2], 1, 2], NEW, Sampling(seed=7), n=4, top=2)
+        found += again + engine.submit(
+            [*PROMPTS[2], 1, 2], NEW, Sampling(seed=7), n=4, top=2
+        )
         engine.run()
     pool = engine.scheduler.pool
-    assert not pool.owners and pool.free == pool.blocks and not engine.scheduler.due and not engine.sent
-    return [(one.written, one.log_probabilities) for one in found], again[0].hits, len(preempted)
+    assert (
+        not pool.owners
+        and pool.free == pool.blocks
+        and not engine.scheduler.due
+        and not engine.sent
+    )
+    return (
+        [(one.written, one.log_probabilities) for one in found],
+        again[0].hits,
+        len(preempted),
+    )
 
 
 @cache
@@ -93,16 +132,29 @@ def answers_of_one(mixer: str, dtype: str) -> list[Any]:
 @pytest.mark.parametrize(("mixer", "layout"), [
     *((mixer, layout) for mixer in MIXERS for layout in OF_ALL), *(("experts", layout) for layout in OF_EXPERTS),
 ])  # fmt: skip
-def test_tokens_are_those_of_each_request_alone(pool: Any, mixer: str, layout: str) -> None:
+def test_tokens_are_those_of_each_request_alone(
+    pool: Any, mixer: str, layout: str
+) -> None:
     """In float64, with log-probabilities; in chunks, in a small cache, from found prefixes, four from one prompt."""
     expected = answers_of_one(mixer, "float64")
-    found, *_ = pool.run(Layout.parse(layout).world, under, layout, mixer, "float64", NAMES, answers, timeout=100)
+    found, *_ = pool.run(
+        Layout.parse(layout).world,
+        under,
+        layout,
+        mixer,
+        "float64",
+        NAMES,
+        answers,
+        timeout=100,
+    )
     for name, (written, hits, preempted) in zip(NAMES, found, strict=True):
         assert hits >= 12 and bool(preempted) == ("small" in name), name
         for (ids, said), (single, said_alone) in zip(written, expected, strict=True):
             assert ids == single, name
             for (p, best), (q, top) in zip(said, said_alone, strict=True):
-                assert abs(p - q) < 1e-10 and all(abs(best[i] - top[i]) < 1e-10 for i in top)
+                assert abs(p - q) < 1e-10 and all(
+                    abs(best[i] - top[i]) < 1e-10 for i in top
+                )
     assert len({token for ids, _ in expected for token in ids}) > 10
 
 
@@ -114,16 +166,32 @@ def test_greedy_tokens_in_float32(pool: Any, mixer: str, layout: str) -> None:
     expected = answers_of_one(mixer, "float32")
     names = ("chunks of 3 in a small cache",)
     ((found, _, _),), *_ = pool.run(
-        Layout.parse(layout).world, under, layout, mixer, "float32", names, answers, timeout=100
+        Layout.parse(layout).world,
+        under,
+        layout,
+        mixer,
+        "float32",
+        names,
+        answers,
+        timeout=100,
     )
-    assert [ids for ids, _ in found[: len(PROMPTS) + 1]] == [ids for ids, _ in expected[: len(PROMPTS) + 1]]
+    assert [ids for ids, _ in found[: len(PROMPTS) + 1]] == [
+        ids for ids, _ in expected[: len(PROMPTS) + 1]
+    ]
 
 
 def counted(length: int, new: int) -> tuple[list[int], int, list[int]]:
     """On every rank: elements sent for queries and what was found, tokens kept per layer, rows of logits evaluated."""
-    sent, evaluated, exchange, linear = [0], list[int](), striped.exchanged_rows, torch.nn.functional.linear
+    sent, evaluated, exchange, linear = (
+        [0],
+        list[int](),
+        striped.exchanged_rows,
+        torch.nn.functional.linear,
+    )
 
-    def exchanging(rows: torch.Tensor, there: list[int], back: list[int], group: Any) -> Any:
+    def exchanging(
+        rows: torch.Tensor, there: list[int], back: list[int], group: Any
+    ) -> Any:
         sent[0] += (len(rows) - there[group.rank()]) * rows.shape[1:].numel()
         return exchange(rows, there, back, group)
 
@@ -133,7 +201,10 @@ def counted(length: int, new: int) -> tuple[list[int], int, list[int]]:
 
     model = model_under(Layout(cp=dist.get_world_size()), "softmax")
     held: list[int] = []
-    with mock.patch.object(striped, "exchanged_rows", exchanging), mock.patch("torch.nn.functional.linear", product):
+    with (
+        mock.patch.object(striped, "exchanged_rows", exchanging),
+        mock.patch("torch.nn.functional.linear", product),
+    ):
         if dist.get_rank():
             reader = follow(model)
         else:
@@ -149,11 +220,19 @@ def counted(length: int, new: int) -> tuple[list[int], int, list[int]]:
 
 
 @pytest.mark.parametrize("length", [13, 170])
-def test_queries_travel_instead_of_the_cache_which_is_cut_evenly(pool: Any, length: int) -> None:
+def test_queries_travel_instead_of_the_cache_which_is_cut_evenly(
+    pool: Any, length: int
+) -> None:
     """Per token, layer and other rank, a query and what is found with it, however long the text is."""
     found, new = pool.run(3, counted, length, 5), 5
-    computed, heads, width = length + new - 1, SHAPE["heads"], SHAPE["embed"] // SHAPE["heads"]
-    assert sum(sent for _, sent, _ in found) == 2 * SHAPE["layers"] * computed * heads * (2 * width + 1)
+    computed, heads, width = (
+        length + new - 1,
+        SHAPE["heads"],
+        SHAPE["embed"] // SHAPE["heads"],
+    )
+    assert sum(sent for _, sent, _ in found) == 2 * SHAPE[
+        "layers"
+    ] * computed * heads * (2 * width + 1)
     for layer in range(SHAPE["layers"]):
         tokens = [held[layer] for held, _, _ in found]
         assert sum(tokens) == computed and max(tokens) - min(tokens) <= 1
@@ -200,7 +279,9 @@ def test_stages_work_at_the_same_time(pool: Any) -> None:
 def test_what_is_under_way_may_be_unwanted_meanwhile(pool: Any) -> None:
     """A text that is cancelled or computed again while its token is under way gets no token twice."""
     (expected,) = under("", "softmax", "float64", ("as it is",), meddled)
-    (found,), _ = pool.run(2, under, "pp=2", "softmax", "float64", ("as it is",), meddled)
+    (found,), _ = pool.run(
+        2, under, "pp=2", "softmax", "float64", ("as it is",), meddled
+    )
     assert found == expected
 
 
@@ -228,7 +309,10 @@ def abandoned(layout: str) -> str:
             next(steps)
             return run(self, *given)
 
-        with mock.patch.object(ranks.RankReader, "run", running), pytest.raises(StopIteration):
+        with (
+            mock.patch.object(ranks.RankReader, "run", running),
+            pytest.raises(StopIteration),
+        ):
             follow(model)
         return ""
     engine = Engine(model, ranks=True)
@@ -253,7 +337,9 @@ def test_who_is_gone_is_named(pool: Any, layout: str) -> None:
     ("tp=8", {}, "tp=8 is more than the model's 6 heads; use tp <= 6"),
     ("pp=8", {}, "too many for a model of 3 layers"),
 ])  # fmt: skip
-def test_layouts_that_cannot_are_one_line(layout: str, shape: dict[str, Any], message: str) -> None:
+def test_layouts_that_cannot_are_one_line(
+    layout: str, shape: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UsageError) as caught:
         check_layout(Layout.parse(layout), ModelShape(**SHAPE | shape))
     assert message in str(caught.value) and "\n" not in str(caught.value)
@@ -284,7 +370,9 @@ def adapted(engine: Engine, folder: str, names: list[str]) -> list[Any]:
     *((mixer, layout) for mixer in ("softmax", "windows", "hybrid", "latent") for layout in OF_ALL),
     *(("experts", layout) for layout in OF_EXPERTS),
 ])  # fmt: skip
-def test_adapters_are_as_if_merged(pool: Any, mixer: str, layout: str, tmp_path: Path) -> None:
+def test_adapters_are_as_if_merged(
+    pool: Any, mixer: str, layout: str, tmp_path: Path
+) -> None:
     """Of three ranks and none, in a cache that does not hold them all beside the texts."""
     targets = ("wq_a", "wkv_a", "wo", "gate", "down") if mixer == "latent" else TARGETS
     known = {
@@ -294,7 +382,14 @@ def test_adapters_are_as_if_merged(pool: Any, mixer: str, layout: str, tmp_path:
     }  # fmt: skip
     names = ["", "a0", "a1", "a2", "a0", "a1", ""]
     expected = [
-        alone(merged(model_under(Layout(), mixer), known[n]) if n else model_under(Layout(), mixer), p, GREEDY, top=0)
+        alone(
+            merged(model_under(Layout(), mixer), known[n])
+            if n
+            else model_under(Layout(), mixer),
+            p,
+            GREEDY,
+            top=0,
+        )
         for n, p in zip(names, PROMPTS, strict=True)
     ]
     (found,), *_ = pool.run(
@@ -303,7 +398,10 @@ def test_adapters_are_as_if_merged(pool: Any, mixer: str, layout: str, tmp_path:
     )  # fmt: skip
     for (ids, said), single in zip(found, expected, strict=True):
         assert ids == single.written
-        assert all(abs(p - q) < 1e-10 for (p, _), (q, _) in zip(said, single.log_probabilities, strict=True))
+        assert all(
+            abs(p - q) < 1e-10
+            for (p, _), (q, _) in zip(said, single.log_probabilities, strict=True)
+        )
     assert len({tuple(ids) for ids, _ in found}) > 4
 
 
@@ -311,7 +409,9 @@ def vectors(engine: Engine) -> list[list[float]]:
     """Of each prompt both vectors, one of them while a step is under way."""
     engine.submit(PROMPTS[1], NEW, GREEDY)
     engine.step()
-    found = [embed(engine, ids, how).tolist() for ids in PROMPTS for how in ("mean", "last")]
+    found = [
+        embed(engine, ids, how).tolist() for ids in PROMPTS for how in ("mean", "last")
+    ]
     engine.run()
     return found
 
@@ -322,22 +422,38 @@ def vectors(engine: Engine) -> list[list[float]]:
 ])  # fmt: skip
 def test_vectors_of_texts(pool: Any, mixer: str, layout: str) -> None:
     (expected,) = under("", mixer, "float64", ("as it is",), vectors)
-    (found,), *_ = pool.run(Layout.parse(layout).world, under, layout, mixer, "float64", ("as it is",), vectors)
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0, atol=1e-6)
+    (found,), *_ = pool.run(
+        Layout.parse(layout).world,
+        under,
+        layout,
+        mixer,
+        "float64",
+        ("as it is",),
+        vectors,
+    )
+    torch.testing.assert_close(
+        torch.tensor(found), torch.tensor(expected), rtol=0, atol=1e-6
+    )
 
 
 def seen_by_each_other(engine: Engine) -> list[list[int]] | str:
     try:
-        return [one.written for one in hogwild(engine, PROMPTS[1], [[1, 2], [3]], 6, GREEDY)]
+        return [
+            one.written for one in hogwild(engine, PROMPTS[1], [[1, 2], [3]], 6, GREEDY)
+        ]
     except UsageError as error:
         return str(error)
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "cp=2", "pp=2"])
 def test_streams_see_each_other_over_tp_alone(pool: Any, layout: str) -> None:
-    (found,), _ = pool.run(2, under, layout, "softmax", "float64", ("as it is",), seen_by_each_other)
+    (found,), _ = pool.run(
+        2, under, layout, "softmax", "float64", ("as it is",), seen_by_each_other
+    )
     if layout == "tp=2":
-        assert [found] == under("", "softmax", "float64", ("as it is",), seen_by_each_other)
+        assert [found] == under(
+            "", "softmax", "float64", ("as it is",), seen_by_each_other
+        )
     else:
         assert "which cp and pp keep apart; use tp" in found
 
@@ -356,5 +472,7 @@ def guessed(engine: Engine) -> tuple[list[list[int]], int]:
 @pytest.mark.parametrize("layout", ["tp=2", "cp=2", "pp=2"])
 def test_guesses_change_nothing(pool: Any, layout: str) -> None:
     ((expected, fewer),) = under("", "softmax", "float64", ("as it is",), guessed)
-    ((found, steps),), _ = pool.run(2, under, layout, "softmax", "float64", ("as it is",), guessed)
+    ((found, steps),), _ = pool.run(
+        2, under, layout, "softmax", "float64", ("as it is",), guessed
+    )
     assert found == expected and fewer < 80 and (steps == fewer or layout == "pp=2")

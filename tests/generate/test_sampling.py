@@ -13,15 +13,27 @@ from hypothesis import strategies as st
 from weft.data.detokenizer import Writer, stream_text
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError
-from weft.generate.sampling import GREEDY, Sampling, candidates, choose, draw, log_probabilities, penalised
+from weft.generate.sampling import (
+    GREEDY,
+    Sampling,
+    candidates,
+    choose,
+    draw,
+    log_probabilities,
+    penalised,
+)
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, -1.0, 1.5, 2.5, -3.0], dtype=torch.float64)
 PROMPT, WRITTEN = [0, 2], [5, 5, 3]
 
 
-def distribution(how: Sampling, logits: torch.Tensor = LOGITS, seen: Any = (PROMPT, WRITTEN)) -> torch.Tensor:
+def distribution(
+    how: Sampling, logits: torch.Tensor = LOGITS, seen: Any = (PROMPT, WRITTEN)
+) -> torch.Tensor:
     ids, probabilities = candidates(penalised(logits, how, *seen), how)
-    return torch.zeros(len(logits), dtype=probabilities.dtype).index_put((ids,), probabilities)
+    return torch.zeros(len(logits), dtype=probabilities.dtype).index_put(
+        (ids,), probabilities
+    )
 
 
 @pytest.mark.parametrize("how", [
@@ -32,7 +44,9 @@ def distribution(how: Sampling, logits: torch.Tensor = LOGITS, seen: Any = (PROM
 def test_distributions_are_those_of_transformers(how: Sampling) -> None:
     processors = pytest.importorskip("transformers.generation.logits_process")
     chain = [
-        processors.SequenceBiasLogitsProcessor({(i,): b for i, b in how.bias.items()}) if how.bias else None,
+        processors.SequenceBiasLogitsProcessor({(i,): b for i, b in how.bias.items()})
+        if how.bias
+        else None,
         processors.RepetitionPenaltyLogitsProcessor(how.repetition),
         processors.TemperatureLogitsWarper(how.temperature),
         processors.TopKLogitsWarper(how.top_k) if how.top_k else None,
@@ -42,12 +56,18 @@ def test_distributions_are_those_of_transformers(how: Sampling) -> None:
     row, ids = LOGITS[None].clone(), torch.tensor([[*PROMPT, *WRITTEN]])
     for processor in chain:
         row = row if processor is None else processor(ids, row)
-    torch.testing.assert_close(distribution(how), row[0].softmax(-1), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        distribution(how), row[0].softmax(-1), rtol=0, atol=1e-12
+    )
 
 
 def test_penalties_are_openais() -> None:
     """logits - frequency * count - presence * (count > 0), of what was written and not of the prompt."""
-    expected = LOGITS - 0.5 * torch.tensor([0, 0, 0, 1, 0, 2, 0]) - 0.25 * torch.tensor([0, 0, 0, 1, 0, 1, 0])
+    expected = (
+        LOGITS
+        - 0.5 * torch.tensor([0, 0, 0, 1, 0, 2, 0])
+        - 0.25 * torch.tensor([0, 0, 0, 1, 0, 1, 0])
+    )
     found = distribution(Sampling(frequency=0.5, presence=0.25))
     torch.testing.assert_close(found, expected.softmax(-1), rtol=0, atol=1e-12)
     assert LOGITS[0] == 0 and LOGITS[5] == 2.5, "the logits stay as they are"
@@ -59,20 +79,29 @@ def test_drawn_tokens_have_the_distribution() -> None:
     ids, probabilities = candidates(penalised(LOGITS, how, [], []), how)
     cells = 20_000
     hits = torch.bincount(
-        torch.tensor([draw(probabilities, (i + 0.5) / cells) for i in range(cells)]), minlength=len(ids)
+        torch.tensor([draw(probabilities, (i + 0.5) / cells) for i in range(cells)]),
+        minlength=len(ids),
     )
     assert (hits - cells * probabilities).abs().max() <= 1
     stream, count = Random(0), 20_000
-    drawn = torch.bincount(torch.tensor([choose(LOGITS, how, [], [], stream) for _ in range(count)]), minlength=7)
+    drawn = torch.bincount(
+        torch.tensor([choose(LOGITS, how, [], [], stream) for _ in range(count)]),
+        minlength=7,
+    )
     wanted = count * distribution(how, seen=([], []))
     possible = wanted > 0
     chi_square = float(((drawn - wanted)[possible] ** 2 / wanted[possible]).sum())
-    assert not drawn[~possible].any() and chi_square < 16.3  # 3 degrees of freedom, 1e-3
+    # 3 degrees of freedom, 1e-3
+    assert not drawn[~possible].any() and chi_square < 16.3
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=9), st.floats(0, 1, exclude_max=True))
-def test_what_has_no_probability_is_never_drawn(weights: list[float], number: float) -> None:
+@given(
+    st.lists(st.floats(0, 1), min_size=1, max_size=9), st.floats(0, 1, exclude_max=True)
+)
+def test_what_has_no_probability_is_never_drawn(
+    weights: list[float], number: float
+) -> None:
     row = torch.tensor([*weights, 1.0, 0.0], dtype=torch.float64)
     for x in (number, 0.0, 1 - 2**-53):
         assert row[draw(row / row.sum(), x)] > 0
@@ -80,28 +109,50 @@ def test_what_has_no_probability_is_never_drawn(weights: list[float], number: fl
 
 def test_greedy_and_extremes() -> None:
     stream = Random(0)
-    assert choose(LOGITS, GREEDY, [], [], stream) == 5 and stream.random() == Random(0).random()
+    assert (
+        choose(LOGITS, GREEDY, [], [], stream) == 5
+        and stream.random() == Random(0).random()
+    )
     assert choose(LOGITS, Sampling(1e-30), [], [], stream) == 5
     assert choose(LOGITS, Sampling(0, bias={3: 100.0}), [], [], stream) == 3
     assert choose(LOGITS.bfloat16(), Sampling(top_k=1), [], [], stream) == 5
     p, best = log_probabilities(LOGITS, 1, 2)
     assert p == pytest.approx(float(LOGITS.log_softmax(0)[1])) and list(best) == [5, 2]
-    for wrong in ({"temperature": -1}, {"top_p": 0}, {"min_p": 2}, {"repetition": 0}, {"temperature": float("nan")}):
-        with pytest.raises(UsageError, match=f"{next(iter(wrong))} = .* is not possible"):
+    for wrong in (
+        {"temperature": -1},
+        {"top_p": 0},
+        {"min_p": 2},
+        {"repetition": 0},
+        {"temperature": float("nan")},
+    ):
+        with pytest.raises(
+            UsageError, match=f"{next(iter(wrong))} = .* is not possible"
+        ):
             Sampling(**wrong)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.text("ab\n🙂", max_size=12), st.lists(st.text("ab\n🙂", min_size=1, max_size=4), max_size=3))
-def test_text_ends_before_the_first_stop_string_whatever_tokens_it_is_cut_into(text: str, stops: list[str]) -> None:
+@given(
+    st.text("ab\n🙂", max_size=12),
+    st.lists(st.text("ab\n🙂", min_size=1, max_size=4), max_size=3),
+)
+def test_text_ends_before_the_first_stop_string_whatever_tokens_it_is_cut_into(
+    text: str, stops: list[str]
+) -> None:
     """Bytes are the tokens; nothing that is shown is taken back, nor held longer than a stop string needs."""
     tokenizer = load_tokenizer("bytes")
     ends = [at for stop in stops if (at := text.find(stop)) >= 0]
     # Of stop strings that come, the one that is complete first ends the text, as no more is read then.
-    complete = min((text.find(stop) + len(stop) for stop in stops if stop in text), default=len(text))
+    complete = min(
+        (text.find(stop) + len(stop) for stop in stops if stop in text),
+        default=len(text),
+    )
     begun = [text[:complete].find(stop) for stop in stops if stop in text[:complete]]
     expected = text[: min(begun)] if ends else text
-    assert "".join(stream_text(tokenizer, tokenizer.encode(text).tolist(), stops)) == expected
+    assert (
+        "".join(stream_text(tokenizer, tokenizer.encode(text).tolist(), stops))
+        == expected
+    )
     writer, shown = Writer(tokenizer, stops), ""
     for i in tokenizer.encode(text).tolist():
         shown += writer.add(i)

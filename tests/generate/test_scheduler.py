@@ -28,7 +28,8 @@ from weft.generate.request import Branch, Request
 from weft.generate.scheduler import ScheduledStep, Scheduler
 
 POLICIES: tuple[Policy, ...] = (exact_fill, chunked(3), chunked(16), prompts_first)
-ADAPTERS, TENANTS, VOCAB = ("", "a"), ("", "t"), 3  # a small vocabulary, so that prompts often begin alike
+# a small vocabulary, so that prompts often begin alike
+ADAPTERS, TENANTS, VOCAB = ("", "a"), ("", "t"), 3
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,28 @@ class World:
     limit: int
     policy: Policy
     states: bool  # blocks sum up their tokens
-    events: tuple[tuple[Any, ...], ...]  # ("add", prompt, new, adapter, tenant), ("fork" or "cancel", whom), ...
+    # ("add", prompt, new, adapter, tenant), ("fork" or "cancel", whom), ...
+    events: tuple[tuple[Any, ...], ...]
 
 
 prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40).map(tuple)
 events = st.one_of(
-    st.tuples(st.just("add"), prompts, st.integers(1, 12), st.sampled_from(ADAPTERS), st.sampled_from(TENANTS)),
+    st.tuples(
+        st.just("add"),
+        prompts,
+        st.integers(1, 12),
+        st.sampled_from(ADAPTERS),
+        st.sampled_from(TENANTS),
+    ),
     st.tuples(st.just("fork"), st.integers(0, 9)),
     st.tuples(st.just("cancel"), st.integers(0, 9)),
     st.tuples(st.just("renew")),
-    st.tuples(st.just("guess"), st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5), max_size=3)),
+    st.tuples(
+        st.just("guess"),
+        st.lists(
+            st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5), max_size=3
+        ),
+    ),
     st.tuples(st.just("step")),
 )
 worlds = st.builds(
@@ -68,13 +81,20 @@ class Run:
     preempted: int = 0
 
 
-def contents(request: Request, version: int, ids: Sequence[int]) -> list[tuple[Any, ...]]:
+def contents(
+    request: Request, version: int, ids: Sequence[int]
+) -> list[tuple[Any, ...]]:
     """What the cache should hold of a request."""
-    return [(version, request.adapter, request.tenant, at, token) for at, token in enumerate(ids)]
+    return [
+        (version, request.adapter, request.tenant, at, token)
+        for at, token in enumerate(ids)
+    ]
 
 
 def tokens_of_guesses(r: Request) -> int:
-    return sum(len(b.path) + (0 if b.table is r.table else r.wanted) for b in r.branches)
+    return sum(
+        len(b.path) + (0 if b.table is r.table else r.wanted) for b in r.branches
+    )
 
 
 def next_token(seen: Sequence[tuple[Any, ...]], draw: int) -> int:
@@ -98,7 +118,12 @@ class Machine:
 
     def __init__(self, world: World, kind: type[Scheduler], blocks: int) -> None:
         self.size, self.run = world.size, Run()
-        self.scheduler = kind(BlockPool(blocks, world.size, world.states), world.budget, world.limit, world.policy)
+        self.scheduler = kind(
+            BlockPool(blocks, world.size, world.states),
+            world.budget,
+            world.limit,
+            world.policy,
+        )
         self.scheduler.adapter_keys = AdapterKeys()
         self.memory = [[(None,)] * world.size for _ in range(blocks)]
         self.requests: list[Request] = []
@@ -109,11 +134,23 @@ class Machine:
     def happen(self, kind: str, *rest: Any) -> None:
         if kind == "add":
             prompt, new, adapter, tenant = rest
-            self._enter(Request(list(prompt), len(prompt) + new, adapter, tenant, len(self.requests)), None)
+            self._enter(
+                Request(
+                    list(prompt), len(prompt) + new, adapter, tenant, len(self.requests)
+                ),
+                None,
+            )
         elif kind == "fork" and (live := self._live()):
             parent = live[rest[0] % len(live)]
-            ids = [*parent.ids[: parent.computed], VOCAB]  # a token that the parent does not have there
-            child = Request(ids, max(parent.most, len(ids)), parent.adapter, parent.tenant, len(self.requests))
+            # a token that the parent does not have there
+            ids = [*parent.ids[: parent.computed], VOCAB]
+            child = Request(
+                ids,
+                max(parent.most, len(ids)),
+                parent.adapter,
+                parent.tenant,
+                len(self.requests),
+            )
             self._enter(child, parent)
         elif kind == "cancel" and (live := self._live()):
             gone = live[rest[0] % len(live)]
@@ -147,17 +184,33 @@ class Machine:
         scheduler, begun = self.scheduler, {r for r in self.requests if r.runs}
         step = scheduler.plan()
         self.run.preempted += len(begun - {r for r in self.requests if r.runs})
-        waiting, fresh = [r for r in self._live() if not r.runs], [r for r in self._live() if r.runs and r not in begun]
+        waiting, fresh = (
+            [r for r in self._live() if not r.runs],
+            [r for r in self._live() if r.runs and r not in begun],
+        )
         for r in fresh:
-            assert not any(other.arrival < r.arrival for other in waiting), "property 9: somebody overtook"
+            assert not any(other.arrival < r.arrival for other in waiting), (
+                "property 9: somebody overtook"
+            )
         spent = sum(step.work.values()) + sum(map(tokens_of_guesses, step.work))
         assert spent <= scheduler.budget, "property 2: more tokens than the budget"
-        assert all(not r.branches for r in scheduler.running if r not in step.work), "property 3: guesses of nobody"
-        assert len(scheduler.running) <= scheduler.limit, "property 2: more requests than the limit"
+        assert all(not r.branches for r in scheduler.running if r not in step.work), (
+            "property 3: guesses of nobody"
+        )
+        assert len(scheduler.running) <= scheduler.limit, (
+            "property 2: more requests than the limit"
+        )
         assert step.work or not self._live(), "property 6: nobody goes on"
         for r, tokens in step.work.items():
-            assert 0 < tokens <= len(r.ids) - r.computed, "property 5: more computed than there is, or nothing"
-        self.run.trace.append(([(r.arrival, n, tuple(r.table)) for r, n in step.work.items()], tuple(step.copies)))
+            assert 0 < tokens <= len(r.ids) - r.computed, (
+                "property 5: more computed than there is, or nothing"
+            )
+        self.run.trace.append(
+            (
+                [(r.arrival, n, tuple(r.table)) for r, n in step.work.items()],
+                tuple(step.copies),
+            )
+        )
         self._execute(step)
         scheduler.advance(step)
         for r in step.work:
@@ -171,7 +224,9 @@ class Machine:
         while True:
             self.draws[r] += 1
             r.ids.append(next_token(self._read(table, len(r.ids)), self.draws[r]))
-            expected = next_token(contents(r, self.scheduler.version, r.ids[:-1]), self.draws[r])
+            expected = next_token(
+                contents(r, self.scheduler.version, r.ids[:-1]), self.draws[r]
+            )
             assert r.ids[-1] == expected, "property 1: not what it would write alone"
             live = [b for b in live if list(b.path[right : right + 1]) == r.ids[-1:]]
             if len(r.ids) > r.most:
@@ -195,46 +250,76 @@ class Machine:
                 self.memory[block] = [(key,)] * self.size
         for r, tokens in step.work.items():
             shelf = [self.memory[block][0] for block in r.shelf]
-            assert shelf == [(key,) for key in AdapterKeys()[r.adapter]], "property 8: another adapter is there"
-            held, wanted = self._read(r.table, r.computed), contents(r, self.scheduler.version, r.ids[: r.computed])
-            assert held[: r.hits] == wanted[: r.hits], "property 8: a key found somebody else's tokens"
+            assert shelf == [(key,) for key in AdapterKeys()[r.adapter]], (
+                "property 8: another adapter is there"
+            )
+            held, wanted = (
+                self._read(r.table, r.computed),
+                contents(r, self.scheduler.version, r.ids[: r.computed]),
+            )
+            assert held[: r.hits] == wanted[: r.hits], (
+                "property 8: a key found somebody else's tokens"
+            )
             assert held == wanted, "property 1: computed tokens are not there"
             for at in range(r.computed, r.computed + tokens):
                 block = r.table[at // self.size]
-                assert self.scheduler.pool.owners[block] == 1, "property 4: a shared block is written"
-                self.memory[block][at % self.size] = contents(r, self.scheduler.version, r.ids)[at]
+                assert self.scheduler.pool.owners[block] == 1, (
+                    "property 4: a shared block is written"
+                )
+                self.memory[block][at % self.size] = contents(
+                    r, self.scheduler.version, r.ids
+                )[at]
             for path, table in r.branches:
                 text = contents(r, self.scheduler.version, [*r.ids, *path])
-                for at in range(r.computed + (tokens if table is r.table else 0), len(text)):
+                for at in range(
+                    r.computed + (tokens if table is r.table else 0), len(text)
+                ):
                     assert self.scheduler.pool.owners[table[at // self.size]] == 1, (
                         "property 4: a shared block is written"
                     )
                     self.memory[table[at // self.size]][at % self.size] = text[at]
-        for r in step.work:  # a state that has taken in a guess has forgotten what was before it
-            if self.scheduler.pool.states and any(table is r.table for _, table in r.branches):
-                raise AssertionError("property 1: a guess is in a state that cannot be taken back")
+        # a state that has taken in a guess has forgotten what was before it
+        for r in step.work:
+            if self.scheduler.pool.states and any(
+                table is r.table for _, table in r.branches
+            ):
+                raise AssertionError(
+                    "property 1: a guess is in a state that cannot be taken back"
+                )
 
     def _read(self, table: Sequence[int], count: int) -> list[tuple[Any, ...]]:
-        return [self.memory[table[at // self.size]][at % self.size] for at in range(count)]
+        return [
+            self.memory[table[at // self.size]][at % self.size] for at in range(count)
+        ]
 
     def check_owners(self) -> None:
         pool = self.scheduler.pool
-        assert pool.owners == Counter(b for r in self.requests for b in (*r.shelf, *r.table)), (
-            "property 3: owners are miscounted"
-        )
+        assert pool.owners == Counter(
+            b for r in self.requests for b in (*r.shelf, *r.table)
+        ), "property 3: owners are miscounted"
         reachable = pool.free + len(pool.owners)
-        assert reachable == pool.blocks and not set(pool.owners) & set(pool._freed), "property 3: a block is lost"
-        assert len(pool._freed) + len(pool.owners) == pool._fresh, "property 3: a block is lost"
-        assert {pool.known[key] for key in pool.keys.values()} == set(pool.keys), "property 3: a key leads nowhere"
+        assert reachable == pool.blocks and not set(pool.owners) & set(pool._freed), (
+            "property 3: a block is lost"
+        )
+        assert len(pool._freed) + len(pool.owners) == pool._fresh, (
+            "property 3: a block is lost"
+        )
+        assert {pool.known[key] for key in pool.keys.values()} == set(pool.keys), (
+            "property 3: a key leads nowhere"
+        )
 
 
 def blocks_of(world: World) -> int:
     """A pool that is tiny, but holds the largest request."""
-    largest = max((len(e[1]) + e[2] + 1 for e in world.events if e[0] == "add"), default=1)
+    largest = max(
+        (len(e[1]) + e[2] + 1 for e in world.events if e[0] == "add"), default=1
+    )
     return -(-largest // world.size) + world.blocks + 2
 
 
-def run(world: World, kind: type[Scheduler] = Scheduler, blocks: int | None = None) -> Run:
+def run(
+    world: World, kind: type[Scheduler] = Scheduler, blocks: int | None = None
+) -> Run:
     machine = Machine(world, kind, blocks or blocks_of(world))
     for event in world.events:
         machine.happen(*event)
@@ -243,7 +328,9 @@ def run(world: World, kind: type[Scheduler] = Scheduler, blocks: int | None = No
     while machine._live():
         machine.step()
         machine.check_owners()
-        assert len(machine.run.trace) <= bound + len(world.events), "property 6: somebody never ends"
+        assert len(machine.run.trace) <= bound + len(world.events), (
+            "property 6: somebody never ends"
+        )
     assert not machine.scheduler.pool.owners, "property 3: blocks are left"
     return machine.run
 
@@ -256,7 +343,9 @@ def hold_properties(world: World, kind: type[Scheduler] = Scheduler) -> None:
         event[0] for event in world.events
     }:  # which happen to whoever is there
         roomy = run(world, kind, 10_000)
-        assert found.written == roomy.written and not roomy.preempted, "property 7: preempted requests write otherwise"
+        assert found.written == roomy.written and not roomy.preempted, (
+            "property 7: preempted requests write otherwise"
+        )
 
 
 @settings(max_examples=200, deadline=None)
@@ -314,14 +403,20 @@ class Gullible(Scheduler):
 
     def settle(self, request: Request, branch: Branch | None, right: int) -> None:
         branch = branch or next(iter(request.branches), None)
-        super().settle(request, branch, min(len(branch.path), len(request.ids) - request.computed) if branch else 0)
+        super().settle(
+            request,
+            branch,
+            min(len(branch.path), len(request.ids) - request.computed) if branch else 0,
+        )
 
 
 class Writing(Scheduler):
     """4: no copy on write."""
 
     def _reserve(self, request: Request, tokens: int, step: ScheduledStep) -> bool:
-        new = max(0, -(-(request.computed + tokens) // self.pool.size) - len(request.table))
+        new = max(
+            0, -(-(request.computed + tokens) // self.pool.size) - len(request.table)
+        )
         if new <= self.pool.free:
             request.table.extend(self.pool.take() for _ in range(new))
         return new <= self.pool.free or new == 0
@@ -348,7 +443,9 @@ class Starving(Scheduler):
     """6: whoever runs is not served while others wait, for whom there is no room."""
 
     def plan(self) -> ScheduledStep:
-        self.policy = lambda running, waiting, budget: [(r, r.wanted) for r in waiting or running]
+        self.policy = lambda running, waiting, budget: [
+            (r, r.wanted) for r in waiting or running
+        ]
         return super().plan()
 
 
@@ -385,7 +482,8 @@ class Moody(Scheduler):
 
     def plan(self) -> ScheduledStep:
         self.policy = lambda running, waiting, budget: [
-            (r, r.wanted) for r in (*random.SystemRandom().sample(running, len(running)), *waiting)
+            (r, r.wanted)
+            for r in (*random.SystemRandom().sample(running, len(running)), *waiting)
         ]
         return super().plan()
 
@@ -393,7 +491,13 @@ class Moody(Scheduler):
 def caught(property_: int, kind: type[Scheduler]) -> None:
     """That some world sees the fault, as what it is."""
 
-    @settings(max_examples=3000, deadline=None, derandomize=True, phases=[Phase.generate], report_multiple_bugs=False)
+    @settings(
+        max_examples=3000,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+    )
     @given(worlds)
     def look(world: World) -> None:
         try:
@@ -424,7 +528,9 @@ def keep_blocks(pool: BlockPool, request: Request) -> None:
     request.branches = []
 
 
-def share_blocks(pool: BlockPool, request: Request, left: int, copies: list[tuple[int, int]]) -> int:
+def share_blocks(
+    pool: BlockPool, request: Request, left: int, copies: list[tuple[int, int]]
+) -> int:
     """4: guesses are written where others write too."""
     spent = branch(pool, request, left, copies)
     if request.branches:
@@ -435,9 +541,13 @@ def share_blocks(pool: BlockPool, request: Request, left: int, copies: list[tupl
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("property_", "name", "fault"), [(3, "release", keep_blocks), (4, "branch", share_blocks)], ids=["3", "4"]
+    ("property_", "name", "fault"),
+    [(3, "release", keep_blocks), (4, "branch", share_blocks)],
+    ids=["3", "4"],
 )
-def test_a_fault_of_guesses_is_caught(property_: int, name: str, fault: Callable[..., Any], monkeypatch: Any) -> None:
+def test_a_fault_of_guesses_is_caught(
+    property_: int, name: str, fault: Callable[..., Any], monkeypatch: Any
+) -> None:
     monkeypatch.setattr(branches, name, fault)
     caught(property_, Scheduler)
 
@@ -451,7 +561,9 @@ def test_a_fault_of_guesses_is_caught(property_: int, name: str, fault: Callable
     ("chained_keys", lambda root, ids, size: [  # each block by its own tokens
         key for at in range(0, len(ids) - size + 1, size) for key in chained_keys(b"", ids[at : at + size], size)]),
 ], ids=["version", "adapter", "tenant", "position"])  # fmt: skip
-def test_a_key_that_lacks_something_is_caught(name: str, fault: Callable[..., Any], monkeypatch: Any) -> None:
+def test_a_key_that_lacks_something_is_caught(
+    name: str, fault: Callable[..., Any], monkeypatch: Any
+) -> None:
     """Property 8."""
     monkeypatch.setattr(module, name, fault)
     caught(8, Scheduler)
@@ -479,7 +591,11 @@ def asked(length: int, new: int = 50, first: int = 0) -> Request:
 def test_policies_fill_steps_as_their_papers_say() -> None:
     """A prompt of 40 comes while two requests write: with them, cut to the budget, in equal chunks, or before them."""
     found = {}
-    for name, policy in (("fill", exact_fill), ("chunks", chunked(10)), ("first", prompts_first)):
+    for name, policy in (
+        ("fill", exact_fill),
+        ("chunks", chunked(10)),
+        ("first", prompts_first),
+    ):
         scheduler = Scheduler(BlockPool(100, 4), 16, 8, policy)
         for length in (2, 3):
             scheduler.add(asked(length))
@@ -492,21 +608,32 @@ def test_policies_fill_steps_as_their_papers_say() -> None:
     assert found["first"] == [[16], [16], [8, 8], [1, 1, 1, 1]]
 
 
-def test_requests_that_join_at_once_take_half_the_steps_of_batches_that_wait_for_their_longest() -> None:
+def test_requests_that_join_at_once_take_half_the_steps_of_batches_that_wait_for_their_longest() -> (
+    None
+):
     """Lengths as of ShareGPT, log-normal with means of 161 and 338 tokens; steps of at most 8 requests."""
     drawn, limit = random.Random(0), 8
 
     def length(mean: int, sigma: float) -> int:
-        return max(4, min(1024, round(drawn.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))
+        return max(
+            4,
+            min(
+                1024, round(drawn.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))
+            ),
+        )
 
     lengths = [(length(161, 1.1), length(338, 0.9)) for _ in range(64)]
     scheduler = Scheduler(BlockPool(10**6, 16), 512, limit)
     for number, (prompt, new) in enumerate(lengths):
         scheduler.add(Request([number] * prompt, prompt + new - 1))
     steps = [sum(step) for step in drive(scheduler, 6000) if step]
-    waits = sum(max(new for _, new in lengths[i : i + limit]) for i in range(0, len(lengths), limit))
+    waits = sum(
+        max(new for _, new in lengths[i : i + limit])
+        for i in range(0, len(lengths), limit)
+    )
     assert not scheduler.running and not scheduler.waiting
-    assert sum(steps) == sum(prompt + new - 1 for prompt, new in lengths)  # nothing twice, and no padding
+    # nothing twice, and no padding
+    assert sum(steps) == sum(prompt + new - 1 for prompt, new in lengths)
     assert 2 * len(steps) < waits
 
 
@@ -524,7 +651,8 @@ def test_a_prefix_is_computed_once_and_found_until_its_blocks_are_needed() -> No
     assert drive(scheduler, 3) == [[18], [1], [1]] and other.hits == 0
     scheduler.add(again := asked(18, 2))
     drive(scheduler, 1)
-    assert again.hits == 12  # other's five blocks were the three that were free, and the end of the first one's
+    # other's five blocks were the three that were free, and the end of the first one's
+    assert again.hits == 12
     # All of a text may be known; one token is computed all the same.
     scheduler = Scheduler(BlockPool(8, 4), 64, 4)
     for _ in range(2):
@@ -534,5 +662,7 @@ def test_a_prefix_is_computed_once_and_found_until_its_blocks_are_needed() -> No
 
 
 def test_requests_that_never_fit_are_refused() -> None:
-    with pytest.raises(UsageError, match="33 tokens of prompt and answer do not fit into a cache of 32"):
+    with pytest.raises(
+        UsageError, match="33 tokens of prompt and answer do not fit into a cache of 32"
+    ):
         Scheduler(BlockPool(8, 4), 64, 4).add(asked(18, 15))

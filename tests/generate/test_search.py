@@ -22,13 +22,17 @@ def log_probabilities(model: Transformer, prompt: list[int], ids: list[int]) -> 
     whole = [*prompt, *ids]
     with torch.no_grad():
         logits = model(
-            torch.tensor([whole]), torch.arange(len(whole))[None], torch.tensor([0, len(whole)], dtype=torch.int32)
+            torch.tensor([whole]),
+            torch.arange(len(whole))[None],
+            torch.tensor([0, len(whole)], dtype=torch.int32),
         )[0]
     rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
     return float(rows.gather(1, torch.tensor(ids)[:, None]).sum())
 
 
-def every_text(model: Transformer, prompt: list[int], count: int, stops: set[int], allowed: range) -> dict[Any, float]:
+def every_text(
+    model: Transformer, prompt: list[int], count: int, stops: set[int], allowed: range
+) -> dict[Any, float]:
     """Every text of up to ``count`` tokens, with its log-probability."""
     found = {}
     for length in range(1, count + 1):
@@ -50,14 +54,18 @@ def every_text_of(mixer: str) -> tuple[Transformer, dict[Any, float]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize("mixer", ["softmax", "hybrid"])
-def test_beams_that_hold_everything_find_the_best_of_all_texts(mixer: str, alpha: float) -> None:
+def test_beams_that_hold_everything_find_the_best_of_all_texts(
+    mixer: str, alpha: float
+) -> None:
     """Three tokens behind a prompt: of 31 ids, each with every other, in some order the likeliest of all."""
     (model, texts), stops = every_text_of(mixer), {4, 9}
     engine = Engine(model, size=4, limit=2000, budget=5000)
     found = Search(engine, PROMPTS[3], 2, 31, stops, alpha).run()
     scores = {ids: p / length_penalty(len(ids), alpha) for ids, p in texts.items()}
     best = sorted(scores, key=lambda ids: -scores[ids])[:31]
-    assert [one.ids for one in found] == [[i for i in ids if i not in stops] for ids in best]
+    assert [one.ids for one in found] == [
+        [i for i in ids if i not in stops] for ids in best
+    ]
     for one, ids in zip(found, best, strict=True):
         assert one.log_probability == pytest.approx(texts[ids], abs=1e-9)
         assert one.score == pytest.approx(scores[ids], abs=1e-9)
@@ -69,20 +77,30 @@ def test_one_beam_is_greedy_and_beams_do_not_depend_on_the_batch(setting: str) -
     """Beside other requests, preempted, in chunks, of few requests at a time."""
     model, prompt = build("softmax", torch.float64), PROMPTS[2]
     roomy = Engine(model, size=4)
-    assert Search(roomy, prompt, 8, 1).run()[0].ids == alone(model, prompt, GREEDY).written[:8]
+    assert (
+        Search(roomy, prompt, 8, 1).run()[0].ids
+        == alone(model, prompt, GREEDY).written[:8]
+    )
     expected = Search(roomy, prompt, 8, 3).run()
     engine = Engine(model, **SETTINGS[setting])
     others = [engine.submit(p, 10, GREEDY)[0] for p in PROMPTS]
     found = Search(engine, prompt, 8, 3).run()
     engine.run()
     assert [one.ids for one in found] == [one.ids for one in expected]
-    assert [one.score for one in found] == pytest.approx([one.score for one in expected])
-    assert [one.written for one in others] == [alone(model, p, GREEDY).written for p in PROMPTS]
+    assert [one.score for one in found] == pytest.approx(
+        [one.score for one in expected]
+    )
+    assert [one.written for one in others] == [
+        alone(model, p, GREEDY).written for p in PROMPTS
+    ]
     assert not engine.scheduler.pool.owners
 
 
 def test_beams_share_what_they_have_in_common() -> None:
-    model, engine = build("softmax", torch.float64), Engine(build("softmax", torch.float64), size=4)
+    model, engine = (
+        build("softmax", torch.float64),
+        Engine(build("softmax", torch.float64), size=4),
+    )
     prompt, most = [(3 * i + 1) % 31 for i in range(64)], 0
     search = Search(engine, prompt, 16, 4)
     plan = engine.scheduler.plan
@@ -95,7 +113,9 @@ def test_beams_share_what_they_have_in_common() -> None:
 
     engine.scheduler.plan = planning  # type: ignore[method-assign]
     (best, *_) = search.run()
-    assert best.log_probability == pytest.approx(log_probabilities(model, prompt, best.ids), abs=1e-9)
+    assert best.log_probability == pytest.approx(
+        log_probabilities(model, prompt, best.ids), abs=1e-9
+    )
     assert most < 0.5 * 4 * (64 + 16) / 4
 
 
@@ -106,7 +126,9 @@ def test_pruning_ends_hopeless_beams() -> None:
     passes = []
     for prune in (math.inf, 3.0):
         engine, read = Engine(model, size=4), []
-        model.register_forward_pre_hook(lambda _, inputs, read=read: read.append(inputs[0].shape[1]))
+        model.register_forward_pre_hook(
+            lambda _, inputs, read=read: read.append(inputs[0].shape[1])
+        )
         found = Search(engine, PROMPTS[3], 12, 4, {21, 3, 17}, prune=prune).run()
         passes.append((sum(read), found[0].ids))
     assert passes[1][0] < passes[0][0] and passes[0][1] != []
@@ -115,7 +137,9 @@ def test_pruning_ends_hopeless_beams() -> None:
 def test_a_vote_ends_when_it_is_decided() -> None:
     model = build("softmax", torch.float64)
     engine, n = Engine(model, size=4), 15
-    whole = [one.written for one in engine.submit(PROMPTS[1], 10, Sampling(seed=1), n=n)]
+    whole = [
+        one.written for one in engine.submit(PROMPTS[1], 10, Sampling(seed=1), n=n)
+    ]
     engine.run()
     written: list[int] = []
 
@@ -128,6 +152,10 @@ def test_a_vote_ends_when_it_is_decided() -> None:
     assert not engine.scheduler.pool.owners and len(whole) == n
     # All say the same: more than half of them is enough.
     slow = Engine(model, size=4, limit=2)
-    found, counts = vote(slow, PROMPTS[1], 10, Sampling(seed=1), n, lambda ids: "always")
-    assert found == "always" and counts["always"] == 8 and not slow.scheduler.pool.owners
+    found, counts = vote(
+        slow, PROMPTS[1], 10, Sampling(seed=1), n, lambda ids: "always"
+    )
+    assert (
+        found == "always" and counts["always"] == 8 and not slow.scheduler.pool.owners
+    )
     assert not slow.scheduler.running and not slow.scheduler.waiting

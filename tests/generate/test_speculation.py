@@ -29,38 +29,65 @@ class Oracle:
     """Guesses of which some are right: the true text with faults in it, as one path or as several."""
 
     def __init__(self, texts: Sequence[Sequence[int]], vocab: int, width: int) -> None:
-        self.texts, self.vocab, self.width, self.drawn = texts, vocab, width, random.Random(0)
+        self.texts, self.vocab, self.width, self.drawn = (
+            texts,
+            vocab,
+            width,
+            random.Random(0),
+        )
 
     def propose(self, requests: Sequence[Generation]) -> None:
         for one in requests:
-            text = next((t for t in self.texts if list(t[: len(one.ids)]) == one.ids), ())
-            one.drafts = [self._path(text[len(one.ids) :], one.most - len(one.ids)) for _ in range(self.width)]
+            text = next(
+                (t for t in self.texts if list(t[: len(one.ids)]) == one.ids), ()
+            )
+            one.drafts = [
+                self._path(text[len(one.ids) :], one.most - len(one.ids))
+                for _ in range(self.width)
+            ]
 
     def _path(self, rest: Sequence[int], most: int) -> list[int]:
         length = min(most, self.drawn.randint(1, 7))
-        faulty = [self.drawn.randrange(self.vocab) if self.drawn.random() < 0.2 else token for token in rest]
+        faulty = [
+            self.drawn.randrange(self.vocab) if self.drawn.random() < 0.2 else token
+            for token in rest
+        ]
         return ([*faulty, *[0] * length])[:length]
 
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("mixer", ["softmax", "windows", "experts", "latent", "retention", "hybrid"])
-def test_tokens_and_their_log_probabilities_are_those_without_guesses(mixer: str, width: int, setting: str) -> None:
+@pytest.mark.parametrize(
+    "mixer", ["softmax", "windows", "experts", "latent", "retention", "hybrid"]
+)
+def test_tokens_and_their_log_probabilities_are_those_without_guesses(
+    mixer: str, width: int, setting: str
+) -> None:
     """Greedy and drawn, with penalties and a bias; of linear layers too, whose state cannot be taken back."""
     expected = each_alone(mixer, torch.float64, drawn=True)
     engine = Engine(
-        build(mixer, torch.float64), **SETTINGS[setting], drafter=Oracle([one.ids for one in expected], 31, width)
+        build(mixer, torch.float64),
+        **SETTINGS[setting],
+        drafter=Oracle([one.ids for one in expected], 31, width),
     )
-    found = [engine.submit(p, NEW, how, top=3)[0] for p, how in zip(PROMPTS, HOW, strict=True)]
+    found = [
+        engine.submit(p, NEW, how, top=3)[0]
+        for p, how in zip(PROMPTS, HOW, strict=True)
+    ]
     steps = 0
     while engine.scheduler.running or engine.scheduler.waiting:
         engine.step()
         steps += 1
-        assert all(len(r.ids) <= r.most and r.computed < len(r.ids) for r in engine.scheduler.running)
+        assert all(
+            len(r.ids) <= r.most and r.computed < len(r.ids)
+            for r in engine.scheduler.running
+        )
     assert [one.written for one in found] == [one.written for one in expected]
     for one, single in zip(found, expected, strict=True):
-        for (p, best), (q, top) in zip(one.log_probabilities, single.log_probabilities, strict=True):
+        for (p, best), (q, top) in zip(
+            one.log_probabilities, single.log_probabilities, strict=True
+        ):
             assert abs(p - q) < 1e-10 and best.keys() == top.keys()
     assert not engine.scheduler.pool.owners, "blocks of guesses are left"
     if setting == "roomy":
@@ -87,7 +114,10 @@ def test_places_are_those_of_a_search_through_the_text() -> None:
         tail = [drawn.randrange(3) for _ in range(9)]
 
         def common(end: int, text: list[int] = text, tail: list[int] = tail) -> int:
-            return next((n for n in range(9) if end == n or text[end - n - 1] != tail[-n - 1]), 9)
+            return next(
+                (n for n in range(9) if end == n or text[end - n - 1] != tail[-n - 1]),
+                9,
+            )
 
         longest = max(common(end) for end in range(1, 60))
         expected = [end for end in range(59, 0, -1) if common(end) == longest]
@@ -100,16 +130,26 @@ def test_paths_follow_what_mostly_comes_and_repeat_at_the_end_of_the_text() -> N
     places.extend([1, 2, 3, 4, 9, 1, 2, 3, 4, 8, 1, 2, 5, 1, 2])
     length, ends = places.find([7, 1, 2], 24)
     assert (length, ends) == (2, [12, 7, 2])
-    assert places.follow(ends, [], 3, 0.1) == [3, 4, 8]  # 3 and 4 stand twice, and 8 is later than 9
-    assert places.follow(ends, [], 3, 0.5) == [3, 4] and places.follow(ends, [], 3, 0.7) == []
+    # 3 and 4 stand twice, and 8 is later than 9
+    assert places.follow(ends, [], 3, 0.1) == [3, 4, 8]
+    assert (
+        places.follow(ends, [], 3, 0.5) == [3, 4]
+        and places.follow(ends, [], 3, 0.7) == []
+    )
     places = NgramIndex(1)
     places.extend([5, 6, 5, 6])
     assert places.follow(places.find([6, 5, 6], 24)[1], [], 5, 0.1) == [5, 6, 5, 6, 5]
 
 
-def written(drafter: Lookup | None, prompts: Sequence[Sequence[int]], new: int) -> tuple[list[list[int]], int]:
+def written(
+    drafter: Lookup | None, prompts: Sequence[Sequence[int]], new: int
+) -> tuple[list[list[int]], int]:
     """What is written after each of the prompts, one after the other, and in how many passes."""
-    engine, texts, steps = Engine(build("softmax", torch.float64), drafter=drafter), [], 0
+    engine, texts, steps = (
+        Engine(build("softmax", torch.float64), drafter=drafter),
+        [],
+        0,
+    )
     for prompt in prompts:
         (one,) = engine.submit(prompt, new, GREEDY)
         while engine.step():

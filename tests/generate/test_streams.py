@@ -41,15 +41,22 @@ class Visible:
 
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T) -> T:
         group = q.shape[2] // k.shape[2]
-        keys, values = (x[0].repeat_interleave(group, 1) for x in (k, v))  # [tokens, heads, width]
+        # [tokens, heads, width]
+        keys, values = (x[0].repeat_interleave(group, 1) for x in (k, v))
         n, plain = len(keys), q.shape[-1] - self.width
-        cos, sin = (x[0] for x in angles(self.apart, self.freq[None], q.dtype))  # [queries, keys, 1, width / 2]
-        queries = q[0, :, None, :, plain:].expand(n, n, -1, -1)  # [queries, keys, heads, rotated]
+        # [queries, keys, 1, width / 2]
+        cos, sin = (x[0] for x in angles(self.apart, self.freq[None], q.dtype))
+        # [queries, keys, heads, rotated]
+        queries = q[0, :, None, :, plain:].expand(n, n, -1, -1)
         turned = rotate(queries, cos, sin)
         scores = torch.einsum("qkhd,khd->qkh", turned, keys[..., plain:])
         if plain:
-            scores = scores + torch.einsum("qhd,khd->qkh", q[0, ..., :plain], keys[..., :plain])
-        scores = (scores * q.shape[-1] ** -0.5).masked_fill(~self.mask[..., None], -torch.inf)
+            scores = scores + torch.einsum(
+                "qhd,khd->qkh", q[0, ..., :plain], keys[..., :plain]
+            )
+        scores = (scores * q.shape[-1] ** -0.5).masked_fill(
+            ~self.mask[..., None], -torch.inf
+        )
         return torch.einsum("qkh,khd->qhd", scores.softmax(1), values)[None]
 
 
@@ -59,7 +66,11 @@ def reference(model: Transformer, ids: Sequence[int], mask: T, apart: T) -> T:
     layers = [Visible(mask, apart, freq, 2 * len(freq)) for _ in model.blocks]
     with torch.no_grad(), attending(model, layers):
         zero = torch.zeros(1, len(ids), dtype=torch.int64)
-        return model(torch.tensor([list(ids)]), zero, torch.tensor([0, len(ids)], dtype=torch.int32))[0]
+        return model(
+            torch.tensor([list(ids)]),
+            zero,
+            torch.tensor([0, len(ids)], dtype=torch.int32),
+        )[0]
 
 
 @pytest.mark.parametrize("size", [3, 16])
@@ -77,16 +88,23 @@ def test_workers_see_each_other_as_an_explicit_mask_says(kind: str, size: int) -
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "_write", write)
         workers = hogwild(engine, PROMPT, OPENINGS, count, Sampling(seed=3))
-    assert not engine.scheduler.pool.owners and all(len(one.written) == count for one in workers)
+    assert not engine.scheduler.pool.owners and all(
+        len(one.written) == count for one in workers
+    )
     # In the first step the prompt is read with all openings, and in each later one a token of every worker.
     tokens = [(None, at, 0) for at in range(len(PROMPT))]
-    steps = {None: [0] * len(PROMPT)} | {w: [0] * len(OPENINGS[w]) + list(range(1, count + 1)) for w in range(4)}
+    steps = {None: [0] * len(PROMPT)} | {
+        w: [0] * len(OPENINGS[w]) + list(range(1, count + 1)) for w in range(4)
+    }
     ids = list(PROMPT)
     for w, one in enumerate(workers):
         tokens += [(w, at, steps[w][at]) for at in range(len(one.ids))]
         ids += one.ids
     n = len(ids)
-    mask, apart = torch.zeros(n, n, dtype=torch.bool), torch.zeros(n, n, dtype=torch.int64)
+    mask, apart = (
+        torch.zeros(n, n, dtype=torch.bool),
+        torch.zeros(n, n, dtype=torch.int64),
+    )
     for i, (mine, at, step) in enumerate(tokens):
         seen = {w: sum(s <= step for s in steps[w]) for w in range(4)}
         order = [] if mine is None else [None, *(w for w in range(4) if w != mine)]
@@ -96,7 +114,11 @@ def test_workers_see_each_other_as_an_explicit_mask_says(kind: str, size: int) -
             begin += len(PROMPT) if other is None else seen[other]
         starts[mine] = begin
         for j, (other, there, _) in enumerate(tokens):
-            sees = there <= at if other == mine else other in starts and there < (seen.get(other, len(PROMPT)))
+            sees = (
+                there <= at
+                if other == mine
+                else other in starts and there < (seen.get(other, len(PROMPT)))
+            )
             mask[i, j] = sees
             apart[i, j] = starts[mine] + at - starts[other] - there if sees else 0
     # A prompt is computed before whoever sees it, and so are openings that see each other in one step.
@@ -104,7 +126,9 @@ def test_workers_see_each_other_as_an_explicit_mask_says(kind: str, size: int) -
     for w, one in enumerate(workers):
         first = len(PROMPT) + sum(len(workers[x].ids) for x in range(w))
         for length in range(len(OPENINGS[w]), len(one.ids)):
-            torch.testing.assert_close(logits[id(one), length], expected[first + length - 1], rtol=0, atol=1e-9)
+            torch.testing.assert_close(
+                logits[id(one), length], expected[first + length - 1], rtol=0, atol=1e-9
+            )
 
 
 def test_one_worker_is_as_usual() -> None:
@@ -141,7 +165,9 @@ class Script:
         self.texts, self.logits = texts, list[tuple[Generation, int, T]]()
         self.write = Engine._write
 
-    def __call__(self, engine: Engine, request: Generation, row: T, guess: Any = None) -> Any:
+    def __call__(
+        self, engine: Engine, request: Generation, row: T, guess: Any = None
+    ) -> Any:
         if request.ids[0] == 29:
             return self.write(engine, request, row, guess)
         self.logits.append((request, len(request.ids), row))
@@ -152,7 +178,9 @@ class Script:
         return self.write(engine, request, forced, guess)
 
 
-def scripted(engine: Engine, patch: pytest.MonkeyPatch, nested: bool = False) -> tuple[Thread, Script]:
+def scripted(
+    engine: Engine, patch: pytest.MonkeyPatch, nested: bool = False
+) -> tuple[Thread, Script]:
     """Three paths of 14 tokens, the second of which may part into two once more, and a conclusion."""
     drawn = random.Random(2)
 
@@ -160,7 +188,11 @@ def scripted(engine: Engine, patch: pytest.MonkeyPatch, nested: bool = False) ->
         return [drawn.randrange(20) for _ in range(n)]
 
     main = [*text(3), TAGS.outline, 1, TAGS.outline, 2, TAGS.outline, 3, TAGS.split]
-    second = [*text(4), TAGS.outline, 11, TAGS.outline, 12, TAGS.split] if nested else [*text(14), TAGS.path_end]
+    second = (
+        [*text(4), TAGS.outline, 11, TAGS.outline, 12, TAGS.split]
+        if nested
+        else [*text(14), TAGS.path_end]
+    )
     script = Script({
         tuple(PROMPT): main,
         (TAGS.path, 1): [*text(14), TAGS.path_end],
@@ -174,21 +206,28 @@ def scripted(engine: Engine, patch: pytest.MonkeyPatch, nested: bool = False) ->
     return multiverse(engine, PROMPT, TAGS, 40, GREEDY, {30}), script
 
 
-def packed(pieces: Sequence[Generation]) -> tuple[list[int], T, T, dict[Generation, int]]:
+def packed(
+    pieces: Sequence[Generation],
+) -> tuple[list[int], T, T, dict[Generation, int]]:
     """All pieces in one row: ids, who sees whom, how far apart, and where each piece begins."""
     ids, first = list[int](), dict[Generation, int]()
     for piece in pieces:
         first[piece] = len(ids)
         ids += piece.ids
     n = len(ids)
-    mask, places = torch.zeros(n, n, dtype=torch.bool), torch.zeros(n, dtype=torch.int64)
+    mask, places = (
+        torch.zeros(n, n, dtype=torch.bool),
+        torch.zeros(n, dtype=torch.int64),
+    )
     for piece in pieces:
         own = slice(first[piece], first[piece] + len(piece.ids))
         places[own] = piece.offset + torch.arange(len(piece.ids))
         mask[own, own] = torch.ones(len(piece.ids), len(piece.ids)).tril().bool()
         for view in piece.context:
             assert isinstance(view.request, Generation)
-            mask[own, first[view.request] : first[view.request] + (view.tokens or 0)] = True
+            mask[
+                own, first[view.request] : first[view.request] + (view.tokens or 0)
+            ] = True
     return ids, mask, (places[:, None] - places) * mask, first
 
 
@@ -197,10 +236,16 @@ def all_pieces(logits: Sequence[tuple[Generation, int, T]]) -> list[Generation]:
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("settings", [{}, {"size": 3}, {"tokens": 220, "size": 4}, {"budget": 5, "size": 4}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"size": 3}, {"tokens": 220, "size": 4}, {"budget": 5, "size": 4}],
+    ids=str,
+)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", ["softmax", "experts"])
-def test_paths_are_what_a_packed_mask_makes_of_them(kind: str, nested: bool, settings: dict[str, Any]) -> None:
+def test_paths_are_what_a_packed_mask_makes_of_them(
+    kind: str, nested: bool, settings: dict[str, Any]
+) -> None:
     model = build(kind)
     engine = Engine(model, **settings)
     with pytest.MonkeyPatch.context() as patch:
@@ -216,7 +261,9 @@ def test_paths_are_what_a_packed_mask_makes_of_them(kind: str, nested: bool, set
     ids, mask, apart, first = packed(pieces)
     expected = reference(model, ids, mask, apart)
     for piece, length, row in script.logits:
-        torch.testing.assert_close(row, expected[first[piece] + length - 1], rtol=0, atol=1e-9)
+        torch.testing.assert_close(
+            row, expected[first[piece] + length - 1], rtol=0, atol=1e-9
+        )
     assert not engine.scheduler.pool.owners and not engine.scheduler.running
     conclusion = whole.pieces[-1]
     assert len(whole.pieces) == 2 and conclusion.offset == max(
@@ -238,7 +285,11 @@ def test_steps_are_the_depth_of_the_tree_and_nothing_is_computed_twice() -> None
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("retention", "linear attention does not keep"), ("windows", "the last tokens only")]
+    ("kind", "said"),
+    [
+        ("retention", "linear attention does not keep"),
+        ("windows", "the last tokens only"),
+    ],
 )
 def test_what_cannot_be(kind: str, said: str) -> None:
     engine = Engine(build_kind(kind))
@@ -247,21 +298,36 @@ def test_what_cannot_be(kind: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         multiverse(engine, PROMPT, TAGS, 4, GREEDY)
     small = Engine(build_kind("softmax"), tokens=32, size=4)
-    with pytest.raises(UsageError, match=r"5 texts that see each other may need 2\d of the cache's 8 blocks"):
+    with pytest.raises(
+        UsageError,
+        match=r"5 texts that see each other may need 2\d of the cache's 8 blocks",
+    ):
         hogwild(small, PROMPT, OPENINGS, 12, GREEDY)
-    with pytest.raises(UsageError, match="1 texts that see each other may need 15 of the cache's 8 blocks"):
+    with pytest.raises(
+        UsageError,
+        match="1 texts that see each other may need 15 of the cache's 8 blocks",
+    ):
         multiverse(small, PROMPT, TAGS, 40, GREEDY)
     assert not small.scheduler.pool.owners and not small.scheduler.waiting
 
 
-def test_more_paths_than_requests_at_once_are_refused_and_do_not_wait_for_ever() -> None:
-    engine, steps, step = Engine(build("softmax"), limit=3), itertools.count(), Engine.step
+def test_more_paths_than_requests_at_once_are_refused_and_do_not_wait_for_ever() -> (
+    None
+):
+    engine, steps, step = (
+        Engine(build("softmax"), limit=3),
+        itertools.count(),
+        Engine.step,
+    )
 
     def stepping(self: Engine) -> Any:
         assert next(steps) < 200, "they wait for ever"
         return step(self)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(UsageError, match="4 of 3 requests at once"):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(UsageError, match="4 of 3 requests at once"),
+    ):
         patch.setattr(Engine, "step", stepping)
         scripted(engine, patch)
     assert not engine.scheduler.pool.owners and not engine.scheduler.waiting

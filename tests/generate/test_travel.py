@@ -29,7 +29,9 @@ def alone(model: Transformer, prompt: list[int], how: Sampling) -> Generation:
     return one
 
 
-def move(source: Engine, target: Engine, request: Generation, between: int = 1) -> tuple[Generation, list[int]]:
+def move(
+    source: Engine, target: Engine, request: Generation, between: int = 1
+) -> tuple[Generation, list[int]]:
     """The request where it then is, and the lengths of all messages; the source goes on between them."""
     departure, arrival, lengths = Departure(source, request), Arrival(target), []
     while (message := departure.round()) is not None:
@@ -60,15 +62,26 @@ def written_alone(kind: str) -> list[Generation]:
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("settings", [{}, {"drafter": True}, {"tokens": 400}], ids=str)
-@pytest.mark.parametrize("kind", ["softmax", "windows", "experts", "latent", "retention", "hybrid"])
-def test_tokens_are_the_same_wherever_they_are_written(kind: str, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "kind", ["softmax", "windows", "experts", "latent", "retention", "hybrid"]
+)
+def test_tokens_are_the_same_wherever_they_are_written(
+    kind: str, settings: dict[str, Any]
+) -> None:
     """Three engines; every request moves at random moments, beside others that stay, and in small caches."""
-    model, drawn, expected = build(kind, torch.float64), random.Random(0), written_alone(kind)
+    model, drawn, expected = (
+        build(kind, torch.float64),
+        random.Random(0),
+        written_alone(kind),
+    )
     if settings.get("drafter"):
         settings = {"drafter": Lookup(least=1)}
     engines = [Engine(model, size=4, budget=11, **settings) for _ in range(3)]
     where = {i: 0 for i in range(len(PROMPTS))}
-    found = [engines[0].submit(p, NEW, how, top=2)[0] for p, how in zip(PROMPTS, HOW, strict=True)]
+    found = [
+        engines[0].submit(p, NEW, how, top=2)[0]
+        for p, how in zip(PROMPTS, HOW, strict=True)
+    ]
     moves = 0
     for _ in range(200):
         for engine in engines:
@@ -78,8 +91,12 @@ def test_tokens_are_the_same_wherever_they_are_written(kind: str, settings: dict
         if one.runs and not one.finished and drawn.random() < 0.7:
             to = drawn.choice([i for i in range(3) if i != where[number]])
             try:
-                moved, _ = move(engines[where[number]], engines[to], one, drawn.randrange(3))
-            except WeftError as error:  # a small cache; or it was preempted meanwhile, and stays
+                moved, _ = move(
+                    engines[where[number]], engines[to], one, drawn.randrange(3)
+                )
+            except (
+                WeftError
+            ) as error:  # a small cache; or it was preempted meanwhile, and stays
                 assert "no room" in str(error) or "does not run any more" in str(error)
                 assert settings.get("tokens")
                 continue
@@ -113,9 +130,14 @@ def test_it_stops_for_one_block_at_most_whatever_its_length() -> None:
         assert moved.written == alone_of(model, length)
         last.append(lengths[-1])
         whole.append(sum(lengths))
-    block = sum(p.store[:, 0].nbytes for p in target.reader.pages if p.store is not None)
+    block = sum(
+        p.store[:, 0].nbytes for p in target.reader.pages if p.store is not None
+    )
     state = 12 * 2**10  # tokens and the stream of random numbers, as text
-    assert all(size < block + state + 8 * n for size, n in zip(last, (100, 400, 1600), strict=True))
+    assert all(
+        size < block + state + 8 * n
+        for size, n in zip(last, (100, 400, 1600), strict=True)
+    )
     assert whole[2] > 10 * whole[0]
 
 

@@ -16,12 +16,21 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 4e-2}
 
 
 def inputs(
-    tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float64
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.float64,
 ) -> list[torch.Tensor]:
     """q, k, v and a gradient of the output, ``[tokens, heads, head_dim]``."""
     generator = torch.Generator().manual_seed(tokens)
     sizes = (heads, kv_heads, kv_heads, heads)
-    return [torch.randn(tokens, n, head_dim, generator=generator, dtype=torch.float64).to(dtype) for n in sizes]
+    return [
+        torch.randn(tokens, n, head_dim, generator=generator, dtype=torch.float64).to(
+            dtype
+        )
+        for n in sizes
+    ]
 
 
 def dense(
@@ -34,7 +43,9 @@ def dense(
     seen = torch.zeros(len(q), len(k), dtype=torch.bool)
     for s in segments:
         block = torch.ones(s.q1 - s.q0, s.k1 - s.k0, dtype=torch.bool)
-        seen[s.q0 : s.q1, s.k0 : s.k1] = (block.triu() if s.flipped else block.tril()) if s.causal else block
+        seen[s.q0 : s.q1, s.k0 : s.k1] = (
+            (block.triu() if s.flipped else block.tril()) if s.causal else block
+        )
     scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
     scores = scores.masked_fill(~seen, -torch.inf)
     weights = scores.softmax(-1).nan_to_num(0)  # rows that see nothing
@@ -52,7 +63,13 @@ def seen_through(window: int, cu_seqlens: torch.Tensor) -> list[Segment]:
 
 
 def check(
-    lengths: list[int], rows: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int = 0
+    lengths: list[int],
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    window: int = 0,
 ) -> None:
     """Forward and backward of the operator on ``rows`` rows, each of documents of these ``lengths``."""
     bounds = torch.tensor([0, *lengths * rows]).cumsum(0).to(torch.int32)
@@ -81,18 +98,29 @@ def check(
     st.sampled_from([(1, 1), (4, 2), (6, 2), (3, 1), (4, 4)]),
     st.sampled_from([2, 6, 16]),
 )
-def test_packed_documents(lengths: list[int], rows: int, heads: tuple[int, int], head_dim: int) -> None:
+def test_packed_documents(
+    lengths: list[int], rows: int, heads: tuple[int, int], head_dim: int
+) -> None:
     check(lengths, rows, *heads, head_dim, torch.float64)
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.integers(1, 20), st.integers(1, 4), st.integers(1, 3), st.sampled_from([(2, 2), (4, 2)]))
-def test_documents_of_one_length_are_one_batch(length: int, count: int, rows: int, heads: tuple[int, int]) -> None:
+@given(
+    st.integers(1, 20),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from([(2, 2), (4, 2)]),
+)
+def test_documents_of_one_length_are_one_batch(
+    length: int, count: int, rows: int, heads: tuple[int, int]
+) -> None:
     check([length] * count, rows, *heads, 8, torch.float64)
 
 
 @pytest.mark.parametrize("lengths", [[512], [127, 517, 1], [601, 601], [1030]], ids=str)
-def test_long_documents_that_are_cut_into_squares_and_rectangles(lengths: list[int]) -> None:
+def test_long_documents_that_are_cut_into_squares_and_rectangles(
+    lengths: list[int],
+) -> None:
     check(lengths, 1, 4, 2, 6, torch.float64)
 
 
@@ -103,15 +131,23 @@ def test_other_dtypes(lengths: list[int], dtype: torch.dtype) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 2), st.integers(1, 45))
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    st.integers(1, 2),
+    st.integers(1, 45),
+)
 def test_windows(lengths: list[int], rows: int, window: int) -> None:
     check(lengths, rows, 4, 2, 6, torch.float64, window)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("lengths", "window"), [([600], 520), ([19, 19], 7), ([130, 1, 66], 64)])
-def test_windows_in_other_dtypes_and_cut_into_squares(lengths: list[int], window: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "window"), [([600], 520), ([19, 19], 7), ([130, 1, 66], 64)]
+)
+def test_windows_in_other_dtypes_and_cut_into_squares(
+    lengths: list[int], window: int, dtype: torch.dtype
+) -> None:
     check(lengths, 1, 4, 2, 16, dtype, window)
 
 
@@ -119,12 +155,19 @@ def test_a_window_computes_no_more_than_its_band() -> None:
     """Squares and rectangles of a window hold the pairs of the band once each."""
     for length, window in ((1000, 64), (64, 64), (100, 7), (9, 1)):
         segments = document_segments(torch.tensor([0, length]), window)
-        held = sum((n * (n + 1) // 2 if s.causal else n * (s.k1 - s.k0)) for s in segments for n in [s.q1 - s.q0])
+        held = sum(
+            (n * (n + 1) // 2 if s.causal else n * (s.k1 - s.k0))
+            for s in segments
+            for n in [s.q1 - s.q0]
+        )
         assert held == sum(min(i + 1, window) for i in range(length))
 
 
 def test_empty_documents_are_nothing() -> None:
-    assert document_segments(torch.tensor([0, 0, 3, 3, 4])) == [Segment(0, 3, 0, 3, True), Segment(3, 4, 3, 4, True)]
+    assert document_segments(torch.tensor([0, 0, 3, 3, 4])) == [
+        Segment(0, 3, 0, 3, True),
+        Segment(3, 4, 3, 4, True),
+    ]
 
 
 def test_a_changed_document_changes_no_other() -> None:
@@ -142,7 +185,10 @@ def test_segments_that_merge_give_the_whole() -> None:
     q, k, v, grad = inputs(24, 4, 2, 8)
     whole = [Segment(0, 24, 0, 24, True)]
     out, lse = attend_forward(q, k, v, whole)
-    steps = [[Segment(0, 10, 0, 10, True), Segment(10, 24, 10, 24, True)], [Segment(10, 24, 0, 10, False)]]
+    steps = [
+        [Segment(0, 10, 0, 10, True), Segment(10, 24, 10, 24, True)],
+        [Segment(10, 24, 0, 10, False)],
+    ]
     parts = [attend_forward(q, k, v, step) for step in steps]
     assert (parts[1][0][:10] == 0).all() and (parts[1][1][:10] == -torch.inf).all()
     merged = torch.logaddexp(parts[0][1], parts[1][1])
@@ -155,5 +201,12 @@ def test_segments_that_merge_give_the_whole() -> None:
 
 
 def test_the_operator_is_described_for_compilation() -> None:
-    q, k, v, _ = (x[None].float().requires_grad_() for x in inputs(9, 4, 2, 8, torch.float32))
-    torch.library.opcheck(attention, (q, k, v, torch.tensor([0, 4, 9], dtype=torch.int32)), rtol=1e-4, atol=1e-5)
+    q, k, v, _ = (
+        x[None].float().requires_grad_() for x in inputs(9, 4, 2, 8, torch.float32)
+    )
+    torch.library.opcheck(
+        attention,
+        (q, k, v, torch.tensor([0, 4, 9], dtype=torch.int32)),
+        rtol=1e-4,
+        atol=1e-5,
+    )

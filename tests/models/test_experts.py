@@ -15,7 +15,14 @@ from weft.data.batch import Batch
 from weft.errors import UsageError
 from weft.layout.mesh import Mesh
 from weft.models import experts
-from weft.models.experts import Mixture, feed_forward, feed_forwards, gradient, grouped_runs, product
+from weft.models.experts import (
+    Mixture,
+    feed_forward,
+    feed_forwards,
+    gradient,
+    grouped_runs,
+    product,
+)
 from weft.models.feed_forward import ACTIVATE
 from weft.models.init import initial_values
 from weft.models.router import Loads, RouterPass
@@ -25,7 +32,16 @@ from weft.observe.flops import parameter_count
 from weft.recipe import ModelShape, build_recipe
 
 T = torch.Tensor
-SMALL = {"layers": 1, "embed": 8, "heads": 2, "ffn": 12, "init_std": 0.5, "experts": 6, "expert_ffn": 5, "vocab": 11}
+SMALL = {
+    "layers": 1,
+    "embed": 8,
+    "heads": 2,
+    "ffn": 12,
+    "init_std": 0.5,
+    "experts": 6,
+    "expert_ffn": 5,
+    "vocab": 11,
+}
 #: Documents of 5, 1 and 7 tokens and padding, then one of 4 tokens and padding.
 DOCUMENTS = [[0] * 5 + [1] + [2] * 7 + [-1] * 3, [4] * 4 + [-1] * 12]
 
@@ -87,14 +103,26 @@ def naive(m: Mixture, x: T) -> tuple[T, T, int]:
     for t in range(len(tokens)):
         merit = scores[t].detach() + (m.router.bias if shape.router == "sigmoid" else 0)
         groups = merit.view(shape.router_groups, -1)
-        best = groups.sort(descending=True).values[:, : 2 if shape.router == "sigmoid" else 1].sum(-1)
+        best = (
+            groups.sort(descending=True)
+            .values[:, : 2 if shape.router == "sigmoid" else 1]
+            .sum(-1)
+        )
         allowed = best.argsort(descending=True)[: shape.router_top_groups].tolist()
         size = count // shape.router_groups
-        order = [e for e in merit.argsort(descending=True).tolist() if e // size in allowed][:k]
-        chosen = logits[t, order].softmax(-1) if shape.router == "post-softmax" else scores[t, order]
+        order = [
+            e for e in merit.argsort(descending=True).tolist() if e // size in allowed
+        ][:k]
+        chosen = (
+            logits[t, order].softmax(-1)
+            if shape.router == "post-softmax"
+            else scores[t, order]
+        )
         if shape.router_norm:
             chosen = chosen / chosen.sum()
-        weights = weights.index_put((torch.tensor([t]), torch.tensor(order)), chosen * shape.router_scale)
+        weights = weights.index_put(
+            (torch.tensor([t]), torch.tensor(order)), chosen * shape.router_scale
+        )
     act = {"silu": F.silu, "relu": F.relu}[shape.activation]
     each = torch.stack([
         (act(tokens @ m.experts.gate[e].t()) * (tokens @ m.experts.up[e].t())) @ m.experts.down[e].t()
@@ -103,13 +131,21 @@ def naive(m: Mixture, x: T) -> tuple[T, T, int]:
     documents, total = torch.tensor(DOCUMENTS).flatten(), 17.0
     kept, filled, dropped = weights.clone(), Counter[tuple[int, int]](), 0
     for t, one in enumerate(documents.tolist()):
-        for e in weights[t].nonzero().flatten().tolist() if shape.capacity and one >= 0 else ():
-            if filled[one, e] >= ceil(shape.capacity * k / count * int((documents == one).sum())):
+        for e in (
+            weights[t].nonzero().flatten().tolist()
+            if shape.capacity and one >= 0
+            else ()
+        ):
+            if filled[one, e] >= ceil(
+                shape.capacity * k / count * int((documents == one).sum())
+            ):
                 kept[t, e], dropped = 0, dropped + 1
             filled[one, e] += 1
     y = torch.einsum("te,etd->td", kept, each)
     if m.shared is not None:
-        s = (act(tokens @ m.shared.gate.t()) * (tokens @ m.shared.up.t())) @ m.shared.down.t()
+        s = (
+            act(tokens @ m.shared.gate.t()) * (tokens @ m.shared.up.t())
+        ) @ m.shared.down.t()
         if shape.shared_mix == "add":
             y = y + s
         elif shape.shared_mix == "gate":
@@ -127,27 +163,37 @@ def naive(m: Mixture, x: T) -> tuple[T, T, int]:
         if shape.balance == "step":
             share = m.router.load
         loss = loss + 0.7 * count * (share.detach() * p[mine].sum(0)).sum() / total
-    loss = loss + shape.z_loss * (logits[documents >= 0].logsumexp(-1) ** 2).sum() / total
+    loss = (
+        loss + shape.z_loss * (logits[documents >= 0].logsumexp(-1) ** 2).sum() / total
+    )
     return y.view_as(x), loss, dropped
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_gradients_are_those_of_a_naive_mixture(model: str) -> None:
     m = mixture(**MODELS[model])
-    x = torch.randn(2, 16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    want = torch.randn(2, 16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(
+        2, 16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    ).requires_grad_()
+    want = torch.randn(
+        2, 16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    )
     learning = {name: p for name, p in m.named_parameters() if p.requires_grad}
     y, loss, dropped = naive(m, x)
     expected = torch.autograd.grad((y * want).sum() + loss, [x, *learning.values()])
     loads, seen = seen_by(m)
     found = m(x, seen)
-    assert loads.share()[m.router.count :].tolist() == [dropped] * (m.shape.capacity > 0)
+    assert loads.share()[m.router.count :].tolist() == [dropped] * (
+        m.shape.capacity > 0
+    )
     assert (dropped > 3) is (model == "capacity")
     torch.testing.assert_close(found, y, rtol=1e-12, atol=1e-12)
     (found * want).sum().backward()
     grads = [x.grad, *(p.grad for p in learning.values())]
     for name, g, e in zip(["x", *learning], grads, expected, strict=True):
-        torch.testing.assert_close(g, e, rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            g, e, rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_padding_and_a_second_run_never_count() -> None:
@@ -170,7 +216,15 @@ def test_a_batch_of_padding_has_no_loss_and_works() -> None:
     loads = Loads(m.shape, Mesh.single())
     loads.begin(lambda: torch.tensor(0.0))
     one = batch()
-    seen = loads.seen(Batch(one.tokens, one.labels, one.positions, one.cu_seqlens, documents=one.tokens * 0 - 1))
+    seen = loads.seen(
+        Batch(
+            one.tokens,
+            one.labels,
+            one.positions,
+            one.cu_seqlens,
+            documents=one.tokens * 0 - 1,
+        )
+    )
     x = torch.randn(2, 16, 8, dtype=torch.float64, requires_grad=True)
     (m(x, seen) * 0).sum().backward()
     assert not loads.share().any() and not m.router.table.grad.any()
@@ -188,7 +242,9 @@ def test_bias_moves_by_the_loads_of_a_step() -> None:
     m = mixture(router="sigmoid", bias_rate=0.125)
     before = m.router.bias.detach().clone()
     m.router.learn_from([9, 1, 5, 5, 5, 5])
-    assert torch.equal(m.router.bias - before, torch.tensor([-0.125, 0.125, 0, 0, 0, 0]).double())
+    assert torch.equal(
+        m.router.bias - before, torch.tensor([-0.125, 0.125, 0, 0, 0, 0]).double()
+    )
 
 
 def test_groups_are_left_out_with_negative_scores() -> None:
@@ -204,7 +260,9 @@ def test_the_grouped_product_is_that_of_the_loop(dtype: torch.dtype) -> None:
     x, w = torch.randn(13, 8, dtype=dtype), torch.randn(4, 8, 16, dtype=dtype)
     counts = torch.tensor([5, 0, 7, 1])
     assert grouped_runs(x, w) != is_widened(x)
-    loop = torch.cat([part @ one for part, one in zip(x.split(counts.tolist()), w, strict=True)])
+    loop = torch.cat(
+        [part @ one for part, one in zip(x.split(counts.tolist()), w, strict=True)]
+    )
     torch.testing.assert_close(product(x, w, counts), loop)
     grad = torch.randn(13, 16, dtype=dtype)
     parts = zip(grad.split(counts.tolist()), x.split(counts.tolist()), strict=True)
@@ -216,15 +274,22 @@ def test_the_grouped_product_is_that_of_the_loop(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("together", [False, True])
-def test_experts_have_the_gradients_of_autograd(activation: str, dtype: torch.dtype, together: bool) -> None:
+def test_experts_have_the_gradients_of_autograd(
+    activation: str, dtype: torch.dtype, together: bool
+) -> None:
     """One expert at a time, as on the CPU, and all ``together``, as on a GPU; also where some are given no row."""
     generator, counts = torch.Generator().manual_seed(5), torch.tensor([5, 0, 7, 1])
     shapes = (13, 8), (4, 16, 8), (4, 16, 8), (4, 8, 16)
-    given = [torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+    given = [
+        torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_()
+        for shape in shapes
+    ]
 
     def plain(rows: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         made = []
-        for x, gate, up, down in zip(rows.split(counts.tolist()), *weights, strict=True):
+        for x, gate, up, down in zip(
+            rows.split(counts.tolist()), *weights, strict=True
+        ):
             made.append((ACTIVATE[activation](x @ gate.t()) * (x @ up.t())) @ down.t())
         return torch.cat(made)
 
@@ -235,7 +300,10 @@ def test_experts_have_the_gradients_of_autograd(activation: str, dtype: torch.dt
     with mock.patch.object(experts, "together", lambda rows: together):
         found = ours(*given)
         torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(torch.autograd.grad(found, given, grad), torch.autograd.grad(expected, given, grad))
+        torch.testing.assert_close(
+            torch.autograd.grad(found, given, grad),
+            torch.autograd.grad(expected, given, grad),
+        )
         with torch.inference_mode():
             assert torch.equal(ours(*given), found)
 
@@ -248,8 +316,19 @@ def test_experts_have_the_gradients_of_autograd(activation: str, dtype: torch.dt
 def test_parameters_are_counted(more: dict[str, Any]) -> None:
     shape = ModelShape(**SMALL | {"layers": 4} | more)
     model = Transformer(shape, Mesh.single())
-    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == parameter_count(shape, 11)
-    assert len({p.ffn.router.count for p in model.blocks.values() if isinstance(p.ffn, Mixture)}) >= 1
+    assert sum(
+        p.numel() for p in model.parameters() if p.requires_grad
+    ) == parameter_count(shape, 11)
+    assert (
+        len(
+            {
+                p.ffn.router.count
+                for p in model.blocks.values()
+                if isinstance(p.ffn, Mixture)
+            }
+        )
+        >= 1
+    )
 
 
 @pytest.mark.parametrize(("more", "line"), [

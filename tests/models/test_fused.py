@@ -12,16 +12,25 @@ from weft.models.fused import project, rms_norm, times
 from weft.models.rope import rotate
 
 
-def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+def tensors(
+    *shapes: tuple[int, ...], dtype: torch.dtype = torch.float64
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_()
+        for s in shapes
+    ]
 
 
 def norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return rms_norm(x, scale, 1e-5)
 
 
-def rotate_plainly(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate_plainly(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -63,7 +72,9 @@ def test_equal_to_pytorch(name: str, dtype: torch.dtype) -> None:
     for side in sides:
         inputs = tensors(*shapes, dtype=dtype)
         out = side(*inputs)
-        total = sum(o.float().sin().sum() for o in (out if isinstance(out, tuple) else (out,)))
+        total = sum(
+            o.float().sin().sum() for o in (out if isinstance(out, tuple) else (out,))
+        )
         found.append([total.detach(), *torch.autograd.grad(total, inputs)])
     limit = {torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
     for mine, theirs in zip(*found, strict=True):
@@ -72,7 +83,9 @@ def test_equal_to_pytorch(name: str, dtype: torch.dtype) -> None:
 
 
 def test_product_and_sum_of_strided_operands() -> None:
-    x, w, plus = (t.detach() for t in tensors((7, 5), (5, 3), (7, 3), dtype=torch.float32))
+    x, w, plus = (
+        t.detach() for t in tensors((7, 5), (5, 3), (7, 3), dtype=torch.float32)
+    )
     torch.testing.assert_close(times(x, w.t()), x @ w)
     torch.testing.assert_close(times(x, w.t(), plus), x @ w + plus)
     assert times(x[:0], w.t()).shape == (0, 3)

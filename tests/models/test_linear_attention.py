@@ -26,12 +26,18 @@ HEADS, KV, DIM = 4, 2, 6
 
 def inputs(rows: int, row: int) -> list[T]:
     g = torch.Generator().manual_seed(rows * 1000 + row)
-    return [torch.randn(rows, row, n, DIM, dtype=torch.float64, generator=g) for n in (HEADS, KV, KV, HEADS)]
+    return [
+        torch.randn(rows, row, n, DIM, dtype=torch.float64, generator=g)
+        for n in (HEADS, KV, KV, HEADS)
+    ]
 
 
 def recurrence(q: T, k: T, v: T, cu: list[int], mixer: str) -> T:
     """Token by token, as the papers define it."""
-    shape, decay = q.shape, torch.tensor(log_decay(mixer, HEADS), dtype=q.dtype).exp()[:, None, None]
+    shape, decay = (
+        q.shape,
+        torch.tensor(log_decay(mixer, HEADS), dtype=q.dtype).exp()[:, None, None],
+    )
     q = (q * DIM**-0.5).flatten(0, 1)
     k, v = (repeat_heads(x, HEADS // KV).flatten(0, 1) for x in (k, v))
     out = []
@@ -78,26 +84,44 @@ def counted() -> Iterator[dict[str, int]]:
         sent["pass"] += x.nbytes
         return isend(x, *args, **more)
 
-    with mock.patch.object(dist, "all_gather", all_gather), mock.patch.object(dist, "isend", send):
+    with (
+        mock.patch.object(dist, "all_gather", all_gather),
+        mock.patch.object(dist, "isend", send),
+    ):
         yield sent
 
 
-def go(layout: Layout, rows: int, row: int, cu: list[int], mixer: str) -> tuple[list[float], dict[str, int]]:
+def go(
+    layout: Layout, rows: int, row: int, cu: list[int], mixer: str
+) -> tuple[list[float], dict[str, int]]:
     """On every rank: largest differences of output and gradients from the recurrence, and the bytes sent."""
     mesh = Mesh.create(layout, "cpu")
     ranges = owned_ranges(row, layout, mesh.rank("cp"))
-    q, k, v, grad = (torch.cat([x[:, a:b] for a, b in ranges], dim=1) for x in inputs(rows, row))
+    q, k, v, grad = (
+        torch.cat([x[:, a:b] for a, b in ranges], dim=1) for x in inputs(rows, row)
+    )
     held = [x.requires_grad_() for x in (q, k, v)]
     with counted() as sent:
-        out = linear_mixer(mesh, log_decay(mixer, HEADS))(*held, torch.tensor(cu, dtype=torch.int32))
+        out = linear_mixer(mesh, log_decay(mixer, HEADS))(
+            *held, torch.tensor(cu, dtype=torch.int32)
+        )
         found = [out.detach(), *torch.autograd.grad(out, held, grad)]
-    expected = [torch.cat([x[:, a:b] for a, b in ranges], dim=1) for x in reference(rows, row, cu, mixer)]
-    return [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)], sent
+    expected = [
+        torch.cat([x[:, a:b] for a, b in ranges], dim=1)
+        for x in reference(rows, row, cu, mixer)
+    ]
+    return [
+        float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)
+    ], sent
 
 
 @pytest.mark.slow
 @settings(max_examples=20, deadline=None)
-@given(cu=documents(2, 37), mixer=st.sampled_from(["linear", "retention"]), size=st.sampled_from([1, 5, 64]))
+@given(
+    cu=documents(2, 37),
+    mixer=st.sampled_from(["linear", "retention"]),
+    size=st.sampled_from([1, 5, 64]),
+)
 def test_all_forms_are_the_recurrence(cu: list[int], mixer: str, size: int) -> None:
     """Chunks of one token are the recurrent form, one chunk is the parallel form."""
     (differences, sent), decay = (
@@ -106,9 +130,14 @@ def test_all_forms_are_the_recurrence(cu: list[int], mixer: str, size: int) -> N
     )
     assert max(differences) < 1e-10 and not any(sent.values())
     q, k, v, _ = inputs(2, 37)
-    heads_first = [x.transpose(1, 2) for x in (q * DIM**-0.5, repeat_heads(k, 2), repeat_heads(v, 2))]
+    heads_first = [
+        x.transpose(1, 2)
+        for x in (q * DIM**-0.5, repeat_heads(k, 2), repeat_heads(v, 2))
+    ]
     out = forward(*heads_first, positions_of(cu, 37, 0, 37), decay, size)
-    assert torch.allclose(out.transpose(1, 2), recurrence(q, k, v, cu, mixer), atol=1e-10)
+    assert torch.allclose(
+        out.transpose(1, 2), recurrence(q, k, v, cu, mixer), atol=1e-10
+    )
 
 
 STATE = HEADS * DIM * DIM * 8  # bytes, float64
@@ -118,9 +147,17 @@ STATE = HEADS * DIM * DIM * 8  # bytes, float64
 @pytest.mark.parametrize("scan", ["gather", "pass"])
 @pytest.mark.parametrize("context", ["ring", "zigzag", "ulysses"])
 @pytest.mark.parametrize(
-    "ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.soak)]
+    "ranks",
+    [
+        2,
+        3,
+        pytest.param(4, marks=pytest.mark.slow),
+        pytest.param(8, marks=pytest.mark.soak),
+    ],
 )
-def test_ranks_agree_with_one_device(pool: Any, ranks: int, context: str, scan: str) -> None:
+def test_ranks_agree_with_one_device(
+    pool: Any, ranks: int, context: str, scan: str
+) -> None:
     layout = Layout(cp=ranks, context=context, scan=scan)
     for row, cuts in ((48, [1, 5, 40, 2]), (96, [96]), (48, [48])):
         lengths = [*cuts, *([48] if row == 48 else [96])]

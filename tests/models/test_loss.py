@@ -16,16 +16,22 @@ from weft.models.loss import linear_cross_entropy
 SINGLE = Mesh.single()
 
 
-def inputs(tokens: int, embed: int, vocab: int, ignored: float, scale: float = 1.0) -> tuple[torch.Tensor, ...]:
+def inputs(
+    tokens: int, embed: int, vocab: int, ignored: float, scale: float = 1.0
+) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(tokens)
-    hidden = scale * torch.randn(tokens, embed, generator=generator, dtype=torch.float64)
+    hidden = scale * torch.randn(
+        tokens, embed, generator=generator, dtype=torch.float64
+    )
     weight = torch.randn(vocab, embed, generator=generator, dtype=torch.float64)
     labels = torch.randint(0, vocab, (tokens,), generator=generator)
     labels[torch.rand(tokens, generator=generator) < ignored] = IGNORE
     return hidden, weight, labels
 
 
-def both(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int) -> list[list[torch.Tensor]]:
+def both(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int
+) -> list[list[torch.Tensor]]:
     """Loss and the two gradients, ours and PyTorch's. The loss is scaled, as the training step scales it."""
     results = []
     for ours in (True, False):
@@ -33,7 +39,9 @@ def both(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk
         if ours:
             loss = linear_cross_entropy(h, w, labels, 0, chunk, SINGLE)
         else:
-            loss = F.cross_entropy(h.double() @ w.double().T, labels, reduction="sum", ignore_index=IGNORE)
+            loss = F.cross_entropy(
+                h.double() @ w.double().T, labels, reduction="sum", ignore_index=IGNORE
+            )
         (loss / 7).backward()
         assert h.grad is not None and w.grad is not None
         results.append([loss.detach(), h.grad, w.grad])
@@ -45,7 +53,9 @@ def both(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk
     st.integers(1, 40), st.integers(1, 9), st.integers(1, 50), st.integers(1, 50), st.sampled_from([0.0, 0.3, 1.0]),
     st.sampled_from([0.1, 1.0, 300.0]),
 )  # fmt: skip
-def test_loss_and_gradients(tokens: int, embed: int, vocab: int, chunk: int, ignored: float, scale: float) -> None:
+def test_loss_and_gradients(
+    tokens: int, embed: int, vocab: int, chunk: int, ignored: float, scale: float
+) -> None:
     ours, expected = both(*inputs(tokens, embed, vocab, ignored, scale), chunk)
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10 * scale)
@@ -73,12 +83,16 @@ def test_a_tied_table_gets_both_gradients() -> None:
         if ours:
             loss = linear_cross_entropy(hidden, t, labels, 0, 5, SINGLE)
         else:
-            loss = F.cross_entropy(hidden @ t.T, labels, reduction="sum", ignore_index=IGNORE)
+            loss = F.cross_entropy(
+                hidden @ t.T, labels, reduction="sum", ignore_index=IGNORE
+            )
         grads.append(torch.autograd.grad(loss, t)[0])
     torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "near"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)]
+)
 def test_narrow_dtypes(dtype: torch.dtype, near: float) -> None:
     hidden, weight, labels = inputs(50, 16, 33, ignored=0.1)
     ours, expected = both(hidden.to(dtype), weight.to(dtype), labels, 16)
@@ -93,7 +107,9 @@ def test_the_scale_is_not_rounded_to_bfloat16() -> None:
     norms = []
     for scale in (1.0, 1 / 769):
         h = hidden.bfloat16().requires_grad_()
-        (linear_cross_entropy(h, weight.bfloat16(), labels, 0, 16, SINGLE) * scale).backward()
+        (
+            linear_cross_entropy(h, weight.bfloat16(), labels, 0, 16, SINGLE) * scale
+        ).backward()
         assert h.grad is not None
         norms.append(float(h.grad.double().norm()) / scale)
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)
@@ -102,7 +118,9 @@ def test_the_scale_is_not_rounded_to_bfloat16() -> None:
 def test_evaluation_needs_no_gradient() -> None:
     hidden, weight, labels = inputs(20, 4, 6, ignored=0.3)
     with torch.no_grad():
-        loss = linear_cross_entropy(hidden, weight.requires_grad_(), labels, 0, 7, SINGLE)
+        loss = linear_cross_entropy(
+            hidden, weight.requires_grad_(), labels, 0, 7, SINGLE
+        )
     assert not loss.requires_grad
     torch.testing.assert_close(loss, both(hidden, weight.detach(), labels, 20)[1][0])
 

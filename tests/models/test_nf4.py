@@ -21,18 +21,28 @@ def stored(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 400), st.integers(1, 200), st.data())
-def test_any_rows_are_those_of_the_whole(rows: int, width: int, data: st.DataObject) -> None:
-    weight = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows * 1000 + width))
+def test_any_rows_are_those_of_the_whole(
+    rows: int, width: int, data: st.DataObject
+) -> None:
+    weight = torch.randn(
+        rows, width, generator=torch.Generator().manual_seed(rows * 1000 + width)
+    )
     whole = dict(zip(("codes", "scales", "about"), stored(weight), strict=True))
     for part, values in whole.items():
         lo = data.draw(st.integers(0, len(values)))
         hi = data.draw(st.integers(lo, len(values)))
         box = ((lo, hi), (0, values.shape[1]))
-        assert torch.equal(nf4.stored_values(part, lambda a, b: weight[a:b], rows, width, box), values[lo:hi])
+        assert torch.equal(
+            nf4.stored_values(part, lambda a, b: weight[a:b], rows, width, box),
+            values[lo:hi],
+        )
     lo = data.draw(st.integers(0, rows - 1))
     codes, scales, about = whole.values()
     all_rows = nf4.dequantized(codes, scales, about, 0, width, torch.float32)
-    assert torch.equal(nf4.dequantized(codes[lo:], scales[lo:], about, lo, width, torch.float32), all_rows[lo:])
+    assert torch.equal(
+        nf4.dequantized(codes[lo:], scales[lo:], about, lo, width, torch.float32),
+        all_rows[lo:],
+    )
 
 
 def test_normal_values_lose_a_tenth_and_what_is_stored_stays() -> None:
@@ -45,7 +55,10 @@ def test_normal_values_lose_a_tenth_and_what_is_stored_stays() -> None:
     assert torch.equal(half, again.bfloat16())
 
 
-@pytest.mark.parametrize("weight", [torch.zeros(3, 70), torch.full((2, 64), 1e-30), torch.tensor([[5.0, -5.0, 0.0]])])
+@pytest.mark.parametrize(
+    "weight",
+    [torch.zeros(3, 70), torch.full((2, 64), 1e-30), torch.tensor([[5.0, -5.0, 0.0]])],
+)
 def test_weights_without_any_spread(weight: torch.Tensor) -> None:
     again = nf4.dequantized(*stored(weight), 0, weight.shape[1], torch.float64)
     assert again.isfinite().all() and (again - weight).abs().max() <= 1e-6
@@ -53,9 +66,19 @@ def test_weights_without_any_spread(weight: torch.Tensor) -> None:
 
 def test_bytes_held_are_at_most_0_27_of_bfloat16() -> None:
     """Of SmolLM2-135M's own sizes: four bits, one scale of a byte for 64, 8 bytes for 256 scales."""
-    shape = ModelShape(vocab=64, layers=2, embed=576, heads=9, kv_heads=3, head_dim=64, ffn=1536)
-    _, state = parallelize(shape.model_copy(update={"adapter": Adapter(kind="qlora")}), Mesh.single(), Train())
-    held = sum(h.local.numel() * h.local.element_size() for h in state.held if ".quantized." in h.name)
+    shape = ModelShape(
+        vocab=64, layers=2, embed=576, heads=9, kv_heads=3, head_dim=64, ffn=1536
+    )
+    _, state = parallelize(
+        shape.model_copy(update={"adapter": Adapter(kind="qlora")}),
+        Mesh.single(),
+        Train(),
+    )
+    held = sum(
+        h.local.numel() * h.local.element_size()
+        for h in state.held
+        if ".quantized." in h.name
+    )
     weights = 2 * (2 * 576 * 576 + 2 * 192 * 576 + 3 * 1536 * 576)
     assert held / (2 * weights) < 0.27
     scales = weights / 64

@@ -17,12 +17,28 @@ from weft.generate.engine import Engine
 from weft.generate.sampling import GREEDY
 from weft.layout.mesh import Mesh
 from weft.models import products
-from weft.models.products import Int8, KernelOfBytes, Packed, form_of, has_kernel_of_bytes, read_only, times_codes
+from weft.models.products import (
+    Int8,
+    KernelOfBytes,
+    Packed,
+    form_of,
+    has_kernel_of_bytes,
+    read_only,
+    times_codes,
+)
 from weft.models.transformer import Transformer
 from weft.parallel.build import parallelize
 from weft.recipe import Adapter, ModelShape, Train
 
-SHAPE: dict[str, Any] = {"vocab": 128, "layers": 2, "embed": 64, "heads": 4, "kv_heads": 2, "ffn": 96, "init_std": 0.2}
+SHAPE: dict[str, Any] = {
+    "vocab": 128,
+    "layers": 2,
+    "embed": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 96,
+    "init_std": 0.2,
+}
 
 
 def build(**shape: Any) -> Transformer:
@@ -38,8 +54,14 @@ def logits(model: Transformer) -> torch.Tensor:
 @pytest.mark.parametrize(("word", "near", "bytes_per_weight"), [
     ("float", 1e-6, 4), ("int8", 0.1, 1 + 4 / 64), ("int4", 0.6, 0.5 + 4 / 32),
 ])  # fmt: skip
-@pytest.mark.parametrize("shape", [{}, {"tied": True, "qkv_bias": True, "qk_norm": True}], ids=["plain", "other"])
-def test_a_model_that_is_only_read_says_the_same(word: str, near: float, bytes_per_weight: float, shape: Any) -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"tied": True, "qkv_bias": True, "qk_norm": True}],
+    ids=["plain", "other"],
+)
+def test_a_model_that_is_only_read_says_the_same(
+    word: str, near: float, bytes_per_weight: float, shape: Any
+) -> None:
     expected = logits(build(**shape))
     model = build(**shape)
     held = sum(p.numel() for p in model.parameters() if p.dim() == 2)
@@ -47,14 +69,18 @@ def test_a_model_that_is_only_read_says_the_same(word: str, near: float, bytes_p
     size = read_only(model, word)
     assert size <= held * bytes_per_weight
     names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
-    assert not names & {"wq", "wk", "wv", "wo", "gate", "up", "down", "head"}, "the memory of weights is given back"
+    assert not names & {"wq", "wk", "wv", "wo", "gate", "up", "down", "head"}, (
+        "the memory of weights is given back"
+    )
     error = (logits(model) - expected).norm() / expected.norm()
     assert (1e-3 if word != "float" else -1) < error < near
     engine, single = Engine(model), Engine(model)
     prompts = ([3, 5, 7], [9] * 5, [11])
     found = [engine.submit(prompt, 8, GREEDY)[0] for prompt in prompts]
     engine.run()
-    assert [one.written for one in found] == [[*single.stream(single.submit(p, 8, GREEDY)[0])] for p in prompts]
+    assert [one.written for one in found] == [
+        [*single.stream(single.submit(p, 8, GREEDY)[0])] for p in prompts
+    ]
 
 
 def test_adapters_are_merged() -> None:
@@ -77,7 +103,11 @@ def test_in_eight_bits_a_row_is_multiplied_alike_whatever_stands_beside_it() -> 
     x = torch.randn(40, 64, generator=drawn) * torch.logspace(-6, 6, 40)[:, None]
     x[7] = 0
     whole = product(x)
-    assert all(torch.equal(whole[i : i + n], product(x[i : i + n])) for i in range(40) for n in (1, 2, 5))
+    assert all(
+        torch.equal(whole[i : i + n], product(x[i : i + n]))
+        for i in range(40)
+        for n in (1, 2, 5)
+    )
     assert not whole[7].any() and whole.isfinite().all()
     # Two bytes per number: what is lost is the weight's rounding.
     scales = weight.abs().amax(1, keepdim=True) / 127
@@ -85,10 +115,15 @@ def test_in_eight_bits_a_row_is_multiplied_alike_whatever_stands_beside_it() -> 
     assert ((whole - rounded).norm(dim=1) <= 1e-4 * rounded.norm(dim=1)).all()
 
 
-@pytest.mark.parametrize(("word", "near"), [("float", 1e-6), ("int8", 0.013), ("int4", 0.1)])
+@pytest.mark.parametrize(
+    ("word", "near"), [("float", 1e-6), ("int8", 0.013), ("int4", 0.1)]
+)
 def test_one_product(word: str, near: float) -> None:
     drawn = torch.Generator().manual_seed(0)
-    weight, x = torch.randn(96, 128, generator=drawn), torch.randn(2, 5, 128, generator=drawn)
+    weight, x = (
+        torch.randn(96, 128, generator=drawn),
+        torch.randn(2, 5, 128, generator=drawn),
+    )
     expected = x @ weight.T
     assert (form_of(word, weight)(x) - expected).norm() < near * expected.norm()
 
@@ -119,10 +154,17 @@ def test_mixtures_are_packed_as_far_as_they_are_dense() -> None:
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(not has_kernel_of_bytes(), reason="this CPU has no kernel that multiplies bytes exactly (VNNI)")
-@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 3000), st.integers(0, 2**32))
+@pytest.mark.skipif(
+    not has_kernel_of_bytes(),
+    reason="this CPU has no kernel that multiplies bytes exactly (VNNI)",
+)
+@given(
+    st.integers(1, 40), st.integers(1, 40), st.integers(1, 3000), st.integers(0, 2**32)
+)
 @settings(max_examples=40, deadline=None)
-def test_any_cpu_comes_to_the_bits_of_the_kernel_of_bytes(rows: int, out: int, inner: int, seed: int) -> None:
+def test_any_cpu_comes_to_the_bits_of_the_kernel_of_bytes(
+    rows: int, out: int, inner: int, seed: int
+) -> None:
     drawn = torch.Generator().manual_seed(seed)
     x = torch.randint(0, 256, (rows, inner), dtype=torch.uint8, generator=drawn)
     codes = torch.randint(-127, 128, (out, inner), dtype=torch.int8, generator=drawn)
@@ -134,10 +176,14 @@ def test_sums_of_codes_are_exact_on_any_cpu() -> None:
     drawn = torch.Generator().manual_seed(0)
     x = torch.randint(0, 256, (5, 2100), dtype=torch.uint8, generator=drawn)
     codes = torch.randint(-127, 128, (600, 2100), dtype=torch.int8, generator=drawn)
-    assert torch.equal(times_codes(x, codes), ((x.long() - 128) @ codes.long().t()).float())
+    assert torch.equal(
+        times_codes(x, codes), ((x.long() - 128) @ codes.long().t()).float()
+    )
 
 
-def test_a_cpu_whose_sums_would_overflow_multiplies_by_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_whose_sums_would_overflow_multiplies_by_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What oneDNN adds up in 16 bits is no kernel, whatever PyTorch says of the CPU."""
     whole, model = build(), build()
     read_only(whole, "int8")
@@ -151,15 +197,23 @@ def test_a_mask_of_onednn_is_obeyed() -> None:
     script = "from weft.models.products import has_kernel_of_bytes; print(has_kernel_of_bytes())"
     words = [sys.executable, "-c", script]
     done = subprocess.run(
-        words, env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, capture_output=True, text=True
+        words,
+        env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+        capture_output=True,
+        text=True,
     )
     assert done.stdout == "False\n", done.stderr
 
 
 @pytest.mark.parametrize(("word", "kept"), [("float", True), ("int4", False)])
-def test_weights_that_are_in_four_bits_stay_there_unless_other_ones_are_asked_for(word: str, kept: bool) -> None:
+def test_weights_that_are_in_four_bits_stay_there_unless_other_ones_are_asked_for(
+    word: str, kept: bool
+) -> None:
     model = build(adapter=Adapter(kind="qlora", rank=4))
     expected = logits(model)
     read_only(model, word)
     error = (logits(model) - expected).norm() / expected.norm()
-    assert error < 0.6 and any("codes" in name for name, _ in model.named_parameters()) == kept
+    assert (
+        error < 0.6
+        and any("codes" in name for name, _ in model.named_parameters()) == kept
+    )

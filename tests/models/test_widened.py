@@ -20,13 +20,25 @@ from weft.models.widened import is_widened, multiplies_slowly, multiply, widened
 from weft.parallel.build import parallelize
 from weft.recipe import Adapter, ModelShape, Train
 
-SHAPE: dict[str, Any] = {"vocab": 96, "layers": 2, "embed": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "init_std": 0.2}
+SHAPE: dict[str, Any] = {
+    "vocab": 96,
+    "layers": 2,
+    "embed": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 48,
+    "init_std": 0.2,
+}
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor that multiplies bfloat16 slowly."""
-    monkeypatch.setattr(widened, "multiplies_slowly", lambda dtype: dtype in (torch.bfloat16, torch.float16))
+    monkeypatch.setattr(
+        widened,
+        "multiplies_slowly",
+        lambda dtype: dtype in (torch.bfloat16, torch.float16),
+    )
 
 
 @pytest.mark.usefixtures("slow")
@@ -38,11 +50,15 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     st.sampled_from([None, "plus", "in"]),
 )
 @settings(max_examples=60, deadline=None)
-def test_a_product_is_rounded_once_whatever_its_tiles(m: int, k: int, n: int, turned: int, into: str | None) -> None:
+def test_a_product_is_rounded_once_whatever_its_tiles(
+    m: int, k: int, n: int, turned: int, into: str | None
+) -> None:
     drawn = torch.Generator().manual_seed(m + k + n)
 
     def matrix(rows: int, columns: int, transposed: int) -> torch.Tensor:
-        made = torch.randn((columns, rows) if transposed else (rows, columns), generator=drawn).bfloat16()
+        made = torch.randn(
+            (columns, rows) if transposed else (rows, columns), generator=drawn
+        ).bfloat16()
         return made.t() if transposed else made
 
     a, b = matrix(m, k, turned & 1), matrix(k, n, turned & 2)
@@ -63,10 +79,17 @@ class Watched(TorchDispatchMode):
         super().__init__()
         self.wide, self.narrow = list[str](), list[str]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, dtypes = func.__name__.partition(".")[0], {x.dtype for x in args if isinstance(x, torch.Tensor)}
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name, dtypes = (
+            func.__name__.partition(".")[0],
+            {x.dtype for x in args if isinstance(x, torch.Tensor)},
+        )
         if name in ("mm", "addmm", "addmm_", "bmm", "_grouped_mm", "_linear_pointwise"):
-            (self.narrow if torch.bfloat16 in dtypes else self.wide).append(f"{name} {[*args[0].shape]}")
+            (self.narrow if torch.bfloat16 in dtypes else self.wide).append(
+                f"{name} {[*args[0].shape]}"
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -76,9 +99,13 @@ def step(shape: dict[str, Any], dtype: str) -> tuple[float, torch.Tensor]:
     model.to(getattr(torch, dtype))
     ids = torch.randint(0, 96, (2, 20), generator=torch.Generator().manual_seed(1))
     where = torch.arange(20).expand(2, -1), torch.arange(0, 60, 20, dtype=torch.int32)
-    loss = F.cross_entropy(model(ids, *where)[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+    loss = F.cross_entropy(
+        model(ids, *where)[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()
+    )
     loss.backward()
-    learned = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
+    learned = [
+        p.grad.float().flatten() for p in model.parameters() if p.grad is not None
+    ]
     return loss.item(), torch.cat(learned)
 
 
@@ -96,15 +123,20 @@ def test_a_model_learns_alike(shape: dict[str, Any], slow: None) -> None:
 
 
 def test_what_has_no_numbers_or_enough_bits_is_multiplied_as_it_is(slow: None) -> None:
-    assert is_widened(torch.ones(1, dtype=torch.bfloat16)) and not is_widened(torch.ones(1))
+    assert is_widened(torch.ones(1, dtype=torch.bfloat16)) and not is_widened(
+        torch.ones(1)
+    )
     assert not is_widened(torch.ones(1, dtype=torch.bfloat16, device="meta"))
 
 
 def test_the_note(slow: None) -> None:
-    assert "multiplies bfloat16 slowly: products are computed in float32" in widened_note(
-        "bfloat16", torch.device("cpu")
+    assert (
+        "multiplies bfloat16 slowly: products are computed in float32"
+        in widened_note("bfloat16", torch.device("cpu"))
     )
-    assert not widened_note("float32", torch.device("cpu")) and not widened_note("bfloat16", torch.device("cuda"))
+    assert not widened_note("float32", torch.device("cpu")) and not widened_note(
+        "bfloat16", torch.device("cuda")
+    )
 
 
 def test_the_processor_is_asked_by_multiplying() -> None:
@@ -112,7 +144,9 @@ def test_the_processor_is_asked_by_multiplying() -> None:
     assert not multiplies_slowly(torch.float32)
     script = "import torch; from weft.models.widened import multiplies_slowly; print(multiplies_slowly(torch.bfloat16))"
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True
+    )
     assert done.stdout == "True\n", done.stderr
 
 
@@ -125,4 +159,8 @@ def test_a_compiler_is_given_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     with Watched() as watched:
         (made,) = fused.project(x, weight)
         made.sum().backward()
-    assert made.dtype == x.grad.dtype == torch.bfloat16 and watched.wide and not watched.narrow
+    assert (
+        made.dtype == x.grad.dtype == torch.bfloat16
+        and watched.wide
+        and not watched.narrow
+    )

@@ -12,14 +12,26 @@ import pytest
 from tests.browser import CHROMIUM, dumped_dom
 from tests.observe.test_report import fake_run
 from weft.observe.charts import checkpoint_charts
-from weft.observe.checkpoints import ROWS, SLOWEST, duration, facts, heat_map, size, stalls, times, verdict
+from weft.observe.checkpoints import (
+    ROWS,
+    SLOWEST,
+    duration,
+    facts,
+    heat_map,
+    size,
+    stalls,
+    times,
+    verdict,
+)
 from weft.observe.metrics import FILE, Metrics, read_metrics
 from weft.observe.report import checkpoint_card, write_report
 
 STAGES = {"stage_s": 0.02, "copy_s": 0.1, "hash_s": 0.05, "write_s": 0.8}
 
 
-def saved(ranks: int, saves: int = 5, slow: int | None = None, by: float = 2.1) -> list[dict[str, Any]]:
+def saved(
+    ranks: int, saves: int = 5, slow: int | None = None, by: float = 2.1
+) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for step in range(10, 10 + saves):
         for rank in range(ranks):
@@ -45,7 +57,9 @@ def plain(text: str) -> str:
 def test_the_slow_rank_and_stage_are_named(ranks: int) -> None:
     said = plain(verdict(times(saved(ranks, slow=1, by=2.5)), "Saves"))
     ours = 2.5 if ranks > 2 else 5 / 3.5  # of two, the median lies between
-    assert said.startswith(f"Saves: rank 1 takes {ours:.1f}x the median in write (2.00 s, median ")
+    assert said.startswith(
+        f"Saves: rank 1 takes {ours:.1f}x the median in write (2.00 s, median "
+    )
     assert plain(verdict(times(saved(ranks)), "Saves")) == "Saves: no rank stands out."
 
 
@@ -57,13 +71,21 @@ def test_waiting_and_noise_are_no_fault_of_a_rank() -> None:
         if row["rank"] == 6 and "hash_s" in row:
             row["hash_s"] = 0.055
     said = plain(verdict(times(rows), "Saves"))
-    assert said == "Saves: rank 3 takes 2.1x the median in write (1.68 s, median 800 ms)."
-    rows = [r | ({"write_s": 1.3} if r["rank"] == 5 and "write_s" in r else {}) for r in rows]
+    assert (
+        said == "Saves: rank 3 takes 2.1x the median in write (1.68 s, median 800 ms)."
+    )
+    rows = [
+        r | ({"write_s": 1.3} if r["rank"] == 5 and "write_s" in r else {})
+        for r in rows
+    ]
     assert verdict(times(rows), "Saves").endswith("; 1 other rank is slow as well.")
 
 
 def test_one_rank() -> None:
-    assert plain(verdict(times(saved(1)), "Saves")) == "Saves: 1.00 s, most of it write (800 ms)."
+    assert (
+        plain(verdict(times(saved(1)), "Saves"))
+        == "Saves: 1.00 s, most of it write (800 ms)."
+    )
     heat = heat_map(saved(1), loaded(1))
     assert heat is not None
     (trace,) = heat["traces"]
@@ -81,7 +103,8 @@ def test_eight_ranks_have_a_row_each() -> None:
     assert trace["y"] == [f"rank {r}" for r in reversed(range(8))]
     hottest = max((z, y, x) for y, row in zip(trace["y"], trace["z"], strict=True) for z, x in
                   zip(row, trace["x"], strict=True) if z is not None)  # fmt: skip
-    assert hottest[1:] == ("rank 3", "save write") and 0.9 < hottest[0] < 1.1  # about twice
+    # about twice
+    assert hottest[1:] == ("rank 3", "save write") and 0.9 < hottest[0] < 1.1
     commits = [row[trace["x"].index("save commit")] for row in trace["z"]]
     assert commits == [None] * 7 + [0]
 
@@ -96,7 +119,9 @@ def test_of_many_ranks_the_slowest_and_quantiles_are_shown() -> None:
     (trace,) = heat["traces"]
     top = trace["y"][::-1]
     assert len(top) == SLOWEST + 3 < ROWS and top[0] == "rank 300"
-    assert top[SLOWEST:] == [f"other 496: {name}" for name in ("slowest tenth", "median", "fastest tenth")]
+    assert top[SLOWEST:] == [
+        f"other 496: {name}" for name in ("slowest tenth", "median", "fastest tenth")
+    ]
     write = [plain(row[trace["x"].index("save write")]) for row in trace["text"]][::-1]
     assert write[SLOWEST:] == ["900 ms", "800 ms", "800 ms"]
     assert len(json.dumps(heat)) < 30_000
@@ -104,9 +129,15 @@ def test_of_many_ranks_the_slowest_and_quantiles_are_shown() -> None:
 
 def test_stalls() -> None:
     rows = [{"step": 5, "rank": r, "stage_s": 0.1 * r, "copy_s": 0.2} for r in range(3)]
-    rows += [{"step": 9, "rank": 0, "stage_s": 0.1, "copy_s": 7.0, "wait_s": 0.01}]  # the copy went on beside training
+    # the copy went on beside training
+    rows += [{"step": 9, "rank": 0, "stage_s": 0.1, "copy_s": 7.0, "wait_s": 0.01}]
     steps, seconds = stalls(
-        rows, [{"step": 5, "stall_s": 9.0}, {"step": 12, "stall_s": 0.3}, {"step": 13, "stall_s": None}]
+        rows,
+        [
+            {"step": 5, "stall_s": 9.0},
+            {"step": 12, "stall_s": 0.3},
+            {"step": 13, "stall_s": None},
+        ],
     )
     assert steps == [5, 9, 12] and seconds == pytest.approx([0.4, 0.11, 0.3])
 
@@ -128,10 +159,26 @@ def test_facts() -> None:
 @pytest.mark.parametrize(
     "rows",
     [
-        [{"step": 10, "bytes": 5, "hash_s": 0.1, "write_s": 1.0}, {"step": 10, "bytes": 0, "commit_s": 0.1}],  # no rank
+        # no rank
+        [
+            {"step": 10, "bytes": 5, "hash_s": 0.1, "write_s": 1.0},
+            {"step": 10, "bytes": 0, "commit_s": 0.1},
+        ],
         [{"step": 10}],
-        [{"step": 10, "rank": None, "bytes": None, "write_s": None, "hash_s": "slow", "strange_s": 0.0}],
-        [{"step": 10, "rank": r, "write_s": 0.0, "new_s": 1.0 * (r == 2)} for r in range(4)],
+        [
+            {
+                "step": 10,
+                "rank": None,
+                "bytes": None,
+                "write_s": None,
+                "hash_s": "slow",
+                "strange_s": 0.0,
+            }
+        ],
+        [
+            {"step": 10, "rank": r, "write_s": 0.0, "new_s": 1.0 * (r == 2)}
+            for r in range(4)
+        ],
         [{"step": 10, "rank": 7, "stage_s": -1e-9, "copy_s": 1e-9}],
     ],
 )
@@ -146,12 +193,18 @@ def test_odd_records_do_no_harm(tmp_path: Path, rows: list[dict[str, Any]]) -> N
 
 
 def test_no_checkpoints_no_card(tmp_path: Path) -> None:
-    assert checkpoint_card({}) == {} and checkpoint_charts({}) == [] and heat_map([], []) is None
+    assert (
+        checkpoint_card({}) == {}
+        and checkpoint_charts({}) == []
+        and heat_map([], []) is None
+    )
     page = write_report(fake_run(tmp_path / "run", steps=3, resume_at=None)).read_text()
     assert 'id="checkpoints"' not in page
 
 
-def test_records_of_all_ranks_are_read_and_those_of_a_lost_attempt_are_not(tmp_path: Path) -> None:
+def test_records_of_all_ranks_are_read_and_those_of_a_lost_attempt_are_not(
+    tmp_path: Path,
+) -> None:
     metrics = Metrics(tmp_path)
     for begin, steps in ((0, (4, 8)), (4, (8, 12))):
         metrics.log("run", begin)
@@ -184,7 +237,9 @@ def test_sizes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium"
+)
 @pytest.mark.parametrize("ranks", [1, pytest.param(8, marks=pytest.mark.soak), 512])
 def test_browser_draws_it(tmp_path: Path, ranks: int) -> None:
     run = fake_run(tmp_path / "run", steps=20, resume_at=None)
@@ -199,7 +254,10 @@ def test_browser_draws_it(tmp_path: Path, ranks: int) -> None:
     card = body[body.index('id="checkpoints"') :]
     assert ("rank 3 takes 2.1x the median in write" in card) == (ranks > 1)
     heat, stall = card.split('class="chart')[1:3]
-    assert 'aria-label="Seconds by rank and stage"' in heat and 'aria-label="Stall"' in stall
+    assert (
+        'aria-label="Seconds by rank and stage"' in heat
+        and 'aria-label="Stall"' in stall
+    )
     assert heat.count('class="heatmap-label"') >= 9 * min(ranks, 19) - 20
     assert re.search(r'class="js-line"[^>]* d="M', stall)
     # The loss keeps its place: it is the large chart above.

@@ -42,7 +42,11 @@ def test_plain_lines_are_few(capsys: pytest.CaptureFixture[str]) -> None:
     with Display(500, "run", interval=60) as display:
         for step in range(1, 501):
             display.update(step, loss=1.0)
-    assert [line[:12] for line in capsys.readouterr().out.splitlines()] == ["run", "step   1/500", "step 500/500"]
+    assert [line[:12] for line in capsys.readouterr().out.splitlines()] == [
+        "run",
+        "step   1/500",
+        "step 500/500",
+    ]
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,42 +67,87 @@ def test_terminal_is_left_as_it_was(width: int) -> None:
         Display(10, "run") as display,
     ):
         display.update(1, loss=3.0)
-        display.update(2, loss=2.5, validation=2.6, tokens_per_s=12_345, mfu=0.3, memory_gib=1.5, grad_norm=1, lr=1e-3)
+        display.update(
+            2,
+            loss=2.5,
+            validation=2.6,
+            tokens_per_s=12_345,
+            mfu=0.3,
+            memory_gib=1.5,
+            grad_norm=1,
+            lr=1e-3,
+        )
         display.note("checkpoint saved")
         raise KeyboardInterrupt
     text = screen.getvalue()
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is hidden"
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-    for part in ("2/10", "loss 2.5000", "validation 2.6000", "12.3k", "30.0%", "1.50 GiB", "· checkpoint saved"):
+    for part in (
+        "2/10",
+        "loss 2.5000",
+        "validation 2.6000",
+        "12.3k",
+        "30.0%",
+        "1.50 GiB",
+        "· checkpoint saved",
+    ):
         assert part in plain
     assert all(len(line) <= width for line in plain.replace("\r", "\n").splitlines())
 
 
 def test_numbers() -> None:
-    assert [compact(n) for n in (0, 950, 12_345, 4.56e6, 7e9)] == ["0", "950", "12.3k", "4.56M", "7B"]
-    assert [compact(n) for n in (999.6, 999_400, 999_600, -999_600)] == ["1k", "999k", "1M", "-1M"]
-    assert [clock(s) for s in (-1, 9, 61, 3661, 200_000)] == ["0:00", "0:09", "1:01", "1:01:01", "2d 7:33"]
+    assert [compact(n) for n in (0, 950, 12_345, 4.56e6, 7e9)] == [
+        "0",
+        "950",
+        "12.3k",
+        "4.56M",
+        "7B",
+    ]
+    assert [compact(n) for n in (999.6, 999_400, 999_600, -999_600)] == [
+        "1k",
+        "999k",
+        "1M",
+        "-1M",
+    ]
+    assert [clock(s) for s in (-1, 9, 61, 3661, 200_000)] == [
+        "0:00",
+        "0:09",
+        "1:01",
+        "1:01:01",
+        "2d 7:33",
+    ]
 
 
-def test_a_validation_is_said_once_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_validation_is_said_once_off_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with Display(9, "run", interval=0.0) as display:
         display.update(1, loss=1.0, validation=2.0)
         for step in (2, 3):
             display.update(step, loss=1.0)
         display.update(3, validation=1.5)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("step")
+    ]
     assert ["validation" in line for line in lines] == [True, False, False, True]
 
 
-def test_a_step_that_takes_long_shows_its_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    with Display(9, "run", interval=60.0, slow=5.0) as display, mock.patch("weft.observe.display.time") as time:
+def test_a_step_that_takes_long_shows_its_passes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with (
+        Display(9, "run", interval=60.0, slow=5.0) as display,
+        mock.patch("weft.observe.display.time") as time,
+    ):
         time.monotonic.return_value = 100.0
         display.update(1, loss=1.0)
         for done in range(1, 65):
             time.monotonic.return_value = 100.0 + done
             display.passes(done, 64)
     lines = [line for line in capsys.readouterr().out.splitlines() if "pass" in line]
-    assert lines == [f"step 2/9  pass {done} of 64 after 0:{done:02}" for done in (5, 10, 20, 40)]
+    assert lines == [
+        f"step 2/9  pass {done} of 64 after 0:{done:02}" for done in (5, 10, 20, 40)
+    ]
 
 
 def test_a_terminal_shows_the_time_and_the_passes_of_a_slow_step() -> None:

@@ -44,11 +44,15 @@ def test_resume_supersedes_what_came_after(tmp_path: Path) -> None:
             metrics.log("train", step, loss=loss)
         metrics.close()
     records = read_metrics(tmp_path)
-    assert [(r["step"], r["loss"]) for r in records["train"]] == [(s, 1.0 if s <= 4 else 2.0) for s in range(1, 7)]
+    assert [(r["step"], r["loss"]) for r in records["train"]] == [
+        (s, 1.0 if s <= 4 else 2.0) for s in range(1, 7)
+    ]
     assert [r["step"] for r in records["run"]] == [0, 4] and len(records["event"]) == 4
 
 
-@pytest.mark.parametrize("torn", ['{"kind": "tra', '{"kind": "train", "step": 3, "loss": 1.0}'])
+@pytest.mark.parametrize(
+    "torn", ['{"kind": "tra', '{"kind": "train", "step": 3, "loss": 1.0}']
+)
 def test_torn_last_line_is_dropped(tmp_path: Path, torn: str) -> None:
     with_two = Metrics(tmp_path)
     with_two.log("train", 1, loss=1.0)
@@ -64,7 +68,9 @@ def test_torn_last_line_is_dropped(tmp_path: Path, torn: str) -> None:
 
 
 def test_damage_in_the_middle_is_named(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text('{"kind": "train", "step": 1}\nrubbish\n{"kind": "train", "step": 2}\n')
+    (tmp_path / FILE).write_text(
+        '{"kind": "train", "step": 1}\nrubbish\n{"kind": "train", "step": 2}\n'
+    )
     with pytest.raises(WeftError, match="line 2 is damaged"):
         read_metrics(tmp_path)
 
@@ -105,7 +111,11 @@ def test_a_tracker_that_is_missing_or_fails_is_told_once(tmp_path: Path) -> None
     metrics.log("train", 1, loss=1.0)
     metrics.log("train", 2, loss=1.0)
     metrics.close()
-    assert len(heard) == 2 and "install the package 'tensorboard'" in heard[0] and "ValueError: no" in heard[1]
+    assert (
+        len(heard) == 2
+        and "install the package 'tensorboard'" in heard[0]
+        and "ValueError: no" in heard[1]
+    )
     assert len(read_metrics(tmp_path)["train"]) == 2
 
 
@@ -138,13 +148,19 @@ def test_mlflow_goes_on_with_the_same_run(tmp_path: Path) -> None:
     resumed_run(tmp_path, "mlflow")
     client = mlflow.MlflowClient(tracking_uri=(tmp_path / "run" / "mlruns").as_uri())
     runs = client.search_runs([client.get_experiment_by_name("weft").experiment_id])
-    assert [run.info.status for run in runs] == ["FINISHED"] and runs[0].data.tags["run.layout"] == "tp=2"
+    assert [run.info.status for run in runs] == ["FINISHED"] and runs[0].data.tags[
+        "run.layout"
+    ] == "tp=2"
     seen = client.get_metric_history(runs[0].info.run_id, "train/loss")
-    assert [(m.step, m.value) for m in seen] == [(s, float(s)) for s in (1, 2, 3, 4, 3, 4, 5)]
+    assert [(m.step, m.value) for m in seen] == [
+        (s, float(s)) for s in (1, 2, 3, 4, 3, 4, 5)
+    ]
 
 
 @pytest.mark.slow
-def test_wandb_offline_takes_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_takes_the_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     resumed_run(tmp_path, "wandb")
@@ -176,15 +192,25 @@ def test_a_full_disk_is_told_once_and_costs_no_record(tmp_path: Path) -> None:
     metrics._file = Full()
     for step in (2, 3, 4):
         metrics.log("train", step, loss=1.0)
-    assert heard == [f"cannot write {tmp_path / FILE}: No space left on device; the run goes on"]
+    assert heard == [
+        f"cannot write {tmp_path / FILE}: No space left on device; the run goes on"
+    ]
     assert [r["step"] for r in read_metrics(tmp_path)["train"]] == [1]
     metrics._file = real
     metrics.log("train", 5, loss=1.0)
     metrics.close()
-    assert [r["step"] for r in read_metrics(tmp_path)["train"]] == [1, 2, 3, 4, 5] and len(heard) == 1
+    assert [r["step"] for r in read_metrics(tmp_path)["train"]] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ] and len(heard) == 1
 
 
-def test_a_full_disk_ends_events_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_events_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heard: list[str] = []
     metrics = Metrics(tmp_path, ["tensorboard"], warn=heard.append)
     metrics.log("train", 1, loss=1.0)
@@ -193,6 +219,10 @@ def test_a_full_disk_ends_events_and_not_the_run(tmp_path: Path, monkeypatch: py
     for step in (2, 3):
         metrics.log("train", step, loss=1.0)
     metrics.close()
-    assert len(heard) == 1 and heard[0].startswith("no more records go to tensorboard (OSError: ")
+    assert len(heard) == 1 and heard[0].startswith(
+        "no more records go to tensorboard (OSError: "
+    )
     assert "No space left on device" in heard[0]
-    assert full.call_count == 1 and [r["step"] for r in read_metrics(tmp_path)["train"]] == [1, 2, 3]
+    assert full.call_count == 1 and [
+        r["step"] for r in read_metrics(tmp_path)["train"]
+    ] == [1, 2, 3]

@@ -35,13 +35,19 @@ def fake_run(
             "flops_per_token": 8.1e7, "peak_flops": 9.89e14, "started": "2026-01-02T03:04:05",
             "host": "node-7, Linux 6.1, x86_64, 96 cores, 1008 GiB", "versions": "Weft 0.1, PyTorch 2.13",
             "git": "0123456789ab with changes", "command": "weft train a.toml", "folder": "/home/me"}  # fmt: skip
-    attempts = [(0, steps)] if resume_at is None else [(0, min(steps, resume_at + 17)), (resume_at, steps)]
+    attempts = (
+        [(0, steps)]
+        if resume_at is None
+        else [(0, min(steps, resume_at + 17)), (resume_at, steps)]
+    )
     for begin, end in attempts:
         with mock.patch("weft.observe.metrics.time.time", lambda: clock[0]):
             metrics = Metrics(run)
             metrics.log("run", begin, **head)
             if begin:
-                metrics.log("event", begin, message=f"resumed from checkpoint step-{begin}")
+                metrics.log(
+                    "event", begin, message=f"resumed from checkpoint step-{begin}"
+                )
             for step in range(begin + 1, end + 1):
                 clock[0] += 0.4
                 loss = 1.5 + 4 * math.exp(-step / steps * 6) + rng.gauss(0, 0.06)
@@ -52,7 +58,8 @@ def fake_run(
                     step,
                     loss=math.nan if skipped else loss,
                     grad_norm=rng.lognormvariate(-0.5, 0.35) + (step % 173 == 0) * 3,
-                    lr=3e-4 * min(step / 40, 0.55 + 0.45 * math.cos(math.pi * step / steps)),
+                    lr=3e-4
+                    * min(step / 40, 0.55 + 0.45 * math.cos(math.pi * step / steps)),
                     tokens=step * 8192,
                     tokens_per_s=rate,
                     mfu=rate * scale * 3.3e-6,
@@ -63,19 +70,50 @@ def fake_run(
                     skipped=skipped,
                 )
                 if validation and step % 50 == 0:
-                    metrics.log("validation", step, loss=1.56 + 4.1 * math.exp(-step / steps * 6))
+                    metrics.log(
+                        "validation",
+                        step,
+                        loss=1.56 + 4.1 * math.exp(-step / steps * 6),
+                    )
                 if step % 13 == 0:
-                    load = {"cpu": 0.3 + rng.random() / 5, "host_gib": 80 + step / 10, "gpu": 0.97, "gpu_gib": 70.0}
-                    metrics.log("hardware", step, **load, gpu_watts=600 + 50 * rng.random())
+                    load = {
+                        "cpu": 0.3 + rng.random() / 5,
+                        "host_gib": 80 + step / 10,
+                        "gpu": 0.97,
+                        "gpu_gib": 70.0,
+                    }
+                    metrics.log(
+                        "hardware", step, **load, gpu_watts=600 + 50 * rng.random()
+                    )
                 if split and step % 25 == 0:
                     metrics.log(
-                        "split", step, compute=0.25 + rng.random() / 50, communication=0.06, data=0.004, optimizer=0.03
+                        "split",
+                        step,
+                        compute=0.25 + rng.random() / 50,
+                        communication=0.06,
+                        data=0.004,
+                        optimizer=0.03,
                     )
                 if step % 100 == 0:
-                    metrics.log("event", step, message=f"checkpoint saved to {run.name}/step-{step}")
+                    metrics.log(
+                        "event",
+                        step,
+                        message=f"checkpoint saved to {run.name}/step-{step}",
+                    )
             if end == steps:
-                shown = [{"prompt": "def read(", "text": "path):\n    <b>return</b> open(path)"}]
-                shown.append({"prompt": "What is <it>?", "text": " Now & then.", "before": "Nothing. "})
+                shown = [
+                    {
+                        "prompt": "def read(",
+                        "text": "path):\n    <b>return</b> open(path)",
+                    }
+                ]
+                shown.append(
+                    {
+                        "prompt": "What is <it>?",
+                        "text": " Now & then.",
+                        "before": "Nothing. ",
+                    }
+                )
                 metrics.log("sample", end, samples=shown)
             metrics.close()
         clock[0] += 3600
@@ -83,48 +121,82 @@ def fake_run(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
-@pytest.mark.parametrize("complete", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium"
+)
+@pytest.mark.parametrize(
+    "complete", [pytest.param(True, marks=pytest.mark.slow), False]
+)
 def test_browser_draws_every_chart_offline(tmp_path: Path, complete: bool) -> None:
-    run = fake_run(tmp_path / "run-7", **({} if complete else {"steps": 5, "resume_at": None, "split": False}))
+    run = fake_run(
+        tmp_path / "run-7",
+        **({} if complete else {"steps": 5, "resume_at": None, "split": False}),
+    )
     dom = dumped_dom(write_report(run), tmp_path / "profile")
     assert "data-error" not in re.search(r"<html[^>]*>", dom)[0]
     body = re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL)
     for chart in body.split('class="chart')[1:]:
         title = re.search(r'aria-label="([^"]+)"', chart)[1]
-        marks = r'<g class="point"><path' if title == "Step time" else r'class="js-line"[^>]* d="M'
+        marks = (
+            r'<g class="point"><path'
+            if title == "Step time"
+            else r'class="js-line"[^>]* d="M'
+        )
         assert re.search(marks, chart), f"{title} is empty"
     drawn = re.findall(r'aria-label="([^"]+)"', body)
-    assert drawn == (TITLES if complete else [t for t in TITLES[:-3] if t != "Step time"])
+    assert drawn == (
+        TITLES if complete else [t for t in TITLES[:-3] if t != "Step time"]
+    )
     for text in ("llama-tiny &lt;zigzag&gt;", "shard=2,cp=2", "4 ranks", "NVIDIA H200", "12.3M (12,345,678)", "run-7",
                  "node-7, Linux 6.1", "PyTorch 2.13", "0123456789ab with changes", "weft train a.toml", "/home/me",
                  "<i>def read(</i>path):\n    &lt;b&gt;return", "What is &lt;it&gt;?",
                  '<pre class="sample">Nothing.</pre>', '<pre class="sample">Now &amp; then.</pre>'):  # fmt: skip
         assert text in body
     if complete:
-        for text in ("400 of 400", "3.28M (3,276,800)", "resumed from checkpoint step-250", "2:40 in 2 attempts"):
+        for text in (
+            "400 of 400",
+            "3.28M (3,276,800)",
+            "resumed from checkpoint step-250",
+            "2:40 in 2 attempts",
+        ):
             assert text in body
         loss = [r["loss"] for r in read_metrics(run)["train"]]
-        assert f"{loss[0]:.3f} → {loss[-1]:.3f}" in body and f"ratio {loss[-1] / loss[0]:.3f}" in body
+        assert (
+            f"{loss[0]:.3f} → {loss[-1]:.3f}" in body
+            and f"ratio {loss[-1] / loss[0]:.3f}" in body
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium"
+)
 def test_tiles_leave_no_hole_and_a_phone_shows_everything(tmp_path: Path) -> None:
     """Five tiles in rows of three left a hole."""
-    page = write_report(fake_run(tmp_path / "run", steps=60, resume_at=None, split=False))
+    page = write_report(
+        fake_run(tmp_path / "run", steps=60, resume_at=None, split=False)
+    )
     right = "[...d.querySelectorAll('.tiles > .card')].map((card) => Math.round(card.getBoundingClientRect().right))"
     for width in (390, 1280):
-        found = measured(page, width, {"wide": "d.documentElement.scrollWidth", "right": right})
+        found = measured(
+            page, width, {"wide": "d.documentElement.scrollWidth", "right": right}
+        )
         assert len(found["right"]) == 5 and found["wide"] == width, found
-        assert found["right"][-1] == max(found["right"]) > 0.9 * width, "a hole behind the last tile"
+        assert found["right"][-1] == max(found["right"]) > 0.9 * width, (
+            "a hole behind the last tile"
+        )
 
 
 def test_page_needs_nothing_from_outside(tmp_path: Path) -> None:
-    page = write_report(fake_run(tmp_path / "run", steps=3, resume_at=None), out=tmp_path / "elsewhere" / "page.html")
+    page = write_report(
+        fake_run(tmp_path / "run", steps=3, resume_at=None),
+        out=tmp_path / "elsewhere" / "page.html",
+    )
     text = page.read_text()
     assert page == tmp_path / "elsewhere" / "page.html"
-    assert not re.search(r"<(script|link|img)[^>]+(src|href)=", text.replace("plotly", ""))
+    assert not re.search(
+        r"<(script|link|img)[^>]+(src|href)=", text.replace("plotly", "")
+    )
     assert text.count("plotly.js v") == 1
     assert "{{" not in re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
 
@@ -144,7 +216,10 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     run = tmp_path / "run"
     Metrics(run).log("run", 0)
     assert write_report(run).is_file()
-    assert charts([RecordedRun("run", read_metrics(run))]) == [] and tiles(read_metrics(run)) == []
+    assert (
+        charts([RecordedRun("run", read_metrics(run))]) == []
+        and tiles(read_metrics(run)) == []
+    )
 
 
 def test_the_recipe_is_on_the_page(tmp_path: Path) -> None:
@@ -156,21 +231,31 @@ def test_the_recipe_is_on_the_page(tmp_path: Path) -> None:
 
 def small_ticks(body: str) -> list[str]:
     """Texts on the axis of the utilisation."""
-    chart = body[body.index('aria-label="Model flops utilisation"') :].split('class="chart')[0]
+    chart = body[body.index('aria-label="Model flops utilisation"') :].split(
+        'class="chart'
+    )[0]
     return re.findall(r'class="ytick"><text[^>]*>([^<]*)</text>', chart)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium"
+)
 def test_the_axis_of_a_small_utilisation_tells_its_ticks_apart(tmp_path: Path) -> None:
     """It read 1%, 1%, 1%, 0%, 0%."""
     run = fake_run(tmp_path / "run", steps=40, resume_at=None, scale=0.03)
     ticks = small_ticks(dumped_dom(write_report(run), tmp_path / "profile"))
-    assert len(ticks) >= 4 and len(set(ticks)) == len(ticks) and all(t.endswith("%") for t in ticks), ticks
+    assert (
+        len(ticks) >= 4
+        and len(set(ticks)) == len(ticks)
+        and all(t.endswith("%") for t in ticks)
+    ), ticks
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium"
+)
 def test_runs_side_by_side(tmp_path: Path) -> None:
     one = fake_run(tmp_path / "one", steps=80, resume_at=None)
     two = fake_run(tmp_path / "two", steps=60, resume_at=None, scale=0.5, batch=16)
@@ -181,13 +266,22 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     body = re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL)
     assert re.findall(r'aria-label="([^"]+)"', body) == TITLES
     for chart in body.split('class="chart')[1:]:
-        names = {name for name in ("one", "two") if re.search(rf'data-unformatted="{name}|>{name}<', chart)}
+        names = {
+            name
+            for name in ("one", "two")
+            if re.search(rf'data-unformatted="{name}|>{name}<', chart)
+        }
         assert names == {"one", "two"}, chart[:200]
     recipes = re.search(r'id="recipes".*?</section>', body, flags=re.DOTALL)[0]
-    rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr class.*?</tr>", recipes)]
+    rows = [
+        re.findall(r"<td>(.*?)</td>", row)
+        for row in re.findall(r"<tr class.*?</tr>", recipes)
+    ]
     assert sorted(rows) == [["train.batch", "8", "16"], ["train.steps", "80", "60"]]
     right = "Math.max(...[...d.querySelectorAll('.beside td')].map((cell) => cell.getBoundingClientRect().right))"
-    phone = measured(page, 390, {"wide": "d.documentElement.scrollWidth", "right": right})
+    phone = measured(
+        page, 390, {"wide": "d.documentElement.scrollWidth", "right": right}
+    )
     assert phone["wide"] == 390 and phone["right"] <= 390
     assert body.count("What the model writes · ") == 2 and "Side by side" in body
 
@@ -197,12 +291,18 @@ def test_what_stands_beside_what() -> None:
     assert [(r.name, r.values, r.differs) for r in rows] == [
         ("a", ["1", "1"], False), ("b", ["2", "3"], True), ("c", ["-", "4"], True)
     ]  # fmt: skip
-    assert dict(flat({"x": {"y": 1, "z": [2]}, "w": None})) == {"x.y": "1", "x.z": "[2]", "w": "null"}
+    assert dict(flat({"x": {"y": 1, "z": [2]}, "w": None})) == {
+        "x.y": "1",
+        "x.z": "[2]",
+        "w": "null",
+    }
 
 
 def test_too_many_runs_are_one_line(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "run", steps=2, resume_at=None)
-    with pytest.raises(UsageError, match="6 runs are too many for one page; give at most 5"):
+    with pytest.raises(
+        UsageError, match="6 runs are too many for one page; give at most 5"
+    ):
         write_report(*[run] * 6)
 
 
@@ -210,8 +310,18 @@ def test_long_runs_are_thinned_but_keep_their_spikes() -> None:
     values = [1.0] * 50_000
     values[31_415] = 9.0
     thinned = thin(list(range(len(values))), values)
-    assert len(thinned["x"]) <= POINTS + 2 and max(thinned["y"]) == 9.0 and thinned["x"][-1] == len(values) - 1
-    steps = charts([RecordedRun("run", {"train": [{"step": i, "loss": v} for i, v in enumerate(values)]})])
+    assert (
+        len(thinned["x"]) <= POINTS + 2
+        and max(thinned["y"]) == 9.0
+        and thinned["x"][-1] == len(values) - 1
+    )
+    steps = charts(
+        [
+            RecordedRun(
+                "run", {"train": [{"step": i, "loss": v} for i, v in enumerate(values)]}
+            )
+        ]
+    )
     assert len(json.dumps(steps)) < 200_000
 
 
@@ -224,7 +334,9 @@ def test_pauses_between_attempts_are_no_time_of_the_run() -> None:
 def test_running_mean_keeps_a_straight_line_straight() -> None:
     values = [5.0 - 0.01 * i for i in range(500)]
     smooth = running_mean(values)
-    assert smooth[:490] == pytest.approx(values[:490]) and smooth[-1] == pytest.approx(values[-1], abs=0.05)
+    assert smooth[:490] == pytest.approx(values[:490]) and smooth[-1] == pytest.approx(
+        values[-1], abs=0.05
+    )
 
 
 def test_loads_of_experts_over_the_mean_of_their_layer() -> None:
@@ -236,21 +348,43 @@ def test_loads_of_experts_over_the_mean_of_their_layer() -> None:
         "moves_mib": 0,
     }
     loads = [{"step": n, **counts} for n in range(1, 900)]
-    found = {chart["title"]: chart for chart in charts([RecordedRun("r", {"experts": loads})])}
+    found = {
+        chart["title"]: chart
+        for chart in charts([RecordedRun("r", {"experts": loads})])
+    }
     assert set(found) == {"Load of experts", "Dropped", "Sent for experts", "Experts"}
-    assert [line["name"] for line in found["Sent for experts"]["traces"]] == ["tokens", "moves of experts"]
+    assert [line["name"] for line in found["Sent for experts"]["traces"]] == [
+        "tokens",
+        "moves of experts",
+    ]
     trace = found["Experts"]["traces"][0]
-    assert [row[0] for row in trace["z"]] == [0.5, 1.5, 1, 1, 1, 1] and len(trace["x"]) <= 250
-    assert found["Experts"]["layout"]["yaxis"] == {"tickvals": [0, 2], "ticktext": ["layer 1", "layer 4"]}
+    assert [row[0] for row in trace["z"]] == [0.5, 1.5, 1, 1, 1, 1] and len(
+        trace["x"]
+    ) <= 250
+    assert found["Experts"]["layout"]["yaxis"] == {
+        "tickvals": [0, 2],
+        "ticktext": ["layer 1", "layer 4"],
+    }
 
 
 def test_who_took_part_is_drawn_in_steps_up_to_the_end() -> None:
-    views = [{"step": 0, "time": 100.0, "ranks": 4}, {"step": 1, "time": 160.0, "ranks": 3}]
+    views = [
+        {"step": 0, "time": 100.0, "ranks": 4},
+        {"step": 1, "time": 160.0, "ranks": 3},
+    ]
     trained = [{"step": n, "time": 100.0 + 60 * n, "loss": 1 / n} for n in (1, 2, 3)]
-    found = {c["title"]: c for c in charts([RecordedRun("r", {"view": views, "train": trained})])}["Who took part"]
+    found = {
+        c["title"]: c
+        for c in charts([RecordedRun("r", {"view": views, "train": trained})])
+    }["Who took part"]
     loss, ranks = found["traces"]
     assert (loss["x"], loss["y"]) == ([1, 2, 3], [1.0, 0.5, 0.333333])
-    assert (ranks["x"], ranks["y"], ranks["line"]["shape"]) == ([0, 1, 3], [4, 3, 3], "hv")
+    assert (ranks["x"], ranks["y"], ranks["line"]["shape"]) == (
+        [0, 1, 3],
+        [4, 3, 3],
+        "hv",
+    )
     assert "Who took part" not in [
-        c["title"] for c in charts([RecordedRun("r", {"view": views[:1], "train": trained})])
+        c["title"]
+        for c in charts([RecordedRun("r", {"view": views[:1], "train": trained})])
     ]

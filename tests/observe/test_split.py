@@ -35,8 +35,15 @@ def test_phases_of_one_process() -> None:
 
     def measured() -> TimeSplit:
         result, split = profile_step(step)
-        assert result == "result" and split.communication == 0 and split.data >= 0.05 and split.optimizer >= 0.1
-        assert sum((split.compute, split.communication, split.data, split.optimizer)) == pytest.approx(split.total)
+        assert (
+            result == "result"
+            and split.communication == 0
+            and split.data >= 0.05
+            and split.optimizer >= 0.1
+        )
+        assert sum(
+            (split.compute, split.communication, split.data, split.optimizer)
+        ) == pytest.approx(split.total)
         return split
 
     until_true(measured, lambda split: split.data < 0.08 and split.optimizer < 0.14)
@@ -53,7 +60,9 @@ def test_cpu_events_count_once_and_on_the_main_thread_only() -> None:
         TraceEvent("weft:optimizer", 5, 8),
         TraceEvent("weft:wait", 9, 12),
     ]
-    assert split_events(events) == TimeSplit(compute=3.5, communication=4, data=0.5, optimizer=2, total=10)
+    assert split_events(events) == TimeSplit(
+        compute=3.5, communication=4, data=0.5, optimizer=2, total=10
+    )
 
 
 def test_cuda_events_count_what_no_other_kernel_hides() -> None:
@@ -72,12 +81,16 @@ def test_cuda_events_count_what_no_other_kernel_hides() -> None:
         TraceEvent("adam", 15, 17, kind="kernel"),
     ]
     split = split_events(events)
-    assert split == TimeSplit(compute=20 - 4 - 1 - 4, communication=4, data=1, optimizer=4, total=20)
+    assert split == TimeSplit(
+        compute=20 - 4 - 1 - 4, communication=4, data=1, optimizer=4, total=20
+    )
 
 
 def _rank(rank: int, rendezvous: str, out: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2
+    )
     large, small = torch.rand(4_000_000), torch.rand(8)
 
     def talk() -> None:
@@ -88,7 +101,9 @@ def _rank(rank: int, rendezvous: str, out: str) -> None:
         from torch.distributed import _functional_collectives as functional
 
         for _ in range(4):
-            functional.wait_tensor(functional.all_reduce(large, "sum", dist.group.WORLD))
+            functional.wait_tensor(
+                functional.all_reduce(large, "sum", dist.group.WORLD)
+            )
 
     def compute() -> None:
         work(400, times=20)
@@ -124,12 +139,17 @@ def test_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         for splits in both:
             assert splits["update"]["communication"] > 0
             for split in splits.values():
-                parts = sum(split[k] for k in ("compute", "communication", "data", "optimizer"))
+                parts = sum(
+                    split[k] for k in ("compute", "communication", "data", "optimizer")
+                )
                 assert parts == pytest.approx(split["total"])
         return both
 
     def as_expected(both: list[dict[str, dict[str, float]]]) -> bool:
-        shares = [{name: s["communication"] / s["total"] for name, s in splits.items()} for splits in both]
+        shares = [
+            {name: s["communication"] / s["total"] for name, s in splits.items()}
+            for splits in both
+        ]
         waits = [splits["wait_for_a_slow_rank"]["communication"] for splits in both]
         # On a busy machine one rank waits for the other; the one that is waited for tells what the step is made of.
         return (
@@ -156,7 +176,9 @@ def test_trace_holds_the_asked_steps(tmp_path: Path, loop: int) -> None:
             if not active[-1]:
                 assert profile_step(work)[1].total > 0
     names = {e.get("name") for e in json.loads(path.read_text())["traceEvents"]}
-    assert {f"step-{i}" for i in range(6)} & names == {f"step-{i}" for i in range(1, min(loop, 4))}
+    assert {f"step-{i}" for i in range(6)} & names == {
+        f"step-{i}" for i in range(1, min(loop, 4))
+    }
     assert active == [True, True, True, False, False, False][:loop]
     work()
     assert profile_step(work)[1].total > 0

@@ -17,7 +17,9 @@ from weft.parallel.experts.affinity import (
 )
 
 
-def planted(layers: int, experts: int, ranks: int, seed: int) -> tuple[list[np.ndarray], Owners]:
+def planted(
+    layers: int, experts: int, ranks: int, seed: int
+) -> tuple[list[np.ndarray], Owners]:
     """What 2,000 tokens choose that stay in a group of experts nine times of ten, by unequal odds; and the groups."""
     rng = np.random.default_rng(seed)
     groups = random_owners([experts] * layers, ranks, seed + 100)
@@ -26,18 +28,34 @@ def planted(layers: int, experts: int, ranks: int, seed: int) -> tuple[list[np.n
     for layer in range(1, layers):
         at = groups[layer - 1][chosen[-1]]
         at = np.where(rng.random(2000) < 0.9, at, rng.integers(ranks, size=2000))
-        chosen.append(np.array([rng.choice(np.flatnonzero(groups[layer] == one), p=odds[layer, one]) for one in at]))
+        chosen.append(
+            np.array(
+                [
+                    rng.choice(np.flatnonzero(groups[layer] == one), p=odds[layer, one])
+                    for one in at
+                ]
+            )
+        )
     return [one[:, None] for one in chosen], groups
 
 
-@pytest.mark.parametrize(("layers", "experts", "ranks"), [(4, 8, 4), (6, 16, 4), (8, 16, 2), (6, 32, 8)])
+@pytest.mark.parametrize(
+    ("layers", "experts", "ranks"), [(4, 8, 4), (6, 16, 4), (8, 16, 2), (6, 32, 8)]
+)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_planted_groups_are_found(layers: int, experts: int, ranks: int, seed: int) -> None:
+def test_planted_groups_are_found(
+    layers: int, experts: int, ranks: int, seed: int
+) -> None:
     chosen, groups = planted(layers, experts, ranks, seed)
-    steps, loads = steps_between(chosen, [experts] * layers), [np.bincount(c[:, 0], minlength=experts) for c in chosen]
+    steps, loads = (
+        steps_between(chosen, [experts] * layers),
+        [np.bincount(c[:, 0], minlength=experts) for c in chosen],
+    )
     owners = place_experts(steps, loads, ranks)
     assert all((np.bincount(owner) == experts // ranks).all() for owner in owners)
-    assert share_that_stays(steps, owners) >= 0.95 * share_that_stays(steps, groups) > 0.8
+    assert (
+        share_that_stays(steps, owners) >= 0.95 * share_that_stays(steps, groups) > 0.8
+    )
     table = slots_of(owners)
     assert all((owner[slots] == np.repeat(np.arange(ranks), experts // ranks)).all()
                for owner, slots in zip(owners, table, strict=True))  # fmt: skip
@@ -47,7 +65,9 @@ def test_steps_are_counted_for_every_pair_of_choices() -> None:
     chosen = [np.array([[0, 2], [1, 2]]), np.array([[1, 0], [1, 2]])]
     (steps,) = steps_between(chosen, [3, 4])
     assert steps.tolist() == [[1, 1, 0, 0], [0, 1, 1, 0], [1, 2, 1, 0]]
-    assert share_that_stays([steps], [np.array([0, 0, 1]), np.array([0, 1, 0, 1])]) == 0.5
+    assert (
+        share_that_stays([steps], [np.array([0, 0, 1]), np.array([0, 1, 0, 1])]) == 0.5
+    )
 
 
 def most_that_can_stay(steps: list[np.ndarray], experts: int, ranks: int) -> float:
@@ -75,7 +95,12 @@ def most_that_can_stay(steps: list[np.ndarray], experts: int, ranks: int) -> flo
         bound([n], [on[i + 1, f, r]], -1, 0)
     gain = np.array([0] * on.size + [-cell[-1] for cell in cells], float)
     whole = np.array([1] * on.size + [0] * len(cells))
-    found = milp(gain, constraints=LinearConstraint(np.array(rows), low, high), bounds=Bounds(0, 1), integrality=whole)
+    found = milp(
+        gain,
+        constraints=LinearConstraint(np.array(rows), low, high),
+        bounds=Bounds(0, 1),
+        integrality=whole,
+    )
     assert found.success
     return -found.fun / sum(one.sum() for one in steps)
 
@@ -93,8 +118,10 @@ def test_as_much_stays_as_can(seed: int) -> None:
 def least_largest_load(load: np.ndarray, ranks: int) -> float:
     """By integer programming, over the mean."""
     experts = len(load)
-    rows = [np.kron(np.eye(experts)[e], np.ones(ranks)) for e in range(experts)]  # on one rank each
-    rows += [np.kron(np.ones(experts), np.eye(ranks)[r]) for r in range(ranks)]  # equally many
+    # on one rank each
+    rows = [np.kron(np.eye(experts)[e], np.ones(ranks)) for e in range(experts)]
+    # equally many
+    rows += [np.kron(np.ones(experts), np.eye(ranks)[r]) for r in range(ranks)]
     rows += [np.kron(load, np.eye(ranks)[r]) for r in range(ranks)]
     low = [1] * experts + [experts // ranks] * ranks + [-np.inf] * ranks
     high = [1] * experts + [experts // ranks] * ranks + [0] * ranks
@@ -109,8 +136,13 @@ def least_largest_load(load: np.ndarray, ranks: int) -> float:
 def test_loads_are_levelled_where_they_count() -> None:
     chosen, _ = planted(4, 8, 2, 5)
     steps = steps_between(chosen, [8] * 4)
-    loads = [np.random.default_rng(layer).permutation(1000 / np.arange(1, 9) ** 1.2) for layer in range(4)]
-    found = {level: place_experts(steps, loads, 2, level) for level in (0.0, 3.0, 1000.0)}
+    loads = [
+        np.random.default_rng(layer).permutation(1000 / np.arange(1, 9) ** 1.2)
+        for layer in range(4)
+    ]
+    found = {
+        level: place_experts(steps, loads, 2, level) for level in (0.0, 3.0, 1000.0)
+    }
     stays = [share_that_stays(steps, owners) for owners in found.values()]
     most = [largest_load(loads, owners) for owners in found.values()]
     assert stays[0] >= stays[1] >= stays[2] and most[0] > most[1] >= most[2]

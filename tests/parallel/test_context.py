@@ -27,27 +27,52 @@ from weft.parallel.context import context_attention, tile_attention
 from weft.parallel.context.execute import Trip, tile_pieces
 from weft.parallel.context.heads import head_index, head_ranges
 from weft.parallel.context.rsa import ring_self_attention
-from weft.parallel.context.tables import SCHEMES, TableError, Tile, TileTable, build, validate
+from weft.parallel.context.tables import (
+    SCHEMES,
+    TableError,
+    Tile,
+    TileTable,
+    build,
+    validate,
+)
 from weft.recipe import ModelShape
 
 EXECUTE = "weft.parallel.context.execute"
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 #: name: context and ulysses of the layout; of the last ones the second is half of cp.
-WAYS = [(scheme, 1) for scheme in SCHEMES] + [("ulysses", 1), ("zigzag", 2), ("lightseq", 2), ("tokenring", 2)]
+WAYS = [(scheme, 1) for scheme in SCHEMES] + [
+    ("ulysses", 1),
+    ("zigzag", 2),
+    ("lightseq", 2),
+    ("tokenring", 2),
+]
 
 
-def whole(rows: int, length: int, heads: tuple[int, int], dtype: torch.dtype) -> list[torch.Tensor]:
+def whole(
+    rows: int, length: int, heads: tuple[int, int], dtype: torch.dtype
+) -> list[torch.Tensor]:
     """q, k, v and a gradient of the output, ``[rows, length, heads or kv_heads, 8]``; the same on every rank."""
     generator = torch.Generator().manual_seed(length)
     sizes = (heads[0], heads[1], heads[1], heads[0])
-    return [torch.randn(rows, length, n, 8, generator=generator, dtype=torch.float64).to(dtype) for n in sizes]
+    return [
+        torch.randn(rows, length, n, 8, generator=generator, dtype=torch.float64).to(
+            dtype
+        )
+        for n in sizes
+    ]
 
 
 def bounds(documents: list[list[int]]) -> torch.Tensor:
-    return torch.tensor([0, *[n for row in documents for n in row]]).cumsum(0).to(torch.int32)
+    return (
+        torch.tensor([0, *[n for row in documents for n in row]])
+        .cumsum(0)
+        .to(torch.int32)
+    )
 
 
-def one_device(tensors: list[torch.Tensor], cu: torch.Tensor, window: int = 0) -> list[torch.Tensor]:
+def one_device(
+    tensors: list[torch.Tensor], cu: torch.Tensor, window: int = 0
+) -> list[torch.Tensor]:
     """Output and gradients of q, k and v."""
     q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
     out = attention(q, k, v, cu, window)[0]
@@ -76,22 +101,39 @@ def cut_case(
     rank, world = dist.get_rank(), dist.get_world_size()
     cu, tensors = bounds(documents), whole(len(documents), sum(lengths), heads, dtype)
     starts = [sum(lengths[:b]) for b in range(len(lengths))]
-    mine = [(starts[b], starts[b] + lengths[b]) for b in build(scheme, world).owners[rank]]
+    mine = [
+        (starts[b], starts[b] + lengths[b]) for b in build(scheme, world).owners[rank]
+    ]
     q, k, v, grad = (torch.cat([x[:, a:b] for a, b in mine], 1) for x in tensors)
     for x in (q, k, v):
         x.requires_grad_()
     with mock.patch("torch.distributed.P2POp", Sent()) as sent:
         if scheme == "rsa":
-            out, kept = ring_self_attention(q, k, v, cu, list(range(world)), rank, lengths, window)
-            assert kept.shape == (len(documents), heads[0], q.shape[1], sum(lengths))  # tokens^2 / ranks scores
+            out, kept = ring_self_attention(
+                q, k, v, cu, list(range(world)), rank, lengths, window
+            )
+            # tokens^2 / ranks scores
+            assert kept.shape == (len(documents), heads[0], q.shape[1], sum(lengths))
         else:
-            out, kept = tile_attention(q, k, v, cu, scheme, list(range(world)), rank, lengths, window)
+            out, kept = tile_attention(
+                q, k, v, cu, scheme, list(range(world)), rank, lengths, window
+            )
             assert kept.shape == (q.shape[0] * q.shape[1], heads[0])
         forward = sent.elements
         out.backward(grad)
     found = [out.detach(), q.grad, k.grad, v.grad]
-    expected = [torch.cat([x[:, a:b] for a, b in mine], 1) for x in one_device(tensors, cu, window)]
-    worst = max(((a - b).abs().max().item() for a, b in zip(found, expected, strict=True) if a.numel()), default=0.0)
+    expected = [
+        torch.cat([x[:, a:b] for a, b in mine], 1)
+        for x in one_device(tensors, cu, window)
+    ]
+    worst = max(
+        (
+            (a - b).abs().max().item()
+            for a, b in zip(found, expected, strict=True)
+            if a.numel()
+        ),
+        default=0.0,
+    )
     return worst, forward, sent.elements - forward
 
 
@@ -100,14 +142,17 @@ def cut_cases(cases: list[tuple[Any, ...]]) -> list[tuple[float, int, int]]:
 
 
 def layout_cases(
-    cases: list[tuple[str, int, list[list[int]], tuple[int, int], int]], dtype: torch.dtype = torch.float64
+    cases: list[tuple[str, int, list[list[int]], tuple[int, int], int]],
+    dtype: torch.dtype = torch.float64,
 ) -> list[float]:
     """On every rank: the attention that a layout builds, against one device; the largest error of each case."""
     world, found = dist.get_world_size(), []
     for context, ulysses, documents, heads, window in cases:
         layout = Layout(cp=world, context=context, ulysses=ulysses)
         mesh = Mesh.create(layout, "cpu")
-        attend = context_attention(mesh, ModelShape(heads=heads[0], kv_heads=heads[1], head_dim=8))
+        attend = context_attention(
+            mesh, ModelShape(heads=heads[0], kv_heads=heads[1], head_dim=8)
+        )
         length = sum(documents[0])
         cu, tensors = bounds(documents), whole(len(documents), length, heads, dtype)
         mine = owned_ranges(length, layout, mesh.rank("cp"))
@@ -116,7 +161,10 @@ def layout_cases(
             x.requires_grad_()
         out = attend(q, k, v, cu, window)
         out.backward(grad)
-        expected = [torch.cat([x[:, a:b] for a, b in mine], 1) for x in one_device(tensors, cu, window)]
+        expected = [
+            torch.cat([x[:, a:b] for a, b in mine], 1)
+            for x in one_device(tensors, cu, window)
+        ]
         pairs = zip((out.detach(), q.grad, k.grad, v.grad), expected, strict=True)
         found.append(max((a - b).abs().max().item() for a, b in pairs))
     return found
@@ -129,7 +177,9 @@ def packed(draw: st.DrawFn, length: int) -> list[list[int]]:
     for _ in range(draw(st.integers(1, 2))):
         row: list[int] = []
         while sum(row) < length:
-            row.append(min(length - sum(row), draw(st.sampled_from([1, 1, 2, 3, 7, 20, 60]))))
+            row.append(
+                min(length - sum(row), draw(st.sampled_from([1, 1, 2, 3, 7, 20, 60])))
+            )
         rows.append(row)
     return rows
 
@@ -143,13 +193,21 @@ def cut_blocks(draw: st.DrawFn, world: int) -> list[tuple[Any, ...]]:
     cases = []
     for scheme in SCHEMES:
         blocks = len(build(scheme, world).owner)
-        lengths = draw(st.lists(st.sampled_from([0, 0, 1, 2, 5, 9, 16]), min_size=blocks, max_size=blocks))
+        lengths = draw(
+            st.lists(
+                st.sampled_from([0, 0, 1, 2, 5, 9, 16]),
+                min_size=blocks,
+                max_size=blocks,
+            )
+        )
         if not sum(lengths):
             lengths[draw(st.integers(0, blocks - 1))] = 1
         documents = draw(packed(sum(lengths)))
         dtype = draw(st.sampled_from(list(TOLERANCE)))
         window = draw(st.sampled_from([0, 0, 1, 5, 17, 40]))
-        cases.append((scheme, documents, lengths, draw(st.sampled_from(HEADS)), dtype, window))
+        cases.append(
+            (scheme, documents, lengths, draw(st.sampled_from(HEADS)), dtype, window)
+        )
     return cases
 
 
@@ -161,7 +219,12 @@ def check_cut(pool: Any, world: int, cases: list[tuple[Any, ...]]) -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_every_table_equals_one_device(pool: Any, world: int) -> None:
-    @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(
+        max_examples=8,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+    )
     @given(cut_blocks(world))
     def check(cases: list[tuple[Any, ...]]) -> None:
         check_cut(pool, world, cases)
@@ -183,17 +246,31 @@ def test_every_table_equals_one_device_many_times(pool: Any, world: int) -> None
 @pytest.mark.parametrize(("world", "most"), [
     (2, 4), (3, 4), (4, 2), (8, 1), *(pytest.param(*c, marks=pytest.mark.soak) for c in ((4, 4), (8, 2))),
 ])  # fmt: skip
-def test_every_way_to_lay_attention_over_ranks(pool: Any, world: int, most: int) -> None:
+def test_every_way_to_lay_attention_over_ranks(
+    pool: Any, world: int, most: int
+) -> None:
     """Ulysses and USP too, with head counts that nothing divides and fewer key/value heads than ranks."""
     cases = []
     for context, ulysses in WAYS:
         layout = Layout(cp=world, context=context, ulysses=ulysses)
-        heads = [(4, 2), (5, 1), (6, 3), (7, 7)] if layout.head_ranks <= 4 else [(8, 2), (9, 1), (12, 3)]
+        heads = (
+            [(4, 2), (5, 1), (6, 3), (7, 7)]
+            if layout.head_ranks <= 4
+            else [(8, 2), (9, 1), (12, 3)]
+        )
         if world % layout.head_ranks:
             continue
         for i, shape in enumerate(heads[:most]):
             length = padded_length(61 + i, layout)
-            cases.append((context, ulysses, [[length], [1, 7, length - 9, 1]][i % 2 :], shape, 13 * (i % 2)))
+            cases.append(
+                (
+                    context,
+                    ulysses,
+                    [[length], [1, 7, length - 9, 1]][i % 2 :],
+                    shape,
+                    13 * (i % 2),
+                )
+            )
     answers = pool.run(world, layout_cases, cases)
     for number, case in enumerate(cases):
         assert max(answer[number] for answer in answers) < 1e-10, case
@@ -219,18 +296,27 @@ def test_moves_are_under_way_while_tiles_are_computed(scheme: str) -> None:
     with fake_rank(0, 4):
         q = torch.zeros(1, 8, 2, 8)
         cu = torch.tensor([0, 32], dtype=torch.int32)
-        with mock.patch("torch.distributed.batch_isend_irecv", post), mock.patch(f"{EXECUTE}.attend_forward", tile):
+        with (
+            mock.patch("torch.distributed.batch_isend_irecv", post),
+            mock.patch(f"{EXECUTE}.attend_forward", tile),
+        ):
             tile_attention(q, q, q, cu, scheme, [0, 1, 2, 3], 0, [])
     steps = "".join(word[0] for word in seen)  # p: post, t: tile, w: wait
     assert steps.startswith("pt") and re.fullmatch("(pt*w|t+)+", steps)
-    assert steps.count("p") <= build(scheme, 4).steps + 1  # the last results go home alone
+    # the last results go home alone
+    assert steps.count("p") <= build(scheme, 4).steps + 1
 
 
 def in_bfloat16(scheme: str, length: int) -> tuple[list[float], list[float]]:
     """On every rank: largest errors of output and gradients, over several ranks and on one, against float64."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    layout, cu = Layout(cp=world, context=scheme), torch.tensor([0, length], dtype=torch.int32)
-    attend = context_attention(Mesh.create(layout, "cpu"), ModelShape(heads=4, kv_heads=2))
+    layout, cu = (
+        Layout(cp=world, context=scheme),
+        torch.tensor([0, length], dtype=torch.int32),
+    )
+    attend = context_attention(
+        Mesh.create(layout, "cpu"), ModelShape(heads=4, kv_heads=2)
+    )
     tensors = [x.bfloat16() for x in whole(1, length, (4, 2), torch.float64)]
     mine = owned_ranges(length, layout, rank)
     q, k, v, grad = (torch.cat([x[:, a:b] for a, b in mine], 1) for x in tensors)
@@ -250,20 +336,28 @@ def in_bfloat16(scheme: str, length: int) -> tuple[list[float], list[float]]:
 def test_many_ranks_are_as_exact_as_one_in_bfloat16(pool: Any, scheme: str) -> None:
     """Parts are joined and gradients summed in float32, so that errors do not grow with the number of ranks."""
     for several, one in pool.run(8, in_bfloat16, scheme, 256):
-        assert all(a <= 1.5 * b for a, b in zip(several, one, strict=True)), (several, one)
+        assert all(a <= 1.5 * b for a, b in zip(several, one, strict=True)), (
+            several,
+            one,
+        )
 
 
 @pytest.mark.parametrize("scheme", [s for s in SCHEMES if s != "gather"])
 def test_blocks_outside_the_window_do_not_travel(pool: Any, scheme: str) -> None:
     """Of eight blocks or more, a window that reaches into the one before leaves fewer keys to send."""
     blocks = len(build(scheme, 8).owner)
-    cases = [(scheme, [[8 * blocks]], [8] * blocks, (2, 2), torch.float64, window) for window in (0, 9)]
+    cases = [
+        (scheme, [[8 * blocks]], [8] * blocks, (2, 2), torch.float64, window)
+        for window in (0, 9)
+    ]
     answers = pool.run(8, cut_cases, cases)
     all_sent, few = (sum(answer[i][1] for answer in answers) for i in (0, 1))
     assert few < (0.8 if scheme == "rsa" else 0.6) * all_sent
 
 
-def closed_form(scheme: str, ranks: int, tokens: int, d: int, kv: int, heads: int) -> tuple[float, float]:
+def closed_form(
+    scheme: str, ranks: int, tokens: int, d: int, kv: int, heads: int
+) -> tuple[float, float]:
     """Elements that all ranks send, forward and backward, of one document: the formulas of docs/techniques.md."""
     share = tokens / ranks
     if scheme in ("ring", "rsa"):
@@ -274,7 +368,10 @@ def closed_form(scheme: str, ranks: int, tokens: int, d: int, kv: int, heads: in
         rounds = 0.75 * (ranks - 1) * tokens
         return rounds * (2 * d + heads), rounds * (4 * d + heads)
     half, odd = ranks // 2, ranks % 2
-    keys, queries = half * ranks - half * (half + 1) / 2, half * (half + (1 if odd else -1)) / 2
+    keys, queries = (
+        half * ranks - half * (half + 1) / 2,
+        half * (half + (1 if odd else -1)) / 2,
+    )
     forward = keys * share * 2 * kv + queries * share * (2 * d + heads)
     return forward, keys * share * 4 * kv + queries * share * (4 * d + heads)
 
@@ -282,7 +379,10 @@ def closed_form(scheme: str, ranks: int, tokens: int, d: int, kv: int, heads: in
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_executed_elements_are_those_of_the_formula(pool: Any, world: int) -> None:
     length = 16 * world
-    lengths = {s: [length // len(build(s, world).owner)] * len(build(s, world).owner) for s in SCHEMES}
+    lengths = {
+        s: [length // len(build(s, world).owner)] * len(build(s, world).owner)
+        for s in SCHEMES
+    }
     cases = [(s, [[length]] * 2, lengths[s], (4, 2), torch.float32) for s in SCHEMES]
     answers = pool.run(world, cut_cases, cases)
     for number, scheme in enumerate(SCHEMES):
@@ -303,9 +403,14 @@ def test_documents_that_do_not_cross_ranks_send_nothing(pool: Any) -> None:
 def test_every_tile_is_there_once(scheme: str, ranks: int) -> None:
     table = build(scheme, ranks)
     blocks = len(table.owner)
-    assert {(t.q, t.k) for t in table.tiles} == {(q, k) for q in range(blocks) for k in range(q + 1)}
+    assert {(t.q, t.k) for t in table.tiles} == {
+        (q, k) for q in range(blocks) for k in range(q + 1)
+    }
     assert len(table.tiles) == blocks * (blocks + 1) // 2
-    assert list(table.owners) == chunk_owners(Layout(cp=ranks, context=scheme)) or ranks == 1
+    assert (
+        list(table.owners) == chunk_owners(Layout(cp=ranks, context=scheme))
+        or ranks == 1
+    )
 
 
 def test_critical_paths() -> None:
@@ -313,8 +418,14 @@ def test_critical_paths() -> None:
     for ranks in (2, 3, 4, 5, 7, 8, 9, 16):
         for scheme in ("zigzag", "tokenring", "gather"):
             assert critical_path(build(scheme, ranks)) == ranks / 2
-        assert critical_path(build("ring", ranks)) == critical_path(build("rsa", ranks)) == ranks - 0.5
-        assert critical_path(build("lightseq", ranks)) == ranks / 2 + (0 if ranks % 2 else 0.5)
+        assert (
+            critical_path(build("ring", ranks))
+            == critical_path(build("rsa", ranks))
+            == ranks - 0.5
+        )
+        assert critical_path(build("lightseq", ranks)) == ranks / 2 + (
+            0 if ranks % 2 else 0.5
+        )
     for scheme in SCHEMES:
         assert sum(map(sum, work_per_step(build(scheme, 8)))) == 32
 
@@ -324,13 +435,18 @@ def test_ulysses_and_tables_share_a_sequence() -> None:
     layout = Layout(cp=4, context="zigzag", ulysses=2)
     assert chunk_owners(layout) == [(0, 1), (6, 7), (2, 3), (4, 5)]
     assert chunk_owners(Layout(cp=4, context="ulysses")) == [(0,), (1,), (2,), (3,)]
-    assert chunk_owners(Layout(cp=6, context="zigzag", ulysses=3))[:3] == [(0, 1), (2, 9), (10, 11)]
+    assert chunk_owners(Layout(cp=6, context="zigzag", ulysses=3))[:3] == [
+        (0, 1),
+        (2, 9),
+        (10, 11),
+    ]
 
 
 def test_heads_are_dealt_as_they_come() -> None:
     assert head_ranges(6, 3, 4) == ([0, 2, 2, 4, 4, 5, 5, 6], [0, 1, 1, 2, 2, 3, 2, 3])
     assert head_index(6, 3, 4, 0) is None
-    assert head_index(9, 3, 2, 0) == [0, 0, 0, 1, 1]  # five query heads on two key/value heads
+    # five query heads on two key/value heads
+    assert head_index(9, 3, 2, 0) == [0, 0, 0, 1, 1]
 
 
 def spoiled() -> dict[str, tuple[TileTable, str]]:
@@ -338,14 +454,38 @@ def spoiled() -> dict[str, tuple[TileTable, str]]:
     tiles = table.tiles
     last = tiles[-1]
     return {
-        "missing": (replace(table, tiles=tiles[1:]), r"1 tiles are missing, the first is \(query 0, key 0\)"),
-        "doubled": (replace(table, tiles=(*tiles, last._replace(step=9))), r"tile \(query 2, key 0\) is doubled"),
-        "more ranks than blocks": (replace(table, owners=(*table.owners, ())), "3 blocks for 4 ranks: rank 3 has none"),
-        "owned twice": (replace(table, owners=((0,), (1,), (1,))), "not each of 0 to 2 once"),
-        "future": (replace(table, tiles=(*tiles[:-1], Tile(2, 2, 0, 2, "full"))), "no tile of causal attention"),
-        "mask": (replace(table, tiles=(*tiles[:-1], last._replace(mask="causal"))), "wrong mask"),
-        "no such rank": (replace(table, tiles=(*tiles[:-1], last._replace(rank=5))), "on no rank of 3"),
-        "buffers": (replace(table, buffers=1), "holds 2 visiting blocks at step 1, not 1"),
+        "missing": (
+            replace(table, tiles=tiles[1:]),
+            r"1 tiles are missing, the first is \(query 0, key 0\)",
+        ),
+        "doubled": (
+            replace(table, tiles=(*tiles, last._replace(step=9))),
+            r"tile \(query 2, key 0\) is doubled",
+        ),
+        "more ranks than blocks": (
+            replace(table, owners=(*table.owners, ())),
+            "3 blocks for 4 ranks: rank 3 has none",
+        ),
+        "owned twice": (
+            replace(table, owners=((0,), (1,), (1,))),
+            "not each of 0 to 2 once",
+        ),
+        "future": (
+            replace(table, tiles=(*tiles[:-1], Tile(2, 2, 0, 2, "full"))),
+            "no tile of causal attention",
+        ),
+        "mask": (
+            replace(table, tiles=(*tiles[:-1], last._replace(mask="causal"))),
+            "wrong mask",
+        ),
+        "no such rank": (
+            replace(table, tiles=(*tiles[:-1], last._replace(rank=5))),
+            "on no rank of 3",
+        ),
+        "buffers": (
+            replace(table, buffers=1),
+            "holds 2 visiting blocks at step 1, not 1",
+        ),
     }
 
 
@@ -362,11 +502,17 @@ def test_bad_input_is_refused_before_any_rank_computes() -> None:
         Trip(table, (0, 4, 4, 8), (2, 2, 2, 2), (0, 1), 0)
     with pytest.raises(UsageError, match="do not fill rows of 8 tokens"):
         Trip(table, (0, 7, 16), (2, 2, 2, 2), (0, 1), 0)
-    with pytest.raises(UsageError, match="is for 2 ranks and 4 blocks, not for 3 and 4"):
+    with pytest.raises(
+        UsageError, match="is for 2 ranks and 4 blocks, not for 3 and 4"
+    ):
         Trip(table, (0, 8), (2, 2, 2, 2), (0, 1, 2), 0)
-    with pytest.raises(UsageError, match="unknown attention scheme 'zig'; did you mean 'zigzag'"):
+    with pytest.raises(
+        UsageError, match="unknown attention scheme 'zig'; did you mean 'zigzag'"
+    ):
         build("zig", 2)
-    with pytest.raises(UsageError, match="Ulysses cannot split 4 heads over tp=2 x 4 ranks"):
+    with pytest.raises(
+        UsageError, match="Ulysses cannot split 4 heads over tp=2 x 4 ranks"
+    ):
         check_fits(ModelShape(heads=4), Layout(cp=4, tp=2, context="ulysses"))
     with pytest.raises(UsageError, match=r"ulysses = 2 does not divide cp=3"):
         check_fits(ModelShape(heads=4), Layout(cp=3, ulysses=2))
@@ -376,7 +522,11 @@ def test_pieces_of_packed_documents() -> None:
     """Two rows of two blocks of 4: documents 0-6, 6-8 and 8-9, 9-16."""
     cu, lengths = (0, 6, 8, 9, 16), (4, 4)
     own = tile_pieces(cu, lengths, 1, 1)[0].segments
-    assert [(s.q0, s.q1, s.causal) for s in own] == [(0, 2, True), (2, 4, True), (4, 8, True)]
+    assert [(s.q0, s.q1, s.causal) for s in own] == [
+        (0, 2, True),
+        (2, 4, True),
+        (4, 8, True),
+    ]
     assert [(p.rows, p.cols) for p in tile_pieces(cu, lengths, 1, 0)] == [
         (slice(0, 2), slice(0, 4)),
         (slice(4, 8), slice(5, 8)),
@@ -391,7 +541,9 @@ def described(scheme: str) -> None:
     cu = torch.tensor([0, 5, 8 * world], dtype=torch.int32)
     tests = ("test_schema", "test_faketensor")
     where = (list(range(world)), rank, [])
-    torch.library.opcheck(tile_attention, (q, k, v, cu, scheme, *where), test_utils=tests)
+    torch.library.opcheck(
+        tile_attention, (q, k, v, cu, scheme, *where), test_utils=tests
+    )
     torch.library.opcheck(ring_self_attention, (q, k, v, cu, *where), test_utils=tests)
 
 
@@ -406,7 +558,9 @@ class Largest(TorchDispatchMode):
         super().__init__()
         self.made = self.kept = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in pytree.tree_leaves(out):
             if isinstance(x, torch.Tensor):
@@ -421,7 +575,9 @@ class Largest(TorchDispatchMode):
 def scores_of(scheme: str, length: int) -> tuple[int, int]:
     """On every rank: bytes of the largest tensor, and of what backward is kept for, of a step of one document."""
     layout, heads, dim = Layout(cp=dist.get_world_size(), context=scheme), 4, 8
-    attend = context_attention(Mesh.create(layout, "cpu"), ModelShape(heads=heads, kv_heads=2, head_dim=dim))
+    attend = context_attention(
+        Mesh.create(layout, "cpu"), ModelShape(heads=heads, kv_heads=2, head_dim=dim)
+    )
     own = length // layout.cp
     q, k, v = (torch.randn(1, own, n, dim, requires_grad=True) for n in (heads, 2, 2))
     with Largest() as seen:
@@ -432,11 +588,15 @@ def scores_of(scheme: str, length: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ring_self_attention_holds_whole_rows_of_scores_and_no_other_scheme_does(pool: Any, world: int) -> None:
+def test_ring_self_attention_holds_whole_rows_of_scores_and_no_other_scheme_does(
+    pool: Any, world: int
+) -> None:
     length = 128 * world
     scores = 4 * 4 * length**2 // world  # fp32, of four heads
-    tokens = 4 * (2 * 32 + 2 * 16) * length // world + 4 * 2  # q, k, v and out of own tokens, and cu_seqlens
+    # q, k, v and out of own tokens, and cu_seqlens
+    tokens = 4 * (2 * 32 + 2 * 16) * length // world + 4 * 2
     for made, kept in pool.run(world, scores_of, "rsa", length):
         assert made == scores and kept == scores + tokens
     for made, kept in pool.run(world, scores_of, "ring", length):
-        assert made < scores / 4 and kept == tokens + 4 * 4 * length // world  # and the log-sum-exp
+        # and the log-sum-exp
+        assert made < scores / 4 and kept == tokens + 4 * 4 * length // world

@@ -32,7 +32,9 @@ Array = np.ndarray
 
 def zipf(experts: int, seed: int) -> Array:
     """Loads that fall with the rank of an expert to the power 1.2, dealt to experts at random."""
-    return np.random.default_rng(seed).permutation(1e5 / np.arange(1, experts + 1) ** 1.2)
+    return np.random.default_rng(seed).permutation(
+        1e5 / np.arange(1, experts + 1) ** 1.2
+    )
 
 
 def owners_of(experts: int, ranks: int) -> Array:
@@ -46,12 +48,16 @@ def skew(loads: Array, copies: Array) -> float:
 
 @pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.parametrize("per_rank", [2, 4, 8])
-def test_two_more_slots_per_rank_even_out_skewed_loads(ranks: int, per_rank: int) -> None:
+def test_two_more_slots_per_rank_even_out_skewed_loads(
+    ranks: int, per_rank: int
+) -> None:
     experts, found = per_rank * ranks, []
     for seed in range(20):
         loads, owners = zipf(experts, seed), owners_of(experts, ranks)
         copies = with_copies(loads, owners, ranks, 2)
-        slots = copies.sum(0) - np.bincount(owners, copies[np.arange(experts), owners], ranks)
+        slots = copies.sum(0) - np.bincount(
+            owners, copies[np.arange(experts), owners], ranks
+        )
         assert copies.any(1).all() and slots.max() <= 2
         found.append((skew(loads, np.eye(ranks)[owners]), skew(loads, copies)))
     static, even = np.array(found).T
@@ -65,8 +71,12 @@ def least_skew(loads: Array, owners: Array, ranks: int, spare: int) -> float:
     ``here[e, n, r]``: of expert ``e``, which has ``n + 1`` copies, one is on rank ``r``.
     """
     experts = len(loads)
-    size, here = experts * ranks * ranks, np.arange(experts * ranks * ranks).reshape(experts, ranks, ranks)
-    numbered = size + np.arange(experts * ranks).reshape(experts, ranks)  # whether ``e`` has ``n`` copies
+    size, here = (
+        experts * ranks * ranks,
+        np.arange(experts * ranks * ranks).reshape(experts, ranks, ranks),
+    )
+    # whether ``e`` has ``n`` copies
+    numbered = size + np.arange(experts * ranks).reshape(experts, ranks)
     rows, lows, highs = [], [], []
 
     def rule(low: float, high: float, *terms: tuple[Any, Any]) -> None:
@@ -83,7 +93,12 @@ def least_skew(loads: Array, owners: Array, ranks: int, spare: int) -> float:
             rule(0, 1, (here[e, :, r], 1))
     for r in range(ranks):
         rule(0, spare, (here[owners != r, :, r].flatten(), 1))
-        rule(-np.inf, 0, (here[:, :, r], loads[:, None] / (1 + np.arange(ranks))), (-1, -1))
+        rule(
+            -np.inf,
+            0,
+            (here[:, :, r], loads[:, None] / (1 + np.arange(ranks))),
+            (-1, -1),
+        )
     cost = np.zeros(len(rows[0]))
     cost[-1] = 1
     found = milp(
@@ -97,20 +112,33 @@ def least_skew(loads: Array, owners: Array, ranks: int, spare: int) -> float:
 def test_greedy_balance_is_near_the_exact_one(seed: int) -> None:
     loads, owners = zipf(6, seed), owners_of(6, 3)
     least = least_skew(loads, owners, 3, 2)
-    assert least * 0.995 <= skew(loads, with_copies(loads, owners, 3, 2)) <= max(1.02, 1.05 * least)
+    assert (
+        least * 0.995
+        <= skew(loads, with_copies(loads, owners, 3, 2))
+        <= max(1.02, 1.05 * least)
+    )
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.integers(1, 5), st.integers(1, 6), st.data())
-def test_what_is_routed_to_copies_adds_up_exactly(ranks: int, experts: int, data: st.DataObject) -> None:
+def test_what_is_routed_to_copies_adds_up_exactly(
+    ranks: int, experts: int, data: st.DataObject
+) -> None:
     """Also where choices are fewer than copies or do not divide; LAER-MoE's planner routed 7 tokens as 8."""
-    numbers = data.draw(st.lists(st.integers(0, 9), min_size=ranks * experts, max_size=ranks * experts))
+    numbers = data.draw(
+        st.lists(st.integers(0, 9), min_size=ranks * experts, max_size=ranks * experts)
+    )
     counts = torch.tensor(numbers).view(ranks, experts)
-    homes = data.draw(st.lists(st.integers(0, ranks - 1), min_size=experts, max_size=experts))
-    more = data.draw(st.lists(st.booleans(), min_size=ranks * experts, max_size=ranks * experts))
+    homes = data.draw(
+        st.lists(st.integers(0, ranks - 1), min_size=experts, max_size=experts)
+    )
+    more = data.draw(
+        st.lists(st.booleans(), min_size=ranks * experts, max_size=ranks * experts)
+    )
     copies = torch.tensor(more).view(experts, ranks)
     copies[torch.arange(experts), torch.tensor(homes)] = True
-    routed = torch.stack([divided(counts, copies, rank) for rank in range(ranks)])  # [from, experts, to]
+    # [from, experts, to]
+    routed = torch.stack([divided(counts, copies, rank) for rank in range(ranks)])
     assert torch.equal(routed.sum(2), counts) and (routed >= 0).all()
     assert not routed[:, ~copies].any()
     for total, here in zip(routed.sum(0), copies, strict=True):
@@ -139,9 +167,14 @@ def three_steps(values: dict[str, Any]) -> tuple[list[float], int, int, int]:
     layers = [m.copies for m in model.modules() if isinstance(m, Mixture)]
     losses, numbers, away, said = [], 0, 0, 0
 
-    def exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: Any) -> Any:
+    def exchange(
+        rows: torch.Tensor, sent: list[int], received: list[int], group: Any
+    ) -> Any:
         nonlocal numbers
-        if rows.shape[1:] == (3 * values["model"]["expert_ffn"] * values["model"]["embed"],):  # and not of tokens
+        # and not of tokens
+        if rows.shape[1:] == (
+            3 * values["model"]["expert_ffn"] * values["model"]["embed"],
+        ):
             assert not sent[group.rank()]
             numbers += rows.numel()
         return send(rows, sent, received, group)
@@ -162,24 +195,49 @@ def three_steps(values: dict[str, Any]) -> tuple[list[float], int, int, int]:
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_bytes_are_those_of_the_experts_that_are_lent(pool: Any, tmp_path: Any, recompute: str) -> None:
+def test_bytes_are_those_of_the_experts_that_are_lent(
+    pool: Any, tmp_path: Any, recompute: str
+) -> None:
     """Each copy away from home is sent in every forward run, and its gradient comes back; in every run alike."""
-    case = {"layout": "shard=4,ep=4", "model": "eight experts", "recompute": recompute, "placement": "sharded"}
+    case = {
+        "layout": "shard=4,ep=4",
+        "model": "eight experts",
+        "recompute": recompute,
+        "placement": "sharded",
+    }
     values = tree(write_corpus(tmp_path), case)
     found = pool.run(4, three_steps, values)
-    width, runs = 3 * values["model"]["expert_ffn"] * values["model"]["embed"], 2 + (recompute == "full")
+    width, runs = (
+        3 * values["model"]["expert_ffn"] * values["model"]["embed"],
+        2 + (recompute == "full"),
+    )
     assert sum(sent for _, sent, *_ in found) == found[0][2] * runs * width > 0
     assert found[0][3] == 8 * found[0][2] * runs * width
-    assert [losses for losses, *_ in found] == [losses for losses, *_ in pool.run(4, three_steps, values)]
+    assert [losses for losses, *_ in found] == [
+        losses for losses, *_ in pool.run(4, three_steps, values)
+    ]
 
 
 def everything(state: State) -> dict[str, torch.Tensor]:
     """Whole tensors of the state, wherever their rows are."""
-    parts = {f"{slot}.{h.name}": part for h in state.held for slot, part in {"": h.part(h.local), **h.slots}.items()}
-    return _whole(from_all({name: replace(part, values=part.values.clone()) for name, part in parts.items()}))
+    parts = {
+        f"{slot}.{h.name}": part
+        for h in state.held
+        for slot, part in {"": h.part(h.local), **h.slots}.items()
+    }
+    return _whole(
+        from_all(
+            {
+                name: replace(part, values=part.values.clone())
+                for name, part in parts.items()
+            }
+        )
+    )
 
 
-def moving_steps(values: dict[str, Any]) -> tuple[list[float], int, int, list[int], tuple[int, int]]:
+def moving_steps(
+    values: dict[str, Any],
+) -> tuple[list[float], int, int, list[int], tuple[int, int]]:
     """On every rank: losses, numbers that it sent of what moved, numbers that moved, and how often each layer did.
 
     And what it sent after all steps but the last, with the bytes of all ranks that the steps' results have of it.
@@ -194,23 +252,32 @@ def moving_steps(values: dict[str, Any]) -> tuple[list[float], int, int, list[in
         return send(rows, *where)
 
     send = moves.exchange
-    with mock.patch.object(moves, "exchange", exchange), mock.patch.object(module, "REST", 1):
+    with (
+        mock.patch.object(moves, "exchange", exchange),
+        mock.patch.object(module, "REST", 1),
+    ):
         for step in range(5):
             before, early = [layer.order for layer in layers], sent
-            result = train_step(model, state, loader.step(5 * step) or [], mesh, lr=1e-2, clip=1.0)
+            result = train_step(
+                model, state, loader.step(5 * step) or [], mesh, lr=1e-2, clip=1.0
+            )
             losses.append(result.loss)
             said += result.sent[2]
             for i, layer in enumerate(layers):
                 assert sorted(layer.order) == sorted(before[i])
                 places = int((layer.order != before[i]).sum())
-                moved += places * sum(t[0].numel() for t in moves.tensors_of(layer.state))
+                moved += places * sum(
+                    t[0].numel() for t in moves.tensors_of(layer.state)
+                )
                 times[i] += places > 0
     assert any((layer.order != layer.home).any() for layer in layers)
     here = everything(state)
     saved = state.saved()
     assert all(part.rows is None for part in saved.values())
     again = everything(state)
-    assert here.keys() == again.keys() and all(torch.equal(here[name], again[name]) for name in here)
+    assert here.keys() == again.keys() and all(
+        torch.equal(here[name], again[name]) for name in here
+    )
     return losses, sent, moved, times, (early, said)
 
 
@@ -220,7 +287,8 @@ def moving_steps(values: dict[str, Any]) -> tuple[list[float], int, int, list[in
 def test_experts_move_with_their_state(pool: Any, tmp_path: Any, layout: str) -> None:
     """Nothing changes but where they are; weights and moments of what moved are sent; checkpoints see nothing."""
     values = tree(
-        write_corpus(tmp_path), {"layout": layout, "model": "eight experts", "placement": "moving", "spare": 1}
+        write_corpus(tmp_path),
+        {"layout": layout, "model": "eight experts", "placement": "moving", "spare": 1},
     )
     found = pool.run(4, moving_steps, values)
     copies = Layout(**values["layout"]).size("dp", "shard") // values["layout"]["ep"]
@@ -234,4 +302,7 @@ def test_experts_move_with_their_state(pool: Any, tmp_path: Any, layout: str) ->
 
 def losses_of(values: dict[str, Any]) -> list[float]:
     _, mesh, model, state, loader = start(values)
-    return [train_step(model, state, loader.step(5 * i) or [], mesh, lr=1e-2, clip=1.0).loss for i in range(5)]
+    return [
+        train_step(model, state, loader.step(5 * i) or [], mesh, lr=1e-2, clip=1.0).loss
+        for i in range(5)
+    ]

@@ -17,12 +17,16 @@ T = torch.Tensor
 
 def hashed(m: Any, lsh: int, residual: bool = False) -> Hashed:
     layout = mock.Mock(lsh=lsh, lsh_residual=residual)
-    ranks = mock.Mock(items=m.router.count, pieces=1, declared=lambda x: x, **{"mesh.layout": layout})
+    ranks = mock.Mock(
+        items=m.router.count, pieces=1, declared=lambda x: x, **{"mesh.layout": layout}
+    )
     return Hashed(ranks, m.dispatcher)
 
 
 def tokens(count: int) -> T:
-    return torch.randn(1, count, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    return torch.randn(
+        1, count, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4)
+    )
 
 
 def hash_of(x: T, lsh: int) -> tuple[Any, ...]:
@@ -34,7 +38,10 @@ def hash_of(x: T, lsh: int) -> tuple[Any, ...]:
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("lsh", [1, 2])
 def test_means_and_residuals_with_all_gradients(lsh: int, residual: bool) -> None:
-    m, x = mixture(experts=3, capacity=0.0, balance_loss=0.0), tokens(40).requires_grad_()
+    m, x = (
+        mixture(experts=3, capacity=0.0, balance_loss=0.0),
+        tokens(40).requires_grad_(),
+    )
     flat, act = x[0], torch.nn.functional.silu
     choice: Choice = m.router(flat, None)
     members: dict[Any, list[int]] = {}
@@ -44,10 +51,16 @@ def test_means_and_residuals_with_all_gradients(lsh: int, residual: bool) -> Non
     y = torch.zeros_like(flat)
     for (e, *_), mine in members.items():
         mean = flat[mine].mean(0)
-        made = m.experts.down[e] @ (act(m.experts.gate[e] @ mean) * (m.experts.up[e] @ mean))
+        made = m.experts.down[e] @ (
+            act(m.experts.gate[e] @ mean) * (m.experts.up[e] @ mean)
+        )
         for t in mine:
             weight = choice.weights[t][choice.ids[t] == e].sum()
-            y = y.index_add(0, torch.tensor([t]), weight * (made + (flat[t] - mean) * residual)[None])
+            y = y.index_add(
+                0,
+                torch.tensor([t]),
+                weight * (made + (flat[t] - mean) * residual)[None],
+            )
     learning = [x, *(p for p in m.parameters() if p.requires_grad)]
     want = torch.autograd.grad(y.square().sum(), learning)
     m.dispatcher = way = hashed(m, lsh, residual)
@@ -55,7 +68,9 @@ def test_means_and_residuals_with_all_gradients(lsh: int, residual: bool) -> Non
     assert sent == len(members) < 40 * 2
     found = m(x)[0]
     torch.testing.assert_close(found, y, rtol=1e-12, atol=1e-12)
-    for one, other in zip(torch.autograd.grad(found.square().sum(), learning), want, strict=True):
+    for one, other in zip(
+        torch.autograd.grad(found.square().sum(), learning), want, strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
 
 

@@ -34,7 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def corpus(folder: Path, kind: str) -> str:
     """``mixed``: lengths from 1 to most of a row; ``tiny``: one or two tokens; ``long``: rows of one document."""
     path, rng = folder / f"{kind}.jsonl", random.Random(0)
-    sizes = {"mixed": [1, 1, 2, 3, 5, 8, 20, 60, 130], "tiny": [1, 2], "long": [5000]}[kind]
+    sizes = {"mixed": [1, 1, 2, 3, 5, 8, 20, 60, 130], "tiny": [1, 2], "long": [5000]}[
+        kind
+    ]
     with path.open("w") as file:
         for _ in range(3 if kind == "long" else 90):
             text = "".join(rng.choice("abcdefgh \n") for _ in range(rng.choice(sizes)))
@@ -66,15 +68,22 @@ def tree(folder: Path, case: Case) -> dict[str, Any]:
 QUICK: list[Case] = [
     {"layout": {"cp": 2}},
     {"layout": {"dp": 2}, "recompute": "full"},
-    {"layout": {"cp": 3}, "corpus": "long", "batch": 1},  # nothing but one document on all ranks
+    # nothing but one document on all ranks
+    {"layout": {"cp": 3}, "corpus": "long", "batch": 1},
     {"layout": {"cp": 4}, "recompute": "selective", "kv_heads": 1},
-    {"layout": {"cp": 4}, "corpus": "tiny", "batch": 1, "seq_len": 5},  # ranks that own nothing
+    # ranks that own nothing
+    {"layout": {"cp": 4}, "corpus": "tiny", "batch": 1, "seq_len": 5},
     {"layout": {"dp": 2, "cp": 2}, "context": "lightseq"},
     {"layout": {"cp": 3}, "context": "ring", "balance": "flexsp"},
     {"layout": {"cp": 2}, "context": "rsa"},
     {"layout": {"cp": 2, "tp": 2}},
     {"layout": {"cp": 4, "ep": 4}, "experts": 6, "dispatch": "all-gather"},
-    {"layout": {"cp": 2, "dp": 2, "ep": 2}, "experts": 3, "recompute": "full", "dispatch": "adaptive"},
+    {
+        "layout": {"cp": 2, "dp": 2, "ep": 2},
+        "experts": 3,
+        "recompute": "full",
+        "dispatch": "adaptive",
+    },
 ]
 SLOW: list[Case] = [
     {"layout": {"shard": 2}, "context": "tokenring"},
@@ -85,8 +94,21 @@ SLOW: list[Case] = [
     {"layout": {"cp": 3, "tp": 2}, "micro_batch": None, "kv_heads": 1},
     {"layout": {"dp": 2, "cp": 2, "tp": 2, "order": "tp cp dp"}},
     {"layout": {"dp": 2, "tp": 2, "ep": 4}, "experts": 6},
-    {"layout": {"cp": 3, "ep": 3}, "corpus": "long", "experts": 6, "batch": 1, "dispatch": "per-rank"},
-    {"layout": {"cp": 4, "ep": 4}, "corpus": "tiny", "experts": 2, "batch": 1, "seq_len": 5, "balance": "flexsp"},
+    {
+        "layout": {"cp": 3, "ep": 3},
+        "corpus": "long",
+        "experts": 6,
+        "batch": 1,
+        "dispatch": "per-rank",
+    },
+    {
+        "layout": {"cp": 4, "ep": 4},
+        "corpus": "tiny",
+        "experts": 2,
+        "batch": 1,
+        "seq_len": 5,
+        "balance": "flexsp",
+    },
 ]
 
 
@@ -94,7 +116,8 @@ SLOW: list[Case] = [
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, id=name(c)) for c in QUICK] + [pytest.param(c, id=name(c), marks=pytest.mark.slow) for c in SLOW],
+    [pytest.param(c, id=name(c)) for c in QUICK]
+    + [pytest.param(c, id=name(c), marks=pytest.mark.slow) for c in SLOW],
 )
 def test_equal_to_one_device(pool: Any, folder: Path, case: Case) -> None:
     found = pool.run(Layout(**case["layout"]).world, difference, tree(folder, case))[0]
@@ -109,8 +132,13 @@ def steps_of(settings: dict[str, Any], count: int = 3) -> list[list[list[Batch]]
     for step in range(count):
         ranks = []
         for rank in range(layout.size("dp", "shard", "cp")):
-            mesh = Mesh(layout, Mesh.single().device, Place.of(layout, rank * layout.tp))
-            ranks.append(job.loader(job.corpus.train, mesh).step(step * job.recipe.train.batch) or [])
+            mesh = Mesh(
+                layout, Mesh.single().device, Place.of(layout, rank * layout.tp)
+            )
+            ranks.append(
+                job.loader(job.corpus.train, mesh).step(step * job.recipe.train.batch)
+                or []
+            )
         made.append(ranks)
     return made
 
@@ -119,10 +147,23 @@ def steps_of(settings: dict[str, Any], count: int = 3) -> list[list[list[Batch]]
 def test_the_cases_are_what_they_are_there_for(folder: Path) -> None:
     def seen(case: Case) -> tuple[set[int], set[int], bool, int]:
         steps = steps_of(tree(folder, case))
-        groups = {len(b.group.peers) for ranks in steps for mine in ranks for b in mine if b.group}
+        groups = {
+            len(b.group.peers)
+            for ranks in steps
+            for mine in ranks
+            for b in mine
+            if b.group
+        }
         counts = {len({len(mine) for mine in ranks}) for ranks in steps}
-        idle = any(not sum(b.real_tokens for b in mine) for ranks in steps for mine in ranks)
-        shortest = min(int(np.diff(b.cu_seqlens).min()) for ranks in steps for mine in ranks for b in mine)
+        idle = any(
+            not sum(b.real_tokens for b in mine) for ranks in steps for mine in ranks
+        )
+        shortest = min(
+            int(np.diff(b.cu_seqlens).min())
+            for ranks in steps
+            for mine in ranks
+            for b in mine
+        )
         return groups, counts, idle, shortest
 
     groups, _, _, shortest = seen(QUICK[3])
@@ -143,7 +184,9 @@ def test_the_same_tokens_labels_and_positions(folder: Path, case: Case) -> None:
             rows = np.stack([x.flatten().numpy() for x in columns], 1).tolist()
             return [tuple(row) for row in rows if row[1] >= 0]
 
-        assert sorted(t for mine in ranks for b in mine for t in triples(b)) == sorted(triples(one))
+        assert sorted(t for mine in ranks for b in mine for t in triples(b)) == sorted(
+            triples(one)
+        )
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -154,7 +197,9 @@ def test_the_same_tokens_labels_and_positions(folder: Path, case: Case) -> None:
     ({"model": {"mixer": "retention"}}, "linear attention"),
     ({"train": {"compile": True}}, "train.compile"),
 ], ids=str)  # fmt: skip
-def test_what_does_not_go_together(folder: Path, change: dict[str, Any], message: str) -> None:
+def test_what_does_not_go_together(
+    folder: Path, change: dict[str, Any], message: str
+) -> None:
     settings = tree(folder, {"layout": {"cp": 2}})
     for section, values in change.items():
         settings[section] = settings[section] | values
@@ -167,9 +212,15 @@ def other_plan(values: dict[str, Any]) -> str:
     settings = build_recipe(values)
     mesh = Mesh.create(settings.layout, "cpu")
 
-    def odd(name: str, lengths: np.ndarray, capacity: int, ranks: int, costs: DocumentTimes) -> Plan:
+    def odd(
+        name: str, lengths: np.ndarray, capacity: int, ranks: int, costs: DocumentTimes
+    ) -> Plan:
         plan = make_plan(name, lengths, capacity, ranks, costs)
-        return (*plan[:-1], (*plan[-1], Pass((ranks - 1,), ()))) if mesh.rank("cp") else plan
+        return (
+            (*plan[:-1], (*plan[-1], Pass((ranks - 1,), ())))
+            if mesh.rank("cp")
+            else plan
+        )
 
     try:
         with mock.patch.object(loader, "make_plan", odd):

@@ -25,7 +25,10 @@ def values_of(corpus: str, case: Case) -> dict[str, Any]:
     """Of four layers and microbatches of a row."""
     values = tree(corpus, {"micro_batch": 1, "zero": 2} | case)
     layout = values["layout"] | {"overlap": case.get("overlap", "")}
-    return values | {"layout": layout, "model": values["model"] | {"layers": 4} | case.get("more", {})}
+    return values | {
+        "layout": layout,
+        "model": values["model"] | {"layers": 4} | case.get("more", {}),
+    }
 
 
 @pytest.mark.slow
@@ -94,11 +97,22 @@ def computed_meanwhile(values: dict[str, Any]) -> tuple[int, int]:
     return len(ended), sum(ended)
 
 
-@pytest.mark.parametrize(("overlap", "schedule"), [("passes", "dualpipe-v"), ("pairs", "gpipe")])
-def test_others_compute_while_rows_travel(pool: Any, corpus: str, overlap: str, schedule: str) -> None:
-    case = {"layout": "pp=2,dp=2,ep=2", "model": "mixtral", "schedule": schedule, "overlap": overlap}
+@pytest.mark.parametrize(
+    ("overlap", "schedule"), [("passes", "dualpipe-v"), ("pairs", "gpipe")]
+)
+def test_others_compute_while_rows_travel(
+    pool: Any, corpus: str, overlap: str, schedule: str
+) -> None:
+    case = {
+        "layout": "pp=2,dp=2,ep=2",
+        "model": "mixtral",
+        "schedule": schedule,
+        "overlap": overlap,
+    }
     values = values_of(corpus, case)
     values["train"]["batch"] = 16
     found = pool.run(4, computed_meanwhile, values)
     # Of 8 microbatches there and back, forward and backward, through 2 layers here; the first and last are alone.
-    assert all(count == 64 and meanwhile > count / 4 for count, meanwhile in found), found
+    assert all(count == 64 and meanwhile > count / 4 for count, meanwhile in found), (
+        found
+    )

@@ -33,7 +33,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     {"layout": {"shard": 4, "secondary": 2}, "micro_batch": 1, "recompute": "full"},
     {"layout": {"shard": 2, "cp": 2, "tp": 2, "secondary": 2}, "micro_batch": 1, "recompute": "selective"},
     {"layout": {"dp": 2, "shard": 4, "secondary": 2}, "tied": True},
-    {"layout": {"shard": 6, "secondary": 3}, "dtype": "float32", "extras": True},  # 41 and 257 rows over 6 ranks
+    # 41 and 257 rows over 6 ranks
+    {"layout": {"shard": 6, "secondary": 3}, "dtype": "float32", "extras": True},
     {"layout": {"cp": 4, "tp": 2, "secondary": 2, "order": "tp cp"}, "context": "zigzag"},
 ], ids=name)  # fmt: skip
 def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
@@ -42,14 +43,20 @@ def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["pp=2,shard=4,secondary=2", "pp=2,shard=4,secondary=2,schedule=interleaved-1f1b"])
-def test_pipelines_gather_nearby_from_the_second_time_on(pool: Any, corpus: str, layout: str) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    ["pp=2,shard=4,secondary=2", "pp=2,shard=4,secondary=2,schedule=interleaved-1f1b"],
+)
+def test_pipelines_gather_nearby_from_the_second_time_on(
+    pool: Any, corpus: str, layout: str
+) -> None:
     values = recipe(corpus, model__layers=4, train__batch=16, train__micro_batch=1)
     values = values.model_copy(update={"layout": Layout.parse(layout)})
     found, calls = pool.run(8, pipelined, values.model_dump(mode="json"))[0]
     assert found.ok, found
     far, near = calls[4], calls[2]
-    owned = 2 if "interleaved" in layout else 1  # of rank 0: its chunks, with the embedding in the first
+    # of rank 0: its chunks, with the embedding in the first
+    owned = 2 if "interleaved" in layout else 1
     assert far == 3 * owned and (near > 0) is ("interleaved" in layout)
 
 
@@ -70,11 +77,15 @@ def pipelined(values: dict[str, Any]) -> tuple[Difference | None, Counter[int]]:
 LAYERS, EMBED, FFN, VOCAB = 3, 32, 48, 96
 
 
-@pytest.mark.parametrize(("near", "passes", "tp"), [(0, 1, 1), (2, 1, 1), (4, 2, 1), (2, 2, 2)])
+@pytest.mark.parametrize(
+    ("near", "passes", "tp"), [(0, 1, 1), (2, 1, 1), (4, 2, 1), (2, 2, 2)]
+)
 def test_gathers_go_to_whom_the_formula_says(near: int, passes: int, tp: int) -> None:
     """Per block and pass: one gather over all ranks, one over ``near``; gradients are reduced over all."""
     layout = Layout(shard=8, tp=tp, secondary=near)
-    model = ModelShape(layers=LAYERS, embed=EMBED, heads=4, kv_heads=2, ffn=FFN, vocab=VOCAB, tied=True)
+    model = ModelShape(
+        layers=LAYERS, embed=EMBED, heads=4, kv_heads=2, ffn=FFN, vocab=VOCAB, tied=True
+    )
     train = Train(batch=8 * passes, micro_batch=1)
     settings = Recipe(model=model, layout=layout, data=Data(seq_len=8), train=train)
     events = rehearse(settings, model, plain_batches(settings, model), rank=5).events
@@ -88,11 +99,14 @@ def test_gathers_go_to_whom_the_formula_says(near: int, passes: int, tp: int) ->
     first = 5 % tp
     everyone = tuple(range(first, 8 * tp, tp))
     nearby = everyone[5 // tp // near * near :][:near] if near else everyone
-    block = (EMBED * EMBED * 3 + 3 * EMBED * FFN) // tp + 2 * EMBED  # wq, wk, wv, wo; gate, up, down; two norms
+    # wq, wk, wv, wo; gate, up, down; two norms
+    block = (EMBED * EMBED * 3 + 3 * EMBED * FFN) // tp + 2 * EMBED
     root = VOCAB * EMBED // tp + EMBED
     expected = {everyone: passes * (4 * LAYERS * block + 4 * root)}
     expected[nearby] = expected.get(nearby, 0) + passes * 4 * LAYERS * block
-    assert gathers == (Counter({everyone: passes * (LAYERS + 1)}) + Counter({nearby: passes * LAYERS}))
+    assert gathers == (
+        Counter({everyone: passes * (LAYERS + 1)}) + Counter({nearby: passes * LAYERS})
+    )
     assert dict(moved) == expected
 
 
@@ -109,9 +123,13 @@ def stale(values: dict[str, Any]) -> tuple[float, float]:
 
 
 def test_a_validation_keeps_no_old_values(pool: Any, corpus: str) -> None:
-    values = recipe(corpus, layout__shard=4, layout__secondary=2).model_dump(mode="json")
+    values = recipe(corpus, layout__shard=4, layout__secondary=2).model_dump(
+        mode="json"
+    )
     before, after = pool.run(4, stale, values)[0]
-    assert after == pytest.approx(float(torch.tensor(257.0).log()), rel=1e-6) and before != pytest.approx(after)
+    assert after == pytest.approx(
+        float(torch.tensor(257.0).log()), rel=1e-6
+    ) and before != pytest.approx(after)
 
 
 @pytest.mark.parametrize(("given", "message"), [

@@ -65,9 +65,13 @@ def joined(relay: RunningRelay) -> Iterator[Callable[..., Peer]]:
     """Makes peers that leave together at the end; what each one says is in its ``said``. They look about often."""
     made: list[Peer] = []
 
-    def join(name: str, *share: Path, invitation: Invitation | None = None, **more: object) -> Peer:
+    def join(
+        name: str, *share: Path, invitation: Invitation | None = None, **more: object
+    ) -> Peer:
         said: list[str] = []
-        made.append(Peer(invitation or relay.invitation, name, share, say=said.append, **more))  # type: ignore[arg-type]
+        made.append(
+            Peer(invitation or relay.invitation, name, share, say=said.append, **more)
+        )  # type: ignore[arg-type]
         made[-1].said = said  # type: ignore[attr-defined]
         return made[-1].__enter__()
 

@@ -38,7 +38,13 @@ def test_merging_is_commutative_associative_and_idempotent(
 
 @unhurried
 @given(
-    st.lists(st.tuples(st.integers(0, 2), st.one_of(st.tuples(KEYS, VALUES), st.integers(0, 2)), st.integers(-5, 5)))
+    st.lists(
+        st.tuples(
+            st.integers(0, 2),
+            st.one_of(st.tuples(KEYS, VALUES), st.integers(0, 2)),
+            st.integers(-5, 5),
+        )
+    )
 )
 def test_replicas_that_write_and_talk_as_they_like_agree_at_last(
     events: list[tuple[int, tuple[str, object] | int, int]],
@@ -49,7 +55,9 @@ def test_replicas_that_write_and_talk_as_they_like_agree_at_last(
     for at, what, jump in events:
         now[at] += jump
         if isinstance(what, int):
-            tables[at].merge(from_json(json.loads(json.dumps(as_json(tables[what].since(0))))))
+            tables[at].merge(
+                from_json(json.loads(json.dumps(as_json(tables[what].since(0)))))
+            )
         else:
             tables[at].write(*what)
             seen = tables[at].entries[what[0]]
@@ -68,13 +76,25 @@ def test_only_what_changed_is_news() -> None:
     table.write("file/x", 1)
     assert table.since(told) == {}
     table.write("file/y", 2)
-    assert set(table.since(told)) == {"file/y"} and dict(table.under("file/")) == {"x": 1, "y": 2}
+    assert set(table.since(told)) == {"file/y"} and dict(table.under("file/")) == {
+        "x": 1,
+        "y": 2,
+    }
     table.write("file/x", None)
     assert dict(table.under("file/")) == {"y": 2}
 
 
 @pytest.mark.parametrize(
-    "data", [None, 3, [1], {"k": [1, 2]}, {"k": ["1", 0, "a", None]}, {"k": None}, [[1, [1, 2, "a", None]]]]
+    "data",
+    [
+        None,
+        3,
+        [1],
+        {"k": [1, 2]},
+        {"k": ["1", 0, "a", None]},
+        {"k": None},
+        [[1, [1, 2, "a", None]]],
+    ],
 )
 def test_what_is_no_table_is_refused(data: object) -> None:
     with pytest.raises((ValueError, TypeError)):

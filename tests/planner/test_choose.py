@@ -32,7 +32,12 @@ every = 0
 
 
 def recipe_of(**train: object) -> Recipe:
-    return build_recipe({"model": {"layers": 8, "embed": 256, "heads": 8}, "train": {"batch": 16, **train}})
+    return build_recipe(
+        {
+            "model": {"layers": 8, "embed": 256, "heads": 8},
+            "train": {"batch": 16, **train},
+        }
+    )
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
@@ -42,29 +47,49 @@ def test_the_choice_can_be_built_and_says_how_to_pin_it(world: int) -> None:
     layout = choice.recipe.layout
     assert layout.world == world
     check_fits(recipe.model.model_copy(update={"vocab": 257}), layout)
-    assert "\n" not in choice.line and choice.line.startswith("layout  ") and f"fit {world} ranks" in choice.line
+    assert (
+        "\n" not in choice.line
+        and choice.line.startswith("layout  ")
+        and f"fit {world} ranks" in choice.line
+    )
     assert Layout.parse(choice.line.rpartition("--layout ")[2]) == layout
     words = list(choice.overrides)
     assert Layout.parse(words[words.index("--layout") + 1]) == layout
-    assert choice == choose(recipe, recipe.model, local_cluster("CPU", 4e9, world, world)), "every rank must agree"
+    assert choice == choose(
+        recipe, recipe.model, local_cluster("CPU", 4e9, world, world)
+    ), "every rank must agree"
 
 
 def test_what_the_recipe_says_stays() -> None:
     recipe = recipe_of(micro_batch=2, recompute="full", dtype="bfloat16")
     choice = choose(recipe, recipe.model, Cluster(device="H100-80GB", count=4))
-    assert choice.recipe.train.micro_batch == 2 and choice.recipe.train.recompute == "full"
+    assert (
+        choice.recipe.train.micro_batch == 2 and choice.recipe.train.recompute == "full"
+    )
     assert choice.recipe.model == recipe.model and choice.recipe.data == recipe.data
-    with pytest.raises(UsageError, match=r"no layout for 11 ranks: .*the batch does not divide.*--layout dp=N"):
+    with pytest.raises(
+        UsageError,
+        match=r"no layout for 11 ranks: .*the batch does not divide.*--layout dp=N",
+    ):
         choose(recipe, recipe.model, Cluster(device="H100-80GB", count=11))
 
 
-@pytest.mark.parametrize("memory", [{"moments": "file"}, {"weights": "file"}, {"weights": "host"}], ids=str)
+@pytest.mark.parametrize(
+    "memory", [{"moments": "file"}, {"weights": "file"}, {"weights": "host"}], ids=str
+)
 def test_what_rests_where_stays(memory: dict[str, str]) -> None:
     """Also where nobody has told of a disk; on a CPU the host is the device, and nothing is to be planned for it."""
-    recipe = build_recipe(recipe_of().model_dump() | {"memory": {**memory, "folder": "/scratch"}})
+    recipe = build_recipe(
+        recipe_of().model_dump() | {"memory": {**memory, "folder": "/scratch"}}
+    )
     choice = choose(recipe, recipe.model, local_cluster("CPU", 4e9, 2, 2))
-    assert choice.recipe.memory.away == recipe.memory.away and choice.recipe.memory.folder == "/scratch"
-    said = [f"memory.{kind}={place}" for kind, place in memory.items() if place == "file"]
+    assert (
+        choice.recipe.memory.away == recipe.memory.away
+        and choice.recipe.memory.folder == "/scratch"
+    )
+    said = [
+        f"memory.{kind}={place}" for kind, place in memory.items() if place == "file"
+    ]
     assert [word for word in choice.overrides if word.startswith("memory.")] == said
 
 
@@ -77,8 +102,19 @@ def test_unknown_devices_count_as_the_nearest_in_memory() -> None:
 def torchrun(folder: Path, ranks: int) -> subprocess.CompletedProcess[str]:
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, *start, "-m", "weft", "train", "recipe.toml", "--out", "run"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, env=env)
+    command = [
+        sys.executable,
+        *start,
+        "-m",
+        "weft",
+        "train",
+        "recipe.toml",
+        "--out",
+        "run",
+    ]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=120, env=env
+    )
 
 
 def written(folder: Path) -> str:
@@ -109,12 +145,18 @@ def test_train_plans_for_the_ranks_of_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_rank_and_given_layouts_stay(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_and_given_layouts_stay(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    code, out, _ = command("train", "recipe.toml", "--out", "run", "--set", "train.device=cpu")
+    code, out, _ = command(
+        "train", "recipe.toml", "--out", "run", "--set", "train.device=cpu"
+    )
     assert code == 0 and "layout  " not in out
     (tmp_path / "recipe.toml").write_text(RECIPE + "[layout]\ntp = 2\n")
     assert load_recipe(tmp_path / "recipe.toml").layout.tp == 2
-    code, _, err = command("train", "recipe.toml", "--out", "run", "--resume", "run", "--ranks", "4")
+    code, _, err = command(
+        "train", "recipe.toml", "--out", "run", "--resume", "run", "--ranks", "4"
+    )
     assert code == 2 and "--ranks 4, but layout tp=2 has 2" in err

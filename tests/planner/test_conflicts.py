@@ -18,8 +18,12 @@ from weft.shapes.shape import shape_of
 
 SHAPES = {
     "few heads": ModelShape(layers=6, embed=96, heads=3, vocab=257),
-    "shared keys": ModelShape(layers=13, embed=128, heads=8, kv_heads=2, vocab=500, tied=True),
-    "linear": ModelShape(layers=4, embed=64, heads=4, vocab=257, mixer="retention", softmax_every=2),
+    "shared keys": ModelShape(
+        layers=13, embed=128, heads=8, kv_heads=2, vocab=500, tied=True
+    ),
+    "linear": ModelShape(
+        layers=4, embed=64, heads=4, vocab=257, mixer="retention", softmax_every=2
+    ),
     "one layer": ModelShape(layers=1, embed=32, heads=2, vocab=257),
 }
 
@@ -31,26 +35,42 @@ SHAPES = {
     [(1, None, ""), (6, None, ""), (8, None, ""), (16, 8, ""),
      (4, None, "weights=file"), (4, None, "moments=file"), (4, None, "activations=file")],
 )  # fmt: skip
-def test_no_candidate_stands_in_the_table(name: str, world: int, site: int | None, pin: str) -> None:
+def test_no_candidate_stands_in_the_table(
+    name: str, world: int, site: int | None, pin: str
+) -> None:
     """Every candidate that fits, with the vocabulary at the ends and over the pipeline."""
     model = SHAPES[name]
     between = 0.1 if site else None
     # Of little memory, so that secondary partitions and offloading are among the candidates as well.
-    cluster = Cluster(device="H100-80GB", count=world, per_node=4, memory=1.0, site=site, between=between)
+    cluster = Cluster(
+        device="H100-80GB",
+        count=world,
+        per_node=4,
+        memory=1.0,
+        site=site,
+        between=between,
+    )
     engine = replace(ENGINES["weft"], constant=0.0)
-    found = search(shape_of(model), cluster, engine, 48, 4096, pins=[Pin.parse(pin)] if pin else ())
+    found = search(
+        shape_of(model), cluster, engine, 48, 4096, pins=[Pin.parse(pin)] if pin else ()
+    )
     layouts = set()
     for i in found.order:
         plan = found.plan(int(i))
         stages = int(plan.pp) * chunks_of(plan)
-        for barriers in (0, 1) if plan.pp > 1 and model.layers >= stages else (0,):  # else there is nothing to cut
-            final = Final(found.shape, found.machine, plan, found.cost, (), 0.0, barriers=barriers)
+        # else there is nothing to cut
+        for barriers in (0, 1) if plan.pp > 1 and model.layers >= stages else (0,):
+            final = Final(
+                found.shape, found.machine, plan, found.cost, (), 0.0, barriers=barriers
+            )
             layout = Layout.model_validate(layout_tree(final))
             train = Train(recompute=RECOMPUTE[int(plan.recompute)])  # type: ignore[arg-type]
             memory = Memory(**plan.away)  # type: ignore[arg-type]
             optimizer = Optimizer(post_validation=plan.pp > 1 and not pin)
             asked = Asked(layout, model, train, optimizer, BUILDERS, memory=memory)
-            refuse(asked, "layout", "shape", "train", "memory", "optimizer", "schedules")
+            refuse(
+                asked, "layout", "shape", "train", "memory", "optimizer", "schedules"
+            )
             assert layout.world == world
             layouts.add(layout)
     assert len(layouts) > world // 2

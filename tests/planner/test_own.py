@@ -25,7 +25,9 @@ TREE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def run_of(folder: Path, layout: dict[str, int], seconds: float, steps: int = 12) -> Path:
+def run_of(
+    folder: Path, layout: dict[str, int], seconds: float, steps: int = 12
+) -> Path:
     """A run folder with the record of so many steps."""
     folder.mkdir(parents=True)
     recipe = build_recipe(TREE | {"layout": layout})
@@ -37,25 +39,48 @@ def run_of(folder: Path, layout: dict[str, int], seconds: float, steps: int = 12
     ]  # fmt: skip
     for step in range(1, steps + 1):
         slow = 5 * seconds if step <= 2 else seconds
-        records.append({"kind": "train", "step": step, "step_s": slow, "memory_gib": 40.0, "loss": 1.0})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+        records.append(
+            {
+                "kind": "train",
+                "step": step,
+                "step_s": slow,
+                "memory_gib": 40.0,
+                "loss": 1.0,
+            }
+        )
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in records)
+    )
     return folder
 
 
-LAYOUTS: list[dict[str, int]] = [{"shard": 8}, {"shard": 4, "tp": 2}, {"shard": 2, "tp": 4}, {"tp": 8}]
+LAYOUTS: list[dict[str, int]] = [
+    {"shard": 8},
+    {"shard": 4, "tp": 2},
+    {"shard": 2, "tp": 4},
+    {"tp": 8},
+]
 
 
 def test_a_run_is_a_row_that_the_planner_reads(tmp_path: Path) -> None:
-    for i, layout in enumerate([{"dp": 2, "shard": 4}, {"pp": 4, "dp": 2}, {"cp": 2, "tp": 4}]):
+    for i, layout in enumerate(
+        [{"dp": 2, "shard": 4}, {"pp": 4, "dp": 2}, {"cp": 2, "tp": 4}]
+    ):
         path = append(run_of(tmp_path / f"run-{i}", layout, 0.5 + i))
     assert path == tmp_path / FILE and len(list(csv.DictReader(path.open()))) == 3
     rows = read_own(path)
-    assert [row.seconds for row in rows] == [0.5, 1.5, 2.5]  # the first steps do not count
+    # the first steps do not count
+    assert [row.seconds for row in rows] == [0.5, 1.5, 2.5]
     assert (rows, []) == read_rows(path), "the reader of published rows sees the same"
-    assert {(row.family, row.device, row.framework) for row in rows} == {("weft", "H100-80GB", "weft")}
+    assert {(row.family, row.device, row.framework) for row in rows} == {
+        ("weft", "H100-80GB", "weft")
+    }
     first, second, third = (row.plan for row in rows)
     assert (first.dp, first.shard, first.zero, first.micro_batch) == (2, 4, 3, 2)
-    assert (second.pp, second.dp, second.zero) == (4, 2, 0) and (third.cp, third.tp) == (2, 4)
+    assert (second.pp, second.dp, second.zero) == (4, 2, 0) and (
+        third.cp,
+        third.tp,
+    ) == (2, 4)
     assert rows[0].gib == 40 and rows[0].plan.bits == 16
 
 
@@ -75,13 +100,19 @@ def test_runs_that_train_a_part_or_experts_say_nothing_of_others(
 def test_short_runs_and_other_layers_say_nothing(tmp_path: Path) -> None:
     assert row_of(run_of(tmp_path / "short", {"shard": 8}, 1.0, steps=6)) is None
     linear = run_of(tmp_path / "linear", {"shard": 8}, 1.0)
-    text = (linear / "metrics.jsonl").read_text().replace('"mixer": "softmax"', '"mixer": "linear"')
+    text = (
+        (linear / "metrics.jsonl")
+        .read_text()
+        .replace('"mixer": "softmax"', '"mixer": "linear"')
+    )
     (linear / "metrics.jsonl").write_text(text)
     assert append(linear) is None and not (tmp_path / FILE).exists()
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_the_model_moves_towards_what_was_measured_and_not_beyond(tmp_path: Path, count: int) -> None:
+def test_the_model_moves_towards_what_was_measured_and_not_beyond(
+    tmp_path: Path, count: int
+) -> None:
     """Runs that are twice as slow as the presets say."""
     for i, layout in enumerate(LAYOUTS[:count]):
         append(run_of(tmp_path / f"draft-{i}", layout, 1.0))
@@ -95,8 +126,15 @@ def test_the_model_moves_towards_what_was_measured_and_not_beyond(tmp_path: Path
     assert own is not None and f"{count} run" in own.message
     fitted = step_time(shape, machine, plan, stack([own.engine] * count)).total
     moved = fitted / preset
-    assert moved.mean() > (1.15 if count == 1 else 1.4) and (moved > 1.1).all() and (moved < 2.05).all()
-    assert own_runs(tmp_path / FILE, "A100-80GB") is None and own_runs(tmp_path / "no.csv", "H100-80GB") is None
+    assert (
+        moved.mean() > (1.15 if count == 1 else 1.4)
+        and (moved > 1.1).all()
+        and (moved < 2.05).all()
+    )
+    assert (
+        own_runs(tmp_path / FILE, "A100-80GB") is None
+        and own_runs(tmp_path / "no.csv", "H100-80GB") is None
+    )
 
 
 def test_a_plan_says_what_it_was_calibrated_with(
@@ -104,7 +142,19 @@ def test_a_plan_says_what_it_was_calibrated_with(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    words = ("plan", "llama3.2-1b", "--cluster", "h100", "--gpus", 8, "--batch", 64, "--seq", 2048, "--json")
+    words = (
+        "plan",
+        "llama3.2-1b",
+        "--cluster",
+        "h100",
+        "--gpus",
+        8,
+        "--batch",
+        64,
+        "--seq",
+        2048,
+        "--json",
+    )
     plain = json.loads(command(*words)[1])
     assert "presets" in plain["calibration"]
     for i, layout in enumerate(LAYOUTS):
@@ -114,7 +164,9 @@ def test_a_plan_says_what_it_was_calibrated_with(
     assert found["layouts"][0]["seconds"] > 1.3 * plain["layouts"][0]["seconds"]
     other = json.loads(command(*words, "--engine", "megatron")[1])
     assert "presets" in other["calibration"]
-    monkeypatch.setattr(sys, "argv", ["calibrate.py", f"runs/{FILE}", "--out", "factors.json"])
+    monkeypatch.setattr(
+        sys, "argv", ["calibrate.py", f"runs/{FILE}", "--out", "factors.json"]
+    )
     calibrate()
     capsys.readouterr()
     told = json.loads(command(*words, "--calibration", "factors.json")[1])

@@ -24,7 +24,14 @@ from weft.errors import UsageError, WeftError
 from weft.planner.cost import SCHEDULES, Cost, Plan, axis, gather, step_time
 from weft.planner.engine import ENGINES, EngineConstants, stack
 from weft.planner.fit import KNOBS, PRIORS, Measurement, fit, predict
-from weft.planner.machine import CLUSTERS, DEVICES, Cluster, find_device, load_cluster, machine_of
+from weft.planner.machine import (
+    CLUSTERS,
+    DEVICES,
+    Cluster,
+    find_device,
+    load_cluster,
+    machine_of,
+)
 from weft.planner.memory import in_flight, peak_memory
 from weft.planner.search import USABLE, Pin, SearchResult, search
 from weft.planner.shape import SECTIONS, SHAPES, load_model
@@ -35,7 +42,9 @@ from weft.shapes.shape import shape_from_config, shape_of
 
 DATA = Path(__file__).parent / "data" / "measured.csv"
 #: A program without launches and memory-bound work: on a machine without latencies, products and bubbles are left.
-IDEAL = replace(EngineConstants(), elementwise=0.0, inner=0.0, kernels=0.0, step=0.0, jitter=0.0)
+IDEAL = replace(
+    EngineConstants(), elementwise=0.0, inner=0.0, kernels=0.0, step=0.0, jitter=0.0
+)
 GPT3 = SHAPES["gpt3-175b"]
 
 
@@ -94,7 +103,9 @@ def test_latent_attention_and_experts_from_a_config() -> None:
               "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
               "num_experts_per_tok": 8, "first_k_dense_replace": 3, "vocab_size": 129280, "q_lora_rank": 1536,
               "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # fmt: skip
-    assert shape_from_config(config, "x").parameters / 1e9 == pytest.approx(671, rel=0.01)
+    assert shape_from_config(config, "x").parameters / 1e9 == pytest.approx(
+        671, rel=0.01
+    )
 
 
 def test_names_in_tables_find_their_shape() -> None:
@@ -124,7 +135,10 @@ def test_a_cluster_file_names_what_is_wrong(tmp_path: Path) -> None:
         ("count = 4", "device is missing; one of: .*H100-80GB"),
         ('device = "H100-80GB"', "count is missing"),
         ('device = "H1O0-80GB"\ncount = 1', "did you mean 'H100-80GB'"),
-        ('device = "A100-80GB"\ncount = 1\nnetwrk = 3', "unknown key 'netwrk'; did you mean 'network'"),
+        (
+            'device = "A100-80GB"\ncount = 1\nnetwrk = 3',
+            "unknown key 'netwrk'; did you mean 'network'",
+        ),
         ('device = "A100-80GB"\ncount = 8\nsite = 4', "between is missing"),
         ('device = "A100-80GB"\ncount = -8', "count = -8"),
     ]:
@@ -137,10 +151,13 @@ def test_a_cluster_file_names_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_rings_use_the_slowest_link_they_cross() -> None:
-    machine = machine_of(DEVICES["H100-80GB"], site=64, between=0.125, between_latency=5000)
+    machine = machine_of(
+        DEVICES["H100-80GB"], site=64, between=0.125, between_latency=5000
+    )
     engine = replace(EngineConstants(), network=1.0)
     assert axis(machine, engine, 1, 8)[0] == 450e9
-    assert axis(machine, engine, 1, 16)[0] == 8 * 50e9  # eight members of a node, each with its own NIC
+    # eight members of a node, each with its own NIC
+    assert axis(machine, engine, 1, 16)[0] == 8 * 50e9
     assert axis(machine, engine, 8, 4)[0] == 50e9
     assert axis(machine, engine, 64, 2)[0] == 0.125e9
     assert axis(machine, engine, 64, 2)[1] > 5e-3
@@ -156,14 +173,17 @@ def test_products_take_the_model_flops_at_full_rate() -> None:
     plan = Plan(batch=4, micro_batch=1, seq=2048)
     engine = replace(IDEAL, attention=1e9)
     flops = float(GPT3.flops_per_token(2048, causal=0)) * 4 * 2048
-    assert step_time(GPT3, machine, plan, engine).total == pytest.approx(flops / (312e12 * machine.clock), rel=0.01)
+    assert step_time(GPT3, machine, plan, engine).total == pytest.approx(
+        flops / (312e12 * machine.clock), rel=0.01
+    )
     again = step_time(GPT3, machine, replace(plan, recompute=2), engine)
     head = 2 * 3 * float(GPT3.table) * 4 * 2048 / (312e12 * machine.clock)
     assert again.recompute / (again.compute - head) == pytest.approx(1 / 3, rel=0.01)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "virtual"), [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-h2", 1), ("interleaved-1f1b", 3)]
+    ("schedule", "virtual"),
+    [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-h2", 1), ("interleaved-1f1b", 3)],
 )
 @pytest.mark.parametrize("m", [2, 4, 8, 32])
 def test_bubbles_equal_the_simulator(schedule: str, virtual: int, m: int) -> None:
@@ -175,38 +195,65 @@ def test_bubbles_equal_the_simulator(schedule: str, virtual: int, m: int) -> Non
     engine = replace(IDEAL, attention=1e9)
     cost = step_time(
         shape,
-        machine_of(DEVICES["A100-80GB"], hbm=1e9, network=1e9, link=1e9, link_latency=0.0, network_latency=0.0),
+        machine_of(
+            DEVICES["A100-80GB"],
+            hbm=1e9,
+            network=1e9,
+            link=1e9,
+            link_latency=0.0,
+            network_latency=0.0,
+        ),
         plan,
         engine,
     )
     table = build(schedule, ranks, m, virtual if virtual > 1 else None)
-    bubble = simulate(table, uniform(table)).makespan / (3 * m) - 1  # forward, input and weight gradient alike
-    assert float(cost.bubble / cost.compute) == pytest.approx(bubble, rel=0.02, abs=0.003)
+    # forward, input and weight gradient alike
+    bubble = simulate(table, uniform(table)).makespan / (3 * m) - 1
+    assert float(cost.bubble / cost.compute) == pytest.approx(
+        bubble, rel=0.02, abs=0.003
+    )
 
 
 def test_arrays_and_numbers_go_the_same_way(rows: list[Measurement]) -> None:
-    columns = [stack([getattr(row, name) for row in rows]) for name in ("shape", "machine", "plan", "engine")]
+    columns = [
+        stack([getattr(row, name) for row in rows])
+        for name in ("shape", "machine", "plan", "engine")
+    ]
     together = step_time(*columns)
     memory = peak_memory(columns[0], columns[2], columns[3])
     for i, row in enumerate(rows):
         alone = step_time(row.shape, row.machine, row.plan, row.engine)
         for field in fields(Cost):
             column = np.broadcast_to(getattr(together, field.name), len(rows))
-            assert float(column[i]) == pytest.approx(float(getattr(alone, field.name)), rel=1e-9, abs=1e-15)
+            assert float(column[i]) == pytest.approx(
+                float(getattr(alone, field.name)), rel=1e-9, abs=1e-15
+            )
         total = float(peak_memory(row.shape, row.plan, row.engine).total)
         assert float(memory.total[i]) == pytest.approx(total, rel=1e-9)
 
 
 def test_every_part_is_finite_and_not_negative(rows: list[Measurement]) -> None:
     for row in rows:
-        for plan in (row.plan, replace(row.plan, cp=2), replace(row.plan, cp=4, context=1), replace(row.plan, zero=3)):
+        for plan in (
+            row.plan,
+            replace(row.plan, cp=2),
+            replace(row.plan, cp=4, context=1),
+            replace(row.plan, zero=3),
+        ):
             cost = step_time(row.shape, row.machine, plan, row.engine)
             parts = [float(getattr(cost, f.name)) for f in fields(Cost)]
-            assert all(math.isfinite(part) and part >= -1e-12 for part in parts), (row.id, cost)
+            assert all(math.isfinite(part) and part >= -1e-12 for part in parts), (
+                row.id,
+                cost,
+            )
 
 
 def test_more_of_what_costs_costs_more() -> None:
-    machine, engine, shape = machine_of(DEVICES["H100-80GB"]), ENGINES["megatron"], SHAPES["llama3-70b"]
+    machine, engine, shape = (
+        machine_of(DEVICES["H100-80GB"]),
+        ENGINES["megatron"],
+        SHAPES["llama3-70b"],
+    )
     base = Plan(dp=8, tp=8, pp=4, batch=256, seq=8192)
 
     def total(plan: Plan) -> float:
@@ -216,8 +263,12 @@ def test_more_of_what_costs_costs_more() -> None:
     assert total(replace(base, batch=512)) > 1.5 * total(base)
     assert total(replace(base, virtual=4)) < total(base)
     slow = replace(machine, network=machine.network / 100)
-    assert step_time(shape, slow, base, engine).dp > 10 * step_time(shape, machine, base, engine).dp
-    assert total(replace(base, tp=16, dp=4)) > total(base)  # tensor parallelism across nodes
+    assert (
+        step_time(shape, slow, base, engine).dp
+        > 10 * step_time(shape, machine, base, engine).dp
+    )
+    # tensor parallelism across nodes
+    assert total(replace(base, tp=16, dp=4)) > total(base)
 
 
 def test_a_hundred_thousand_candidates_fit_into_a_second() -> None:
@@ -225,11 +276,21 @@ def test_a_hundred_thousand_candidates_fit_into_a_second() -> None:
 
     count = 100_000
     random = np.random.default_rng(0)
-    plan = Plan(tp=2 ** random.integers(0, 4, count), pp=2 ** random.integers(0, 5, count), dp=64.0, batch=4096.0)
+    plan = Plan(
+        tp=2 ** random.integers(0, 4, count),
+        pp=2 ** random.integers(0, 5, count),
+        dp=64.0,
+        batch=4096.0,
+    )
 
     def took() -> float:
         start = time.process_time()
-        total = step_time(SHAPES["llama3-405b"], machine_of(DEVICES["H100-80GB"]), plan, ENGINES["megatron"]).total
+        total = step_time(
+            SHAPES["llama3-405b"],
+            machine_of(DEVICES["H100-80GB"]),
+            plan,
+            ENGINES["megatron"],
+        ).total
         assert total.shape == (count,)
         return time.process_time() - start
 
@@ -273,24 +334,38 @@ def test_sharding_divides_states() -> None:
 def test_frozen_weights_have_no_gradients_and_no_state_but_their_adapters_do() -> None:
     engine, full = ENGINES["fsdp"], SHAPES["llama3-8b"]
     lora, qlora = (
-        shape_of(SECTIONS["llama3-8b"].model_copy(update={"adapter": Adapter(kind=kind, rank=16)}))
+        shape_of(
+            SECTIONS["llama3-8b"].model_copy(
+                update={"adapter": Adapter(kind=kind, rank=16)}
+            )
+        )
         for kind in ("lora", "qlora")
     )
-    assert lora.adapters * lora.layers == 41_943_040  # rank 16 on all projections, as PEFT counts
+    # rank 16 on all projections, as PEFT counts
+    assert lora.adapters * lora.layers == 41_943_040
     assert 0.515 < qlora.stored < 0.52
     plan = Plan(dp=8, batch=8)
     parts = {shape: peak_memory(shape, plan, engine) for shape in (full, lora, qlora)}
     learning = lora.adapters * lora.layers
     assert float(parts[lora].optimizer) == pytest.approx(engine.master * learning / 8)
-    assert float(parts[lora].parameters - parts[full].parameters) == pytest.approx(2 * learning)
+    assert float(parts[lora].parameters - parts[full].parameters) == pytest.approx(
+        2 * learning
+    )
     saved = (2 - qlora.stored) * full.layers * full.dense_weights
-    assert float(parts[lora].parameters - parts[qlora].parameters) == pytest.approx(saved)
+    assert float(parts[lora].parameters - parts[qlora].parameters) == pytest.approx(
+        saved
+    )
     machine = load_cluster("h100", 8).machine()
     times = [step_time(shape, machine, plan, engine) for shape in (full, lora)]
-    assert 0.6 < float(times[1].compute / times[0].compute) < 0.75  # two products of three, attention as before
+    # two products of three, attention as before
+    assert 0.6 < float(times[1].compute / times[0].compute) < 0.75
     assert float(times[1].optimizer) == 0
-    sharded = [step_time(shape, machine, replace(plan, dp=1, shard=8, zero=3), engine) for shape in (full, lora)]
-    assert 0 < float(sharded[1].dp) <= float(sharded[0].dp)  # frozen or not, sharded weights are gathered
+    sharded = [
+        step_time(shape, machine, replace(plan, dp=1, shard=8, zero=3), engine)
+        for shape in (full, lora)
+    ]
+    # frozen or not, sharded weights are gathered
+    assert 0 < float(sharded[1].dp) <= float(sharded[0].dp)
 
 
 # --- measured rows
@@ -299,7 +374,10 @@ def test_frozen_weights_have_no_gradients_and_no_state_but_their_adapters_do() -
 def test_rows_are_read_and_refused_with_reasons() -> None:
     rows, refused = read_rows(DATA)
     assert len(rows) + len(refused) == len(DATA.read_text().strip().splitlines()) - 1
-    assert dict(refused) == {"2056": "seq_len is not stated", "2079": "values of a formula, not a measurement"}
+    assert dict(refused) == {
+        "2056": "seq_len is not stated",
+        "2079": "values of a formula, not a measurement",
+    }
     assert all(row.seconds or row.gib or not row.ran for row in rows)
 
 
@@ -321,8 +399,14 @@ def test_seconds_come_from_whatever_is_stated() -> None:
     assert seconds(samples_per_s_per_gpu=str(1536 / 32 / 1024)) == pytest.approx(32)
     # Narayanan et al. 2021: 96 B s l h^2 (1 + s / 6h + V / 16lh) with recomputation, at 140 TFLOP/s.
     h, layers = 12288, 96
-    flops = 96 * tokens * layers * h**2 * (1 + 2048 / (6 * h) + 51200 / (16 * layers * h))
-    hardware = {"tflops_per_gpu": "140", "tflops_kind": "hardware(incl. recompute)", "recompute": "full"}
+    flops = (
+        96 * tokens * layers * h**2 * (1 + 2048 / (6 * h) + 51200 / (16 * layers * h))
+    )
+    hardware = {
+        "tflops_per_gpu": "140",
+        "tflops_kind": "hardware(incl. recompute)",
+        "recompute": "full",
+    }
     assert seconds(**hardware) == pytest.approx(flops / (140e12 * 1024), rel=0.01)
     for wrong, reason in [
         ({"hidden": "x"}, "hidden = 'x' is not a number"), ({"n_gpus": "1000"}, "does not divide"),
@@ -339,7 +423,9 @@ def test_presets_are_near_published_times(rows: list[Measurement]) -> None:
     assert np.median(np.abs(apply(None, timed)[0] / measured - 1)) < 0.09
 
 
-def test_memory_rejects_what_ran_out_and_keeps_what_ran(rows: list[Measurement]) -> None:
+def test_memory_rejects_what_ran_out_and_keeps_what_ran(
+    rows: list[Measurement],
+) -> None:
     gib = apply(None, rows)[1]
     fit_ = fits(rows, gib)
     assert not any(fit_[i] for i, row in enumerate(rows) if not row.ran)
@@ -350,36 +436,62 @@ def test_memory_rejects_what_ran_out_and_keeps_what_ran(rows: list[Measurement])
 
 def test_a_fit_finds_back_a_known_machine(rows: list[Measurement]) -> None:
     """Rows made by the model with other constants are predicted by a fit to them, and stay within bounds."""
-    timed = [row for row in rows if row.seconds and row.source.startswith("vTrain measured data (single")]
-    made = [replace(row, engine=replace(row.engine, matmul=0.8, kernels=60.0)) for row in timed]
+    timed = [
+        row
+        for row in rows
+        if row.seconds and row.source.startswith("vTrain measured data (single")
+    ]
+    made = [
+        replace(row, engine=replace(row.engine, matmul=0.8, kernels=60.0))
+        for row in timed
+    ]
     seconds = apply(None, made)[0]
-    told = [replace(row, seconds=float(s)) for row, s in zip(timed, seconds, strict=True)]
+    told = [
+        replace(row, seconds=float(s)) for row, s in zip(timed, seconds, strict=True)
+    ]
     theta = fit(told)
     assert error(predict(told, theta), seconds) < 2
     assert error(predict(told, np.zeros(len(KNOBS))), seconds) > 5
-    assert all(abs(x) <= 3 * PRIORS[k.field] + 1e-9 for k, x in zip(KNOBS, theta, strict=True))
+    assert all(
+        abs(x) <= 3 * PRIORS[k.field] + 1e-9 for k, x in zip(KNOBS, theta, strict=True)
+    )
 
 
 def test_held_out_shapes_have_no_say(rows: list[Measurement]) -> None:
     """Changing the time of a shape must not change what is predicted for that shape."""
     timed = [row for row in rows if row.seconds and row.source.startswith("mosaic")]
-    wrong = [replace(row, seconds=9 * row.seconds) if row.form == timed[0].form else row for row in timed]
+    wrong = [
+        replace(row, seconds=9 * row.seconds) if row.form == timed[0].form else row
+        for row in timed
+    ]
     index = [i for i, row in enumerate(timed) if row.form == timed[0].form]
     assert held_out(wrong)[index] == pytest.approx(held_out(timed)[index])
 
 
-def test_times_that_are_sums_of_layers_are_told_from_runs(rows: list[Measurement]) -> None:
+def test_times_that_are_sums_of_layers_are_told_from_runs(
+    rows: list[Measurement],
+) -> None:
     """Depths lie on a line to the last digit where a program has added layers up, and never where they ran."""
     plans = [replace(rows[0].plan, batch=2**i) for i in range(6)]
     shapes = [replace(rows[0].shape, layers=layers) for layers in (12, 16, 20, 24)]
     deep = [
-        replace(rows[0], shape=shape, plan=plan, seconds=0.1 + 0.037 * shape.layers * plan.batch)
+        replace(
+            rows[0],
+            shape=shape,
+            plan=plan,
+            seconds=0.1 + 0.037 * shape.layers * plan.batch,
+        )
         for plan in plans
         for shape in shapes
     ]
     assert composed(deep) and not composed(deep[:8])
     noise = np.random.default_rng(0).normal(1, 1e-3, len(deep))
-    assert not composed([replace(row, seconds=row.seconds * by) for row, by in zip(deep, noise, strict=True)])
+    assert not composed(
+        [
+            replace(row, seconds=row.seconds * by)
+            for row, by in zip(deep, noise, strict=True)
+        ]
+    )
     assert not composed(rows)
 
 
@@ -387,7 +499,10 @@ def test_starting_a_collective_takes_its_time_however_many_take_part() -> None:
     machine = machine_of(DEVICES["A100-80GB"])
     _, two, tree = axis(machine, IDEAL, 1, 2)
     assert two == tree == axis(machine, IDEAL, 1, 8)[1] == machine.link_latency > 1e-5
-    assert axis(machine, IDEAL, 1, 1)[1] == 0 and axis(machine, IDEAL, 8, 2)[1] == machine.network_latency
+    assert (
+        axis(machine, IDEAL, 1, 1)[1] == 0
+        and axis(machine, IDEAL, 8, 2)[1] == machine.network_latency
+    )
 
 
 def test_regret_is_the_price_of_the_choice(rows: list[Measurement]) -> None:
@@ -405,19 +520,32 @@ def test_scripts_round_trip(bench: Any, tmp_path: Path) -> None:
     out = tmp_path / "calibration.json"
     assert bench(calibrate_script, DATA, "--out", out)[0] == 0
     plain, given = (
-        json.loads(bench(evaluate_script, DATA, "--json", *more)[1]) for more in ([], ["--calibration", out])
+        json.loads(bench(evaluate_script, DATA, "--json", *more)[1])
+        for more in ([], ["--calibration", out])
     )
-    keys = {"id", "source", "measured_s", "predicted_s", "measured_gib", "predicted_gib", "fits"}
+    keys = {
+        "id",
+        "source",
+        "measured_s",
+        "predicted_s",
+        "measured_gib",
+        "predicted_gib",
+        "fits",
+    }
     assert all(keys <= row.keys() for row in plain["rows"])
     assert len(plain["refused"]) == 2
 
     def wrong(record: dict[str, Any]) -> float:
         timed = [row for row in record["rows"] if row["measured_s"]]
-        return float(np.mean([abs(row["predicted_s"] / row["measured_s"] - 1) for row in timed]))
+        return float(
+            np.mean([abs(row["predicted_s"] / row["measured_s"] - 1) for row in timed])
+        )
 
     assert wrong(given) < 0.6 * wrong(plain)
     code, text, _ = bench(evaluate_script, DATA)
-    assert code == 0 and "constant MFU" in text and "seq_len is not stated: 2056" in text
+    assert (
+        code == 0 and "constant MFU" in text and "seq_len is not stated: 2056" in text
+    )
 
 
 def test_mistakes_cost_one_line(bench: Any, tmp_path: Path) -> None:
@@ -442,11 +570,15 @@ def test_calibrations_know_their_sources(rows: list[Measurement]) -> None:
 
 
 def test_search_is_exhaustive_and_ordered() -> None:
-    found = search(SHAPES["llama3-8b"], load_cluster("h100", 16), ENGINES["weft"], 64, 8192)
+    found = search(
+        SHAPES["llama3-8b"], load_cluster("h100", 16), ENGINES["weft"], 64, 8192
+    )
     times = np.asarray(found.cost.total)[found.order]
     assert (np.diff(times) >= 0).all() and found.count > 1000
     assert (np.asarray(found.plans.world) == 16).all()
-    assert (np.asarray(found.memory.total)[found.order] <= found.machine.memory * USABLE).all()
+    assert (
+        np.asarray(found.memory.total)[found.order] <= found.machine.memory * USABLE
+    ).all()
     for i in found.order[:50]:
         plan = found.plan(int(i))
         alone = step_time(found.shape, found.machine, plan, ENGINES["weft"])
@@ -456,27 +588,49 @@ def test_search_is_exhaustive_and_ordered() -> None:
 def test_pins_hold_and_say_when_they_cannot() -> None:
     def run(*pins: str) -> SearchResult:
         pinned = [Pin.parse(pin) for pin in pins]
-        return search(SHAPES["llama3-70b"], load_cluster("h100", 64), ENGINES["weft"], 64, 8192, pins=pinned)
+        return search(
+            SHAPES["llama3-70b"],
+            load_cluster("h100", 64),
+            ENGINES["weft"],
+            64,
+            8192,
+            pins=pinned,
+        )
 
     found = run("tp at most 4", "pp=4", "recompute=full", "schedule=1f1b")
-    assert (found.plans.tp <= 4).all() and (found.plans.pp == 4).all() and (found.plans.recompute == 2).all()
+    assert (
+        (found.plans.tp <= 4).all()
+        and (found.plans.pp == 4).all()
+        and (found.plans.recompute == 2).all()
+    )
     for pins, message in [
-        (["tp=3"], "pin tp = 3 rules out every layout that is left; tp can be 1, 2, 4, 8"),
+        (
+            ["tp=3"],
+            "pin tp = 3 rules out every layout that is left; tp can be 1, 2, 4, 8",
+        ),
         (["recomputed=4"], "unknown field 'recomputed'; did you mean 'recompute'"),
         (["schedule=1f2b"], "schedule cannot be '1f2b'; did you mean '1f1b'"),
         (["tp~3"], "is not of the form"),
     ]:
         with pytest.raises(UsageError, match=re.escape(message)):
             run(*pins)
-    with pytest.raises(UsageError, match=r"memory rules out all \d+ layouts: the leanest .* of 69 GiB per rank"):
+    with pytest.raises(
+        UsageError,
+        match=r"memory rules out all \d+ layouts: the leanest .* of 69 GiB per rank",
+    ):
         search(SHAPES["llama3-405b"], load_cluster("h100", 1), ENGINES["weft"], 8, 8192)
 
 
 def test_what_does_not_fit_gets_the_nearest_fix() -> None:
-    found = search(SHAPES["llama3-70b"], load_cluster("h100", 64), ENGINES["weft"], 256, 8192)
+    found = search(
+        SHAPES["llama3-70b"], load_cluster("h100", 64), ENGINES["weft"], 256, 8192
+    )
     lines = [str(line) for line in found.rejected(3)]
     assert len(lines) == 3
-    assert all(re.search(r"needs \d+ of 69 GiB: \w+ \d+; .*: \d+ GiB, [+-]\d+% time$", line) for line in lines), lines
+    assert all(
+        re.search(r"needs \d+ of 69 GiB: \w+ \d+; .*: \d+ GiB, [+-]\d+% time$", line)
+        for line in lines
+    ), lines
 
 
 def test_llama_405b_on_16384_gpus_in_a_second() -> None:
@@ -484,7 +638,13 @@ def test_llama_405b_on_16384_gpus_in_a_second() -> None:
 
     def took() -> float:
         start = time.process_time()
-        found = search(SHAPES["llama3-405b"], load_cluster("h100", 16384), ENGINES["megatron"], 2048, 8192)
+        found = search(
+            SHAPES["llama3-405b"],
+            load_cluster("h100", 16384),
+            ENGINES["megatron"],
+            2048,
+            8192,
+        )
         assert len(found.order) > 1000
         return time.process_time() - start
 
@@ -494,23 +654,70 @@ def test_llama_405b_on_16384_gpus_in_a_second() -> None:
 def test_plan_writes_a_recipe_that_loads(weft: Any, tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     demands = ["--cluster", "h100", "--gpus", 16, "--batch", 32, "--seq", 8192]
-    code, out, _ = weft("llama3-8b", *demands, "--pin", "pp=2", "--pin", "cp=2", "--recipe", path, "--json")
+    code, out, _ = weft(
+        "llama3-8b",
+        *demands,
+        "--pin",
+        "pp=2",
+        "--pin",
+        "cp=2",
+        "--recipe",
+        path,
+        "--json",
+    )
     first = json.loads(out)["layouts"][0]
     recipe = load_recipe(path)
-    assert code == 0 and recipe.layout.world == 16 and recipe.layout.pp == 2 and recipe.layout.cp == 2
-    assert recipe.train.micro_batch == first["layout"]["micro_batch"] and recipe.layout.tp == first["layout"]["tp"]
+    assert (
+        code == 0
+        and recipe.layout.world == 16
+        and recipe.layout.pp == 2
+        and recipe.layout.cp == 2
+    )
+    assert (
+        recipe.train.micro_batch == first["layout"]["micro_batch"]
+        and recipe.layout.tp == first["layout"]["tp"]
+    )
     assert sum(first["time"].values()) == pytest.approx(first["seconds"])
     assert sum(first["memory"].values()) == pytest.approx(first["gib"])
     own = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
-    assert weft(own, "--cluster", "cpu", "--gpus", 4, "--pin", "pp=2", "--precision", "fp32", "--recipe", path)[0] == 0
+    assert (
+        weft(
+            own,
+            "--cluster",
+            "cpu",
+            "--gpus",
+            4,
+            "--pin",
+            "pp=2",
+            "--precision",
+            "fp32",
+            "--recipe",
+            path,
+        )[0]
+        == 0
+    )
     planned, given = load_recipe(path), load_recipe(own)
-    assert planned.layout.world == 4 and planned.layout.pp == 2 and planned.train.batch == given.train.batch
+    assert (
+        planned.layout.world == 4
+        and planned.layout.pp == 2
+        and planned.train.batch == given.train.batch
+    )
     kept = ("model", "data", "optimizer", "validation", "checkpoint", "generate")
     assert all(getattr(planned, name) == getattr(given, name) for name in kept)
     code, out, _ = weft("llama3-8b", *demands, "--top", 3)
     assert code == 0 and "shard=" in out and "margin  presets" in out
     code, _, err = weft(
-        "gpt3-175b", "--cluster", "h100", "--gpus", 256, "--batch", 256, "--seq", 2048, "--recipe", path
+        "gpt3-175b",
+        "--cluster",
+        "h100",
+        "--gpus",
+        256,
+        "--batch",
+        256,
+        "--seq",
+        2048,
+        "--recipe",
+        path,
     )
     assert code == 2 and "SwiGLU only" in err
     code, _, err = weft("llama3-8b", "--cluster", "h100", "--batch", 32, "--seq", 8192)
@@ -519,15 +726,25 @@ def test_plan_writes_a_recipe_that_loads(weft: Any, tmp_path: Path) -> None:
 
 def test_of_two_sites_the_cheaper_axis_crosses_the_slow_link() -> None:
     """Long steps and a small model: gradients cross once. Large and short: activations do."""
-    two = Cluster(device="H100-80GB", count=128, site=64, between=0.125, between_latency=2000)
+    two = Cluster(
+        device="H100-80GB", count=128, site=64, between=0.125, between_latency=2000
+    )
     weft = ENGINES["weft"]
-    small = search(SHAPES["llama3-8b"], two, weft, 4096, 4096, pins=[Pin.parse("pp>=2")])
+    small = search(
+        SHAPES["llama3-8b"], two, weft, 4096, 4096, pins=[Pin.parse("pp>=2")]
+    )
     first = small.plan(int(small.order[0]))
     assert (first.outer, first.dp) == (1, 2)
     inward = replace(first, outer=0.0)
     shape, machine = small.shape, small.machine
-    assert step_time(shape, machine, inward, weft).total > 1.2 * step_time(shape, machine, first, weft).total
+    assert (
+        step_time(shape, machine, inward, weft).total
+        > 1.2 * step_time(shape, machine, first, weft).total
+    )
     large = search(SHAPES["llama3-70b"], two, weft, 512, 4096)
-    assert (large.plan(int(large.order[0])).pp, large.plan(int(large.order[0])).dp) == (2, 1)
+    assert (large.plan(int(large.order[0])).pp, large.plan(int(large.order[0])).dp) == (
+        2,
+        1,
+    )
     one = Cluster(device="H100-80GB", count=128)
     assert not np.any(search(SHAPES["llama3-8b"], one, weft, 4096, 4096).plans.outer)

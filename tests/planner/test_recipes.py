@@ -34,26 +34,67 @@ def config_in(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("shape", [TINY, TINY.model_copy(update={"qk_norm": True, "rope_scaling": None})])
+@pytest.mark.parametrize(
+    "shape", [TINY, TINY.model_copy(update={"qk_norm": True, "rope_scaling": None})]
+)
 def test_a_plan_for_a_config_is_trained_from_its_recipe_alone(
-    plan: Any, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: ModelShape
+    plan: Any,
+    command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: ModelShape,
 ) -> None:
-    given, out = config_in(tmp_path / "given", config_from_shape(shape)), tmp_path / "plan.toml"
-    demands = ["--cluster", "cpu", "--gpus", 1, "--batch", 2, "--seq", 32, "--precision", "fp32"]
+    given, out = (
+        config_in(tmp_path / "given", config_from_shape(shape)),
+        tmp_path / "plan.toml",
+    )
+    demands = [
+        "--cluster",
+        "cpu",
+        "--gpus",
+        1,
+        "--batch",
+        2,
+        "--seq",
+        32,
+        "--precision",
+        "fp32",
+    ]
     assert plan(given, *demands, "--recipe", out)[0] == 0
     recipe = load_recipe(out)
     assert model_shape(recipe).model_copy(update={"origin": None}) == shape
     monkeypatch.chdir(tmp_path)
-    code, text, err = command("train", out, "--set", "train.steps=1", "--set", "validation.every=0")
+    code, text, err = command(
+        "train", out, "--set", "train.steps=1", "--set", "validation.every=0"
+    )
     assert code == 0 and "checkpoint" in text, err
 
 
-def test_a_built_in_model_keeps_every_field_in_its_recipe(plan: Any, tmp_path: Path) -> None:
+def test_a_built_in_model_keeps_every_field_in_its_recipe(
+    plan: Any, tmp_path: Path
+) -> None:
     out = tmp_path / "plan.toml"
-    assert plan("llama3.2-1b", "--cluster", "h100", "--gpus", 8, "--batch", 8, "--seq", 2048, "--recipe", out)[0] == 0
+    assert (
+        plan(
+            "llama3.2-1b",
+            "--cluster",
+            "h100",
+            "--gpus",
+            8,
+            "--batch",
+            8,
+            "--seq",
+            2048,
+            "--recipe",
+            out,
+        )[0]
+        == 0
+    )
     recipe = load_recipe(out)
     assert recipe.model == SECTIONS["llama3.2-1b"] and recipe.model.rope_theta == 5e5
-    assert recipe.model.rope_scaling is not None and recipe.model.rope_scaling.factor == 32
+    assert (
+        recipe.model.rope_scaling is not None and recipe.model.rope_scaling.factor == 32
+    )
     text = out.read_text()
     assert "[data]" in text and "rope_theta" in text and 'tokenizer = "bytes"' in text
 
@@ -63,13 +104,23 @@ def test_built_in_sections_are_what_config_json_says() -> None:
     for name, section in SECTIONS.items():
         assert load_model(name).untrainable == "" and SHAPES[name].parameters > 1e9
         config = config_from_shape(section)
-        assert config["rope_theta"] == section.rope_theta and config["vocab_size"] == section.vocab
+        assert (
+            config["rope_theta"] == section.rope_theta
+            and config["vocab_size"] == section.vocab
+        )
 
 
 @pytest.mark.parametrize(
-    ("model", "reason"), [("gpt-oss-20b", "config.json"), ("gpt-22b", "SwiGLU only"), ("gemma", "Gemma2ForCausalLM")]
+    ("model", "reason"),
+    [
+        ("gpt-oss-20b", "config.json"),
+        ("gpt-22b", "SwiGLU only"),
+        ("gemma", "Gemma2ForCausalLM"),
+    ],
 )
-def test_what_cannot_be_trained_is_said_and_gets_no_recipe(plan: Any, tmp_path: Path, model: str, reason: str) -> None:
+def test_what_cannot_be_trained_is_said_and_gets_no_recipe(
+    plan: Any, tmp_path: Path, model: str, reason: str
+) -> None:
     name = config_in(tmp_path / "gemma", GEMMA_2) if model == "gemma" else model
     demands = [name, "--cluster", "h100", "--gpus", 8, "--batch", 8, "--seq", 2048]
     code, text, _ = plan(*demands, "--html", tmp_path / "plan.html")
@@ -80,9 +131,25 @@ def test_what_cannot_be_trained_is_said_and_gets_no_recipe(plan: Any, tmp_path: 
     assert code == 2 and reason in err and not (tmp_path / "plan.toml").exists()
 
 
-def test_precisions_that_weft_does_not_train_in_get_no_recipe(plan: Any, tmp_path: Path) -> None:
-    demands = ["llama3-8b", "--cluster", "h100", "--gpus", 8, "--batch", 8, "--seq", 2048, "--precision", "fp8"]
-    assert "not trainable yet: weft train has no products of 8 bits" in plan(*demands)[1]
+def test_precisions_that_weft_does_not_train_in_get_no_recipe(
+    plan: Any, tmp_path: Path
+) -> None:
+    demands = [
+        "llama3-8b",
+        "--cluster",
+        "h100",
+        "--gpus",
+        8,
+        "--batch",
+        8,
+        "--seq",
+        2048,
+        "--precision",
+        "fp8",
+    ]
+    assert (
+        "not trainable yet: weft train has no products of 8 bits" in plan(*demands)[1]
+    )
     code, _, err = plan(*demands, "--recipe", tmp_path / "plan.toml")
     assert code == 2 and "8 bits" in err
 
@@ -96,14 +163,36 @@ def test_a_recipe_keeps_what_its_owner_said(plan: Any, tmp_path: Path) -> None:
     )
     assert plan(own, "--cluster", "cpu", "--gpus", 4, "--recipe", out)[0] == 0
     recipe = load_recipe(out)
-    assert recipe.train.dtype == "float64" and recipe.layout.pp > 1 and recipe.optimizer.post_validation
+    assert (
+        recipe.train.dtype == "float64"
+        and recipe.layout.pp > 1
+        and recipe.optimizer.post_validation
+    )
     prepare(recipe)
 
 
-def test_a_plan_of_experts_spreads_them_as_the_recipe_says(plan: Any, tmp_path: Path) -> None:
-    given, out = Path(__file__).parents[2] / "recipes" / "experts.toml", tmp_path / "plan.toml"
-    code, text, _ = plan(given, "--cluster", "h100", "--gpus", 8, "--batch", 64, "--seq", 2048, "--recipe", out)
+def test_a_plan_of_experts_spreads_them_as_the_recipe_says(
+    plan: Any, tmp_path: Path
+) -> None:
+    given, out = (
+        Path(__file__).parents[2] / "recipes" / "experts.toml",
+        tmp_path / "plan.toml",
+    )
+    code, text, _ = plan(
+        given,
+        "--cluster",
+        "h100",
+        "--gpus",
+        8,
+        "--batch",
+        64,
+        "--seq",
+        2048,
+        "--recipe",
+        out,
+    )
     assert code == 0 and " ep=" in text.split("tokens/s")[1].splitlines()[1]
     layout = load_recipe(out).layout
-    assert layout.ep > 1 and layout.world == 8  # which is refused where ep does not fold
+    # which is refused where ep does not fold
+    assert layout.ep > 1 and layout.world == 8
     prepare(load_recipe(out))

@@ -36,14 +36,33 @@ def read(**changes: str) -> Measurement:
 
 @pytest.mark.parametrize("column", EVERY)
 def test_whatever_a_cell_holds_it_is_read_or_refused_with_a_reason(column: str) -> None:
-    for text in ("", "0", "-1", "3", "x", "n/a", "none", "1e9", "nan", "inf", "1,024", "ok\x00", "é", "9" * 40):
+    for text in (
+        "",
+        "0",
+        "-1",
+        "3",
+        "x",
+        "n/a",
+        "none",
+        "1e9",
+        "nan",
+        "inf",
+        "1,024",
+        "ok\x00",
+        "é",
+        "9" * 40,
+    ):
         try:
             row = read(**{column: text})
         except (ValueError, UsageError) as error:
             assert str(error)
             continue
         seconds, gib = apply(None, [row])
-        assert np.isfinite(seconds).all() and np.isfinite(gib).all() and (seconds > 0).all(), (column, text)
+        assert (
+            np.isfinite(seconds).all()
+            and np.isfinite(gib).all()
+            and (seconds > 0).all()
+        ), (column, text)
 
 
 def test_blanks_separators_and_units() -> None:
@@ -53,17 +72,23 @@ def test_blanks_separators_and_units() -> None:
     assert plain.gib == pytest.approx(39e9 / 2**30)
     assert read(peak_mem="39000", peak_mem_unit="MB").gib == pytest.approx(plain.gib)
     assert read(peak_mem_unit="").gib == 39
-    with pytest.raises(ValueError, match=r"peak_mem_unit = 'furlong' is not known; GiB"):
+    with pytest.raises(
+        ValueError, match=r"peak_mem_unit = 'furlong' is not known; GiB"
+    ):
         read(peak_mem_unit="furlong")
     assert not read(status="CUDA out of memory", iter_time_s="").ran
 
 
-def test_the_depth_of_a_gpt_follows_from_its_size_and_width_and_from_no_size_alone() -> None:
+def test_the_depth_of_a_gpt_follows_from_its_size_and_width_and_from_no_size_alone() -> (
+    None
+):
     row = read(layers="")
     assert row.shape == read().shape and "layers=80" in row.assumed
     with pytest.raises(ValueError, match="'GPT 187B' is neither stated nor built in"):
         read(layers="", hidden="")
-    with pytest.raises(ValueError, match="no depth of 'GPT 187B' with hidden 30000 and 10 stages"):
+    with pytest.raises(
+        ValueError, match="no depth of 'GPT 187B' with hidden 30000 and 10 stages"
+    ):
         read(layers="", hidden="30000")
 
 
@@ -72,15 +97,23 @@ def test_the_depth_of_a_gpt_follows_from_its_size_and_width_and_from_no_size_alo
     [("Nemotron_3_Nano", "moe/hybrid", "not modelled"), ("DeepSeekV4 Flash", "", "not modelled"),
      ("Qwen3_Next_80B_a3b", "", "not modelled"), ("Foo-8x7B", "moe", "experts of 'Foo-8x7B' are not built in")],
 )  # fmt: skip
-def test_models_that_would_be_read_wrongly_are_refused(model: str, arch: str, reason: str) -> None:
+def test_models_that_would_be_read_wrongly_are_refused(
+    model: str, arch: str, reason: str
+) -> None:
     with pytest.raises(ValueError, match=reason):
         read(model=model, arch=arch)
 
 
 def test_names_of_models() -> None:
     assert find_shape("meta-llama/Llama-3.1-70B-Instruct") is SHAPES["llama3-70b"]
-    assert find_shape("Llama 3.2 1B") is SHAPES["llama3.2-1b"] and find_shape("Qwen3 8B") is SHAPES["qwen3-8b"]
-    assert find_shape("Qwen2.5-72B") is SHAPES["qwen2.5-72b"] and find_shape("Qwen3_Next_80B_a3b") is None
+    assert (
+        find_shape("Llama 3.2 1B") is SHAPES["llama3.2-1b"]
+        and find_shape("Qwen3 8B") is SHAPES["qwen3-8b"]
+    )
+    assert (
+        find_shape("Qwen2.5-72B") is SHAPES["qwen2.5-72b"]
+        and find_shape("Qwen3_Next_80B_a3b") is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +137,9 @@ def progress() -> list[Measurement]:
                 "ep": "8", "global_batch": "1024", "precision": "bf16", "framework": f"Megatron-Bridge {release}",
                 "iter_time_s": "1",
             })  # fmt: skip
-            seconds = float(step_time(row.shape, row.machine, row.plan, row.engine).total)
+            seconds = float(
+                step_time(row.shape, row.machine, row.plan, row.engine).total
+            )
             rows.append(replace(row, seconds=more * seconds))
     return rows
 
@@ -113,21 +148,38 @@ def test_a_release_is_part_of_the_system_and_learned_from_other_shapes() -> None
     rows = progress()
     measured = np.array([row.seconds for row in rows])
     with_it = np.abs(held_out(rows) / measured - 1)
-    without = np.abs(held_out([replace(row, release=()) for row in rows]) / measured - 1)
+    without = np.abs(
+        held_out([replace(row, release=()) for row in rows]) / measured - 1
+    )
     assert with_it.mean() < 0.5 * without.mean()
     file = calibrate(rows)
-    assert {item["for"] for item in file["sources"]["bridge (experts)"]["factors"]} == {"", "from 25.11", "from 26.2"}
+    assert {item["for"] for item in file["sources"]["bridge (experts)"]["factors"]} == {
+        "",
+        "from 25.11",
+        "from 26.2",
+    }
     assert np.abs(apply(file, rows)[0] / measured - 1).mean() < 0.05
     # A newer release than any that was seen is as fast as the newest.
-    newest, newer = (apply(file, [replace(rows[2], release=r)])[0][0] for r in ((26, 2), (27, 1)))
+    newest, newer = (
+        apply(file, [replace(rows[2], release=r)])[0][0] for r in ((26, 2), (27, 1))
+    )
     assert newer == newest < apply(file, [rows[0]])[0][0]
-    assert {item["for"] for item in file["all"]["factors"]} == {""}  # releases of different programs do not compare
+    # releases of different programs do not compare
+    assert {item["for"] for item in file["all"]["factors"]} == {""}
 
 
 @pytest.mark.parametrize(
-    ("model", "giga"), [("deepseek-v3", 249.4), ("qwen3-30b", 23.0), ("qwen3-235b", 148.0), ("gpt-oss-120b", 32.6)]
+    ("model", "giga"),
+    [
+        ("deepseek-v3", 249.4),
+        ("qwen3-30b", 23.0),
+        ("qwen3-235b", 148.0),
+        ("gpt-oss-120b", 32.6),
+    ],
 )
-def test_flops_of_models_with_experts_are_those_of_the_vendor(model: str, giga: float) -> None:
+def test_flops_of_models_with_experts_are_those_of_the_vendor(
+    model: str, giga: float
+) -> None:
     """TFLOP/s over tokens/s of Megatron-Bridge's tables (4,096 tokens; DeepSeek-V3 without its extra layer)."""
     assert SHAPES[model].flops_per_token(4096) / 1e9 == pytest.approx(giga, rel=0.01)
 
@@ -141,7 +193,12 @@ def test_windows_and_widths_of_latent_attention_come_from_a_config() -> None:
     shape = shape_from_config(config, "here")
     assert (shape.window, shape.windowed, shape.clamped) == (128, 0.5, 1)
     assert shape.reach(4096) == (4096 + 256) / 2 and shape.reach(64) == 64
-    latent = {"kv_lora_rank": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    latent = {
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
     shape = shape_from_config({**config, **latent}, "here")
     assert shape.qk == 192 and shape.score_dim == 160
 
@@ -171,8 +228,12 @@ def test_pipelines_cut_by_work(model: str, stages: int) -> None:
     )  # work by weights is all the work there is
     level = replace(even, level=1.0)
     machine = machine_of(DEVICES["H100-80GB"])
-    if model == "llama3.2-1b" and stages != 3:  # a large output layer no longer comes on top of the last stage
-        assert step_time(shape, machine, plan, level).compute < step_time(shape, machine, plan, even).compute
+    # a large output layer no longer comes on top of the last stage
+    if model == "llama3.2-1b" and stages != 3:
+        assert (
+            step_time(shape, machine, plan, level).compute
+            < step_time(shape, machine, plan, even).compute
+        )
     assert peak_memory(shape, plan, level).total > 0
 
 
@@ -182,10 +243,17 @@ def test_routing_that_waits_for_counts_launches_more() -> None:
         "tp": "1", "pp": "1", "ep": "8", "micro_batch": "1", "global_batch": "512", "iter_time_s": "1",
         "framework": "Megatron-Bridge 25.09", "precision": "fp8", "gpus_per_node": "8",
     }  # fmt: skip
-    kept, dropped = (parse({**row, "model": name}) for name in ("Qwen3_30B_a3B", "Qwen3_30B_a3B (tokendrop)"))
-    assert dropped.shape == kept.shape and dropped.engine.dispatch < kept.engine.dispatch
+    kept, dropped = (
+        parse({**row, "model": name})
+        for name in ("Qwen3_30B_a3B", "Qwen3_30B_a3B (tokendrop)")
+    )
+    assert (
+        dropped.shape == kept.shape and dropped.engine.dispatch < kept.engine.dispatch
+    )
     assert apply(None, [dropped])[0] < apply(None, [kept])[0]
-    rack = parse({**row, "model": "Qwen3_30B_a3B", "hardware": "GB200", "gpus_per_node": "4"})
+    rack = parse(
+        {**row, "model": "Qwen3_30B_a3B", "hardware": "GB200", "gpus_per_node": "4"}
+    )
     assert rack.machine.domain == 72 and rack.engine.dispatch == dropped.engine.dispatch
 
 
@@ -198,4 +266,7 @@ def test_rows_that_do_not_state_recomputation_need_only_fit_with_some() -> None:
     assert less <= float(silent.machine.memory) / 2**30 < more
     assert apply(None, [silent])[0] == apply(None, [stated])[0]
     small = {**base, "micro_batch": "1"}
-    assert apply(None, [read(**small, recompute="")])[1] == apply(None, [read(**small, recompute="none")])[1]
+    assert (
+        apply(None, [read(**small, recompute="")])[1]
+        == apply(None, [read(**small, recompute="none")])[1]
+    )

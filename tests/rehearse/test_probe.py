@@ -34,7 +34,9 @@ from weft.rehearse.transfers import SIZES, TURNS, disk_curves
 
 def test_curves_pass_through_their_points() -> None:
     points = [[10.0, 1.0], [100.0, 2.0], [1000.0, 16.0]]
-    assert [curve(points, x) for x in (1, 10, 100, 1000)] == pytest.approx([1, 1, 2, 16])
+    assert [curve(points, x) for x in (1, 10, 100, 1000)] == pytest.approx(
+        [1, 1, 2, 16]
+    )
     assert curve(points, math.sqrt(10 * 100)) == pytest.approx(math.sqrt(2))
     assert curve(points, 4000) == pytest.approx(64)  # beyond: in proportion
 
@@ -46,9 +48,13 @@ def test_busy_ranks_share_the_cores() -> None:
     assert run([[Do("work", 1.0)]], cores=2, threads=4) == pytest.approx(2)
     # The first is alone while the second waits for it.
     meet = Do("meet", 0.5, 0.25, ("g", 1), (0, 1))
-    assert run([[Do("work", 2.0), meet], [Do("work", 1.0), meet]], cores=2) == pytest.approx(2.75)
+    assert run(
+        [[Do("work", 2.0), meet], [Do("work", 1.0), meet]], cores=2
+    ) == pytest.approx(2.75)
     post, take = Do("post", 0.1, 0.4, ("m",)), Do("take", 0.2, key=("m",))
-    assert run([[Do("work", 1.0), post], [take, Do("work", 1.0)]], cores=1) == pytest.approx(2.7)
+    assert run(
+        [[Do("work", 1.0), post], [take, Do("work", 1.0)]], cores=1
+    ) == pytest.approx(2.7)
 
 
 def test_ranks_that_wait_for_each_other_are_named() -> None:
@@ -80,7 +86,9 @@ def test_prediction_adds_up() -> None:
     assert found.memory[0] == pytest.approx(1e8 + 1.5e6 + 1e6)
     assert found.busy[0] == pytest.approx(work + 1e-3)
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
-    assert found.parts["tp"] == pytest.approx(2e-3) and found.parts["compute"] == pytest.approx(1.25e-3)
+    assert found.parts["tp"] == pytest.approx(2e-3) and found.parts[
+        "compute"
+    ] == pytest.approx(1.25e-3)
     assert found.parts["optimizer"] == pytest.approx(2.5e-4)
 
 
@@ -91,7 +99,11 @@ def test_a_rehearsed_step_has_the_collectives_of_its_layout() -> None:
     assert len(gathers) == 4 * 4 + 2 and all(e.ranks == (0, 1) for e in gathers)
     assert seen.peak > seen.state > 0
     pipeline = reference("pp=2", "tiny")
-    assert sum(e.kind == "send" for e in pipeline.events) == sum(e.kind == "recv" for e in pipeline.events) == 4
+    assert (
+        sum(e.kind == "send" for e in pipeline.events)
+        == sum(e.kind == "recv" for e in pipeline.events)
+        == 4
+    )
     assert not dist.is_initialized()
 
 
@@ -101,7 +113,8 @@ def test_work_between_messages_is_all_the_work() -> None:
     def measured() -> tuple[list[float], float]:
         with silent_rank(1, 2) as journal:
             a, out = torch.ones(400, 400), torch.empty(8)
-            before = processor_seconds()  # first, as what is worked in here must be no less than what is found
+            # first, as what is worked in here must be no less than what is found
+            before = processor_seconds()
             journal.begin()
             for turn in range(3):
                 for _ in range(5 * (turn + 1)):
@@ -112,15 +125,27 @@ def test_work_between_messages_is_all_the_work() -> None:
             whole = processor_seconds() - before
         work = [e.seconds for e in journal.events if e.kind == "work"]
         assert 0 < sum(work) <= whole and out.tolist() == [1.0] * 8
-        assert [e.kind for e in journal.events if e.kind != "work"] == ["collective", "send", "wait"] * 3
+        assert [e.kind for e in journal.events if e.kind != "work"] == [
+            "collective",
+            "send",
+            "wait",
+        ] * 3
         return work, whole
 
-    until_true(measured, lambda m: m[0][6] > m[0][3] > m[0][0] > 0 and sum(m[0]) == pytest.approx(m[1], rel=0.2))
+    until_true(
+        measured,
+        lambda m: (
+            m[0][6] > m[0][3] > m[0][0] > 0
+            and sum(m[0]) == pytest.approx(m[1], rel=0.2)
+        ),
+    )
 
 
 def test_measured_curves_are_a_cluster_file(tmp_path: Path) -> None:
     path = tmp_path / "probe.toml"
-    path.write_text(write_toml({"device": "CPU", "count": 2, "calibration": calibration()}))
+    path.write_text(
+        write_toml({"device": "CPU", "count": 2, "calibration": calibration()})
+    )
     cluster = load_cluster(str(path))
     assert cluster.count == 2
     local = ProbedMachine.of(cluster.calibration)
@@ -138,23 +163,40 @@ def test_a_disk_is_measured_through_the_tier_that_uses_it(tmp_path: Path) -> Non
 
     with mock.patch("weft.rehearse.transfers.TierFile", noted):
         found = disk_curves(tmp_path, room)
-    assert made[0].bytes == {"written": (1 + 3 * TURNS) * room, "read": 3 * TURNS * room}
+    assert made[0].bytes == {
+        "written": (1 + 3 * TURNS) * room,
+        "read": 3 * TURNS * room,
+    }
     assert not list(tmp_path.iterdir())
     for name in ("read", "write"):
-        assert [size for size, _ in found[name]] == list(SIZES) and all(seconds > 0 for _, seconds in found[name])
+        assert [size for size, _ in found[name]] == list(SIZES) and all(
+            seconds > 0 for _, seconds in found[name]
+        )
     with pytest.raises(TierError, match="cannot be used"):
         disk_curves(Path("/proc/nowhere"), room)
 
 
-def test_a_folder_that_cannot_be_used_is_said_before_anything_is_measured(command: Command, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used_is_said_before_anything_is_measured(
+    command: Command, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
-    with mock.patch("weft.rehearse.probe.setting", side_effect=AssertionError("measured")):
-        code, _, err = command("probe", "--folder", tmp_path / "file", "--out", tmp_path / "probe.toml")
-    assert code == 1 and re.search(r"--folder = .*file.*cannot be used: it is a file", " ".join(err.split())), err
+    with mock.patch(
+        "weft.rehearse.probe.setting", side_effect=AssertionError("measured")
+    ):
+        code, _, err = command(
+            "probe", "--folder", tmp_path / "file", "--out", tmp_path / "probe.toml"
+        )
+    assert code == 1 and re.search(
+        r"--folder = .*file.*cannot be used: it is a file", " ".join(err.split())
+    ), err
 
 
 def test_ranks_share_the_disk_that_was_measured(tmp_path: Path) -> None:
-    curves = {"read": [[2**22, 2**22 / 8e8]], "write": [[2**22, 2**22 / 4e8]], "free": 60e9}
+    curves = {
+        "read": [[2**22, 2**22 / 8e8]],
+        "write": [[2**22, 2**22 / 4e8]],
+        "free": 60e9,
+    }
     memory = {"plain": 1e8, "per_byte": 1.2}
     setting = calibration()["settings"]["2"] | {
         "peaks": {"float32": 1e11, "bfloat16": 1e10},
@@ -180,9 +222,16 @@ def test_axis_with_most_traffic_stays_inside_a_site() -> None:
     near = np.arange(4)[:, None] // 2 == np.arange(4) // 2
     links = WorkerLinks(np.where(near, 1e-5, 1e-3), np.where(near, 1e9, 1e7))
     layout = Layout(dp=2, tp=2)
-    assert place_axes(links, layout, {"dp": Traffic(1e6), "tp": Traffic(1e8)}).order == "dp tp"
-    assert place_axes(links, layout, {"dp": Traffic(1e8), "tp": Traffic(1e6)}).order == "tp dp"
-    assert place_axes(links, layout, {}).order == "dp tp"  # nothing to choose: the usual order
+    assert (
+        place_axes(links, layout, {"dp": Traffic(1e6), "tp": Traffic(1e8)}).order
+        == "dp tp"
+    )
+    assert (
+        place_axes(links, layout, {"dp": Traffic(1e8), "tp": Traffic(1e6)}).order
+        == "tp dp"
+    )
+    # nothing to choose: the usual order
+    assert place_axes(links, layout, {}).order == "dp tp"
     with pytest.raises(ValueError, match="links of 4 workers"):
         place_axes(links, Layout(dp=2), {})
 
@@ -196,7 +245,12 @@ def test_traffic_is_put_down_to_its_axis() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "message"), [("dp", "leaves out tp"), ("tp tp dp", "twice"), ("tp, dq", "nearest|unknown axis")]
+    ("order", "message"),
+    [
+        ("dp", "leaves out tp"),
+        ("tp tp dp", "twice"),
+        ("tp, dq", "nearest|unknown axis"),
+    ],
 )
 def test_orders_that_are_none(order: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -213,7 +267,9 @@ def test_order_in_a_layout_text() -> None:
 def places(order: str) -> tuple[dict[str, int], list[int]]:
     """On every rank: its coordinates, and the ranks along ``tp``."""
     mesh = Mesh.create(Layout(shard=2, tp=2, order=order), "cpu")
-    return {axis: mesh.rank(axis) for axis in ("shard", "tp")}, dist.get_process_group_ranks(mesh.group("tp"))
+    return {
+        axis: mesh.rank(axis) for axis in ("shard", "tp")
+    }, dist.get_process_group_ranks(mesh.group("tp"))
 
 
 def test_ranks_take_their_places_in_the_order_asked_for(pool: Any) -> None:

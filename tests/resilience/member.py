@@ -42,7 +42,11 @@ class CutOff(Doomed):
             super()._send(wire, message)
 
     def _hear(self, wire: Any, message: dict[str, Any], now: float) -> None:
-        if message["t"] == "hello" or wire.address is None or wire.address[1] not in self.unreachable:
+        if (
+            message["t"] == "hello"
+            or wire.address is None
+            or wire.address[1] not in self.unreachable
+        ):
             super()._hear(wire, message, now)
 
 
@@ -53,7 +57,9 @@ def say(**what: Any) -> None:
 stuck = threading.Event()
 
 
-def train(membership: Membership, limit: float, rejoins: bool, patience: float | None) -> None:
+def train(
+    membership: Membership, limit: float, rejoins: bool, patience: float | None
+) -> None:
     while True:
         if stuck.is_set():
             return
@@ -92,14 +98,18 @@ def end(membership: Membership, limit: float) -> None:
 def main() -> None:
     options = json.loads(sys.argv[1])
     broken: list[str] = []
-    membership = CutOff(options["detect"], options["token"], broken.append, number=options["number"])
+    membership = CutOff(
+        options["detect"], options["token"], broken.append, number=options["number"]
+    )
     membership.dies = options.get("dies")
     say(member=vars(membership.me))
     for line in sys.stdin:
         order = json.loads(line)
         match order.pop("do"):
             case "begin":
-                membership.begin([Member(**member) for member in order["members"]], {"recipe": "r"})
+                membership.begin(
+                    [Member(**member) for member in order["members"]], {"recipe": "r"}
+                )
             case "join":
                 try:
                     membership.join(order["contacts"], options["limit"])
@@ -119,7 +129,9 @@ def main() -> None:
                 membership.fatal(order["text"])
                 continue
             case "end":
-                ends = threading.Thread(target=end, args=(membership, options["limit"]), daemon=True)
+                ends = threading.Thread(
+                    target=end, args=(membership, options["limit"]), daemon=True
+                )
                 ends.start()
                 continue
             case "stuck":
@@ -133,7 +145,12 @@ def main() -> None:
                 time.sleep(options["detect"])
                 say(published=membership.published)
                 continue
-        given = (membership, options["limit"], options["rejoins"], options.get("patience"))
+        given = (
+            membership,
+            options["limit"],
+            options["rejoins"],
+            options.get("patience"),
+        )
         threading.Thread(target=train, args=given, daemon=True).start()
 
 

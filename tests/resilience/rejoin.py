@@ -31,7 +31,9 @@ class Groups:
             return False
         store = dist.PrefixStore(f"view-{self.count}", self.store)
         rank, limit = ranks.index(self.me), timedelta(seconds=120)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=len(ranks), timeout=limit)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=len(ranks), timeout=limit
+        )
         return True
 
 
@@ -40,22 +42,30 @@ def logical(name: str, part: Part, salt: int) -> torch.Tensor:
     drawn = torch.Generator().manual_seed(zlib.crc32(name.encode()) + salt)
     shape = part.tensor.shape
     if part.values.is_floating_point():
-        return torch.rand(shape, generator=drawn, dtype=torch.float64).to(part.values.dtype)
+        return torch.rand(shape, generator=drawn, dtype=torch.float64).to(
+            part.values.dtype
+        )
     return torch.randint(0, 100, shape, generator=drawn).to(part.values.dtype)
 
 
-def fill(parts: Mapping[str, Part], salt: int, fixed: frozenset[str] = frozenset()) -> None:
+def fill(
+    parts: Mapping[str, Part], salt: int, fixed: frozenset[str] = frozenset()
+) -> None:
     """Give every tensor its values; those that never change the same ones each time."""
     for name, part in parts.items():
         part.values.copy_(logical(name, part, 0 if name in fixed else salt)[part.index])
 
 
-def wrong(parts: Mapping[str, Part], salt: int, fixed: frozenset[str] = frozenset()) -> list[str]:
+def wrong(
+    parts: Mapping[str, Part], salt: int, fixed: frozenset[str] = frozenset()
+) -> list[str]:
     """The tensors whose values are others than :func:`fill` has given, to the bit."""
     return [
         name
         for name, part in parts.items()
-        if not torch.equal(part.values, logical(name, part, 0 if name in fixed else salt)[part.index])
+        if not torch.equal(
+            part.values, logical(name, part, 0 if name in fixed else salt)[part.index]
+        )
     ]
 
 

@@ -33,8 +33,13 @@ def _be(
     rank: int, world: int, port: int, recipe: Recipe, out: str, joins: bool, row_s: float, gate: int | None
 ) -> None:  # fmt: skip
     os.environ |= rank_environment(rank, world, 1)
-    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_ERROR_FILE": f"{out}.{rank}.json"}
-    _pass_as_told(row_s, None if joins else gate, Path(f"{out}.gate"), Path(f"{out}.{rank}.rows"))
+    os.environ |= {
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_ERROR_FILE": f"{out}.{rank}.json",
+    }
+    _pass_as_told(
+        row_s, None if joins else gate, Path(f"{out}.gate"), Path(f"{out}.{rank}.rows")
+    )
     with open(f"{out}.{rank}.log", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -42,7 +47,9 @@ def _be(
         if joins:
             folder = Path(out.rstrip("+"))
             _note_when_let_in(Path(f"{out}.{rank}.in"))
-            concludes = (come_back if "island" in read_roster(folder).about else join)(folder)[-1]
+            concludes = (come_back if "island" in read_roster(folder).about else join)(
+                folder
+            )[-1]
         else:
             concludes = False
 
@@ -96,22 +103,49 @@ class Ranks:
     ``gate``: those that begin the run go no further than so many passes before ``open`` is called.
     """
 
-    def __init__(self, recipe: Recipe, out: Path, row_s: Sequence[float] = (0.0,), gate: int | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        out: Path,
+        row_s: Sequence[float] = (0.0,),
+        gate: int | None = None,
+    ) -> None:
         # Forking from a server that has imported PyTorch starts a rank in milliseconds.
         context: Any = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor", __name__])
-        self.recipe, self.out, self._context, self._row_s, self._gate = recipe, out, context, row_s, gate
+        context.set_forkserver_preload(
+            ["torch", "torch._dynamo", "torch.distributed.tensor", __name__]
+        )
+        self.recipe, self.out, self._context, self._row_s, self._gate = (
+            recipe,
+            out,
+            context,
+            row_s,
+            gate,
+        )
         self.processes: list[Any] = []
         self.start(recipe.layout.world, joins=False)
 
     def start(self, count: int, joins: bool = True, folder: Path | None = None) -> None:
         """Start so many ranks; if the run has begun, they are to join it: that in ``folder``, if it is another."""
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
         for rank in range(count):
             row_s = self._row_s[min(len(self.processes), len(self._row_s) - 1)]
             where = f"{folder or self.out}{'+' * joins}"
-            given = (rank, count, self._store.port, self.recipe, where, joins, row_s, self._gate)
-            self.processes.append(self._context.Process(target=_be, args=given, daemon=True))
+            given = (
+                rank,
+                count,
+                self._store.port,
+                self.recipe,
+                where,
+                joins,
+                row_s,
+                self._gate,
+            )
+            self.processes.append(
+                self._context.Process(target=_be, args=given, daemon=True)
+            )
             self.processes[-1].start()
 
     def open(self) -> None:
@@ -123,19 +157,27 @@ class Ranks:
 
     def records(self, kind: str = "train") -> list[Record]:
         with suppress(FileNotFoundError):
-            lines = (self.out / FILE).read_text().rpartition("\n")[0].splitlines()  # the last may not be whole
-            return [record for line in lines if (record := json.loads(line))["kind"] == kind]
+            # the last may not be whole
+            lines = (self.out / FILE).read_text().rpartition("\n")[0].splitlines()
+            return [
+                record for line in lines if (record := json.loads(line))["kind"] == kind
+            ]
         return []
 
     def rows(self, rank: int) -> list[int]:
         """The rows of each forward pass of a rank so far."""
-        return [int(line) for line in Path(f"{self.out}.{rank}.rows").read_text().splitlines()]
+        return [
+            int(line)
+            for line in Path(f"{self.out}.{rank}.rows").read_text().splitlines()
+        ]
 
     def wait_for(self, done: Callable[[], bool], seconds: float = HUNG) -> None:
         deadline = time.monotonic() + seconds
         while not done():
             assert time.monotonic() < deadline, f"hung:\n{self.words()}"
-            assert any(process.is_alive() for process in self.processes), f"all have ended:\n{self.words()}"
+            assert any(process.is_alive() for process in self.processes), (
+                f"all have ended:\n{self.words()}"
+            )
             time.sleep(0.01)
 
     def step(self, step: int) -> None:
@@ -147,11 +189,15 @@ class Ranks:
         for rank, process in enumerate(self.processes):
             if rank not in lost:
                 process.join(HUNG)
-                assert process.exitcode == 0, f"rank {rank} ended with {process.exitcode}:\n{self.words()}"
+                assert process.exitcode == 0, (
+                    f"rank {rank} ended with {process.exitcode}:\n{self.words()}"
+                )
 
     def words(self) -> str:
         logs = sorted(self.out.parent.glob(f"{self.out.name}*.[lj]*"))
-        return "\n".join(f"{log.name}: {log.read_text()[-3000:]}" for log in logs if log.exists())
+        return "\n".join(
+            f"{log.name}: {log.read_text()[-3000:]}" for log in logs if log.exists()
+        )
 
     def kill(self) -> None:
         for process in self.processes:
@@ -161,7 +207,9 @@ class Ranks:
 
 
 @contextmanager
-def ranks(recipe: Recipe, out: Path, row_s: Sequence[float] = (0.0,), gate: int | None = None) -> Iterator[Ranks]:
+def ranks(
+    recipe: Recipe, out: Path, row_s: Sequence[float] = (0.0,), gate: int | None = None
+) -> Iterator[Ranks]:
     """The ranks of a run in the folder ``out``; none is left at the end."""
     started = Ranks(recipe, out, row_s, gate)
     try:
@@ -177,4 +225,8 @@ def losses(run: Path) -> dict[int, float]:
 def recorded_once(run: Path) -> list[int]:
     """The steps of all ``train`` records, as they stand in the file."""
     lines = (run / FILE).read_text().splitlines()
-    return [record["step"] for line in lines if (record := json.loads(line))["kind"] == "train"]
+    return [
+        record["step"]
+        for line in lines
+        if (record := json.loads(line))["kind"] == "train"
+    ]

@@ -33,7 +33,9 @@ class World:
 
     def add(self, number: int) -> Agreement:
         me = Member(number, "", len(self.nodes), "", 0, 0.0)
-        node = Agreement(me, lambda to, message: self.post(me.address, to, message), lambda: self.now)
+        node = Agreement(
+            me, lambda to, message: self.post(me.address, to, message), lambda: self.now
+        )
         self.nodes[me.address], self.sides[me.address] = node, 0
         return node
 
@@ -43,7 +45,11 @@ class World:
             self.queues.setdefault((sender, to), deque()).append(json.dumps(message))
 
     def living(self) -> list[Agreement]:
-        return [node for address, node in self.nodes.items() if address not in self.dead | self.frozen]
+        return [
+            node
+            for address, node in self.nodes.items()
+            if address not in self.dead | self.frozen
+        ]
 
     def deliver(self) -> bool:
         """One message of one pair; whether there was any."""
@@ -55,7 +61,9 @@ class World:
         if able:
             sender, to = self.random.choice(able)
             message = json.loads(self.queues[sender, to].popleft())
-            self.nodes[to].hear(sender, message, lambda answer: self.post(to, sender, answer))
+            self.nodes[to].hear(
+                sender, message, lambda answer: self.post(to, sender, answer)
+            )
             self.step(self.nodes[to])
         return bool(able)
 
@@ -73,7 +81,9 @@ class World:
 
     def whole(self) -> list[View]:
         """Views whose members all are in them, so that they could do a step."""
-        views = {node.view.epoch: node.view for node in self.nodes.values() if node.view}
+        views = {
+            node.view.epoch: node.view for node in self.nodes.values() if node.view
+        }
         return [
             view for view in views.values()
             if all((node := self.nodes[member.address]).view and node.view.members == view.members
@@ -88,8 +98,12 @@ class World:
         assert len(whole) <= 1, f"two views at once: {whole}"
         for view in whole:
             if not self.history or self.history[-1].epoch != view.epoch:
-                assert not self.history or view.epoch > self.history[-1].epoch, "a view came back"
-                assert len({member.number for member in view.members}) == len(view.members)
+                assert not self.history or view.epoch > self.history[-1].epoch, (
+                    "a view came back"
+                )
+                assert len({member.number for member in view.members}) == len(
+                    view.members
+                )
                 self.history.append(view)
 
     def disturb(self, gently: bool) -> None:
@@ -107,7 +121,9 @@ class World:
         elif what < 0.20:
             one.break_view("an error in a collective")
         elif what < 0.22 and len(self.nodes) < 9:
-            self.add(-1).start_over([node.me.address for node in self.nodes.values()][:-1])
+            self.add(-1).start_over(
+                [node.me.address for node in self.nodes.values()][:-1]
+            )
         elif what < 0.24 and not gently:
             one.leaving = True
         elif what < 0.28 and not gently:
@@ -120,7 +136,9 @@ class World:
     def thaw(self) -> None:
         self.frozen = set()
 
-    def suspect(self, node: Agreement, address: Address, why: str, proved: bool) -> None:
+    def suspect(
+        self, node: Agreement, address: Address, why: str, proved: bool
+    ) -> None:
         if address in node.peers and address != node.me.address:
             node.lose(address, why, proved)
 
@@ -131,16 +149,27 @@ class World:
                 if sure or self.random.random() < 0.3:
                     if address in self.dead:
                         if self.queues.get((address, node.me.address)):
-                            continue  # a connection ends after all that was said over it
+                            # a connection ends after all that was said over it
+                            continue
                         self.suspect(node, address, GONE, True)
-                    elif address in self.frozen and self.sides[address] == self.sides[node.me.address]:
+                    elif (
+                        address in self.frozen
+                        and self.sides[address] == self.sides[node.me.address]
+                    ):
                         self.suspect(node, address, STOPPED, True)
-                    elif address in self.frozen or self.sides[address] != self.sides[node.me.address]:
+                    elif (
+                        address in self.frozen
+                        or self.sides[address] != self.sides[node.me.address]
+                    ):
                         self.suspect(node, address, "has not answered for 1.5 s", False)
 
     def want(self) -> None:
         for node in self.living():
-            if node._facts is None and node.outcome is None and (node.why or node.view is None or node.wishes()):
+            if (
+                node._facts is None
+                and node.outcome is None
+                and (node.why or node.view is None or node.wishes())
+            ):
                 node.want({"at": node.me.port}, 1e9)
 
     def run(self, moves: int, disturb: Callable[[], None] | None) -> None:
@@ -182,7 +211,9 @@ def disorder(seed: int, gently: bool) -> World:
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_any_disorder_gives_one_line_of_views(first: int) -> None:
     """Never two views at once, nor one that comes back, whatever is lost, late, cut off or wrongly suspected."""
-    settled = sum(len(disorder(seed, gently=False).whole()) for seed in range(first, first + 20))
+    settled = sum(
+        len(disorder(seed, gently=False).whole()) for seed in range(first, first + 20)
+    )
     assert settled >= 15  # in others those who could go on may be dead, or have left
 
 

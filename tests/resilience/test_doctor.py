@@ -64,13 +64,24 @@ def _late(folder: Path) -> tuple[str, tuple[int, ...], str, list[str]]:
     return said.kind, said.ranks, said.text, [row.now for row in found.rows]
 
 
-def test_who_has_not_come_is_named_with_the_collective_its_number_and_line(pool: Any, run: Path) -> None:
+def test_who_has_not_come_is_named_with_the_collective_its_number_and_line(
+    pool: Any, run: Path
+) -> None:
     kind, ranks, text, now = pool.run(3, late, run)[2]
     assert (kind, ranks) == ("hang", (2,))
-    assert f"rank 2 hangs: it has not come to all_gather 3 of default_pg ({PLACE}" in text
-    assert "in which ranks 0-1 waited" in text and f"; it left all_reduce 2 of default_pg ({PLACE}" in text
+    assert (
+        f"rank 2 hangs: it has not come to all_gather 3 of default_pg ({PLACE}" in text
+    )
+    assert (
+        "in which ranks 0-1 waited" in text
+        and f"; it left all_reduce 2 of default_pg ({PLACE}" in text
+    )
     assert "in step 5" in text
-    assert [one.partition(" of ")[0] for one in now] == ["all_gather 3", "all_gather 3", "computes"]
+    assert [one.partition(" of ")[0] for one in now] == [
+        "all_gather 3",
+        "all_gather 3",
+        "computes",
+    ]
 
 
 def dead(folder: Path) -> None:
@@ -86,14 +97,25 @@ def dead(folder: Path) -> None:
         trace.end()  # this process lives on, and has other groups under the same names
 
 
-def test_after_kill_the_rings_say_where_everybody_stood(pool: Any, run: Path, command: Any) -> None:
+def test_after_kill_the_rings_say_where_everybody_stood(
+    pool: Any, run: Path, command: Any
+) -> None:
     with pytest.raises(WorkerDied):
         pool.run(3, dead, run)
     (said,) = examine(run).verdicts
-    assert said.key == ("hang", (1,)) and "rank 1 is gone: it has not come to all_reduce 2 of default_pg" in said.text
+    assert (
+        said.key == ("hang", (1,))
+        and "rank 1 is gone: it has not come to all_reduce 2 of default_pg" in said.text
+    )
     assert f"; it left broadcast 1 of default_pg ({PLACE}" in said.text
     code, out, err = command("doctor", run)
-    assert code == 0 and not err and out.splitlines()[-1].startswith("rank 1 is gone: it has not come to all_reduce 2")
+    assert (
+        code == 0
+        and not err
+        and out.splitlines()[-1].startswith(
+            "rank 1 is gone: it has not come to all_reduce 2"
+        )
+    )
     code, out, _ = command("doctor", run, "--json")
     found = json.loads(out)
     assert [row["process"] for row in found["ranks"]] == ["running", "gone", "running"]
@@ -119,8 +141,13 @@ def unanswered(folder: Path) -> str:
 
 def test_a_lost_rank_s_message_says_where_it_stood(pool: Any, run: Path) -> None:
     said = pool.run(2, unanswered, run)[0]
-    assert said.startswith("rank 1 has not answered for 1 s: rank 0 waited for it"), said
-    assert "; rank 0 went into all_reduce 1 of " in said and f"; rank 1 left barrier 1 of default_pg ({PLACE}" in said
+    assert said.startswith("rank 1 has not answered for 1 s: rank 0 waited for it"), (
+        said
+    )
+    assert (
+        "; rank 0 went into all_reduce 1 of " in said
+        and f"; rank 1 left barrier 1 of default_pg ({PLACE}" in said
+    )
 
 
 # --- rings that are made up ---
@@ -129,7 +156,13 @@ def test_a_lost_rank_s_message_says_where_it_stood(pool: Any, run: Path) -> None
 class Rings:
     """Rings of ranks of one group, which are this process or none."""
 
-    def __init__(self, run: Path, world: int, gone: tuple[int, ...] = (), here: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self,
+        run: Path,
+        world: int,
+        gone: tuple[int, ...] = (),
+        here: tuple[int, ...] | None = None,
+    ) -> None:
         self.ranks, self.world = range(world) if here is None else here, world
         self.of = {
             rank: trace.Ring(rings.rings_of(run) / f"0-{rank}.ring", {
@@ -141,7 +174,9 @@ class Rings:
             ring._name("group", {"name": "dp", "id": "7", "range": [0, world, 1]})
             ring._name("place", "weft/somewhere.py:1")
 
-    def write(self, rank: int, kind: str, sequence: int, inside: float = -1, peer: int = -1) -> None:
+    def write(
+        self, rank: int, kind: str, sequence: int, inside: float = -1, peer: int = -1
+    ) -> None:
         """A record of a wait that has ended, or has lasted for so many seconds."""
         ring = self.of[rank]
         number = ring.write(kind, 1, 8, sequence, peer, 1)
@@ -150,9 +185,9 @@ class Rings:
             ring.leave(number)
         else:
             begun = time.monotonic_ns() - int(inside * 1e9)
-            ring._map[ring._at(number) + trace._BEGIN : ring._at(number) + trace._BEGIN + 8] = begun.to_bytes(
-                8, "little"
-            )
+            ring._map[
+                ring._at(number) + trace._BEGIN : ring._at(number) + trace._BEGIN + 8
+            ] = begun.to_bytes(8, "little")
 
 
 def verdicts(run: Path) -> list[tuple[str, tuple[int, ...], str]]:
@@ -179,7 +214,11 @@ def test_a_frozen_rank_within_a_collective_that_the_others_have_left(run: Path) 
         made.write(rank, "all_reduce", 2, 12)
     made.write(1, "all_reduce", 1, 13)
     ((kind, ranks, text),) = verdicts(run)
-    assert (kind, ranks) == ("hang", (1,)) and "ranks 0, 2 waited 12" in text and "it went into all_reduce 1" in text
+    assert (
+        (kind, ranks) == ("hang", (1,))
+        and "ranks 0, 2 waited 12" in text
+        and "it went into all_reduce 1" in text
+    )
 
 
 def test_ranks_that_took_different_ways(run: Path) -> None:
@@ -187,7 +226,12 @@ def test_ranks_that_took_different_ways(run: Path) -> None:
     for rank, kind in enumerate(("all_reduce", "all_reduce", "all_gather")):
         made.write(rank, kind, 4, 30)
     ((kind, ranks, text),) = verdicts(run)
-    assert kind == "mismatch" and 2 in ranks and "all_gather 4 of dp" in text and "all_reduce 4 of dp" in text
+    assert (
+        kind == "mismatch"
+        and 2 in ranks
+        and "all_gather 4 of dp" in text
+        and "all_reduce 4 of dp" in text
+    )
 
 
 def test_all_inside_is_a_link(run: Path) -> None:
@@ -195,7 +239,10 @@ def test_all_inside_is_a_link(run: Path) -> None:
     for rank in range(3):
         made.write(rank, "all_reduce", 4, 30)
     ((kind, ranks, text),) = verdicts(run)
-    assert (kind, ranks) == ("hang", (0, 1, 2)) and "it does not end: a link between them is down" in text
+    assert (kind, ranks) == (
+        "hang",
+        (0, 1, 2),
+    ) and "it does not end: a link between them is down" in text
 
 
 def test_who_was_killed_within_a_collective_is_named(run: Path) -> None:
@@ -203,7 +250,10 @@ def test_who_was_killed_within_a_collective_is_named(run: Path) -> None:
     for rank in range(3):
         made.write(rank, "all_reduce", 4, 30)
     ((kind, ranks, text),) = verdicts(run)
-    assert (kind, ranks) == ("hang", (1,)) and "rank 1 ended in all_reduce 4 of dp (weft/somewhere.py:1)" in text
+    assert (kind, ranks) == (
+        "hang",
+        (1,),
+    ) and "rank 1 ended in all_reduce 4 of dp (weft/somewhere.py:1)" in text
     assert "in which ranks 0, 2 waited 30" in text
 
 
@@ -230,32 +280,73 @@ def test_short_waits_of_living_ranks_are_none_of_a_hang(run: Path) -> None:
 
 def test_a_run_that_has_ended_is_told_from_its_record(run: Path, command: Any) -> None:
     metrics = Metrics(run)
-    verdict = {"kind": "sender", "ranks": [1], "factor": 9.0, "text": "rank 1 sends slowly to all others"}
+    verdict = {
+        "kind": "sender",
+        "ranks": [1],
+        "factor": 9.0,
+        "text": "rank 1 sends slowly to all others",
+    }
     rows = [{"rank": r, "machine": "m", "compute": 0.1, "wait": 0.02} for r in range(2)]
     matrix = [[None, 0.002], [0.3, None]]
-    metrics.log("delays", 20, verdicts=[verdict], ranks=rows, matrix=matrix, size=262144, probes=1, probe_s=0.1)
+    metrics.log(
+        "delays",
+        20,
+        verdicts=[verdict],
+        ranks=rows,
+        matrix=matrix,
+        size=262144,
+        probes=1,
+        probe_s=0.1,
+    )
     metrics.close()
     code, out, err = command("doctor", run)
-    assert code == 0 and not err and out.splitlines()[-1] == "rank 1 sends slowly to all others"
-    assert "ms of 256 KiB\tto 0\tto 1" in out and "from 1\t300\t-" in out and "1\t100\t20" in out
+    assert (
+        code == 0
+        and not err
+        and out.splitlines()[-1] == "rank 1 sends slowly to all others"
+    )
+    assert (
+        "ms of 256 KiB\tto 0\tto 1" in out
+        and "from 1\t300\t-" in out
+        and "1\t100\t20" in out
+    )
     assert examine(run).verdicts[0].ranks == (1,)
 
 
 def test_mistakes_are_one_line(tmp_path: Path, command: Any) -> None:
     code, out, err = command("doctor", tmp_path / "nowhere")
-    assert code == 1 and not out and "give the folder of a run that was started" in err and err.count("\n") == 1
+    assert (
+        code == 1
+        and not out
+        and "give the folder of a run that was started" in err
+        and err.count("\n") == 1
+    )
     place = rings.rings_of(tmp_path)
     place.mkdir(parents=True)
     (place / "0-0.ring").write_bytes(b"\0" * 100)
     (place / "nonsense").write_bytes(b"")
-    (place / "0-1.ring").write_bytes(rings.MAGIC + b"\0" * (rings.SIZE - len(rings.MAGIC)))
+    (place / "0-1.ring").write_bytes(
+        rings.MAGIC + b"\0" * (rings.SIZE - len(rings.MAGIC))
+    )
     code, _, err = command("doctor", tmp_path)
     shutil.rmtree(place)
     assert code == 1 and err.count("\n") == 1
-    for part in ({"verdicts": [{"kind": "x"}]}, {"verdicts": [3]}, {"matrix": [[1]]}, {"ranks": [{"rank": 0}]}):
-        (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "delays", "step": 1, "time": 0} | part) + "\n")
+    for part in (
+        {"verdicts": [{"kind": "x"}]},
+        {"verdicts": [3]},
+        {"matrix": [[1]]},
+        {"ranks": [{"rank": 0}]},
+    ):
+        (tmp_path / "metrics.jsonl").write_text(
+            json.dumps({"kind": "delays", "step": 1, "time": 0} | part) + "\n"
+        )
         code, out, err = command("doctor", tmp_path)
-        assert code == 1 and not out and "its last record of kind delays is damaged" in err and err.count("\n") == 1
+        assert (
+            code == 1
+            and not out
+            and "its last record of kind delays is damaged" in err
+            and err.count("\n") == 1
+        )
 
 
 def test_rings_of_an_earlier_start_do_not_count(run: Path) -> None:

@@ -47,10 +47,15 @@ def be_rank(orders: Connection) -> None:
     while order := orders.recv():
         rank, world, port = order
         ours = HangUp()
-        store = dist.TCPStore("127.0.0.1", port, world, rank == 0, LIMIT, wait_for_workers=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=LIMIT)
+        store = dist.TCPStore(
+            "127.0.0.1", port, world, rank == 0, LIMIT, wait_for_workers=False
+        )
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world, timeout=LIMIT
+        )
         groups = [dist.new_group(list(range(world)), LIMIT) for _ in range(2)]
-        dialled = socket.create_connection(listener.getsockname())  # made meanwhile, and known not to be gloo's
+        # made meanwhile, and known not to be gloo's
+        dialled = socket.create_connection(listener.getsockname())
         accepted = listener.accept()[0]
         spare(dialled, accepted)
         value = torch.ones(100)
@@ -83,9 +88,13 @@ def be_rank(orders: Connection) -> None:
             one.close()
         until = time.monotonic() + 20
         first = first or (_settled("fd"), _settled("task"))
-        while (_count("fd") > first[0] + 1 or _count("task") > first[1]) and time.monotonic() < until:
+        while (
+            _count("fd") > first[0] + 1 or _count("task") > first[1]
+        ) and time.monotonic() < until:
             time.sleep(0.05)  # gloo's threads are on their way out
-        orders.send((ended, raised - hung[0], destroyed - raised, _count("fd"), _count("task")))
+        orders.send(
+            (ended, raised - hung[0], destroyed - raised, _count("fd"), _count("task"))
+        )
 
 
 @pytest.mark.slow
@@ -111,10 +120,15 @@ def test_frozen_rank_ends_no_wait_but_its_own() -> None:
             pipes.pop()  # stops itself
             for pipe in pipes:
                 ended, raised_s, destroyed_s, handles, threads = pipe.recv()
-                assert ended and raised_s < 30 and destroyed_s < 30  # 0.01 s on an idle machine, not the limit of 60
+                # 0.01 s on an idle machine, not the limit of 60
+                assert ended and raised_s < 30 and destroyed_s < 30
                 held.setdefault(pipe, []).append((handles, threads))
-        assert held[pipes[0]][-1][0] <= held[pipes[0]][0][0] + 1, f"handles stay: {held[pipes[0]]}"
-        assert held[pipes[0]][-1][1] <= held[pipes[0]][0][1], f"threads stay: {held[pipes[0]]}"
+        assert held[pipes[0]][-1][0] <= held[pipes[0]][0][0] + 1, (
+            f"handles stay: {held[pipes[0]]}"
+        )
+        assert held[pipes[0]][-1][1] <= held[pipes[0]][0][1], (
+            f"threads stay: {held[pipes[0]]}"
+        )
     finally:
         for process in processes:
             process.kill()
@@ -144,7 +158,9 @@ def _stuck() -> tuple[int, int]:
 
 @pytest.mark.slow
 def test_a_wait_that_nothing_ends_is_found(pool: Any) -> None:
-    until_true(lambda: pool.run(2, stuck_in_a_wait), lambda found: found == [(0, 0), (0, 1)])
+    until_true(
+        lambda: pool.run(2, stuck_in_a_wait), lambda found: found == [(0, 0), (0, 1)]
+    )
 
 
 def test_nothing_is_shut_once_it_is_over() -> None:
@@ -157,12 +173,18 @@ def test_nothing_is_shut_once_it_is_over() -> None:
         return found()
 
     one = HangUp()
-    with mock.patch.object(hangup, "_connections", connections), socket.create_server(("127.0.0.1", 0)) as listener:
+    with (
+        mock.patch.object(hangup, "_connections", connections),
+        socket.create_server(("127.0.0.1", 0)) as listener,
+    ):
         slow = threading.Thread(target=one.hang_up)
         slow.start()
         assert begun.wait(10)
         one.close()
-        with socket.create_connection(listener.getsockname()) as dialled, listener.accept()[0] as accepted:
+        with (
+            socket.create_connection(listener.getsockname()) as dialled,
+            listener.accept()[0] as accepted,
+        ):
             late.set()
             slow.join(10)
             for end in (dialled, accepted):

@@ -47,7 +47,9 @@ def talk(client: subprocess.Popen[str], seconds: float) -> str:
     return client.stdout.readline().strip()
 
 
-def test_a_pulled_cable_loses_what_is_sent_and_tells_nobody(pair: tuple[Host, ...]) -> None:
+def test_a_pulled_cable_loses_what_is_sent_and_tells_nobody(
+    pair: tuple[Host, ...],
+) -> None:
     python = [sys.executable, "-I", "-S", "-c"]
     server = subprocess.Popen(pair[0].command([*python, SERVER]))
     client = None
@@ -73,26 +75,47 @@ def test_a_pulled_cable_loses_what_is_sent_and_tells_nobody(pair: tuple[Host, ..
 
 def test_a_limited_cable_carries_no_more(pair: tuple[Host, ...]) -> None:
     pair[0].limit("8mbit")
-    said = subprocess.run(["ip", "netns", "exec", pair[0].name, "tc", "qdisc", "show"], capture_output=True, text=True)
+    said = subprocess.run(
+        ["ip", "netns", "exec", pair[0].name, "tc", "qdisc", "show"],
+        capture_output=True,
+        text=True,
+    )
     assert "rate 8Mbit" in said.stdout
     pair[0].limit("16mbit")  # again, while it is there
 
 
 def test_nothing_is_left_of_them() -> None:
-    with pytest.raises(KeyboardInterrupt), hosts(2, name := f"chaos-gone-{os.getpid()}") as made:
-        left = subprocess.Popen(made[1].command([sys.executable, "-c", "import time; time.sleep(60)"]))
+    with (
+        pytest.raises(KeyboardInterrupt),
+        hosts(2, name := f"chaos-gone-{os.getpid()}") as made,
+    ):
+        left = subprocess.Popen(
+            made[1].command([sys.executable, "-c", "import time; time.sleep(60)"])
+        )
         while left.pid not in made[1].processes():
             time.sleep(0.01)
         raise KeyboardInterrupt
     assert left.wait(60) == -9
-    assert name not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    assert (
+        name
+        not in subprocess.run(
+            ["ip", "netns", "list"], capture_output=True, text=True
+        ).stdout
+    )
     assert not psutil.pid_exists(left.pid)
 
 
 def test_a_name_that_is_taken_is_refused_with_what_ip_says() -> None:
-    subprocess.run(["ip", "netns", "add", f"chaos-taken-{os.getpid()}-host0"], check=True)
+    subprocess.run(
+        ["ip", "netns", "add", f"chaos-taken-{os.getpid()}-host0"], check=True
+    )
     try:
-        with pytest.raises(WeftError, match="File exists"), hosts(1, f"chaos-taken-{os.getpid()}"):
+        with (
+            pytest.raises(WeftError, match="File exists"),
+            hosts(1, f"chaos-taken-{os.getpid()}"),
+        ):
             pass
     finally:  # it is still there: hosts() ends what it has made, and nothing else
-        subprocess.run(["ip", "netns", "del", f"chaos-taken-{os.getpid()}-host0"], check=True)
+        subprocess.run(
+            ["ip", "netns", "del", f"chaos-taken-{os.getpid()}-host0"], check=True
+        )

@@ -23,12 +23,32 @@ TABLE = [
     ("tp=8", DENSE, "shard=9 shard=7 shard=3,tp=2 shard=5 tp=4 shard=3 tp=2"),
     ("pp=8", DENSE, "shard=9 shard=7 pp=6 pp=5 pp=4 pp=3 pp=2"),
     ("dp=4,tp=2", DENSE, "dp=3,shard=3 shard=7 dp=3,tp=2 shard=5 dp=2,tp=2 dp=3 tp=2"),
-    ("shard=4,tp=2", DENSE, "shard=9 shard=7 shard=3,tp=2 shard=5 shard=2,tp=2 shard=3 tp=2"),
-    ("pp=2,dp=2,tp=2", DENSE, "shard=9 shard=7 shard=3,tp=2 shard=5 pp=2,tp=2 shard=3 tp=2"),
+    (
+        "shard=4,tp=2",
+        DENSE,
+        "shard=9 shard=7 shard=3,tp=2 shard=5 shard=2,tp=2 shard=3 tp=2",
+    ),
+    (
+        "pp=2,dp=2,tp=2",
+        DENSE,
+        "shard=9 shard=7 shard=3,tp=2 shard=5 pp=2,tp=2 shard=3 tp=2",
+    ),
     ("pp=4,shard=2", DENSE, "shard=9 shard=7 pp=3,shard=2 shard=5 pp=4 pp=3 pp=2"),
-    ("pp=2,cp=2,tp=2", DENSE, "shard=9 shard=7 shard=3,tp=2 shard=5 cp=2,tp=2 shard=3 tp=2"),
-    ("shard=8,ep=8", EXPERTS, "shard=9 shard=7 shard=6,ep=2 shard=5 shard=4,ep=4 shard=3 shard=2,ep=2"),
-    ("pp=2,dp=4,ep=4", EXPERTS, "shard=9 shard=7 pp=2,shard=3 shard=5 dp=4,ep=4 shard=3 dp=2,ep=2"),
+    (
+        "pp=2,cp=2,tp=2",
+        DENSE,
+        "shard=9 shard=7 shard=3,tp=2 shard=5 cp=2,tp=2 shard=3 tp=2",
+    ),
+    (
+        "shard=8,ep=8",
+        EXPERTS,
+        "shard=9 shard=7 shard=6,ep=2 shard=5 shard=4,ep=4 shard=3 shard=2,ep=2",
+    ),
+    (
+        "pp=2,dp=4,ep=4",
+        EXPERTS,
+        "shard=9 shard=7 pp=2,shard=3 shard=5 dp=4,ep=4 shard=3 dp=2,ep=2",
+    ),
 ]
 #: Wishes with settings that do not go with all axes.
 SETTINGS = [
@@ -40,7 +60,12 @@ SETTINGS = [
 
 def recipe(layout: str, model: dict[str, Any], **change: Any) -> Recipe:
     shape = ModelShape(vocab=300, **model)
-    return Recipe(model=shape, layout=Layout.parse(layout), train=Train(batch=8, dtype="float64"), **change)
+    return Recipe(
+        model=shape,
+        layout=Layout.parse(layout),
+        train=Train(batch=8, dtype="float64"),
+        **change,
+    )
 
 
 def runs(given: Recipe) -> None:
@@ -49,11 +74,23 @@ def runs(given: Recipe) -> None:
     for rank in {0, world - 1} if given.layout.pp > 1 else {world - 1}:
         with fake_rank(rank, world):
             mesh = Mesh.create(given.layout, "cpu")
-            parallelize(given.model, mesh, given.train, values=lambda name, logical, box: 0.0, seq_len=64)  # type: ignore[arg-type,return-value]
+            parallelize(
+                given.model,
+                mesh,
+                given.train,
+                values=lambda name, logical, box: 0.0,
+                seq_len=64,
+            )  # type: ignore[arg-type,return-value]
 
 
-@pytest.mark.parametrize(("wish", "model", "expected"), TABLE, ids=lambda value: value if "=" in str(value) else "")
-def test_what_becomes_of_a_layout(wish: str, model: dict[str, Any], expected: str) -> None:
+@pytest.mark.parametrize(
+    ("wish", "model", "expected"),
+    TABLE,
+    ids=lambda value: value if "=" in str(value) else "",
+)
+def test_what_becomes_of_a_layout(
+    wish: str, model: dict[str, Any], expected: str
+) -> None:
     wished = recipe(wish, model)
     assert recipe_for(wished, wished.model, 8) is wished
     found = {n: recipe_for(wished, wished.model, n) for n in (9, 7, 6, 5, 4, 3, 2, 1)}
@@ -64,7 +101,10 @@ def test_what_becomes_of_a_layout(wish: str, model: dict[str, Any], expected: st
 @pytest.mark.slow
 def test_every_layout_runs() -> None:
     seen = set()
-    for wish, model in [*((wish, model) for wish, model, _ in TABLE), *((wish, DENSE) for wish in SETTINGS)]:
+    for wish, model in [
+        *((wish, model) for wish, model, _ in TABLE),
+        *((wish, DENSE) for wish in SETTINGS),
+    ]:
         wished = recipe(wish, model)
         for n in (7, 6, 3):
             found = recipe_for(wished, wished.model, n)
@@ -76,13 +116,13 @@ def test_every_layout_runs() -> None:
 
 def test_settings_stay_where_they_go() -> None:
     wished = recipe("pp=4,dp=2,schedule=dualpipe", DENSE)
-    assert [recipe_for(wished, wished.model, n).layout.schedule for n in (4, 3)] == ["dualpipe", "1f1b"]
-    late = recipe("pp=4,dp=2", DENSE, optimizer=Optimizer(post_validation=True))
-    assert [recipe_for(late, late.model, n).optimizer.post_validation for n in (8, 6, 4, 1)] == [
-        True,
-        True,
-        True,
-        False,
+    assert [recipe_for(wished, wished.model, n).layout.schedule for n in (4, 3)] == [
+        "dualpipe",
+        "1f1b",
     ]
+    late = recipe("pp=4,dp=2", DENSE, optimizer=Optimizer(post_validation=True))
+    assert [
+        recipe_for(late, late.model, n).optimizer.post_validation for n in (8, 6, 4, 1)
+    ] == [True, True, True, False]
     near = recipe("shard=8,secondary=4", DENSE)
     assert [recipe_for(near, near.model, n).layout.secondary for n in (8, 7)] == [4, 0]

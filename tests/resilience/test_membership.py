@@ -28,9 +28,22 @@ class Process:
     """A member of the crew: what it said last, and all."""
 
     def __init__(self, number: int, **options: Any) -> None:
-        given = {"detect": 0.6, "token": "secret", "limit": PATIENCE_S, "rejoins": False, "number": number} | options
-        command = [sys.executable, "-S", str(Path(__file__).with_name("member.py")), json.dumps(given)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        given = {
+            "detect": 0.6,
+            "token": "secret",
+            "limit": PATIENCE_S,
+            "rejoins": False,
+            "number": number,
+        } | options
+        command = [
+            sys.executable,
+            "-S",
+            str(Path(__file__).with_name("member.py")),
+            json.dumps(given),
+        ]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
         self.pid = self.process.pid
         self.said: queue.Queue[dict[str, Any]] = queue.Queue()
         self.views: list[dict[str, Any]] = []
@@ -74,8 +87,13 @@ class Process:
 
 
 class Crew(list[Process]):
-    def __init__(self, count: int, dies: dict[int, list[Any]] | None = None, **options: Any) -> None:
-        super().__init__(Process(number, dies=(dies or {}).get(number), **options) for number in range(count))
+    def __init__(
+        self, count: int, dies: dict[int, list[Any]] | None = None, **options: Any
+    ) -> None:
+        super().__init__(
+            Process(number, dies=(dies or {}).get(number), **options)
+            for number in range(count)
+        )
         self.all = list(self)
         self.options = options
         self.members = [one.wait("member")["member"] for one in self]
@@ -87,14 +105,22 @@ class Crew(list[Process]):
         one = Process(-1, **(self.options | options))
         self.all.append(one)
         one.wait("member")
-        one.order("join", contacts=[[member["host"], member["port"]] for member in self.members])
+        one.order(
+            "join",
+            contacts=[[member["host"], member["port"]] for member in self.members],
+        )
         return one
 
     def agree(self, numbers: list[int]) -> list[dict[str, Any]]:
         """What the members of these numbers say of the view that is just they."""
         found = [self[number].wait_view(numbers) for number in numbers]
-        assert len({one["epoch"] for one in found}) == 1 and [one["me"] for one in found] == numbers
-        assert all(one["pids"] == [self[number].pid for number in numbers] for one in found), "facts of somebody else"
+        assert (
+            len({one["epoch"] for one in found}) == 1
+            and [one["me"] for one in found] == numbers
+        )
+        assert all(
+            one["pids"] == [self[number].pid for number in numbers] for one in found
+        ), "facts of somebody else"
         return found
 
 
@@ -118,8 +144,11 @@ def test_killed_members_are_agreed_away_at_once(crew: Crew) -> None:
         crew[victim].signal(signal.SIGKILL)
         found = crew.agree(left)
         assert [one["lost"][0][0] for one in found] == [victim] * len(left)
-        assert {one["why"] for one in found} <= {f"rank {rank} is gone" for rank in range(4)}
-        assert max(one["when"] for one in found) - start < 20  # 0.02 s on an idle machine
+        assert {one["why"] for one in found} <= {
+            f"rank {rank} is gone" for rank in range(4)
+        }
+        # 0.02 s on an idle machine
+        assert max(one["when"] for one in found) - start < 20
     assert crew[2].views[-1]["about"] == {"recipe": "r"}
 
 
@@ -129,13 +158,19 @@ def test_two_at_once_one_of_them_the_leader(crew: Crew) -> None:
     crew.agree([1, 3])
 
 
-@pytest.mark.parametrize("dies", [["propose", 0], ["propose", 1], ["commit", 0], ["commit", 1]])
+@pytest.mark.parametrize(
+    "dies", [["propose", 0], ["propose", 1], ["commit", 0], ["commit", 1]]
+)
 def test_leader_lost_in_the_agreement(crews: list[Crew], dies: list[Any]) -> None:
     crews.append(crew := Crew(4, dies={0: dies}))
     crew[3].signal(signal.SIGKILL)
     found = crew.agree([1, 2])
-    assert dies[0] == "propose" or found[0]["epoch"] > 2, "what all have acknowledged, one may have begun"
-    assert [one["view"] for one in crew[1].views] == ([[0, 1, 2], [1, 2]] if dies == ["commit", 1] else [[1, 2]])
+    assert dies[0] == "propose" or found[0]["epoch"] > 2, (
+        "what all have acknowledged, one may have begun"
+    )
+    assert [one["view"] for one in crew[1].views] == (
+        [[0, 1, 2], [1, 2]] if dies == ["commit", 1] else [[1, 2]]
+    )
 
 
 def test_acknowledging_member_lost_in_the_agreement(crews: list[Crew]) -> None:
@@ -149,7 +184,9 @@ def test_stopped_member_is_left_out_and_comes_back(crew: Crew) -> None:
     start = time.time()
     crew[0].signal(signal.SIGSTOP)
     found = crew.agree([1, 2, 3])
-    assert {one["lost"][0][2] for one in found} == {"is stopped"} and time.time() - start < PATIENCE_S / 2
+    assert {one["lost"][0][2] for one in found} == {
+        "is stopped"
+    } and time.time() - start < PATIENCE_S / 2
     crew[0].signal(signal.SIGCONT)
     assert "found that it is stopped" in crew[0].wait("left_out")["left_out"]
     assert crew[0].wait_view([1, 2, 3, 4])["me"] == 4
@@ -163,7 +200,10 @@ def test_half_of_the_machine_stopped(crew: Crew) -> None:
     crew.agree([2, 3])
     for number in (0, 1):  # what they would say together counts for nothing
         crew[number].signal(signal.SIGCONT)
-    assert crew[0].wait("left_out", "view")["left_out"] and crew[1].wait("left_out", "view")["left_out"]
+    assert (
+        crew[0].wait("left_out", "view")["left_out"]
+        and crew[1].wait("left_out", "view")["left_out"]
+    )
 
 
 @pytest.mark.slow
@@ -196,7 +236,9 @@ def test_joining_and_leaving(crew: Crew) -> None:
     crew.append(newcomer)
     crew[1].order("leave")
     assert crew[1].wait("left_out")["asked"]
-    assert {tuple(one["lost"][0]) for one in crew.agree([0, 2, 3, 4])} == {(1, 1, "left")}
+    assert {tuple(one["lost"][0]) for one in crew.agree([0, 2, 3, 4])} == {
+        (1, 1, "left")
+    }
     crew[4].order("remove", number=0)
     assert crew[0].wait("left_out")["asked"]
     crew.agree([2, 3, 4])
@@ -207,7 +249,12 @@ def test_newcomer_lost_while_it_joins(crew: Crew, dies: list[Any]) -> None:
     crew.newcomer(dies=dies)
     third = crew.newcomer()
     for one in [*crew, third]:
-        while (said := one.wait("view"))["view"][:4] != [0, 1, 2, 3] or third.pid not in said["pids"]:
+        while (said := one.wait("view"))["view"][:4] != [
+            0,
+            1,
+            2,
+            3,
+        ] or third.pid not in said["pids"]:
             pass
         assert len(said["view"]) == 5
 
@@ -219,10 +266,14 @@ def test_minority_waits_and_the_majority_goes_on(crews: list[Crew]) -> None:
     for number in range(5):
         crew[number].order("cut", ports=ports[:2] if number >= 2 else ports[2:])
     crew.agree([2, 3, 4])
-    crew[1].order("cut", ports=[])  # its link is up again, but the others' ends of it are not yet
+    # its link is up again, but the others' ends of it are not yet
+    crew[1].order("cut", ports=[])
     for number in (2, 3, 4):
         crew[number].order("cut", ports=ports[:1])
-    assert "found that it has not answered" in crew[1].wait("left_out", "view", "error")["left_out"]
+    assert (
+        "found that it has not answered"
+        in crew[1].wait("left_out", "view", "error")["left_out"]
+    )
     ended = crew[0].wait("error", "view", "left_out")
     assert ended["error"] == "TooFew" and "cannot go on by themselves" in ended["text"]
 
@@ -240,12 +291,15 @@ def test_who_was_away_until_the_others_had_ended_ends_soon(crews: list[Crew]) ->
     crew[2].signal(signal.SIGCONT)
     begun = time.monotonic()
     said = crew[2].wait("error", "view")
-    assert said["error"] == "TooFew" and time.monotonic() - begun < 0.8 * PATIENCE_S, said
+    assert said["error"] == "TooFew" and time.monotonic() - begun < 0.8 * PATIENCE_S, (
+        said
+    )
 
 
 def test_who_does_not_come_to_agree_is_not_waited_for(crews: list[Crew]) -> None:
     """It is there, and says so, but its process hangs in something that nothing can end."""
-    patience = iter((0.5, 4, 16))  # that a member on a busy machine needs to come as well
+    # that a member on a busy machine needs to come as well
+    patience = iter((0.5, 4, 16))
 
     def agreed() -> list[dict[str, Any]]:
         crews.append(Crew(3, patience=next(patience)))
@@ -255,14 +309,20 @@ def test_who_does_not_come_to_agree_is_not_waited_for(crews: list[Crew]) -> None
         crew[0].order("report", text="Connection closed by peer")
         return [crew[number].wait("view", "left_out", "error") for number in (0, 1)]
 
-    for said in until_true(agreed, lambda said: all(one.get("view") == [0, 1] for one in said), tries=3):
-        assert [(n, why[:30]) for n, _, why in said["lost"]] == [(2, "has not come back from its ste")]
+    for said in until_true(
+        agreed, lambda said: all(one.get("view") == [0, 1] for one in said), tries=3
+    ):
+        assert [(n, why[:30]) for n, _, why in said["lost"]] == [
+            (2, "has not come back from its ste")
+        ]
 
 
 def test_error_of_one_ends_the_step_of_all(crew: Crew) -> None:
     crew[2].order("report", text="Connection closed by peer")
     found = crew.agree([0, 1, 2, 3])
-    assert {one["why"] for one in found} == {"Connection closed by peer"} and found[0]["epoch"] == 2
+    assert {one["why"] for one in found} == {"Connection closed by peer"} and found[0][
+        "epoch"
+    ] == 2
 
 
 def test_fatal_error_ends_all(crew: Crew) -> None:
@@ -287,12 +347,24 @@ def test_published_facts_come_with_heartbeats(crew: Crew) -> None:
         one.order("published", step=number)
     for one in crew:
         heard = one.wait("published")["published"]
-        assert all(facts == {"step": int(number)} for number, facts in heard.items() if facts) and len(heard) == 3
+        assert (
+            all(
+                facts == {"step": int(number)}
+                for number, facts in heard.items()
+                if facts
+            )
+            and len(heard) == 3
+        )
 
 
 def test_strangers_are_ignored(crew: Crew) -> None:
     open_still = []
-    for garbage in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(4000), b"\x00\x00\x00\x02" + bytes(16) + b"{}", b"\xff" * 40):
+    for garbage in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        os.urandom(4000),
+        b"\x00\x00\x00\x02" + bytes(16) + b"{}",
+        b"\xff" * 40,
+    ):
         for member in crew.members:
             stranger = socket.create_connection((member["host"], member["port"]))
             stranger.sendall(garbage)
@@ -300,8 +372,13 @@ def test_strangers_are_ignored(crew: Crew) -> None:
     crews_other = Process(-1, token="another", limit=1.0)
     try:
         crews_other.wait("member")
-        crews_other.order("join", contacts=[[member["host"], member["port"]] for member in crew.members])
-        assert crews_other.wait("error")["text"].startswith("no member of the run has answered at 127.0.0.1:")
+        crews_other.order(
+            "join",
+            contacts=[[member["host"], member["port"]] for member in crew.members],
+        )
+        assert crews_other.wait("error")["text"].startswith(
+            "no member of the run has answered at 127.0.0.1:"
+        )
     finally:
         crews_other.end()
     assert all(one.said.empty() for one in crew)
@@ -315,7 +392,8 @@ def campaign(seed: int) -> None:
     """Kills, stops, thaws and newcomers at random instants, often while the last is still being agreed on."""
     chance = random.Random(seed)
     crew = Crew(chance.randint(4, 7), rejoins=True)
-    begun = {"pids": [one.pid for one in crew], "epoch": 0}  # who was stopped too shortly to be missed is still in it
+    # who was stopped too shortly to be missed is still in it
+    begun = {"pids": [one.pid for one in crew], "epoch": 0}
     try:
         alive, stopped = list(crew), list[Process]()
         for _ in range(chance.randint(3, 6)):
@@ -342,7 +420,9 @@ def campaign(seed: int) -> None:
             last = [one.views[-1] if one.views else begun for one in alive]
             if all({*view["pids"]} == {one.pid for one in alive} for view in last):
                 break
-            assert time.monotonic() < deadline, [(one.pid, view) for one, view in zip(alive, last, strict=True)]
+            assert time.monotonic() < deadline, [
+                (one.pid, view) for one, view in zip(alive, last, strict=True)
+            ]
             time.sleep(0.02)
         assert len({view["epoch"] for view in last}) == 1
     finally:

@@ -44,7 +44,12 @@ MIXTURES: list[tuple[str, tuple[int, ...], str]] = [
     ("dp=2,shard=2,ep=4", (2,), "tp=3"),
     ("pp=2,shard=2,ep=2", (3,), "pp=3"),
 ]
-MIXTURE = {"model__experts": 6, "model__expert_ffn": 9, "model__router": "sigmoid", "model__shared_experts": 1}
+MIXTURE = {
+    "model__experts": 6,
+    "model__expert_ffn": 9,
+    "model__router": "sigmoid",
+    "model__shared_experts": 1,
+}
 #: Optimizers and models that keep other things than plain AdamW does.
 KINDS: list[dict[str, Any]] = [
     {"optimizer__kind": "muon", "optimizer__ema": 0.9},
@@ -60,7 +65,9 @@ def tree(corpus: str, layout: str, **change: Any) -> dict[str, Any]:
     return values | {"layout": Layout.parse(layout).model_dump()}
 
 
-def go_through(cases: list[tuple[dict[str, Any], tuple[int, ...], dict[str, Any]]]) -> list[dict[str, Any] | None]:
+def go_through(
+    cases: list[tuple[dict[str, Any], tuple[int, ...], dict[str, Any]]],
+) -> list[dict[str, Any] | None]:
     """Every case on the ranks of the call: what each did in it, None if it was lost.
 
     All copy the state after steps 1 and 2 and have changed it since when the lost ones go. Raises if one bit of what
@@ -72,17 +79,38 @@ def go_through(cases: list[tuple[dict[str, Any], tuple[int, ...], dict[str, Any]
         kept, fixed, unique = list[Snapshots](), frozenset[str](), dict[Any, int]()
         if groups.meet(list(range(olds))):
             state = start(before).state
-            fixed = frozenset(f"model.{h.name}" for h in state.held if not h.learns and not h.logical.everywhere)
+            fixed = frozenset(
+                f"model.{h.name}"
+                for h in state.held
+                if not h.learns and not h.logical.everywhere
+            )
             fixed = fixed.union(*from_all(fixed))
-            kept.append(Snapshots(state, ["here"] * olds, "127.0.0.1", "token", epoch=3))
+            kept.append(
+                Snapshots(state, ["here"] * olds, "127.0.0.1", "token", epoch=3)
+            )
             for step in (1, 2):
                 fill(state.tensors(), step, fixed)
                 kept[0].begin(Progress(step=step, position=step * 5, updates=step))
                 kept[0].complete()
             fill(state.tensors(), 3, fixed)
-            everyones = from_all({(n, p.box): volume(p.box) * p.tensor.itemsize for n, p in state.tensors().items()})
-            left = {key for rank, theirs in enumerate(everyones) if rank not in lost for key in theirs}
-            unique = {key: size for rank in lost for key, size in everyones[rank].items() if key not in left}
+            everyones = from_all(
+                {
+                    (n, p.box): volume(p.box) * p.tensor.itemsize
+                    for n, p in state.tensors().items()
+                }
+            )
+            left = {
+                key
+                for rank, theirs in enumerate(everyones)
+                if rank not in lost
+                for key in theirs
+            }
+            unique = {
+                key: size
+                for rank in lost
+                for key, size in everyones[rank].items()
+                if key not in left
+            }
         facts = json.loads(json.dumps(said(kept)))
         survivors = [rank for rank in range(olds) if rank not in lost]
         newcomers = list(range(olds, olds + news - len(survivors)))
@@ -90,11 +118,19 @@ def go_through(cases: list[tuple[dict[str, Any], tuple[int, ...], dict[str, Any]
             found.append(None)
             continue
         recovery, rank = newest(from_all(facts)), dist.get_rank()
-        assert recovery is not None and recovery.progress == Progress(2, 10, 0, 2) and not recovery.odd
+        assert (
+            recovery is not None
+            and recovery.progress == Progress(2, 10, 0, 2)
+            and not recovery.odd
+        )
         state = start(after).state
         sent = restore(recovery, kept, state)
         names = frozenset(name for names in from_all(fixed) for name in names)
-        assert not wrong(state.tensors(), 2, names), (before["layout"], lost, after["layout"])
+        assert not wrong(state.tensors(), 2, names), (
+            before["layout"],
+            lost,
+            after["layout"],
+        )
         assert state.updates == 2 or not state.learning
         came = sum(
             volume(part.box) * part.tensor.itemsize
@@ -102,17 +138,31 @@ def go_through(cases: list[tuple[dict[str, Any], tuple[int, ...], dict[str, Any]
             if kept and owner != kept[0].rank
             for _, part in kept[0].parts(2, owner, number)
         )
-        found.append({"sent": sent, "came": came, "lost": sum(unique.values()), "text": str(recovery)})
+        found.append(
+            {
+                "sent": sent,
+                "came": came,
+                "lost": sum(unique.values()),
+                "text": str(recovery),
+            }
+        )
     return found
 
 
-def check(pool: Any, corpus: str, cases: list[tuple[str, tuple[int, ...], str]], **change: Any) -> None:
-    trees = [(tree(corpus, old, **change), lost, tree(corpus, new, **change)) for old, lost, new in cases]
+def check(
+    pool: Any, corpus: str, cases: list[tuple[str, tuple[int, ...], str]], **change: Any
+) -> None:
+    trees = [
+        (tree(corpus, old, **change), lost, tree(corpus, new, **change))
+        for old, lost, new in cases
+    ]
     ranks = pool.run(5, go_through, trees, timeout=300)
     for case, of_ranks in zip(cases, zip(*ranks, strict=True), strict=True):
         done = [one for one in of_ranks if one is not None]
         # What the lost ranks alone had came out of others' memory, each byte once, and nothing else did.
-        assert sum(one["came"] for one in done) == max(one["lost"] for one in done), case
+        assert sum(one["came"] for one in done) == max(one["lost"] for one in done), (
+            case
+        )
         assert len({one["text"] for one in done}) == 1
 
 
@@ -121,7 +171,9 @@ def test_every_pair_of_layouts(pool: Any, tmp_path: Path) -> None:
     check(pool, write_corpus(tmp_path), CASES)
 
 
-def leave(before: dict[str, Any], leaving: tuple[int, ...], after: dict[str, Any]) -> int:
+def leave(
+    before: dict[str, Any], leaving: tuple[int, ...], after: dict[str, Any]
+) -> int:
     """Ranks that go on purpose, neighbours too, hand what they have to those that stay; the bytes that this one got."""
     groups, state = Groups(), start(before).state
     world = Layout(**before["layout"]).world
@@ -130,7 +182,9 @@ def leave(before: dict[str, Any], leaving: tuple[int, ...], after: dict[str, Any
     usual.begin(Progress(step=1))
     usual.complete()
     fill(state.tensors(), 2)
-    last = Snapshots(state, ["here"] * world, "127.0.0.1", "token", epoch=2, leaving=leaving)
+    last = Snapshots(
+        state, ["here"] * world, "127.0.0.1", "token", epoch=2, leaving=leaving
+    )
     last.begin(Progress(step=2))
     last.complete()
     from_all(None)
@@ -138,7 +192,10 @@ def leave(before: dict[str, Any], leaving: tuple[int, ...], after: dict[str, Any
     facts = said([usual, last])
     if groups.meet([rank for rank in range(world) if rank not in leaving]):
         recovery = newest(from_all(facts))
-        assert recovery is not None and (recovery.epoch, recovery.progress.step) == (2, 2)
+        assert recovery is not None and (recovery.epoch, recovery.progress.step) == (
+            2,
+            2,
+        )
         state = start(after).state
         restore(recovery, [usual, last], state)
         assert not wrong(state.tensors(), 2)
@@ -147,9 +204,14 @@ def leave(before: dict[str, Any], leaving: tuple[int, ...], after: dict[str, Any
 
 def test_ranks_that_leave_on_purpose(pool: Any, tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path)
-    for before, leaving, after in (("shard=4", (2, 3), "tp=2"), ("pp=2,tp=2", (0, 1, 2), "dp=1")):
+    for before, leaving, after in (
+        ("shard=4", (2, 3), "tp=2"),
+        ("pp=2,tp=2", (0, 1, 2), "dp=1"),
+    ):
         got = pool.run(4, leave, tree(corpus, before), leaving, tree(corpus, after))
-        assert all((got[rank] > 0) == (rank == (3 if 0 in leaving else 0)) for rank in range(4)), got
+        assert all(
+            (got[rank] > 0) == (rank == (3 if 0 in leaving else 0)) for rank in range(4)
+        ), got
 
 
 @pytest.mark.slow
@@ -159,5 +221,12 @@ def test_experts(pool: Any, tmp_path: Path) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: next(iter(kind)))
-def test_whatever_is_kept_with_a_parameter(pool: Any, tmp_path: Path, kind: dict[str, Any]) -> None:
-    check(pool, write_corpus(tmp_path), [("shard=2,tp=2", (1,), "shard=3"), ("pp=2,dp=2", (0,), "dp=3")], **kind)
+def test_whatever_is_kept_with_a_parameter(
+    pool: Any, tmp_path: Path, kind: dict[str, Any]
+) -> None:
+    check(
+        pool,
+        write_corpus(tmp_path),
+        [("shard=2,tp=2", (1,), "shard=3"), ("pp=2,dp=2", (0,), "dp=3")],
+        **kind,
+    )

@@ -51,15 +51,29 @@ def test_what_is_on_another_machine_already_is_not_sent() -> None:
     about = Tensor((8,), "F32")
 
     def table(box: Any) -> Any:
-        return {"w": (about, box, False), "norm": (about, whole, False), "frozen": (about, whole, True)}
+        return {
+            "w": (about, box, False),
+            "norm": (about, whole, False),
+            "frozen": (about, whole, True),
+        }
 
     tables = [table(half), table(rest), table(half), table(rest)]
 
-    def senders(machines: list[str], leaving: tuple[int, ...] = ()) -> dict[tuple[bool, tuple[int, ...]], int]:
-        return {(s.fixed, s.holders): s.sender for s in segments_of(tables, machines, leaving)}
+    def senders(
+        machines: list[str], leaving: tuple[int, ...] = ()
+    ) -> dict[tuple[bool, tuple[int, ...]], int]:
+        return {
+            (s.fixed, s.holders): s.sender
+            for s in segments_of(tables, machines, leaving)
+        }
 
     everyone = (0, 1, 2, 3)
-    nobody = {(False, (0, 2)): -1, (False, (1, 3)): -1, (False, everyone): -1, (True, everyone): -1}
+    nobody = {
+        (False, (0, 2)): -1,
+        (False, (1, 3)): -1,
+        (False, everyone): -1,
+        (True, everyone): -1,
+    }
     assert senders([A, A, A, A]) == senders([A, A, B, B]) == nobody
     assert senders([A, B, A, B]) == nobody | {(False, (0, 2)): 0, (False, (1, 3)): 1}
     assert senders([A] * 4, leaving=(1, 3)) == nobody | {(False, (1, 3)): 1}
@@ -67,7 +81,12 @@ def test_what_is_on_another_machine_already_is_not_sent() -> None:
 
 def linked(keep: Any = lambda sender, head: True) -> tuple[Inbox, bytearray]:
     memory = bytearray(1 << 20)
-    inbox = Inbox("127.0.0.1", "token", lambda sender, head: memoryview(memory)[: head["size"]], keep)
+    inbox = Inbox(
+        "127.0.0.1",
+        "token",
+        lambda sender, head: memoryview(memory)[: head["size"]],
+        keep,
+    )
     inbox.start()
     return inbox, memory
 
@@ -85,7 +104,12 @@ def test_a_message_arrives_and_is_acknowledged() -> None:
 
 def test_strangers_and_garbage_change_nothing() -> None:
     inbox, memory = linked()
-    for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, struct.pack("!I", 9) + b"[1, 2, 3]"):
+    for garbage in (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 64,
+        struct.pack("!I", 9) + b"[1, 2, 3]",
+    ):
         with socket.create_connection(inbox.address, 5) as stranger:
             stranger.sendall(garbage)
     with pytest.raises(LinkBroken):
@@ -101,7 +125,8 @@ def test_what_is_refused_or_cut_short_raises() -> None:
         Outbox(inbox.address, "token", 0, 5).send({}, [memoryview(b"x")])
     inbox.close()
     for challenge in (b"", bytes(CHALLENGE)):
-        with socket.create_server(("127.0.0.1", 0)) as silent:  # as a frozen rank: it takes what fits into its buffers
+        # as a frozen rank: it takes what fits into its buffers
+        with socket.create_server(("127.0.0.1", 0)) as silent:
             outbox = Outbox(silent.getsockname()[:2], "token", 0, 5)
             sender = threading.Thread(target=fails, args=(outbox,))
             sender.start()
@@ -127,7 +152,9 @@ def test_the_secret_stays_here_and_what_is_overheard_opens_nothing() -> None:
         with other.accept()[0] as overheard:
             overheard.sendall(bytes(CHALLENGE))
             size = overheard.recv(4, socket.MSG_WAITALL)
-            hello = size + overheard.recv(*struct.unpack("!I", size), socket.MSG_WAITALL)
+            hello = size + overheard.recv(
+                *struct.unpack("!I", size), socket.MSG_WAITALL
+            )
             message = overheard.recv(4096)
             overheard.sendall(KEPT)
         sender.join()
@@ -135,7 +162,10 @@ def test_the_secret_stays_here_and_what_is_overheard_opens_nothing() -> None:
     inbox, memory = linked()
     with socket.create_connection(inbox.address, 5) as stranger:
         stranger.sendall(hello + message)
-        assert len(stranger.recv(CHALLENGE, socket.MSG_WAITALL)) == CHALLENGE and stranger.recv(1) == b""
+        assert (
+            len(stranger.recv(CHALLENGE, socket.MSG_WAITALL)) == CHALLENGE
+            and stranger.recv(1) == b""
+        )
     assert not memory[0]
     inbox.close()
 
@@ -154,7 +184,10 @@ def keeps_two(tree: dict[str, Any]) -> None:
         mine.complete()
     from_all(None)
     facts = from_all(said([mine]))
-    steps = [{(one["owner"], one["step"]) for one in fact[FACT][0]["copies"]} for fact in facts]
+    steps = [
+        {(one["owner"], one["step"]) for one in fact[FACT][0]["copies"]}
+        for fact in facts
+    ]
     me = job.mesh.batch_rank
     assert steps[me] >= {(me, 6), ((me - 1) % 4, 6)} and (me, 2) not in steps[me]
     recovery = newest(facts)
@@ -164,15 +197,22 @@ def keeps_two(tree: dict[str, Any]) -> None:
 
 
 def test_a_copy_that_not_all_have_does_not_count(pool: Any, tmp_path: Path) -> None:
-    pool.run(4, keeps_two, recipe(write_corpus(tmp_path), layout__shard=4).model_dump(mode="json"))
+    pool.run(
+        4,
+        keeps_two,
+        recipe(write_corpus(tmp_path), layout__shard=4).model_dump(mode="json"),
+    )
 
 
 def loses_buddy(tree: dict[str, Any], how: str) -> str:
     """What rank 0 says when its buddy, rank 1, is gone or does nothing; the seconds until then."""
     job, hang_up = start(tree), HangUp()
     rank = job.mesh.batch_rank
-    short = how == "is frozen" or (how == "is gone" and rank == 1)  # who is gone itself waits for nothing
-    mine = Snapshots(job.state, ["here"] * 2, "127.0.0.1", "token", limit=1 if short else 60)
+    # who is gone itself waits for nothing
+    short = how == "is frozen" or (how == "is gone" and rank == 1)
+    mine = Snapshots(
+        job.state, ["here"] * 2, "127.0.0.1", "token", limit=1 if short else 60
+    )
     if rank == 1 and how == "is gone":
         mine.stop()
     if rank == 1 and how != "is gone":
@@ -200,8 +240,13 @@ def loses_buddy(tree: dict[str, Any], how: str) -> str:
 BROKEN = "ended|reset|refused|Broken pipe"
 
 
-@pytest.mark.parametrize(("how", "said"), [("is gone", BROKEN), ("is frozen", "answered"), ("is given up", BROKEN)])
-def test_nobody_waits_for_a_lost_buddy(pool: Any, tmp_path: Path, how: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("is gone", BROKEN), ("is frozen", "answered"), ("is given up", BROKEN)],
+)
+def test_nobody_waits_for_a_lost_buddy(
+    pool: Any, tmp_path: Path, how: str, said: str
+) -> None:
     tree = recipe(write_corpus(tmp_path), layout__shard=2).model_dump(mode="json")
     first, _ = pool.run(2, loses_buddy, tree, how)
     assert first.startswith("rank 1 has not kept the state of rank 0")
@@ -226,7 +271,9 @@ def disagree(tree: dict[str, Any], odd: list[int]) -> tuple[Any, ...]:
     return recovery.progress.step, recovery.odd, str(recovery)
 
 
-def test_a_replica_with_another_state_is_named_and_not_used(pool: Any, tmp_path: Path) -> None:
+def test_a_replica_with_another_state_is_named_and_not_used(
+    pool: Any, tmp_path: Path
+) -> None:
     tree = recipe(write_corpus(tmp_path), layout__dp=4).model_dump(mode="json")
     text = "back to step 2; rank 2 has another state than the others"
     assert set(pool.run(4, disagree, tree, [2])) == {(2, (2,), text)}
@@ -239,7 +286,9 @@ def test_nothing_is_held_of_two_that_are_lost() -> None:
     one = {"epoch": 0, "rank": 0, "world": 2, "segments": [[0], [1]]}
     both = copy | {"digests": {"1": "y"}}
     assert newest([{FACT: [one | {"copies": [copy | {"owner": 0}]}]}]) is None
-    found = newest([{FACT: [one | {"copies": [copy | {"owner": 0}, both | {"owner": 1}]}]}])
+    found = newest(
+        [{FACT: [one | {"copies": [copy | {"owner": 0}, both | {"owner": 1}]}]}]
+    )
     assert (
         found is not None
         and found.helpers == ((0, 1),)
@@ -256,7 +305,10 @@ def moved_experts(tree: dict[str, Any]) -> int:
     experts = [h for h in job.state.held if h.logical.cut_by("ep")]
     for h in experts:
         h.rows = rows
-        h.slots = {name: part.__class__(**(vars(part) | {"rows": rows})) for name, part in h.slots.items()}
+        h.slots = {
+            name: part.__class__(**(vars(part) | {"rows": rows}))
+            for name, part in h.slots.items()
+        }
     fill(job.state.parts(), 1)
     mine.begin(Progress(step=1))
     mine.complete()
@@ -271,12 +323,23 @@ def moved_experts(tree: dict[str, Any]) -> int:
 
 
 def test_experts_that_have_moved(pool: Any, tmp_path: Path) -> None:
-    change = {"model__experts": 8, "model__expert_ffn": 9, "layout__shard": 4, "layout__ep": 4}
-    tree = recipe(write_corpus(tmp_path), layout__placement="moving", **change).model_dump(mode="json")
+    change = {
+        "model__experts": 8,
+        "model__expert_ffn": 9,
+        "layout__shard": 4,
+        "layout__ep": 4,
+    }
+    tree = recipe(
+        write_corpus(tmp_path), layout__placement="moving", **change
+    ).model_dump(mode="json")
     assert min(pool.run(4, moved_experts, tree)) > 0
 
 
 def test_what_rests_in_files_has_no_copies(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path)
-    assert why_none(recipe(corpus)) == why_none(recipe(corpus, memory__weights="host")) == ""
+    assert (
+        why_none(recipe(corpus))
+        == why_none(recipe(corpus, memory__weights="host"))
+        == ""
+    )
     assert "memory.moments = 'file'" in why_none(recipe(corpus, memory__moments="file"))

@@ -18,25 +18,57 @@ from weft.train.loop import train
 from weft.train.setup import prepare
 
 STEPS = 10
-EXPERTS = {"model__experts": 8, "model__expert_ffn": 9, "model__router": "sigmoid", "model__bias_rate": 0.05}
+EXPERTS = {
+    "model__experts": 8,
+    "model__expert_ffn": 9,
+    "model__router": "sigmoid",
+    "model__bias_rate": 0.05,
+}
 EMA = {"optimizer__ema": 0.5, "optimizer__use_ema": True}
 
 
 def job(corpus: str, layout: str, **change: Any) -> Recipe:
-    settings = {"train__steps": STEPS, "train__timeout": 60, "validation__every": 4, "validation__batches": 1} | change
-    axes = {f"layout__{axis}": size for axis, size in Layout.parse(layout).model_dump(exclude_defaults=True).items()}
-    return recipe(corpus, **{name: value for name, value in settings.items() if layout or name not in ONLY}, **axes)
+    settings = {
+        "train__steps": STEPS,
+        "train__timeout": 60,
+        "validation__every": 4,
+        "validation__batches": 1,
+    } | change
+    axes = {
+        f"layout__{axis}": size
+        for axis, size in Layout.parse(layout).model_dump(exclude_defaults=True).items()
+    }
+    return recipe(
+        corpus,
+        **{
+            name: value
+            for name, value in settings.items()
+            if layout or name not in ONLY
+        },
+        **axes,
+    )
 
 
 #: Settings that one rank has no use for.
 ONLY = ("optimizer__post_validation", "layout__placement", "layout__spare")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "later": ("pp=2,dp=2", {"optimizer__post_validation": True, "optimizer__clip": 0.5}),
-    "in-backward": ("shard=2,tp=2", {"optimizer__in_backward": True, "optimizer__clip": 0.0}),
-    "zeroth": ("dp=2,shard=2", {"optimizer__estimate": "zeroth-order", "optimizer__lr": 1e-5}),
+    "later": (
+        "pp=2,dp=2",
+        {"optimizer__post_validation": True, "optimizer__clip": 0.5},
+    ),
+    "in-backward": (
+        "shard=2,tp=2",
+        {"optimizer__in_backward": True, "optimizer__clip": 0.0},
+    ),
+    "zeroth": (
+        "dp=2,shard=2",
+        {"optimizer__estimate": "zeroth-order", "optimizer__lr": 1e-5},
+    ),
     "moving": (
         "shard=4,ep=4",
-        EXPERTS | EMA | {"layout__placement": "moving", "layout__spare": 1, "checkpoint__every": 3},
+        EXPERTS
+        | EMA
+        | {"layout__placement": "moving", "layout__spare": 1, "checkpoint__every": 3},
     ),
 }
 
@@ -46,7 +78,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize(("layout", "change"), [
     pytest.param(*case, id=name, marks=[] if name == "later" else pytest.mark.slow) for name, case in CASES.items()
 ])  # fmt: skip
-def test_a_loss_changes_nothing(tmp_path: Path, layout: str, change: dict[str, Any]) -> None:
+def test_a_loss_changes_nothing(
+    tmp_path: Path, layout: str, change: dict[str, Any]
+) -> None:
     corpus = write_corpus(tmp_path)
     train(prepare(job(corpus, "", **change)), Mesh.single(), tmp_path / "whole")
     with ranks(job(corpus, layout, **change), tmp_path / "run") as run:
@@ -54,7 +88,9 @@ def test_a_loss_changes_nothing(tmp_path: Path, layout: str, change: dict[str, A
         run.signal(1, signal.SIGKILL)
         run.end(lost=[1])
         views = run.records("view")
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-9)
+    assert losses(tmp_path / "run") == pytest.approx(
+        losses(tmp_path / "whole"), rel=1e-9
+    )
     assert recorded_once(tmp_path / "run") == list(range(1, STEPS + 1))
     assert [view["ranks"] for view in views] == [4, 3]
 
@@ -62,7 +98,10 @@ def test_a_loss_changes_nothing(tmp_path: Path, layout: str, change: dict[str, A
 @pytest.mark.slow
 def test_a_machine_that_was_suspended_goes_on(tmp_path: Path) -> None:
     """All ranks of a view were away at once, and one is gone: who is left has nobody to ask but each other."""
-    with ranks(job(write_corpus(tmp_path), "dp=2,shard=2", validation__every=0), tmp_path / "run") as run:
+    with ranks(
+        job(write_corpus(tmp_path), "dp=2,shard=2", validation__every=0),
+        tmp_path / "run",
+    ) as run:
         run.step(2)
         for rank in (0, 2, 3):
             run.signal(rank, signal.SIGSTOP)

@@ -36,8 +36,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def job(corpus: str, layout: str, **change: Any) -> Recipe:
-    settings = {"train__steps": STEPS, "train__timeout": 60, "validation__every": 5, "validation__batches": 1} | change
-    return recipe(corpus, **settings).model_copy(update={"layout": Layout.parse(layout)})
+    settings = {
+        "train__steps": STEPS,
+        "train__timeout": 60,
+        "validation__every": 5,
+        "validation__batches": 1,
+    } | change
+    return recipe(corpus, **settings).model_copy(
+        update={"layout": Layout.parse(layout)}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +59,17 @@ def whole(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, fl
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "rank", "number"), [
     ("shard=2,tp=2", 2, signal.SIGKILL),
-    ("dp=2,pp=2", 0, signal.SIGKILL),  # who leads the agreement, writes the records and holds the lease
+    # who leads the agreement, writes the records and holds the lease
+    ("dp=2,pp=2", 0, signal.SIGKILL),
     ("shard=2,cp=2", 1, signal.SIGSTOP),
 ])  # fmt: skip
 def test_a_lost_rank_costs_a_step_and_nothing_else(
-    corpus: str, whole: dict[int, float], tmp_path: Path, layout: str, rank: int, number: int
+    corpus: str,
+    whole: dict[int, float],
+    tmp_path: Path,
+    layout: str,
+    rank: int,
+    number: int,
 ) -> None:
     out = tmp_path / "run"
     with ranks(job(corpus, layout), out) as run:
@@ -74,11 +87,18 @@ def test_a_lost_rank_costs_a_step_and_nothing_else(
 def test_ranks_join_and_leave(corpus: str, tmp_path: Path) -> None:
     """Two ranks become four, three, by a file, and two, by a scheduler's signal; all that are left end well."""
     out, alone, steps = tmp_path / "run", tmp_path / "alone", 80
-    train(prepare(job(corpus, "", train__steps=steps, validation__every=0)), Mesh.single(), alone)
-    with ranks(job(corpus, "dp=2", train__steps=steps, validation__every=0), out, (0.005,)) as run:
+    train(
+        prepare(job(corpus, "", train__steps=steps, validation__every=0)),
+        Mesh.single(),
+        alone,
+    )
+    with ranks(
+        job(corpus, "dp=2", train__steps=steps, validation__every=0), out, (0.005,)
+    ) as run:
         run.step(1)
         run.start(2)
-        run.wait_for(lambda: run.records("view")[-1]["ranks"] == 4)  # one by one, if they start far apart
+        # one by one, if they start far apart
+        run.wait_for(lambda: run.records("view")[-1]["ranks"] == 4)
         ask_to_leave(out, [0])
         run.wait_for(lambda: run.records("view")[-1]["ranks"] == 3)
         number = read_roster(out).members[-1].number
@@ -92,7 +112,9 @@ def test_ranks_join_and_leave(corpus: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_too_few_ranks_save_what_they_have(corpus: str, tmp_path: Path, whole: dict[int, float]) -> None:
+def test_too_few_ranks_save_what_they_have(
+    corpus: str, tmp_path: Path, whole: dict[int, float]
+) -> None:
     """Below ``min_ranks`` the run ends with the reason; what it has saved from memory goes on under any layout."""
     out = tmp_path / "run"
     with ranks(job(corpus, "shard=2,tp=2", resilience__min_ranks=4), out) as run:
@@ -101,7 +123,9 @@ def test_too_few_ranks_save_what_they_have(corpus: str, tmp_path: Path, whole: d
         for rank in (0, 2, 3):
             run.processes[rank].join(HUNG)
         said = run.words()
-    assert "3 ranks are left, and resilience.min_ranks = 4; the state after step" in said
+    assert (
+        "3 ranks are left, and resilience.min_ranks = 4; the state after step" in said
+    )
     step = max(losses(out))
     train(prepare(job(corpus, "")), Mesh.single(), out, "auto")
     assert losses(out) == pytest.approx(whole, rel=1e-10) and step < STEPS
@@ -110,12 +134,23 @@ def test_too_few_ranks_save_what_they_have(corpus: str, tmp_path: Path, whole: d
 @pytest.mark.sampled(1)
 @pytest.mark.slow(20)
 @pytest.mark.parametrize("actions", ["rebalance", "leave-out"])
-def test_a_slow_rank_gets_less_to_do_or_is_left_out(corpus: str, tmp_path: Path, actions: str) -> None:
+def test_a_slow_rank_gets_less_to_do_or_is_left_out(
+    corpus: str, tmp_path: Path, actions: str
+) -> None:
     """A rank that takes three times as long: who stays, who has how many rows, and the losses of one device."""
     out, alone, steps = tmp_path / "run", tmp_path / "alone", 60
-    change = {"train__steps": steps, "train__batch": 16, "train__micro_batch": 16, "validation__every": 0}
+    change = {
+        "train__steps": steps,
+        "train__batch": 16,
+        "train__micro_batch": 16,
+        "validation__every": 0,
+    }
     train(prepare(job(corpus, "", **change)), Mesh.single(), alone)
-    with ranks(job(corpus, "dp=4", **change, resilience__actions=actions), out, (0.02, 0.02, 0.06, 0.02)) as run:
+    with ranks(
+        job(corpus, "dp=4", **change, resilience__actions=actions),
+        out,
+        (0.02, 0.02, 0.06, 0.02),
+    ) as run:
         run.end(lost=[2] if actions == "leave-out" else [])
         views, rows = run.records("view"), [run.rows(rank) for rank in range(4)]
     assert losses(out) == pytest.approx(losses(alone), rel=1e-10)
@@ -123,18 +158,24 @@ def test_a_slow_rank_gets_less_to_do_or_is_left_out(corpus: str, tmp_path: Path,
     assert len(views) > 1
     if actions == "leave-out":
         assert (views[-1]["ranks"], views[-1]["layout"]) == (3, "dp=3")
-        assert [(gone["number"], gone["why"]) for view in views for gone in view["lost"]] == [(2, "left")]
+        assert [
+            (gone["number"], gone["why"]) for view in views for gone in view["lost"]
+        ] == [(2, "left")]
         return
     assert all(view["ranks"] == 4 and not view["lost"] for view in views)
     assert all(own[0] == 4 for own in rows)
     # By speeds of 3, 3, 1 and 3 of 10 its share is one or two rows of 16, which it has in one pass.
-    assert rows[2][-1] <= 2 and all(sum(rows[2]) < 0.8 * sum(rows[rank]) for rank in (0, 1, 3))
+    assert rows[2][-1] <= 2 and all(
+        sum(rows[2]) < 0.8 * sum(rows[rank]) for rank in (0, 1, 3)
+    )
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(20))
-def test_faults_at_random_instants(corpus: str, tmp_path: Path, kind: str, seed: int) -> None:
+def test_faults_at_random_instants(
+    corpus: str, tmp_path: Path, kind: str, seed: int
+) -> None:
     """Whatever a rank does when it is lost: forward, a collective, saving, or recovering from another loss."""
     assert not trial(kind, 1000 + seed, corpus, tmp_path)["wrong"]
 
@@ -145,16 +186,24 @@ def test_too_few_started_ranks_are_refused_before_they_wait(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match=r"has 4 places but 2 ranks were started; start 4 ranks or change --layout"):
+    with pytest.raises(
+        UsageError,
+        match=r"has 4 places but 2 ranks were started; start 4 ranks or change --layout",
+    ):
         be_rank(job(corpus, layout), None, None, lambda *given: None)
 
 
 def test_attempts_count_while_nobody_is_lost(corpus: str) -> None:
     """Whose run went back from step 119 to a checkpoint may lose ranks more often than a step may fail, until 119."""
     survivor = Survivor(job(corpus, ""), None, None, [])
-    survivor.membership = cast(Membership, SimpleNamespace(why="rank 1 is gone", fatal=lambda text: None))
+    survivor.membership = cast(
+        Membership, SimpleNamespace(why="rank 1 is gone", fatal=lambda text: None)
+    )
     survivor._last, survivor.progress.step = 119, 48
-    members = (Member(0, "127.0.0.1", 1, "", 1, 0.0), Member(1, "127.0.0.1", 2, "", 2, 0.0))
+    members = (
+        Member(0, "127.0.0.1", 1, "", 1, 0.0),
+        Member(1, "127.0.0.1", 2, "", 2, 0.0),
+    )
     for lost in [(Lost(members[1], 1, "is gone"),)] * 2 * ATTEMPTS + [()] * ATTEMPTS:
         survivor.take_as_loss(PeerLost("the connection is closed"))
         survivor.excuse(View(2, members[:1], ({},), lost, {}))
@@ -168,9 +217,15 @@ def test_a_run_that_begins_again_says_so(
     corpus: str, later: bool, fresh: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a rank and its buddy are lost together, and there is no checkpoint yet."""
-    monkeypatch.setattr("weft.train.guard.resume_run", lambda *given: Resumed(Progress(), ["resumed"]))
+    monkeypatch.setattr(
+        "weft.train.guard.resume_run", lambda *given: Resumed(Progress(), ["resumed"])
+    )
     survivor = Survivor(job(corpus, ""), None, None, [])
-    survivor.view = cast(View, SimpleNamespace(facts=[{"store": ("here", 1)} if later else {}]))
+    survivor.view = cast(
+        View, SimpleNamespace(facts=[{"store": ("here", 1)} if later else {}])
+    )
     given = cast(Any, SimpleNamespace(fresh=fresh, folder=Path()))
-    notes = survivor.fill(given, cast(Any, None), cast(Any, None), cast(Any, None)).notes
+    notes = survivor.fill(
+        given, cast(Any, None), cast(Any, None), cast(Any, None)
+    ).notes
     assert notes == ["resumed", *([FROM_START] if later and fresh else [])]

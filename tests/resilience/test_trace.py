@@ -38,7 +38,9 @@ def my_ring(folder: Path) -> rings.Trace:
     return rings.read_ring(rings.rings_of(folder) / f"0-{dist.get_rank()}.ring")
 
 
-def two_steps(values: dict[str, Any], folder: Path, traced: bool) -> tuple[int, list[str], list[str], list[float]]:
+def two_steps(
+    values: dict[str, Any], folder: Path, traced: bool
+) -> tuple[int, list[str], list[str], list[float]]:
     """Operators of the second step that the profiler has seen, what the ring has of it, and the losses."""
     job = start(values)
     losses = []
@@ -48,26 +50,44 @@ def two_steps(values: dict[str, Any], folder: Path, traced: bool) -> tuple[int, 
         batches = job.loader.step((number - 1) * 5)
         assert batches is not None
         with profile(activities=[ProfilerActivity.CPU]) as profiler, trace.step(number):
-            losses.append(train_step(job.model, job.state, batches, job.mesh, lr=1e-3, clip=1.0).loss)
+            losses.append(
+                train_step(
+                    job.model, job.state, batches, job.mesh, lr=1e-3, clip=1.0
+                ).loss
+            )
     if not traced:
         return 0, [], [], losses
     found = my_ring(folder)
     trace.stop()
-    inside = found.records[(found.records["step"] == 2) & (found.records["kind"] != rings.STEP)]
-    waited = inside[inside["begin"] > 0]  # a first stage does not wait for the sum of the labels' weights
+    inside = found.records[
+        (found.records["step"] == 2) & (found.records["kind"] != rings.STEP)
+    ]
+    # a first stage does not wait for the sum of the labels' weights
+    waited = inside[inside["begin"] > 0]
     assert len(waited) >= len(inside) - 1 and (waited["enter"] <= waited["begin"]).all()
     assert (waited["begin"] <= waited["leave"]).all() and (inside["enter"] > 0).all()
     assert not inside["failed"].any()
-    seen = [e.name for e in profiler.events() if e.name.startswith("c10d::") and e.name != "c10d::barrier"]
-    kinds, places = [rings.KINDS[k] for k in inside["kind"]], [found.places[p] for p in inside["place"]]
+    seen = [
+        e.name
+        for e in profiler.events()
+        if e.name.startswith("c10d::") and e.name != "c10d::barrier"
+    ]
+    kinds, places = (
+        [rings.KINDS[k] for k in inside["kind"]],
+        [found.places[p] for p in inside["place"]],
+    )
     return len(seen), kinds, places, losses
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_nothing_passes_by_and_nothing_changes(pool: Any, corpus: str, tmp_path: Path, layout: str) -> None:
-    values = recipe(corpus, train__micro_batch=1).model_copy(update={"layout": Layout.parse(layout)})
+def test_nothing_passes_by_and_nothing_changes(
+    pool: Any, corpus: str, tmp_path: Path, layout: str
+) -> None:
+    values = recipe(corpus, train__micro_batch=1).model_copy(
+        update={"layout": Layout.parse(layout)}
+    )
     given = values.model_dump(mode="json")
     plain = pool.run(4, two_steps, given, tmp_path, False, timeout=120)
     traced = pool.run(4, two_steps, given, tmp_path, True, timeout=120)
@@ -102,9 +122,14 @@ def functional(folder: Path) -> tuple[list[str], float, list[int]]:
 
 
 @pytest.mark.slow
-def test_functional_collectives_of_compiled_code_are_seen(pool: Any, tmp_path: Path) -> None:
+def test_functional_collectives_of_compiled_code_are_seen(
+    pool: Any, tmp_path: Path
+) -> None:
     for kinds, total, sizes in pool.run(2, functional, tmp_path, timeout=120):
-        assert kinds == ["all_reduce", "reduce_scatter", "all_gather"] and sizes == [3, 3]
+        assert kinds == ["all_reduce", "reduce_scatter", "all_gather"] and sizes == [
+            3,
+            3,
+        ]
         assert total == 2 * (2 * (2 * 2 + 1) + 1) + 8
 
 
@@ -124,13 +149,21 @@ def killed(folder: Path) -> None:
 def test_a_ring_outlives_its_rank(pool: Any, tmp_path: Path) -> None:
     with pytest.raises(WorkerDied):
         pool.run(2, killed, tmp_path)
-    living, dead = (rings.read_ring(rings.rings_of(tmp_path) / f"0-{rank}.ring") for rank in (0, 1))
+    living, dead = (
+        rings.read_ring(rings.rings_of(tmp_path) / f"0-{rank}.ring") for rank in (0, 1)
+    )
     assert [rings.KINDS[k] for k in dead.records["kind"]] == ["step", "all_reduce"]
     assert dead.records["leave"][0] == 0 < dead.records["leave"][1]
     last = living.records[-1]
-    assert rings.KINDS[last["kind"]] == "broadcast" and last["failed"] and last["size"] == 40 and last["step"] == 7
+    assert (
+        rings.KINDS[last["kind"]] == "broadcast"
+        and last["failed"]
+        and last["size"] == 40
+        and last["step"] == 7
+    )
     assert living.groups[last["group"]].ranks == (0, 1) and last["sequence"] == 2
-    assert living.places[last["place"]].startswith("weft/prove/pool.py:")  # the line of Weft that called the test
+    # the line of Weft that called the test
+    assert living.places[last["place"]].startswith("weft/prove/pool.py:")
     shutil.rmtree(rings.rings_of(tmp_path))
 
 
@@ -141,15 +174,22 @@ def test_a_ring_is_whole_while_it_is_written(tmp_path: Path) -> None:
         number = 0
         while not ended.is_set():
             number += 1
-            assert ring.write("send", size=number, sequence=number, peer=number) == number
+            assert (
+                ring.write("send", size=number, sequence=number, peer=number) == number
+            )
 
     writer = threading.Thread(target=write)
     writer.start()
     begun, seen = time.monotonic(), list[int]()
-    while time.monotonic() < begun + 1 or (max(seen) <= 0.9 * rings.RECORDS and time.monotonic() < begun + 60):
+    while time.monotonic() < begun + 1 or (
+        max(seen) <= 0.9 * rings.RECORDS and time.monotonic() < begun + 60
+    ):
         records = rings.read_ring(ring.path).records
         seen.append(len(records))
-        assert all((records[name] == records["number"]).all() for name in ("size", "sequence", "peer"))
+        assert all(
+            (records[name] == records["number"]).all()
+            for name in ("size", "sequence", "peer")
+        )
         assert (np.diff(records["number"]) > 0).all()
     ended.set()
     writer.join()
@@ -166,10 +206,14 @@ def test_a_file_that_is_no_ring_is_refused(tmp_path: Path) -> None:
 def test_full_names_do_not_end_the_rank(tmp_path: Path) -> None:
     ring = trace.Ring(tmp_path / "0-0.ring", {"rank": 0})
     numbers = [ring._name("place", "x" * 999) for _ in range(200)]
-    assert numbers[-1] == 0 and len(rings.read_ring(ring.path).places) == max(numbers) + 1
+    assert (
+        numbers[-1] == 0 and len(rings.read_ring(ring.path).places) == max(numbers) + 1
+    )
 
 
-def test_rings_of_a_run_that_ended_badly_go_with_it_or_after_a_day(tmp_path: Path) -> None:
+def test_rings_of_a_run_that_ended_badly_go_with_it_or_after_a_day(
+    tmp_path: Path,
+) -> None:
     about, gone = {"created": psutil.Process().create_time(), "rank": 0}, 2**30
     cases = {
         "late": (gone, 2, "/"),
@@ -178,16 +222,24 @@ def test_rings_of_a_run_that_ended_badly_go_with_it_or_after_a_day(tmp_path: Pat
         "lost": (gone, 0, "/nowhere"),
     }
     for name, (pid, days, run) in cases.items():
-        ring = trace.Ring(tmp_path / name / "0-0.ring", about | {"pid": pid, "run": run})
+        ring = trace.Ring(
+            tmp_path / name / "0-0.ring", about | {"pid": pid, "run": run}
+        )
         os.utime(ring.path, (time.time() - days * 86400,) * 2)
     for name, days in (("begun", 0), ("empty", 2)):
         (tmp_path / name).mkdir()
         os.utime(tmp_path / name, (time.time() - days * 86400,) * 2)
     trace._sweep(tmp_path / "mine")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["begun", "living", "new"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "begun",
+        "living",
+        "new",
+    ]
 
 
-def test_without_room_for_a_ring_the_rank_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_for_a_ring_the_rank_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*given: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -31,8 +31,14 @@ KINDS = ("kill", "freeze", "thaw", "leader", "two", "neighbours")
 
 
 def job(corpus: str, layout: str, **change: Any) -> Recipe:
-    settings = {"train__steps": STEPS, "train__timeout": 60, "validation__every": 0} | change
-    return recipe(corpus, **settings).model_copy(update={"layout": Layout.parse(layout)})
+    settings = {
+        "train__steps": STEPS,
+        "train__timeout": 60,
+        "validation__every": 0,
+    } | change
+    return recipe(corpus, **settings).model_copy(
+        update={"layout": Layout.parse(layout)}
+    )
 
 
 def reference(corpus: str, folder: Path, more: dict[str, Any]) -> dict[int, float]:
@@ -53,15 +59,28 @@ def trial(kind: str, seed: int, corpus: str, folder: Path) -> dict[str, Any]:
     victims = [first]
     if kind in ("two", "neighbours") or (kind == "kill" and draw.random() < 0.3):
         beside = (first + 1) % world
-        victims.append(beside if kind == "neighbours" else draw.choice([r for r in range(world) if r != first]))
+        victims.append(
+            beside
+            if kind == "neighbours"
+            else draw.choice([r for r in range(world) if r != first])
+        )
     apart = draw.uniform(0, 0.8) if kind == "kill" else 0.0
-    row: dict[str, Any] = {"kind": kind, "seed": seed, "layout": layout, "victims": victims}
-    with ranks(job(corpus, layout, checkpoint__every=draw.choice([0, 3]), **more), out) as run:
+    row: dict[str, Any] = {
+        "kind": kind,
+        "seed": seed,
+        "layout": layout,
+        "victims": victims,
+    }
+    with ranks(
+        job(corpus, layout, checkpoint__every=draw.choice([0, 3]), **more), out
+    ) as run:
         run.step(draw.randint(1, 40))
         time.sleep(draw.uniform(0, 0.1))
         hit = time.time()
         for victim in victims:
-            run.signal(victim, signal.SIGSTOP if kind in ("freeze", "thaw") else signal.SIGKILL)
+            run.signal(
+                victim, signal.SIGSTOP if kind in ("freeze", "thaw") else signal.SIGKILL
+            )
             time.sleep(apart if victim == first else 0)
         if kind == "thaw":
             time.sleep(draw.uniform(0.3, 6))
@@ -79,7 +98,9 @@ def trial(kind: str, seed: int, corpus: str, folder: Path) -> dict[str, Any]:
     wrong = []
     if here.keys() != alone.keys() or recorded_once(out) != sorted(alone):
         wrong.append("steps are missing, or were recorded twice")
-    elif (off := max(abs(here[step] - alone[step]) for step in alone) / most) > TOLERANCE:
+    elif (
+        off := max(abs(here[step] - alone[step]) for step in alone) / most
+    ) > TOLERANCE:
         wrong.append(f"losses differ by {off:.1e}")
     if kind == "thaw" and thawed is None:
         wrong.append("the thawed rank has not ended")

@@ -28,11 +28,16 @@ def decoding(microbatches: int, beside: Beside, times: Times = DEEPSEEK) -> floa
 
 def test_two_microbatches_of_deepseek_v3_take_as_long_as_published() -> None:
     """121 microseconds per exchange, 242 per layer for two microbatches, 14.8 ms per token: nothing else is seen."""
-    assert decoding(1, Beside.NOTHING, replace(DEEPSEEK, forward=0.0)) / 61 == pytest.approx(121e-6, rel=1e-3)
+    assert decoding(
+        1, Beside.NOTHING, replace(DEEPSEEK, forward=0.0)
+    ) / 61 == pytest.approx(121e-6, rel=1e-3)
     two = decoding(2, Beside.SAME_PASS)
-    assert two == pytest.approx(61 * 242e-6 + 30e-6, rel=1e-3)  # the first attention hides behind nothing
+    # the first attention hides behind nothing
+    assert two == pytest.approx(61 * 242e-6 + 30e-6, rel=1e-3)
     assert 1000 * two == pytest.approx(14.8, abs=0.05)
-    assert decoding(2, Beside.NOTHING) == pytest.approx(61 * 2 * (121e-6 + 60e-6), rel=1e-3)
+    assert decoding(2, Beside.NOTHING) == pytest.approx(
+        61 * 2 * (121e-6 + 60e-6), rel=1e-3
+    )
     # What is computed is hidden as long as it takes less than the other microbatch's rows.
     slow = replace(DEEPSEEK, forward=400 * MICROSECOND)
     assert decoding(2, Beside.SAME_PASS, slow) == pytest.approx(61 * 800e-6, rel=0.01)
@@ -47,23 +52,34 @@ def test_one_after_the_other_they_make_passes_longer(name: str) -> None:
     plain = simulate(table, uniform(table, longer))
     apart = with_exchanges(table, [2] * table.stages)
     found = simulate(apart, uniform(apart, times))
-    assert found.makespan == pytest.approx(plain.makespan) and found.elapsed == pytest.approx(plain.elapsed)
+    assert found.makespan == pytest.approx(
+        plain.makespan
+    ) and found.elapsed == pytest.approx(plain.elapsed)
     assert max(found.peaks) == pytest.approx(max(plain.peaks), rel=0.15)
     validate(apart)
-    for beside, one in best_turns(table, [2] * table.stages, uniform(apart, times)).items():
+    for beside, one in best_turns(
+        table, [2] * table.stages, uniform(apart, times)
+    ).items():
         validate(one.table)
         assert sum(map(len, one.table.ranks)) == sum(map(len, apart.ranks)), beside
 
 
-@pytest.mark.parametrize(("name", "left"), [("dualpipe", 0.25), ("dualpipe-v", 0.3), ("interleaved-1f1b", 0.65)])
-def test_a_forward_and_a_backward_hide_each_others_exchanges(name: str, left: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [("dualpipe", 0.25), ("dualpipe-v", 0.3), ("interleaved-1f1b", 0.65)],
+)
+def test_a_forward_and_a_backward_hide_each_others_exchanges(
+    name: str, left: float
+) -> None:
     """Of what exchanges add to a step that does not overlap them, so large a share is left."""
     times = Times(2.0, 2.0, 2.0, dispatch=0.5, combine=0.5)
     table = build(name, 4, 24, 2 if BUILDERS[name].free else None, times)
     layers = [4] * table.stages
     costs = uniform(with_exchanges(table, layers), times)
     found = best_turns(table, layers, costs)
-    without = simulate(table, uniform(table, replace(times, dispatch=0.0, combine=0.0))).makespan
+    without = simulate(
+        table, uniform(table, replace(times, dispatch=0.0, combine=0.0))
+    ).makespan
     seen = found[Beside.OTHER_PASS].makespan - without
     assert 0 <= seen < left * (found[Beside.NOTHING].makespan - without)
     rank = found[Beside.OTHER_PASS]
@@ -74,7 +90,9 @@ def test_a_forward_and_a_backward_hide_each_others_exchanges(name: str, left: fl
 
 def test_a_legend_of_many_kinds_has_as_many_rows_as_it_needs() -> None:
     table = with_exchanges(build("dualpipe-v", 2, 4), [3] * 4, Beside.OTHER_PASS)
-    picture = ElementTree.fromstring(draw.svg(simulate(table, uniform(table, Times(dispatch=0.2, combine=0.2)))))
+    picture = ElementTree.fromstring(
+        draw.svg(simulate(table, uniform(table, Times(dispatch=0.2, combine=0.2))))
+    )
     told = [e for e in picture.iter() if e.text and e.get("font-size") == "14"]
     assert len(told) == 12 and len({e.get("y") for e in told}) > 1
     assert all(float(e.get("x", 0)) + 7.4 * len(e.text or "") <= 1600 for e in told)

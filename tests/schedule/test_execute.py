@@ -31,11 +31,18 @@ def tracing(results: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Operations whose results depend on everything they read, with shapes that depend on the microbatch."""
 
     def op(a: Action, reads: Sequence[Any]) -> list[Any]:
-        seed = torch.full((1 + a.microbatch % 3, 2), float(a.stage + 1), dtype=torch.float64)
-        total = seed + sum(t.sum() for r in reads for t in (r if isinstance(r, tuple) else (r,)))
+        seed = torch.full(
+            (1 + a.microbatch % 3, 2), float(a.stage + 1), dtype=torch.float64
+        )
+        total = seed + sum(
+            t.sum() for r in reads for t in (r if isinstance(r, tuple) else (r,))
+        )
         results[str(a)] = total
         # Values of one tensor and of several, of different types.
-        return [total * i if i else (total, torch.tensor([[a.microbatch]])) for i, _ in enumerate(a.writes)]
+        return [
+            total * i if i else (total, torch.tensor([[a.microbatch]]))
+            for i, _ in enumerate(a.writes)
+        ]
 
     return {kind: op for kind in "FBIW"}
 
@@ -52,7 +59,9 @@ def traced(name: str, microbatches: int, window: int) -> dict[str, torch.Tensor]
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["gpipe", "interleaved-1f1b", "zb-v", "dualpipe"])
 @pytest.mark.parametrize("window", [2, 4])
-def test_ranks_compute_what_one_process_computes(pool: Any, name: str, window: int) -> None:
+def test_ranks_compute_what_one_process_computes(
+    pool: Any, name: str, window: int
+) -> None:
     found: dict[str, torch.Tensor] = {}
     for results in pool.run(4, traced, name, 6, window):
         found |= results
@@ -62,7 +71,9 @@ def test_ranks_compute_what_one_process_computes(pool: Any, name: str, window: i
     assert all(torch.equal(found[key], expected[key]) for key in found)
 
 
-def rehearse(table: Table, unit: float, move: float) -> list[list[tuple[int, Key, float, float]]]:
+def rehearse(
+    table: Table, unit: float, move: float
+) -> list[list[tuple[int, Key, float, float]]]:
     """This rank, its actions, when each began and when it ended, in each of three runs after a barrier."""
     wire = Wire(dist.group.WORLD, CPU, 30, lambda value: [((1,), torch.float32)])
     costs = uniform(table, Times(unit, unit * 1.1, unit * 0.9, move))
@@ -77,19 +88,31 @@ def rehearse(table: Table, unit: float, move: float) -> list[list[tuple[int, Key
 def skipping() -> Table:
     costs = Costs(lambda a: {"F": 1.0, "I": 1.1, "W": 0.9, "B": 2.0}[a.kind])
     holders = [[r] for r in range(4)]
-    return list_schedule("skip", holders, plan_paths(holders, 8, 0.25, costs), costs, ranks=4)
+    return list_schedule(
+        "skip", holders, plan_paths(holders, 8, 0.25, costs), costs, ranks=4
+    )
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "skippipe"])
+@pytest.mark.parametrize(
+    "name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "skippipe"]
+)
 def test_time_is_the_simulated_one(pool: Any, name: str) -> None:
-    table = skipping() if name == "skippipe" else build(name, 4, 8, None, Times(1, 1.1, 0.9))
-    units = iter((0.02, 0.04, 0.08, 0.16, 0.32))  # until what a busy machine takes to wake a rank is short beside it
+    table = (
+        skipping()
+        if name == "skippipe"
+        else build(name, 4, 8, None, Times(1, 1.1, 0.9))
+    )
+    # until what a busy machine takes to wake a rank is short beside it
+    units = iter((0.02, 0.04, 0.08, 0.16, 0.32))
 
     def best() -> float:
         ranks = pool.run(4, rehearse, table, next(units), 0.0)
-        return min(over_simulated(table, [timed for rank in run for timed in rank]) for run in zip(*ranks, strict=True))
+        return min(
+            over_simulated(table, [timed for rank in run for timed in rank])
+            for run in zip(*ranks, strict=True)
+        )
 
     until_true(best, lambda found: found < 1.1, tries=5)
 
@@ -116,7 +139,9 @@ def stalling(seconds: float, exits: bool) -> str:
 
     begun = time.monotonic()
     try:
-        execute(lower(build("1f1b", 4, 8)), dist.get_rank(), dict.fromkeys("FB", op), wire)
+        execute(
+            lower(build("1f1b", 4, 8)), dist.get_rank(), dict.fromkeys("FB", op), wire
+        )
     except PeerLost as error:
         time.sleep(1)  # the others still look whom this rank waited for
         return f"{time.monotonic() - begun:.0f} {error}"

@@ -43,22 +43,42 @@ def complete(table: Table, split: bool) -> None:
     """Every stage of every path has its forward and backward once, all on one rank."""
     backward = ("I", "W") if split else ("B",)
     count = Counter(a.key for a in table)
-    assert count == Counter((k, s, m) for m, path in enumerate(table.paths) for s in path for k in ("F", *backward))
+    assert count == Counter(
+        (k, s, m)
+        for m, path in enumerate(table.paths)
+        for s in path
+        for k in ("F", *backward)
+    )
     where: dict[tuple[int, int], int] = {}
-    assert all(where.setdefault((a.stage, a.microbatch), a.rank) == a.rank for a in table)
+    assert all(
+        where.setdefault((a.stage, a.microbatch), a.rank) == a.rank for a in table
+    )
 
 
 @st.composite
-def problems(draw: st.DrawFn, twice: bool = False) -> tuple[int, Holders, Paths, Costs, list[float], bool]:
+def problems(
+    draw: st.DrawFn, twice: bool = False
+) -> tuple[int, Holders, Paths, Costs, list[float], bool]:
     """Ranks, holders, paths, costs, the memory that the largest microbatch needs on each rank, and split."""
     ranks = draw(st.integers(1, 8))
     stages = draw(st.integers(1, 2 * ranks))
     rank = st.integers(0, ranks - 1)
-    holders = [draw(st.lists(rank, min_size=1, max_size=2 if twice else 1, unique=True)) for _ in range(stages)]
+    holders = [
+        draw(st.lists(rank, min_size=1, max_size=2 if twice else 1, unique=True))
+        for _ in range(stages)
+    ]
     split, exclusive = draw(st.booleans()), draw(st.booleans())
     every = draw(st.permutations(range(stages)))
-    path = st.lists(st.sampled_from(range(stages)), min_size=1, unique=True) | st.just(list(every))
-    paths = draw(st.lists(path | st.just(list(range(stages))), min_size=1, max_size=draw(st.integers(1, 24))))
+    path = st.lists(st.sampled_from(range(stages)), min_size=1, unique=True) | st.just(
+        list(every)
+    )
+    paths = draw(
+        st.lists(
+            path | st.just(list(range(stages))),
+            min_size=1,
+            max_size=draw(st.integers(1, 24)),
+        )
+    )
     time = st.sampled_from([0.1, 0.5, 1.0, 1.3, 2.0])
     took = {key: draw(time) for key in "FIW"}
     took["B"] = took["I"] + took["W"]
@@ -68,7 +88,9 @@ def problems(draw: st.DrawFn, twice: bool = False) -> tuple[int, Holders, Paths,
     tape = draw(st.sampled_from([0.0, 0.4, 1.0, 1.5]))
     costs = Costs(
         lambda a: took[a.kind] * slow[a.rank],
-        lambda value, source, target: far if abs(source - target) > ranks // 2 else move,
+        lambda value, source, target: (
+            far if abs(source - target) > ranks // 2 else move
+        ),
         lambda v: saved[v.stage] * {"saved": 1.0, "tape": tape}.get(v.name, 0.0),
         exclusive,
     )
@@ -87,12 +109,19 @@ def test_any_paths_under_any_limit(
 ) -> None:
     ranks, holders, paths, costs, need, split = problem
     limit = None if extra is None else [n + extra for n in need]
-    table = list_schedule("any", holders, paths, costs, ranks=ranks, limit=limit, split=split)
+    table = list_schedule(
+        "any", holders, paths, costs, ranks=ranks, limit=limit, split=split
+    )
     complete(table, split)
     ran = simulate(table, costs)  # no deadlock
     if limit is not None:
-        assert all(peak <= most + 1e-6 for peak, most in zip(ran.peaks, limit, strict=True))
-    assert ran.makespan <= simulate(one_by_one(holders, paths, ranks, split), costs).makespan + 1e-6
+        assert all(
+            peak <= most + 1e-6 for peak, most in zip(ran.peaks, limit, strict=True)
+        )
+    assert (
+        ran.makespan
+        <= simulate(one_by_one(holders, paths, ranks, split), costs).makespan + 1e-6
+    )
 
 
 @pytest.mark.slow
@@ -103,7 +132,9 @@ def test_stages_with_several_holders(
 ) -> None:
     ranks, holders, paths, costs, need, split = problem
     limit = None if extra is None else max(need) + extra
-    table = list_schedule("twice", holders, paths, costs, ranks=ranks, limit=limit, split=split)
+    table = list_schedule(
+        "twice", holders, paths, costs, ranks=ranks, limit=limit, split=split
+    )
     complete(table, split)
     assert all(a.rank in holders[a.stage] for a in table)
     ran = simulate(table, costs)
@@ -112,14 +143,23 @@ def test_stages_with_several_holders(
 
 def test_too_little_memory_names_rank_need_and_limit() -> None:
     costs = Costs(lambda a: 1.0)
-    with pytest.raises(ScheduleError, match=r"microbatch 0 alone needs 2 of memory on rank 1, whose limit is 1\.5"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"microbatch 0 alone needs 2 of memory on rank 1, whose limit is 1\.5",
+    ):
         list_schedule("small", [[0], [1], [1]], [[0, 1, 2]], costs, ranks=2, limit=1.5)
 
 
 def test_is_deterministic() -> None:
     costs = Costs(lambda a: 1.0 + 0.1 * a.stage, exclusive=True)
-    holders, paths = [[0, 1], [1, 2], [2, 3], [3]], [[0, 1, 2, 3], [0, 2, 1, 3], [0, 1, 3]] * 3
-    one, two = (list_schedule("same", holders, paths, costs, ranks=4, limit=4.0) for _ in range(2))
+    holders, paths = (
+        [[0, 1], [1, 2], [2, 3], [3]],
+        [[0, 1, 2, 3], [0, 2, 1, 3], [0, 1, 3]] * 3,
+    )
+    one, two = (
+        list_schedule("same", holders, paths, costs, ranks=4, limit=4.0)
+        for _ in range(2)
+    )
     assert one == two
 
 
@@ -133,16 +173,26 @@ def test_the_faster_of_two_holders_runs_more() -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("row", PUBLISHED)
-def test_published_bubble_rates(row: tuple[int, float, float, float, float, float, float]) -> None:
+def test_published_bubble_rates(
+    row: tuple[int, float, float, float, float, float, float],
+) -> None:
     microbatches, f, b, w, move, one, two = row
     took = {"F": f, "I": b, "W": w}
-    for name, published, limit, tape in (("zb-1p", one, 8, 1.0), ("zb-2p", two, 16, TAPE)):
+    for name, published, limit, tape in (
+        ("zb-1p", one, 8, 1.0),
+        ("zb-2p", two, 16, TAPE),
+    ):
 
         def size(value: Value, tape: float = tape) -> float:
             return {"saved": 1.0, "tape": tape}.get(value.name, 0.0)
 
         table = build(name, 8, microbatches, times=Times(f, b, w, move))
-        ran = simulate(table, Costs(lambda a: took[a.kind], lambda value, source, target, t=move: t, size))
+        ran = simulate(
+            table,
+            Costs(
+                lambda a: took[a.kind], lambda value, source, target, t=move: t, size
+            ),
+        )
         bubble = 1 - max(ran.busy) / ran.makespan
         assert abs(bubble - published) <= 0.002
         assert max(ran.peaks) <= limit + 1e-6
@@ -153,7 +203,9 @@ def test_as_good_as_the_handmade(ranks: int) -> None:
     """In the same memory, for few microbatches and many."""
     costs = Costs(lambda a: 1.0)
     for microbatches in (1, 2, 5, ranks, 24):
-        made = assemble("zb-h1", zb_h1(ranks, microbatches), ranks, [range(ranks)] * microbatches)
+        made = assemble(
+            "zb-h1", zb_h1(ranks, microbatches), ranks, [range(ranks)] * microbatches
+        )
         found = build("zb-1p", ranks, microbatches)
         complete(found, split=True)
         ran = simulate(found, costs)
@@ -165,5 +217,8 @@ def test_with_more_memory_there_is_less_bubble() -> None:
     times = Times(1.0, 1.0, 0.8, 0.05)
     took = {"F": 1.0, "I": 1.0, "W": 0.8}
     costs = Costs(lambda a: took[a.kind], lambda value, source, target: 0.05)
-    spans = [simulate(build(name, 4, 12, times=times), costs).makespan for name in ("zb-1p", "zb-2p")]
+    spans = [
+        simulate(build(name, 4, 12, times=times), costs).makespan
+        for name in ("zb-1p", "zb-2p")
+    ]
     assert spans[1] < spans[0]

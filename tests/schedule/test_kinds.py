@@ -10,7 +10,15 @@ import torch.distributed as dist
 
 from weft.prove.pool import ProcessPool
 from weft.schedule import draw
-from weft.schedule.actions import LOCAL, Action, ScheduleError, Table, Value, assemble, forward_half
+from weft.schedule.actions import (
+    LOCAL,
+    Action,
+    ScheduleError,
+    Table,
+    Value,
+    assemble,
+    forward_half,
+)
 from weft.schedule.build import build
 from weft.schedule.execute import execute, replay
 from weft.schedule.kinds import KINDS, Clock, Duty, Flow, Kind, Visit, declare
@@ -29,12 +37,18 @@ def _half(at: Visit) -> Flow:
 
 
 def _exchange(at: Visit) -> Flow:
-    return Flow((Value("dispatched", at.stage, at.microbatch),), (Value("combined", at.stage, at.microbatch),))
+    return Flow(
+        (Value("dispatched", at.stage, at.microbatch),),
+        (Value("combined", at.stage, at.microbatch),),
+    )
 
 
 def _rest(at: Visit) -> Flow:
     sent = () if at.after is None else (Value("act", at.stage, at.microbatch),)
-    return Flow((Value("combined", at.stage, at.microbatch),), (*sent, Value("saved", at.stage, at.microbatch)))
+    return Flow(
+        (Value("combined", at.stage, at.microbatch),),
+        (*sent, Value("saved", at.stage, at.microbatch)),
+    )
 
 
 HALF = declare(Kind("test-half", "attention", forward=True, flow=_half,
@@ -43,9 +57,14 @@ EXCHANGE = declare(Kind("test-exchange", "all-to-all", "#123456", forward=True, 
                         clock=Clock.COMMUNICATION, cost=lambda a, times: 0.75))  # fmt: skip
 REST = declare(Kind("test-rest", "experts", duty=Duty.FORWARD, forward=True, flow=_rest,
                     cost=lambda a, times: times.stage(a.stage).forward / 2))  # fmt: skip
-BACK = declare(Kind("test-back", "backward and update", duty=Duty.BACKWARD, flow=KINDS["B"].flow))
+BACK = declare(
+    Kind("test-back", "backward and update", duty=Duty.BACKWARD, flow=KINDS["B"].flow)
+)
 
-COSTS = Costs(by_kind(ModelTimes([Times(2.0, 1.0, 1.0)] * RANKS)), size=lambda value: float(value.name in LOCAL))
+COSTS = Costs(
+    by_kind(ModelTimes([Times(2.0, 1.0, 1.0)] * RANKS)),
+    size=lambda value: float(value.name in LOCAL),
+)
 
 
 def table() -> Table:
@@ -54,7 +73,11 @@ def table() -> Table:
     for rank in range(RANKS):
         order = []
         for pair in range(0, COUNT, 2):
-            order += [(kind, rank, pair + i) for kind in (HALF, EXCHANGE, REST) for i in (0, 1)]
+            order += [
+                (kind, rank, pair + i)
+                for kind in (HALF, EXCHANGE, REST)
+                for i in (0, 1)
+            ]
         orders.append(order + [(BACK, rank, m) for m in range(COUNT)])
     return assemble("two-batch", orders, RANKS, [range(RANKS)] * COUNT)
 
@@ -62,28 +85,56 @@ def table() -> Table:
 def test_it_is_validated_and_lowered() -> None:
     lowered = validate(table(), zero=2)
     kinds = [a.kind for a in lowered.ranks[0]]
-    assert kinds.count("REDUCE") == COUNT and kinds.count("GATHER") == 1  # gradients are left by BACK alone
+    # gradients are left by BACK alone
+    assert kinds.count("REDUCE") == COUNT and kinds.count("GATHER") == 1
     assert kinds.count("SEND") == kinds.count("RECV") == COUNT
     without = [tuple(a for a in actions if a.kind != REST) for actions in table().ranks]
     with pytest.raises(ScheduleError, match=r"stage 0 runs test-back for microbatch 0"):
         validate(Table("half", tuple(without), RANKS, table().paths))
     doubled = build("1f1b", RANKS, COUNT)
     extra = Action(0, REST, 0, 0, reads=(), writes=())
-    with pytest.raises(ScheduleError, match="stage 0 runs F, B, test-rest for microbatch 0"):
-        validate(Table("twice", ((*doubled.ranks[0], extra), doubled.ranks[1]), RANKS, doubled.paths))
+    with pytest.raises(
+        ScheduleError, match="stage 0 runs F, B, test-rest for microbatch 0"
+    ):
+        validate(
+            Table(
+                "twice",
+                ((*doubled.ranks[0], extra), doubled.ranks[1]),
+                RANKS,
+                doubled.paths,
+            )
+        )
     assert {a.kind for a in forward_half(table())} == {HALF, EXCHANGE, REST}
 
 
 def test_its_stream_runs_beside_compute() -> None:
     found = simulate(table(), COSTS)
     # Both halves of a pair take 1 each, so that each exchange but the last is hidden behind another microbatch.
-    first = {(t.action.kind, t.action.microbatch): (t.start, t.end) for t in found.timeline[0] + found.beside[0]}
-    assert first[HALF, 0] == (0, 1) and first[EXCHANGE, 0] == (1, 1.75) and first[HALF, 1] == (1, 2)
-    assert first[REST, 0] == (2, 3) and first[EXCHANGE, 1] == (2, 2.75) and first[REST, 1] == (3, 4)
+    first = {
+        (t.action.kind, t.action.microbatch): (t.start, t.end)
+        for t in found.timeline[0] + found.beside[0]
+    }
+    assert (
+        first[HALF, 0] == (0, 1)
+        and first[EXCHANGE, 0] == (1, 1.75)
+        and first[HALF, 1] == (1, 2)
+    )
+    assert (
+        first[REST, 0] == (2, 3)
+        and first[EXCHANGE, 1] == (2, 2.75)
+        and first[REST, 1] == (3, 4)
+    )
     assert found.busy == (4 * COUNT, 4 * COUNT)  # of what computes
-    one_by_one = Costs(lambda a: COSTS.compute(a) + (a.kind == REST) * 0.75 - (a.kind == EXCHANGE) * 0.75)
+    one_by_one = Costs(
+        lambda a: (
+            COSTS.compute(a) + (a.kind == REST) * 0.75 - (a.kind == EXCHANGE) * 0.75
+        )
+    )
     assert found.makespan < simulate(table(), one_by_one).makespan
-    behind = [tuple(sorted(actions, key=lambda a: a.kind != BACK)) for actions in table().ranks]
+    behind = [
+        tuple(sorted(actions, key=lambda a: a.kind != BACK))
+        for actions in table().ranks
+    ]
     with pytest.raises(ScheduleError, match=r"test-back\(0,0\) on rank 0 comes before"):
         simulate(Table("backward first", tuple(behind), RANKS, table().paths), COSTS)
 
@@ -99,7 +150,11 @@ def test_it_is_drawn() -> None:
     tall = {float(box[0].get("height", "0")) for box in boxes}
     assert len(tall) == 2  # what runs beside compute is a strip under it
     assert "test-exchange" in draw.html(found)
-    tracks = {e["args"]["name"] for e in draw.perfetto(found)["traceEvents"] if e["name"] == "thread_name"}
+    tracks = {
+        e["args"]["name"]
+        for e in draw.perfetto(found)["traceEvents"]
+        if e["name"] == "thread_name"
+    }
     assert "rank 1, communication" in tracks
     json.dumps(draw.perfetto(found))
 
@@ -108,11 +163,17 @@ def operations() -> dict[str, Any]:
     """Numbers that show who has worked on them: every stage adds one per kind."""
 
     def forward(a: Action, reads: Any) -> list[Any]:
-        value = sum(reads, torch.zeros(1)) + 10.0 ** (HALF, EXCHANGE, REST).index(a.kind) * (1 if a.writes else 0)
+        value = sum(reads, torch.zeros(1)) + 10.0 ** (HALF, EXCHANGE, REST).index(
+            a.kind
+        ) * (1 if a.writes else 0)
         return [value for _ in a.writes]
 
     def back(a: Action, reads: Any) -> list[Any]:
-        return [sum(reads) for _ in a.writes] or seen.append((a.microbatch, float(sum(reads)))) or []
+        return (
+            [sum(reads) for _ in a.writes]
+            or seen.append((a.microbatch, float(sum(reads))))
+            or []
+        )
 
     seen: list[tuple[int, float]] = []
     return {HALF: forward, EXCHANGE: forward, REST: forward, BACK: back, "seen": seen}
@@ -121,7 +182,11 @@ def operations() -> dict[str, Any]:
 def on_rank() -> list[tuple[int, float]]:
     ops = operations()
     seen = ops.pop("seen")
-    wire = Wire(dist.group.WORLD, torch.device("cpu"), spec=lambda value: [((1,), torch.float32)])
+    wire = Wire(
+        dist.group.WORLD,
+        torch.device("cpu"),
+        spec=lambda value: [((1,), torch.float32)],
+    )
     execute(validate(table()), dist.get_rank(), ops, wire)
     return seen
 

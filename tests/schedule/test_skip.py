@@ -27,7 +27,11 @@ def two_sites(lengths: list[float], wan: float) -> Costs:
     took = {"F": FORWARD, "I": FORWARD, "W": FORWARD, "B": 2 * FORWARD}
 
     def move(value: Value, source: int, target: int) -> float:
-        return ACTIVATIONS / 25e9 + 1e-4 if source // 4 == target // 4 else ACTIVATIONS / wan + 0.02
+        return (
+            ACTIVATIONS / 25e9 + 1e-4
+            if source // 4 == target // 4
+            else ACTIVATIONS / wan + 0.02
+        )
 
     def size(value: Value) -> float:
         return lengths[value.stage] * (value.name in ("saved", "tape"))
@@ -41,13 +45,19 @@ def skip_pipe(
 ) -> Table:  # fmt: skip
     """The table of a partial pipeline: planned paths, list-scheduled."""
     paths = plan_paths(holders, microbatches, ratio, costs, split=split)
-    return list_schedule("skip", holders, paths, costs, ranks=ranks, limit=limit, split=split)
+    return list_schedule(
+        "skip", holders, paths, costs, ranks=ranks, limit=limit, split=split
+    )
 
 
 def best_full(microbatches: int, wan: float, limit: float, split: bool) -> float:
     """Makespan of the fastest pipeline over all stages that stays below the limit, stages of equal length."""
     costs, paths = two_sites([1.0] * RANKS, wan), [range(RANKS)] * microbatches
-    tables = [list_schedule("full", HOLDERS, paths, costs, ranks=RANKS, limit=limit, split=split)]
+    tables = [
+        list_schedule(
+            "full", HOLDERS, paths, costs, ranks=RANKS, limit=limit, split=split
+        )
+    ]
     for builder in (one_forward_one_backward, *((zb_h1, zb_h2) if split else ())):
         tables.append(assemble("full", builder(RANKS, microbatches), RANKS, paths))
     ran = [simulate(table, costs) for table in tables]
@@ -57,7 +67,9 @@ def best_full(microbatches: int, wan: float, limit: float, split: bool) -> float
 def partial(microbatches: int, wan: float, limit: float, split: bool) -> Simulation:
     lengths = stage_lengths(RANKS, 0.25)
     costs = two_sites(lengths, wan)
-    table = skip_pipe(HOLDERS, microbatches, 0.25, costs, ranks=RANKS, limit=limit, split=split)
+    table = skip_pipe(
+        HOLDERS, microbatches, 0.25, costs, ranks=RANKS, limit=limit, split=split
+    )
     return simulate(table, costs)
 
 
@@ -68,10 +80,14 @@ def test_paths(data: st.DataObject) -> None:
     stages, microbatches = data.draw(st.integers(4, 10)), data.draw(st.integers(1, 24))
     middle = range(1, stages - 1)
     ratio = data.draw(st.floats(0.0, len(middle) / stages / 1.5))
-    speed = data.draw(st.lists(st.sampled_from([1.0, 1.5, 3.0]), min_size=stages, max_size=stages))
+    speed = data.draw(
+        st.lists(st.sampled_from([1.0, 1.5, 3.0]), min_size=stages, max_size=stages)
+    )
     ranks = data.draw(st.integers(1, stages))
     holders = [[s % ranks] for s in range(stages)]
-    costs = Costs(lambda a: speed[a.stage], lambda value, source, target: 0.3, exclusive=True)
+    costs = Costs(
+        lambda a: speed[a.stage], lambda value, source, target: 0.3, exclusive=True
+    )
     paths = plan_paths(holders, microbatches, ratio, costs)
 
     total = round(ratio * stages * microbatches)
@@ -85,7 +101,9 @@ def test_paths(data: st.DataObject) -> None:
         assert stages - len(path) in (total // microbatches, ceil(total / microbatches))
         assert (path[0], path[-1]) == (0, stages - 1)
         # At most one pair of neighbours has changed places.
-        moved = [i for i, (a, b) in enumerate(zip(path, sorted(path), strict=True)) if a != b]
+        moved = [
+            i for i, (a, b) in enumerate(zip(path, sorted(path), strict=True)) if a != b
+        ]
         assert not moved or (len(moved) == 2 and moved[1] == moved[0] + 1)
     for s in middle:
         assert int(0.5 * mean) <= microbatches - count[s] <= ceil(1.5 * mean + 1e-6)
@@ -94,7 +112,9 @@ def test_paths(data: st.DataObject) -> None:
 def test_ratio_0_is_the_full_pipeline() -> None:
     costs = two_sites([1.0] * RANKS, 1e9)
     assert plan_paths(HOLDERS, 12, 0.0, costs) == [tuple(range(RANKS))] * 12
-    full = list_schedule("skip", HOLDERS, [tuple(range(RANKS))] * 12, costs, ranks=RANKS)
+    full = list_schedule(
+        "skip", HOLDERS, [tuple(range(RANKS))] * 12, costs, ranks=RANKS
+    )
     assert skip_pipe(HOLDERS, 12, 0.0, costs, ranks=RANKS) == full
     assert stage_lengths(RANKS, 0.0) == [1.0] * RANKS
 
@@ -119,7 +139,11 @@ def test_the_profile_computes_as_much_on_every_rank() -> None:
 
 def test_slow_stages_are_skipped_more_often() -> None:
     slow = {2: 1.5, 5: 1.3}
-    costs = Costs(lambda a: slow.get(a.stage, 1.0), lambda value, source, target: 0.05, exclusive=True)
+    costs = Costs(
+        lambda a: slow.get(a.stage, 1.0),
+        lambda value, source, target: 0.05,
+        exclusive=True,
+    )
     count = Counter(s for path in plan_paths(HOLDERS, 24, 0.25, costs) for s in path)
     assert count[2] < count[5] < min(count[s] for s in (1, 3, 4, 6))
     # Still within the bounds: mean 1/3 skipped, at most half.
@@ -137,7 +161,11 @@ def test_the_same_microbatches_do_not_skip_the_same_stages() -> None:
 def test_a_stage_with_nodes_of_two_speeds() -> None:
     """Stages 1 and 2 have a slow and a fast node each; the fast ones take more, and both are used."""
     holders = [[0], [1, 2], [3, 4], [5], [6]]
-    costs = Costs(lambda a: 2.0 if a.rank in (1, 3) else 1.0, lambda value, source, target: 0.1, exclusive=True)
+    costs = Costs(
+        lambda a: 2.0 if a.rank in (1, 3) else 1.0,
+        lambda value, source, target: 0.1,
+        exclusive=True,
+    )
     table = skip_pipe(holders, 20, 0.2, costs, ranks=7)
     share = [sum(a.kind == "F" for a in actions) for actions in table.ranks]
     assert 0 < share[1] < share[2] and 0 < share[3] < share[4]

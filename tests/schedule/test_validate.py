@@ -36,7 +36,9 @@ def runs(table: Table) -> bool:
 
 
 def put(table: Table, rank: int, actions: list[Action]) -> Table:
-    return replace(table, ranks=(*table.ranks[:rank], tuple(actions), *table.ranks[rank + 1 :]))
+    return replace(
+        table, ranks=(*table.ranks[:rank], tuple(actions), *table.ranks[rank + 1 :])
+    )
 
 
 @given(tables)
@@ -46,9 +48,15 @@ def test_built_tables_are_accepted(table: Table) -> None:
     assert runs(table)
 
 
-@given(tables, st.data(), st.sampled_from(["drop", "double", "other rank", "other microbatch", "kind"]))
+@given(
+    tables,
+    st.data(),
+    st.sampled_from(["drop", "double", "other rank", "other microbatch", "kind"]),
+)
 @settings(max_examples=150, deadline=None)
-def test_tables_with_a_wrong_action_are_rejected(table: Table, data: Any, fault: str) -> None:
+def test_tables_with_a_wrong_action_are_rejected(
+    table: Table, data: Any, fault: str
+) -> None:
     rank = data.draw(st.integers(0, len(table.ranks) - 1))
     actions = list(table.ranks[rank])
     if not actions:
@@ -64,10 +72,16 @@ def test_tables_with_a_wrong_action_are_rejected(table: Table, data: Any, fault:
         moved = [*table.ranks[other], replace(a, rank=other)]
         broken = put(put(table, rank, actions[:i] + actions[i + 1 :]), other, moved)
     elif fault == "other microbatch":
-        broken = put(table, rank, [*actions[:i], replace(a, microbatch=a.microbatch + 1), *actions[i + 1 :]])
+        broken = put(
+            table,
+            rank,
+            [*actions[:i], replace(a, microbatch=a.microbatch + 1), *actions[i + 1 :]],
+        )
     else:
         wrong = {"F": "B", "B": "F", "I": "F", "W": "I"}[a.kind]
-        broken = put(table, rank, [*actions[:i], replace(a, kind=wrong), *actions[i + 1 :]])
+        broken = put(
+            table, rank, [*actions[:i], replace(a, kind=wrong), *actions[i + 1 :]]
+        )
     with pytest.raises(ScheduleError) as caught:
         validate(broken)
     assert str(table.name) in str(caught.value)
@@ -76,7 +90,9 @@ def test_tables_with_a_wrong_action_are_rejected(table: Table, data: Any, fault:
 @pytest.mark.slow
 @given(tables, st.data())
 @settings(max_examples=200, deadline=None)
-def test_swapped_actions_are_rejected_if_and_only_if_they_cannot_run(table: Table, data: Any) -> None:
+def test_swapped_actions_are_rejected_if_and_only_if_they_cannot_run(
+    table: Table, data: Any
+) -> None:
     rank = data.draw(st.integers(0, len(table.ranks) - 1))
     actions = list(table.ranks[rank])
     if len(actions) < 2:
@@ -100,24 +116,42 @@ def test_circle_is_named() -> None:
     table = build("1f1b", 2, 2)
     first, last = table.ranks
     # Each rank waits for what the other does next.
-    crossed = replace(table, ranks=((first[0], first[2], first[1], first[3]), (last[2], last[3], last[0], last[1])))
+    crossed = replace(
+        table,
+        ranks=(
+            (first[0], first[2], first[1], first[3]),
+            (last[2], last[3], last[0], last[1]),
+        ),
+    )
     with pytest.raises(ScheduleError) as caught:
         validate(crossed)
-    assert "B(0,0) on rank 0 waits for B(1,0) on rank 1" in str(caught.value) or "deadlocks" in str(caught.value)
+    assert "B(0,0) on rank 0 waits for B(1,0) on rank 1" in str(
+        caught.value
+    ) or "deadlocks" in str(caught.value)
     assert "rank 0" in str(caught.value) and "rank 1" in str(caught.value)
 
 
 def test_overrun_is_found() -> None:
     """Rank 0 has room for one message to rank 1, which takes the first only when rank 2 has heard of the second."""
-    first, second, third, reply = (Value(name, 0, 0) for name in ("first", "second", "third", "reply"))
+    first, second, third, reply = (
+        Value(name, 0, 0) for name in ("first", "second", "third", "reply")
+    )
     ranks = (
-        tuple(Action(0, "X", 0, i, writes=(value,)) for i, value in enumerate((first, second, third))),
-        (Action(1, "Y", 1, 0, reads=(reply,)), Action(1, "Y", 1, 1, reads=(first, second))),
+        tuple(
+            Action(0, "X", 0, i, writes=(value,))
+            for i, value in enumerate((first, second, third))
+        ),
+        (
+            Action(1, "Y", 1, 0, reads=(reply,)),
+            Action(1, "Y", 1, 1, reads=(first, second)),
+        ),
         (Action(2, "Z", 2, 0, reads=(third,), writes=(reply,)),),
     )
     lowered = lower(Table("custom", ranks, 3, ()))
     assert run_dry(lowered, window=2)[0, 1] == 2
-    with pytest.raises(ScheduleError, match=r"room for second\(0,0\).*Y\(1,0\) on rank 1 waits for Z"):
+    with pytest.raises(
+        ScheduleError, match=r"room for second\(0,0\).*Y\(1,0\) on rank 1 waits for Z"
+    ):
         run_dry(lowered, window=1)
 
 
@@ -141,7 +175,9 @@ def test_dependencies_between_ranks_become_messages() -> None:
     lowered = validate(table)
     assert any(a.kind == "SEND" and a.reads[0].name == "done:F" for a in lowered)
     with pytest.raises(ScheduleError, match="not in the table"):
-        validate(put(table, 1, [table.ranks[1][0], replace(waiting, deps=(("F", 9, 9),))]))
+        validate(
+            put(table, 1, [table.ranks[1][0], replace(waiting, deps=(("F", 9, 9),))])
+        )
 
 
 @pytest.mark.sampled(13)
@@ -159,6 +195,14 @@ def test_parameters_are_gathered_and_reduced_as_the_stage_says(zero: int) -> Non
     table = build("interleaved-1f1b", 2, 4)
     lowered = lower(table, zero)
     kinds = [a.kind for a in lowered.ranks[0]]
-    assert kinds.count("REDUCE") == (2 if zero == 1 else 8)  # stages, or stages x microbatches
-    runs_of_a_stage = 1 + sum(a.stage != b.stage for a, b in zip(table.ranks[0], table.ranks[0][1:], strict=False))
-    assert kinds.count("GATHER") == kinds.count("RELEASE") == (runs_of_a_stage if zero == 3 else 2)
+    # stages, or stages x microbatches
+    assert kinds.count("REDUCE") == (2 if zero == 1 else 8)
+    runs_of_a_stage = 1 + sum(
+        a.stage != b.stage
+        for a, b in zip(table.ranks[0], table.ranks[0][1:], strict=False)
+    )
+    assert (
+        kinds.count("GATHER")
+        == kinds.count("RELEASE")
+        == (runs_of_a_stage if zero == 3 else 2)
+    )

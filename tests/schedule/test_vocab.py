@@ -37,9 +37,13 @@ def naive() -> float:
     return max(busy) * 8 / sum(busy)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe"]
+)
 @pytest.mark.parametrize("barriers", [1, 2])
-def test_compute_is_even_where_the_naive_placement_is_not(schedule: str, barriers: int) -> None:
+def test_compute_is_even_where_the_naive_placement_is_not(
+    schedule: str, barriers: int
+) -> None:
     assert naive() > 1.5
     passes = clock(schedule, barriers)
     assert spread(passes) <= 1.1
@@ -51,7 +55,9 @@ def test_compute_is_even_where_the_naive_placement_is_not(schedule: str, barrier
 @pytest.mark.parametrize("barriers", [1, 2])
 def test_a_barrier_costs_one_microbatch(barriers: int) -> None:
     simulation = clock("1f1b", barriers)
-    assert [peak / 4 for peak in simulation.peaks] == [8 - rank + barriers for rank in range(8)]
+    assert [peak / 4 for peak in simulation.peaks] == [
+        8 - rank + barriers for rank in range(8)
+    ]
     # 1F1B without any vocabulary has (P - 1) / (M + P - 1) = 0.18.
     assert simulation.bubble_rate < 0.23
 

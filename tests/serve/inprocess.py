@@ -30,5 +30,7 @@ def serving(
     tokenizer = replace(load_tokenizer("bytes"), chat_template=template)
     service = Service(Engine(build(), **{"tokens": 4096, "size": 8} | engine))
     server = Server(service, tokenizer, "tiny", keys, 12, context=context)
-    with TestClient(server.app(gate_rules("127.0.0.1")), base_url="http://127.0.0.1:8000") as client:
+    with TestClient(
+        server.app(gate_rules("127.0.0.1")), base_url="http://127.0.0.1:8000"
+    ) as client:
         yield InProcess(server, client)

@@ -28,7 +28,9 @@ JSON = {"content-type": "application/json"}
 
 
 def build() -> Transformer:
-    shape = ModelShape(vocab=257, layers=2, embed=32, heads=4, kv_heads=2, ffn=48, init_std=0.5)
+    shape = ModelShape(
+        vocab=257, layers=2, embed=32, heads=4, kv_heads=2, ffn=48, init_std=0.5
+    )
     return parallelize(shape, Mesh.single(), Train(seed=2, dtype="float64"))[0]
 
 
@@ -47,11 +49,17 @@ class Running:
         listening = socket.create_server(("127.0.0.1", 0))
         rules = rules or gate_rules(listening.getsockname()[0])
         self.said: list[str] = []  # warnings
-        self.uvicorn = front_of(self.server, rules, self.said.append, drain, connections)
-        self.thread = threading.Thread(target=lambda: asyncio.run(self.uvicorn.serve([listening])), daemon=True)
+        self.uvicorn = front_of(
+            self.server, rules, self.said.append, drain, connections
+        )
+        self.thread = threading.Thread(
+            target=lambda: asyncio.run(self.uvicorn.serve([listening])), daemon=True
+        )
         self.thread.start()
         self.address: tuple[str, int] = listening.getsockname()
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.address[1]}", timeout=120, headers=JSON)
+        self.client = httpx.Client(
+            base_url=f"http://127.0.0.1:{self.address[1]}", timeout=120, headers=JSON
+        )
         until(lambda: self.uvicorn.started)
 
     def close(self) -> None:
@@ -62,17 +70,28 @@ class Running:
 
     def empty(self) -> bool:
         scheduler = self.engine.scheduler
-        return not (scheduler.running or scheduler.waiting or scheduler.pool.owners or self.service._tell)
+        return not (
+            scheduler.running
+            or scheduler.waiting
+            or scheduler.pool.owners
+            or self.service._tell
+        )
 
     def post(self, what: str, **asked: Any) -> Any:
         return self.client.post(f"/v1/{what}", json=asked)
 
     def events(self, what: str, **asked: Any) -> list[Any]:
         """The chunks of a stream, which has to end as clients wait for it to."""
-        with self.client.stream("POST", f"/v1/{what}", json=asked | {"stream": True}) as answer:
-            assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+        with self.client.stream(
+            "POST", f"/v1/{what}", json=asked | {"stream": True}
+        ) as answer:
+            assert answer.status_code == 200 and answer.headers[
+                "content-type"
+            ].startswith("text/event-stream")
             lines = [line for line in answer.iter_lines() if line]
-        assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
+        assert lines[-1] == "data: [DONE]" and all(
+            line.startswith("data: ") for line in lines
+        )
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 

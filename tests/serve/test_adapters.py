@@ -32,26 +32,50 @@ def test_each_name_has_its_own_weights(folder: Path) -> None:
     tokenizer = load_tokenizer("bytes")
     server = Running(tokenizer, adapters=folder)
     models = server.client.get("/v1/models").json()["data"]
-    assert [(one["id"], one["parent"]) for one in models] == [("tiny", None), ("tiny-0", "tiny"), ("tiny-1", "tiny")]
+    assert [(one["id"], one["parent"]) for one in models] == [
+        ("tiny", None),
+        ("tiny-0", "tiny"),
+        ("tiny-1", "tiny"),
+    ]
     expected = {}
     for name in ("tiny", "tiny-0", "tiny-1"):
-        model = build() if name == "tiny" else merged(build(), read_adapter(folder / name, build()))
-        ask = TextRequest(tokenizer.prompt_ids("a prompt of several blocks"), 25, GREEDY, tokenizer.stops)
+        model = (
+            build()
+            if name == "tiny"
+            else merged(build(), read_adapter(folder / name, build()))
+        )
+        ask = TextRequest(
+            tokenizer.prompt_ids("a prompt of several blocks"),
+            25,
+            GREEDY,
+            tokenizer.stops,
+        )
         (expected[name],) = write_texts(Engine(model), tokenizer, [ask])
 
     def ask(name: str) -> Any:
-        asked = {"prompt": "a prompt of several blocks", "max_tokens": 25, "temperature": 0}
+        asked = {
+            "prompt": "a prompt of several blocks",
+            "max_tokens": 25,
+            "temperature": 0,
+        }
         return server.post("completions", model=name, **asked).json()
 
     with ThreadPoolExecutor(6) as pool:
         names = [*expected] * 3
         answers = list(pool.map(ask, names))
     assert [a["model"] for a in answers] == names and len(set(expected.values())) == 3
-    assert [a["choices"][0]["text"] for a in answers] == [expected[name] for name in names]
+    assert [a["choices"][0]["text"] for a in answers] == [
+        expected[name] for name in names
+    ]
     assert server.post("completions", model="tiny-2", prompt="x").status_code == 404
     refused = server.post("embeddings", model="tiny-1", input="x")
-    assert refused.status_code == 400 and "adapters make none" in refused.json()["error"]["message"]
-    until(lambda: not (server.engine.scheduler.running or server.engine.scheduler.waiting))
+    assert (
+        refused.status_code == 400
+        and "adapters make none" in refused.json()["error"]["message"]
+    )
+    until(
+        lambda: not (server.engine.scheduler.running or server.engine.scheduler.waiting)
+    )
     server.close()
 
 

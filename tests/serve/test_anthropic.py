@@ -26,7 +26,10 @@ def served() -> Iterator[InProcess]:
 
 
 def ask(served: InProcess, **asked: Any) -> Any:
-    answer = served.client.post("/v1/messages", json={"model": "tiny", "messages": TALK, "max_tokens": 8} | asked)
+    answer = served.client.post(
+        "/v1/messages",
+        json={"model": "tiny", "messages": TALK, "max_tokens": 8} | asked,
+    )
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -36,20 +39,38 @@ def events_of(served: InProcess, **asked: Any) -> list[Any]:
     blocks = served.client.post("/v1/messages", json=body).text.strip().split("\n\n")
     pairs = [block.split("\n") for block in blocks]
     events = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
-    assert [event["type"] for event in events] == [name.removeprefix("event: ") for name, _ in pairs]
+    assert [event["type"] for event in events] == [
+        name.removeprefix("event: ") for name, _ in pairs
+    ]
     return events
 
 
 def test_answers_are_those_of_a_chat(served: InProcess) -> None:
     answer = ask(served, system=[{"type": "text", "text": "Be brief."}], temperature=0)
-    chat = {"messages": [{"role": "system", "content": "Be brief."}, *TALK], "max_tokens": 8, "temperature": 0}
+    chat = {
+        "messages": [{"role": "system", "content": "Be brief."}, *TALK],
+        "max_tokens": 8,
+        "temperature": 0,
+    }
     headers = {"authorization": "Bearer secret"}
-    (choice,) = served.client.post("/v1/chat/completions", json=chat, headers=headers).json()["choices"]
+    (choice,) = served.client.post(
+        "/v1/chat/completions", json=chat, headers=headers
+    ).json()["choices"]
     assert answer["content"] == [{"type": "text", "text": choice["message"]["content"]}]
-    assert (answer["type"], answer["role"], answer["stop_reason"]) == ("message", "assistant", "max_tokens")
+    assert (answer["type"], answer["role"], answer["stop_reason"]) == (
+        "message",
+        "assistant",
+        "max_tokens",
+    )
     usage = answer["usage"]
-    assert usage["output_tokens"] == 8 and usage["input_tokens"] + usage["cache_read_input_tokens"] == 35
-    counted = served.client.post("/v1/messages/count_tokens", json={"model": "tiny", "messages": chat["messages"]})
+    assert (
+        usage["output_tokens"] == 8
+        and usage["input_tokens"] + usage["cache_read_input_tokens"] == 35
+    )
+    counted = served.client.post(
+        "/v1/messages/count_tokens",
+        json={"model": "tiny", "messages": chat["messages"]},
+    )
     assert counted.json() == {"input_tokens": 35}
 
 
@@ -59,8 +80,13 @@ def test_streams_are_events_of_blocks(served: InProcess) -> None:
     kinds = [event["type"] for event in events]
     assert kinds[:2] == ["message_start", "content_block_start"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
-    assert {*kinds[2:-3]} == {"content_block_delta"} and events[0]["message"]["content"] == []
-    assert "".join(event["delta"]["text"] for event in events[2:-3]) == whole["content"][0]["text"]
+    assert {*kinds[2:-3]} == {"content_block_delta"} and events[0]["message"][
+        "content"
+    ] == []
+    assert (
+        "".join(event["delta"]["text"] for event in events[2:-3])
+        == whole["content"][0]["text"]
+    )
     assert events[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
     assert events[-2]["usage"]["output_tokens"] == 8
     stop = whole["content"][0]["text"][2]
@@ -74,22 +100,46 @@ def test_tools_are_called_and_answered(served: InProcess) -> None:
              "logit_bias": blanks, "seed": 1}  # fmt: skip
     answer = ask(served, **asked)
     (call,) = answer["content"]
-    assert answer["stop_reason"] == "tool_use" and call["type"] == "tool_use" and call["id"].startswith("toolu_")
+    assert (
+        answer["stop_reason"] == "tool_use"
+        and call["type"] == "tool_use"
+        and call["id"].startswith("toolu_")
+    )
     jsonschema.validate(call["input"], CITY)
     events = events_of(served, **asked)
-    begun = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    begun = [
+        event["content_block"]
+        for event in events
+        if event["type"] == "content_block_start"
+    ]
     assert [block | {"id": ""} for block in begun] == [
         {"type": "tool_use", "id": "", "name": "get_weather", "input": {}}
     ]
-    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
-    assert json.loads("".join(delta["partial_json"] for delta in deltas)) == call["input"] and len(deltas) > 3
-    result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "Rain."}]}
-    talk = [*TALK, {"role": "assistant", "content": answer["content"]}, {"role": "user", "content": [result]}]
+    deltas = [
+        event["delta"] for event in events if event["type"] == "content_block_delta"
+    ]
+    assert (
+        json.loads("".join(delta["partial_json"] for delta in deltas)) == call["input"]
+        and len(deltas) > 3
+    )
+    result = {
+        "type": "tool_result",
+        "tool_use_id": call["id"],
+        "content": [{"type": "text", "text": "Rain."}],
+    }
+    talk = [
+        *TALK,
+        {"role": "assistant", "content": answer["content"]},
+        {"role": "user", "content": [result]},
+    ]
     assert ask(served, messages=talk, tools=[WEATHER])["role"] == "assistant"
 
 
 def test_a_question_becomes_a_chat() -> None:
-    blocks = [{"type": "tool_result", "tool_use_id": "a", "content": "4"}, {"type": "text", "text": "And?"}]
+    blocks = [
+        {"type": "tool_result", "tool_use_id": "a", "content": "4"},
+        {"type": "text", "text": "And?"},
+    ]
     said = [{"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "Wait."},
             {"type": "tool_use", "id": "a", "name": "add", "input": {"x": 1}}]  # fmt: skip
     chat = as_chat({
@@ -99,10 +149,27 @@ def test_a_question_becomes_a_chat() -> None:
         "output_config": {"format": {"type": "json_schema", "schema": SHAPE}},
     })  # fmt: skip
     _, answer, result, more, last = chat["messages"]
-    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
-    thought = {"role": "assistant", "content": "Wait.", "tool_calls": [call], "reasoning_content": "Hm."}
-    assert answer == thought and result == {"role": "tool", "tool_call_id": "a", "content": "4"}
-    assert more == {"role": "user", "content": "And?"} and chat["continue_final_message"] and last["content"] == "It is"
+    call = {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "add", "arguments": {"x": 1}},
+    }
+    thought = {
+        "role": "assistant",
+        "content": "Wait.",
+        "tool_calls": [call],
+        "reasoning_content": "Hm.",
+    }
+    assert answer == thought and result == {
+        "role": "tool",
+        "tool_call_id": "a",
+        "content": "4",
+    }
+    assert (
+        more == {"role": "user", "content": "And?"}
+        and chat["continue_final_message"]
+        and last["content"] == "It is"
+    )
     assert not chat["parallel_tool_calls"] and chat["tool_choice"] == "auto"
     assert chat["chat_template_kwargs"] == {"enable_thinking": False}
     assert chat["response_format"]["json_schema"]["schema"] == SHAPE
@@ -112,8 +179,16 @@ def test_reasoning_is_a_block() -> None:
     with serving(THINKING) as served:
         answer = ask(served, temperature=0)
         (block,) = answer["content"]
-        assert block["type"] == "thinking" and block["thinking"] and block["signature"] == ""
-        deltas = [event["delta"] for event in events_of(served, temperature=0) if "index" in event and "delta" in event]
+        assert (
+            block["type"] == "thinking"
+            and block["thinking"]
+            and block["signature"] == ""
+        )
+        deltas = [
+            event["delta"]
+            for event in events_of(served, temperature=0)
+            if "index" in event and "delta" in event
+        ]
         assert "".join(delta["thinking"] for delta in deltas) == block["thinking"]
 
 
@@ -139,9 +214,22 @@ def test_other_refusals_have_its_shape_too(served: InProcess) -> None:
     body = {"model": "other", "messages": TALK, "max_tokens": 8}
     kinds = [
         (served.client.post("/v1/messages", json=body), 404, "not_found_error"),
-        (served.client.post("/v1/messages", json=body, headers={"x-api-key": "wrong"}), 401, "authentication_error"),
+        (
+            served.client.post(
+                "/v1/messages", json=body, headers={"x-api-key": "wrong"}
+            ),
+            401,
+            "authentication_error",
+        ),
         (served.client.get("/v1/messages"), 405, "invalid_request_error"),
     ]
     for answer, status, kind in kinds:
-        assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind), answer.text
-    assert served.client.get("/v1/models", headers={"x-api-key": "wrong"}).json()["error"]["code"] == "invalid_api_key"
+        assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind), (
+            answer.text
+        )
+    assert (
+        served.client.get("/v1/models", headers={"x-api-key": "wrong"}).json()["error"][
+            "code"
+        ]
+        == "invalid_api_key"
+    )

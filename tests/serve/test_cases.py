@@ -13,7 +13,10 @@ import pytest
 from tests.serve.inprocess import InProcess, serving
 from tests.serve.test_tools import HERMES
 
-CASES = [json.loads(line) for line in Path(__file__).with_name("requests.jsonl").read_text().splitlines()]
+CASES = [
+    json.loads(line)
+    for line in Path(__file__).with_name("requests.jsonl").read_text().splitlines()
+]
 
 #: Cases whose words are checked beside their status: what the answer says, by the case's id.
 SAYS = {"too-many-stops": "stop: at most 16 stops are taken, not 17", "model-by-id": '"max_model_len":512',
@@ -30,7 +33,9 @@ def served() -> Iterator[InProcess]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
-def test_cases_are_answered_right(served: InProcess, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_are_answered_right(
+    served: InProcess, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, headers = case["path"].replace("{id}", "tiny"), case.get("headers", {})
     if "Authorization" in headers:
         monkeypatch.setattr(served.server, "keys", ["other", KEY])
@@ -40,5 +45,7 @@ def test_cases_are_answered_right(served: InProcess, case: dict[str, Any], monke
         answer = served.client.post(path, json=case["body"], headers=headers)
     else:
         answer = served.client.get(path, headers=headers)
-    assert str(answer.status_code) in re.findall(r"\b\d{3}\b", str(case["expect"])), answer.text
+    assert str(answer.status_code) in re.findall(r"\b\d{3}\b", str(case["expect"])), (
+        answer.text
+    )
     assert SAYS.get(case["id"], "") in answer.text

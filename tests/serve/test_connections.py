@@ -50,7 +50,10 @@ def answers(server: Running, sent: bytes, wait: float = 10) -> list[tuple[int, b
         while piece := client.recv(65536):
             came += piece
     split = re.split(rb"HTTP/1\.1 (\d+)[^\r]*\r\n", came)
-    return [(int(code), rest.partition(b"\r\n\r\n")[2]) for code, rest in zip(split[1::2], split[2::2], strict=True)]
+    return [
+        (int(code), rest.partition(b"\r\n\r\n")[2])
+        for code, rest in zip(split[1::2], split[2::2], strict=True)
+    ]
 
 
 def post(*headers: str, body: bytes = BODY, version: str = "1.1") -> bytes:
@@ -89,7 +92,9 @@ HEADS = [
 
 @pytest.mark.parametrize(("sent", "status"), HEADS, ids=range(len(HEADS)))
 @pytest.mark.usefixtures("quiet")
-def test_heads_that_programs_read_differently_end_the_connection(server: Running, sent: bytes, status: int) -> None:
+def test_heads_that_programs_read_differently_end_the_connection(
+    server: Running, sent: bytes, status: int
+) -> None:
     ((code, body),) = answers(server, sent)
     assert code == status, body
     assert json.loads(body)["error"]["message"]
@@ -100,14 +105,24 @@ def test_heads_that_programs_read_differently_end_the_connection(server: Running
 def test_requests_in_one_piece_are_answered_in_their_order(server: Running) -> None:
     ends = post("Connection: close", LENGTH)
     chunked = post("Transfer-Encoding: chunked", body=CHUNKED)
-    found = answers(server, SMUGGLED + post(LENGTH) + chunked + post(LENGTH, body=b"x" * len(BODY)) + SMUGGLED + ends)
+    found = answers(
+        server,
+        SMUGGLED
+        + post(LENGTH)
+        + chunked
+        + post(LENGTH, body=b"x" * len(BODY))
+        + SMUGGLED
+        + ends,
+    )
     assert [code for code, _ in found] == [200, 200, 200, 400, 200, 200]
     garbage_behind = answers(server, post(LENGTH) + b"\0\1\2 garbage\r\n\r\n")
     assert [code for code, _ in garbage_behind] == [200, 400]
 
 
 @pytest.mark.usefixtures("quiet")
-def test_who_does_not_send_is_given_up_and_others_are_answered(monkeypatch: Any) -> None:
+def test_who_does_not_send_is_given_up_and_others_are_answered(
+    monkeypatch: Any,
+) -> None:
     """Nothing, half a head, no body, half a body, half of a second head, drops of a head."""
     monkeypatch.setattr("weft.serve.connections.HEAD_S", 0.4)
     monkeypatch.setattr("weft.serve.connections.BODY_S", 0.4)
@@ -115,8 +130,18 @@ def test_who_does_not_send_is_given_up_and_others_are_answered(monkeypatch: Any)
     server = Running(load_tokenizer("bytes"))
     whole = post(LENGTH)
     with ExitStack() as stack:
-        kinds = [b"", b"GET / HT", post(LENGTH, body=b""), whole[:-5], whole + b"GET", post("Content-Length: 99999999")]
-        clients = [stack.enter_context(socket.create_connection(server.address)) for _ in kinds * 20]
+        kinds = [
+            b"",
+            b"GET / HT",
+            post(LENGTH, body=b""),
+            whole[:-5],
+            whole + b"GET",
+            post("Content-Length: 99999999"),
+        ]
+        clients = [
+            stack.enter_context(socket.create_connection(server.address))
+            for _ in kinds * 20
+        ]
         for client, sent in zip(clients, kinds * 20, strict=True):
             client.sendall(sent)
         until(lambda: len(server.uvicorn.server_state.connections) > 100)
@@ -125,7 +150,10 @@ def test_who_does_not_send_is_given_up_and_others_are_answered(monkeypatch: Any)
         with pytest.raises(OSError, match=r"reset|[Pp]ipe"):
             while time.monotonic() - began < 20:
                 dripping.sendall(b"G")
-                assert server.post("completions", prompt="a", max_tokens=1).status_code == 200
+                assert (
+                    server.post("completions", prompt="a", max_tokens=1).status_code
+                    == 200
+                )
                 time.sleep(0.05)
         until(lambda: len(server.uvicorn.server_state.connections) <= 1)
         said = [client.recv(65536).split(b" ")[1:2] for client in clients[:6]]
@@ -138,7 +166,10 @@ def test_where_there_are_too_many_the_idlest_makes_way() -> None:
     """Half-open connections in any number keep nobody out; connections that are being answered stay."""
     server = Running(load_tokenizer("bytes"), connections=8)
     asked = {"prompt": "a", "max_tokens": 300, "stream": True, "ignore_eos": True}
-    with ExitStack() as stack, server.client.stream("POST", "/v1/completions", json=asked) as answer:
+    with (
+        ExitStack() as stack,
+        server.client.stream("POST", "/v1/completions", json=asked) as answer,
+    ):
         lines = answer.iter_lines()
         next(lines)
         for _ in range(25):
@@ -174,30 +205,46 @@ def test_who_does_not_read_is_given_up(monkeypatch: Any) -> None:
     server.close()
 
 
-def test_a_drain_that_runs_out_ends_streams_with_an_error(quiet: None, monkeypatch: Any) -> None:
+def test_a_drain_that_runs_out_ends_streams_with_an_error(
+    quiet: None, monkeypatch: Any
+) -> None:
     server = Running(load_tokenizer("bytes"), drain=0.3)
     slow = server.engine.step
     server.engine.step = lambda: (time.sleep(0.02), slow())[1]  # type: ignore[method-assign]
     asked = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True}
     whole: list[httpx.Response] = []
-    waiting = threading.Thread(target=lambda: whole.append(server.post("completions", **asked)))
+    waiting = threading.Thread(
+        target=lambda: whole.append(server.post("completions", **asked))
+    )
     waiting.start()
-    with socket.create_connection(server.address) as half, httpx.Client(base_url=server.client.base_url) as client:
+    with (
+        socket.create_connection(server.address) as half,
+        httpx.Client(base_url=server.client.base_url) as client,
+    ):
         half.sendall(post("Content-Length: 9999", body=b"{"))
-        with client.stream("POST", "/v1/completions", json=asked | {"stream": True}, timeout=60) as answer:
+        with client.stream(
+            "POST", "/v1/completions", json=asked | {"stream": True}, timeout=60
+        ) as answer:
             lines = answer.iter_lines()
             next(lines)
             until(lambda: len(server.service._open) == 2)
             server.uvicorn.should_exit = True
             last, done = [line for line in lines if line][-2:]
         assert (
-            done == "data: [DONE]" and "the server ends" in json.loads(last.removeprefix("data: "))["error"]["message"]
+            done == "data: [DONE]"
+            and "the server ends"
+            in json.loads(last.removeprefix("data: "))["error"]["message"]
         )
         half.settimeout(20)
         assert half.recv(4096).startswith(b"HTTP/1.1 503")
     waiting.join(60)
-    assert whole[0].status_code == 503 and whole[0].json()["error"]["code"] == "server_ends"
-    assert server.said == ["2 answers were not at the end after 0.3 s (--drain), and cut"]
+    assert (
+        whole[0].status_code == 503
+        and whole[0].json()["error"]["code"] == "server_ends"
+    )
+    assert server.said == [
+        "2 answers were not at the end after 0.3 s (--drain), and cut"
+    ]
     server.close()
 
 
@@ -207,7 +254,9 @@ def test_told_twice_it_ends_at_once(quiet: None) -> None:
     server.engine.step = lambda: (time.sleep(0.02), slow())[1]  # type: ignore[method-assign]
     asked = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True, "stream": True}
     began = time.monotonic()
-    with httpx.stream("POST", f"{server.client.base_url}/v1/completions", json=asked, timeout=60) as answer:
+    with httpx.stream(
+        "POST", f"{server.client.base_url}/v1/completions", json=asked, timeout=60
+    ) as answer:
         lines = answer.iter_lines()
         next(lines)
         server.uvicorn.should_exit = True
@@ -221,7 +270,11 @@ def test_told_twice_it_ends_at_once(quiet: None) -> None:
 def garbage(random: Random) -> bytes:
     """A request with random bytes in it, random bytes, or none; also several in one piece."""
     kind = random.randrange(5)
-    whole = bytearray(random.choice([post(LENGTH), SMUGGLED, post("Transfer-Encoding: chunked", body=CHUNKED)]))
+    whole = bytearray(
+        random.choice(
+            [post(LENGTH), SMUGGLED, post("Transfer-Encoding: chunked", body=CHUNKED)]
+        )
+    )
     if kind == 0:
         return random.randbytes(random.randrange(2000))
     if kind == 1:
@@ -245,9 +298,14 @@ def attack(server: Running, count: int, seed: int) -> None:
                 with suppress(OSError):
                     client.recv(4096)
             elif number % 3 == 1:
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # reset, not closed
+                # reset, not closed
+                client.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0"
+                )
         if number % 10 == 0:
-            assert server.post("completions", prompt="a", max_tokens=1).status_code == 200
+            assert (
+                server.post("completions", prompt="a", max_tokens=1).status_code == 200
+            )
     until(server.empty)
 
 

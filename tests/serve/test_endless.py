@@ -26,34 +26,65 @@ def folder(tmp_path: Path) -> Path:
     model = build().float()
     whole = tokenizers.ByteLevelBPETokenizer()
     whole.train_from_iterator(["a few words"], 257, show_progress=False)
-    files = {"tokenizer.json": whole._tokenizer.to_str().encode(), "tokenizer_config.json": b"{}"}
-    export({p.name: p.local for p in resident_state(model, model.mesh).held}, model.shape, tmp_path / "m", files=files)
+    files = {
+        "tokenizer.json": whole._tokenizer.to_str().encode(),
+        "tokenizer_config.json": b"{}",
+    }
+    export(
+        {p.name: p.local for p in resident_state(model, model.mesh).held},
+        model.shape,
+        tmp_path / "m",
+        files=files,
+    )
     return tmp_path / "m"
 
 
-def test_it_writes_what_is_asked_for_and_says_so(folder: Path, command: Command) -> None:
+def test_it_writes_what_is_asked_for_and_says_so(
+    folder: Path, command: Command
+) -> None:
     words = ["--from", folder, "--prompt", "a few", "--temperature", 0]
     code, out, error = command("generate", *map(str, words), "--tokens", "30")
     assert code == 0 and out.startswith("a few") and len(out) > 10, error
-    assert error.count("has no end token: texts go on until they have as many tokens as are asked for") == 1
-    code, _, error = command("generate", *map(str, words), "--beams", "2", "--tokens", "5")
+    assert (
+        error.count(
+            "has no end token: texts go on until they have as many tokens as are asked for"
+        )
+        == 1
+    )
+    code, _, error = command(
+        "generate", *map(str, words), "--beams", "2", "--tokens", "5"
+    )
     assert code == 0, error
     tokenizer = load_tokenizer(str(folder))
     assert tokenizer.stops == () and load_tokenizer(str(folder)).files().keys() == {
         "tokenizer.json", "tokenizer_config.json", "generation_config.json"
     }  # fmt: skip
-    with pytest.raises(WeftError, match="no end-of-document token; name one as 'eos_token'"):
+    with pytest.raises(
+        WeftError, match="no end-of-document token; name one as 'eos_token'"
+    ):
         tokenizer.closing  # noqa: B018 (what ends documents of training data)
 
 
 def test_it_is_served(folder: Path) -> None:
     tokenizer: Tokenizer = load_tokenizer(str(folder))
     service = Service(Engine(build(), tokens=512, size=8))
-    with TestClient(Server(service, tokenizer, "tiny").app(), base_url="http://127.0.0.1") as client:
-        (choice,) = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 40}).json()["choices"]
+    with TestClient(
+        Server(service, tokenizer, "tiny").app(), base_url="http://127.0.0.1"
+    ) as client:
+        (choice,) = client.post(
+            "/v1/completions", json={"prompt": "a", "max_tokens": 40}
+        ).json()["choices"]
         assert choice["finish_reason"] == "length"
         form = {"prompt": "a", "structured_outputs": {"regex": "ab"}}
         refused = client.post("/v1/completions", json=form)
-        assert refused.status_code == 400 and "no end token" in refused.json()["error"]["message"]
-        streamed = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 9, "stream": True}).text
-        assert json.loads(streamed.split("data: ")[-2])["choices"][0]["finish_reason"] == "length"
+        assert (
+            refused.status_code == 400
+            and "no end token" in refused.json()["error"]["message"]
+        )
+        streamed = client.post(
+            "/v1/completions", json={"prompt": "a", "max_tokens": 9, "stream": True}
+        ).text
+        assert (
+            json.loads(streamed.split("data: ")[-2])["choices"][0]["finish_reason"]
+            == "length"
+        )

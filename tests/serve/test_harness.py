@@ -43,9 +43,11 @@ def both(folder: Path) -> tuple[Any, Any]:
     """The same model as lm-eval has it from Weft, and from transformers."""
     from lm_eval.models.huggingface import HFLM
 
-    from weft.generate.harness import WeftLM
+    from weft.measure.harness import WeftLM
 
-    theirs = HFLM(str(folder), device="cpu", dtype="float32", max_length=64, batch_size=1)
+    theirs = HFLM(
+        str(folder), device="cpu", dtype="float32", max_length=64, batch_size=1
+    )
     return WeftLM(str(folder), max_length=64, device="cpu"), theirs
 
 
@@ -56,28 +58,48 @@ def asked(kind: str, *args: Any) -> Any:
 
 
 def test_log_likelihoods_are_those_of_transformers(both: tuple[Any, Any]) -> None:
-    ours, theirs = (lm.loglikelihood([asked("loglikelihood", *pair) for pair in PAIRS]) for lm in both)
+    ours, theirs = (
+        lm.loglikelihood([asked("loglikelihood", *pair) for pair in PAIRS])
+        for lm in both
+    )
     for (a, greedy), (b, theirs_greedy) in zip(ours, theirs, strict=True):
         assert a == pytest.approx(b, rel=2e-6) and greedy == theirs_greedy
     texts = [TEXT, TEXT * 5, "a"]
-    ours, theirs = (lm.loglikelihood_rolling([asked("loglikelihood_rolling", t) for t in texts]) for lm in both)
+    ours, theirs = (
+        lm.loglikelihood_rolling([asked("loglikelihood_rolling", t) for t in texts])
+        for lm in both
+    )
     assert ours == pytest.approx(theirs, rel=2e-6)
 
 
 def test_what_greedy_decoding_writes_is_greedy(both: tuple[Any, Any]) -> None:
     settings = {"until": ["\n\n"], "max_gen_toks": 8, "do_sample": False}
     chat = both[0].apply_chat_template([{"role": "user", "content": "What is a file?"}])
-    assert chat == both[1].apply_chat_template([{"role": "user", "content": "What is a file?"}])
+    assert chat == both[1].apply_chat_template(
+        [{"role": "user", "content": "What is a file?"}]
+    )
     assert both[0].tok_encode(chat) == both[1].tok_encode(chat)
-    history = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "It is"}]
-    assert both[0].apply_chat_template(history, False) == both[1].apply_chat_template(history, False)
+    history = [
+        {"role": "user", "content": "What?"},
+        {"role": "assistant", "content": "It is"},
+    ]
+    assert both[0].apply_chat_template(history, False) == both[1].apply_chat_template(
+        history, False
+    )
     for context in (TEXT, chat, TEXT * 9):
-        ours, theirs = (lm.generate_until([asked("generate_until", context, settings)])[0] for lm in both)
+        ours, theirs = (
+            lm.generate_until([asked("generate_until", context, settings)])[0]
+            for lm in both
+        )
         assert ours == theirs and ours
-    stopped = both[0].generate_until([asked("generate_until", TEXT, settings | {"until": [ours[3:5]]})])[0]
+    stopped = both[0].generate_until(
+        [asked("generate_until", TEXT, settings | {"until": [ours[3:5]]})]
+    )[0]
     assert ours[3:5] not in stopped
     with pytest.raises(WeftError, match="no setting 'top_p'"):
-        both[0].generate_until([asked("generate_until", TEXT, settings | {"top_p": 0.5})])
+        both[0].generate_until(
+            [asked("generate_until", TEXT, settings | {"top_p": 0.5})]
+        )
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +118,19 @@ def over_http(served: str, folder: Path, **more: Any) -> Any:
     """lm-eval's client, whose ``max_length`` counts the last token of a text, and one more that is written."""
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-    return LocalCompletionsAPI(served, "huggingface", model="tiny", tokenizer=str(folder), max_length=66, **more)
+    return LocalCompletionsAPI(
+        served,
+        "huggingface",
+        model="tiny",
+        tokenizer=str(folder),
+        max_length=66,
+        **more,
+    )
 
 
-def test_log_likelihoods_over_http_are_those_in_the_process(both: tuple[Any, Any], served: str, folder: Path) -> None:
+def test_log_likelihoods_over_http_are_those_in_the_process(
+    both: tuple[Any, Any], served: str, folder: Path
+) -> None:
     """lm-eval's ``local-completions``, one request at a time and several, with texts and with ids."""
     pairs = [asked("loglikelihood", *pair) for pair in PAIRS]
     ours = both[0].loglikelihood(pairs)
@@ -123,8 +154,13 @@ def test_lm_eval_itself(folder: Path, served: str, tmp_path: Path) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    rows = [{"q": f"What is {i}?", "choices": ["one", "two"], "answer": i % 2} for i in range(6)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [
+        {"q": f"What is {i}?", "choices": ["one", "two"], "answer": i % 2}
+        for i in range(6)
+    ]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     head = f"dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {tmp_path}/rows.jsonl\ntest_split: test\n"
     (tmp_path / "choice.yaml").write_text(
         f"task: choice\noutput_type: multiple_choice\n{head}doc_to_text: '{{{{q}}}}'\ndoc_to_choice: choices\n"
@@ -136,18 +172,30 @@ def test_lm_eval_itself(folder: Path, served: str, tmp_path: Path) -> None:
         "metric_list:\n  - metric: exact_match\n"
     )
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
-    import weft.generate.harness  # noqa: F401 (makes the name known)
+    import weft.measure.harness  # noqa: F401 (makes the name known)
 
     found = {}
     remote = f"base_url={served},tokenizer={folder},tokenizer_backend=huggingface,model=tiny,max_length=66"
-    ways = {"weft": "max_length=64", "hf": "max_length=64,dtype=float32", "local-completions": remote}
+    ways = {
+        "weft": "max_length=64",
+        "hf": "max_length=64,dtype=float32",
+        "local-completions": remote,
+    }
     for model, arguments in ways.items():
-        given = arguments if model == "local-completions" else f"pretrained={folder},{arguments}"
+        given = (
+            arguments
+            if model == "local-completions"
+            else f"pretrained={folder},{arguments}"
+        )
         results = simple_evaluate(
             model, given, ["choice", "write"], task_manager=manager,
             batch_size=2, device="cpu", bootstrap_iters=0, apply_chat_template=True,
         )["results"]  # fmt: skip
         found[model] = {
-            task: {key: value for key, value in of.items() if isinstance(value, float)} for task, of in results.items()
+            task: {key: value for key, value in of.items() if isinstance(value, float)}
+            for task, of in results.items()
         }
-    assert found["weft"] == found["hf"] == found["local-completions"] and "acc,none" in found["weft"]["choice"]
+    assert (
+        found["weft"] == found["hf"] == found["local-completions"]
+        and "acc,none" in found["weft"]["choice"]
+    )

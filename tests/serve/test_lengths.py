@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 from tests.data.test_token_bytes import TOKENIZERS, byte_level
 from tests.serve.inprocess import InProcess, serving
 from tests.serve.test_tools import DEAF
-from weft.serve.lengths import LARGEST_TREE, TextLengths, TokenLimit, TooManyTokens, check_tree, outside_strings
+from weft.serve.lengths import (
+    LARGEST_TREE,
+    TextLengths,
+    TokenLimit,
+    TooManyTokens,
+    check_tree,
+    outside_strings,
+)
 from weft.serve.prompts import Prompts
 from weft.serve.protocol import Refusal
 
@@ -48,20 +55,34 @@ def test_what_is_beyond_the_context_is_refused(
 ) -> None:
     answer = served.client.post(f"/v1/{path}", json=asked)
     error = answer.json()["error"]
-    assert answer.status_code == 400 and error["code"] == "context_length_exceeded", answer.text
-    assert error["param"] == field and error["message"].startswith(f"{field}: ") and said in error["message"]
+    assert answer.status_code == 400 and error["code"] == "context_length_exceeded", (
+        answer.text
+    )
+    assert (
+        error["param"] == field
+        and error["message"].startswith(f"{field}: ")
+        and said in error["message"]
+    )
 
 
 def test_up_to_the_context_all_is_answered(served: InProcess) -> None:
     def usage(**asked: Any) -> int:
-        answer = served.client.post("/v1/completions", json=asked | {"ignore_eos": True})
+        answer = served.client.post(
+            "/v1/completions", json=asked | {"ignore_eos": True}
+        )
         return int(answer.json()["usage"]["completion_tokens"])
 
-    assert usage(prompt=[1] * 60, max_tokens=4) == 4 and usage(prompt=[1] * 60) == 4  # of 16 that it could have been
-    chat = served.client.post("/v1/chat/completions", json={"messages": ASKED, "ignore_eos": True}).json()
+    # of 16 that it could have been
+    assert usage(prompt=[1] * 60, max_tokens=4) == 4 and usage(prompt=[1] * 60) == 4
+    chat = served.client.post(
+        "/v1/chat/completions", json={"messages": ASKED, "ignore_eos": True}
+    ).json()
     assert chat["usage"]["total_tokens"] <= CONTEXT
     assert served.client.get("/v1/models/tiny").json()["max_model_len"] == CONTEXT
-    assert served.client.post("/tokenize", json={"prompt": "x" * 99}).json()["count"] == 99  # to see how long it is
+    # to see how long it is
+    assert (
+        served.client.post("/tokenize", json={"prompt": "x" * 99}).json()["count"] == 99
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -70,7 +91,12 @@ def test_a_lower_bound_is_never_above_the_tokens(data: Any) -> None:
     """Whatever the tokenizer, and wherever the pieces begin."""
     tokenizer = data.draw(st.sampled_from(TOKENIZERS))
     words = data.draw(
-        st.lists(st.sampled_from(["the cat ", "naïve ", "日本", "\U0001f600", "  ", "<|end|>", "x"]), max_size=60)
+        st.lists(
+            st.sampled_from(
+                ["the cat ", "naïve ", "日本", "\U0001f600", "  ", "<|end|>", "x"]
+            ),
+            max_size=60,
+        )
     )
     text, lengths = "".join(words), TextLengths(tokenizer)
     with pytest.MonkeyPatch.context() as patch:
@@ -84,23 +110,39 @@ def test_of_a_long_text_only_so_much_is_tokenized_as_is_needed() -> None:
     tokenizer, read = byte_level(), list[int]()
     lengths = TextLengths(tokenizer)
     encode = tokenizer.encode
-    tokenizer.__dict__["encode"] = lambda text, special: (read.append(len(text)), encode(text, special))[1]
-    with pytest.raises(TooManyTokens, match=r"tokens are more than it of 9,000; shorten the text$"):
+    tokenizer.__dict__["encode"] = lambda text, special: (
+        read.append(len(text)),
+        encode(text, special),
+    )[1]
+    with pytest.raises(
+        TooManyTokens, match=r"tokens are more than it of 9,000; shorten the text$"
+    ):
         lengths.check("the cat sat on a mat. " * 300_000, TokenLimit(9000, "it"))
     assert sum(read) < 100_000
 
 
 def test_long_texts_are_encoded_as_short_ones_are() -> None:
     tokenizer = byte_level()
-    prompts, text = Prompts(tokenizer, tokenizer.vocab, "tiny"), "the cat <|end|> sat on a mat. " * 2000
-    assert asyncio.run(prompts.texts([text])) == [[int(i) for i in tokenizer.encode(text)]]
-    assert asyncio.run(prompts.texts(["the cat", text, [1]]))[::2] == [tokenizer.prompt_ids("the cat"), [1]]
+    prompts, text = (
+        Prompts(tokenizer, tokenizer.vocab, "tiny"),
+        "the cat <|end|> sat on a mat. " * 2000,
+    )
+    assert asyncio.run(prompts.texts([text])) == [
+        [int(i) for i in tokenizer.encode(text)]
+    ]
+    assert asyncio.run(prompts.texts(["the cat", text, [1]]))[::2] == [
+        tokenizer.prompt_ids("the cat"),
+        [1],
+    ]
     prompts.close()
 
 
 @settings(max_examples=60)
 @given(
-    st.recursive(st.text(max_size=6) | st.integers(), lambda x: st.lists(x) | st.dictionaries(st.text(max_size=6), x))
+    st.recursive(
+        st.text(max_size=6) | st.integers(),
+        lambda x: st.lists(x) | st.dictionaries(st.text(max_size=6), x),
+    )
 )
 def test_only_what_is_no_text_counts(tree: Any) -> None:
     def parts(value: Any) -> int:

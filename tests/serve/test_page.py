@@ -13,10 +13,17 @@ from tests.browser import CHROMIUM, Page, opened
 from tests.serve.running import Running, until
 from weft.data.tokenizer import load_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no chromium")]
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium"),
+]
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+)
 SEND = "document.querySelector('#words').value = {!r}; document.querySelector('#send').click()"
-ANSWER = "document.querySelector('article.assistant:last-of-type')?.firstChild?.textContent"
+ANSWER = (
+    "document.querySelector('article.assistant:last-of-type')?.firstChild?.textContent"
+)
 DONE = "document.querySelector('#stop').disabled"
 
 
@@ -35,24 +42,39 @@ def page(server: Running, tmp_path: Path) -> Iterator[Page]:
 
 
 def ask(page: Page, words: str, tokens: int) -> None:
-    page.value(f"document.querySelector('#temperature').value = 0; document.querySelector('#tokens').value = {tokens}")
+    page.value(
+        f"document.querySelector('#temperature').value = 0; document.querySelector('#tokens').value = {tokens}"
+    )
     page.value(SEND.format(words))
 
 
-def test_a_talk_streams_and_remembers(server: Running, page: Page, tmp_path: Path) -> None:
+def test_a_talk_streams_and_remembers(
+    server: Running, page: Page, tmp_path: Path
+) -> None:
     ask(page, "Hi <b>there</b>", 200)
-    page.wait(f"!{DONE} && {ANSWER}.length > 3 && {ANSWER}.length < 150")  # in the middle of it
+    # in the middle of it
+    page.wait(f"!{DONE} && {ANSWER}.length > 3 && {ANSWER}.length < 150")
     page.wait(DONE)
     talk: list[dict[str, Any]] = [{"role": "user", "content": "Hi <b>there</b>"}]
-    answer = server.post("chat/completions", messages=talk, temperature=0, max_tokens=200).json()
+    answer = server.post(
+        "chat/completions", messages=talk, temperature=0, max_tokens=200
+    ).json()
     text = answer["choices"][0]["message"]["content"]
     assert page.value(ANSWER) == text.replace("\r\n", "\n")
-    assert page.value("document.querySelector('article.user').textContent") == "Hi <b>there</b>"
+    assert (
+        page.value("document.querySelector('article.user').textContent")
+        == "Hi <b>there</b>"
+    )
     assert "200 tokens" in page.value("document.querySelector('small').textContent")
     ask(page, "And now?", 5)
     page.wait(f"{DONE} && document.querySelectorAll('small').length == 2")
-    talk += [{"role": "assistant", "content": text}, {"role": "user", "content": "And now?"}]
-    answer = server.post("chat/completions", messages=talk, temperature=0, max_tokens=5).json()
+    talk += [
+        {"role": "assistant", "content": text},
+        {"role": "user", "content": "And now?"},
+    ]
+    answer = server.post(
+        "chat/completions", messages=talk, temperature=0, max_tokens=5
+    ).json()
     assert page.value(ANSWER) == answer["choices"][0]["message"]["content"]
     page.picture(tmp_path / "page.png")
     assert (tmp_path / "page.png").stat().st_size > 5000
@@ -71,14 +93,22 @@ def test_stop_ends_what_the_server_writes(server: Running, page: Page) -> None:
 
 def test_a_refusal_is_shown(server: Running, page: Page) -> None:
     ask(page, "Too much", 10**6)
-    assert "are more than the cache of" in page.wait("document.querySelector('article.error')?.textContent")
+    assert "are more than the cache of" in page.wait(
+        "document.querySelector('article.error')?.textContent"
+    )
 
 
 def test_a_key_is_asked_for(tmp_path: Path) -> None:
-    running = Running(replace(load_tokenizer("bytes"), chat_template=TEMPLATE), keys=("secret",))
+    running = Running(
+        replace(load_tokenizer("bytes"), chat_template=TEMPLATE), keys=("secret",)
+    )
     with opened(str(running.client.base_url), tmp_path) as page:
-        assert "no valid API key" in page.wait("document.querySelector('article.error')?.textContent")
-        page.value("key = document.querySelector('#key'); key.value = 'secret'; key.dispatchEvent(new Event('change'))")
+        assert "no valid API key" in page.wait(
+            "document.querySelector('article.error')?.textContent"
+        )
+        page.value(
+            "key = document.querySelector('#key'); key.value = 'secret'; key.dispatchEvent(new Event('change'))"
+        )
         page.wait("document.title == 'tiny'")
         ask(page, "Hi", 5)
         page.wait(f"{DONE} && {ANSWER}")

@@ -23,19 +23,31 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clients")
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=300)
     installed = subprocess.run(
-        [str(folder / "bin" / "pip"), "install", "-q", *PACKAGES], capture_output=True, text=True, timeout=1800
+        [str(folder / "bin" / "pip"), "install", "-q", *PACKAGES],
+        capture_output=True,
+        text=True,
+        timeout=1800,
     )
     if installed.returncode:
-        pytest.skip(f"the clients cannot be installed here: {installed.stderr.strip().splitlines()[-1]}")
+        pytest.skip(
+            f"the clients cannot be installed here: {installed.stderr.strip().splitlines()[-1]}"
+        )
     return folder / "bin" / "python"
 
 
 @pytest.mark.soak
 def test_forty_calls_of_four_clients_and_eight_of_anthropics(python: Path) -> None:
-    server = Running(replace(load_tokenizer("bytes"), chat_template=HERMES), keys=("secret",), tokens=16384)
+    server = Running(
+        replace(load_tokenizer("bytes"), chat_template=HERMES),
+        keys=("secret",),
+        tokens=16384,
+    )
     asked = [str(python), str(SCRIPT), str(server.client.base_url), "tiny", "secret"]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "48 of 48 calls ok (openai 10, langchain-openai 10, instructor 10, litellm 10, anthropic 8)" in done.stdout
+    assert (
+        "48 of 48 calls ok (openai 10, langchain-openai 10, instructor 10, litellm 10, anthropic 8)"
+        in done.stdout
+    )
     until(server.empty)
     server.close()

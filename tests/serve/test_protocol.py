@@ -15,7 +15,13 @@ from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from weft.serve.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, Modelled, Refusal
+from weft.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    Modelled,
+    Refusal,
+)
 from weft.serve.reading import RequestReader
 from weft.serve.responses import ResponsesRequest
 
@@ -59,7 +65,9 @@ KINDS: dict[str, tuple[type[Modelled], Any, dict[str, Any], dict[str, Any]]] = {
 def nullable(kind: Any) -> list[str]:
     """The fields of a request's type that can be null."""
     hints = typing.get_type_hints(kind)
-    return [name for name, hint in hints.items() if types.NoneType in typing.get_args(hint)]
+    return [
+        name for name, hint in hints.items() if types.NoneType in typing.get_args(hint)
+    ]
 
 
 def read(kind: type[Modelled], **fields: Any) -> Any:
@@ -72,9 +80,13 @@ NULLABLE = {name: nullable(params) for name, (_, params, _, _) in KINDS.items()}
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_nulls_and_defaults_of_the_clients_own_types_are_taken(name: str, data: st.DataObject) -> None:
+def test_nulls_and_defaults_of_the_clients_own_types_are_taken(
+    name: str, data: st.DataObject
+) -> None:
     kind, _, needed, defaults = KINDS[name]
-    nulls = dict.fromkeys(data.draw(st.sets(st.sampled_from(NULLABLE[name] or ["user"]))))
+    nulls = dict.fromkeys(
+        data.draw(st.sets(st.sampled_from(NULLABLE[name] or ["user"])))
+    )
     assert read(kind, **nulls | needed) == read(kind, **needed), "null is the default"
     stated = data.draw(st.sets(st.sampled_from(sorted(defaults))))
     read(kind, **nulls | {field: defaults[field] for field in stated} | needed)
@@ -83,7 +95,9 @@ def test_nulls_and_defaults_of_the_clients_own_types_are_taken(name: str, data: 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_nullable_field_can_be_null(name: str) -> None:
     kind, params, needed, defaults = KINDS[name]
-    assert not defaults.keys() - typing.get_type_hints(params).keys(), "the client knows all that is called a default"
+    assert not defaults.keys() - typing.get_type_hints(params).keys(), (
+        "the client knows all that is called a default"
+    )
     for field in NULLABLE[name]:
         read(kind, **{field: None} | needed)
     assert len(NULLABLE[name]) > 10 or name == "embeddings"
@@ -98,10 +112,17 @@ def test_a_prompt_that_is_null_begins_a_text() -> None:
 def test_what_changes_nothing_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     reader = RequestReader()
     with caplog.at_level(logging.WARNING, "weft.serve"):
-        for extra in ({"store": True, "user": "x"}, {"user": "y"}, {"metadata": {"a": "b"}, "store": None}):
+        for extra in (
+            {"store": True, "user": "x"},
+            {"user": "y"},
+            {"metadata": {"a": "b"}, "store": None},
+        ):
             reader.read(ChatRequest, json.dumps({"messages": TALK} | extra).encode())
     said = [record.getMessage() for record in caplog.records]
-    assert said == [f"requests have fields that change nothing here: {names}" for names in ("store, user", "metadata")]
+    assert said == [
+        f"requests have fields that change nothing here: {names}"
+        for names in ("store, user", "metadata")
+    ]
 
 
 @pytest.mark.parametrize(("kind", "fields", "said"), [
@@ -135,17 +156,29 @@ def test_what_changes_nothing_is_logged_once(caplog: pytest.LogCaptureFixture) -
     (ResponsesRequest, {"conversation": "c"}, "conversation: nothing is kept here"),
     (EmbeddingRequest, {"dimensions": 0}, "dimensions: "), (EmbeddingRequest, {"input": {}}, "input: give a text"),
 ])  # fmt: skip
-def test_a_refusal_names_the_field_in_words_of_its_sender(kind: Any, fields: dict[str, Any], said: str) -> None:
+def test_a_refusal_names_the_field_in_words_of_its_sender(
+    kind: Any, fields: dict[str, Any], said: str
+) -> None:
     needed = next(needed for own, _, needed, _ in KINDS.values() if own is kind)
     with pytest.raises(Refusal) as refused:
         read(kind, **needed | fields)
     error = refused.value.body["error"]
-    assert error["message"].startswith(said) and error["param"] and said.startswith(error["param"].split(".")[0])
-    assert not any(word in error["message"] for word in ("constrained", "str]", "Value error", "union"))
+    assert (
+        error["message"].startswith(said)
+        and error["param"]
+        and said.startswith(error["param"].split(".")[0])
+    )
+    assert not any(
+        word in error["message"]
+        for word in ("constrained", "str]", "Value error", "union")
+    )
 
 
 def test_allowed_tools_are_those_that_can_be_called() -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in "abc"]
-    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": tools[:2]}}
+    choice = {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "required", "tools": tools[:2]},
+    }
     asked = read(ChatRequest, messages=TALK, tools=tools, tool_choice=choice)
     assert [tool.function.name for tool in asked.offered] == ["a", "b"] and asked.forced

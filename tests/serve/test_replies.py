@@ -16,20 +16,36 @@ EVENTS = [
 
 
 def test_log_probabilities_of_completions_keep_tokens_apart() -> None:
-    replies = Replies(CompletionRequest.model_validate({"prompt": "x", "logprobs": 3}), "tiny", PIECES)
+    replies = Replies(
+        CompletionRequest.model_validate({"prompt": "x", "logprobs": 3}), "tiny", PIECES
+    )
     logs = replies._logs(0, EVENTS)
     assert logs is not None
     name = f"token_id:{BYTE}"
-    assert logs["top_logprobs"] == [{"a": -0.5, name: -2.0, "bytes:\\xe6": -3.0}, {"a": -0.5}]
-    assert logs["tokens"] == [name, "bytes:\\xe6"] and logs["token_logprobs"] == [-2.0, -4.0]
+    assert logs["top_logprobs"] == [
+        {"a": -0.5, name: -2.0, "bytes:\\xe6": -3.0},
+        {"a": -0.5},
+    ]
+    assert logs["tokens"] == [name, "bytes:\\xe6"] and logs["token_logprobs"] == [
+        -2.0,
+        -4.0,
+    ]
 
 
 def test_log_probabilities_of_chats_have_the_bytes_of_tokens() -> None:
-    asked = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 3}
+    asked = {
+        "messages": [{"role": "user", "content": "x"}],
+        "logprobs": True,
+        "top_logprobs": 3,
+    }
     logs = Replies(ChatRequest.model_validate(asked), "tiny", PIECES)._logs(0, EVENTS)
     assert logs is not None
     first, last = logs["content"]
     assert [(top["token"], top["bytes"]) for top in first["top_logprobs"]] == [
         ("a", [97]), ("a", [97]), ("bytes:\\xe6", [0xE6])
     ]  # fmt: skip
-    assert (last["token"], last["bytes"], last["logprob"]) == ("bytes:\\xe6", [0xE6], -4.0)
+    assert (last["token"], last["bytes"], last["logprob"]) == (
+        "bytes:\\xe6",
+        [0xE6],
+        -4.0,
+    )

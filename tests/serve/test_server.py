@@ -36,7 +36,9 @@ from weft.serve.protocol import CompletionRequest
 from weft.serve.service import Service, TokenEvent
 from weft.serve.texts import TextRequest, write_texts
 
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+)
 PROMPT = "a few words"
 
 
@@ -48,7 +50,10 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module", params=[False, True], ids=["", "guesses"])
 def server(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Iterator[Running]:
     """Once with guesses of what will be written, so that a step may write several tokens of an answer."""
-    running = Running(tokenizer, drafter=Lookup(shared=10_000, least=1, width=2) if request.param else None)
+    running = Running(
+        tokenizer,
+        drafter=Lookup(shared=10_000, least=1, width=2) if request.param else None,
+    )
     yield running
     until(running.empty)
     running.close()
@@ -59,7 +64,9 @@ def expected(tokenizer: Tokenizer) -> Callable[..., str]:
     """What the engine alone writes."""
     model = build()
 
-    def write(text: str, most: int, how: Sampling = GREEDY, stops: tuple[str, ...] = ()) -> str:
+    def write(
+        text: str, most: int, how: Sampling = GREEDY, stops: tuple[str, ...] = ()
+    ) -> str:
         ask = TextRequest(tokenizer.prompt_ids(text), most, how, tokenizer.stops, stops)
         return write_texts(Engine(model), tokenizer, [ask])[0]
 
@@ -72,79 +79,157 @@ def test_health_and_models(server: Running) -> None:
     assert model["id"] == "tiny" and model["object"] == "model"
 
 
-def test_completions_are_what_the_engine_writes(server: Running, expected: Callable[..., str]) -> None:
-    answer = server.post("completions", model="tiny", prompt=PROMPT, max_tokens=20, temperature=0).json()
+def test_completions_are_what_the_engine_writes(
+    server: Running, expected: Callable[..., str]
+) -> None:
+    answer = server.post(
+        "completions", model="tiny", prompt=PROMPT, max_tokens=20, temperature=0
+    ).json()
     (choice,) = answer["choices"]
-    assert choice == {"index": 0, "text": expected(PROMPT, 20), "finish_reason": "length", "logprobs": None}
+    assert choice == {
+        "index": 0,
+        "text": expected(PROMPT, 20),
+        "finish_reason": "length",
+        "logprobs": None,
+    }
     assert answer["object"] == "text_completion" and answer["model"] == "tiny"
-    assert answer["usage"].pop("prompt_tokens_details")["cached_tokens"] in (0, 8)  # known from another test or not
-    assert answer["usage"] == {"prompt_tokens": 11, "completion_tokens": 20, "total_tokens": 31}
+    # known from another test or not
+    assert answer["usage"].pop("prompt_tokens_details")["cached_tokens"] in (0, 8)
+    assert answer["usage"] == {
+        "prompt_tokens": 11,
+        "completion_tokens": 20,
+        "total_tokens": 31,
+    }
     how = {"temperature": 0.9, "top_p": 0.9, "top_k": 30, "min_p": 0.01, "seed": 5, "presence_penalty": 0.5,
            "frequency_penalty": 0.2, "repetition_penalty": 1.1, "logit_bias": {"97": 1.5}}  # fmt: skip
     sampling = Sampling(0.9, 30, 0.9, 0.01, 1.1, 0.5, 0.2, {97: 1.5}, 5)
-    answer = server.post("completions", prompt=[PROMPT, "b"], max_tokens=9, n=2, **how).json()
+    answer = server.post(
+        "completions", prompt=[PROMPT, "b"], max_tokens=9, n=2, **how
+    ).json()
     seeds = [sampling, replace(sampling, seed=6)]
-    assert [c["text"] for c in answer["choices"]] == [expected(p, 9, s) for p in (PROMPT, "b") for s in seeds]
-    assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3] and answer["usage"]["completion_tokens"] == 36
-    default = server.post("completions", prompt=list(PROMPT.encode()), temperature=0).json()["choices"][0]
+    assert [c["text"] for c in answer["choices"]] == [
+        expected(p, 9, s) for p in (PROMPT, "b") for s in seeds
+    ]
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3] and answer["usage"][
+        "completion_tokens"
+    ] == 36
+    default = server.post(
+        "completions", prompt=list(PROMPT.encode()), temperature=0
+    ).json()["choices"][0]
     assert default["text"] == expected(PROMPT, 16)
 
 
-def test_streams_add_up_and_count(server: Running, expected: Callable[..., str]) -> None:
+def test_streams_add_up_and_count(
+    server: Running, expected: Callable[..., str]
+) -> None:
     asked = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "n": 2}
-    chunks = server.events("completions", **asked, stream_options={"include_usage": True})
+    chunks = server.events(
+        "completions", **asked, stream_options={"include_usage": True}
+    )
     *chunks, usage = chunks
     assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 40
     for index in range(2):
         mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
-        assert "".join(c["text"] for c in mine) == expected(PROMPT, 20) and len(mine) > 5
-        assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + ["length"]
-    assert len({c["id"] for c in chunks}) == 1 and all(c["usage"] is None for c in chunks)
+        assert (
+            "".join(c["text"] for c in mine) == expected(PROMPT, 20) and len(mine) > 5
+        )
+        assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + [
+            "length"
+        ]
+    assert len({c["id"] for c in chunks}) == 1 and all(
+        c["usage"] is None for c in chunks
+    )
 
 
 def test_chats_by_the_template(server: Running, expected: Callable[..., str]) -> None:
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+    ]
     text = expected("system: Be brief.\nuser: Hi\nassistant:", 12)
     answer = server.post("chat/completions", messages=messages, temperature=0).json()
     assert answer["object"] == "chat.completion"
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": text}
-    chunks = [c["choices"][0] for c in server.events("chat/completions", messages=messages, temperature=0)]
-    assert chunks[0]["delta"]["role"] == "assistant" and all("role" not in c["delta"] for c in chunks[1:])
+    chunks = [
+        c["choices"][0]
+        for c in server.events("chat/completions", messages=messages, temperature=0)
+    ]
+    assert chunks[0]["delta"]["role"] == "assistant" and all(
+        "role" not in c["delta"] for c in chunks[1:]
+    )
     assert "".join(c["delta"].get("content", "") for c in chunks) == text
-    assert server.events("chat/completions", messages=messages)[0]["object"] == "chat.completion.chunk"
+    assert (
+        server.events("chat/completions", messages=messages)[0]["object"]
+        == "chat.completion.chunk"
+    )
 
 
-def test_stop_strings_across_tokens_and_log_probabilities(server: Running, expected: Callable[..., str]) -> None:
+def test_stop_strings_across_tokens_and_log_probabilities(
+    server: Running, expected: Callable[..., str]
+) -> None:
     whole = expected(PROMPT, 20)
     stop = whole[3:6]
-    asked = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "stop": ["never", stop]}
+    asked = {
+        "prompt": PROMPT,
+        "max_tokens": 20,
+        "temperature": 0,
+        "stop": ["never", stop],
+    }
     (choice,) = server.post("completions", **asked).json()["choices"]
-    assert choice["text"] == expected(PROMPT, 20, GREEDY, (stop,)) == whole[: whole.index(stop)]
+    assert (
+        choice["text"]
+        == expected(PROMPT, 20, GREEDY, (stop,))
+        == whole[: whole.index(stop)]
+    )
     assert choice["finish_reason"] == "stop"
     streamed = [c["choices"][0] for c in server.events("completions", **asked)]
-    assert "".join(c["text"] for c in streamed) == choice["text"] and streamed[-1]["finish_reason"] == "stop"
+    assert (
+        "".join(c["text"] for c in streamed) == choice["text"]
+        and streamed[-1]["finish_reason"] == "stop"
+    )
     asked = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0, "logprobs": 2}
     logs = server.post("completions", **asked).json()["choices"][0]["logprobs"]
     model, ids = build(), torch.tensor([list(PROMPT.encode())])
     with torch.no_grad():
-        logits = model(ids, torch.arange(11)[None], torch.tensor([0, 11], dtype=torch.int32))[0, -1]
+        logits = model(
+            ids, torch.arange(11)[None], torch.tensor([0, 11], dtype=torch.int32)
+        )[0, -1]
     scores = logits.log_softmax(-1)
-    assert logs["token_logprobs"][0] == pytest.approx(float(scores.max()), abs=1e-10) and len(logs["tokens"]) == 5
-    assert sorted(logs["top_logprobs"][0].values()) == pytest.approx(sorted(scores.topk(2).values.tolist()))
+    assert (
+        logs["token_logprobs"][0] == pytest.approx(float(scores.max()), abs=1e-10)
+        and len(logs["tokens"]) == 5
+    )
+    assert sorted(logs["top_logprobs"][0].values()) == pytest.approx(
+        sorted(scores.topk(2).values.tolist())
+    )
     messages = [{"role": "user", "content": "Hi"}]
-    content = server.post("chat/completions", messages=messages, logprobs=True, top_logprobs=3).json()
+    content = server.post(
+        "chat/completions", messages=messages, logprobs=True, top_logprobs=3
+    ).json()
     (first, *_) = content["choices"][0]["logprobs"]["content"]
-    assert len(first["top_logprobs"]) == 3 and first["logprob"] <= 0 and isinstance(first["bytes"], list)
+    assert (
+        len(first["top_logprobs"]) == 3
+        and first["logprob"] <= 0
+        and isinstance(first["bytes"], list)
+    )
 
 
 def test_the_best_of_several(server: Running, tokenizer: Tokenizer) -> None:
     engine = Engine(build())
-    family = engine.submit(list(PROMPT.encode()), 6, Sampling(seed=1), tokenizer.stops, n=4, top=0)
+    family = engine.submit(
+        list(PROMPT.encode()), 6, Sampling(seed=1), tokenizer.stops, n=4, top=0
+    )
     engine.run()
     best = sorted(family, key=lambda one: -one.score)[:2]
-    answer = server.post("completions", prompt=PROMPT, max_tokens=6, n=2, best_of=4, seed=1).json()
-    assert [c["text"] for c in answer["choices"]] == [tokenizer.decode(one.written) for one in best]
-    assert [c["index"] for c in answer["choices"]] == [0, 1] and answer["choices"][0]["logprobs"] is None
+    answer = server.post(
+        "completions", prompt=PROMPT, max_tokens=6, n=2, best_of=4, seed=1
+    ).json()
+    assert [c["text"] for c in answer["choices"]] == [
+        tokenizer.decode(one.written) for one in best
+    ]
+    assert [c["index"] for c in answer["choices"]] == [0, 1] and answer["choices"][0][
+        "logprobs"
+    ] is None
 
 
 @pytest.mark.parametrize(("what", "body", "status", "said"), [
@@ -172,14 +257,20 @@ def test_what_cannot_be_is_refused_in_openais_shape(
     answer = server.client.post(f"/v1/{what}", content=body)
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
-    assert said in error["message"] and error["type"] == "invalid_request_error" and {"param", "code"} <= error.keys()
+    assert (
+        said in error["message"]
+        and error["type"] == "invalid_request_error"
+        and {"param", "code"} <= error.keys()
+    )
     assert server.client.get("/health").status_code == 200
 
 
 def test_who_goes_away_is_forgotten(server: Running) -> None:
     """In the middle of a stream, before an answer is whole, and while others go on."""
     asked = {"prompt": PROMPT, "max_tokens": 3000, "temperature": 0}
-    with server.client.stream("POST", "/v1/completions", json=asked | {"stream": True}) as answer:
+    with server.client.stream(
+        "POST", "/v1/completions", json=asked | {"stream": True}
+    ) as answer:
         next(answer.iter_lines())
         (streamed,) = server.engine.scheduler.running
     until(server.empty)
@@ -195,7 +286,9 @@ def test_who_goes_away_is_forgotten(server: Running) -> None:
     until(lambda: bool(asked_for))
     (waited,) = asked_for
     until(server.empty)
-    assert len(streamed.written) < 3000 > len(waited.written), "they were written to their ends"
+    assert len(streamed.written) < 3000 > len(waited.written), (
+        "they were written to their ends"
+    )
     assert server.post("completions", prompt=PROMPT, max_tokens=2).status_code == 200
 
 
@@ -221,8 +314,13 @@ def test_what_comes_behind_a_stop_string_is_not_shown(tokenizer: Tokenizer) -> N
     answering = Answering(asked, tokenizer, "tiny", 1, PLAIN, watch)  # type: ignore[arg-type]
     chunks = asyncio.run(collected(answering._stream(Given())))  # type: ignore[arg-type]
     choices = [json.loads(c.removeprefix("data: "))["choices"][0] for c in chunks[:-1]]
-    assert [(c["index"], c["text"], c["finish_reason"]) for c in choices if c["index"] == 0][-1] == (0, "", "stop")
-    assert "".join(c["text"] for c in choices if c["index"] == 0) == "a " and len(choices) == 4
+    assert [
+        (c["index"], c["text"], c["finish_reason"]) for c in choices if c["index"] == 0
+    ][-1] == (0, "", "stop")
+    assert (
+        "".join(c["text"] for c in choices if c["index"] == 0) == "a "
+        and len(choices) == 4
+    )
     assert Given.cancelled == [0] and chunks[-1] == "data: [DONE]\n\n"
 
 
@@ -259,32 +357,51 @@ def test_keys_are_asked_for_and_part_the_prefixes(tokenizer: Tokenizer) -> None:
     for headers in ({}, {"authorization": "Bearer three"}, {"authorization": "Bearer"}):
         for answer in (server.client.post("/v1/completions", json=asked, headers=headers),
                        server.client.get("/v1/models", headers=headers)):  # fmt: skip
-            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+            assert (
+                answer.status_code == 401
+                and answer.json()["error"]["code"] == "invalid_api_key"
+            )
     assert server.client.get("/health").status_code == 200
     hits = []
     begin = server.engine.scheduler._begin
     server.engine.scheduler._begin = lambda r: (begin(r), hits.append(r.hits))[0]  # type: ignore[method-assign]
     for key in ("one", "one", "two"):
         headers = {"authorization": f"Bearer {key}"}
-        assert server.client.post("/v1/completions", json=asked, headers=headers).status_code == 200
+        assert (
+            server.client.post(
+                "/v1/completions", json=asked, headers=headers
+            ).status_code
+            == 200
+        )
     assert hits == [0, 24, 0]
     server.close()
 
 
-def test_many_clients_are_served_or_refused_and_nothing_is_left(tokenizer: Tokenizer) -> None:
+def test_many_clients_are_served_or_refused_and_nothing_is_left(
+    tokenizer: Tokenizer,
+) -> None:
     """More than are taken on, in a cache that is too small for all, some of whom go away."""
     server = Running(tokenizer, most=12, limit=5, tokens=160, budget=20)
 
     async def ask(client: Any, number: int) -> int:
-        asked = {"prompt": "x" * (number % 23 + 1), "max_tokens": 30, "seed": number, "stream": number % 2 == 0}
+        asked = {
+            "prompt": "x" * (number % 23 + 1),
+            "max_tokens": 30,
+            "seed": number,
+            "stream": number % 2 == 0,
+        }
         try:
-            answer = await client.post("/v1/completions", json=asked, timeout=0.4 if number % 5 == 4 else 120)
+            answer = await client.post(
+                "/v1/completions", json=asked, timeout=0.4 if number % 5 == 4 else 120
+            )
         except httpx.ReadTimeout:
             return 0
         return int(answer.status_code)
 
     async def all_of_them() -> list[int]:
-        async with httpx.AsyncClient(base_url=str(server.client.base_url), limits=httpx.Limits()) as client:
+        async with httpx.AsyncClient(
+            base_url=str(server.client.base_url), limits=httpx.Limits()
+        ) as client:
             return await asyncio.gather(*(ask(client, number) for number in range(60)))
 
     found = asyncio.run(all_of_them())
@@ -304,7 +421,10 @@ def test_an_engine_that_fails_says_so_to_all(tokenizer: Tokenizer) -> None:
 
     server.engine.step = fail  # type: ignore[method-assign]
     answer = server.post("completions", prompt="x", max_tokens=2)
-    assert answer.status_code == 500 and "out of memory" in answer.json()["error"]["message"]
+    assert (
+        answer.status_code == 500
+        and "out of memory" in answer.json()["error"]["message"]
+    )
     assert server.post("completions", prompt="x").status_code == 500
     health = server.client.get("/health")
     assert health.status_code == 503 and health.json() == {"status": "out of memory"}
@@ -336,13 +456,21 @@ def test_the_command_serves_and_ends_with_its_last_answer(
     beside = ["--layout", layout, "--adapters", tmp_path / "adapters"]
     words += beside if layout else ["--policy", "chunked:4", "--invariant"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "weft", *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "weft", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     request.addfinalizer(process.kill)
     assert process.stdout is not None
     line = process.stdout.readline()
-    (address,) = re.findall(r"tiny at (http://127\.0\.0\.1:\d+)/v1, with a cache of 9,000 tokens; Ctrl-C ends it", line)
-    client = httpx.Client(base_url=address, headers={"authorization": "Bearer secret"}, timeout=120)
+    (address,) = re.findall(
+        r"tiny at (http://127\.0\.0\.1:\d+)/v1, with a cache of 9,000 tokens; Ctrl-C ends it",
+        line,
+    )
+    client = httpx.Client(
+        base_url=address, headers={"authorization": "Bearer secret"}, timeout=120
+    )
     vectors = client.post("/v1/embeddings", json={"input": "x"})
     assert vectors.status_code == 200, vectors.text
     if layout:
@@ -352,14 +480,27 @@ def test_the_command_serves_and_ends_with_its_last_answer(
         ask = TextRequest(tokenizer.prompt_ids(PROMPT), 9, GREEDY, tokenizer.stops)
         adapter = read_adapter(tmp_path / "adapters" / "spoken", model)
         assert [said] == write_texts(Engine(merged(model, adapter)), tokenizer, [ask])
-    asked = {"prompt": "x", "max_tokens": 150, "temperature": 0, "stream": True, "ignore_eos": True}
+    asked = {
+        "prompt": "x",
+        "max_tokens": 150,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+    }
     with client.stream("POST", "/v1/completions", json=asked) as answer:
         lines = answer.iter_lines()
         next(lines)
         process.send_signal(signal.SIGINT)
         rest = [line for line in lines if line]
-    assert rest[-1] == "data: [DONE]" and json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"]
-    assert process.wait(120) == (130 if layout else 0) and process.stderr is not None and not process.stderr.read()
+    assert (
+        rest[-1] == "data: [DONE]"
+        and json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"]
+    )
+    assert (
+        process.wait(120) == (130 if layout else 0)
+        and process.stderr is not None
+        and not process.stderr.read()
+    )
 
 
 @pytest.mark.sampled(1)  # what ranks say of each other: tests/generate/test_ranks.py
@@ -371,23 +512,54 @@ def test_the_command_serves_and_ends_with_its_last_answer(
 def test_a_rank_that_is_gone_is_named_and_all_end(
     layout: str, number: int, said: str, tmp_path: Path, request: Any
 ) -> None:
-    words = ["serve", "--from", exported(tmp_path), "--port", "0", "--cache", "9000", "--layout", layout]
+    words = [
+        "serve",
+        "--from",
+        exported(tmp_path),
+        "--port",
+        "0",
+        "--cache",
+        "9000",
+        "--layout",
+        layout,
+    ]
     process = subprocess.Popen(
-        [sys.executable, "-m", "weft", *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "weft", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     request.addfinalizer(process.kill)
     assert process.stdout is not None and process.stderr is not None
-    (address,) = re.findall(r"tiny at (http://127\.0\.0\.1:\d+)/v1", process.stdout.readline())
-    asked = {"prompt": "x", "max_tokens": 900, "temperature": 0, "stream": True, "ignore_eos": True}
-    with httpx.Client(base_url=address, timeout=120).stream("POST", "/v1/completions", json=asked) as answer:
+    (address,) = re.findall(
+        r"tiny at (http://127\.0\.0\.1:\d+)/v1", process.stdout.readline()
+    )
+    asked = {
+        "prompt": "x",
+        "max_tokens": 900,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    with httpx.Client(base_url=address, timeout=120).stream(
+        "POST", "/v1/completions", json=asked
+    ) as answer:
         lines = answer.iter_lines()
         next(lines)
         ranks = psutil.Process(process.pid).children(recursive=True)
-        next(one for one in ranks if one.environ().get("RANK") == "1").send_signal(number)
+        next(one for one in ranks if one.environ().get("RANK") == "1").send_signal(
+            number
+        )
         with contextlib.suppress(httpx.RemoteProtocolError):
             assert "rank 1 is gone" in "".join(lines)
-    assert process.wait(60) == 1 and process.stderr.read().startswith(f"weft: error: rank 1 {said}")
-    assert not [one for one in ranks if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert process.wait(60) == 1 and process.stderr.read().startswith(
+        f"weft: error: rank 1 {said}"
+    )
+    assert not [
+        one
+        for one in ranks
+        if one.is_running() and one.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 @pytest.mark.parametrize(("words", "said"), [

@@ -12,7 +12,7 @@ from weft.generate.engine import Engine
 from weft.generate.policies import chunked, exact_fill, prompts_first
 from weft.generate.pool import BlockPool
 from weft.generate.scheduler import ScheduledStep, Scheduler
-from weft.loads.simulate import Curve, TimedRequest, measure, play, simulate, work_of
+from weft.measure.simulate import Curve, TimedRequest, measure, play, simulate, work_of
 
 
 def load(seed: int, rate: float, count: int = 30) -> list[TimedRequest]:
@@ -41,7 +41,10 @@ def test_it_plans_every_step_as_the_engine_does(settings: dict[str, object]) -> 
 
     pool = engine.scheduler.pool
     scheduler = Scheduler(
-        BlockPool(pool.blocks, 4), engine.scheduler.budget, engine.scheduler.limit, engine.scheduler.policy
+        BlockPool(pool.blocks, 4),
+        engine.scheduler.budget,
+        engine.scheduler.limit,
+        engine.scheduler.policy,
     )
     found = simulate(scheduler, arrivals, curve)
     assert own == real and len(own) > 40
@@ -73,7 +76,9 @@ def play_engine(engine: Engine, arrivals: list[TimedRequest], real: list[list[fl
 def test_a_curve_finds_what_a_step_is_made_of() -> None:
     """Times of 0.01 s and 0.001 s a token, with noise of 5 %, and of what else there is nothing."""
     drawn, samples = random.Random(0), list[tuple[list[float], float]]()
-    arrivals = [TimedRequest(0.5 * i, [i % 31] * drawn.randrange(1, 90), 60) for i in range(60)]
+    arrivals = [
+        TimedRequest(0.5 * i, [i % 31] * drawn.randrange(1, 90), 60) for i in range(60)
+    ]
 
     def timed(step: ScheduledStep) -> float:
         work = work_of(step)
@@ -84,7 +89,9 @@ def test_a_curve_finds_what_a_step_is_made_of() -> None:
     assert len(samples) > 400
     curve = Curve(samples)
     for work, _ in samples[::10]:
-        assert float(curve.rates @ work) == pytest.approx(0.01 + 0.001 * work[1], rel=0.05)
+        assert float(curve.rates @ work) == pytest.approx(
+            0.01 + 0.001 * work[1], rel=0.05
+        )
 
 
 def test_samples_are_of_the_steps_that_were_timed() -> None:

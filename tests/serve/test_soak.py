@@ -34,7 +34,20 @@ WRONG: list[tuple[str, bytes]] = [
 
 async def one(client: httpx.AsyncClient, random: Random, found: Counter[Any]) -> None:
     """Ask something; perhaps wrongly, perhaps without waiting for the end."""
-    kind = random.choice(["whole", "stream", "chat", "shape", "tool", "vector", "wrong", "wrong", "left", "left"])
+    kind = random.choice(
+        [
+            "whole",
+            "stream",
+            "chat",
+            "shape",
+            "tool",
+            "vector",
+            "wrong",
+            "wrong",
+            "left",
+            "left",
+        ]
+    )
     asked: dict[str, Any] = {
         "max_tokens": random.randint(1, 30),
         "seed": random.randint(0, 99),
@@ -44,14 +57,20 @@ async def one(client: httpx.AsyncClient, random: Random, found: Counter[Any]) ->
     if kind == "wrong":
         path, body = random.choice(WRONG)
         answer = await client.post(path, content=body, headers=JSON)
-        assert 400 <= answer.status_code < 500 and "error" in answer.json(), (path, body[:99], answer.text)
+        assert 400 <= answer.status_code < 500 and "error" in answer.json(), (
+            path,
+            body[:99],
+            answer.text,
+        )
         found[kind] += 1
         return
     if kind == "vector":
         answer = await client.post("/v1/embeddings", json={"input": text})
     elif kind in ("stream", "left"):
         asked |= {"max_tokens": 200} if kind == "left" else {}
-        async with client.stream("POST", "/v1/completions", json=asked | {"prompt": text, "stream": True}) as answer:
+        async with client.stream(
+            "POST", "/v1/completions", json=asked | {"prompt": text, "stream": True}
+        ) as answer:
             lines = []
             async for line in answer.aiter_lines():
                 lines.append(line)
@@ -77,7 +96,9 @@ async def one(client: httpx.AsyncClient, random: Random, found: Counter[Any]) ->
 async def crowd(server: Running, clients: int, each: int, seed: int) -> Counter[Any]:
     found: Counter[Any] = Counter()
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
-    async with httpx.AsyncClient(base_url=str(server.client.base_url), limits=limits, timeout=300) as client:
+    async with httpx.AsyncClient(
+        base_url=str(server.client.base_url), limits=limits, timeout=300
+    ) as client:
 
         async def go(number: int) -> None:
             random = Random(f"{seed} {number}")
@@ -88,7 +109,9 @@ async def crowd(server: Running, clients: int, each: int, seed: int) -> Counter[
     return found
 
 
-def campaign(rounds: int, clients: int, each: int, caplog: pytest.LogCaptureFixture) -> list[int]:
+def campaign(
+    rounds: int, clients: int, each: int, caplog: pytest.LogCaptureFixture
+) -> list[int]:
     """Bytes of this process after every round."""
     server = Running(
         replace(load_tokenizer("bytes"), chat_template=HERMES),
@@ -102,17 +125,32 @@ def campaign(rounds: int, clients: int, each: int, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING):
         for seed in range(rounds):
             found = asyncio.run(crowd(server, clients, each, seed))
-            assert {"whole", "stream", "chat", "shape", "tool", "vector", "wrong", "left"} <= found.keys(), found
+            assert {
+                "whole",
+                "stream",
+                "chat",
+                "shape",
+                "tool",
+                "vector",
+                "wrong",
+                "left",
+            } <= found.keys(), found
             until(server.empty)
             pool = server.engine.scheduler.pool
             assert (
-                pool.free == pool.blocks == 128 and not server.engine.scheduler.due and server.service.failure is None
+                pool.free == pool.blocks == 128
+                and not server.engine.scheduler.due
+                and server.service.failure is None
             )
             gc.collect()
             held.append(psutil.Process().memory_info().rss)
     assert server.post("completions", prompt="x", max_tokens=2).status_code == 200
     server.close()
-    traces = [record.getMessage() for record in caplog.records if record.exc_info or "Traceback" in record.getMessage()]
+    traces = [
+        record.getMessage()
+        for record in caplog.records
+        if record.exc_info or "Traceback" in record.getMessage()
+    ]
     assert not traces, traces
     return held
 
@@ -123,18 +161,26 @@ def test_a_crowd_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None
 
 
 @pytest.mark.soak
-def test_a_long_crowd_of_200_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_crowd_of_200_leaves_nothing_behind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     held = campaign(8, 200, 6, caplog)
     assert held[-1] - held[3] < 24 * 2**20, [size // 2**20 for size in held]
 
 
 @pytest.mark.slow
-def test_a_thousand_at_once_are_served_or_told_to_come_back(caplog: pytest.LogCaptureFixture) -> None:
-    server = Running(load_tokenizer("bytes"), most=200, limit=32, tokens=2048, budget=256)
+def test_a_thousand_at_once_are_served_or_told_to_come_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = Running(
+        load_tokenizer("bytes"), most=200, limit=32, tokens=2048, budget=256
+    )
 
     body, where = json.dumps({"prompt": "x", "max_tokens": 4}), server.client.base_url
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {where.host}\r\nContent-Type: application/json\r\n"
-    request = f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode()
+    request = (
+        f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode()
+    )
 
     async def ask() -> int:
         """A client of a few lines: that of httpx takes longer for a thousand than the server."""
@@ -144,11 +190,15 @@ def test_a_thousand_at_once_are_served_or_told_to_come_back(caplog: pytest.LogCa
         writer.close()
         lines, content = answer.split("\r\n\r\n", 1)
         status = int(lines.split()[1])
-        assert status == 200 or ("retry-after" in lines.lower() and json.loads(content)["error"]), answer
+        assert status == 200 or (
+            "retry-after" in lines.lower() and json.loads(content)["error"]
+        ), answer
         return status
 
     async def everybody() -> list[int]:
-        return await asyncio.wait_for(asyncio.gather(*(ask() for _ in range(1000))), 300)
+        return await asyncio.wait_for(
+            asyncio.gather(*(ask() for _ in range(1000))), 300
+        )
 
     found = Counter(asyncio.run(everybody()))
     assert found[200] >= 200 and found[200] + found[429] == 1000

@@ -33,7 +33,10 @@ def echo(messages: Messages) -> Iterator[str]:
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lines: io.StringIO, **given: Any
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    lines: io.StringIO,
+    **given: Any,
 ) -> tuple[str, str]:
     monkeypatch.setattr(sys, "stdin", lines)
     talk(given.pop("speaker", echo), **given)
@@ -43,11 +46,14 @@ def run(
 def test_a_pipe_has_a_message_per_line_and_nothing_but_answers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = io.StringIO("hello\n\n  again \n/reset\nthird\n/system be kind\nfourth\n//five\n/nonsense\n/quit\nnever\n")
+    lines = io.StringIO(
+        "hello\n\n  again \n/reset\nthird\n/system be kind\nfourth\n//five\n/nonsense\n/quit\nnever\n"
+    )
     out, err = run(monkeypatch, capsys, lines)
     assert out == "1: hello\n3: again\n1: third\n2: fourth\n4: /five\n"
     assert "be kind" in err and "/nonsense is no command" in err and "never" not in out
-    assert run(monkeypatch, capsys, io.StringIO("a\udcff\n"))[0] == "1: a?\n"  # a byte that is no UTF-8
+    # a byte that is no UTF-8
+    assert run(monkeypatch, capsys, io.StringIO("a\udcff\n"))[0] == "1: a?\n"
 
 
 def test_ctrl_c_stops_an_answer_whose_beginning_stays(
@@ -63,7 +69,9 @@ def test_ctrl_c_stops_an_answer_whose_beginning_stays(
             yield f"{number} "
 
     before = signal.getsignal(signal.SIGINT)
-    out, err = run(monkeypatch, capsys, Typed("count\nmore\n"), speaker=endless, system="be brief")
+    out, err = run(
+        monkeypatch, capsys, Typed("count\nmore\n"), speaker=endless, system="be brief"
+    )
     assert "weft: stopped" in err and out.count("0 1 2 3 \n") == 2
     assert heard[1] == [
         {"role": "system", "content": "be brief"}, {"role": "user", "content": "count"},
@@ -104,7 +112,9 @@ class Answers(BaseHTTPRequestHandler):
         self.end_headers()
         for piece in ("you said ", str(len(body["messages"])), None):
             delta = {"content": piece} if piece else {}
-            self.wfile.write(f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n".encode())
+            self.wfile.write(
+                f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n".encode()
+            )
         self.wfile.write(b"data: [DONE]\n\n")
 
     def _send(self, code: int, tree: dict[str, Any]) -> None:
@@ -124,12 +134,17 @@ def url() -> Iterator[str]:
     server.shutdown()
 
 
-def test_a_server_is_talked_to(monkeypatch: pytest.MonkeyPatch, command: Command, url: str) -> None:
+def test_a_server_is_talked_to(
+    monkeypatch: pytest.MonkeyPatch, command: Command, url: str
+) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     code, out, err = command("chat", url, "--temperature", 0)
     assert (code, out, err) == (0, "you said 1\nyou said 3\n", "")
-    assert Answers.seen[-1]["key"] == "Bearer secret" and Answers.seen[-1]["temperature"] == 0
+    assert (
+        Answers.seen[-1]["key"] == "Bearer secret"
+        and Answers.seen[-1]["temperature"] == 0
+    )
     monkeypatch.setattr(sys, "stdin", io.StringIO("bad\n"))
     code, out, err = command("chat", f"{url}/v1/")
     assert (code, err) == (1, f"weft: error: {url}/v1/ refuses (400): that is bad\n")
@@ -137,7 +152,11 @@ def test_a_server_is_talked_to(monkeypatch: pytest.MonkeyPatch, command: Command
 
 def test_a_server_that_is_not_there_is_one_line(command: Command) -> None:
     code, _, err = command("chat", "http://127.0.0.1:9")
-    assert code == 1 and err.startswith("weft: error: http://127.0.0.1:9 cannot be reached: ") and err.count("\n") == 1
+    assert (
+        code == 1
+        and err.startswith("weft: error: http://127.0.0.1:9 cannot be reached: ")
+        and err.count("\n") == 1
+    )
     with pytest.raises(WeftError):
         server_speaker("http://127.0.0.1:9", "", {})
     assert talking.HELP

@@ -16,14 +16,21 @@ from weft.data.tokenizer import load_tokenizer
 from weft.serve.tools import Call, CallFinder, CallForm, CallPiece, call_form
 
 #: As templates of Qwen and Hermes, of Llama and of Mistral write them, and as one of DeepSeek's does, which is no JSON.
-HEAD = "{% if tools %}Tools:{% for t in tools %} {{ t | tojson }}{% endfor %}\n{% endif %}"
+HEAD = (
+    "{% if tools %}Tools:{% for t in tools %} {{ t | tojson }}{% endfor %}\n{% endif %}"
+)
 TURN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
 TAIL = "\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 CALLS = "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
 HERMES = f"{HEAD}{TURN}{CALLS}\n<tool_call>\n" + (
-    '{{ {"name": f.name, "arguments": f.arguments} | tojson }}\n</tool_call>{% endfor %}' + TAIL
+    '{{ {"name": f.name, "arguments": f.arguments} | tojson }}\n</tool_call>{% endfor %}'
+    + TAIL
 )
-LLAMA = f"{HEAD}{TURN}{CALLS}" + '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}{% endfor %}' + TAIL
+LLAMA = (
+    f"{HEAD}{TURN}{CALLS}"
+    + '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}{% endfor %}'
+    + TAIL
+)
 MISTRAL = (
     f"{HEAD}{TURN}{{% if m.tool_calls %}}[TOOL_CALLS] [{CALLS}"
     '{"arguments": {{ f.arguments | tojson }}, "name": "{{ f.name }}"}{% if not loop.last %}, {% endif %}'
@@ -35,8 +42,15 @@ CITY = {
     "type": "object", "properties": {"city": {"enum": ["Oslo", "Zürich \"Nord\""]}, "days": {"$ref": "#/$defs/few"}},
     "required": ["city", "days"], "additionalProperties": False, "$defs": {"few": {"enum": [1, 2, 3]}},
 }  # fmt: skip
-WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "-", "parameters": CITY}}
-ZONE = {"type": "object", "properties": {"zone": {"const": "UTC"}}, "additionalProperties": False}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "-", "parameters": CITY},
+}
+ZONE = {
+    "type": "object",
+    "properties": {"zone": {"const": "UTC"}},
+    "additionalProperties": False,
+}
 TIME = {"type": "function", "function": {"name": "get_time", "parameters": ZONE}}
 ASKED = [{"role": "user", "content": "?"}]
 
@@ -49,19 +63,32 @@ def form_of(template: str) -> CallForm | None:
     (HERMES, "<tool_call>", ("name", "arguments")), (LLAMA, "", ("name", "parameters")),
     (MISTRAL, "[TOOL_CALLS] [", ("name", "arguments")),
 ], ids=["hermes", "llama", "mistral"])  # fmt: skip
-def test_calls_are_found_as_the_template_writes_them(template: str, opening: str, keys: tuple[str, str]) -> None:
+def test_calls_are_found_as_the_template_writes_them(
+    template: str, opening: str, keys: tuple[str, str]
+) -> None:
     form = form_of(template)
     assert form and form.opening == opening and (form.name, form.arguments) == keys
     talk = ChatTemplate(template, load_tokenizer("bytes"))
     calls = [Call("a", '{"x": "}] </tool_call> {\\""}'), Call("b", "{}")]
-    told = [{"function": {"name": c.name, "arguments": json.loads(c.arguments)}} for c in calls]
-    whole = talk.render([*ASKED, {"role": "assistant", "content": "", "tool_calls": told}], [WEATHER]).text
+    told = [
+        {"function": {"name": c.name, "arguments": json.loads(c.arguments)}}
+        for c in calls
+    ]
+    whole = talk.render(
+        [*ASKED, {"role": "assistant", "content": "", "tool_calls": told}], [WEATHER]
+    ).text
     text = whole[len(talk.render(ASKED, [WEATHER], prompt=True).text) - 1 :]
     for size in (1, 2, 7, len(text)):
         finder = CallFinder(form)
-        shown = "".join(finder.add(text[at : at + size])[0] for at in range(0, len(text), size))
+        shown = "".join(
+            finder.add(text[at : at + size])[0] for at in range(0, len(text), size)
+        )
         rest, pieces, finish = finder.end("stop")
-        assert not (shown + rest).strip() and finder.calls == calls and finish == "tool_calls", (size, shown, rest)
+        assert (
+            not (shown + rest).strip()
+            and finder.calls == calls
+            and finish == "tool_calls"
+        ), (size, shown, rest)
         assert pieces == [CallPiece(0, *calls[0]), CallPiece(1, *calls[1])]
 
 
@@ -74,23 +101,38 @@ def test_calls_stream_from_their_names_on(template: str, behind: str) -> None:
     assert form is not None
     finder = CallFinder(form, streams=True)
     assert all(finder.add(c) == ("", []) for c in behind.lstrip())
-    assert [finder.add(c) for c in given] == [("", [CallPiece(0, None if i else "a", c)]) for i, c in enumerate(given)]
+    assert [finder.add(c) for c in given] == [
+        ("", [CallPiece(0, None if i else "a", c)]) for i, c in enumerate(given)
+    ]
     assert all(finder.add(c) == ("", []) for c in "}" + form.closing + behind)
     assert finder.add("{}} ") == ("", [CallPiece(1, "a", "{}")])
-    assert finder.end("stop") == ("", [], "tool_calls") and finder.calls == [Call("a", given), Call("a", "{}")]
+    assert finder.end("stop") == ("", [], "tool_calls") and finder.calls == [
+        Call("a", given),
+        Call("a", "{}"),
+    ]
 
 
 def test_a_call_that_is_cut_streams_as_far_as_it_came() -> None:
     """Whole answers have it as text: whoever reads them gets no half of a call."""
     form = form_of(HERMES)
     assert form is not None
-    text, cut = '<tool_call>{"name": "a", "arguments": {}}</tool_call>', '<tool_call>{"name": "b", "arguments": {"x"'
+    text, cut = (
+        '<tool_call>{"name": "a", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "b", "arguments": {"x"',
+    )
     finder = CallFinder(form, streams=True)
-    assert finder.add(text + cut) == ("", [CallPiece(0, "a", "{}"), CallPiece(1, "b", '{"x"')])
+    assert finder.add(text + cut) == (
+        "",
+        [CallPiece(0, "a", "{}"), CallPiece(1, "b", '{"x"')],
+    )
     assert finder.end("length") == ("", [], "length")
     finder = CallFinder(form)
     assert finder.add(text + cut) == ("", [])
-    assert finder.end("length") == (cut.removeprefix("<tool_call>"), [CallPiece(0, "a", "{}")], "length")
+    assert finder.end("length") == (
+        cut.removeprefix("<tool_call>"),
+        [CallPiece(0, "a", "{}")],
+        "length",
+    )
 
 
 def test_words_behind_a_call_are_text() -> None:
@@ -113,7 +155,9 @@ def test_what_is_no_call_is_text(template: str, text: str) -> None:
         finder = CallFinder(form, streams)
         shown = "".join(finder.add(c)[0] for c in text)
         rest, pieces, finish = finder.end("stop")
-        assert shown + rest == text and not (finder.calls or pieces) and finish == "stop"
+        assert (
+            shown + rest == text and not (finder.calls or pieces) and finish == "stop"
+        )
 
 
 def test_words_before_a_call_are_shown_as_they_come() -> None:
@@ -130,7 +174,9 @@ def test_templates_without_calls_as_json(template: str) -> None:
     assert form_of(template) is None
 
 
-@pytest.fixture(scope="module", params=[HERMES, LLAMA, MISTRAL], ids=["hermes", "llama", "mistral"])
+@pytest.fixture(
+    scope="module", params=[HERMES, LLAMA, MISTRAL], ids=["hermes", "llama", "mistral"]
+)
 def server(request: Any) -> Iterator[Running]:
     running = Running(replace(load_tokenizer("bytes"), chat_template=request.param))
     yield running
@@ -146,25 +192,51 @@ def test_a_required_call_meets_its_schema(server: Running) -> None:
                  "seed": seed, "logit_bias": dict.fromkeys(map(str, b" \n\t\r"), -9)}  # fmt: skip
         (choice,) = server.post("chat/completions", **asked).json()["choices"]
         (call,) = choice["message"]["tool_calls"]
-        assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
-        assert call["type"] == "function" and call["function"]["name"] in ("get_weather", "get_time")
+        assert (
+            choice["finish_reason"] == "tool_calls"
+            and choice["message"]["content"] is None
+        )
+        assert call["type"] == "function" and call["function"]["name"] in (
+            "get_weather",
+            "get_time",
+        )
         schema = CITY if call["function"]["name"] == "get_weather" else ZONE
         jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
 
 
-def test_a_named_call_streams_and_is_understood_when_it_comes_back(server: Running) -> None:
+def test_a_named_call_streams_and_is_understood_when_it_comes_back(
+    server: Running,
+) -> None:
     choice = {"type": "function", "function": {"name": "get_weather"}}
-    asked = {"messages": ASKED, "tools": [TIME, WEATHER], "tool_choice": choice, "max_tokens": 600, "seed": 1}
+    asked = {
+        "messages": ASKED,
+        "tools": [TIME, WEATHER],
+        "tool_choice": choice,
+        "max_tokens": 600,
+        "seed": 1,
+    }
     chunks = [c["choices"][0] for c in server.events("chat/completions", **asked)]
-    assert chunks[-1]["finish_reason"] == "tool_calls" and not any(c["delta"].get("content") for c in chunks)
+    assert chunks[-1]["finish_reason"] == "tool_calls" and not any(
+        c["delta"].get("content") for c in chunks
+    )
     call, *more = [call for c in chunks for call in c["delta"].get("tool_calls", [])]
     assert call.pop("index") == 0 and call["function"]["name"] == "get_weather"
     assert all(each.keys() == {"index", "function"} for each in more)
-    call["function"]["arguments"] += "".join(each["function"]["arguments"] for each in more)
+    call["function"]["arguments"] += "".join(
+        each["function"]["arguments"] for each in more
+    )
     jsonschema.validate(json.loads(call["function"]["arguments"]), CITY)
     said = {"role": "assistant", "content": None, "tool_calls": [call]}
-    answered = {"role": "tool", "tool_call_id": call["id"], "content": [{"type": "text", "text": "Rain."}]}
-    asked |= {"messages": [*ASKED, said, answered], "tool_choice": "auto", "max_tokens": 4}
+    answered = {
+        "role": "tool",
+        "tool_call_id": call["id"],
+        "content": [{"type": "text", "text": "Rain."}],
+    }
+    asked |= {
+        "messages": [*ASKED, said, answered],
+        "tool_choice": "auto",
+        "max_tokens": 4,
+    }
     assert server.post("chat/completions", **asked).status_code == 200
 
 
@@ -178,12 +250,22 @@ def test_a_named_call_streams_and_is_understood_when_it_comes_back(server: Runni
 ])  # fmt: skip
 def test_mistakes_about_tools(server: Running, asked: Any, said: str) -> None:
     answer = server.post("chat/completions", messages=ASKED, **asked)
-    assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
+    assert answer.status_code == 400 and said in answer.json()["error"]["message"], (
+        answer.text
+    )
 
 
 def test_tools_are_refused_where_a_template_has_none() -> None:
     running = Running(replace(load_tokenizer("bytes"), chat_template=DEAF))
     answer = running.post("chat/completions", messages=ASKED, tools=[TIME])
-    assert answer.status_code == 400 and "writes no calls of tools as JSON" in answer.json()["error"]["message"]
-    assert running.post("chat/completions", messages=ASKED, tools=[TIME], tool_choice="none").status_code == 200
+    assert (
+        answer.status_code == 400
+        and "writes no calls of tools as JSON" in answer.json()["error"]["message"]
+    )
+    assert (
+        running.post(
+            "chat/completions", messages=ASKED, tools=[TIME], tool_choice="none"
+        ).status_code
+        == 200
+    )
     running.close()

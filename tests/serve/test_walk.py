@@ -25,12 +25,28 @@ PATHS: dict[str, tuple[Any, dict[str, Any]]] = {
         chat_create_params.CompletionCreateParamsBase,
         {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
     ),
-    "/v1/completions": (completion_create_params.CompletionCreateParamsBase, {"prompt": "a", "max_tokens": 4}),
-    "/v1/responses": (response_create_params.ResponseCreateParamsBase, {"input": "a", "max_output_tokens": 4}),
+    "/v1/completions": (
+        completion_create_params.CompletionCreateParamsBase,
+        {"prompt": "a", "max_tokens": 4},
+    ),
+    "/v1/responses": (
+        response_create_params.ResponseCreateParamsBase,
+        {"input": "a", "max_output_tokens": 4},
+    ),
     "/v1/embeddings": (embedding_create_params.EmbeddingCreateParams, {"input": "a"}),
 }
 
-WORDS = ["", "a", "get_weather", "{}", '{"city": "Oslo"}', "hi there", "é東", "call_1", "\x00"]
+WORDS = [
+    "",
+    "a",
+    "get_weather",
+    "{}",
+    '{"city": "Oslo"}',
+    "hi there",
+    "é東",
+    "call_1",
+    "\x00",
+]
 
 
 def drawn(hint: Any, random: Random, depth: int = 0) -> Any:
@@ -44,13 +60,21 @@ def drawn(hint: Any, random: Random, depth: int = 0) -> Any:
         return drawn(random.choice(inside), random, depth)
     if typing.is_typeddict(hint):
         hints = typing.get_type_hints(hint)
-        chosen = [name for name in hints if name in hint.__required_keys__ or random.random() < 0.3 / (1 + depth)]
+        chosen = [
+            name
+            for name in hints
+            if name in hint.__required_keys__ or random.random() < 0.3 / (1 + depth)
+        ]
         return {name: drawn(hints[name], random, depth + 1) for name in chosen}
     if origin in (list, collections.abc.Iterable, collections.abc.Sequence):
-        return [drawn(inside[0], random, depth + 1) for _ in range(random.choice([0, 1, 1, 2]))]
+        return [
+            drawn(inside[0], random, depth + 1)
+            for _ in range(random.choice([0, 1, 1, 2]))
+        ]
     if origin in (dict, collections.abc.Mapping):
         return {
-            random.choice(["1", "97", "a"]): drawn(inside[1], random, depth + 1) for _ in range(random.choice([0, 1]))
+            random.choice(["1", "97", "a"]): drawn(inside[1], random, depth + 1)
+            for _ in range(random.choice([0, 1]))
         }
     if hint is types.NoneType:
         return None
@@ -70,7 +94,9 @@ def question(random: Random) -> tuple[str, dict[str, Any]]:
         body |= {"stream": random.random() < 0.3, "seed": 1}
     if path == "/v1/chat/completions" and random.random() < 0.3:
         body |= {"tools": [WEATHER]}
-    for name in random.sample(sorted(hints.keys() - {"model"}), random.choice([0, 1, 1, 2, 3])):
+    for name in random.sample(
+        sorted(hints.keys() - {"model"}), random.choice([0, 1, 1, 2, 3])
+    ):
         body[name] = drawn(hints[name], random)
     return path, body
 
@@ -80,15 +106,23 @@ def walk(served: InProcess, steps: int, seed: str) -> Counter[int]:
     counts: Counter[int] = Counter()
     for number in range(steps):
         path, body = question(Random(f"{seed} {number}"))
-        answer = served.client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+        answer = served.client.post(
+            path, content=json.dumps(body), headers={"content-type": "application/json"}
+        )
         counts[answer.status_code] += 1
         assert answer.status_code in (200, 400), (path, body, answer.text)
         if answer.status_code != 200:
             error = answer.json()["error"]
             field = str(error["param"])
-            assert field.split(".")[0] in body and error["message"].startswith(field), (path, body, error)
+            assert field.split(".")[0] in body and error["message"].startswith(field), (
+                path,
+                body,
+                error,
+            )
         elif body.get("stream") is True:
-            assert '"server_error"' not in answer.text and "Traceback" not in answer.text, (path, body, answer.text)
+            assert (
+                '"server_error"' not in answer.text and "Traceback" not in answer.text
+            ), (path, body, answer.text)
     return counts
 
 
@@ -161,7 +195,13 @@ JUNK = [
 
 def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The paths to every value inside ``value``."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inside = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, each in inside:
         yield (*path, key)
         yield from paths_of(each, (*path, key))
@@ -170,7 +210,9 @@ def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 def spoilt(body: dict[str, Any], random: Random) -> dict[str, Any]:
     """``body`` with some fields left out, and up to two values replaced by others of any kind."""
     kept = {
-        key: value for key, value in body.items() if key in ("messages", "input", "prompt") or random.random() < 0.7
+        key: value
+        for key, value in body.items()
+        if key in ("messages", "input", "prompt") or random.random() < 0.7
     }
     copy: Any = json.loads(json.dumps(kept))
     for _ in range(random.choice([1, 1, 2])):
@@ -189,14 +231,24 @@ def spoil(served: InProcess, steps: int, seed: str) -> Counter[int]:
         random = Random(f"{seed} {number}")
         path = random.choice([*RICH])
         body = spoilt(RICH[path], random)
-        answer = served.client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+        answer = served.client.post(
+            path, content=json.dumps(body), headers={"content-type": "application/json"}
+        )
         counts[answer.status_code] += 1
         assert answer.status_code in (200, 400, 404), (path, body, answer.text)
-        assert '"server_error"' not in answer.text and '"api_error"' not in answer.text, (path, body, answer.text)
+        assert (
+            '"server_error"' not in answer.text and '"api_error"' not in answer.text
+        ), (path, body, answer.text)
         if answer.status_code == 400:
             error = answer.json()["error"]
-            field = error["param"] if "param" in error else error["message"].split(":")[0]
-            assert field and error["message"].startswith(field) and " " not in field, (path, body, error)
+            field = (
+                error["param"] if "param" in error else error["message"].split(":")[0]
+            )
+            assert field and error["message"].startswith(field) and " " not in field, (
+                path,
+                body,
+                error,
+            )
     return counts
 
 

@@ -40,7 +40,11 @@ def job(corpus: str, layout: str, sync: dict[str, Any], **change: Any) -> Recipe
     }  # fmt: skip
     values = recipe(corpus, **(settings | change)).model_dump(mode="json")
     return build_recipe(
-        values | {"layout": Layout.parse(layout).model_dump(mode="json"), "sync": {"order": "numbered"} | sync}
+        values
+        | {
+            "layout": Layout.parse(layout).model_dump(mode="json"),
+            "sync": {"order": "numbered"} | sync,
+        }
     )
 
 
@@ -49,7 +53,10 @@ def folder_of(run: Path, island: int) -> Path:
 
 
 def losses(run: Path, island: int) -> dict[int, float]:
-    return {record["step"]: record["loss"] for record in read_metrics(folder_of(run, island))["train"]}
+    return {
+        record["step"]: record["loss"]
+        for record in read_metrics(folder_of(run, island))["train"]
+    }
 
 
 def members_of(records: list[Record], islands: int) -> Any:
@@ -62,11 +69,17 @@ def members_of(records: list[Record], islands: int) -> Any:
     return found
 
 
-def simulated(asked: Recipe, run: Path, present: Collection[int]) -> dict[int, dict[int, float]]:
+def simulated(
+    asked: Recipe, run: Path, present: Collection[int]
+) -> dict[int, dict[int, float]]:
     """The losses, by step, of the islands that are there at the end, if one process has them all, by who took part."""
     job, how, count = prepare(asked), asked.sync, asked.layout.island
     told = {island: read_metrics(folder_of(run, island)) for island in range(count)}
-    came = {i: (record["step"], record["giver"]) for i in present for record in told[i].get("came", [])}
+    came = {
+        i: (record["step"], record["giver"])
+        for i in present
+        for record in told[i].get("came", [])
+    }
     agreed = {i: members_of(told[i].get("agreed", []), count) for i in told}
     stayed = next(i for i in present if i not in came)
     gossips = how.partner != "all" or how.update == "noloco"
@@ -75,7 +88,9 @@ def simulated(asked: Recipe, run: Path, present: Collection[int]) -> dict[int, d
         return agreed[island if gossips else stayed](number)
 
     alone = replace(Mesh.single(), islands=count)
-    walks = {i: walk(job, replace(alone, island=i), asked.train.steps) for i in range(count)}
+    walks = {
+        i: walk(job, replace(alone, island=i), asked.train.steps) for i in range(count)
+    }
     states: dict[int, State] = {}
     traces: dict[int, Any] = {}
     past: dict[str, Any] = {}
@@ -88,23 +103,40 @@ def simulated(asked: Recipe, run: Path, present: Collection[int]) -> dict[int, d
                 values = [
                     (
                         h.local.clone(),
-                        {n: h.slots[n].values.clone() for n in ("anchor", "outer", "own") if n in h.slots},
+                        {
+                            n: h.slots[n].values.clone()
+                            for n in ("anchor", "outer", "own")
+                            if n in h.slots
+                        },
                     )
                     for h in states[giver].learning
                 ]
 
-                def take(model: Transformer, state: State, values: Any = values) -> None:
-                    for mine, (local, slots) in zip(state.learning, values, strict=True):
+                def take(
+                    model: Transformer, state: State, values: Any = values
+                ) -> None:
+                    for mine, (local, slots) in zip(
+                        state.learning, values, strict=True
+                    ):
                         mine.local.copy_(local)
                         for name, kept in slots.items():
                             mine.slots[name].values.copy_(kept)
 
                 with torch.no_grad():
-                    walks[i] = walk(job, replace(alone, island=i), asked.train.steps, take, begun=step)
+                    walks[i] = walk(
+                        job,
+                        replace(alone, island=i),
+                        asked.train.steps,
+                        take,
+                        begun=step,
+                    )
     for one_walk in walks.values():
         next(one_walk, None)
     first = {i: came[i][0] if i in came else 0 for i in present}
-    return {i: {first[i] + k: loss for k, loss in enumerate(traces[i].losses, 1)} for i in present}
+    return {
+        i: {first[i] + k: loss for k, loss in enumerate(traces[i].losses, 1)}
+        for i in present
+    }
 
 
 def shared_state(asked: Recipe, run: Path, island: int) -> dict[str, torch.Tensor]:
@@ -113,18 +145,34 @@ def shared_state(asked: Recipe, run: Path, island: int) -> dict[str, torch.Tenso
     names = [f"optimizer.{slot}." for slot in shared_slots(asked.sync)]
     if not asked.sync.delay and not method_of(asked.sync).late:
         names.append("model.")
-    about = {name: tensor for name, tensor in checkpoint.tensors.items() if name.startswith(tuple(names))}
-    found = {name: torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype]) for name, tensor in about.items()}
-    checkpoint.load({name: Part(x, tuple((0, n) for n in x.shape), about[name]) for name, x in found.items()})
+    about = {
+        name: tensor
+        for name, tensor in checkpoint.tensors.items()
+        if name.startswith(tuple(names))
+    }
+    found = {
+        name: torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
+        for name, tensor in about.items()
+    }
+    checkpoint.load(
+        {
+            name: Part(x, tuple((0, n) for n in x.shape), about[name])
+            for name, x in found.items()
+        }
+    )
     return found
 
 
-def wait_for_record(run: Ranks, folder: Path, kind: str, what: Any = lambda record: True) -> Record:
+def wait_for_record(
+    run: Ranks, folder: Path, kind: str, what: Any = lambda record: True
+) -> Record:
     found: list[Record] = []
 
     def there() -> bool:
         try:
-            found[:] = [record for record in read_metrics(folder).get(kind, []) if what(record)]
+            found[:] = [
+                record for record in read_metrics(folder).get(kind, []) if what(record)
+            ]
         except (OSError, ValueError, WeftError):
             return False
         return bool(found)
@@ -149,12 +197,17 @@ def trial(
     frozen = kind in ("freeze", "thaw")
     returns = kind in ("return", "thaw")
     with ranks(asked, out, (0.01,), GATE if returns else None) as run:
-        wait_for_record(run, folder_of(out, there[0]), "train", lambda r: r["step"] >= since)
+        wait_for_record(
+            run, folder_of(out, there[0]), "train", lambda r: r["step"] >= since
+        )
         time.sleep(draw.uniform(0, 0.3))
         begun = time.time()
         for rank in hit:
             run.signal(rank, signal.SIGSTOP if frozen else signal.SIGKILL)
-        events = [wait_for_record(run, folder_of(out, i), "islands", lambda r: r["lost"]) for i in there]
+        events = [
+            wait_for_record(run, folder_of(out, i), "islands", lambda r: r["lost"])
+            for i in there
+        ]
         if kind == "thaw":
             time.sleep(draw.uniform(0, 0.5))
             for rank in hit:
@@ -165,32 +218,58 @@ def trial(
             codes = [run.processes[rank].exitcode for rank in victims]
             assert set(codes) <= {LEFT_OUT, -signal.SIGKILL}, codes
             run.start(each, folder=folder_of(out, victim))
-            run.wait_for(lambda: all(Path(f"{folder_of(out, victim)}+.{i}.in").exists() for i in range(each)))
+            run.wait_for(
+                lambda: all(
+                    Path(f"{folder_of(out, victim)}+.{i}.in").exists()
+                    for i in range(each)
+                )
+            )
             run.open()
         run.end(lost=victims)
         words = run.words()
-        concluded = [*out.parent.glob(f"{out.name}*.concludes"), *out.glob("*.concludes")]
-    row = {"kind": kind, "seed": seed, "seconds": [event["agreed"] - begun for event in events], "wrong": []}
+        concluded = [
+            *out.parent.glob(f"{out.name}*.concludes"),
+            *out.glob("*.concludes"),
+        ]
+    row = {
+        "kind": kind,
+        "seed": seed,
+        "seconds": [event["agreed"] - begun for event in events],
+        "wrong": [],
+    }
     if len(concluded) != 1:
-        row["wrong"].append(f"the run was concluded by {[str(one) for one in concluded]}")
+        row["wrong"].append(
+            f"the run was concluded by {[str(one) for one in concluded]}"
+        )
     present = sorted({*there, victim}) if returns else there
     told = [read_metrics(folder_of(out, i)) for i in there]
     if asked.sync.partner == "all" and asked.sync.update != "noloco":
-        said = [[(r["number"], r["members"]) for r in one.get("agreed", [])] for one in told]
+        said = [
+            [(r["number"], r["members"]) for r in one.get("agreed", [])] for one in told
+        ]
         if any(one != said[0] for one in said):
             row["wrong"].append(f"islands do not agree on who took part: {said}")
     if victim in present:
         row["came"] = read_metrics(folder_of(out, victim)).get("came", [])
-    lossy = asked.sync.compress not in ("none", "topk:1")  # what a message leaves out is up to who is there
+    # what a message leaves out is up to who is there
+    lossy = asked.sync.compress not in ("none", "topk:1")
     wanted = {} if lossy else simulated(asked, out, present)
     for island in wanted:
         mine = losses(out, island)
-        off = {s: (mine.get(s), w) for s, w in wanted[island].items() if abs(mine.get(s, 9e9) - w) > 1e-9 * abs(w)}
+        off = {
+            s: (mine.get(s), w)
+            for s, w in wanted[island].items()
+            if abs(mine.get(s, 9e9) - w) > 1e-9 * abs(w)
+        }
         if off:
-            row["wrong"].append(f"island {island} is not what one process simulates: {list(off.items())[:3]}")
+            row["wrong"].append(
+                f"island {island} is not what one process simulates: {list(off.items())[:3]}"
+            )
     states = [shared_state(asked, out, island) for island in present]
     if shared_slots(asked.sync) and not all(
-        states[0] and one.keys() == states[0].keys() and all(torch.equal(one[k], states[0][k]) for k in one)
+        states[0]
+        and one.keys() == states[0].keys()
+        and all(torch.equal(one[k], states[0][k]) for k in one)
         for one in states
     ):
         row["wrong"].append("islands have not ended with the same bits")

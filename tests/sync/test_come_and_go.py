@@ -24,7 +24,13 @@ EAGER = {"every": 4, "update": "eager", "momentum": 0.5}
 NOLOCO = {"every": 4, "update": "noloco"}
 PAIRS = {"every": 4, "update": "average", "partner": "pairs"}
 WHOLE = {"every": 4, "update": "nesterov", "compress": "topk:1"}
-SMALL = {"every": 4, "update": "streaming", "fragments": 2, "delay": 2, "compress": "int8"}
+SMALL = {
+    "every": 4,
+    "update": "streaming",
+    "fragments": 2,
+    "delay": 2,
+    "compress": "int8",
+}
 AVERAGE = {"every": 4, "update": "average", "compress": "none"}
 
 
@@ -41,7 +47,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("return", "island=3,shard=2", {"every": 4, "update": "co2"}, {"one_rank": True}),
 ])  # fmt: skip
 def test_an_island_that_is_lost_costs_nobody_else_a_step(
-    corpus: str, tmp_path: Path, kind: str, layout: str, sync: dict[str, Any], more: dict[str, Any]
+    corpus: str,
+    tmp_path: Path,
+    kind: str,
+    layout: str,
+    sync: dict[str, Any],
+    more: dict[str, Any],
 ) -> None:
     row = trial(kind, 1, corpus, tmp_path, layout, sync, **more)
     assert not row["wrong"], row
@@ -50,22 +61,34 @@ def test_an_island_that_is_lost_costs_nobody_else_a_step(
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("kind", ["kill", "freeze", "thaw", "return"])
-def test_islands_lost_at_random_instants(corpus: str, tmp_path: Path, kind: str, seed: int) -> None:
+def test_islands_lost_at_random_instants(
+    corpus: str, tmp_path: Path, kind: str, seed: int
+) -> None:
     """Whatever an island does when it is lost: steps, the middle of an exchange, a hand-over."""
     layout = ["island=3", "island=2,shard=2", "island=4"][seed % 3]
-    sync = [NESTEROV, STREAMING, CO2, AVERAGE, EAGER, NOLOCO, PAIRS, WHOLE, SMALL][(seed + 3 * len(kind)) % 9]
-    row = trial(kind, 100 + seed, corpus, tmp_path, layout, sync, one_rank=seed % 2 == 1)
+    sync = [NESTEROV, STREAMING, CO2, AVERAGE, EAGER, NOLOCO, PAIRS, WHOLE, SMALL][
+        (seed + 3 * len(kind)) % 9
+    ]
+    row = trial(
+        kind, 100 + seed, corpus, tmp_path, layout, sync, one_rank=seed % 2 == 1
+    )
     assert not row["wrong"], row
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sync", [NESTEROV | {"every": 2}, STREAMING | {"every": 2, "delay": 1}])
+@pytest.mark.parametrize(
+    "sync", [NESTEROV | {"every": 2}, STREAMING | {"every": 2, "delay": 1}]
+)
 def test_another_state_than_most_is_found_and_mended(
     corpus: str, monkeypatch: pytest.MonkeyPatch, sync: dict[str, Any]
 ) -> None:
     """An element of an island's anchor changes between two rounds: all ends as if it had not."""
     asked, store, found = job(corpus, "island=3", sync), dist.HashStore(), []
-    monkeypatch.setattr(Presence, "note_odd", lambda presence, odd, step: found.append((presence, [*odd], step)))
+    monkeypatch.setattr(
+        Presence,
+        "note_odd",
+        lambda presence, odd, step: found.append((presence, [*odd], step)),
+    )
 
     def be_island(mesh: Mesh) -> Difference | None:
         prepared = prepare(asked)
@@ -74,8 +97,13 @@ def test_another_state_than_most_is_found_and_mended(
                 state.learning[0].slots["anchor"].values.flatten()[0] += 1
         return compare(trace, prepared, mesh)
 
-    meshes = [dataclasses.replace(Mesh.single(), island=i, islands=3, shore=store) for i in range(3)]
+    meshes = [
+        dataclasses.replace(Mesh.single(), island=i, islands=3, shore=store)
+        for i in range(3)
+    ]
     with ThreadPoolExecutor(3) as threads:
         differences = [one for one in threads.map(be_island, meshes) if one is not None]
     assert [one.ok for one in differences] == [True], differences
-    assert len(found) == 3 and {(tuple(odd), step) for _, odd, step in found} == {((1,), 4)}
+    assert len(found) == 3 and {(tuple(odd), step) for _, odd, step in found} == {
+        ((1,), 4)
+    }

@@ -30,8 +30,12 @@ def tensors(draw: st.DrawFn) -> T:
     """Of many scales at once, with zeros, in both types."""
     shape = draw(st.sampled_from(SHAPES))
     kind = draw(st.sampled_from(("float32", "float64")))
-    numbers = st.floats(-1e6, 1e6, width=32, allow_subnormal=False).map(lambda x: x if abs(x) > 1e-20 else 0.0)
-    return torch.from_numpy(draw(arrays.arrays(kind, shape, elements=numbers, fill=st.just(0.0))))
+    numbers = st.floats(-1e6, 1e6, width=32, allow_subnormal=False).map(
+        lambda x: x if abs(x) > 1e-20 else 0.0
+    )
+    return torch.from_numpy(
+        draw(arrays.arrays(kind, shape, elements=numbers, fill=st.just(0.0)))
+    )
 
 
 def decoded(compressor: Compressor, x: T, seed: int) -> T:
@@ -54,29 +58,42 @@ def test_errors_are_within_what_is_declared(word: str, x: T, seed: int) -> None:
 
 @pytest.mark.parametrize("word", [word for word in WORDS if word not in SURE])
 @pytest.mark.parametrize("feedback", [False, True])
-def test_errors_are_within_what_is_declared_on_average(word: str, feedback: bool) -> None:
+def test_errors_are_within_what_is_declared_on_average(
+    word: str, feedback: bool
+) -> None:
     """The mean over 200 seeds, of a tensor with few large elements and of a full one, against its own spread."""
     compressor = build_compressor(word)
     if feedback:
         compressor = compressor.for_feedback
     for x in (torch.randn(24, 20).pow(5), torch.eye(24, 20)):
-        errors = torch.tensor([square(decoded(compressor, x, seed) - x) / square(x) for seed in range(200)])
+        errors = torch.tensor(
+            [
+                square(decoded(compressor, x, seed) - x) / square(x)
+                for seed in range(200)
+            ]
+        )
         above = 4 * float(errors.std()) / len(errors) ** 0.5 + 1e-6
         assert float(errors.mean()) <= compressor.error(x.shape) + above
         assert not feedback or compressor.error(x.shape) < 1
 
 
-@pytest.mark.parametrize("word", [word for word in WORDS if build_compressor(word).unbiased])
+@pytest.mark.parametrize(
+    "word", [word for word in WORDS if build_compressor(word).unbiased]
+)
 @given(st.integers(0, 2**20), st.sampled_from(SHAPES))
 @settings(max_examples=5, deadline=None)
-def test_unbiased_ones_are_right_on_average(word: str, start: int, shape: tuple[int, ...]) -> None:
+def test_unbiased_ones_are_right_on_average(
+    word: str, start: int, shape: tuple[int, ...]
+) -> None:
     """The mean over seeds comes nearer as one over their root, as far as the declared error says."""
     compressor, count = build_compressor(word), 600
     x = torch.randn(shape, generator=torch.Generator().manual_seed(start)).pow(3)
     mean = sum(decoded(compressor, x, start + i).double() for i in range(count)) / count
     # A mean of independent errors has the mean square of one of them over their number. Where one number of the tensor
     # outweighs the others that is four deviations from it: one run of ten thousand is beyond them.
-    assert square(mean - x) <= 16 * compressor.error(shape) / count * square(x) + 1e-12 * square(x)
+    assert square(mean - x) <= 16 * compressor.error(shape) / count * square(
+        x
+    ) + 1e-12 * square(x)
 
 
 def test_contractive_ones_are_biased() -> None:
@@ -119,9 +136,15 @@ def test_payloads_have_the_bytes_of_the_formula(word: str) -> None:
         for dtype in (torch.float32, torch.float64):
             payload = compressor.encode(torch.randn(shape, dtype=dtype), 3)
             wanted = bytes_of(word, shape, dtype.itemsize)
-            assert sum(x.numel() * x.element_size() for x in payload) == wanted == compressor.nbytes(shape, dtype)
+            assert (
+                sum(x.numel() * x.element_size() for x in payload)
+                == wanted
+                == compressor.nbytes(shape, dtype)
+            )
             assert all(x.is_contiguous() for x in payload)
-            assert [(tuple(x.shape), x.dtype) for x in payload] == compressor.specs(shape, dtype)
+            assert [(tuple(x.shape), x.dtype) for x in payload] == compressor.specs(
+                shape, dtype
+            )
 
 
 def test_four_bits_are_less_than_a_seventh_and_a_half() -> None:
@@ -131,19 +154,24 @@ def test_four_bits_are_less_than_a_seventh_and_a_half() -> None:
     assert 4 * prod(shape) / build_compressor("cocktail").nbytes(shape) > 117
 
 
-@pytest.mark.parametrize("word", [word for word in WORDS if build_compressor(word).linear])
+@pytest.mark.parametrize(
+    "word", [word for word in WORDS if build_compressor(word).linear]
+)
 def test_linear_ones_average_payloads(word: str) -> None:
     """Islands that average thin tensors get the mean of what each one sends of its own, which is what is fed back."""
     compressor = build_compressor(word)
     given_ = [torch.randn(12, 31, dtype=torch.float64) for _ in range(4)]
     mean, mine = islands_agreed(compressor, given_, seed=5)
     assert (mean - sum(mine) / 4).abs().max() < 1e-12
-    if isinstance(compressor, PowerSGD):  # the product that the mean matrix itself has with the same random start
+    # the product that the mean matrix itself has with the same random start
+    if isinstance(compressor, PowerSGD):
         alone = decoded(compressor, sum(given_) / 4, 5)
         assert (mean - alone).abs().max() < 1e-12
 
 
-def islands_agreed(compressor: Compressor, given_: list[T], seed: int) -> tuple[T, list[T]]:
+def islands_agreed(
+    compressor: Compressor, given_: list[T], seed: int
+) -> tuple[T, list[T]]:
     """The agreed mean, and each island's part: a thread is an island, and they meet to average."""
     told: dict[int, T] = {}
     together = Barrier(len(given_))
@@ -161,15 +189,23 @@ def islands_agreed(compressor: Compressor, given_: list[T], seed: int) -> tuple[
     with ThreadPoolExecutor(len(given_)) as islands:
         found = list(islands.map(agreed, range(len(given_))))
     shape = given_[0].shape
-    assert all(torch.equal(x, y) for mean, _ in found for x, y in zip(mean, found[0][0], strict=True))
-    return compressor.decode(found[0][0], shape, seed), [compressor.decode(own, shape, seed) for _, own in found]
+    assert all(
+        torch.equal(x, y)
+        for mean, _ in found
+        for x, y in zip(mean, found[0][0], strict=True)
+    )
+    return compressor.decode(found[0][0], shape, seed), [
+        compressor.decode(own, shape, seed) for _, own in found
+    ]
 
 
 @pytest.mark.parametrize("word", WORDS)
 def test_feedback_loses_nothing_in_the_end(word: str) -> None:
     """All that was decoded, and the residual, are all that was given; and the residual stays bounded."""
     compressor = build_compressor(word).for_feedback
-    x = torch.randn(24, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(
+        24, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     residual, warm, total, worst = torch.zeros_like(x), None, torch.zeros_like(x), 0.0
     for seed in range(300):
         payload, residual = encoded(compressor, x, seed, residual, warm)
@@ -191,7 +227,9 @@ def test_feedback_refuses_what_would_grow() -> None:
 
 def test_warm_starts_find_the_best_product() -> None:
     """Turns of the power method on one matrix end at its truncated singular values."""
-    x = torch.randn(30, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(
+        30, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     left, values, right = torch.linalg.svd(x, full_matrices=False)
     values *= 0.7 ** torch.arange(20)
     x = left @ values.diag() @ right
@@ -201,7 +239,10 @@ def test_warm_starts_find_the_best_product() -> None:
         payload = compressor.encode(x, seed, warm)
         warm = compressor.warm(payload)
         errors.append(square(compressor.decode(payload, x.shape, seed) - x))
-    assert all(b <= a * (1 + 1e-9) for a, b in pairwise(errors)) and errors[0] > 1.05 * best
+    assert (
+        all(b <= a * (1 + 1e-9) for a, b in pairwise(errors))
+        and errors[0] > 1.05 * best
+    )
     assert errors[-1] == pytest.approx(best, rel=1e-6)
 
 
@@ -219,7 +260,9 @@ def test_the_mask_rolls_over_all_elements() -> None:
     for count in (10, 101, 999):
         for first in (0, 40):
             masks = [compressor._mask(count, first + turn) for turn in range(10)]  # type: ignore[attr-defined]
-            assert torch.cat(masks).unique().numel() == count and {len(mask) for mask in masks} == {ceil(count / 10)}
+            assert torch.cat(masks).unique().numel() == count and {
+                len(mask) for mask in masks
+            } == {ceil(count / 10)}
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -227,7 +270,11 @@ def test_garbage_is_not_decoded(word: str) -> None:
     """A payload of another tensor, one with a tensor too few, and positions that are nowhere."""
     compressor = build_compressor(word)
     payload = compressor.encode(torch.randn(12, 31), 0)
-    for wrong in (compressor.encode(torch.randn(40, 40), 0), payload[:-1], [x.to(torch.int16) for x in payload]):
+    for wrong in (
+        compressor.encode(torch.randn(40, 40), 0),
+        payload[:-1],
+        [x.to(torch.int16) for x in payload],
+    ):
         with pytest.raises(WeftError, match="came as"):
             compressor.decode(wrong, (12, 31), 0)
     if isinstance(compressor, TopK):
@@ -240,7 +287,12 @@ def test_garbage_is_not_decoded(word: str) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_so(word: str, bad: float) -> None:
     compressor = build_compressor(word)
-    found = torch.cat([decoded(compressor, torch.full((12, 31), bad), seed).flatten() for seed in range(10)])
+    found = torch.cat(
+        [
+            decoded(compressor, torch.full((12, 31), bad), seed).flatten()
+            for seed in range(10)
+        ]
+    )
     assert not bool(found.isfinite().all())
 
 
@@ -248,7 +300,10 @@ def test_what_is_not_finite_stays_so(word: str, bad: float) -> None:
 def test_nothing_and_zeros_go_through(word: str) -> None:
     compressor = build_compressor(word)
     assert square(decoded(compressor, torch.zeros(12, 31), 0)) == 0
-    assert decoded(compressor, torch.zeros(0), 0).shape == (0,) and compressor.nbytes((0,)) == 0
+    assert (
+        decoded(compressor, torch.zeros(0), 0).shape == (0,)
+        and compressor.nbytes((0,)) == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -269,7 +324,10 @@ def test_wrong_words_are_one_line(word: str, said: str) -> None:
 
 def test_a_rank_above_the_matrix_is_one_line() -> None:
     compressor = build_compressor("powersgd:9")
-    with pytest.raises(UsageError, match=r"rank above the 8 x 64 matrix blocks.0.wk; use at most 'powersgd:8'"):
+    with pytest.raises(
+        UsageError,
+        match=r"rank above the 8 x 64 matrix blocks.0.wk; use at most 'powersgd:8'",
+    ):
         compressor.check("blocks.0.wk", (8, 64))
     compressor.check("norm", (64,))  # vectors are sent as they are
     compressor.check("blocks.0.wq", (64, 64))

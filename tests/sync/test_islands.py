@@ -62,7 +62,9 @@ def difference(values: dict[str, Any], steps: int = 3) -> Difference | None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_islands_that_agree_in_every_step_are_one_device(pool: Any, corpus: str, layout: str) -> None:
+def test_islands_that_agree_in_every_step_are_one_device(
+    pool: Any, corpus: str, layout: str
+) -> None:
     values = tree(corpus, layout, optimizer__clip=0.1)
     found = pool.run(Layout.parse(layout).world, difference, values, timeout=200)
     assert [one.ok for one in found if one is not None] == [True], found
@@ -75,7 +77,15 @@ OUTER: list[tuple[int, dict[str, Any]]] = [
     (3, {"every": 2, "update": "average"}),
     (3, {"every": 1, "update": "average", "partner": "ring"}),
     (3, {"every": 1, "update": "average", "partner": "pairs"}),
-    (4, {"every": 1, "update": "average", "partner": "graph", "graph": [(0, 1), (1, 2), (1, 3), (3, 1)]}),
+    (
+        4,
+        {
+            "every": 1,
+            "update": "average",
+            "partner": "graph",
+            "graph": [(0, 1), (1, 2), (1, 3), (3, 1)],
+        },
+    ),
     (2, {"every": 2, "update": "nesterov"}),
     (2, {"every": 3, "update": "streaming", "fragments": 3, "delay": 1}),
     (2, {"every": 2, "update": "streaming", "fragments": 2, "mix": 0.25}),
@@ -89,17 +99,30 @@ def in_threads(values: dict[str, Any], steps: int) -> Difference:
     """The same for islands of one rank each, all in this process."""
     given_recipe, store = build_recipe(values), dist.HashStore()
     job, count = prepare(given_recipe), given_recipe.layout.island
-    meshes = [replace(Mesh.single(), island=i, islands=count, shore=store) for i in range(count)]
+    meshes = [
+        replace(Mesh.single(), island=i, islands=count, shore=store)
+        for i in range(count)
+    ]
     with ThreadPoolExecutor(count) as threads:
-        found = threads.map(lambda mesh: compare(run_layout(job, mesh, steps), job, mesh), meshes)
+        found = threads.map(
+            lambda mesh: compare(run_layout(job, mesh, steps), job, mesh), meshes
+        )
         return next(one for one in found if one is not None)
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize(("count", "sync"), OUTER, ids=lambda value: str(value).translate({34: None, 39: None}))
-def test_islands_are_what_one_process_simulates(corpus: str, count: int, sync: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("count", "sync"),
+    OUTER,
+    ids=lambda value: str(value).translate({34: None, 39: None}),
+)
+def test_islands_are_what_one_process_simulates(
+    corpus: str, count: int, sync: dict[str, Any]
+) -> None:
     found = in_threads(
-        tree(corpus, f"island={count}", train__steps=20, optimizer__clip=0.1) | {"sync": sync}, 5 * sync["every"]
+        tree(corpus, f"island={count}", train__steps=20, optimizer__clip=0.1)
+        | {"sync": sync},
+        5 * sync["every"],
     )
     assert found.ok, found
 
@@ -118,11 +141,17 @@ SENT: list[tuple[int, dict[str, Any], float]] = [
     (3, {"every": 2, "partner": "ring"}, 8),
     (4, {"every": 2, "partner": "pairs"}, 4),
     (2, {"every": 2, "update": "nesterov", "compress": "int8"}, 1 + 2 / 128),
-    (2, {"every": 2, "update": "streaming", "delay": 1, "compress": "int4"}, 0.5 + 2 / 128),
+    (
+        2,
+        {"every": 2, "update": "streaming", "delay": 1, "compress": "int4"},
+        0.5 + 2 / 128,
+    ),
 ]
 
 
-def bytes_sent(values: dict[str, Any], steps: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, int, int]:
+def bytes_sent(
+    values: dict[str, Any], steps: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[float, int, int]:
     """Bytes of messages that an island sends on average, with what is around them, and how many parameters it has."""
     all_streams: list[Streams] = []
 
@@ -135,16 +164,31 @@ def bytes_sent(values: dict[str, Any], steps: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("weft.prove.verify.open_streams", counted)
     given_recipe, store = build_recipe(values), dist.HashStore()
     job, count = prepare(given_recipe), given_recipe.layout.island
-    meshes = [replace(Mesh.single(), island=i, islands=count, shore=store) for i in range(count)]
+    meshes = [
+        replace(Mesh.single(), island=i, islands=count, shore=store)
+        for i in range(count)
+    ]
     with ThreadPoolExecutor(count) as threads:
         traces = list(threads.map(lambda mesh: run_layout(job, mesh, steps), meshes))
     sizes = sum(part.values.numel() for part in traces[0].params.values())
-    return sum(s.sent for s in all_streams) / count, sum(s.around for s in all_streams) // count, sizes
+    return (
+        sum(s.sent for s in all_streams) / count,
+        sum(s.around for s in all_streams) // count,
+        sizes,
+    )
 
 
-@pytest.mark.parametrize(("count", "sync", "each"), SENT, ids=lambda value: str(value).translate({34: None, 39: None}))
+@pytest.mark.parametrize(
+    ("count", "sync", "each"),
+    SENT,
+    ids=lambda value: str(value).translate({34: None, 39: None}),
+)
 def test_bytes_on_the_wire_are_those_of_the_formula(
-    corpus: str, monkeypatch: pytest.MonkeyPatch, count: int, sync: dict[str, Any], each: float
+    corpus: str,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    sync: dict[str, Any],
+    each: float,
 ) -> None:
     values = tree(corpus, f"island={count}", train__dtype="float32") | {"sync": sync}
     sent, around, parameters = bytes_sent(values, 4, monkeypatch)
@@ -153,10 +197,16 @@ def test_bytes_on_the_wire_are_those_of_the_formula(
 
 
 @pytest.mark.slow
-def test_rare_and_small_messages_are_so_many_times_less(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = tree(corpus, "island=2", train__dtype="float32", train__steps=20, train__batch=2)
+def test_rare_and_small_messages_are_so_many_times_less(
+    corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = tree(
+        corpus, "island=2", train__dtype="float32", train__steps=20, train__batch=2
+    )
     often = bytes_sent(values, 20, monkeypatch)[0]
-    rare = bytes_sent(values | {"sync": {"every": 20, "update": "nesterov"}}, 20, monkeypatch)[0]
+    rare = bytes_sent(
+        values | {"sync": {"every": 20, "update": "nesterov"}}, 20, monkeypatch
+    )[0]
     small = {"every": 20, "update": "nesterov", "compress": "int4"}
     assert often / rare == pytest.approx(20, rel=0.01)
     assert often / bytes_sent(values | {"sync": small}, 20, monkeypatch)[0] >= 150
@@ -172,7 +222,12 @@ def test_settings_that_are_chosen_send_less_and_make_one_model(
     corpus: str, monkeypatch: pytest.MonkeyPatch, word: str, share: float
 ) -> None:
     """L-GreCo in a run: the first island chooses anew in every other round, and all end with the same anchors."""
-    change = {"train__dtype": "float32", "train__steps": 20, "model__embed": 32, "model__ffn": 64}
+    change = {
+        "train__dtype": "float32",
+        "train__steps": 20,
+        "model__embed": 32,
+        "model__ffn": 64,
+    }
     values = tree(corpus, "island=3", **change)
     sync = {"every": 2, "update": "nesterov", "compress": word}
     choices: list[Mapping[str, Compressor]] = []
@@ -192,25 +247,43 @@ def test_settings_that_are_chosen_send_less_and_make_one_model(
     assert rounds[0][0].keys() == sizes.keys()
     usual = build_compressor(word)
     alike, less = (
-        sum(setting[name].nbytes((prod(shape),) if "power" not in word else shape) for name, shape in sizes.items())
+        sum(
+            setting[name].nbytes((prod(shape),) if "power" not in word else shape)
+            for name, shape in sizes.items()
+        )
         for setting in (dict.fromkeys(sizes, usual), rounds[0][0])
     )
     assert less <= share * alike
     if "power" not in word:  # whose rings of two have another formula
-        assert chosen == pytest.approx(2 * 2 * 2 / 3 * less, rel=0.15)  # two rounds, there and back
+        # two rounds, there and back
+        assert chosen == pytest.approx(2 * 2 * 2 / 3 * less, rel=0.15)
 
 
-def test_one_setting_chosen_for_all_is_exact_where_nothing_may_be_lost(corpus: str) -> None:
+def test_one_setting_chosen_for_all_is_exact_where_nothing_may_be_lost(
+    corpus: str,
+) -> None:
     """With no error allowed, L-GreCo leaves out nothing but zeros: the run is the one that one process simulates."""
     sync = {"every": 1, "update": "nesterov", "compress": "topk:1", "allocate": 2}
-    found = in_threads(tree(corpus, "island=3", train__steps=20, optimizer__clip=0.1) | {"sync": sync}, 5)
+    found = in_threads(
+        tree(corpus, "island=3", train__steps=20, optimizer__clip=0.1) | {"sync": sync},
+        5,
+    )
     assert found.ok, found
 
 
 CUT = [
     ("island=2,shard=2", {"every": 2, "update": "nesterov", "momentum": 0.5}),
     ("island=2,pp=2", {"every": 2, "update": "streaming", "fragments": 2, "delay": 1}),
-    ("island=2,dp=2", {"every": 2, "update": "streaming", "fragments": 2, "delay": 1, "compress": "topk:1"}),
+    (
+        "island=2,dp=2",
+        {
+            "every": 2,
+            "update": "streaming",
+            "fragments": 2,
+            "delay": 1,
+            "compress": "topk:1",
+        },
+    ),
     ("island=2,dp=2,ep=2", {"every": 2, "update": "co2"}),
 ]
 
@@ -232,11 +305,19 @@ def sent_by(values: dict[str, Any]) -> tuple[int, int]:
     return found[0].sent, sum(part.values.numel() for part in trace.params.values())
 
 
-@pytest.mark.parametrize("sync", [{}, {"every": 2, "update": "nesterov", "compress": "int8"}])
-def test_replicas_of_an_island_send_a_part_each(pool: Any, corpus: str, sync: dict[str, Any]) -> None:
-    values = tree(corpus, "island=2,dp=2", train__dtype="float32", train__steps=2) | {"sync": sync}
+@pytest.mark.parametrize(
+    "sync", [{}, {"every": 2, "update": "nesterov", "compress": "int8"}]
+)
+def test_replicas_of_an_island_send_a_part_each(
+    pool: Any, corpus: str, sync: dict[str, Any]
+) -> None:
+    values = tree(corpus, "island=2,dp=2", train__dtype="float32", train__steps=2) | {
+        "sync": sync
+    }
     for sent, count in pool.run(4, sent_by, values, timeout=200):
-        assert sent == pytest.approx((1 + 2 / 128 if sync else 2 * 4) * count / 2, rel=0.02)
+        assert sent == pytest.approx(
+            (1 + 2 / 128 if sync else 2 * 4) * count / 2, rel=0.02
+        )
 
 
 @pytest.mark.sampled(1)
@@ -255,7 +336,9 @@ def planted(values: dict[str, Any], where: str, off: float) -> Difference | None
     asked = build_recipe(values)
     mesh, job = Mesh.create(asked.layout, "cpu"), prepare(asked)
     trace = run_layout(job, mesh, 2)
-    for name, part in (trace.params if where == "params" else trace.slots[where]).items():
+    for name, part in (
+        trace.params if where == "params" else trace.slots[where]
+    ).items():
         if name.endswith(("wk.a", "wk.b")):
             # Where a processor's rounding leaves nothing, a little of nothing is nothing.
             part.values.mul_(1 + off) if part.values.any() else part.values.add_(off)
@@ -263,7 +346,12 @@ def planted(values: dict[str, Any], where: str, off: float) -> Difference | None
 
 
 #: Relative errors, and whether they are differences.
-PLANTED = [("params", 0.0, True), ("exp_avg", 1e-8, False), ("exp_avg_sq", 1e-8, False), ("params", 1e-8, False)]
+PLANTED = [
+    ("params", 0.0, True),
+    ("exp_avg", 1e-8, False),
+    ("exp_avg_sq", 1e-8, False),
+    ("params", 1e-8, False),
+]
 
 
 @pytest.mark.parametrize(("where", "off", "ok"), PLANTED)
@@ -272,8 +360,12 @@ def test_rounding_is_no_difference_of_islands_but_little_more_is(
 ) -> None:
     """Only keys' adapters learn, and every query sees one key: gradients are rounding, which Adam enlarges."""
     sizes = {"model__layers": 3, "data__seq_len": 1}
-    values = tree(corpus, "island=2,cp=2", adapter__kind="lora", adapter__targets=["wk"], **sizes)
-    found = pool.run(4, planted, values | {"sync": {"update": "co2"}}, where, off, timeout=200)
+    values = tree(
+        corpus, "island=2,cp=2", adapter__kind="lora", adapter__targets=["wk"], **sizes
+    )
+    found = pool.run(
+        4, planted, values | {"sync": {"update": "co2"}}, where, off, timeout=200
+    )
     assert [one.ok for one in found if one is not None] == [ok], found
 
 
@@ -290,15 +382,23 @@ def series(run: Path, name: str = "loss") -> dict[int, float]:
 
 
 @pytest.mark.slow
-def test_a_run_of_islands_that_agree_in_every_step_is_one_of_replicas(pool: Any, corpus: str, tmp_path: Path) -> None:
+def test_a_run_of_islands_that_agree_in_every_step_is_one_of_replicas(
+    pool: Any, corpus: str, tmp_path: Path
+) -> None:
     change = {"validation__every": 3, "checkpoint__every": 3}
     pool.run(2, go, tree(corpus, "dp=2", **change), str(tmp_path / "replicas"))
-    assert pool.run(2, go, tree(corpus, "island=2", **change), str(tmp_path / "run")) == [1, 1]
+    assert pool.run(
+        2, go, tree(corpus, "island=2", **change), str(tmp_path / "run")
+    ) == [1, 1]
     whole = series(tmp_path / "replicas")
-    for run in (tmp_path / "run", tmp_path / "run" / "island-1"):  # each island has records and checkpoints
+    # each island has records and checkpoints
+    for run in (tmp_path / "run", tmp_path / "run" / "island-1"):
         assert series(run) == pytest.approx(whole, rel=1e-10)
         assert series(run, "tokens") == series(tmp_path / "replicas", "tokens")
-        assert [p.name for p in committed(run / "checkpoints")] == ["step-000003", "step-000006"]
+        assert [p.name for p in committed(run / "checkpoints")] == [
+            "step-000003",
+            "step-000006",
+        ]
 
 
 GOING_ON: list[dict[str, Any]] = [
@@ -311,7 +411,9 @@ GOING_ON: list[dict[str, Any]] = [
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sync", GOING_ON, ids=lambda sync: sync["update"])
-def test_islands_go_on_as_if_they_had_not_stopped(pool: Any, corpus: str, tmp_path: Path, sync: dict[str, Any]) -> None:
+def test_islands_go_on_as_if_they_had_not_stopped(
+    pool: Any, corpus: str, tmp_path: Path, sync: dict[str, Any]
+) -> None:
     """Between two rounds: islands have parameters of their own, messages owe something, answers are awaited."""
     values = tree(corpus, "island=2", checkpoint__every=3) | {"sync": sync}
     pool.run(2, go, values, str(tmp_path / "run"))
@@ -325,28 +427,48 @@ def test_islands_go_on_as_if_they_had_not_stopped(pool: Any, corpus: str, tmp_pa
     # More islands: a new one begins with what the first has.
     values |= {"layout": {"island": 3}, "train": values["train"] | {"steps": 8}}
     pool.run(3, go, values, str(tmp_path / "run"), "auto")
-    assert [max(series(run)) for run in (*runs, tmp_path / "run" / "island-2")] == [8, 8, 8]
+    assert [max(series(run)) for run in (*runs, tmp_path / "run" / "island-2")] == [
+        8,
+        8,
+        8,
+    ]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(1, 6), st.integers(0, 40))
-def test_every_parameter_has_one_round_in_so_many_steps(blocks: int, every: int, fragments: int, begun: int) -> None:
+def test_every_parameter_has_one_round_in_so_many_steps(
+    blocks: int, every: int, fragments: int, begun: int
+) -> None:
     """Of whatever fragments, after whatever step."""
     how = Sync(every=every, update="streaming", fragments=fragments)
-    for name in ["embedding", "norm.scale", *(f"blocks.{i}.ffn.up" for i in range(blocks))]:
+    for name in [
+        "embedding",
+        "norm.scale",
+        *(f"blocks.{i}.ffn.up" for i in range(blocks)),
+    ]:
         f = fragment_of(name, fragments)
         assert 0 <= f < fragments
-        assert sum(begins(step, f, how) for step in range(begun + 1, begun + every + 1)) == 1
+        assert (
+            sum(begins(step, f, how) for step in range(begun + 1, begun + every + 1))
+            == 1
+        )
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 33), st.integers(0, 500), st.sampled_from(["all", "pairs", "ring"]))
+@given(
+    st.integers(1, 33), st.integers(0, 500), st.sampled_from(["all", "pairs", "ring"])
+)
 def test_partners_have_each_other(islands: int, number: int, partner: str) -> None:
-    found = [partners(i, range(islands), Sync(partner=partner), number) for i in range(islands)]
+    found = [
+        partners(i, range(islands), Sync(partner=partner), number)
+        for i in range(islands)
+    ]
     assert all(i in group for i, group in enumerate(found))
     assert all(i in found[j] for i, group in enumerate(found) for j in group)
     if partner == "pairs":
-        assert sorted(map(len, found)) == [1] * (islands % 2) + [2] * (islands - islands % 2)
+        assert sorted(map(len, found)) == [1] * (islands % 2) + [2] * (
+            islands - islands % 2
+        )
 
 
 @settings(max_examples=40, deadline=None)
@@ -355,7 +477,10 @@ def test_neighbours_in_a_graph_keep_the_mean(data: st.DataObject) -> None:
     """Each island's shares are one together, and what all take of one is one: also with some of them away."""
     count = data.draw(st.integers(2, 9))
     links = {(data.draw(st.integers(0, i - 1)), i) for i in range(1, count)}
-    how = Sync(partner="graph", graph=tuple(links | {(b, a) for a, b in links if data.draw(st.booleans())}))
+    how = Sync(
+        partner="graph",
+        graph=tuple(links | {(b, a) for a, b in links if data.draw(st.booleans())}),
+    )
     assert connected(how.graph, count) and not connected(how.graph, count + 1)
     here = data.draw(st.sets(st.integers(0, count - 1), min_size=1))
     taken = torch.zeros(count, count, dtype=torch.float64)
@@ -363,10 +488,14 @@ def test_neighbours_in_a_graph_keep_the_mean(data: st.DataObject) -> None:
         group = [one for one in partners(i, range(count), how, 0) if one in here]
         taken[i, group] = torch.tensor(shares(i, group, how), dtype=torch.float64)
     mine = torch.tensor([float(i in here) for i in range(count)], dtype=torch.float64)
-    assert taken.min() >= 0 and all(torch.allclose(taken.sum(dim), mine) for dim in (0, 1))
+    assert taken.min() >= 0 and all(
+        torch.allclose(taken.sum(dim), mine) for dim in (0, 1)
+    )
 
 
-def test_a_rank_above_the_matrix_and_an_unknown_compressor_are_one_line(command: Command) -> None:
+def test_a_rank_above_the_matrix_and_an_unknown_compressor_are_one_line(
+    command: Command,
+) -> None:
     for sync, said in [
         ("compress=powersgd:100", "has a rank above the "),
         ("compress=int9", "there is no compressor 'int9'; did you mean 'int"),
@@ -374,5 +503,7 @@ def test_a_rank_above_the_matrix_and_an_unknown_compressor_are_one_line(command:
         ("every=1000", "sync.every = 1000 is beyond the run's train.steps = 40"),
     ]:
         for words in (["train"], ["verify"]):
-            code, _, err = command(*words, "islands", "--layout", "island=2", "--set", f"sync.{sync}")
+            code, _, err = command(
+                *words, "islands", "--layout", "island=2", "--set", f"sync.{sync}"
+            )
             assert code == 2 and said in err and len(err.strip().splitlines()) <= 3, err

@@ -15,24 +15,41 @@ from weft.sync.links import IslandLinks, ring_order, ring_times
 MBIT = 1e6 / 8
 
 
-def sendings(links: IslandLinks, order: tuple[int, ...], nbytes: float, pieces: int) -> list[tuple[float, float]]:
+def sendings(
+    links: IslandLinks, order: tuple[int, ...], nbytes: float, pieces: int
+) -> list[tuple[float, float]]:
     """Of each link in the ring: how long a piece occupies it, and its latency. Links between two sites share."""
     ways = list(zip(order, order[1:] + order[:1], strict=True))
     site = links.sites
     found = []
     for a, b in ways:
-        shared = sum(site[a] != site[b] and (site[a], site[b]) == (site[c], site[d]) for c, d in ways)
-        found.append((nbytes / len(order) / pieces * max(1, shared) / links.bandwidth[a][b], links.latency[a][b]))
+        shared = sum(
+            site[a] != site[b] and (site[a], site[b]) == (site[c], site[d])
+            for c, d in ways
+        )
+        found.append(
+            (
+                nbytes / len(order) / pieces * max(1, shared) / links.bandwidth[a][b],
+                links.latency[a][b],
+            )
+        )
     return found
 
 
-def formula(links: IslandLinks, order: tuple[int, ...], nbytes: float, pieces: int) -> float:
+def formula(
+    links: IslandLinks, order: tuple[int, ...], nbytes: float, pieces: int
+) -> float:
     sent, steps = sendings(links, order, nbytes, pieces), 2 * (len(order) - 1)
-    ways = [sum(sum(sent[(first + i) % len(order)]) for i in range(steps)) for first in range(len(order))]
+    ways = [
+        sum(sum(sent[(first + i) % len(order)]) for i in range(steps))
+        for first in range(len(order))
+    ]
     return float(max(*(steps * pieces * piece for piece, _ in sent), *ways))
 
 
-def simulated(links: IslandLinks, order: tuple[int, ...], nbytes: float, pieces: int) -> float:
+def simulated(
+    links: IslandLinks, order: tuple[int, ...], nbytes: float, pieces: int
+) -> float:
     """When the last piece has come, if each is sent on as soon as it is there and the link is free."""
     sent = sendings(links, order, nbytes, pieces)
     free, there = [0.0] * len(order), [[0.0] * pieces for _ in order]
@@ -59,9 +76,16 @@ def random_links(islands: int, seed: int) -> IslandLinks:
                  10 ** random.uniform(-4, -1, (islands, islands)))  # fmt: skip
 
 
-@given(st.integers(2, 5), st.integers(0, 2**32), st.sampled_from((1e3, 1e6, 1e8)), st.sampled_from((1, 4)))
+@given(
+    st.integers(2, 5),
+    st.integers(0, 2**32),
+    st.sampled_from((1e3, 1e6, 1e8)),
+    st.sampled_from((1, 4)),
+)
 @settings(max_examples=40, deadline=None)
-def test_no_order_is_better(islands: int, seed: int, nbytes: float, pieces: int) -> None:
+def test_no_order_is_better(
+    islands: int, seed: int, nbytes: float, pieces: int
+) -> None:
     """Asymmetric links of all speeds; both searches against brute force over the formula in plain Python."""
     links, every = random_links(islands, seed), orders(islands)
     times = [formula(links, order, nbytes, pieces) for order in every]
@@ -80,7 +104,9 @@ def test_the_formula_is_the_pace_of_the_simulation(seed: int) -> None:
     for order in orders(5)[:6]:
         sent, time = sendings(links, order, 1e6, 4), formula(links, order, 1e6, 4)
         assert (
-            time * (1 - 1e-9) <= simulated(links, order, 1e6, 4) <= time + sum(4 * piece + late for piece, late in sent)
+            time * (1 - 1e-9)
+            <= simulated(links, order, 1e6, 4)
+            <= time + sum(4 * piece + late for piece, late in sent)
         )
 
 
@@ -118,7 +144,9 @@ def shaped(case: str) -> IslandLinks:
     return IslandLinks(np.where(same, 10_000 * MBIT, speed), np.where(same, 1e-4, late))
 
 
-@pytest.mark.parametrize("case", ["three sites", "two sites", "slow uplinks", "far apart", "spread"])
+@pytest.mark.parametrize(
+    "case", ["three sites", "two sites", "slow uplinks", "far apart", "spread"]
+)
 @pytest.mark.parametrize("exact", [10, 0])
 def test_six_shaped_links(case: str, exact: int) -> None:
     """Within 5 % of the best of all orders, and at least 1.8 times as fast as the worst, by the simulation."""

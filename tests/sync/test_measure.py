@@ -47,14 +47,18 @@ def on_hosts(at: Sequence[Host], work: Callable[[Streams], Any]) -> list[Any]:
         return list(threads.map(live, range(len(at))))
 
 
-def sum_times(streams: Streams, orders: Sequence[Sequence[int]], size: int, tries: int = 2) -> list[float]:
+def sum_times(
+    streams: Streams, orders: Sequence[Sequence[int]], size: int, tries: int = 2
+) -> list[float]:
     """Seconds that a sum of so many elements takes around each ring, the best of some tries."""
     found = []
     for number, order in enumerate(orders):
         times = []
         for turn in range(tries):
             flat = torch.full((size,), float(streams.island))
-            ring_sum(streams, torch.zeros(len(order)), order, f"together {number} {turn}")
+            ring_sum(
+                streams, torch.zeros(len(order)), order, f"together {number} {turn}"
+            )
             begun = time.perf_counter()
             ring_sum(streams, flat, order, f"{number} {turn}", 1 << 14)
             times.append(time.perf_counter() - begun)
@@ -68,17 +72,57 @@ def limit_to(host: Host, rates: Mapping[str, str]) -> None:
     tc = ("ip", "netns", "exec", host.name, "tc")
     words = [(*tc, "qdisc", "replace", "dev", "eth0", "root", "handle", "1:", "htb")]
     for number, (address, rate) in enumerate(rates.items(), 1):
-        shape = ("htb", "rate", rate, "burst", "32kb", "cburst", "32kb", "quantum", "15000")
-        words.append((*tc, "class", "add", "dev", "eth0", "parent", "1:", "classid", f"1:{number}", *shape))
+        shape = (
+            "htb",
+            "rate",
+            rate,
+            "burst",
+            "32kb",
+            "cburst",
+            "32kb",
+            "quantum",
+            "15000",
+        )
+        words.append(
+            (
+                *tc,
+                "class",
+                "add",
+                "dev",
+                "eth0",
+                "parent",
+                "1:",
+                "classid",
+                f"1:{number}",
+                *shape,
+            )
+        )
         match = ("u32", "match", "ip", "dst", f"{address}/32", "flowid", f"1:{number}")
-        words.append((*tc, "filter", "add", "dev", "eth0", "parent", "1:", "protocol", "ip", "prio", "1", *match))
+        words.append(
+            (
+                *tc,
+                "filter",
+                "add",
+                "dev",
+                "eth0",
+                "parent",
+                "1:",
+                "protocol",
+                "ip",
+                "prio",
+                "1",
+                *match,
+            )
+        )
     for each in words:
         subprocess.run(each, check=True)
 
 
 def rings(islands: int) -> list[tuple[int, ...]]:
     """Each once, in one direction."""
-    return [(0, *rest) for rest in permutations(range(1, islands)) if rest[0] < rest[-1]]
+    return [
+        (0, *rest) for rest in permutations(range(1, islands)) if rest[0] < rest[-1]
+    ]
 
 
 @pytest.mark.slow
@@ -96,9 +140,16 @@ def test_the_ring_of_fast_links_is_found_among_six() -> None:
         with hosts(4) as made:
             for a, host in enumerate(made):
                 others = [(b, other.address) for b, other in enumerate(made) if b != a]
-                limit_to(host, {address: "20mbit" if {a, b} in slow else "80mbit" for b, address in others})
+                limit_to(
+                    host,
+                    {
+                        address: "20mbit" if {a, b} in slow else "80mbit"
+                        for b, address in others
+                    },
+                )
             found = on_hosts(made, work)
-        assert all(one[1] == found[0][1] for one in found)  # whatever it is, all go around the same ring
+        # whatever it is, all go around the same ring
+        assert all(one[1] == found[0][1] for one in found)
         return found
 
     def holds(found: list[tuple[np.ndarray, list[int], str, list[float]]]) -> bool:
@@ -110,14 +161,22 @@ def test_the_ring_of_fast_links_is_found_among_six() -> None:
         )  # fmt: skip
         ring = found[0][1] in ([0, 2, 1, 3], [0, 3, 1, 2])
         told = all(one[2].startswith("islands agree in the ring 0 ") for one in found)
-        return alike and ring and told and taken == min(times.values()) and max(times.values()) >= 1.8 * taken
+        return (
+            alike
+            and ring
+            and told
+            and taken == min(times.values())
+            and max(times.values()) >= 1.8 * taken
+        )
 
     until_true(measure, holds)
 
 
 def test_links_that_are_alike_leave_islands_in_their_order() -> None:
     random = np.random.default_rng(0)
-    rows = np.stack([1e7 * random.uniform(0.95, 1.05, (5, 5)), np.full((5, 5), 1e-3)], -1)
+    rows = np.stack(
+        [1e7 * random.uniform(0.95, 1.05, (5, 5)), np.full((5, 5), 1e-3)], -1
+    )
     order, gain = best_ring(rows, 1e6)
     assert order == [0, 1, 2, 3, 4] and 1 <= gain < WORTH
 
@@ -144,6 +203,10 @@ def test_a_run_measures_its_links_once_for_all_ranks(pool: Any, tmp_path: Path) 
     for order in ("numbered", "measured"):
         values["sync"] = Sync(every=2, update="nesterov", order=order).model_dump()
         found = pool.run(6, ringed, values, str(tmp_path / order), timeout=200)
-        assert [ring for ring, _ in found] == ([found[0][0]] * 6 if order == "measured" else [[]] * 6)
+        assert [ring for ring, _ in found] == (
+            [found[0][0]] * 6 if order == "measured" else [[]] * 6
+        )
         losses.append([loss for _, loss in found])
-    assert sorted(found[0][0]) == [0, 1, 2] and losses[1] == pytest.approx(losses[0], rel=1e-10)
+    assert sorted(found[0][0]) == [0, 1, 2] and losses[1] == pytest.approx(
+        losses[0], rel=1e-10
+    )

@@ -9,7 +9,14 @@ import pytest
 
 from tests.conftest import Command
 from weft.planner.engine import ENGINES
-from weft.planner.island_price import EVERY, EXPOSED, SENT, Islands, agreement, islands_of
+from weft.planner.island_price import (
+    EVERY,
+    EXPOSED,
+    SENT,
+    Islands,
+    agreement,
+    islands_of,
+)
 from weft.planner.machine import Cluster
 from weft.planner.shape import SHAPES
 from weft.recipe import ModelShape
@@ -20,8 +27,16 @@ from weft.sync.compress import build_compressor
 SHAPE = SHAPES["llama3-8b"]
 
 
-def told(between: float, latency: float = 1000.0, count: int = 32, batch: int = 64) -> tuple[Cluster, Islands | None]:
-    cluster = Cluster(device="H100-80GB", count=count, site=16, between=between, between_latency=latency)
+def told(
+    between: float, latency: float = 1000.0, count: int = 32, batch: int = 64
+) -> tuple[Cluster, Islands | None]:
+    cluster = Cluster(
+        device="H100-80GB",
+        count=count,
+        site=16,
+        between=between,
+        between_latency=latency,
+    )
     return cluster, islands_of(SHAPE, cluster, ENGINES["weft"], batch, 4096, 16, [])
 
 
@@ -33,14 +48,24 @@ def test_islands_agree_as_rarely_as_their_link_is_slow() -> None:
         plain, eight, four = found.ways
         assert plain.every > before or plain.every == EVERY[-1]
         before = plain.every
-        assert plain.nbytes > 3.9 * eight.nbytes > 7 * four.nbytes and plain.every >= eight.every >= four.every
+        assert (
+            plain.nbytes > 3.9 * eight.nbytes > 7 * four.nbytes
+            and plain.every >= eight.every >= four.every
+        )
         for way in found.ways:
-            assert way.seconds == pytest.approx(found.inside.seconds + way.exchange / way.every)
+            assert way.seconds == pytest.approx(
+                found.inside.seconds + way.exchange / way.every
+            )
             oftener = [n for n in EVERY if n < way.every]
             if way.every < EVERY[-1]:
                 assert way.exposed <= EXPOSED
             if oftener:
-                assert agreement(SHAPE, cluster, found.inside, 2, way.compress, oftener[-1]).exposed > EXPOSED
+                assert (
+                    agreement(
+                        SHAPE, cluster, found.inside, 2, way.compress, oftener[-1]
+                    ).exposed
+                    > EXPOSED
+                )
     assert before >= 20
 
 
@@ -49,7 +74,9 @@ def test_more_islands_send_more_and_wait_longer() -> None:
     assert two is not None and four is not None and four.count == 4
     assert four.ways[0].nbytes == pytest.approx(1.5 * two.ways[0].nbytes, rel=1e-6)
     _, slow = told(0.5, latency=1e6)
-    assert slow is not None and slow.ways[0].exchange == pytest.approx(two.ways[0].exchange + 2, rel=1e-2)
+    assert slow is not None and slow.ways[0].exchange == pytest.approx(
+        two.ways[0].exchange + 2, rel=1e-2
+    )
 
 
 def test_where_nothing_can_be_an_island() -> None:
@@ -58,7 +85,11 @@ def test_where_nothing_can_be_an_island() -> None:
     single = Cluster(device="H100-80GB", count=32)
     assert islands_of(SHAPE, single, ENGINES["weft"], 64, 4096, 16, []) is None
     tight = Cluster(device="H100-80GB", count=4, site=1, between=0.1)
-    assert islands_of(SHAPES["llama3-70b"], tight, ENGINES["weft"], 64, 4096, 16, []) is None  # one site is small
+    # one site is small
+    assert (
+        islands_of(SHAPES["llama3-70b"], tight, ENGINES["weft"], 64, 4096, 16, [])
+        is None
+    )
 
 
 def test_bytes_are_those_of_the_streams() -> None:
@@ -74,8 +105,19 @@ def test_bytes_are_those_of_the_streams() -> None:
 
 
 def test_the_command_tells(command: Command, tmp_path: Path) -> None:
-    (tmp_path / "two.toml").write_text('device = "H100-80GB"\ncount = 32\nsite = 16\nbetween = 0.125\n')
-    words = ("plan", "llama3-8b", "--cluster", tmp_path / "two.toml", "--batch", 64, "--seq", 4096)
+    (tmp_path / "two.toml").write_text(
+        'device = "H100-80GB"\ncount = 32\nsite = 16\nbetween = 0.125\n'
+    )
+    words = (
+        "plan",
+        "llama3-8b",
+        "--cluster",
+        tmp_path / "two.toml",
+        "--batch",
+        64,
+        "--seq",
+        4096,
+    )
     code, out, _ = command(*words, "--json")
     found = json.loads(out)
     assert code == 0 and found["islands"]["count"] == 2

@@ -55,7 +55,9 @@ def plain_bulyan(g: T, f: int) -> T:
     found = []
     for column in torch.stack(chosen).T:
         middle = float(column.quantile(0.5))
-        near = sorted(column.tolist(), key=lambda x: abs(x - middle))[: len(chosen) - 2 * f]
+        near = sorted(column.tolist(), key=lambda x: abs(x - middle))[
+            : len(chosen) - 2 * f
+        ]
         found.append(sum(near) / len(near))
     return torch.tensor(found, dtype=g.dtype)
 
@@ -111,14 +113,22 @@ def votes(ranks: int, faulty: int, dtype: torch.dtype = torch.float64) -> T:
     """Gradients with something in common, and faulty ones: scaled, turned round, noise."""
     noise = torch.Generator().manual_seed(ranks)
     common = torch.randn(SIZE, generator=noise, dtype=torch.float64)
-    found = common + 0.7 * torch.randn(ranks, SIZE, generator=noise, dtype=torch.float64)
-    lies = (-3 * common, 1e6 * found[0], 5 * torch.randn(SIZE, generator=noise, dtype=torch.float64))
+    found = common + 0.7 * torch.randn(
+        ranks, SIZE, generator=noise, dtype=torch.float64
+    )
+    lies = (
+        -3 * common,
+        1e6 * found[0],
+        5 * torch.randn(SIZE, generator=noise, dtype=torch.float64),
+    )
     for i in range(faulty):
         found[2 * i] = lies[i % 3]
     return found.to(dtype)
 
 
-def aggregate_all(cases: list[tuple[str, int]], broken: int = 0) -> list[tuple[T, list[bool], dict[str, Any]]]:
+def aggregate_all(
+    cases: list[tuple[str, int]], broken: int = 0
+) -> list[tuple[T, list[bool], dict[str, Any]]]:
     """On every rank: what comes out for each rule and number of faulty ranks, who counted, and what each call is given.
 
     The first ``broken`` ranks have a number that is not finite.
@@ -131,19 +141,31 @@ def aggregate_all(cases: list[tuple[str, int]], broken: int = 0) -> list[tuple[T
             mine[7 * me] = math.nan if me else math.inf
         with ExitStack() as stack:
             seen = {
-                name: stack.enter_context(mock.patch.object(where, name, wraps=getattr(where, name)))
-                for where, name in ((dist, "all_to_all_single"), (dist, "all_reduce"), (robust, "all_gather"))
+                name: stack.enter_context(
+                    mock.patch.object(where, name, wraps=getattr(where, name))
+                )
+                for where, name in (
+                    (dist, "all_to_all_single"),
+                    (dist, "all_reduce"),
+                    (robust, "all_gather"),
+                )
             }
             out, counted = aggregated(mine, RULES[rule], faulty, dist.group.WORLD)
-        given = {name: one.call_args.args[name != "all_reduce"] for name, one in seen.items()}
+        given = {
+            name: one.call_args.args[name != "all_reduce"] for name, one in seen.items()
+        }
         assert all(one.call_count == 1 for one in seen.values())
-        found.append((out, counted, {name: (x.numel(), x.dtype) for name, x in given.items()}))
+        found.append(
+            (out, counted, {name: (x.numel(), x.dtype) for name, x in given.items()})
+        )
     return found
 
 
 @pytest.mark.parametrize("ranks", [4, 7])
 def test_equal_to_plain_programs_with_the_bytes_of_a_sum(pool: Any, ranks: int) -> None:
-    most = {rule: (ranks - more) // each for rule, (each, more) in REPLICAS_NEEDED.items()}
+    most = {
+        rule: (ranks - more) // each for rule, (each, more) in REPLICAS_NEEDED.items()
+    }
     cases = [(rule, f) for rule in RULES for f in range(most[rule] + 1)]
     assert ranks < 7 or max(f for _, f in cases) == 3
     found = pool.run(ranks, aggregate_all, cases)
@@ -155,17 +177,29 @@ def test_equal_to_plain_programs_with_the_bytes_of_a_sum(pool: Any, ranks: int) 
             assert (out - expected).norm() <= 1e-6 * expected.norm(), (rule, f)
             # Each rank keeps one of its p chunks and gets as much as it gives, and so again for the outcome: 2 (p-1)/p
             # of the gradient, as in a ring's sum, besides p^2 numbers that are summed.
-            sizes = {"all_to_all_single": padded, "all_gather": padded // ranks, "all_reduce": ranks**2}
-            assert given == {name: (size, torch.float64) for name, size in sizes.items()}
+            sizes = {
+                "all_to_all_single": padded,
+                "all_gather": padded // ranks,
+                "all_reduce": ranks**2,
+            }
+            assert given == {
+                name: (size, torch.float64) for name, size in sizes.items()
+            }
 
 
 @pytest.mark.slow
 def test_what_is_not_finite_is_left_out(pool: Any) -> None:
     cases = [(rule, 1) for rule in RULES if rule != "bulyan"]
-    for out, counted, _ in (one[i] for i in range(len(cases)) for one in pool.run(5, aggregate_all, cases, 2)[:1]):
+    for out, counted, _ in (
+        one[i]
+        for i in range(len(cases))
+        for one in pool.run(5, aggregate_all, cases, 2)[:1]
+    ):
         assert counted == [False, False, True, True, True] and out.isfinite().all()
     kept = votes(5, 1)[2:]
-    for (rule, _), (out, _, _) in zip(cases, pool.run(5, aggregate_all, cases, 2)[3], strict=True):
+    for (rule, _), (out, _, _) in zip(
+        cases, pool.run(5, aggregate_all, cases, 2)[3], strict=True
+    ):
         expected = PLAIN[rule](kept, 0)  # there can be no more faulty ones
         assert (out - expected).norm() <= 1e-6 * expected.norm(), rule
     out, counted, _ = pool.run(3, aggregate_all, [("krum", 0)], 3)[0][0]
@@ -173,7 +207,9 @@ def test_what_is_not_finite_is_left_out(pool: Any) -> None:
 
 
 def test_equal_gradients_come_out_as_they_are() -> None:
-    one = 1e-3 * torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    one = 1e-3 * torch.randn(
+        50, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     same = one.repeat(7, 1)
     for name, rule in RULES.items():
         out = rule(same, same @ same.T, 1)
@@ -200,7 +236,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def settings_of(corpus: str, rule: str, faulty: int, **change: Any) -> Recipe:
-    change = {"layout__dp": REPLICAS, "train__batch": 56, "train__micro_batch": 8, "optimizer__lr": 0.7} | change
+    change = {
+        "layout__dp": REPLICAS,
+        "train__batch": 56,
+        "train__micro_batch": 8,
+        "optimizer__lr": 0.7,
+    } | change
     return recipe(corpus, optimizer__kind="sgd", optimizer__clip=0, optimizer__weight_decay=0.0, **change,
                   resilience__aggregate=rule, resilience__faulty=faulty)  # fmt: skip
 
@@ -214,16 +255,28 @@ def losses(cases: list[tuple[dict[str, Any], str, int, int]]) -> list[float]:
             parameter.register_hook(LIES[lie])
         stepper = build_stepper(model, state, mesh, settings)
         seen = [
-            stepper.step(loader.step(i * settings.train.batch) or [], settings.optimizer.lr)[0] for i in range(steps)
+            stepper.step(
+                loader.step(i * settings.train.batch) or [], settings.optimizer.lr
+            )[0]
+            for i in range(steps)
         ]
-        found.append(sum(result.loss for result in seen[-4:]) / 4 if not seen[-1].skipped else math.nan)
+        found.append(
+            sum(result.loss for result in seen[-4:]) / 4
+            if not seen[-1].skipped
+            else math.nan
+        )
     return found
 
 
 @pytest.fixture(scope="module")
 def clean(pool: Any, corpus: str) -> float:
     """The loss of a run in which nobody lies. A trimmed mean that trims nothing is the mean."""
-    case = (settings_of(corpus, "trimmed-mean", 0).model_dump(mode="json"), "", 0, STEPS)
+    case = (
+        settings_of(corpus, "trimmed-mean", 0).model_dump(mode="json"),
+        "",
+        0,
+        STEPS,
+    )
     ((loss,), *_) = pool.run(REPLICAS, losses, [case])
     assert loss < 3.0  # of 5.5 at the beginning
     return loss
@@ -232,13 +285,22 @@ def clean(pool: Any, corpus: str) -> float:
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("faced", [[pair] for pair in FACED])
-def test_a_run_is_that_without_lies(pool: Any, corpus: str, clean: float, faced: list[tuple[str, str]]) -> None:
+def test_a_run_is_that_without_lies(
+    pool: Any, corpus: str, clean: float, faced: list[tuple[str, str]]
+) -> None:
     """Within 5 % of the loss of a run in which nobody lies, beside as many liars as each rule allows for."""
     cases = []
     for rule, lie in faced:
         each, more = REPLICAS_NEEDED[rule]
         liars = (REPLICAS - more) // each
-        cases.append((settings_of(corpus, rule, liars).model_dump(mode="json"), lie, min(liars, 2), STEPS))
+        cases.append(
+            (
+                settings_of(corpus, rule, liars).model_dump(mode="json"),
+                lie,
+                min(liars, 2),
+                STEPS,
+            )
+        )
     found, *_ = pool.run(REPLICAS, losses, cases, timeout=240)
     assert all(loss == pytest.approx(clean, rel=0.05) for loss in found), (clean, found)
 
@@ -246,7 +308,9 @@ def test_a_run_is_that_without_lies(pool: Any, corpus: str, clean: float, faced:
 @pytest.mark.slow
 def test_the_mean_is_swayed_by_one(pool: Any, corpus: str) -> None:
     values = settings_of(corpus, "trimmed-mean", 0).model_dump(mode="json")
-    for loss in pool.run(REPLICAS, losses, [(values, lie, 1, 5) for lie in LIES if lie != "nan"])[0]:
+    for loss in pool.run(
+        REPLICAS, losses, [(values, lie, 1, 5) for lie in LIES if lie != "nan"]
+    )[0]:
         assert not loss < 5.5, "it has learned"
 
 
@@ -257,10 +321,23 @@ def prove(tree: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("rule", ["trimmed-mean", "bulyan"])
-def test_a_rule_without_faulty_ones_is_one_device(pool: Any, tmp_path: Path, rule: str) -> None:
+def test_a_rule_without_faulty_ones_is_one_device(
+    pool: Any, tmp_path: Path, rule: str
+) -> None:
     """Where it comes to the mean of all, of replicas with equally many tokens: those of one long document."""
     path = tmp_path / "long.jsonl"
-    path.write_text(json.dumps({"text": "The cat sat on the mat, and the dog lay. " * 20}))
-    change = {"train__batch": 6, "train__micro_batch": 1, "data__validation": 0.0, "model__experts": 2}
-    found = pool.run(3, prove, settings_of(str(path), rule, 0, layout__dp=3, **change).model_dump(mode="json"))[0]
+    path.write_text(
+        json.dumps({"text": "The cat sat on the mat, and the dog lay. " * 20})
+    )
+    change = {
+        "train__batch": 6,
+        "train__micro_batch": 1,
+        "data__validation": 0.0,
+        "model__experts": 2,
+    }
+    found = pool.run(
+        3,
+        prove,
+        settings_of(str(path), rule, 0, layout__dp=3, **change).model_dump(mode="json"),
+    )[0]
     assert found.ok, found

@@ -38,25 +38,46 @@ def on_all(found: list[Streams], work: Callable[[Streams], Any]) -> list[Any]:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(1, 5), st.integers(0, 60), st.integers(1, 70), st.randoms(use_true_random=False))
-def test_every_element_is_added_exactly_once_per_island(count: int, size: int, piece: int, random: Any) -> None:
+@given(
+    st.integers(1, 5),
+    st.integers(0, 60),
+    st.integers(1, 70),
+    st.randoms(use_true_random=False),
+)
+def test_every_element_is_added_exactly_once_per_island(
+    count: int, size: int, piece: int, random: Any
+) -> None:
     order = random.sample(range(count), count)
     with islands(count) as found:
-        sums = on_all(found, lambda s: ring_sum(s, torch.full((size,), 10.0**s.island), order, "x", piece))
+        sums = on_all(
+            found,
+            lambda s: ring_sum(
+                s, torch.full((size,), 10.0**s.island), order, "x", piece
+            ),
+        )
         for streams in found:
             streams.flush()
-        assert all(torch.equal(one, torch.full((size,), sum(10.0**i for i in range(count)))) for one in sums)
+        assert all(
+            torch.equal(one, torch.full((size,), sum(10.0**i for i in range(count))))
+            for one in sums
+        )
         if count > 1:
             assert sum(s.sent for s in found) == 2 * (count - 1) * size * 4
-            assert {s.sent for s in found} <= set(range(8 * (count - 1) * size // count + 1 + 8 * count))
+            assert {s.sent for s in found} <= set(
+                range(8 * (count - 1) * size // count + 1 + 8 * count)
+            )
 
 
 def test_what_is_not_sealed_names_its_sender_and_strangers_are_not_heard() -> None:
     with islands(3) as (first, second, third):
-        stranger = socket.create_connection(json.loads(first.store.get("weft/streams/0/0")))
+        stranger = socket.create_connection(
+            json.loads(first.store.get("weft/streams/0/0"))
+        )
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 9)
         hello = json.dumps({"from": 2, "to": 0, "place": 0, "epoch": 0}).encode()
-        forger = socket.create_connection(json.loads(first.store.get("weft/streams/0/0")))
+        forger = socket.create_connection(
+            json.loads(first.store.get("weft/streams/0/0"))
+        )
         forger.sendall(struct.pack("!H", len(hello)) + hello + bytes(16))
         third.send(0, "x", torch.tensor([3.0]))
         assert first.receive(2, "x", torch.float32).tolist() == [3.0]
@@ -64,7 +85,10 @@ def test_what_is_not_sealed_names_its_sender_and_strangers_are_not_heard() -> No
         connection = second._dial(0, 0)
         second._introduce(connection, 0, 0)
         connection.sendall(struct.pack("!HQQ", 1, 4, 0) + b"x" + bytes(16) + bytes(4))
-        with pytest.raises(IslandLost, match=r"island 1 has sent a message that is not what was sealed .*'x'"):
+        with pytest.raises(
+            IslandLost,
+            match=r"island 1 has sent a message that is not what was sealed .*'x'",
+        ):
             first.receive(1, "x", torch.float32)
         third.send(0, "y", torch.tensor([4.0]))
         assert first.receive(2, "y", torch.float32).tolist() == [4.0]
@@ -73,56 +97,93 @@ def test_what_is_not_sealed_names_its_sender_and_strangers_are_not_heard() -> No
 
 
 def test_an_island_that_is_late_or_gone_is_named() -> None:
-    late = pytest.raises(IslandLost, match=r"island 1 has not answered for 0.3 s: island 0 waits for its 'x'")
+    late = pytest.raises(
+        IslandLost,
+        match=r"island 1 has not answered for 0.3 s: island 0 waits for its 'x'",
+    )
     with islands(3, limit=0.3) as (first, *_), late:
         first.receive(1, "x", torch.float32)
     with islands(3) as (first, second, third):
         second.send(0, "x", torch.tensor([1.0]))
         second.close()
-        assert first.receive(1, "x", torch.float32).tolist() == [1.0]  # what it said before counts
+        # what it said before counts
+        assert first.receive(1, "x", torch.float32).tolist() == [1.0]
         with pytest.raises(IslandLost, match="island 1 is gone"):
             first.receive(1, "x", torch.float32)
-        assert on_all([first, third], lambda s: from_islands(s, torch.tensor([s.island]), (0, 2), "y"))[0] == [0, 2]
+        assert on_all(
+            [first, third],
+            lambda s: from_islands(s, torch.tensor([s.island]), (0, 2), "y"),
+        )[0] == [0, 2]
 
 
 ROUNDS, SIZE = 5, 700
 
 
-@pytest.mark.parametrize("word", ["int8", "int4", "int4:random", "topk:0.1", "randk:0.5", "sign", "cocktail"])
+@pytest.mark.parametrize(
+    "word", ["int8", "int4", "int4:random", "topk:0.1", "randk:0.5", "sign", "cocktail"]
+)
 def test_compressed_exchanges_are_what_one_process_computes(word: str) -> None:
     """With what each message leaves out in the next one, on both ways; equal bits everywhere, bytes by formula."""
-    count, compressor, feeds = 3, build_compressor(word), not build_compressor(word).unbiased
+    count, compressor, feeds = (
+        3,
+        build_compressor(word),
+        not build_compressor(word).unbiased,
+    )
     torch.manual_seed(1)
     sent = torch.randn(ROUNDS, count, SIZE, dtype=torch.float64)
     cuts = [slice(0, 128), slice(128, 384), slice(384, SIZE)]  # at whole blocks
 
     def island(streams: Streams) -> list[torch.Tensor]:
-        up, down = (torch.zeros(SIZE, dtype=torch.float64) if feeds else None for _ in range(2))
+        up, down = (
+            torch.zeros(SIZE, dtype=torch.float64) if feeds else None for _ in range(2)
+        )
         return [
-            compressed_mean(streams, sent[k, streams.island], compressor, compressor, f"{k}", k, up, down)
+            compressed_mean(
+                streams,
+                sent[k, streams.island],
+                compressor,
+                compressor,
+                f"{k}",
+                k,
+                up,
+                down,
+            )
             for k in range(ROUNDS)
         ]
 
     with islands(count) as found:
         answers = on_all(found, island)
         chunk = [compressor.nbytes((c.stop - c.start,), torch.float64) for c in cuts]
-        assert [s.sent for s in found] == [ROUNDS * (sum(chunk) - own + 2 * own) for own in chunk]
+        assert [s.sent for s in found] == [
+            ROUNDS * (sum(chunk) - own + 2 * own) for own in chunk
+        ]
     ups, downs = torch.zeros(count, SIZE).double(), torch.zeros(SIZE).double()
     for k in range(ROUNDS):
         for owner, cut in enumerate(cuts):
             heard = []
             for i in range(count):
                 seed = k * 1009 + i if compressor.unbiased else k
-                payload, left = encoded(compressor, sent[k, i, cut], seed, ups[i, cut] if feeds else None)
+                payload, left = encoded(
+                    compressor, sent[k, i, cut], seed, ups[i, cut] if feeds else None
+                )
                 ups[i, cut] = 0 if left is None else left
-                heard.append(compressor.decode(payload, sent[k, i, cut].shape, seed).double())
-            mean, seed = sum(heard) / count, k * 1009 + owner if compressor.unbiased else k
-            payload, left = encoded(compressor, mean, seed, downs[cut] if feeds else None)
+                heard.append(
+                    compressor.decode(payload, sent[k, i, cut].shape, seed).double()
+                )
+            mean, seed = (
+                sum(heard) / count,
+                k * 1009 + owner if compressor.unbiased else k,
+            )
+            payload, left = encoded(
+                compressor, mean, seed, downs[cut] if feeds else None
+            )
             downs[cut] = 0 if left is None else left
             wanted = compressor.decode(payload, mean.shape, seed).double()
             for mine in answers:
                 torch.testing.assert_close(mine[k][cut], wanted, rtol=1e-12, atol=1e-12)
-    assert all(torch.equal(torch.stack(one), torch.stack(answers[0])) for one in answers)
+    assert all(
+        torch.equal(torch.stack(one), torch.stack(answers[0])) for one in answers
+    )
 
 
 def test_powersgd_of_islands_is_that_of_their_mean() -> None:
@@ -133,7 +194,9 @@ def test_powersgd_of_islands_is_that_of_their_mean() -> None:
 
     def island(streams: Streams) -> torch.Tensor:
         up = torch.zeros(9, 12).double()
-        payload = power_mean(streams, matrices[streams.island], compressor, "x", 0, up, None)
+        payload = power_mean(
+            streams, matrices[streams.island], compressor, "x", 0, up, None
+        )
         assert streams.sent == (9 + 12) * 2 * 8
         return compressor.decode(payload, (9, 12), 0)
 

@@ -33,7 +33,9 @@ def read_best(run: Path) -> Best:
     except FileNotFoundError:
         return Best()
     except (ValueError, TypeError):
-        raise WeftError(f"{run / FILE} is damaged; remove it, and the run looks for its best from there on") from None
+        raise WeftError(
+            f"{run / FILE} is damaged; remove it, and the run looks for its best from there on"
+        ) from None
     return best
 
 

@@ -48,14 +48,25 @@ class Checkpoints:
         strict: bool,
         timeout: float,
     ) -> None:
-        self._levels, self._state, self._progress, self._listener = levels, state, progress, listener
+        self._levels, self._state, self._progress, self._listener = (
+            levels,
+            state,
+            progress,
+            listener,
+        )
         self._about, self._files, self._mesh = about, files, mesh
         self._thinning = Thinning(lambda place: is_of_model(place, shape))
         self._folder, self._best, self._coming = folder, best, Best()
-        resumed = [level.last for level in levels if level.last is not None and mesh.is_main]
-        self._committed = {_absolute(str(place)) for place in resumed if place.holds(ROOT)}
+        resumed = [
+            level.last for level in levels if level.last is not None and mesh.is_main
+        ]
+        self._committed = {
+            _absolute(str(place)) for place in resumed if place.holds(ROOT)
+        }
         self._protect()
-        self._saver = Saver(listener.event, strict, timeout, mesh.step_group, state.tiers.staging)
+        self._saver = Saver(
+            listener.event, strict, timeout, mesh.step_group, state.tiers.staging
+        )
         self._saver.prepare(state.saved())
 
     def __enter__(self) -> Self:
@@ -85,7 +96,9 @@ class Checkpoints:
         for level in levels:
             place = level.next_place(self._progress.step)
             tensors = self._state.saved()
-            waited += self._saver.save(place, self._progress.step, tensors, meta, self._files, lazy=True)
+            waited += self._saver.save(
+                place, self._progress.step, tensors, meta, self._files, lazy=True
+            )
         self._listener.log("checkpoint", stall_s=waited)
 
     def save_best(self, best: Best) -> None:
@@ -114,11 +127,17 @@ class Checkpoints:
         try:
             write_best(self._folder, best)
         except OSError as error:
-            self._listener.event(f"cannot write which checkpoint is the best: {error.strerror or error}")
+            self._listener.event(
+                f"cannot write which checkpoint is the best: {error.strerror or error}"
+            )
 
     def _protect(self) -> None:
-        kept = [best.checkpoint for best in (self._best, self._coming) if best.checkpoint]
-        self._thinning.protected = frozenset(_absolute(place, self._folder) for place in kept)
+        kept = [
+            best.checkpoint for best in (self._best, self._coming) if best.checkpoint
+        ]
+        self._thinning.protected = frozenset(
+            _absolute(place, self._folder) for place in kept
+        )
 
     def poll(self) -> None:
         """Report the saves that are done by now, and delete old checkpoints after a new one. Does not wait."""
@@ -144,7 +163,9 @@ class Checkpoints:
         for saved in self._saver.reports:
             report = saved.report
             stages = {f"{stage}_s": spent for stage, spent in report.seconds.items()}
-            self._listener.log("saved", saved.step, rank=saved.rank, bytes=report.bytes, **stages)
+            self._listener.log(
+                "saved", saved.step, rank=saved.rank, bytes=report.bytes, **stages
+            )
             if report.committed:
                 self._listener.event(f"checkpoint {saved.where}")
                 self._committed.add(_absolute(saved.where))

@@ -42,22 +42,50 @@ class Comparison:
 def compare(one: StoredCheckpoint, two: StoredCheckpoint) -> Comparison:
     """Read both from end to end."""
     fields = ("step", "layout", "world", "data", "progress")
-    meta = {k: [one.meta.get(k), two.meta.get(k)] for k in fields if one.meta.get(k) != two.meta.get(k)}
+    meta = {
+        k: [one.meta.get(k), two.meta.get(k)]
+        for k in fields
+        if one.meta.get(k) != two.meta.get(k)
+    }
     missing = [name for name in one.tensors if name not in two.tensors]
     extra = [name for name in two.tensors if name not in one.tensors]
-    common = [(name, t, two.tensors[name]) for name, t in one.tensors.items() if name in two.tensors]
-    alike = {name: t for name, t, other in common if (t.shape, t.dtype) == (other.shape, other.dtype)}
-    changed = {n: [[s.dtype, s.shape], [t.dtype, t.shape]] for n, s, t in common if n not in alike}
+    common = [
+        (name, t, two.tensors[name])
+        for name, t in one.tensors.items()
+        if name in two.tensors
+    ]
+    alike = {
+        name: t
+        for name, t, other in common
+        if (t.shape, t.dtype) == (other.shape, other.dtype)
+    }
+    changed = {
+        n: [[s.dtype, s.shape], [t.dtype, t.shape]]
+        for n, s, t in common
+        if n not in alike
+    }
     found = {name: _difference(name, t, one, two) for name, t in alike.items()}
-    return Comparison(meta, missing, extra, changed, {name: d for name, d in found.items() if d.different})
+    return Comparison(
+        meta,
+        missing,
+        extra,
+        changed,
+        {name: d for name, d in found.items() if d.different},
+    )
 
 
-def _difference(name: str, tensor: Tensor, one: StoredCheckpoint, two: StoredCheckpoint) -> TensorDifference:
+def _difference(
+    name: str, tensor: Tensor, one: StoredCheckpoint, two: StoredCheckpoint
+) -> TensorDifference:
     count, largest, apart, norm = 0, 0.0, 0.0, 0.0
     rows = (*tensor.shape, 1)[0]
     for i in range(pieces := min(rows, -(-tensor.numel // CHUNK))):
-        box: Box = (part(rows, pieces, i), *whole_box(tensor.shape[1:]))[: len(tensor.shape)]
-        x, y = (torch.empty(extents(box), dtype=TORCH_DTYPES[tensor.dtype]) for _ in "xy")
+        box: Box = (part(rows, pieces, i), *whole_box(tensor.shape[1:]))[
+            : len(tensor.shape)
+        ]
+        x, y = (
+            torch.empty(extents(box), dtype=TORCH_DTYPES[tensor.dtype]) for _ in "xy"
+        )
         one.load({name: Part(x, box, tensor)})
         two.load({name: Part(y, box, tensor)})
         unequal = x.view(BITS[tensor.itemsize]) != y.view(BITS[tensor.itemsize])
@@ -66,4 +94,6 @@ def _difference(name: str, tensor: Tensor, one: StoredCheckpoint, two: StoredChe
             gap = (x[unequal].double() - y[unequal].double()).abs()
             count, apart = count + found, apart + float(gap.square().sum())
             largest = max(largest, float(gap.max()), key=lambda v: (math.isnan(v), v))
-    return TensorDifference(count, largest, math.sqrt(apart / norm) if norm else math.inf)
+    return TensorDifference(
+        count, largest, math.sqrt(apart / norm) if norm else math.inf
+    )

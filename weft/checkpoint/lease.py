@@ -42,15 +42,26 @@ class Lease:
     waiting. ``beat`` and ``patience``: seconds, see :data:`BEAT` and :data:`PATIENCE`.
     """
 
-    def __init__(self, beat: float = BEAT, patience: float = PATIENCE, run: str = "") -> None:
+    def __init__(
+        self, beat: float = BEAT, patience: float = PATIENCE, run: str = ""
+    ) -> None:
         self.beat, self.patience, self.lost = beat, patience, ""
         pid = os.getpid()
         self._run = hashlib.sha256(run.encode()).hexdigest()[:16] if run else ""
-        about = {"machine": _machine(), "host": socket.gethostname(), "pid": pid, "started": _start_of(pid)}
+        about = {
+            "machine": _machine(),
+            "host": socket.gethostname(),
+            "pid": pid,
+            "started": _start_of(pid),
+        }
         self._about = json.dumps(about | {"run": self._run}).encode()
         self._held: dict[Storage, str] = {}  # the name of the object in each place
         self._made: list[Path] = []  # folders that were not there before
-        self._renewed, self._renewing, self._end = time.monotonic(), threading.Lock(), threading.Event()
+        self._renewed, self._renewing, self._end = (
+            time.monotonic(),
+            threading.Lock(),
+            threading.Event(),
+        )
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
@@ -72,12 +83,15 @@ class Lease:
             self.close()
             raise
         self._end.clear()
-        self._thread = threading.Thread(target=self._live, name="weft-lease", daemon=True)
+        self._thread = threading.Thread(
+            target=self._live, name="weft-lease", daemon=True
+        )
         self._thread.start()
 
     def check(self) -> None:
         """Raise :class:`WeftError` if another run has taken a place over, because this one stood still for so long."""
-        if self._held and time.monotonic() > self._renewed + self.patience:  # stopped as a whole until now
+        # stopped as a whole until now
+        if self._held and time.monotonic() > self._renewed + self.patience:
             self._renew_all()
         if self.lost:
             raise WeftError(self.lost)
@@ -98,11 +112,15 @@ class Lease:
     def _take(self, place: Storage, new: bool) -> None:
         if isinstance(place, LocalStorage):
             self._make(place.root.absolute(), new)
-        name = self._held[place] = _create(place, f"{secrets.token_hex(6)}-000001", self._about)
+        name = self._held[place] = _create(
+            place, f"{secrets.token_hex(6)}-000001", self._about
+        )
         for other in _leases(place).values():
             if other == name:
                 continue
-            if not self._is_kin(place, other) and (about := _living(place, other, self.beat, self.patience)):
+            if not self._is_kin(place, other) and (
+                about := _living(place, other, self.beat, self.patience)
+            ):
                 raise PlaceInUse(
                     f"{place} is in use by {about}; stop that run or wait for its end, or choose another place"
                 )
@@ -111,7 +129,9 @@ class Lease:
     def _is_kin(self, place: Storage, name: str) -> bool:
         """Whether the holder of an object is, or was, another rank of this run."""
         with suppress(StorageError, ValueError, AttributeError):
-            return bool(self._run) and json.loads(place.read(name)).get("run") == self._run
+            return (
+                bool(self._run) and json.loads(place.read(name)).get("run") == self._run
+            )
         return False
 
     def _make(self, folder: Path, new: bool) -> None:
@@ -123,11 +143,15 @@ class Lease:
                 self._made.append(path)
             except FileExistsError as error:
                 if not path.is_dir():
-                    raise StorageError(f"cannot make {folder}: {path} is not a folder") from error
+                    raise StorageError(
+                        f"cannot make {folder}: {path} is not a folder"
+                    ) from error
                 if new and path == folder:
                     raise
             except OSError as error:
-                raise StorageError(f"cannot make {folder}: {error.strerror or error}") from None
+                raise StorageError(
+                    f"cannot make {folder}: {error.strerror or error}"
+                ) from None
 
     def _live(self) -> None:
         while not self._end.wait(self.beat):
@@ -136,7 +160,8 @@ class Lease:
     def _renew_all(self) -> None:
         with self._renewing:
             for place in list(self._held):
-                with suppress(StorageError):  # of a moment, or a full disk: it is tried again
+                # of a moment, or a full disk: it is tried again
+                with suppress(StorageError):
                     self._renew(place)
             self._renewed = time.monotonic()
 
@@ -147,7 +172,9 @@ class Lease:
             _, other = _about(place, next(iter(others.values())))
             self.lost = f"{place} was taken over by another run ({other}), so that this one has to end"
             return
-        self._held[place] = _create(place, f"{token}-{int(number) + 1:06d}", self._about)
+        self._held[place] = _create(
+            place, f"{token}-{int(number) + 1:06d}", self._about
+        )
         place.delete([old])
 
 
@@ -205,7 +232,8 @@ def _start_of(pid: int) -> str:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE:
             return ""
-        if (stat := Path(f"/proc/{pid}/stat")).exists():  # not by the clock, which may be set
+        # not by the clock, which may be set
+        if (stat := Path(f"/proc/{pid}/stat")).exists():
             return stat.read_text().rpartition(")")[2].split()[19]
         return str(round(process.create_time()))
     except (OSError, psutil.Error):

@@ -18,7 +18,15 @@ import torch.distributed as dist
 
 from weft.checkpoint.s3 import open_storage
 from weft.checkpoint.storage import LocalStorage, Storage, StorageError
-from weft.checkpoint.store import PLACES, committed, first_problem, new_name, places, prune, step_of
+from weft.checkpoint.store import (
+    PLACES,
+    committed,
+    first_problem,
+    new_name,
+    places,
+    prune,
+    step_of,
+)
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import from_all
 from weft.recipe import MEMORY, Checkpoint
@@ -77,7 +85,11 @@ def levels_of(settings: Checkpoint, run: Path, apart: str = "") -> list[LevelSto
             place = LocalStorage(SHM / f"weft-{os.getuid()}-{number}")
         elif level.to:
             place = open_storage(level.to)
-            place = LocalStorage(place.root.expanduser().absolute()) if isinstance(place, LocalStorage) else place
+            place = (
+                LocalStorage(place.root.expanduser().absolute())
+                if isinstance(place, LocalStorage)
+                else place
+            )
             place = place / apart if apart else place
         found.append(LevelStore(place, level.every, level.keep, level.to == MEMORY))
     return found
@@ -101,9 +113,13 @@ def check_levels(levels: Sequence[LevelStore], size: int, fresh: bool) -> None:
 def _check_memory(level: LevelStore, size: int) -> None:
     folder = Path(str(level.place))
     if not SHM.is_dir():
-        raise UsageError(f"checkpoint.levels to = {MEMORY!r} needs {SHM}, which this system does not have")
+        raise UsageError(
+            f"checkpoint.levels to = {MEMORY!r} needs {SHM}, which this system does not have"
+        )
     if folder.is_symlink() or (folder.exists() and folder.stat().st_uid != os.getuid()):
-        raise WeftError(f"{folder} belongs to someone else; remove it, or choose another run folder")
+        raise WeftError(
+            f"{folder} belongs to someone else; remove it, or choose another run folder"
+        )
     mine = sum(level.place.list().values())
     free = min(shutil.disk_usage(SHM).free, psutil.virtual_memory().available) + mine
     need = (level.keep + 1) * size  # the next one is there before the oldest goes
@@ -136,7 +152,9 @@ def check_hosts(levels: Sequence[LevelStore], ranks: int, local: int) -> None:
                 level.place.write(name, [b"-"])
             except StorageError as error:
                 problem = str(error)
-        if not (problem := first_problem(problem)) and not _is_visible(level.place, name):
+        if not (problem := first_problem(problem)) and not _is_visible(
+            level.place, name
+        ):
             problem = f"{level.place} is not the same folder on all hosts; checkpoints need a shared one, or s3://"
         problem = first_problem(problem)
         if dist.get_rank() == 0:
@@ -160,19 +178,30 @@ def open_levels(levels: Sequence[LevelStore], run: Path, fresh: bool) -> None:
             if fresh:  # of a run whose folder is gone
                 level.place.clear()
             try:
-                Path(str(level.place)).mkdir(mode=stat.S_IRWXU, exist_ok=True)  # weights are nobody else's business
+                # weights are nobody else's business
+                Path(str(level.place)).mkdir(mode=stat.S_IRWXU, exist_ok=True)
             except OSError as error:
-                raise WeftError(f"cannot make {level.place}: {error.strerror or error}") from None
+                raise WeftError(
+                    f"cannot make {level.place}: {error.strerror or error}"
+                ) from None
     home = LocalStorage(run / "checkpoints")
     known = [place for place in places(run) if place not in (home, LocalStorage(run))]
-    found = list(dict.fromkeys([*(level.place for level in levels if level.place != home), *known]))
+    found = list(
+        dict.fromkeys(
+            [*(level.place for level in levels if level.place != home), *known]
+        )
+    )
     if found != known:
         draft = run / f".{PLACES}"
         try:
-            draft.write_text(json.dumps({"places": list(map(str, found))}, indent=1) + "\n")
+            draft.write_text(
+                json.dumps({"places": list(map(str, found))}, indent=1) + "\n"
+            )
             draft.replace(run / PLACES)
         except OSError as error:
-            raise WeftError(f"cannot write {run / PLACES}: {error.strerror or error}") from None
+            raise WeftError(
+                f"cannot write {run / PLACES}: {error.strerror or error}"
+            ) from None
 
 
 class Thinning:
@@ -191,13 +220,19 @@ class Thinning:
         def goes(place: Storage) -> bool:
             return str(_path(place)) not in self.protected and self._is_mine(place)
 
-        self._work.append(self._thread.submit(prune, level.place, level.keep, mine=goes))
+        self._work.append(
+            self._thread.submit(prune, level.place, level.keep, mine=goes)
+        )
 
     def problems(self) -> list[str]:
         """What went wrong since the last call. Does not wait."""
         done = [work for work in self._work if work.done()]
         self._work = [work for work in self._work if not work.done()]
-        return [f"old checkpoints were not deleted: {error}" for work in done if (error := work.exception())]
+        return [
+            f"old checkpoints were not deleted: {error}"
+            for work in done
+            if (error := work.exception())
+        ]
 
     def close(self, wait: bool = True) -> None:
         """Start nothing more, and ``wait`` for what was started."""

@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.checkpoint.format import ROOT, DamagedCheckpoint, Manifest, StoredBlock, digest, meet, read_tensor, unseal
+from weft.checkpoint.format import (
+    ROOT,
+    DamagedCheckpoint,
+    Manifest,
+    StoredBlock,
+    digest,
+    meet,
+    read_tensor,
+    unseal,
+)
 from weft.checkpoint.pack import Elements, elements, grouped, move, within
 from weft.checkpoint.storage import MissingObject, Storage
 from weft.errors import WeftError
@@ -39,7 +48,9 @@ class StoredCheckpoint:
     ``progress`` is called with the bytes of every read.
     """
 
-    def __init__(self, storage: Storage, progress: Callable[[int], object] = lambda count: None) -> None:
+    def __init__(
+        self, storage: Storage, progress: Callable[[int], object] = lambda count: None
+    ) -> None:
         self.storage, self.bytes_read, self.progress = storage, 0, progress
         self.seconds: dict[str, float] = defaultdict(float)
         self._manifests: dict[str, Manifest] = {}
@@ -58,7 +69,9 @@ class StoredCheckpoint:
         try:
             data = self.storage.read(ROOT)
         except MissingObject:
-            raise DamagedCheckpoint(f"{self} is not a checkpoint: it has no {ROOT}") from None
+            raise DamagedCheckpoint(
+                f"{self} is not a checkpoint: it has no {ROOT}"
+            ) from None
         return unseal(data, str(self))
 
     @cached_property
@@ -70,13 +83,21 @@ class StoredCheckpoint:
         place = self.meta["tensors"][name]["place"]
         if (place, box) not in self._near:  # many tensors are spread alike
             where = self.meta["places"][place]
-            self._near[place, box] = [n for n, edges in where if meet(tuple((a, b) for a, b in edges), box) is not None]
-        manifests = [self._manifest(*self.meta["manifests"][n]) for n in self._near[place, box]]
+            self._near[place, box] = [
+                n
+                for n, edges in where
+                if meet(tuple((a, b) for a, b in edges), box) is not None
+            ]
+        manifests = [
+            self._manifest(*self.meta["manifests"][n]) for n in self._near[place, box]
+        ]
         return [block for manifest in manifests for block in manifest.blocks(name, box)]
 
     def _manifest(self, name: str, size: int, xxh3: str) -> Manifest:
         if name not in self._manifests:
-            self._manifests[name] = Manifest(self.file(name, size, xxh3), f"{self}/{name}")
+            self._manifests[name] = Manifest(
+                self.file(name, size, xxh3), f"{self}/{name}"
+            )
         return self._manifests[name]
 
     def file(self, name: str, size: int, xxh3: str) -> bytes:
@@ -131,7 +152,9 @@ class StoredCheckpoint:
             found = digest(data)
             self.seconds["verify"] += time.perf_counter() - begun
             if found != block.digest:
-                raise self.damaged(f"{block.file} is not what was saved (tensor {block.tensor})")
+                raise self.damaged(
+                    f"{block.file} is not what was saved (tensor {block.tensor})"
+                )
             yield block, data
 
     @_no_collection()
@@ -139,31 +162,52 @@ class StoredCheckpoint:
         """Fill every part in place. Raises :class:`WeftError` with a table if names or shapes do not fit."""
         begun = time.perf_counter()
         self.check_fits(locals_)
-        wanted = {name: self.blocks(name, v.box) for name, v in locals_.items() if v.values.numel()}
+        wanted = {
+            name: self.blocks(name, v.box)
+            for name, v in locals_.items()
+            if v.values.numel()
+        }
         self.seconds["plan"] += time.perf_counter() - begun
         dtypes = {n: TORCH_DTYPES[self.tensors[n].dtype] for n in wanted}
-        as_stored = [n for n in wanted if locals_[n].values.is_cpu and locals_[n].values.dtype == dtypes[n]]
+        as_stored = [
+            n
+            for n in wanted
+            if locals_[n].values.is_cpu and locals_[n].values.dtype == dtypes[n]
+        ]
         self._fill(
             {n: (memory_of(locals_[n].values), locals_[n].box) for n in as_stored},
             [block for n in as_stored for block in wanted[n]],
         )
-        for name in wanted.keys() - set(as_stored):  # of another type or on another device: one at a time
+        # of another type or on another device: one at a time
+        for name in wanted.keys() - set(as_stored):
             local = locals_[name]
             values = torch.empty(local.values.shape, dtype=dtypes[name])
             self._fill({name: (memory_of(values), local.box)}, wanted[name])
             local.values.copy_(values)
 
-    def _fill(self, targets: Mapping[str, tuple[Elements, Box]], blocks: Iterable[StoredBlock]) -> None:
-        groups = list(_side_by_side(sorted(blocks, key=lambda b: (b.file, b.offset)), self.storage.granule))
+    def _fill(
+        self, targets: Mapping[str, tuple[Elements, Box]], blocks: Iterable[StoredBlock]
+    ) -> None:
+        groups = list(
+            _side_by_side(
+                sorted(blocks, key=lambda b: (b.file, b.offset)), self.storage.granule
+            )
+        )
         largest = max((sum(b.size for b in group) for group in groups), default=0)
         # PyTorch's memory is aligned: the system copies to it at full speed, which Python's and NumPy's need not be.
         scratch = torch.empty(largest, dtype=torch.uint8).numpy().data
         for group in groups:
-            places = {b: place for b in group if (place := _whole(*targets[b.tensor], b.box)) is not None}
+            places = {
+                b: place
+                for b in group
+                if (place := _whole(*targets[b.tensor], b.box)) is not None
+            }
             for block, data in self.read(group, places, scratch):
                 begun = time.perf_counter()
                 if block not in places:
-                    stored = elements(data, block.box, self.tensors[block.tensor].itemsize)
+                    stored = elements(
+                        data, block.box, self.tensors[block.tensor].itemsize
+                    )
                     move(*targets[block.tensor], stored, block.box)
                 self.seconds["unpack"] += time.perf_counter() - begun
 
@@ -174,13 +218,26 @@ class StoredCheckpoint:
             if stored is None:
                 rows.append(f"missing   {name} {list(local.tensor.shape)}")
             elif stored.shape != local.tensor.shape:
-                rows.append(f"different {name}: stored {list(stored.shape)}, needed {list(local.tensor.shape)}")
-        rows = [row for row in rows if " model." in row] or rows  # optimizer state only says the same again
+                rows.append(
+                    f"different {name}: stored {list(stored.shape)}, needed {list(local.tensor.shape)}"
+                )
+        # optimizer state only says the same again
+        rows = [row for row in rows if " model." in row] or rows
         if rows:
-            rows += [f"extra     {name}" for name in self.tensors if name not in locals_ and name.startswith("model.")]
+            rows += [
+                f"extra     {name}"
+                for name in self.tensors
+                if name not in locals_ and name.startswith("model.")
+            ]
             more = [f"... and {len(rows) - 20} more"] if len(rows) > 20 else []
-            other = "is of another model" if any(" model." in row for row in rows) else "lacks state of the optimizer"
-            raise WeftError("\n  ".join([f"checkpoint {self} {other}:", *rows[:20], *more]))
+            other = (
+                "is of another model"
+                if any(" model." in row for row in rows)
+                else "lacks state of the optimizer"
+            )
+            raise WeftError(
+                "\n  ".join([f"checkpoint {self} {other}:", *rows[:20], *more])
+            )
 
 
 def memory_of(values: torch.Tensor) -> Elements:
@@ -199,6 +256,13 @@ def _whole(target: Elements, target_box: Box, box: Box) -> memoryview | None:
     return part.reshape(-1).view(np.uint8).data if part.flags.c_contiguous else None
 
 
-def _side_by_side(blocks: Iterable[StoredBlock], most: int) -> Iterator[list[StoredBlock]]:
+def _side_by_side(
+    blocks: Iterable[StoredBlock], most: int
+) -> Iterator[list[StoredBlock]]:
     """Runs of blocks that follow each other in one file, of at most ``most`` bytes (or one block)."""
-    return grouped(blocks, most, lambda b: b.size, lambda a, b: (a.file, a.offset + a.size) == (b.file, b.offset))
+    return grouped(
+        blocks,
+        most,
+        lambda b: b.size,
+        lambda a, b: (a.file, a.offset + a.size) == (b.file, b.offset),
+    )

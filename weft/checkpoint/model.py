@@ -12,7 +12,14 @@ from weft.checkpoint.hub import local_path
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.s3 import Where
 from weft.checkpoint.store import learned_length, load_newest, stored_files
-from weft.checkpoint.weights import AVERAGE, base_name, is_foreign, of_checkpoint, open_pretrained, stored_name
+from weft.checkpoint.weights import (
+    AVERAGE,
+    base_name,
+    is_foreign,
+    of_checkpoint,
+    open_pretrained,
+    stored_name,
+)
 from weft.data.tokenizer import Tokenizer, tokenizer_from_files
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
@@ -53,9 +60,13 @@ def _opened(
     if is_foreign(where):
         found = open_pretrained(where)
         if found.values is None:
-            raise WeftError(f"{where} is a configuration without weights; give the folder that has them")
+            raise WeftError(
+                f"{where} is a configuration without weights; give the folder that has them"
+            )
         if ema:
-            raise WeftError(f"{where} is no checkpoint of a run of Weft's, which alone have averages; leave out --ema")
+            raise WeftError(
+                f"{where} is no checkpoint of a run of Weft's, which alone have averages; leave out --ema"
+            )
         return made(found.shape, found.values), dict(found.files), None
 
     def load(checkpoint: StoredCheckpoint) -> Transformer:
@@ -63,8 +74,16 @@ def _opened(
         assert found.values is not None
         if found.shape.adapter is not None or experts is not None:
             return made(found.shape, found.values)
-        model, state = parallelize(found.shape, mesh, Train(), lambda name, logical, box: torch.zeros(()), summed=False)
-        checkpoint.load({stored_name(checkpoint, h.name, ema): h.part(h.local) for h in state.held})
+        model, state = parallelize(
+            found.shape,
+            mesh,
+            Train(),
+            lambda name, logical, box: torch.zeros(()),
+            summed=False,
+        )
+        checkpoint.load(
+            {stored_name(checkpoint, h.name, ema): h.part(h.local) for h in state.held}
+        )
         return model
 
     def check(checkpoint: StoredCheckpoint) -> None:
@@ -76,14 +95,18 @@ def _opened(
     return model, stored_files(checkpoint), learned_length(checkpoint)
 
 
-def tokenizer_of(files: dict[str, bytes], where: Where, warn: Callable[[str], None] | None = None) -> Tokenizer:
+def tokenizer_of(
+    files: dict[str, bytes], where: Where, warn: Callable[[str], None] | None = None
+) -> Tokenizer:
     """The tokenizer among a model's files; :class:`WeftError` if there is none.
 
     ``warn`` is called where it has no token that ends a text, if it is to write texts.
     """
     tokenizer = tokenizer_from_files(files, str(where))
     if warn is not None and not tokenizer.stops:
-        warn(f"{where} has no end token: texts go on until they have as many tokens as are asked for")
+        warn(
+            f"{where} has no end token: texts go on until they have as many tokens as are asked for"
+        )
     return tokenizer
 
 
@@ -100,20 +123,41 @@ def export_model(
     check_new(out)
     model, files, length = _opened(checkpoint, "cpu", warn, ema)
     if model.shape.kind:
-        raise WeftError(f"{checkpoint} is of a plugin's model ({model.shape.kind}), which no other program knows")
+        raise WeftError(
+            f"{checkpoint} is of a plugin's model ({model.shape.kind}), which no other program knows"
+        )
     if merge and model.shape.adapter is None:
         raise WeftError(f"{checkpoint} has no adapter; leave out --merge")
     if form == "gguf":
         if model.shape.adapter is not None and not merge:
-            raise UsageError(f"{checkpoint} has an adapter, and GGUF is written of whole models; give --merge")
-        kind = dtype or str(exported_dtype(None, files) or torch.float32).removeprefix("torch.")
+            raise UsageError(
+                f"{checkpoint} has an adapter, and GGUF is written of whole models; give --merge"
+            )
+        kind = dtype or str(exported_dtype(None, files) or torch.float32).removeprefix(
+            "torch."
+        )
         values = merged_parameters(model)
-        return export_gguf(values.__getitem__, base_of(model.shape), out, kind, files, length)
+        return export_gguf(
+            values.__getitem__, base_of(model.shape), out, kind, files, length
+        )
     if merge or model.shape.adapter is None:
-        export(merged_parameters(model), base_of(model.shape), out, exported_dtype(dtype, files), files, length)
+        export(
+            merged_parameters(model),
+            base_of(model.shape),
+            out,
+            exported_dtype(dtype, files),
+            files,
+            length,
+        )
     elif dtype is not None:
         raise WeftError(f"{checkpoint} is an adapter, which is small and stays as it has learned; leave out --dtype, "
                         "or give --merge")  # fmt: skip
     else:
-        write_adapter(dict(model.named_parameters()), model.shape, base_name(checkpoint), out, files)
+        write_adapter(
+            dict(model.named_parameters()),
+            model.shape,
+            base_name(checkpoint),
+            out,
+            files,
+        )
     return out

@@ -23,10 +23,18 @@ Elements = NDArray[Any]
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
     """``box`` as an index into the elements of ``outer``."""
-    return tuple(slice(lo - first, hi - first) for (lo, hi), (first, _) in zip(box, outer, strict=True))
+    return tuple(
+        slice(lo - first, hi - first)
+        for (lo, hi), (first, _) in zip(box, outer, strict=True)
+    )
 
 
-def elements(buffer: bytes | bytearray | memoryview | mmap.mmap, box: Box, itemsize: int, offset: int = 0) -> Elements:
+def elements(
+    buffer: bytes | bytearray | memoryview | mmap.mmap,
+    box: Box,
+    itemsize: int,
+    offset: int = 0,
+) -> Elements:
     """The elements ``box`` that lie row-major in ``buffer`` from byte ``offset`` on; shares the memory."""
     flat: Elements = np.frombuffer(buffer, f"u{itemsize}", volume(box), offset)
     return flat.reshape(extents(box))
@@ -40,7 +48,10 @@ def move(target: Elements, target_box: Box, source: Elements, source_box: Box) -
 
 
 def grouped(
-    items: Iterable[T], most: int, size: Callable[[T], int], joins: Callable[[T, T], bool] = lambda before, item: True
+    items: Iterable[T],
+    most: int,
+    size: Callable[[T], int],
+    joins: Callable[[T, T], bool] = lambda before, item: True,
 ) -> Iterator[list[T]]:
     """Consecutive items in lists of at most ``most`` bytes, or of one item that is larger.
 

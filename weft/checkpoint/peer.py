@@ -61,10 +61,17 @@ class PeerStorage:
 
         shared, total = self._file("read", name), sum(b.nbytes for b in buffers)
         if offset + total > shared.size:
-            raise MissingObject(f"cannot read {self / name}: it is shorter than it should be")
+            raise MissingObject(
+                f"cannot read {self / name}: it is shorter than it should be"
+            )
         first = offset // BLOCK
         with self._named("read", name):
-            blocks = _blocks((self / name).prefix, shared, first, -(-(offset + total) // BLOCK) if total else first)
+            blocks = _blocks(
+                (self / name).prefix,
+                shared,
+                first,
+                -(-(offset + total) // BLOCK) if total else first,
+            )
         at = offset - first * BLOCK
         for buffer in buffers:
             view = buffer.cast("B")
@@ -75,21 +82,30 @@ class PeerStorage:
 
     def list(self, prefix: str = "") -> dict[str, int]:
         inside = f"{self.prefix}/" if self.prefix else ""
-        found = {path[len(inside) :]: s.size for path, s in self._files("list").items() if path.startswith(inside)}
+        found = {
+            path[len(inside) :]: s.size
+            for path, s in self._files("list").items()
+            if path.startswith(inside)
+        }
         return {name: size for name, size in found.items() if name.startswith(prefix)}
 
     def folders(self) -> Sequence[str]:
         return sorted({name.split("/")[0] for name in self.list() if "/" in name})
 
     def modified(self, name: str = "") -> float:
-        circle, path = self._circle("read"), (self / name).prefix if name else self.prefix
+        circle, path = (
+            self._circle("read"),
+            (self / name).prefix if name else self.prefix,
+        )
         at = [
             entry.stamp.time / 1000
             for key, entry in list(circle.table.entries.items())
             if key == f"file/{path}" or (not name and key.startswith(f"file/{path}/"))
         ]
         if not at:
-            raise MissingObject(f"cannot read {self / name if name else self}: nobody shares it")
+            raise MissingObject(
+                f"cannot read {self / name if name else self}: nobody shares it"
+            )
         return max(at)
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
@@ -107,7 +123,9 @@ class PeerStorage:
 
     def _read_only(self, doing: str, name: str) -> StorageError:
         where = self / name if name else self
-        return StorageError(f"cannot {doing} {where}: peers only share; save to a folder and share it with `weft peer`")
+        return StorageError(
+            f"cannot {doing} {where}: peers only share; save to a folder and share it with `weft peer`"
+        )
 
     def _file(self, doing: str, name: str) -> "Shared":
         path = (self / name).prefix
@@ -129,7 +147,9 @@ class PeerStorage:
         except (StorageError, UsageError):
             raise
         except WeftError as error:
-            raise StorageError(f"cannot {doing} {self / name if name else self}: {error}") from None
+            raise StorageError(
+                f"cannot {doing} {self / name if name else self}: {error}"
+            ) from None
 
 
 @cache
@@ -161,7 +181,9 @@ def _blocks(path: str, shared: "Shared", first: int, end: int) -> list[bytes]:
     peer, names = _circle(os.getpid()), _index(path, shared)[first:end]
     found = {name: _kept[name] for name in names if name in _kept}
     if missing := [name for name in dict.fromkeys(names) if name not in found]:
-        found |= zip(missing, peer.fetch(missing, peer.having(path, shared)), strict=True)
+        found |= zip(
+            missing, peer.fetch(missing, peer.having(path, shared)), strict=True
+        )
     _kept.update(found)
     while len(_kept) > KEPT:
         _kept.popitem(last=False)

@@ -42,7 +42,11 @@ class ElementMove:
 
 
 def moves(
-    name: str, tensor: Tensor, held: Sequence[Iterable[Box]], needed: Sequence[Iterable[Box]], rank: int
+    name: str,
+    tensor: Tensor,
+    held: Sequence[Iterable[Box]],
+    needed: Sequence[Iterable[Box]],
+    rank: int,
 ) -> Iterator[ElementMove]:
     """What ``rank`` sends and receives of a tensor of which rank ``r`` has ``held[r]`` and needs ``needed[r]``.
 
@@ -55,12 +59,16 @@ def moves(
             if volume(box):
                 holders.setdefault(box, []).append(r)
     if sum(map(volume, holders)) != tensor.numel:
-        raise WeftError(f"the running ranks do not hold {name} {list(tensor.shape)} once: {sorted(holders)}")
+        raise WeftError(
+            f"the running ranks do not hold {name} {list(tensor.shape)} once: {sorted(holders)}"
+        )
     turn = zlib.crc32(name.encode())
     for target, boxes in enumerate(needed):
         for box in boxes:
             for have, ranks in holders.items():
-                source = target if target in ranks else ranks[(turn + target) % len(ranks)]
+                source = (
+                    target if target in ranks else ranks[(turn + target) % len(ranks)]
+                )
                 if rank in (source, target) and (common := meet(have, box)) is not None:
                     yield ElementMove(name, common, have, box, source, target)
 
@@ -77,7 +85,9 @@ def _by_box(parts: Iterable[tuple[str, Part]]) -> _Parts:
 
 
 def redistribute(
-    sources: Iterable[tuple[str, Part]], targets: Mapping[str, Part], group: dist.ProcessGroup | None = None
+    sources: Iterable[tuple[str, Part]],
+    targets: Mapping[str, Part],
+    group: dist.ProcessGroup | None = None,
 ) -> int:
     """Fill ``targets`` in place with what the ranks of ``group`` (default: all) hold as ``sources``. Collective.
 
@@ -85,10 +95,18 @@ def redistribute(
     that takes no part in a layout gives nothing for it. Returns the bytes that this rank sent. Raises
     :class:`WeftError` on all ranks if shapes or types differ or an element is missing.
     """
-    rank, world = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    rank, world = (
+        (dist.get_rank(group), dist.get_world_size(group))
+        if dist.is_initialized()
+        else (0, 1)
+    )
     sides = _by_box(sources), _by_box(targets.items())
     about = tuple(
-        {name: (next(iter(parts.values())).tensor, list(parts)) for name, parts in side.items()} for side in sides
+        {
+            name: (next(iter(parts.values())).tensor, list(parts))
+            for name, parts in side.items()
+        }
+        for side in sides
     )
     everyones = from_all(about, group)
     tensors: dict[str, Tensor] = {}
@@ -96,16 +114,27 @@ def redistribute(
         for name, (tensor, _) in side.items():
             known = tensors.setdefault(name, tensor)
             if (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
-                raise WeftError(f"{name} is {known.dtype} {list(known.shape)} and {tensor.dtype} {list(tensor.shape)}")
+                raise WeftError(
+                    f"{name} is {known.dtype} {list(known.shape)} and {tensor.dtype} {list(tensor.shape)}"
+                )
     held, needed = zip(*everyones, strict=True)
 
-    def boxes(side: Sequence[Mapping[str, tuple[Tensor, list[Box]]]], name: str) -> list[list[Box]]:
+    def boxes(
+        side: Sequence[Mapping[str, tuple[Tensor, list[Box]]]], name: str
+    ) -> list[list[Box]]:
         return [of_rank[name][1] if name in of_rank else [] for of_rank in side]
 
     wanted = sorted({name for side in needed for name in side})
-    plan = {name: list(moves(name, tensors[name], boxes(held, name), boxes(needed, name), rank)) for name in wanted}
+    plan = {
+        name: list(
+            moves(name, tensors[name], boxes(held, name), boxes(needed, name), rank)
+        )
+        for name in wanted
+    }
     sent = 0
-    for names in grouped(wanted, ROUND, lambda name: tensors[name].numel * tensors[name].itemsize):
+    for names in grouped(
+        wanted, ROUND, lambda name: tensors[name].numel * tensors[name].itemsize
+    ):
         chosen = [move for name in names for move in plan[name]]
         sent += _exchange(chosen, *sides, tensors, rank, world, group)
     return sent
@@ -121,7 +150,12 @@ def _exchange(
     group: dist.ProcessGroup | None,
 ) -> int:
     """One round: pack, exchange, unpack. The messages of two ranks hold their moves in the order of ``plan``."""
-    parts = (part for side in (targets, sources) for boxes in side.values() for part in boxes.values())
+    parts = (
+        part
+        for side in (targets, sources)
+        for boxes in side.values()
+        for part in boxes.values()
+    )
     device = next((part.values.device for part in parts), torch.device("cpu"))
 
     def source(move: ElementMove) -> torch.Tensor:
@@ -140,7 +174,10 @@ def _exchange(
         dist.all_to_all_single(receive, send, received, sent, group=group)
     for move in plan:
         # Equal addresses: it is where it belongs already.
-        if move.source == move.target == rank and source(move).data_ptr() != target(move).data_ptr():
+        if (
+            move.source == move.target == rank
+            and source(move).data_ptr() != target(move).data_ptr()
+        ):
             target(move).copy_(source(move))
     for move, place in places:
         target(move).copy_(place)
@@ -148,7 +185,10 @@ def _exchange(
 
 
 def _message(
-    plan: Sequence[tuple[int, ElementMove]], tensors: Mapping[str, Tensor], world: int, device: torch.device
+    plan: Sequence[tuple[int, ElementMove]],
+    tensors: Mapping[str, Tensor],
+    world: int,
+    device: torch.device,
 ) -> tuple[torch.Tensor, list[int], list[tuple[ElementMove, torch.Tensor]]]:
     """Memory for what moves to (or from) every other rank, one rank after the other.
 
@@ -164,7 +204,11 @@ def _message(
     places = []
     for at, (_, move) in zip(begins, plan, strict=False):
         tensor, shape = tensors[move.name], extents(move.box)
-        elements = memory[at : at + volume(move.box) * tensor.itemsize].view(TORCH_DTYPES[tensor.dtype]).view(shape)
+        elements = (
+            memory[at : at + volume(move.box) * tensor.itemsize]
+            .view(TORCH_DTYPES[tensor.dtype])
+            .view(shape)
+        )
         places.append((move, elements))
     return memory, sizes, places
 
@@ -173,7 +217,11 @@ def _part(local: Part, box: Box) -> torch.Tensor:
     return local.values[within(box, local.box)]
 
 
-def load(checkpoint: StoredCheckpoint, locals_: Mapping[str, Part], group: dist.ProcessGroup | None = None) -> None:
+def load(
+    checkpoint: StoredCheckpoint,
+    locals_: Mapping[str, Part],
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Fill this rank's parts from a checkpoint. Collective over ``group`` (default: all ranks).
 
     From remote storage each of several replicas reads a part, which it passes on to the others. An error of any rank
@@ -181,7 +229,15 @@ def load(checkpoint: StoredCheckpoint, locals_: Mapping[str, Part], group: dist.
     """
     world = dist.get_world_size(group) if dist.is_initialized() else 1
     shared = world > 1 and not isinstance(checkpoint.storage, LocalStorage)
-    mine = {name: part for name, v in locals_.items() if (part := _share(name, v)) is not None} if shared else locals_
+    mine = (
+        {
+            name: part
+            for name, v in locals_.items()
+            if (part := _share(name, v)) is not None
+        }
+        if shared
+        else locals_
+    )
     problem: WeftError | None = None
     try:
         checkpoint.check_fits(locals_)
@@ -199,5 +255,15 @@ def _share(name: str, local: Part) -> Part | None:
     """The part of ``local`` that this rank reads from storage, if its replicas read the rest; None: nothing of it."""
     if local.replicas == 1:
         return local
-    box = share(local.box, local.tensor.itemsize, local.replica, local.replicas, zlib.crc32(name.encode()))
-    return None if box is None else replace(local, values=_part(local, box), box=box, replica=0, replicas=1)
+    box = share(
+        local.box,
+        local.tensor.itemsize,
+        local.replica,
+        local.replicas,
+        zlib.crc32(name.encode()),
+    )
+    return (
+        None
+        if box is None
+        else replace(local, values=_part(local, box), box=box, replica=0, replicas=1)
+    )

@@ -28,7 +28,9 @@ SOURCES = (
     "AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_METADATA_ENDPOINT", "AWS_SKIP_SIGNATURE",
 )  # fmt: skip
-_NO_CREDENTIALS = "there are no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+_NO_CREDENTIALS = (
+    "there are no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+)
 
 #: Bytes of a part of an upload and of a range of a download, and how many of either are under way at a time.
 PART = 8 << 20
@@ -50,10 +52,14 @@ def open_storage(where: Where) -> Storage:
     if not isinstance(where, (str, Path)):
         return where
     text = str(where)
-    if found := re.fullmatch(r"s3:/{1,2}([^/]*)/*(.*?)/*", text):  # a Path has one slash left
+    # a Path has one slash left
+    if found := re.fullmatch(r"s3:/{1,2}([^/]*)/*(.*?)/*", text):
         bucket, prefix = found.groups()
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", bucket):  # nor key:secret@bucket
-            raise UsageError("an object store is given as s3://bucket/prefix; credentials go into AWS_* variables")
+        # nor key:secret@bucket
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", bucket):
+            raise UsageError(
+                "an object store is given as s3://bucket/prefix; credentials go into AWS_* variables"
+            )
         return S3Storage(bucket, re.sub("/+", "/", prefix))
     if found := re.fullmatch(r"peer:/{1,2}(.*?)/*", text):
         from weft.checkpoint.peer import PeerStorage
@@ -96,7 +102,10 @@ class S3Storage:
         return below
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_store"}  # connections stay here
+        # connections stay here
+        return {
+            name: value for name, value in self.__dict__.items() if name != "_store"
+        }
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
         key, total = self._key(name), _total(chunks)
@@ -108,7 +117,14 @@ class S3Storage:
             def attempt() -> None:
                 with closing(_slices(chunks, part)) as slices:
                     put = _obstore().put
-                    put(self._store, key, slices, use_multipart=True, chunk_size=part, max_concurrency=STREAMS)
+                    put(
+                        self._store,
+                        key,
+                        slices,
+                        use_multipart=True,
+                        chunk_size=part,
+                        max_concurrency=STREAMS,
+                    )
 
             self._retried("write", key, attempt)
         if not made:
@@ -135,7 +151,9 @@ class S3Storage:
 
     def read(self, name: str) -> bytes:
         key = self._key(name)
-        return self._retried("read", key, lambda: bytes(_obstore().get(self._store, key).bytes()))
+        return self._retried(
+            "read", key, lambda: bytes(_obstore().get(self._store, key).bytes())
+        )
 
     def holds(self, name: str) -> bool:
         key = self._key(name)
@@ -151,7 +169,11 @@ class S3Storage:
 
     def read_into(self, name: str, offset: int, *buffers: memoryview) -> None:
         key = self._key(name)
-        joined = buffers[0] if len(buffers) == 1 else memoryview(bytearray(sum(b.nbytes for b in buffers)))
+        joined = (
+            buffers[0]
+            if len(buffers) == 1
+            else memoryview(bytearray(sum(b.nbytes for b in buffers)))
+        )
 
         def attempt() -> None:
             if not joined.nbytes:
@@ -168,22 +190,37 @@ class S3Storage:
     def list(self, prefix: str = "") -> dict[str, int]:
         cut = len(self._key(""))
         names = {entry["path"][cut:]: entry["size"] for entry in self._listed(prefix)}
-        return {n: size for n, size in sorted(names.items()) if n.startswith(prefix) and not n.endswith("/")}
+        return {
+            n: size
+            for n, size in sorted(names.items())
+            if n.startswith(prefix) and not n.endswith("/")
+        }
 
     def _listed(self, prefix: str = "") -> Sequence[Any]:
         """obstore's entries of all objects in the folder part of ``prefix``, as a store can only list whole folders."""
         folder = self._key(prefix).rpartition("/")[0]
-        return self._retried("list", folder, lambda: _obstore().list(self._store, prefix=folder or None).collect())
+        return self._retried(
+            "list",
+            folder,
+            lambda: _obstore().list(self._store, prefix=folder or None).collect(),
+        )
 
     def folders(self) -> Sequence[str]:
         prefix = self._key("")
-        call = lambda: _obstore().list_with_delimiter(self._store, prefix=prefix or None)  # noqa: E731
-        found = self._retried("list", prefix, call)["common_prefixes"]
+        found = self._retried(
+            "list",
+            prefix,
+            lambda: _obstore().list_with_delimiter(self._store, prefix=prefix or None),
+        )["common_prefixes"]
         return sorted(path.strip("/").rpartition("/")[2] for path in found)
 
     def modified(self, name: str = "") -> float:
         key = self._key(name)
-        found = [self._retried("read", key, lambda: _obstore().head(self._store, key))] if name else self._listed()
+        found = (
+            [self._retried("read", key, lambda: _obstore().head(self._store, key))]
+            if name
+            else self._listed()
+        )
         if not found:
             raise self._problem("read", key, "it does not exist")
         return float(max(entry["last_modified"] for entry in found).timestamp())
@@ -204,21 +241,57 @@ class S3Storage:
     def _store(self) -> Any:
         from obstore.store import S3Store
 
-        options: dict[str, Any] = {"timeout": f"{round(self.timeout * 1000)}ms", "connect_timeout": "5s"}
-        if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
+        options: dict[str, Any] = {
+            "timeout": f"{round(self.timeout * 1000)}ms",
+            "connect_timeout": "5s",
+        }
+        if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get(
+            "AWS_ENDPOINT_URL"
+        ):
             parts = urlsplit(endpoint)
-            if "amazonaws." not in endpoint and not any(os.environ.get(name) for name in SOURCES):
-                raise self._problem("use", "", _NO_CREDENTIALS)  # before obstore asks for Amazon's metadata service
-            if parts.username or parts.password or parts.scheme not in ("http", "https"):
-                raise self._problem("use", "", "the endpoint must be http(s)://host:port, without credentials")
+            if "amazonaws." not in endpoint and not any(
+                os.environ.get(name) for name in SOURCES
+            ):
+                # before obstore asks for Amazon's metadata service
+                raise self._problem("use", "", _NO_CREDENTIALS)
+            if (
+                parts.username
+                or parts.password
+                or parts.scheme not in ("http", "https")
+            ):
+                raise self._problem(
+                    "use",
+                    "",
+                    "the endpoint must be http(s)://host:port, without credentials",
+                )
             if parts.scheme == "http":
-                allowed = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes")
-                if not allowed and not re.fullmatch(r"localhost|127(\.\d+){3}|::1", parts.hostname or ""):
-                    raise self._problem("use", "", f"{endpoint} is not encrypted; AWS_ALLOW_HTTP=true allows that")
+                allowed = os.environ.get("AWS_ALLOW_HTTP", "").lower() in (
+                    "1",
+                    "true",
+                    "yes",
+                )
+                if not allowed and not re.fullmatch(
+                    r"localhost|127(\.\d+){3}|::1", parts.hostname or ""
+                ):
+                    raise self._problem(
+                        "use",
+                        "",
+                        f"{endpoint} is not encrypted; AWS_ALLOW_HTTP=true allows that",
+                    )
                 options["allow_http"] = True
-        backoff = {"init_backoff": timedelta(seconds=self.pause), "max_backoff": timedelta(seconds=5), "base": 2}
-        limit: Any = {"max_retries": 8, "retry_timeout": timedelta(seconds=self.patience), "backoff": backoff}
-        return S3Store(self.bucket, client_options=cast(Any, options), retry_config=limit)
+        backoff = {
+            "init_backoff": timedelta(seconds=self.pause),
+            "max_backoff": timedelta(seconds=5),
+            "base": 2,
+        }
+        limit: Any = {
+            "max_retries": 8,
+            "retry_timeout": timedelta(seconds=self.patience),
+            "backoff": backoff,
+        }
+        return S3Store(
+            self.bucket, client_options=cast(Any, options), retry_config=limit
+        )
 
     def _retried(self, doing: str, key: str, attempt: Callable[[], T]) -> T:
         """The result of ``attempt``, tried again after transient errors.
@@ -240,13 +313,18 @@ class S3Storage:
         try:
             raise problem  # out here, so that no traceback shows what obstore said
         finally:
-            del problem  # which would keep itself alive, and with it the caller's memory
+            # which would keep itself alive, and with it the caller's memory
+            del problem
 
     def _problem(self, doing: str, key: str, cause: str) -> StorageError:
         for name in ("SECRET_ACCESS_KEY", "SESSION_TOKEN", "ACCESS_KEY_ID"):
             if secret := os.environ.get(f"AWS_{name}"):
                 cause = cause.replace(secret, "***")
-        kind = MissingObject if cause.startswith(("it does not exist", "it is shorter")) else StorageError
+        kind = (
+            MissingObject
+            if cause.startswith(("it does not exist", "it is shorter"))
+            else StorageError
+        )
         return kind(f"cannot {doing} s3://{self.bucket}/{key}: {cause}")
 
     def _fill(self, key: str, offset: int, buffer: memoryview) -> None:
@@ -271,10 +349,16 @@ class S3Storage:
 def _total(chunks: Iterable[bytes | memoryview]) -> int:
     """The bytes of all chunks together: their attribute ``nbytes`` if they have one, else each chunk is measured."""
     known = getattr(chunks, "nbytes", None)
-    return known if known is not None else sum(memoryview(chunk).nbytes for chunk in chunks)
+    return (
+        known
+        if known is not None
+        else sum(memoryview(chunk).nbytes for chunk in chunks)
+    )
 
 
-def _slices(chunks: Iterable[bytes | memoryview], part: int) -> Generator[bytes, None, None]:
+def _slices(
+    chunks: Iterable[bytes | memoryview], part: int
+) -> Generator[bytes, None, None]:
     """Copies of the chunks in slices of at most ``part`` bytes.
 
     They are made in a thread of their own: obstore takes them in a thread in which no other request can be made, and
@@ -285,7 +369,8 @@ def _slices(chunks: Iterable[bytes | memoryview], part: int) -> Generator[bytes,
         for chunk in chunks:
             view = memoryview(chunk).cast("B")
             for at in range(0, len(view), part):
-                yield bytes(view[at : at + part])  # sent later, when the chunk may have changed
+                # sent later, when the chunk may have changed
+                yield bytes(view[at : at + part])
 
     with closing(slices()) as found, ThreadPoolExecutor(1) as thread:
         while (piece := thread.submit(next, found, None).result()) is not None:
@@ -297,7 +382,9 @@ def _obstore() -> Any:
         import obstore
         import obstore.exceptions
     except ImportError:
-        raise StorageError("s3:// needs the package obstore: pip install 'weft[s3]'") from None
+        raise StorageError(
+            "s3:// needs the package obstore: pip install 'weft[s3]'"
+        ) from None
     return obstore
 
 
@@ -307,7 +394,11 @@ def _answer_of(error: Exception) -> tuple[int | None, str, str]:
     status = re.search(r"status code: (\d{3})", text)
     code = re.search(r"<Code>(\w+)</Code>", text)
     message = re.search(r"<Message>([^<]*)</Message>", text)
-    return int(status[1]) if status else None, code[1] if code else "", message[1] if message else ""
+    return (
+        int(status[1]) if status else None,
+        code[1] if code else "",
+        message[1] if message else "",
+    )
 
 
 def _transient(error: Exception) -> bool:
@@ -343,6 +434,11 @@ def _cause(error: Exception) -> str:
     if status == 416:
         return "it is shorter than it should be"
     if status is not None:
-        answer = f"{status} {code}".strip() + (f" ({' '.join(message.split())[:200]})" if message else "")
+        answer = f"{status} {code}".strip() + (
+            f" ({' '.join(message.split())[:200]})" if message else ""
+        )
         return f"the server answered {answer}"
-    return _transport(error) or f"{type(error).__name__}: {' '.join(str(error).splitlines()[:1])[:200]}"
+    return (
+        _transport(error)
+        or f"{type(error).__name__}: {' '.join(str(error).splitlines()[:1])[:200]}"
+    )

@@ -47,9 +47,14 @@ def model_differences(stored: ModelShape, needed: ModelShape) -> list[str]:
     if stored.adapter and needed.adapter:  # dropout is of the run, not of the model
         kept = stored.adapter.model_copy(update={"dropout": needed.adapter.dropout})
         stored = stored.model_copy(update={"adapter": kept})
-    pairs = [(name, getattr(stored, name), getattr(needed, name)) for name in ModelShape.model_fields]
+    pairs = [
+        (name, getattr(stored, name), getattr(needed, name))
+        for name in ModelShape.model_fields
+    ]
     return [
-        f"model.{name} = {_shown(a)}, the recipe {_shown(b)}" for name, a, b in pairs if a != b and name not in ORIGIN
+        f"model.{name} = {_shown(a)}, the recipe {_shown(b)}"
+        for name, a, b in pairs
+        if a != b and name not in ORIGIN
     ]
 
 
@@ -63,25 +68,47 @@ def is_of_model(place: Storage, shape: ModelShape) -> bool:
         return False
 
 
-def check_goes_on(checkpoint: StoredCheckpoint, shape: ModelShape, tokenizer: Tokenizer, optimizer: Optimizer) -> None:
+def check_goes_on(
+    checkpoint: StoredCheckpoint,
+    shape: ModelShape,
+    tokenizer: Tokenizer,
+    optimizer: Optimizer,
+) -> None:
     """Refuse to go on from a checkpoint that is no run's state, or is of another model, tokenizer or optimizer."""
     instead = f"start a new run from its weights: --set model.from={checkpoint}"
     if "data" not in checkpoint.meta:
         kind = checkpoint.meta.get("source", {}).get("kind", "another program's")
-        raise WeftError(f"{checkpoint} was converted (from {kind}) and has no position in the data; {instead}")
+        raise WeftError(
+            f"{checkpoint} was converted (from {kind}) and has no position in the data; {instead}"
+        )
     if found := model_differences(model_of(checkpoint), shape):
         raise WeftError(
             f"{checkpoint} is of another model: it has {'; it has '.join(found)}; restore what was changed, or start "
             "another run with another --out"
         )
     stored_optimizer = checkpoint.meta.get("recipe", {}).get("optimizer", {})
-    kept = [name for name in KEPT if stored_optimizer.get("kind") in KEPT[name] or optimizer.kind in KEPT[name]]
-    if other := _differing("optimizer", {"optimizer": stored_optimizer}, {"optimizer": optimizer.model_dump()}, kept):
-        raise WeftError(f"{checkpoint} has another optimizer's state: {'; '.join(other)}; restore that, or {instead}")
+    kept = [
+        name
+        for name in KEPT
+        if stored_optimizer.get("kind") in KEPT[name] or optimizer.kind in KEPT[name]
+    ]
+    if other := _differing(
+        "optimizer",
+        {"optimizer": stored_optimizer},
+        {"optimizer": optimizer.model_dump()},
+        kept,
+    ):
+        raise WeftError(
+            f"{checkpoint} has another optimizer's state: {'; '.join(other)}; restore that, or {instead}"
+        )
     names = dict(model_of_shape(shape, Mesh.single()).logical_parameters())
     known = re.compile(rf"(model|optimizer\..+)\.({'|'.join(map(re.escape, names))})")
-    if extra := sorted(name for name in checkpoint.tensors if not known.fullmatch(name)):
-        raise WeftError(f"{checkpoint} holds {len(extra)} tensors that this model has no place for, such as {extra[0]}")
+    if extra := sorted(
+        name for name in checkpoint.tensors if not known.fullmatch(name)
+    ):
+        raise WeftError(
+            f"{checkpoint} holds {len(extra)} tensors that this model has no place for, such as {extra[0]}"
+        )
     stored = tokenizer_from_files(stored_files(checkpoint), str(checkpoint))
     if not stored.has_ids_of(tokenizer):
         raise WeftError(
@@ -90,7 +117,9 @@ def check_goes_on(checkpoint: StoredCheckpoint, shape: ModelShape, tokenizer: To
         )
 
 
-def other_differences(checkpoint: StoredCheckpoint, recipe: Recipe, fingerprint: str) -> list[str]:
+def other_differences(
+    checkpoint: StoredCheckpoint, recipe: Recipe, fingerprint: str
+) -> list[str]:
     """The other differences between the recipe and the checkpoint's, which are allowed: a line of text for each.
 
     ``fingerprint``: of the recipe's data.
@@ -102,9 +131,15 @@ def other_differences(checkpoint: StoredCheckpoint, recipe: Recipe, fingerprint:
         found += _differing("adapter", stored, mine, ("dropout",))
     if checkpoint.meta["data"] != fingerprint:
         position = f"{checkpoint.meta['progress']['position']:,}"
-        data = _differing("data", stored, mine, ("sources", "seq_len", "seed", "validation", "bos"))
-        found += data or ["the documents of data.sources are not those that the checkpoint was trained on"]
-        found.append(f"other data is read on from sample {position} of its order: some may come twice, some never")
+        data = _differing(
+            "data", stored, mine, ("sources", "seq_len", "seed", "validation", "bos")
+        )
+        found += data or [
+            "the documents of data.sources are not those that the checkpoint was trained on"
+        ]
+        found.append(
+            f"other data is read on from sample {position} of its order: some may come twice, some never"
+        )
     return found
 
 
@@ -128,10 +163,15 @@ def fingerprint(name: str) -> str:
     """
     where = local_path(name)
     place, path = open_storage(where), Path(where)
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors")) + sorted(path.glob("*.gguf"))
+    files = (
+        [path]
+        if path.is_file()
+        else sorted(path.glob("*.safetensors")) + sorted(path.glob("*.gguf"))
+    )
     seen = xxhash.xxh3_128()
     if not (isinstance(place, LocalStorage) and files):
-        seen.update(open_storage(str(candidates(place)[0])).read(ROOT))  # which has the digests of all blocks
+        # which has the digests of all blocks
+        seen.update(open_storage(str(candidates(place)[0])).read(ROOT))
         return str(seen.hexdigest())
     for file in files:
         size = file.stat().st_size
@@ -153,13 +193,22 @@ def base_of_run(recipe: Recipe, shape: ModelShape) -> dict[str, Any] | None:
     name = recipe.model.origin
     if name is None or name.endswith(".json"):
         return {"from": None, "seed": recipe.train.seed}
-    return {"from": str(Path(name).resolve()) if Path(name).exists() else name, "fingerprint": fingerprint(name)}
+    return {
+        "from": str(Path(name).resolve()) if Path(name).exists() else name,
+        "fingerprint": fingerprint(name),
+    }
 
 
-def check_same_base(checkpoint: StoredCheckpoint, needed: Mapping[str, Any] | None) -> None:
+def check_same_base(
+    checkpoint: StoredCheckpoint, needed: Mapping[str, Any] | None
+) -> None:
     """Refuse to go on with an adapter that was trained beside another model than ``needed``."""
     stored = checkpoint.meta.get("base")
-    if stored is not None and needed is not None and _identity(stored) != _identity(needed):
+    if (
+        stored is not None
+        and needed is not None
+        and _identity(stored) != _identity(needed)
+    ):
         raise WeftError(
             f"{checkpoint} is an adapter for another model: {_named(stored)}, and the recipe's is {_named(needed)}; "
             "restore model.from (or train.seed, of new weights)"
@@ -169,7 +218,9 @@ def check_same_base(checkpoint: StoredCheckpoint, needed: Mapping[str, Any] | No
 def check_unchanged(checkpoint: StoredCheckpoint, name: str) -> None:
     """Refuse a base model that is not what it was when the adapter was trained."""
     if fingerprint(name) != checkpoint.meta["base"]["fingerprint"]:
-        raise WeftError(f"{checkpoint} is an adapter for another model than {name} is now; put back the one it was")
+        raise WeftError(
+            f"{checkpoint} is an adapter for another model than {name} is now; put back the one it was"
+        )
 
 
 def _identity(base: Mapping[str, Any]) -> Any:

@@ -55,7 +55,12 @@ class Saver:
         group: dist.ProcessGroup | None = None,
         folder: Path | None = None,
     ) -> None:
-        self.warn, self.strict, self.timeout, self.folder = warn, strict, timeout, folder
+        self.warn, self.strict, self.timeout, self.folder = (
+            warn,
+            strict,
+            timeout,
+            folder,
+        )
         self.group = group
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.world = dist.get_world_size(group) if dist.is_initialized() else 1
@@ -67,9 +72,11 @@ class Saver:
         self._step = 0  # of the save under way
         self._where: Storage | None = None
         self._seconds: dict[str, float] = {}  # of its stages on this side
-        self._copying: Callable[[], float] | None = None  # waits for the copy under way; the seconds that it took
+        # waits for the copy under way; the seconds that it took
+        self._copying: Callable[[], float] | None = None
         self._task: WriteTask | None = None  # for the writer, once that is done
-        self._due = 0  # reports that the writer owes: one for the files, and on rank 0 one for the commit
+        # reports that the writer owes: one for the files, and on rank 0 one for the commit
+        self._due = 0
         self._unsent: list[Saved] = []  # reports that rank 0 does not have yet
 
     def prepare(self, locals_: Mapping[str, Part]) -> None:
@@ -90,14 +97,20 @@ class Saver:
         ``lazy``: return while the copy goes on. The values must not change before :meth:`wait_for_copy` has returned.
         """
         begun = time.perf_counter()
-        attempt = self._finish_current(digest(repr((step, str(storage), sorted(meta), meta.get("layout"))).encode()))
+        attempt = self._finish_current(
+            digest(
+                repr((step, str(storage), sorted(meta), meta.get("layout"))).encode()
+            )
+        )
         if self.problem:
             self._remove_failed()
             if self.strict:
                 raise WeftError(self.problem)
             self.warn(self.problem)
         pieces, places = self._stage(locals_)
-        values = [locals_[p.name].values[within(p.box, locals_[p.name].box)] for p in pieces]
+        values = [
+            locals_[p.name].values[within(p.box, locals_[p.name].box)] for p in pieces
+        ]
         named = {f"files/{attempt}/{name}": data for name, data in files.items()}
         names = [f"manifest/{attempt}-{rank:05d}.json" for rank in range(self.world)]
         self._task = WriteTask(
@@ -179,7 +192,9 @@ class Saver:
         agreed = from_all((self.problem, what, secrets.token_hex(6)), self.group)
         self.problem = _root_cause([problem for problem, *_ in agreed])
         if len({theirs for _, theirs, _ in agreed}) > 1:
-            raise WeftError("the ranks are not about to save the same thing; this is a defect of Weft")
+            raise WeftError(
+                "the ranks are not about to save the same thing; this is a defect of Weft"
+            )
         return agreed[0][2]
 
     def _receive_report(self) -> None:
@@ -188,7 +203,9 @@ class Saver:
         self._due -= 1
         assert self._writer is not None
         if (report := self._writer.report()) is None:
-            report = Report(problem="the process that writes checkpoints died; a new one starts with the next save")
+            report = Report(
+                problem="the process that writes checkpoints died; a new one starts with the next save"
+            )
             self._due = 0
         if of_files:
             report = replace(report, seconds=self._seconds | report.seconds)
@@ -197,11 +214,18 @@ class Saver:
         if self.rank:
             self._unsent.append(saved)
         if report.problem and not self.problem:
-            self.problem = f"checkpoint at step {self._step} was not saved: {report.problem}"
+            self.problem = (
+                f"checkpoint at step {self._step} was not saved: {report.problem}"
+            )
 
-    def _stage(self, locals_: Mapping[str, Part]) -> tuple[list[SavedPiece], list[torch.Tensor]]:
+    def _stage(
+        self, locals_: Mapping[str, Part]
+    ) -> tuple[list[SavedPiece], list[torch.Tensor]]:
         """What this rank writes, and the places in the staging memory for it."""
-        key = [(name, local.box, local.tensor, local.replica, local.replicas) for name, local in locals_.items()]
+        key = [
+            (name, local.box, local.tensor, local.replica, local.replicas)
+            for name, local in locals_.items()
+        ]
         if self._plan[0] != key:  # the same at every save
             self._plan = key, plan(locals_)
         pieces = self._plan[1]
@@ -211,12 +235,20 @@ class Saver:
                 self._writer.close()
             pinned = any(local.values.is_cuda for local in locals_.values())
             self._writer = WriterProcess(size, pinned, self.folder)
-        return pieces, [elements_of(piece, locals_[piece.name], self._writer.memory) for piece in pieces]
+        return pieces, [
+            elements_of(piece, locals_[piece.name], self._writer.memory)
+            for piece in pieces
+        ]
 
-    def _copy(self, places: list[torch.Tensor], values: list[torch.Tensor]) -> Callable[[], float]:
+    def _copy(
+        self, places: list[torch.Tensor], values: list[torch.Tensor]
+    ) -> Callable[[], float]:
         """Begin to copy; what is returned waits for the end and returns the seconds that it took."""
         if values and values[0].is_cuda:
-            stream, start, end = torch.cuda.Stream(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            stream, start, end = (
+                torch.cuda.Stream(),
+                *(torch.cuda.Event(enable_timing=True) for _ in range(2)),
+            )
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 start.record()

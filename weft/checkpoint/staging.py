@@ -35,7 +35,13 @@ def plan(locals_: Mapping[str, Part]) -> list[SavedPiece]:
     pieces, at = [], 0
     for name in sorted(locals_):
         local = locals_[name]
-        mine = share(local.box, local.tensor.itemsize, local.replica, local.replicas, zlib.crc32(name.encode()))
+        mine = share(
+            local.box,
+            local.tensor.itemsize,
+            local.replica,
+            local.replicas,
+            zlib.crc32(name.encode()),
+        )
         if mine is not None:
             size = volume(mine) * local.tensor.itemsize
             pieces.append(SavedPiece(name, mine, at, size))
@@ -46,7 +52,9 @@ def plan(locals_: Mapping[str, Part]) -> list[SavedPiece]:
 def elements_of(piece: SavedPiece, part: Part, memory: mmap.mmap) -> torch.Tensor:
     """The place of a piece of ``part`` in ``memory``."""
     dtype = TORCH_DTYPES[part.tensor.dtype]
-    flat = torch.frombuffer(memory, dtype=dtype, count=volume(piece.box), offset=piece.offset)
+    flat = torch.frombuffer(
+        memory, dtype=dtype, count=volume(piece.box), offset=piece.offset
+    )
     return flat.view(extents(piece.box))
 
 
@@ -62,23 +70,45 @@ class WriterProcess:
         if folder is not None:
             name = f"memory.folder = {str(folder)!r}"
             self._file = os.fdopen(nameless_file(folder, name), "r+b")
-            self.memory = reserve(self._file.fileno(), 0, self.size, f"in {name} for what a checkpoint copies")
+            self.memory = reserve(
+                self._file.fileno(),
+                0,
+                self.size,
+                f"in {name} for what a checkpoint copies",
+            )
         else:
-            memory = os.memfd_create("weft-checkpoint") if sys.platform == "linux" else None
-            self._file = tempfile.TemporaryFile() if memory is None else os.fdopen(memory, "r+b")  # noqa: SIM115
+            memory = (
+                os.memfd_create("weft-checkpoint") if sys.platform == "linux" else None
+            )
+            if memory is None:
+                self._file = tempfile.TemporaryFile()  # noqa: SIM115
+            else:
+                self._file = os.fdopen(memory, "r+b")
             self._file.truncate(self.size)
             self.memory = mmap.mmap(self._file.fileno(), self.size)
         self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
-        if folder is None:  # touched now, and not while training waits for the first save
+        # touched now, and not while training waits for the first save
+        if folder is None:
             self._bytes.zero_()
         if pinned:  # a GPU copies straight into it
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.size, 0))
+            torch.cuda.check_error(
+                torch.cuda.cudart().cudaHostRegister(
+                    self._bytes.data_ptr(), self.size, 0
+                )
+            )
         self._pipe, theirs = Pipe()
         handles = theirs.fileno(), self._file.fileno()
         # A fresh interpreter that runs nothing else: multiprocessing's spawn would run the main program again.
-        command = [sys.executable, "-c", "from weft.checkpoint.writer import main; main()", *map(str, handles)]
+        command = [
+            sys.executable,
+            "-c",
+            "from weft.checkpoint.writer import main; main()",
+            *map(str, handles),
+        ]
         # In a session of its own: a terminal's Ctrl-C is for the rank, which then waits for its writer.
-        self.process = subprocess.Popen(command, pass_fds=handles, stdin=subprocess.DEVNULL, start_new_session=True)
+        self.process = subprocess.Popen(
+            command, pass_fds=handles, stdin=subprocess.DEVNULL, start_new_session=True
+        )
         theirs.close()
 
     def serves(self, size: int) -> bool:
@@ -112,7 +142,9 @@ class WriterProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
         if self._bytes.is_pinned():
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr()))
+            torch.cuda.check_error(
+                torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+            )
         del self._bytes
         self.memory.close()
         self._file.close()

@@ -33,15 +33,28 @@ class Progress:
         self.updates += updated
 
 
-def load_state(checkpoint: StoredCheckpoint, state: State, group: dist.ProcessGroup | None = None) -> Progress:
+def load_state(
+    checkpoint: StoredCheckpoint, state: State, group: dist.ProcessGroup | None = None
+) -> Progress:
     """Bring back what :class:`weft.checkpoint.checkpoints.Checkpoints` saved, under whatever layout ``state`` is of.
 
     Averages of the parameters that the checkpoint has not got begin with the parameters, and so does what islands agree
     by. Collective over ``group`` (default: all ranks).
     """
-    wanted, late = state.saved(), (*LIKE_PARAMETERS, "outer", "own", "answer", "up", "down")
-    begun = {name for name in wanted if name.split(".")[1] in late and name not in checkpoint.tensors}
-    reshard.load(checkpoint, {name: part for name, part in wanted.items() if name not in begun}, group)
+    wanted, late = (
+        state.saved(),
+        (*LIKE_PARAMETERS, "outer", "own", "answer", "up", "down"),
+    )
+    begun = {
+        name
+        for name in wanted
+        if name.split(".")[1] in late and name not in checkpoint.tensors
+    }
+    reshard.load(
+        checkpoint,
+        {name: part for name, part in wanted.items() if name not in begun},
+        group,
+    )
     for h in state.learning:
         for slot in LIKE_PARAMETERS:
             if f"optimizer.{slot}.{h.name}" in begun:

@@ -130,9 +130,11 @@ class LocalStorage:
                 os.close(handle)
             os.link(draft, path)  # unlike rename, this fails if there is one already
         finally:
-            with suppress(OSError):  # on a full disk it takes the room that the next attempt needs
+            # on a full disk it takes the room that the next attempt needs
+            with suppress(OSError):
                 draft.unlink(missing_ok=True)
-        self._sync_folders(path.parent)  # those above are as new as the first checkpoint
+        # those above are as new as the first checkpoint
+        self._sync_folders(path.parent)
         return size
 
     def read(self, name: str) -> bytes:
@@ -145,7 +147,8 @@ class LocalStorage:
 
     @property
     def granule(self) -> int:
-        return 512 << 10  # what has just been read is then still in a core's cache when it is verified and unpacked
+        # what has just been read is then still in a core's cache when it is verified and unpacked
+        return 512 << 10
 
     def read_into(self, name: str, offset: int, *buffers: memoryview) -> None:
         left = [b for b in buffers if b.nbytes]
@@ -165,16 +168,28 @@ class LocalStorage:
                 os.close(handle)
 
     def list(self, prefix: str = "") -> dict[str, int]:
-        folder = self.root / prefix if prefix.endswith("/") or not prefix else (self.root / prefix).parent
+        folder = (
+            self.root / prefix
+            if prefix.endswith("/") or not prefix
+            else (self.root / prefix).parent
+        )
         names = {}
         with self._named("list", prefix):
             if self.root.is_file():
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             for parent, _, files in os.walk(folder, onerror=_unless_gone):
-                for path in (Path(parent, name) for name in files if not name.startswith(".")):
+                for path in (
+                    Path(parent, name) for name in files if not name.startswith(".")
+                ):
                     with suppress(FileNotFoundError):  # deleted just now
-                        names[path.relative_to(self.root).as_posix()] = path.stat().st_size
-        return {name: size for name, size in sorted(names.items()) if name.startswith(prefix)}
+                        names[path.relative_to(self.root).as_posix()] = (
+                            path.stat().st_size
+                        )
+        return {
+            name: size
+            for name, size in sorted(names.items())
+            if name.startswith(prefix)
+        }
 
     def delete(self, names: Iterable[str]) -> None:
         folders = set()
@@ -193,12 +208,14 @@ class LocalStorage:
         return []
 
     def modified(self, name: str = "") -> float:
-        paths = [self.root / name] if name else [self.root, *self.root.rglob("*")]  # what is being written as well
+        # what is being written as well
+        paths = [self.root / name] if name else [self.root, *self.root.rglob("*")]
         with self._named("read", name):
             return max(path.stat().st_mtime_ns for path in paths) / 1e9
 
     def clear(self) -> None:
-        with self._named("delete"), suppress(FileNotFoundError):  # gone, or someone else deletes it as well
+        # gone, or someone else deletes it as well
+        with self._named("delete"), suppress(FileNotFoundError):
             shutil.rmtree(self.root)
 
     def _sync_folders(self, folder: Path) -> None:
@@ -221,7 +238,9 @@ class LocalStorage:
         except OSError as error:
             missing = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENODATA)
             kind = MissingObject if missing and doing == "read" else StorageError
-            raise kind(f"cannot {doing} {self.root / name}: {error.strerror or error}") from error
+            raise kind(
+                f"cannot {doing} {self.root / name}: {error.strerror or error}"
+            ) from error
 
 
 def _unless_gone(error: OSError) -> None:
@@ -236,5 +255,7 @@ def _flush(handle: int, begin: int, end: int) -> int:
     An error shows when the file is synced.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).sync_file_range(handle, ctypes.c_int64(begin), ctypes.c_int64(end - begin), 2)
+        ctypes.CDLL(None).sync_file_range(
+            handle, ctypes.c_int64(begin), ctypes.c_int64(end - begin), 2
+        )
     return end

@@ -49,7 +49,10 @@ def model_of(checkpoint: StoredCheckpoint) -> ModelShape:
 
 def stored_files(checkpoint: StoredCheckpoint) -> dict[str, bytes]:
     """A checkpoint's other files, such as the tokenizer's, verified, by their bare names."""
-    return {Path(name).name: checkpoint.file(name, *about) for name, about in checkpoint.meta["files"].items()}
+    return {
+        Path(name).name: checkpoint.file(name, *about)
+        for name, about in checkpoint.meta["files"].items()
+    }
 
 
 def learned_length(checkpoint: StoredCheckpoint) -> int | None:
@@ -69,7 +72,9 @@ def places(where: Where) -> list[Storage]:
         try:
             listed = list(map(open_storage, json.loads(place.read(PLACES))["places"]))
         except (ValueError, KeyError, TypeError):
-            raise WeftError(f"{place / PLACES}, the list of where the run has checkpoints, is damaged") from None
+            raise WeftError(
+                f"{place / PLACES}, the list of where the run has checkpoints, is damaged"
+            ) from None
     return list(dict.fromkeys([place / "checkpoints", place, *listed]))
 
 
@@ -82,7 +87,10 @@ def committed(root: Where) -> list[Storage]:
 def _numbered(root: Storage) -> list[str]:
     """The names of a run's checkpoints, oldest first: ``step-000200``, then ``step-000200-2`` of the second time that
     the run came to that step, and so on."""
-    return sorted((name for name in root.folders() if _number(name) is not None), key=lambda name: _number(name) or ())
+    return sorted(
+        (name for name in root.folders() if _number(name) is not None),
+        key=lambda name: _number(name) or (),
+    )
 
 
 def _number(name: str) -> tuple[int, int] | None:
@@ -118,7 +126,9 @@ def check_files(checkpoint: StoredCheckpoint) -> None:
             raise checkpoint.damaged(f"{block.file} is {what} (tensor {block.tensor})")
 
 
-def candidates(*where: Where, warn: Callable[[str], None] | None = None) -> list[Storage]:
+def candidates(
+    *where: Where, warn: Callable[[str], None] | None = None
+) -> list[Storage]:
     """The checkpoints that a user may mean by ``where``, the newest first: itself if it is one, else those of the run.
 
     With several ``where`` (run folders) these are the checkpoints of all of them. Of two checkpoints of the same step
@@ -146,11 +156,16 @@ def candidates(*where: Where, warn: Callable[[str], None] | None = None) -> list
         assert warn is not None
         warn(f"{problem}; looking elsewhere")
     if not found:
-        named, fix = " and ".join(map(str, where)), f"give a run folder or a checkpoint (a folder with {ROOT})"
+        named, fix = (
+            " and ".join(map(str, where)),
+            f"give a run folder or a checkpoint (a folder with {ROOT})",
+        )
         if len(where) == 1 and not _exists(open_storage(where[0])):
             raise WeftError(f"{named} does not exist; {fix}")
         raise WeftError(f"no checkpoint in {named}; {fix}")
-    return sorted(dict.fromkeys(found), key=lambda p: _number(p.name) or (), reverse=True)
+    return sorted(
+        dict.fromkeys(found), key=lambda p: _number(p.name) or (), reverse=True
+    )
 
 
 def is_new(place: Storage) -> bool:
@@ -208,11 +223,16 @@ def load_newest(
         if len(tried) == 1:
             raise WeftError(problem)
         warn(f"{problem}; trying the one before")
-    raise WeftError(f"no checkpoint of {len(tried)} can be loaded; the last problem was: {problem}")
+    raise WeftError(
+        f"no checkpoint of {len(tried)} can be loaded; the last problem was: {problem}"
+    )
 
 
 def retained(
-    found: Sequence[Storage], last: int, every: int = 0, scores: Mapping[int, float] | None = None
+    found: Sequence[Storage],
+    last: int,
+    every: int = 0,
+    scores: Mapping[int, float] | None = None,
 ) -> list[Storage]:
     """Which of the checkpoints ``found`` (oldest first) are kept: the ``last`` ones, one every ``every`` steps, and the
     one with the best score.
@@ -222,9 +242,15 @@ def retained(
     the one of the highest step.
     """
     newest = {step_of(p): p for p in found}
-    kept = {*found[-last:], max(reversed(found), key=lambda p: p.modified(ROOT))} if found else set()
+    kept = (
+        {*found[-last:], max(reversed(found), key=lambda p: p.modified(ROOT))}
+        if found
+        else set()
+    )
     kept |= {p for step, p in newest.items() if every and step % every == 0}
-    if known := {step: score for step, score in (scores or {}).items() if step in newest}:
+    if known := {
+        step: score for step, score in (scores or {}).items() if step in newest
+    }:
         kept.add(newest[min(known, key=lambda step: (known[step], -step))])
     return [p for p in found if p in kept]
 
@@ -242,7 +268,9 @@ def prune(
     keep: int,
     every: int = 0,
     scores: Mapping[int, float] | None = None,
-    check: Callable[[Storage], object] = lambda place: check_files(open_checkpoint(place)),
+    check: Callable[[Storage], object] = lambda place: check_files(
+        open_checkpoint(place)
+    ),
     dry_run: bool = False,
     mine: Callable[[Storage], bool] = lambda place: True,
 ) -> Pruned:
@@ -271,7 +299,11 @@ def prune(
     else:
         gone = []
     if not dry_run:
-        stale = [p for p in (place / name for name in _numbered(place)) if p not in there and _abandoned(p, there)]
+        stale = [
+            p
+            for p in (place / name for name in _numbered(place))
+            if p not in there and _abandoned(p, there)
+        ]
         for old in [*gone, *stale]:
             old.delete([ROOT])
             old.clear()
@@ -309,7 +341,9 @@ def verify(checkpoint: StoredCheckpoint) -> int:
     return checkpoint.bytes_read - before
 
 
-def _check_head(checkpoint: StoredCheckpoint, file: str, blocks: Sequence[StoredBlock]) -> None:
+def _check_head(
+    checkpoint: StoredCheckpoint, file: str, blocks: Sequence[StoredBlock]
+) -> None:
     """Raise :class:`DamagedCheckpoint` unless a data file's head, for readers of safetensors, describes its blocks."""
     head = bytearray(blocks[0].offset)
     checkpoint.storage.read_into(file, 0, memoryview(head))
@@ -325,17 +359,30 @@ def _check_head(checkpoint: StoredCheckpoint, file: str, blocks: Sequence[Stored
             "data_offsets": [b.offset - begin, b.offset - begin + b.size],
         }
         if not isinstance(table, dict) or table.get(entry(b.tensor, b.box)) != wanted:
-            raise checkpoint.damaged(f"the head of {file} is not what was saved (tensor {b.tensor})")
+            raise checkpoint.damaged(
+                f"the head of {file} is not what was saved (tensor {b.tensor})"
+            )
 
 
 def rewrite(source: StoredCheckpoint, target: Storage) -> None:
     """Write a checkpoint again as if a single rank had saved it: one data file with the same blocks, each verified."""
     blocks = sorted(source.all_blocks(), key=lambda b: (b.tensor, b.box))
-    meta = {k: v for k, v in source.meta.items() if k not in ("tensors", "places", "manifests", "files")}
+    meta = {
+        k: v
+        for k, v in source.meta.items()
+        if k not in ("tensors", "places", "manifests", "files")
+    }
     before = {"layout": meta.get("layout"), "world": meta.get("world")}
     meta |= {"layout": str(Layout()), "world": 1, "merged_from": before}
     boxes = [(b.tensor, b.box) for b in blocks]
-    write_whole(target, boxes, source.tensors, lambda: source.read_all(blocks), meta, stored_files(source))
+    write_whole(
+        target,
+        boxes,
+        source.tensors,
+        lambda: source.read_all(blocks),
+        meta,
+        stored_files(source),
+    )
 
 
 def first_problem(problem: str, group: dist.ProcessGroup | None = None) -> str:

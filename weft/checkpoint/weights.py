@@ -43,7 +43,11 @@ class Pretrained:
 
     def tokenizer(self) -> Tokenizer | None:
         """The model's own tokenizer, if one comes with it; :class:`WeftError` if that cannot be read."""
-        return tokenizer_from_files(self.files, self.name) if "tokenizer.json" in self.files else None
+        return (
+            tokenizer_from_files(self.files, self.name)
+            if "tokenizer.json" in self.files
+            else None
+        )
 
 
 def is_foreign(where: str) -> bool:
@@ -69,13 +73,19 @@ def open_pretrained(name: Where) -> Pretrained:
         return _of_peft(str(name), path)
     kind = kind_of(path) if isinstance(place, LocalStorage) else "weft"
     if kind is None and (path / "config.json").is_file():
-        raise WeftError(f"{path} has no weights (*.safetensors); to start from new ones, name its config.json")
+        raise WeftError(
+            f"{path} has no weights (*.safetensors); to start from new ones, name its config.json"
+        )
     if kind == "weft":
-        return of_checkpoint(open_checkpoint(candidates(open_storage(where))[0]), str(name))
+        return of_checkpoint(
+            open_checkpoint(candidates(open_storage(where))[0]), str(name)
+        )
     if kind == "hf":
         shape = shape_from_config(path)
         check_stored(path, shape)
-        return Pretrained(str(name), shape, hf_values(path, shape), files_beside(path / "config.json"))
+        return Pretrained(
+            str(name), shape, hf_values(path, shape), files_beside(path / "config.json")
+        )
     foreign = open_foreign(where, kind)
     return Pretrained(str(name), foreign.model, _boxes(foreign), foreign.files)
 
@@ -93,13 +103,19 @@ def base_name(name: Where) -> str | None:
 def shape_named(name: str) -> ModelShape:
     """The shape of the model called ``name``; of one of the hub, its ``config.json`` alone is downloaded."""
     path = Path(local_path(f"{name}/config.json" if is_of_hub(name) else name))
-    return shape_from_config(path) if path.name == "config.json" else open_pretrained(path).shape
+    return (
+        shape_from_config(path)
+        if path.name == "config.json"
+        else open_pretrained(path).shape
+    )
 
 
 def starting_values(recipe: Recipe, shape: ModelShape) -> Values | None:
     """The parameters that a run of ``recipe`` begins with: the weights that it names, and a new adapter if it asks for
     one. None if all parameters are random."""
-    pretrained = None if recipe.model.origin is None else open_pretrained(recipe.model.origin)
+    pretrained = (
+        None if recipe.model.origin is None else open_pretrained(recipe.model.origin)
+    )
     if pretrained is None or pretrained.values is None:
         return None
     values, seed = pretrained.values, recipe.train.seed
@@ -114,7 +130,9 @@ def starting_values(recipe: Recipe, shape: ModelShape) -> Values | None:
 def _with_new_head(base: Values, seed: int) -> Values:
     """``base`` with a new random output layer in place of its own, for a model that learns to score."""
     drawn = seeded_values(seed)
-    return lambda name, logical, box: (drawn if name == "head" else base)(name, logical, box)
+    return lambda name, logical, box: (drawn if name == "head" else base)(
+        name, logical, box
+    )
 
 
 def stored_name(checkpoint: StoredCheckpoint, name: str, ema: bool = False) -> str:
@@ -123,7 +141,9 @@ def stored_name(checkpoint: StoredCheckpoint, name: str, ema: bool = False) -> s
     return average if ema and average in checkpoint.tensors else f"model.{name}"
 
 
-def of_checkpoint(checkpoint: StoredCheckpoint, name: str = "", ema: bool = False) -> Pretrained:
+def of_checkpoint(
+    checkpoint: StoredCheckpoint, name: str = "", ema: bool = False
+) -> Pretrained:
     """The model that a checkpoint of Weft's is of; of an adapter, with the base that lies elsewhere.
 
     ``ema``: of the averages of its parameters.
@@ -133,9 +153,12 @@ def of_checkpoint(checkpoint: StoredCheckpoint, name: str = "", ema: bool = Fals
     def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
         kept = stored_name(checkpoint, name, ema)
         stored = checkpoint.tensors.get(kept)
-        if stored is None and not hf_names(name, shape):  # of what only training needs, and now for the first time
+        # of what only training needs, and now for the first time
+        if stored is None and not hf_names(name, shape):
             return torch.zeros(extents(box))
-        out = torch.empty(extents(box), dtype=TORCH_DTYPES[stored.dtype] if stored else None)
+        out = torch.empty(
+            extents(box), dtype=TORCH_DTYPES[stored.dtype] if stored else None
+        )
         checkpoint.load({kept: Part(out, box, Tensor(logical.shape, NAMES[out.dtype]))})
         return out
 
@@ -143,22 +166,38 @@ def of_checkpoint(checkpoint: StoredCheckpoint, name: str = "", ema: bool = Fals
     if shape.adapter is None or base is None:
         return Pretrained(name, shape, values, files)
     if base["from"] is None:
-        return Pretrained(name, shape, _beside(seeded_values(base["seed"]), values, shape), files)
+        return Pretrained(
+            name, shape, _beside(seeded_values(base["seed"]), values, shape), files
+        )
     check_unchanged(checkpoint, base["from"])
-    return Pretrained(name, shape, _beside(_base(name, base["from"], shape), values, shape), files)
+    return Pretrained(
+        name, shape, _beside(_base(name, base["from"], shape), values, shape), files
+    )
 
 
 def _of_peft(name: str, folder: Path) -> Pretrained:
     found = PeftAdapter(folder)
     if found.base is None:
-        raise WeftError(f"{folder} does not say which model it is for; set base_model_name_or_path in its {CONFIG}")
+        raise WeftError(
+            f"{folder} does not say which model it is for; set base_model_name_or_path in its {CONFIG}"
+        )
     base = open_pretrained(found.base)
     if base.values is None or base.shape.adapter is not None:
-        raise WeftError(f"{folder} is an adapter for {found.base}, which has no weights of its own")
+        raise WeftError(
+            f"{folder} is an adapter for {found.base}, which has no weights of its own"
+        )
     vocab = max(base.shape.vocab, found.vocab)
-    shape = base.shape.model_copy(update={"adapter": found.adapter, "origin": name, "vocab": vocab})
-    values = base.values if vocab == base.shape.vocab else grown(base.values, base.shape, vocab)
-    return Pretrained(name, shape, _beside(values, found.values(shape), shape), base.files)
+    shape = base.shape.model_copy(
+        update={"adapter": found.adapter, "origin": name, "vocab": vocab}
+    )
+    values = (
+        base.values
+        if vocab == base.shape.vocab
+        else grown(base.values, base.shape, vocab)
+    )
+    return Pretrained(
+        name, shape, _beside(values, found.values(shape), shape), base.files
+    )
 
 
 def _base(adapter: str, name: str, shape: ModelShape) -> Values:
@@ -166,9 +205,15 @@ def _base(adapter: str, name: str, shape: ModelShape) -> Values:
     try:
         base = open_pretrained(name)
     except WeftError as error:
-        raise WeftError(f"{adapter} is an adapter, and its base model cannot be read: {error}") from None
+        raise WeftError(
+            f"{adapter} is an adapter, and its base model cannot be read: {error}"
+        ) from None
     assert base.values is not None
-    return base.values if shape.vocab == base.shape.vocab else grown(base.values, base.shape, shape.vocab)
+    return (
+        base.values
+        if shape.vocab == base.shape.vocab
+        else grown(base.values, base.shape, shape.vocab)
+    )
 
 
 def _beside(base: Values, adapter: Values, shape: ModelShape) -> Values:

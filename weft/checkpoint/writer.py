@@ -66,7 +66,8 @@ def main() -> None:
 
 def serve(pipe_handle: int, memory_handle: int) -> None:
     """Do the tasks that come through the pipe until it is closed. The rank puts a task's data into the memory first."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank, which then waits for this process
+    # Ctrl-C is for the rank, which then waits for this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(5)
     pipe = Connection(pipe_handle)
@@ -75,7 +76,8 @@ def serve(pipe_handle: int, memory_handle: int) -> None:
     with suppress(EOFError, OSError):  # the rank has ended
         while True:
             task = pipe.recv()
-            if not isinstance(task, WriteTask):  # the message by which the last save was given up
+            # the message by which the last save was given up
+            if not isinstance(task, WriteTask):
                 continue
             pipe.send(write(task, memory))
             if task.commit is not None:
@@ -95,7 +97,12 @@ class DataFile:
         tensors: Mapping[str, Tensor],
         contents: Callable[[], Iterable[memoryview]],
     ) -> None:
-        self.name, self.tensors, self._boxes, self._contents = name, tensors, boxes, contents
+        self.name, self.tensors, self._boxes, self._contents = (
+            name,
+            tensors,
+            boxes,
+            contents,
+        )
         self.head, self._spans = layout.header(boxes, tensors)
         self.nbytes = len(self.head) + sum(size for _, size in self._spans)
         self.blocks: list[StoredBlock] = []  # of the last iteration
@@ -104,16 +111,22 @@ class DataFile:
     def __iter__(self) -> Iterator[bytes | memoryview]:
         self.blocks, self.hashing = [], 0.0
         yield self.head
-        for (tensor, box), (at, size), data in zip(self._boxes, self._spans, self._contents(), strict=True):
+        for (tensor, box), (at, size), data in zip(
+            self._boxes, self._spans, self._contents(), strict=True
+        ):
             begun = time.perf_counter()
-            self.blocks.append(StoredBlock(tensor, box, self.name, at, size, digest(data)))
+            self.blocks.append(
+                StoredBlock(tensor, box, self.name, at, size, digest(data))
+            )
             self.hashing += time.perf_counter() - begun
             yield data
 
     def write(self, storage: Storage, manifest: str) -> int:
         """Write the file, then the ``manifest`` that describes it; the bytes of the file."""
         size = storage.write(self.name, self)
-        storage.write(manifest, [layout.manifest(self.name, size, self.tensors, self.blocks)])
+        storage.write(
+            manifest, [layout.manifest(self.name, size, self.tensors, self.blocks)]
+        )
         return size
 
 
@@ -130,9 +143,14 @@ def write_whole(
     Nothing half-made stays in ``storage``, whatever ends this, Ctrl-C as well.
     """
     attempt = secrets.token_hex(6)
-    manifest, named = f"manifest/{attempt}-00000.json", {f"files/{attempt}/{name}": files[name] for name in files}
+    manifest, named = (
+        f"manifest/{attempt}-00000.json",
+        {f"files/{attempt}/{name}": files[name] for name in files},
+    )
     try:
-        DataFile(f"data/{attempt}-00000.safetensors", boxes, tensors, contents).write(storage, manifest)
+        DataFile(f"data/{attempt}-00000.safetensors", boxes, tensors, contents).write(
+            storage, manifest
+        )
         commit(storage, Commit((manifest,), meta, named, timeout=0))
     except BaseException:
         storage.clear()  # it was not there before, or empty
@@ -144,12 +162,22 @@ def write(task: WriteTask, memory: mmap.mmap) -> Report:
     begun = time.perf_counter()
     with _caught(Report()) as report:
         shares = [(name, box, task.tensors[name]) for name, box in task.shares]
-        cuts = [(name, box, list(layout.tiles(box, t.shape, t.itemsize))) for name, box, t in shares]
+        cuts = [
+            (name, box, list(layout.tiles(box, t.shape, t.itemsize)))
+            for name, box, t in shares
+        ]
         boxes = [(name, tile) for name, _, tiles in cuts for tile in tiles]
-        file = DataFile(task.file, boxes, task.tensors, lambda: _blocks(cuts, task.tensors, memory, report.seconds))
+        file = DataFile(
+            task.file,
+            boxes,
+            task.tensors,
+            lambda: _blocks(cuts, task.tensors, memory, report.seconds),
+        )
         report.bytes = file.write(task.storage, task.manifest)
         report.seconds["hash"] = file.hashing
-        report.seconds["write"] = time.perf_counter() - begun - sum(report.seconds.values())
+        report.seconds["write"] = (
+            time.perf_counter() - begun - sum(report.seconds.values())
+        )
     return report
 
 
@@ -193,11 +221,15 @@ def _caught(report: Report) -> Iterator[Report]:
         yield report
     except WeftError as error:
         report.problem = str(error)
-    except Exception as error:  # a bug here must reach the rank, not a log that nobody reads
+    except (
+        Exception
+    ) as error:  # a bug here must reach the rank, not a log that nobody reads
         report.problem = f"{type(error).__name__}: {error}"
 
 
-def commit(storage: Storage, wanted: Commit, abandoned: Callable[[], bool] = lambda: False) -> None:
+def commit(
+    storage: Storage, wanted: Commit, abandoned: Callable[[], bool] = lambda: False
+) -> None:
     """Create the root once every manifest is there. Raises :class:`WeftError` if one does not come in time."""
     deadline = time.monotonic() + wanted.timeout
     pause = 0.005
@@ -206,7 +238,9 @@ def commit(storage: Storage, wanted: Commit, abandoned: Callable[[], bool] = lam
             raise StorageError("another rank could not write its part")
         if time.monotonic() > deadline:
             ranks = ", ".join(sorted(missing))
-            raise StorageError(f"no commit: after {wanted.timeout:g} s these were still missing: {ranks}")
+            raise StorageError(
+                f"no commit: after {wanted.timeout:g} s these were still missing: {ranks}"
+            )
         time.sleep(pause)
         pause = min(0.2, pause * 1.5)
     found, listed = {}, []
@@ -221,4 +255,6 @@ def commit(storage: Storage, wanted: Commit, abandoned: Callable[[], bool] = lam
         files[name] = [len(data), digest(data)]
     root = {**wanted.meta, **layout.index(found), "manifests": listed, "files": files}
     if not storage.create(ROOT, layout.seal(root)):
-        raise StorageError(f"{storage}/{ROOT} exists: this checkpoint has been committed before")
+        raise StorageError(
+            f"{storage}/{ROOT} exists: this checkpoint has been committed before"
+        )

@@ -28,8 +28,10 @@ def main() -> None:
     except WeftError as error:
         sys.exit(report_failure(error))
     except (Interrupted, KeyboardInterrupt, EOFError):
-        requests.leaving = True  # a later signal does not wait for the interpreter's own end
-        if os.environ.get("RANK", "0") == "0" and "WEFT_LAUNCHED" not in os.environ:  # of several ranks, the first
+        # a later signal does not wait for the interpreter's own end
+        requests.leaving = True
+        # of several ranks, the first
+        if os.environ.get("RANK", "0") == "0" and "WEFT_LAUNCHED" not in os.environ:
             print(f"weft: {requests.words(requests.run)}", file=sys.stderr)
         leave(requests.code)
         sys.exit(requests.code)
@@ -61,5 +63,11 @@ def _as_setting(option: str) -> str:
     from weft.recipe.validation import settings_called
 
     section, _, key = option.strip("-").replace("-", "_").rpartition(".")
-    named = [name for name in settings_called(key) if name == f"{section}.{key}" or not section]
-    return f"write {' or '.join(f'--set {name}=...' for name in named)}" if named else ""
+    named = [
+        name
+        for name in settings_called(key)
+        if name == f"{section}.{key}" or not section
+    ]
+    return (
+        f"write {' or '.join(f'--set {name}=...' for name in named)}" if named else ""
+    )

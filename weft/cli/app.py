@@ -53,13 +53,17 @@ app = typer.Typer(
 )
 
 
-_verbose = "Show tracebacks, as WEFT_DEBUG=1 does; without a command: print the version."
+_verbose = (
+    "Show tracebacks, as WEFT_DEBUG=1 does; without a command: print the version."
+)
 
 
 @app.callback(invoke_without_command=True)
 def _root(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help=_verbose)] = False,
 ) -> None:
     if version or (verbose and context.invoked_subcommand is None):
@@ -76,8 +80,25 @@ command: Callable[..., int]
 for command in (train, verify, generate, chat, serve):
     app.command()(command)
 app.command("eval")(evaluate)
-for command in (report, doctor, export, schedule, probe, profile, chaos, recipes, new, techniques):
+for command in (
+    report,
+    doctor,
+    export,
+    schedule,
+    probe,
+    profile,
+    chaos,
+    recipes,
+    new,
+    techniques,
+):
     app.command()(command)
-for name, commands in {"ranks": ranks, "peer": peer, "data": data, "checkpoint": checkpoint, "bench": bench}.items():
+for name, commands in {
+    "ranks": ranks,
+    "peer": peer,
+    "data": data,
+    "checkpoint": checkpoint,
+    "bench": bench,
+}.items():
     app.add_typer(commands, name=name)
 app.command(no_args_is_help=True)(plan)

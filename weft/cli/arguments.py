@@ -13,11 +13,17 @@ from weft.recipe.shipped import shipped_recipes
 def _recipes(incomplete: str) -> list[str]:
     """What the shell offers for RECIPE: names of Weft's own, and files; of anything else what it offers by itself."""
     files = glob.glob(f"{glob.escape(incomplete)}*.toml")
-    return [name for name in (*shipped_recipes(), *files) if name.startswith(incomplete)]
+    return [
+        name for name in (*shipped_recipes(), *files) if name.startswith(incomplete)
+    ]
 
 
-_recipe = "A TOML recipe: a file, or one of Weft's by name (weft recipes), e.g. quickstart."
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help=_recipe, autocompletion=_recipes)]
+_recipe = (
+    "A TOML recipe: a file, or one of Weft's by name (weft recipes), e.g. quickstart."
+)
+RecipeFile = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help=_recipe, autocompletion=_recipes)
+]
 
 _layout = (
     'Ranks per axis, e.g. "shard=2,tp=2"; "" is one device. Axes: pp, dp, shard, cp, tp, ep, island; also zero, '
@@ -25,13 +31,18 @@ _layout = (
 )
 LayoutText = Annotated[str | None, typer.Option("--layout", help=_layout)]
 
-_set = typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a recipe value; may be repeated.")
+_set = typer.Option(
+    "--set",
+    metavar="SECTION.KEY=VALUE",
+    help="Override a recipe value; may be repeated.",
+)
 Overrides = Annotated[list[str] | None, _set]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 _named = (
-    "A run, a checkpoint (folder or s3://...), a Hugging Face folder, a GGUF file, or an id of the hub (owner/name)."
+    "A run, a checkpoint (folder or s3://...), a Hugging Face folder, a GGUF file, "
+    "or an id of the hub (owner/name)."
 )
 ModelName = typer.Option("--checkpoint", "--from", metavar="MODEL", help=_named)
 
@@ -42,7 +53,8 @@ _from = "Start from this model (a folder, a GGUF file, an id of the hub) and its
 FromModel = Annotated[str | None, typer.Option("--from", metavar="MODEL", help=_from)]
 
 _data = (
-    "Learn from this file, folder or glob, not from the recipe's data; of the same kind (chat, preference, text ...)."
+    "Learn from this file, folder or glob, not from the recipe's data; "
+    "of the same kind (chat, preference, text ...)."
 )
 DataPath = Annotated[str | None, typer.Option("--data", metavar="PATH", help=_data)]
 
@@ -75,7 +87,9 @@ def read_keys(file: Path) -> list[str]:
     except OSError as error:
         raise UsageError(f"--api-key {file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise UsageError(f"--api-key {file} cannot be read: not text in UTF-8 (byte {error.start})") from None
+        raise UsageError(
+            f"--api-key {file} cannot be read: not text in UTF-8 (byte {error.start})"
+        ) from None
     if not keys:
         raise UsageError(f"--api-key {file} has no key; write one per line")
     return keys

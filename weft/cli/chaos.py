@@ -24,24 +24,54 @@ def chaos(
     layout: LayoutText = None,
     overrides: Overrides = None,
     kill: Annotated[int, typer.Option(min=0, help="How often to kill a rank.")] = 0,
-    leader: Annotated[int, typer.Option(min=0, help="How often to kill the rank that leads the agreement.")] = 0,
-    two: Annotated[int, typer.Option(min=0, help="How often to kill two ranks at once.")] = 0,
-    host: Annotated[int, typer.Option(min=0, help="How often to kill all ranks of a host.")] = 0,
-    freeze: Annotated[int, typer.Option(min=0, help="How often to freeze a rank; every second one thaws.")] = 0,
-    link: Annotated[int, typer.Option(min=0, help="How often to unplug the cable of a host for a while.")] = 0,
-    slow: Annotated[int, typer.Option(min=0, help="How often to slow a rank to half its speed.")] = 0,
+    leader: Annotated[
+        int,
+        typer.Option(
+            min=0, help="How often to kill the rank that leads the agreement."
+        ),
+    ] = 0,
+    two: Annotated[
+        int, typer.Option(min=0, help="How often to kill two ranks at once.")
+    ] = 0,
+    host: Annotated[
+        int, typer.Option(min=0, help="How often to kill all ranks of a host.")
+    ] = 0,
+    freeze: Annotated[
+        int,
+        typer.Option(min=0, help="How often to freeze a rank; every second one thaws."),
+    ] = 0,
+    link: Annotated[
+        int,
+        typer.Option(
+            min=0, help="How often to unplug the cable of a host for a while."
+        ),
+    ] = 0,
+    slow: Annotated[
+        int, typer.Option(min=0, help="How often to slow a rank to half its speed.")
+    ] = 0,
     minutes: Annotated[float, typer.Option(min=0.05, help=_minutes)] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help=_seed)] = 0,
     hosts: Annotated[int, typer.Option(min=0, max=200, help=_hosts)] = 0,
-    ranks: Annotated[int | None, typer.Option(min=2, help="Ranks for a recipe without a layout.")] = None,
-    reference: Annotated[Path | None, typer.Option(metavar="RUN", help=_reference)] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for all results; runs/chaos by default.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=2, help="Ranks for a recipe without a layout.")
+    ] = None,
+    reference: Annotated[
+        Path | None, typer.Option(metavar="RUN", help=_reference)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for all results; runs/chaos by default.")
+    ] = None,
     json: AsJson = False,
 ) -> int:
     """Train with faults: ranks killed, frozen, cut off, slowed. Then compare with an undisturbed run."""
     from weft.api import with_planned_layout
     from weft.recipe import RUNS, load_recipe
-    from weft.resilience.campaign import TOLERANCE, Campaign, carry_out, check_comparable
+    from weft.resilience.campaign import (
+        TOLERANCE,
+        Campaign,
+        carry_out,
+        check_comparable,
+    )
     from weft.resilience.chaos import schedule
     from weft.resilience.hosts import unavailable
     from weft.train.runs import unused_folder
@@ -49,16 +79,28 @@ def chaos(
     if hosts and (why := unavailable()):
         raise UsageError(f"{why}; leave out --hosts")
     if (link or host) and not hosts:
-        raise UsageError("--link and --host are for hosts, which have cables; add --hosts 3")
+        raise UsageError(
+            "--link and --host are for hosts, which have cables; add --hosts 3"
+        )
     values = ["resilience.survive=true", *(overrides or [])]
     given = load_recipe(recipe, values, layout)
     if "layout" not in given.model_fields_set:
         given, layout = with_planned_layout(given, ranks)[0], ""
     if given.layout.world < 2:
-        raise UsageError("a run of one rank has nobody to go on without it; add --ranks 4, or --layout")
+        raise UsageError(
+            "a run of one rank has nobody to go on without it; add --ranks 4, or --layout"
+        )
     if reference is None:
         check_comparable(recipe, values, given)
-    counts = {"kill": kill, "leader": leader, "two": two, "host": host, "freeze": freeze, "link": link, "slow": slow}
+    counts = {
+        "kill": kill,
+        "leader": leader,
+        "two": two,
+        "host": host,
+        "freeze": freeze,
+        "link": link,
+        "slow": slow,
+    }
     faults = schedule(counts, 54 * minutes, seed)
     tolerance = TOLERANCE.get(given.train.dtype, TOLERANCE["float32"])
     campaign = Campaign(
@@ -70,7 +112,9 @@ def chaos(
     if json:
         from json import dumps
 
-        print(dumps({"rows": found.rows, "medians": found.medians, "wrong": found.wrong}))
+        print(
+            dumps({"rows": found.rows, "medians": found.medians, "wrong": found.wrong})
+        )
     else:
         _show(found, campaign.out)
     return int(bool(found.wrong))
@@ -90,7 +134,9 @@ def _show(found: "CampaignResult", out: Path) -> None:
     for problem in found.wrong:
         console.print(f"wrong: {problem}", markup=False)
     if not found.wrong:
-        console.print("every step was recorded once, with the losses and tokens of a run that nobody disturbed")
+        console.print(
+            "every step was recorded once, with the losses and tokens of a run that nobody disturbed"
+        )
     console.print(f"{out}: the run, the one beside it, their output and this table")
 
 

@@ -18,9 +18,18 @@ _model = (
 def chat(
     model: Annotated[str, typer.Argument(metavar="MODEL|URL", help=_model)],
     system: Annotated[str, typer.Option(help="The system message.")] = "",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 1024,
-    temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.7,
-    top_p: Annotated[float, typer.Option(max=1, help="Sample among the likeliest with this total probability.")] = 1.0,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of an answer at most.")
+    ] = 1024,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0 always takes the likeliest token.")
+    ] = 0.7,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            max=1, help="Sample among the likeliest with this total probability."
+        ),
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
     weights: Weights = "float",
     ema: Ema = False,
@@ -29,13 +38,20 @@ def chat(
     from weft.serve.talk import key_of_environment, model_speaker, server_speaker, talk
 
     if model.startswith(("http://", "https://")):
-        asked = {"max_tokens": tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+        asked = {
+            "max_tokens": tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "seed": seed,
+        }
         speaker = server_speaker(model, key_of_environment(), asked)
     else:
         from weft.generate.sampling import Sampling
 
         how = Sampling(temperature, 0, top_p, seed=seed)
-        with Console(stderr=True, quiet=not sys.stderr.isatty()).status(f"reading {model}"):
+        with Console(stderr=True, quiet=not sys.stderr.isatty()).status(
+            f"reading {model}"
+        ):
             speaker = model_speaker(model, tokens, how, weights, ema, warn)
     talk(speaker, system)
     return 0

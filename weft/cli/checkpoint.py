@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TransferSpeedColumn,
+)
 
 from weft.cli.arguments import AsJson
 from weft.cli.console import warn
@@ -26,14 +32,19 @@ if TYPE_CHECKING:  # `weft --help` does not wait for PyTorch
     from weft.checkpoint.storage import Storage
     from weft.layout.dims import Tensor
 
-app = typer.Typer(help="List, look into, verify, compare, merge, convert and prune checkpoints.", no_args_is_help=True)
+app = typer.Typer(
+    help="List, look into, verify, compare, merge, convert and prune checkpoints.",
+    no_args_is_help=True,
+)
 app.command()(convert)
 
 _newest = "A checkpoint, or a run: its newest one. A folder or s3://bucket/prefix."
 OneCheckpoint = Annotated[str, typer.Argument(metavar="PATH", help=_newest)]
 _all = "A run or a checkpoint: a folder or s3://bucket/prefix."
 AllCheckpoints = Annotated[str, typer.Argument(metavar="PATH", help=_all)]
-_pattern = typer.Argument(metavar="PATTERN", help="Part of a name, or a pattern such as '*.norm'.")
+_pattern = typer.Argument(
+    metavar="PATTERN", help="Part of a name, or a pattern such as '*.norm'."
+)
 
 
 @app.command()
@@ -56,7 +67,9 @@ def ls(path: AllCheckpoints, as_json: AsJson = False) -> int:
             check_files(checkpoint)
         except WeftError as error:
             problem = str(error).removeprefix(f"checkpoint {place} is ")
-        record: dict[str, Any] = {key: meta.get(key) for key in ("step", "layout", "world")} | {"problem": problem}
+        record: dict[str, Any] = {
+            key: meta.get(key) for key in ("step", "layout", "world")
+        } | {"problem": problem}
         record |= {"checkpoint": str(place) if spread or not place.name else place.name}
         record |= {"tokens": meta.get("progress", {}).get("tokens")}
         record |= {"saved": place.modified(ROOT), "bytes": sum(place.list().values())}
@@ -67,41 +80,80 @@ def ls(path: AllCheckpoints, as_json: AsJson = False) -> int:
     columns = ("checkpoint", "step", "layout", "world", "tokens")
     rows: list[tuple[str, ...]] = [(*columns, "saved", "size", "")]
     for r in records:
-        state = str(datetime.fromtimestamp(int(r["saved"]))), _bytes(r["bytes"]), r["problem"] or "seems whole"
-        rows.append((*("-" if r[key] is None else str(r[key]) for key in columns), *state))
+        state = (
+            str(datetime.fromtimestamp(int(r["saved"]))),
+            _bytes(r["bytes"]),
+            r["problem"] or "seems whole",
+        )
+        rows.append(
+            (*("-" if r[key] is None else str(r[key]) for key in columns), *state)
+        )
     _print_table(rows)
     return 0
 
 
 @app.command()
-def inspect(path: OneCheckpoint, pattern: Annotated[str | None, _pattern] = None, as_json: AsJson = False) -> int:
+def inspect(
+    path: OneCheckpoint,
+    pattern: Annotated[str | None, _pattern] = None,
+    as_json: AsJson = False,
+) -> int:
     """Show what a checkpoint holds: run, progress and tensors."""
     from weft.checkpoint.load import StoredCheckpoint
 
     checkpoint = StoredCheckpoint(_checkpoints(path)[-1])
     meta, tensors = checkpoint.meta, checkpoint.tensors
-    wanted = pattern if pattern and any(c in pattern for c in "*?[") else f"*{pattern or ''}*"
+    wanted = (
+        pattern
+        if pattern and any(c in pattern for c in "*?[")
+        else f"*{pattern or ''}*"
+    )
     names = [name for name in tensors if fnmatch.fnmatchcase(name, wanted)]
     if not names and pattern:
-        raise WeftError(f"{checkpoint} has no tensor like {pattern!r}; `weft checkpoint inspect` without it lists all")
+        raise WeftError(
+            f"{checkpoint} has no tensor like {pattern!r}; `weft checkpoint inspect` without it lists all"
+        )
     blocks = Counter(b.tensor for b in checkpoint.all_blocks())
     if as_json:
-        about = {key: value for key, value in meta.items() if key not in ("tensors", "places")}
-        found = {n: asdict(t := tensors[n]) | {"blocks": blocks[n], "bytes": _size(t)} for n in names}
+        about = {
+            key: value
+            for key, value in meta.items()
+            if key not in ("tensors", "places")
+        }
+        found = {
+            n: asdict(t := tensors[n]) | {"blocks": blocks[n], "bytes": _size(t)}
+            for n in names
+        }
         print(json.dumps({"checkpoint": str(checkpoint), **about, "tensors": found}))
         return 0
-    facts = {"checkpoint": checkpoint, **{key: meta.get(key) for key in ("step", "layout", "world", "data")}} | {
+    facts = {
+        "checkpoint": checkpoint,
+        **{key: meta.get(key) for key in ("step", "layout", "world", "data")},
+    } | {
         "recipe": meta.get("recipe", {}).get("name"),
-        "progress": ", ".join(f"{key} {value:,}" for key, value in meta.get("progress", {}).items()),
+        "progress": ", ".join(
+            f"{key} {value:,}" for key, value in meta.get("progress", {}).items()
+        ),
         "files": ", ".join(Path(name).name for name in meta["files"]),
         "tensors": f"{len(tensors)}, {_bytes(sum(map(_size, tensors.values())))}",
     }
-    _print_table([(key, str(value)) for key, value in facts.items() if value not in ("", None)])
+    _print_table(
+        [(key, str(value)) for key, value in facts.items() if value not in ("", None)]
+    )
     rows = [("tensor", "shape", "dtype", "dims", "blocks", "size")]
     for name in names:
         t = tensors[name]
         shape = " x ".join(map(str, t.shape)) or "scalar"
-        rows.append((name, shape, t.dtype, " ".join(t.dims) or "-", str(blocks[name]), _bytes(_size(t))))
+        rows.append(
+            (
+                name,
+                shape,
+                t.dtype,
+                " ".join(t.dims) or "-",
+                str(blocks[name]),
+                _bytes(_size(t)),
+            )
+        )
     print()
     _print_table(rows)
     return 0
@@ -143,20 +195,32 @@ def diff(
         print(json.dumps({"equal": found.equal} | asdict(found) | {"values": finite}))
         return 0 if found.equal else 1
     rows = [(key, *map(str, pair)) for key, pair in found.meta.items()]
-    rows += [(name, *(f"{dtype} {list(shape)}" for dtype, shape in pair)) for name, pair in found.changed.items()]
-    rows += [(name, "there", "missing") for name in found.missing] + [(n, "missing", "there") for n in found.extra]
+    rows += [
+        (name, *(f"{dtype} {list(shape)}" for dtype, shape in pair))
+        for name, pair in found.changed.items()
+    ]
+    rows += [(name, "there", "missing") for name in found.missing] + [
+        (n, "missing", "there") for n in found.extra
+    ]
     _print_table([("", "A", "B"), *rows] if rows else [])
     table = [("tensor", "different elements", "largest difference", "relative 2-norm")]
     for name, v in found.values.items():
         count = f"{v.different:,} of {one.tensors[name].numel:,}"
         table.append((name, count, f"{v.max:.3g}", f"{v.relative:.3g}"))
     _print_table(table if found.values else [])
-    print(f"all {len(one.tensors)} tensors are equal" if found.equal else "the tensors differ")
+    print(
+        f"all {len(one.tensors)} tensors are equal"
+        if found.equal
+        else "the tensors differ"
+    )
     return 0 if found.equal else 1
 
 
 @app.command()
-def merge(path: OneCheckpoint, out: Annotated[str, typer.Option(help="The folder to make, or s3://...")]) -> int:
+def merge(
+    path: OneCheckpoint,
+    out: Annotated[str, typer.Option(help="The folder to make, or s3://...")],
+) -> int:
     """Rewrite a checkpoint of many ranks as one of a single rank, verified and bit by bit the same."""
     from weft.checkpoint.s3 import open_storage
     from weft.checkpoint.store import is_new, rewrite
@@ -172,11 +236,23 @@ def merge(path: OneCheckpoint, out: Annotated[str, typer.Option(help="The folder
 
 @app.command()
 def prune(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or s3://bucket/prefix.")],
-    last: Annotated[int, typer.Option("--keep-last", min=1, metavar="N", help="Keep the newest N.")],
-    every: Annotated[int, typer.Option("--keep-every", min=0, metavar="K", help="Keep every K steps.")] = 0,
-    best: Annotated[str | None, typer.Option(metavar="METRIC", help="Keep the lowest, e.g. validation.loss.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run folder, or s3://bucket/prefix.")
+    ],
+    last: Annotated[
+        int, typer.Option("--keep-last", min=1, metavar="N", help="Keep the newest N.")
+    ],
+    every: Annotated[
+        int,
+        typer.Option("--keep-every", min=0, metavar="K", help="Keep every K steps."),
+    ] = 0,
+    best: Annotated[
+        str | None,
+        typer.Option(metavar="METRIC", help="Keep the lowest, e.g. validation.loss."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be deleted.")
+    ] = False,
 ) -> int:
     """Delete old checkpoints of a run, but never the last that verifies, and none while the run is training.
 
@@ -196,24 +272,39 @@ def prune(
     kept = best_checkpoint(Path(run))
 
     def is_best(place: "Storage") -> bool:
-        return bool(kept) and (str(place) == kept or Path(str(place)).resolve() == Path(kept).resolve())
+        return bool(kept) and (
+            str(place) == kept or Path(str(place)).resolve() == Path(kept).resolve()
+        )
 
     deleted, damaged = 0, list[str]()
     # Not the run's folder itself: by when it was changed, --resume auto tells which run is the last.
-    roots = [root for root in places(run) if root != open_storage(run) or committed(root)]
+    roots = [
+        root for root in places(run) if root != open_storage(run) or committed(root)
+    ]
     with Lease() as lease:
         if not dry_run:
             lease.take(roots)
         for root in roots:
             count = len(committed(root))
-            pruned = delete(root, last, every, scores, _verify, dry_run, mine=lambda place: not is_best(place))
+            pruned = delete(
+                root,
+                last,
+                every,
+                scores,
+                _verify,
+                dry_run,
+                mine=lambda place: not is_best(place),
+            )
             if count and len(pruned.damaged) == count:
                 raise WeftError(f"no checkpoint in {root} verifies, so none is deleted")
             for place in pruned.deleted:
                 print(f"{'would delete' if dry_run else 'deleted'} {place}")
             deleted += len(pruned.deleted)
             damaged += [place.name for place in pruned.damaged]
-    print(f"{len(found) - deleted} of {len(found)} kept" + (f"; damaged: {', '.join(damaged)}" if damaged else ""))
+    print(
+        f"{len(found) - deleted} of {len(found)} kept"
+        + (f"; damaged: {', '.join(damaged)}" if damaged else "")
+    )
     return 0
 
 
@@ -230,8 +321,15 @@ def _reading(*places: "Storage") -> "Iterator[list[StoredCheckpoint]]":
     from weft.checkpoint.load import StoredCheckpoint
 
     console, found = Console(stderr=True), []
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         for place in places:
             task = bar.add_task(place.name, total=None)
             found.append(StoredCheckpoint(place, partial(bar.advance, task)))
@@ -259,4 +357,8 @@ def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
     """Columns side by side; not cut to the terminal's width, so that lines can be searched."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            "  ".join(
+                cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+            ).rstrip()
+        )

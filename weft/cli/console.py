@@ -13,7 +13,13 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         for row in (columns, *rows):
             print("\t".join(row))
         return
-    table = Table(*columns, header_style="bold", box=None, padding=(0, 2, 0, 0), row_styles=("", "dim"))
+    table = Table(
+        *columns,
+        header_style="bold",
+        box=None,
+        padding=(0, 2, 0, 0),
+        row_styles=("", "dim"),
+    )
     for row in rows:
         table.add_row(*row)
     Console(highlight=False).print(table)
@@ -23,7 +29,9 @@ def grid(columns: Iterable[str], left: Collection[str], wrap: bool = False) -> T
     """An empty table without lines. Columns named in ``left`` are flush left, the others, which hold numbers, right."""
     table = Table(header_style="bold", box=None, padding=(0, 2, 0, 0))
     for name in columns:
-        table.add_column(name, justify="left" if name in left else "right", no_wrap=not wrap)
+        table.add_column(
+            name, justify="left" if name in left else "right", no_wrap=not wrap
+        )
     return table
 
 

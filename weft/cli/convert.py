@@ -9,12 +9,18 @@ from weft.cli.arguments import DTYPES
 from weft.errors import UsageError, nearest
 
 _from = typer.Option(
-    "--kind", "--from", metavar="KIND", help="weft, hf, dcp, deepspeed, megatron or gguf; guessed if left out."
+    "--kind",
+    "--from",
+    metavar="KIND",
+    help="weft, hf, dcp, deepspeed, megatron or gguf; guessed if left out.",
 )
-_source = "A checkpoint of Weft's or of another program, or an id of the Hugging Face hub."
+_source = (
+    "A checkpoint of Weft's or of another program, or an id of the Hugging Face hub."
+)
 _config = typer.Option(help="The model's config.json, if none lies beside SOURCE.")
 _upcycle = typer.Option(
-    metavar="SETTINGS", help='Give a dense model experts: "experts=8,experts_per_token=2", of \\[model].'
+    metavar="SETTINGS",
+    help='Give a dense model experts: "experts=8,experts_per_token=2", of \\[model].',
 )
 _out = typer.Option(help="The folder to make; with --to weft also s3://...")
 
@@ -25,7 +31,10 @@ def convert(
     kind: Annotated[str | None, _from] = None,
     to: Annotated[str, typer.Option(help="weft, hf, dcp or gguf.")] = "weft",
     config: Annotated[Path | None, _config] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 weights; else as stored.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16 weights; else as stored."),
+    ] = None,
     optimizer: Annotated[bool, typer.Option(help="Take optimizer state along.")] = True,
     upcycle: Annotated[str | None, _upcycle] = None,
 ) -> int:
@@ -36,8 +45,21 @@ def convert(
 
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype!r} is not possible; {nearest(dtype, DTYPES)}")
-    found = write(source, out, kind, to, config, getattr(torch, dtype) if dtype else None, optimizer, upcycle)
+    found = write(
+        source,
+        out,
+        kind,
+        to,
+        config,
+        getattr(torch, dtype) if dtype else None,
+        optimizer,
+        upcycle,
+    )
     count = sum(logical.numel for logical in found.logical.values())
-    moments = ", with optimizer state" if found.moments and optimizer and to != "hf" else ""
-    typer.echo(f"{out}: {len(found.logical)} tensors, {count:,} parameters from {found.kind}{moments}")
+    moments = (
+        ", with optimizer state" if found.moments and optimizer and to != "hf" else ""
+    )
+    typer.echo(
+        f"{out}: {len(found.logical)} tensors, {count:,} parameters from {found.kind}{moments}"
+    )
     return 0

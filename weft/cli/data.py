@@ -18,7 +18,9 @@ def preview(
     overrides: Overrides = None,
     data: DataPath = None,
     samples: Annotated[int, typer.Option(min=1, help="Conversations to show.")] = 3,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write them as a page, too.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write them as a page, too.")
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Show the first conversations as their chat template writes them, with what is learned of them in colour."""
@@ -31,16 +33,26 @@ def preview(
     settings = load_recipe(recipe, overrides or (), data=data)
     shown, notes = read(settings.data, tokenizer_of(settings), samples)
     if as_json:
-        typer.echo(json.dumps([sample.as_json() for sample in shown], indent=2, ensure_ascii=False))
+        typer.echo(
+            json.dumps(
+                [sample.as_json() for sample in shown], indent=2, ensure_ascii=False
+            )
+        )
     for note in notes:
         typer.echo(f"note: {note}", err=True)
     if html is not None:
-        typer.echo(write(html, page(settings.name, settings.data, shown), "--html"), err=as_json)
+        typer.echo(
+            write(html, page(settings.name, settings.data, shown), "--html"),
+            err=as_json,
+        )
     if as_json:
         return 0
     console = Console(highlight=False)
     for sample in shown:
         console.print(f"[bold]{sample.place}[/]: {sample.facts}", soft_wrap=True)
-        console.print(coloured(sample, console.color_system is not None), soft_wrap=not console.is_terminal)
+        console.print(
+            coloured(sample, console.color_system is not None),
+            soft_wrap=not console.is_terminal,
+        )
         console.print()
     return 0

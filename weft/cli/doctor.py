@@ -11,7 +11,12 @@ from weft.cli.console import print_table
 
 
 def doctor(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that goes on, or has ended.")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="The folder of a run that goes on, or has ended."
+        ),
+    ],
     as_json: AsJson = False,
 ) -> int:
     """Say who makes a run wait: a slow computer, sender, receiver or link, or a rank that hangs and where."""

@@ -20,14 +20,18 @@ def evaluate(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=_files)],
     checkpoint: Annotated[str, ModelName],
     chat: Annotated[bool, typer.Option("--chat", help=_chat)] = False,
-    limit: Annotated[int, typer.Option(min=0, help="The first so many questions of each; 0 for all.")] = 0,
+    limit: Annotated[
+        int, typer.Option(min=0, help="The first so many questions of each; 0 for all.")
+    ] = 0,
     ema: Ema = False,
     as_json: AsJson = False,
 ) -> int:
     """Ask a trained model questions with known answers, and count the right ones."""
     for file in files:
         if not file.is_file():
-            raise UsageError(f"{file} is no file of questions; docs/evaluation.md says what is in one")
+            raise UsageError(
+                f"{file} is no file of questions; docs/evaluation.md says what is in one"
+            )
     import torch
 
     from weft.checkpoint.model import open_model, tokenizer_of
@@ -35,14 +39,31 @@ def evaluate(
     from weft.recipe import Task
     from weft.train.score import scores
 
-    model, contents = open_model(checkpoint, "cuda" if torch.cuda.is_available() else "cpu", warn, ema)
+    model, contents = open_model(
+        checkpoint, "cuda" if torch.cuda.is_available() else "cpu", warn, ema
+    )
     tasks = [Task(path=str(file), chat=chat, limit=limit) for file in files]
     opened = open_tasks(tasks, tokenizer_of(contents, checkpoint), checkpoint)
     score = partial(scores, model, None, model.mesh)
-    found = {task.name: answered for task in opened if (answered := task.answered(score)) is not None}
+    found = {
+        task.name: answered
+        for task in opened
+        if (answered := task.answered(score)) is not None
+    }
     if as_json:
-        print(json.dumps({name: asdict(one) | {"accuracy": one.accuracy} for name, one in found.items()}, indent=2))
+        print(
+            json.dumps(
+                {
+                    name: asdict(one) | {"accuracy": one.accuracy}
+                    for name, one in found.items()
+                },
+                indent=2,
+            )
+        )
         return 0
-    rows = [(name, str(a.questions), str(a.right), f"{a.accuracy:.1%}", f"{a.loss:.3f}") for name, a in found.items()]
+    rows = [
+        (name, str(a.questions), str(a.right), f"{a.accuracy:.1%}", f"{a.loss:.3f}")
+        for name, a in found.items()
+    ]
     print_table(("task", "questions", "right", "accuracy", "loss"), rows)
     return 0

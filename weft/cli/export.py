@@ -19,7 +19,8 @@ _dtype = "float32, bfloat16 or float16 weights, with --format gguf also q8_0; el
 _format = "hf: a Hugging Face folder; gguf: a file for llama.cpp and Ollama (OUT.gguf, or a folder with it)."
 
 _push = (
-    "Upload what is written to this repository of the Hugging Face hub, with the token of 'hf auth login' or HF_TOKEN."
+    "Upload what is written to this repository of the Hugging Face hub, "
+    "with the token of 'hf auth login' or HF_TOKEN."
 )
 _public = "With --push: a repository that is made for it can be seen by everybody; else by you alone."
 
@@ -27,14 +28,21 @@ _public = "With --push: a repository that is made for it can be seen by everybod
 def export(
     checkpoint: Annotated[str, ModelName],
     out: Annotated[Path, typer.Option(help="The folder (or .gguf file) to make.")],
-    merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into its model, and write that.")] = False,
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge", help="Merge an adapter into its model, and write that."
+        ),
+    ] = False,
     ema: Ema = False,
     texts: Annotated[Path | None, typer.Option(metavar="FILE", help=_texts)] = None,
     keep: Annotated[int, typer.Option(min=0, metavar="N", help=_keep)] = 0,
     place: Annotated[int, typer.Option(min=0, metavar="RANKS", help=_place)] = 0,
     level: Annotated[float, typer.Option(min=0, help=_level)] = 0.0,
     dtype: Annotated[str | None, typer.Option(help=_dtype)] = None,
-    form: Annotated[str, typer.Option("--format", metavar="FORMAT", help=_format)] = "hf",
+    form: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help=_format)
+    ] = "hf",
     push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help=_push)] = None,
     public: Annotated[bool, typer.Option("--public", help=_public)] = False,
 ) -> int:
@@ -50,18 +58,30 @@ def export(
 
         check_push(push)
     if form not in ("hf", "gguf"):
-        raise UsageError(f"--format {form!r} is not possible; {nearest(form, ('hf', 'gguf'))}")
+        raise UsageError(
+            f"--format {form!r} is not possible; {nearest(form, ('hf', 'gguf'))}"
+        )
     dtypes = (*DTYPES, "q8_0") if form == "gguf" else DTYPES
     if dtype not in (None, *dtypes):
-        raise UsageError(f"--dtype {dtype!r} is not possible with --format {form}; {nearest(dtype or '', dtypes)}")
+        raise UsageError(
+            f"--dtype {dtype!r} is not possible with --format {form}; {nearest(dtype or '', dtypes)}"
+        )
     if texts is not None and form != "hf":
-        raise UsageError("--texts is for mixtures of experts, and --format gguf writes none; leave one of them out")
+        raise UsageError(
+            "--texts is for mixtures of experts, and --format gguf writes none; leave one of them out"
+        )
     if texts is None and (keep or place):
-        raise UsageError("--keep and --place go by what the tokens of --texts choose; give a file of them")
+        raise UsageError(
+            "--keep and --place go by what the tokens of --texts choose; give a file of them"
+        )
     if texts is not None:
         from weft.checkpoint.convert.routing import export_for_texts
 
-        typer.echo(export_for_texts(checkpoint, out, texts, warn, ema, keep, place, level, dtype))
+        typer.echo(
+            export_for_texts(
+                checkpoint, out, texts, warn, ema, keep, place, level, dtype
+            )
+        )
     else:
         from weft.checkpoint.model import export_model
 

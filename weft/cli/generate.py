@@ -24,16 +24,21 @@ _chat = "The prompt is what a user says (or a .json file with messages): apply t
 
 _texts = "Number of texts for one prompt, sampled together; with --beams, the number of likeliest texts."
 Texts = Annotated[int, typer.Option(min=1, help=_texts)]
-_beams = "Beam search for the likeliest texts with this many beams, instead of sampling."
+_beams = (
+    "Beam search for the likeliest texts with this many beams, instead of sampling."
+)
 Beams = Annotated[int, typer.Option(min=0, help=_beams)]
 _answer = (
     "With --texts: a majority vote on what this matches last in each text (its first group, if it has one). Texts that "
     "cannot change the result any more are not finished."
 )
-_length = "With --beams: how much long texts are favoured; 0: not at all (GNMT's alpha, 0.2)."
+_length = (
+    "With --beams: how much long texts are favoured; 0: not at all (GNMT's alpha, 0.2)."
+)
 LengthPenalty = Annotated[float | None, typer.Option(min=0, help=_length)]
 _prune = (
-    "With --beams: drop tokens and beams whose log-probability is this far below the best (3 in GNMT). 0 drops none."
+    "With --beams: drop tokens and beams whose log-probability is this far below "
+    "the best (3 in GNMT). 0 drops none."
 )
 Prune = Annotated[float, typer.Option(min=0, help=_prune)]
 Answer = Annotated[str | None, typer.Option(metavar="REGEX", help=_answer)]
@@ -43,7 +48,9 @@ _paths = "Write at the same time the paths into which the model itself splits it
 Paths = Annotated[bool, typer.Option("--paths", help=_paths)]
 
 _rest = "Where a mixture's experts rest while they are not in use: a folder on a local disk, or host."
-_resident = "With --experts-in: the share of the experts kept in memory; half if left out."
+_resident = (
+    "With --experts-in: the share of the experts kept in memory; half if left out."
+)
 
 _min_p = "Drop what is less likely than this share of the likeliest."
 
@@ -54,16 +61,37 @@ CHUNK = 2048
 def generate(
     checkpoint: Annotated[str, ModelName],
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the text.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A file with the text.")
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help=_chat)] = False,
-    system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 120,
-    temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample among this many; 0 means all.")] = 40,
-    top_p: Annotated[float, typer.Option(max=1, help="Sample among the likeliest with this total probability.")] = 1.0,
+    system: Annotated[
+        str | None, typer.Option(help="With --chat: the system message.")
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens to generate at most.")
+    ] = 120,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0 always takes the likeliest token.")
+    ] = 0.8,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="Sample among this many; 0 means all.")
+    ] = 40,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            max=1, help="Sample among the likeliest with this total probability."
+        ),
+    ] = 1.0,
     min_p: Annotated[float, typer.Option(min=0, max=1, help=_min_p)] = 0.0,
-    repetition: Annotated[float, typer.Option(help="Above 1: makes tokens of the text so far less likely.")] = 1.0,
-    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End at this text; may be repeated.")] = None,
+    repetition: Annotated[
+        float,
+        typer.Option(help="Above 1: makes tokens of the text so far less likely."),
+    ] = 1.0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End at this text; may be repeated."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
     texts: Texts = 1,
     answer: Answer = None,
@@ -78,7 +106,9 @@ def generate(
     ahead: Ahead = 0,
     layout: Spread = None,
     experts_in: Annotated[str | None, typer.Option(metavar="WHERE", help=_rest)] = None,
-    resident: Annotated[float | None, typer.Option(min=0, max=1, help=_resident)] = None,
+    resident: Annotated[
+        float | None, typer.Option(min=0, max=1, help=_resident)
+    ] = None,
 ) -> int:
     """Continue a text with a trained model, on one rank or on several."""
     import torch
@@ -99,20 +129,31 @@ def generate(
     if (prompt is None) == (prompt_file is None):
         raise UsageError("give either --prompt TEXT or --prompt-file FILE")
     how = Sampling(temperature, top_k, top_p, min_p, repetition, seed=seed)
-    spread, device = Layout.parse(layout or ""), "cuda" if torch.cuda.is_available() else "cpu"
+    spread, device = (
+        Layout.parse(layout or ""),
+        "cuda" if torch.cuda.is_available() else "cpu",
+    )
     several = Several(texts, beams, answer, workers, paths, length_penalty, prune)
     several.check(temperature, draft, spread)
     check_ahead(draft, ahead)
     if experts_in == "":
         raise UsageError("--experts-in is empty; give a folder on a local disk")
     if resident is not None and not experts_in:
-        raise UsageError("--resident is for --experts-in, without which memory holds all experts")
+        raise UsageError(
+            "--resident is for --experts-in, without which memory holds all experts"
+        )
     if experts_in and "://" in experts_in:
-        raise UsageError(f"--experts-in {experts_in} is no folder of this computer; give one on a local disk")
+        raise UsageError(
+            f"--experts-in {experts_in} is no folder of this computer; give one on a local disk"
+        )
     if experts_in and (spread.world > spread.cp or spread.ep > 1):
-        raise UsageError("--experts-in is for ranks that have all experts; leave it out, or have cp alone in --layout")
+        raise UsageError(
+            "--experts-in is for ranks that have all experts; leave it out, or have cp alone in --layout"
+        )
     if experts_in == "host" and device == "cpu":
-        raise UsageError("--experts-in host is for models on a GPU; on the CPU give a folder on a local disk")
+        raise UsageError(
+            "--experts-in host is for models on a GPU; on the CPU give a folder on a local disk"
+        )
     if system is not None and not chat:
         raise UsageError("--system is for --chat, whose template says where it belongs")
     if (code := launch_ranks(spread, checkpoint)) is not None:
@@ -120,7 +161,9 @@ def generate(
     try:
         text = prompt if prompt_file is None else prompt_file.read_text()
     except OSError as error:
-        raise UsageError(f"--prompt-file {prompt_file} cannot be read: {error.strerror}") from None
+        raise UsageError(
+            f"--prompt-file {prompt_file} cannot be read: {error.strerror}"
+        ) from None
     except UnicodeDecodeError as error:
         raise UsageError(
             f"--prompt-file {prompt_file} cannot be read: not text in UTF-8 (byte {error.start})"
@@ -133,10 +176,16 @@ def generate(
         messages = [{"role": "system", "content": system}, *messages]
     share = 0.5 if resident is None else resident
     with as_rank(spread, device) as device:
-        resting = RestingExperts(None if experts_in == "host" else Path(experts_in), share) if experts_in else None
+        resting = (
+            RestingExperts(None if experts_in == "host" else Path(experts_in), share)
+            if experts_in
+            else None
+        )
         if resting and resting.file and resting.file.note:
             warn(resting.file.note)
-        model, files = open_model(checkpoint, device, warn, ema, mesh_of_rank(spread, device), resting)
+        model, files = open_model(
+            checkpoint, device, warn, ema, mesh_of_rank(spread, device), resting
+        )
         read_only(model, weights)
         if not leads():
             follow(model)
@@ -145,12 +194,17 @@ def generate(
         ids = prompt_ids(tokenizer, messages if chat else text, chat, checkpoint, tools)
         budget = CHUNK * spread.cp if spread.cp > 1 else BUDGET
         drafter = drafter_for(draft, model, warn, ahead)
-        with closing(Engine(model, budget=budget, drafter=drafter, ranks=spread.world > 1)) as engine:
+        with closing(
+            Engine(model, budget=budget, drafter=drafter, ranks=spread.world > 1)
+        ) as engine:
             clock = [time.perf_counter()]
             if several.asked:
                 _show(several.write(engine, tokenizer, ids, tokens, how, stop or ()))
             else:
-                fresh = _timed(engine.stream(engine.submit(ids, tokens, how, tokenizer.stops)[0]), clock)
+                fresh = _timed(
+                    engine.stream(engine.submit(ids, tokens, how, tokenizer.stops)[0]),
+                    clock,
+                )
                 if prompt and not chat:
                     _say(prompt)
                 for piece in stream_text(tokenizer, fresh, stop or ()):
@@ -192,15 +246,25 @@ def say_samples(checkpoint: "Where", recipe: "Recipe") -> list[dict[str, str]]:
     settings, origin = recipe.generate, recipe.model.origin
     assert settings is not None
     written = samples(checkpoint, settings, warn, recipe.optimizer.use_ema)
-    found = [{"prompt": p, "text": t} for p, t in zip(settings.all_prompts, written, strict=True)]
+    found = [
+        {"prompt": p, "text": t}
+        for p, t in zip(settings.all_prompts, written, strict=True)
+    ]
     if settings.before and origin is not None:
         for shown, before in zip(found, samples(origin, settings, warn), strict=True):
             shown["before"] = before
         table = Table("asked", f"before, by {origin}", "after", show_lines=True)
         for shown in found:
-            table.add_row(*(Text(shown[key].strip()) for key in ("prompt", "before", "text")))
+            table.add_row(
+                *(Text(shown[key].strip()) for key in ("prompt", "before", "text"))
+            )
         Console(highlight=False).print(table)
         return found
     between = "\n" if settings.chat else ""
-    _show([("the model writes", shown["prompt"] + between + shown["text"]) for shown in found])
+    _show(
+        [
+            ("the model writes", shown["prompt"] + between + shown["text"])
+            for shown in found
+        ]
+    )
     return found

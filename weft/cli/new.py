@@ -10,7 +10,9 @@ from weft.errors import UsageError, WeftError
 
 def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="NAME.toml is written.")],
-    source: Annotated[str, typer.Option("--from", metavar="RECIPE", help="What to start from.")] = "quickstart",
+    source: Annotated[
+        str, typer.Option("--from", metavar="RECIPE", help="What to start from.")
+    ] = "quickstart",
 ) -> int:
     """Write a recipe to edit: one that runs, with every other setting and its meaning as comments."""
     from weft.recipe import load_recipe
@@ -29,6 +31,8 @@ def new(
     try:
         out.write_text(template(found.read_text(), str(out)))
     except OSError as error:
-        raise WeftError(f"cannot write {out}: {error.strerror}; choose another folder") from None
+        raise WeftError(
+            f"cannot write {out}: {error.strerror}; choose another folder"
+        ) from None
     typer.echo(f"{out}: edit it, then: weft train {out}")
     return 0

@@ -20,16 +20,28 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Join machines that cannot reach each other: invitations, a relay, shared checkpoints, streams.",
                   no_args_is_help=True)  # fmt: skip
 
-_invitation = "The invitation, or a file that holds it; else the variable WEFT_INVITATION."
-Given = Annotated[str | None, typer.Option("--invitation", "-i", metavar="LINE", help=_invitation)]
+_invitation = (
+    "The invitation, or a file that holds it; else the variable WEFT_INVITATION."
+)
+Given = Annotated[
+    str | None, typer.Option("--invitation", "-i", metavar="LINE", help=_invitation)
+]
 _expose = "Let others connect to this port of this machine, under a name."
 _reach = "A port of this machine that leads to what a peer exposes."
 _key = "The file of this peer's private key, made if it is not there; else the key is new each time."
-_ticket = typer.Argument(metavar="TICKET", help="The ticket that weft peer invite has printed, or a file with it.")
+_ticket = typer.Argument(
+    metavar="TICKET",
+    help="The ticket that weft peer invite has printed, or a file with it.",
+)
 
 
 @app.command()
-def invite(relay: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where a relay will be reachable.")]) -> int:
+def invite(
+    relay: Annotated[
+        str,
+        typer.Argument(metavar="HOST:PORT", help="Where a relay will be reachable."),
+    ],
+) -> int:
     """Make an invitation, and the ticket of its relay. Both are secrets; the ticket is for the relay alone."""
     from weft.peers.invitation import invite as new
 
@@ -42,7 +54,9 @@ def invite(relay: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where
 @app.command("relay")
 def serve(
     ticket: Annotated[str, _ticket],
-    bind: Annotated[str, typer.Option(metavar="ADDRESS", help="Listen on this address alone.")] = "0.0.0.0",
+    bind: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Listen on this address alone.")
+    ] = "0.0.0.0",
 ) -> int:
     """Carry packets between peers that cannot reach each other, until stopped. It cannot read what is in them."""
     import asyncio
@@ -66,25 +80,41 @@ def serve(
 @app.command()
 def join(
     given: Given = None,
-    name: Annotated[str, typer.Option(help="What others call this peer; else this machine's name.")] = "",
-    share: Annotated[list[Path] | None, typer.Option(metavar="FOLDER", help="Share a folder's files.")] = None,
-    expose: Annotated[list[str] | None, typer.Option(metavar="NAME=PORT", help=_expose)] = None,
-    reach: Annotated[list[str] | None, typer.Option(metavar="PEER:NAME=PORT", help=_reach)] = None,
+    name: Annotated[
+        str, typer.Option(help="What others call this peer; else this machine's name.")
+    ] = "",
+    share: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FOLDER", help="Share a folder's files."),
+    ] = None,
+    expose: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=PORT", help=_expose)
+    ] = None,
+    reach: Annotated[
+        list[str] | None, typer.Option(metavar="PEER:NAME=PORT", help=_reach)
+    ] = None,
     key: Annotated[Path | None, typer.Option(metavar="FILE", help=_key)] = None,
 ) -> int:
     """Be a peer until stopped: say who comes and goes, share folders, carry streams."""
     from weft.peers.invitation import read_invitation, read_key
     from weft.peers.peer import Peer
 
-    exposed = [_parse(text, r"([\w.-]+)=(\d+)", "--expose NAME=PORT") for text in expose or ()]
-    reached = [_parse(text, r"([\w.-]+):([\w.-]+)=(\d+)", "--reach PEER:NAME=PORT") for text in reach or ()]
+    exposed = [
+        _parse(text, r"([\w.-]+)=(\d+)", "--expose NAME=PORT") for text in expose or ()
+    ]
+    reached = [
+        _parse(text, r"([\w.-]+):([\w.-]+)=(\d+)", "--reach PEER:NAME=PORT")
+        for text in reach or ()
+    ]
     for folder in share or ():
         if not folder.is_dir():
             raise UsageError(f"--share {folder} is not a folder")
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
-    with Peer(read_invitation(given), name, share or (), read_key(key) if key else None, _say) as peer:
+    with Peer(
+        read_invitation(given), name, share or (), read_key(key) if key else None, _say
+    ) as peer:
         for service, port in exposed:
             peer.expose(service, int(port))
         for who, service, port in reached:
@@ -101,22 +131,39 @@ def status(given: Given = None, as_json: AsJson = False) -> int:
     with _visitor(given) as peer:
         peer.settle()
         members = [(m.name, m.id, m.direct, m.milliseconds) for m in peer.members()]
-        files = [(path, about.size, peer.holders(about.root)) for path, about in peer.files().items()]
+        files = [
+            (path, about.size, peer.holders(about.root))
+            for path, about in peer.files().items()
+        ]
     if as_json:
         print(json.dumps({
             "peers": [dict(zip(("name", "id", "direct", "milliseconds"), m, strict=True)) for m in members],
             "files": [dict(zip(("path", "bytes", "holders"), f, strict=True)) for f in files],
         }))  # fmt: skip
         return 0
-    print_table(("peer", "key", "way", "ms"), [(n, i[:10], direct or "relay", str(ms)) for n, i, direct, ms in members])
-    print_table(("file", "bytes", "with"), [(path, f"{size:,}", ", ".join(who) or "-") for path, size, who in files])
+    print_table(
+        ("peer", "key", "way", "ms"),
+        [(n, i[:10], direct or "relay", str(ms)) for n, i, direct, ms in members],
+    )
+    print_table(
+        ("file", "bytes", "with"),
+        [(path, f"{size:,}", ", ".join(who) or "-") for path, size, who in files],
+    )
     return 0
 
 
 @app.command()
 def get(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A shared folder or file, as weft peer status lists it.")],
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Put it in there.")] = Path("."),
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH",
+            help="A shared folder or file, as weft peer status lists it.",
+        ),
+    ],
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Put it in there.")] = Path(
+        "."
+    ),
     given: Given = None,
 ) -> int:
     """Fetch what peers share, block by block and verified; what is there already is not fetched again."""
@@ -125,7 +172,9 @@ def get(
     with _visitor(given) as peer:
         peer.settle()
         fetched = download(peer, path.strip("/"), to)
-    print(f"{len(fetched)} files, {sum(fetched.values()):,} bytes fetched to {to / Path(path).name}")
+    print(
+        f"{len(fetched)} files, {sum(fetched.values()):,} bytes fetched to {to / Path(path).name}"
+    )
     return 0
 
 
@@ -142,6 +191,8 @@ def _say(text: str) -> None:
 
 
 def _parse(text: str, form: str, usage: str) -> tuple[str, ...]:
-    if (found := re.fullmatch(form, text)) is None or not 0 < int(found.groups()[-1]) < 65536:
+    if (found := re.fullmatch(form, text)) is None or not 0 < int(
+        found.groups()[-1]
+    ) < 65536:
         raise UsageError(f"{text!r} is not of the form {usage}")
     return found.groups()

@@ -14,10 +14,18 @@ from weft.run.ranks import in_ranks, threads_per_rank
 
 
 def probe(
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The cluster file to write.")] = Path("probe.toml"),
-    ranks: Annotated[int, typer.Option(min=1, help="Measure with 1, 2, 4 ... up to this many ranks.")] = 4,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repetitions.")] = False,
-    folder: Annotated[Path, typer.Option(metavar="DIR", help="A folder on the disk to measure.")] = Path(),
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="The cluster file to write.")
+    ] = Path("probe.toml"),
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Measure with 1, 2, 4 ... up to this many ranks.")
+    ] = 4,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer sizes and repetitions.")
+    ] = False,
+    folder: Annotated[
+        Path, typer.Option(metavar="DIR", help="A folder on the disk to measure.")
+    ] = Path(),
 ) -> int:
     """Measure this machine for weft plan: products, memory, a step, collectives, a disk. Under torchrun: its ranks."""
     if in_ranks():
@@ -30,7 +38,8 @@ def probe(
     settings = []
     with Console(stderr=True).status("") as status:
         status.update(f"measuring the disk of {folder.resolve()}")
-        moves = probe_storage(folder, quick)  # first: a folder that cannot be used is said at once
+        # first: a folder that cannot be used is said at once
+        moves = probe_storage(folder, quick)
         for n in wanted:
             status.update(f"measuring with {n} process{'es' * (n > 1)} at once")
             settings.append(setting(n, quick))
@@ -44,23 +53,48 @@ def _be_rank(out: Path, quick: bool, folder: Path) -> int:
 
     from weft.rehearse.probe import measure, probe_storage
 
-    torch.set_num_threads(threads_per_rank(0, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    torch.set_num_threads(
+        threads_per_rank(0, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    )
     begun = time.perf_counter()
     found = measure(quick)
     if int(os.environ["RANK"]) == 0:
         moves = probe_storage(folder, quick)
-        _write([found], int(os.environ["WORLD_SIZE"]), moves, out, time.perf_counter() - begun)
+        _write(
+            [found],
+            int(os.environ["WORLD_SIZE"]),
+            moves,
+            out,
+            time.perf_counter() - begun,
+        )
     return 0
 
 
-def _write(settings: list[dict[str, Any]], count: int, moves: dict[str, Any], out: Path, seconds: float) -> None:
+def _write(
+    settings: list[dict[str, Any]],
+    count: int,
+    moves: dict[str, Any],
+    out: Path,
+    seconds: float,
+) -> None:
     from weft.recipe.toml import write_toml
     from weft.rehearse.probe import cluster
 
     tree = cluster(settings, count, moves)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(f"# Written by weft probe in {seconds:.0f} s; for weft plan --cluster.\n{write_toml(tree, 5)}")
-    heads = "each of", "threads", "GFLOP/s f32", "bf16", "triad GB/s", "step ms", "all-reduce 1 MB us", "MB empty"
+    out.write_text(
+        f"# Written by weft probe in {seconds:.0f} s; for weft plan --cluster.\n{write_toml(tree, 5)}"
+    )
+    heads = (
+        "each of",
+        "threads",
+        "GFLOP/s f32",
+        "bf16",
+        "triad GB/s",
+        "step ms",
+        "all-reduce 1 MB us",
+        "MB empty",
+    )
     table = grid(heads, ("each of",), wrap=True)
     for s in settings:
         reduce = _nearest(s["collectives"].get(f"reduce.{s['ranks']}"), 2**20)
@@ -72,21 +106,32 @@ def _write(settings: list[dict[str, Any]], count: int, moves: dict[str, Any], ou
     console = plain_console(120)
     console.print(table)
     disk, link = moves["disk"], moves["link"]
-    console.print(f"disk of {disk['folder']}: {_rates(disk, 'read', 'write')}, {disk['free'] / 1e9:.0f} GB free")
+    console.print(
+        f"disk of {disk['folder']}: {_rates(disk, 'read', 'write')}, {disk['free'] / 1e9:.0f} GB free"
+    )
     if disk["note"]:
         console.print(f"note: {disk['note']}", markup=False)
     if link:
-        console.print(f"copies of pinned memory: {_rates(link, 'to_device', 'to_host')}")
-    console.print(f"{out}: {seconds:.0f} s; use it with: weft plan MODEL --cluster {out}")
+        console.print(
+            f"copies of pinned memory: {_rates(link, 'to_device', 'to_host')}"
+        )
+    console.print(
+        f"{out}: {seconds:.0f} s; use it with: weft plan MODEL --cluster {out}"
+    )
 
 
 def _rates(curves: dict[str, Any], *names: str) -> str:
     """GB/s by MiB of a transfer, of each of the curves."""
 
     def rates(points: list[list[float]]) -> str:
-        return ", ".join(f"{size / seconds / 1e9:.2f} ({size / 2**20:.0f} MiB)" for size, seconds in points)
+        return ", ".join(
+            f"{size / seconds / 1e9:.2f} ({size / 2**20:.0f} MiB)"
+            for size, seconds in points
+        )
 
-    return "; ".join(f"{name.replace('_', ' ')} {rates(curves[name])} GB/s" for name in names)
+    return "; ".join(
+        f"{name.replace('_', ' ')} {rates(curves[name])} GB/s" for name in names
+    )
 
 
 def _nearest(points: list[list[float]] | None, size: int) -> float | None:

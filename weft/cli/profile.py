@@ -16,12 +16,18 @@ _batches = "Batch sizes to record, separated by commas."
 
 
 def profile(
-    traces: Annotated[list[Path] | None, typer.Argument(metavar="[TRACE]...", help=_traces)] = None,
+    traces: Annotated[
+        list[Path] | None, typer.Argument(metavar="[TRACE]...", help=_traces)
+    ] = None,
     checkpoint: Annotated[str | None, ModelName] = None,
     batches: Annotated[str, typer.Option(help=_batches)] = "1,4,16,64",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
-    steps: Annotated[int, typer.Option(min=1, help="Tokens to generate for each text.")] = 16,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where new traces go.")] = Path("traces"),
+    steps: Annotated[
+        int, typer.Option(min=1, help="Tokens to generate for each text.")
+    ] = 16,
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where new traces go.")
+    ] = Path("traces"),
     as_json: AsJson = False,
 ) -> int:
     """Say what a program waits for, of traces there are, or of --checkpoint while it writes."""
@@ -33,24 +39,54 @@ def profile(
         import torch
 
         from weft.checkpoint.model import open_model
-        from weft.loads.traced import record
+        from weft.measure.traced import record
 
         if not all(word.isdecimal() and int(word) for word in batches.split(",")):
             raise UsageError(f"--batches {batches}: give numbers, for instance 1,4,16")
-        model, _ = open_model(checkpoint, "cuda" if torch.cuda.is_available() else "cpu", warn, False)
-        traces = [record(model, int(batch), prompt, steps, out) for batch in batches.split(",")]
+        model, _ = open_model(
+            checkpoint, "cuda" if torch.cuda.is_available() else "cpu", warn, False
+        )
+        traces = [
+            record(model, int(batch), prompt, steps, out)
+            for batch in batches.split(",")
+        ]
     found = [read_launches(trace) for trace in traces or ()]
     if as_json:
         print(json.dumps([asdict(one) | {"verdict": one.verdict} for one in found]))
         return 0
     rows = []
     for one in found:
-        times = (f"{1e3 * one.seconds:.1f}", f"{one.kernels:,}", f"{one.waited / 1e3:.2f}", f"{one.queued:.1f}")
-        rows.append((one.name, *times, f"{one.mean:.1f}", f"{one.busy:.0%}" if one.kernels else "-"))
-    print_table(("trace", "ms", "kernels", "TKLQT ms", "per kernel us", "kernel or operator us", "device busy"), rows)
+        times = (
+            f"{1e3 * one.seconds:.1f}",
+            f"{one.kernels:,}",
+            f"{one.waited / 1e3:.2f}",
+            f"{one.queued:.1f}",
+        )
+        rows.append(
+            (
+                one.name,
+                *times,
+                f"{one.mean:.1f}",
+                f"{one.busy:.0%}" if one.kernels else "-",
+            )
+        )
+    print_table(
+        (
+            "trace",
+            "ms",
+            "kernels",
+            "TKLQT ms",
+            "per kernel us",
+            "kernel or operator us",
+            "device busy",
+        ),
+        rows,
+    )
     for one in found:
         print(f"{one.name}: {one.verdict}")
     if len(found) > 1 and found[0].kernels:
         at = knee(found)
-        print(f"compute-bound from {at.name} on" if at else "launch-bound in all of them")
+        print(
+            f"compute-bound from {at.name} on" if at else "launch-bound in all of them"
+        )
     return 0

@@ -12,9 +12,17 @@ from weft.cli.console import grid
 from weft.run.launch import launch
 from weft.run.ranks import in_ranks
 
-app = typer.Typer(name="ranks", help="Show, add or remove the ranks of a run while it goes on.", no_args_is_help=True)
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run of several ranks.")]
-_members = typer.Argument(metavar="MEMBER...", help="Numbers of members, as weft ranks list shows them.")
+app = typer.Typer(
+    name="ranks",
+    help="Show, add or remove the ranks of a run while it goes on.",
+    no_args_is_help=True,
+)
+RunFolder = Annotated[
+    Path, typer.Argument(metavar="RUN", help="The folder of a run of several ranks.")
+]
+_members = typer.Argument(
+    metavar="MEMBER...", help="Numbers of members, as weft ranks list shows them."
+)
 
 
 @app.command("list")
@@ -27,18 +35,33 @@ def show(run: RunFolder, json: AsJson = False) -> None:
         from dataclasses import asdict
         from json import dumps
 
-        print(dumps({"epoch": roster.epoch, "members": [asdict(member) for member in roster.members]}))
+        print(
+            dumps(
+                {
+                    "epoch": roster.epoch,
+                    "members": [asdict(member) for member in roster.members],
+                }
+            )
+        )
         return
     heads = ("member", "rank", "process", "address")
     table = grid(heads, heads, wrap=True)
     for rank, member in enumerate(roster.members):
-        table.add_row(str(member.number), str(rank), str(member.pid), f"{member.host}:{member.port}")
+        table.add_row(
+            str(member.number),
+            str(rank),
+            str(member.pid),
+            f"{member.host}:{member.port}",
+        )
     Console(highlight=False).print(table)
 
 
 @app.command()
 def add(
-    run: RunFolder, ranks: Annotated[int, typer.Option(min=1, help="So many processes of this machine.")] = 1
+    run: RunFolder,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="So many processes of this machine.")
+    ] = 1,
 ) -> int:
     """Add ranks to a run, and stay until they have ended. On another machine RUN must be the same folder.
 
@@ -49,7 +72,11 @@ def add(
 
     about = read_roster(run).about
     if not in_ranks():
-        count = build_recipe(about["recipe"]).layout.inside.world if "island" in about else ranks
+        count = (
+            build_recipe(about["recipe"]).layout.inside.world
+            if "island" in about
+            else ranks
+        )
         return launch(sys.argv[1:], count, survive=True)
     from weft.cli.train import conclude
     from weft.resilience.islands import come_back
@@ -74,7 +101,11 @@ def remove(run: RunFolder, members: Annotated[list[int], _members]) -> None:
         )
     known = [member.number for member in roster.members]
     if unknown := [number for number in members if number not in known]:
-        raise UsageError(f"{run} has no member {unknown[0]}; it has {', '.join(map(str, known))}")
+        raise UsageError(
+            f"{run} has no member {unknown[0]}; it has {', '.join(map(str, known))}"
+        )
     if len(set(members)) == len(known):
-        raise UsageError("a run cannot go on without any member; stop it with Ctrl-C, or leave one of them")
+        raise UsageError(
+            "a run cannot go on without any member; stop it with Ctrl-C, or leave one of them"
+        )
     ask_to_leave(run, members)

@@ -7,8 +7,14 @@ import typer
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="A run folder, or several to compare.")],
-    out: Annotated[Path | None, typer.Option(help="Where to write; report.html or compare.html in RUN.")] = None,
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="A run folder, or several to compare."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where to write; report.html or compare.html in RUN."),
+    ] = None,
 ) -> int:
     """Write the report of a run, or of several side by side: one HTML page that works offline."""
     from weft.observe.report import write_report

@@ -23,19 +23,41 @@ _ms = "{} of a microbatch on a rank, all its stages."
 
 
 def schedule(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="e.g. 1f1b; without it, all are listed.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="e.g. 1f1b; without it, all are listed."),
+    ] = None,
     stages: Annotated[int, typer.Option(min=1, help="Pipeline ranks, P.")] = 4,
-    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches per step, M.")] = 8,
-    virtual: Annotated[int | None, typer.Option(min=1, help="Stages per rank (looped schedules: 2).")] = None,
-    forward: Annotated[float, typer.Option(min=0, metavar="MS", help=_ms.format("Forward"))] = 1.0,
-    backward_input: Annotated[float, typer.Option(min=0, metavar="MS", help=_ms.format("Input gradient"))] = 1.0,
-    backward_weight: Annotated[float, typer.Option(min=0, metavar="MS", help=_ms.format("Weight gradient"))] = 1.0,
-    comm: Annotated[float, typer.Option(min=0, metavar="MS", help="A move between two ranks.")] = 0.0,
+    microbatches: Annotated[
+        int, typer.Option(min=1, help="Microbatches per step, M.")
+    ] = 8,
+    virtual: Annotated[
+        int | None, typer.Option(min=1, help="Stages per rank (looped schedules: 2).")
+    ] = None,
+    forward: Annotated[
+        float, typer.Option(min=0, metavar="MS", help=_ms.format("Forward"))
+    ] = 1.0,
+    backward_input: Annotated[
+        float, typer.Option(min=0, metavar="MS", help=_ms.format("Input gradient"))
+    ] = 1.0,
+    backward_weight: Annotated[
+        float, typer.Option(min=0, metavar="MS", help=_ms.format("Weight gradient"))
+    ] = 1.0,
+    comm: Annotated[
+        float, typer.Option(min=0, metavar="MS", help="A move between two ranks.")
+    ] = 0.0,
     exchange: Annotated[float, typer.Option(min=0, metavar="MS", help=_exchange)] = 0.0,
-    layers: Annotated[int, typer.Option(min=1, help="With --exchange: layers with experts per stage.")] = 2,
+    layers: Annotated[
+        int, typer.Option(min=1, help="With --exchange: layers with experts per stage.")
+    ] = 2,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it as a page to explore.")] = None,
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw it as a page to explore.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev."),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Simulate and draw a pipeline schedule: makespan, bubble, peak activations. Needs no devices.
@@ -43,7 +65,9 @@ def schedule(
     Makespan: the longest time from a rank's first action to its last, what a step takes in a run of many.
     Activations are counted in microbatches: 1 is what all stages of a rank save of one microbatch.
     """
-    times = Times(forward, backward_input, backward_weight, comm, exchange / 2, exchange / 2)
+    times = Times(
+        forward, backward_input, backward_weight, comm, exchange / 2, exchange / 2
+    )
     files = {"svg": svg, "html": html, "trace": trace}
     if name is None:
         return _list(files, as_json)
@@ -54,7 +78,9 @@ def schedule(
             raise UsageError(f"--{option} {value} is not possible; give a time in ms")
     work = times.forward + times.backward
     if work <= 0:
-        raise UsageError("nothing takes any time; give --forward, --backward-input or --backward-weight above 0")
+        raise UsageError(
+            "nothing takes any time; give --forward, --backward-input or --backward-weight above 0"
+        )
     table = build(name, stages, microbatches, virtual, times)
     simulation, turns = simulate(table, uniform(table, times)), {}
     if exchange:
@@ -76,17 +102,30 @@ def schedule(
             "bubble_rate": bubble,
             "peak_activations": list(simulation.peaks),
         }
-        record |= {"exchanges_beside": {way.value: found.makespan for way, found in turns.items()}} if turns else {}
+        record |= (
+            {
+                "exchanges_beside": {
+                    way.value: found.makespan for way, found in turns.items()
+                }
+            }
+            if turns
+            else {}
+        )
         print(json.dumps(record))
     else:
-        beside = ", ".join(f"{way.value} {draw.number(found.makespan)} ms" for way, found in turns.items())
+        beside = ", ".join(
+            f"{way.value} {draw.number(found.makespan)} ms"
+            for way, found in turns.items()
+        )
         facts = {"exchanges beside": beside} if turns else {}
         facts |= {k: str(path) for k, path in files.items() if path}
         _show(simulation, bubble, f"[bold]{name}[/]  {note}", facts)
     return 0
 
 
-def _show(simulation: Simulation, bubble: float, title: str, more: dict[str, str]) -> None:
+def _show(
+    simulation: Simulation, bubble: float, title: str, more: dict[str, str]
+) -> None:
     """The figures in words, ``more`` facts and the lanes where the terminal has room for them."""
     table, console = simulation.table, Console(highlight=False)
     console.print(title, soft_wrap=True)
@@ -100,7 +139,9 @@ def _show(simulation: Simulation, bubble: float, title: str, more: dict[str, str
     } | more
     for key, fact in facts.items():
         console.print(f"{key:<17} {fact}", soft_wrap=True, markup=False)
-    if lanes := timeline(simulation, console.width, console.color_system in ("256", "truecolor")):
+    if lanes := timeline(
+        simulation, console.width, console.color_system in ("256", "truecolor")
+    ):
         console.print()
         for lane in lanes:
             console.print(lane, no_wrap=True, overflow="crop")
@@ -114,7 +155,11 @@ def _paper(name: str) -> str:
 def _peaks(peaks: tuple[float, ...]) -> str:
     """The peak of every rank, or once if they are alike."""
     shown = [draw.number(peak) for peak in peaks]
-    return f"{shown[0]} on every rank" if len(shown) > 1 and len(set(shown)) == 1 else " ".join(shown)
+    return (
+        f"{shown[0]} on every rank"
+        if len(shown) > 1 and len(set(shown)) == 1
+        else " ".join(shown)
+    )
 
 
 def _content(kind: str, simulation: Simulation, note: str) -> str:
@@ -126,9 +171,21 @@ def _content(kind: str, simulation: Simulation, note: str) -> str:
 def _list(files: dict[str, Path | None], as_json: bool) -> int:
     given = [f"--{kind}" for kind, path in files.items() if path is not None]
     if given:
-        raise UsageError(f"{given[0]} needs the name of a schedule; choose from: {', '.join(BUILDERS)}")
+        raise UsageError(
+            f"{given[0]} needs the name of a schedule; choose from: {', '.join(BUILDERS)}"
+        )
     if as_json:
-        print(json.dumps([{"schedule": n, "about": b.about, "paper": b.paper} for n, b in BUILDERS.items()]))
+        print(
+            json.dumps(
+                [
+                    {"schedule": n, "about": b.about, "paper": b.paper}
+                    for n, b in BUILDERS.items()
+                ]
+            )
+        )
         return 0
-    print_table(("schedule", "what it does", "paper"), ((n, b.about, b.paper) for n, b in BUILDERS.items()))
+    print_table(
+        ("schedule", "what it does", "paper"),
+        ((n, b.about, b.paper) for n, b in BUILDERS.items()),
+    )
     return 0

@@ -26,13 +26,17 @@ _hosts = (
 _context = "Tokens of a prompt and its answer at most; 0: as the model's config.json says, if it has one."
 _cors = "An origin such as https://chat.example.com whose pages may ask, or *; may be repeated. Without it none may."
 _connections = "Connections at a time; the idlest one makes way for a further one."
-_adapters = "A folder of adapters as PEFT writes them: each is a model by its folder's name."
+_adapters = (
+    "A folder of adapters as PEFT writes them: each is a model by its folder's name."
+)
 _keys = "A file with a key per line: requests without one are refused. Prefixes are shared among requests of one key."
 _policy = (
     "Who goes first in a step. exact-fill: new tokens, then prompts, cut where the budget ends; chunked:N: new tokens "
     "and at most N of one prompt; prompts-first: prompts, then new tokens."
 )
-_invariant = "Log-probabilities do not depend on other requests, to the last bit; slower."
+_invariant = (
+    "Log-probabilities do not depend on other requests, to the last bit; slower."
+)
 
 #: The share of the free memory that the cache may fill.
 SHARE = 0.4
@@ -40,21 +44,51 @@ SHARE = 0.4
 
 def serve(
     checkpoint: Annotated[str, ModelName],
-    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for all networks.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes one that is free.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Where to listen; 0.0.0.0 for all networks.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="0 takes one that is free.")
+    ] = 8000,
     api_key: Annotated[Path | None, typer.Option(metavar="FILE", help=_keys)] = None,
-    name: Annotated[str | None, typer.Option(help="The model's name for clients; by default its own.")] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Answers that are written at the same time.")] = 64,
-    waiting: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are refused with 429.")] = 960,
-    budget: Annotated[int, typer.Option(min=1, help="Tokens per step; longer prompts are read in pieces.")] = 512,
-    policy: Annotated[str, typer.Option(metavar="exact-fill|chunked:N|prompts-first", help=_policy)] = "exact-fill",
-    cache: Annotated[int, typer.Option(min=0, help="Tokens in the cache; 0: by the free memory.")] = 0,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer if a request does not say.")] = 1024,
-    drain: Annotated[int, typer.Option(min=0, help="Seconds that answers have to finish after Ctrl-C.")] = 30,
-    adapters: Annotated[Path | None, typer.Option(metavar="FOLDER", help=_adapters)] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="The model's name for clients; by default its own."),
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(min=1, help="Answers that are written at the same time.")
+    ] = 64,
+    waiting: Annotated[
+        int,
+        typer.Option(min=0, help="Answers that may wait; more are refused with 429."),
+    ] = 960,
+    budget: Annotated[
+        int,
+        typer.Option(min=1, help="Tokens per step; longer prompts are read in pieces."),
+    ] = 512,
+    policy: Annotated[
+        str, typer.Option(metavar="exact-fill|chunked:N|prompts-first", help=_policy)
+    ] = "exact-fill",
+    cache: Annotated[
+        int, typer.Option(min=0, help="Tokens in the cache; 0: by the free memory.")
+    ] = 0,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of an answer if a request does not say.")
+    ] = 1024,
+    drain: Annotated[
+        int,
+        typer.Option(min=0, help="Seconds that answers have to finish after Ctrl-C."),
+    ] = 30,
+    adapters: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help=_adapters)
+    ] = None,
     max_model_len: Annotated[int, typer.Option(min=0, help=_context)] = 0,
-    allowed_hosts: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_hosts)] = None,
-    cors: Annotated[list[str] | None, typer.Option(metavar="ORIGIN", help=_cors)] = None,
+    allowed_hosts: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help=_hosts)
+    ] = None,
+    cors: Annotated[
+        list[str] | None, typer.Option(metavar="ORIGIN", help=_cors)
+    ] = None,
     connections: Annotated[int, typer.Option(min=1, help=_connections)] = 2048,
     ema: Ema = False,
     weights: Weights = "float",
@@ -67,7 +101,6 @@ def serve(
     import psutil
     import torch
 
-    from weft.checkpoint.convert.carried_files import context_length
     from weft.checkpoint.model import open_model, tokenizer_of
     from weft.generate.draft import check_ahead, drafter_for
     from weft.generate.engine import Engine, check_prompt
@@ -76,6 +109,7 @@ def serve(
     from weft.generate.start import as_rank, launch_ranks, leads
     from weft.layout.layout import Layout
     from weft.models.products import read_only
+    from weft.shapes.carried_files import context_length
 
     try:
         from weft.serve.front import front_of, room_for
@@ -83,19 +117,27 @@ def serve(
         from weft.serve.server import Server
         from weft.serve.service import Service, add_adapters
     except ImportError as error:
-        raise UsageError(f"serving needs the package {error.name}: pip install 'weft[serve]'") from None
+        raise UsageError(
+            f"serving needs the package {error.name}: pip install 'weft[serve]'"
+        ) from None
     keys = read_keys(api_key) if api_key else []
-    spread, device = Layout.parse(layout or ""), "cuda" if torch.cuda.is_available() else "cpu"
+    spread, device = (
+        Layout.parse(layout or ""),
+        "cuda" if torch.cuda.is_available() else "cpu",
+    )
     if invariant and spread.world > 1:
         raise UsageError("--invariant is for a model on one rank; leave out --layout")
     check_ahead(draft, ahead)
     order = policy_of(policy)
-    gate_rules(host, allowed_hosts or (), cors or ())  # mistakes are said before anything is read
+    # mistakes are said before anything is read
+    gate_rules(host, allowed_hosts or (), cors or ())
     if (code := launch_ranks(spread, checkpoint)) is not None:
         return code
     with as_rank(spread, device) as device:
         listening = _listen(host, port) if leads() else None
-        model, files = open_model(checkpoint, device, warn, ema, mesh_of_rank(spread, device))
+        model, files = open_model(
+            checkpoint, device, warn, ema, mesh_of_rank(spread, device)
+        )
         check_prompt(model, [0])
         read_only(model, weights)
         if listening is None:
@@ -103,10 +145,19 @@ def serve(
             return 0
         drafter = drafter_for(draft, model, warn, ahead)
         engine = Engine(
-            model, cache or None, budget, requests, order, drafter=drafter, invariant=invariant, ranks=spread.world > 1
+            model,
+            cache or None,
+            budget,
+            requests,
+            order,
+            drafter=drafter,
+            invariant=invariant,
+            ranks=spread.world > 1,
         )
         if not cache:
-            here = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            here = psutil.virtual_memory().available // int(
+                os.environ.get("LOCAL_WORLD_SIZE", "1")
+            )
             free = here if device == "cpu" else torch.cuda.mem_get_info()[0]
             cache = engine.fit(int(SHARE * free))
         name = name or checkpoint.rstrip("/").split("/")[-1]
@@ -123,16 +174,27 @@ def serve(
         )
         rules = gate_rules(listening.getsockname()[0], allowed_hosts or (), cors or ())
         if (room := room_for(connections)) < connections:
-            warn(f"{room} connections at a time, not {connections}: the system lets a process open no more files")
+            warn(
+                f"{room} connections at a time, not {connections}: the system lets a process open no more files"
+            )
         front = front_of(server, rules, warn, drain, room)
         where = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         if not keys and host not in ("127.0.0.1", "::1", "localhost"):
-            warn(f"whoever can reach {host} can ask; give --api-key FILE to ask for a key")
-        print(f"{name} at {where}/v1, with a cache of {cache:,} tokens; Ctrl-C ends it", flush=True)
+            warn(
+                f"whoever can reach {host} can ask; give --api-key FILE to ask for a key"
+            )
+        print(
+            f"{name} at {where}/v1, with a cache of {cache:,} tokens; Ctrl-C ends it",
+            flush=True,
+        )
         if not keys and "*" in rules.origins:
-            warn("with --cors '*' every page that a browser here visits can ask; give --api-key FILE to ask for a key")
+            warn(
+                "with --cors '*' every page that a browser here visits can ask; give --api-key FILE to ask for a key"
+            )
         if spread.world > 1:
-            threading.Thread(target=_end_with, args=(service, front), daemon=True).start()
+            threading.Thread(
+                target=_end_with, args=(service, front), daemon=True
+            ).start()
         with suppress(KeyboardInterrupt):  # which comes again after the last answer
             front.run(sockets=[listening])
         service.close()
@@ -151,7 +213,9 @@ def _end_with(service: "Service", front: "uvicorn.Server") -> None:
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
     except OSError as error:
         raise UsageError(
             f"cannot listen at {host} port {port}: {error.strerror}; give another --host or --port"

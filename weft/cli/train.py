@@ -23,7 +23,10 @@ if TYPE_CHECKING:  # `weft --help` does not wait for what reads a recipe
 
 _ranks = "Ranks for a recipe without a layout, which the planner then chooses; else one per GPU, or one."
 _probe_file = "From weft probe: the planner chooses by it, and also how many ranks."
-_resume = typer.Option(metavar="auto|DIR|s3://...|peer://...", help="Continue a run or checkpoint, under any layout.")
+_resume = typer.Option(
+    metavar="auto|DIR|s3://...|peer://...",
+    help="Continue a run or checkpoint, under any layout.",
+)
 _sweep_help = "A run for each of these values, one after the other; several --sweep multiply (docs/training.md)."
 _sweep = typer.Option("--sweep", metavar="SECTION.KEY=A,B", help=_sweep_help)
 
@@ -34,10 +37,14 @@ def train(
     overrides: Overrides = None,
     origin: FromModel = None,
     data: DataPath = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder; runs/NAME by default.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder; runs/NAME by default.")
+    ] = None,
     resume: Annotated[str | None, _resume] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help=_ranks)] = None,
-    cluster: Annotated[str | None, typer.Option(metavar="FILE", help=_probe_file)] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="FILE", help=_probe_file)
+    ] = None,
     sweep: Annotated[list[str] | None, _sweep] = None,
 ) -> int:
     """Train a model. Starts one process per rank, or joins those of torchrun or Slurm."""
@@ -47,7 +54,9 @@ def train(
     if sweep:
 
         def varied(more: list[str]) -> "Recipe":
-            return load_recipe(recipe, [*(overrides or []), *more], layout, origin, data)
+            return load_recipe(
+                recipe, [*(overrides or []), *more], layout, origin, data
+            )
 
         return swept(sweep, varied, out, resume, ranks, cluster)
     given = load_recipe(recipe, overrides or [], layout, origin, data)
@@ -57,10 +66,16 @@ def train(
     if "layout" not in given.model_fields_set:
         from weft.api import with_planned_layout
 
-        given, more = with_planned_layout(given, ranks) if cluster is None else probed_choice(given, ranks, cluster)
+        given, more = (
+            with_planned_layout(given, ranks)
+            if cluster is None
+            else probed_choice(given, ranks, cluster)
+        )
         argv += more
     elif cluster is not None and not in_ranks():
-        raise UsageError("--cluster is for a recipe without a layout, which the planner then chooses; leave out one")
+        raise UsageError(
+            "--cluster is for a recipe without a layout, which the planner then chooses; leave out one"
+        )
     elif ranks is not None and ranks != given.layout.world:
         raise UsageError(
             f"--ranks {ranks}, but layout {given.layout} has {given.layout.world}; leave out one of them, or write "
@@ -73,12 +88,18 @@ def train(
             prepare_run(given, out, resume)
         if given.layout.world > 1:
             survive = given.survives or given.islands_come_and_go
-            return launch(argv, given.layout.world, threads=given.train.threads, survive=survive)
+            return launch(
+                argv, given.layout.world, threads=given.train.threads, survive=survive
+            )
     from weft.api import be_rank
 
     outcome = be_rank(given, out, resume, conclude)
     # Of several ranks the launcher knows best what a signal means; each of them ended as it should.
-    return 128 + outcome.interrupted if given.layout.world == 1 and outcome and outcome.interrupted else 0
+    return (
+        128 + outcome.interrupted
+        if given.layout.world == 1 and outcome and outcome.interrupted
+        else 0
+    )
 
 
 def swept(
@@ -93,21 +114,35 @@ def swept(
     from weft.run.sweep import check_folder, run_sweep, sweep_report, trials_of
 
     if in_ranks():
-        raise UsageError("--sweep starts the ranks of each run by itself; call it without torchrun or Slurm")
+        raise UsageError(
+            "--sweep starts the ranks of each run by itself; call it without torchrun or Slurm"
+        )
     if resume is not None:
-        raise UsageError("a sweep goes on where it was when the same command is given again; leave out --resume")
+        raise UsageError(
+            "a sweep goes on where it was when the same command is given again; leave out --resume"
+        )
     if cluster is not None:
-        raise UsageError("--cluster plans for one run; write --layout, or leave it to the planner (--ranks)")
+        raise UsageError(
+            "--cluster plans for one run; write --layout, or leave it to the planner (--ranks)"
+        )
     folder = out or RUNS / f"{load([]).name}-sweep"
     check_folder(folder)
-    trials = [(trial, load(trial.overrides)) for trial in trials_of(asked, folder)]  # all are checked before any runs
+    # all are checked before any runs
+    trials = [(trial, load(trial.overrides)) for trial in trials_of(asked, folder)]
     for _, recipe in trials:
         check_sources(recipe.data)
     trials = [
-        (trial, recipe if "layout" in recipe.model_fields_set else with_planned_layout(recipe, ranks)[0])
+        (
+            trial,
+            recipe
+            if "layout" in recipe.model_fields_set
+            else with_planned_layout(recipe, ranks)[0],
+        )
         for trial, recipe in trials
     ]
-    results, interrupted = run_sweep(trials, folder, lambda text: print(text, flush=True))
+    results, interrupted = run_sweep(
+        trials, folder, lambda text: print(text, flush=True)
+    )
 
     def shown(number: float | None, how: str = ".4f") -> str:
         return "-" if number is None else format(number, how)
@@ -129,14 +164,18 @@ def swept(
     return int(any(r.problem for r in results))
 
 
-def probed_choice(recipe: "Recipe", ranks: int | None, file: str) -> "tuple[Recipe, list[str]]":
+def probed_choice(
+    recipe: "Recipe", ranks: int | None, file: str
+) -> "tuple[Recipe, list[str]]":
     """A recipe with the best layout for the machine of ``file``; and the same for the command lines of its ranks."""
     from weft.planner.machine import load_cluster
     from weft.rehearse.choose import choose_here
 
     cluster = load_cluster(file, ranks)
     if not cluster.probed:
-        raise UsageError(f"--cluster {file} is not from weft probe; leave it out, or run: weft probe --out probe.toml")
+        raise UsageError(
+            f"--cluster {file} is not from weft probe; leave it out, or run: weft probe --out probe.toml"
+        )
     if in_ranks():
         raise UsageError(
             "--cluster plans before ranks are started; write the layout first: weft plan ... --recipe FILE"
@@ -155,10 +194,14 @@ def conclude(recipe: "Recipe", outcome: "Outcome") -> None:
     say = plain_console().print
     if outcome.interrupted:
         name = signal.Signals(outcome.interrupted).name
-        say(f"stopped by {name} after step {outcome.progress.step}; continue with: --resume {outcome.run}")
+        say(
+            f"stopped by {name} after step {outcome.progress.step}; continue with: --resume {outcome.run}"
+        )
     elif outcome.validations:
         first, last = outcome.validations[0], outcome.validations[-1]
-        say(f"validation loss {first:.3f} -> {last:.3f} ({last / first:.0%} of its first value)")
+        say(
+            f"validation loss {first:.3f} -> {last:.3f} ({last / first:.0%} of its first value)"
+        )
     if recipe.generate and outcome.checkpoint and not outcome.interrupted:
         from weft.cli.generate import say_samples
 
@@ -170,9 +213,15 @@ def conclude(recipe: "Recipe", outcome: "Outcome") -> None:
     if finished.export:
         say(f"exported    {finished.export}")
     if best := best_checkpoint(outcome.run):
-        say(f"best        {best}: validation loss {outcome.best.loss:.4f} after step {outcome.best.step}")
+        say(
+            f"best        {best}: validation loss {outcome.best.loss:.4f} after step {outcome.best.step}"
+        )
     say(f"checkpoint  {outcome.checkpoint}\nreport      {finished.report}")
     if traces := sorted(outcome.run.glob("trace/*.json")):
-        say(f"trace       {traces[0].parent}: a file per rank, to open in ui.perfetto.dev")
+        say(
+            f"trace       {traces[0].parent}: a file per rank, to open in ui.perfetto.dev"
+        )
     if finished.measured:
-        say(f"measured    {finished.measured}: runs of this machine, which weft plan learns from")
+        say(
+            f"measured    {finished.measured}: runs of this machine, which weft plan learns from"
+        )

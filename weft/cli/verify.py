@@ -29,11 +29,21 @@ def verify(
     origin: FromModel = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
     types: Annotated[bool, typer.Option("--types", help=_types_help)] = False,
-    dtype: Annotated[str, typer.Option(help="float64 (to 1e-10) or float32 (to 5e-5).")] = "float64",
-    cases: Annotated[int | None, typer.Option("--random", min=1, help="Try this many random layouts instead.")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="float64 (to 1e-10) or float32 (to 5e-5).")
+    ] = "float64",
+    cases: Annotated[
+        int | None,
+        typer.Option("--random", min=1, help="Try this many random layouts instead."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="With --random: chooses the cases.")] = 0,
-    first: Annotated[int, typer.Option(min=0, help="With --random: start at this case of a campaign.")] = 0,
-    minutes: Annotated[float | None, typer.Option(min=0, help="With --random: stop after this time.")] = None,
+    first: Annotated[
+        int,
+        typer.Option(min=0, help="With --random: start at this case of a campaign."),
+    ] = 0,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="With --random: stop after this time.")
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Prove that a layout computes what one device computes. Exit code 0: equal, 1: not."""
@@ -41,12 +51,16 @@ def verify(
     from weft.recipe import load_recipe
 
     if dtype not in TOLERANCE:
-        raise UsageError(f"--dtype {dtype!r} is not possible; {nearest(dtype, TOLERANCE)}")
+        raise UsageError(
+            f"--dtype {dtype!r} is not possible; {nearest(dtype, TOLERANCE)}"
+        )
     if cases is not None:
         return _random(recipe, cases, first, seed, minutes, dtype, as_json)
     given = load_recipe(recipe, overrides or [], layout, origin)
     # What is proved is the arithmetic of the layout, in a precision in which rounding cannot hide a mistake.
-    given = given.model_copy(update={"train": given.train.model_copy(update={"dtype": dtype})})
+    given = given.model_copy(
+        update={"train": given.train.model_copy(update={"dtype": dtype})}
+    )
     if types:
         return _types(given, as_json)
     if not in_ranks():
@@ -64,7 +78,9 @@ def _types(recipe: "Recipe", as_json: bool) -> int:
 
     shape = model_shape(recipe)
     shape = shape.model_copy(update={"vocab": shape.vocab or 257})
-    fault = check_types(shape, recipe.layout, recipe.train, recipe.optimizer, recipe.loss, recipe.memory)
+    fault = check_types(
+        shape, recipe.layout, recipe.train, recipe.optimizer, recipe.loss, recipe.memory
+    )
     if as_json:
         print(json.dumps({"ok": fault is None, "layout": str(recipe.layout), "world": recipe.layout.world,
                           "fault": asdict(fault) if fault else None}))  # fmt: skip
@@ -72,7 +88,9 @@ def _types(recipe: "Recipe", as_json: bool) -> int:
         typer.echo(f"the types of {recipe.layout} do not fit:\n{fault}")
     else:
         ranks = f"{recipe.layout.world} rank{'s' * (recipe.layout.world > 1)}"
-        typer.echo(f"the types of one step under {recipe.layout} fit ({ranks}, none started)")
+        typer.echo(
+            f"the types of one step under {recipe.layout} fit ({ranks}, none started)"
+        )
     return 0 if fault is None else 1
 
 
@@ -85,10 +103,17 @@ def _numbers(recipe: "Recipe", steps: int, as_json: bool) -> int:
     simulated = recipe.layout.island > 1 and not recipe.sync.of_gradients
     peer = "islands simulated in one process" if simulated else "one device"
     if as_json:
-        print(json.dumps(asdict(difference) | {"layout": str(recipe.layout), "steps": steps, "dtype": dtype}))
+        print(
+            json.dumps(
+                asdict(difference)
+                | {"layout": str(recipe.layout), "steps": steps, "dtype": dtype}
+            )
+        )
     else:
         limit = TOLERANCE[dtype]
-        typer.echo(f"{recipe.layout} against {peer}, {steps} steps in {dtype} (limit {limit:.0e}):")
+        typer.echo(
+            f"{recipe.layout} against {peer}, {steps} steps in {dtype} (limit {limit:.0e}):"
+        )
         for what, value, where in (
             ("loss", difference.loss, ""),
             ("gradients", difference.grad, difference.worst_grad),
@@ -97,13 +122,24 @@ def _numbers(recipe: "Recipe", steps: int, as_json: bool) -> int:
             ("optimizer", difference.slot, difference.worst_slot),
         ):
             verdict = "equal" if value <= limit else "DIFFERENT"
-            typer.echo(f"  {what:<14} {value:9.2e}  {verdict}" + (f"  (worst: {where})" if where else ""))
+            typer.echo(
+                f"  {what:<14} {value:9.2e}  {verdict}"
+                + (f"  (worst: {where})" if where else "")
+            )
     if not difference.ok:
         raise WeftError(f"{recipe.layout} does not compute the same as {peer}")
     return 0
 
 
-def _random(path: Path, count: int, first: int, seed: int, minutes: float | None, dtype: str, as_json: bool) -> int:
+def _random(
+    path: Path,
+    count: int,
+    first: int,
+    seed: int,
+    minutes: float | None,
+    dtype: str,
+    as_json: bool,
+) -> int:
     """Random cases against one device; Ctrl-C or SIGTERM ends with the summary so far."""
     from rich.console import Console
     from rich.progress import Progress
@@ -116,18 +152,27 @@ def _random(path: Path, count: int, first: int, seed: int, minutes: float | None
     try:
         with Progress(console=console) as progress:
             task = progress.add_task("against one device", total=count)
-            for case, verdict in fuzzer.campaign(count, seed, MAX_WORLD, minutes, first):
+            for case, verdict in fuzzer.campaign(
+                count, seed, MAX_WORLD, minutes, first
+            ):
                 summary.counts[verdict.kind] += 1
-                counted = ", ".join(f"{number} {kind}" for kind, number in summary.counts.items())
+                counted = ", ".join(
+                    f"{number} {kind}" for kind, number in summary.counts.items()
+                )
                 progress.update(task, advance=1, description=counted)
-                if not console.is_terminal and summary.counts.total() % LINE_EVERY == 0:  # a log has no bar
+                # a log has no bar
+                if not console.is_terminal and summary.counts.total() % LINE_EVERY == 0:
                     console.print(f"{summary.counts.total()} of {count}: {counted}")
                 if verdict.kind in ("equal", "refused"):
                     continue
                 repeat = command(path, case, dtype, fuzzer.steps)
-                summary.cases.append({"kind": verdict.kind, "why": verdict.why, "command": repeat})
+                summary.cases.append(
+                    {"kind": verdict.kind, "why": verdict.why, "command": repeat}
+                )
                 if not as_json:
-                    typer.echo(f"{verdict.kind}: {verdict.why.splitlines()[0]}\n  {repeat}")
+                    typer.echo(
+                        f"{verdict.kind}: {verdict.why.splitlines()[0]}\n  {repeat}"
+                    )
     except KeyboardInterrupt:
         typer.echo("stopped before the end", err=True)
     finally:
@@ -135,5 +180,11 @@ def _random(path: Path, count: int, first: int, seed: int, minutes: float | None
     if as_json:
         print(json.dumps(summary.as_json()))
     else:
-        typer.echo(", ".join(f"{value} {key}" for key, value in summary.as_json().items() if key != "cases"))
+        typer.echo(
+            ", ".join(
+                f"{value} {key}"
+                for key, value in summary.as_json().items()
+                if key != "cases"
+            )
+        )
     return 1 if summary.cases else 0

@@ -7,7 +7,13 @@ from weft.errors import UsageError
 from weft.recipe import SOURCES, Data, Source
 
 #: How a file for validation is read where the source has none of its own.
-KIND_OF_FORMAT = {".jsonl": "jsonl", ".json": "jsonl", ".csv": "jsonl", ".parquet": "parquet", ".py": "stdlib"}
+KIND_OF_FORMAT = {
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".csv": "jsonl",
+    ".parquet": "parquet",
+    ".py": "stdlib",
+}
 
 
 def validation_source(data: Data) -> Source | None:
@@ -18,9 +24,15 @@ def validation_source(data: Data) -> Source | None:
     if not isinstance(data.validation, str):
         return None
     first = data.sources[0]
-    kind = KIND_OF_FORMAT.get(format_of(Path(data.validation)), "text") if first.kind == "stdlib" else first.kind
+    kind = (
+        KIND_OF_FORMAT.get(format_of(Path(data.validation)), "text")
+        if first.kind == "stdlib"
+        else first.kind
+    )
     form = "auto" if first.form == "docstrings" else first.form
-    apart = first.model_copy(update={"kind": kind, "path": data.validation, "form": form, "weight": 1.0})
+    apart = first.model_copy(
+        update={"kind": kind, "path": data.validation, "form": form, "weight": 1.0}
+    )
     own = _files_of(apart)
     for source in data.sources:
         if both := own & _files_of(source):

@@ -18,11 +18,17 @@ def rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The rows of a ``.parquet`` or ``.arrow`` file as objects, each with its number from 1."""
     number = 0
     for batch in _batches(file):
-        columns = [(field.name, field.type, batch.column(i).to_pylist()) for i, field in enumerate(batch.schema)]
+        columns = [
+            (field.name, field.type, batch.column(i).to_pylist())
+            for i, field in enumerate(batch.schema)
+        ]
         for at in range(batch.num_rows):
             number += 1
             values = {name: _plain(column[at], kind) for name, kind, column in columns}
-            yield number, {name: value for name, value in values.items() if value is not None}
+            yield (
+                number,
+                {name: value for name, value in values.items() if value is not None},
+            )
 
 
 def _batches(file: Path) -> Iterator["pyarrow.RecordBatch"]:
@@ -57,6 +63,10 @@ def _plain(value: Any, kind: "pyarrow.DataType") -> Any:
         return {name: member for name, member in members.items() if member is not None}
     if types.is_map(kind):
         return {key: _plain(item, kind.item_type) for key, item in value}
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+    if (
+        types.is_list(kind)
+        or types.is_large_list(kind)
+        or types.is_fixed_size_list(kind)
+    ):
         return [_plain(item, kind.value_type) for item in value]
     return value

@@ -43,13 +43,20 @@ class Pairs:
         return len(self.number)
 
     def __getitem__(self, chosen: np.ndarray) -> Self:
-        return type(self)(self.number[chosen], self.weight[chosen], self.margin[chosen], self.reference[chosen])
+        return type(self)(
+            self.number[chosen],
+            self.weight[chosen],
+            self.margin[chosen],
+            self.reference[chosen],
+        )
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
         """The pairs of all ``parts``, concatenated."""
         names = ("number", "weight", "margin", "reference")
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+        return cls(
+            *(np.concatenate([getattr(part, name) for part in parts]) for name in names)
+        )
 
     @classmethod
     def listed(cls, weight: np.ndarray, margin: np.ndarray) -> Self:
@@ -117,9 +124,15 @@ class Batch:
     @property
     def document_tokens(self) -> int:
         """Tokens of this batch that are no padding."""
-        return self.tokens.numel() if self.documents is None else int((self.documents >= 0).sum())
+        return (
+            self.tokens.numel()
+            if self.documents is None
+            else int((self.documents >= 0).sum())
+        )
 
     def to(self, device: torch.device) -> Self:
         names = ("tokens", "labels", "positions", "weights", "documents", "draws")
         given = {name: x for name in names if (x := getattr(self, name)) is not None}
-        return replace(self, **{name: x.to(device, non_blocking=True) for name, x in given.items()})
+        return replace(
+            self, **{name: x.to(device, non_blocking=True) for name, x in given.items()}
+        )

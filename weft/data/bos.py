@@ -41,10 +41,16 @@ def with_bos(tokenizer: Tokenizer, bos: Bos) -> Tokenizer:
     assert tokenizer.model is not None
     tree = json.loads(tokenizer.model.to_str())
     before = tree["post_processor"]
-    tree["post_processor"] = _with_opening(before, str(name), number or 0) if bos else _without_opening(before)
+    tree["post_processor"] = (
+        _with_opening(before, str(name), number or 0)
+        if bos
+        else _without_opening(before)
+    )
     model = tokenizers.Tokenizer.from_str(json.dumps(tree))
     model.encode_special_tokens = True
-    return replace(tokenizer, model=model, fingerprint=digest(model.to_str(), tokenizer.eos))
+    return replace(
+        tokenizer, model=model, fingerprint=digest(model.to_str(), tokenizer.eos)
+    )
 
 
 def document_opening(tokenizer: Tokenizer, bos: Bos) -> list[int]:
@@ -52,7 +58,9 @@ def document_opening(tokenizer: Tokenizer, bos: Bos) -> list[int]:
     return [] if bos == "prompts" else tokenizer.opening
 
 
-def begins_otherwise(ids: np.ndarray, starts: np.ndarray, opening: Sequence[int]) -> bool:
+def begins_otherwise(
+    ids: np.ndarray, starts: np.ndarray, opening: Sequence[int]
+) -> bool:
     """Whether some of the documents of token ids that somebody else made do not begin with ``opening``.
 
     ``starts``: int64 ``[documents]``, where they begin in ``ids``. Of many documents some are looked at.
@@ -65,15 +73,25 @@ def _with_opening(processor: Processor | None, name: str, number: int) -> Proces
     """A post-processor, as ``tokenizer.json`` has it, that also writes the token ``name`` before a text."""
     known = _known(name, number)
     if processor is None:
-        return _template([_special(name), _text("A")], [_special(name), _text("A"), _text("B")], known)
+        return _template(
+            [_special(name), _text("A")],
+            [_special(name), _text("A"), _text("B")],
+            known,
+        )
     kind = processor["type"]
     if kind == "TemplateProcessing":
         single, pair = ([_special(name), *processor[key]] for key in ("single", "pair"))
         return _template(single, pair, processor["special_tokens"] | known)
     parts = list(processor["processors"]) if kind == "Sequence" else [processor]
     # Of two templates the second would take what the first has written for two texts.
-    at = next((i for i, part in enumerate(parts) if part["type"] == "TemplateProcessing"), len(parts))
-    parts[at:] = [_with_opening(parts[at] if at < len(parts) else None, name, number), *parts[at + 1 :]]
+    at = next(
+        (i for i, part in enumerate(parts) if part["type"] == "TemplateProcessing"),
+        len(parts),
+    )
+    parts[at:] = [
+        _with_opening(parts[at] if at < len(parts) else None, name, number),
+        *parts[at + 1 :],
+    ]
     return {"type": "Sequence", "processors": parts}
 
 
@@ -85,17 +103,29 @@ def _without_opening(processor: Processor | None) -> Processor | None:
     if kind == "Sequence":
         parts = [_without_opening(part) for part in processor["processors"]]
         return processor | {"processors": [part for part in parts if part is not None]}
-    if kind in ("BertProcessing", "RobertaProcessing"):  # a token before, and one behind
+    # a token before, and one behind
+    if kind in ("BertProcessing", "RobertaProcessing"):
         name, number = processor["sep"]
         single = [_text("A"), _special(name)]
-        return _template(single, [*single, _text("B"), _special(name)], _known(name, number))
+        return _template(
+            single, [*single, _text("B"), _special(name)], _known(name, number)
+        )
     if kind != "TemplateProcessing":
         return processor
-    return processor | {key: _from_text_on(processor[key]) for key in ("single", "pair")}
+    return processor | {
+        key: _from_text_on(processor[key]) for key in ("single", "pair")
+    }
 
 
-def _template(single: list[Piece], pair: list[Piece], known: dict[str, Any]) -> Processor:
-    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": known}
+def _template(
+    single: list[Piece], pair: list[Piece], known: dict[str, Any]
+) -> Processor:
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": pair,
+        "special_tokens": known,
+    }
 
 
 def _known(name: str, number: int) -> dict[str, Any]:

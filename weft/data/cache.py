@@ -15,7 +15,11 @@ from weft.errors import WeftError
 
 def cache_root(chosen: Path | None = None) -> Path:
     """``data.cache`` of the recipe, else ``$WEFT_CACHE``, else ``~/.cache/weft``."""
-    return Path(chosen or os.environ.get("WEFT_CACHE") or "~/.cache/weft").expanduser().absolute()
+    return (
+        Path(chosen or os.environ.get("WEFT_CACHE") or "~/.cache/weft")
+        .expanduser()
+        .absolute()
+    )
 
 
 def digest(*parts: Any) -> str:
@@ -35,7 +39,8 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_name(f".{folder.name}.lock")):
             if not folder.exists():
-                shutil.rmtree(making, ignore_errors=True)  # left by a killed process: nobody else holds the lock
+                # left by a killed process: nobody else holds the lock
+                shutil.rmtree(making, ignore_errors=True)
                 making.mkdir()
                 try:
                     build(making)
@@ -59,7 +64,8 @@ def _locked(path: Path) -> Iterator[None]:
                 mine = os.path.samestat(os.fstat(lock.fileno()), path.stat())
             except FileNotFoundError:
                 mine = False
-            if not mine:  # whoever had it before has taken the file away, and the next one makes another
+            # whoever had it before has taken the file away, and the next one makes another
+            if not mine:
                 continue
             try:
                 yield

@@ -45,7 +45,9 @@ def _plugin(source: Source) -> Iterator[str]:
     with blame_plugin(str(found)):
         for number, text in enumerate(found.call(source.settings)(given), 1):
             if not isinstance(text, str):
-                raise WeftError(f"{found}: document {number} is {type(text).__name__}, not a text")
+                raise WeftError(
+                    f"{found}: document {number} is {type(text).__name__}, not a text"
+                )
             yield encodable(text)
 
 
@@ -61,8 +63,15 @@ def fingerprint(source: Source) -> str:
     if source.kind not in SOURCES:
         return _plugin_fingerprint(source)
     read = documents_of(source).read
-    stats = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in read]
-    how = [source.columns, source.roles, source.on_error] if source.columns or source.roles or source.skips else []
+    stats = [
+        (str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns)
+        for file in read
+    ]
+    how = (
+        [source.columns, source.roles, source.on_error]
+        if source.columns or source.roles or source.skips
+        else []
+    )
     return digest(source.kind, source.field, stats, *how)
 
 
@@ -72,7 +81,11 @@ def _plugin_fingerprint(source: Source) -> str:
     given = Path(source.path).expanduser() if source.path else None
     paths = [Path(code)] if code else []
     if given is not None and given.exists():
-        paths += [given] if given.is_file() else sorted(p for p in given.rglob("*") if p.is_file())
+        paths += (
+            [given]
+            if given.is_file()
+            else sorted(p for p in given.rglob("*") if p.is_file())
+        )
     seen = [(str(p.absolute()), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
     return digest(source.kind, source.path, source.settings, seen)
 
@@ -81,22 +94,36 @@ def _text(file: Path, source: Source, report: SourceReport) -> Iterator[str]:
     with opened(file) as stream:
         text = stream.read()
     # A few modules of Python declare another encoding.
-    yield text.decode(errors="replace" if source.kind == "stdlib" and file.suffix == ".py" else "strict")
+    yield text.decode(
+        errors="replace"
+        if source.kind == "stdlib" and file.suffix == ".py"
+        else "strict"
+    )
 
 
 def _jsonl(file: Path, source: Source, report: SourceReport) -> Iterator[str]:
     for number, record in records(file, report.skip if source.skips else None):
         try:
             if not isinstance(record, dict):
-                raise WeftError(f"{file}:{number}: expected a JSON object, got {type(record).__name__}")
+                raise WeftError(
+                    f"{file}:{number}: expected a JSON object, got {type(record).__name__}"
+                )
             _has(f"{file}:{number}", source.field, list(record))
-            texts = [*_strings([record[source.field]], f"{file}:{number}", source.field, report)]
+            texts = [
+                *_strings(
+                    [record[source.field]], f"{file}:{number}", source.field, report
+                )
+            ]
         except WeftError as error:
             if not source.skips:
                 raise
             report.skip(error)
             continue
-        report.count(str(name) for name, value in record.items() if name != source.field and _something(value))
+        report.count(
+            str(name)
+            for name, value in record.items()
+            if name != source.field and _something(value)
+        )
         yield from map(encodable, texts)
 
 
@@ -119,9 +146,13 @@ def _parquet(file: Path, source: Source, report: SourceReport) -> Iterator[str]:
 
     with pyarrow.parquet.ParquetFile(file) as table:
         _has(str(file), source.field, table.schema_arrow.names)
-        _count_columns(report, table.schema_arrow.names, source.field, table.metadata.num_rows)
+        _count_columns(
+            report, table.schema_arrow.names, source.field, table.metadata.num_rows
+        )
         for batch in table.iter_batches(batch_size=1024, columns=[source.field]):
-            yield from _strings(batch.column(0).to_pylist(), str(file), source.field, report)
+            yield from _strings(
+                batch.column(0).to_pylist(), str(file), source.field, report
+            )
 
 
 def _huggingface(folder: Path, source: Source, report: SourceReport) -> Iterator[str]:
@@ -130,10 +161,14 @@ def _huggingface(folder: Path, source: Source, report: SourceReport) -> Iterator
     try:
         data = datasets.load_from_disk(str(folder))
     except FileNotFoundError:
-        raise WeftError(f"{folder} is not a dataset from save_to_disk; set 'path' to the folder of one") from None
+        raise WeftError(
+            f"{folder} is not a dataset from save_to_disk; set 'path' to the folder of one"
+        ) from None
     if isinstance(data, datasets.DatasetDict):
         if "train" not in data:
-            raise WeftError(f"{folder} has no split 'train'; set 'path' to one of its folders: {', '.join(data)}")
+            raise WeftError(
+                f"{folder} has no split 'train'; set 'path' to one of its folders: {', '.join(data)}"
+            )
         report.left = tuple(folder / name for name in data if name != "train")
         data = data["train"]
     _has(str(folder), source.field, data.column_names)
@@ -142,7 +177,9 @@ def _huggingface(folder: Path, source: Source, report: SourceReport) -> Iterator
         yield from _strings(batch[source.field], str(folder), source.field, report)
 
 
-def _count_columns(report: SourceReport, names: list[str], field: str, rows: int) -> None:
+def _count_columns(
+    report: SourceReport, names: list[str], field: str, rows: int
+) -> None:
     report.records += rows
     report.unread.update({name: rows for name in names if name != field})
 
@@ -153,15 +190,21 @@ def _something(value: Any) -> bool:
 
 def _has(where: str, field: str, fields: list[str]) -> None:
     if field not in fields:
-        raise WeftError(f"{where}: no field {field!r}; set the source's 'field', {nearest(field, fields)}")
+        raise WeftError(
+            f"{where}: no field {field!r}; set the source's 'field', {nearest(field, fields)}"
+        )
 
 
-def _strings(values: list[Any], where: str, field: str, report: SourceReport) -> Iterator[str]:
+def _strings(
+    values: list[Any], where: str, field: str, report: SourceReport
+) -> Iterator[str]:
     for value in values:
         if isinstance(value, str):
             yield value
         elif value is not None:
             kind = type(value).__name__
-            raise WeftError(f"{where}: field {field!r} holds {kind}, not text; set the source's 'field'")
+            raise WeftError(
+                f"{where}: field {field!r} holds {kind}, not text; set the source's 'field'"
+            )
         else:
             report.empty += 1

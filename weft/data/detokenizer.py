@@ -22,7 +22,10 @@ class Writer:
         """What can be shown now that ``i`` has come."""
         self._fresh.append(i)
         # What new ids add to the text of the ones just before: tokenizers may drop the space of a first token.
-        before, text = self.tokenizer.decode(self._shown), self.tokenizer.decode(self._shown + self._fresh)
+        before, text = (
+            self.tokenizer.decode(self._shown),
+            self.tokenizer.decode(self._shown + self._fresh),
+        )
         # U+FFFD at the end: some bytes of the last character are still to come.
         if len(text) <= len(before) or text.endswith("\ufffd"):
             return ""
@@ -31,7 +34,9 @@ class Writer:
 
     def end(self) -> str:
         """What is left when no more ids come."""
-        rest = self.tokenizer.decode(self._shown + self._fresh)[len(self.tokenizer.decode(self._shown)) :]
+        rest = self.tokenizer.decode(self._shown + self._fresh)[
+            len(self.tokenizer.decode(self._shown)) :
+        ]
         shown = self._checked(rest)
         return shown if self.stopped else shown + self._held
 
@@ -44,12 +49,19 @@ class Writer:
         if found:
             at, self.stopped = min(found, key=lambda one: one[0])
             return text[:at]
-        begun = [n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+        begun = [
+            n
+            for stop in self.stops
+            for n in range(1, len(stop))
+            if text.endswith(stop[:n])
+        ]
         self._held = text[len(text) - max(begun, default=0) :]
         return text[: len(text) - len(self._held)]
 
 
-def stream_text(tokenizer: Tokenizer, ids: Iterable[int], stops: Sequence[str] = ()) -> Iterator[str]:
+def stream_text(
+    tokenizer: Tokenizer, ids: Iterable[int], stops: Sequence[str] = ()
+) -> Iterator[str]:
     """Text of ``ids`` piece by piece, and no id more is asked for once one of ``stops`` has come."""
     writer = Writer(tokenizer, stops)
     for i in ids:

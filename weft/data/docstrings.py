@@ -21,8 +21,12 @@ def docstrings(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 path = [*names, child.name]
-                text = " ".join((ast.get_docstring(child) or "").partition("\n\n")[0].split())
-                if len(text.split()) > 4 and not any(name.startswith("_") for name in path):
+                text = " ".join(
+                    (ast.get_docstring(child) or "").partition("\n\n")[0].split()
+                )
+                if len(text.split()) > 4 and not any(
+                    name.startswith("_") for name in path
+                ):
                     kind = "class" if isinstance(child, ast.ClassDef) else "function"
                     asked = f"What does the Python {kind} {'.'.join(path)} do?"
                     yield child.lineno, {"prompt": asked, "completion": text}

@@ -46,8 +46,16 @@ def _check(source: Source) -> None:
     else:
         first = [*islice(samples(source) if chats else documents(source), FIRST)]
     if not any(first):
-        what = "conversation" if source.kind == "chat" else "pair of answers" if chats else "document"
-        raise WeftError(f"data source {source.path} holds no {what}; check where it comes from")
+        what = (
+            "conversation"
+            if source.kind == "chat"
+            else "pair of answers"
+            if chats
+            else "document"
+        )
+        raise WeftError(
+            f"data source {source.path} holds no {what}; check where it comes from"
+        )
 
 
 def _check_begins(file: Path, source: Source) -> None:
@@ -55,7 +63,8 @@ def _check_begins(file: Path, source: Source) -> None:
     if source.kind == "text":
         with opened(file) as stream:
             head = stream.read(2**12)
-        codecs.getincrementaldecoder("utf-8")().decode(head)  # its last character may be cut
+        # its last character may be cut
+        codecs.getincrementaldecoder("utf-8")().decode(head)
 
 
 def _is_large(file: Path) -> bool:

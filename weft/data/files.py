@@ -33,7 +33,9 @@ _ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state
 #: Names of the splits of data sets, as words in the names of files: train-00000-of-00002.parquet, test_sft.jsonl.
 _WORD = r"(?<![a-z0-9])(?:{})(?![a-z])"
 _TRAIN = re.compile(_WORD.format("train|training"))
-_HELD_OUT = re.compile(_WORD.format("test|testing|dev|eval|evaluation|val|valid|validation"))
+_HELD_OUT = re.compile(
+    _WORD.format("test|testing|dev|eval|evaluation|val|valid|validation")
+)
 #: Formats that hold records, and never plain text; and those that hold neither.
 TABLES = (*_LINES, ".csv", ".tsv", ".parquet", ".arrow")
 _BINARY = (
@@ -65,12 +67,18 @@ def files(source: Source) -> list[Path]:
 def selection(source: Source) -> Selection:
     """The files of ``source``. Raises :class:`WeftError` if there are none."""
     stdlib = source.path is None
-    path = Path(sysconfig.get_paths()["stdlib"] if stdlib else source.path or "").expanduser()
+    path = Path(
+        sysconfig.get_paths()["stdlib"] if stdlib else source.path or ""
+    ).expanduser()
     formats = (".py",) if stdlib else _FORMATS.get(source.kind, ())
     if path.is_dir():
         found = Selection(*_split(_walk(path, stdlib), formats, source))
     else:
-        chosen = [path] if path.is_file() else [Path(name) for name in glob.glob(str(path), recursive=True)]
+        chosen = (
+            [path]
+            if path.is_file()
+            else [Path(name) for name in glob.glob(str(path), recursive=True)]
+        )
         found = Selection(sorted(file for file in chosen if file.is_file()), [])
     if not found.read and not path.exists() and not glob.has_magic(str(path)):
         raise WeftError(
@@ -85,14 +93,20 @@ def selection(source: Source) -> Selection:
     return found if not stdlib else found._replace(left=[])
 
 
-def _split(every: list[Path], formats: tuple[str, ...], source: Source) -> tuple[list[Path], list[Path]]:
+def _split(
+    every: list[Path], formats: tuple[str, ...], source: Source
+) -> tuple[list[Path], list[Path]]:
     """The files of a folder that are read, and the others."""
     if source.form == "docstrings" and any(file.suffix == ".py" for file in every):
         formats = (".py",)
-    if not formats or (source.kind == "stdlib" and not any(file.suffix == ".py" for file in every)):
+    if not formats or (
+        source.kind == "stdlib" and not any(file.suffix == ".py" for file in every)
+    ):
         fitting = [file for file in every if format_of(file) not in _BINARY]
         return fitting, [file for file in every if file not in set(fitting)]
-    fitting = [file for file in every if format_of(file) in formats and file.name not in _ABOUT]
+    fitting = [
+        file for file in every if format_of(file) in formats and file.name not in _ABOUT
+    ]
     if source.kind == "jsonl" and any(format_of(file) in _LINES for file in fitting):
         fitting = [file for file in fitting if format_of(file) in _LINES]
     if ".py" not in formats:  # of code, of which there are no splits
@@ -106,7 +120,9 @@ def _to_train_on(fitting: list[Path], folder: Path) -> list[Path]:
     if not any(_TRAIN.search(name) for name in names):
         return fitting
     return [
-        file for file, name in zip(fitting, names, strict=True) if _TRAIN.search(name) or not _HELD_OUT.search(name)
+        file
+        for file, name in zip(fitting, names, strict=True)
+        if _TRAIN.search(name) or not _HELD_OUT.search(name)
     ]
 
 
@@ -114,7 +130,11 @@ def _walk(path: Path, stdlib: bool) -> list[Path]:
     """All files below a folder that are not hidden, sorted; of saved data sets those that hold their rows."""
     found = []
     for folder, below, names in os.walk(path):
-        below[:] = [name for name in below if not name.startswith(".") and not (stdlib and name in _NOT_STDLIB)]
+        below[:] = [
+            name
+            for name in below
+            if not name.startswith(".") and not (stdlib and name in _NOT_STDLIB)
+        ]
         if "dataset_dict.json" in names:
             if "train" not in below:
                 raise WeftError(
@@ -131,15 +151,24 @@ def _walk(path: Path, stdlib: bool) -> list[Path]:
 def _parts(folder: Path, names: list[str]) -> list[str]:
     """The files with the rows of a saved data set, all of which must be among ``names``."""
     try:
-        parts = [part["filename"] for part in json.loads((folder / "state.json").read_text())["_data_files"]]
+        parts = [
+            part["filename"]
+            for part in json.loads((folder / "state.json").read_text())["_data_files"]
+        ]
     except (ValueError, KeyError, TypeError) as error:
-        raise WeftError(f"{folder / 'state.json'} of a saved data set is damaged ({error}); save it again") from None
+        raise WeftError(
+            f"{folder / 'state.json'} of a saved data set is damaged ({error}); save it again"
+        ) from None
     if gone := sorted(set(parts) - set(names)):
-        raise WeftError(f"{folder} is a saved data set without its {gone[0]}; copy all of the folder")
+        raise WeftError(
+            f"{folder} is a saved data set without its {gone[0]}; copy all of the folder"
+        )
     return parts
 
 
-def records(file: Path, wrong: Callable[[WeftError], None] | None = None) -> Iterator[tuple[int, Any]]:
+def records(
+    file: Path, wrong: Callable[[WeftError], None] | None = None
+) -> Iterator[tuple[int, Any]]:
     """The records of a file, each with the number of its line: of JSON Lines, JSON, CSV, Parquet or a saved data set.
 
     Of Python code what is documented, as prompt and completion. A line that is no record is handed to ``wrong``, or
@@ -165,7 +194,9 @@ def records(file: Path, wrong: Callable[[WeftError], None] | None = None) -> Ite
             yield from _lines(stream, file, wrong)
 
 
-def _lines(stream: IO[bytes], file: Path, wrong: Callable[[WeftError], None] | None) -> Iterator[tuple[int, Any]]:
+def _lines(
+    stream: IO[bytes], file: Path, wrong: Callable[[WeftError], None] | None
+) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(stream, 1):
         if not line.strip():
             continue
@@ -196,13 +227,24 @@ def _is_lines(text: bytes) -> bool:
 
 def _unwrapped(value: Any) -> Any:
     """The list of records of an object that has nothing else, under a name that data sets give it."""
-    if isinstance(value, dict) and len(value) == 1 and {*value} <= {"data", "rows", "records", "examples", "train"}:
+    if (
+        isinstance(value, dict)
+        and len(value) == 1
+        and {*value} <= {"data", "rows", "records", "examples", "train"}
+    ):
         (inner,) = value.values()
-        return inner if isinstance(inner, list) and all(isinstance(record, dict) for record in inner) else value
+        return (
+            inner
+            if isinstance(inner, list)
+            and all(isinstance(record, dict) for record in inner)
+            else value
+        )
     return value
 
 
-def _table(file: Path, wrong: Callable[[WeftError], None] | None) -> Iterator[tuple[int, dict[str, str | None]]]:
+def _table(
+    file: Path, wrong: Callable[[WeftError], None] | None
+) -> Iterator[tuple[int, dict[str, str | None]]]:
     """The rows of a table under the names of its first line. An empty cell is nothing."""
     csv.field_size_limit(sys.maxsize)
     with io.TextIOWrapper(opened(file), "utf-8-sig", newline="") as text:
@@ -210,14 +252,22 @@ def _table(file: Path, wrong: Callable[[WeftError], None] | None) -> Iterator[tu
         mark = "\t" if format_of(file) == ".tsv" else max(",;\t", key=head.count)
         names = next(csv.reader([head], delimiter=mark), [])
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise WeftError(f"{file}:1: two columns are called {twice[0]!r}; the first line names each column")
+            raise WeftError(
+                f"{file}:1: two columns are called {twice[0]!r}; the first line names each column"
+            )
         reader, before = csv.reader(text, delimiter=mark), 0
         for cells in reader:
             number, before = before + 2, reader.line_num
             if not cells:
                 continue
             if len(cells) == len(names):
-                yield number, {name: cell or None for name, cell in zip(names, cells, strict=True)}
+                yield (
+                    number,
+                    {
+                        name: cell or None
+                        for name, cell in zip(names, cells, strict=True)
+                    },
+                )
                 continue
             error = WeftError(
                 f"{file}:{number}: {len(cells)} cells under the {len(names)} names of the first line; put cells with "

@@ -10,11 +10,20 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
-from weft.checkpoint.convert.carried_files import as_json
-from weft.data.chat.named_templates import DEFAULT, listed
 from weft.errors import WeftError, nearest
+from weft.recipe.named_templates import DEFAULT, listed
+from weft.shapes.carried_files import as_json
 
 G = "tokenizer.ggml."
 #: The file that says why there is no tokenizer, where there should be one.
@@ -64,7 +73,9 @@ def gguf_tokenizer(fields: Mapping[str, Any]) -> dict[str, bytes]:
         return {}
     kind = fields.get(f"{G}model")
     if kind not in MODELS:
-        raise WeftError(f"its tokenizer is of kind {kind!r}; Weft reads {', '.join(MODELS)}: set data.tokenizer to one")
+        raise WeftError(
+            f"its tokenizer is of kind {kind!r}; Weft reads {', '.join(MODELS)}: set data.tokenizer to one"
+        )
     tokens: list[str] = fields[f"{G}tokens"]
     kinds: list[int] = fields.get(f"{G}token_type") or [TokenKind.NORMAL] * len(tokens)
     model = MODELS[kind](fields, tokens, kinds)
@@ -81,12 +92,20 @@ def gguf_tokenizer(fields: Mapping[str, Any]) -> dict[str, bytes]:
 
     named = {which: name(theirs) for which, theirs in
              (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))}  # fmt: skip
-    begins = fields.get(f"{G}add_bos_token", kind == "llama" or fields.get(f"{G}pre") in WHOLE_WORDS)
+    begins = fields.get(
+        f"{G}add_bos_token", kind == "llama" or fields.get(f"{G}pre") in WHOLE_WORDS
+    )
     ends = fields.get(f"{G}add_eos_token", kind == "t5")
-    _add_ends(model, tokens, named["bos"] if begins else None, named["eos"] if ends else None)
+    _add_ends(
+        model, tokens, named["bos"] if begins else None, named["eos"] if ends else None
+    )
     template: Any = fields.get("tokenizer.chat_template")
     key = "tokenizer.chat_template."
-    if others := {field.removeprefix(key): fields[field] for field in fields if field.startswith(key)}:
+    if others := {
+        field.removeprefix(key): fields[field]
+        for field in fields
+        if field.startswith(key)
+    }:
         template = listed(({DEFAULT: template} if template else {}) | others)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -94,18 +113,39 @@ def gguf_tokenizer(fields: Mapping[str, Any]) -> dict[str, bytes]:
         "clean_up_tokenization_spaces": False,
         **({"chat_template": template} if template else {}),
     }
-    stops = [fields[f"{G}{one}_token_id"] for one in ("eos", "eot", "eom") if f"{G}{one}_token_id" in fields]
-    files = {"tokenizer.json": model.to_str().encode(), "tokenizer_config.json": as_json(config)}
-    return files | ({"generation_config.json": as_json({"eos_token_id": list(dict.fromkeys(stops))})} if stops else {})
+    stops = [
+        fields[f"{G}{one}_token_id"]
+        for one in ("eos", "eot", "eom")
+        if f"{G}{one}_token_id" in fields
+    ]
+    files = {
+        "tokenizer.json": model.to_str().encode(),
+        "tokenizer_config.json": as_json(config),
+    }
+    return files | (
+        {
+            "generation_config.json": as_json(
+                {"eos_token_id": list(dict.fromkeys(stops))}
+            )
+        }
+        if stops
+        else {}
+    )
 
 
-def _add_ends(model: Tokenizer, tokens: list[str], bos: str | None, eos: str | None) -> None:
+def _add_ends(
+    model: Tokenizer, tokens: list[str], bos: str | None, eos: str | None
+) -> None:
     """Begin every text with ``bos`` and end it with ``eos``, where special tokens are asked for."""
     if not (bos or eos):
         return
     ids = [(token, tokens.index(token)) for token in (bos, eos) if token]
-    first, second = ([one for one in (bos, text, eos) if one] for text in ("$A", "$B:1"))
-    ends = processors.TemplateProcessing(single=first, pair=first + second, special_tokens=ids)
+    first, second = (
+        [one for one in (bos, text, eos) if one] for text in ("$A", "$B:1")
+    )
+    ends = processors.TemplateProcessing(
+        single=first, pair=first + second, special_tokens=ids
+    )
     before = model.post_processor
     model.post_processor = processors.Sequence([before, ends]) if before else ends
 
@@ -119,7 +159,9 @@ def _used(tokens: list[str], kinds: list[int]) -> dict[str, int]:
     }
 
 
-def _byte_pairs(fields: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> Tokenizer:
+def _byte_pairs(
+    fields: Mapping[str, Any], tokens: list[str], kinds: list[int]
+) -> Tokenizer:
     """Byte-level BPE as GPT-2 has it (Radford et al. 2019): ``gpt2``."""
     kind = fields.get(f"{G}pre", "gpt-2")
     if kind not in SPLITS:
@@ -129,22 +171,33 @@ def _byte_pairs(fields: Mapping[str, Any], tokens: list[str], kinds: list[int]) 
     for merge in fields.get(f"{G}merges", ()):
         at = merge.index(" ", 1)  # a piece may begin with a space
         merges.append((merge[:at], merge[at + 1 :]))
-    model = Tokenizer(models.BPE(_used(tokens, kinds), merges, ignore_merges=kind in WHOLE_WORDS))
+    model = Tokenizer(
+        models.BPE(_used(tokens, kinds), merges, ignore_merges=kind in WHOLE_WORDS)
+    )
     if kind in COMPOSED:
         model.normalizer = normalizers.NFC()
     split = SPLITS[kind]
-    level: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    level: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False
+    )
     if split is not None:
         plain = split != r"\p{N}"  # digits one by one, and then as GPT-2
         first = pre_tokenizers.Split(Regex(split), "isolated")
-        level = pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not plain)])
+        level = pre_tokenizers.Sequence(
+            [
+                first,
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not plain),
+            ]
+        )
     model.pre_tokenizer = level
     model.decoder = decoders.ByteLevel()
     model.post_processor = processors.ByteLevel(trim_offsets=False)
     return model
 
 
-def _sentence_pieces(fields: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> Tokenizer:
+def _sentence_pieces(
+    fields: Mapping[str, Any], tokens: list[str], kinds: list[int]
+) -> Tokenizer:
     """BPE of sentencepiece (Kudo & Richardson 2018), ``llama``: of all pairs that make a piece, the best one first."""
     vocab, scores = _used(tokens, kinds), fields[f"{G}scores"]
     found = []
@@ -152,9 +205,16 @@ def _sentence_pieces(fields: Mapping[str, Any], tokens: list[str], kinds: list[i
         if kinds[i] == TokenKind.NORMAL and len(piece) > 1:
             for at in range(1, len(piece)):
                 left, right = vocab.get(piece[:at]), vocab.get(piece[at:])
-                if left is not None and right is not None and kinds[left] == kinds[right] == TokenKind.NORMAL:
+                if (
+                    left is not None
+                    and right is not None
+                    and kinds[left] == kinds[right] == TokenKind.NORMAL
+                ):
                     found.append((-scores[i], left, right))
-    merges = [(tokens[left], tokens[right]) for _, left, right in sorted(found, key=lambda pair: pair[0])]
+    merges = [
+        (tokens[left], tokens[right])
+        for _, left, right in sorted(found, key=lambda pair: pair[0])
+    ]
     unknown = fields.get(f"{G}unknown_token_id")
     model = Tokenizer(models.BPE(
         vocab, merges, unk_token=None if unknown is None else tokens[unknown], fuse_unk=True,
@@ -162,17 +222,27 @@ def _sentence_pieces(fields: Mapping[str, Any], tokens: list[str], kinds: list[i
     ))  # fmt: skip
     prefix = fields.get(f"{G}add_space_prefix", True)
     spaces = normalizers.Replace(" ", SPACE)
-    model.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix else spaces
+    model.normalizer = (
+        normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix else spaces
+    )
     back = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    model.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if prefix else back)
+    model.decoder = decoders.Sequence(
+        [*back, decoders.Strip(" ", 1, 0)] if prefix else back
+    )
     return model
 
 
-def _unigrams(fields: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> Tokenizer:
+def _unigrams(
+    fields: Mapping[str, Any], tokens: list[str], kinds: list[int]
+) -> Tokenizer:
     """The likeliest cut into pieces, of sentencepiece's unigram model (Kudo 2018): ``t5``."""
     scores = fields[f"{G}scores"]
     pieces = list(zip(tokens, scores, strict=True))
-    model = Tokenizer(models.Unigram(pieces, fields.get(f"{G}unknown_token_id"), TokenKind.BYTE in kinds))
+    model = Tokenizer(
+        models.Unigram(
+            pieces, fields.get(f"{G}unknown_token_id"), TokenKind.BYTE in kinds
+        )
+    )
     steps: list[normalizers.Normalizer] = []
     if charsmap := fields.get(f"{G}precompiled_charsmap"):
         steps.append(normalizers.Precompiled(bytes(charsmap)))

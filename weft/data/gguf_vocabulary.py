@@ -29,7 +29,9 @@ def gguf_vocabulary(tokenizer: Tokenizer, size: int) -> dict[str, Any]:
     content = _content(tokenizer)
     model = content["model"]
     if model.get("type", "BPE") != "BPE":
-        raise WeftError(f"its tokenizer is of kind {model['type']!r}, and GGUF is written of byte pairs only")
+        raise WeftError(
+            f"its tokenizer is of kind {model['type']!r}, and GGUF is written of byte pairs only"
+        )
     tokens, kinds = _tokens(content, size)
     fields: dict[str, Any] = {f"{G}tokens": tokens, f"{G}token_type": kinds}
     ids = {"bos": tokenizer.bos, "eos": tokenizer.eos, "padding": tokenizer.pad}
@@ -37,7 +39,9 @@ def gguf_vocabulary(tokenizer: Tokenizer, size: int) -> dict[str, Any]:
     more = [token for token in tokenizer.stops if token != tokenizer.eos]
     fields |= {f"{G}{name}_token_id": token for name, token in (*ids.items(), *zip(("eot", "eom"), more, strict=False))
                if token is not None}  # fmt: skip
-    fields[f"{G}add_bos_token"] = tokenizer.bos is not None and tokenizer.opening == [tokenizer.bos]
+    fields[f"{G}add_bos_token"] = tokenizer.bos is not None and tokenizer.opening == [
+        tokenizer.bos
+    ]
     fields[f"{G}add_eos_token"] = False
     if tokenizer.chat_template:
         fields["tokenizer.chat_template"] = tokenizer.chat_template
@@ -53,9 +57,18 @@ def _content(tokenizer: Tokenizer) -> dict[str, Any]:
     if tokenizer.model is not None:
         content: dict[str, Any] = json.loads(tokenizer.model.to_str())
         return content
-    added = [{"id": tokenizer.eos, "content": tokenizer.name_of(tokenizer.eos), "special": True}]
+    added = [
+        {
+            "id": tokenizer.eos,
+            "content": tokenizer.name_of(tokenizer.eos),
+            "special": True,
+        }
+    ]
     vocab = {char: byte for byte, char in _byte_chars()}
-    return {"model": {"type": "BPE", "vocab": vocab, "merges": []}, "added_tokens": added}
+    return {
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        "added_tokens": added,
+    }
 
 
 def _byte_chars() -> Iterator[tuple[int, str]]:
@@ -73,10 +86,16 @@ def _tokens(content: Mapping[str, Any], size: int) -> tuple[list[str], list[int]
     kinds = dict.fromkeys(names, TokenKind.NORMAL)
     if content["model"].get("byte_fallback"):
         of_bytes = {f"<0x{byte:02X}>" for byte in range(256)}
-        kinds |= {number: TokenKind.BYTE for number, token in names.items() if token in of_bytes}
+        kinds |= {
+            number: TokenKind.BYTE
+            for number, token in names.items()
+            if token in of_bytes
+        }
     for token in content["added_tokens"]:
         names[token["id"]] = token["content"]
-        kinds[token["id"]] = TokenKind.CONTROL if token.get("special") else TokenKind.USER_DEFINED
+        kinds[token["id"]] = (
+            TokenKind.CONTROL if token.get("special") else TokenKind.USER_DEFINED
+        )
     unknown = content["model"]["vocab"].get(content["model"].get("unk_token") or "")
     if unknown is not None:
         kinds[unknown] = TokenKind.UNKNOWN
@@ -86,32 +105,52 @@ def _tokens(content: Mapping[str, Any], size: int) -> tuple[list[str], list[int]
     ]
 
 
-def _ways(model: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> Iterator[dict[str, Any]]:
+def _ways(
+    model: Mapping[str, Any], tokens: list[str], kinds: list[int]
+) -> Iterator[dict[str, Any]]:
     """The fields of every code that may be this tokenizer's."""
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    merges = [
+        pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]
+    ]
     if not model.get("byte_fallback"):
-        yield from ({f"{G}model": "gpt2", f"{G}pre": name, f"{G}merges": merges} for name in PRE)
+        yield from (
+            {f"{G}model": "gpt2", f"{G}pre": name, f"{G}merges": merges} for name in PRE
+        )
         return
     order: dict[str, int] = {}
     for number, pair in enumerate(model["merges"]):
         left, right = pair.split(" ") if isinstance(pair, str) else pair
         order.setdefault(left + right, number)
     # What no pair makes comes after all that some pair does.
-    scores = [-float(order.get(token, len(order) + i)) for i, token in enumerate(tokens)]
+    scores = [
+        -float(order.get(token, len(order) + i)) for i, token in enumerate(tokens)
+    ]
     for prefix in (True, False):
-        yield {f"{G}model": "llama", f"{G}pre": "default", f"{G}scores": scores, f"{G}add_space_prefix": prefix}
+        yield {
+            f"{G}model": "llama",
+            f"{G}pre": "default",
+            f"{G}scores": scores,
+            f"{G}add_space_prefix": prefix,
+        }
 
 
 def _cuts_alike(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> bool:
     """Whether a GGUF file with these fields has a tokenizer that does the same."""
     again = tokenizer_from_files(gguf_tokenizer(fields), "the fields")
     assert again.model is not None
-    words, own = again.model.pre_tokenizer, tokenizer.model.pre_tokenizer if tokenizer.model else None
+    words, own = (
+        again.model.pre_tokenizer,
+        tokenizer.model.pre_tokenizer if tokenizer.model else None,
+    )
     for text in TRIALS:
         ids = tokenizer.prompt_ids(text)
         if again.prompt_ids(text) != ids or again.decode(ids) != tokenizer.decode(ids):
             return False
         # Few merges may hide where words end.
-        if own is not None and words is not None and own.pre_tokenize_str(text) != words.pre_tokenize_str(text):
+        if (
+            own is not None
+            and words is not None
+            and own.pre_tokenize_str(text) != words.pre_tokenize_str(text)
+        ):
             return False
     return True

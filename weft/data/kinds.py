@@ -22,15 +22,24 @@ def documents_of(source: Source) -> Selection:
         return chosen
     path = Path(source.path).expanduser()
     if saved := next(
-        (f for f in chosen.read if f.name in ("state.json", "dataset_dict.json", "dataset_info.json")), None
+        (
+            f
+            for f in chosen.read
+            if f.name in ("state.json", "dataset_dict.json", "dataset_info.json")
+        ),
+        None,
     ):
         rows = next((file for file in chosen.read if format_of(file) == ".arrow"), None)
         if rows is not None:
             kind = right_kind(rows).replace("'jsonl'", "'huggingface'")
-            raise UsageError(f"{saved.parent} is a data set that save_to_disk has written, not plain text; set {kind}")
+            raise UsageError(
+                f"{saved.parent} is a data set that save_to_disk has written, not plain text; set {kind}"
+            )
     tables = [file for file in chosen.read if format_of(file) in TABLES]
     texts = [file for file in chosen.read if format_of(file) not in (*TABLES, ".json")]
-    if not texts and (held := next((file for file in chosen.read if _holds_records(file)), None)):
+    if not texts and (
+        held := next((file for file in chosen.read if _holds_records(file)), None)
+    ):
         raise UsageError(
             f"{held} holds records, not plain text; set {right_kind(held)} (a copy called .txt is read as it is)"
         )
@@ -40,17 +49,28 @@ def documents_of(source: Source) -> Selection:
                 f"{tables[0]} holds records, not plain text; set {right_kind(tables[0])}, or a path without it"
             )
         return chosen
-    return Selection([file for file in chosen.read if file not in set(tables)], sorted({*chosen.left, *tables}))
+    return Selection(
+        [file for file in chosen.read if file not in set(tables)],
+        sorted({*chosen.left, *tables}),
+    )
 
 
 def check_kind(source: Source) -> None:
     """Raise :class:`UsageError` with the right kind for a file of records that a source's kind does not read."""
-    readable = {"parquet": ".parquet", "huggingface": "", "tokens": ".bin"}.get(source.kind)
+    readable = {"parquet": ".parquet", "huggingface": "", "tokens": ".bin"}.get(
+        source.kind
+    )
     file = Path(source.path or "").expanduser()
-    if readable is None or not file.is_file() or format_of(file) not in (*TABLES, ".json"):
+    if (
+        readable is None
+        or not file.is_file()
+        or format_of(file) not in (*TABLES, ".json")
+    ):
         return
     if format_of(file) != readable:
-        raise UsageError(f"{file} holds records, which kind = {source.kind!r} does not read; set {right_kind(file)}")
+        raise UsageError(
+            f"{file} holds records, which kind = {source.kind!r} does not read; set {right_kind(file)}"
+        )
 
 
 def right_kind(file: Path) -> str:
@@ -70,10 +90,16 @@ def right_kind(file: Path) -> str:
             continue
         return f"data.kind = '{kind}'"
     kind = "parquet" if form == ".parquet" else "jsonl"
-    texts = {key: value for key, value in first.items() if isinstance(value, str)} if isinstance(first, dict) else {}
+    texts = (
+        {key: value for key, value in first.items() if isinstance(value, str)}
+        if isinstance(first, dict)
+        else {}
+    )
     if not texts or "text" in texts:
         return f"data.kind = '{kind}'"
-    near = get_close_matches("text", texts, n=1, cutoff=0.5) or [max(texts, key=lambda name: len(texts[name]))]
+    near = get_close_matches("text", texts, n=1, cutoff=0.5) or [
+        max(texts, key=lambda name: len(texts[name]))
+    ]
     return f"data.kind = '{kind}' and data.field = '{near[0]}'"
 
 

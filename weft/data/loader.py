@@ -45,7 +45,11 @@ class Corpus:
 
 def tokenizer_of_data(data: Data, own: Tokenizer | None = None) -> Tokenizer:
     """The tokenizer that ``data`` names, or ``own``, that of the model to start from; with its BOS as ``data`` asks."""
-    tokenizer = own if own and not data.tokenizer else load_tokenizer(data.tokenizer, data.sources, data.cache)
+    tokenizer = (
+        own
+        if own and not data.tokenizer
+        else load_tokenizer(data.tokenizer, data.sources, data.cache)
+    )
     return with_bos(tokenizer, data.bos)
 
 
@@ -68,9 +72,12 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
         else:
             tokens = open_source(source, tokenizer, data.cache, opening)
         notes += [
-            f"data source {source.path or source.kind}: {note}" for note in (*unread_files(source), *tokens.notes)
+            f"data source {source.path or source.kind}: {note}"
+            for note in (*unread_files(source), *tokens.notes)
         ]
-        if source.kind == "tokens" and begins_otherwise(tokens.ids, tokens.offsets[:-1], opening):
+        if source.kind == "tokens" and begins_otherwise(
+            tokens.ids, tokens.offsets[:-1], opening
+        ):
             notes.append(
                 f"data source {source.path}: not all documents begin with {tokenizer.name_of(opening[0])}, as prompts "
                 "do; make the tokens with it, or set data.bos = false"
@@ -80,7 +87,9 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
         how: dict[str, Any] = {}
         pairs = None
         if tokens.weights is not None:
-            starts, lengths, note, pairs, records = fitted(tokens, data.seq_len, data.chat.truncation)
+            starts, lengths, note, pairs, records = fitted(
+                tokens, data.seq_len, data.chat.truncation
+            )
             packing = "documents" if data.chat.pack else "one"
             how = {"rows_of": packing, "weights": tokens.weights, "alike": tokens.alike}
         seed = int(hashed(data.seed, number)[0])
@@ -90,19 +99,42 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
         out = np.ones(len(out), bool) if source is apart else out
         for side, chosen in enumerate((~out, out)):
             if chosen.any():
-                which, mine = chosen.repeat(together), pairs and pairs[chosen].numbered(paired)
+                which, mine = (
+                    chosen.repeat(together),
+                    pairs and pairs[chosen].numbered(paired),
+                )
                 paired += len(mine or ())
                 at = starts[which], lengths[which]
-                sides[side].append(Stream(tokens.ids, *at, data.seq_len, seed, **how, pairs=mine))
+                sides[side].append(
+                    Stream(tokens.ids, *at, data.seq_len, seed, **how, pairs=mine)
+                )
                 weights[side].append(source.weight)
-        named = "pairs" if pairs is not None else "conversations" if how else "documents"
+        named = (
+            "pairs" if pairs is not None else "conversations" if how else "documents"
+        )
         size = f"{len(out):,} {named} ({out.sum():,} for validation), {lengths.sum():,} tokens"
-        lines.append(", ".join(text for text in (f"{source.path or source.kind}: {size}", note) if text))
+        lines.append(
+            ", ".join(
+                text for text in (f"{source.path or source.kind}: {size}", note) if text
+            )
+        )
         if source is not apart:  # what is trained on does not depend on it
-            seen.append((tokens.fingerprint, source.weight, *([data.chat.truncation, how["rows_of"]] if how else [])))
+            seen.append(
+                (
+                    tokens.fingerprint,
+                    source.weight,
+                    *([data.chat.truncation, how["rows_of"]] if how else []),
+                )
+            )
     train = Order(tuple(sides[0]), tuple(weights[0]), data.seed, data.epochs)
-    validation = Order(tuple(sides[1]), tuple(weights[1]), data.seed, epochs=1) if sides[1] else None
-    identity = digest(seen, tokenizer.fingerprint, data.seq_len, data.seed, data.held_out)
+    validation = (
+        Order(tuple(sides[1]), tuple(weights[1]), data.seed, epochs=1)
+        if sides[1]
+        else None
+    )
+    identity = digest(
+        seen, tokenizer.fingerprint, data.seq_len, data.seed, data.held_out
+    )
     how_read = (
         tokens.fingerprint,
         tokenizer.fingerprint,
@@ -112,14 +144,25 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
         data.chat.pack,
     )
     validated = digest(how_read) if apart else identity
-    return Corpus(tokenizer, train, validation, "; ".join(lines), identity, tuple(notes), validated)
+    return Corpus(
+        tokenizer,
+        train,
+        validation,
+        "; ".join(lines),
+        identity,
+        tuple(notes),
+        validated,
+    )
 
 
 def shares_of(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """How many of ``batch`` samples each rank gets, so that the last rank is done as early as possible."""
     shares = [0] * len(speeds)
     for _ in range(batch):
-        first = min(range(len(speeds)), key=lambda rank: ((shares[rank] + 1) / speeds[rank], rank))
+        first = min(
+            range(len(speeds)),
+            key=lambda rank: ((shares[rank] + 1) / speeds[rank], rank),
+        )
         shares[first] += 1
     return tuple(shares)
 
@@ -157,20 +200,29 @@ class Loader:
     def shares(self) -> tuple[int, ...]:
         """How many samples of a whole step each place gets."""
         ranks = self.layout.size(*BATCH_AXES)
-        return shares_of(self.batch, self.speeds) if self.speeds else (-(-self.batch // ranks),) * ranks
+        return (
+            shares_of(self.batch, self.speeds)
+            if self.speeds
+            else (-(-self.batch // ranks),) * ranks
+        )
 
     def dealt(self, position: int) -> list[range]:
         """For each place its samples of the step that begins at ``position``, which are consecutive ones.
 
         They are shared among islands first, so that an island's samples do not depend on its own layout.
         """
-        end, islands = min(position + self.batch, self.order.total or sys.maxsize), self.layout.island
+        end, islands = (
+            min(position + self.batch, self.order.total or sys.maxsize),
+            self.layout.island,
+        )
         share, ranks = -(-self.batch // islands), len(self.shares) // islands
         found: list[range] = []
         for i in range(islands):
             first, last = (min(position + share * n, end) for n in (i, i + 1))
             bounds = accumulate(self.shares[ranks * i : ranks * (i + 1)], initial=first)
-            found += [range(a, b) for a, b in pairwise(min(bound, last) for bound in bounds)]
+            found += [
+                range(a, b) for a, b in pairwise(min(bound, last) for bound in bounds)
+            ]
         return found
 
     def due(self, position: int) -> range:
@@ -197,12 +249,30 @@ class Loader:
         for p in range(self.passes):
             # Slow ranks compute no padding: a pass has as many rows as samples, but at least one.
             begins, ends = (
-                [share * n // self.passes if self.speeds else self.rows * n for share in shares] for n in (p, p + 1)
+                [
+                    share * n // self.passes if self.speeds else self.rows * n
+                    for share in shares
+                ]
+                for n in (p, p + 1)
             )
-            rows = [max(1, last - first) for first, last in zip(begins, ends, strict=True)]
-            passes.append(([d[first:last] for d, first, last in zip(dealt, begins, ends, strict=True)], rows))
+            rows = [
+                max(1, last - first) for first, last in zip(begins, ends, strict=True)
+            ]
+            passes.append(
+                (
+                    [
+                        d[first:last]
+                        for d, first, last in zip(dealt, begins, ends, strict=True)
+                    ],
+                    rows,
+                )
+            )
         places = (self.batch_rank, *self.more)
-        return [self._assemble(samples, place, rows[place]) for place in places for samples, rows in passes]
+        return [
+            self._assemble(samples, place, rows[place])
+            for place in places
+            for samples, rows in passes
+        ]
 
     def _assemble(self, dealt: list[range], place: int, count: int) -> Batch:
         """The batch of one ``place`` in a pass: its samples in ``count`` rows. ``dealt``: those of every place."""
@@ -211,7 +281,9 @@ class Loader:
         longest = self.seq_len
         lines = [[row] for row in rows] + [[] for _ in range(count - len(rows))]
         if self.joined:
-            longest = max(1, *(sum(map(self.order.row_length, samples)) for samples in dealt))
+            longest = max(
+                1, *(sum(map(self.order.row_length, samples)) for samples in dealt)
+            )
             lines = [rows]
         length = padded_length(longest, self.layout)
         tokens = np.zeros((len(lines), length), np.int64)
@@ -229,7 +301,8 @@ class Loader:
                     weights[r, here] = row.weights
                 starts.append(r * length + filled + row.starts)
                 filled = here.stop
-            if filled < length:  # the padding is a segment of its own: no document attends to it
+            # the padding is a segment of its own: no document attends to it
+            if filled < length:
                 starts.append(np.array([r * length + filled]))
                 padding.append(r * length + filled)
         weighted = any(row.weights is not None for row in rows)
@@ -238,7 +311,12 @@ class Loader:
         positions = np.arange(tokens.size) - np.repeat(edges[:-1], np.diff(edges))
         numbers = np.where(np.isin(edges[:-1], padding), -1, np.arange(len(edges) - 1))
         documents = np.repeat(numbers, np.diff(edges))
-        columns = np.concatenate([np.arange(*owned) for owned in owned_ranges(length, self.layout, self.cp_rank)])
+        columns = np.concatenate(
+            [
+                np.arange(*owned)
+                for owned in owned_ranges(length, self.layout, self.cp_rank)
+            ]
+        )
 
         def mine(whole: np.ndarray) -> torch.Tensor:  # [rows, seq] -> [rows, seq/cp]
             return torch.from_numpy(whole.reshape(tokens.shape).take(columns, axis=1))
@@ -247,7 +325,9 @@ class Loader:
         paired = None
         if self.of_pairs:
             together = Pairs.joined(pairs or [Pairs.listed(np.zeros(0), np.zeros(0))])
-            paired = PairedRows(together, np.flatnonzero(numbers >= 0), counted=self.cp_rank == 0)
+            paired = PairedRows(
+                together, np.flatnonzero(numbers >= 0), counted=self.cp_rank == 0
+            )
         return Batch(
             mine(tokens), mine(labels), mine(positions), cu, weights=mine(weights) if weighted else None,
             documents=mine(documents), paired=paired, samples=() if self.cp_rank else tuple(dealt[place]),
@@ -261,13 +341,20 @@ class Loader:
     def _drawn(self, sample: int, row: Row) -> np.ndarray:
         """Random numbers of a sample's tokens; zeros where nothing follows them."""
         count = len(row.tokens)
-        return np.zeros(count, np.int64) if self.draws is None else token_draws(self.draws, sample, count).numpy()
+        return (
+            np.zeros(count, np.int64)
+            if self.draws is None
+            else token_draws(self.draws, sample, count).numpy()
+        )
 
     def _row(self, sample: int) -> Row:
         row = self.order.row(sample)
         if not self.ends:
             return row
-        labels, last = np.full_like(row.labels, IGNORE), np.append(row.starts[1:], len(row.tokens)) - 1
+        labels, last = (
+            np.full_like(row.labels, IGNORE),
+            np.append(row.starts[1:], len(row.tokens)) - 1,
+        )
         labels[last] = row.tokens[last]
         return row._replace(labels=labels, weights=None)
 
@@ -278,53 +365,102 @@ class Loader:
         """
         rows = [self.order.row(sample) for sample in samples]
         sizes = np.cumsum([0, *(len(row.tokens) for row in rows)])
-        edges = np.append(np.concatenate([at + row.starts for at, row in zip(sizes, rows, strict=False)]), sizes[-1])
-        weights = [np.ones(len(r.tokens), np.float32) if r.weights is None else r.weights for r in rows]
+        edges = np.append(
+            np.concatenate(
+                [at + row.starts for at, row in zip(sizes, rows, strict=False)]
+            ),
+            sizes[-1],
+        )
+        weights = [
+            np.ones(len(r.tokens), np.float32) if r.weights is None else r.weights
+            for r in rows
+        ]
         together = Row(
             np.concatenate([row.tokens for row in rows]),
             np.concatenate([row.labels for row in rows]),
             edges,
-            np.concatenate(weights) if any(row.weights is not None for row in rows) else None,
+            np.concatenate(weights)
+            if any(row.weights is not None for row in rows)
+            else None,
         )
         tp = self.layout.tp
         capacity = -(-self.rows * self.seq_len // (self.layout.cp * tp)) * tp
-        plan = make_plan(self.layout.balance, np.diff(edges), capacity, self.layout.size(*DATA_AXES), costs)
+        plan = make_plan(
+            self.layout.balance,
+            np.diff(edges),
+            capacity,
+            self.layout.size(*DATA_AXES),
+            costs,
+        )
         if self.layout.ep > 1:
             plan = in_rounds(plan)
         number = zlib.crc32(repr(plan).encode())
         mine = plan[self.batch_rank * self.layout.cp + self.cp_rank]
-        firsts = dict(zip(np.searchsorted(edges, sizes[:-1]).tolist(), samples, strict=True))  # documents: their sample
-        drawn = np.concatenate([self._drawn(sample, row) for sample, row in zip(samples, rows, strict=True)])
+        # documents: their sample
+        firsts = dict(
+            zip(np.searchsorted(edges, sizes[:-1]).tolist(), samples, strict=True)
+        )
+        drawn = np.concatenate(
+            [
+                self._drawn(sample, row)
+                for sample, row in zip(samples, rows, strict=True)
+            ]
+        )
         return [self._batch_of_pass(p, number, together, firsts, drawn) for p in mine]
 
-    def _batch_of_pass(self, p: Pass, plan: int, step: Row, firsts: dict[int, int], drawn: np.ndarray) -> Batch:
+    def _batch_of_pass(
+        self, p: Pass, plan: int, step: Row, firsts: dict[int, int], drawn: np.ndarray
+    ) -> Batch:
         """This rank's blocks of a pass: its documents, joined and padded until all have the same number of tokens.
 
         ``step``: all tokens of the step; its ``starts`` have the end of the last document as well. ``firsts``: the
         documents that stand for their samples, whose first ones they are. ``drawn``: random numbers of all tokens.
         """
         edges = step.starts
-        at = np.concatenate([np.empty(0, int), *(np.arange(edges[d], edges[d + 1]) for d in p.documents)])
+        at = np.concatenate(
+            [
+                np.empty(0, int),
+                *(np.arange(edges[d], edges[d + 1]) for d in p.documents),
+            ]
+        )
         ranks, tp = len(p.peers), self.layout.tp
         each = -(-max(1, len(at)) // (ranks * tp)) * tp
         whole = np.zeros((5, ranks * each), np.int64)
         whole[1] = IGNORE
         whole[:2, : len(at)] = step.tokens[at], step.labels[at]
         whole[4, : len(at)] = drawn[at]
-        cu = np.unique(np.cumsum([0, *(edges[d + 1] - edges[d] for d in p.documents), whole.shape[1] - len(at)]))
+        cu = np.unique(
+            np.cumsum(
+                [
+                    0,
+                    *(edges[d + 1] - edges[d] for d in p.documents),
+                    whole.shape[1] - len(at),
+                ]
+            )
+        )
         whole[2] = np.arange(whole.shape[1]) - np.repeat(cu[:-1], np.diff(cu))
         whole[3] = np.repeat(np.arange(len(cu) - 1), np.diff(cu))
         whole[3, len(at) :] = -1
         owners = chunk_owners(Layout(cp=ranks, context=self.layout.context))
-        blocks = {b: each * (i + 1) // len(own) - each * i // len(own) for own in owners for i, b in enumerate(own)}
+        blocks = {
+            b: each * (i + 1) // len(own) - each * i // len(own)
+            for own in owners
+            for i, b in enumerate(own)
+        }
         lengths = tuple(blocks[b] for b in range(len(blocks)))
         index = p.peers.index(self.batch_rank * self.layout.cp + self.cp_rank)
         ends = np.cumsum(lengths)
-        columns = np.concatenate([np.arange(ends[b] - lengths[b], ends[b]) for b in owners[index]])
-        tokens, targets, positions, documents, draws = (torch.from_numpy(row[columns][None]) for row in whole)
+        columns = np.concatenate(
+            [np.arange(ends[b] - lengths[b], ends[b]) for b in owners[index]]
+        )
+        tokens, targets, positions, documents, draws = (
+            torch.from_numpy(row[columns][None]) for row in whole
+        )
         weights = None
         if step.weights is not None:
-            padded = np.append(step.weights[at], np.zeros(whole.shape[1] - len(at), np.float32))
+            padded = np.append(
+                step.weights[at], np.zeros(whole.shape[1] - len(at), np.float32)
+            )
             weights = torch.from_numpy(padded[columns][None])
         group = PassGroup(plan, p.peers, index, lengths)
         samples = tuple(firsts[d] for d in p.documents if d in firsts and not index)

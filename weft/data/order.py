@@ -21,7 +21,11 @@ def hashed(*keys: int | np.ndarray) -> np.ndarray:
     """64 well-mixed bits per element of the last key: SplitMix64 (Steele et al. 2014), the same in every version."""
     state = np.zeros(1, np.uint64)
     for key in keys:
-        state = state ^ (np.array([key % 2**64], np.uint64) if isinstance(key, int) else key.astype(np.uint64))
+        state = state ^ (
+            np.array([key % 2**64], np.uint64)
+            if isinstance(key, int)
+            else key.astype(np.uint64)
+        )
         state = state + np.uint64(0x9E3779B97F4A7C15)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -153,22 +157,34 @@ class Stream:
         if self.rows_of != "one":
             places, counts = packed(lengths[order], self.seq_len)
             order = order[places]
-        return (order[:, None] * together + np.arange(together)).ravel(), counts * together
+        return (
+            order[:, None] * together + np.arange(together)
+        ).ravel(), counts * together
 
     @cached_property
     def _epoch(self) -> Any:  # the two latest: a step that crosses an epoch needs both
         return lru_cache(maxsize=2)(self._tables)
 
-    def _tables(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def _tables(
+        self, epoch: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """An epoch: ends of the documents in the joined stream, what to add to go from there to ``ids``, and the first
         tokens and the ends of the rows in the order in which they come.
         """
         whole = self.rows_of != "tokens"
-        order = self._packed[0] if whole else shuffled(len(self.starts), _DOCUMENTS, self.seed, epoch)
+        order = (
+            self._packed[0]
+            if whole
+            else shuffled(len(self.starts), _DOCUMENTS, self.seed, epoch)
+        )
         ends = np.cumsum(self.lengths[order])
         shift = self.starts[order] + self.lengths[order] - ends
         rows = shuffled(self.rows, _ROWS, self.seed, epoch)
-        edges = np.append(0, ends[self._packed[1] - 1]) if whole else np.arange(self.rows + 1) * self.seq_len
+        edges = (
+            np.append(0, ends[self._packed[1] - 1])
+            if whole
+            else np.arange(self.rows + 1) * self.seq_len
+        )
         return ends, shift, edges[rows], np.minimum(edges[rows + 1], self.tokens)
 
     def row_length(self, index: int) -> int:
@@ -195,8 +211,18 @@ class Stream:
             following = np.append(at[1:], at[-1] + (labels[-1] != IGNORE))
             weights = np.where(labels == IGNORE, np.float32(0), self.weights[following])
             labels[weights == 0] = IGNORE
-        pairs = None if self.pairs is None else self.pairs[self._packed[0][first : last + 1 : 2] // 2]
-        return Row(tokens, labels, np.append(0, ends[:-1] - lo), None if self.alike else weights, pairs)
+        pairs = (
+            None
+            if self.pairs is None
+            else self.pairs[self._packed[0][first : last + 1 : 2] // 2]
+        )
+        return Row(
+            tokens,
+            labels,
+            np.append(0, ends[:-1] - lo),
+            None if self.alike else weights,
+            pairs,
+        )
 
 
 @dataclass(frozen=True)
@@ -215,7 +241,9 @@ class Order:
     def __post_init__(self) -> None:
         if self.block > 2**20:
             least = min(self.weights)
-            raise UsageError(f"source weight {least} is below a millionth of all; raise it or drop the source")
+            raise UsageError(
+                f"source weight {least} is below a millionth of all; raise it or drop the source"
+            )
 
     @cached_property
     def _edges(self) -> list[Fraction]:  # exact running sum of the weights
@@ -235,7 +263,12 @@ class Order:
         limits = [stream.rows * self.epochs for stream in self.streams]
 
         def over(blocks: int) -> bool:
-            return any(drawn > limit for drawn, limit in zip(self._samples_drawn(blocks), limits, strict=True))
+            return any(
+                drawn > limit
+                for drawn, limit in zip(
+                    self._samples_drawn(blocks), limits, strict=True
+                )
+            )
 
         last = bisect_left(range(sum(limits) + 1), True, key=over) - 1
         source, index = self._block(last)
@@ -259,7 +292,9 @@ class Order:
         source = np.repeat(np.arange(len(before)), np.subtract(after, before))
         source = source[shuffled(self.block, _BLOCK, self.seed, block)]
         index = np.empty_like(source)
-        index[np.argsort(source, kind="stable")] = np.concatenate([*map(np.arange, before, after)])
+        index[np.argsort(source, kind="stable")] = np.concatenate(
+            [*map(np.arange, before, after)]
+        )
         return source, index
 
     def locate(self, sample: int) -> tuple[int, int]:

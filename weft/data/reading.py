@@ -31,10 +31,14 @@ def reading(path: Path, kind: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise WeftError(f"{kind} needs {error.name}, which is not installed; pip install 'weft[data]'") from None
+        raise WeftError(
+            f"{kind} needs {error.name}, which is not installed; pip install 'weft[data]'"
+        ) from None
     except (OSError, EOFError, ValueError, lzma.LZMAError, csv.Error) as error:
         reason = str(getattr(error, "strerror", None) or error).partition("\n")[0]
-        encoding = "save it as UTF-8, or " if isinstance(error, UnicodeDecodeError) else ""
+        encoding = (
+            "save it as UTF-8, or " if isinstance(error, UnicodeDecodeError) else ""
+        )
         remedy = kind_by_content(path) or f"{encoding}check 'path' and 'kind'"
         raise WeftError(f"cannot read {path} as {kind}: {reason}; {remedy}") from None
 
@@ -46,7 +50,11 @@ def opened(file: Path) -> IO[bytes]:
         import pyarrow
 
         return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
-    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    openers: dict[str, Callable[..., Any]] = {
+        ".gz": gzip.open,
+        ".bz2": bz2.open,
+        ".xz": lzma.open,
+    }
     stream: IO[bytes] = openers.get(packed, open)(file, "rb")
     return stream
 
@@ -60,4 +68,6 @@ def kind_by_content(file: Path) -> str | None:
             head = stream.read(8)
     except OSError:
         return None
-    return next((said for begin, said in _BEGINNINGS.items() if head.startswith(begin)), None)
+    return next(
+        (said for begin, said in _BEGINNINGS.items() if head.startswith(begin)), None
+    )

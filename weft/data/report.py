@@ -44,7 +44,9 @@ class SourceReport:
 
     def leave_out(self, read: Callable[[str], bool]) -> None:
         """Forget those of the unread fields that are ``read`` after all."""
-        self.unread = Counter({name: count for name, count in self.unread.items() if not read(name)})
+        self.unread = Counter(
+            {name: count for name, count in self.unread.items() if not read(name)}
+        )
 
     def lines(self) -> tuple[str, ...]:
         """What there is to say, a line each."""
@@ -55,15 +57,26 @@ class SourceReport:
                 f"{self.skipped:,} of {total:,} records left out, as data.on_error = 'skip'; the first: {self.first}"
             )
         if self.unread:
-            listed = [f"{name} ({count:,})" for name, count in self.unread.most_common(_LISTED)]
-            found.append(f"fields that are not read, with how many records have them: {_joined(listed, self.unread)}")
+            listed = [
+                f"{name} ({count:,})"
+                for name, count in self.unread.most_common(_LISTED)
+            ]
+            found.append(
+                f"fields that are not read, with how many records have them: {_joined(listed, self.unread)}"
+            )
         if self.empty:
             found.append(f"{self.empty:,} records without a text left out")
         if self.left:
-            found.append(f"files that are not read: {_joined([file.name for file in self.left[:_LISTED]], self.left)}")
+            found.append(
+                f"files that are not read: {_joined([file.name for file in self.left[:_LISTED]], self.left)}"
+            )
         if self.turns:
-            said = ", ".join(f"{count:,} of the {role}'s" for role, count in self.turns.most_common())
-            found.append(f"turns that it marks as learned and data.chat.learn leaves out: {said}")
+            said = ", ".join(
+                f"{count:,} of the {role}'s" for role, count in self.turns.most_common()
+            )
+            found.append(
+                f"turns that it marks as learned and data.chat.learn leaves out: {said}"
+            )
         return tuple(found)
 
 

@@ -64,14 +64,18 @@ def read_questions(path: str | Path, limit: int = 0) -> list[Question]:
         for number, record in _toml(file) if file.suffix == ".toml" else records(file):
             found.append(_question(record, f"{file}:{number}"))
     if not found:
-        raise WeftError(f"{file} has no question in it; a line is an object with 'prompt' and 'answer'")
+        raise WeftError(
+            f"{file} has no question in it; a line is an object with 'prompt' and 'answer'"
+        )
     return found[:limit] if limit else found
 
 
 def _toml(file: Path) -> Iterator[tuple[int, Any]]:
     found = read_toml(file).get("questions")
     if not isinstance(found, list):
-        raise WeftError(f"{file} has no question in it; write them as tables [[questions]]")
+        raise WeftError(
+            f"{file} has no question in it; write them as tables [[questions]]"
+        )
     yield from enumerate(found, 1)
 
 
@@ -81,30 +85,58 @@ def _question(record: Any, place: str) -> Question:
 
     if not isinstance(record, dict):
         raise refuse("a question is an object with 'prompt' and 'answer'")
-    record = {key: from_text(value) if key in LISTS else value for key, value in record.items() if value is not None}
+    record = {
+        key: from_text(value) if key in LISTS else value
+        for key, value in record.items()
+        if value is not None
+    }
     if unknown := sorted(record.keys() - KEYS):
-        raise refuse(f"unknown key {unknown[0]!r}; a question has {', '.join(sorted(KEYS))}")
+        raise refuse(
+            f"unknown key {unknown[0]!r}; a question has {', '.join(sorted(KEYS))}"
+        )
     if ("prompt" in record) == ("messages" in record):
         raise refuse("give either 'prompt' or 'messages'")
-    prompt, answer, choices = record.get("prompt", record.get("messages")), record.get("answer"), record.get("choices")
-    if not (isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(m, dict) for m in prompt))):
-        raise refuse("'prompt' is a text, and 'messages' a list of objects with 'role' and 'content'")
+    prompt, answer, choices = (
+        record.get("prompt", record.get("messages")),
+        record.get("answer"),
+        record.get("choices"),
+    )
+    if not (
+        isinstance(prompt, str)
+        or (isinstance(prompt, list) and all(isinstance(m, dict) for m in prompt))
+    ):
+        raise refuse(
+            "'prompt' is a text, and 'messages' a list of objects with 'role' and 'content'"
+        )
     if choices is None:
         if not isinstance(answer, str) or not answer:
             raise refuse("'answer' is the text that the model is to write")
         return Question(place, prompt, (answer,))
-    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
+    if (
+        not isinstance(choices, list)
+        or len(choices) < 2
+        or not all(isinstance(c, str) and c for c in choices)
+    ):
         raise refuse("'choices' is a list of two texts or more")
     if isinstance(answer, str) and answer in choices:
         return Question(place, prompt, tuple(choices), choices.index(answer))
-    if isinstance(answer, str) and answer.isdecimal():  # of a table, where numbers are texts
+    # of a table, where numbers are texts
+    if isinstance(answer, str) and answer.isdecimal():
         answer = int(answer)
-    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
+    if (
+        isinstance(answer, int)
+        and not isinstance(answer, bool)
+        and 0 <= answer < len(choices)
+    ):
         return Question(place, prompt, tuple(choices), answer)
-    raise refuse(f"'answer' is one of the choices, or its number from 0 to {len(choices) - 1}")
+    raise refuse(
+        f"'answer' is one of the choices, or its number from 0 to {len(choices) - 1}"
+    )
 
 
-def question_texts(question: Question, tokenizer: Tokenizer, encoder: ChatEncoder | None) -> tuple[Text, ...]:
+def question_texts(
+    question: Question, tokenizer: Tokenizer, encoder: ChatEncoder | None
+) -> tuple[Text, ...]:
     """The ids of every answer after the prompt.
 
     With ``encoder``, which learns the last turn, the prompt is what the user says, and the answer a turn of the
@@ -112,13 +144,17 @@ def question_texts(question: Question, tokenizer: Tokenizer, encoder: ChatEncode
     """
     try:
         made = tuple(
-            plain_text(question.prompt, answer, tokenizer) if encoder is None else _turn(question, answer, encoder)
+            plain_text(question.prompt, answer, tokenizer)
+            if encoder is None
+            else _turn(question, answer, encoder)
             for answer in question.answers
         )
     except WeftError as error:
         raise WeftError(f"{question.place}: {error}") from None
     if not all(text.following for text in made):
-        raise WeftError(f"{question.place}: the answer has no token of its own after this prompt")
+        raise WeftError(
+            f"{question.place}: the answer has no token of its own after this prompt"
+        )
     return made
 
 
@@ -128,7 +164,9 @@ def plain_text(prompt: str | Messages, answer: str, tokenizer: Tokenizer) -> Tex
     Blanks at the end of the prompt are the answer's, whose first word they are a part of to a tokenizer.
     """
     if not isinstance(prompt, str):
-        raise WeftError("'messages' are for a model that chats; set chat = true, or give a 'prompt'")
+        raise WeftError(
+            "'messages' are for a model that chats; set chat = true, or give a 'prompt'"
+        )
     stem = prompt.rstrip(" ")
     given = tokenizer.prompt_ids(stem)
     return Text(given, tokenizer.prompt_ids(prompt + answer)[len(given) :])
@@ -140,8 +178,14 @@ def _turn(question: Question, answer: str, encoder: ChatEncoder) -> Text:
     learned = np.flatnonzero(encoded.weights)
     first, last = int(learned[0]), int(learned[-1]) + 1
     following = encoded.ids[first:last].tolist()
-    ends = [at + 1 for at, i in enumerate(following) if i in encoder.template.tokenizer.stops]
-    return Text(encoded.ids[:first].tolist(), following[: ends[0]] if ends else following)
+    ends = [
+        at + 1
+        for at, i in enumerate(following)
+        if i in encoder.template.tokenizer.stops
+    ]
+    return Text(
+        encoded.ids[:first].tolist(), following[: ends[0]] if ends else following
+    )
 
 
 @dataclass(frozen=True)
@@ -166,7 +210,9 @@ class OpenTask:
     questions: tuple[Question, ...]
     texts: tuple[tuple[Text, ...], ...]
 
-    def answered(self, scores: Callable[[Sequence[Text]], list[Score]]) -> Answered | None:
+    def answered(
+        self, scores: Callable[[Sequence[Text]], list[Score]]
+    ) -> Answered | None:
         """How a model did, whose ``scores`` these are; None if there are none.
 
         Of several choices the likeliest counts; one answer alone must be what the model would write.
@@ -189,13 +235,19 @@ def open_task(task: Task, tokenizer: Tokenizer, name: str) -> OpenTask:
     questions = read_questions(task.path, task.limit)
     encoder = own_encoder(tokenizer, name, "last") if task.chat else None
     texts = tuple(question_texts(q, tokenizer, encoder) for q in questions)
-    return OpenTask(task.name or Path(task.path).stem, task.every, tuple(questions), texts)
+    return OpenTask(
+        task.name or Path(task.path).stem, task.every, tuple(questions), texts
+    )
 
 
-def open_tasks(tasks: Sequence[Task], tokenizer: Tokenizer, name: str) -> tuple[OpenTask, ...]:
+def open_tasks(
+    tasks: Sequence[Task], tokenizer: Tokenizer, name: str
+) -> tuple[OpenTask, ...]:
     """The tasks of a recipe; no two may have one name."""
     found = [open_task(task, tokenizer, name) for task in tasks]
     names = [task.name for task in found]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise WeftError(f"two tasks are called {twice[0]!r}; give one of them another name")
+        raise WeftError(
+            f"two tasks are called {twice[0]!r}; give one of them another name"
+        )
     return tuple(found)

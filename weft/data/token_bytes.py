@@ -17,19 +17,37 @@ class TokenBytes:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        decoders = [] if tokenizer.model is None else list(_decoders(json.loads(tokenizer.model.to_str())))
+        decoders = (
+            []
+            if tokenizer.model is None
+            else list(_decoders(json.loads(tokenizer.model.to_str())))
+        )
         kinds = {decoder["type"] for decoder in decoders}
         self._level, self._fallback = "ByteLevel" in kinds, "ByteFallback" in kinds
-        self._replaced = [(d["pattern"]["String"], d["content"]) for d in decoders if _replaces(d)]
-        self._replaced += [(d.get("replacement", "▁"), " ") for d in decoders if d["type"] == "Metaspace"]
-        self._added = {} if tokenizer.model is None else tokenizer.model.get_added_tokens_decoder()
+        self._replaced = [
+            (d["pattern"]["String"], d["content"]) for d in decoders if _replaces(d)
+        ]
+        self._replaced += [
+            (d.get("replacement", "▁"), " ")
+            for d in decoders
+            if d["type"] == "Metaspace"
+        ]
+        self._added = (
+            {}
+            if tokenizer.model is None
+            else tokenizer.model.get_added_tokens_decoder()
+        )
         self._byte = byte_of_character()
         self.bytes_of = lru_cache(2**16)(self._bytes_of)
 
     def _bytes_of(self, token: int) -> bytes:
         """The bytes of ``token``; none of an id that the tokenizer does not have."""
         if self.tokenizer.model is None:
-            return bytes([token]) if token < 256 else (self.tokenizer.name_of(token) or "").encode()
+            return (
+                bytes([token])
+                if token < 256
+                else (self.tokenizer.name_of(token) or "").encode()
+            )
         if token in self._added:
             return self._added[token].content.encode()
         word = self.tokenizer.model.id_to_token(token)
@@ -41,7 +59,11 @@ class TokenBytes:
             return bytes([int(found[1], 16)])
         for old, new in self._replaced:
             word = word.replace(old, new)
-        return word.encode() if self._replaced or self._fallback else self.tokenizer.decode([token]).encode()
+        return (
+            word.encode()
+            if self._replaced or self._fallback
+            else self.tokenizer.decode([token]).encode()
+        )
 
     def text(self, token: int) -> str:
         """A token as OpenAI names it: its text, or ``bytes:`` and the bytes where they are no text by themselves."""
@@ -72,7 +94,9 @@ def byte_of_character() -> dict[str, bytes]:
     """Which byte each character of a byte-level vocabulary stands for (GPT-2's table, Radford et al. 2019)."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): bytes([byte]) for byte in shown} | {chr(256 + n): bytes([byte]) for n, byte in enumerate(hidden)}
+    return {chr(byte): bytes([byte]) for byte in shown} | {
+        chr(256 + n): bytes([byte]) for n, byte in enumerate(hidden)
+    }
 
 
 def _decoders(tree: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

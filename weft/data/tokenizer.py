@@ -10,9 +10,13 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from weft.checkpoint.convert.carried_files import GENERATION, as_json
 from weft.data.cache import build_once, cache_root, digest
-from weft.data.chat.named_templates import (
+from weft.data.corpora import documents, fingerprint
+from weft.data.gguf_tokenizer import NO_TOKENIZER
+from weft.encodable import encodable
+from weft.errors import UsageError, WeftError
+from weft.recipe import Source
+from weft.recipe.named_templates import (
     CONFIG_FILE,
     DEFAULT,
     TEMPLATE_FILE,
@@ -20,11 +24,7 @@ from weft.data.chat.named_templates import (
     templates_of,
     with_named_templates,
 )
-from weft.data.corpora import documents, fingerprint
-from weft.data.gguf_tokenizer import NO_TOKENIZER
-from weft.encodable import encodable
-from weft.errors import UsageError, WeftError
-from weft.recipe import Source
+from weft.shapes.carried_files import GENERATION, as_json
 
 _EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "[EOS]")
 
@@ -50,7 +50,9 @@ class Tokenizer:
     pad: int | None = None
     chat_template: str | None = field(default=None, repr=False, compare=False)
     ends: tuple[int, ...] = field(default=(), compare=False)
-    named_templates: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    named_templates: Mapping[str, str] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def stops(self) -> tuple[int, ...]:
@@ -71,7 +73,11 @@ class Tokenizer:
         """The special tokens by name: what a chat template may write and plain text must not turn into."""
         if self.model is None:
             return {_EOS[0]: self.closing}
-        return {token.content: i for i, token in self.model.get_added_tokens_decoder().items() if token.special}
+        return {
+            token.content: i
+            for i, token in self.model.get_added_tokens_decoder().items()
+            if token.special
+        }
 
     def name_of(self, token: int | None) -> str | None:
         """How a chat template writes ``token``, such as ``<|im_end|>``."""
@@ -88,7 +94,8 @@ class Tokenizer:
 
     def encode_many(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
         """:meth:`encode` for several texts, on all cores."""
-        texts = [encodable(text) for text in texts]  # a command line may have bytes that are no UTF-8
+        # a command line may have bytes that are no UTF-8
+        texts = [encodable(text) for text in texts]
         if self.model is None:
             return [self._bytes_of(text, special) for text in texts]
         self.model.encode_special_tokens = not special
@@ -96,8 +103,13 @@ class Tokenizer:
         return [np.array(one.ids, np.int64) for one in encoded]
 
     def _bytes_of(self, text: str, special: bool) -> np.ndarray:
-        parts = [np.frombuffer(part.encode(), np.uint8) for part in (text.split(_EOS[0]) if special else [text])]
-        return np.concatenate([x for part in parts for x in ([self.closing], part)][1:], dtype=np.int64)
+        parts = [
+            np.frombuffer(part.encode(), np.uint8)
+            for part in (text.split(_EOS[0]) if special else [text])
+        ]
+        return np.concatenate(
+            [x for part in parts for x in ([self.closing], part)][1:], dtype=np.int64
+        )
 
     def prompt_ids(self, text: str) -> list[int]:
         """Ids of a text that a model is to continue: with what the tokenizer begins a text with, and never none."""
@@ -111,7 +123,8 @@ class Tokenizer:
         shown = self.model.encode("a", add_special_tokens=True)
         if 0 in shown.special_tokens_mask:
             return list(shown.ids[: shown.special_tokens_mask.index(0)])
-        return [i for i in shown.ids if i != self.eos or i == self.bos]  # it has no token for such a text
+        # it has no token for such a text
+        return [i for i in shown.ids if i != self.eos or i == self.bos]
 
     def has_ids_of(self, other: "Tokenizer") -> bool:
         """Whether ids mean the same text to both. What they begin a text with may differ."""
@@ -121,7 +134,9 @@ class Tokenizer:
     def _meaning(self) -> str:
         if self.model is None:
             return self.fingerprint
-        return digest(json.loads(self.model.to_str()) | {"post_processor": None}, self.eos)
+        return digest(
+            json.loads(self.model.to_str()) | {"post_processor": None}, self.eos
+        )
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of ``ids``; special tokens are left out, bytes that are not UTF-8 become U+FFFD."""
@@ -131,21 +146,40 @@ class Tokenizer:
 
     def files(self) -> dict[str, bytes]:
         """What :func:`load_tokenizer` and transformers read: ``tokenizer.json``, named tokens, chat template."""
-        template = {TEMPLATE_FILE: self.chat_template.encode()} if self.chat_template else {}
+        template = (
+            {TEMPLATE_FILE: self.chat_template.encode()} if self.chat_template else {}
+        )
         several: dict[str, Any] = {}
         if self.named_templates:
             default = {DEFAULT: self.chat_template} if self.chat_template else {}
-            template, several = {}, {"chat_template": listed(default | dict(self.named_templates))}
+            template, several = (
+                {},
+                {"chat_template": listed(default | dict(self.named_templates))},
+            )
         if self.model is None:
             config_file = {CONFIG_FILE: as_json(several)} if several else {}
             return {"tokenizer.json": b'{"kind": "bytes"}\n'} | config_file | template
-        named = {f"{kind}_token": self.name_of(getattr(self, kind)) for kind in ("eos", "bos", "pad")}
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        tokens = {"eos_token_id": list(self.stops) or None, "bos_token_id": self.bos, "pad_token_id": self.pad}
+        named = {
+            f"{kind}_token": self.name_of(getattr(self, kind))
+            for kind in ("eos", "bos", "pad")
+        }
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+        }
+        tokens = {
+            "eos_token_id": list(self.stops) or None,
+            "bos_token_id": self.bos,
+            "pad_token_id": self.pad,
+        }
         return {
             "tokenizer.json": self.model.to_str().encode(),
-            CONFIG_FILE: as_json(config | {k: name for k, name in named.items() if name} | several),
-            GENERATION: as_json({key: value for key, value in tokens.items() if value is not None}),
+            CONFIG_FILE: as_json(
+                config | {k: name for k, name in named.items() if name} | several
+            ),
+            GENERATION: as_json(
+                {key: value for key, value in tokens.items() if value is not None}
+            ),
         } | template
 
     def save(self, folder: str | Path) -> None:
@@ -155,7 +189,9 @@ class Tokenizer:
             (Path(folder) / name).write_bytes(content)
 
 
-def load_tokenizer(spec: str, sources: Sequence[Source] = (), cache: Path | None = None) -> Tokenizer:
+def load_tokenizer(
+    spec: str, sources: Sequence[Source] = (), cache: Path | None = None
+) -> Tokenizer:
     """The tokenizer that ``spec`` names: ``bytes``, ``train:N``, or a ``tokenizer.json`` or folder that holds one.
 
     ``sources`` are what ``train:N`` trains on, once per corpus; the result is kept in ``cache``.
@@ -163,31 +199,55 @@ def load_tokenizer(spec: str, sources: Sequence[Source] = (), cache: Path | None
     if spec in ("", "bytes"):
         return Tokenizer(257, 256, "bytes")
     if spec.startswith("train:"):
-        spec = str(_trained(spec, [source for source in sources if source.kind != "tokens"], cache_root(cache)))
+        spec = str(
+            _trained(
+                spec,
+                [source for source in sources if source.kind != "tokens"],
+                cache_root(cache),
+            )
+        )
     path = Path(spec).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
-        raise WeftError(f"tokenizer {spec!r}: no file {path}; use 'bytes', 'train:N' or a tokenizer.json")
-    found = {name: path.with_name(name) for name in (CONFIG_FILE, TEMPLATE_FILE, GENERATION)}
+        raise WeftError(
+            f"tokenizer {spec!r}: no file {path}; use 'bytes', 'train:N' or a tokenizer.json"
+        )
+    found = {
+        name: path.with_name(name) for name in (CONFIG_FILE, TEMPLATE_FILE, GENERATION)
+    }
     files = {name: file.read_bytes() for name, file in found.items() if file.is_file()}
     files = with_named_templates(files, path.parent)
-    return tokenizer_from_files({"tokenizer.json": path.read_bytes()} | files, str(path))
+    return tokenizer_from_files(
+        {"tokenizer.json": path.read_bytes()} | files, str(path)
+    )
 
 
 def tokenizer_from_files(files: Mapping[str, bytes], origin: str) -> Tokenizer:
     """The tokenizer that a folder's files, by name, make up; ``origin`` says in errors where they are from."""
     if "tokenizer.json" not in files:
-        reason = "it has a tokenizer.model, of sentencepiece" if "tokenizer.model" in files else "it has none"
+        reason = (
+            "it has a tokenizer.model, of sentencepiece"
+            if "tokenizer.model" in files
+            else "it has none"
+        )
         said = files[NO_TOKENIZER].decode() if NO_TOKENIZER in files else reason
-        raise WeftError(f"{origin} has no tokenizer.json ({said}); name a tokenizer that is the model's own")
+        raise WeftError(
+            f"{origin} has no tokenizer.json ({said}); name a tokenizer that is the model's own"
+        )
     try:
         settings = json.loads(files.get(CONFIG_FILE, b"{}"))
-        named = {kind: _name(settings.get(f"{kind}_token")) for kind in ("eos", "bos", "pad")}
+        named = {
+            kind: _name(settings.get(f"{kind}_token")) for kind in ("eos", "bos", "pad")
+        }
         templates = templates_of(settings, files.get(TEMPLATE_FILE))
         template, named_templates = templates.pop(DEFAULT, None), templates
         text = files["tokenizer.json"].decode()
         if json.loads(text) == {"kind": "bytes"}:
-            return replace(load_tokenizer("bytes"), chat_template=template, named_templates=named_templates)
+            return replace(
+                load_tokenizer("bytes"),
+                chat_template=template,
+                named_templates=named_templates,
+            )
         model = tokenizers.Tokenizer.from_str(text)
         given = json.loads(files.get(GENERATION, b"{}")).get("eos_token_id")
     except Exception as error:  # the library raises nothing narrower
@@ -196,13 +256,31 @@ def tokenizer_from_files(files: Mapping[str, bytes], origin: str) -> Tokenizer:
         ) from None
     model.no_padding()
     model.no_truncation()
-    model.encode_special_tokens = True  # "<|endoftext|>" within a document must not end it
+    # "<|endoftext|>" within a document must not end it
+    model.encode_special_tokens = True
     ids = model.get_vocab(with_added_tokens=True)
     size = max(ids.values()) + 1
-    ends = tuple(i for i in (given if isinstance(given, list) else [given]) if isinstance(i, int) and i < size)
-    eos = next((ids[name] for name in (named["eos"], *_EOS) if name in ids), ends[0] if ends else None)
+    ends = tuple(
+        i
+        for i in (given if isinstance(given, list) else [given])
+        if isinstance(i, int) and i < size
+    )
+    eos = next(
+        (ids[name] for name in (named["eos"], *_EOS) if name in ids),
+        ends[0] if ends else None,
+    )
     bos, pad = (ids.get(named[kind] or "") for kind in ("bos", "pad"))
-    return Tokenizer(size, eos, digest(model.to_str(), eos), model, bos, pad, template, ends, named_templates)
+    return Tokenizer(
+        size,
+        eos,
+        digest(model.to_str(), eos),
+        model,
+        bos,
+        pad,
+        template,
+        ends,
+        named_templates,
+    )
 
 
 def _name(token: str | dict[str, str] | None) -> str | None:
@@ -218,13 +296,19 @@ def _trained(spec: str, sources: Sequence[Source], root: Path) -> Path:
     """Folder of the byte-level BPE (Sennrich et al. 2016, Radford et al. 2019) trained on ``sources``."""
     size = spec.removeprefix("train:")
     if not size.isdecimal() or not 257 <= int(size) <= LARGEST:
-        raise UsageError(f"tokenizer {spec!r}: N must be a number of 257 (256 bytes and {_EOS[0]}) to {LARGEST}")
+        raise UsageError(
+            f"tokenizer {spec!r}: N must be a number of 257 (256 bytes and {_EOS[0]}) to {LARGEST}"
+        )
     if not sources:
-        raise UsageError(f"tokenizer {spec!r} needs a source of text; name the tokenizer that made the 'tokens'")
+        raise UsageError(
+            f"tokenizer {spec!r} needs a source of text; name the tokenizer that made the 'tokens'"
+        )
 
     def train(folder: Path) -> None:
         model = tokenizers.ByteLevelBPETokenizer()
-        model.train_from_iterator(sample(sources), int(size), 1, show_progress=False, special_tokens=[_EOS[0]])
+        model.train_from_iterator(
+            sample(sources), int(size), 1, show_progress=False, special_tokens=[_EOS[0]]
+        )
         model.save(str(folder / "tokenizer.json"))
 
     key = digest(size, _SAMPLE, _PIECE, [fingerprint(source) for source in sources])
@@ -236,12 +320,15 @@ def sample(sources: Sequence[Source], size: int = _SAMPLE) -> list[str]:
     kept: list[str] = []
     held, stride = 0, 1
     texts = (text for source in sources for text in documents(source))
-    pieces = (text[at : at + _PIECE] for text in texts for at in range(0, len(text), _PIECE))
+    pieces = (
+        text[at : at + _PIECE] for text in texts for at in range(0, len(text), _PIECE)
+    )
     for number, piece in enumerate(pieces):
         if number % stride == 0:
             kept.append(piece)
             held += len(piece)
-        if held > size and len(kept) > 1:  # too much: from now on, and so far, only every other piece
+        # too much: from now on, and so far, only every other piece
+        if held > size and len(kept) > 1:
             kept, stride = kept[::2], 2 * stride
             held = sum(map(len, kept))
     return kept

@@ -53,11 +53,16 @@ class Tokens:
         return f"{self.files[file]}:{line}"
 
 
-def write_tokens(folder: str | Path, docs: Iterable[np.ndarray], vocab: int, eos: int) -> None:
+def write_tokens(
+    folder: str | Path, docs: Iterable[np.ndarray], vocab: int, eos: int
+) -> None:
     """Write documents (ids below ``vocab``) as a stream into a new ``folder``, ``eos`` after each; no empty ones."""
     if Path(folder).exists():
         raise WeftError(f"{folder} exists already; remove it or choose another folder")
-    build_once(Path(folder), lambda making: write_documents(making, docs, vocab, eos, str(folder)))
+    build_once(
+        Path(folder),
+        lambda making: write_documents(making, docs, vocab, eos, str(folder)),
+    )
 
 
 def read_tokens(path: str | Path) -> Tokens:
@@ -70,7 +75,12 @@ def read_tokens(path: str | Path) -> Tokens:
     file = index
     try:
         offsets = np.load(index)
-        if offsets.dtype != np.int64 or len(offsets) < 2 or offsets[0] != 0 or (np.diff(offsets) < 1).any():
+        if (
+            offsets.dtype != np.int64
+            or len(offsets) < 2
+            or offsets[0] != 0
+            or (np.diff(offsets) < 1).any()
+        ):
             raise ValueError("expected int64 offsets that rise from 0")
         file, vocab, eos, seen, meta = about, None, None, None, {}
         if path.is_dir() or about.is_file():
@@ -93,13 +103,32 @@ def read_tokens(path: str | Path) -> Tokens:
                 raise ValueError(f"{len(pairs)} pairs for {len(offsets) - 1} documents")
     except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise WeftError(f"{file} is missing or damaged ({reason}); weft.data.tokens.write_tokens makes it") from None
+        raise WeftError(
+            f"{file} is missing or damaged ({reason}); weft.data.tokens.write_tokens makes it"
+        ) from None
     seen = seen or digest(size, hashlib.sha256(offsets.tobytes()).hexdigest())
     of, notes = tuple(meta.get("files", ())), tuple(meta.get("notes", ()))
-    return Tokens(ids, offsets, vocab, eos, seen, weights, meta.get("alike", True), lines, of, pairs, notes)
+    return Tokens(
+        ids,
+        offsets,
+        vocab,
+        eos,
+        seen,
+        weights,
+        meta.get("alike", True),
+        lines,
+        of,
+        pairs,
+        notes,
+    )
 
 
-def open_source(source: Source, tokenizer: Tokenizer, cache: Path | None = None, opening: Sequence[int] = ()) -> Tokens:
+def open_source(
+    source: Source,
+    tokenizer: Tokenizer,
+    cache: Path | None = None,
+    opening: Sequence[int] = (),
+) -> Tokens:
     """The tokens of any source; text is tokenized on first use, into the cache, by one process for all.
 
     ``opening``: the ids that a document of text begins with.
@@ -109,24 +138,38 @@ def open_source(source: Source, tokenizer: Tokenizer, cache: Path | None = None,
         def build(making: Path) -> None:
             tokenizer.save(making)
             report = SourceReport()
-            docs, name = _encoded(documents(source, report), tokenizer), f"data source {source.path or source.kind}"
-            write_documents(making, docs, tokenizer.vocab, tokenizer.closing, name, opening=opening)
+            docs, name = (
+                _encoded(documents(source, report), tokenizer),
+                f"data source {source.path or source.kind}",
+            )
+            write_documents(
+                making, docs, tokenizer.vocab, tokenizer.closing, name, opening=opening
+            )
             add_to_meta(making, {"notes": report.lines()})
 
         # Those without an opening are the ones that were there before documents could have one.
-        key = digest(2 if opening else 1, fingerprint(source), tokenizer.fingerprint, *opening)
+        key = digest(
+            2 if opening else 1, fingerprint(source), tokenizer.fingerprint, *opening
+        )
         return read_tokens(build_once(cache_root(cache) / f"tokens-{key}", build))
     path = Path(source.path or "").expanduser()
     if not path.is_dir():
         path, *more = files(source)
         if more:
-            raise WeftError(f"data source {source.path} matches {1 + len(more)} files; give each its own source")
+            raise WeftError(
+                f"data source {source.path} matches {1 + len(more)} files; give each its own source"
+            )
     tokens = read_tokens(path)
     # Without meta.json only the ids themselves can tell whether they fit.
     vocab = tokens.vocab or 1 + int(tokens.ids.max())
     if vocab > tokenizer.vocab or tokens.eos not in (None, tokenizer.closing):
-        mine, theirs = f"vocab {vocab}, eos {tokens.eos}", f"vocab {tokenizer.vocab}, eos {tokenizer.eos}"
-        raise WeftError(f"{path} has {mine}, not {theirs}; set data.tokenizer to the one that made the tokens")
+        mine, theirs = (
+            f"vocab {vocab}, eos {tokens.eos}",
+            f"vocab {tokenizer.vocab}, eos {tokenizer.eos}",
+        )
+        raise WeftError(
+            f"{path} has {mine}, not {theirs}; set data.tokenizer to the one that made the tokens"
+        )
     return tokens
 
 
@@ -146,24 +189,36 @@ def write_documents(
             if close and (len(doc) == 0 or (len(doc) == 1 and doc[0] == eos)):
                 continue
             if doc.min() < 0 or doc.max() >= vocab:
-                raise WeftError(f"document {number} holds a token id outside 0..{vocab - 1}; check the vocabulary")
+                raise WeftError(
+                    f"document {number} holds a token id outside 0..{vocab - 1}; check the vocabulary"
+                )
             ends = [eos] if close and doc[-1] != eos else []
             data = np.concatenate([opening, doc, ends]).astype(dtype).tobytes()
             out.write(data)
             content.update(data)
             offsets.append(offsets[-1] + len(data) // dtype.itemsize)
     if len(offsets) == 1:
-        raise WeftError(f"{name} holds no document with a token in it; check where it comes from")
+        raise WeftError(
+            f"{name} holds no document with a token in it; check where it comes from"
+        )
     content.update(offsets.tobytes())
     np.save(folder / "offsets.npy", np.array(offsets, np.int64))
-    meta = {"dtype": dtype.name, "vocab": vocab, "eos": eos, "count": offsets[-1], "fingerprint": content.hexdigest()}
+    meta = {
+        "dtype": dtype.name,
+        "vocab": vocab,
+        "eos": eos,
+        "count": offsets[-1],
+        "fingerprint": content.hexdigest(),
+    }
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
 def add_to_meta(folder: Path, more: Mapping[str, Any]) -> None:
     """Write ``more`` into the ``meta.json`` of a ``folder`` of tokens."""
     file = folder / "meta.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | dict(more), indent=2) + "\n")
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | dict(more), indent=2) + "\n"
+    )
 
 
 def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:

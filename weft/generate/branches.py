@@ -9,7 +9,9 @@ from weft.generate.pool import BlockPool
 from weft.generate.request import Branch, Request
 
 
-def branch(pool: BlockPool, request: Request, left: int, copies: list[tuple[int, int]]) -> int:
+def branch(
+    pool: BlockPool, request: Request, left: int, copies: list[tuple[int, int]]
+) -> int:
     """Turn a request's drafts into branches, for at most ``left`` tokens; returns the number of tokens that they take.
 
     Pairs (from, to) of blocks that have to be copied first are appended to ``copies``.
@@ -18,7 +20,10 @@ def branch(pool: BlockPool, request: Request, left: int, copies: list[tuple[int,
     for path in drafts:
         own = not request.branches and not pool.states
         again = 0 if own else request.wanted  # tokens that are computed in the copy too
-        path, kept = path[: max(0, left - again)], len(request.table) if own else request.computed // pool.size
+        path, kept = (
+            path[: max(0, left - again)],
+            len(request.table) if own else request.computed // pool.size,
+        )
         new = -(-(request.computed + request.wanted + len(path)) // pool.size) - kept
         if not path or new > pool.free:
             break
@@ -35,7 +40,11 @@ def branch(pool: BlockPool, request: Request, left: int, copies: list[tuple[int,
 
 def merge(pool: BlockPool, request: Request, best: Branch | None, right: int) -> None:
     """Count the first ``right`` tokens of ``best`` as computed, if they can be kept without the wrong ones behind."""
-    if best and right and (best.table is request.table or not pool.states or right == len(best.path)):
+    if (
+        best
+        and right
+        and (best.table is request.table or not pool.states or right == len(best.path))
+    ):
         if best.table is not request.table:
             request.table[:], best.table[:] = list(best.table), list(request.table)
         request.computed += right

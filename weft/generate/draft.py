@@ -33,10 +33,14 @@ def check_ahead(word: str, ahead: int) -> None:
     """Raise :class:`UsageError` if ``--ahead`` is given without a small model to look ahead with."""
     if ahead and word in ("", "text", "texts"):
         draft = f"--draft {word} looks guesses up" if word else "there is no --draft"
-        raise UsageError(f"--ahead {ahead} is for a small model that guesses, and {draft}; give --draft MODEL")
+        raise UsageError(
+            f"--ahead {ahead} is for a small model that guesses, and {draft}; give --draft MODEL"
+        )
 
 
-def drafter_for(word: str, model: Transformer, warn: Callable[[str], None], ahead: int = 0) -> Drafter | None:
+def drafter_for(
+    word: str, model: Transformer, warn: Callable[[str], None], ahead: int = 0
+) -> Drafter | None:
     """Build the drafter that ``word`` names; return None for "".
 
     ``text`` guesses from a request's own text, ``texts`` also from other requests'; anything else names a small model,
@@ -60,7 +64,8 @@ class Guessed(NamedTuple):
     """What the small model wrote behind a text."""
 
     path: list[int]
-    odds: list[torch.Tensor]  # [vocab] each, by which the path was drawn; none of greedy requests
+    # [vocab] each, by which the path was drawn; none of greedy requests
+    odds: list[torch.Tensor]
     likeliest: list[list[int]]  # at every position of the path and behind it
 
 
@@ -71,7 +76,9 @@ class DraftModel:
     its own (0: without a thread). ``tokens``: size of its cache; there are no guesses for longer texts.
     """
 
-    def __init__(self, model: Transformer, most: int = 4, ahead: int = 0, tokens: int = 2**16) -> None:
+    def __init__(
+        self, model: Transformer, most: int = 4, ahead: int = 0, tokens: int = 2**16
+    ) -> None:
         self.most, self.ahead, self.tokens = most, ahead, tokens
         self.engine = Engine(model, tokens, size=4)
         self._thread = ThreadPoolExecutor(1, "draft")
@@ -79,12 +86,25 @@ class DraftModel:
 
     def propose(self, requests: Sequence[Generation]) -> None:
         made = self._made.result() if self._made is not None else {}
-        texts = {one: tuple(one.ids) for one in requests if len(one.ids) + self.most < self.tokens}
-        made |= self._guess([(one, text) for one, text in texts.items() if text not in made])
+        texts = {
+            one: tuple(one.ids)
+            for one in requests
+            if len(one.ids) + self.most < self.tokens
+        }
+        made |= self._guess(
+            [(one, text) for one, text in texts.items() if text not in made]
+        )
         for one, text in texts.items():
-            one.drafts, one.odds = [made[text].path[: one.most - len(text)]], made[text].odds
+            one.drafts, one.odds = (
+                [made[text].path[: one.most - len(text)]],
+                made[text].odds,
+            )
         if self.ahead:
-            outcomes = [(one, each) for one, text in texts.items() for each in self._outcomes(text, made[text])]
+            outcomes = [
+                (one, each)
+                for one, text in texts.items()
+                for each in self._outcomes(text, made[text])
+            ]
             self._made = self._thread.submit(self._guess, outcomes)
 
     def _guess(self, texts: Sequence[tuple[Generation, Text]]) -> dict[Text, Guessed]:
@@ -93,12 +113,21 @@ class DraftModel:
         for one, text in texts:
             # Not by the numbers by which the large model draws.
             seed = Random(f"draft {one.how.seed} {len(text)}").getrandbits(62)
-            count, top = self.most + bool(self.ahead), self.ahead + 1 if self.ahead else None
-            (asked[text],) = self.engine.submit(text, count, replace(one.how, seed=seed), top=top)
+            count, top = (
+                self.most + bool(self.ahead),
+                self.ahead + 1 if self.ahead else None,
+            )
+            (asked[text],) = self.engine.submit(
+                text, count, replace(one.how, seed=seed), top=top
+            )
             asked[text].chances = [] if one.how.temperature else None
         self.engine.run()
         return {
-            text: Guessed(one.written[: self.most], one.chances or [], [list(top) for _, top in one.log_probabilities])
+            text: Guessed(
+                one.written[: self.most],
+                one.chances or [],
+                [list(top) for _, top in one.log_probabilities],
+            )
             for text, one in asked.items()
         }
 
@@ -108,6 +137,8 @@ class DraftModel:
         return [
             (*text, *path[:right], token)
             for right, likeliest in enumerate(guessed.likeliest)
-            for token in [i for i in likeliest if i not in path[right : right + 1]][: self.ahead]
+            for token in [i for i in likeliest if i not in path[right : right + 1]][
+                : self.ahead
+            ]
             if len(text) + right + 1 + self.most < self.tokens
         ]

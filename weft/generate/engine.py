@@ -58,9 +58,13 @@ class LaunchedPass(NamedTuple):
 def check_prompt(model: Transformer, ids: Sequence[int]) -> None:
     """Raises :class:`UsageError` if ``model`` cannot go on with ``ids``."""
     if model.shape.output == "score":
-        raise UsageError("this is a reward model, which scores texts and writes none; give one that writes")
+        raise UsageError(
+            "this is a reward model, which scores texts and writes none; give one that writes"
+        )
     if not ids or min(ids) < 0 or max(ids) >= model.shape.vocab:
-        raise UsageError(f"the prompt must be at least one token, of ids below the model's {model.shape.vocab}")
+        raise UsageError(
+            f"the prompt must be at least one token, of ids below the model's {model.shape.vocab}"
+        )
 
 
 class Engine:
@@ -80,15 +84,25 @@ class Engine:
         ranks: bool = False,
     ) -> None:  # fmt: skip
         if budget < 1 or limit < 1:
-            raise UsageError("a step needs room for one token of one request; give a larger budget or limit")
+            raise UsageError(
+                "a step needs room for one token of one request; give a larger budget or limit"
+            )
         if invariant:
             check_invariant(model.shape, model.mesh)
-        states = any(model.shape.mixer_of(i) != "softmax" for i in range(model.shape.layers))
+        states = any(
+            model.shape.mixer_of(i) != "softmax" for i in range(model.shape.layers)
+        )
         size = size or (CHUNK if states else BLOCK)
-        self.reader: PagedReader | Leader = Leader(model, size) if ranks else PagedReader(model, size, invariant)
+        self.reader: PagedReader | Leader = (
+            Leader(model, size) if ranks else PagedReader(model, size, invariant)
+        )
         blocks = 2**40 if tokens is None else max(1, tokens // self.reader.size)
         pool = BlockPool(blocks, self.reader.size, states)
-        self.model, self.drafter, self.scheduler = model, drafter, Scheduler(pool, budget, limit, policy)
+        self.model, self.drafter, self.scheduler = (
+            model,
+            drafter,
+            Scheduler(pool, budget, limit, policy),
+        )
         self.sent: deque[LaunchedPass] = deque()  # the oldest first
 
     def submit(
@@ -109,7 +123,9 @@ class Engine:
         if adapter and adapter not in self.scheduler.adapter_keys:
             raise UsageError(f"there is no adapter {adapter!r} here")
         if any(not 0 <= i < self.model.shape.vocab for i in how.bias):
-            raise UsageError(f"a bias is for an id that the model does not have; it has {self.model.shape.vocab}")
+            raise UsageError(
+                f"a bias is for an id that the model does not have; it has {self.model.shape.vocab}"
+            )
         # The last token that is written is not computed.
         found = [
             Generation(list(ids), len(ids) + count - 1, adapter, tenant, how=replace(how, seed=how.seed + i),
@@ -125,10 +141,14 @@ class Engine:
     def add_adapter(self, name: str, adapter: HostAdapter) -> None:
         """Let requests name ``adapter``. Adapters in use are copied into the cache, beside texts."""
         if isinstance(self.reader, PagedReader) and self.reader.alike:
-            raise UsageError("what adapters add depends on the batch; leave out invariant")
+            raise UsageError(
+                "what adapters add depends on the batch; leave out invariant"
+            )
         keys = self.scheduler.adapter_keys
         if name in keys:
-            raise UsageError(f"there is an adapter {name!r} already; give this one another name")
+            raise UsageError(
+                f"there is an adapter {name!r} already; give this one another name"
+            )
         if len(keys) == 1:
             self.probe()
         keys[name] = shelf_keys(name, self.reader.add_adapter(name, adapter))
@@ -141,14 +161,19 @@ class Engine:
     def fit(self, memory: int) -> int:
         """Limit the cache to ``memory`` bytes; returns for how many tokens that is room."""
         self.probe()
-        block = sum(pages.store[:, 0].nbytes for pages in self.reader.pages if pages.store is not None)
+        block = sum(
+            pages.store[:, 0].nbytes
+            for pages in self.reader.pages
+            if pages.store is not None
+        )
         if block:
             self.scheduler.pool.blocks = max(1, memory // block)
         return self.scheduler.pool.blocks * self.reader.size
 
     def cancel(self, generation: Generation) -> None:
         """End a request, whatever its state."""
-        if left := [one for one in generation.siblings if not one.finished]:  # it was to read the prompt for them
+        # it was to read the prompt for them
+        if left := [one for one in generation.siblings if not one.finished]:
             left[0].siblings, generation.siblings = left[1:], []
             self.scheduler.add(left[0])
         if not generation.finished:
@@ -178,7 +203,9 @@ class Engine:
         scheduler = self.scheduler
         if self.drafter is not None:
             others = (r for r in scheduler.running if r not in scheduler.due)
-            self.drafter.propose([r for r in others if isinstance(r, Generation) and r.may_guess])
+            self.drafter.propose(
+                [r for r in others if isinstance(r, Generation) and r.may_guess]
+            )
         step = scheduler.plan(self.reader.depth)
         if step.work:
             logits = self.reader.start(step)
@@ -205,25 +232,42 @@ class Engine:
             if request.finished:  # cancelled meanwhile
                 continue
             ahead = iter(more)
-            guessed = [list(islice(ahead, len(branch.path))) for branch in request.branches]
-            family, request.siblings = [request, *(s for s in request.siblings if not s.finished)], []
+            guessed = [
+                list(islice(ahead, len(branch.path))) for branch in request.branches
+            ]
+            family, request.siblings = (
+                [request, *(s for s in request.siblings if not s.finished)],
+                [],
+            )
             for sibling in family[1:]:
                 self.scheduler.fork(request, sibling)
             found += self._write_on(request, row, guessed)
             found += [self._write(sibling, row) for sibling in family[1:]]
         return found
 
-    def _write_on(self, request: Generation, row: torch.Tensor, guessed: list[list[torch.Tensor]]) -> list[Written]:
+    def _write_on(
+        self, request: Generation, row: torch.Tensor, guessed: list[list[torch.Tensor]]
+    ) -> list[Written]:
         """Write a token from logits ``row``, and further ones while guesses are right.
 
         ``guessed[i]``: the logits behind each guessed token of the request's branch ``i``.
         """
         found, right, best = list[Written](), 0, None
         live = list(zip(request.branches, guessed, strict=True))
-        drawn = [Guess(*each) for b, _ in live[:1] for each in zip(b.path, request.odds, strict=False)]
+        drawn = [
+            Guess(*each)
+            for b, _ in live[:1]
+            for each in zip(b.path, request.odds, strict=False)
+        ]
         while True:
-            found.append(self._write(request, row, drawn[right] if right < len(drawn) else None))
-            live = [(b, rows) for b, rows in live if b.path[right : right + 1] == [found[-1].token]]
+            found.append(
+                self._write(request, row, drawn[right] if right < len(drawn) else None)
+            )
+            live = [
+                (b, rows)
+                for b, rows in live
+                if b.path[right : right + 1] == [found[-1].token]
+            ]
             if request.finished or not live:
                 break
             (best, rows), right = live[0], right + 1
@@ -232,15 +276,21 @@ class Engine:
             self.scheduler.settle(request, best, right)
         return found
 
-    def _write(self, request: Generation, row: torch.Tensor, guess: Guess | None = None) -> Written:
+    def _write(
+        self, request: Generation, row: torch.Tensor, guess: Guess | None = None
+    ) -> Written:
         """Choose the next token of ``request`` from the logits ``row`` ``[vocab]``."""
         prompt, written, said = request.ids[: request.prompt], request.written, None
         allowed = request.grammar.mask() if request.grammar else None
         if len(written) < request.least:
             allowed = without_ends(allowed, request.stops, len(row))
-        chosen = choose(row, request.how, prompt, written, request.stream, guess, allowed)
+        chosen = choose(
+            row, request.how, prompt, written, request.stream, guess, allowed
+        )
         if chosen in request.stops:
-            request.finished = "error" if request.grammar and request.grammar.failure else "stop"
+            request.finished = (
+                "error" if request.grammar and request.grammar.failure else "stop"
+            )
             request.stopped = chosen
         else:
             if request.grammar:
@@ -255,7 +305,9 @@ class Engine:
                 request.finished = "length"
         if request.finished and not request.kept:
             self.scheduler.remove(request)
-        return Written(request, None if chosen in request.stops else chosen, said, request.finished)
+        return Written(
+            request, None if chosen in request.stops else chosen, said, request.finished
+        )
 
     def stream(self, generation: Generation) -> Iterator[int]:
         """The tokens of one request as they come, while others go on too. Ending early cancels it."""
@@ -281,7 +333,11 @@ class Engine:
 
 def rows_of(request: Request, tokens: int) -> WantedRows:
     """The rows of logits that are wanted of a request whose next ``tokens`` tokens a pass computes."""
-    drawn = 1 + sum(len(branch.path) for branch in request.branches) if tokens == request.wanted else 0
+    drawn = (
+        1 + sum(len(branch.path) for branch in request.branches)
+        if tokens == request.wanted
+        else 0
+    )
     return WantedRows(request, request.computed, request.prompt_rows(tokens), drawn)
 
 
@@ -292,10 +348,14 @@ def score_prompt(request: Generation, first: int, rows: torch.Tensor) -> None:
     """
     for place, row in enumerate(rows, first):
         if place == len(request.prompt_scores):
-            request.prompt_scores.append(log_probabilities(row, request.ids[place + 1], request.top or 0))
+            request.prompt_scores.append(
+                log_probabilities(row, request.ids[place + 1], request.top or 0)
+            )
 
 
-def without_ends(allowed: torch.Tensor | None, ends: Collection[int], vocab: int) -> torch.Tensor:
+def without_ends(
+    allowed: torch.Tensor | None, ends: Collection[int], vocab: int
+) -> torch.Tensor:
     """``allowed`` ids, bool ``[vocab]`` (None: all), less ``ends``; or as they are, if no other is allowed."""
     every = torch.ones(vocab, dtype=torch.bool) if allowed is None else allowed.clone()
     rest = every.clone()
@@ -309,7 +369,15 @@ def set_out(scheduler: Scheduler, step: ScheduledStep) -> ScheduledStep:
     Prompts that are not at their end count as advanced at once. Requests that get a token are ``due``: they are not
     scheduled again until the scheduler is told to advance the returned part.
     """
-    drawn = {request: tokens for request, tokens in step.work.items() if tokens == request.wanted}
-    scheduler.advance(ScheduledStep({r: tokens for r, tokens in step.work.items() if r not in drawn}, []))
+    drawn = {
+        request: tokens
+        for request, tokens in step.work.items()
+        if tokens == request.wanted
+    }
+    scheduler.advance(
+        ScheduledStep(
+            {r: tokens for r, tokens in step.work.items() if r not in drawn}, []
+        )
+    )
     scheduler.due |= drawn.keys()
     return ScheduledStep(drawn, [])

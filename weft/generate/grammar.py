@@ -25,18 +25,24 @@ FIRST, EACH = 0.3, 0.002
 class Grammar:
     """The grammar's state in one text. ``ends``: ids that end the text; they are allowed where it is complete."""
 
-    def __init__(self, matcher: Any, vocab: int, ends: tuple[int, ...], left: float = FIRST) -> None:
+    def __init__(
+        self, matcher: Any, vocab: int, ends: tuple[int, ...], left: float = FIRST
+    ) -> None:
         self._matcher, self._vocab, self.ends = matcher, vocab, ends
         self._left = left  # seconds that are not used yet
 
     def mask(self) -> torch.Tensor:
         """Which ids can follow: bool ``[vocab]``, also for ids of the model that the tokenizer does not have."""
         if self._left < 0:
-            return torch.zeros(self._vocab, dtype=torch.bool).index_fill(0, torch.tensor(self.ends), True)
+            return torch.zeros(self._vocab, dtype=torch.bool).index_fill(
+                0, torch.tensor(self.ends), True
+            )
         began = thread_time()
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._left += EACH - (thread_time() - began)
-        return torch.from_numpy(np.unpackbits(bits, count=self._vocab, bitorder="little")).view(torch.bool)
+        return torch.from_numpy(
+            np.unpackbits(bits, count=self._vocab, bitorder="little")
+        ).view(torch.bool)
 
     def accept(self, i: int) -> bool:
         """Advance by a token that does not end the text; returns False, with no change, if it cannot follow."""
@@ -52,7 +58,11 @@ class Grammar:
     @property
     def failure(self) -> str:
         """Why the text cannot go on, if the grammar has become too complex for it."""
-        said = "it takes too much time" if self._left < 0 else str(self._matcher.get_error())
+        said = (
+            "it takes too much time"
+            if self._left < 0
+            else str(self._matcher.get_error())
+        )
         return said.split("\n")[0]
 
 
@@ -63,17 +73,35 @@ class Grammars:
         try:
             import llguidance
         except ImportError:
-            raise UsageError("grammars need the package llguidance: pip install 'weft[serve]'") from None
+            raise UsageError(
+                "grammars need the package llguidance: pip install 'weft[serve]'"
+            ) from None
         if not tokenizer.stops:
-            raise UsageError("a text with a form ends where it is complete, and this model has no end token")
-        self._matcher, self._vocab, self._ends = llguidance.LLMatcher, vocab, tokenizer.stops
-        model = tokenizer.model.to_str() if tokenizer.model else llguidance.TokenizerWrapper(_Bytes(tokenizer.closing))
+            raise UsageError(
+                "a text with a form ends where it is complete, and this model has no end token"
+            )
+        self._matcher, self._vocab, self._ends = (
+            llguidance.LLMatcher,
+            vocab,
+            tokenizer.stops,
+        )
+        model = (
+            tokenizer.model.to_str()
+            if tokenizer.model
+            else llguidance.TokenizerWrapper(_Bytes(tokenizer.closing))
+        )
         try:
-            self._tokens = llguidance.LLTokenizer(model, max(vocab, tokenizer.vocab), list(self._ends))
+            self._tokens = llguidance.LLTokenizer(
+                model, max(vocab, tokenizer.vocab), list(self._ends)
+            )
         except Exception as error:  # the library raises nothing narrower
-            raise UsageError(f"no grammars for this tokenizer: {str(error).splitlines()[0]}") from None
+            raise UsageError(
+                f"no grammars for this tokenizer: {str(error).splitlines()[0]}"
+            ) from None
 
-    def compile(self, kind: Literal["json", "regex", "lark"], text: str | dict[str, Any]) -> Grammar:
+    def compile(
+        self, kind: Literal["json", "regex", "lark"], text: str | dict[str, Any]
+    ) -> Grammar:
         """The grammar of a JSON schema, a regular expression or a grammar in Lark's notation.
 
         Takes milliseconds to a second, without the interpreter's lock. Raises :class:`UsageError` for one that cannot
@@ -81,15 +109,21 @@ class Grammars:
         """
         try:
             if kind == "json":
-                source = self._matcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": BLANKS})
+                source = self._matcher.grammar_from_json_schema(
+                    text, overrides={"whitespace_pattern": BLANKS}
+                )
             else:
                 source = getattr(self._matcher, f"grammar_from_{kind}")(text)
         except (ValueError, TypeError) as error:
             raise UsageError(f"the {kind} grammar cannot be read: {error}") from None
-        found = Grammar(self._matcher(self._tokens, source, log_level=0), self._vocab, self._ends)
+        found = Grammar(
+            self._matcher(self._tokens, source, log_level=0), self._vocab, self._ends
+        )
         possible = found.mask().any()
         if found.failure or not possible:
-            raise UsageError(f"the {kind} grammar cannot be met: {found.failure or 'no token can begin it'}")
+            raise UsageError(
+                f"the {kind} grammar cannot be met: {found.failure or 'no token can begin it'}"
+            )
         return found
 
 

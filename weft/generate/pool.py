@@ -16,11 +16,14 @@ class BlockPool:
 
     def __init__(self, blocks: int, size: int, states: bool = False) -> None:
         self.blocks, self.size, self.states = blocks, size, states
-        self.owners: dict[int, int] = {}  # the number of owners of every block that has any
+        # the number of owners of every block that has any
+        self.owners: dict[int, int] = {}
         self.known: dict[bytes, int] = {}  # blocks that can be found, by key
         self.keys: dict[int, bytes] = {}  # and their keys, by block
-        self._freed: OrderedDict[int, None] = OrderedDict()  # used before and free, in the order to use them again
-        self._fresh = 0  # the first block that was never used; from it on, blocks have no memory yet
+        # used before and free, in the order to use them again
+        self._freed: OrderedDict[int, None] = OrderedDict()
+        # the first block that was never used; from it on, blocks have no memory yet
+        self._fresh = 0
 
     @property
     def free(self) -> int:
@@ -29,7 +32,9 @@ class BlockPool:
 
     def take(self, key: bytes | None = None) -> int:
         """Take a block, of which one must be free, for one owner. ``key``: by which it can be found from now on."""
-        if (not self._freed or next(iter(self._freed)) in self.keys) and self._fresh < self.blocks:
+        if (
+            not self._freed or next(iter(self._freed)) in self.keys
+        ) and self._fresh < self.blocks:
             block, self._fresh = self._fresh, self._fresh + 1
         else:
             block, _ = self._freed.popitem(last=False)
@@ -55,7 +60,8 @@ class BlockPool:
             if not self.owners[block]:
                 del self.owners[block]
                 self._freed[block] = None
-                self._freed.move_to_end(block, last=block in self.keys)  # else there is nothing to find in it
+                # else there is nothing to find in it
+                self._freed.move_to_end(block, last=block in self.keys)
 
     def remember(self, block: int, key: bytes) -> None:
         """Let a full block be found by ``key``, unless that or the block is known already."""

@@ -51,52 +51,94 @@ def check_layout(layout: Layout, shape: ModelShape | None = None) -> None:
     """Raises :class:`UsageError` for layouts and models (None: not known yet) that cannot generate."""
     for name, usual in Layout():
         if name not in READ and getattr(layout, name) != usual:
-            raise UsageError(f"generation goes over tp, cp, pp and ep, and has no use for {name}; leave it out")
+            raise UsageError(
+                f"generation goes over tp, cp, pp and ep, and has no use for {name}; leave it out"
+            )
     if layout.ep > 1 and layout.dispatch not in SENDS:
         raise UsageError(f"ranks that generate have unequally many tokens, which dispatch = {layout.dispatch!r} does "
                          f"not send; use {' or '.join(SENDS)}")  # fmt: skip
     if shape is not None and layout.world > 1:
         if shape.kind:
-            raise UsageError(f"a plugin's model ({shape.kind}) reads on one rank; leave out --layout")
+            raise UsageError(
+                f"a plugin's model ({shape.kind}) reads on one rank; leave out --layout"
+            )
         check_fits(shape, of_parameters(layout))
 
 
 def of_parameters(layout: Layout) -> Layout:
     """The layout of the parameters under ``layout``, in which ``cp`` acts as ``dp``: it cuts only experts."""
     order = layout.order.replace("cp", "dp")
-    return Layout(dp=layout.cp, tp=layout.tp, pp=layout.pp, ep=layout.ep, dispatch=layout.dispatch, order=order)
+    return Layout(
+        dp=layout.cp,
+        tp=layout.tp,
+        pp=layout.pp,
+        ep=layout.ep,
+        dispatch=layout.dispatch,
+        order=order,
+    )
 
 
 def mesh_of_rank(layout: Layout, device: str) -> Mesh:
     """The mesh of this rank's model. Raises :class:`UsageError` if the layout's ranks were not started together."""
-    if layout.world > 1 and (not dist.is_initialized() or dist.get_world_size() != layout.world):
-        raise UsageError(f"generation under {layout} needs {layout.world} ranks that are started together")
-    return Mesh.create(of_parameters(layout), device) if layout.world > 1 else Mesh.single(device)
+    if layout.world > 1 and (
+        not dist.is_initialized() or dist.get_world_size() != layout.world
+    ):
+        raise UsageError(
+            f"generation under {layout} needs {layout.world} ranks that are started together"
+        )
+    return (
+        Mesh.create(of_parameters(layout), device)
+        if layout.world > 1
+        else Mesh.single(device)
+    )
 
 
 class RankReader:
     """Computes this rank's part of every step; cache blocks have ``size`` tokens, rounded up for ``cp``."""
 
     def __init__(self, model: Transformer, size: int) -> None:
-        self.model, self.mesh, world, patience = model, model.mesh, dist.group.WORLD, limit()
+        self.model, self.mesh, world, patience = (
+            model,
+            model.mesh,
+            dist.group.WORLD,
+            limit(),
+        )
         assert world is not None
         ranks = self.mesh.size("dp")
         self.group = self.mesh.group("dp") if ranks > 1 else None
         self.size = size + -size % ranks
         pages = layer_pages(model, self.size)
-        self.pages = pages if self.group is None else [striped(each, self.group) for each in pages]
-        stages, stage = dist.get_process_group_ranks(self.mesh.group("pp")), self.mesh.rank("pp")
+        self.pages = (
+            pages
+            if self.group is None
+            else [striped(each, self.group) for each in pages]
+        )
+        stages, stage = (
+            dist.get_process_group_ranks(self.mesh.group("pp")),
+            self.mesh.rank("pp"),
+        )
         self.before, self.after = ([None, *stages][stage], [*stages, None][stage + 1])
         self.depth = len(stages)
         self.shelf = AdapterShelf(model, self.pages)
-        self.ends = rank_table(self.mesh.layout)[0, -1, :, 0, 0, 0].tolist()  # who has logits, by the place along cp
-        self.wire = Wire(world, self.mesh.device, patience.total_seconds() if patience else 600)
-        links = [(self.before, world.rank()), (world.rank(), self.after), *((end, 0) for end in self.ends if end)]
+        # who has logits, by the place along cp
+        self.ends = rank_table(self.mesh.layout)[0, -1, :, 0, 0, 0].tolist()
+        self.wire = Wire(
+            world, self.mesh.device, patience.total_seconds() if patience else 600
+        )
+        links = [
+            (self.before, world.rank()),
+            (world.rank(), self.after),
+            *((end, 0) for end in self.ends if end),
+        ]
         self.wire.connect({(a, b) for a, b in links if a is not None and b is not None})
 
     @torch.inference_mode()
     def run(
-        self, number: int, row: PackedRow, copies: Sequence[tuple[int, int]], loads: Sequence[tuple[str, list[int]]]
+        self,
+        number: int,
+        row: PackedRow,
+        copies: Sequence[tuple[int, int]],
+        loads: Sequence[tuple[str, list[int]]],
     ) -> tuple[Stripes, T]:
         """Compute this rank's part of step ``number``. Returns the cut over ``cp``, and on the last stage logits."""
         mesh, stripes = self.mesh, Stripes(row.spans, self.size, self.group)
@@ -110,8 +152,13 @@ class RankReader:
         for load in loads:
             self.shelf.load(*load)
         numbers = torch.tensor([row.ids, row.positions])[:, stripes.own]
-        with attending(self.model, self.pages), self.shelf.adapting(stripes.spans, row.adapters):
-            x = self.through(number, numbers, [0, *(span.last for span in stripes.spans)])
+        with (
+            attending(self.model, self.pages),
+            self.shelf.adapting(stripes.spans, row.adapters),
+        ):
+            x = self.through(
+                number, numbers, [0, *(span.last for span in stripes.spans)]
+            )
         if self.after is not None:
             return stripes, x[:0]
         wanted = stripes.place[row.wanted] - stripes.first
@@ -127,9 +174,16 @@ class RankReader:
 
         On the last stage the final norm is applied. ``ends``: where texts end in the row.
         """
-        model, row = self.model, F.pad(row, (0, -row.shape[1] % self.mesh.size("tp"))).to(self.mesh.device)
+        model, row = (
+            self.model,
+            F.pad(row, (0, -row.shape[1] % self.mesh.size("tp"))).to(self.mesh.device),
+        )
         documents = torch.tensor(sorted({*ends, row.shape[1]}), dtype=torch.int32)
-        x = model.embedding(row[:1]) if self.before is None else self.take("act", number, self.before)
+        x = (
+            model.embedding(row[:1])
+            if self.before is None
+            else self.take("act", number, self.before)
+        )
         rope = angles(row[1:], model.freq, x.dtype)
         for layer in sorted(map(int, model.blocks)):
             x = model.run_block(layer, x, rope, documents)
@@ -156,7 +210,9 @@ class RankReader:
         sent = [adapter]
         dist.broadcast_object_list(sent, 0, device=self.mesh.device)
         assert sent[0] is not None
-        blocks = torch.tensor(self.shelf.add(name, own_part(sent[0], self.model)), device=self.mesh.device)
+        blocks = torch.tensor(
+            self.shelf.add(name, own_part(sent[0], self.model)), device=self.mesh.device
+        )
         dist.all_reduce(blocks, dist.ReduceOp.MAX)
         return int(blocks)
 
@@ -182,11 +238,16 @@ class Leader(RankReader):
             stripes, own = self.run(number := self.tickets.give(("run", *work)), *work)
 
         def logits() -> T:
-            owner, found = stripes.owner[row.wanted], own.new_empty(len(row.wanted), self.model.shape.vocab)
+            owner, found = (
+                stripes.owner[row.wanted],
+                own.new_empty(len(row.wanted), self.model.shape.vocab),
+            )
             with naming_lost_rank():
                 for place in sorted(set(owner.tolist())):
                     rank = self.ends[place]
-                    found[owner == place] = own if rank == 0 else self.take("logits", number, rank)
+                    found[owner == place] = (
+                        own if rank == 0 else self.take("logits", number, rank)
+                    )
             if row.wanted:  # all ranks had to do with them
                 self.tickets.forget(number)
             return found
@@ -196,12 +257,16 @@ class Leader(RankReader):
     def embed(self, ids: Sequence[int], last: bool) -> T:
         """See :meth:`read_vector`."""
         with naming_lost_rank():
-            return self.read_vector(self.tickets.give(("read_vector", ids, last)), ids, last)
+            return self.read_vector(
+                self.tickets.give(("read_vector", ids, last)), ids, last
+            )
 
     def add_adapter(self, name: str, adapter: HostAdapter) -> int:
         """Let requests name ``adapter``; returns how many blocks it needs."""
         with naming_lost_rank():
-            return self.take_adapter(self.tickets.give(("take_adapter", name, None)), name, adapter)
+            return self.take_adapter(
+                self.tickets.give(("take_adapter", name, None)), name, adapter
+            )
 
     def close(self) -> None:
         """Let the other ranks end."""

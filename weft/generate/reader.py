@@ -42,24 +42,54 @@ def parts_of(step: ScheduledStep) -> list[TextSlice]:
     parts = []
     for request, tokens in step.work.items():
         own = [b.path for b in request.branches if b.table is request.table]
-        beside = Lent(request.adapter, tuple(request.shelf)) if request.adapter else None
-        ids = [*request.ids[: request.computed + tokens], *(i for path in own for i in path)]
+        beside = (
+            Lent(request.adapter, tuple(request.shelf)) if request.adapter else None
+        )
+        ids = [
+            *request.ids[: request.computed + tokens],
+            *(i for path in own for i in path),
+        ]
         drawn = tokens == request.wanted
         rows = drawn * (1 + sum(map(len, own))) + request.prompt_rows(tokens)
         parts.append(
-            TextSlice(ids, request.computed, request.table, rows, request.offset, tiles_of(request, step), beside)
+            TextSlice(
+                ids,
+                request.computed,
+                request.table,
+                rows,
+                request.offset,
+                tiles_of(request, step),
+                beside,
+            )
         )
         for path, table in request.branches[len(own) :]:
-            parts.append(TextSlice([*request.ids, *path], request.computed, table, len(path), adapter=beside))
+            parts.append(
+                TextSlice(
+                    [*request.ids, *path],
+                    request.computed,
+                    table,
+                    len(path),
+                    adapter=beside,
+                )
+            )
     return parts
 
 
 def tiles_of(request: Request, step: ScheduledStep) -> list[PrefixTile]:
     """The tokens of other requests that ``request`` attends to in a step, counting those that are computed in it."""
-    counts = [other.computed + step.work.get(other, 0) if n is None else n for other, n in request.context]
-    ends = [sum(counts) - n for n in accumulate(counts, initial=0)] if request.turned else [0] * len(counts)
+    counts = [
+        other.computed + step.work.get(other, 0) if n is None else n
+        for other, n in request.context
+    ]
+    ends = (
+        [sum(counts) - n for n in accumulate(counts, initial=0)]
+        if request.turned
+        else [0] * len(counts)
+    )
     views = zip(request.context, counts, ends, strict=False)
-    return [PrefixTile(tuple(view.request.table), n, turn) for view, n, turn in views if n]
+    return [
+        PrefixTile(tuple(view.request.table), n, turn) for view, n, turn in views if n
+    ]
 
 
 class PackedRow(NamedTuple):
@@ -97,7 +127,12 @@ class PagedReader:
 
     def __init__(self, model: Transformer, size: int = 16, alike: bool = False) -> None:
         """``alike``: a token's results do not depend on the rest of the batch (:mod:`weft.models.invariant`)."""
-        self.model, self.size, self.pages, self.alike = model, size, layer_pages(model, size), alike
+        self.model, self.size, self.pages, self.alike = (
+            model,
+            size,
+            layer_pages(model, size),
+            alike,
+        )
         self.shelf = AdapterShelf(model, self.pages)
 
     def start(self, step: ScheduledStep) -> Callable[[], T]:
@@ -111,7 +146,10 @@ class PagedReader:
 
     def embed(self, ids: Sequence[int], last: bool) -> T:
         """The mean of a text's final hidden states, or the ``last`` one: float32 ``[embed]``."""
-        row, ends = torch.tensor([ids, range(len(ids))], device=self.model.mesh.device), torch.tensor([0, len(ids)])
+        row, ends = (
+            torch.tensor([ids, range(len(ids))], device=self.model.mesh.device),
+            torch.tensor([0, len(ids)]),
+        )
         return pooled(self.model.hidden(row[:1], row[1:], ends.int())[0], last)
 
     def close(self) -> None:
@@ -124,18 +162,25 @@ class PagedReader:
         loads: Sequence[tuple[str, list[int]]] = (),
     ) -> T:
         """Logits ``[rows of all parts, vocab]``; ``copies`` and ``loads`` come before: see :class:`ScheduledStep`."""
-        if self.model.shape.kind:  # a plugin's model cannot remember: it reads all again
+        # a plugin's model cannot remember: it reads all again
+        if self.model.shape.kind:
             parts = [part._replace(past=0) for part in parts]
         row, device = pack(parts), self.model.mesh.device
         filled = [0] * (-len(row.ids) % TILE if self.alike else 0)
-        numbers = torch.tensor([row.ids + filled, row.positions + filled], device=device)
-        reading = Reading(row.spans, torch.tensor(slots(row.spans, self.size), device=device))
+        numbers = torch.tensor(
+            [row.ids + filled, row.positions + filled], device=device
+        )
+        reading = Reading(
+            row.spans, torch.tensor(slots(row.spans, self.size), device=device)
+        )
         for pages in self.pages:
             pages.copy(copies)
             pages.reading = reading
         for load in loads:
             self.shelf.load(*load)
-        documents = torch.tensor([0, *(span.last for span in row.spans)], dtype=torch.int32)
+        documents = torch.tensor(
+            [0, *(span.last for span in row.spans)], dtype=torch.int32
+        )
         shelf = self.shelf.adapting(row.spans, row.adapters)
         with attending(self.model, self.pages), shelf, invariant(self.alike):
             only = torch.tensor(row.wanted, dtype=torch.int64, device=device)

@@ -39,18 +39,27 @@ class Request:
     arrival: int = field(default_factory=count().__next__)
     computed: int = 0
     table: list[int] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)  # of its full blocks; the first one is the root
+    # of its full blocks; the first one is the root
+    keys: list[bytes] = field(default_factory=list)
     shelf: list[int] = field(default_factory=list)  # the blocks in which its adapter is
     hits: int = 0  # tokens that were found computed when it last began
-    drafts: Sequence[Sequence[int]] = ()  # guesses of what follows, to be computed beside its next token
-    branches: list[Branch] = field(default_factory=list)  # those of them that are computed in this step
-    context: Sequence[PrefixView] = ()  # others that it attends to, as if they stood before its own tokens
+    # guesses of what follows, to be computed beside its next token
+    drafts: Sequence[Sequence[int]] = ()
+    # those of them that are computed in this step
+    branches: list[Branch] = field(default_factory=list)
+    # others that it attends to, as if they stood before its own tokens
+    context: Sequence[PrefixView] = ()
     offset: int = 0  # position of its first token
-    turned: bool = False  # its context counts as one text, though each text in it was computed from position 0 on
-    scored: bool = False  # logits behind each token of its prompt are wanted, so that no token of it may be known
-    kept: bool = False  # others attend to it: when it ends, it keeps its blocks until it is removed
-    pinned: bool = False  # never gives blocks back: its tokens depend on others that grew with it
-    logits: T | None = None  # [vocab] behind its tokens, of a request that somebody else writes for
+    # its context counts as one text, though each text in it was computed from position 0 on
+    turned: bool = False
+    # logits behind each token of its prompt are wanted, so that no token of it may be known
+    scored: bool = False
+    # others attend to it: when it ends, it keeps its blocks until it is removed
+    kept: bool = False
+    # never gives blocks back: its tokens depend on others that grew with it
+    pinned: bool = False
+    # [vocab] behind its tokens, of a request that somebody else writes for
+    logits: T | None = None
 
     @property
     def runs(self) -> bool:
@@ -82,15 +91,23 @@ class Generation(Request):
     stops: Collection[int] = ()
     prompt: int = 0  # tokens of the prompt
     least: int = 0  # tokens before any of its stops
-    top: int | None = None  # log-probabilities of so many likeliest tokens are kept; None: of none, nor the chosen one
+    # log-probabilities of so many likeliest tokens are kept; None: of none, nor the chosen one
+    top: int | None = None
     grammar: Grammar | None = None  # what the text may be
     stopped: int | None = None  # which of its stops came
-    finished: str = ""  # "stop" or "length" in the end, or "error" if the grammar could not go on
-    log_probabilities: list[tuple[float, dict[int, float]]] = field(default_factory=list)
-    prompt_scores: list[tuple[float, dict[int, float]]] = field(default_factory=list)  # from the second token on
-    odds: Sequence[T] = ()  # [vocab] each: the chances with which the first of its drafts was drawn, if it was
-    chances: list[T] | None = None  # [vocab] each, with which its tokens were drawn, if they are to be kept
-    siblings: list["Generation"] = field(default_factory=list)  # those that go on from the same prompt, once it is read
+    # "stop" or "length" in the end, or "error" if the grammar could not go on
+    finished: str = ""
+    log_probabilities: list[tuple[float, dict[int, float]]] = field(
+        default_factory=list
+    )
+    # from the second token on
+    prompt_scores: list[tuple[float, dict[int, float]]] = field(default_factory=list)
+    # [vocab] each: the chances with which the first of its drafts was drawn, if it was
+    odds: Sequence[T] = ()
+    # [vocab] each, with which its tokens were drawn, if they are to be kept
+    chances: list[T] | None = None
+    # those that go on from the same prompt, once it is read
+    siblings: list["Generation"] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.stream = Random(self.how.seed)
@@ -100,17 +117,27 @@ class Generation(Request):
         return self.ids[self.prompt :]
 
     def prompt_rows(self, tokens: int) -> int:
-        return min(tokens, self.prompt - 1 - self.computed) if self.scored and self.computed < self.prompt - 1 else 0
+        return (
+            min(tokens, self.prompt - 1 - self.computed)
+            if self.scored and self.computed < self.prompt - 1
+            else 0
+        )
 
     @property
     def may_guess(self) -> bool:
         """Whether its next step computes only the last token, so that guesses can be checked with it."""
-        return self.wanted == 1 and not (self.siblings or self.context or self.finished) and len(self.ids) < self.most
+        return (
+            self.wanted == 1
+            and not (self.siblings or self.context or self.finished)
+            and len(self.ids) < self.most
+        )
 
     @property
     def score(self) -> float:
         """Mean log-probability of the written tokens, by which the best of several texts is found."""
-        return sum(p for p, _ in self.log_probabilities) / max(1, len(self.log_probabilities))
+        return sum(p for p, _ in self.log_probabilities) / max(
+            1, len(self.log_probabilities)
+        )
 
 
 class Written(NamedTuple):
@@ -118,5 +145,6 @@ class Written(NamedTuple):
 
     request: Generation
     token: int | None
-    log_probability: tuple[float, dict[int, float]] | None  # of the token, and of the likeliest ones, if asked for
+    # of the token, and of the likeliest ones, if asked for
+    log_probability: tuple[float, dict[int, float]] | None
     finished: str  # "stop", "length", "error", or "" if it goes on

@@ -29,7 +29,8 @@ class Sampling:
     top_k: int = 0  # 0: all
     top_p: float = 1.0
     min_p: float = 0.0
-    repetition: float = 1.0  # logits of what has been seen are divided by it, or multiplied if they are negative
+    # logits of what has been seen are divided by it, or multiplied if they are negative
+    repetition: float = 1.0
     presence: float = 0.0  # taken from logits of what has been written
     frequency: float = 0.0  # taken as often as it was
     bias: Mapping[int, float] = field(default_factory=dict)  # added to logits
@@ -42,14 +43,22 @@ class Sampling:
         }  # fmt: skip
         for name, (low, high) in ranges.items():
             if not low <= getattr(self, name) <= high:
-                raise UsageError(f"{name} = {getattr(self, name)} is not possible; give {low:g} to {high:g}")
+                raise UsageError(
+                    f"{name} = {getattr(self, name)} is not possible; give {low:g} to {high:g}"
+                )
 
 
 #: Always the likeliest token.
 GREEDY = Sampling(0)
 
 
-def penalised(logits: T, how: Sampling, prompt: Sequence[int], written: Sequence[int], allowed: T | None = None) -> T:
+def penalised(
+    logits: T,
+    how: Sampling,
+    prompt: Sequence[int],
+    written: Sequence[int],
+    allowed: T | None = None,
+) -> T:
     """``logits`` ``[vocab]`` with bias and penalties, in :func:`wide` precision; -inf where it is not ``allowed``."""
     row = logits.to(wide(logits.dtype))
     if how.bias or how.repetition != 1 or how.presence or how.frequency:
@@ -57,10 +66,14 @@ def penalised(logits: T, how: Sampling, prompt: Sequence[int], written: Sequence
     if how.bias:
         row[list(how.bias)] += row.new_tensor(list(how.bias.values()))
     if how.repetition != 1 and (seen := list({*prompt, *written})):
-        row[seen] = torch.where(row[seen] > 0, row[seen] / how.repetition, row[seen] * how.repetition)
+        row[seen] = torch.where(
+            row[seen] > 0, row[seen] / how.repetition, row[seen] * how.repetition
+        )
     if (how.presence or how.frequency) and written:
         counts = Counter(written)
-        row[list(counts)] -= how.presence + how.frequency * row.new_tensor(list(counts.values()))
+        row[list(counts)] -= how.presence + how.frequency * row.new_tensor(
+            list(counts.values())
+        )
     return row if allowed is None else row.masked_fill(~allowed, -torch.inf)
 
 
@@ -87,7 +100,8 @@ def draw(probabilities: T, number: float) -> int:
     """The index at which the cumulative sum of ``probabilities`` passes ``number``, from [0, 1)."""
     ends = probabilities.double().cumsum(-1)
     place = int(torch.searchsorted(ends, number * ends[-1], right=True))
-    return min(place, int(torch.searchsorted(ends, ends[-1])))  # the last one that is not zero
+    # the last one that is not zero
+    return min(place, int(torch.searchsorted(ends, ends[-1])))
 
 
 class Guess(NamedTuple):
@@ -110,7 +124,9 @@ def choose(
     if how.temperature == 0:
         return int(penalised(logits, how, prompt, written, allowed).argmax())
     if guess is None:
-        ids, probabilities = candidates(penalised(logits, how, prompt, written, allowed), how)
+        ids, probabilities = candidates(
+            penalised(logits, how, prompt, written, allowed), how
+        )
         return int(ids[draw(probabilities, stream.random())])
     wanted = odds(logits, how, prompt, written, allowed)
     if stream.random() * guess.odds[guess.token] < wanted[guess.token]:
@@ -118,13 +134,25 @@ def choose(
     return draw((wanted - guess.odds).clamp(min=0), stream.random())
 
 
-def odds(logits: T, how: Sampling, prompt: Sequence[int], written: Sequence[int], allowed: T | None = None) -> T:
+def odds(
+    logits: T,
+    how: Sampling,
+    prompt: Sequence[int],
+    written: Sequence[int],
+    allowed: T | None = None,
+) -> T:
     """The probability of every token ``[vocab]`` to be sampled, in float64."""
-    ids, probabilities = candidates(penalised(logits, how, prompt, written, allowed), how)
-    return torch.zeros(len(logits), dtype=torch.float64).index_put((ids,), probabilities.double())
+    ids, probabilities = candidates(
+        penalised(logits, how, prompt, written, allowed), how
+    )
+    return torch.zeros(len(logits), dtype=torch.float64).index_put(
+        (ids,), probabilities.double()
+    )
 
 
-def log_probabilities(logits: T, chosen: int, top: int) -> tuple[float, dict[int, float]]:
+def log_probabilities(
+    logits: T, chosen: int, top: int
+) -> tuple[float, dict[int, float]]:
     """Of the ``chosen`` token and of the ``top`` likeliest, as the model says and before any processing."""
     row = logits.to(wide(logits.dtype)).log_softmax(-1)
     best, ids = row.topk(min(top, len(row)))

@@ -25,21 +25,26 @@ from weft.generate.request import Branch, Request
 class ScheduledStep(NamedTuple):
     """What a step computes, and what has to be done in the cache before: first the copies, then the loads."""
 
-    work: dict[Request, int]  # how many tokens of each request, from its computed ones on
+    # how many tokens of each request, from its computed ones on
+    work: dict[Request, int]
     copies: list[tuple[int, int]]  # pairs of blocks, from and to
-    loads: Sequence[tuple[str, list[int]]] = ()  # adapters, and the blocks that they go to
+    # adapters, and the blocks that they go to
+    loads: Sequence[tuple[str, list[int]]] = ()
 
 
 class Scheduler:
     """Plans steps of at most ``budget`` tokens of at most ``limit`` requests. ``version``: a number of the weights."""
 
-    def __init__(self, pool: BlockPool, budget: int, limit: int, policy: Policy = exact_fill) -> None:
+    def __init__(
+        self, pool: BlockPool, budget: int, limit: int, policy: Policy = exact_fill
+    ) -> None:
         self.pool, self.budget, self.limit, self.policy = pool, budget, limit, policy
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.due: set[Request] = set()  # requests whose next token is being computed
         self.version = 0
-        self.adapter_keys: dict[str, list[bytes]] = {"": []}  # of the blocks of an adapter, by its name
+        # of the blocks of an adapter, by its name
+        self.adapter_keys: dict[str, list[bytes]] = {"": []}
         self._loads: list[tuple[str, list[int]]] = []
         self.preemptions = 0  # times that a request gave its blocks back
 
@@ -57,7 +62,11 @@ class Scheduler:
         """Run ``child``, whose text begins with all that ``parent`` has computed, with the blocks of ``parent``."""
         if not parent.runs or len(self.running) == self.limit:
             return self.add(child)
-        child.computed, child.table, child.keys = parent.computed, list(parent.table), list(parent.keys)
+        child.computed, child.table, child.keys = (
+            parent.computed,
+            list(parent.table),
+            list(parent.keys),
+        )
         child.shelf = list(parent.shelf)
         self.pool.hold([*child.shelf, *child.table])
         self.running.append(child)
@@ -84,22 +93,42 @@ class Scheduler:
         """
         step, left, full = ScheduledStep({}, []), self.budget, False
         most = -(-min(self.limit, len(self.running) + len(self.waiting)) // depth)
-        running, waiting = (tuple(r for r in some if r not in self.due) for some in (self.running, self.waiting))
+        running, waiting = (
+            tuple(r for r in some if r not in self.due)
+            for some in (self.running, self.waiting)
+        )
         for request, tokens in self.policy(running, waiting, self.budget):
             if len(step.work) == most:
                 break
             if not request.ready:
                 continue
-            if not request.runs:  # no request overtakes another, or takes blocks just taken from one
-                full = full or not left or len(self.running) == self.limit or not self._begin(request)
+            # no request overtakes another, or takes blocks just taken from one
+            if not request.runs:
+                full = (
+                    full
+                    or not left
+                    or len(self.running) == self.limit
+                    or not self._begin(request)
+                )
             if not left or not request.runs or not request.wanted:
                 continue
             tokens = min(tokens, request.wanted, left)
             while request.runs and not self._reserve(request, tokens, step):
-                full, last = True, max((r for r in self.running if not r.pinned), key=lambda r: r.arrival)
+                full, last = (
+                    True,
+                    max(
+                        (r for r in self.running if not r.pinned),
+                        key=lambda r: r.arrival,
+                    ),
+                )
                 left += step.work.pop(last, 0) + sum(len(b.path) for b in last.branches)
-                lost = {*last.table, *(block for b in last.branches for block in b.table)}
-                step.copies[:] = [(old, new) for old, new in step.copies if new not in lost]
+                lost = {
+                    *last.table,
+                    *(block for b in last.branches for block in b.table),
+                }
+                step.copies[:] = [
+                    (old, new) for old, new in step.copies if new not in lost
+                ]
                 self.preemptions += 1
                 self.add(last)
             if request.runs:
@@ -108,7 +137,11 @@ class Scheduler:
                 if tokens == request.wanted:
                     left -= branches.branch(self.pool, request, left, step.copies)
         # Of whoever lost the blocks again in the same step, others may have them now.
-        loads = [(name, table) for name, table in self._loads if self.pool.find(self.adapter_keys[name]) == table]
+        loads = [
+            (name, table)
+            for name, table in self._loads
+            if self.pool.find(self.adapter_keys[name]) == table
+        ]
         self._loads = []
         return step._replace(loads=loads)
 
@@ -123,7 +156,10 @@ class Scheduler:
     def settle(self, request: Request, branch: Branch | None, right: int) -> None:
         """Keep the first ``right`` tokens of ``branch`` (None: no branch), which were right; free all other blocks."""
         branches.merge(self.pool, request, branch, right)
-        kept = -(-(request.most + 1 if request.pinned else request.computed) // self.pool.size)
+        kept = -(
+            -(request.most + 1 if request.pinned else request.computed)
+            // self.pool.size
+        )
         self.pool.release(request.table[kept:])
         del request.table[kept:]
         self._remember(request)
@@ -132,18 +168,29 @@ class Scheduler:
         """Give full blocks of computed tokens their keys."""
         size = self.pool.size
         first, end = len(request.keys) - 1, request.computed // size
-        for key in chained_keys(request.keys[-1], request.ids[first * size : end * size], size):
+        for key in chained_keys(
+            request.keys[-1], request.ids[first * size : end * size], size
+        ):
             self.pool.remember(request.table[len(request.keys) - 1], key)
             request.keys.append(key)
 
     def _begin(self, request: Request) -> bool:
         """Start a request behind the part of its text that is in the cache; returns False if there is no room."""
-        pool, last, seen = self.pool, len(request.ids) - 1, request.arrival if request.context else None
+        pool, last, seen = (
+            self.pool,
+            len(request.ids) - 1,
+            request.arrival if request.context else None,
+        )
         root = root_key(self.version, request.adapter, request.tenant, seen)
-        keys = [root, *chained_keys(root, request.ids[:last], pool.size)]  # one token is computed in any case
+        # one token is computed in any case
+        keys = [root, *chained_keys(root, request.ids[:last], pool.size)]
         found = [] if request.scored else pool.find(keys[1:])
         known = len(found) * pool.size
-        most = request.most + 1 if request.pinned else min(len(request.ids), known + self.budget)
+        most = (
+            request.most + 1
+            if request.pinned
+            else min(len(request.ids), known + self.budget)
+        )
         beside = self.adapter_keys[request.adapter]
         shelf = on_shelf if len(on_shelf := pool.find(beside)) == len(beside) else []
         owned = sum(block in pool.owners for block in (*found, *shelf))
@@ -154,9 +201,16 @@ class Scheduler:
             shelf = [pool.take(key) for key in beside]
             self._loads.append((request.adapter, shelf))
         request.shelf = list(shelf)
-        request.table, request.keys, request.computed, request.hits = found, keys[: len(found) + 1], known, known
+        request.table, request.keys, request.computed, request.hits = (
+            found,
+            keys[: len(found) + 1],
+            known,
+            known,
+        )
         if request.pinned:
-            request.table.extend(pool.take() for _ in range(-(-most // pool.size) - len(found)))
+            request.table.extend(
+                pool.take() for _ in range(-(-most // pool.size) - len(found))
+            )
         self.waiting.remove(request)
         self.running.append(request)
         return True
@@ -165,7 +219,11 @@ class Scheduler:
         """Give a request blocks of its own for so many more tokens; False, without a change, if there are too few."""
         pool, table = self.pool, request.table
         new = max(0, -(-(request.computed + tokens) // pool.size) - len(table))
-        shared = [at for at in range(request.computed // pool.size, len(table)) if pool.owners[table[at]] > 1]
+        shared = [
+            at
+            for at in range(request.computed // pool.size, len(table))
+            if pool.owners[table[at]] > 1
+        ]
         if new + len(shared) > pool.free:
             return False
         for at in shared:  # copy on write

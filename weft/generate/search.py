@@ -53,7 +53,12 @@ class Search:
         alpha: float = LENGTH_PENALTY, prune: float = inf,
     ) -> None:  # fmt: skip
         check_prompt(engine.model, prompt)
-        self.engine, self.prompt, self.count, self.width = engine, len(prompt), count, width
+        self.engine, self.prompt, self.count, self.width = (
+            engine,
+            len(prompt),
+            count,
+            width,
+        )
         self.stops, self.alpha, self.prune = frozenset(stops), alpha, prune
         self.ended: list[Hypothesis] = []
         self.beams = [Beam(list(prompt), len(prompt) + count - 1)]
@@ -68,18 +73,27 @@ class Search:
                 if len(read) == len(self.beams):
                     self._advance()
                 elif not any(request.wanted for request in scheduler.running):
-                    for beam in read:  # there is no room for all of them at once: these make way for the others
+                    # there is no room for all of them at once: these make way for the others
+                    for beam in read:
                         scheduler.remove(beam)
         return sorted(self.ended, key=lambda one: -one.score)[: self.width]
 
     def _advance(self) -> None:
         """Extend the beams by the ``width`` likeliest of all their next tokens."""
-        rows = torch.stack([beam.logits for beam in self.beams if beam.logits is not None])  # [beams, vocab]
+        # [beams, vocab]
+        rows = torch.stack(
+            [beam.logits for beam in self.beams if beam.logits is not None]
+        )
         local = rows.to(wide(rows.dtype)).log_softmax(-1)
-        found = local + local.new_tensor([[beam.log_probability] for beam in self.beams])
-        found = found.masked_fill(local < local.amax(-1, keepdim=True) - self.prune, -inf).flatten()
+        found = local + local.new_tensor(
+            [[beam.log_probability] for beam in self.beams]
+        )
+        found = found.masked_fill(
+            local < local.amax(-1, keepdim=True) - self.prune, -inf
+        ).flatten()
         best, places = found.topk(min(len(found), self.width * (1 + len(self.stops))))
-        tokens = len(self.beams[0].ids) + 1 - self.prompt  # of all beams, with the next one
+        # of all beams, with the next one
+        tokens = len(self.beams[0].ids) + 1 - self.prompt
         penalty = length_penalty(tokens, self.alpha)
         kept: list[tuple[Beam, int, float]] = []
         for chance, place in zip(best.tolist(), places.tolist(), strict=True):
@@ -87,13 +101,20 @@ class Search:
             if chance == -inf or len(kept) == self.width:
                 break
             if token in self.stops:
-                self.ended.append(Hypothesis(beam.ids[self.prompt :], chance, chance / penalty))
+                self.ended.append(
+                    Hypothesis(beam.ids[self.prompt :], chance, chance / penalty)
+                )
             else:
                 kept.append((beam, token, chance))
         if tokens == self.count:
-            self.ended += [Hypothesis([*b.ids[self.prompt :], i], chance, chance / penalty) for b, i, chance in kept]
+            self.ended += [
+                Hypothesis([*b.ids[self.prompt :], i], chance, chance / penalty)
+                for b, i, chance in kept
+            ]
             kept = []
-        least = penalty * (max((one.score for one in self.ended), default=-inf) - self.prune)
+        least = penalty * (
+            max((one.score for one in self.ended), default=-inf) - self.prune
+        )
         self._continue([each for each in kept if each[2] >= least])
 
     def _continue(self, kept: Sequence[tuple[Beam, int, float]]) -> None:
@@ -102,7 +123,9 @@ class Search:
         for beam in self.beams:
             ways = [(token, chance) for parent, token, chance in kept if parent is beam]
             for token, chance in ways[1:]:
-                children.append(Beam([*beam.ids, token], beam.most, log_probability=chance))
+                children.append(
+                    Beam([*beam.ids, token], beam.most, log_probability=chance)
+                )
                 scheduler.fork(beam, children[-1])
             if not ways:
                 scheduler.remove(beam)

@@ -36,25 +36,44 @@ class Several:
 
     def check(self, temperature: float, draft: str, spread: Layout) -> None:
         """Raises :class:`UsageError` where that cannot be."""
-        alone = {"--beams": self.beams, "--answer": self.answer, "--workers": self.workers, "--paths": self.paths}
+        alone = {
+            "--beams": self.beams,
+            "--answer": self.answer,
+            "--workers": self.workers,
+            "--paths": self.paths,
+        }
         given = [name for name, value in alone.items() if value]
         if len(given) > 1:
-            raise UsageError(f"{' and '.join(given)} are different ways to write; give one of them")
+            raise UsageError(
+                f"{' and '.join(given)} are different ways to write; give one of them"
+            )
         if self.answer is not None:
             _compiled(self.answer)
             if self.texts == 1:
-                raise UsageError("--answer is what most of several texts say; give --texts, for instance 8")
+                raise UsageError(
+                    "--answer is what most of several texts say; give --texts, for instance 8"
+                )
         if self.texts > 1 and (self.workers or self.paths):
-            raise UsageError(f"{given[0]} writes its own number of texts; leave out --texts")
+            raise UsageError(
+                f"{given[0]} writes its own number of texts; leave out --texts"
+            )
         if self.beams and self.texts > self.beams:
-            raise UsageError(f"--beams {self.beams} finds {self.beams} texts, and --texts asks for {self.texts}")
+            raise UsageError(
+                f"--beams {self.beams} finds {self.beams} texts, and --texts asks for {self.texts}"
+            )
         if not self.beams and (self.prune or self.length_penalty is not None):
             name = "--prune" if self.prune else "--length-penalty"
-            raise UsageError(f"{name} is about beam search; give --beams, or leave it out")
+            raise UsageError(
+                f"{name} is about beam search; give --beams, or leave it out"
+            )
         if self.texts > 1 and not self.beams and temperature == 0:
-            raise UsageError("with --temperature 0 all texts are the same; give another, or --beams for the likeliest")
+            raise UsageError(
+                "with --temperature 0 all texts are the same; give another, or --beams for the likeliest"
+            )
         if given and given != ["--answer"] and (draft or spread.world > 1):
-            raise UsageError(f"{given[0]} is for one rank and without guesses; leave out --layout and --draft")
+            raise UsageError(
+                f"{given[0]} is for one rank and without guesses; leave out --layout and --draft"
+            )
 
     def write(
         self, engine: Engine, tokenizer: Tokenizer, ids: Sequence[int], count: int, how: Sampling,
@@ -64,7 +83,12 @@ class Several:
 
         def text_of(written: Sequence[int]) -> str:
             text = tokenizer.decode(written)
-            return text[: min((text.find(stop) for stop in until if stop in text), default=len(text))]
+            return text[
+                : min(
+                    (text.find(stop) for stop in until if stop in text),
+                    default=len(text),
+                )
+            ]
 
         def answer_of(written: list[int]) -> str | None:
             assert self.answer is not None
@@ -72,21 +96,44 @@ class Several:
             return None if not found else found[-1][1 if found[-1].re.groups else 0]
 
         if self.beams:
-            alpha = LENGTH_PENALTY if self.length_penalty is None else self.length_penalty
-            search = Search(engine, ids, count, self.beams, tokenizer.stops, alpha, self.prune or math.inf)
+            alpha = (
+                LENGTH_PENALTY if self.length_penalty is None else self.length_penalty
+            )
+            search = Search(
+                engine,
+                ids,
+                count,
+                self.beams,
+                tokenizer.stops,
+                alpha,
+                self.prune or math.inf,
+            )
             best = search.run()[: self.texts]
-            yield from ((f"log-probability {one.log_probability:.2f}", text_of(one.ids)) for one in best)
+            yield from (
+                (f"log-probability {one.log_probability:.2f}", text_of(one.ids))
+                for one in best
+            )
         elif self.answer is not None:
-            most, said = vote(engine, ids, count, how, self.texts, answer_of, tokenizer.stops)
-            yield "answers", "\n".join(f"{n:>3} x {answer}" for answer, n in said.most_common()) or "none"
+            most, said = vote(
+                engine, ids, count, how, self.texts, answer_of, tokenizer.stops
+            )
+            yield (
+                "answers",
+                "\n".join(f"{n:>3} x {answer}" for answer, n in said.most_common())
+                or "none",
+            )
             yield "most say", "nothing that they ask for" if most is None else str(most)
         elif self.workers:
             names = [f"worker {i}" for i in range(1, self.workers + 1)]
-            openings = [[int(i) for i in tokenizer.encode(f"\n\n{name}:")] for name in names]
+            openings = [
+                [int(i) for i in tokenizer.encode(f"\n\n{name}:")] for name in names
+            ]
             made = hogwild(engine, ids, openings, count, how, tokenizer.stops)
             yield from zip(names, (text_of(one.written) for one in made), strict=True)
         elif self.paths:
-            whole = multiverse(engine, ids, tags_of(tokenizer), count, how, tokenizer.stops)
+            whole = multiverse(
+                engine, ids, tags_of(tokenizer), count, how, tokenizer.stops
+            )
             pieces = [view.request.ids[: view.tokens] for view in whole.seen]
             pieces[0] = pieces[0][len(ids) :]
             yield f"{len(pieces)} pieces", "\n".join(text_of(piece) for piece in pieces)
@@ -101,12 +148,17 @@ def _compiled(answer: str) -> re.Pattern[str]:
     try:
         return re.compile(answer)
     except re.error as error:
-        raise UsageError(f"--answer {answer!r} is no regular expression: {error}") from None
+        raise UsageError(
+            f"--answer {answer!r} is no regular expression: {error}"
+        ) from None
 
 
 def tags_of(tokenizer: Tokenizer) -> Tags:
     """The tokens by which this model parts its text."""
-    found = {tag: None if tokenizer.model is None else tokenizer.model.token_to_id(tag) for tag in TAGS}
+    found = {
+        tag: None if tokenizer.model is None else tokenizer.model.token_to_id(tag)
+        for tag in TAGS
+    }
     if lacking := [tag for tag, i in found.items() if i is None]:
         raise UsageError(
             f"the tokenizer has no {', '.join(lacking)}, by which a model says where its text parts; leave out --paths"

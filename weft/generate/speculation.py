@@ -59,7 +59,10 @@ class NgramIndex:
         longest, ends = 0, list[int]()
         for end in reversed(self._ends.get(tuple(tail[-self.least :]), ())):
             length = self.least
-            while length < min(depth, end, len(tail)) and self.ids[end - length - 1] == tail[-length - 1]:
+            while (
+                length < min(depth, end, len(tail))
+                and self.ids[end - length - 1] == tail[-length - 1]
+            ):
                 length += 1
             if length > longest:
                 longest, ends = length, []
@@ -67,7 +70,9 @@ class NgramIndex:
                 ends.append(end)
         return longest, ends
 
-    def follow(self, ends: Sequence[int], path: list[int], count: int, floor: float) -> list[int]:
+    def follow(
+        self, ends: Sequence[int], path: list[int], count: int, floor: float
+    ) -> list[int]:
         """Extend ``path``, which is in the text at all ``ends``, by what mostly follows, to up to ``count`` tokens.
 
         It ends where fewer than a share ``floor`` of the ends go on alike. The path is taken to repeat itself behind
@@ -76,7 +81,10 @@ class NgramIndex:
         text, chance, path = self.ids, 1.0, list(path)
         while len(path) < count:
             at = {end: end + len(path) for end in ends}
-            next_ = {end: text[i] if i < len(text) else path[i - len(text)] for end, i in at.items()}
+            next_ = {
+                end: text[i] if i < len(text) else path[i - len(text)]
+                for end, i in at.items()
+            }
             token, places = Counter(next_.values()).most_common(1)[0]
             chance *= places / len(ends)
             if chance < floor:
@@ -92,7 +100,8 @@ class Trust:
 
     text: NgramIndex
     most: int = 4  # tokens of the next path
-    guessed: tuple[int, Sequence[Sequence[int]]] = (0, ())  # the last guess: behind how many tokens, which paths
+    # the last guess: behind how many tokens, which paths
+    guessed: tuple[int, Sequence[Sequence[int]]] = (0, ())
     wrong: int = 0  # how many guesses in a row had no token right
     pause: int = 0  # steps without a guess
 
@@ -103,10 +112,17 @@ class Trust:
         self.guessed, self.pause = (0, ()), max(0, self.pause - 1)
         if not paths:
             return
-        right = max(n for path in paths for n in range(len(path) + 1) if ids[place : place + n] == path[:n])
+        right = max(
+            n
+            for path in paths
+            for n in range(len(path) + 1)
+            if ids[place : place + n] == path[:n]
+        )
         self.wrong = 0 if right else self.wrong + 1
         self.pause = (1 << min(self.wrong, 6)) >> 1
-        self.most = min(MOST, 2 * self.most) if right == max(map(len, paths)) else right + 1
+        self.most = (
+            min(MOST, 2 * self.most) if right == max(map(len, paths)) else right + 1
+        )
 
 
 class Lookup:
@@ -119,7 +135,9 @@ class Lookup:
     def __init__(self, least: int = 2, shared: int = 0, width: int = 1) -> None:
         self.least, self.shared, self.width = least, shared, width
         self._requests: dict[Generation, Trust] = {}
-        self._others: dict[tuple[str, str], deque[NgramIndex]] = defaultdict(lambda: deque(maxlen=2))
+        self._others: dict[tuple[str, str], deque[NgramIndex]] = defaultdict(
+            lambda: deque(maxlen=2)
+        )
 
     def propose(self, requests: Sequence[Generation]) -> None:
         for gone in [one for one in self._requests if one.finished]:
@@ -131,13 +149,18 @@ class Lookup:
             trust.guessed = len(request.ids), request.drafts
 
     def _paths(self, request: Generation, trust: Trust) -> list[list[int]]:
-        tail, sources = request.ids, [trust.text, *self._others[request.tenant, request.adapter]]
+        tail, sources = (
+            request.ids,
+            [trust.text, *self._others[request.tenant, request.adapter]],
+        )
         found = [(*source.find(tail, DEPTH), source) for source in sources]
         length, ends, source = max(found, key=lambda each: each[0])
         count = min(trust.most, length, request.most - len(tail))
         firsts = Counter(source.ids[end] for end in ends).most_common(self.width)
         return [
-            source.follow([end for end in ends if source.ids[end] == first], [first], count, FLOOR)
+            source.follow(
+                [end for end in ends if source.ids[end] == first], [first], count, FLOOR
+            )
             for first, places in firsts
             if count > 0 and places >= FLOOR * len(ends)
         ]

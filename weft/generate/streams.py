@@ -23,11 +23,17 @@ def check_streams(engine: Engine, ids: Sequence[int]) -> None:
     """Raises :class:`UsageError` where texts cannot attend to each other, or the model cannot read ``ids``."""
     check_prompt(engine.model, ids)
     if not all(isinstance(pages, KeyValuePages) for pages in engine.reader.pages):
-        raise UsageError("streams see each other's keys, which linear attention does not keep; use one stream")
+        raise UsageError(
+            "streams see each other's keys, which linear attention does not keep; use one stream"
+        )
     if engine.model.mesh.size("dp", "pp") > 1:
-        raise UsageError("streams see each other's keys in the same step, which cp and pp keep apart; use tp")
+        raise UsageError(
+            "streams see each other's keys in the same step, which cp and pp keep apart; use tp"
+        )
     if engine.model.shape.window:
-        raise UsageError("streams see all of each other, and this model's layers the last tokens only; use one stream")
+        raise UsageError(
+            "streams see all of each other, and this model's layers the last tokens only; use one stream"
+        )
 
 
 def check_room(engine: Engine, lengths: Collection[int]) -> None:
@@ -91,7 +97,10 @@ class Thread:
     @property
     def seen(self) -> list[PrefixView]:
         """Its text, as what follows attends to it."""
-        return [*self.pieces[-1].context, PrefixView(self.pieces[-1], len(self.pieces[-1].ids))]
+        return [
+            *self.pieces[-1].context,
+            PrefixView(self.pieces[-1], len(self.pieces[-1].ids)),
+        ]
 
 
 def multiverse(
@@ -105,7 +114,12 @@ def multiverse(
     check_streams(engine, prompt)
     pieces: list[Generation] = []
 
-    def begin(ids: list[int], offset: int, context: Sequence[PrefixView], ends: Collection[int]) -> Generation:
+    def begin(
+        ids: list[int],
+        offset: int,
+        context: Sequence[PrefixView],
+        ends: Collection[int],
+    ) -> Generation:
         own = replace(how, seed=how.seed + len(pieces))
         one = Generation(ids, len(ids) + count - 1, prompt=len(ids), how=own, offset=offset, context=tuple(context),
                          stops={tags.split, *ends}, kept=True)  # fmt: skip
@@ -121,7 +135,10 @@ def multiverse(
         last = thread.pieces[-1]
         if thread.paths and all(path.done for path in thread.paths):
             shared = thread.seen  # by all of the paths
-            seen = [*shared, *(view for path in thread.paths for view in path.seen[len(shared) :])]
+            seen = [
+                *shared,
+                *(view for path in thread.paths for view in path.seen[len(shared) :]),
+            ]
             offset = max(path.end for path in thread.paths)
             thread.pieces.append(begin([tags.conclusion], offset, seen, ends))
             thread.paths = []
@@ -131,7 +148,16 @@ def multiverse(
             outlines = outlines_of(last, tags) if last.stopped == tags.split else []
             thread.done = not outlines
             thread.paths = [
-                Thread([begin([tags.path, *opening(i, outline)], thread.end, thread.seen, {tags.path_end})])
+                Thread(
+                    [
+                        begin(
+                            [tags.path, *opening(i, outline)],
+                            thread.end,
+                            thread.seen,
+                            {tags.path_end},
+                        )
+                    ]
+                )
                 for i, outline in enumerate(outlines)
             ]
 
@@ -148,4 +174,7 @@ def outlines_of(piece: Generation, tags: Tags) -> list[list[int]]:
     """The tokens of each outline in what was written in ``piece``."""
     written = piece.written[:-1]
     places = [i for i, token in enumerate(written) if token == tags.outline]
-    return [written[a + 1 : b] for a, b in zip(places, [*places, len(written)][1:], strict=True)]
+    return [
+        written[a + 1 : b]
+        for a, b in zip(places, [*places, len(written)][1:], strict=True)
+    ]

@@ -19,7 +19,8 @@ class Tickets:
     def __init__(self) -> None:
         # The store of the default process group; PyTorch has no public way to it.
         self.store = dist.distributed_c10d._get_default_store()
-        book = self.store.add(f"weft/tickets/{dist.get_rank()}", 1)  # the same on all ranks
+        # the same on all ranks
+        book = self.store.add(f"weft/tickets/{dist.get_rank()}", 1)
         self.name, self.number = f"weft/tickets/{book}", 0
         self.oldest = 1
 

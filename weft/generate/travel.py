@@ -21,7 +21,16 @@ from weft.generate.request import Generation, Request
 from weft.generate.sampling import Sampling
 
 #: The fields of a request that move unchanged.
-FIELDS = ("ids", "most", "tenant", "computed", "prompt", "top", "least", "log_probabilities")
+FIELDS = (
+    "ids",
+    "most",
+    "tenant",
+    "computed",
+    "prompt",
+    "top",
+    "least",
+    "log_probabilities",
+)
 
 
 class Departure:
@@ -33,7 +42,9 @@ class Departure:
             raise UsageError("a request with a grammar or an adapter, with others that wait for its prompt, or that "
                              "sees others or scores its prompt, cannot move; let it end where it is")  # fmt: skip
         if engine.model.mesh.layout.world > 1:
-            raise UsageError("blocks of several ranks cannot move; let the request end where it is")
+            raise UsageError(
+                "blocks of several ranks cannot move; let the request end where it is"
+            )
         self.engine, self.request, self.sent = engine, request, 0
 
     def round(self) -> bytes | None:
@@ -46,10 +57,18 @@ class Departure:
         """The last blocks and the state. The engine forgets the request, which now belongs to whoever gets this."""
         request, engine = self.request, self.engine
         if not request.runs or request.finished or request in engine.scheduler.due:
-            raise WeftError("the request does not run any more, or a step with it is under way; it stays")
+            raise WeftError(
+                "the request does not run any more, or a step with it is under way; it stays"
+            )
         state = {name: getattr(request, name) for name in FIELDS}
-        state |= {"how": asdict(request.how), "stops": sorted(request.stops), "stream": request.stream.getstate()}
-        message = self._message(-(-request.computed // engine.scheduler.pool.size), state)
+        state |= {
+            "how": asdict(request.how),
+            "stops": sorted(request.stops),
+            "stream": request.stream.getstate(),
+        }
+        message = self._message(
+            -(-request.computed // engine.scheduler.pool.size), state
+        )
         engine.scheduler.remove(request)
         return message
 
@@ -61,7 +80,12 @@ class Departure:
         table = self.request.table[self.sent : end]
         pages = enumerate(self.engine.reader.pages if table else ())
         tensors = {str(number): each.room(0)[:, table].cpu() for number, each in pages}
-        about = {"first": self.sent, "blocks": len(table), "size": self.engine.scheduler.pool.size, "state": state}
+        about = {
+            "first": self.sent,
+            "blocks": len(table),
+            "size": self.engine.scheduler.pool.size,
+            "state": state,
+        }
         self.sent = end
         return save(tensors, {"request": json.dumps(about)})
 
@@ -101,26 +125,43 @@ class Arrival:
         if about["first"] != len(table) or about["size"] != pool.size:
             raise WeftError(f"blocks from {about['first']} on of {about['size']} tokens do not go on where "
                             f"{len(table)} blocks of {pool.size} end; send the request again")  # fmt: skip
-        if about["blocks"] > pool.free or (about["state"] and len(scheduler.running) == scheduler.limit):
-            raise WeftError("there is no room for the request here; try another engine, or later")
+        if about["blocks"] > pool.free or (
+            about["state"] and len(scheduler.running) == scheduler.limit
+        ):
+            raise WeftError(
+                "there is no room for the request here; try another engine, or later"
+            )
         fresh = [pool.take() for _ in range(about["blocks"])]
         table += fresh
         for number, pages in enumerate(self.engine.reader.pages if fresh else ()):
             values = tensors.get(str(number))
-            if values is None or (pages.store is not None and values.shape[2:] != pages.store.shape[2:]):
-                raise WeftError("the blocks are not of this model; give an engine with the same one")
+            if values is None or (
+                pages.store is not None and values.shape[2:] != pages.store.shape[2:]
+            ):
+                raise WeftError(
+                    "the blocks are not of this model; give an engine with the same one"
+                )
             store = pages.room(max(fresh) + 1, values, len(values), values.shape[2:])
             store[:, fresh] = values.to(store)
 
     def _adopt(self, state: dict[str, Any]) -> Generation:
         scheduler = self.engine.scheduler
-        said = [(p, {int(i): q for i, q in top.items()}) for p, top in state["log_probabilities"]]
-        how = Sampling(**state["how"] | {"bias": {int(i): b for i, b in state["how"]["bias"].items()}})
+        said = [
+            (p, {int(i): q for i, q in top.items()})
+            for p, top in state["log_probabilities"]
+        ]
+        how = Sampling(
+            **state["how"]
+            | {"bias": {int(i): b for i, b in state["how"]["bias"].items()}}
+        )
         request = Generation(**{name: state[name] for name in FIELDS} | {"log_probabilities": said}, how=how,
                              stops=frozenset(state["stops"]))  # fmt: skip
         version, inner, gauss = state["stream"]
         request.stream.setstate((version, tuple(inner), gauss))
-        self.taken.keys, self.taken.computed = [root_key(scheduler.version, "", request.tenant)], request.computed
+        self.taken.keys, self.taken.computed = (
+            [root_key(scheduler.version, "", request.tenant)],
+            request.computed,
+        )
         scheduler.fork(self.taken, request)
         self.drop()
         return request
@@ -130,7 +171,11 @@ def parse_message(message: bytes) -> tuple[dict[str, Any], dict[str, torch.Tenso
     """What a message says, and its blocks by layer."""
     try:
         length = int.from_bytes(message[:8], "little")
-        about = json.loads(json.loads(message[8 : 8 + length])["__metadata__"]["request"])
+        about = json.loads(
+            json.loads(message[8 : 8 + length])["__metadata__"]["request"]
+        )
         return about, load(message)
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise WeftError(f"a message of a moving request is damaged ({error}); send the request again") from None
+        raise WeftError(
+            f"a message of a moving request is damaged ({error}); send the request again"
+        ) from None

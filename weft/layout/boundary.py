@@ -21,7 +21,9 @@ from weft.layout.mesh import LIVE_AXES, Mesh
 Kind = spmd.PerMeshAxisLocalSpmdType
 
 # spmd_types calls two functional collectives by the names they had before PyTorch 2.13.
-warnings.filterwarnings("ignore", r".*is deprecated", FutureWarning, module="spmd_types")
+warnings.filterwarnings(
+    "ignore", r".*is deprecated", FutureWarning, module="spmd_types"
+)
 
 
 def gather_tokens(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -50,9 +52,12 @@ def gather_vocab(logits: torch.Tensor, sizes: list[int], mesh: Mesh) -> torch.Te
     most = max(sizes)
     if most == min(sizes):
         return spmd.all_gather(logits, mesh.group("tp"), src=S(2), dst=R)
-    even = torch.nn.functional.pad(logits, (0, most - logits.shape[2]))  # gloo takes equal parts only
+    # gloo takes equal parts only
+    even = torch.nn.functional.pad(logits, (0, most - logits.shape[2]))
     parts = spmd.all_gather(even, mesh.group("tp"), src=S(2), dst=R).split(most, dim=2)
-    return torch.cat([one[..., :size] for one, size in zip(parts, sizes, strict=True)], dim=2)
+    return torch.cat(
+        [one[..., :size] for one, size in zip(parts, sizes, strict=True)], dim=2
+    )
 
 
 def own(weight: torch.Tensor, start: int, stop: int, mesh: Mesh) -> torch.Tensor:
@@ -60,7 +65,9 @@ def own(weight: torch.Tensor, start: int, stop: int, mesh: Mesh) -> torch.Tensor
     if mesh.size("tp") == 1:
         return weight[start:stop]
     # "expert mode": every rank reading its own rows of one copy is what is wanted here.
-    return spmd.reinterpret(weight, mesh.group("tp"), src=R, dst=V, expert_mode=True)[start:stop]
+    return spmd.reinterpret(weight, mesh.group("tp"), src=R, dst=V, expert_mode=True)[
+        start:stop
+    ]
 
 
 def share_of_sum(x: torch.Tensor, mesh: Mesh, **types: Kind) -> torch.Tensor:
@@ -114,17 +121,25 @@ def _types(logical: Logical, data: dict[str, Kind], uncut: Kind) -> dict[str, Ki
 def parameter_types(logical: Logical) -> dict[str, Kind]:
     """The type of a full parameter, as compute sees it."""
     # Of experts, which are spread over data ranks, that is all that can be said of each of their axes.
-    return _types(logical, dict.fromkeys(DATA_AXES, V if logical.cut_by(FOLDED) else R), R)
+    return _types(
+        logical, dict.fromkeys(DATA_AXES, V if logical.cut_by(FOLDED) else R), R
+    )
 
 
 def gradient_types(logical: Logical) -> dict[str, Kind]:
     """The type of a full parameter's gradient after backward: a partial sum over every axis that does not cut it."""
-    return _types(logical, dict.fromkeys(DATA_AXES, V if logical.cut_by(FOLDED) else P), P)
+    return _types(
+        logical, dict.fromkeys(DATA_AXES, V if logical.cut_by(FOLDED) else P), P
+    )
 
 
 def state_types(logical: Logical) -> dict[str, Kind]:
     """The type of what is held of a parameter or its reduced gradient: rows, the same on every replica."""
-    return _types(logical, {"pp": V, "dp": V if logical.cut_by(FOLDED) else I, "shard": V, "cp": V}, I)
+    return _types(
+        logical,
+        {"pp": V, "dp": V if logical.cut_by(FOLDED) else I, "shard": V, "cp": V},
+        I,
+    )
 
 
 def own_number(value: float, mesh: Mesh, **types: Kind) -> torch.Tensor:

@@ -38,7 +38,9 @@ MODEL_AXES = ("tp",)
 
 
 #: How tokens reach their experts; the last two choose a way themselves, by bytes or by time.
-Dispatch = Literal["all-to-all", "per-rank", "all-gather", "two-level", "per-node", "adaptive", "timed"]
+Dispatch = Literal[
+    "all-to-all", "per-rank", "all-gather", "two-level", "per-node", "adaptive", "timed"
+]
 
 
 class Layout(BaseModel, metaclass=OneLine):
@@ -92,7 +94,9 @@ class Layout(BaseModel, metaclass=OneLine):
     island: int = Field(1, ge=1)
     zero: Literal[1, 2, 3] = 3
     secondary: int = Field(0, ge=0)
-    context: Literal["zigzag", "ring", "lightseq", "tokenring", "gather", "rsa", "ulysses"] = "zigzag"
+    context: Literal[
+        "zigzag", "ring", "lightseq", "tokenring", "gather", "rsa", "ulysses"
+    ] = "zigzag"
     ulysses: int = Field(1, ge=1)
     scan: Literal["gather", "pass"] = "gather"
     schedule: str = "1f1b"
@@ -101,9 +105,15 @@ class Layout(BaseModel, metaclass=OneLine):
     skip: float = Field(0.0, ge=0, lt=1)
     overlap: Literal["", "passes", "pairs"] = ""
     balance: Literal["", "greedy", "flexsp"] = ""
-    dispatch: Literal["all-to-all", "per-rank", "all-gather", "two-level", "per-node", "adaptive", "timed"] = (
-        "all-to-all"
-    )
+    dispatch: Literal[
+        "all-to-all",
+        "per-rank",
+        "all-gather",
+        "two-level",
+        "per-node",
+        "adaptive",
+        "timed",
+    ] = "all-to-all"
     node: int = Field(0, ge=0)
     pieces: int = Field(1, ge=0)
     lsh: int = Field(0, ge=0)
@@ -116,11 +126,19 @@ class Layout(BaseModel, metaclass=OneLine):
     def _ordered(self) -> Self:
         named = re.findall(r"\w+", self.order)
         if unknown := [name for name in named if name not in AXES]:
-            raise ValueError(f"unknown axis {unknown[0]!r} in the order; {nearest(unknown[0], AXES)}")
+            raise ValueError(
+                f"unknown axis {unknown[0]!r} in the order; {nearest(unknown[0], AXES)}"
+            )
         if len(set(named)) < len(named):
             raise ValueError("an axis is twice in the order")
-        if named and (missing := [axis for axis in AXES if self.size(axis) > 1 and axis not in named]):
-            raise ValueError(f"the order leaves out {missing[0]}, which is {self.size(missing[0])}")
+        if named and (
+            missing := [
+                axis for axis in AXES if self.size(axis) > 1 and axis not in named
+            ]
+        ):
+            raise ValueError(
+                f"the order leaves out {missing[0]}, which is {self.size(missing[0])}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -136,7 +154,9 @@ class Layout(BaseModel, metaclass=OneLine):
 
     def size(self, *axes: str) -> int:
         """The number of ranks along ``axes`` together. For ``ep`` only those that are among the data ranks count."""
-        return prod(self.fold if axis == FOLDED else getattr(self, axis) for axis in axes)
+        return prod(
+            self.fold if axis == FOLDED else getattr(self, axis) for axis in axes
+        )
 
     def folds(self, count: int) -> bool:
         """Whether ``count`` divides the data ranks, and cuts those that share the state evenly."""
@@ -146,7 +166,11 @@ class Layout(BaseModel, metaclass=OneLine):
     @property
     def folds_tp(self) -> bool:
         """Whether experts are spread over the ranks of ``tp`` as well."""
-        return not self.folds(self.ep) and self.ep % self.tp == 0 and self.folds(self.ep // self.tp)
+        return (
+            not self.folds(self.ep)
+            and self.ep % self.tp == 0
+            and self.folds(self.ep // self.tp)
+        )
 
     @property
     def fold(self) -> int:
@@ -161,7 +185,9 @@ class Layout(BaseModel, metaclass=OneLine):
     def inside(self) -> Self:
         """The layout of one island."""
         order = " ".join(axis for axis in self.axis_order if axis != "island")
-        return self.model_copy(update={"island": 1, "order": order if self.order else ""})
+        return self.model_copy(
+            update={"island": 1, "order": order if self.order else ""}
+        )
 
     @property
     def head_ranks(self) -> int:
@@ -171,20 +197,31 @@ class Layout(BaseModel, metaclass=OneLine):
     @classmethod
     def parse(cls, text: str, base: dict[str, Any] | None = None) -> Self:
         """Read ``"shard=2,tp=2"``. Axes that are not named are 1; ``zero`` and ``context`` come from ``base``."""
-        values: dict[str, Any] = {k: v for k, v in (base or {}).items() if k not in (*AXES, FOLDED, "order")}
+        values: dict[str, Any] = {
+            k: v for k, v in (base or {}).items() if k not in (*AXES, FOLDED, "order")
+        }
         said: set[str] = set()
         for item in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = (part.strip() for part in item.partition("="))
             if name not in cls.model_fields:
-                raise UsageError(f"layout {text!r}: unknown axis {name!r}; {nearest(name, cls.model_fields)}")
+                raise UsageError(
+                    f"layout {text!r}: unknown axis {name!r}; {nearest(name, cls.model_fields)}"
+                )
             if not equals:
-                raise UsageError(f"layout {text!r}: {item!r} is not of the form axis=number")
+                raise UsageError(
+                    f"layout {text!r}: {item!r} is not of the form axis=number"
+                )
             if name in said:
                 raise UsageError(f"layout {text!r}: {name} is there twice; say it once")
             said.add(name)
-            values[name] = int(value) if value.lstrip("-").isdigit() else value  # pydantic reads the fractions
+            # pydantic reads the fractions
+            values[name] = int(value) if value.lstrip("-").isdigit() else value
         return validated(cls, values, f"layout {text!r}")
 
     def __str__(self) -> str:
-        axes = [f"{axis}={getattr(self, axis)}" for axis in (*AXES, FOLDED) if getattr(self, axis) > 1]
+        axes = [
+            f"{axis}={getattr(self, axis)}"
+            for axis in (*AXES, FOLDED)
+            if getattr(self, axis) > 1
+        ]
         return ",".join(axes) or "one device"

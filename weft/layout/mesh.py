@@ -58,12 +58,17 @@ class Mesh:
 
     def __post_init__(self) -> None:
         sizes = {axis: self.layout.size(axis) for axis in (*AXES, FOLDED)}
-        sizes |= {"state": self.layout.size("shard", "cp"), "near": self.layout.secondary}
+        sizes |= {
+            "state": self.layout.size("shard", "cp"),
+            "near": self.layout.secondary,
+        }
         sizes |= dict(zip(EXPERT_AXES, expert_sizes(self.layout), strict=True))
         object.__setattr__(self, "_size", sizes)
 
     @classmethod
-    def single(cls, device: torch.device | str = "cpu", layout: Layout | None = None) -> Mesh:
+    def single(
+        cls, device: torch.device | str = "cpu", layout: Layout | None = None
+    ) -> Mesh:
         """One device and no process group: every boundary is the identity."""
         layout = layout or Layout()
         return cls(layout, torch.device(device), Place.of(layout, 0))
@@ -77,7 +82,9 @@ class Mesh:
         device = torch.device(device)
         if not dist.is_initialized():
             if layout.world > 1:
-                raise UsageError(f"layout {layout} needs {layout.world} ranks but no process group is initialised")
+                raise UsageError(
+                    f"layout {layout} needs {layout.world} ranks but no process group is initialised"
+                )
             return cls.single(device, layout)
         if dist.get_world_size() != layout.world:
             raise UsageError(
@@ -91,28 +98,54 @@ class Mesh:
         place = Place.of(layout, dist.get_rank())
         table = rank_table(layout)
         ranks = torch.from_numpy(table[0].copy())  # [pp, dp, shard, cp, tp]
-        groups = {name: group_along(ranks, axis, name) for axis, name in enumerate(LIVE_AXES)}
+        groups = {
+            name: group_along(ranks, axis, name) for axis, name in enumerate(LIVE_AXES)
+        }
         # Context-parallel ranks share in holding the state: to the parameters they are data ranks like any other.
         holders = ranks.flatten(2, 3).sort(dim=2).values  # [pp, dp, state, tp]
         groups["state"] = group_along(holders, 2, "state")
         if layout.ep > 1:
             folded = torch.from_numpy(expert_table(layout, table)[0].copy())
             together = torch.from_numpy(exchange_table(layout, table)[0].copy())
-            groups |= {name: group_along(folded, i, name) for i, name in enumerate(EXPERT_AXES, 1)}
+            groups |= {
+                name: group_along(folded, i, name)
+                for i, name in enumerate(EXPERT_AXES, 1)
+            }
         for axis, group in groups.items():
-            if dist.get_rank(group) != place.rank(axis):  # all index arithmetic rests on this
-                raise RuntimeError(f"rank {dist.get_rank()} has another number along {axis} than its group gives it")
+            # all index arithmetic rests on this
+            if dist.get_rank(group) != place.rank(axis):
+                raise RuntimeError(
+                    f"rank {dist.get_rank()} has another number along {axis} than its group gives it"
+                )
         if layout.ep > 1:
-            groups["exchange"] = group_along(together, -1, "exchange") if layout.folds_tp else groups[FOLDED]
+            groups["exchange"] = (
+                group_along(together, -1, "exchange")
+                if layout.folds_tp
+                else groups[FOLDED]
+            )
             for block in expert_blocks(layout):
                 blocks = together.unflatten(-1, (-1, block))
                 groups[f"within {block}"] = group_along(blocks, -1, f"within_{block}")
                 groups[f"across {block}"] = group_along(blocks, -2, f"across_{block}")
         if layout.secondary:
-            groups["near"] = group_along(holders.unflatten(2, (-1, layout.secondary)), 3, "near")
+            groups["near"] = group_along(
+                holders.unflatten(2, (-1, layout.secondary)), 3, "near"
+            )
         along_axes = [groups[axis] for axis in LIVE_AXES]
-        device_mesh = DeviceMesh.from_group(along_axes, device.type, mesh=ranks.contiguous(), mesh_dim_names=LIVE_AXES)
-        return cls(layout, device, place, device_mesh, groups, dist.group.WORLD, island, islands, shore)
+        device_mesh = DeviceMesh.from_group(
+            along_axes, device.type, mesh=ranks.contiguous(), mesh_dim_names=LIVE_AXES
+        )
+        return cls(
+            layout,
+            device,
+            place,
+            device_mesh,
+            groups,
+            dist.group.WORLD,
+            island,
+            islands,
+            shore,
+        )
 
     def size(self, *axes: str) -> int:
         """Places along ``axes`` together. Plain integers from a dictionary, which ``torch.compile`` can read."""
@@ -144,7 +177,9 @@ class Mesh:
 
     def sharing(self, logical: Logical) -> tuple[str, str]:
         """The groups that hold a parameter's state: the replicas of it, and those that each share in one."""
-        return ("expert_dp", "expert_state") if logical.cut_by(FOLDED) else ("dp", "state")
+        return (
+            ("expert_dp", "expert_state") if logical.cut_by(FOLDED) else ("dp", "state")
+        )
 
     @property
     def batch_rank(self) -> int:

@@ -35,7 +35,12 @@ class Part:
         """As an array of bytes: PyTorch pickles each tensor as a file of its own, which takes ten times as long."""
         values = self.values.detach().cpu().contiguous()
         array = values.view(-1).view(torch.uint8).numpy()
-        return _unpickled, (array, values.dtype, values.shape, *(getattr(self, f.name) for f in fields(self)[1:]))
+        return _unpickled, (
+            array,
+            values.dtype,
+            values.shape,
+            *(getattr(self, f.name) for f in fields(self)[1:]),
+        )
 
     @property
     def index(self) -> tuple[list[int] | slice, ...]:
@@ -44,5 +49,7 @@ class Part:
         return found if self.rows is None else (list(self.rows), *found[1:])
 
 
-def _unpickled(array: np.ndarray, dtype: torch.dtype, shape: torch.Size, *others: Any) -> Part:
+def _unpickled(
+    array: np.ndarray, dtype: torch.dtype, shape: torch.Size, *others: Any
+) -> Part:
     return Part(torch.from_numpy(array).view(dtype).view(shape), *others)

@@ -46,10 +46,18 @@ class Place:
     def of(cls, layout: Layout, rank: int) -> Place:
         """The place of world rank ``rank``."""
         ranks = rank_table(layout)
-        where = dict(zip(AXES, (int(i[0]) for i in np.nonzero(ranks == rank)), strict=True))
-        holders = ranks[tuple(slice(None) if axis in ("shard", "cp") else where[axis] for axis in AXES)]
+        where = dict(
+            zip(AXES, (int(i[0]) for i in np.nonzero(ranks == rank)), strict=True)
+        )
+        holders = ranks[
+            tuple(
+                slice(None) if axis in ("shard", "cp") else where[axis] for axis in AXES
+            )
+        ]
         where["state"] = int((holders < rank).sum())
-        table = expert_table(layout, ranks)[where["island"], where["pp"], ..., where["tp"]]
+        table = expert_table(layout, ranks)[
+            where["island"], where["pp"], ..., where["tp"]
+        ]
         folded = (int(i[0]) for i in np.nonzero(table == rank))
         return cls(layout, where | dict(zip(EXPERT_AXES, folded, strict=True)))
 
@@ -63,14 +71,22 @@ class Place:
             index = index * self.layout.size(axis) + self.rank(axis)
         return index
 
-    def logical(self, dims: Sequence[Dim], std: float | None, whole: bool = False, everywhere: bool = False) -> Logical:
+    def logical(
+        self,
+        dims: Sequence[Dim],
+        std: float | None,
+        whole: bool = False,
+        everywhere: bool = False,
+    ) -> Logical:
         """The parameter with these dimensions, and the part of it that this place computes with.
 
         ``whole=True`` keeps it whole over the axes that share the work, although its dimensions could be cut over them
         (fewer key/value heads than ranks, a router's row for each expert).
         """
         cuts = cut_axes(dims, self.layout, whole)
-        box = tuple(self._range(dim, axes) for dim, axes in zip(dims, cuts, strict=True))
+        box = tuple(
+            self._range(dim, axes) for dim, axes in zip(dims, cuts, strict=True)
+        )
         if pieces := pieces_of_experts(dims, cuts, self.layout):
             box = self._in_pieces(dims, cuts, pieces)
         return Logical(tuple(dims), std, cuts, box, everywhere)
@@ -79,7 +95,9 @@ class Place:
         lo, hi = part(dim.count, self.layout.size(*axes), self.along(*axes))
         return lo * dim.unit, hi * dim.unit
 
-    def _in_pieces(self, dims: Sequence[Dim], cuts: Sequence[Sequence[str]], pieces: int) -> Box:
+    def _in_pieces(
+        self, dims: Sequence[Dim], cuts: Sequence[Sequence[str]], pieces: int
+    ) -> Box:
         """The box where an expert's width is cut in so many ``pieces``, of which neighbours along ``ep`` have one each.
 
         Where ``tp`` cuts the width as well, they are pieces of its parts.
@@ -89,7 +107,11 @@ class Place:
         found = [(expert * dims[0].unit, (expert + 1) * dims[0].unit)]
         for i, dim in enumerate(dims[1:]):
             if i == _width(dims[1:]):
-                lo, hi = part(dim.count, self.layout.size(*axes) * pieces, self.along(*axes) * pieces + piece)
+                lo, hi = part(
+                    dim.count,
+                    self.layout.size(*axes) * pieces,
+                    self.along(*axes) * pieces + piece,
+                )
                 found.append((lo * dim.unit, hi * dim.unit))
             else:
                 found.append(self._range(dim, cuts[1 + i]))
@@ -101,14 +123,25 @@ class Place:
         ``stages``: the coordinates along ``pp`` of all ranks that compute with the same part (a tied embedding, say).
         """
         layout = self.layout
-        holders, replicas = layout.size("shard", "cp"), layout.dp  # ranks that cut the rows, and copies of these
+        # ranks that cut the rows, and copies of these
+        holders, replicas = layout.size("shard", "cp"), layout.dp
         index, replica = self.rank("state"), self.rank("dp")
-        if logical.cut_by("ep"):  # its neighbours hold other experts: what remains of the data ranks
+        # its neighbours hold other experts: what remains of the data ranks
+        if logical.cut_by("ep"):
             replicas, holders, _ = expert_sizes(layout)
             replica, index = self.rank("expert_dp"), self.rank("expert_state")
         if logical.everywhere:
-            holders, index, replicas, replica = 1, 0, holders * replicas, replica * holders + index
-        box = logical.rows(*ceil_part(logical.local_shape[0], holders, index)) if logical.box else ()
+            holders, index, replicas, replica = (
+                1,
+                0,
+                holders * replicas,
+                replica * holders + index,
+            )
+        box = (
+            logical.rows(*ceil_part(logical.local_shape[0], holders, index))
+            if logical.box
+            else ()
+        )
         copy = list(stages).index(self.rank("pp")) if len(stages) > 1 else 0
         uncut = [axis for axis in MODEL_AXES if not logical.cut_by(axis)]
         replica = (copy * replicas + replica) * layout.size(*uncut) + self.along(*uncut)
@@ -136,12 +169,17 @@ EXPERT_AXES = ("expert_dp", "expert_state", FOLDED)
 def expert_sizes(layout: Layout) -> tuple[int, int, int]:
     """How many ranks there are along each of :data:`EXPERT_AXES`."""
     state = layout.size("shard", "cp")
-    return layout.dp // max(1, layout.fold // state), max(1, state // layout.fold), layout.fold
+    return (
+        layout.dp // max(1, layout.fold // state),
+        max(1, state // layout.fold),
+        layout.fold,
+    )
 
 
 def expert_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
     """The ranks of :func:`rank_table` by the axes of experts: ``[island, pp, expert_dp, expert_state, ep, tp]``."""
-    by_state = np.sort(ranks.reshape(*ranks.shape[:3], -1, layout.tp), axis=3)  # [island, pp, dp, state, tp]
+    # [island, pp, dp, state, tp]
+    by_state = np.sort(ranks.reshape(*ranks.shape[:3], -1, layout.tp), axis=3)
     folded = by_state.reshape(*ranks.shape[:2], *expert_sizes(layout), layout.tp)
     return np.sort(folded, axis=4)
 
@@ -152,13 +190,21 @@ def exchange_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
     ``[island, pp, ..., ep]``.
     """
     folded = expert_table(layout, ranks)
-    return np.sort(folded.reshape(*folded.shape[:4], -1) if layout.folds_tp else np.moveaxis(folded, 4, -1))
+    return np.sort(
+        folded.reshape(*folded.shape[:4], -1)
+        if layout.folds_tp
+        else np.moveaxis(folded, 4, -1)
+    )
 
 
 def experts_per_node(layout: Layout) -> int:
     """How many of the ranks that have all experts together share a node; 0 if that is not the same everywhere."""
-    nodes = exchange_table(layout, rank_table(layout)).reshape(-1, layout.ep) // (layout.node or layout.world)
-    counts = {int(count) for row in nodes for count in np.unique(row, return_counts=True)[1]}
+    nodes = exchange_table(layout, rank_table(layout)).reshape(-1, layout.ep) // (
+        layout.node or layout.world
+    )
+    counts = {
+        int(count) for row in nodes for count in np.unique(row, return_counts=True)[1]
+    }
     return counts.pop() if len(counts) == 1 else 0
 
 
@@ -166,10 +212,16 @@ def expert_blocks(layout: Layout) -> list[int]:
     """Sizes of the blocks of neighbours that exchange rows or experts among themselves, besides all ranks together."""
     if layout.dispatch in ("two-level", "per-node"):
         return [experts_per_node(layout)]
-    return [n for n in range(2, layout.ep) if layout.ep % n == 0] if layout.dispatch in ("adaptive", "timed") else []
+    return (
+        [n for n in range(2, layout.ep) if layout.ep % n == 0]
+        if layout.dispatch in ("adaptive", "timed")
+        else []
+    )
 
 
-def cut_axes(dims: Sequence[Dim], layout: Layout, whole: bool = False) -> tuple[tuple[str, ...], ...]:
+def cut_axes(
+    dims: Sequence[Dim], layout: Layout, whole: bool = False
+) -> tuple[tuple[str, ...], ...]:
     """For each dimension the axes larger than one that cut it, by :data:`CUTS`; no axis cuts a parameter twice.
 
     With vocabulary passes the vocabulary is cut over the stages too. Experts may be cut over ``tp`` too, and where they
@@ -183,7 +235,9 @@ def cut_axes(dims: Sequence[Dim], layout: Layout, whole: bool = False) -> tuple[
             axes = ("pp", *axes)
         if FOLDED in axes and layout.folds_tp:
             axes = (*axes, "tp")
-        cuts.append(tuple(axis for axis in axes if layout.size(axis) > 1 and axis not in taken))
+        cuts.append(
+            tuple(axis for axis in axes if layout.size(axis) > 1 and axis not in taken)
+        )
         taken.update(cuts[-1])
     if pieces_of_experts(dims, cuts, layout):
         width = 1 + _width(dims[1:])
@@ -191,7 +245,9 @@ def cut_axes(dims: Sequence[Dim], layout: Layout, whole: bool = False) -> tuple[
     return tuple(cuts)
 
 
-def pieces_of_experts(dims: Sequence[Dim], cuts: Sequence[Sequence[str]], layout: Layout) -> int:
+def pieces_of_experts(
+    dims: Sequence[Dim], cuts: Sequence[Sequence[str]], layout: Layout
+) -> int:
     """In how many pieces each expert of a stack is cut, where ranks along ``ep`` outnumber the experts; else 0."""
     if not dims or dims[0].name != "expert" or _width(dims[1:]) < 0:
         return 0

@@ -19,7 +19,9 @@ def chunk_owners(layout: Layout) -> list[tuple[int, ...]]:
     owners: list[tuple[int, ...]] = []
     for owned in blocks:
         chunks = [block * inner + i for block in owned for i in range(inner)]
-        owners += [tuple(chunks[i * len(owned) : (i + 1) * len(owned)]) for i in range(inner)]
+        owners += [
+            tuple(chunks[i * len(owned) : (i + 1) * len(owned)]) for i in range(inner)
+        ]
     return owners
 
 

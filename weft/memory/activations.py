@@ -26,7 +26,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft.memory.amount import BlockCost, Profile, most_leaving
-from weft.memory.tiers import PAGE, PIECE, THREADS, Region, TierError, TierFile, Transfer, page_buffer, whole_pages
+from weft.memory.tiers import (
+    PAGE,
+    PIECE,
+    THREADS,
+    Region,
+    TierError,
+    TierFile,
+    Transfer,
+    page_buffer,
+    whole_pages,
+)
 from weft.memory.transfer_threads import Threads
 
 T = torch.Tensor
@@ -49,8 +59,14 @@ class HostRoom:
     def load(self, into: T, start: int) -> None:
         into.copy_(self.memory[start : start + into.numel()])
 
-    def run(self, moves: Iterable[Callable[[], None]], size: int, write: bool) -> Transfer:
-        return Transfer([self.threads.submit(move) for move in moves], f"copying {size:,} bytes to the host", 600)
+    def run(
+        self, moves: Iterable[Callable[[], None]], size: int, write: bool
+    ) -> Transfer:
+        return Transfer(
+            [self.threads.submit(move) for move in moves],
+            f"copying {size:,} bytes to the host",
+            600,
+        )
 
 
 class Rooms:
@@ -58,7 +74,9 @@ class Rooms:
 
     def __init__(self, file: TierFile | None, pinned: bool) -> None:
         self.file, self.pinned = file, pinned
-        self.threads = Threads(THREADS, "weft-activations") if file is None else file.threads
+        self.threads = (
+            Threads(THREADS, "weft-activations") if file is None else file.threads
+        )
         self.free: list[HostRoom | Region] = []  # by size
 
     def take(self, size: int) -> HostRoom | Region:
@@ -66,7 +84,11 @@ class Rooms:
         place = bisect_left(self.free, size, key=lambda room: room.size)
         if place < len(self.free):
             return self.free.pop(place)
-        return self.file.region(size) if self.file is not None else HostRoom(size, self.pinned, self.threads)
+        return (
+            self.file.region(size)
+            if self.file is not None
+            else HostRoom(size, self.pinned, self.threads)
+        )
 
     def give(self, room: HostRoom | Region, leaving: Transfer) -> None:
         """Nobody wants what rests in ``room``, nor what is still on its way there."""
@@ -124,7 +146,9 @@ class BlockRun:
     @property
     def here(self) -> int:
         """Bytes that it has on the device."""
-        return sum(stored.size for stored in list(self.stored) if stored.here is not None)
+        return sum(
+            stored.size for stored in list(self.stored) if stored.here is not None
+        )
 
 
 class SavedActivations:
@@ -134,20 +158,30 @@ class SavedActivations:
     is then called with. ``sent`` counts bytes that were to leave, ``peak`` the most that were on the device at once.
     """
 
-    def __init__(self, device: torch.device, file: TierFile | None = None, blocks: int = 0) -> None:
+    def __init__(
+        self, device: torch.device, file: TierFile | None = None, blocks: int = 0
+    ) -> None:
         self.device, self.cuda = device, device.type == "cuda"
         self.rooms = Rooms(file, self.cuda)
-        self.streams = {write: torch.cuda.Stream(device) if self.cuda else None for write in (True, False)}
+        self.streams = {
+            write: torch.cuda.Stream(device) if self.cuda else None
+            for write in (True, False)
+        }
         self.away = blocks or None  # not yet known
         self.sent = self.peak = self.length = 0  # blocks of the longest pass
         self.report: Callable[[dict[str, Any]], None] = lambda found: None
         self.runs: weakref.WeakSet[BlockRun] = weakref.WeakSet()
         self.leaving: deque[BlockRun] = deque()
-        self.passes = WeakTensorKeyDictionary()  # the latest run of each, by what its runs share
+        # the latest run of each, by what its runs share
+        self.passes = WeakTensorKeyDictionary()
         self.back: weakref.ref[BlockRun] | None = None  # the run that backward is in
         # Of passes that leave, and of such that stay, by index.
-        self.timings: dict[bool, dict[int, list[Timing]]] = {True: defaultdict(list), False: defaultdict(list)}
-        self.moved: dict[bool, list[tuple[float, float, int]]] = {True: [], False: []}  # from, to, bytes of each piece
+        self.timings: dict[bool, dict[int, list[Timing]]] = {
+            True: defaultdict(list),
+            False: defaultdict(list),
+        }
+        # from, to, bytes of each piece
+        self.moved: dict[bool, list[tuple[float, float, int]]] = {True: [], False: []}
 
     @contextmanager
     def block(self, module: nn.Module, x: T, *shared: T) -> Iterator[None]:
@@ -164,7 +198,8 @@ class SavedActivations:
         self.length = max(self.length, run.index + 1)
         away = self.length * run.leaves if self.away is None else self.away
         while self.leaving and (
-            self.leaving[0].leaving.done or len(self.leaving) > most_leaving(run.index, away, self.length)
+            self.leaving[0].leaving.done
+            or len(self.leaving) > most_leaving(run.index, away, self.length)
         ):
             self._release(self.leaving.popleft())
         found: dict[int, SavedStorage | None] = {}  # by storage; None stays as it is
@@ -172,7 +207,12 @@ class SavedActivations:
 
         def pack(tensor: T) -> T | SavedView:
             if not found:  # now, when the gathered parameters are in place
-                found.update({p.untyped_storage()._cdata: None for p in (*module.parameters(), *shared)})
+                found.update(
+                    {
+                        p.untyped_storage()._cdata: None
+                        for p in (*module.parameters(), *shared)
+                    }
+                )
             storage = tensor.untyped_storage()
             if tensor.device.type != self.device.type or not tensor.numel():
                 return tensor
@@ -182,13 +222,21 @@ class SavedActivations:
                 versions.append((tensor, tensor._version))
             if (there := found[storage._cdata]) is None:
                 return tensor
-            return SavedView(there, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            return SavedView(
+                there,
+                tensor.dtype,
+                tensor.size(),
+                tensor.stride(),
+                int(tensor.storage_offset()),
+            )
 
         run.timing.stamps.append(self._stamp())
         with saved_tensors_hooks(pack, self._unpack):
             yield
         run.timing.stamps.append(self._stamp())
-        assert all(tensor._version == version for tensor, version in versions), "changed in place after it was saved"
+        assert all(tensor._version == version for tensor, version in versions), (
+            "changed in place after it was saved"
+        )
         versions.clear()
         run.timing.saved, run.timing.inputs = run.here, x.untyped_storage().nbytes()
         self._note_peak()
@@ -222,17 +270,23 @@ class SavedActivations:
         self.leaving.append(run)
         self.sent += sum(stored.size for stored in going)
 
-    def _moves(self, room: HostRoom | Region, going: Sequence[SavedStorage], write: bool) -> Transfer:
+    def _moves(
+        self, room: HostRoom | Region, going: Sequence[SavedStorage], write: bool
+    ) -> Transfer:
         ready = None
         if self.cuda:
-            ready = torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(blocking=True))
+            ready = torch.cuda.current_stream(self.device).record_event(
+                torch.cuda.Event(blocking=True)
+            )
         moved = self.moved[write] if self.away is None else []
         pieces = [
             partial(move_piece, room.store if write else room.load, stored.here[i : i + PIECE], stored.start + i,
                     ready, self.streams[write], moved)
             for stored in going if stored.here is not None for i in range(0, stored.size, PIECE)
         ]  # fmt: skip
-        return room.run(pieces, sum(whole_pages(stored.size) for stored in going), write)
+        return room.run(
+            pieces, sum(whole_pages(stored.size) for stored in going), write
+        )
 
     def _release(self, run: BlockRun) -> None:
         """Free the device's memory of what has left, once it has."""
@@ -254,7 +308,9 @@ class SavedActivations:
         missing = [stored for stored in run.stored if stored.here is None]
         if missing and run.room is not None:
             for stored in missing:
-                stored.here = torch.empty(stored.size, dtype=torch.uint8, device=self.device)
+                stored.here = torch.empty(
+                    stored.size, dtype=torch.uint8, device=self.device
+                )
             run.coming = self._moves(run.room, missing, write=False)
 
     def _unpack(self, packed: T | SavedView) -> T:
@@ -264,7 +320,10 @@ class SavedActivations:
             self._begin_backward(packed.stored.run)
         assert packed.stored.here is not None
         return torch.empty(0, dtype=packed.dtype, device=self.device).set_(
-            packed.stored.here.untyped_storage(), packed.offset, packed.size, packed.stride
+            packed.stored.here.untyped_storage(),
+            packed.offset,
+            packed.size,
+            packed.stride,
         )
 
     def _begin_backward(self, run: BlockRun) -> None:
@@ -273,7 +332,8 @@ class SavedActivations:
         That is what forward has needed at most, so that reads go on while backward is in blocks that have stayed.
         """
         after = self.back() if self.back is not None else None
-        if after is not None and after.index - run.index in (0, 1):  # nothing else was done in between
+        # nothing else was done in between
+        if after is not None and after.index - run.index in (0, 1):
             after.timing.stamps.append(self._stamp())
         run.wanted, self.back = True, weakref.ref(run)
         self._fetch(run)
@@ -281,7 +341,9 @@ class SavedActivations:
         self._note_peak()
         run.timing.stamps.append(self._stamp())
         room, ahead = self.peak - self.here, run.before()
-        while ahead is not None and (ahead is run.before() or ahead.timing.saved - ahead.here <= room):
+        while ahead is not None and (
+            ahead is run.before() or ahead.timing.saved - ahead.here <= room
+        ):
             room -= ahead.timing.saved - ahead.here
             self._fetch(ahead)
             ahead = ahead.before()
@@ -302,7 +364,9 @@ class SavedActivations:
     def _stamp(self) -> Stamp:
         if not self.cuda:
             return time.perf_counter()
-        return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
+        return torch.cuda.current_stream(self.device).record_event(
+            torch.cuda.Event(enable_timing=True)
+        )
 
     def _stays_next(self) -> bool:
         """Whether the next pass that is profiled keeps everything: by turns with those that leave, if there is room."""
@@ -312,12 +376,20 @@ class SavedActivations:
         if kept >= min(left, PROFILED):
             return False
         all_saved = sum(times[-1].saved for times in self.timings[True].values())
-        free = torch.cuda.mem_get_info(self.device)[0] if self.cuda else psutil.virtual_memory().available
+        free = (
+            torch.cuda.mem_get_info(self.device)[0]
+            if self.cuda
+            else psutil.virtual_memory().available
+        )
         return 2 * all_saved < free
 
     def _choose(self) -> None:
         """Say how many blocks leave from now on, if enough passes have been there and back, and none is under way."""
-        if self.away is not None or len(self.timings[True][0]) < PROFILED or self._stays_next():
+        if (
+            self.away is not None
+            or len(self.timings[True][0]) < PROFILED
+            or self._stays_next()
+        ):
             return
         if any(run.stored for run in self.runs):
             return
@@ -338,10 +410,22 @@ class SavedActivations:
         alone = self._costs(self.timings[False]) or beside
         moved = sum(block.saved for block in beside) or 1
         drags = (
-            max(0.0, sum(getattr(b, way) - getattr(a, way) for a, b in zip(alone, beside, strict=False))) / moved
+            max(
+                0.0,
+                sum(
+                    getattr(b, way) - getattr(a, way)
+                    for a, b in zip(alone, beside, strict=False)
+                ),
+            )
+            / moved
             for way in ("forward", "backward")
         )
-        return Profile(alone, bandwidth(self.moved[True]), bandwidth(self.moved[False] or self.moved[True]), *drags)
+        return Profile(
+            alone,
+            bandwidth(self.moved[True]),
+            bandwidth(self.moved[False] or self.moved[True]),
+            *drags,
+        )
 
     def _costs(self, by_index: Mapping[int, Sequence[Timing]]) -> list[BlockCost]:
         """The fastest times of each block. The first one's backward, of unseen end, is the second's."""
@@ -350,9 +434,15 @@ class SavedActivations:
             if not timings:
                 continue
             forward = min(seconds_between(*t.stamps[:2]) for t in timings)
-            seen = [seconds_between(*t.stamps[2:]) for t in timings if len(t.stamps) > 3]
-            backward = min(seen) if seen else blocks[-1].backward if blocks else 2 * forward
-            blocks.append(BlockCost(forward, backward, timings[-1].saved, timings[-1].inputs))
+            seen = [
+                seconds_between(*t.stamps[2:]) for t in timings if len(t.stamps) > 3
+            ]
+            backward = (
+                min(seen) if seen else blocks[-1].backward if blocks else 2 * forward
+            )
+            blocks.append(
+                BlockCost(forward, backward, timings[-1].saved, timings[-1].inputs)
+            )
         return blocks[::-1]
 
 

@@ -65,10 +65,19 @@ class Profile:
                 now += self.write_drag * block.saved
                 link = max(link, now) + block.saved / self.write
                 gone.append(link)
-            here = sum(b.saved for j, b in enumerate(blocks[:i]) if j >= away or gone[j] > now) + block.saved
+            here = (
+                sum(
+                    b.saved
+                    for j, b in enumerate(blocks[:i])
+                    if j >= away or gone[j] > now
+                )
+                + block.saved
+            )
             most = max(most, here)
         came = [now if j >= away or gone[j] > now else None for j in range(len(blocks))]
-        here = sum(b.saved for b, end in zip(blocks, came, strict=True) if end is not None)
+        here = sum(
+            b.saved for b, end in zip(blocks, came, strict=True) if end is not None
+        )
         link = min(link, now)  # what is still on its way need not leave any more
         for i in reversed(range(len(blocks))):
             for j in reversed([j for j in range(i + 1) if came[j] is None]):
@@ -77,27 +86,40 @@ class Profile:
                 came[j] = link = max(link, now) + blocks[j].saved / self.read
                 here += blocks[j].saved
             most = max(most, here)
-            now = max(now, came[i] or 0.0) + blocks[i].backward + (i < away) * self.read_drag * blocks[i].saved
+            now = (
+                max(now, came[i] or 0.0)
+                + blocks[i].backward
+                + (i < away) * self.read_drag * blocks[i].saved
+            )
             here -= blocks[i].saved
         return BlocksSaving(away, most, now)
 
     def recomputed(self, count: int) -> BlocksSaving:
         """The pass with the first blocks run again before their backward; while that is, one has all that it saves."""
         again = self.blocks[:count]
-        kept = sum(block.inputs for block in again) + sum(block.saved for block in self.blocks[count:])
+        kept = sum(block.inputs for block in again) + sum(
+            block.saved for block in self.blocks[count:]
+        )
         working = max((block.saved - block.inputs for block in again), default=0)
         seconds = self.offloaded(0).seconds + sum(block.forward for block in again)
-        return BlocksSaving(count, max(kept, sum(b.inputs for b in again) + working), seconds)
+        return BlocksSaving(
+            count, max(kept, sum(b.inputs for b in again) + working), seconds
+        )
 
     def most_hidden(self) -> int:
         """As many as can leave for nothing; never the last one, which is wanted at once."""
         limit = HIDDEN * self.offloaded(0).seconds
-        return max(n for n in range(max(1, len(self.blocks))) if self.offloaded(n).seconds <= limit)
+        return max(
+            n
+            for n in range(max(1, len(self.blocks)))
+            if self.offloaded(n).seconds <= limit
+        )
 
     def curve(self) -> dict[str, Any]:
         """For every number of blocks, what leaving and recomputing give: none of them is keeping everything."""
         numbers = range(len(self.blocks) + 1)
         found: dict[str, Any] = {"offload": [self.offloaded(n) for n in numbers[:-1]]}
-        if any(block.inputs < block.saved for block in self.blocks):  # or else they are recomputed already
+        # or else they are recomputed already
+        if any(block.inputs < block.saved for block in self.blocks):
             found["recompute"] = [self.recomputed(n) for n in numbers]
         return found

@@ -50,7 +50,10 @@ def even(sizes: Sequence[Sizes], backward: float) -> list[bool]:
 
     ``backward``: how many times as long as forward it computes.
     """
-    candidates = [spread(sizes, waiting) for waiting in range(sum(unit.free for unit in sizes) + 1)]
+    candidates = [
+        spread(sizes, waiting)
+        for waiting in range(sum(unit.free for unit in sizes) + 1)
+    ]
 
     def longest(early: Sequence[bool]) -> float:
         found = step_traffic(sizes, early)

@@ -20,7 +20,14 @@ import torch
 from weft.errors import UsageError, WeftError
 from weft.memory.records import Records, Slots
 from weft.memory.tiers import TierFile, page_buffer
-from weft.models.experts import Experts, Mixture, Stacks, expert_counts, forward_piece, sizes_of
+from weft.models.experts import (
+    Experts,
+    Mixture,
+    Stacks,
+    expert_counts,
+    forward_piece,
+    sizes_of,
+)
 from weft.models.module import Module
 from weft.models.router import Choice, Router
 from weft.models.transformer import Block, Transformer
@@ -41,25 +48,38 @@ DTYPE = torch.float32
 class SlottedExperts(Experts):
     """In the place of a layer's stack of experts: the weights of each come from ``slots``, the first's by ``first``."""
 
-    def __init__(self, experts: Experts, slots: Slots, first: int, stored: torch.dtype) -> None:
+    def __init__(
+        self, experts: Experts, slots: Slots, first: int, stored: torch.dtype
+    ) -> None:
         Module.__init__(self, experts.mesh)
         self.activation = experts.activation
         self.slots, self.first, self.stored = slots, first, stored
         self.shapes = [logical.local_shape[1:] for logical in experts.logical.values()]
         self.views: dict[int, list[T]] = {}  # by where a slot's memory begins
 
-    def forward(self, rows: T, counts: T, lent: object = (), stacks: Stacks | None = None) -> T:
+    def forward(
+        self, rows: T, counts: T, lent: object = (), stacks: Stacks | None = None
+    ) -> T:
         """As of :class:`Experts`, whose experts are all this rank's own, to the last bit: one expert at a time."""
         sizes = sizes_of(counts, len(rows))
         chosen = [self.first + e for e, size in enumerate(sizes) if size]
-        places = {self.first + e: slice(end - sizes[e], end) for e, end in enumerate(accumulate(sizes))}
+        places = {
+            self.first + e: slice(end - sizes[e], end)
+            for e, end in enumerate(accumulate(sizes))
+        }
         self.slots.counts["used"] += len(chosen)
         out = torch.empty_like(rows)
         for some in self.slots.using(chosen):
             for record, memory in some:
                 weights = [w.to(DTYPE) for w in self._matrices(memory)]
                 place = places[record]
-                forward_piece(rows[place], counts, self.activation, weights, (None, None, out[place]))
+                forward_piece(
+                    rows[place],
+                    counts,
+                    self.activation,
+                    weights,
+                    (None, None, out[place]),
+                )
         return out
 
     def _matrices(self, memory: T) -> list[T]:
@@ -95,14 +115,22 @@ class RestingExperts:
 
         They rest as they are stored: half as many bytes are read of bfloat16, which is widened when it is used.
         """
-        blocks = [b for b in model.blocks.values() if isinstance(b, Block) and isinstance(b.ffn, Mixture)]
+        blocks = [
+            b
+            for b in model.blocks.values()
+            if isinstance(b, Block) and isinstance(b.ffn, Mixture)
+        ]
         mixtures = [b.ffn for b in blocks if isinstance(b.ffn, Mixture)]
         if not mixtures:
-            raise UsageError("this model has no experts that could rest elsewhere; leave out --experts-in")
+            raise UsageError(
+                "this model has no experts that could rest elsewhere; leave out --experts-in"
+            )
         firsts = [0, *accumulate(mixture.router.count for mixture in mixtures)]
         (some,) = _experts(mixtures[0], values, 0, 1)
         stored, device, count = some[0].dtype, model.mesh.device, firsts[-1]
-        records = Records(count, sum(weight.nbytes for weight in some), self.file, device)
+        records = Records(
+            count, sum(weight.nbytes for weight in some), self.file, device
+        )
         self.slots = Slots(records, round(self.share * count), device)
         for mixture, first in zip(mixtures, firsts, strict=False):
             self._fill(mixture, values, first, stored)
@@ -110,16 +138,25 @@ class RestingExperts:
         if self.ahead:
             self._listen(blocks)
 
-    def _fill(self, mixture: Mixture, values: Values, first: int, stored: torch.dtype) -> None:
+    def _fill(
+        self, mixture: Mixture, values: Values, first: int, stored: torch.dtype
+    ) -> None:
         """Bring a layer's experts to where they rest, some at a time."""
         records, count = self.slots.records, mixture.router.count
         some, buffer = max(1, LOADED // records.size), page_buffer(records.size)
         for start in range(0, count, some):
-            for e, expert in enumerate(_experts(mixture, values, start, min(count, start + some)), first + start):
-                parts = matrices(buffer, stored, [tuple(weight.shape) for weight in expert])
+            for e, expert in enumerate(
+                _experts(mixture, values, start, min(count, start + some)),
+                first + start,
+            ):
+                parts = matrices(
+                    buffer, stored, [tuple(weight.shape) for weight in expert]
+                )
                 for part, weight in zip(parts, expert, strict=True):
                     if torch.promote_types(stored, weight.dtype) != stored:
-                        raise WeftError(f"experts are stored in {stored} and in {weight.dtype}; leave out --experts-in")
+                        raise WeftError(
+                            f"experts are stored in {stored} and in {weight.dtype}; leave out --experts-in"
+                        )
                     part.copy_(weight)
                 records.write(e, buffer)
 
@@ -137,14 +174,18 @@ class RestingExperts:
         """Begin to read what the router of a block will choose or has chosen, and what the following one is to."""
         for block, following in zip(blocks, [*blocks[1:], None], strict=True):
             block.register_forward_pre_hook(self._before)
-            block.ffn.router.register_forward_hook(partial(self._chosen, block.ffn.experts.first, following))
+            block.ffn.router.register_forward_hook(
+                partial(self._chosen, block.ffn.experts.first, following)
+            )
 
     def _before(self, block: Any, given: tuple[T, ...]) -> None:
         self._seen = given[0]
         if not block.ffn.shape.router_early:
             self.slots.choose(self._guess(block, given[0]))
 
-    def _chosen(self, first: int, following: Any, router: Router, given: object, choice: Choice) -> None:
+    def _chosen(
+        self, first: int, following: Any, router: Router, given: object, choice: Choice
+    ) -> None:
         self.slots.choose(_records(first, router, choice.ids))
         if following is not None:
             few = choice.ids.numel() < following.ffn.router.count
@@ -155,17 +196,29 @@ class RestingExperts:
 
         ``share``: of each token's choices only the surest, so many.
         """
-        norm, router = block.attention_norm if block.ffn.shape.router_early else block.ffn_norm, block.ffn.router
+        norm, router = (
+            block.attention_norm if block.ffn.shape.router_early else block.ffn_norm,
+            block.ffn.router,
+        )
         # Its forward alone: nobody who listens to the router is to hear of this.
         ids = router.forward(norm.forward(x).flatten(0, 1), None).ids
-        return _records(block.ffn.experts.first, router, ids[:, : max(1, round(share * ids.shape[1]))])
+        return _records(
+            block.ffn.experts.first,
+            router,
+            ids[:, : max(1, round(share * ids.shape[1]))],
+        )
 
 
-def _experts(mixture: Mixture, values: Values, start: int, end: int) -> list[tuple[T, ...]]:
+def _experts(
+    mixture: Mixture, values: Values, start: int, end: int
+) -> list[tuple[T, ...]]:
     """The matrices of these experts of a layer, as they are stored."""
     path = f"blocks.{mixture.router.layer}.ffn.experts."
     stacks = mixture.experts.logical.items()
-    found = (values(path + name, logical, ((start, end), *logical.box[1:])) for name, logical in stacks)
+    found = (
+        values(path + name, logical, ((start, end), *logical.box[1:]))
+        for name, logical in stacks
+    )
     return [*zip(*found, strict=True)]
 
 
@@ -178,6 +231,10 @@ def _records(first: int, router: Router, ids: T) -> list[int]:
         return [first + e for e in ids[0].tolist()]
     counts, most = expert_counts(ids, router.count), ids.shape[-1]
     place = torch.arange(most, device=counts.device).expand_as(ids).flatten()
-    surest = torch.full_like(counts, most).scatter_reduce(0, ids.flatten(), place.to(counts.dtype), "amin")
-    often = (counts * (most + 1) - surest).argsort(descending=True, stable=True)[: int(counts.count_nonzero())]
+    surest = torch.full_like(counts, most).scatter_reduce(
+        0, ids.flatten(), place.to(counts.dtype), "amin"
+    )
+    often = (counts * (most + 1) - surest).argsort(descending=True, stable=True)[
+        : int(counts.count_nonzero())
+    ]
     return [first + e for e in often.tolist()]

@@ -25,5 +25,8 @@ def normal(positions: T, seed: int, dtype: torch.dtype) -> T:
     They are made in at least float32, of which all ``dtype`` see a rounding.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    radius, angle = (random_bits(positions * 2 + i, seed).to(wide).add_(0.5).div_(2**32) for i in (0, 1))
+    radius, angle = (
+        random_bits(positions * 2 + i, seed).to(wide).add_(0.5).div_(2**32)
+        for i in (0, 1)
+    )
     return radius.log_().mul_(-2).sqrt_().mul_(angle.mul_(2 * math.pi).cos_()).to(dtype)

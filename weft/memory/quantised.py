@@ -24,7 +24,9 @@ def dynamic_map(signed: bool, exponents: int, bits: int) -> T:
     for decade in range(exponents):
         cells = 2 ** (decade + fraction_bits)
         edges = torch.linspace(0.1, 1, cells + 1, dtype=torch.float64)
-        means = ((edges[1:] + edges[:-1]) / 2 * 10.0 ** (decade + 1 - exponents)).tolist()
+        means = (
+            (edges[1:] + edges[:-1]) / 2 * 10.0 ** (decade + 1 - exponents)
+        ).tolist()
         values += means + [-x for x in means] * signed
     values += [0.0] * (2**bits - len(values))
     return torch.tensor(sorted(values), dtype=torch.float32)
@@ -56,7 +58,11 @@ class Blocks:
         first = self.start // self.size
         before = self.start - first * self.size
         padded = F.pad(x.clamp(min=0), (before, -(before + x.size(-1)) % self.size))
-        found = padded.unflatten(-1, (-1, self.size)).amax(-1) if padded.numel() else padded[..., :0]
+        found = (
+            padded.unflatten(-1, (-1, self.size)).amax(-1)
+            if padded.numel()
+            else padded[..., :0]
+        )
         return F.pad(found, (first, self.count - first - found.size(-1)))
 
     def spread(self, scale: T, n: int) -> T:
@@ -69,7 +75,9 @@ def encoded(x: T, scale: T, values: T) -> T:
     """Codes of the values that are nearest to ``x / scale``, uint8. ``scale`` is per element; where it is 0, x is."""
     values = values.to(x.device, x.dtype)
     middles = (values[1:] + values[:-1]) / 2
-    return torch.bucketize(x / torch.where(scale == 0, 1.0, scale), middles).to(torch.uint8)
+    return torch.bucketize(x / torch.where(scale == 0, 1.0, scale), middles).to(
+        torch.uint8
+    )
 
 
 def decoded(codes: T, scale: T, values: T) -> T:

@@ -20,7 +20,8 @@ class HostCopy:
     """A copy from the host's memory to a device, on a stream beside what computes there."""
 
     def __init__(self, memory: T, into: T, stream: torch.cuda.Stream) -> None:
-        stream.wait_stream(torch.cuda.current_stream(into.device))  # which may still use what is overwritten
+        # which may still use what is overwritten
+        stream.wait_stream(torch.cuda.current_stream(into.device))
         with torch.cuda.stream(stream):
             into.copy_(memory, non_blocking=True)
         self._there, self._device = stream.record_event(), into.device
@@ -44,12 +45,16 @@ class Records:
     They are for ``device``.
     """
 
-    def __init__(self, count: int, size: int, file: TierFile | None, device: torch.device) -> None:
+    def __init__(
+        self, count: int, size: int, file: TierFile | None, device: torch.device
+    ) -> None:
         self.count, self.size = count, whole_pages(size)
         self.region = None if file is None else file.region(self.count * self.size)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if file is None:
-            self.memory = page_buffer(self.count * self.size, self._stream is not None).view(count, -1)
+            self.memory = page_buffer(
+                self.count * self.size, self._stream is not None
+            ).view(count, -1)
 
     def read(self, index: int, into: T) -> Transfer | HostCopy:
         """Let a record come to memory of the device."""
@@ -91,10 +96,16 @@ class Slots:
     def __init__(self, records: Records, slots: int, device: torch.device) -> None:
         self.records, self.count = records, max(1, min(slots, records.count))
         self.counts: Counter[str] = Counter()
-        self._there: OrderedDict[int, Slot] = OrderedDict()  # what was used longest ago comes first
-        self._expected: set[int] = set()  # of these, what is to be used and must not make room
+        # what was used longest ago comes first
+        self._there: OrderedDict[int, Slot] = OrderedDict()
+        # of these, what is to be used and must not make room
+        self._expected: set[int] = set()
         size = self.count * records.size
-        memory = page_buffer(size) if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
+        memory = (
+            page_buffer(size)
+            if device.type == "cpu"
+            else torch.empty(size, dtype=torch.uint8, device=device)
+        )
         self._free = list(memory.view(self.count, -1))
 
     def choose(self, records: Sequence[int]) -> None:
@@ -124,7 +135,13 @@ class Slots:
         self.expect(records)
         left = list(records)
         while left:
-            if not (found := [r for r in left if (slot := self._there.get(r)) is not None and slot.coming.done]):
+            if not (
+                found := [
+                    r
+                    for r in left
+                    if (slot := self._there.get(r)) is not None and slot.coming.done
+                ]
+            ):
                 found = [self._next(left)]
                 self.counts["awaited"] += 1
             for record in found:
@@ -148,7 +165,11 @@ class Slots:
         """Memory of a slot whose record is there, and not expected to be used; None if there is none."""
         if self._free:
             return self._free.pop()
-        idle = (r for r, slot in self._there.items() if r not in self._expected and slot.coming.done)
+        idle = (
+            r
+            for r, slot in self._there.items()
+            if r not in self._expected and slot.coming.done
+        )
         found = next(idle, None)
         return None if found is None else self._there.pop(found).memory
 
@@ -156,7 +177,9 @@ class Slots:
         """Memory of a slot of none of those that are ``left`` to be used, even if it must be waited for."""
         if (found := self._room()) is not None:
             return found
-        taken = min((r for r in self._there if r not in left), key=self._expected.__contains__)
+        taken = min(
+            (r for r in self._there if r not in left), key=self._expected.__contains__
+        )
         self._expected.discard(taken)
         memory, coming = self._there.pop(taken)
         coming.wait()

@@ -14,7 +14,14 @@ from pathlib import Path
 
 import torch
 
-from weft.memory.tiers import BufferPool, Region, TierFile, Transfer, page_buffer, whole_pages
+from weft.memory.tiers import (
+    BufferPool,
+    Region,
+    TierFile,
+    Transfer,
+    page_buffer,
+    whole_pages,
+)
 
 T = torch.Tensor
 
@@ -33,7 +40,9 @@ ALIGNED = 64
 class RestingGroup:
     """Tensors of one unit that rest together: in a region of ``file``, or without one in the host's memory."""
 
-    def __init__(self, tensors: Sequence[T], file: TierFile | None, pool: BufferPool) -> None:
+    def __init__(
+        self, tensors: Sequence[T], file: TierFile | None, pool: BufferPool
+    ) -> None:
         self.tensors, self.pool, self.device = list(tensors), pool, tensors[0].device
         self.starts, size = [], 0
         for tensor in self.tensors:
@@ -42,9 +51,11 @@ class RestingGroup:
         self.file, self.size = file, size
         pool.announce(size)
         self.region, self.home = self._room()
-        self.spare: tuple[Region | None, T] | None = None  # room for another version, or the version before
+        # room for another version, or the version before
+        self.spare: tuple[Region | None, T] | None = None
         self.kept = False  # whether the buffer stays when the tensors have been used
-        self.buffer: T | None = None  # what the region is read into, used in and written from
+        # what the region is read into, used in and written from
+        self.buffer: T | None = None
         self.there: T | None = None  # the same on the device
         self.coming: Transfer | None = None
         self.leaving: Transfer | None = None
@@ -138,7 +149,9 @@ class RestingGroup:
 
     def _places(self, memory: T) -> list[T]:
         found = zip(self.tensors, self.starts, strict=True)
-        return [memory[at : at + t.nbytes].view(t.dtype).view(t.shape) for t, at in found]
+        return [
+            memory[at : at + t.nbytes].view(t.dtype).view(t.shape) for t, at in found
+        ]
 
     def _refer_to(self, memory: T) -> None:
         for tensor, place in zip(self.tensors, self._places(memory), strict=True):
@@ -159,7 +172,8 @@ class AccessOrder:
 
 
 def _let_all_leave(tiers: "weakref.ref[Tiers]") -> None:
-    if (found := tiers()) is not None:  # a cycle would keep the file of tiers that nobody needs any more
+    # a cycle would keep the file of tiers that nobody needs any more
+    if (found := tiers()) is not None:
         found._drain(0)
 
 
@@ -177,7 +191,12 @@ class Tiers:
         self, places: Mapping[str, str], folder: str = ".", device: torch.device = CPU, timeout: float = 600,
         room: int = 0,
     ) -> None:  # fmt: skip
-        self.places, self.folder, self.timeout, self.room = places, Path(folder).expanduser(), timeout, room
+        self.places, self.folder, self.timeout, self.room = (
+            places,
+            Path(folder).expanduser(),
+            timeout,
+            room,
+        )
         self.pool = BufferPool(pinned=device.type == "cuda")
         self.groups: dict[Hashable, dict[str, RestingGroup]] = defaultdict(dict)
         self.order = AccessOrder()  # of updates that stand
@@ -211,9 +230,16 @@ class Tiers:
 
     def rest(self, owner: Hashable, kind: str, tensors: Iterable[T]) -> None:
         """From now on these tensors, whose objects stay the same, rest where their kind does."""
-        place, tensors = self.places.get(kind, "device"), [t for t in tensors if t.numel()]
-        if tensors and (place == "file" or (place == "host" and tensors[0].device.type != "cpu")):
-            self.groups[owner][kind] = RestingGroup(tensors, self.file if place == "file" else None, self.pool)
+        place, tensors = (
+            self.places.get(kind, "device"),
+            [t for t in tensors if t.numel()],
+        )
+        if tensors and (
+            place == "file" or (place == "host" and tensors[0].device.type != "cpu")
+        ):
+            self.groups[owner][kind] = RestingGroup(
+                tensors, self.file if place == "file" else None, self.pool
+            )
 
     def fetch(self, owner: Hashable, *kinds: str) -> None:
         """Begin to bring what will soon be used."""
@@ -233,7 +259,12 @@ class Tiers:
 
     @contextmanager
     def at_hand(
-        self, owner: Hashable, kind: str, changes: bool = False, read: bool = True, apart: bool = False
+        self,
+        owner: Hashable,
+        kind: str,
+        changes: bool = False,
+        read: bool = True,
+        apart: bool = False,
     ) -> Iterator[None]:
         """The owner's tensors of one kind can be used in here, and changed if so said; see :meth:`RestingGroup.bring`.
 
@@ -259,7 +290,9 @@ class Tiers:
                 self._drain(MOST_LEAVING)
 
     @contextmanager
-    def updating(self, owner: Hashable, fixed: Container[str] = ("gradients",), behind: int = 1) -> Iterator[None]:
+    def updating(
+        self, owner: Hashable, fixed: Container[str] = ("gradients",), behind: int = 1
+    ) -> Iterator[None]:
         """In here all that the owner has is at hand and may change, except the ``fixed`` kinds.
 
         ``behind``: how many owners before may still be on their way back, beside this one and one that is coming.
@@ -273,11 +306,15 @@ class Tiers:
                 group.fetch()
         with ExitStack() as stack:
             for kind in groups:
-                stack.enter_context(self.at_hand(owner, kind, changes=kind not in fixed))
+                stack.enter_context(
+                    self.at_hand(owner, kind, changes=kind not in fixed)
+                )
             yield
 
     @contextmanager
-    def trying(self, owner: Hashable, fixed: Container[str] = ("gradients",)) -> Iterator[None]:
+    def trying(
+        self, owner: Hashable, fixed: Container[str] = ("gradients",)
+    ) -> Iterator[None]:
         """In here all that the owner has but the ``fixed`` kinds is at hand and may change, until :meth:`undo`."""
         kinds = [kind for kind in self.groups.get(owner, ()) if kind not in fixed]
         self._drain(len(kinds))
@@ -316,7 +353,11 @@ class Tiers:
 
         Everything has settled. Raises :class:`weft.memory.tiers.TierError` where it is damaged or cannot be read.
         """
-        written = [group for group in self._all() if group.region is not None and group.region.compared]
+        written = [
+            group
+            for group in self._all()
+            if group.region is not None and group.region.compared
+        ]
         for group, following in zip(written, [*written[1:], None], strict=False):
             group.fetch()
             if following is not None:

@@ -52,9 +52,12 @@ class Rows:
         if not len(numbers):
             return torch.empty(*index.shape, *self.shape[1:], dtype=self.dtype)
         if numbers[0] < 0 or numbers[-1] >= len(self):
-            raise IndexError(f"row {int(numbers[0] if numbers[0] < 0 else numbers[-1])} of a table of {len(self)}")
+            raise IndexError(
+                f"row {int(numbers[0] if numbers[0] < 0 else numbers[-1])} of a table of {len(self)}"
+            )
         begin = numbers * self.width
-        first, last = begin // PAGE, (begin + self.width - 1) // PAGE  # the pages of each row
+        # the pages of each row
+        first, last = begin // PAGE, (begin + self.width - 1) // PAGE
         apart = first[1:] - last[:-1] > 1 + self.near
         edge = apart.new_ones(1)
         opens, closes = torch.cat((edge, apart)), torch.cat((apart, edge))
@@ -63,14 +66,23 @@ class Rows:
         buffer = page_buffer(int(pages.sum()) * PAGE)
         self._read(buffer, torch.stack((place, start, pages), dim=1) * PAGE)
         touched = int((last - first + 1).sum() - (first[1:] == last[:-1]).sum())
-        self.bytes.update(asked=index.numel() * self.width, touched=touched * PAGE, read=buffer.numel())
+        self.bytes.update(
+            asked=index.numel() * self.width,
+            touched=touched * PAGE,
+            read=buffer.numel(),
+        )
         begin += ((place - start) * PAGE)[opens.cumsum(0) - 1]  # in the buffer
         width = self.width // self.dtype.itemsize
-        rows = buffer.view(self.dtype).unfold(0, width, 1)[(begin // self.dtype.itemsize)[places]]
+        rows = buffer.view(self.dtype).unfold(0, width, 1)[
+            (begin // self.dtype.itemsize)[places]
+        ]
         return rows.view(*index.shape, *self.shape[1:])
 
     def _read(self, buffer: T, runs: T) -> None:
         """Bring in runs: where in the buffer, from where on, how much, ``[runs, 3]``; the disk has many at a time."""
         shares = [runs[i::DEPTH].tolist() for i in range(min(DEPTH, len(runs)))]
-        moves = [partial(self.region.load_runs, memoryview(buffer.numpy().data), share) for share in shares]
+        moves = [
+            partial(self.region.load_runs, memoryview(buffer.numpy().data), share)
+            for share in shares
+        ]
         self.region.run(moves, buffer.numel(), write=False, threads=self.threads).wait()

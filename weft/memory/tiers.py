@@ -65,11 +65,17 @@ def page_buffer(size: int, pinned: bool = False) -> T:
 
     PyTorch's own allocator of pinned memory rounds to powers of two (MemAscend, 2025).
     """
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    private = (
+        {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+        if hasattr(mmap, "MAP_PRIVATE")
+        else {}
+    )
     try:
         memory = mmap.mmap(-1, max(PAGE, size), **private)
     except OSError as error:
-        raise TierError(f"no memory for a buffer of {size:,} bytes: {error.strerror or error}") from None
+        raise TierError(
+            f"no memory for a buffer of {size:,} bytes: {error.strerror or error}"
+        ) from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # Direct I/O then looks up far fewer pages: twice as fast here, at a quarter of the processor time.
         with suppress(OSError):  # a system without huge pages
@@ -77,10 +83,14 @@ def page_buffer(size: int, pinned: bool = False) -> T:
     found = torch.frombuffer(memory, dtype=torch.uint8)
     if pinned:
         try:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(found.data_ptr(), found.numel(), 0))
+            torch.cuda.check_error(
+                torch.cuda.cudart().cudaHostRegister(found.data_ptr(), found.numel(), 0)
+            )
         except RuntimeError as error:
             # Copies through other memory would go on, at a third of the speed, without a word.
-            raise TierError(f"{size:,} bytes of the host's memory cannot be pinned for copies: {error}") from None
+            raise TierError(
+                f"{size:,} bytes of the host's memory cannot be pinned for copies: {error}"
+            ) from None
     return found[:size]
 
 
@@ -148,9 +158,13 @@ class Transfer:
             for piece in self.pieces:
                 piece.result(self.timeout)
         except FutureTimeout:
-            raise DiskHangs(f"{self.what} has taken {self.timeout:g} s: the disk does not answer") from None
+            raise DiskHangs(
+                f"{self.what} has taken {self.timeout:g} s: the disk does not answer"
+            ) from None
         except OSError as error:
-            raise TierError(f"{self.what} failed: {error.strerror or error}; choose a folder on another disk") from None
+            raise TierError(
+                f"{self.what} failed: {error.strerror or error}; choose a folder on another disk"
+            ) from None
 
     @property
     def done(self) -> bool:
@@ -177,7 +191,8 @@ class Region:
     offset: int
     size: int
     memory: T
-    _sums: dict[int, int] = field(default_factory=dict)  # of the pieces written last, by where they begin
+    # of the pieces written last, by where they begin
+    _sums: dict[int, int] = field(default_factory=dict)
 
     def read(self, into: T, start: int = 0) -> Transfer:
         """Bring what is in the file from ``start`` on into a buffer of whole pages."""
@@ -195,24 +210,44 @@ class Region:
         assert start + data.numel() <= self.size
         piece = min(PIECE, max(SMALL, whole_pages(-(-data.numel() // THREADS))))
         move, at = self.store if write else self.load, range(0, data.numel(), piece)
-        return self.run([partial(move, data[i : i + piece], start + i) for i in at], data.numel(), write)
+        return self.run(
+            [partial(move, data[i : i + piece], start + i) for i in at],
+            data.numel(),
+            write,
+        )
 
     def run(
-        self, moves: Iterable[Callable[[], None]], size: int, write: bool, threads: ThreadPoolExecutor | None = None
+        self,
+        moves: Iterable[Callable[[], None]],
+        size: int,
+        write: bool,
+        threads: ThreadPoolExecutor | None = None,
     ) -> Transfer:
         """Have the file's threads, or others, make ``moves`` of so many bytes together: loads or stores."""
         self.file.bytes["written" if write else "read"] += size
         what = f"{'writing' if write else 'reading'} {size:,} bytes of {self.file.name}"
-        submit = threads.submit if threads else partial(self.file.threads.submit, urgent=not write)
+        submit = (
+            threads.submit
+            if threads
+            else partial(self.file.threads.submit, urgent=not write)
+        )
         return Transfer([submit(move) for move in moves], what, self.file.timeout)
 
     def load(self, into: T, start: int) -> None:
         """Read bytes at once. What is not whole pages, or not on the host, goes through pages of the thread's own."""
         assert not start % PAGE
         pages = self.file.pages_for(into)
-        _whole(os.preadv, self.file.descriptor, memoryview(pages.numpy().data), self.offset + start)
+        _whole(
+            os.preadv,
+            self.file.descriptor,
+            memoryview(pages.numpy().data),
+            self.offset + start,
+        )
         if self._sums.get(start, total := _sum(pages)) != total:
-            raise OSError(errno.EIO, f"what was read at {self.offset + start:,} is not what was written: it is damaged")
+            raise OSError(
+                errno.EIO,
+                f"what was read at {self.offset + start:,} is not what was written: it is damaged",
+            )
         if pages is not into:
             into.copy_(pages[: into.numel()])
 
@@ -222,7 +257,12 @@ class Region:
         They are not compared with what was written.
         """
         for place, start, size in runs:
-            _whole(os.preadv, self.file.descriptor, into[place : place + size], self.offset + start)
+            _whole(
+                os.preadv,
+                self.file.descriptor,
+                into[place : place + size],
+                self.offset + start,
+            )
 
     @property
     def compared(self) -> bool:
@@ -236,11 +276,21 @@ class Region:
         if pages is not data:
             pages[: data.numel()].copy_(data)
         self._sums.pop(start, None)
-        _whole(os.pwritev, self.file.descriptor, memoryview(pages.numpy().data), self.offset + start)
+        _whole(
+            os.pwritev,
+            self.file.descriptor,
+            memoryview(pages.numpy().data),
+            self.offset + start,
+        )
         self._sums[start] = _sum(pages)
 
 
-def _whole(call: Callable[[int, list[memoryview], int], int], descriptor: int, memory: memoryview, offset: int) -> None:
+def _whole(
+    call: Callable[[int, list[memoryview], int], int],
+    descriptor: int,
+    memory: memoryview,
+    offset: int,
+) -> None:
     """Repeat a call until all of ``memory`` is through: the system may do less than it is asked."""
     while memory:
         done = call(descriptor, [memory], offset)
@@ -250,7 +300,8 @@ def _whole(call: Callable[[int, list[memoryview], int], int], descriptor: int, m
 
 
 def _sum(data: T) -> int:
-    return int(np.add.reduce(data.numpy().view(np.int64)))  # PyTorch's takes twice as long, and reads wait for it
+    # PyTorch's takes twice as long, and reads wait for it
+    return int(np.add.reduce(data.numpy().view(np.int64)))
 
 
 class TierFile:
@@ -261,7 +312,9 @@ class TierFile:
     ``timeout``: seconds for a transfer. ``called``: what the user knows the folder by.
     """
 
-    def __init__(self, folder: Path, timeout: float = 600, called: str = "memory.folder") -> None:
+    def __init__(
+        self, folder: Path, timeout: float = 600, called: str = "memory.folder"
+    ) -> None:
         folder = folder.expanduser()
         self.name = f"{called} = {str(folder)!r}"
         self.folder, self.timeout, self.size = folder, timeout, 0
@@ -269,14 +322,18 @@ class TierFile:
         self._file = nameless_file(folder, self.name)
         self.note, self.descriptor = "", self._file
         try:
-            self.descriptor = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_DIRECT)
+            self.descriptor = os.open(
+                f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_DIRECT
+            )
         except (OSError, AttributeError):
             self.note = (
                 f"{self.name} knows no direct I/O: what rests there goes through the page cache, "
                 "slower, and takes memory if there is some; a folder on a local disk is better"
             )
         if _kind_of(folder) in ("tmpfs", "ramfs"):
-            self.note = f"{self.name} is in memory itself; a folder on a local disk is better"
+            self.note = (
+                f"{self.name} is in memory itself; a folder on a local disk is better"
+            )
         self.threads, self._own = Threads(THREADS, "weft-tier"), threading.local()
         self.close = weakref.finalize(self, _close, {self._file, self.descriptor})
 
@@ -293,10 +350,16 @@ class TierFile:
     def region(self, size: int) -> Region:
         """New room in the file, zeros. Raises :class:`TierError` if the disk has none."""
         room = whole_pages(max(1, size))
-        where = f"more in {self.name}, beside {self.size:,} of its own" if self.size else f"in {self.name}"
+        where = (
+            f"more in {self.name}, beside {self.size:,} of its own"
+            if self.size
+            else f"in {self.name}"
+        )
         memory = reserve(self._file, self.size, room, where)
         self.size += room
-        return Region(self, self.size - room, room, torch.frombuffer(memory, dtype=torch.uint8))
+        return Region(
+            self, self.size - room, room, torch.frombuffer(memory, dtype=torch.uint8)
+        )
 
 
 def reserve(descriptor: int, start: int, size: int, where: str) -> mmap.mmap:
@@ -320,7 +383,9 @@ def _close(descriptors: Iterable[int]) -> None:
 
 def _kind_of(folder: Path) -> str:
     """The file system that a folder is on, by name; nothing where that cannot be known."""
-    mounted = {disk.mountpoint: disk.fstype for disk in psutil.disk_partitions(all=True)}
+    mounted = {
+        disk.mountpoint: disk.fstype for disk in psutil.disk_partitions(all=True)
+    }
     places = [str(folder.resolve()), *map(str, folder.resolve().parents)]
     return next((mounted[place] for place in places if place in mounted), "")
 
@@ -331,10 +396,19 @@ def nameless_file(folder: Path, name: str) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-        except (OSError, AttributeError):  # some file systems and systems have no such thing
+        except (
+            OSError,
+            AttributeError,
+        ):  # some file systems and systems have no such thing
             descriptor, path = tempfile.mkstemp(".weft-tier", dir=folder)
             os.unlink(path)
             return descriptor
     except OSError as error:
-        why = "it is a file" if isinstance(error, FileExistsError) else error.strerror or error
-        raise TierError(f"{name} cannot be used: {why}; choose a folder on a local disk") from None
+        why = (
+            "it is a file"
+            if isinstance(error, FileExistsError)
+            else error.strerror or error
+        )
+        raise TierError(
+            f"{name} cannot be used: {why}; choose a folder on a local disk"
+        ) from None

@@ -19,7 +19,8 @@ class Threads:
     def submit(self, move: Callable[[], None], urgent: bool = True) -> Future[None]:
         found: Future[None] = Future()
         (self._urgent if urgent else self._others).append((move, found))
-        self._executor.submit(_make_next, self._urgent, self._others)  # without a reference to this object
+        # without a reference to this object
+        self._executor.submit(_make_next, self._urgent, self._others)
         return found
 
 

@@ -25,7 +25,15 @@ from weft.models.module import Module
 from weft.models.nf4 import Quantized
 from weft.models.widened import multiply
 from weft.recipe import Adapter, ModelShape
-from weft.shapes.parameters import ADAPTERS, QUANTIZED, ROWS, VOCABULARY, adapter_rank, adapter_scale, is_target
+from weft.shapes.parameters import (
+    ADAPTERS,
+    QUANTIZED,
+    ROWS,
+    VOCABULARY,
+    adapter_rank,
+    adapter_scale,
+    is_target,
+)
 
 T = torch.Tensor
 
@@ -39,7 +47,9 @@ class LowRank(Module):
     ``b`` is zero at the start, and the magnitude that of the weight, so that nothing changes.
     """
 
-    def __init__(self, adapter: Adapter, path: str, out: Dim, into: Dim, whole: bool, mesh: Mesh) -> None:
+    def __init__(
+        self, adapter: Adapter, path: str, out: Dim, into: Dim, whole: bool, mesh: Mesh
+    ) -> None:
         super().__init__(mesh)
         rank = Dim("rank", adapter_rank(adapter, path))
         self.scale = adapter_scale(adapter, path)
@@ -58,7 +68,9 @@ class TokenRows(Module):
     rows that learn, and uses those of its part.
     """
 
-    def __init__(self, tokens: Sequence[int], embed: Dim, first: int, last: int, mesh: Mesh) -> None:
+    def __init__(
+        self, tokens: Sequence[int], embed: Dim, first: int, last: int, mesh: Mesh
+    ) -> None:
         super().__init__(mesh)
         self.tokens, self.first = torch.tensor(tokens), first
         self.own_rows = bisect_left(tokens, first), bisect_left(tokens, last)
@@ -71,7 +83,9 @@ class TokenRows(Module):
             return x + own(self.rows, lo, hi, self.mesh).sum()
         place = torch.searchsorted(known[lo:hi], tokens).clamp(max=hi - lo - 1)
         learns = (known[lo:hi][place] == tokens)[..., None]
-        return torch.where(learns, F.embedding(place, own(self.rows, lo, hi, self.mesh)), x)
+        return torch.where(
+            learns, F.embedding(place, own(self.rows, lo, hi, self.mesh)), x
+        )
 
     def placed(self, weight: T) -> T:
         """This rank's part of the weight, with the rows that learn in it."""
@@ -100,11 +114,19 @@ class Projections(Module):
         self.adapter, self.path = adapter, path
         self.own_rows: dict[str, tuple[int, int]] = {}
         self.adapters, self.quantized = nn.ModuleDict(), nn.ModuleDict()
-        self.products: dict[tuple[str, ...], Products] = {}  # in place of weights (weft.models.products)
+        # in place of weights (weft.models.products)
+        self.products: dict[tuple[str, ...], Products] = {}
         # Adds other adapters to what weights of some names made of an input, if set (weft.models.row_adapters).
         self.beside: Callable[[T, tuple[str, ...], tuple[T, ...]], None] | None = None
 
-    def projection(self, name: str, out: Dim, into: Dim, std: float, own_rows: tuple[int, int] | None = None) -> None:
+    def projection(
+        self,
+        name: str,
+        out: Dim,
+        into: Dim,
+        std: float,
+        own_rows: tuple[int, int] | None = None,
+    ) -> None:
         """Register the weight ``name``. ``own_rows``: it is held whole, and this rank uses these rows of it."""
         whole = own_rows is not None
         if self.adapter is not None and self.adapter.quantizes:
@@ -113,29 +135,48 @@ class Projections(Module):
             self.weight(name, out, into, std=std, whole=whole)
         if own_rows is not None:
             self.own_rows[name] = own_rows
-        if self.adapter is not None and any(is_target(p, f"{self.path}.{name}") for p in self.adapter.targets):
-            self.adapters[name] = LowRank(self.adapter, f"{self.path}.{name}", out, into, whole, self.mesh)
+        if self.adapter is not None and any(
+            is_target(p, f"{self.path}.{name}") for p in self.adapter.targets
+        ):
+            self.adapters[name] = LowRank(
+                self.adapter, f"{self.path}.{name}", out, into, whole, self.mesh
+            )
 
     def merged(self, name: str) -> T:
         """The weight ``name`` with what its adapter adds, of a model on one device."""
-        weight: T = self._stored(name).dense(torch.float32) if name in self.quantized else getattr(self, name)
+        weight: T = (
+            self._stored(name).dense(torch.float32)
+            if name in self.quantized
+            else getattr(self, name)
+        )
         if name not in self.adapters:
             return weight
         adapter = self._adapter(name)
         weight = weight + adapter.scale * (adapter.b @ adapter.a)
         if adapter.has_magnitude:
-            weight = weight * (adapter.magnitude / row_norms(weight).to(weight.dtype))[:, None]
+            weight = (
+                weight
+                * (adapter.magnitude / row_norms(weight).to(weight.dtype))[:, None]
+            )
         return weight
 
     def forget(self, *names: str) -> None:
         """Give back the memory of weights that :attr:`products` stand for, and of their adapters."""
         for name in names:
-            for holder in (self._parameters, self.adapters._modules, self.quantized._modules):
+            for holder in (
+                self._parameters,
+                self.adapters._modules,
+                self.quantized._modules,
+            ):
                 holder.pop(name, None)
 
     def own(self, name: str, values: T) -> T:
         """Of ``values``, whose rows are those of weight ``name``, what this rank uses."""
-        return own(values, *self.own_rows[name], self.mesh) if name in self.own_rows else values
+        return (
+            own(values, *self.own_rows[name], self.mesh)
+            if name in self.own_rows
+            else values
+        )
 
     def project(self, x: T, *names: str) -> tuple[T, ...]:
         """What the weights ``names`` and their adapters make of ``x``: ``[batch, seq, in]`` to ``[..., out]`` each."""
@@ -150,21 +191,31 @@ class Projections(Module):
         dense = [name for name in names if name not in self.quantized]
         adapted = [name for name in names if name in self.adapters]
         weights = [self.own(name, getattr(self, name)) for name in dense]
-        draws = current_draws() if self.adapter is not None and self.adapter.dropout else None
+        draws = (
+            current_draws()
+            if self.adapter is not None and self.adapter.dropout
+            else None
+        )
         together = [self._adapter(name).a for name in adapted] if draws is None else []
         made = project(x, *weights, *together) if weights or together else ()
         found = dict(zip(dense, made, strict=False))
         for name in names:
             if name in self.quantized:
                 found[name] = self._project_quantized(name, x)
-        lows = made[len(dense) :] if draws is None else [self._project_dropped(name, x, draws) for name in adapted]
+        lows = (
+            made[len(dense) :]
+            if draws is None
+            else [self._project_dropped(name, x, draws) for name in adapted]
+        )
         for name, low in zip(adapted, lows, strict=True):
             found[name] = self._adapt(name, found[name], low)
         return tuple(found[name] for name in names)
 
     def _project_quantized(self, name: str, x: T) -> T:
         first, _ = self.own_rows.get(name, (0, 0))
-        y: T = self._stored(name).project(x, lambda values: self.own(name, values), first)
+        y: T = self._stored(name).project(
+            x, lambda values: self.own(name, values), first
+        )
         return y
 
     def _project_dropped(self, name: str, x: T, draws: T) -> T:
@@ -172,7 +223,10 @@ class Projections(Module):
         assert self.adapter is not None
         adapter = self._adapter(name)
         first, _ = adapter.logical["a"].box[1]
-        return project(dropped(x, self.adapter.dropout, draws, f"{self.path}.{name}", first), adapter.a)[0]
+        return project(
+            dropped(x, self.adapter.dropout, draws, f"{self.path}.{name}", first),
+            adapter.a,
+        )[0]
 
     def _adapter(self, name: str) -> Any:
         return self.adapters[name]
@@ -192,7 +246,11 @@ class Projections(Module):
         with torch.no_grad():
             weight = self.own(name, getattr(self, name))
             square = row_norms(weight + adapter.scale * multiply(b, adapter.a)).square()
-            norm = total_of_shares(square, adapter.logical["a"].cuts[1], self.mesh).sqrt().to(weight.dtype)
+            norm = (
+                total_of_shares(square, adapter.logical["a"].cuts[1], self.mesh)
+                .sqrt()
+                .to(weight.dtype)
+            )
         return y * (self.own(name, adapter.magnitude) / norm)
 
 
@@ -205,7 +263,11 @@ def row_norms(weight: T) -> T:
 @torch.no_grad()
 def merged_parameters(model: nn.Module) -> dict[str, T]:
     """The parameters of a model on one device by their names without adapters, which are merged into the weights."""
-    found = {n: p.detach() for n, p in model.named_parameters() if ADAPTERS not in n and QUANTIZED not in n}
+    found = {
+        n: p.detach()
+        for n, p in model.named_parameters()
+        if ADAPTERS not in n and QUANTIZED not in n
+    }
     for path, module in model.named_modules():
         if isinstance(module, Projections) and module.adapter is not None:
             names = {*module.quantized, *module.adapters}

@@ -36,8 +36,11 @@ def attend_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
         cols = (slice(None), slice(pieces[0].k0, pieces[0].k1))
         out, lse = _forward(q, k[cols], v[cols], pieces[0])
         return out.flatten(0, 1), lse.flatten(0, 1)
-    covered = sum(s.q1 - s.q0 for s in segments if not s.joins) == q.shape[0] * q.shape[1]
-    kept = wide(q.dtype) if any(s.joins for s in pieces) else q.dtype  # bfloat16 is too coarse to be joined
+    covered = (
+        sum(s.q1 - s.q0 for s in segments if not s.joins) == q.shape[0] * q.shape[1]
+    )
+    # bfloat16 is too coarse to be joined
+    kept = wide(q.dtype) if any(s.joins for s in pieces) else q.dtype
     out = (torch.empty_like if covered else torch.zeros_like)(q, dtype=kept)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=wide(q.dtype), device=q.device)
     for s in pieces:
@@ -57,12 +60,17 @@ def join(out: T, lse: T, o: T, l: T) -> None:
     key has been seen. Ring attention (Liu et al. 2023, 2310.01889); logaddexp is exact where sigmoids overflow.
     """
     both = torch.logaddexp(lse, l)
-    at = both.clamp_min(torch.finfo(both.dtype).min)  # rows that neither side has seen stay zero, not nan
-    out.mul_((lse - at).exp_()[..., None]).addcmul_(o.to(out.dtype), (l - at).exp_()[..., None])
+    # rows that neither side has seen stay zero, not nan
+    at = both.clamp_min(torch.finfo(both.dtype).min)
+    out.mul_((lse - at).exp_()[..., None]).addcmul_(
+        o.to(out.dtype), (l - at).exp_()[..., None]
+    )
     lse.copy_(both)
 
 
-def attend_backward(grad: T, q: T, k: T, v: T, out: T, lse: T, segments: list[Segment]) -> tuple[T, T, T]:
+def attend_backward(
+    grad: T, q: T, k: T, v: T, out: T, lse: T, segments: list[Segment]
+) -> tuple[T, T, T]:
     """Gradients of q, k, v for these segments, given the *global* ``out`` and ``lse`` of their queries."""
     if _varlen(q, segments):
         return _varlen_backward(grad, q, k, v, out, lse, segments)
@@ -70,8 +78,12 @@ def attend_backward(grad: T, q: T, k: T, v: T, out: T, lse: T, segments: list[Se
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for s in pieces:
         rows, cols = (slice(None), slice(s.q0, s.q1)), (slice(None), slice(s.k0, s.k1))
-        parts = _backward(grad[rows], q[rows], k[cols], v[cols], out[rows], lse[rows], s)
-        for total, share, where in zip((dq, dk, dv), parts, (rows, cols, cols), strict=True):
+        parts = _backward(
+            grad[rows], q[rows], k[cols], v[cols], out[rows], lse[rows], s
+        )
+        for total, share, where in zip(
+            (dq, dk, dv), parts, (rows, cols, cols), strict=True
+        ):
             total[where] += share
     return dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)
 
@@ -80,7 +92,12 @@ def _varlen(q: T, segments: list[Segment]) -> bool:
     """Whether one call of a GPU kernel can take all segments."""
     whole = uniform(segments, len(q), len(q))
     plain = all(s.causal and not s.flipped for s in segments)
-    return q.is_cuda and q.dtype not in (torch.float32, torch.float64) and not whole and plain
+    return (
+        q.is_cuda
+        and q.dtype not in (torch.float32, torch.float64)
+        and not whole
+        and plain
+    )
 
 
 def _pieces(segments: list[Segment], k: T, v: T, q: T, *others: T) -> tuple[Any, ...]:
@@ -91,10 +108,13 @@ def _pieces(segments: list[Segment], k: T, v: T, q: T, *others: T) -> tuple[Any,
     """
     whole = uniform(segments, len(q), len(k))
     sizes = whole or (len(q), len(k))
-    batched = [x.unflatten(0, (-1, sizes[1])) for x in (k, v)] + [x.unflatten(0, (-1, sizes[0])) for x in (q, *others)]
+    batched = [x.unflatten(0, (-1, sizes[1])) for x in (k, v)] + [
+        x.unflatten(0, (-1, sizes[0])) for x in (q, *others)
+    ]
     if whole:
         segments = [Segment(0, whole[0], 0, whole[1], segments[0].causal)]
-    if q.device.type == "cpu" and q.dtype != torch.bfloat16:  # whose results are too coarse to be joined
+    # whose results are too coarse to be joined
+    if q.device.type == "cpu" and q.dtype != torch.bfloat16:
         segments = [piece for s in segments for piece in cut(s)]
     return *batched, segments
 
@@ -117,10 +137,13 @@ def _forward(q: T, k: T, v: T, s: Segment) -> tuple[T, T]:
     """``[batch, seq, heads, head_dim]`` each, of ``s`` only; returns out alike and lse ``[batch, seq, heads]``."""
     q, k, v = _flipped(s, q, k, v)
     causal = s.causal
-    group = q.shape[2] // k.shape[2] if q.is_cuda else 1  # the CPU's kernel lets query heads share key/value heads
+    # the CPU's kernel lets query heads share key/value heads
+    group = q.shape[2] // k.shape[2] if q.is_cuda else 1
     q, k, v = _heads_first(q, repeat_heads(k, group), repeat_heads(v, group))
     if not q.is_cuda:
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal
+        )
     elif q.dtype in (torch.float32, torch.float64):
         scores = _scores(q, k, causal)
         lse = scores.logsumexp(-1)
@@ -135,21 +158,41 @@ def _backward(grad: T, q: T, k: T, v: T, out: T, lse: T, s: Segment) -> list[T]:
     grad, q, k, v, out, lse = _flipped(s, grad, q, k, v, out, lse)
     causal = s.causal
     kv_heads, group = k.shape[2], q.shape[2] // k.shape[2] if q.is_cuda else 1
-    grad, q, k, v, out, lse = _heads_first(grad, q, repeat_heads(k, group), repeat_heads(v, group), out, lse)
+    grad, q, k, v, out, lse = _heads_first(
+        grad, q, repeat_heads(k, group), repeat_heads(v, group), out, lse
+    )
     if not q.is_cuda:
         dtype = q.dtype
         grad, q, k, v, out = widened(grad, q, k, v, out)
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal
+        )
         grads = [each.to(dtype) for each in grads]
     elif q.dtype in (torch.float32, torch.float64):
         p = (_scores(q, k, causal) - lse[..., None]).exp()
-        ds = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+        ds = (
+            p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+        )
         grads = (ds @ k, ds.mT @ q, p.mT @ grad)
     else:
         n, m = q.shape[2], k.shape[2]
-        zero = torch.zeros((), dtype=torch.uint64, device=q.device)  # dropout state: there is no dropout
+        # dropout state: there is no dropout
+        zero = torch.zeros((), dtype=torch.uint64, device=q.device)
         grads = aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), None, None, n, m, 0.0, causal, zero, zero
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous(),
+            None,
+            None,
+            n,
+            m,
+            0.0,
+            causal,
+            zero,
+            zero,
         )
     dq, dk, dv = _heads_first(*grads)
     return _flipped(s, dq, fold_heads(dk, kv_heads), fold_heads(dv, kv_heads))
@@ -157,15 +200,32 @@ def _backward(grad: T, q: T, k: T, v: T, out: T, lse: T, s: Segment) -> list[T]:
 
 def _varlen_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
     cu, longest = _cu(segments, q.device)
-    out, lse = aten._flash_attention_forward(q, k, v, cu, cu, longest, longest, 0.0, True, False)[:2]
+    out, lse = aten._flash_attention_forward(
+        q, k, v, cu, cu, longest, longest, 0.0, True, False
+    )[:2]
     return out, lse.transpose(0, 1)
 
 
-def _varlen_backward(grad: T, q: T, k: T, v: T, out: T, lse: T, segments: list[Segment]) -> tuple[T, T, T]:
+def _varlen_backward(
+    grad: T, q: T, k: T, v: T, out: T, lse: T, segments: list[Segment]
+) -> tuple[T, T, T]:
     cu, longest = _cu(segments, q.device)
     zero = torch.zeros((), dtype=torch.uint64, device=q.device)
     return aten._flash_attention_backward(
-        grad, q, k, v, out, lse.transpose(0, 1).contiguous(), cu, cu, longest, longest, 0.0, True, zero, zero
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse.transpose(0, 1).contiguous(),
+        cu,
+        cu,
+        longest,
+        longest,
+        0.0,
+        True,
+        zero,
+        zero,
     )
 
 
@@ -182,7 +242,9 @@ def repeat_heads(x: T, group: int) -> T:
 
 def fold_heads(grad: T, kv_heads: int) -> T:
     """Sum the gradients of the query heads that share a key/value head."""
-    return grad if grad.shape[2] == kv_heads else grad.unflatten(2, (kv_heads, -1)).sum(3)
+    return (
+        grad if grad.shape[2] == kv_heads else grad.unflatten(2, (kv_heads, -1)).sum(3)
+    )
 
 
 def _scores(q: T, k: T, causal: bool) -> T:
@@ -211,7 +273,9 @@ def attention(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> tuple[T, T]:
 
 @attention.register_fake
 def _(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> tuple[T, T]:
-    return torch.empty_like(q), q.new_empty(q.shape[0] * q.shape[1], q.shape[2], dtype=wide(q.dtype))
+    return torch.empty_like(q), q.new_empty(
+        q.shape[0] * q.shape[1], q.shape[2], dtype=wide(q.dtype)
+    )
 
 
 @torch.library.custom_op("weft::attention_backward", mutates_args=())
@@ -219,11 +283,15 @@ def attention_backward(
     grad: T, q: T, k: T, v: T, out: T, lse: T, cu_seqlens: T, window: int = 0
 ) -> tuple[T, T, T]:  # fmt: skip
     g, fq, fk, fv, o = (x.flatten(0, 1) for x in (grad, q, k, v, out))
-    dq, dk, dv = attend_backward(g, fq, fk, fv, o, lse, document_segments(cu_seqlens, window))
+    dq, dk, dv = attend_backward(
+        g, fq, fk, fv, o, lse, document_segments(cu_seqlens, window)
+    )
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
-def set_backward(operator: CustomOpDef, backward: CustomOpDef, kept: slice = slice(None)) -> None:
+def set_backward(
+    operator: CustomOpDef, backward: CustomOpDef, kept: slice = slice(None)
+) -> None:
     """Make ``backward`` the gradient of ``operator``, whose arguments are q, k, v, ``cu_seqlens`` and plain values.
 
     ``backward`` gets the gradient of the first output, then q, k, v, those outputs that are ``kept``, and the rest.
@@ -234,7 +302,9 @@ def set_backward(operator: CustomOpDef, backward: CustomOpDef, kept: slice = sli
         ctx.save_for_backward(q, k, v, *output[kept], cu_seqlens)
 
     def gradients(ctx, grad, *_):  # type: ignore[no-untyped-def]
-        return *backward(grad, *ctx.saved_tensors, *ctx.rest), *[None] * (1 + len(ctx.rest))
+        return *backward(grad, *ctx.saved_tensors, *ctx.rest), *[None] * (
+            1 + len(ctx.rest)
+        )
 
     @backward.register_fake
     def _(grad: T, q: T, k: T, v: T, *rest: Any) -> tuple[T, T, T]:

@@ -49,7 +49,9 @@ def dropped(x: T, share: float, draws: T, name: str, first: int) -> T:
     ``name``: of the weight that reads it; ``first``: the number of the first channel that is here.
     """
     channels = (torch.arange(first, first + x.shape[-1], device=x.device) + 1) * STEP
-    numbers = _mixed(draws[..., None] + channels ^ zlib.crc32(name.encode()) * STEP % (1 << 62))
+    numbers = _mixed(
+        draws[..., None] + channels ^ zlib.crc32(name.encode()) * STEP % (1 << 62)
+    )
     gone = (numbers & ((1 << BITS) - 1)) < int(share * (1 << BITS))
     return x.masked_fill(gone, 0) * (1 / (1 - share))
 

@@ -84,10 +84,13 @@ class LocalExperts:
         ids, count = choice.ids.flatten() - self.here.start, len(self.here)
         if self.others:
             ids = torch.where((ids >= 0) & (ids < count), ids, count)
-        order = ids.argsort(stable=True)  # of the choices, those of the first expert first and those elsewhere last
+        # of the choices, those of the first expert first and those elsewhere last
+        order = ids.argsort(stable=True)
         counts = expert_counts(ids, count + 1)[:-1]
         rows = sum(sizes_of(counts, len(order))) if self.others else None
-        found = Dispatched(spread(x, order, choice.ids.shape[1], rows), counts, (order, choice.weights))
+        found = Dispatched(
+            spread(x, order, choice.ids.shape[1], rows), counts, (order, choice.weights)
+        )
         return lambda: found
 
     def combine(self, rows: T, meta: Any) -> Callable[[], T]:
@@ -97,7 +100,9 @@ class LocalExperts:
 def expert_counts(ids: T, experts: int) -> T:
     """How often each expert is in ``ids``: int64 ``[experts]``."""
     flat = ids.flatten()
-    return torch.zeros(experts, dtype=torch.int64, device=ids.device).scatter_add(0, flat, torch.ones_like(flat))
+    return torch.zeros(experts, dtype=torch.int64, device=ids.device).scatter_add(
+        0, flat, torch.ones_like(flat)
+    )
 
 
 def spread(x: T, order: T, k: int, rows: int | None = None) -> T:
@@ -105,7 +110,9 @@ def spread(x: T, order: T, k: int, rows: int | None = None) -> T:
 
     ``rows``: of the first so many only.
     """
-    return MovedRows.apply(x, partial(_choices, k=k), partial(_sums, k=k, places=len(x) * k), order[:rows])
+    return MovedRows.apply(
+        x, partial(_choices, k=k), partial(_sums, k=k, places=len(x) * k), order[:rows]
+    )
 
 
 def reordered(rows: T, order: T) -> T:
@@ -116,14 +123,20 @@ def reordered(rows: T, order: T) -> T:
 def placed(rows: T, order: T, places: int | None = None) -> T:
     """Row ``i`` at ``order[i]`` of so many ``places`` (default: as many as rows), and zeros elsewhere."""
     places = len(rows) if places is None else places
-    return MovedRows.apply(rows, partial(_sums, k=1, places=places), partial(_choices, k=1), order[: len(rows)])
+    return MovedRows.apply(
+        rows,
+        partial(_sums, k=1, places=places),
+        partial(_choices, k=1),
+        order[: len(rows)],
+    )
 
 
 def weighted(rows: T, order: T, weights: T) -> T:
     """What the rows of :func:`spread` add up to for each token, by ``weights`` ``[tokens, k]``: ``[tokens, embed]``."""
     if len(rows) == weights.numel():
         return _Weighted.apply(rows, order, weights.to(rows.dtype))
-    each = placed(rows, order, weights.numel()).unflatten(0, weights.shape)  # [tokens, k, embed]
+    # [tokens, k, embed]
+    each = placed(rows, order, weights.numel()).unflatten(0, weights.shape)
     return torch.einsum("tk,tkd->td", weights.to(rows.dtype), each)
 
 
@@ -133,7 +146,11 @@ class MovedRows(torch.autograd.Function):
     @staticmethod
     def spmd_typecheck(*, rows, there, back, orders):  # type: ignore[no-untyped-def]
         same = "rde"[: rows.dim()]  # rows of tokens, or whole experts
-        return rules.einsum("td,r->rd", rows, *orders) if orders else rules.einsum(f"{same}->{same}", rows)
+        return (
+            rules.einsum("td,r->rd", rows, *orders)
+            if orders
+            else rules.einsum(f"{same}->{same}", rows)
+        )
 
     @staticmethod
     def forward(ctx, rows, there, back, *orders):  # type: ignore[no-untyped-def]
@@ -164,7 +181,11 @@ class _Weighted(torch.autograd.Function):
         each = _choices(grad, order, weights.shape[1])  # [rows, embed]
         slopes = torch.einsum("rd,rd->r", *widened(each, rows)).to(weights.dtype)
         d_weights = torch.empty_like(weights).flatten().index_copy_(0, order, slopes)
-        return each.mul_(weights.flatten()[order, None]), None, d_weights.view_as(weights)
+        return (
+            each.mul_(weights.flatten()[order, None]),
+            None,
+            d_weights.view_as(weights),
+        )
 
 
 def _choices(x: T, order: T, k: int) -> T:
@@ -183,7 +204,9 @@ def _sums(rows: T, order: T, k: int, places: int) -> T:
 
 def _bags(rows: T, order: T, k: int, weights: T | None = None) -> T:
     """The sum of the ``k`` rows of each token, of which row ``i`` is choice ``order[i]``; times their ``weights``."""
-    at = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    at = torch.empty_like(order).scatter_(
+        0, order, torch.arange(len(order), device=order.device)
+    )
     return F.embedding_bag(at.view(-1, k), rows, mode="sum", per_sample_weights=weights)
 
 
@@ -195,7 +218,9 @@ def feed_forwards(rows: T, counts: T, activation: str, gate: T, up: T, down: T) 
     if torch.is_inference_mode_enabled():
         return _forwards(rows, counts, activation, (gate, up, down))[2]
     tape, weights = current_tape(), (gate, up, down)
-    return _FeedForwards.apply(rows, counts, activation, None if tape is None else (tape, weights), *weights)
+    return _FeedForwards.apply(
+        rows, counts, activation, None if tape is None else (tape, weights), *weights
+    )
 
 
 def sizes_of(counts: T, rows: int) -> list[int]:
@@ -211,7 +236,13 @@ def grouped_runs(x: T, *weights: T) -> bool:
     aligned = all(n * x.element_size() % 16 == 0 for w in weights for n in w.shape[1:])
     kinds = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float32)
     # What has no numbers is refused in float32.
-    fits = hasattr(F, "grouped_mm") and aligned and x.dtype in kinds and has_numbers(x) and len(x) > 0
+    fits = (
+        hasattr(F, "grouped_mm")
+        and aligned
+        and x.dtype in kinds
+        and has_numbers(x)
+        and len(x) > 0
+    )
     return fits and not is_widened(x)
 
 
@@ -225,7 +256,10 @@ def product(x: T, weight: T, counts: T, out: T | None = None, add: bool = False)
     if grouped_runs(x, weight):
         found = F.grouped_mm(x, weight, offs=counts.cumsum(0, dtype=torch.int32))
         return found if out is None else out.add_(found) if add else out.copy_(found)
-    sizes, out = sizes_of(counts, len(x)), x.new_empty(len(x), weight.shape[2]) if out is None else out
+    sizes, out = (
+        sizes_of(counts, len(x)),
+        x.new_empty(len(x), weight.shape[2]) if out is None else out,
+    )
     for some, w, into in zip(x.split(sizes), weight, out.split(sizes), strict=True):
         product(some, w, counts, into, add)
     return out
@@ -255,21 +289,39 @@ def together(rows: T) -> bool:
 
 
 def forward_piece(
-    x: T, counts: T, activation: str, stacks: Sequence[T], places: Sequence[T | None] = (None, None, None)
+    x: T,
+    counts: T,
+    activation: str,
+    stacks: Sequence[T],
+    places: Sequence[T | None] = (None, None, None),
 ) -> tuple[T, T, T]:
     """What ``gate`` and ``up`` of one expert or all make of ``x``, and what comes of these; to where there is place."""
     gate, up, down = stacks
-    one, two = product(x, gate.mT, counts, places[0]), product(x, up.mT, counts, places[1])
-    return one, two, product(ACTIVATE[activation](one).mul_(two), down.mT, counts, places[2])
+    one, two = (
+        product(x, gate.mT, counts, places[0]),
+        product(x, up.mT, counts, places[1]),
+    )
+    return (
+        one,
+        two,
+        product(ACTIVATE[activation](one).mul_(two), down.mT, counts, places[2]),
+    )
 
 
-def _forwards(rows: T, counts: T, activation: str, stacks: Sequence[T]) -> tuple[T, T, T]:
+def _forwards(
+    rows: T, counts: T, activation: str, stacks: Sequence[T]
+) -> tuple[T, T, T]:
     """:func:`forward_piece` of all experts."""
     if together(rows):
         return forward_piece(rows, counts, activation, stacks)
     sizes, (_, hidden, embed) = sizes_of(counts, len(rows)), stacks[0].shape
-    one, two, out = (rows.new_empty(len(rows), width) for width in (hidden, hidden, embed))
-    experts, places = zip(*stacks, strict=True), zip(*(y.split(sizes) for y in (one, two, out)), strict=True)
+    one, two, out = (
+        rows.new_empty(len(rows), width) for width in (hidden, hidden, embed)
+    )
+    experts, places = (
+        zip(*stacks, strict=True),
+        zip(*(y.split(sizes) for y in (one, two, out)), strict=True),
+    )
     for x, weights, place in zip(rows.split(sizes), experts, places, strict=True):
         if len(x):
             forward_piece(x, counts, activation, weights, place)
@@ -277,7 +329,14 @@ def _forwards(rows: T, counts: T, activation: str, stacks: Sequence[T]) -> tuple
 
 
 def _backward(
-    x: T, grad: T, one: T, two: T, counts: T, activation: str, stacks: Sequence[T], d_x: T | None = None
+    x: T,
+    grad: T,
+    one: T,
+    two: T,
+    counts: T,
+    activation: str,
+    stacks: Sequence[T],
+    d_x: T | None = None,
 ) -> tuple[T, tuple[tuple[T, T], ...]]:
     """The gradient of ``x``, to where there is place, and of each weight the two whose product its gradient is."""
     gate, up, down = stacks
@@ -285,7 +344,11 @@ def _backward(
     d_two, hidden = active * d_hidden, active.mul_(two)
     d_one = SLOPE[activation](d_hidden.mul_(two), one)
     d_x = product(d_one, gate, counts, d_x)
-    return product(d_two, up, counts, d_x, add=True), ((d_one, x), (d_two, x), (grad, hidden))
+    return product(d_two, up, counts, d_x, add=True), (
+        (d_one, x),
+        (d_two, x),
+        (grad, hidden),
+    )
 
 
 class _FeedForwards(torch.autograd.Function):
@@ -302,7 +365,8 @@ class _FeedForwards(torch.autograd.Function):
     def forward(ctx, rows, counts, activation, later, *stacks):  # type: ignore[no-untyped-def]
         one, two, out = _forwards(rows, counts, activation, stacks)
         ctx.save_for_backward(rows, counts, one, two, *stacks)
-        ctx.activation, ctx.later = activation, later  # the parameters themselves, as in weft.models.fused
+        # the parameters themselves, as in weft.models.fused
+        ctx.activation, ctx.later = activation, later
         return out
 
     @staticmethod
@@ -310,7 +374,8 @@ class _FeedForwards(torch.autograd.Function):
         rows, counts, one, two, *stacks = ctx.saved_tensors
         tape, parameters = ctx.later or (Tape(), stacks)
         learning = [
-            torch.empty_like(w) if asked else None for w, asked in zip(stacks, ctx.needs_input_grad[4:], strict=True)
+            torch.empty_like(w) if asked else None
+            for w, asked in zip(stacks, ctx.needs_input_grad[4:], strict=True)
         ]
         # A weight that came from another rank passes its gradient on.
         waiting = [ctx.later is not None and p.is_leaf for p in parameters]
@@ -321,17 +386,27 @@ class _FeedForwards(torch.autograd.Function):
                     work = partial(gradient, *pair, counts, place)
                     tape.append(work) if waits else work()
 
-        given = rows.detach(), grad.contiguous(), one, two  # of what is left for later no graph is made
+        # of what is left for later no graph is made
+        given = rows.detach(), grad.contiguous(), one, two
         if together(rows):
             d_rows, products = _backward(*given, counts, ctx.activation, stacks)
             learn(products, learning)
         else:
             sizes, d_rows = sizes_of(counts, len(rows)), torch.empty_like(rows)
-            parts = zip(*(y.split(sizes) for y in (*given, d_rows)), *stacks, strict=True)
+            parts = zip(
+                *(y.split(sizes) for y in (*given, d_rows)), *stacks, strict=True
+            )
             for e, (x, g, a, b, d_x, *weights) in enumerate(parts):
-                _, products = _backward(x, g, a, b, counts, ctx.activation, weights, d_x)
-                learn(products, [None if place is None else place[e] for place in learning])
-        for i, (p, found, waits) in enumerate(zip(parameters, learning, waiting, strict=True)):
+                _, products = _backward(
+                    x, g, a, b, counts, ctx.activation, weights, d_x
+                )
+                learn(
+                    products,
+                    [None if place is None else place[e] for place in learning],
+                )
+        for i, (p, found, waits) in enumerate(
+            zip(parameters, learning, waiting, strict=True)
+        ):
             if found is not None and waits:
                 tape.append(partial(add_gradient, p, found))
                 learning[i] = None
@@ -345,16 +420,24 @@ class Experts(Module):
         super().__init__(mesh)
         self.activation = shape.activation
         assert shape.expert_ffn
-        expert, ffn, embed = Dim("expert", count), Dim("ffn", shape.expert_ffn), Dim("embed", shape.embed)
+        expert, ffn, embed = (
+            Dim("expert", count),
+            Dim("ffn", shape.expert_ffn),
+            Dim("embed", shape.embed),
+        )
         self.weight("gate", expert, ffn, embed, std=shape.init_std)
         self.weight("up", expert, ffn, embed, std=shape.init_std)
-        self.weight("down", expert, embed, ffn, std=shape.init_std / (2 * shape.layers) ** 0.5)
+        self.weight(
+            "down", expert, embed, ffn, std=shape.init_std / (2 * shape.layers) ** 0.5
+        )
 
     @property
     def own(self) -> tuple[T, T, T]:
         return self.gate, self.up, self.down
 
-    def forward(self, rows: T, counts: T, lent: Sequence[T] = (), stacks: Stacks | None = None) -> T:
+    def forward(
+        self, rows: T, counts: T, lent: Sequence[T] = (), stacks: Stacks | None = None
+    ) -> T:
         """``[rows, embed]``, ``counts`` of each expert in turn, to each row's share of a sum over what cuts experts.
 
         ``lent``: the weights of those after this rank's own. ``stacks``: see :class:`Dispatched`.
@@ -363,9 +446,17 @@ class Experts(Module):
         if not lent:
             return self._made(rows, counts, *own)
         with untyped():
-            here, others = counts[: len(self.gate)], counts[len(self.gate) :][: len(lent[0])]
-            size = sum(sizes_of(here, len(rows) * len(here) // max(1, len(here) + len(others))))
-        made = self._made(rows[:size], here, *own), self._made(rows[size:], others, *lent)
+            here, others = (
+                counts[: len(self.gate)],
+                counts[len(self.gate) :][: len(lent[0])],
+            )
+            size = sum(
+                sizes_of(here, len(rows) * len(here) // max(1, len(here) + len(others)))
+            )
+        made = (
+            self._made(rows[:size], here, *own),
+            self._made(rows[size:], others, *lent),
+        )
         return torch.cat(made)
 
     def _made(self, rows: T, counts: T, gate: T, up: T, down: T) -> T:
@@ -380,26 +471,40 @@ class Mixture(Module):
         self.shape, count = shape, shape.experts_of(layer)
         self.router = Router(shape, mesh, layer)
         self.experts = Experts(shape, mesh, count)
-        self.dispatcher: Dispatcher = LocalExperts(range(count), others=shape.capacity > 0)
-        self.pieces: Callable[[T, Choice], int] = lambda tokens, choice: 1  # that set out one behind the other
+        self.dispatcher: Dispatcher = LocalExperts(
+            range(count), others=shape.capacity > 0
+        )
+        # that set out one behind the other
+        self.pieces: Callable[[T, Choice], int] = lambda tokens, choice: 1
         self.copies: Lender | None = None
         self.shared = None
         if shape.shared_experts:
             width = shape.shared_experts * (shape.expert_ffn or 0)
-            self.shared = FeedForward(shape, mesh, f"blocks.{layer}.ffn.shared", width, adapter=None)
+            self.shared = FeedForward(
+                shape, mesh, f"blocks.{layer}.ffn.shared", width, adapter=None
+            )
             if shape.shared_mix != "add":
                 rows = Dim("share", 1 if shape.shared_mix == "gate" else 2)
-                self.weight("shared_gate", rows, Dim("embed", shape.embed), std=shape.init_std)
+                self.weight(
+                    "shared_gate", rows, Dim("embed", shape.embed), std=shape.init_std
+                )
 
     def early(self, x: T, whole: T, seen: RouterPass | None) -> EarlyMixture:
         """What can begin before attention; its input is ``x``, and ``whole`` over ``tp``."""
         tokens = x if self.router.own else whole
-        return self._begun(self.router(tokens.flatten(0, 1), seen) if self.shape.router_early else None)
+        return self._begun(
+            self.router(tokens.flatten(0, 1), seen) if self.shape.router_early else None
+        )
 
     def _begun(self, choice: Choice | None = None) -> EarlyMixture:
-        return EarlyMixture(choice, None if self.copies is None else self.copies.borrowed(*self.experts.own))
+        return EarlyMixture(
+            choice,
+            None if self.copies is None else self.copies.borrowed(*self.experts.own),
+        )
 
-    def forward(self, x: T, seen: RouterPass | None = None, early: EarlyMixture | None = None) -> T:
+    def forward(
+        self, x: T, seen: RouterPass | None = None, early: EarlyMixture | None = None
+    ) -> T:
         """``[batch, seq/tp, embed]`` to the same."""
         return result_of(self.steps(x, seen, early))
 
@@ -412,10 +517,16 @@ class Mixture(Module):
             return (yield from self._steps(x, self.shared, seen, early))
         whole = gather_tokens(x, self.mesh)
         share = None if self.shared is None else self.shared.share
-        return scatter_tokens((yield from self._steps(whole, share, seen, early)), self.mesh)
+        return scatter_tokens(
+            (yield from self._steps(whole, share, seen, early)), self.mesh
+        )
 
     def _steps(
-        self, x: T, shared: Callable[[T], T] | None, seen: RouterPass | None, early: EarlyMixture | None
+        self,
+        x: T,
+        shared: Callable[[T], T] | None,
+        seen: RouterPass | None,
+        early: EarlyMixture | None,
     ) -> Steps:
         """What chosen experts make of tokens, and what those that see all do, while rows travel to the former."""
         choice, lent = early or self._begun()
@@ -425,15 +536,21 @@ class Mixture(Module):
         x, choice = read(x, before), Choice(read(choice.weights, before), choice.ids)
         tokens = x.flatten(0, 1)
         count = self.pieces(tokens, choice)
-        pieces = zip(*(each.tensor_split(count) for each in (tokens, *choice)), strict=True)
-        arriving = [way.dispatch(one, Choice(weights, ids)) for one, weights, ids in pieces]
+        pieces = zip(
+            *(each.tensor_split(count) for each in (tokens, *choice)), strict=True
+        )
+        arriving = [
+            way.dispatch(one, Choice(weights, ids)) for one, weights, ids in pieces
+        ]
         beside = None if shared is None else shared(x)
         leaving = current_part()
         yield
         borrowed, returning = lent() if lent else (), []
         for arrived in arriving:
             rows, counts, meta, stacks = arrived()
-            returning.append(way.combine(self.experts(rows, counts, borrowed, stacks), meta))
+            returning.append(
+                way.combine(self.experts(rows, counts, borrowed, stacks), meta)
+            )
         yield
         made = [back() for back in returning]
         routed = (torch.cat(made) if len(made) > 1 else made[0]).view_as(x)

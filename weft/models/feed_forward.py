@@ -32,7 +32,14 @@ class FeedForward(Projections):
 
     TOGETHER = (("gate", "up"), ("down",))
 
-    def __init__(self, shape: ModelShape, mesh: Mesh, path: str, width: int, adapter: Adapter | None) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        mesh: Mesh,
+        path: str,
+        width: int,
+        adapter: Adapter | None,
+    ) -> None:
         super().__init__(mesh, adapter, path)
         self.activate = ACTIVATE[shape.activation]
         embed, ffn = Dim("embed", shape.embed), Dim("ffn", width)

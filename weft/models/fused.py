@@ -19,7 +19,10 @@ from weft.models.widened import MULTIPLIED_SLOWLY, multiply
 
 #: On the CPU ``torch.mm`` goes to MKL, and the operator that ``torch.compile`` uses for linear layers to oneDNN, which
 #: was 10 to 15 % faster in float32 on an AMD EPYC.
-ONEDNN = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+ONEDNN = (
+    torch.backends.mkldnn.is_available()
+    and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+)
 
 T = torch.Tensor
 
@@ -76,10 +79,24 @@ def times(x: T, weight: T, plus: T | None = None) -> T:
     if is_invariant() and plus is None and len(x) not in (0, TILE):
         return by_tiles(lambda tile: times(tile, weight), x)
     # Only for usual sizes, where it pays: this call is under suspicion for two sporadic crashes of float32 ranks.
-    usual = min(weight.shape) >= 64 and not any(n % 16 for n in weight.shape) and has_numbers(x)
-    if ONEDNN and usual and x.device.type == "cpu" and x.dtype == torch.float32 and x.numel():
+    usual = (
+        min(weight.shape) >= 64
+        and not any(n % 16 for n in weight.shape)
+        and has_numbers(x)
+    )
+    if (
+        ONEDNN
+        and usual
+        and x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and x.numel()
+    ):
         linear = torch.ops.mkldnn._linear_pointwise
-        return linear(x, weight, None, "none", [], "") if plus is None else linear(x, plus, weight, None, "add")
+        return (
+            linear(x, weight, None, "none", [], "")
+            if plus is None
+            else linear(x, plus, weight, None, "add")
+        )
     return multiply(x, weight.t(), plus)
 
 
@@ -88,8 +105,11 @@ def project(x: T, *weights: T) -> tuple[T, ...]:
     tape = _tape.get()
     if torch.compiler.is_compiling() or (tape is None and not own_gradients_pay(x)):
         return tuple(_linear(x, w) for w in weights)
-    if torch.is_inference_mode_enabled():  # a function of autograd's costs as much as a small product
-        return tuple(times(x.flatten(0, 1), w).unflatten(0, x.shape[:2]) for w in weights)
+    # a function of autograd's costs as much as a small product
+    if torch.is_inference_mode_enabled():
+        return tuple(
+            times(x.flatten(0, 1), w).unflatten(0, x.shape[:2]) for w in weights
+        )
     later = None if tape is None else (tape, weights)
     return _Project.apply(x, later, *weights)
 
@@ -110,9 +130,15 @@ class _Project(torch.autograd.Function):
     def forward(ctx, x, later, *weights):  # type: ignore[no-untyped-def]
         # Frozen weights need no input, and an input that nothing before it learns from needs no weights.
         of_x, _, *of_weights = ctx.needs_input_grad
-        ctx.save_for_backward(x if any(of_weights) else None, *(weights if of_x else [None] * len(weights)))
-        ctx.later = later  # the parameters themselves: what is saved for recompute is a copy without their .grad
-        return tuple(times(x.flatten(0, 1), w).unflatten(0, x.shape[:2]) for w in weights)
+        ctx.save_for_backward(
+            x if any(of_weights) else None,
+            *(weights if of_x else [None] * len(weights)),
+        )
+        # the parameters themselves: what is saved for recompute is a copy without their .grad
+        ctx.later = later
+        return tuple(
+            times(x.flatten(0, 1), w).unflatten(0, x.shape[:2]) for w in weights
+        )
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
@@ -128,7 +154,9 @@ class _Project(torch.autograd.Function):
             x = x.detach().flatten(0, 1)
         tape, parameters = ctx.later or (None, weights)
         now: list[T | None] = []
-        for p, g, learns in zip(parameters, flat, ctx.needs_input_grad[2:], strict=True):
+        for p, g, learns in zip(
+            parameters, flat, ctx.needs_input_grad[2:], strict=True
+        ):
             # A weight that was computed from a parameter passes its gradient on, and that is the parameter's.
             if learns and tape is not None and p.is_leaf:
                 tape.append(partial(add_product, p, g, x))
@@ -147,7 +175,8 @@ def add_product(weight: T, grad: T, x: T) -> None:
 
 def rms_norm(x: T, scale: T, eps: float) -> T:
     """RMSNorm over the last dimension (Zhang & Sennrich 2019)."""
-    if not own_gradients_pay(x) or x.dtype == torch.bfloat16:  # which F.rms_norm computes in float32
+    # which F.rms_norm computes in float32
+    if not own_gradients_pay(x) or x.dtype == torch.bfloat16:
         return F.rms_norm(x, scale.shape, scale, eps)
     if torch.is_inference_mode_enabled():
         return (x * inverse_root_mean_square(x, eps)).mul_(scale)
@@ -156,7 +185,13 @@ def rms_norm(x: T, scale: T, eps: float) -> T:
 
 def inverse_root_mean_square(x: T, eps: float) -> T:
     """Of ``[..., size]``: ``[..., 1]``."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (
+        torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        .square_()
+        .div_(x.shape[-1])
+        .add_(eps)
+        .rsqrt_()
+    )
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -176,5 +211,10 @@ class _RmsNorm(torch.autograd.Function):
         # y = x * inverse * scale, and d inverse / dx = -inverse^3 * x / size.
         product = (grad * x).flatten(0, -2)
         d_scale = inverse.flatten() @ product
-        pull = (product @ scale).view(inverse.shape).mul_(inverse.pow(3)).div_(-x.shape[-1])
+        pull = (
+            (product @ scale)
+            .view(inverse.shape)
+            .mul_(inverse.pow(3))
+            .div_(-x.shape[-1])
+        )
         return (grad * scale).mul_(inverse).addcmul_(x, pull), d_scale, None

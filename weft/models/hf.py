@@ -11,8 +11,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from weft.checkpoint.convert.carried_files import CONFIG, GENERATION, TOKEN_IDS, as_json, carried_dtype, exported_config
-from weft.data.chat.named_templates import with_named_templates
 from weft.errors import WeftError
 from weft.layout.dims import Box, Logical, extents, slices
 from weft.layout.mesh import Mesh
@@ -20,6 +18,15 @@ from weft.models.hf_names import fused_name, hf_names, norm_offset
 from weft.models.transformer import Transformer
 from weft.new_folder import new_folder
 from weft.recipe import ModelShape
+from weft.recipe.named_templates import with_named_templates
+from weft.shapes.carried_files import (
+    CONFIG,
+    GENERATION,
+    TOKEN_IDS,
+    as_json,
+    carried_dtype,
+    exported_config,
+)
 from weft.shapes.config import read_json, weight_blocks
 
 AGAIN = "download or export the model again"
@@ -36,11 +43,17 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
 
     Ids of special tokens, which old folders have in ``config.json`` alone, are always in ``generation_config.json``.
     """
-    found = {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if re.fullmatch(TOKENIZER_FILES, p.name)}
+    found = {
+        p.name: p.read_bytes()
+        for p in sorted(folder.iterdir())
+        if re.fullmatch(TOKENIZER_FILES, p.name)
+    }
     found = with_named_templates(found, folder)
     if GENERATION not in found and (folder / "config.json").is_file():
         config = read_json(folder / "config.json", AGAIN)
-        if tokens := {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}:
+        if tokens := {
+            key: config[key] for key in TOKEN_IDS if config.get(key) is not None
+        }:
             found[GENERATION] = as_json(tokens)
     return found
 
@@ -53,13 +66,19 @@ def files_beside(config: Path, folder: Path | None = None) -> dict[str, bytes]:
     try:
         return tokenizer_files(folder or config.parent) | {CONFIG: config.read_bytes()}
     except OSError as error:
-        raise WeftError(f"cannot read {error.filename}: {error.strerror}; {AGAIN}") from None
+        raise WeftError(
+            f"cannot read {error.filename}: {error.strerror}; {AGAIN}"
+        ) from None
 
 
 def as_hf(name: str, values: torch.Tensor, shape: ModelShape) -> torch.Tensor:
     """A parameter of Weft's with the values that Hugging Face stores."""
     offset = norm_offset(name, shape)
-    return values if not offset else values.to(torch.promote_types(values.dtype, torch.float32)) - offset
+    return (
+        values
+        if not offset
+        else values.to(torch.promote_types(values.dtype, torch.float32)) - offset
+    )
 
 
 class HuggingFaceFolder:
@@ -68,23 +87,31 @@ class HuggingFaceFolder:
     def __init__(self, folder: Path) -> None:
         self.folder, self.indexed = folder, (folder / INDEX).is_file()
         if self.indexed:
-            self.files: dict[str, str] = read_json(folder / INDEX, AGAIN).get("weight_map") or {}
+            self.files: dict[str, str] = (
+                read_json(folder / INDEX, AGAIN).get("weight_map") or {}
+            )
         elif not (folder / SINGLE).is_file():
-            raise WeftError(f"{folder} has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights")
+            raise WeftError(
+                f"{folder} has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights"
+            )
         else:
             self.files = dict.fromkeys(self.reader(SINGLE).keys(), SINGLE)
 
     @cached_property
     def weight_blocks(self) -> list[int]:
         """See :func:`weft.shapes.config.weight_blocks`."""
-        return weight_blocks(self.folder / "config.json", read_json(self.folder / "config.json", AGAIN))
+        return weight_blocks(
+            self.folder / "config.json", read_json(self.folder / "config.json", AGAIN)
+        )
 
     @cache  # noqa: B019 (as long as the object, which is what opens files)
     def reader(self, file: str) -> Any:
         try:
             return safe_open(self.folder / file, "pt")
         except (OSError, SafetensorError) as error:
-            raise WeftError(f"{self.folder / file} is missing or damaged ({error}); {AGAIN}") from None
+            raise WeftError(
+                f"{self.folder / file} is missing or damaged ({error}); {AGAIN}"
+            ) from None
 
     def find(self, name: str, shape: Sequence[int]) -> Any:
         """A tensor, of which nothing is read yet; it must be of this shape."""
@@ -94,12 +121,16 @@ class HuggingFaceFolder:
                 if name == "lm_head.weight"
                 else "the model section is not of the model stored there, or a part of it is missing"
             )
-            raise WeftError(f"{self.folder / (INDEX if self.indexed else SINGLE)} has no tensor {name}; {hint}")
+            raise WeftError(
+                f"{self.folder / (INDEX if self.indexed else SINGLE)} has no tensor {name}; {hint}"
+            )
         file = self.folder / self.files[name]
         tensor = self.reader(self.files[name]).get_slice(name)
         if tuple(tensor.get_shape()) != tuple(shape):
             shapes = f"has shape {tensor.get_shape()} but the model needs {list(shape)}"
-            raise WeftError(f"{file}: {name} {shapes}; the model section is not of the model stored there")
+            raise WeftError(
+                f"{file}: {name} {shapes}; the model section is not of the model stored there"
+            )
         return tensor
 
     def read(self, name: str, shape: Sequence[int], box: Box) -> torch.Tensor:
@@ -108,7 +139,9 @@ class HuggingFaceFolder:
         if tensor.get_dtype() == "F8_E4M3" and len(box) == 2:
             return self._of_bytes(name, tensor, box)
         if tensor.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-            raise WeftError(f"{file}: {name} is stored as {tensor.get_dtype()}; quantized weights are not supported")
+            raise WeftError(
+                f"{file}: {name} is stored as {tensor.get_dtype()}; quantized weights are not supported"
+            )
         return tensor[slices(box)]
 
     def _of_bytes(self, name: str, tensor: Any, box: Box) -> torch.Tensor:
@@ -116,26 +149,45 @@ class HuggingFaceFolder:
         if not (sizes := self.weight_blocks):
             raise WeftError(f"{self.folder}/config.json has no quantization_config, which says what the 8 bits of "
                             f"{name} mean; {AGAIN}")  # fmt: skip
-        blocks = tuple((lo // size, -(-hi // size)) for (lo, hi), size in zip(box, sizes, strict=True))
-        counts = [-(-n // size) for n, size in zip(tensor.get_shape(), sizes, strict=True)]
+        blocks = tuple(
+            (lo // size, -(-hi // size))
+            for (lo, hi), size in zip(box, sizes, strict=True)
+        )
+        counts = [
+            -(-n // size) for n, size in zip(tensor.get_shape(), sizes, strict=True)
+        ]
         scale = self.read(name + SCALES, counts, blocks)
-        for dim, ((lo, hi), (first, _), size) in enumerate(zip(box, blocks, sizes, strict=True)):
-            scale = scale.repeat_interleave(size, dim).narrow(dim, lo - first * size, hi - lo)
+        for dim, ((lo, hi), (first, _), size) in enumerate(
+            zip(box, blocks, sizes, strict=True)
+        ):
+            scale = scale.repeat_interleave(size, dim).narrow(
+                dim, lo - first * size, hi - lo
+            )
         return tensor[slices(box)].to(torch.float32) * scale
 
-    def experts(self, name: str, names: Sequence[str], logical: Logical, box: Box) -> torch.Tensor:
+    def experts(
+        self, name: str, names: Sequence[str], logical: Logical, box: Box
+    ) -> torch.Tensor:
         """The part ``box`` of all experts' ``name``, which have a tensor each, or as transformers holds them one."""
         count, rows, width = logical.shape
         fused = fused_name(name)
         if fused is not None and fused[0] in self.files:
             whole, part, parts = fused
             (lo, hi), first = box[1], part * rows
-            return self.read(whole, (count, parts * rows, width), (box[0], (first + lo, first + hi), box[2]))
-        found = [self.read(one, (rows, width), box[1:]) for one in names[slice(*box[0])]]
+            return self.read(
+                whole,
+                (count, parts * rows, width),
+                (box[0], (first + lo, first + hi), box[2]),
+            )
+        found = [
+            self.read(one, (rows, width), box[1:]) for one in names[slice(*box[0])]
+        ]
         return torch.stack(found) if found else torch.empty(extents(box))
 
 
-def hf_values(folder: Path, shape: ModelShape | None = None) -> Callable[[str, Logical, Box], torch.Tensor]:
+def hf_values(
+    folder: Path, shape: ModelShape | None = None
+) -> Callable[[str, Logical, Box], torch.Tensor]:
     """Values for :func:`weft.parallel.build.parallelize` from safetensors; reads just the box that is asked for."""
     stored = HuggingFaceFolder(folder)
 
@@ -147,7 +199,11 @@ def hf_values(folder: Path, shape: ModelShape | None = None) -> Callable[[str, L
             return stored.experts(name, names, logical, box)
         found = stored.read(names[0], logical.shape, box)
         offset = norm_offset(name, shape)
-        return found if not offset else found.to(torch.promote_types(found.dtype, torch.float32)) + offset
+        return (
+            found
+            if not offset
+            else found.to(torch.promote_types(found.dtype, torch.float32)) + offset
+        )
 
     return values
 
@@ -165,10 +221,18 @@ def check_stored(folder: Path, shape: ModelShape) -> None:
             missing += [one + SCALES for one in names if one + SCALES not in files]
         if missing and len(names) > 1:
             some = f"{len(names) - len(missing)} of {len(names)} experts"
-            raise WeftError(f"{folder} has {some} for {name}: {missing[0]} is missing; {AGAIN}")
+            raise WeftError(
+                f"{folder} has {some} for {name}: {missing[0]} is missing; {AGAIN}"
+            )
         if missing:
-            hint = "set model.tied = true" if name == "head" else f"its config.json is of another model, or {AGAIN}"
-            raise WeftError(f"{folder} has no tensor {missing[0]} {list(logical.shape)}; {hint}")
+            hint = (
+                "set model.tied = true"
+                if name == "head"
+                else f"its config.json is of another model, or {AGAIN}"
+            )
+            raise WeftError(
+                f"{folder} has no tensor {missing[0]} {list(logical.shape)}; {hint}"
+            )
         if name.endswith("router.table"):  # of more experts all would be found
             stored.find(names[0], logical.shape)
 
@@ -177,7 +241,11 @@ def exported_dtype(asked: str | None, files: Mapping[str, bytes]) -> torch.dtype
     """The type of exported weights: the one that is ``asked`` for, or that of the model's ``config.json``; None if
     neither says one: they are written as they are stored."""
     name = asked or carried_dtype(files)
-    return getattr(torch, name) if name in ("float64", "float32", "bfloat16", "float16") else None
+    return (
+        getattr(torch, name)
+        if name in ("float64", "float32", "bfloat16", "float16")
+        else None
+    )
 
 
 def export(
@@ -189,14 +257,18 @@ def export(
 
     ``values`` gives whole tensors by Weft's names; ``dtype`` None keeps theirs. ``files``: those of the tokenizer,
     which come along, and the ``config.json`` that came with the model
-    (:func:`weft.checkpoint.convert.carried_files.exported_config`,
+    (:func:`weft.shapes.carried_files.exported_config`,
     also for ``max_positions``). Tensors of one file (``max_file_bytes``) are held at a time. Raises
     :class:`WeftError` if the folder cannot be written.
     """
     with new_folder(folder) as draft:
         get = values.__getitem__ if isinstance(values, Mapping) else values
-        config = exported_config(shape, dtype or get(TYPICAL).dtype, files or {}, max_positions)
-        files = {GENERATION: b"{}\n"} | {n: c for n, c in (files or {}).items() if re.fullmatch(TOKENIZER_FILES, n)}
+        config = exported_config(
+            shape, dtype or get(TYPICAL).dtype, files or {}, max_positions
+        )
+        files = {GENERATION: b"{}\n"} | {
+            n: c for n, c in (files or {}).items() if re.fullmatch(TOKENIZER_FILES, n)
+        }
         try:
             _write_tensors(get, shape, draft, dtype, max_file_bytes)
         except SafetensorError as error:
@@ -205,11 +277,16 @@ def export(
             (draft / name).write_bytes(content)
         mode = (draft / CONFIG).stat().st_mode
         for file in draft.iterdir():
-            file.chmod(mode)  # safetensors makes its files readable for their owner only
+            # safetensors makes its files readable for their owner only
+            file.chmod(mode)
 
 
 def _write_tensors(
-    get: Callable[[str], torch.Tensor], shape: ModelShape, folder: Path, dtype: torch.dtype | None, limit: int
+    get: Callable[[str], torch.Tensor],
+    shape: ModelShape,
+    folder: Path,
+    dtype: torch.dtype | None,
+    limit: int,
 ) -> None:
     """Write all tensors, in files of at most ``limit`` bytes with an index if one file cannot hold them."""
     described = Transformer(shape, Mesh.single()).logical_parameters()
@@ -218,25 +295,39 @@ def _write_tensors(
     width = (dtype or kept).itemsize
     groups: list[list[str]] = [[]]
     for name in logical:
-        if groups[-1] and width * sum(logical[n].numel for n in [*groups[-1], name]) > limit:
+        if (
+            groups[-1]
+            and width * sum(logical[n].numel for n in [*groups[-1], name]) > limit
+        ):
             groups.append([])
         groups[-1].append(name)
     index: dict[str, str] = {}
     total = 0
     for i, names in enumerate(groups, 1):
-        file = f"model-{i:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else SINGLE
-        tensors: dict[str, torch.Tensor] = {}  # here, so that the last file's are gone before these are made
+        file = (
+            f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+            if len(groups) > 1
+            else SINGLE
+        )
+        # here, so that the last file's are gone before these are made
+        tensors: dict[str, torch.Tensor] = {}
         for name in names:
             # What is chosen by must not be rounded: it decides between experts that are all but equal.
             kind = torch.float32 if name.endswith("router.bias") else dtype or kept
             tensor = as_hf(name, get(name).detach(), shape).to("cpu", kind).contiguous()
             if tensor.shape != logical[name].shape:
-                raise WeftError(f"cannot export {name}: shape {list(tensor.shape)} is not {list(logical[name].shape)}")
+                raise WeftError(
+                    f"cannot export {name}: shape {list(tensor.shape)} is not {list(logical[name].shape)}"
+                )
             theirs = hf_names(name, shape)
-            tensors |= dict(zip(theirs, tensor if ".experts." in name else [tensor], strict=True))
+            tensors |= dict(
+                zip(theirs, tensor if ".experts." in name else [tensor], strict=True)
+            )
         total += sum(tensor.nbytes for tensor in tensors.values())
         save_file(tensors, folder / file, metadata={"format": "pt"})
         index |= dict.fromkeys(tensors, file)
     if len(groups) > 1:
         about = {"total_size": total}
-        (folder / INDEX).write_text(json.dumps({"metadata": about, "weight_map": index}, indent=2) + "\n")
+        (folder / INDEX).write_text(
+            json.dumps({"metadata": about, "weight_map": index}, indent=2) + "\n"
+        )

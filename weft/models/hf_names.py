@@ -54,7 +54,11 @@ DEEPSEEK = {
     for x in ("gate", "up", "down")
 }
 #: How transformers 5 holds the experts of a layer in memory, in one tensor: its name, and which rows of each expert.
-FUSED = {"gate": ("gate_up_proj", 0, 2), "up": ("gate_up_proj", 1, 2), "down": ("down_proj", 0, 1)}
+FUSED = {
+    "gate": ("gate_up_proj", 0, 2),
+    "up": ("gate_up_proj", 1, 2),
+    "down": ("down_proj", 0, 1),
+}
 
 
 def hf_name(name: str, shape: ModelShape | None = None) -> str:
@@ -68,7 +72,11 @@ def hf_name(name: str, shape: ModelShape | None = None) -> str:
     if shape is not None:
         names |= FOUR_NORMS if shape.norm_after else {}
         names |= DEEPSEEK if shape.kv_rank else {}
-        names |= MIXTRAL if shape.mixtures and architecture(shape) == "MixtralForCausalLM" else {}
+        names |= (
+            MIXTRAL
+            if shape.mixtures and architecture(shape) == "MixtralForCausalLM"
+            else {}
+        )
     return names[re.sub(r"\d+", "{}", name)].format(*re.findall(r"\d+", name))
 
 
@@ -80,7 +88,10 @@ def hf_names(name: str, shape: ModelShape | None = None) -> list[str]:
     if "{}" not in theirs:
         return [theirs]
     assert shape is not None
-    return [theirs.format(expert) for expert in range(shape.experts_of(int(name.split(".")[1])))]
+    return [
+        theirs.format(expert)
+        for expert in range(shape.experts_of(int(name.split(".")[1])))
+    ]
 
 
 def fused_name(name: str) -> tuple[str, int, int] | None:

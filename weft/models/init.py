@@ -22,9 +22,18 @@ def initial_values(name: str, logical: Logical, box: Box, seed: int) -> torch.Te
     rows = max(1, BLOCK // width)
     parts = []
     for block in range(lo // rows, -(-hi // rows)):
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}/{block}".encode()))
+        generator = torch.Generator().manual_seed(
+            zlib.crc32(f"{seed}/{name}/{block}".encode())
+        )
         count = min(rows, logical.shape[0] - block * rows)
         values = torch.randn((count, *logical.shape[1:]), generator=generator)
         first = block * rows
-        parts.append(values[(slice(max(lo - first, 0), hi - first), *(slice(a, b) for a, b in inner))])
+        parts.append(
+            values[
+                (
+                    slice(max(lo - first, 0), hi - first),
+                    *(slice(a, b) for a, b in inner),
+                )
+            ]
+        )
     return torch.cat(parts) * logical.std

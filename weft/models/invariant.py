@@ -46,8 +46,18 @@ def is_invariant() -> bool:
 
 def check_invariant(shape: ModelShape, mesh: Mesh) -> None:
     """Raises :class:`UsageError` if a model on ``mesh`` cannot be computed alike in every batch."""
-    other = shape.kv_rank or shape.mixtures or shape.kind or (shape.ffn or 0) % 2 or mesh.layout.world > 1
-    if other or mesh.device.type != "cpu" or {*map(shape.mixer_of, range(shape.layers))} != {"softmax"}:
+    other = (
+        shape.kv_rank
+        or shape.mixtures
+        or shape.kind
+        or (shape.ffn or 0) % 2
+        or mesh.layout.world > 1
+    )
+    if (
+        other
+        or mesh.device.type != "cpu"
+        or {*map(shape.mixer_of, range(shape.layers))} != {"softmax"}
+    ):
         raise UsageError("bits that no batch changes are for dense models with plain attention on one CPU, with an "
                          "even ffn; leave out invariant")  # fmt: skip
 
@@ -73,7 +83,9 @@ def reaches(first: int, last: int, window: int) -> Iterator[Reach]:
     """The queries at positions ``first:last``, each with all keys up to itself or those in its window."""
 
     def keys(at: int) -> tuple[int, int]:
-        return (max(0, at - window + 1) // KEYS * KEYS if window else 0), (at // KEYS + 1) * KEYS
+        return (max(0, at - window + 1) // KEYS * KEYS if window else 0), (
+            at // KEYS + 1
+        ) * KEYS
 
     for (low, high), found in groupby(range(first, last), key=keys):
         places = list(found)
@@ -85,7 +97,11 @@ def bias_of(reach: Reach, window: int, group: int, like: T) -> T:
     at = torch.arange(reach.first, reach.last, device=like.device)[:, None]
     keys = torch.arange(reach.low, reach.high, device=like.device)
     hidden = (keys > at) | (keys <= at - window) if window else keys > at
-    return like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None].expand(-1, 1, group, -1)
+    return (
+        like.new_zeros(hidden.shape)
+        .masked_fill_(hidden, -torch.inf)[:, None, None]
+        .expand(-1, 1, group, -1)
+    )
 
 
 def attend_each(q: T, k: T, v: T, bias: T) -> tuple[T, T]:
@@ -95,17 +111,29 @@ def attend_each(q: T, k: T, v: T, bias: T) -> tuple[T, T]:
     """
     k, v = (each.transpose(1, 2).expand(len(q), -1, -1, -1) for each in (k, v))
     shared = q.unflatten(1, (k.shape[1], -1))  # [queries, kv_heads, group, width]
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(shared, k, v, 0.0, False, attn_mask=bias)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        shared, k, v, 0.0, False, attn_mask=bias
+    )
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 
 def attend_documents(q: T, k: T, v: T, bounds: list[int], window: int) -> tuple[T, T]:
     """Causal attention of documents, which begin at ``bounds``: ``[tokens, heads or kv_heads, width]``."""
-    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+    out, lse = (
+        torch.zeros_like(q),
+        torch.zeros(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32)),
+    )
     for a, b in pairwise(bounds):
-        keys, values = (F.pad(each[a:b], (0, 0, 0, 0, 0, (a - b) % KEYS))[None] for each in (k, v))
+        keys, values = (
+            F.pad(each[a:b], (0, 0, 0, 0, 0, (a - b) % KEYS))[None] for each in (k, v)
+        )
         for reach in reaches(0, b - a, window):
-            rows, cols = slice(a + reach.first, a + reach.last), slice(reach.low, reach.high)
+            rows, cols = (
+                slice(a + reach.first, a + reach.last),
+                slice(reach.low, reach.high),
+            )
             bias = bias_of(reach, window, q.shape[1] // k.shape[1], q)
-            out[rows], lse[rows] = attend_each(q[rows], keys[:, cols], values[:, cols], bias)
+            out[rows], lse[rows] = attend_each(
+                q[rows], keys[:, cols], values[:, cols], bias
+            )
     return out, lse

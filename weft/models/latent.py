@@ -46,7 +46,11 @@ class LatentAttention(Projections):
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
         super().__init__(mesh, shape.adapter, f"blocks.{layer}.attention")
         assert shape.head_dim
-        self.plain, self.rope_dim, self.value_dim = shape.head_dim, shape.rope_dim, shape.value_dim
+        self.plain, self.rope_dim, self.value_dim = (
+            shape.head_dim,
+            shape.rope_dim,
+            shape.value_dim,
+        )
         self.kv_rank, self.interleaved = shape.kv_rank, shape.rope_interleaved
         embed, kv_rank = Dim("embed", shape.embed), Dim("kv_rank", shape.kv_rank)
         queries = Dim("heads", shape.heads, shape.score_width)
@@ -58,7 +62,12 @@ class LatentAttention(Projections):
             self.projection("wq_b", queries, q_rank, shape.init_std)
         else:
             self.projection("wq", queries, embed, shape.init_std)
-        self.projection("wkv_a", Dim("latent", shape.kv_rank + shape.rope_dim), embed, shape.init_std)
+        self.projection(
+            "wkv_a",
+            Dim("latent", shape.kv_rank + shape.rope_dim),
+            embed,
+            shape.init_std,
+        )
         self.kv_a_norm = Norm(kv_rank, EPS, mesh)
         of_head = Dim("heads", shape.heads, shape.head_dim + shape.value_dim)
         self.projection("wkv_b", of_head, kv_rank, shape.init_std)
@@ -73,11 +82,15 @@ class LatentAttention(Projections):
     def forward(self, x: T, rope: tuple[T, ...], cu_seqlens: T) -> T:
         """``x``: ``[batch, seq, embed]``; returns this rank's share of a sum over ``tp``, shaped alike."""
         cos, sin = (each[self.base] for each in rope[:2])
-        q, rotated = self._queries(x).split([self.plain, self.rope_dim], -1)  # [batch, seq, heads/tp, ...]
+        # [batch, seq, heads/tp, ...]
+        q, rotated = self._queries(x).split([self.plain, self.rope_dim], -1)
         rotated = rotate(rotated, cos, sin, self.interleaved) * self.rotated_scale
-        latent, key = self.project(x, "wkv_a")[0].split([self.kv_rank, self.rope_dim], -1)
+        latent, key = self.project(x, "wkv_a")[0].split(
+            [self.kv_rank, self.rope_dim], -1
+        )
         latent = self.kv_a_norm(latent)
-        key = rotate(key[:, :, None], cos, sin, self.interleaved)  # [batch, seq, 1, rope_dim]
+        # [batch, seq, 1, rope_dim]
+        key = rotate(key[:, :, None], cos, sin, self.interleaved)
         attend = self.attend
         if isinstance(attend, Latents):
             both = torch.cat((latent[:, :, None], key), -1)
@@ -88,8 +101,12 @@ class LatentAttention(Projections):
             attend = local_attention
         made = self.project(latent, "wkv_b")[0].unflatten(-1, (q.shape[2], -1))
         k, v = made.split([self.plain, self.value_dim], -1)
-        q, k = torch.cat((q, rotated), -1), torch.cat((k, key.expand(-1, -1, k.shape[2], -1)), -1)
-        width = max(q.shape[-1], v.shape[-1])  # kernels take heads of one width: zeros add nothing
+        q, k = (
+            torch.cat((q, rotated), -1),
+            torch.cat((k, key.expand(-1, -1, k.shape[2], -1)), -1),
+        )
+        # kernels take heads of one width: zeros add nothing
+        width = max(q.shape[-1], v.shape[-1])
         q = q * (self.scale * width**0.5)  # attention divides by the root of the width
         q, k, v = (F.pad(each, (0, width - each.shape[-1])) for each in (q, k, v))
         out = attend(q, k, v, cu_seqlens, *self.window)[..., : self.value_dim]
@@ -103,11 +120,16 @@ class LatentAttention(Projections):
             q = self.project(self.q_a_norm(self.project(x, "wq_a")[0]), "wq_b")[0]
         return q.unflatten(-1, (-1, self.plain + self.rope_dim))
 
-    def _absorbed(self, attend: Latents, q: T, rotated: T, latents: T, cu_seqlens: T) -> T:
+    def _absorbed(
+        self, attend: Latents, q: T, rotated: T, latents: T, cu_seqlens: T
+    ) -> T:
         """Attention of new tokens to all latent vectors: ``[batch, seq, heads, value_dim]``."""
-        weight = self.merged("wkv_b").to(q.dtype).unflatten(0, (q.shape[2], -1))  # [heads, of one, kv_rank]
+        # [heads, of one, kv_rank]
+        weight = self.merged("wkv_b").to(q.dtype).unflatten(0, (q.shape[2], -1))
         to_keys, to_values = weight.split([self.plain, self.value_dim], 1)
         q = torch.cat((torch.einsum("bshn,hnr->bshr", q, to_keys), rotated), -1)
         q = q * (self.scale * q.shape[-1] ** 0.5)
-        mean = attend(q, latents, latents[..., : self.kv_rank], cu_seqlens, *self.window)
+        mean = attend(
+            q, latents, latents[..., : self.kv_rank], cu_seqlens, *self.window
+        )
         return torch.einsum("bshr,hvr->bshv", mean, to_values)

@@ -36,7 +36,9 @@ def log_decay(mixer: str, heads: int) -> list[float]:
     """Of every head: retention's are 1 - 2^-5, 1 - 2^-6, ..."""
     if mixer == "linear":
         return [0.0] * heads
-    return torch.log1p(-torch.pow(2.0, -5.0 - torch.arange(heads, dtype=torch.float64))).tolist()
+    return torch.log1p(
+        -torch.pow(2.0, -5.0 - torch.arange(heads, dtype=torch.float64))
+    ).tolist()
 
 
 def state_to_tokens(positions: T, decay: T) -> T:
@@ -84,19 +86,35 @@ def forward(q: T, k: T, v: T, positions: T, decay: T, size: int = CHUNK) -> T:
     for at, here in _chunks(positions, size):
         qc, kc, vc = q[:, :, at], k[:, :, at], v[:, :, at]
         made = (qc @ kc.mT).mul_(tokens_to_tokens(here, decay)) @ vc
-        out[:, :, at] = made if state is None else made.add_((qc * state_to_tokens(here, decay)) @ state)
+        out[:, :, at] = (
+            made
+            if state is None
+            else made.add_((qc * state_to_tokens(here, decay)) @ state)
+        )
         fresh = local_state(kc, vc, here, decay)
-        state = fresh if state is None else fresh.add_(state * state_to_state(here, decay))
+        state = (
+            fresh if state is None else fresh.add_(state * state_to_state(here, decay))
+        )
     return out
 
 
-def backward(grad: T, q: T, k: T, v: T, positions: T, decay: T, size: int = CHUNK) -> tuple[T, T, T]:
+def backward(
+    grad: T, q: T, k: T, v: T, positions: T, decay: T, size: int = CHUNK
+) -> tuple[T, T, T]:
     """Gradients of q, k and v by the outputs of :func:`forward`."""
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     chunks = list(_chunks(positions, size))
-    states = [torch.zeros(*q.shape[:2], q.shape[3], v.shape[3], dtype=q.dtype, device=q.device)]
+    states = [
+        torch.zeros(
+            *q.shape[:2], q.shape[3], v.shape[3], dtype=q.dtype, device=q.device
+        )
+    ]
     for at, here in chunks[:-1]:
-        states.append(local_state(k[:, :, at], v[:, :, at], here, decay).add_(states[-1] * state_to_state(here, decay)))
+        states.append(
+            local_state(k[:, :, at], v[:, :, at], here, decay).add_(
+                states[-1] * state_to_state(here, decay)
+            )
+        )
     later = torch.zeros_like(states[0])  # the gradient of the state after the chunk
     for (at, here), state in zip(reversed(chunks), reversed(states), strict=True):
         gc, qc, kc, vc = grad[:, :, at], q[:, :, at], k[:, :, at], v[:, :, at]
@@ -105,7 +123,9 @@ def backward(grad: T, q: T, k: T, v: T, positions: T, decay: T, size: int = CHUN
         d_scores = (gc @ vc.mT).mul_(weights)
         dq[:, :, at] = (d_scores @ kc).add_((gc @ state.mT).mul_(from_before))
         dk[:, :, at] = (d_scores.mT @ qc).add_((vc @ later.mT).mul_(into))
-        dv[:, :, at] = ((qc @ kc.mT).mul_(weights).mT @ gc).add_((kc @ later).mul_(into))
+        dv[:, :, at] = ((qc @ kc.mT).mul_(weights).mT @ gc).add_(
+            (kc @ later).mul_(into)
+        )
         later = (qc * from_before).mT @ gc + later * state_to_state(here, decay)
     return dq, dk, dv
 
@@ -125,37 +145,64 @@ class Cut(NamedTuple):
     places: StretchOwners
     size: int  # tokens of a stretch
     positions: dict[int, T]  # of the tokens of this rank's stretches, by stretch
-    through: list[T]  # of every stretch, how much of the state before it is in the one after it
+    # of every stretch, how much of the state before it is in the one after it
+    through: list[T]
     decay: T  # [heads], logarithms
 
 
 @lru_cache(maxsize=16)
 def _cut(
-    cu: tuple[int, ...], owner: tuple[int, ...], index: int, held: int, decay: tuple[float, ...], dtype: torch.dtype
+    cu: tuple[int, ...],
+    owner: tuple[int, ...],
+    index: int,
+    held: int,
+    decay: tuple[float, ...],
+    dtype: torch.dtype,
 ) -> Cut:
     """The cut of these rows: the same for all layers with this decay, forward and backward."""
     places = StretchOwners(owner, index)
     size = held // len(places.own)
     row = size * len(owner)
     if cu[0] != 0 or cu[-1] % row:
-        raise UsageError(f"documents at {cu[0]} to {cu[-1]} do not fill rows of {row} tokens")
+        raise UsageError(
+            f"documents at {cu[0]} to {cu[-1]} do not fill rows of {row} tokens"
+        )
     logs = torch.tensor(decay, dtype=dtype)
-    positions = [positions_of(cu, row, s * size, (s + 1) * size) for s in range(len(owner))]
+    positions = [
+        positions_of(cu, row, s * size, (s + 1) * size) for s in range(len(owner))
+    ]
     through = [state_to_state(p, logs) for p in positions]
     return Cut(places, size, {s: positions[s] for s in places.own}, through, logs)
 
 
 def _prepare(
-    q: T, k: T, v: T, cu_seqlens: T, decay: Sequence[float], owner: Sequence[int], index: int
+    q: T,
+    k: T,
+    v: T,
+    cu_seqlens: T,
+    decay: Sequence[float],
+    owner: Sequence[int],
+    index: int,
 ) -> tuple[Cut, list[dict[int, T]]]:
     """The cut, and ``q``, ``k`` and ``v`` of own stretches, ``[rows, heads, tokens, head_dim]``, in wide precision."""
     dtype = wide(q.dtype)
-    cut = _cut(tuple(cu_seqlens.tolist()), tuple(owner), index, q.shape[1], tuple(decay), dtype)
+    cut = _cut(
+        tuple(cu_seqlens.tolist()), tuple(owner), index, q.shape[1], tuple(decay), dtype
+    )
     if q.is_cuda:
         there = {s: p.to(q.device) for s, p in cut.positions.items()}
-        cut = Cut(cut.places, cut.size, there, [t.to(q.device) for t in cut.through], cut.decay.to(q.device))
+        cut = Cut(
+            cut.places,
+            cut.size,
+            there,
+            [t.to(q.device) for t in cut.through],
+            cut.decay.to(q.device),
+        )
     group = q.shape[2] // k.shape[2]
-    return cut, [_stretches(x, cut, dtype) for x in (q, repeat_heads(k, group), repeat_heads(v, group))]
+    return cut, [
+        _stretches(x, cut, dtype)
+        for x in (q, repeat_heads(k, group), repeat_heads(v, group))
+    ]
 
 
 def _stretches(x: T, cut: Cut, dtype: torch.dtype) -> dict[int, T]:
@@ -169,14 +216,24 @@ def _joined(parts: dict[int, T], dtype: torch.dtype) -> T:
 
 @torch.library.custom_op("weft::linear_attention", mutates_args=())
 def linear_attention(
-    q: T, k: T, v: T, cu_seqlens: T, decay: Sequence[float], owner: Sequence[int], index: int, group: str, routine: str
+    q: T,
+    k: T,
+    v: T,
+    cu_seqlens: T,
+    decay: Sequence[float],
+    owner: Sequence[int],
+    index: int,
+    group: str,
+    routine: str,
 ) -> tuple[T, T]:
     """``q, k, v``: ``[batch, seq held, heads or kv_heads, head_dim]``; ``decay``: logarithms, one per head.
 
     ``owner[s]``: which rank of ``group`` holds stretch ``s`` of every row; ``cu_seqlens`` as in
     :class:`weft.data.batch.Batch`. Returns ``out`` like ``q``, and the states before own stretches.
     """
-    cut, (qs, ks, vs) = _prepare(q * q.shape[-1] ** -0.5, k, v, cu_seqlens, decay, owner, index)
+    cut, (qs, ks, vs) = _prepare(
+        q * q.shape[-1] ** -0.5, k, v, cu_seqlens, decay, owner, index
+    )
     at, logs = cut.positions, cut.decay
     states = {s: local_state(ks[s], vs[s], at[s], logs) for s in at}
     before = prefixes(states, cut.through, cut.places, group, routine)
@@ -197,7 +254,8 @@ def linear_attention_backward(
     gs, at, logs = _stretches(grad, cut, wide(q.dtype)), cut.positions, cut.decay
     earlier = dict(zip(at, before, strict=True))
     weights = {s: state_to_tokens(at[s], logs) for s in at}
-    d_before = {s: (qs[s] * weights[s]).mT @ gs[s] for s in at}  # the gradient of the state before
+    # the gradient of the state before
+    d_before = {s: (qs[s] * weights[s]).mT @ gs[s] for s in at}
     later = prefixes(d_before, cut.through, cut.places, group, routine, backward=True)
     grads: list[dict[int, T]] = [{}, {}, {}]
     for s in at:
@@ -208,13 +266,28 @@ def linear_attention_backward(
         grads[2][s] = dv.add_((ks[s] @ later[s]).mul_(into))
     dq, dk, dv = (_joined(one, q.dtype) for one in grads)
     kv_heads = k.shape[2]
-    return dq.contiguous(), fold_heads(dk, kv_heads).contiguous(), fold_heads(dv, kv_heads).contiguous()
+    return (
+        dq.contiguous(),
+        fold_heads(dk, kv_heads).contiguous(),
+        fold_heads(dv, kv_heads).contiguous(),
+    )
 
 
 @linear_attention.register_fake
-def _(q: T, k: T, v: T, cu: T, decay: Sequence[float], owner: Sequence[int], index: int, *rest: str) -> tuple[T, T]:
+def _(
+    q: T,
+    k: T,
+    v: T,
+    cu: T,
+    decay: Sequence[float],
+    owner: Sequence[int],
+    index: int,
+    *rest: str,
+) -> tuple[T, T]:
     own = sum(who == index for who in owner)
-    states = q.new_empty(own, q.shape[0], q.shape[2], q.shape[3], v.shape[3], dtype=wide(q.dtype))
+    states = q.new_empty(
+        own, q.shape[0], q.shape[2], q.shape[3], v.shape[3], dtype=wide(q.dtype)
+    )
     return q.new_empty(q.shape), states
 
 
@@ -227,10 +300,16 @@ def linear_mixer(mesh: Mesh, decay: Sequence[float]) -> Callable[[T, T, T, T], T
     owner = [0]
     if mesh.size("cp") > 1:
         group, index = mesh.group("cp").group_name, mesh.rank("cp")
-        held = {s: who for who, stretches in enumerate(chunk_owners(layout)) for s in stretches}
+        held = {
+            s: who
+            for who, stretches in enumerate(chunk_owners(layout))
+            for s in stretches
+        }
         owner = [held[s] for s in range(len(held))]
 
     def mix(q: T, k: T, v: T, cu_seqlens: T) -> T:
-        return linear_attention(q, k, v, cu_seqlens, decay, owner, index, group, layout.scan)[0]
+        return linear_attention(
+            q, k, v, cu_seqlens, decay, owner, index, group, layout.scan
+        )[0]
 
     return mix

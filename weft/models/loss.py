@@ -40,13 +40,21 @@ def linear_cross_entropy(
     The float64 scalar is invariant on ``tp`` and each data rank's own share elsewhere.
     """
     group = mesh.group("tp") if mesh.size("tp") > 1 else None
-    return _LinearCrossEntropy.apply(hidden, weight, labels, first, chunk, group, counts)
+    return _LinearCrossEntropy.apply(
+        hidden, weight, labels, first, chunk, group, counts
+    )
 
 
-def scale_of(labels: torch.Tensor, counts: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def scale_of(
+    labels: torch.Tensor, counts: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
     """What the loss of each token is multiplied by, ``[tokens, 1]``: 0 where there is no label."""
     valid = (labels != IGNORE)[:, None]
-    return valid.to(dtype) if counts is None else torch.where(valid, counts[:, None].to(dtype), 0)
+    return (
+        valid.to(dtype)
+        if counts is None
+        else torch.where(valid, counts[:, None].to(dtype), 0)
+    )
 
 
 class SummedLoss(torch.autograd.Function):
@@ -59,7 +67,9 @@ class SummedLoss(torch.autograd.Function):
     def spmd_typecheck(*, hidden, weight, labels, group, counts):  # type: ignore[no-untyped-def]
         """A loss of logits, summed over tokens and the ranks of ``group``."""
         of_tokens = [labels] if counts is None else [labels, counts]
-        total = rules.einsum(f"te,ve{',t' * len(of_tokens)}->", hidden, weight, *of_tokens)
+        total = rules.einsum(
+            f"te,ve{',t' * len(of_tokens)}->", hidden, weight, *of_tokens
+        )
         return total if group is None else rules.all_reduce(total, group, src=V, dst=I)
 
     @staticmethod
@@ -67,11 +77,16 @@ class SummedLoss(torch.autograd.Function):
         # In at least float32: 1 / tokens rounded to bfloat16 would make every gradient up to 0.4 % too large or small.
         def scaled(d):  # type: ignore[no-untyped-def]
             wide = torch.promote_types(d.dtype, torch.float32)
-            return d.copy_(d.to(wide).mul_(grad.to(wide)))  # in place: a large vocabulary's may not fit twice
+            # in place: a large vocabulary's may not fit twice
+            return d.copy_(d.to(wide).mul_(grad.to(wide)))
 
-        d_hidden, d_weight = (None if d is None else scaled(d) for d in ctx.saved_tensors)
+        d_hidden, d_weight = (
+            None if d is None else scaled(d) for d in ctx.saved_tensors
+        )
         if d_hidden is not None and ctx.rows is not None:
-            d_hidden = d_hidden.new_zeros(ctx.tokens, d_hidden.shape[1]).index_copy_(0, ctx.rows, d_hidden)
+            d_hidden = d_hidden.new_zeros(ctx.tokens, d_hidden.shape[1]).index_copy_(
+                0, ctx.rows, d_hidden
+            )
         return d_hidden, d_weight, *[None] * (len(ctx.needs_input_grad) - 2)
 
 
@@ -88,7 +103,11 @@ class _LinearCrossEntropy(SummedLoss):
         with_grad = any(ctx.needs_input_grad[:2])
         if with_grad:
             d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-            d_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+            d_weight = (
+                torch.zeros_like(weight, dtype=wide)
+                if ctx.needs_input_grad[1]
+                else None
+            )
         for start in range(0, len(hidden), chunk):
             h, y, scale = (x[start : start + chunk] for x in (hidden, labels, scales))
             logits = times(h, weight).to(wide)  # [chunk, vocab/tp]
@@ -108,11 +127,14 @@ class _LinearCrossEntropy(SummedLoss):
                 if d_hidden is not None:
                     d_hidden[start : start + chunk] = times(p, weight.t())
                 if d_weight is not None and d_weight.dtype == p.dtype:
-                    torch.addmm(d_weight, p.t(), h, out=d_weight)  # of the largest tensors: no second one to add
+                    # of the largest tensors: no second one to add
+                    torch.addmm(d_weight, p.t(), h, out=d_weight)
                 elif d_weight is not None:
                     d_weight += multiply(p.t(), h)
         if with_grad:
-            ctx.save_for_backward(d_hidden, d_weight if d_weight is None else d_weight.to(weight.dtype))
+            ctx.save_for_backward(
+                d_hidden, d_weight if d_weight is None else d_weight.to(weight.dtype)
+            )
         return total
 
 
@@ -128,7 +150,9 @@ def labelled_rows(labels: torch.Tensor) -> torch.Tensor | None:
     return rows if len(rows) < MOST_LABELLED * len(labels) else None
 
 
-def merge(lse: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+def merge(
+    lse: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup | None
+) -> list[torch.Tensor]:
     """Global log-sum-exp and target logit from those of each vocabulary share, each ``[chunk, 1]``."""
     if group is None:
         return [lse, target]
@@ -147,7 +171,12 @@ def from_shares(mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Te
 
 @torch.no_grad()
 def token_scores(
-    hidden: torch.Tensor, weight: torch.Tensor | None, labels: torch.Tensor, first: int, chunk: int, mesh: Mesh
+    hidden: torch.Tensor,
+    weight: torch.Tensor | None,
+    labels: torch.Tensor,
+    first: int,
+    chunk: int,
+    mesh: Mesh,
 ) -> torch.Tensor:
     """The log-probability of every label, and 1 if no other token is likelier, else 0: float64 ``[tokens, 2]``.
 
@@ -159,10 +188,16 @@ def token_scores(
     found = torch.empty(len(hidden), 2, dtype=torch.float64, device=hidden.device)
     for start in range(0, len(hidden), chunk):
         h, y = hidden[start : start + chunk], labels[start : start + chunk]
-        logits = (h if weight is None else times(h, weight)).to(wide)  # [chunk, vocab/tp]
+        # [chunk, vocab/tp]
+        logits = (h if weight is None else times(h, weight)).to(wide)
         here = ((y >= first) & (y < first + logits.shape[1]))[:, None]
-        target = torch.where(here, logits.gather(1, torch.where(here, y[:, None] - first, 0)), 0)
-        mine = torch.cat((logits.logsumexp(-1, keepdim=True), target, logits.amax(-1, keepdim=True)), dim=1)
+        target = torch.where(
+            here, logits.gather(1, torch.where(here, y[:, None] - first, 0)), 0
+        )
+        mine = torch.cat(
+            (logits.logsumexp(-1, keepdim=True), target, logits.amax(-1, keepdim=True)),
+            dim=1,
+        )
         lse, target, top = from_shares(mine, group).unbind(-1)  # each [tp, chunk]
         target = target.sum(0)
         found[start : start + chunk, 0] = target - lse.logsumexp(0)

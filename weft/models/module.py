@@ -31,7 +31,9 @@ class Module(nn.Module):
         ``everywhere``: every rank holds all of that as its state, and no gradient changes it. ``dtype``,
         where it is not one to compute in: such a parameter cannot learn.
         """
-        self.logical[name] = logical = self.mesh.place.logical(dims, std, whole, everywhere)
+        self.logical[name] = logical = self.mesh.place.logical(
+            dims, std, whole, everywhere
+        )
         values = torch.empty(logical.local_shape, device="meta", dtype=dtype)
         learns = values.is_floating_point() and not everywhere
         self.register_parameter(name, nn.Parameter(values, requires_grad=learns))

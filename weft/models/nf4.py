@@ -51,11 +51,16 @@ def packed(codes: T) -> T:
 def quantized_rows(rows: T) -> tuple[T, T]:
     """Codes ``[rows, width / 2]`` (uint8, two to a byte) and scales ``[rows, width / 64]`` of ``[rows, width]``."""
     rows = rows.float().contiguous()
-    padded = F.pad(rows, (0, -rows.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))  # [rows, blocks, 64]
+    # [rows, blocks, 64]
+    padded = F.pad(rows, (0, -rows.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     scales = padded.abs().amax(-1)
     levels = torch.tensor(LEVELS)
-    nearest = torch.bucketize(padded / scales.clamp(min=1e-38)[..., None], (levels[1:] + levels[:-1]) / 2)
-    codes = F.pad(nearest.flatten(1)[:, : rows.shape[1]], (0, rows.shape[1] % 2)).to(torch.uint8)
+    nearest = torch.bucketize(
+        padded / scales.clamp(min=1e-38)[..., None], (levels[1:] + levels[:-1]) / 2
+    )
+    codes = F.pad(nearest.flatten(1)[:, : rows.shape[1]], (0, rows.shape[1] % 2)).to(
+        torch.uint8
+    )
     return packed(codes), scales
 
 
@@ -63,22 +68,41 @@ def quantized_scales(scales: T) -> tuple[T, T]:
     """8-bit steps ``[n]`` of ``n`` scales, and ``[n / 256, 8]`` bytes: the mean and the step of each 256, float32."""
     steps, about = [scales.new_empty(0, dtype=torch.uint8)], [scales.new_empty(0, 2)]
     whole = len(scales) // SCALES * SCALES
-    for blocks in filter(torch.numel, (scales[:whole].view(-1, SCALES), scales[None, whole:])):
+    for blocks in filter(
+        torch.numel, (scales[:whole].view(-1, SCALES), scales[None, whole:])
+    ):
         mean = blocks.double().mean(1, keepdim=True).float()
         step = (blocks - mean).abs().amax(1, keepdim=True) / 127
-        steps.append(((blocks - mean) / step.clamp(min=1e-38)).round_().add_(128).to(torch.uint8).flatten())
+        steps.append(
+            ((blocks - mean) / step.clamp(min=1e-38))
+            .round_()
+            .add_(128)
+            .to(torch.uint8)
+            .flatten()
+        )
         about.append(torch.cat((mean, step), dim=1))
     return torch.cat(steps), torch.cat(about).view(torch.uint8)
 
 
-def dequantized(codes: T, scales: T, about: T, first: int, width: int, dtype: torch.dtype) -> T:
+def dequantized(
+    codes: T, scales: T, about: T, first: int, width: int, dtype: torch.dtype
+) -> T:
     """The rows from ``first`` on of a quantised weight, ``[rows, width]``; ``about``: of the whole weight."""
     wide = torch.promote_types(dtype, torch.float32)
     mean, step = about.view(torch.float32).unbind(1)
-    number = torch.arange(scales.numel(), device=scales.device).add_(first * scales.shape[1]) // SCALES
-    largest = (mean[number] + step[number] * (scales.flatten().float() - 128)).clamp_(min=0).view(scales.shape)
+    number = (
+        torch.arange(scales.numel(), device=scales.device).add_(first * scales.shape[1])
+        // SCALES
+    )
+    largest = (
+        (mean[number] + step[number] * (scales.flatten().float() - 128))
+        .clamp_(min=0)
+        .view(scales.shape)
+    )
     values = F.embedding(codes.int(), _pairs(wide, codes.device)).flatten(1)[:, :width]
-    return values.mul_(largest.to(wide).repeat_interleave(BLOCK, dim=1)[:, :width]).to(dtype)
+    return values.mul_(largest.to(wide).repeat_interleave(BLOCK, dim=1)[:, :width]).to(
+        dtype
+    )
 
 
 class Quantized(Module):
@@ -90,22 +114,34 @@ class Quantized(Module):
         rows, along = (into, out) if self.turned else (out, into)
         self.width, blocks = along.size, Dim("blocks", -(-along.size // BLOCK))
         common = Dim("scale_blocks", -(-rows.size * blocks.count // SCALES))
-        self.weight("codes", rows, Dim("pairs", -(-along.size // 2)), std=0, whole=whole, dtype=torch.uint8)
+        self.weight(
+            "codes",
+            rows,
+            Dim("pairs", -(-along.size // 2)),
+            std=0,
+            whole=whole,
+            dtype=torch.uint8,
+        )
         self.weight("scales", rows, blocks, std=0, whole=whole, dtype=torch.uint8)
         self.weight("about", common, Dim("mean_and_step", 8), std=0, dtype=torch.uint8)
         self.first = self.logical["codes"].box[0][0]
 
     def dense(self, dtype: torch.dtype) -> T:
         """The weight ``[out, in]``, as far as it is held."""
-        rows = dequantized(self.codes, self.scales, self.about, self.first, self.width, dtype)
+        rows = dequantized(
+            self.codes, self.scales, self.about, self.first, self.width, dtype
+        )
         return rows.t() if self.turned else rows
 
     def project(self, x: T, own: Callable[[T], T], first: int) -> T:
         """``x`` times the weight; ``own`` takes this rank's rows of what is held, from the ``first``."""
         stored, dtype = (own(self.codes), own(self.scales), self.about), x.dtype
 
-        def dense(codes: T, scales: T, about: T) -> T:  # which backward keeps, and must not keep x with it
-            rows = dequantized(codes, scales, about, self.first + first, self.width, dtype)
+        # which backward keeps, and must not keep x with it
+        def dense(codes: T, scales: T, about: T) -> T:
+            rows = dequantized(
+                codes, scales, about, self.first + first, self.width, dtype
+            )
             return rows.t() if self.turned else rows
 
         return _QuantizedProject.apply(x, dense, *stored)
@@ -122,12 +158,20 @@ class _QuantizedProject(torch.autograd.Function):
     def forward(ctx, x, dense, codes, scales, about):  # type: ignore[no-untyped-def]
         ctx.dense = dense
         ctx.save_for_backward(codes, scales, about)
-        return times(x.flatten(0, 1), dense(codes, scales, about)).unflatten(0, x.shape[:2])
+        return times(x.flatten(0, 1), dense(codes, scales, about)).unflatten(
+            0, x.shape[:2]
+        )
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         weight = ctx.dense(*ctx.saved_tensors)
-        return times(grad.flatten(0, 1), weight.t()).unflatten(0, grad.shape[:2]), None, None, None, None
+        return (
+            times(grad.flatten(0, 1), weight.t()).unflatten(0, grad.shape[:2]),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def stored_values(part: str, read: Rows, rows: int, width: int, box: Box) -> T:
@@ -136,15 +180,26 @@ def stored_values(part: str, read: Rows, rows: int, width: int, box: Box) -> T:
     if part == "codes":
         return quantized_rows(read(lo, hi))[0]
     blocks = -(-width // BLOCK)  # scales of a row
-    first, last = (lo * blocks // SCALES, -(-hi * blocks // SCALES)) if part == "scales" else (lo, hi)
-    begin, end = first * SCALES, min(last * SCALES, rows * blocks)  # the scales of whole blocks of these
+    first, last = (
+        (lo * blocks // SCALES, -(-hi * blocks // SCALES))
+        if part == "scales"
+        else (lo, hi)
+    )
+    # the scales of whole blocks of these
+    begin, end = first * SCALES, min(last * SCALES, rows * blocks)
     near = quantized_rows(read(begin // blocks, -(-end // blocks)))[1].flatten()
     at = begin // blocks * blocks
     steps, about = quantized_scales(near[begin - at : end - at])
-    return about if part == "about" else steps[lo * blocks - begin : hi * blocks - begin].view(hi - lo, blocks)
+    return (
+        about
+        if part == "about"
+        else steps[lo * blocks - begin : hi * blocks - begin].view(hi - lo, blocks)
+    )
 
 
-def reader(values: Callable[[str, Logical, Box], T], name: str, logical: Logical) -> tuple[Rows, int, int]:
+def reader(
+    values: Callable[[str, Logical, Box], T], name: str, logical: Logical
+) -> tuple[Rows, int, int]:
     """Rows of the weight ``name`` as they are stored, how many there are, and how wide."""
     out, into = logical.shape
     if not is_turned(logical.dims[0]):

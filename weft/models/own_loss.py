@@ -39,23 +39,36 @@ class TokenLoss:
     vocab: int
 
     def __call__(
-        self, hidden: T, weight: T | None, labels: T, first: int, chunk: int, mesh: Mesh, counts: T | None = None
+        self,
+        hidden: T,
+        weight: T | None,
+        labels: T,
+        first: int,
+        chunk: int,
+        mesh: Mesh,
+        counts: T | None = None,
     ) -> T:
         """As :func:`weft.models.loss.linear_cross_entropy`; without ``weight``, ``hidden`` are the logits."""
         if weight is not None:
             group = mesh.group("tp") if mesh.size("tp") > 1 else None
-            loss: T = _Chunked.apply(hidden, weight, labels, first, chunk, group, counts, self)
+            loss: T = _Chunked.apply(
+                hidden, weight, labels, first, chunk, group, counts, self
+            )
             return loss
         rows = (labels != IGNORE).nonzero()[:, 0]
         scales = scale_of(labels, counts, torch.float64)[rows, 0]
-        return (self.losses(hidden[rows].to(_wide(hidden)), labels[rows]) * scales).sum()
+        return (
+            self.losses(hidden[rows].to(_wide(hidden)), labels[rows]) * scales
+        ).sum()
 
     def losses(self, logits: T, labels: T) -> T:
         """What ``of`` says of some tokens, in float64: ``[tokens]``."""
         found = self.of(logits, labels)
         if not isinstance(found, T) or found.shape != labels.shape:
             shape = list(found.shape) if isinstance(found, T) else type(found).__name__
-            raise WeftError(f"a plugin's loss returned {shape} for {len(labels)} tokens; it returns one loss for each")
+            raise WeftError(
+                f"a plugin's loss returned {shape} for {len(labels)} tokens; it returns one loss for each"
+            )
         return found.double()
 
 
@@ -65,7 +78,11 @@ def _wide(hidden: T) -> torch.dtype:
 
 def own_loss(settings: Loss, vocab: int) -> TokenLoss | None:
     """The loss of a plugin, if it is one that the recipe's ``settings`` name."""
-    return TokenLoss(find("loss", settings.kind).call(settings.settings), vocab) if settings.is_own else None
+    return (
+        TokenLoss(find("loss", settings.kind).call(settings.settings), vocab)
+        if settings.is_own
+        else None
+    )
 
 
 class _Chunked(SummedLoss):
@@ -75,10 +92,15 @@ class _Chunked(SummedLoss):
     def forward(ctx, hidden, weight, labels, first, chunk, group, counts, criterion):  # type: ignore[no-untyped-def]
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         with_grad, wide = any(ctx.needs_input_grad[:2]), _wide(hidden)
-        d_hidden, d_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=wide)
+        d_hidden, d_weight = (
+            torch.zeros_like(hidden),
+            torch.zeros_like(weight, dtype=wide),
+        )
         scales = scale_of(labels, counts, torch.float64)[:, 0]
         # Types do not depend on what a plugin computes, which need not know tensors without values.
-        labelled = (labels != IGNORE).nonzero()[:, 0] if has_numbers(labels) else labels[:0]
+        labelled = (
+            (labels != IGNORE).nonzero()[:, 0] if has_numbers(labels) else labels[:0]
+        )
         for rows in labelled.split(chunk) if len(labelled) else ():
             h = hidden[rows]
             mine = times(h, weight).to(wide)  # [chunk, vocab/tp]

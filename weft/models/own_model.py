@@ -35,7 +35,13 @@ class OwnModel(Transformer):
     def __init__(self, shape: ModelShape, mesh: Mesh, loss_chunk: int = 1024) -> None:
         Module.__init__(self, mesh)
         self.shape, self.loss_chunk = shape, loss_chunk
-        self.pipeline, self.route, self.loads, self.objective, self.saved = None, None, None, None, None
+        self.pipeline, self.route, self.loads, self.objective, self.saved = (
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
         self.criterion = cross_entropy(shape.vocab)
         self.freq = torch.zeros(0)
         self.blocks = nn.ModuleDict()
@@ -54,22 +60,37 @@ class OwnModel(Transformer):
         logits: T = who.blaming(self.net)(tokens, positions, cu_seqlens)
         if logits.shape != (*tokens.shape, self.shape.vocab):
             wanted = [*tokens.shape, self.shape.vocab]
-            raise WeftError(f"{who} returned {list(logits.shape)} where logits {wanted} are needed")
+            raise WeftError(
+                f"{who} returned {list(logits.shape)} where logits {wanted} are needed"
+            )
         if learned is None:
             return logits if only is None else logits[:, only]
         counts = None if learned.weights is None else learned.weights.flatten()
         labels = learned.labels.flatten()
-        return self.criterion(logits.flatten(0, 1), None, labels, 0, self.loss_chunk, self.mesh, counts)
+        return self.criterion(
+            logits.flatten(0, 1), None, labels, 0, self.loss_chunk, self.mesh, counts
+        )
 
 
 def cross_entropy(vocab: int) -> TokenLoss:
     """The cross entropy of logits."""
-    return TokenLoss(lambda logits, labels: nn.functional.cross_entropy(logits, labels, reduction="none"), vocab)
+    return TokenLoss(
+        lambda logits, labels: nn.functional.cross_entropy(
+            logits, labels, reduction="none"
+        ),
+        vocab,
+    )
 
 
-def model_of_shape(shape: ModelShape, mesh: Mesh, loss_chunk: int = 1024) -> Transformer:
+def model_of_shape(
+    shape: ModelShape, mesh: Mesh, loss_chunk: int = 1024
+) -> Transformer:
     """A model on one device or all of it on every rank: Weft's, or a plugin's."""
-    return OwnModel(shape, mesh, loss_chunk) if shape.kind else Transformer(shape, mesh, loss_chunk)
+    return (
+        OwnModel(shape, mesh, loss_chunk)
+        if shape.kind
+        else Transformer(shape, mesh, loss_chunk)
+    )
 
 
 def own_values(shape: ModelShape, seed: int) -> Values:
@@ -78,7 +99,9 @@ def own_values(shape: ModelShape, seed: int) -> Values:
         torch.manual_seed(seed)
         made = {
             f"net.{name}": p.detach()
-            for name, p in made_model(shape.kind, shape.settings, shape.vocab).named_parameters()
+            for name, p in made_model(
+                shape.kind, shape.settings, shape.vocab
+            ).named_parameters()
         }
 
     def values(name: str, logical: Logical, box: Box) -> T:

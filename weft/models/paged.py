@@ -18,8 +18,21 @@ import torch
 
 from weft.models.attention import Attend, repeat_heads, wide
 from weft.models.latent import LatentAttention
-from weft.models.linear_attention import forward, local_state, state_to_state, state_to_tokens
-from weft.models.spans import Span, SpanBatch, attend_batch, attend_span, batch_spans, columns, rounds
+from weft.models.linear_attention import (
+    forward,
+    local_state,
+    state_to_state,
+    state_to_tokens,
+)
+from weft.models.spans import (
+    Span,
+    SpanBatch,
+    attend_batch,
+    attend_span,
+    batch_spans,
+    columns,
+    rounds,
+)
 from weft.models.transformer import Attention, Block, T, Transformer
 from weft.models.views import Views, attend_views, views_of
 
@@ -29,7 +42,9 @@ ROOM = 256
 
 def attention_layers(model: Transformer) -> list[Attention | LatentAttention]:
     """The attention of every block, first block first."""
-    return [block.attention for block in model.blocks.values() if isinstance(block, Block)]
+    return [
+        block.attention for block in model.blocks.values() if isinstance(block, Block)
+    ]
 
 
 @contextmanager
@@ -70,14 +85,22 @@ class Pages:
             store = self.room(new + 1)
             store[:, new] = store[:, old]
 
-    def room(self, blocks: int, like: T | None = None, parts: int = 0, shape: Sequence[int] = ()) -> T:
+    def room(
+        self,
+        blocks: int,
+        like: T | None = None,
+        parts: int = 0,
+        shape: Sequence[int] = (),
+    ) -> T:
         """The store, with so many blocks at least; ``like``, ``parts`` and ``shape`` (of a block) of a new one."""
         if self.store is None:
             assert like is not None
             self.store = like.new_zeros(parts, blocks + ROOM // self.size, *shape)
         elif (held := self.store.shape[1]) < blocks:
             grown = self.store.new_zeros(
-                len(self.store), blocks + max(ROOM // self.size, held // 8), *self.store.shape[2:]
+                len(self.store),
+                blocks + max(ROOM // self.size, held // 8),
+                *self.store.shape[2:],
             )
             grown[:, :held] = self.store
             self.store = grown
@@ -107,27 +130,45 @@ class KeyValuePages(Pages):
             self.reading.batches[window] = self._pieces(q, window)
         for piece in self.reading.batches[window]:
             if isinstance(piece, SpanBatch):
-                found = attend_batch(q[0, piece.rows], *self.gather(piece.blocks), piece)
+                found = attend_batch(
+                    q[0, piece.rows], *self.gather(piece.blocks), piece
+                )
                 out[0, piece.rows] = found[..., :width]
             elif isinstance(piece, Views):
-                found = attend_views(q[0, piece.rows], piece, lambda span: self.read(span, 0)[:2])
+                found = attend_views(
+                    q[0, piece.rows], piece, lambda span: self.read(span, 0)[:2]
+                )
                 out[0, piece.rows] = found[..., :width]
             else:
-                rows, (keys, values, before) = slice(piece.first, piece.last), self.read(piece, window)
-                out[0, rows] = attend_span(q[0, rows], keys, values, piece.past - before, window)[..., :width]
+                rows, (keys, values, before) = (
+                    slice(piece.first, piece.last),
+                    self.read(piece, window),
+                )
+                out[0, rows] = attend_span(
+                    q[0, rows], keys, values, piece.past - before, window
+                )[..., :width]
         return out
 
     def _pieces(self, q: T, window: int) -> list[SpanBatch | Span | Views]:
         """What is attended to at once: spans by themselves or in batches, and all those together that see others."""
         assert self.store is not None
-        plain, others = ([s for s in self.reading.spans if bool(s.context) is sees] for sees in (False, True))
+        plain, others = (
+            [s for s in self.reading.spans if bool(s.context) is sees]
+            for sees in (False, True)
+        )
         group = q.shape[2] // self.store.shape[3]
-        found: list[SpanBatch | Span | Views] = [*batch_spans(plain, self.size, window, q, group)] if plain else []
+        found: list[SpanBatch | Span | Views] = (
+            [*batch_spans(plain, self.size, window, q, group)] if plain else []
+        )
         return [*found, views_of(others, self.freq, q)] if others else found
 
     def write(self, *new: T) -> None:
         """Put ``new``, ``[1, tokens, kv_heads, width]`` each, into their slots."""
-        slots, first, blocks = self.reading.slots, new[0], max(max(span.table) for span in self.reading.spans) + 1
+        slots, first, blocks = (
+            self.reading.slots,
+            new[0],
+            max(max(span.table) for span in self.reading.spans) + 1,
+        )
         store = self.room(blocks, first, len(new), (self.size, *first.shape[2:]))
         for kept, each in zip(store, new, strict=True):
             kept.flatten(0, 1)[slots] = each[0, : len(slots)]
@@ -136,16 +177,28 @@ class KeyValuePages(Pages):
         """Keys and values in ``blocks`` ``[texts, blocks]``: ``[texts, tokens, kv_heads, width]`` each."""
         assert self.store is not None
         kept = range(len(self.store))  # one part can be both
-        found = [self.store[i].index_select(0, blocks.flatten()).unflatten(0, blocks.shape).flatten(1, 2) for i in kept]
+        found = [
+            self.store[i]
+            .index_select(0, blocks.flatten())
+            .unflatten(0, blocks.shape)
+            .flatten(1, 2)
+            for i in kept
+        ]
         return found[0], found[-1]
 
     def read(self, span: Span, window: int) -> tuple[T, T, int]:
         """Keys and values that any of a span's tokens sees, ``[tokens, kv_heads, width]``, and how many come before."""
         assert self.store is not None
-        end, (first, last) = span.past + span.last - span.first, columns(span, self.size, window)
+        end, (first, last) = (
+            span.past + span.last - span.first,
+            columns(span, self.size, window),
+        )
         table = span.table[first:last]
-        if table[-1] - table[0] == len(table) - 1 and all(b - a == 1 for a, b in pairwise(table)):
-            found = self.store[:, table[0] : table[-1] + 1]  # side by side: nothing is copied
+        if table[-1] - table[0] == len(table) - 1 and all(
+            b - a == 1 for a, b in pairwise(table)
+        ):
+            # side by side: nothing is copied
+            found = self.store[:, table[0] : table[-1] + 1]
         else:
             found = self.store[:, torch.tensor(table, device=self.store.device)]
         tokens = found.flatten(1, 2)[:, : end - first * self.size]
@@ -158,7 +211,10 @@ class LatentPages(KeyValuePages):
     @property
     def tokens(self) -> int:
         """Of earlier tokens, how many any text has: none if all that is read are whole beginnings."""
-        return max(span.past + sum(tile.tokens for tile in span.context) for span in self.reading.spans)
+        return max(
+            span.past + sum(tile.tokens for tile in span.context)
+            for span in self.reading.spans
+        )
 
     def keep(self, latents: T) -> None:
         """Remember ``latents``, ``[1, new tokens, 1, kv_rank + rope_dim]``."""
@@ -183,25 +239,50 @@ class StatePages(Pages):
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T) -> T:
         """``[1, tokens, heads or kv_heads, head_dim]``."""
         dtype, group = wide(q.dtype), q.shape[2] // k.shape[2]
-        heads_first = (q * q.shape[-1] ** -0.5, repeat_heads(k, group), repeat_heads(v, group))
-        qs, ks, vs = (x[0].to(dtype).transpose(0, 1) for x in heads_first)  # [heads, tokens, head_dim]
+        heads_first = (
+            q * q.shape[-1] ** -0.5,
+            repeat_heads(k, group),
+            repeat_heads(v, group),
+        )
+        # [heads, tokens, head_dim]
+        qs, ks, vs = (x[0].to(dtype).transpose(0, 1) for x in heads_first)
         decay = torch.tensor(self.decay, dtype=dtype, device=q.device)
         spans = self.reading.spans
-        store = self.room(max(max(s.table) for s in spans) + 1, qs, 1, (q.shape[2], q.shape[3], v.shape[3]))[0]
-        out = torch.zeros(q.shape[2], q.shape[1], v.shape[3], dtype=dtype, device=q.device)
+        store = self.room(
+            max(max(s.table) for s in spans) + 1,
+            qs,
+            1,
+            (q.shape[2], q.shape[3], v.shape[3]),
+        )[0]
+        out = torch.zeros(
+            q.shape[2], q.shape[1], v.shape[3], dtype=dtype, device=q.device
+        )
         for pieces in rounds(spans, self.size):
-            rows = torch.tensor([[*range(p.first, p.last)] for p in pieces], device=q.device)  # [texts, tokens]
+            # [texts, tokens]
+            rows = torch.tensor(
+                [[*range(p.first, p.last)] for p in pieces], device=q.device
+            )
             past = torch.tensor([p.past for p in pieces], device=q.device)
             before, here = (
-                torch.tensor([p.table[max(0, at(p)) // self.size] for p in pieces], device=q.device)
+                torch.tensor(
+                    [p.table[max(0, at(p)) // self.size] for p in pieces],
+                    device=q.device,
+                )
                 for at in (lambda p: p.past - 1, lambda p: p.past)
             )
             positions = past[:, None] + torch.arange(rows.shape[1], device=q.device)
-            qr, kr, vr = (x[:, rows].transpose(0, 1) for x in (qs, ks, vs))  # [texts, heads, tokens, head_dim]
-            state = store[before].masked_fill((past == 0)[:, None, None, None], 0)  # of whoever had the block before
-            made = forward(qr, kr, vr, positions, decay) + (qr * state_to_tokens(positions, decay)) @ state
+            # [texts, heads, tokens, head_dim]
+            qr, kr, vr = (x[:, rows].transpose(0, 1) for x in (qs, ks, vs))
+            # of whoever had the block before
+            state = store[before].masked_fill((past == 0)[:, None, None, None], 0)
+            made = (
+                forward(qr, kr, vr, positions, decay)
+                + (qr * state_to_tokens(positions, decay)) @ state
+            )
             out[:, rows] = made.transpose(0, 1)
-            store[here] = local_state(kr, vr, positions, decay) + state * state_to_state(positions, decay)
+            store[here] = local_state(
+                kr, vr, positions, decay
+            ) + state * state_to_state(positions, decay)
         return out.transpose(0, 1)[None].to(q.dtype)
 
 

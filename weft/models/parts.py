@@ -28,7 +28,9 @@ class GraphPart:
         found = [(made, leaf.grad) for made, leaf in self.read if leaf.grad is not None]
         self.read = []
         if found:
-            torch.autograd.backward([made for made, _ in found], [grad for _, grad in found])
+            torch.autograd.backward(
+                [made for made, _ in found], [grad for _, grad in found]
+            )
 
 
 _running: ContextVar[GraphPart | None] = ContextVar("part", default=None)

@@ -59,7 +59,10 @@ def _robust(gap: T, margin: T, settings: Loss) -> T:
 
 def _odds_ratio(chosen: T, rejected: T, settings: Loss) -> T:
     """ORPO's loss, of mean log-probabilities: the chosen answer's cross entropy, and the odds of both compared."""
-    log_odds = [mean - torch.log(-torch.expm1(mean.clamp(max=-1e-12))) for mean in (chosen, rejected)]
+    log_odds = [
+        mean - torch.log(-torch.expm1(mean.clamp(max=-1e-12)))
+        for mean in (chosen, rejected)
+    ]
     return -chosen - settings.beta * F.logsigmoid(log_odds[0] - log_odds[1])
 
 
@@ -77,8 +80,11 @@ class KtoLoss:
 
     def __call__(self, sums: T, lengths: T, pairs: Pairs) -> T:
         ahead = (sums - torch.from_numpy(pairs.reference).to(sums))[:, 0] - self.point
-        good = torch.from_numpy(pairs.margin).to(sums)  # 1 of a good answer, -1 of a bad one
-        weight = torch.where(good > 0, self.settings.desirable, self.settings.undesirable)
+        # 1 of a good answer, -1 of a bad one
+        good = torch.from_numpy(pairs.margin).to(sums)
+        weight = torch.where(
+            good > 0, self.settings.desirable, self.settings.undesirable
+        )
         return weight * (1 - torch.sigmoid(self.settings.beta * good * ahead))
 
 
@@ -108,7 +114,9 @@ LOSSES: dict[str, PairLoss] = {
 
 def needs_reference(settings: Loss) -> bool:
     """Whether log-probabilities by a reference model must be known."""
-    return settings.kind == "kto" or (settings.of_pairs and LOSSES[settings.kind].reference)
+    return settings.kind == "kto" or (
+        settings.of_pairs and LOSSES[settings.kind].reference
+    )
 
 
 def objective(settings: Loss) -> Objective | None:
@@ -126,12 +134,24 @@ def objective(settings: Loss) -> Objective | None:
             sums = sums / lengths
         margin = settings.margin + torch.from_numpy(pairs.margin).to(sums)
         loss = kind.of(sums[:, 0] - sums[:, 1], margin, settings)
-        return loss if kind.more is None else loss + kind.more(sums[:, 0], sums[:, 1], settings)
+        return (
+            loss
+            if kind.more is None
+            else loss + kind.more(sums[:, 0], sums[:, 1], settings)
+        )
 
     return of
 
 
-def pair_losses(values: T, counts: T, documents: T, batch: Batch, of: Objective, mesh: Mesh, *axes: str) -> tuple[T, T]:
+def pair_losses(
+    values: T,
+    counts: T,
+    documents: T,
+    batch: Batch,
+    of: Objective,
+    mesh: Mesh,
+    *axes: str,
+) -> tuple[T, T]:
     """This rank's share of the loss of the pairs in ``batch``, and its derivative by each of ``values``.
 
     ``values``: a number for every token that is here, ``counts`` how much it counts in its answer's sum, both float64,
@@ -140,7 +160,8 @@ def pair_losses(values: T, counts: T, documents: T, batch: Batch, of: Objective,
     rows = batch.paired
     assert rows is not None
     with untyped():
-        sums = values.new_zeros(len(batch.cu_seqlens), 2)  # of all segments, and last of padding
+        # of all segments, and last of padding
+        sums = values.new_zeros(len(batch.cu_seqlens), 2)
         segment = documents % len(sums)
         sums.index_add_(0, segment, torch.stack((values * counts, counts), dim=1))
         for axis in axes:
@@ -155,7 +176,9 @@ def pair_losses(values: T, counts: T, documents: T, batch: Batch, of: Objective,
             (slopes,) = torch.autograd.grad(loss, summed)
         by_segment = sums.new_zeros(len(sums)).index_copy_(0, paired, slopes.flatten())
         found = loss.detach() * rows.counted, by_segment[segment] * counts
-    return declare(found[0], mesh, **BY_DATA | {"tp": I}), declare(found[1], mesh, **BY_DATA | dict.fromkeys(axes, V))
+    return declare(found[0], mesh, **BY_DATA | {"tp": I}), declare(
+        found[1], mesh, **BY_DATA | dict.fromkeys(axes, V)
+    )
 
 
 def weigh(nll: T, batch: Batch, of: Objective | None, mesh: Mesh) -> tuple[T, T]:
@@ -168,11 +191,21 @@ def weigh(nll: T, batch: Batch, of: Objective | None, mesh: Mesh) -> tuple[T, T]
     if batch.paired is None or of is None:
         return (nll * scale).double().sum(), scale
     assert batch.documents is not None
-    loss, slopes = pair_losses(-nll.double(), scale.double(), batch.documents.flatten(), batch, of, mesh, "cp")
+    loss, slopes = pair_losses(
+        -nll.double(), scale.double(), batch.documents.flatten(), batch, of, mesh, "cp"
+    )
     return loss, -slopes
 
 
-def preference_loss(hidden: T, weight: T, batch: Batch, first: int, chunk: int, of: Objective, mesh: Mesh) -> T:
+def preference_loss(
+    hidden: T,
+    weight: T,
+    batch: Batch,
+    first: int,
+    chunk: int,
+    of: Objective,
+    mesh: Mesh,
+) -> T:
     """The loss of the pairs in a batch by their log-probabilities, a float64 scalar.
 
     Arguments as of :func:`weft.models.loss.linear_cross_entropy`. The output layer runs once for the log-probabilities,
@@ -183,10 +216,15 @@ def preference_loss(hidden: T, weight: T, batch: Batch, first: int, chunk: int, 
         rows = labelled_rows(labels)
         some = slice(None) if rows is None else rows
         nll = torch.zeros(len(labels), dtype=torch.float64, device=labels.device)
-        nll[some] = -token_scores(hidden[some], weight, labels[some], first, chunk, mesh)[:, 0]
+        nll[some] = -token_scores(
+            hidden[some], weight, labels[some], first, chunk, mesh
+        )[:, 0]
         nll = torch.where(labels != IGNORE, nll, 0)
     loss, scale = weigh(declare(nll, mesh, **BY_DATA), batch, of, mesh)
-    return with_gradient_of(loss, lambda: linear_cross_entropy(hidden, weight, labels, first, chunk, mesh, scale))
+    return with_gradient_of(
+        loss,
+        lambda: linear_cross_entropy(hidden, weight, labels, first, chunk, mesh, scale),
+    )
 
 
 def reward_loss(normed: T, head: T, batch: Batch, of: Objective, mesh: Mesh) -> T:
@@ -195,13 +233,22 @@ def reward_loss(normed: T, head: T, batch: Batch, of: Objective, mesh: Mesh) -> 
     ``normed``: ``[rows, seq/cp/tp, embed]``; ``head``: ``[1, embed]``.
     """
     assert batch.documents is not None
-    scores = F.linear(normed.flatten(0, 1), head)[:, 0].double()  # of the tokens that are here between blocks
+    # of the tokens that are here between blocks
+    scores = F.linear(normed.flatten(0, 1), head)[:, 0].double()
     with untyped():
-        here = (x.chunk(mesh.size("tp"), dim=1)[mesh.rank("tp")].flatten() for x in (batch.labels, batch.documents))
+        here = (
+            x.chunk(mesh.size("tp"), dim=1)[mesh.rank("tp")].flatten()
+            for x in (batch.labels, batch.documents)
+        )
         labels, documents = here
         last = (labels != IGNORE).double()
-    loss, slopes = pair_losses(scores.detach(), last, documents, batch, of, mesh, "cp", "tp")
-    return with_gradient_of(loss, lambda: sum_over("tp", share_of_sum((scores * slopes).sum(), mesh, tp=V), mesh))
+    loss, slopes = pair_losses(
+        scores.detach(), last, documents, batch, of, mesh, "cp", "tp"
+    )
+    return with_gradient_of(
+        loss,
+        lambda: sum_over("tp", share_of_sum((scores * slopes).sum(), mesh, tp=V), mesh),
+    )
 
 
 def with_gradient_of(value: T, weighted: Callable[[], T]) -> T:

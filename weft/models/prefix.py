@@ -29,7 +29,12 @@ class StretchOwners(NamedTuple):
 
 
 def prefixes(
-    states: dict[int, T], through: Sequence[T], places: StretchOwners, group: str, routine: str, backward: bool = False
+    states: dict[int, T],
+    through: Sequence[T],
+    places: StretchOwners,
+    group: str,
+    routine: str,
+    backward: bool = False,
 ) -> dict[int, T]:
     """The state before every own stretch (``backward``: the gradient of the state after it).
 
@@ -44,7 +49,9 @@ def prefixes(
     return _pass_on(order, states, through, places, group)
 
 
-def _fold(order: range, states: dict[int, T], through: Sequence[T], places: StretchOwners) -> dict[int, T]:
+def _fold(
+    order: range, states: dict[int, T], through: Sequence[T], places: StretchOwners
+) -> dict[int, T]:
     before, running = {}, torch.zeros_like(next(iter(states.values())))
     for s in order:
         if places.owner[s] == places.mine:
@@ -65,7 +72,11 @@ def _gather(states: dict[int, T], places: StretchOwners, group: str) -> dict[int
 
 
 def _pass_on(
-    order: range, states: dict[int, T], through: Sequence[T], places: StretchOwners, group: str
+    order: range,
+    states: dict[int, T],
+    through: Sequence[T],
+    places: StretchOwners,
+    group: str,
 ) -> dict[int, T]:
     peers = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     before: dict[int, T] = {}
@@ -82,16 +93,26 @@ def _pass_on(
         if previous is not None and places.owner[previous] == places.mine:
             incoming.copy_(before.pop(-1))
         for piece, (into, out, own, let) in enumerate(
-            zip(*(x.chunk(PIECES, dim=2) for x in (incoming, outgoing, states[s], allowed)), strict=True)
+            zip(
+                *(
+                    x.chunk(PIECES, dim=2)
+                    for x in (incoming, outgoing, states[s], allowed)
+                ),
+                strict=True,
+            )
         ):
             if previous is not None and places.owner[previous] != places.mine:
                 arrived = torch.empty(into.shape, dtype=into.dtype, device=into.device)
-                dist.recv(arrived, group=peers, group_src=places.owner[previous], tag=piece)
+                dist.recv(
+                    arrived, group=peers, group_src=places.owner[previous], tag=piece
+                )
                 into.copy_(arrived)
             out.copy_(torch.addcmul(own, let, into))
             if following is not None and places.owner[following] != places.mine:
                 leaving = out.contiguous()
-                work = dist.isend(leaving, group=peers, group_dst=places.owner[following], tag=piece)
+                work = dist.isend(
+                    leaving, group=peers, group_dst=places.owner[following], tag=piece
+                )
                 assert work is not None
                 sent.append((work, leaving))
         before[s] = incoming

@@ -35,7 +35,9 @@ class Packed(nn.Module):
         super().__init__()
         self.nbytes, self.weight = weight.nbytes, weight.contiguous()
         usual = min(weight.shape) >= 64 and not any(n % 16 for n in weight.shape)
-        quick = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and mkldnn._is_mkldnn_bf16_supported())
+        quick = weight.dtype == torch.float32 or (
+            weight.dtype == torch.bfloat16 and mkldnn._is_mkldnn_bf16_supported()
+        )
         self.packed = ONEDNN and usual and quick
         if self.packed:
             self.weight = mkldnn._reorder_linear_weight(self.weight, None)
@@ -52,12 +54,27 @@ class KernelOfBytes:
 
     def __init__(self, codes: T) -> None:
         self.codes = onednn.qlinear_prepack(codes, None)
-        self.ones, self.zeros = torch.ones(len(codes)), torch.zeros(len(codes), dtype=torch.int32)
+        self.ones, self.zeros = (
+            torch.ones(len(codes)),
+            torch.zeros(len(codes), dtype=torch.int32),
+        )
 
     def __call__(self, rows: T) -> T:
         """``[rows, in]`` to ``[rows, out]`` in float32."""
         made: T = onednn.qlinear_pointwise(
-            rows, 1.0, 128, self.codes, self.ones, self.zeros, None, 1.0, 0, torch.float32, "none", [], ""
+            rows,
+            1.0,
+            128,
+            self.codes,
+            self.ones,
+            self.zeros,
+            None,
+            1.0,
+            0,
+            torch.float32,
+            "none",
+            [],
+            "",
         )
         return made
 
@@ -73,7 +90,10 @@ def times_codes(rows: T, codes: T) -> T:
     for out in range(0, len(codes), TILE_OUT):
         tile, total = codes[out : out + TILE_OUT], torch.zeros(0)
         for first in range(0, codes.shape[1], EXACT):
-            part = signed[:, first : first + EXACT] @ tile[:, first : first + EXACT].float().t()
+            part = (
+                signed[:, first : first + EXACT]
+                @ tile[:, first : first + EXACT].float().t()
+            )
             total = part.int() if not first else total.add_(part.int())
         made[:, out : out + TILE_OUT] = total
     return made
@@ -90,8 +110,15 @@ def has_kernel_of_bytes() -> bool:
     rows = torch.full((33, 64), 255, dtype=torch.uint8)
     try:
         kernel = KernelOfBytes(codes)
-        return all(torch.equal(kernel(rows[:n]), times_codes(rows[:n], codes)) for n in (1, 3, 33))
-    except (RuntimeError, AttributeError, NotImplementedError):  # a PyTorch without oneDNN, or of another kind of CPU
+        return all(
+            torch.equal(kernel(rows[:n]), times_codes(rows[:n], codes))
+            for n in (1, 3, 33)
+        )
+    except (
+        RuntimeError,
+        AttributeError,
+        NotImplementedError,
+    ):  # a PyTorch without oneDNN, or of another kind of CPU
         return False
 
 
@@ -111,19 +138,33 @@ class Int8(nn.Module):
         codes = (weight.float() / scales[:, None]).round().to(torch.int8)
         self.nbytes = codes.nbytes + scales.nbytes
         self.scales = scales / 127
-        self.times = KernelOfBytes(codes) if has_kernel_of_bytes() else partial(times_codes, codes=codes)
+        self.times = (
+            KernelOfBytes(codes)
+            if has_kernel_of_bytes()
+            else partial(times_codes, codes=codes)
+        )
         self.first, self.second = torch.tensor(128.5), torch.tensor(1.5)
 
     def forward(self, x: T) -> T:
         """``[..., in]`` to ``[..., out]``."""
         rows = x.flatten(0, -2).float()
-        largest = torch.linalg.vector_norm(rows, float("inf"), -1, keepdim=True).clamp_min(1e-30)
+        largest = torch.linalg.vector_norm(
+            rows, float("inf"), -1, keepdim=True
+        ).clamp_min(1e-30)
         # 128 stands for zero, as CPUs multiply signed by unsigned bytes. A half is added, as conversion cuts off; what
         # it cuts off, less that half, is the second number.
         first = torch.addcdiv(self.first, rows, largest, value=127)
-        both = torch.cat((first, torch.add(self.second, first.frac(), alpha=254))).to(torch.uint8)
+        both = torch.cat((first, torch.add(self.second, first.frac(), alpha=254))).to(
+            torch.uint8
+        )
         coarse, fine = self.times(both).tensor_split(2)
-        return coarse.add_(fine, alpha=1 / 254).mul_(largest).mul_(self.scales).to(x.dtype).unflatten(0, x.shape[:-1])
+        return (
+            coarse.add_(fine, alpha=1 / 254)
+            .mul_(largest)
+            .mul_(self.scales)
+            .to(x.dtype)
+            .unflatten(0, x.shape[:-1])
+        )
 
 
 class Int4(nn.Module):
@@ -136,7 +177,8 @@ class Int4(nn.Module):
         scales = ((high - low) / 15).clamp_min(1e-30)
         codes = ((groups - low) / scales).round().clamp(0, 15).flatten(1).int()
         # A code stands for (code - 8) * scale + offset.
-        both = torch.cat((scales, low + 8 * scales), -1).transpose(0, 1)  # [groups, out, 2]
+        # [groups, out, 2]
+        both = torch.cat((scales, low + 8 * scales), -1).transpose(0, 1)
         self.codes = aten._convert_weight_to_int4pack_for_cpu(codes, 1)
         self.scales = both.bfloat16().contiguous()
         self.nbytes = self.codes.nbytes + self.scales.nbytes
@@ -152,7 +194,11 @@ class Int4(nn.Module):
 
 
 #: By the word for it, what a weight becomes.
-FORMS: dict[str, type[Packed | Int8 | Int4]] = {"float": Packed, "int8": Int8, "int4": Int4}
+FORMS: dict[str, type[Packed | Int8 | Int4]] = {
+    "float": Packed,
+    "int8": Int8,
+    "int4": Int4,
+}
 
 
 def form_of(word: str, weight: T) -> Packed | Int8 | Int4:
@@ -168,7 +214,9 @@ def read_only(model: Transformer, word: str = "float") -> int:
     """
     if word not in FORMS:
         raise UsageError(f"weights cannot be {word!r}; give one of {', '.join(FORMS)}")
-    if word != "float" and (model.mesh.device.type != "cpu" or model.shape.kv_rank or model.shape.mixtures):
+    if word != "float" and (
+        model.mesh.device.type != "cpu" or model.shape.kv_rank or model.shape.mixtures
+    ):
         raise UsageError(
             f"weights in {word} are for dense models with plain attention on the CPU; leave them as they are"
         )
@@ -176,11 +224,20 @@ def read_only(model: Transformer, word: str = "float") -> int:
         return 0
     size = 0
     for module in model.modules():
-        if isinstance(module, Projections) and not (word == "float" and module.quantized):  # which are few bits already
+        # which are few bits already
+        if isinstance(module, Projections) and not (
+            word == "float" and module.quantized
+        ):
             for names in module.TOGETHER:
-                weights = [module.own(name, module.merged(name).detach()) for name in names]
-                product = form_of(word, torch.cat(weights) if len(names) > 1 else weights[0])
-                module.products[names] = split_product(product, [len(weight) for weight in weights])
+                weights = [
+                    module.own(name, module.merged(name).detach()) for name in names
+                ]
+                product = form_of(
+                    word, torch.cat(weights) if len(names) > 1 else weights[0]
+                )
+                module.products[names] = split_product(
+                    product, [len(weight) for weight in weights]
+                )
                 size += product.nbytes
                 module.forget(*names)
     if not hasattr(model, "norm"):  # a stage of a pipeline, without an output layer

@@ -23,7 +23,9 @@ def frequencies(shape: ModelShape) -> torch.Tensor:
     return torch.stack(found)
 
 
-def _scaled(freq: torch.Tensor, scaling: RopeScaling | None, theta: float) -> torch.Tensor:
+def _scaled(
+    freq: torch.Tensor, scaling: RopeScaling | None, theta: float
+) -> torch.Tensor:
     if scaling is None:
         return freq
     if scaling.kind == "linear":
@@ -32,7 +34,9 @@ def _scaled(freq: torch.Tensor, scaling: RopeScaling | None, theta: float) -> to
         return _yarn(freq, scaling, theta)
     # Long wavelengths are stretched by `factor`, short ones kept, and those between blended linearly.
     turns = scaling.original_max_position * freq / (2 * math.pi)
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = (turns - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
     keep = keep.clamp(0, 1)
     return keep * freq + (1 - keep) * freq / scaling.factor
 
@@ -44,9 +48,14 @@ def _yarn(freq: torch.Tensor, scaling: RopeScaling, theta: float) -> torch.Tenso
         wavelength = scaling.original_max_position / (turns * 2 * math.pi)
         return len(freq) * math.log(wavelength) / math.log(theta)
 
-    low, high = max(math.floor(index(scaling.beta_fast)), 0), math.ceil(index(scaling.beta_slow))
+    low, high = (
+        max(math.floor(index(scaling.beta_fast)), 0),
+        math.ceil(index(scaling.beta_slow)),
+    )
     high = min(high, 2 * len(freq) - 1)
-    stretch = ((torch.arange(len(freq), dtype=freq.dtype) - low) / max(high - low, 0.001)).clamp(0, 1)
+    stretch = (
+        (torch.arange(len(freq), dtype=freq.dtype) - low) / max(high - low, 0.001)
+    ).clamp(0, 1)
     return freq * (1 - stretch) + freq / scaling.factor * stretch
 
 
@@ -60,15 +69,21 @@ def score_scales(shape: ModelShape) -> tuple[float, float]:
         return width**-0.5, 1.0
 
     def growth(mscale: float) -> float:
-        return 0.1 * mscale * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
+        return (
+            0.1 * mscale * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
+        )
 
     both = scaling.mscale and scaling.mscale_all_dim
-    derived = growth(scaling.mscale) / growth(scaling.mscale_all_dim) if both else growth(1)
+    derived = (
+        growth(scaling.mscale) / growth(scaling.mscale_all_dim) if both else growth(1)
+    )
     everywhere = growth(scaling.mscale_all_dim) if shape.kv_rank else 1.0
     return width**-0.5 * everywhere**2, (scaling.attention_factor or derived) ** 2
 
 
-def angles(positions: T, freq: T, dtype: torch.dtype, draws: T | None = None) -> tuple[T, ...]:
+def angles(
+    positions: T, freq: T, dtype: torch.dtype, draws: T | None = None
+) -> tuple[T, ...]:
     """Cosine and sine ``[bases, batch, seq, 1, rotated / 2]`` for ``positions`` ``[batch, seq]``.
 
     What else blocks know of the tokens comes after them: ``draws``, if they have any (:mod:`weft.models.dropout`).

@@ -16,7 +16,17 @@ import torch.nn.functional as F
 from spmd_types import rules
 
 from weft.data.batch import Batch
-from weft.layout.boundary import BY_DATA, OWN, Kind, R, V, declare, own_share, share_of_sum, untyped
+from weft.layout.boundary import (
+    BY_DATA,
+    OWN,
+    Kind,
+    R,
+    V,
+    declare,
+    own_share,
+    share_of_sum,
+    untyped,
+)
 from weft.layout.dims import Dim
 from weft.layout.mesh import Mesh
 from weft.models.module import Module
@@ -75,27 +85,36 @@ class Loads:
 
     def __init__(self, shape: ModelShape, mesh: Mesh) -> None:
         self.mixtures, self.mesh = shape.mixtures, mesh
-        self.balances, self.drops = shape.balance_loss > 0 or shape.z_loss > 0, shape.capacity > 0
+        self.balances, self.drops = (
+            shape.balance_loss > 0 or shape.z_loss > 0,
+            shape.capacity > 0,
+        )
         self.passes, self.sent = list[RouterPass](), Counter[str]()
         self.step_tokens: Callable[[], T] = lambda: torch.ones(())
 
     def begin(self, step_tokens: Callable[[], T]) -> None:
         """Begin a step, of so many ``step_tokens``."""
         self.passes, self.step_tokens = [], step_tokens
-        self.sent["tokens"] = self.sent["copies"] = 0  # of evaluation; moves come between steps
+        # of evaluation; moves come between steps
+        self.sent["tokens"] = self.sent["copies"] = 0
 
     def seen(self, batch: Batch) -> RouterPass:
         """What is counted in a pass over ``batch``."""
         with untyped():
             documents, lengths = batch.documents, batch.cu_seqlens.diff()
             if documents is None:  # one, for all that is known
-                documents, lengths = torch.zeros_like(batch.tokens), batch.cu_seqlens[-1:]
+                documents, lengths = (
+                    torch.zeros_like(batch.tokens),
+                    batch.cu_seqlens[-1:],
+                )
             tokens = torch.stack((documents, batch.positions))
             if self.mesh.layout.folds_tp:
                 tokens = tokens.chunk(self.mesh.size("tp"), dim=2)[self.mesh.rank("tp")]
             lengths = lengths.to(documents.device)
             documents, positions = tokens.flatten(1).unbind()
-            self.passes.append(RouterPass(documents, positions, lengths, lambda: self.step_tokens()))
+            self.passes.append(
+                RouterPass(documents, positions, lengths, lambda: self.step_tokens())
+            )
         return self.passes[-1]
 
     def share(self) -> T:
@@ -106,9 +125,27 @@ class Loads:
         shares = []
         with untyped():
             for layer, count in self.mixtures.items():
-                shares.append(self._sum([one.own[layer].sum(0) for one in self.passes if layer in one.own], count))
+                shares.append(
+                    self._sum(
+                        [
+                            one.own[layer].sum(0)
+                            for one in self.passes
+                            if layer in one.own
+                        ],
+                        count,
+                    )
+                )
             for layer in self.mixtures if self.drops else ():
-                shares.append(self._sum([one.dropped[layer] for one in self.passes if layer in one.dropped], 1))
+                shares.append(
+                    self._sum(
+                        [
+                            one.dropped[layer]
+                            for one in self.passes
+                            if layer in one.dropped
+                        ],
+                        1,
+                    )
+                )
             mine = torch.cat([share.double() for share in shares])
         by_stage = by_token(self.mesh) | {"pp": V}
         return share_of_sum(declare(mine, self.mesh, **by_stage), self.mesh, **by_stage)
@@ -121,7 +158,11 @@ class Loads:
 
     def _sum(self, found: list[T], count: int) -> T:
         """Of the passes' ``count`` numbers each; zeros of a layer that other stages have."""
-        return torch.stack(found).sum(0) if found else torch.zeros(count, device=self.mesh.device)
+        return (
+            torch.stack(found).sum(0)
+            if found
+            else torch.zeros(count, device=self.mesh.device)
+        )
 
 
 def by_token(mesh: Mesh) -> dict[str, Kind]:
@@ -129,13 +170,18 @@ def by_token(mesh: Mesh) -> dict[str, Kind]:
     return BY_DATA | {"tp": V if mesh.layout.folds_tp else R}
 
 
-def by_layer(mixtures: Mapping[int, int], loads: Sequence[int]) -> dict[int, Sequence[int]]:
+def by_layer(
+    mixtures: Mapping[int, int], loads: Sequence[int]
+) -> dict[int, Sequence[int]]:
     """By layer how often its experts were chosen, from what :meth:`Loads.share` adds up to.
 
     ``mixtures``: experts by layer.
     """
     ends = [0, *accumulate(mixtures.values())]
-    return {layer: loads[lo:hi] for layer, (lo, hi) in zip(mixtures, pairwise(ends), strict=True)}
+    return {
+        layer: loads[lo:hi]
+        for layer, (lo, hi) in zip(mixtures, pairwise(ends), strict=True)
+    }
 
 
 class Router(Module):
@@ -150,7 +196,9 @@ class Router(Module):
         self.shape, self.layer, self.count = shape, layer, shape.experts_of(layer)
         self.own = mesh.layout.folds_tp
         expert = Dim("expert", self.count)
-        self.weight("table", expert, Dim("embed", shape.embed), std=shape.init_std, whole=True)
+        self.weight(
+            "table", expert, Dim("embed", shape.embed), std=shape.init_std, whole=True
+        )
         if shape.router == "sigmoid":
             self.weight("bias", expert, std=0, whole=True, everywhere=True)
         if shape.balance == "step":
@@ -165,27 +213,47 @@ class Router(Module):
             ids = self._best(scores.detach() + self.bias, by=2)
         else:
             scores = logits.softmax(-1)
-            ids = self._best(logits.detach() if self.shape.router == "post-softmax" else scores.detach(), by=1)
+            ids = self._best(
+                logits.detach()
+                if self.shape.router == "post-softmax"
+                else scores.detach(),
+                by=1,
+            )
         weights = self._weights(logits, scores, ids)
         if seen is None:
             return Choice(weights, ids)
         with untyped():
             self._count(ids, seen)
         if self.shape.balance_loss:
-            probabilities = scores / scores.sum(-1, keepdim=True) if self.shape.router == "sigmoid" else scores
-            weights = _WithLoss.apply(weights, probabilities, self._balance_gradient(seen))
+            probabilities = (
+                scores / scores.sum(-1, keepdim=True)
+                if self.shape.router == "sigmoid"
+                else scores
+            )
+            weights = _WithLoss.apply(
+                weights, probabilities, self._balance_gradient(seen)
+            )
         if self.shape.z_loss:
-            weights = _WithLoss.apply(weights, logits, self._z_gradient(logits.detach(), seen))
-        return Choice(weights, self._within_capacity(ids, seen) if self.shape.capacity else ids)
+            weights = _WithLoss.apply(
+                weights, logits, self._z_gradient(logits.detach(), seen)
+            )
+        return Choice(
+            weights, self._within_capacity(ids, seen) if self.shape.capacity else ids
+        )
 
     def _best(self, scores: T, by: int) -> T:
         """The ids of the best experts, of the best groups by their ``by`` best: ``[tokens, k]``."""
         shape = self.shape
         if shape.router_groups > shape.router_top_groups:
-            grouped = scores.unflatten(-1, (shape.router_groups, -1))  # [tokens, groups, experts of each]
+            # [tokens, groups, experts of each]
+            grouped = scores.unflatten(-1, (shape.router_groups, -1))
             merit = grouped.topk(min(by, grouped.shape[-1])).values.sum(-1)
-            left_out = torch.ones_like(merit).scatter(-1, merit.topk(shape.router_top_groups).indices, 0)
-            scores = grouped.masked_fill(left_out[..., None] > 0, -torch.inf).flatten(-2)
+            left_out = torch.ones_like(merit).scatter(
+                -1, merit.topk(shape.router_top_groups).indices, 0
+            )
+            scores = grouped.masked_fill(left_out[..., None] > 0, -torch.inf).flatten(
+                -2
+            )
         return scores.topk(shape.experts_per_token).indices
 
     def _weights(self, logits: T, scores: T, ids: T) -> T:
@@ -194,15 +262,22 @@ class Router(Module):
             return logits.gather(-1, ids).softmax(-1) * shape.router_scale
         weights = scores.gather(-1, ids)
         if shape.router_norm:
-            weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if shape.router == "sigmoid" else 0))
+            weights = weights / (
+                weights.sum(-1, keepdim=True)
+                + (1e-20 if shape.router == "sigmoid" else 0)
+            )
         return weights * shape.router_scale
 
     @torch.no_grad()
     def _count(self, ids: T, seen: RouterPass) -> None:
         """Write down how often this layer's experts were chosen, by this rank's tokens and by whole documents."""
         cells, real = self._cells(ids, seen)
-        counts = torch.zeros(len(seen.lengths) * self.count, dtype=torch.int64, device=ids.device)
-        counts = counts.scatter_add(0, cells.flatten(), real.flatten().long()).view(-1, self.count)
+        counts = torch.zeros(
+            len(seen.lengths) * self.count, dtype=torch.int64, device=ids.device
+        )
+        counts = counts.scatter_add(0, cells.flatten(), real.flatten().long()).view(
+            -1, self.count
+        )
         seen.own[self.layer] = counts
         if self.shape.balance_loss and self.shape.balance != "step":
             for group in self._sharing_documents():
@@ -212,7 +287,8 @@ class Router(Module):
 
     def _cells(self, ids: T, seen: RouterPass) -> tuple[T, T]:
         """A number for the document and the expert of each choice, and whether its token is no padding."""
-        return seen.rows[:, None] * self.count + ids, seen.real[:, None].expand_as(ids)  # each [tokens, k]
+        # each [tokens, k]
+        return seen.rows[:, None] * self.count + ids, seen.real[:, None].expand_as(ids)
 
     def _sharing_documents(self) -> list[dist.ProcessGroup]:
         """The groups over which documents are cut."""
@@ -226,14 +302,17 @@ class Router(Module):
         """
         with untyped():
             cells, real = self._cells(ids, seen)
-            codes = torch.where(real, (cells << 31) + seen.positions[:, None], -1)  # [tokens, k]
+            # [tokens, k]
+            codes = torch.where(real, (cells << 31) + seen.positions[:, None], -1)
             every = codes.flatten()
             for group in self._sharing_documents():
                 parts = [torch.empty_like(every) for _ in range(group.size())]
                 dist.all_gather(parts, every, group=group)
                 every = torch.cat(parts)
             every = every.sort().values
-            before = torch.searchsorted(every, codes) - torch.searchsorted(every, cells << 31)
+            before = torch.searchsorted(every, codes) - torch.searchsorted(
+                every, cells << 31
+            )
             share = self.shape.capacity * self.shape.experts_per_token / self.count
             room = (seen.lengths.double() * share).ceil().long()[seen.rows]
             dropped = (before >= room[:, None]) & real
@@ -252,12 +331,23 @@ class Router(Module):
 
         def gradient() -> T:
             if shape.balance == "step":
-                shares = self.load.to(dtype)[None].expand(len(seen.lengths), -1)  # [documents, experts]
+                # [documents, experts]
+                shares = self.load.to(dtype)[None].expand(len(seen.lengths), -1)
             else:
                 layers = len(seen.chosen) if shape.balance == "huggingface" else 1
-                chosen = torch.stack(list(seen.chosen.values())).sum(0) if layers > 1 else seen.chosen[self.layer]
-                per_token = layers**2 if shape.balance == "huggingface" else shape.experts_per_token
-                shares = chosen.to(dtype) / (seen.lengths.to(dtype)[:, None] * per_token)
+                chosen = (
+                    torch.stack(list(seen.chosen.values())).sum(0)
+                    if layers > 1
+                    else seen.chosen[self.layer]
+                )
+                per_token = (
+                    layers**2
+                    if shape.balance == "huggingface"
+                    else shape.experts_per_token
+                )
+                shares = chosen.to(dtype) / (
+                    seen.lengths.to(dtype)[:, None] * per_token
+                )
             factor = self._factor(seen, dtype) * (shape.balance_loss * self.count)
             return shares[seen.rows] * factor[:, None]
 
@@ -267,7 +357,12 @@ class Router(Module):
         """That of the mean squared log-sum-exp of the logits (Zoph et al. 2022, ST-MoE)."""
 
         def gradient() -> T:
-            z = 2 * self.shape.z_loss * logits.logsumexp(-1) * self._factor(seen, logits.dtype)
+            z = (
+                2
+                * self.shape.z_loss
+                * logits.logsumexp(-1)
+                * self._factor(seen, logits.dtype)
+            )
             return logits.softmax(-1) * z[:, None]
 
         return gradient
@@ -282,7 +377,10 @@ class Router(Module):
         """Take in how often each expert was chosen in a whole step: the same numbers, so the same result, anywhere."""
         counts = torch.tensor(loads, dtype=torch.float64)
         if "bias" in self.logical and self.shape.bias_rate:
-            self.bias.add_((counts.mean() - counts).sign().to(self.bias), alpha=self.shape.bias_rate)
+            self.bias.add_(
+                (counts.mean() - counts).sign().to(self.bias),
+                alpha=self.shape.bias_rate,
+            )
         if "load" in self.logical and counts.sum() > 0:
             self.load.copy_(counts / counts.sum())
 

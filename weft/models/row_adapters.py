@@ -30,9 +30,14 @@ class Factors(NamedTuple):
 
     def of(self, numbers: T) -> tuple[T, T]:
         """``a`` ``[..., rank, into]`` and ``b`` ``[..., out, rank]`` among ``numbers``, ``[..., all of a layer]``."""
-        middle, last = self.first + self.rank * self.into, self.first + self.rank * (self.into + self.out)
+        middle, last = (
+            self.first + self.rank * self.into,
+            self.first + self.rank * (self.into + self.out),
+        )
         a, b = numbers[..., self.first : middle], numbers[..., middle:last]
-        return a.unflatten(-1, (self.rank, self.into)), b.unflatten(-1, (self.out, self.rank))
+        return a.unflatten(-1, (self.rank, self.into)), b.unflatten(
+            -1, (self.out, self.rank)
+        )
 
 
 #: Where everything stands among the numbers of a layer. Adapters of one form can be multiplied together.
@@ -83,13 +88,17 @@ def own_part(adapter: HostAdapter, model: Transformer) -> HostAdapter:
     is added is a share of the sum that the weight's product is a share of.
     """
     found = []
-    for layer, modules in zip(map(int, model.blocks), layer_modules(model), strict=True):
+    for layer, modules in zip(
+        map(int, model.blocks), layer_modules(model), strict=True
+    ):
         factors = []
         for one in adapter.forms[layer]:
             module, (a, b) = modules[one.module], one.of(adapter.values[layer])
             rows, columns = module.logical[one.name].box
             own_rows = module.own_rows.get(one.name, rows)
-            factors.append((one.module, one.name, a[:, slice(*columns)], b[slice(*own_rows)]))
+            factors.append(
+                (one.module, one.name, a[:, slice(*columns)], b[slice(*own_rows)])
+            )
         found.append(laid_out(factors))
     forms, values = zip(*found, strict=True)
     return HostAdapter(forms, values)
@@ -97,7 +106,9 @@ def own_part(adapter: HostAdapter, model: Transformer) -> HostAdapter:
 
 @contextmanager
 def adapting(
-    layers: Sequence[dict[str, Projections]], groups: Sequence[Alike], read: Callable[[int, T], T]
+    layers: Sequence[dict[str, Projections]],
+    groups: Sequence[Alike],
+    read: Callable[[int, T], T],
 ) -> Iterator[None]:
     """In here ``layers`` add to the rows of each of ``groups`` what its adapters make of them.
 
@@ -125,10 +136,15 @@ class StepAdapters:
     def _numbers_of(self, layer: int) -> list[T]:
         """Of every group ``[texts, numbers of a table]``."""
         if layer != self._layer:
-            self._layer, self._numbers = layer, [self.read(layer, group.tables) for group in self.groups]
+            self._layer, self._numbers = (
+                layer,
+                [self.read(layer, group.tables) for group in self.groups],
+            )
         return self._numbers
 
-    def add(self, layer: int, module: str, x: T, names: Sequence[str], made: Sequence[T]) -> None:
+    def add(
+        self, layer: int, module: str, x: T, names: Sequence[str], made: Sequence[T]
+    ) -> None:
         """Add to what the weights ``names`` made of ``x`` ``[1, tokens, in]``, in place."""
         for group, numbers in zip(self.groups, self._numbers_of(layer), strict=True):
             for one in group.forms[layer]:

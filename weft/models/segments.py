@@ -22,13 +22,19 @@ class Segment(NamedTuple):
     k1: int
     causal: bool  # a square, in which a query sees the keys up to its own place
     joins: bool = False  # its queries have met other keys before
-    flipped: bool = False  # of a causal square: a query sees the keys from its own place on
+    # of a causal square: a query sees the keys from its own place on
+    flipped: bool = False
 
 
 def document_segments(cu_seqlens: torch.Tensor, window: int = 0) -> list[Segment]:
     """One causal segment per document, or what a ``window`` leaves of it (0: none): so many tokens, with itself."""
     bounds = cu_seqlens.tolist()
-    return [segment for a, b in pairwise(bounds) if b > a for segment in windowed(a, b, window)]
+    return [
+        segment
+        for a, b in pairwise(bounds)
+        if b > a
+        for segment in windowed(a, b, window)
+    ]
 
 
 def windowed(a: int, b: int, window: int) -> list[Segment]:
@@ -71,8 +77,16 @@ def cut(s: Segment, square: int = SQUARE) -> list[Segment]:
     if not s.causal or half < square:
         return [s]
     q, k = s.q0 + half, s.k0 + half
-    corner = Segment(s.q0, q, k, s.k1, False, True) if s.flipped else Segment(q, s.q1, s.k0, k, False, True)
-    return [*cut(s._replace(q1=q, k1=k), square), *cut(s._replace(q0=q, k0=k), square), corner]
+    corner = (
+        Segment(s.q0, q, k, s.k1, False, True)
+        if s.flipped
+        else Segment(q, s.q1, s.k0, k, False, True)
+    )
+    return [
+        *cut(s._replace(q1=q, k1=k), square),
+        *cut(s._replace(q0=q, k0=k), square),
+        corner,
+    ]
 
 
 def uniform(segments: list[Segment], queries: int, keys: int) -> tuple[int, int] | None:
@@ -80,6 +94,13 @@ def uniform(segments: list[Segment], queries: int, keys: int) -> tuple[int, int]
     if not segments:
         return None
     n, m = segments[0].q1 - segments[0].q0, segments[0].k1 - segments[0].k0
-    alike = (Segment(i * n, i * n + n, i * m, i * m + m, segments[0].causal) for i in range(len(segments)))
+    alike = (
+        Segment(i * n, i * n + n, i * m, i * m + m, segments[0].causal)
+        for i in range(len(segments))
+    )
     tiled = n * len(segments) == queries and m * len(segments) == keys
-    return (n, m) if tiled and all(a == b for a, b in zip(alike, segments, strict=True)) else None
+    return (
+        (n, m)
+        if tiled and all(a == b for a, b in zip(alike, segments, strict=True))
+        else None
+    )

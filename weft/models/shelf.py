@@ -39,7 +39,10 @@ class AdapterShelf:
     def add(self, name: str, adapter: HostAdapter) -> int:
         """Let requests name ``adapter``, of this rank's part of the model; returns how many blocks it needs."""
         self.host[name] = adapter
-        return max(-(-len(numbers) // pages.room(0)[:, 0].numel()) for numbers, pages in self._layers(name))
+        return max(
+            -(-len(numbers) // pages.room(0)[:, 0].numel())
+            for numbers, pages in self._layers(name)
+        )
 
     @cached_property
     def _modules(self) -> list[dict[str, Projections]]:
@@ -51,25 +54,43 @@ class AdapterShelf:
             store = pages.room(max(table) + 1)
             filled = numbers.new_zeros(len(table) * store[:, 0].numel())
             filled[: len(numbers)] = numbers
-            store[:, list(table)] = filled.view(len(store), len(table), *store.shape[2:]).to(store)
+            store[:, list(table)] = filled.view(
+                len(store), len(table), *store.shape[2:]
+            ).to(store)
 
     def _layers(self, name: str) -> Iterable[tuple[T, Pages]]:
         return zip(self.host[name].values, self.pages, strict=True)
 
-    def adapting(self, spans: Sequence[Span], adapters: Sequence[Lent | None]) -> AbstractContextManager[None]:
+    def adapting(
+        self, spans: Sequence[Span], adapters: Sequence[Lent | None]
+    ) -> AbstractContextManager[None]:
         """In here the layers add to the rows of each of ``spans`` what its adapter, if it has one, makes of them."""
-        alike = defaultdict[tuple[tuple[Form, ...], int], list[tuple[Span, Sequence[int]]]](list)
+        alike = defaultdict[
+            tuple[tuple[Form, ...], int], list[tuple[Span, Sequence[int]]]
+        ](list)
         for span, lent in zip(spans, adapters, strict=True):
             if lent and span.last > span.first:
-                alike[self.host[lent.name].forms, span.last - span.first].append((span, lent.table))
+                alike[self.host[lent.name].forms, span.last - span.first].append(
+                    (span, lent.table)
+                )
         if not alike:
             return nullcontext()
-        return adapting(self._modules, [self._alike(forms, some) for (forms, _), some in alike.items()], self._read)
+        return adapting(
+            self._modules,
+            [self._alike(forms, some) for (forms, _), some in alike.items()],
+            self._read,
+        )
 
-    def _alike(self, forms: tuple[Form, ...], some: Sequence[tuple[Span, Sequence[int]]]) -> Alike:
+    def _alike(
+        self, forms: tuple[Form, ...], some: Sequence[tuple[Span, Sequence[int]]]
+    ) -> Alike:
         device = self.pages[0].room(0).device
-        rows = torch.tensor([[*range(span.first, span.last)] for span, _ in some], device=device)
-        return Alike(forms, rows, torch.tensor([list(table) for _, table in some], device=device))
+        rows = torch.tensor(
+            [[*range(span.first, span.last)] for span, _ in some], device=device
+        )
+        return Alike(
+            forms, rows, torch.tensor([list(table) for _, table in some], device=device)
+        )
 
     def _read(self, layer: int, tables: T) -> T:
         """What is in ``tables`` ``[texts, blocks]``: ``[texts, numbers]``."""

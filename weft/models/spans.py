@@ -45,7 +45,8 @@ class SpanBatch(NamedTuple):
     rows: T  # [texts, tokens], places in the packed row
     blocks: T  # [texts, blocks], shorter tables filled up with their last block
     bias: T  # [texts, 1, tokens * group, keys]: 0 where a token sees a key, else -inf
-    keys: slice | None = None  # those of the blocks that are read, where every token is attended to for itself
+    # those of the blocks that are read, where every token is attended to for itself
+    keys: slice | None = None
 
 
 def columns(span: Span, size: int, window: int) -> tuple[int, int]:
@@ -54,7 +55,9 @@ def columns(span: Span, size: int, window: int) -> tuple[int, int]:
     return first, -(-(span.past + span.last - span.first) // size)
 
 
-def batch_spans(spans: Iterable[Span], size: int, window: int, q: T, group: int) -> list[SpanBatch | Span]:
+def batch_spans(
+    spans: Iterable[Span], size: int, window: int, q: T, group: int
+) -> list[SpanBatch | Span]:
     """What is attended to in a call each: many short spans, or a long one."""
     if is_invariant():
         return [*batch_each_query(spans, size, window, q, group)]
@@ -69,40 +72,67 @@ def batch_spans(spans: Iterable[Span], size: int, window: int, q: T, group: int)
         tokens, blocks = measure(span)
         if alike and (measure(alike[0])[0] != tokens or blocks > PADDED * measure(alike[0])[1]
                       or blocks * (len(alike) + 1) > MOST or tokens > SHORT):  # fmt: skip
-            found.append(_batch(alike, size, window, q, group) if len(alike) > 1 else alike[0])
+            found.append(
+                _batch(alike, size, window, q, group) if len(alike) > 1 else alike[0]
+            )
             alike = []
         alike.append(span)
-    return [*found, _batch(alike, size, window, q, group) if len(alike) > 1 else alike[0]]
+    return [
+        *found,
+        _batch(alike, size, window, q, group) if len(alike) > 1 else alike[0],
+    ]
 
 
-def batch_each_query(spans: Iterable[Span], size: int, window: int, q: T, group: int) -> Iterator[SpanBatch]:
+def batch_each_query(
+    spans: Iterable[Span], size: int, window: int, q: T, group: int
+) -> Iterator[SpanBatch]:
     """What is attended to in a call each where every query is for itself (:mod:`weft.models.invariant`)."""
     found: dict[tuple[int, int, int], list[tuple[Span, Reach]]] = defaultdict(list)
     for span in spans:
         for reach in reaches(span.past, span.past + span.last - span.first, window):
-            alone = span.first if reach.last - reach.first > 1 else -1  # several queries of one text share its keys
+            # several queries of one text share its keys
+            alone = span.first if reach.last - reach.first > 1 else -1
             found[reach.low, reach.high, alone].append((span, reach))
     for (low, high, _), alike in found.items():
         first, last = low // size, -(-high // size)
-        tables = [[*s.table[first:last], *[s.table[-1]] * (last - max(first, len(s.table)))] for s, _ in alike]
-        rows = [[*range(s.first + r.first - s.past, s.first + r.last - s.past)] for s, r in alike]
+        tables = [
+            [*s.table[first:last], *[s.table[-1]] * (last - max(first, len(s.table)))]
+            for s, _ in alike
+        ]
+        rows = [
+            [*range(s.first + r.first - s.past, s.first + r.last - s.past)]
+            for s, r in alike
+        ]
         bias = torch.cat([bias_of(reach, window, group, q) for _, reach in alike])
         blocks = torch.tensor(tables, device=q.device)
         keys = slice(low - first * size, high - first * size)
         yield SpanBatch(torch.tensor(rows, device=q.device), blocks, bias, keys)
 
 
-def _batch(spans: Sequence[Span], size: int, window: int, q: T, group: int) -> SpanBatch:
+def _batch(
+    spans: Sequence[Span], size: int, window: int, q: T, group: int
+) -> SpanBatch:
     seen = [columns(span, size, window) for span in spans]
     width = max(last - first for first, last in seen)
-    tables = [[*s.table[a:b], *[s.table[b - 1]] * (width - (b - a))] for s, (a, b) in zip(spans, seen, strict=True)]
-    rows = torch.tensor([[*range(span.first, span.last)] for span in spans], device=q.device)
+    tables = [
+        [*s.table[a:b], *[s.table[b - 1]] * (width - (b - a))]
+        for s, (a, b) in zip(spans, seen, strict=True)
+    ]
+    rows = torch.tensor(
+        [[*range(span.first, span.last)] for span in spans], device=q.device
+    )
     past = torch.tensor([[span.past] for span in spans], device=q.device)
     before = torch.tensor([[first * size] for first, _ in seen], device=q.device)
-    at = (past + torch.arange(rows.shape[1], device=q.device))[:, :, None]  # [texts, tokens, 1]
-    keys = (before + torch.arange(width * size, device=q.device))[:, None]  # [texts, 1, keys]
+    # [texts, tokens, 1]
+    at = (past + torch.arange(rows.shape[1], device=q.device))[:, :, None]
+    # [texts, 1, keys]
+    keys = (before + torch.arange(width * size, device=q.device))[:, None]
     hidden = (keys > at) | (keys <= at - window) if window else keys > at
-    bias = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf).repeat_interleave(group, 1)[:, None]
+    bias = (
+        q.new_zeros(hidden.shape)
+        .masked_fill_(hidden, -torch.inf)
+        .repeat_interleave(group, 1)[:, None]
+    )
     return SpanBatch(rows, torch.tensor(tables, device=q.device), bias)
 
 
@@ -112,18 +142,26 @@ def attend_batch(q: T, k: T, v: T, batch: SpanBatch) -> T:
     The query heads that share a key head are so many queries of it, and its keys are read once for all of them.
     """
     if batch.keys is not None:
-        found, _ = attend_each(q.flatten(0, 1), k[:, batch.keys], v[:, batch.keys], batch.bias)
+        found, _ = attend_each(
+            q.flatten(0, 1), k[:, batch.keys], v[:, batch.keys], batch.bias
+        )
         return found.view(q.shape)
     tokens, kv_heads = q.shape[1], k.shape[2]
-    shared = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(2, 3)  # [texts, kv_heads, tokens * group, width]
-    out = F.scaled_dot_product_attention(shared, k.transpose(1, 2), v.transpose(1, 2), attn_mask=batch.bias)
+    # [texts, kv_heads, tokens * group, width]
+    shared = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(2, 3)
+    out = F.scaled_dot_product_attention(
+        shared, k.transpose(1, 2), v.transpose(1, 2), attn_mask=batch.bias
+    )
     return out.unflatten(2, (tokens, -1)).transpose(1, 2).flatten(2, 3)
 
 
 def own_segments(tokens: int, past: int, window: int) -> list[Segment]:
     """What a text's last ``tokens`` tokens see of it, if ``past`` keys come before them."""
     earlier = earlier_keys(past, past + tokens, 0, past, window) if past else []
-    pieces = [*windowed(past, past + tokens, window), *(s._replace(joins=True) for s in earlier)]
+    pieces = [
+        *windowed(past, past + tokens, window),
+        *(s._replace(joins=True) for s in earlier),
+    ]
     return [s._replace(q0=s.q0 - past, q1=s.q1 - past) for s in pieces]
 
 
@@ -136,7 +174,9 @@ def attend_span(q: T, k: T, v: T, past: int, window: int) -> T:
     # One token sees every key. The query heads that share a key head can then be so many queries of it, and the keys
     # are read once for all of them: [1, kv_heads, group, width].
     shared = q.reshape(1, k.shape[1], -1, q.shape[2])
-    out = F.scaled_dot_product_attention(shared, k.transpose(0, 1)[None], v.transpose(0, 1)[None])
+    out = F.scaled_dot_product_attention(
+        shared, k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    )
     return out.reshape(*q.shape[:2], -1)
 
 

@@ -43,9 +43,17 @@ T = torch.Tensor
 class Embedding(Module):
     def __init__(self, shape: ModelShape, mesh: Mesh) -> None:
         super().__init__(mesh)
-        logical = self.weight("table", Dim("vocab", shape.vocab), Dim("embed", shape.embed), std=shape.init_std)
+        logical = self.weight(
+            "table",
+            Dim("vocab", shape.vocab),
+            Dim("embed", shape.embed),
+            std=shape.init_std,
+        )
         self.first, self.last = logical.box[0]
-        self.vocab, self.scale = shape.vocab, shape.embed**0.5 if shape.scaled_embedding else 1.0
+        self.vocab, self.scale = (
+            shape.vocab,
+            shape.embed**0.5 if shape.scaled_embedding else 1.0,
+        )
         self.adapters = token_rows(shape, "embed_tokens", (self.first, self.last), mesh)
 
     @property
@@ -67,16 +75,24 @@ class Embedding(Module):
             return x * self.scale if self.scale != 1 else x
         mine = (tokens >= self.first) & (tokens < self.last)
         x = F.embedding(torch.where(mine, tokens - self.first, 0), self.table)
-        x = (x if self.rows is None else self.rows.looked_up(tokens, x)) * mine[..., None]
+        x = (x if self.rows is None else self.rows.looked_up(tokens, x)) * mine[
+            ..., None
+        ]
         x = scatter_tokens(x, self.mesh)
         return x * self.scale if self.scale != 1 else x
 
 
-def token_rows(shape: ModelShape, weight: VocabularyWeight, part: tuple[int, int], mesh: Mesh) -> nn.ModuleDict:
+def token_rows(
+    shape: ModelShape, weight: VocabularyWeight, part: tuple[int, int], mesh: Mesh
+) -> nn.ModuleDict:
     """The rows of ``weight`` that learn, of which this rank has the tokens ``part``; empty if there are none."""
     tokens = row_tokens(shape, weight)
     name = VOCABULARY[weight].rpartition(".")[2]
-    return nn.ModuleDict({name: TokenRows(tokens, Dim("embed", shape.embed), *part, mesh)} if tokens else {})
+    return nn.ModuleDict(
+        {name: TokenRows(tokens, Dim("embed", shape.embed), *part, mesh)}
+        if tokens
+        else {}
+    )
 
 
 class Attention(Projections):
@@ -99,10 +115,16 @@ class Attention(Projections):
         self.shared_kv = tp > 1 and bool(shape.heads % tp or shape.kv_heads % tp)
         self.head_dim = shape.head_dim
         needed = torch.arange(first, last) // group - self.kv_first
-        even = torch.arange(last - first) // max(1, (last - first) // (self.kv_last - self.kv_first))
+        even = torch.arange(last - first) // max(
+            1, (last - first) // (self.kv_last - self.kv_first)
+        )
         self.kv_index = None if torch.equal(needed, even) else needed.tolist()
         out_std = shape.init_std / (2 * shape.layers) ** 0.5
-        own_rows = (self.kv_first * shape.head_dim, self.kv_last * shape.head_dim) if self.shared_kv else None
+        own_rows = (
+            (self.kv_first * shape.head_dim, self.kv_last * shape.head_dim)
+            if self.shared_kv
+            else None
+        )
         self.projection("wq", heads, embed, shape.init_std)
         self.projection("wk", kv, embed, shape.init_std, own_rows)
         self.projection("wv", kv, embed, shape.init_std, own_rows)
@@ -112,15 +134,27 @@ class Attention(Projections):
             self.weight("bq", heads, std=0)
             self.weight("bk", kv, std=0, whole=self.shared_kv)
             self.weight("bv", kv, std=0, whole=self.shared_kv)
-        self.q_norm = Norm(Dim("head_dim", shape.head_dim), shape.norm_eps, mesh) if shape.qk_norm else None
-        self.k_norm = Norm(Dim("head_dim", shape.head_dim), shape.norm_eps, mesh) if shape.qk_norm else None
+        self.q_norm = (
+            Norm(Dim("head_dim", shape.head_dim), shape.norm_eps, mesh)
+            if shape.qk_norm
+            else None
+        )
+        self.k_norm = (
+            Norm(Dim("head_dim", shape.head_dim), shape.norm_eps, mesh)
+            if shape.qk_norm
+            else None
+        )
         self.mixer = shape.mixer_of(layer)
         self.attend: Attend = local_attention
         self.window = (shape.window_of(layer),) if shape.window_of(layer) else ()
         self.base = int(bool(shape.window_theta and shape.window_of(layer)))
         scale, rotated = score_scales(shape)
         # attention divides by the root of head_dim
-        self.query_scale = scale * rotated * shape.head_dim**0.5 if shape.query_dim or rotated != 1 else 1.0
+        self.query_scale = (
+            scale * rotated * shape.head_dim**0.5
+            if shape.query_dim or rotated != 1
+            else 1.0
+        )
         self.interleaved = shape.rope_interleaved
         # Linear attention does not average: its outputs grow with what has been seen.
         self.o_norm = None
@@ -133,8 +167,13 @@ class Attention(Projections):
         """``x``: ``[batch, seq, embed]``; returns this rank's share of a sum over ``tp``, shaped alike."""
         q, k, v = self.project(x, "wq", "wk", "wv")
         if self.bias:
-            q, k, v = q + self.bq, k + self.own("wk", self.bk), v + self.own("wv", self.bv)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [batch, seq, heads/tp, head_dim]
+            q, k, v = (
+                q + self.bq,
+                k + self.own("wk", self.bk),
+                v + self.own("wv", self.bv),
+            )
+        # [batch, seq, heads/tp, head_dim]
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = (x[self.base] for x in rope[:2])
@@ -159,15 +198,23 @@ class Block(Module):
         super().__init__(mesh)
         embed = Dim("embed", shape.embed)
         self.attention_norm = Norm(embed, shape.norm_eps, mesh)
-        self.attention = (LatentAttention if shape.kv_rank else Attention)(shape, mesh, layer)
+        self.attention = (LatentAttention if shape.kv_rank else Attention)(
+            shape, mesh, layer
+        )
         self.ffn_norm = Norm(embed, shape.norm_eps, mesh)
         self.ffn = feed_forward(shape, mesh, layer)
-        self.attention_out_norm = Norm(embed, shape.norm_eps, mesh) if shape.norm_after else None
-        self.ffn_out_norm = Norm(embed, shape.norm_eps, mesh) if shape.norm_after else None
+        self.attention_out_norm = (
+            Norm(embed, shape.norm_eps, mesh) if shape.norm_after else None
+        )
+        self.ffn_out_norm = (
+            Norm(embed, shape.norm_eps, mesh) if shape.norm_after else None
+        )
         self.recompute = "none"
         self.kept_ops: list[torch._ops.OpOverload] = [torch.ops.weft.attention.default]
 
-    def forward(self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None = None) -> T:
+    def forward(
+        self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None = None
+    ) -> T:
         """``[batch, seq/tp, embed]`` to the same. ``seen``: what routers count, if they do."""
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self._body(x, rope, cu_seqlens, seen)
@@ -175,18 +222,39 @@ class Block(Module):
         kept: dict[str, Any] = {}
         if tape is not None:
             kept = {
-                "context_fn": partial(_recompute_with, tape, self.kept_ops if self.recompute == "selective" else [])
+                "context_fn": partial(
+                    _recompute_with,
+                    tape,
+                    self.kept_ops if self.recompute == "selective" else [],
+                )
             }
         elif self.recompute == "selective":
-            kept = {"context_fn": partial(create_selective_checkpoint_contexts, self.kept_ops)}
-        return checkpoint(self._body, x, rope, cu_seqlens, seen, use_reentrant=False, preserve_rng_state=False, **kept)
+            kept = {
+                "context_fn": partial(
+                    create_selective_checkpoint_contexts, self.kept_ops
+                )
+            }
+        return checkpoint(
+            self._body,
+            x,
+            rope,
+            cu_seqlens,
+            seen,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            **kept,
+        )
 
-    def _body(self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None) -> T:
+    def _body(
+        self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None
+    ) -> T:
         x, early = self._attended(x, rope, cu_seqlens, seen)
         with drawing(rope[2:]):
             return self._added(x, self.ffn(self.ffn_norm(x), seen, early))
 
-    def steps(self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None) -> Steps:
+    def steps(
+        self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None
+    ) -> Steps:
         """:meth:`forward` without recomputation, which may be left where a mixture may be."""
         x, early = self._attended(x, rope, cu_seqlens, seen)
         before, normed = current_part(), self.ffn_norm(x)
@@ -207,7 +275,9 @@ class Block(Module):
         early = self.ffn.early(normed, y, seen)
         with drawing(rope[2:]):
             y = scatter_tokens(self.attention(y, rope, cu_seqlens), self.mesh)
-        return x + (y if self.attention_out_norm is None else self.attention_out_norm(y)), early
+        return x + (
+            y if self.attention_out_norm is None else self.attention_out_norm(y)
+        ), early
 
     def _added(self, x: T, y: T) -> T:
         """``x`` with what the feed-forward adds to it."""
@@ -216,7 +286,11 @@ class Block(Module):
 
 def _recompute_with(tape: Tape, kept: list[torch._ops.OpOverload]) -> tuple[Any, Any]:
     """What surrounds forward and recomputation, which may run in another thread, when backward is split."""
-    first, again = create_selective_checkpoint_contexts(kept) if kept else (nullcontext(), nullcontext())
+    first, again = (
+        create_selective_checkpoint_contexts(kept)
+        if kept
+        else (nullcontext(), nullcontext())
+    )
 
     @contextmanager
     def recomputing() -> Iterator[None]:
@@ -246,11 +320,16 @@ class Transformer(Module):
         super().__init__(mesh)
         self.shape, self.loss_chunk = shape, loss_chunk
         self.criterion: Criterion = linear_cross_entropy
-        self.pipeline: Any = None  # what runs this rank's stages, if it has some only (weft.parallel.pipeline)
-        self.objective: Objective | None = None  # of pairs of answers; None: cross entropy of the labels
-        self.route: Sequence[int] | None = None  # the blocks to run and their order, if not all (partial pipelines)
-        self.saved: Any = None  # what moves what blocks save for backward, if it does (weft.memory.activations)
-        self.logits: Callable[[T], T] | None = None  # in place of the output layer's product (weft.models.products)
+        # what runs this rank's stages, if it has some only (weft.parallel.pipeline)
+        self.pipeline: Any = None
+        # of pairs of answers; None: cross entropy of the labels
+        self.objective: Objective | None = None
+        # the blocks to run and their order, if not all (partial pipelines)
+        self.route: Sequence[int] | None = None
+        # what moves what blocks save for backward, if it does (weft.memory.activations)
+        self.saved: Any = None
+        # in place of the output layer's product (weft.models.products)
+        self.logits: Callable[[T], T] | None = None
         self.freq = frequencies(shape)
         self.loads = Loads(shape, mesh) if shape.mixtures else None
         if "embedding" in ends or (shape.tied and "head" in ends):
@@ -260,8 +339,14 @@ class Transformer(Module):
         if "norm" in ends:
             self.norm = Norm(Dim("embed", shape.embed), shape.norm_eps, mesh)
         if "head" in ends and not shape.tied:
-            rows = Dim("score", 1) if shape.output == "score" else Dim("vocab", shape.vocab)
-            head = self.weight("head", rows, Dim("embed", shape.embed), std=shape.init_std)
+            rows = (
+                Dim("score", 1)
+                if shape.output == "score"
+                else Dim("vocab", shape.vocab)
+            )
+            head = self.weight(
+                "head", rows, Dim("embed", shape.embed), std=shape.init_std
+            )
             self.outputs: Any = nn.Module()
             self.outputs.adapters = token_rows(shape, "lm_head", head.box[0], mesh)
 
@@ -280,8 +365,18 @@ class Transformer(Module):
         model that scores there is one logit. ``only``: logits of these positions of each row; the output layer computes
         nothing else. ``seen``: see :class:`Block`.
         """
-        hidden = self.hidden(tokens, positions, cu_seqlens, seen, None if learned is None else learned.draws)
-        return self.loss(hidden, learned) if learned is not None else self.scores(hidden, only)
+        hidden = self.hidden(
+            tokens,
+            positions,
+            cu_seqlens,
+            seen,
+            None if learned is None else learned.draws,
+        )
+        return (
+            self.loss(hidden, learned)
+            if learned is not None
+            else self.scores(hidden, only)
+        )
 
     def scores(self, hidden: T, only: slice | T | None = None) -> T:
         """Logits ``[batch, seq, vocab]`` of what the output layer reads; ``only``: see :meth:`forward`."""
@@ -291,18 +386,30 @@ class Transformer(Module):
         if self.shape.output == "score":
             return F.linear(hidden, self.output)
         tp = self.mesh.size("tp")
-        sizes = [hi - lo for lo, hi in (part(self.shape.vocab, tp, rank) for rank in range(tp))]
+        sizes = [
+            hi - lo
+            for lo, hi in (part(self.shape.vocab, tp, rank) for rank in range(tp))
+        ]
         if self.logits is not None:
             logits = self.logits(hidden)
         else:
             by_hand = is_invariant() or is_widened(hidden)
-            weight, rows = (self.embedding.table, self.embedding.rows) if self.shape.tied else (self.head, self.rows)
+            weight, rows = (
+                (self.embedding.table, self.embedding.rows)
+                if self.shape.tied
+                else (self.head, self.rows)
+            )
             logits = project(hidden, weight)[0] if by_hand else F.linear(hidden, weight)
             logits = logits if rows is None else rows.scored(hidden, logits)
         return gather_vocab(logits, sizes, self.mesh)
 
     def hidden(
-        self, tokens: T, positions: T, cu_seqlens: T, seen: RouterPass | None = None, draws: T | None = None
+        self,
+        tokens: T,
+        positions: T,
+        cu_seqlens: T,
+        seen: RouterPass | None = None,
+        draws: T | None = None,
     ) -> T:
         """What the output layer reads: ``[batch, seq/tp, embed]``, normed. ``draws``: see :class:`Batch`."""
         x = self.embedding(tokens)  # [batch, seq/tp, embed]
@@ -311,16 +418,29 @@ class Transformer(Module):
             x = self.run_block(i, x, rope, cu_seqlens, seen)
         return self.norm(x)
 
-    def run_block(self, i: int, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None = None) -> T:
+    def run_block(
+        self,
+        i: int,
+        x: T,
+        rope: tuple[T, ...],
+        cu_seqlens: T,
+        seen: RouterPass | None = None,
+    ) -> T:
         """Block ``i`` of ``[batch, seq/tp, embed]``."""
         block = self.blocks[str(i)]
-        with nullcontext() if self.saved is None else self.saved.block(block, x, *rope, cu_seqlens):
+        with (
+            nullcontext()
+            if self.saved is None
+            else self.saved.block(block, x, *rope, cu_seqlens)
+        ):
             return block(x, rope, cu_seqlens, seen)
 
     def learn_loads(self, loads: Sequence[int]) -> None:
         """Let every mixture take in how often its experts were chosen in a step (:class:`weft.models.router.Loads`)."""
         of_layers = by_layer(self.shape.mixtures, loads)
-        for mixture in (module for module in self.modules() if isinstance(module, Mixture)):
+        for mixture in (
+            module for module in self.modules() if isinstance(module, Mixture)
+        ):
             mixture.learn_from(of_layers[mixture.router.layer])
 
     @property
@@ -342,11 +462,31 @@ class Transformer(Module):
             assert self.objective is not None
             return reward_loss(normed, self.output, batch, self.objective, self.mesh)
         hidden = gather_tokens(normed, self.mesh).flatten(0, 1)  # [batch * seq, embed]
-        first = self.logical["head"].box[0][0] if not self.shape.tied else self.embedding.first
+        first = (
+            self.logical["head"].box[0][0]
+            if not self.shape.tied
+            else self.embedding.first
+        )
         if batch.paired is not None and self.objective is not None:
-            return preference_loss(hidden, self.output, batch, first, self.loss_chunk, self.objective, self.mesh)
+            return preference_loss(
+                hidden,
+                self.output,
+                batch,
+                first,
+                self.loss_chunk,
+                self.objective,
+                self.mesh,
+            )
         counts = None if batch.weights is None else batch.weights.flatten()
-        return self.criterion(hidden, self.output, batch.labels.flatten(), first, self.loss_chunk, self.mesh, counts)
+        return self.criterion(
+            hidden,
+            self.output,
+            batch.labels.flatten(),
+            first,
+            self.loss_chunk,
+            self.mesh,
+            counts,
+        )
 
     def logical_parameters(self) -> Iterator[tuple[str, Logical]]:
         """Every parameter's full name and description, in the order of :meth:`parameters`."""

@@ -36,12 +36,16 @@ def with_adapter(base: Values, shape: ModelShape, seed: int) -> Values:
         if QUANTIZED in name:
             path, _, stored = name.rpartition(".")
             weight = path.replace(QUANTIZED, ".")
-            return nf4.stored_values(stored, *nf4.reader(base, weight, described[weight]), box)
+            return nf4.stored_values(
+                stored, *nf4.reader(base, weight, described[weight]), box
+            )
         if ADAPTERS not in name:
             return base(name, logical, box)
         weight = base_weight(name)
         if name in ROWS.values():
-            return rows_of(base, weight, described[weight], tokens[slice(*box[0])], box[1:])
+            return rows_of(
+                base, weight, described[weight], tokens[slice(*box[0])], box[1:]
+            )
         if not name.endswith(".magnitude"):
             return initial_values(name, logical, box, seed)
         rows = (box[0], (0, described[weight].shape[1]))
@@ -50,7 +54,9 @@ def with_adapter(base: Values, shape: ModelShape, seed: int) -> Values:
     return values
 
 
-def rows_of(base: Values, name: str, logical: Logical, rows: Sequence[int], columns: Box) -> torch.Tensor:
+def rows_of(
+    base: Values, name: str, logical: Logical, rows: Sequence[int], columns: Box
+) -> torch.Tensor:
     """Some rows of a parameter of ``base``'s, in ascending order."""
     if not rows:
         return torch.empty(0, *extents(columns))
@@ -72,9 +78,14 @@ def grown(base: Values, small: ModelShape, vocab: int) -> Values:
 
     @cache
     def mean(name: str, columns: Box) -> torch.Tensor:
-        total, count = torch.zeros(extents(columns), dtype=torch.float64), described[name].shape[0]
+        total, count = (
+            torch.zeros(extents(columns), dtype=torch.float64),
+            described[name].shape[0],
+        )
         for first in range(0, count, READ):
-            part = base(name, described[name], ((first, min(first + READ, count)), *columns))
+            part = base(
+                name, described[name], ((first, min(first + READ, count)), *columns)
+            )
             total += part.double().sum(0)
         return (total / count).to(part.dtype)
 
@@ -82,7 +93,11 @@ def grown(base: Values, small: ModelShape, vocab: int) -> Values:
         if name not in VOCABULARY.values() or logical.shape[0] != vocab:
             return base(name, logical, box)
         (lo, hi), columns, old = box[0], box[1:], described[name].shape[0]
-        kept = base(name, described[name], ((min(lo, old), min(hi, old)), *columns)) if lo < old else None
+        kept = (
+            base(name, described[name], ((min(lo, old), min(hi, old)), *columns))
+            if lo < old
+            else None
+        )
         if hi <= old and kept is not None:
             return kept
         added = mean(name, columns).expand(hi - max(lo, old), *extents(columns))

@@ -25,7 +25,8 @@ class Seen(NamedTuple):
     table: Sequence[int]
     tokens: int
     places: T  # [queries], among all of the views
-    turns: tuple[T, T] | None  # cosine and sine [queries, 1, rotated / 2] of what turns each query, if anything does
+    # cosine and sine [queries, 1, rotated / 2] of what turns each query, if anything does
+    turns: tuple[T, T] | None
 
 
 class Views(NamedTuple):
@@ -44,14 +45,19 @@ def views_of(spans: Sequence[Span], freq: T | None, like: T) -> Views:
     for span in spans:
         for tile in span.context:
             places = range(at, at + span.last - span.first)
-            viewers[tuple(tile.table), tile.tokens] += [(place, tile.turn) for place in places]
+            viewers[tuple(tile.table), tile.tokens] += [
+                (place, tile.turn) for place in places
+            ]
         at += span.last - span.first
 
-    def seen(table: tuple[int, ...], tokens: int, who: Sequence[tuple[int, int]]) -> Seen:
+    def seen(
+        table: tuple[int, ...], tokens: int, who: Sequence[tuple[int, int]]
+    ) -> Seen:
         places, turns = torch.tensor(who, device=like.device).T
         if freq is None or not turns.any():
             return Seen(table, tokens, places, None)
-        cos, sin = angles(turns[None], freq[None], like.dtype)  # [1, 1, queries, 1, rotated / 2]
+        # [1, 1, queries, 1, rotated / 2]
+        cos, sin = angles(turns[None], freq[None], like.dtype)
         return Seen(table, tokens, places, (cos[0, 0], sin[0, 0]))
 
     flat = torch.tensor([row for each in rows for row in each], device=like.device)
@@ -69,14 +75,20 @@ def attend_views(q: T, views: Views, read: Callable[[Span], tuple[T, T]]) -> T:
     outs, logs, first = [], [], 0
     for span in views.spans:
         last = first + span.last - span.first
-        out, lse = attend_forward(q[first:last], *read(span), own_segments(last - first, span.past, 0))
+        out, lse = attend_forward(
+            q[first:last], *read(span), own_segments(last - first, span.past, 0)
+        )
         outs.append(out.to(wide(q.dtype)))
         logs.append(lse)
         first = last
     total, lse = torch.cat(outs), torch.cat(logs)
     for table, tokens, places, turns in views.seen:
         asked = q[places] if turns is None else turned(q[places], *turns)
-        found = attend_forward(asked, *read(Span(0, tokens, 0, table)), [Segment(0, len(places), 0, tokens, False)])
+        found = attend_forward(
+            asked,
+            *read(Span(0, tokens, 0, table)),
+            [Segment(0, len(places), 0, tokens, False)],
+        )
         some = total[places], lse[places]
         join(*some, *found)
         total[places], lse[places] = some

@@ -41,7 +41,9 @@ def multiplies_slowly(dtype: torch.dtype) -> bool:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        slow = _least_seconds(lambda: narrow[0] @ narrow[1]) > SLOW * _least_seconds(lambda: a @ b)
+        slow = _least_seconds(lambda: narrow[0] @ narrow[1]) > SLOW * _least_seconds(
+            lambda: a @ b
+        )
     finally:
         torch.set_num_threads(threads)
     if slow:
@@ -70,13 +72,19 @@ def multiply(a: T, b: T, plus: T | None = None, out: T | None = None) -> T:
     ``plus`` and ``out`` may be the same tensor.
     """
     if not is_widened(a):
-        return torch.mm(a, b, out=out) if plus is None else torch.addmm(plus, a, b, out=out)
+        return (
+            torch.mm(a, b, out=out)
+            if plus is None
+            else torch.addmm(plus, a, b, out=out)
+        )
     out = a.new_empty(len(a), b.shape[1]) if out is None else out
     by_columns = b.stride(0) == 1  # tiles are read as they lie in memory
     for start in range(0, len(a), ROWS):
         rows = slice(start, start + ROWS)
         added = None if plus is None else plus[rows]
-        (_times_columns if by_columns else _times_rows)(a[rows].float(), b, added, out[rows])
+        (_times_columns if by_columns else _times_rows)(
+            a[rows].float(), b, added, out[rows]
+        )
     return out
 
 
@@ -86,7 +94,11 @@ def _times_columns(left: T, b: T, plus: T | None, out: T) -> None:
     for start in range(0, b.shape[1], columns):
         at = slice(start, start + columns)
         right = b[:, at].float()
-        out[:, at] = left @ right if plus is None else torch.addmm(plus[:, at].float(), left, right)
+        out[:, at] = (
+            left @ right
+            if plus is None
+            else torch.addmm(plus[:, at].float(), left, right)
+        )
 
 
 def _times_rows(left: T, b: T, plus: T | None, out: T) -> None:
@@ -109,5 +121,6 @@ def widened_note(dtype: str, device: torch.device) -> str:
     if device.type != "cpu" or not multiplies_slowly(getattr(torch, dtype)):
         return ""
     return (
-        f"this CPU multiplies {dtype} slowly: products are computed in float32 by tiles, what is stored stays {dtype}"
+        f"this CPU multiplies {dtype} slowly: products are computed in float32 by tiles, "
+        f"what is stored stays {dtype}"
     )

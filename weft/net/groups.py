@@ -20,7 +20,9 @@ def limit() -> timedelta | None:
 
 def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
     """The group of these ranks of the world, which all call this, and no others."""
-    group = dist.new_group(list(ranks), limit(), use_local_synchronization=True, group_desc=name)
+    group = dist.new_group(
+        list(ranks), limit(), use_local_synchronization=True, group_desc=name
+    )
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -31,7 +33,8 @@ def group_along(ranks: torch.Tensor, axis: int, name: str) -> dist.ProcessGroup:
     assert world is not None
     found = world
     for members in ranks.movedim(axis, -1).reshape(-1, ranks.size(axis)).tolist():
-        if len(members) < world.size():  # ranks that are not in it take part too, as NCCL splits a communicator
+        # ranks that are not in it take part too, as NCCL splits a communicator
+        if len(members) < world.size():
             group = dist.new_group(members, limit(), group_desc=f"mesh_{name}")
             found = group if own in members else found
     return found
@@ -43,14 +46,21 @@ def enter_group(ranks: Sequence[int], name: str) -> dist.Store:
     Returns the store of the group that was left, which the others can be told things by: nothing else leads to them.
     """
     # PyTorch has no public way to ask for the store of a group.
-    whole, rank, backend = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_backend()
-    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
+    whole, rank, backend = (
+        dist.distributed_c10d._get_default_store(),
+        dist.get_rank(),
+        dist.get_backend(),
+    )
+    device = (
+        torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
+    )
     patience = None
     if backend != "fake":
         patience = limit()
         if whole.add("weft/met", 1) == dist.get_world_size():
             whole.set("weft/all-met", "")
-        whole.wait(["weft/all-met"])  # who leaves earlier cuts connections that others are about to make
+        # who leaves earlier cuts connections that others are about to make
+        whole.wait(["weft/all-met"])
     dist.destroy_process_group()
     dist.init_process_group(
         backend, store=dist.PrefixStore(name, whole), rank=list(ranks).index(rank), world_size=len(ranks),

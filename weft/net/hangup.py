@@ -24,7 +24,10 @@ AGAIN_S = 0.05
 #: Seconds after which a wait whose connections are shut is lost, however much else the processors have to do.
 STUCK_S = 10.0
 #: Files whose functions wait for other ranks.
-WAITING = (os.path.join("torch", "distributed", ""), os.path.join("resilience", "hooks.py"))
+WAITING = (
+    os.path.join("torch", "distributed", ""),
+    os.path.join("resilience", "hooks.py"),
+)
 
 _spared: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 _lock = threading.Lock()
@@ -45,11 +48,19 @@ def _connections() -> Iterator[dict[int, socket.socket]]:
             with suppress(OSError):
                 if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                     continue
-                copy = socket.socket(fileno=os.dup(int(name)))  # so that it stays this one while it is looked at
+                # so that it stays this one while it is looked at
+                copy = socket.socket(fileno=os.dup(int(name)))
                 inode = os.fstat(copy.fileno()).st_ino
-                tcp = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM
+                tcp = (
+                    copy.family in (socket.AF_INET, socket.AF_INET6)
+                    and copy.type == socket.SOCK_STREAM
+                )
                 # gloo ends the process when its listening socket fails
-                if tcp and inode not in found and not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                if (
+                    tcp
+                    and inode not in found
+                    and not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                ):
                     found[inode] = copy
                 else:
                     copy.close()
@@ -105,7 +116,8 @@ class HangUp:
         with _connections() as found:
             chosen = found.keys() - self._before - self._spared()
             with self._shutting:
-                if self._over.is_set():  # meanwhile, and what was found may be the next view's
+                # meanwhile, and what was found may be the next view's
+                if self._over.is_set():
                     return
                 for inode in chosen:
                     with suppress(OSError):  # not connected any more

@@ -31,7 +31,10 @@ class PeerLost(RuntimeError):
 
 
 def peer_lost(
-    error: BaseException, waits_for: int | None = None, doing: str = "", seconds: float | None = None
+    error: BaseException,
+    waits_for: int | None = None,
+    doing: str = "",
+    seconds: float | None = None,
 ) -> PeerLost | None:
     """The error that names the rank because of which a wait has failed with ``error``; None if it cannot be found.
 
@@ -56,7 +59,9 @@ def peer_lost(
     searching.join(patience + 2)
     # Without an answer it is the store's own rank; torchrun's store and the launcher's have none.
     own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    culprits, late = found[0] if found else ([0] if own_store and dist.get_rank() else [], late)
+    culprits, late = (
+        found[0] if found else ([0] if own_store and dist.get_rank() else [], late)
+    )
     halted = stopped_ranks()
     culprits = halted or culprits
     if not 0 < len(culprits) <= MOST:
@@ -68,15 +73,24 @@ def peer_lost(
     doing = doing or f"waited for it{_place(error)}"
     seen = witness([dist.get_rank(), *culprits]) if witness else ""
     return PeerLost(
-        f"rank {' or '.join(map(str, culprits))} {what}: rank {dist.get_rank()} {doing}{via}" + f"; {seen}" * bool(seen)
+        f"rank {' or '.join(map(str, culprits))} {what}: rank {dist.get_rank()} {doing}{via}"
+        + f"; {seen}" * bool(seen)
     )
 
 
 def _place(error: BaseException) -> str:
     """Where in Weft the rank waited."""
     package = os.path.dirname(os.path.dirname(__file__))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(package)]
-    return f" in {frames[-1].name} ({os.path.relpath(frames[-1].filename, package)})" if frames else ""
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if f.filename.startswith(package)
+    ]
+    return (
+        f" in {frames[-1].name} ({os.path.relpath(frames[-1].filename, package)})"
+        if frames
+        else ""
+    )
 
 
 def stopped_ranks() -> list[int]:
@@ -85,13 +99,20 @@ def stopped_ranks() -> list[int]:
     with suppress(psutil.Error):
         for process in psutil.Process(os.getppid()).children():
             with suppress(psutil.Error, KeyError):
-                if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                if process.status() in (
+                    psutil.STATUS_STOPPED,
+                    psutil.STATUS_TRACING_STOP,
+                ):
                     given = process.environ()
-                    found.append(int(given["RANK"] if "RANK" in given else given["SLURM_PROCID"]))
+                    found.append(
+                        int(given["RANK"] if "RANK" in given else given["SLURM_PROCID"])
+                    )
     return sorted(found)
 
 
-def _culprits(late: bool, waits_for: int | None, patience: float) -> tuple[list[int], bool]:
+def _culprits(
+    late: bool, waits_for: int | None, patience: float
+) -> tuple[list[int], bool]:
     """Ranks of which at least one is the cause, and whether any wait ran into its limit.
 
     A rank that gives up publishes whom it waited for; a rank that publishes nothing is the cause.
@@ -110,7 +131,8 @@ def _culprits(late: bool, waits_for: int | None, patience: float) -> tuple[list[
     late = any(one["late"] for one in said.values())
     silent = sorted(set(range(world)) - said.keys())
     asked, seen = waits_for, {me}
-    while asked in said and asked not in seen:  # down the chain of those that are known to wait
+    # down the chain of those that are known to wait
+    while asked in said and asked not in seen:
         seen.add(asked)
         asked = said[asked]["waits_for"]
     return ([asked] if len(silent) > 1 and asked in silent else silent), late

@@ -13,5 +13,7 @@ def machine_id(*namespaces: str) -> str:
     """
     with suppress(OSError):
         spaces = [os.readlink(f"/proc/self/ns/{name}") for name in namespaces]
-        return "/".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces])
+        return "/".join(
+            [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces]
+        )
     return ""

@@ -17,7 +17,9 @@ def family_of(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def serve_each(listener: socket.socket, serve: Callable[[socket.socket], None], name: str) -> None:
+def serve_each(
+    listener: socket.socket, serve: Callable[[socket.socket], None], name: str
+) -> None:
     """From now on every connection is served in a thread of this name, until the listener is closed."""
 
     def accept() -> None:
@@ -67,8 +69,14 @@ def own_address(peer: str = "") -> str:
     ``peer``: by default the host where the ranks of this run have met (``MASTER_ADDR``).
     """
     with suppress(OSError):  # an unknown host
-        known = socket.getaddrinfo(peer or os.environ.get("MASTER_ADDR", "127.0.0.1"), 9, type=socket.SOCK_DGRAM)
-        for family, _, _, _, address in sorted(known, key=lambda one: one[0] != socket.AF_INET):
+        known = socket.getaddrinfo(
+            peer or os.environ.get("MASTER_ADDR", "127.0.0.1"),
+            9,
+            type=socket.SOCK_DGRAM,
+        )
+        for family, _, _, _, address in sorted(
+            known, key=lambda one: one[0] != socket.AF_INET
+        ):
             with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)  # sends nothing: it only chooses the network
                 return str(probe.getsockname()[0])

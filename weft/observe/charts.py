@@ -9,7 +9,12 @@ from weft.observe import checkpoints
 from weft.observe.metrics import Record, RecordedRun, Records
 
 #: Parts of a step and their colors.
-PARTS = {"compute": "--c1", "communication": "--c2", "data": "--c5", "optimizer": "--c4"}
+PARTS = {
+    "compute": "--c1",
+    "communication": "--c2",
+    "data": "--c5",
+    "optimizer": "--c4",
+}
 NAMES = {"communication": "exposed communication"}
 #: Colors of runs side by side, and so their number.
 RUNS = ("--c1", "--c2", "--c3", "--c4", "--c5")
@@ -77,7 +82,9 @@ CHARTS = (
 
 def column(records: list[Record], name: str) -> tuple[list[int], list[float]]:
     """Steps and values of the records that have a (finite) value."""
-    found = [(r["step"], r[name]) for r in records if isinstance(r.get(name), (int, float))]
+    found = [
+        (r["step"], r[name]) for r in records if isinstance(r.get(name), (int, float))
+    ]
     return [s for s, _ in found], [v for _, v in found]
 
 
@@ -88,17 +95,41 @@ def charts(runs: Sequence[RecordedRun]) -> list[Record]:
     for chart in (CHARTS[0], *task_chart(runs), *CHARTS[1:]):
         traces = []
         for run, color in zip(runs, RUNS, strict=False):
-            shown = [s for s in chart.series if column(run.records.get(s.kind, []), s.value)[1]]
+            shown = [
+                s
+                for s in chart.series
+                if column(run.records.get(s.kind, []), s.value)[1]
+            ]
             for number, series in enumerate(shown):
                 label = series.label if len(shown) > 1 else ""
                 if several:
-                    label, series = " ".join(filter(None, [run.name, label])), series._replace(color=color)
-                traces += line(run.records, chart, series, label, "dot" if several and number else "solid")
+                    label, series = (
+                        " ".join(filter(None, [run.name, label])),
+                        series._replace(color=color),
+                    )
+                traces += line(
+                    run.records,
+                    chart,
+                    series,
+                    label,
+                    "dot" if several and number else "solid",
+                )
         if traces:
             layout = frame(chart, traces, runs)
-            found.append({"title": chart.title, "note": chart.note, "traces": traces, "layout": layout})
-    single: Records = {} if several else runs[0].records  # for charts that show one run only
-    loads, saved = expert_loads(single.get("experts", [])), saved_activations(single.get("activations", []))
+            found.append(
+                {
+                    "title": chart.title,
+                    "note": chart.note,
+                    "traces": traces,
+                    "layout": layout,
+                }
+            )
+    # for charts that show one run only
+    single: Records = {} if several else runs[0].records
+    loads, saved = (
+        expert_loads(single.get("experts", [])),
+        saved_activations(single.get("activations", [])),
+    )
     return found[:3] + step_times(runs) + membership(single) + found[3:] + loads + saved
 
 
@@ -106,11 +137,19 @@ def expert_loads(records: list[Record]) -> list[Record]:
     """A heat map of how often every expert of every layer was chosen, over the mean of its layer."""
     shown = records[:: max(1, len(records) // COLUMNS)]
     layers = list(shown[0]["loads"]) if shown else []
-    rows = [f"layer {layer}, expert {e}" for layer in layers for e in range(len(shown[0]["loads"][layer]))]
+    rows = [
+        f"layer {layer}, expert {e}"
+        for layer in layers
+        for e in range(len(shown[0]["loads"][layer]))
+    ]
     if not rows:
         return []
     columns = [
-        [count * len(loads) / max(1, sum(loads)) for loads in record["loads"].values() for count in loads]
+        [
+            count * len(loads) / max(1, sum(loads))
+            for loads in record["loads"].values()
+            for count in loads
+        ]
         for record in shown
     ]
     trace: Record = {
@@ -120,8 +159,14 @@ def expert_loads(records: list[Record]) -> list[Record]:
         "colorscale": [[0, "--cold"], [0.5, "--even"], [0.75, "--warm"], [1, "--hot"]],
         "hovertemplate": "%{text}: %{z:.2f} of the mean<extra></extra>",
     }  # fmt: skip
-    edges = [sum(len(shown[0]["loads"][one]) for one in layers[:i]) for i in range(len(layers))]
-    layout: Record = {"hovermode": "closest", "yaxis": {"tickvals": edges, "ticktext": [f"layer {i}" for i in layers]}}
+    edges = [
+        sum(len(shown[0]["loads"][one]) for one in layers[:i])
+        for i in range(len(layers))
+    ]
+    layout: Record = {
+        "hovermode": "closest",
+        "yaxis": {"tickvals": edges, "ticktext": [f"layer {i}" for i in layers]},
+    }
     note = "How often each was chosen, over the mean of its layer; 1 is balanced"
     return [{"title": "Experts", "note": note, "traces": [trace], "layout": layout}]
 
@@ -141,8 +186,14 @@ def saved_activations(records: list[Record]) -> list[Record]:
             traces.append(trace | {"x": [b / 2**30 for b in saved], "y": seconds, "text": text,
                                    "hovertemplate": "%{text}: %{y:.3~s}s, %{x:.3~g} GiB<extra></extra>"})  # fmt: skip
     note = f"Predicted seconds of a pass by GiB its blocks save; {last['blocks']} leave for the {last['place']}"
-    layout: Record = {"hovermode": "closest", "yaxis": {"rangemode": "tozero"}, "xaxis": {"rangemode": "tozero"}}
-    return [{"title": "Saved activations", "note": note, "traces": traces, "layout": layout}]
+    layout: Record = {
+        "hovermode": "closest",
+        "yaxis": {"rangemode": "tozero"},
+        "xaxis": {"rangemode": "tozero"},
+    }
+    return [
+        {"title": "Saved activations", "note": note, "traces": traces, "layout": layout}
+    ]
 
 
 def membership(records: Records) -> list[Record]:
@@ -151,22 +202,57 @@ def membership(records: Records) -> list[Record]:
     if len(views) < 2 or not trained:
         return []
     begun, end = views[0]["time"], max(views[-1]["time"], trained[-1]["time"])
-    x = [round((record["time"] - begun) / 60, 3) for record in (*views, views[-1] | {"time": end})]
-    ranks = style(range(99), "ranks", "--c2", "d") | {"x": x, "y": [v["ranks"] for v in (*views, views[-1])]}
-    ranks |= {"yaxis": "y2", "line": ranks["line"] | {"shape": "hv"}, "showlegend": True}
+    x = [
+        round((record["time"] - begun) / 60, 3)
+        for record in (*views, views[-1] | {"time": end})
+    ]
+    ranks = style(range(99), "ranks", "--c2", "d") | {
+        "x": x,
+        "y": [v["ranks"] for v in (*views, views[-1])],
+    }
+    ranks |= {
+        "yaxis": "y2",
+        "line": ranks["line"] | {"shape": "hv"},
+        "showlegend": True,
+    }
     steps, values = column(trained, "loss")
-    times = {record["step"]: round((record["time"] - begun) / 60, 3) for record in trained}
-    loss = style(steps, "loss", "--c1", ".4f") | thin([times[step] for step in steps], values) | {"showlegend": True}
-    second = {"overlaying": "y", "side": "right", "rangemode": "tozero", "showgrid": False, "dtick": 1}
-    layout: Record = {"yaxis": {}, "yaxis2": second, "margin": {"l": 48, "r": 36, "t": 8, "b": 26}}
+    times = {
+        record["step"]: round((record["time"] - begun) / 60, 3) for record in trained
+    }
+    loss = (
+        style(steps, "loss", "--c1", ".4f")
+        | thin([times[step] for step in steps], values)
+        | {"showlegend": True}
+    )
+    second = {
+        "overlaying": "y",
+        "side": "right",
+        "rangemode": "tozero",
+        "showgrid": False,
+        "dtick": 1,
+    }
+    layout: Record = {
+        "yaxis": {},
+        "yaxis2": second,
+        "margin": {"l": 48, "r": 36, "t": 8, "b": 26},
+    }
     layout["xaxis"] = {"unifiedhovertitle": {"text": "minute %{x:.2f}"}}
     note = f"Loss over minutes, and ranks that took part (right); {len(views) - 1} times these changed"
-    return [{"title": "Who took part", "note": note, "traces": [loss, ranks], "layout": layout}]
+    return [
+        {
+            "title": "Who took part",
+            "note": note,
+            "traces": [loss, ranks],
+            "layout": layout,
+        }
+    ]
 
 
 def task_chart(runs: Sequence[RecordedRun]) -> list[Chart]:
     """The chart of the accuracy on tasks, if any run was evaluated on some."""
-    kinds = dict.fromkeys(kind for run in runs for kind in run.records if kind.startswith("task."))
+    kinds = dict.fromkeys(
+        kind for run in runs for kind in run.records if kind.startswith("task.")
+    )
     series = [
         Series(kind, "accuracy", color, kind.removeprefix("task."))
         for kind, color in zip(kinds, cycle(RUNS), strict=False)
@@ -179,31 +265,55 @@ def frame(chart: Chart, traces: list[Record], runs: Sequence[RecordedRun]) -> Re
     """Axes of a chart, with a mark where a single run was resumed."""
     ends = [min(t["x"][0] for t in traces), max(t["x"][-1] for t in traces)]
     mode = "normal" if chart.title == "Loss" else "tozero"
-    layout: Record = {"yaxis": {"rangemode": mode, "tickformat": chart.ticks}, "xaxis": {"range": ends}}
+    layout: Record = {
+        "yaxis": {"rangemode": mode, "tickformat": chart.ticks},
+        "xaxis": {"range": ends},
+    }
     if chart.by_time:
         layout["xaxis"] |= {"unifiedhovertitle": {"text": "minute %{x:.1f}"}}
     elif len(runs) == 1:
         resumed = [r["step"] for r in runs[0].records.get("run", []) if r["step"]]
-        layout["shapes"] = [{"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1} for x in resumed]
+        layout["shapes"] = [
+            {"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
+            for x in resumed
+        ]
     return layout
 
 
 def checkpoint_charts(records: Records) -> list[Record]:
     """The charts about checkpoints: seconds by rank and stage, and how long training waited. Empty without any."""
     saved, made = records.get("saved", []), records.get("checkpoint", [])
-    found = [heat] if (heat := checkpoints.heat_map(saved, records.get("loaded", []))) else []
+    found = (
+        [heat]
+        if (heat := checkpoints.heat_map(saved, records.get("loaded", [])))
+        else []
+    )
     steps, stall = checkpoints.stalls(saved, made)
     if steps:
         layout: Record = {"yaxis": {"rangemode": "tozero", "ticksuffix": " s"}}
         note = "Seconds that training waited for a save, slowest rank"
         trace = style(steps, "Stall", "--c2", ".3~s", "s") | thin(steps, stall)
         found.append(
-            {"at": "stall", "title": "Stall", "note": note, "height": 210, "traces": [trace], "layout": layout}
+            {
+                "at": "stall",
+                "title": "Stall",
+                "note": note,
+                "height": 210,
+                "traces": [trace],
+                "layout": layout,
+            }
         )
     return found
 
 
-def style(points: Sequence[float], name: str, color: str, form: str, unit: str = "", dash: str = "solid") -> Record:
+def style(
+    points: Sequence[float],
+    name: str,
+    color: str,
+    form: str,
+    unit: str = "",
+    dash: str = "solid",
+) -> Record:
     """How a line looks; one of few points shows them."""
     look = {"color": color, "width": 2, "dash": dash}
     mode = "lines" if len(points) > 30 else "lines+markers"
@@ -211,25 +321,42 @@ def style(points: Sequence[float], name: str, color: str, form: str, unit: str =
             "showlegend": False}  # fmt: skip
 
 
-def line(records: Records, chart: Chart, series: Series, label: str, dash: str) -> list[Record]:
+def line(
+    records: Records, chart: Chart, series: Series, label: str, dash: str
+) -> list[Record]:
     """A line; a long noisy one becomes faint and gets a bold running mean on top."""
     rows = records.get(series.kind, [])
     steps: Sequence[float]
     steps, values = column(rows, series.value)
     if chart.by_time:
-        steps = minutes([r for r in rows if isinstance(r.get(series.value), (int, float))], records.get("run", []))
-    trace = style(steps, label or chart.title, series.color, chart.form, dash=dash) | {"showlegend": bool(label)}
+        steps = minutes(
+            [r for r in rows if isinstance(r.get(series.value), (int, float))],
+            records.get("run", []),
+        )
+    trace = style(steps, label or chart.title, series.color, chart.form, dash=dash) | {
+        "showlegend": bool(label)
+    }
     if not series.smooth or len(values) < SMOOTH_FROM:
         return [trace | thin(steps, values)]
-    faint = {"opacity": 0.35, "showlegend": False, "hoverinfo": "skip", "hovertemplate": None}
-    return [trace | thin(steps, values) | faint, trace | thin(steps, running_mean(values))]
+    faint = {
+        "opacity": 0.35,
+        "showlegend": False,
+        "hoverinfo": "skip",
+        "hovertemplate": None,
+    }
+    return [
+        trace | thin(steps, values) | faint,
+        trace | thin(steps, running_mean(values)),
+    ]
 
 
 def minutes(rows: list[Record], attempts: list[Record]) -> list[float]:
     """For how long the run had been going at each of ``rows``; pauses between its attempts do not count."""
     found, spent, last = [], 0.0, attempts[0]["time"] if attempts else rows[0]["time"]
     for row in rows:
-        begun = max((r["time"] for r in attempts if r["time"] <= row["time"]), default=last)
+        begun = max(
+            (r["time"] for r in attempts if r["time"] <= row["time"]), default=last
+        )
         spent, last = spent + row["time"] - max(last, begun), row["time"]
         found.append(round(spent / 60, 3))
     return found
@@ -239,7 +366,10 @@ def running_mean(values: list[float]) -> list[float]:
     """Centered mean over about a fiftieth of the series; narrower at the start, so that a steep fall is not blurred."""
     sums, last = [0.0, *accumulate(values)], len(values) - 1
     half = [min(len(values) // 100 + 1, i) for i in range(len(values))]
-    return [(sums[min(i + h, last) + 1] - sums[i - h]) / (min(i + h, last) + 1 - i + h) for i, h in enumerate(half)]
+    return [
+        (sums[min(i + h, last) + 1] - sums[i - h]) / (min(i + h, last) + 1 - i + h)
+        for i, h in enumerate(half)
+    ]
 
 
 def thin(steps: Sequence[float], values: list[float]) -> Record:
@@ -248,8 +378,14 @@ def thin(steps: Sequence[float], values: list[float]) -> Record:
     keep = {0, len(values) - 1}
     for start in range(0, len(values), size):
         bucket = range(start, min(start + size, len(values)))
-        keep |= {min(bucket, key=values.__getitem__), max(bucket, key=values.__getitem__)}
-    return {"x": [steps[i] for i in sorted(keep)], "y": [float(f"{values[i]:.6g}") for i in sorted(keep)]}
+        keep |= {
+            min(bucket, key=values.__getitem__),
+            max(bucket, key=values.__getitem__),
+        }
+    return {
+        "x": [steps[i] for i in sorted(keep)],
+        "y": [float(f"{values[i]:.6g}") for i in sorted(keep)],
+    }
 
 
 def step_times(runs: Sequence[RecordedRun]) -> list[Record]:
@@ -257,14 +393,40 @@ def step_times(runs: Sequence[RecordedRun]) -> list[Record]:
     split = runs[0].records.get("split", [])[-60:]
     bars = [(str(r["step"]), r) for r in split]
     if len(runs) > 1:
-        shares = [(run.name, run.records["split"]) for run in runs if "split" in run.records]
-        bars = [(name, {part: mean(r[part] for r in rows) for part in PARTS}) for name, rows in shares]
-    look = {"type": "bar", "hovertemplate": "%{y:.3~s}s", "x": [name for name, _ in bars]}
+        shares = [
+            (run.name, run.records["split"]) for run in runs if "split" in run.records
+        ]
+        bars = [
+            (name, {part: mean(r[part] for r in rows) for part in PARTS})
+            for name, rows in shares
+        ]
+    look = {
+        "type": "bar",
+        "hovertemplate": "%{y:.3~s}s",
+        "x": [name for name, _ in bars],
+    }
     traces = [
-        look | {"name": NAMES.get(part, part), "marker": {"color": color}, "y": [bar[part] for _, bar in bars]}
+        look
+        | {
+            "name": NAMES.get(part, part),
+            "marker": {"color": color},
+            "y": [bar[part] for _, bar in bars],
+        }
         for part, color in PARTS.items()
     ]
-    layout: Record = {"yaxis": {"rangemode": "tozero"}, "barmode": "stack", "bargap": 0.25}
+    layout: Record = {
+        "yaxis": {"rangemode": "tozero"},
+        "barmode": "stack",
+        "bargap": 0.25,
+    }
     layout["xaxis"] = {"type": "category", "nticks": 12}
-    note = "Seconds of profiled steps" if len(runs) == 1 else "Seconds of a profiled step, mean"
-    return [{"title": "Step time", "note": note, "traces": traces, "layout": layout}] if bars else []
+    note = (
+        "Seconds of profiled steps"
+        if len(runs) == 1
+        else "Seconds of a profiled step, mean"
+    )
+    return (
+        [{"title": "Step time", "note": note, "traces": traces, "layout": layout}]
+        if bars
+        else []
+    )

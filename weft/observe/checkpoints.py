@@ -26,7 +26,11 @@ NOISE = 0.03
 
 def numbers(row: Record) -> dict[str, float]:
     """The stages of a row: ``write_s`` as ``write``."""
-    found = {k.removesuffix("_s"): v for k, v in row.items() if k.endswith("_s") and isinstance(v, (int, float))}
+    found = {
+        k.removesuffix("_s"): v
+        for k, v in row.items()
+        if k.endswith("_s") and isinstance(v, (int, float))
+    }
     return {stage: float(v) for stage, v in found.items() if math.isfinite(v)}
 
 
@@ -36,7 +40,10 @@ def times(rows: Sequence[Record]) -> Times:
     for row in rows:
         for stage, seconds in numbers(row).items():
             found[rank_of(row)][stage].append(seconds)
-    return {rank: {stage: median(v) for stage, v in found[rank].items()} for rank in sorted(found)}
+    return {
+        rank: {stage: median(v) for stage, v in found[rank].items()}
+        for rank in sorted(found)
+    }
 
 
 def rank_of(row: Record) -> int:
@@ -53,7 +60,10 @@ def stages(of: Times, order: Sequence[str]) -> list[str]:
 def over_ranks(of: Times) -> dict[str, float]:
     """The median over ranks, by stage."""
     names = {stage for seconds in of.values() for stage in seconds}
-    return {stage: median(seconds[stage] for seconds in of.values() if stage in seconds) for stage in names}
+    return {
+        stage: median(seconds[stage] for seconds in of.values() if stage in seconds)
+        for stage in names
+    }
 
 
 def work(seconds: Mapping[str, float]) -> float:
@@ -89,7 +99,11 @@ def verdict(of: Times, what: str) -> str:
     mine, its = of[rank][stage], middle[stage]
     many = f"{mine / its:.1f}x the median" if its else "time that others do not need"
     also = len({r for _, r, _ in slow}) - 1
-    more = f"; {also} other rank{'s are' if also > 1 else ' is'} slow as well" if also else ""
+    more = (
+        f"; {also} other rank{'s are' if also > 1 else ' is'} slow as well"
+        if also
+        else ""
+    )
     return f"{what}: rank {rank} takes {many} in {stage} ({duration(mine)}, median {duration(its)}){more}."
 
 
@@ -97,7 +111,9 @@ def duration(seconds: float) -> str:
     """In three digits: 850 us, 12.3 ms, 1.23 s, 123 s; the space does not break."""
     if seconds <= 0:
         return "0\u00a0s"
-    size, unit = next(((s, u) for s, u in ((1, "s"), (1e-3, "ms")) if seconds >= s), (1e-6, "us"))
+    size, unit = next(
+        ((s, u) for s, u in ((1, "s"), (1e-3, "ms")) if seconds >= s), (1e-6, "us")
+    )
     digits = max(0, 2 - math.floor(math.log10(seconds / size) + 1e-9))
     return f"{seconds / size:.{min(digits, 2)}f}\u00a0{unit}"
 
@@ -118,11 +134,14 @@ def heat_map(saved: Sequence[Record], loaded: Sequence[Record]) -> Record | None
     ranks = sorted({rank for of, *_ in groups for rank in of})
     if not ranks:
         return None
-    columns = [(what, of, stage) for of, order, what in groups for stage in stages(of, order)]
+    columns = [
+        (what, of, stage) for of, order, what in groups for stage in stages(of, order)
+    ]
     middles = [over_ranks(of)[stage] for _, of, stage in columns]
     wholes = [median(work(seconds) for seconds in of.values()) for _, of, _ in columns]
     lines: list[tuple[str, list[float | None]]] = [
-        (f"rank {rank}", [of.get(rank, {}).get(stage) for _, of, stage in columns]) for rank in ranks
+        (f"rank {rank}", [of.get(rank, {}).get(stage) for _, of, stage in columns])
+        for rank in ranks
     ]
     if len(lines) > ROWS:
         spent = [sum(work(of.get(rank, {})) for of, *_ in groups) for rank in ranks]
@@ -138,21 +157,60 @@ def heat_map(saved: Sequence[Record], loaded: Sequence[Record]) -> Record | None
     ]
     hover = [
         [
-            "" if v is None else f"{duration(v)}, {v / middle:.2f}x the median" if middle else duration(v)
+            ""
+            if v is None
+            else f"{duration(v)}, {v / middle:.2f}x the median"
+            if middle
+            else duration(v)
             for v, middle in zip(row, middles, strict=True)
         ]
         for _, row in shown
     ]
     names = [f"{what} {stage}" for what, _, stage in columns]
-    trace: Record = {"type": "heatmap", "z": color, "text": text, "customdata": hover, "texttemplate": "%{text}"}
-    trace |= {"x": names, "y": [name for name, _ in shown], "zmin": -1, "zmax": 2, "showscale": False}
-    trace |= {"hovertemplate": "%{y}, %{x}: %{customdata}<extra></extra>", "hoverongaps": False, "xgap": 2, "ygap": 2}
-    trace["colorscale"] = [[0, "--cold"], [1 / 3, "--even"], [2 / 3, "--warm"], [1, "--hot"]]
-    layout = _heat_layout(names, [stage for *_, stage in columns], sum(what == "save" for what, *_ in columns))
+    trace: Record = {
+        "type": "heatmap",
+        "z": color,
+        "text": text,
+        "customdata": hover,
+        "texttemplate": "%{text}",
+    }
+    trace |= {
+        "x": names,
+        "y": [name for name, _ in shown],
+        "zmin": -1,
+        "zmax": 2,
+        "showscale": False,
+    }
+    trace |= {
+        "hovertemplate": "%{y}, %{x}: %{customdata}<extra></extra>",
+        "hoverongaps": False,
+        "xgap": 2,
+        "ygap": 2,
+    }
+    trace["colorscale"] = [
+        [0, "--cold"],
+        [1 / 3, "--even"],
+        [2 / 3, "--warm"],
+        [1, "--hot"],
+    ]
+    layout = _heat_layout(
+        names,
+        [stage for *_, stage in columns],
+        sum(what == "save" for what, *_ in columns),
+    )
     count = len({row["step"] for row in saved})
     note = f"Median over {count:,} save{'s' * (count != 1)}, colored against the median over ranks."
-    note += " Stage: the wait for the save before, and for all ranks to agree." if "stage" in names[0] else ""
-    at = {"at": "heat", "title": "Seconds by rank and stage", "note": note, "height": 48 + 26 * len(shown)}
+    note += (
+        " Stage: the wait for the save before, and for all ranks to agree."
+        if "stage" in names[0]
+        else ""
+    )
+    at = {
+        "at": "heat",
+        "title": "Seconds by rank and stage",
+        "note": note,
+        "height": 48 + 26 * len(shown),
+    }
     return at | {"traces": [trace], "layout": layout}
 
 
@@ -164,9 +222,15 @@ def _slowest(
     ``by_time``: the indices of all lines, the slowest first.
     """
     others = [lines[i][1] for i in by_time[SLOWEST:]]
-    tails = [_tail([v for v in column if v is not None]) for column in zip(*others, strict=True)]
+    tails = [
+        _tail([v for v in column if v is not None])
+        for column in zip(*others, strict=True)
+    ]
     labels = ("slowest tenth", "median", "fastest tenth")
-    rest = [(f"other {len(others)}: {label}", [tail[n] for tail in tails]) for n, label in enumerate(labels)]
+    rest = [
+        (f"other {len(others)}: {label}", [tail[n] for tail in tails])
+        for n, label in enumerate(labels)
+    ]
     return [lines[i] for i in by_time[:SLOWEST]] + rest
 
 
@@ -174,13 +238,42 @@ def _heat_layout(names: Sequence[str], stages: Sequence[str], saves: int) -> Rec
     """Plotly's layout of the heat map. Its columns are ``names``, labelled ``stages``; the first ``saves`` of them are
     about saving, the rest about loading."""
     axis = {"type": "category", "showgrid": False, "ticks": ""}
-    layout: Record = {"hovermode": "closest", "yaxis": axis, "margin": {"l": 48, "r": 8, "t": 42, "b": 4}}
-    layout["xaxis"] = axis | {"side": "top", "tickangle": 0, "tickvals": names, "ticktext": stages}
-    place = {"yref": "paper", "y": 1, "yshift": 42, "yanchor": "top", "xanchor": "left", "showarrow": False}
-    starts = [(what, at) for what, at, end in (("save", 0, saves), ("load", saves, len(names))) if at < end]
-    layout["annotations"] = [place | {"x": at - 0.5, "text": f"<b>{what}</b>"} for what, at in starts]
+    layout: Record = {
+        "hovermode": "closest",
+        "yaxis": axis,
+        "margin": {"l": 48, "r": 8, "t": 42, "b": 4},
+    }
+    layout["xaxis"] = axis | {
+        "side": "top",
+        "tickangle": 0,
+        "tickvals": names,
+        "ticktext": stages,
+    }
+    place = {
+        "yref": "paper",
+        "y": 1,
+        "yshift": 42,
+        "yanchor": "top",
+        "xanchor": "left",
+        "showarrow": False,
+    }
+    starts = [
+        (what, at)
+        for what, at, end in (("save", 0, saves), ("load", saves, len(names)))
+        if at < end
+    ]
+    layout["annotations"] = [
+        place | {"x": at - 0.5, "text": f"<b>{what}</b>"} for what, at in starts
+    ]
     if 0 < saves < len(names):
-        edge: Record = {"type": "line", "x0": saves - 0.5, "x1": saves - 0.5, "yref": "paper", "y0": 0, "y1": 1}
+        edge: Record = {
+            "type": "line",
+            "x0": saves - 0.5,
+            "x1": saves - 0.5,
+            "yref": "paper",
+            "y0": 0,
+            "y1": 1,
+        }
         layout["shapes"] = [edge]
     return layout
 
@@ -193,12 +286,15 @@ def _tail(values: Sequence[float]) -> tuple[float | None, float | None, float | 
     return cut[8], median(values), cut[0]
 
 
-def stalls(saved: Sequence[Record], checkpoints: Sequence[Record]) -> tuple[list[int], list[float]]:
+def stalls(
+    saved: Sequence[Record], checkpoints: Sequence[Record]
+) -> tuple[list[int], list[float]]:
     """The steps with saves, and the seconds that training waited for each: the slowest rank's, where that is known."""
     found: dict[int, float] = {}
     for row in saved:
         seconds = numbers(row)
-        if "stage" in seconds:  # with ``wait``, the copy goes on beside training until it is waited for
+        # with ``wait``, the copy goes on beside training until it is waited for
+        if "stage" in seconds:
             stall = seconds["stage"] + seconds.get("wait", seconds.get("copy", 0.0))
             found[row["step"]] = max(stall, found.get(row["step"], 0.0))
     for row in checkpoints:
@@ -208,7 +304,9 @@ def stalls(saved: Sequence[Record], checkpoints: Sequence[Record]) -> tuple[list
     return sorted(found), [found[step] for step in sorted(found)]
 
 
-def facts(saved: Sequence[Record], loaded: Sequence[Record], checkpoints: Sequence[Record]) -> list[tuple[str, str]]:
+def facts(
+    saved: Sequence[Record], loaded: Sequence[Record], checkpoints: Sequence[Record]
+) -> list[tuple[str, str]]:
     """Rows of the table beside the heat map."""
     found = []
     steps, stall = stalls(saved, checkpoints)
@@ -216,19 +314,36 @@ def facts(saved: Sequence[Record], loaded: Sequence[Record], checkpoints: Sequen
     if saves:
         found.append(("Saves", f"{saves:,}"))
     if stall:
-        found.append(("Stall", f"{duration(median(stall))} median · {duration(max(stall))} longest"))
+        found.append(
+            (
+                "Stall",
+                f"{duration(median(stall))} median · {duration(max(stall))} longest",
+            )
+        )
     for what, rows, order in (("Save", saved, SAVE), ("Load", loaded, LOAD)):
         of = times(rows)
         if total := _bytes(rows):
             each = f" · {size(total / len(of))} a rank" if len(of) > 1 else ""
-            found.append(("Bytes of a save" if what == "Save" else "Bytes read", size(total) + each))
+            found.append(
+                (
+                    "Bytes of a save" if what == "Save" else "Bytes read",
+                    size(total) + each,
+                )
+            )
         if of:
             middle = over_ranks(of)
-            parts = [f"{stage} {duration(middle[stage])}" for stage in stages(of, order)]
+            parts = [
+                f"{stage} {duration(middle[stage])}" for stage in stages(of, order)
+            ]
             found.append((f"{what}, median rank", " · ".join(parts)))
             if len(of) > 1:
                 rank = max(of, key=lambda r: work(of[r]))
-                found.append((f"{what}, slowest rank", f"rank {rank}, {duration(work(of[rank]))} without waiting"))
+                found.append(
+                    (
+                        f"{what}, slowest rank",
+                        f"rank {rank}, {duration(work(of[rank]))} without waiting",
+                    )
+                )
     return found
 
 
@@ -238,4 +353,6 @@ def _bytes(rows: Sequence[Record]) -> float:
     for row in rows:
         if isinstance(row.get("bytes"), (int, float)):
             by_step[row["step"]] += row["bytes"]
-    return max(((step, count) for step, count in by_step.items() if count), default=(0, 0.0))[1]
+    return max(
+        ((step, count) for step, count in by_step.items() if count), default=(0, 0.0)
+    )[1]

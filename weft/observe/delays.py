@@ -14,7 +14,10 @@ def periods(records: list[Record]) -> list[tuple[str, str]]:
     no longer has it."""
     found, begun = list[tuple[int, str, str]](), dict[str, tuple[int, str]]()
     for record in records:
-        step, said = record["step"], {f"{v['kind']} {v['ranks']}": v["text"] for v in record["verdicts"]}
+        step, said = (
+            record["step"],
+            {f"{v['kind']} {v['ranks']}": v["text"] for v in record["verdicts"]},
+        )
         for key in begun.keys() - said.keys():
             first, text = begun.pop(key)
             found.append((first, f"steps {first:,} to {step:,}", text))
@@ -40,7 +43,11 @@ def card(records: list[Record]) -> Record:
          "wait": 100 * row["wait"] / longest, "ms": f"{row['compute'] * 1e3:.0f} ms"}
         for row in last["ranks"]
     ]  # fmt: skip
-    matrix = last.get("matrix") if any(v["kind"] != "computer" for v in last["verdicts"]) else None
+    matrix = (
+        last.get("matrix")
+        if any(v["kind"] != "computer" for v in last["verdicts"])
+        else None
+    )
     return {
         "periods": periods(records), "step": last["step"], "rows": rows if len(rows) <= DRAWN else [],
         "matrix": heated(matrix) if matrix and len(matrix) <= DRAWN else [], "kib": last.get("size", 0) >> 10,
@@ -51,7 +58,10 @@ def heated(matrix: list[list[float | None]]) -> list[list[tuple[str, int]]]:
     """Milliseconds of every cell, and how hot it is: 0 for what fast ones take, 100 for ten times that or more."""
     times = [seconds for row in matrix for seconds in row if seconds]
     usual = quantiles(times, n=4)[0] if len(times) > 1 else sum(times)
-    return [[(f"{s * 1e3:.3g}", _heat(s / usual)) if s else ("", 0) for s in row] for row in matrix]
+    return [
+        [(f"{s * 1e3:.3g}", _heat(s / usual)) if s else ("", 0) for s in row]
+        for row in matrix
+    ]
 
 
 def _heat(times_as_long: float) -> int:

@@ -34,12 +34,26 @@ class Display:
     """
 
     def __init__(
-        self, total_steps: int, title: str, enabled: bool = True, interval: float = 5.0, slow: float = SLOW_S
+        self,
+        total_steps: int,
+        title: str,
+        enabled: bool = True,
+        interval: float = 5.0,
+        slow: float = SLOW_S,
     ) -> None:
-        self._title, self._enabled, self._interval, self._slow = title, enabled, interval, slow
+        self._title, self._enabled, self._interval, self._slow = (
+            title,
+            enabled,
+            interval,
+            slow,
+        )
         self._console = Console(highlight=False, quiet=not enabled)
         # Never started: it counts, estimates the time left and draws the bar. Fifteen minutes allow for slow steps.
-        columns = (BarColumn(None), MofNCompleteColumn(), TextColumn("[dim]{task.fields[eta]}"))
+        columns = (
+            BarColumn(None),
+            MofNCompleteColumn(),
+            TextColumn("[dim]{task.fields[eta]}"),
+        )
         self._progress = Progress(*columns, speed_estimate_period=900, expand=True)
         self._progress.add_task("", total=total_steps, eta="")
         (self._task,) = self._progress.tasks
@@ -51,7 +65,9 @@ class Display:
     def __enter__(self) -> Self:
         self._console.print(Text(self._title, "bold"), soft_wrap=True)
         if self._enabled and self._console.is_terminal:
-            self._live = Live(get_renderable=self._panel, console=self._console, refresh_per_second=4)
+            self._live = Live(
+                get_renderable=self._panel, console=self._console, refresh_per_second=4
+            )
             self._live.start()
         return self
 
@@ -63,7 +79,9 @@ class Display:
 
     def update(self, step: int, **values: float | None) -> None:
         """``step`` steps are done; values are keyed as in :data:`CELLS` and stay until they are replaced."""
-        self._values |= {name: v for name, v in values.items() if v is not None and name in CELLS}
+        self._values |= {
+            name: v for name, v in values.items() if v is not None and name in CELLS
+        }
         self._progress.update(self._task.id, completed=step)
         left, self._news = self._task.time_remaining, True
         self.restart_clock()
@@ -84,7 +102,11 @@ class Display:
         if not self._live:
             self._patience = 2 * spent
             step = f"step {self._task.completed + 1:>{len(str(self._task.total))}}/{self._task.total}"
-            self._console.print(f"{step}  pass {self._pass} after {clock(spent)}", markup=False, soft_wrap=True)
+            self._console.print(
+                f"{step}  pass {self._pass} after {clock(spent)}",
+                markup=False,
+                soft_wrap=True,
+            )
 
     def note(self, text: str) -> None:
         """Print a message above the panel, or between the lines."""
@@ -101,12 +123,22 @@ class Display:
     def _panel(self) -> Group:
         shown, spent = self._cells(), time.monotonic() - self._stepped_at
         if spent >= self._slow:
-            shown += [("this step", 5, clock(spent)), *([("pass", len(self._pass), self._pass)] if self._pass else [])]
-        cells = [Text.assemble((f"{label} ", "dim"), f"{value:<{width}}") for label, width, value in shown]
+            shown += [
+                ("this step", 5, clock(spent)),
+                *([("pass", len(self._pass), self._pass)] if self._pass else []),
+            ]
+        cells = [
+            Text.assemble((f"{label} ", "dim"), f"{value:<{width}}")
+            for label, width, value in shown
+        ]
         return Group(self._progress, Columns(cells, padding=(0, 2)))
 
     def _cells(self) -> list[tuple[str, int, str]]:
-        return [(label, width, show(self._values[n])) for n, (label, width, show) in CELLS.items() if n in self._values]
+        return [
+            (label, width, show(self._values[n]))
+            for n, (label, width, show) in CELLS.items()
+            if n in self._values
+        ]
 
 
 def compact(number: float) -> str:

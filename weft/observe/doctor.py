@@ -15,7 +15,16 @@ import numpy as np
 from weft.errors import WeftError
 from weft.observe.metrics import FILE, read_metrics
 from weft.observe.rank_delays import Verdict, digest, ranks_text, slow_computers
-from weft.observe.rings import KINDS, Trace, TracedGroup, collective_text, held_in, newest, process_of, standing
+from weft.observe.rings import (
+    KINDS,
+    Trace,
+    TracedGroup,
+    collective_text,
+    held_in,
+    newest,
+    process_of,
+    standing,
+)
 
 #: A wait shows that a run hangs if it takes more than so many seconds, and more than so many times as long as a step.
 STUCK_S, STUCK_STEPS = 5.0, 5.0
@@ -49,25 +58,38 @@ class Examination:
 
     def as_json(self) -> dict[str, Any]:
         verdicts = [asdict(verdict) for verdict in self.verdicts]
-        return {"ranks": [asdict(row) for row in self.rows], "verdicts": verdicts, "record": self.record}
+        return {
+            "ranks": [asdict(row) for row in self.rows],
+            "verdicts": verdicts,
+            "record": self.record,
+        }
 
 
 def examine(run: Path) -> Examination:
     """Diagnose a run by its traces on this machine and by its metrics. Raises :class:`WeftError` without either."""
     traces, now, recorded = newest(run), time.monotonic_ns(), (run / FILE).is_file()
     if not traces and not recorded:
-        raise WeftError(f"{run} has no {FILE}, and no rank of it runs here; give the folder of a run that was started")
+        raise WeftError(
+            f"{run} has no {FILE}, and no rank of it runs here; give the folder of a run that was started"
+        )
     records = read_metrics(run).get("delays", []) if recorded else []
     record = records[-1] if records else {}
     try:
-        said = [Verdict(**one | {"ranks": tuple(one["ranks"])}) for one in record.get("verdicts", ())]
+        said = [
+            Verdict(**one | {"ranks": tuple(one["ranks"])})
+            for one in record.get("verdicts", ())
+        ]
         tables(Examination([], said, record))
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise WeftError(f"{run / FILE}: its last record of kind delays is damaged; remove that line") from None
+        raise WeftError(
+            f"{run / FILE}: its last record of kind delays is damaged; remove that line"
+        ) from None
     states = {rank: process_of(found) for rank, found in traces.items()}
     digests = [one for one in map(digest, traces.values()) if one.steps]
     if digests and len(digests) == next(iter(traces.values())).about["world"]:
-        said = slow_computers(digests, {}, {}) + [one for one in said if one.kind != "computer"]
+        said = slow_computers(digests, {}, {}) + [
+            one for one in said if one.kind != "computer"
+        ]
     rows = [row_of(found, states[rank], now) for rank, found in sorted(traces.items())]
     return Examination(rows, standstill(traces, states, now) or said, record)
 
@@ -76,21 +98,43 @@ def row_of(found: Trace, process: str, now: int) -> RankStatus:
     """A rank's row in the table."""
     about, short, inside = found.about, digest(found), held_in(found)
     steps, last = found.steps, found.records[-1] if len(found.records) else None
-    what = collective_text(found, inside) if inside is not None else "computes" if process == "running" else "-"
-    since = inside["begin"] if inside is not None else max(last["enter"], last["leave"]) if last is not None else now
+    what = (
+        collective_text(found, inside)
+        if inside is not None
+        else "computes"
+        if process == "running"
+        else "-"
+    )
+    since = (
+        inside["begin"]
+        if inside is not None
+        else max(last["enter"], last["leave"])
+        if last is not None
+        else now
+    )
     return RankStatus(
         about["rank"], about["machine"], about["pid"], process, int(steps["sequence"][-1]) if len(steps) else 0,
         short.compute if short.steps else None, short.waited if short.steps else None, what, (now - int(since)) / 1e9,
     )  # fmt: skip
 
 
-def standstill(traces: Mapping[int, Trace], states: Mapping[int, str], now: int) -> list[Verdict]:
+def standstill(
+    traces: Mapping[int, Trace], states: Mapping[int, str], now: int
+) -> list[Verdict]:
     """A verdict on each rank for which others wait too long, or have given up waiting; none if the run does not hang.
 
     In a chain of ranks that each wait for the next, it is about the last one.
     """
-    inside = {rank: one for rank, found in traces.items() if (one := held_in(found)) is not None}
-    stuck = sorted(rank for rank, one in inside.items() if _is_stuck(traces[rank], states[rank], one, now))
+    inside = {
+        rank: one
+        for rank, found in traces.items()
+        if (one := held_in(found)) is not None
+    }
+    stuck = sorted(
+        rank
+        for rank, one in inside.items()
+        if _is_stuck(traces[rank], states[rank], one, now)
+    )
     if not stuck:
         return []
     if differing := _differing(traces, inside, stuck):
@@ -105,7 +149,9 @@ def standstill(traces: Mapping[int, Trace], states: Mapping[int, str], now: int)
     for root in roots:
         waits = [rank for rank in sorted(inside) if root in missing[rank]]
         waits = [rank for rank in waits if _same(traces, inside, rank, waits[0])]
-        how = {"gone": "is gone", "stopped": "is stopped (SIGSTOP or a debugger)"}.get(states[root], "hangs")
+        how = {"gone": "is gone", "stopped": "is stopped (SIGSTOP or a debugger)"}.get(
+            states[root], "hangs"
+        )
         seconds = max(_seconds(inside[r], now) for r in waits)
         what = collective_text(traces[waits[0]], inside[waits[0]])
         found.append(Verdict(
@@ -117,13 +163,21 @@ def standstill(traces: Mapping[int, Trace], states: Mapping[int, str], now: int)
 
 
 def _everyone_inside(
-    traces: Mapping[int, Trace], states: Mapping[int, str], inside: Mapping[int, Any], rank: int, now: int
+    traces: Mapping[int, Trace],
+    states: Mapping[int, str],
+    inside: Mapping[int, Any],
+    rank: int,
+    now: int,
 ) -> list[Verdict]:
     """The verdict on a collective of ``rank`` that all known ranks have entered: who has ended or stopped in it."""
     record, seconds = inside[rank], _seconds(inside[rank], now)
     what, peer = collective_text(traces[rank], record), int(record["peer"])
     ranks = traces[rank].groups[record["group"]].ranks if peer < 0 else (rank, peer)
-    halted = [r for r in ranks if r in inside and states[r] != "running" and not inside[r]["leave"]]
+    halted = [
+        r
+        for r in ranks
+        if r in inside and states[r] != "running" and not inside[r]["leave"]
+    ]
     if unknown := [other for other in ranks if other not in traces]:
         text = f"rank {rank} is in {what} for {seconds:.1f} s; of {ranks_text(unknown)} the rings are on other machines"
     elif len(halted) == len(ranks):
@@ -145,38 +199,69 @@ def _seconds(record: Any, now: int) -> float:
 def _is_stuck(found: Trace, state: str, record: Any, now: int) -> bool:
     steps = digest(found).steps.values()
     usual = median(total for total, *_ in steps) if steps else 0.0
-    return state == "gone" or bool(record["failed"]) or _seconds(record, now) > max(STUCK_S, STUCK_STEPS * usual)
+    return (
+        state == "gone"
+        or bool(record["failed"])
+        or _seconds(record, now) > max(STUCK_S, STUCK_STEPS * usual)
+    )
 
 
 def _missing(traces: Mapping[int, Trace], rank: int, record: Any) -> list[int]:
     """The ranks, of those traced on this machine, that have not entered the collective or message ``rank`` is in."""
     other_end = {"send": "recv", "recv": "send"}.get(KINDS[record["kind"]])
     group = traces[rank].groups[record["group"]]
-    others = [int(record["peer"])] if other_end else [other for other in group.ranks if other != rank]
-    return [r for r in others if r in traces and _come(traces[r], group, other_end, rank) < record["sequence"]]
+    others = (
+        [int(record["peer"])]
+        if other_end
+        else [other for other in group.ranks if other != rank]
+    )
+    return [
+        r
+        for r in others
+        if r in traces and _come(traces[r], group, other_end, rank) < record["sequence"]
+    ]
 
 
 def _come(found: Trace, group: TracedGroup, kind: str | None, peer: int) -> int:
     """How many collectives of a group a rank has begun; with a ``kind``, how many messages to or from ``peer``."""
     numbers = [number for number, one in enumerate(found.groups) if one.id == group.id]
     calls = found.calls
-    same = calls["peer"] < 0 if kind is None else (calls["kind"] == KINDS.index(kind)) & (calls["peer"] == peer)
-    return int(calls["sequence"][same & np.isin(calls["group"], numbers)].max(initial=0))
+    same = (
+        calls["peer"] < 0
+        if kind is None
+        else (calls["kind"] == KINDS.index(kind)) & (calls["peer"] == peer)
+    )
+    return int(
+        calls["sequence"][same & np.isin(calls["group"], numbers)].max(initial=0)
+    )
 
 
-def _same(traces: Mapping[int, Trace], inside: Mapping[int, Any], rank: int, other: int) -> bool:
+def _same(
+    traces: Mapping[int, Trace], inside: Mapping[int, Any], rank: int, other: int
+) -> bool:
     """Whether two ranks wait in the same collective, by its group and number there (its kind may differ)."""
     one, two = inside[rank], inside[other]
-    group = traces[rank].groups[one["group"]].id == traces[other].groups[two["group"]].id
-    return rank == other or bool(group and one["peer"] == two["peer"] == -1 and one["sequence"] == two["sequence"])
+    group = (
+        traces[rank].groups[one["group"]].id == traces[other].groups[two["group"]].id
+    )
+    return rank == other or bool(
+        group
+        and one["peer"] == two["peer"] == -1
+        and one["sequence"] == two["sequence"]
+    )
 
 
-def _differing(traces: Mapping[int, Trace], inside: Mapping[int, Any], stuck: Sequence[int]) -> Verdict | None:
+def _differing(
+    traces: Mapping[int, Trace], inside: Mapping[int, Any], stuck: Sequence[int]
+) -> Verdict | None:
     """The verdict on two ranks that called different collectives as the same number in their group; None if none."""
     for rank, other in product(stuck, inside):
         one, two = inside[rank], inside[other]
         if one["kind"] != two["kind"] and _same(traces, inside, rank, other):
-            here, there = collective_text(traces[rank], one), collective_text(traces[other], two)
+            here, there = (
+                collective_text(traces[rank], one),
+                collective_text(traces[other], two),
+            )
             text = f"rank {rank} is in {here}, and rank {other} in {there}: they took different ways"
             return Verdict("mismatch", (rank, other), 0.0, text)
     return None
@@ -187,16 +272,42 @@ def tables(found: Examination) -> list[tuple[list[str], list[list[str]]]]:
     made = []
     if found.rows:
         shown = [
-            [str(r.rank), r.process, str(r.step), _ms(r.compute), _ms(r.wait), r.now, f"{r.since:.1f} s"]
+            [
+                str(r.rank),
+                r.process,
+                str(r.step),
+                _ms(r.compute),
+                _ms(r.wait),
+                r.now,
+                f"{r.since:.1f} s",
+            ]
             for r in found.rows
         ]
-        made.append((["rank", "process", "step", "computes ms", "waits ms", "is in", "since"], shown))
+        made.append(
+            (
+                [
+                    "rank",
+                    "process",
+                    "step",
+                    "computes ms",
+                    "waits ms",
+                    "is in",
+                    "since",
+                ],
+                shown,
+            )
+        )
     elif rows := found.record.get("ranks"):
         shown = [[str(r["rank"]), _ms(r["compute"]), _ms(r["wait"])] for r in rows]
         made.append((["rank", "computes ms", "waits ms"], shown))
     if matrix := found.record.get("matrix"):
-        columns = [f"ms of {found.record['size'] >> 10} KiB", *(f"to {i}" for i in range(len(matrix)))]
-        made.append((columns, [[f"from {i}", *map(_ms, row)] for i, row in enumerate(matrix)]))
+        columns = [
+            f"ms of {found.record['size'] >> 10} KiB",
+            *(f"to {i}" for i in range(len(matrix))),
+        ]
+        made.append(
+            (columns, [[f"from {i}", *map(_ms, row)] for i, row in enumerate(matrix)])
+        )
     return made
 
 

@@ -25,7 +25,11 @@ PEAKS: dict[str, tuple[float, float]] = {
 
 def parameter_count(shape: ModelShape, vocab: int) -> int:
     """Number of parameters without adapters, a tied embedding counted once."""
-    return learning_count(shape, vocab) if shape.kind else round(shape_of(shape, vocab).parameters)
+    return (
+        learning_count(shape, vocab)
+        if shape.kind
+        else round(shape_of(shape, vocab).parameters)
+    )
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -39,17 +43,26 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     if dtype != torch.float64:
         for name, (half, single) in PEAKS.items():
             if re.search(rf"\b{name}\b", torch.cuda.get_device_name(device)):
-                tf32 = torch.get_float32_matmul_precision() != "highest"  # half the rate of bfloat16
-                return 1e12 * (half if dtype != torch.float32 else max(single, tf32 * half / 2))
+                # half the rate of bfloat16
+                tf32 = torch.get_float32_matmul_precision() != "highest"
+                return 1e12 * (
+                    half if dtype != torch.float32 else max(single, tf32 * half / 2)
+                )
     return measured_flops(device, dtype)
 
 
-def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2, size: int = 1024) -> float:
+def measured_flops(
+    device: torch.device, dtype: torch.dtype, seconds: float = 0.2, size: int = 1024
+) -> float:
     """Best rate of a square matrix product within about ``seconds``, in flop/s."""
     from torch.utils.benchmark import Timer
 
     a = torch.rand(size, size, device=device, dtype=dtype)
-    timer = Timer("torch.mm(a, a, out=out)", globals={"a": a, "out": a.clone()}, num_threads=torch.get_num_threads())
+    timer = Timer(
+        "torch.mm(a, a, out=out)",
+        globals={"a": a, "out": a.clone()},
+        num_threads=torch.get_num_threads(),
+    )
     return 2.0 * size**3 / min(timer.blocked_autorange(min_run_time=seconds).times)
 
 
@@ -62,7 +75,10 @@ class MemoryUse(NamedTuple):
 
 def memory_gib(device: torch.device) -> MemoryUse:
     if device.type == "cuda":
-        now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        now, peak = (
+            torch.cuda.memory_allocated(device),
+            torch.cuda.max_memory_allocated(device),
+        )
     else:
         now, peak = psutil.Process().memory_info().rss, peak_resident()
     return MemoryUse(now / 2**30, peak / 2**30)
@@ -70,8 +86,11 @@ def memory_gib(device: torch.device) -> MemoryUse:
 
 def peak_resident() -> int:
     """Most bytes that this process has had resident."""
-    with contextlib.suppress(OSError):  # ru_maxrss starts at what the process that started this one had
-        if found := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()):
+    # ru_maxrss starts at what the process that started this one had
+    with contextlib.suppress(OSError):
+        if found := re.search(
+            r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()
+        ):
             return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -37,23 +37,42 @@ VARIANTS = ("", "_", "_out", "_coalesced", "_coalesced_")
 class Recording(Protocol):
     """What the hooks call. ``enter`` returns a number, with which ``wait`` and ``leave`` are called later."""
 
-    def enter(self, kind: str, group: dist.ProcessGroup, tensors: Sequence[Any], peer: int | None) -> int: ...
+    def enter(
+        self,
+        kind: str,
+        group: dist.ProcessGroup,
+        tensors: Sequence[Any],
+        peer: int | None,
+    ) -> int: ...
     def wait(self, number: int) -> None: ...
     def leave(self, number: int, failed: bool) -> None: ...
 
 
 def install(to: Recording) -> Callable[[], None]:
     """Call ``to`` for all collectives from now on. Returns a function that removes the hooks."""
-    works = dict[int, int]()  # by identity: work that nobody waits for gives its entry to the next one at its address
+    # by identity: work that nobody waits for gives its entry to the next one at its address
+    works = dict[int, int]()
     # As they stand in their classes, which the functions that one gets there are not: they would not bind.
-    before = {name: vars(dist.ProcessGroup)[name] for name in METHODS if name in vars(dist.ProcessGroup)}
+    before = {
+        name: vars(dist.ProcessGroup)[name]
+        for name in METHODS
+        if name in vars(dist.ProcessGroup)
+    }
     wait_before, wait = vars(dist.Work)["wait"], dist.Work.wait
     for name in before:
-        setattr(dist.ProcessGroup, name, _entering(METHODS[name], getattr(dist.ProcessGroup, name), works, to))
+        setattr(
+            dist.ProcessGroup,
+            name,
+            _entering(METHODS[name], getattr(dist.ProcessGroup, name), works, to),
+        )
 
     def waiting(work: dist.Work, *args: Any, **options: Any) -> Any:
         number = works.pop(id(work), None)
-        return wait(work, *args, **options) if number is None else _waited(to, number, wait, work, *args, **options)
+        return (
+            wait(work, *args, **options)
+            if number is None
+            else _waited(to, number, wait, work, *args, **options)
+        )
 
     dist.Work.wait = waiting  # type: ignore[method-assign, assignment]
     library = _functional(to)
@@ -67,7 +86,9 @@ def install(to: Recording) -> Callable[[], None]:
     return uninstall
 
 
-def _entering(kind: str, method: Callable[..., Any], works: dict[int, int], to: Recording) -> Callable[..., Any]:
+def _entering(
+    kind: str, method: Callable[..., Any], works: dict[int, int], to: Recording
+) -> Callable[..., Any]:
     to_peer = method.__name__ in ("send", "recv")
 
     def entering(group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
@@ -84,7 +105,9 @@ def _entering(kind: str, method: Callable[..., Any], works: dict[int, int], to: 
     return entering
 
 
-def _waited(to: Recording, number: int, wait: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _waited(
+    to: Recording, number: int, wait: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
     to.wait(number)
     failed = True
     try:
@@ -97,8 +120,14 @@ def _waited(to: Recording, number: int, wait: Callable[..., Any], *args: Any, **
 
 def _functional(to: Recording) -> torch.library.Library:
     """Register kernels that call ``to`` and then PyTorch's own. A result's memory tells which call it belongs to."""
-    library, results = torch.library.Library("_c10d_functional", "IMPL"), dict[int, int]()
-    operators, key = torch.ops._c10d_functional, torch._C.DispatchKey.CompositeExplicitAutograd
+    library, results = (
+        torch.library.Library("_c10d_functional", "IMPL"),
+        dict[int, int](),
+    )
+    operators, key = (
+        torch.ops._c10d_functional,
+        torch._C.DispatchKey.CompositeExplicitAutograd,
+    )
 
     def entering(kind: str, operator: Any) -> Callable[..., Any]:
         def kernel(*args: Any) -> Any:
@@ -113,13 +142,22 @@ def _functional(to: Recording) -> torch.library.Library:
         return kernel
 
     def waiting(tensor: torch.Tensor) -> Any:
-        number, wait = results.pop(tensor.data_ptr(), None), operators.wait_tensor.default._op_dk
-        return wait(key, tensor) if number is None else _waited(to, number, wait, key, tensor)
+        number, wait = (
+            results.pop(tensor.data_ptr(), None),
+            operators.wait_tensor.default._op_dk,
+        )
+        return (
+            wait(key, tensor)
+            if number is None
+            else _waited(to, number, wait, key, tensor)
+        )
 
     for device in ("CPU", "CUDA"):
         library.impl("wait_tensor", waiting, device)
         for name, kind in FUNCTIONAL.items():
             for variant in VARIANTS:
                 if (operator := getattr(operators, name + variant, None)) is not None:
-                    library.impl(name + variant, entering(kind, operator.default), device)
+                    library.impl(
+                        name + variant, entering(kind, operator.default), device
+                    )
     return library

@@ -18,13 +18,21 @@ Sample = dict[str, float]
 
 def environment() -> dict[str, str]:
     """Where a run takes place: host, processor, versions, the state of the code, and the command."""
-    cores = f"{psutil.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
-    versions = {"Weft": weft.__version__, "PyTorch": torch.__version__, "Python": platform.python_version()}
+    cores = (
+        f"{psutil.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
+    )
+    versions = {
+        "Weft": weft.__version__,
+        "PyTorch": torch.__version__,
+        "Python": platform.python_version(),
+    }
     if torch.version.cuda:
         versions["CUDA"] = torch.version.cuda
     return {
         "host": f"{platform.node()}, {platform.system()} {platform.release()}, {platform.machine()}, {cores}",
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "versions": ", ".join(
+            f"{name} {version}" for name, version in versions.items()
+        ),
         "git": git_state(),
         "command": shlex.join(["weft", *sys.argv[1:]]),
         "folder": os.getcwd(),
@@ -34,8 +42,17 @@ def environment() -> dict[str, str]:
 def git_state() -> str:
     """Commit of the checkout that this folder is in, and whether anything differs from it; empty outside of one."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty= with changes"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        command = [
+            "git",
+            "describe",
+            "--always",
+            "--abbrev=12",
+            "--exclude=*",
+            "--dirty= with changes",
+        ]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        )
         return done.stdout.strip()
     return ""
 
@@ -57,7 +74,10 @@ class HardwareLoad:
             return None
         self._sampled = now
         memory = psutil.virtual_memory()
-        found = {"cpu": psutil.cpu_percent() / 100, "host_gib": (memory.total - memory.available) / 2**30}
+        found = {
+            "cpu": psutil.cpu_percent() / 100,
+            "host_gib": (memory.total - memory.available) / 2**30,
+        }
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             found["gpu_gib"] = (total - free) / 2**30

@@ -56,19 +56,38 @@ class Launches:
 def read_launches(path: Path) -> Launches:
     """The figures of a trace that ``torch.profiler`` has exported for Chrome. Errors: no such trace."""
     try:
-        events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X" and "dur" in e]
+        events = [
+            e
+            for e in json.loads(path.read_text())["traceEvents"]
+            if e.get("ph") == "X" and "dur" in e
+        ]
     except OSError as error:
         raise UsageError(f"cannot read the trace {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is no trace of torch.profiler's (export_chrome_trace): {error!r}") from None
+        raise UsageError(
+            f"{path} is no trace of torch.profiler's (export_chrome_trace): {error!r}"
+        ) from None
     kernels = [e for e in events if e.get("cat") == "kernel"]
     operators = [e for e in events if e.get("cat") == "cpu_op"]
     if not operators and not kernels:
-        raise UsageError(f"{path} has no operator and no kernel; record activities of the host and the device")
-    launched = {_number(e): e["ts"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
-    waits = sorted(max(0.0, e["ts"] - launched[_number(e)]) for e in kernels if _number(e) in launched)
+        raise UsageError(
+            f"{path} has no operator and no kernel; record activities of the host and the device"
+        )
+    launched = {
+        _number(e): e["ts"]
+        for e in events
+        if e.get("cat") in ("cuda_runtime", "cuda_driver")
+    }
+    waits = sorted(
+        max(0.0, e["ts"] - launched[_number(e)])
+        for e in kernels
+        if _number(e) in launched
+    )
     counted = kernels or operators
-    first, last = (min(e["ts"] for e in counted), max(e["ts"] + e["dur"] for e in counted))
+    first, last = (
+        min(e["ts"] for e in counted),
+        max(e["ts"] + e["dur"] for e in counted),
+    )
     leaves = list(_leaves(operators))
     inside, total = _covered(operators), max(last - first, 1e-9)
     return Launches(
@@ -96,11 +115,17 @@ def _leaves(events: Sequence[dict[str, Any]]) -> Iterable[float]:
     order = sorted(events, key=lambda e: (str(e.get("tid")), e["ts"], -e["dur"]))
     for event, following in zip(order, [*order[1:], None], strict=True):
         end = event["ts"] + event["dur"]
-        if following is None or following.get("tid") != event.get("tid") or following["ts"] >= end:
+        if (
+            following is None
+            or following.get("tid") != event.get("tid")
+            or following["ts"] >= end
+        ):
             yield event["dur"]
 
 
 def knee(found: Sequence[Launches]) -> Launches | None:
     """Of traces with growing batches, the first in which kernels queue; None if they do in none."""
     least = min((one.queued for one in found if one.kernels), default=0.0)
-    return next((one for one in found if one.kernels and one.queued > QUEUED * least), None)
+    return next(
+        (one for one in found if one.kernels and one.queued > QUEUED * least), None
+    )

@@ -26,16 +26,32 @@ def row_of(run: Path) -> dict[str, Any] | None:
     steps = [r for r in since if r.get("step_s")][WARM:]
     recipe = about["recipe"]
     model, layout, train = recipe["model"], recipe["layout"], recipe["train"]
-    memory = recipe["memory"] | {"moments": recipe["memory"]["moments"] or recipe["memory"]["weights"]}
-    partly = model.get("adapter") or train.get("freeze") or recipe["optimizer"].get("estimate") == "zeroth-order"
-    partly = partly or model.get("experts") or model.get("kv_rank")  # no columns for what they are
-    if len(steps) < LEAST or model["mixer"] != "softmax" or layout["balance"] or layout["skip"] or partly:
+    memory = recipe["memory"] | {
+        "moments": recipe["memory"]["moments"] or recipe["memory"]["weights"]
+    }
+    partly = (
+        model.get("adapter")
+        or train.get("freeze")
+        or recipe["optimizer"].get("estimate") == "zeroth-order"
+    )
+    # no columns for what they are
+    partly = partly or model.get("experts") or model.get("kv_rank")
+    if (
+        len(steps) < LEAST
+        or model["mixer"] != "softmax"
+        or layout["balance"]
+        or layout["skip"]
+        or partly
+    ):
         return None
     count, _, device = about["device"].partition(" x ")
     sharding = "none"
     if layout["shard"] > 1:
-        sharding = f"{'FSDP' if layout['zero'] == 3 else 'ZeRO-1'} shard={layout['shard']}"
-    share = max(1, train["batch"] // (layout["dp"] * layout["shard"]))  # without micro_batch: all rows at once
+        sharding = (
+            f"{'FSDP' if layout['zero'] == 3 else 'ZeRO-1'} shard={layout['shard']}"
+        )
+    # without micro_batch: all rows at once
+    share = max(1, train["batch"] // (layout["dp"] * layout["shard"]))
     seconds = statistics.median(r["step_s"] for r in steps)
     return {
         "id": f"{run.name} {about['started']}", "source": "runs of this machine", "model": recipe["name"],

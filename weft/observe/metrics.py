@@ -40,7 +40,12 @@ class Metrics:
     kept, up to :data:`KEPT` bytes, and written before the next record.
     """
 
-    def __init__(self, run: Path | None, trackers: Sequence[str] = (), warn: Callable[[str], None] = print) -> None:
+    def __init__(
+        self,
+        run: Path | None,
+        trackers: Sequence[str] = (),
+        warn: Callable[[str], None] = print,
+    ) -> None:
         self._run, self.warn = run, warn
         self._unwritten = b""
         self._trackers: dict[str, Tracker] = {}
@@ -52,7 +57,9 @@ class Metrics:
                 self._end = self._file.read().rfind(b"\n") + 1
                 self._file.truncate(self._end)
             except OSError as error:
-                raise WeftError(f"cannot write {run / FILE}: {error.strerror or error}") from None
+                raise WeftError(
+                    f"cannot write {run / FILE}: {error.strerror or error}"
+                ) from None
             for name in trackers:
                 try:
                     self._trackers[name] = make_tracker(name, run)
@@ -64,7 +71,9 @@ class Metrics:
         if self._run is None:
             return
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
-        finite = json.loads(json.dumps(record, default=str), parse_constant=lambda name: None)
+        finite = json.loads(
+            json.dumps(record, default=str), parse_constant=lambda name: None
+        )
         self._append(json.dumps(finite).encode() + b"\n")
         if kind not in MANY:  # trackers would draw one line through all ranks
             self._track(kind, step, values)
@@ -75,7 +84,11 @@ class Metrics:
             return
         self._file.seek(0)
         lines = self._file.read().splitlines(keepends=True)
-        kept = [line for line in lines if (r := json.loads(line))["kind"] in HISTORY or r["step"] <= step]
+        kept = [
+            line
+            for line in lines
+            if (r := json.loads(line))["kind"] in HISTORY or r["step"] <= step
+        ]
         if len(kept) < len(lines):
             draft = self._run / f".{FILE}"
             draft.write_bytes(b"".join(kept))
@@ -94,19 +107,28 @@ class Metrics:
             self._end, self._unwritten = self._end + written, b""
         except OSError as error:
             if not self._unwritten:
-                self.warn(f"cannot write {self._run / FILE}: {error.strerror or error}; the run goes on")  # type: ignore[operator]
+                where = self._run / FILE  # type: ignore[operator]
+                self.warn(
+                    f"cannot write {where}: {error.strerror or error}; the run goes on"
+                )
             self._unwritten = waiting if len(waiting) <= KEPT else self._unwritten
 
     def _track(self, kind: str, step: int, values: Record) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
                 tracker.record(kind, step, values)
-            except Exception as error:  # whatever a tracker's package raises, the run goes on
+            except (
+                Exception
+            ) as error:  # whatever a tracker's package raises, the run goes on
                 del self._trackers[name]
                 self._without(name, error)
 
     def _without(self, name: str, error: Exception) -> None:
-        hint = f"install the package {name!r}" if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        hint = (
+            f"install the package {name!r}"
+            if isinstance(error, ImportError)
+            else f"{type(error).__name__}: {error}"
+        )
         self.warn(f"no more records go to {name} ({hint}); the run goes on")
 
     def close(self) -> None:
@@ -142,8 +164,13 @@ class RecordedRun:
 def read_metrics(run: Path) -> Records:
     """Records of a run by kind, series in the order of their steps; a last line that is not complete is left out."""
     path = run / FILE
-    if not path.is_file() or not (text := path.read_text(encoding="utf-8", errors="replace")).strip():
-        raise WeftError(f"{run} holds no {FILE} with records; give the folder of a run that was started")
+    if (
+        not path.is_file()
+        or not (text := path.read_text(encoding="utf-8", errors="replace")).strip()
+    ):
+        raise WeftError(
+            f"{run} holds no {FILE} with records; give the folder of a run that was started"
+        )
     history: Records = {}
     series: dict[str, dict[tuple[int, int], Record]] = {}
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
@@ -151,14 +178,23 @@ def read_metrics(run: Path) -> Records:
             record = json.loads(line)
             kind, step = record["kind"], int(record["step"])
         except (ValueError, KeyError, TypeError):
-            raise WeftError(f"{path} line {number} is damaged; remove that line to read the rest") from None
+            raise WeftError(
+                f"{path} line {number} is damaged; remove that line to read the rest"
+            ) from None
         if kind in HISTORY:
             history.setdefault(kind, []).append(record)
         else:
             series.setdefault(kind, {})[step, number if kind in MANY else 0] = record
         if kind == "run":
-            series = {k: {key: r for key, r in rows.items() if key[0] <= step} for k, rows in series.items()}
-    return history | {kind: [rows[key] for key in sorted(rows)] for kind, rows in series.items() if rows}
+            series = {
+                k: {key: r for key, r in rows.items() if key[0] <= step}
+                for k, rows in series.items()
+            }
+    return history | {
+        kind: [rows[key] for key in sorted(rows)]
+        for kind, rows in series.items()
+        if rows
+    }
 
 
 def metric_by_step(run: Path, metric: str) -> dict[int, float]:
@@ -166,9 +202,17 @@ def metric_by_step(run: Path, metric: str) -> dict[int, float]:
     kind, _, field = metric.partition(".")
     folder = next((p for p in (run, run.parent) if (p / FILE).is_file()), None)
     if folder is None:
-        raise UsageError(f"--best needs the metrics of the run, and there is no {FILE} in {run}; give the run's folder")
+        raise UsageError(
+            f"--best needs the metrics of the run, and there is no {FILE} in {run}; give the run's folder"
+        )
     records = read_metrics(folder).get(kind, [])
-    scores = {r["step"]: float(value) for r in records if isinstance(value := r.get(field or "loss"), int | float)}
+    scores = {
+        r["step"]: float(value)
+        for r in records
+        if isinstance(value := r.get(field or "loss"), int | float)
+    }
     if not scores:
-        raise UsageError(f"--best {metric}: the run has no such metric; validation.loss and train.loss are usual")
+        raise UsageError(
+            f"--best {metric}: the run has no such metric; validation.loss and train.loss are usual"
+        )
     return scores

@@ -109,11 +109,19 @@ def digest(found: Trace, window: int = WINDOW) -> Digest:
     inside = found.calls[np.isin(found.calls["step"], done["sequence"])]
     waits = inside[(inside["begin"] > 0) & (inside["leave"] > 0)]
     for one in done:
-        mine = waits[(waits["step"] == one["sequence"]) & (waits["enter"] >= one["enter"])]
-        times = one["leave"] - one["enter"], (mine["leave"] - mine["begin"]).sum(), one["size"]
+        mine = waits[
+            (waits["step"] == one["sequence"]) & (waits["enter"] >= one["enter"])
+        ]
+        times = (
+            one["leave"] - one["enter"],
+            (mine["leave"] - mine["begin"]).sum(),
+            one["size"],
+        )
         steps[int(one["sequence"])] = StepTimes(*(float(ns) / 1e9 for ns in times))
     rank, messages = found.about["rank"], inside[inside["peer"] >= 0]
-    whither = Counter(zip(messages["kind"].tolist(), (messages["peer"] > rank).tolist(), strict=True))
+    whither = Counter(
+        zip(messages["kind"].tolist(), (messages["peer"] > rank).tolist(), strict=True)
+    )
     shared = inside[inside["peer"] < 0]
     calls = Counter((int(r["kind"]), found.groups[r["group"]].name) for r in shared)
     return Digest(
@@ -122,7 +130,9 @@ def digest(found: Trace, window: int = WINDOW) -> Digest:
     )  # fmt: skip
 
 
-def slow_computers(digests: Sequence[Digest], best: Mapping[int, float], shares: Mapping[int, float]) -> list[Verdict]:
+def slow_computers(
+    digests: Sequence[Digest], best: Mapping[int, float], shares: Mapping[int, float]
+) -> list[Verdict]:
     """A verdict on each rank that computes longer than its like, so that the others wait.
 
     ``best``: the shortest seconds of each rank in earlier judgements. ``shares``: of the work, relative to the mean, of
@@ -131,22 +141,37 @@ def slow_computers(digests: Sequence[Digest], best: Mapping[int, float], shares:
     common = sorted(set.intersection(*(set(d.steps) for d in digests)))
     if len(common) < FEWEST or len(digests) < 2:
         return []
-    steps = np.array([[d.steps[s] for s in common] for d in digests])  # [rank, step, time]
+    # [rank, step, time]
+    steps = np.array([[d.steps[s] for s in common] for d in digests])
     share = np.array([shares.get(d.rank, 1.0) for d in digests])[:, None]
     total, waited, lost = np.moveaxis(steps, -1, 0)
     length, compute = np.median(total, 0), (total - waited) / share
     own = np.maximum(compute - lost / share, 1e-9)
     found = []
     for i, one in enumerate(digests):
-        like = [j for j, other in enumerate(digests) if j != i and other.alike == one.alike]
-        others, best_own = like or [j for j in range(len(digests)) if j != i], best.get(one.rank, np.inf)
+        like = [
+            j for j, other in enumerate(digests) if j != i and other.alike == one.alike
+        ]
+        others, best_own = (
+            like or [j for j in range(len(digests)) if j != i],
+            best.get(one.rank, np.inf),
+        )
         for times, least in ((own, SLOWER), (compute, TAKEN)):
             usual = np.median(times[others], 0)
             usual = usual if like else np.minimum(usual, best_own)
             factor = float(np.median(times[i]) / max(np.median(usual), 1e-9))
             costs = (times[i] - usual) * share[i] > COST * length
-            if factor >= (least if like else max(least, UNLIKE)) and costs.mean() >= OFTEN:
-                whom = "its like" if like else "the others" if best_own == np.inf else "it did"
+            if (
+                factor >= (least if like else max(least, UNLIKE))
+                and costs.mean() >= OFTEN
+            ):
+                whom = (
+                    "its like"
+                    if like
+                    else "the others"
+                    if best_own == np.inf
+                    else "it did"
+                )
                 taken = f"; for {np.median(lost[i]) * 1e3:.0f} ms of it other work had its processor"
                 found.append(Verdict(
                     "computer", (one.rank,), factor,
@@ -158,7 +183,9 @@ def slow_computers(digests: Sequence[Digest], best: Mapping[int, float], shares:
     return found
 
 
-def slow_links(matrix: np.ndarray[Any, Any], digests: Sequence[Digest], size: int = PROBE) -> list[Verdict]:
+def slow_links(
+    matrix: np.ndarray[Any, Any], digests: Sequence[Digest], size: int = PROBE
+) -> list[Verdict]:
     """A verdict on each slow sender, receiver or link in a matrix of seconds.
 
     ``matrix[a, b]``: from rank a to rank b, ``nan`` if not measured. If there are several machines, the ranks of one
@@ -167,14 +194,29 @@ def slow_links(matrix: np.ndarray[Any, Any], digests: Sequence[Digest], size: in
     """
     machines = [d.machine for d in digests]
     keys: list[Any] = machines if len(set(machines)) > 1 else [d.rank for d in digests]
-    units = [[i for i, key in enumerate(keys) if key == unit] for unit in dict.fromkeys(keys)]
-    times = np.array([[_middle(matrix[np.ix_(a, b)]) if a is not b else np.nan for b in units] for a in units])
+    units = [
+        [i for i, key in enumerate(keys) if key == unit] for unit in dict.fromkeys(keys)
+    ]
+    times = np.array(
+        [
+            [_middle(matrix[np.ix_(a, b)]) if a is not b else np.nan for b in units]
+            for a in units
+        ]
+    )
     if np.isnan(times).all():
         return []
     usual = float(np.nanquantile(times, 0.25, method="lower"))
-    length, sent = median(d.compute + d.waited for d in digests), median(d.sent for d in digests)
-    slow, known = (times > FAR * usual) & ((times - usual) * sent / size > COST * length), ~np.isnan(times)
-    rows, columns = ((slow.sum(axis) == known.sum(axis)) & (known.sum(axis) > 1) for axis in (1, 0))
+    length, sent = (
+        median(d.compute + d.waited for d in digests),
+        median(d.sent for d in digests),
+    )
+    slow, known = (
+        (times > FAR * usual) & ((times - usual) * sent / size > COST * length),
+        ~np.isnan(times),
+    )
+    rows, columns = (
+        (slow.sum(axis) == known.sum(axis)) & (known.sum(axis) > 1) for axis in (1, 0)
+    )
     named, left = np.flatnonzero(rows | columns), slow.copy()
     left[named], left[:, named] = False, False
     if left.sum() > len(units) or len(named) * 2 > len(units):
@@ -184,14 +226,30 @@ def slow_links(matrix: np.ndarray[Any, Any], digests: Sequence[Digest], size: in
         ranks = [[digests[i].rank for i in units[unit]] for unit in who]
         text = what.format(*map(ranks_text, ranks))
         text += f": {size >> 10} KiB take {seconds * 1e3:.3g} ms, elsewhere {usual * 1e3:.3g} ms"
-        return Verdict(kind, tuple(rank for some in ranks for rank in some), seconds / max(usual, 1e-9), text)
+        return Verdict(
+            kind,
+            tuple(rank for some in ranks for rank in some),
+            seconds / max(usual, 1e-9),
+            text,
+        )
 
     found = []
     for i in map(int, named):
-        kind = "network" if rows[i] and columns[i] else "sender" if rows[i] else "receiver"
-        found.append(verdict(kind, SLOWLY[kind], float(np.nanmedian(times[i] if rows[i] else times[:, i])), i))
+        kind = (
+            "network" if rows[i] and columns[i] else "sender" if rows[i] else "receiver"
+        )
+        found.append(
+            verdict(
+                kind,
+                SLOWLY[kind],
+                float(np.nanmedian(times[i] if rows[i] else times[:, i])),
+                i,
+            )
+        )
     cells = [(int(i), int(j)) for i, j in np.argwhere(left)]
-    return found + [verdict("link", SLOWLY["link"], float(times[i, j]), i, j) for i, j in cells]
+    return found + [
+        verdict("link", SLOWLY["link"], float(times[i, j]), i, j) for i, j in cells
+    ]
 
 
 def _middle(cells: np.ndarray[Any, Any]) -> float:
@@ -206,7 +264,9 @@ def ranks_text(ranks: Sequence[int]) -> str:
             parts[-1][1:] = [rank]
         else:
             parts.append([rank])
-    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join("-".join(map(str, part)) for part in parts)
+    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(
+        "-".join(map(str, part)) for part in parts
+    )
 
 
 def rounds_of(size: int) -> list[list[Pair]]:
@@ -216,14 +276,19 @@ def rounds_of(size: int) -> list[list[Pair]]:
     send to each other in different rounds, as acknowledgements would wait behind what is sent.
     """
     found = []
-    for apart in (apart for apart in range(1, size) if size <= 16 or not apart & (apart - 1)):
+    for apart in (
+        apart for apart in range(1, size) if size <= 16 or not apart & (apart - 1)
+    ):
         pairs = [(rank, (rank + apart) % size) for rank in range(size)]
         found += [pairs[:apart], pairs[apart:]] if 2 * apart == size else [pairs]
     return found
 
 
 def probe(
-    group: dist.ProcessGroup, device: torch.device, rounds: Sequence[Sequence[Pair]], parts: Mapping[Pair, int]
+    group: dist.ProcessGroup,
+    device: torch.device,
+    rounds: Sequence[Sequence[Pair]],
+    parts: Mapping[Pair, int],
 ) -> np.ndarray[Any, Any]:
     """Seconds of :data:`PROBE` bytes from each rank (row) to each (column), ``nan`` where none are sent. Collective.
 
@@ -236,9 +301,17 @@ def probe(
         return torch.zeros(parts.get(pair, 1) * PROBE, dtype=torch.uint8, device=device)
 
     for pairs in rounds:
-        sends, receives = ([pair for pair in pairs if pair[end] == me] for end in (0, 1))
-        ops = [dist.P2POp(dist.irecv, message(pair), ranks[pair[0]], group) for pair in receives]
-        ops += [dist.P2POp(dist.isend, message(pair), ranks[pair[1]], group) for pair in sends]
+        sends, receives = (
+            [pair for pair in pairs if pair[end] == me] for end in (0, 1)
+        )
+        ops = [
+            dist.P2POp(dist.irecv, message(pair), ranks[pair[0]], group)
+            for pair in receives
+        ]
+        ops += [
+            dist.P2POp(dist.isend, message(pair), ranks[pair[1]], group)
+            for pair in sends
+        ]
         dist.barrier(group)
         begun = time.perf_counter()
         works = dist.batch_isend_irecv(ops) if ops else []
@@ -253,25 +326,43 @@ def probe(
     return np.array(from_all(row, group)).T  # [receiver, sender] -> [sender, receiver]
 
 
-def steady_matrix(group: dist.ProcessGroup, device: torch.device) -> tuple[np.ndarray[Any, Any], int]:
+def steady_matrix(
+    group: dist.ProcessGroup, device: torch.device
+) -> tuple[np.ndarray[Any, Any], int]:
     """The least seconds between ranks, and the number of probes. Collective.
 
     Pairs that are slow while all send are probed again one by one, with messages that take about :data:`LONG` seconds:
     a slow wire takes as long for every byte and every time, while a process that answers late does not. Pairs that stay
     uncertain are ``nan``.
     """
-    rounds, parts, again = rounds_of(group.size()), dict[Pair, int](), list[np.ndarray[Any, Any]]()
+    rounds, parts, again = (
+        rounds_of(group.size()),
+        dict[Pair, int](),
+        list[np.ndarray[Any, Any]](),
+    )
     least = probe(group, device, rounds, parts)
     while True:
         slow = least > FAR * np.nanquantile(least, 0.25, method="lower")
-        steady = np.median(again, 0) < STEADY * least if len(again) >= CERTAIN else np.zeros_like(slow)
+        steady = (
+            np.median(again, 0) < STEADY * least
+            if len(again) >= CERTAIN
+            else np.zeros_like(slow)
+        )
         if len(again) == REPEATS or not (slow & ~steady).any():
             return np.where(slow & ~steady, np.nan, least), 1 + len(again)
         pairs = [(int(i), int(j)) for i, j in np.argwhere(slow)]
-        parts |= {pair: int(np.clip(LONG / least[pair], 1, LARGEST)) for pair in pairs if pair not in parts}
+        parts |= {
+            pair: int(np.clip(LONG / least[pair], 1, LARGEST))
+            for pair in pairs
+            if pair not in parts
+        }
         # Many slow pairs are a network with far parts: one after the other, they would take long.
         few = len(pairs) <= 2 * len(least)
-        chosen = [[pair] for pair in pairs] if few else [[pair for pair in some if slow[pair]] for some in rounds]
+        chosen = (
+            [[pair] for pair in pairs]
+            if few
+            else [[pair for pair in some if slow[pair]] for some in rounds]
+        )
         again.append(np.nan_to_num(probe(group, device, chosen, parts), nan=np.inf))
         least = np.where(slow, np.min(again, 0), least)
 
@@ -312,8 +403,12 @@ class DelayWatch:
                 mine = one.compute / self.shares.get(one.rank, 1)
                 self._best[one.rank] = min(mine, self._best.get(one.rank, np.inf))
         self._look_at_links()
-        slow = {rank for v in computers for rank in v.ranks}  # it handles messages slowly, too
-        before, self.verdicts = self.verdicts, computers + [v for v in self._links if not slow & set(v.ranks)]
+        # it handles messages slowly, too
+        slow = {rank for v in computers for rank in v.ranks}
+        before, self.verdicts = (
+            self.verdicts,
+            computers + [v for v in self._links if not slow & set(v.ranks)],
+        )
         known, now = ({v.key for v in verdicts} for verdicts in (before, self.verdicts))
         self.news = [v.text for v in self.verdicts if v.key not in known]
         self.news += [f"no longer so: {v.text}" for v in before if v.key not in now]
@@ -327,7 +422,9 @@ class DelayWatch:
         changed = max(sending, before) > CHANGED * min(sending, before)
         if not changed or not (suspect or self._links):
             return
-        spent, elapsed = from_all((self.probe_s, time.perf_counter() - self._begun), self.group)[0]
+        spent, elapsed = from_all(
+            (self.probe_s, time.perf_counter() - self._begun), self.group
+        )[0]
         if self.probes and spent > PROBING * elapsed:
             return
         begun, self._sending = time.perf_counter(), sending
@@ -338,7 +435,15 @@ class DelayWatch:
 
     def record(self) -> dict[str, Any]:
         """The last judgement, for the run's metrics and its report."""
-        rows = [{"rank": d.rank, "machine": d.machine, "compute": d.compute, "wait": d.waited} for d in self.digests]
+        rows = [
+            {
+                "rank": d.rank,
+                "machine": d.machine,
+                "compute": d.compute,
+                "wait": d.waited,
+            }
+            for d in self.digests
+        ]
         matrix = None if self.matrix is None else self.matrix.tolist()
         return {"verdicts": [asdict(v) for v in self.verdicts], "ranks": rows, "matrix": matrix, "size": PROBE,
                 "probes": self.probes, "probe_s": self.probe_s}  # fmt: skip

@@ -32,10 +32,15 @@ def write_report(*folders: Path, out: Path | None = None) -> Path:
     It is ``report.html`` in the run's folder, or ``compare.html`` in the first one's, unless ``out`` is given.
     """
     if len(folders) > len(RUNS):
-        raise UsageError(f"{len(folders)} runs are too many for one page; give at most {len(RUNS)}")
+        raise UsageError(
+            f"{len(folders)} runs are too many for one page; give at most {len(RUNS)}"
+        )
     names = [folder.resolve().name for folder in folders]
     alike = len(set(names)) < len(names)
-    runs = [RecordedRun(str(f) if alike else n, read_metrics(f)) for f, n in zip(folders, names, strict=True)]
+    runs = [
+        RecordedRun(str(f) if alike else n, read_metrics(f))
+        for f, n in zip(folders, names, strict=True)
+    ]
     page = page_of(runs[0]) if len(runs) == 1 else page_beside(runs)
     default = folders[0] / ("report.html" if len(runs) == 1 else "compare.html")
     return write(out or default, page, "the report to")
@@ -45,20 +50,38 @@ def render_runs(runs: Sequence[RecordedRun], **values: Any) -> str:
     """The template filled with ``values`` and with what one run and several have in common."""
     from plotly.offline import get_plotlyjs
 
-    drawn = charts(runs) + (checkpoint_charts(runs[0].records) if len(runs) == 1 else [])
-    samples = [(r.name, last.get("samples", [last])) for r in runs for last in r.records.get("sample", [])[-1:]]
+    drawn = charts(runs) + (
+        checkpoint_charts(runs[0].records) if len(runs) == 1 else []
+    )
+    samples = [
+        (r.name, last.get("samples", [last]))
+        for r in runs
+        for last in r.records.get("sample", [])[-1:]
+    ]
     names = [run.name for run in runs]
-    return render("observe/report.html", plotly=get_plotlyjs(), charts=drawn, samples=samples, names=names, **values)
+    return render(
+        "observe/report.html",
+        plotly=get_plotlyjs(),
+        charts=drawn,
+        samples=samples,
+        names=names,
+        **values,
+    )
 
 
 def page_of(run: RecordedRun) -> str:
     """The page about one run."""
     facts = run_facts(run)
-    events = [(f"step {e['step']:,}", e.get("message", "")) for e in run.records.get("event", [])]
+    events = [
+        (f"step {e['step']:,}", e.get("message", ""))
+        for e in run.records.get("event", [])
+    ]
     return render_runs(
         [run],
         title=run.recipe.get("name", run.name),
-        subtitle=" · ".join([facts[k] for k in ("Layout", "Ranks", "Device") if k in facts] + [run.name]),
+        subtitle=" · ".join(
+            [facts[k] for k in ("Layout", "Ranks", "Device") if k in facts] + [run.name]
+        ),
         tiles=tiles(run.records),
         checkpoints=checkpoint_card(run.records),
         delays=delays.card(run.records.get("delays", [])),
@@ -71,13 +94,31 @@ def page_of(run: RecordedRun) -> str:
 def page_beside(runs: Sequence[RecordedRun]) -> str:
     """The page about several runs: the same charts with a color per run, and what differs in numbers and recipes."""
     headline = rows_side_by_side(
-        [{name: f"{value} ({about})" for name, value, about in tiles(run.records)} for run in runs]
+        [
+            {name: f"{value} ({about})" for name, value, about in tiles(run.records)}
+            for run in runs
+        ]
     )
-    recipes = [row for row in rows_side_by_side([dict(flat(run.recipe)) for run in runs]) if row.differs]
-    made = [run_facts(run) | dict(checkpoint_card(run.records).get("facts", ())) for run in runs]
-    title, subtitle = " · ".join(run.name for run in runs), f"{len(runs)} runs side by side"
+    recipes = [
+        row
+        for row in rows_side_by_side([dict(flat(run.recipe)) for run in runs])
+        if row.differs
+    ]
+    made = [
+        run_facts(run) | dict(checkpoint_card(run.records).get("facts", ()))
+        for run in runs
+    ]
+    title, subtitle = (
+        " · ".join(run.name for run in runs),
+        f"{len(runs)} runs side by side",
+    )
     return render_runs(
-        runs, title=title, subtitle=subtitle, headline=headline, facts=rows_side_by_side(made), recipes=recipes
+        runs,
+        title=title,
+        subtitle=subtitle,
+        headline=headline,
+        facts=rows_side_by_side(made),
+        recipes=recipes,
     )
 
 
@@ -103,17 +144,38 @@ def tiles(records: Records) -> list[tuple[str, str, str]]:
         steps, values = column(records.get(kind, []), "loss")
         if values:
             ratio = f"ratio {values[-1] / values[0]:.3f} · " if values[0] else ""
-            found.append((title, f"{values[0]:.3f} → {values[-1]:.3f}", f"{ratio}steps {steps[0]:,} to {steps[-1]:,}"))
-    for name, title, show in (("tokens_per_s", "Tokens per second", compact), ("mfu", "MFU", "{:.1%}".format)):
+            found.append(
+                (
+                    title,
+                    f"{values[0]:.3f} → {values[-1]:.3f}",
+                    f"{ratio}steps {steps[0]:,} to {steps[-1]:,}",
+                )
+            )
+    for name, title, show in (
+        ("tokens_per_s", "Tokens per second", compact),
+        ("mfu", "MFU", "{:.1%}".format),
+    ):
         if values := column(records.get("train", []), name)[1]:
-            found.append((title, show(median(values)), f"median · last {show(values[-1])}"))
+            found.append(
+                (title, show(median(values)), f"median · last {show(values[-1])}")
+            )
     if values := column(records.get("train", []), "memory_gib")[1]:
         now = column(records["train"], "memory_now_gib")[1]
         more = f" · last {now[-1]:.2f} GiB" if now else ""
-        found.append(("Memory", f"{max(values):.2f} GiB", f"peak of the main rank{more}"))
+        found.append(
+            ("Memory", f"{max(values):.2f} GiB", f"peak of the main rank{more}")
+        )
     if split := records.get("split"):
-        share = sum(r["communication"] for r in split) / (sum(r[part] for r in split for part in PARTS) or 1)
-        found.append(("Exposed communication", f"{share:.1%}", f"of the step · {len(split)} profiled"))
+        share = sum(r["communication"] for r in split) / (
+            sum(r[part] for r in split for part in PARTS) or 1
+        )
+        found.append(
+            (
+                "Exposed communication",
+                f"{share:.1%}",
+                f"of the step · {len(split)} profiled",
+            )
+        )
     return found
 
 
@@ -124,7 +186,10 @@ def run_facts(run: RecordedRun) -> dict[str, str]:
     every = [r["time"] for kind in records.values() for r in kind if "time" in r]
     # A pause between two attempts is no time of the run: each attempt lasts until its last record that counts.
     starts = [r["time"] for r in runs if "time" in r] + [float("inf")]
-    spent = sum(max((t for t in every if a <= t < b), default=a) - a for a, b in pairwise(starts))
+    spent = sum(
+        max((t for t in every if a <= t < b), default=a) - a
+        for a, b in pairwise(starts)
+    )
     planned = head.get("steps") or run.recipe.get("train", {}).get("steps")
     skipped = sum(bool(r.get("skipped")) for r in train)
     facts = {
@@ -132,15 +197,24 @@ def run_facts(run: RecordedRun) -> dict[str, str]:
         "Ranks": (n := head.get("world")) and f"{n} rank{'s' * (n != 1)}",
         "Device": head.get("device"),
         "Parameters": (n := head.get("parameters")) and f"{compact(n)} ({n:,})",
-        "Learning": (n := head.get("learning")) and n != head.get("parameters") and f"{compact(n)} ({n:,})",
+        "Learning": (n := head.get("learning"))
+        and n != head.get("parameters")
+        and f"{compact(n)} ({n:,})",
         "Model flops per token": (n := head.get("flops_per_token")) and compact(n),
         "Peak of all devices": (n := head.get("peak_flops")) and f"{compact(n)}FLOP/s",
-        "Steps": train and f"{train[-1]['step']:,}" + (f" of {planned:,}" if planned else ""),
-        "Tokens seen": train and (n := train[-1].get("tokens")) and f"{compact(n)} ({n:,})",
+        "Steps": train
+        and f"{train[-1]['step']:,}" + (f" of {planned:,}" if planned else ""),
+        "Tokens seen": train
+        and (n := train[-1].get("tokens"))
+        and f"{compact(n)} ({n:,})",
         "Skipped steps": skipped and f"{skipped} (loss or gradient not finite)",
         "Started": runs and runs[0].get("started"),
-        "Wall time": spent and clock(spent) + (f" in {len(runs)} attempts" if len(runs) > 1 else ""),
-        **{name.capitalize(): head.get(name) for name in ("host", "versions", "git", "command")},
+        "Wall time": spent
+        and clock(spent) + (f" in {len(runs)} attempts" if len(runs) > 1 else ""),
+        **{
+            name.capitalize(): head.get(name)
+            for name in ("host", "versions", "git", "command")
+        },
         "Working folder": head.get("folder"),
     }
     return {name: str(value) for name, value in facts.items() if value}
@@ -148,7 +222,12 @@ def run_facts(run: RecordedRun) -> dict[str, str]:
 
 def checkpoint_card(records: Records) -> Record:
     """What the card about checkpoints says; nothing if the run has none."""
-    saved, loaded, made = (records.get(kind, []) for kind in ("saved", "loaded", "checkpoint"))
+    saved, loaded, made = (
+        records.get(kind, []) for kind in ("saved", "loaded", "checkpoint")
+    )
     found = checkpoints.facts(saved, loaded, made)
-    said = [checkpoints.verdict(checkpoints.times(r), what) for r, what in ((saved, "Saves"), (loaded, "Loads"))]
+    said = [
+        checkpoints.verdict(checkpoints.times(r), what)
+        for r, what in ((saved, "Saves"), (loaded, "Loads"))
+    ]
     return {"verdict": " ".join(filter(None, said)), "facts": found} if found else {}

@@ -46,7 +46,11 @@ def rings_of(run: Path) -> Path:
     """The folder on this machine with the rings of the ranks of the run in the folder ``run``."""
     memory = Path("/dev/shm")
     base = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
-    return base / f"weft-{os.getuid()}" / hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+    return (
+        base
+        / f"weft-{os.getuid()}"
+        / hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+    )
 
 
 class TracedGroup(NamedTuple):
@@ -77,7 +81,10 @@ class Trace(NamedTuple):
 
 def read_ring(path: Path) -> Trace:
     """Read a ring, also while its rank writes. Raises ``ValueError`` if the file is none."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as found:
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as found,
+    ):
         if found[: len(MAGIC)] != MAGIC or len(found) != SIZE:
             raise ValueError(f"{path} is not a ring")
         return parse(found)
@@ -93,7 +100,13 @@ def parse(ring: mmap.mmap) -> Trace:
     for line in map(json.loads, names.splitlines()):
         about |= line.get("about", {})
         if given := line.get("group"):
-            groups.append(TracedGroup(given["name"], given["id"], tuple(given.get("ranks") or range(*given["range"]))))
+            groups.append(
+                TracedGroup(
+                    given["name"],
+                    given["id"],
+                    tuple(given.get("ranks") or range(*given["range"])),
+                )
+            )
         places += [line["place"]] if "place" in line else []
     return Trace(about, groups, places, records[np.argsort(records["number"])])
 
@@ -107,8 +120,13 @@ def newest(run: Path) -> dict[int, Trace]:
             found[one.about["epoch"], one.about["rank"]] = one
     if not found:
         return {}
-    last = max(found.values(), key=lambda one: one.about["started"]).about  # an earlier run had more views, perhaps
-    same = [one for one in found.values() if one.about["epoch"] == last["epoch"] and one.about["rank"] < last["world"]]
+    # an earlier run had more views, perhaps
+    last = max(found.values(), key=lambda one: one.about["started"]).about
+    same = [
+        one
+        for one in found.values()
+        if one.about["epoch"] == last["epoch"] and one.about["rank"] < last["world"]
+    ]
     return {one.about["rank"]: one for one in same}
 
 
@@ -116,9 +134,16 @@ def process_of(found: Trace) -> str:
     """Whether the process of a ring is running, stopped or gone."""
     try:
         process = psutil.Process(found.about["pid"])
-        if abs(process.create_time() - found.about["created"]) > 1 or process.status() == psutil.STATUS_ZOMBIE:
+        if (
+            abs(process.create_time() - found.about["created"]) > 1
+            or process.status() == psutil.STATUS_ZOMBIE
+        ):
             return "gone"
-        return "stopped" if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "running"
+        return (
+            "stopped"
+            if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+            else "running"
+        )
     except psutil.Error:
         return "gone"
 
@@ -134,12 +159,18 @@ def collective_text(found: Trace, record: Any) -> str:
 def held_in(found: Trace) -> Any:
     """The record of the collective in which a rank waits, or has given up waiting; None if it computes."""
     calls = found.calls
-    waits = calls[(calls["begin"] > 0) & ((calls["leave"] == 0) | (calls["failed"] > 0))]
+    waits = calls[
+        (calls["begin"] > 0) & ((calls["leave"] == 0) | (calls["failed"] > 0))
+    ]
     if not len(waits):
         return None
     last = waits[-1]
     # What came after a wait that failed is how the rank ends; after one that is still going on, other threads' doing.
-    return last if last["leave"] == 0 or not (calls["enter"] > last["leave"] + 2e9).any() else None
+    return (
+        last
+        if last["leave"] == 0 or not (calls["enter"] > last["leave"] + 2e9).any()
+        else None
+    )
 
 
 def standing(found: Trace, now: int) -> str:

@@ -50,10 +50,21 @@ def profile_step(fn: Callable[[], T]) -> tuple[T, TimeSplit]:
         result = fn()
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    assert (
+        profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    )
     # The raw events: profiler.events() builds a tree that nobody reads, at twenty times the cost.
     raw = profiler.profiler.kineto_results.events()
-    events = [(e.name(), e.start_ns() / 1e9, e.end_ns() / 1e9, e.start_thread_id(), e.activity_type()) for e in raw]
+    events = [
+        (
+            e.name(),
+            e.start_ns() / 1e9,
+            e.end_ns() / 1e9,
+            e.start_thread_id(),
+            e.activity_type(),
+        )
+        for e in raw
+    ]
     # The profiler's table of actions refers to itself, so that the raw events would stay until a full collection.
     profiler.profiler, profiler.action_map = None, {}
     return result, split_events([TraceEvent(*event) for event in events])
@@ -80,7 +91,13 @@ def split_events(events: Sequence[TraceEvent]) -> TimeSplit:
     busy = claim(step, update, work, waiting, loading, phases)
     total = step.end - step.start
     communication, data, optimizer = busy[2], busy[3], busy[0] + busy[4]
-    return TimeSplit(max(0.0, total - communication - data - optimizer), communication, data, optimizer, total)
+    return TimeSplit(
+        max(0.0, total - communication - data - optimizer),
+        communication,
+        data,
+        optimizer,
+        total,
+    )
 
 
 def claim(step: TraceEvent, *layers: Sequence[TraceEvent]) -> list[float]:
@@ -111,12 +128,19 @@ def trace(path: Path | None, steps: int) -> Iterator[Callable[[], bool]]:
         yield lambda: False
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    actions = [ProfilerAction.NONE, *[ProfilerAction.RECORD] * (steps - 1), ProfilerAction.RECORD_AND_SAVE]
+    actions = [
+        ProfilerAction.NONE,
+        *[ProfilerAction.RECORD] * (steps - 1),
+        ProfilerAction.RECORD_AND_SAVE,
+    ]
 
     def schedule(number: int) -> ProfilerAction:
         return actions[number] if number <= steps else ProfilerAction.NONE
 
-    with quiet_profile(schedule=schedule, on_trace_ready=lambda done: done.export_chrome_trace(str(path))) as profiler:
+    with quiet_profile(
+        schedule=schedule,
+        on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
+    ) as profiler:
 
         def step() -> bool:
             profiler.step()

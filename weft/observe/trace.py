@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,13 +26,32 @@ import torch.distributed as dist
 from weft.net import lost
 from weft.observe import rings
 from weft.observe.hooks import install
-from weft.observe.rings import HEAD, KINDS, MAGIC, NAMES, RECORD, RECORDS, SIZE, TIME, Trace
+from weft.observe.rings import (
+    HEAD,
+    KINDS,
+    MAGIC,
+    NAMES,
+    RECORD,
+    RECORDS,
+    SIZE,
+    TIME,
+    Trace,
+)
 
-_NEW, _KIND = struct.Struct("<qqqqIIiHHBB"), {name: number for number, name in enumerate(KINDS)}
-_BEGIN, _LEAVE, _SIZE, _FAILED = (RECORD.fields[name][1] for name in ("begin", "leave", "size", "failed"))  # type: ignore[index]
+_NEW, _KIND = (
+    struct.Struct("<qqqqIIiHHBB"),
+    {name: number for number, name in enumerate(KINDS)},
+)
+_FIELDS: Mapping[str, Any] = RECORD.fields or {}
+_BEGIN, _LEAVE, _SIZE, _FAILED = (
+    _FIELDS[name][1] for name in ("begin", "leave", "size", "failed")
+)
 DAY_S = 24 * 3600
 _HERE = str(Path(__file__).parent)
-_WEFT, _TORCH = str(Path(_HERE).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep
+_WEFT, _TORCH = (
+    str(Path(_HERE).parent) + os.sep,
+    str(Path(torch.__file__).parent) + os.sep,
+)
 
 
 class Ring:
@@ -40,20 +59,30 @@ class Ring:
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path, self.step = path, 0
-        self._numbers, self._sequences = itertools.count(1), defaultdict[Any, Iterator[int]](lambda: itertools.count(1))
-        self._groups, self._places = dict[str, tuple[int, list[int]]](), dict[tuple[str, int], int]()
-        self._files = dict[str, int]()  # 2: a file of Weft, 1: of neither Weft nor PyTorch
+        self._numbers, self._sequences = (
+            itertools.count(1),
+            defaultdict[Any, Iterator[int]](lambda: itertools.count(1)),
+        )
+        self._groups, self._places = (
+            dict[str, tuple[int, list[int]]](),
+            dict[tuple[str, int], int](),
+        )
+        # 2: a file of Weft, 1: of neither Weft nor PyTorch
+        self._files = dict[str, int]()
         self._naming, self._named = threading.Lock(), {"group": 0, "place": 0}
         self._thread, self._since, self._waking = threading.get_ident(), 0, 0
         self._schedule: int | None = None
-        with contextlib.suppress(OSError):  # of this thread, whoever reads it; not on every system
+        # of this thread, whoever reads it; not on every system
+        with contextlib.suppress(OSError):
             self._schedule = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-        self._map = mmap.mmap(-1, SIZE)  # where there is no room for a file, nobody else sees it
+        # where there is no room for a file, nobody else sees it
+        self._map = mmap.mmap(-1, SIZE)
         new = path.with_suffix(f".{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with new.open("w+b") as file:
-                os.posix_fallocate(file.fileno(), 0, SIZE)  # what is short now fails here, and not in a write later on
+                # what is short now fails here, and not in a write later on
+                os.posix_fallocate(file.fileno(), 0, SIZE)
                 self._map = mmap.mmap(file.fileno(), SIZE)
         except OSError:
             new.unlink(missing_ok=True)
@@ -65,19 +94,54 @@ class Ring:
     def read(self) -> Trace:
         return rings.parse(self._map)
 
-    def enter(self, kind: str, group: dist.ProcessGroup, tensors: Sequence[Any], peer: int | None = None) -> int:
+    def enter(
+        self,
+        kind: str,
+        group: dist.ProcessGroup,
+        tensors: Sequence[Any],
+        peer: int | None = None,
+    ) -> int:
         """Record that a collective begins, or a message with rank ``peer`` of the group; returns its number."""
         index, ranks = self._group(group)
         sequence = next(self._sequences[index if peer is None else (index, kind, peer)])
         peer = -1 if peer is None else ranks[peer]
-        return self.write(kind, index, max(map(_bytes, tensors[:2]), default=0), sequence, peer, self._place())
+        return self.write(
+            kind,
+            index,
+            max(map(_bytes, tensors[:2]), default=0),
+            sequence,
+            peer,
+            self._place(),
+        )
 
-    def write(self, kind: str, group: int = 0, size: int = 0, sequence: int = 0, peer: int = -1, place: int = 0) -> int:
+    def write(
+        self,
+        kind: str,
+        group: int = 0,
+        size: int = 0,
+        sequence: int = 0,
+        peer: int = -1,
+        place: int = 0,
+    ) -> int:
         """Record something that begins now; returns the record's number."""
         number, now = next(self._numbers), time.monotonic_ns()
         at = self._at(number)
         TIME.pack_into(self._map, at, 0)  # until the rest is there
-        _NEW.pack_into(self._map, at + 8, now, 0, 0, size, sequence, self.step, peer, group, place, _KIND[kind], 0)
+        _NEW.pack_into(
+            self._map,
+            at + 8,
+            now,
+            0,
+            0,
+            size,
+            sequence,
+            self.step,
+            peer,
+            group,
+            place,
+            _KIND[kind],
+            0,
+        )
         TIME.pack_into(self._map, at, number)
         return number
 
@@ -109,7 +173,11 @@ class Ring:
 
     def _delay(self) -> int:
         """The same with those at the ends of waits."""
-        return int(os.pread(self._schedule, 64, 0).split()[1]) if self._schedule is not None else 0
+        return (
+            int(os.pread(self._schedule, 64, 0).split()[1])
+            if self._schedule is not None
+            else 0
+        )
 
     def _at(self, number: int) -> int:
         return HEAD + NAMES + number % RECORDS * RECORD.itemsize
@@ -118,8 +186,14 @@ class Ring:
         """A group's number in this ring, and its ranks in the world."""
         if (found := self._groups.get(group.group_name)) is None:
             ranks, name = dist.get_process_group_ranks(group), group.group_desc
-            even = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0] if len(ranks) > 1 else 1)
-            short = {"range": [even.start, even.stop, even.step]} if list(even) == ranks else {"ranks": ranks}
+            even = range(
+                ranks[0], ranks[-1] + 1, ranks[1] - ranks[0] if len(ranks) > 1 else 1
+            )
+            short = (
+                {"range": [even.start, even.stop, even.step]}
+                if list(even) == ranks
+                else {"ranks": ranks}
+            )
             said = {"name": name, "id": group.group_name, **short}
             self._groups[group.group_name] = found = self._name("group", said), ranks
         return found
@@ -131,8 +205,13 @@ class Ring:
         while frame is not None:
             file = frame.f_code.co_filename
             if (whose := self._files.get(file)) is None:
-                own = file.startswith(_WEFT) and not file.startswith((_HERE, _WEFT + "layout"))  # which hands on
-                self._files[file] = whose = 2 if own else 0 if file.startswith((_TORCH, _HERE)) else 1
+                # which hands on
+                own = file.startswith(_WEFT) and not file.startswith(
+                    (_HERE, _WEFT + "layout", _WEFT + "net")
+                )
+                self._files[file] = whose = (
+                    2 if own else 0 if file.startswith((_TORCH, _HERE)) else 1
+                )
             if whose == 2:
                 nearest = frame
                 break
@@ -160,7 +239,11 @@ class Ring:
 
 def _bytes(given: Any) -> int:
     """The bytes of a tensor, or of nested lists of tensors; 0 of anything else."""
-    return sum(map(_bytes, given)) if isinstance(given, list) else getattr(given, "nbytes", 0)
+    return (
+        sum(map(_bytes, given))
+        if isinstance(given, list)
+        else getattr(given, "nbytes", 0)
+    )
 
 
 _ring: Ring | None = None
@@ -191,9 +274,14 @@ def start(folder: Path, rank: int, epoch: int = 0) -> Ring:
 
 def _standings(run: Path, ranks: Sequence[int]) -> str:
     """Where these ranks are, in words, as far as their rings are on this machine."""
-    with contextlib.suppress(Exception):  # whatever is wrong with them, what this is said of matters more
+    # whatever is wrong with them, what this is said of matters more
+    with contextlib.suppress(Exception):
         traces, now = rings.newest(run), time.monotonic_ns()
-        return "; ".join(f"rank {rank} {rings.standing(traces[rank], now)}" for rank in ranks if rank in traces)
+        return "; ".join(
+            f"rank {rank} {rings.standing(traces[rank], now)}"
+            for rank in ranks
+            if rank in traces
+        )
     return ""
 
 
@@ -223,11 +311,17 @@ def _sweep(place: Path) -> None:
     for folder in place.parent.iterdir():
         with contextlib.suppress(OSError, ValueError):
             paths = list(folder.glob("*-*.ring"))
-            late = all(time.time() - path.stat().st_mtime > DAY_S for path in paths or [folder])
+            late = all(
+                time.time() - path.stat().st_mtime > DAY_S for path in paths or [folder]
+            )
             traces = list(map(rings.read_ring, paths))
             # A folder without rings may be that of a run which is about to make them.
-            here = not traces or any(Path(one.about.get("run", "/")).exists() for one in traces)
-            if (late or not here) and all(rings.process_of(one) == "gone" for one in traces):
+            here = not traces or any(
+                Path(one.about.get("run", "/")).exists() for one in traces
+            )
+            if (late or not here) and all(
+                rings.process_of(one) == "gone" for one in traces
+            ):
                 shutil.rmtree(folder)
 
 

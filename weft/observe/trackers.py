@@ -49,7 +49,11 @@ class TensorBoard:
             if isinstance(value, (int, float)):
                 self._writer.add_scalar(f"{kind}/{name}", value, step)
             else:
-                self._writer.add_text(f"{kind}/{name}", f"```\n{json.dumps(value, indent=2, default=str)}\n```", step)
+                self._writer.add_text(
+                    f"{kind}/{name}",
+                    f"```\n{json.dumps(value, indent=2, default=str)}\n```",
+                    step,
+                )
 
     def close(self) -> None:
         if self._writer is not None:
@@ -72,8 +76,14 @@ class WandB:
 
     def record(self, kind: str, step: int, values: Values) -> None:
         if kind == "run":
-            self._tracked.config.update(json.loads(json.dumps(values, default=str)), allow_val_change=True)
-        found = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, (int, float, str))}
+            self._tracked.config.update(
+                json.loads(json.dumps(values, default=str)), allow_val_change=True
+            )
+        found = {
+            f"{kind}/{name}": value
+            for name, value in values.items()
+            if isinstance(value, (int, float, str))
+        }
         self._tracked.log({"step": step, **found})
 
     def close(self) -> None:
@@ -88,21 +98,35 @@ class MLflow:
 
         # The database that MLflow would rather have needs much more than what the records do.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or (run.absolute() / "mlruns").as_uri()
+        uri = (
+            os.environ.get("MLFLOW_TRACKING_URI")
+            or (run.absolute() / "mlruns").as_uri()
+        )
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         found = self._client.get_experiment_by_name("weft")
-        experiment = found.experiment_id if found else self._client.create_experiment("weft")
-        self._id = remembered(run, "mlflow", lambda: self._client.create_run(experiment, run_name=run.name).info.run_id)
+        experiment = (
+            found.experiment_id if found else self._client.create_experiment("weft")
+        )
+        self._id = remembered(
+            run,
+            "mlflow",
+            lambda: self._client.create_run(experiment, run_name=run.name).info.run_id,
+        )
 
     def record(self, kind: str, step: int, values: Values) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         numbers = {n: v for n, v in values.items() if isinstance(v, (int, float))}
-        self._client.log_batch(self._id, metrics=[Metric(f"{kind}/{n}", v, now, step) for n, v in numbers.items()])
+        self._client.log_batch(
+            self._id,
+            metrics=[Metric(f"{kind}/{n}", v, now, step) for n, v in numbers.items()],
+        )
         for name, value in values.items():
             if name not in numbers and value is not None:
-                text = value if isinstance(value, str) else json.dumps(value, default=str)
+                text = (
+                    value if isinstance(value, str) else json.dumps(value, default=str)
+                )
                 self._client.set_tag(self._id, f"{kind}.{name}", text[:5000])
 
     def close(self) -> None:
@@ -110,12 +134,18 @@ class MLflow:
 
 
 #: By name, what makes a tracker for a run folder; the names are those of the packages that they need.
-TRACKERS: dict[str, Callable[[Path], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+TRACKERS: dict[str, Callable[[Path], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "mlflow": MLflow,
+}
 
 
 def make_tracker(name: str, run: Path) -> Tracker:
     """The tracker of this name, Weft's or a plugin's. Raises :class:`ImportError` if its package is not installed."""
-    made: Tracker = TRACKERS[name](run) if name in TRACKERS else find("tracker", name).made(run)
+    made: Tracker = (
+        TRACKERS[name](run) if name in TRACKERS else find("tracker", name).made(run)
+    )
     return made
 
 

@@ -18,7 +18,16 @@ from weft.memory.resting import ALIGNED
 from weft.memory.tiers import page_buffer
 from weft.parallel.state import Held
 from weft.schedule.actions import Action, Key, Table
-from weft.schedule.alternate import BRING, HOST, ON_DEVICE, ON_HOST, RETURN, ROOMS, splits, update_table
+from weft.schedule.alternate import (
+    BRING,
+    HOST,
+    ON_DEVICE,
+    ON_HOST,
+    RETURN,
+    ROOMS,
+    splits,
+    update_table,
+)
 from weft.schedule.kinds import Clock
 
 T = torch.Tensor
@@ -60,10 +69,14 @@ class UnitUpdate(NamedTuple):
             start += -(-t.nbytes // ALIGNED) * ALIGNED
         left = iter(places)
         local = [next(left) for _ in self.held]
-        slots = [{n: replace(p, values=next(left)) for n, p in h.slots.items()} for h in self.held]
+        slots = [
+            {n: replace(p, values=next(left)) for n, p in h.slots.items()}
+            for h in self.held
+        ]
         updates = [next(left) for _ in self.held]
         held = [
-            replace(h, local=w, slots=s, updates=n) for h, w, s, n in zip(self.held, local, slots, updates, strict=True)
+            replace(h, local=w, slots=s, updates=n)
+            for h, w, s, n in zip(self.held, local, slots, updates, strict=True)
         ]
         return UnitUpdate(held, list(left))
 
@@ -79,7 +92,10 @@ class Lane:
         self.thread.submit(self._run, work)
 
     def _run(self, work: Callable[[], None]) -> None:
-        with torch.no_grad(), torch.cuda.stream(self.stream) if self.stream else nullcontext():
+        with (
+            torch.no_grad(),
+            torch.cuda.stream(self.stream) if self.stream else nullcontext(),
+        ):
             work()
 
     def finish(self) -> None:
@@ -107,7 +123,9 @@ class Alternating:
         self._rooms: list[T] = []
         self._failed: BaseException | None = None
 
-    def __call__(self, units: Sequence[tuple[Sequence[Held], Sequence[T]]], update: Update) -> None:
+    def __call__(
+        self, units: Sequence[tuple[Sequence[Held], Sequence[T]]], update: Update
+    ) -> None:
         """Update all of these. What fails is raised, and raised again by whoever asks later (:meth:`check`)."""
         self.check()
         jobs = [UnitUpdate(held, grads) for held, grads in units]
@@ -134,11 +152,15 @@ class Alternating:
         if size and (not self._rooms or self._rooms[0].numel() < size):
             here = self.device.type == "cpu"
             self._rooms = [
-                page_buffer(size) if here else torch.empty(size, dtype=torch.uint8, device=self.device)
+                page_buffer(size)
+                if here
+                else torch.empty(size, dtype=torch.uint8, device=self.device)
                 for _ in range(ROOMS)
             ]
 
-    def _run(self, table: Table, jobs: Sequence[UnitUpdate], update: Update) -> dict[Key, float]:
+    def _run(
+        self, table: Table, jobs: Sequence[UnitUpdate], update: Update
+    ) -> dict[Key, float]:
         """Run the table; seconds that each action took."""
         done: dict[Key, Future[None]] = {a.key: Future() for a in table}
         ops, took = self._ops(table, jobs, update), dict[Key, float]()
@@ -162,13 +184,16 @@ class Alternating:
                 lane.submit(lambda a=a, lane=lane: one(a, lane))  # type: ignore[misc]
         for a in table.ranks[HOST]:
             one(a, None)
-        for future in done.values():  # all, so that nothing is under way when one has failed
+        # all, so that nothing is under way when one has failed
+        for future in done.values():
             future.exception()
         for future in done.values():
             future.result()
         return took
 
-    def _ops(self, table: Table, jobs: Sequence[UnitUpdate], update: Update) -> Mapping[str, Callable[[Action], None]]:
+    def _ops(
+        self, table: Table, jobs: Sequence[UnitUpdate], update: Update
+    ) -> Mapping[str, Callable[[Action], None]]:
         away = [a.stage for a in table if a.kind == BRING]
         rooms = {unit: i % ROOMS for i, unit in enumerate(away)}
         there: dict[int, UnitUpdate] = {}
@@ -177,7 +202,9 @@ class Alternating:
             there[a.stage] = jobs[a.stage].copied(self._rooms[rooms[a.stage]])
 
         def back(a: Action) -> None:
-            for mine, made in zip(jobs[a.stage].changed, there.pop(a.stage).changed, strict=True):
+            for mine, made in zip(
+                jobs[a.stage].changed, there.pop(a.stage).changed, strict=True
+            ):
                 mine.copy_(made, non_blocking=True)
 
         return {
@@ -192,7 +219,9 @@ class Alternating:
         self._profiled += 1
         for kind in {key.kind for key in times}:
             of_kind = [key for key in times if key.kind == kind]
-            rate = sum(times[key] for key in of_kind) / sum(sizes[key.stage] for key in of_kind)
+            rate = sum(times[key] for key in of_kind) / sum(
+                sizes[key.stage] for key in of_kind
+            )
             self.rates[kind] = min(self.rates.get(kind, rate), rate)
 
     def _choose(self, sizes: Sequence[int]) -> None:

@@ -30,7 +30,14 @@ def check_fits(
     memory: Memory | None = None,
 ) -> None:  # fmt: skip
     """Raises :class:`Conflict` for what the table has; ``vocab`` may be 0, not yet known."""
-    asked = Asked(layout, shape, train or Train(), optimizer or Optimizer(), BUILDERS, memory=memory or Memory())
+    asked = Asked(
+        layout,
+        shape,
+        train or Train(),
+        optimizer or Optimizer(),
+        BUILDERS,
+        memory=memory or Memory(),
+    )
     refuse(asked, "layout", "shape", "train", "memory", "optimizer", "schedules")
 
 
@@ -47,32 +54,46 @@ def parallelize(
     """
     memory = memory or Memory()
     check_fits(shape, mesh.layout, train, memory=memory)
-    tiers = Tiers(memory.away, memory.folder, mesh.device, train.timeout, memory.buffer << 20)
+    tiers = Tiers(
+        memory.away, memory.folder, mesh.device, train.timeout, memory.buffer << 20
+    )
     pipeline = None
     if mesh.size("pp") > 1 or memory.weights == "file":
         pipeline = Pipeline(shape, mesh, train.loss_chunk, seq_len, train.timeout)
-    model = pipeline.model if pipeline else model_of_shape(shape, mesh, train.loss_chunk)
+    model = (
+        pipeline.model if pipeline else model_of_shape(shape, mesh, train.loss_chunk)
+    )
     connect(model, mesh, train.recompute)
     if lift is not None:
         lift(model)
     if train.compile:
-        multiplies_slowly(getattr(torch, train.dtype))  # before a compiler looks for the answer
+        # before a compiler looks for the answer
+        multiplies_slowly(getattr(torch, train.dtype))
         for block in model.blocks.values():
             block.compile()
     model.to(torch.float64 if train.dtype == "float64" else torch.float32)
     sharded = pipeline is None and is_sharded(mesh, train, memory, summed)
-    everywhere = {name for name, logical in model.logical_parameters() if logical.everywhere}
+    everywhere = {
+        name for name, logical in model.logical_parameters() if logical.everywhere
+    }
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(learns(name, shape, train.freeze))
-        if sharded and not parameter.requires_grad and parameter.is_floating_point() and name not in everywhere:
-            parameter.data = parameter.to(getattr(torch, train.dtype))  # no small updates that could get lost
+        if (
+            sharded
+            and not parameter.requires_grad
+            and parameter.is_floating_point()
+            and name not in everywhere
+        ):
+            # no small updates that could get lost
+            parameter.data = parameter.to(getattr(torch, train.dtype))
     if sharded:
         shard_data_parallel(model, mesh, train, memory)
     place = "cpu" if sharded and memory.offloads_state else mesh.device
     if memory.weights == "file":
         make_unheld(model, mesh.device, kept=everywhere)
     else:
-        model.to(place) if shape.kind else model.to_empty(device=place)  # a plugin's module has made its own buffers
+        # a plugin's module has made its own buffers
+        model.to(place) if shape.kind else model.to_empty(device=place)
     model.freq = model.freq.to(mesh.device)
     for name in everywhere:
         model.get_parameter(name).data = model.get_parameter(name).to(mesh.device)
@@ -108,7 +129,10 @@ def make_unheld(model: Transformer, device: torch.device, kept: Container[str]) 
 def connect(model: Transformer, mesh: Mesh, recompute: str) -> None:
     """Have the blocks attend, and exchange rows of experts, over the ranks of ``mesh``, and say what they recompute."""
     connect_experts(model, mesh)
-    attend, kept = hybrid_attention(mesh, context_attention(mesh, model.shape)), torch.ops.weft
+    attend, kept = (
+        hybrid_attention(mesh, context_attention(mesh, model.shape)),
+        torch.ops.weft,
+    )
     for block in model.blocks.values():
         assert isinstance(block, Block)
         if block.attention.mixer == "softmax":
@@ -124,7 +148,13 @@ def resident_state(model: Transformer, mesh: Mesh) -> State:
     """The state of a model whose parameters are all here, a unit per block and one for the rest."""
     described = dict(model.logical_parameters())
     held = {
-        name: Held(name, described[name], mesh.place.hold(described[name]), parameter.detach(), parameter)
+        name: Held(
+            name,
+            described[name],
+            mesh.place.hold(described[name]),
+            parameter.detach(),
+            parameter,
+        )
         for name, parameter in model.named_parameters()
     }
     return State(Unit(of_block) for of_block in by_block(held).values())

@@ -41,7 +41,14 @@ class DocumentTimes(NamedTuple):
 
     def time(self, tokens: np.ndarray, ranks: np.ndarray | int) -> np.ndarray:
         s = np.asarray(tokens, float)
-        return (self.linear + np.maximum(self.quadratic * s, self.move * (np.asarray(ranks) - 1))) * s / ranks
+        return (
+            (
+                self.linear
+                + np.maximum(self.quadratic * s, self.move * (np.asarray(ranks) - 1))
+            )
+            * s
+            / ranks
+        )
 
 
 class Pass(NamedTuple):
@@ -68,10 +75,17 @@ def costs_of(model: ModelShape) -> DocumentTimes:
     # bf16: keys and values twice, their gradients back
     moved = 2 * 3 * 2 * shape.kv_heads * shape.score_dim * full
     # A pass of few tokens is bound by reading the weights: worth about 256 tokens.
-    return DocumentTimes(7 * shape.heads * shape.score_dim * full, linear, moved * FLOPS_PER_BYTE, 256 * linear)
+    return DocumentTimes(
+        7 * shape.heads * shape.score_dim * full,
+        linear,
+        moved * FLOPS_PER_BYTE,
+        256 * linear,
+    )
 
 
-def greedy(lengths: np.ndarray, capacity: int, ranks: int, costs: DocumentTimes) -> Plan:
+def greedy(
+    lengths: np.ndarray, capacity: int, ranks: int, costs: DocumentTimes
+) -> Plan:
     """Documents of ``lengths`` (tokens) on ``ranks`` that hold ``capacity`` tokens per pass (ByteScale).
 
     A document gets the ranks that its memory needs, and more if one rank would keep all others waiting. Groups take the
@@ -95,12 +109,20 @@ def _ranks_needed(lengths: np.ndarray, capacity: int, ranks: int) -> np.ndarray:
             "raise train.micro_batch or the number of ranks"
         )
     if (lengths < 1).any():
-        raise UsageError(f"document {int(np.argmin(lengths))} of the step is empty; leave out empty documents")
+        raise UsageError(
+            f"document {int(np.argmin(lengths))} of the step is empty; leave out empty documents"
+        )
     return -(-lengths // capacity)
 
 
 def _plan_with_spread(
-    lengths: np.ndarray, need: np.ndarray, capacity: int, ranks: int, costs: DocumentTimes, spread: float, even: bool
+    lengths: np.ndarray,
+    need: np.ndarray,
+    capacity: int,
+    ranks: int,
+    costs: DocumentTimes,
+    spread: float,
+    even: bool,
 ) -> Plan:
     """A plan in which a document gets the fewest ranks that compute it within ``spread`` times the ideal step.
 
@@ -111,7 +133,8 @@ def _plan_with_spread(
     limit = spread * (alone.sum() / ranks or 1.0)
     width = need.copy()
     slow = np.flatnonzero((alone > limit) | (need > 1))
-    if len(slow):  # the fewest ranks that are fast enough, or else those that are fastest
+    # the fewest ranks that are fast enough, or else those that are fastest
+    if len(slow):
         degrees = np.arange(1, ranks + 1)
         times = costs.time(lengths[slow, None], degrees) + costs.fixed
         times[(degrees < need[slow, None]) | (degrees > lengths[slow, None])] = np.inf
@@ -125,25 +148,45 @@ def _plan_with_spread(
     busy, shared, holes = np.zeros(ranks), list[Pass](), list[tuple[float, int, int]]()
     for i, document in enumerate(groups.tolist()):
         before = busy.copy()
-        shared.append(_place_on_free_ranks((document,), int(width[document]), busy, lengths, costs))
+        shared.append(
+            _place_on_free_ranks(
+                (document,), int(width[document]), busy, lengths, costs
+            )
+        )
         start = max(before[list(shared[-1].peers)])
-        holes += [(float(start - before[rank]), rank, i) for rank in shared[-1].peers if before[rank] < start]
+        holes += [
+            (float(start - before[rank]), rank, i)
+            for rank in shared[-1].peers
+            if before[rank] < start
+        ]
     short = np.flatnonzero(width == 1)
     short = short[np.argsort(alone[short], kind="stable")]
-    waiting, rest = _fill_waits(short.tolist(), alone, holes, lengths, capacity, costs.fixed)
+    waiting, rest = _fill_waits(
+        short.tolist(), alone, holes, lengths, capacity, costs.fixed
+    )
     passes = [p for i, group in enumerate(shared) for p in (*waiting.get(i, ()), group)]
-    return _by_rank(passes + _to_least_busy(rest, alone, busy, lengths, capacity), ranks)
+    return _by_rank(
+        passes + _to_least_busy(rest, alone, busy, lengths, capacity), ranks
+    )
 
 
 def _place_on_free_ranks(
-    documents: tuple[int, ...], width: int, busy: np.ndarray, lengths: np.ndarray, costs: DocumentTimes
+    documents: tuple[int, ...],
+    width: int,
+    busy: np.ndarray,
+    lengths: np.ndarray,
+    costs: DocumentTimes,
 ) -> Pass:
     """A pass of ``documents`` on the ``width`` ranks that are free first; all of them wait for the last of these.
 
     ``busy``: until when each rank computes; changed in place.
     """
     peers = np.sort(np.argsort(busy, kind="stable")[:width])
-    busy[peers] = busy[peers].max() + costs.time(lengths[list(documents)], width).sum() + costs.fixed
+    busy[peers] = (
+        busy[peers].max()
+        + costs.time(lengths[list(documents)], width).sum()
+        + costs.fixed
+    )
     return Pass(tuple(peers.tolist()), documents)
 
 
@@ -167,12 +210,18 @@ def _fill_waits(
         while (at := bisect_right(left, room)) > 0:
             room -= left.pop(at - 1)
             mine.append(short.pop(at - 1))
-        found.setdefault(group, []).extend(Pass((rank,), pack) for pack in _packed(mine, lengths, capacity))
+        found.setdefault(group, []).extend(
+            Pass((rank,), pack) for pack in _packed(mine, lengths, capacity)
+        )
     return found, short
 
 
 def _to_least_busy(
-    short: list[int], times: np.ndarray, busy: np.ndarray, lengths: np.ndarray, capacity: int
+    short: list[int],
+    times: np.ndarray,
+    busy: np.ndarray,
+    lengths: np.ndarray,
+    capacity: int,
 ) -> list[Pass]:
     """Passes of one rank each: every document, longest first, goes to the rank that is the least busy by then."""
     heap = [(time, rank) for rank, time in enumerate(busy.tolist())]
@@ -182,10 +231,16 @@ def _to_least_busy(
         time, rank = heap[0]
         heapq.heapreplace(heap, (time + float(times[document]), rank))
         mine[rank].append(document)
-    return [Pass((rank,), pack) for rank, own in enumerate(mine) for pack in _packed(own, lengths, capacity)]
+    return [
+        Pass((rank,), pack)
+        for rank, own in enumerate(mine)
+        for pack in _packed(own, lengths, capacity)
+    ]
 
 
-def _packed(documents: list[int], lengths: np.ndarray, capacity: int) -> list[tuple[int, ...]]:
+def _packed(
+    documents: list[int], lengths: np.ndarray, capacity: int
+) -> list[tuple[int, ...]]:
     """The documents of each pass of at most ``capacity`` tokens: every document goes into the first with room."""
     packs: list[list[int]] = []
     rooms: list[int] = []
@@ -225,7 +280,10 @@ def in_rounds(plan: Plan) -> Plan:
         for rank in p.peers:
             mine[rank] += [Pass((rank,), ())] * (start - len(mine[rank])) + [p]
     rounds = max(map(len, mine))
-    return tuple((*run, *[Pass((rank,), ())] * (rounds - len(run))) for rank, run in enumerate(mine))
+    return tuple(
+        (*run, *[Pass((rank,), ())] * (rounds - len(run)))
+        for rank, run in enumerate(mine)
+    )
 
 
 def finish(plan: Plan, lengths: np.ndarray, costs: DocumentTimes) -> list[float]:
@@ -233,7 +291,10 @@ def finish(plan: Plan, lengths: np.ndarray, costs: DocumentTimes) -> list[float]
     clock, seconds = [0.0] * len(plan), dict[Pass, float]()
     for p in _runnable_order(plan):
         if p not in seconds:
-            seconds[p] = float(costs.time(lengths[list(p.documents)], len(p.peers)).sum()) + costs.fixed
+            seconds[p] = (
+                float(costs.time(lengths[list(p.documents)], len(p.peers)).sum())
+                + costs.fixed
+            )
         end = max(clock[rank] for rank in p.peers) + seconds[p]
         for rank in p.peers:
             clock[rank] = end
@@ -248,7 +309,10 @@ def _runnable_order(plan: Plan) -> list[Pass]:
         rank = ready.pop()
         while at[rank] < len(plan[rank]):
             p = plan[rank][at[rank]]
-            if not all(0 <= r < len(plan) and at[r] < len(plan[r]) and plan[r][at[r]] == p for r in p.peers):
+            if not all(
+                0 <= r < len(plan) and at[r] < len(plan[r]) and plan[r][at[r]] == p
+                for r in p.peers
+            ):
                 break
             done.append(p)
             for r in p.peers:
@@ -257,7 +321,11 @@ def _runnable_order(plan: Plan) -> list[Pass]:
     stuck = [r for r in range(len(plan)) if at[r] < len(plan[r])]
     if stuck:
         p = plan[stuck[0]][at[stuck[0]]]
-        others = [r for r in p.peers if not 0 <= r < len(plan) or at[r] >= len(plan[r]) or plan[r][at[r]] != p]
+        others = [
+            r
+            for r in p.peers
+            if not 0 <= r < len(plan) or at[r] >= len(plan[r]) or plan[r][at[r]] != p
+        ]
         raise PlanError(
             f"the plan would hang: rank {stuck[0]} waits in the pass of documents {_shortened(p.documents)} "
             f"for rank {others[0]}, which runs another or none at that point"
@@ -284,7 +352,9 @@ def check(plan: Plan, lengths: np.ndarray, capacity: int) -> None:
             if len(p.peers) > 1 and not tokens:
                 raise PlanError(f"the ranks {p.peers} share a pass without documents")
         if not mine or len(mine[-1].peers) > 1:
-            raise PlanError(f"rank {rank} does not end with a pass of its own, in which to reduce gradients")
+            raise PlanError(
+                f"rank {rank} does not end with a pass of its own, in which to reduce gradients"
+            )
     seen = Counter(document for p in _runnable_order(plan) for document in p.documents)
     for document in range(len(lengths)):
         if seen[document] != 1:
@@ -295,7 +365,12 @@ def check(plan: Plan, lengths: np.ndarray, capacity: int) -> None:
 
 
 def flexsp(
-    lengths: np.ndarray, capacity: int, ranks: int, costs: DocumentTimes, buckets: int = 8, nodes: int = NODES
+    lengths: np.ndarray,
+    capacity: int,
+    ranks: int,
+    costs: DocumentTimes,
+    buckets: int = 8,
+    nodes: int = NODES,
 ) -> Plan:
     """Group sizes of every micro-batch by mixed-integer programming over buckets of lengths. Needs scipy (HiGHS).
 
@@ -309,22 +384,43 @@ def flexsp(
     while len(lengths) and (count < fewest + 3 or not plans):
         busy, passes = np.zeros(ranks), list[Pass]()
         for chunk in _micro_batches(order, lengths, count):
-            found = _optimal_groups(chunk, lengths, capacity, ranks, costs, buckets, nodes)
+            found = _optimal_groups(
+                chunk, lengths, capacity, ranks, costs, buckets, nodes
+            )
             if found is None:
                 break
-            found.sort(key=lambda group: -float(costs.time(lengths[list(group[1])], group[0]).sum()))
-            passes += [_place_on_free_ranks(documents, width, busy, lengths, costs) for width, documents in found]
+            found.sort(
+                key=lambda group: (
+                    -float(costs.time(lengths[list(group[1])], group[0]).sum())
+                )
+            )
+            passes += [
+                _place_on_free_ranks(documents, width, busy, lengths, costs)
+                for width, documents in found
+            ]
         else:
-            plans.append(_by_rank(sorted(passes, key=lambda p: len(p.peers) == 1), ranks))
+            plans.append(
+                _by_rank(sorted(passes, key=lambda p: len(p.peers) == 1), ranks)
+            )
         count = count + 1 if count < fewest + 3 else min(2 * count, len(lengths))
-    return min(plans, key=lambda plan: max(finish(plan, lengths, costs)), default=_by_rank((), ranks))
+    return min(
+        plans,
+        key=lambda plan: max(finish(plan, lengths, costs)),
+        default=_by_rank((), ranks),
+    )
 
 
-def _micro_batches(order: np.ndarray, lengths: np.ndarray, count: int) -> list[np.ndarray]:
+def _micro_batches(
+    order: np.ndarray, lengths: np.ndarray, count: int
+) -> list[np.ndarray]:
     """At most ``count`` micro-batches of neighbours in length, about equal in tokens."""
     middle = np.cumsum(lengths[order]) - lengths[order] / 2
     where = (middle * count / lengths.sum()).astype(int)
-    return [part for part in np.split(order, np.flatnonzero(np.diff(where)) + 1) if len(part)]
+    return [
+        part
+        for part in np.split(order, np.flatnonzero(np.diff(where)) + 1)
+        if len(part)
+    ]
 
 
 def bucket(lengths: np.ndarray, count: int) -> list[np.ndarray]:
@@ -338,7 +434,9 @@ def bucket(lengths: np.ndarray, count: int) -> list[np.ndarray]:
     n = len(tops)
     ends, sums = np.append(0, np.cumsum(counts)), np.append(0, np.cumsum(counts * tops))
     i, j = np.arange(n)[:, None], np.arange(n)[None, :]  # a bucket of the values i to j
-    waste = np.where(i <= j, tops[j] * (ends[j + 1] - ends[i]) - (sums[j + 1] - sums[i]), np.inf)
+    waste = np.where(
+        i <= j, tops[j] * (ends[j + 1] - ends[i]) - (sums[j + 1] - sums[i]), np.inf
+    )
     best, cuts = waste[0], list[np.ndarray]()
     for _ in range(min(count, n) - 1):
         through = np.append(0, best[:-1])[:, None] + waste
@@ -352,7 +450,13 @@ def bucket(lengths: np.ndarray, count: int) -> list[np.ndarray]:
 
 
 def _optimal_groups(
-    chunk: np.ndarray, lengths: np.ndarray, capacity: int, ranks: int, costs: DocumentTimes, buckets: int, nodes: int
+    chunk: np.ndarray,
+    lengths: np.ndarray,
+    capacity: int,
+    ranks: int,
+    costs: DocumentTimes,
+    buckets: int,
+    nodes: int,
 ) -> list[tuple[int, tuple[int, ...]]] | None:
     """Groups ``(ranks, documents)`` of one micro-batch that end the earliest, or None if it does not fit memory.
 
@@ -363,9 +467,14 @@ def _optimal_groups(
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import coo_array
     except ImportError:
-        raise UsageError("balance = 'flexsp' needs scipy; pip install scipy, or use 'greedy'") from None
+        raise UsageError(
+            "balance = 'flexsp' needs scipy; pip install scipy, or use 'greedy'"
+        ) from None
     members = [chunk[b] for b in bucket(lengths[chunk], buckets)]
-    tops, counts = np.array([lengths[m].max() for m in members]), np.array([len(m) for m in members])
+    tops, counts = (
+        np.array([lengths[m].max() for m in members]),
+        np.array([len(m) for m in members]),
+    )
     sizes = sorted({*(1 << i for i in range(ranks.bit_length())), ranks})
     groups = np.array([d for d in sizes for _ in range(min(ranks // d, len(chunk)))])
     k, p = len(tops), len(groups)
@@ -387,31 +496,55 @@ def _optimal_groups(
          np.repeat([1.0, -1.0], len(same)), np.zeros(len(same)), np.ones(len(same))),
     ]  # fmt: skip
     rules = [
-        LinearConstraint(coo_array((v, (r, c)), shape=(len(low), last + 1)).tocsr(), low, high)
+        LinearConstraint(
+            coo_array((v, (r, c)), shape=(len(low), last + 1)).tocsr(), low, high
+        )
         for r, c, v, low, high in parts
         if len(low)
     ]
     upper = np.concatenate((np.repeat(counts, p), np.ones(p), [np.inf])).astype(float)
-    upper[a] = np.where(tops[a // p] >= groups[g], upper[a], 0)  # no group larger than a document has tokens
+    # no group larger than a document has tokens
+    upper[a] = np.where(tops[a // p] >= groups[g], upper[a], 0)
     goal = np.append(np.zeros(last), 1.0)
     integer = np.append(np.ones(last), 0)
     options = {"node_limit": nodes, "mip_rel_gap": 0.01}
-    found = milp(goal, integrality=integer, bounds=Bounds(0, upper), constraints=rules, options=options)
+    found = milp(
+        goal,
+        integrality=integer,
+        bounds=Bounds(0, upper),
+        constraints=rules,
+        options=options,
+    )
     if found.x is None:
         return None
     chosen = np.round(found.x[: k * p]).astype(int).reshape(k, p)
     taken: list[list[int]] = [[] for _ in range(p)]
     for bucketed, row in zip(members, chosen, strict=True):
-        for documents, part in zip(taken, np.split(bucketed, np.cumsum(row)[:-1]), strict=True):
+        for documents, part in zip(
+            taken, np.split(bucketed, np.cumsum(row)[:-1]), strict=True
+        ):
             documents += part.tolist()
-    return [(int(d), tuple(documents)) for d, documents in zip(groups, taken, strict=True) if documents]
+    return [
+        (int(d), tuple(documents))
+        for d, documents in zip(groups, taken, strict=True)
+        if documents
+    ]
 
 
 #: Planners by the name that a layout gives them.
-PLANNERS: dict[str, Callable[[np.ndarray, int, int, DocumentTimes], Plan]] = {"greedy": greedy, "flexsp": flexsp}
+PLANNERS: dict[str, Callable[[np.ndarray, int, int, DocumentTimes], Plan]] = {
+    "greedy": greedy,
+    "flexsp": flexsp,
+}
 
 
-def make_plan(name: str, lengths: Sequence[int] | np.ndarray, capacity: int, ranks: int, costs: DocumentTimes) -> Plan:
+def make_plan(
+    name: str,
+    lengths: Sequence[int] | np.ndarray,
+    capacity: int,
+    ranks: int,
+    costs: DocumentTimes,
+) -> Plan:
     """The plan that the planner ``name`` makes, checked."""
     lengths = np.asarray(lengths, np.int64)
     plan = PLANNERS[name](lengths, capacity, ranks, costs)

@@ -24,7 +24,11 @@ class HybridAttention:
     """Attention over the ranks of the current pass; ``static``, that of the layout, in passes that are not planned."""
 
     def __init__(self, mesh: Mesh, static: Attend) -> None:
-        self.static, self.scheme, self.ranks = static, mesh.layout.context, mesh.data_ranks
+        self.static, self.scheme, self.ranks = (
+            static,
+            mesh.layout.context,
+            mesh.data_ranks,
+        )
         self.group: PassGroup | None = None
 
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
@@ -34,7 +38,9 @@ class HybridAttention:
         if len(group.peers) == 1:
             return local_attention(q, k, v, cu_seqlens, window)
         peers = [self.ranks[p] for p in group.peers]
-        return across(q, k, v, cu_seqlens, self.scheme, peers, group.index, group.lengths, window)
+        return across(
+            q, k, v, cu_seqlens, self.scheme, peers, group.index, group.lengths, window
+        )
 
 
 def hybrid_attention(mesh: Mesh, static: Attend) -> Attend:
@@ -64,5 +70,7 @@ def check_plan(batches: Sequence[Batch], mesh: Mesh) -> bool:
     both = torch.tensor([group.plan, -group.plan], device=mesh.device)
     dist.all_reduce(both, dist.ReduceOp.MAX, group=mesh.step_group)
     if both[0] != -both[1]:
-        raise WeftError("the ranks have planned the step differently: they see other data, or run other versions")
+        raise WeftError(
+            "the ranks have planned the step differently: they see other data, or run other versions"
+        )
     return True

@@ -28,7 +28,9 @@ TURNS = {"passes": Beside.OTHER_PASS, "pairs": Beside.SAME_PASS}
 def layer_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     """A stage for each layer; the model's ends are with the first and the last."""
     layers = [i for stage in stages for i in stage.layers]
-    return tuple(Stage(range(i, i + 1), i == layers[0], i == layers[-1]) for i in layers)
+    return tuple(
+        Stage(range(i, i + 1), i == layers[0], i == layers[-1]) for i in layers
+    )
 
 
 def with_turns(table: Table, stages: Sequence[Stage], layout: Layout) -> Table:
@@ -48,7 +50,9 @@ def with_turns(table: Table, stages: Sequence[Stage], layout: Layout) -> Table:
 class LayerPass:
     """A microbatch's pass through a layer. ``leaf``: its input; ``end`` makes its output of what the steps return."""
 
-    def __init__(self, steps: Steps, leaf: T | None, tape: Tape | None, end: Callable[[T], T]) -> None:
+    def __init__(
+        self, steps: Steps, leaf: T | None, tape: Tape | None, end: Callable[[T], T]
+    ) -> None:
         self.steps, self.leaf, self.tape, self.end = steps, leaf, tape, end
         self.parts: list[GraphPart] = []
         self.made: T | None = None
@@ -72,7 +76,8 @@ class LayerPass:
     def begin_back(self, grad: T | None) -> None:
         """Go back through the last part; ``grad``: the output's gradient, None of a loss."""
         self.parts.pop()
-        if self.output().requires_grad:  # not so in first layers in which nothing learns
+        # not so in first layers in which nothing learns
+        if self.output().requires_grad:
             torch.autograd.backward(self.output(), grad)
 
     def go_back(self) -> None:
@@ -81,12 +86,16 @@ class LayerPass:
             self.parts.pop().backward()
 
 
-def layer_ops(begin: Callable[[Action, Sequence[T]], LayerPass], table: Table, rank: int) -> dict[str, Op]:
+def layer_ops(
+    begin: Callable[[Action, Sequence[T]], LayerPass], table: Table, rank: int
+) -> dict[str, Op]:
     """What runs the parts of the passes that ``begin`` begins. Every value but what leaves the rank is the pass."""
     travels = {a.reads[0] for a in table.ranks[rank] if a.kind == SEND}
 
     def attention(a: Action, reads: Sequence[Any]) -> list[Any]:
-        found = begin(a, [one.output() if isinstance(one, LayerPass) else one for one in reads])
+        found = begin(
+            a, [one.output() if isinstance(one, LayerPass) else one for one in reads]
+        )
         found.go_on()
         found.go_on()  # its rows set out
         return [found]
@@ -98,11 +107,15 @@ def layer_ops(begin: Callable[[Action, Sequence[T]], LayerPass], table: Table, r
     def combine(a: Action, reads: Sequence[Any]) -> list[Any]:
         if a.stage == table.paths[a.microbatch][-1]:
             reads[0].output()
-        return [reads[0].output().detach() if value in travels else reads[0] for value in a.writes]
+        return [
+            reads[0].output().detach() if value in travels else reads[0]
+            for value in a.writes
+        ]
 
     def combine_back(a: Action, reads: Sequence[Any]) -> list[Any]:
         *grads, found = reads
-        found.begin_back(grads[0] if grads else None)  # whose end lets gradients set out
+        # whose end lets gradients set out
+        found.begin_back(grads[0] if grads else None)
         return [found]
 
     def experts_back(a: Action, reads: Sequence[Any]) -> list[Any]:
@@ -113,7 +126,10 @@ def layer_ops(begin: Callable[[Action, Sequence[T]], LayerPass], table: Table, r
         found = reads[0]
         found.go_back()
         found.go_back()
-        made = {"grad": found.leaf if found.leaf is None else found.leaf.grad, "tape": found.tape}
+        made = {
+            "grad": found.leaf if found.leaf is None else found.leaf.grad,
+            "tape": found.tape,
+        }
         return [made[value.name] for value in a.writes]
 
     def under_way(a: Action, reads: Sequence[Any]) -> list[Any]:

@@ -77,13 +77,25 @@ def turns(gathers: Sequence[Action], size_of: Callable[[int], int], room: int) -
 class Pipeline:
     """One rank's part of a pipelined model, and its schedules by number of microbatches."""
 
-    def __init__(self, shape: ModelShape, mesh: Mesh, loss_chunk: int, seq_len: int, timeout: float) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        mesh: Mesh,
+        loss_chunk: int,
+        seq_len: int,
+        timeout: float,
+    ) -> None:
         self.mesh, self.layout, self.shape = mesh, mesh.layout, shape
         self.rank, self.seq_len = mesh.rank("pp"), seq_len
         table = make_table(self.layout, 2 * mesh.size("pp"), shape, seq_len)
-        self.cut = self.stages = assign_stages(shape, mesh.layout, table.stages, seq_len)
+        self.cut = self.stages = assign_stages(
+            shape, mesh.layout, table.stages, seq_len
+        )
         if self.layout.overlap:
-            table, self.stages = with_turns(table, self.cut, self.layout), layer_stages(self.cut)
+            table, self.stages = (
+                with_turns(table, self.cut, self.layout),
+                layer_stages(self.cut),
+            )
         self.held = table.held(self.rank)
         self.holders = [table.holders(s) for s in range(table.stages)]
         layers = {i for s in self.held for i in self.stages[s].layers}
@@ -96,13 +108,15 @@ class Pipeline:
         self.ropes: dict[int, tuple[T, ...]] = {}
         self.seen: dict[int, RouterPass] = {}
         self.losses: dict[int, T] = {}  # by microbatch
-        self.backward: list[Action] = []  # of this rank in the present table, and how many of them are done
+        # of this rank in the present table, and how many of them are done
+        self.backward: list[Action] = []
         self.behind = 0
         self.points: Sequence[Point] = ()
         self.visit: Callable[[Unit], None] = lambda unit: None
         self.fetch: Callable[[Unit], None] = lambda unit: None
         self.early: EarlyUpdates | None = None
-        self.lasts: dict[tuple[str, Unit], Action] = {}  # the last of a kind for each unit that is updated early
+        # the last of a kind for each unit that is updated early
+        self.lasts: dict[tuple[str, Unit], Action] = {}
         self.turns = Turns(frozenset(), frozenset())
         self.summed: set[TableUnit] = set()  # over the replicas, by now
         self.last: Executed | None = None
@@ -114,7 +128,9 @@ class Pipeline:
         if any(self.stages[s].head for s in held):
             ends |= {"norm", "head"}
         if self.layout.vocab_barriers:
-            ends |= {"embedding", "head"} | ({"norm"} if len(self.stages) - 1 in held else set())
+            ends |= {"embedding", "head"} | (
+                {"norm"} if len(self.stages) - 1 in held else set()
+            )
         return ends
 
     def start(self, compute: torch.dtype, tiers: Tiers) -> State:
@@ -124,37 +140,64 @@ class Pipeline:
         """
         self.tiers, self.streamed = tiers, tiers.places.get("weights") == "file"
         described = dict(self.model.logical_parameters())
-        used: dict[tuple[frozenset[int], bool, torch.dtype, tuple[str, str], bool], list[Full]] = {}
+        used: dict[
+            tuple[frozenset[int], bool, torch.dtype, tuple[str, str], bool], list[Full]
+        ] = {}
         shared: dict[tuple[int, ...], list[str]] = {}
         whole = []
         for name, parameter in self.model.named_parameters():
             copies = self._copies(name)
             placement = self.mesh.place.hold(described[name], copies)
             if described[name].everywhere:
-                whole.append(Held(name, described[name], placement, parameter.detach(), parameter))
+                whole.append(
+                    Held(
+                        name, described[name], placement, parameter.detach(), parameter
+                    )
+                )
                 continue
             dtype = compute if parameter.is_floating_point() else parameter.dtype
             sharing = self.mesh.sharing(described[name])
             # What other stages have, too, is summed over them last of all, and is a unit of its own.
-            alike = frozenset(self._users(name)), parameter.requires_grad, dtype, sharing, len(copies) > 1
-            used.setdefault(alike, []).append(Full(name, described[name], parameter, placement))
+            alike = (
+                frozenset(self._users(name)),
+                parameter.requires_grad,
+                dtype,
+                sharing,
+                len(copies) > 1,
+            )
+            used.setdefault(alike, []).append(
+                Full(name, described[name], parameter, placement)
+            )
             if len(copies) > 1 and parameter.requires_grad:
                 shared.setdefault(copies, []).append(name)
-        in_order = sorted(used.items(), key=lambda item: min(item[0][0]))  # of their first use
-        self.users = [(stages, TableUnit(named, self.mesh, dtype, tiers)) for (stages, _, dtype, *_), named in in_order]
+        # of their first use
+        in_order = sorted(used.items(), key=lambda item: min(item[0][0]))
+        self.users = [
+            (stages, TableUnit(named, self.mesh, dtype, tiers))
+            for (stages, _, dtype, *_), named in in_order
+        ]
         self.units = [unit for _, unit in self.users]
         self.compute = compute
         # The model holds its pipeline; a circle would keep process groups, and gloo's threads, until it is collected.
         self.model = cast(Transformer, weakref.proxy(self.model))
-        self.output = OutputShard(self.model, self.mesh) if self.layout.vocab_barriers else None
+        self.output = (
+            OutputShard(self.model, self.mesh) if self.layout.vocab_barriers else None
+        )
         self.live: set[int] = set()
         if self.mesh.size("pp") > 1:
-            self.wire = Wire(self.mesh.group("pp"), self.mesh.device, self.timeout, self._spec)
+            self.wire = Wire(
+                self.mesh.group("pp"), self.mesh.device, self.timeout, self._spec
+            )
         # Parameters on several ranks of the pipeline (tied embedding, DualPipe): their gradients are summed over them.
         mine = dist.get_process_group_ranks(self.mesh.group("pp")) if self.wire else [0]
-        groups = {ranks: new_group([mine[r] for r in ranks], "copies of a parameter") for ranks in sorted(shared)}
+        groups = {
+            ranks: new_group([mine[r] for r in ranks], "copies of a parameter")
+            for ranks in sorted(shared)
+        }
         units: list[Unit] = [*self.units, *([Unit(whole)] if whole else [])]
-        state = State(units, {groups[ranks]: sorted(names) for ranks, names in shared.items()})
+        state = State(
+            units, {groups[ranks]: sorted(names) for ranks, names in shared.items()}
+        )
         state.tiers = tiers
         self.visit, self.fetch = state.visit, state.fetch
         return state
@@ -163,14 +206,27 @@ class Pipeline:
         """The stages, on any rank, that compute with parameter ``name`` (not one of the vocabulary shares')."""
         kind, _, rest = name.partition(".")
         if kind == "blocks":
-            return [s for s, stage in enumerate(self.stages) if int(rest.partition(".")[0]) in stage.layers]
+            return [
+                s
+                for s, stage in enumerate(self.stages)
+                if int(rest.partition(".")[0]) in stage.layers
+            ]
         if kind == "norm":
             return [len(self.stages) - 1]
-        table, head = kind == "embedding", kind in ("head", "outputs") or self.shape.tied
-        return [s for s, stage in enumerate(self.stages) if (table and stage.embedding) or (head and stage.head)]
+        table, head = (
+            kind == "embedding",
+            kind in ("head", "outputs") or self.shape.tied,
+        )
+        return [
+            s
+            for s, stage in enumerate(self.stages)
+            if (table and stage.embedding) or (head and stage.head)
+        ]
 
     def _of_vocabulary(self, name: str) -> bool:
-        return bool(self.layout.vocab_barriers) and name.startswith(("embedding", "head"))
+        return bool(self.layout.vocab_barriers) and name.startswith(
+            ("embedding", "head")
+        )
 
     def _users(self, name: str) -> list[int]:
         """The stages on this rank that compute with parameter ``name``: of a share of the vocabulary, a virtual one."""
@@ -182,15 +238,24 @@ class Pipeline:
         """The ranks along ``pp`` that hold parameter ``name``."""
         if self._of_vocabulary(name):
             return (self.rank,)
-        return tuple(sorted({r for s in self._stages_with(name) for r in self.holders[s]}))
+        return tuple(
+            sorted({r for s in self._stages_with(name) for r in self.holders[s]})
+        )
 
     def built(self, microbatches: int) -> Table:
         table = make_table(self.layout, microbatches, self.shape, self.seq_len)
-        return with_turns(table, self.cut, self.layout) if self.layout.overlap else table
+        return (
+            with_turns(table, self.cut, self.layout) if self.layout.overlap else table
+        )
 
     def whole(self, microbatches: int) -> Table:
         """As :meth:`built`, with no stage skipped."""
-        return make_table(self.layout.model_copy(update={"skip": 0.0}), microbatches, self.shape, self.seq_len)
+        return make_table(
+            self.layout.model_copy(update={"skip": 0.0}),
+            microbatches,
+            self.shape,
+            self.seq_len,
+        )
 
     def table(self, microbatches: int, forward_only: bool = False) -> Table:
         """The lowered schedule for this many microbatches, validated once."""
@@ -198,7 +263,11 @@ class Pipeline:
         if key not in self.tables:
             # Evaluation is of the whole model: nothing is skipped.
             whole = self.built if self.layout.overlap else self.whole
-            built = self.built(microbatches) if not forward_only else forward_half(whole(microbatches))
+            built = (
+                self.built(microbatches)
+                if not forward_only
+                else forward_half(whole(microbatches))
+            )
             # What is not cut needs no gathering.
             zero = self.layout.zero if self.mesh.size("shard", "cp") > 1 else 1
             self.tables[key] = validate(built, zero=zero, streamed=self.streamed)
@@ -212,13 +281,19 @@ class Pipeline:
         ``total``: the weight of the step's labels, asked for when the first loss is due.
         """
         self._run(self.table(len(batches)), batches, total)
-        sum_over_replicas([unit for unit in self.units if unit not in self.summed], self.mesh)
+        sum_over_replicas(
+            [unit for unit in self.units if unit not in self.summed], self.mesh
+        )
         return self._share()
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> T:
         """This rank's share of the sum of the losses of some microbatches."""
-        self._run(self.table(len(batches), forward_only=True), batches, lambda: torch.ones((), device=self.mesh.device))
+        self._run(
+            self.table(len(batches), forward_only=True),
+            batches,
+            lambda: torch.ones((), device=self.mesh.device),
+        )
         return self._share()
 
     @torch.no_grad()
@@ -232,21 +307,30 @@ class Pipeline:
             self.evaluate([batch for _ in points for batch in batches])
         finally:
             self.points = ()
-        return [self._share(range(i * len(batches), (i + 1) * len(batches))) for i in range(len(points))]
+        return [
+            self._share(range(i * len(batches), (i + 1) * len(batches)))
+            for i in range(len(points))
+        ]
 
     def _share(self, microbatches: Container[int] = range(sys.maxsize)) -> T:
         found = [loss for m, loss in self.losses.items() if m in microbatches]
         # Added up as without stages, to the last bit.
-        return torch.stack(found or [torch.zeros((), dtype=torch.float64, device=self.mesh.device)]).sum()
+        return torch.stack(
+            found or [torch.zeros((), dtype=torch.float64, device=self.mesh.device)]
+        ).sum()
 
-    def _run(self, table: Table, batches: Sequence[Batch], total: Callable[[], T]) -> None:
+    def _run(
+        self, table: Table, batches: Sequence[Batch], total: Callable[[], T]
+    ) -> None:
         self.batches, self.total = [b.to(self.mesh.device) for b in batches], total
         self.losses, self.ropes, self.seen = {}, {}, {}
         self.lasts, self.summed = self._last_uses(table), set()
         gathers = [a for a in table.ranks[self.rank] if a.kind == GATHER]
         self.turns = turns(gathers, self._weights_of, self.tiers.room)
         self.tiers.restart()
-        self.backward = [a for a in table.ranks[self.rank] if Duty.INPUT_GRADIENT in a.declared.duty]
+        self.backward = [
+            a for a in table.ranks[self.rank] if Duty.INPUT_GRADIENT in a.declared.duty
+        ]
         self.behind = 0
         ops = self._ops(table)
         self.last = execute(table, self.rank, ops, self.wire)
@@ -255,7 +339,11 @@ class Pipeline:
 
     def _ops(self, table: Table) -> dict[str, Op]:
         # Where weight gradients are an action of their own, what they need goes on a tape.
-        split = {(a.stage, a.microbatch) for a in table.ranks[self.rank] if a.declared.duty is Duty.WEIGHT_GRADIENT}
+        split = {
+            (a.stage, a.microbatch)
+            for a in table.ranks[self.rank]
+            if a.declared.duty is Duty.WEIGHT_GRADIENT
+        }
         ops: dict[str, Op] = {
             "F": partial(self._forward, table, split),
             "B": self._backward,
@@ -263,14 +351,30 @@ class Pipeline:
             "W": self._weights,
         }
         if self.layout.overlap:
-            ops = {"W": self._weights} | layer_ops(partial(self._pass_of, table, split), table, self.rank)
+            ops = {"W": self._weights} | layer_ops(
+                partial(self._pass_of, table, split), table, self.rank
+            )
         if self.output is not None:
             ops |= self.output.ops(self.batches, self.total, self.losses)
-        ops = {kind: op if kind_of(kind).forward else self._then_fold(op) for kind, op in ops.items()}
-        ops = {kind: self._at_point(op) for kind, op in ops.items()} if self.points else ops
-        return ops | {GATHER: self._gather, RELEASE: self._release, REDUCE: self._reduce, FETCH: self._fetch}
+        ops = {
+            kind: op if kind_of(kind).forward else self._then_fold(op)
+            for kind, op in ops.items()
+        }
+        ops = (
+            {kind: self._at_point(op) for kind, op in ops.items()}
+            if self.points
+            else ops
+        )
+        return ops | {
+            GATHER: self._gather,
+            RELEASE: self._release,
+            REDUCE: self._reduce,
+            FETCH: self._fetch,
+        }
 
-    def _forward(self, table: Table, split: set[tuple[int, int]], a: Action, reads: Sequence[Any]) -> list[Any]:
+    def _forward(
+        self, table: Table, split: set[tuple[int, int]], a: Action, reads: Sequence[Any]
+    ) -> list[Any]:
         batch, tape = self.batches[a.microbatch], self._tape(split, a)
         with deferred(tape):
             x, leaf, rope, seen = self._entered(a, reads)
@@ -280,21 +384,31 @@ class Pipeline:
         made = {"act": x.detach(), "saved": (leaf, x, tape)}
         return [made[value.name] for value in a.writes]
 
-    def _pass_of(self, table: Table, split: set[tuple[int, int]], a: Action, reads: Sequence[T]) -> LayerPass:
+    def _pass_of(
+        self, table: Table, split: set[tuple[int, int]], a: Action, reads: Sequence[T]
+    ) -> LayerPass:
         """A microbatch's pass through the one layer of a stage, of which nothing has been run."""
         x, leaf, rope, seen = self._entered(a, reads)
         (layer,) = self.stages[a.stage].layers
         block = cast(Block, self.model.blocks[str(layer)])
         steps = block.steps(x, rope, self.batches[a.microbatch].cu_seqlens, seen)
-        return LayerPass(steps, leaf, self._tape(split, a), partial(self._ended, table, a))
+        return LayerPass(
+            steps, leaf, self._tape(split, a), partial(self._ended, table, a)
+        )
 
     def _tape(self, split: set[tuple[int, int]], a: Action) -> Tape | None:
         """What a stage's projections leave weights' gradients on; None without gradients."""
         # A lone rank adds weight gradients up as one does without stages, so that tiers change no bit.
         whole = ImmediateTape() if self.wire else None
-        return ([] if (a.stage, a.microbatch) in split else whole) if torch.is_grad_enabled() else None
+        return (
+            ([] if (a.stage, a.microbatch) in split else whole)
+            if torch.is_grad_enabled()
+            else None
+        )
 
-    def _entered(self, a: Action, reads: Sequence[Any]) -> tuple[T, T | None, tuple[T, ...], RouterPass | None]:
+    def _entered(
+        self, a: Action, reads: Sequence[Any]
+    ) -> tuple[T, T | None, tuple[T, ...], RouterPass | None]:
         """What a stage computes with: its input, also as the leaf that this is, angles, and what routers count in."""
         batch, training = self.batches[a.microbatch], torch.is_grad_enabled()
         if not reads:
@@ -317,7 +431,9 @@ class Pipeline:
 
     def _rope(self, microbatch: int, batch: Batch, dtype: torch.dtype) -> tuple[T, ...]:
         if microbatch not in self.ropes:
-            self.ropes[microbatch] = angles(batch.positions, self.model.freq, dtype, batch.draws)
+            self.ropes[microbatch] = angles(
+                batch.positions, self.model.freq, dtype, batch.draws
+            )
         return self.ropes[microbatch]
 
     def _seen(self, microbatch: int, batch: Batch) -> RouterPass | None:
@@ -348,7 +464,10 @@ class Pipeline:
                 unit.fold()
             self.behind += Duty.INPUT_GRADIENT in a.declared.duty
             if self.model.passed is not None and self.backward:
-                self.model.passed(self.behind * len(self.batches) // len(self.backward), len(self.batches))
+                self.model.passed(
+                    self.behind * len(self.batches) // len(self.backward),
+                    len(self.batches),
+                )
             return made
 
         return folded
@@ -378,14 +497,20 @@ class Pipeline:
         found: dict[tuple[str, Unit], Action] = {}
         for a in table.ranks[self.rank]:
             if a.kind in (FETCH, GATHER, REDUCE):
-                found |= {(a.kind, unit): a for unit in self._units_of(a.stage) if unit in self.early.units}
+                found |= {
+                    (a.kind, unit): a
+                    for unit in self._units_of(a.stage)
+                    if unit in self.early.units
+                }
         return found
 
     def _gather(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         self.live.add(a.stage)
         for unit in self._units_of(a.stage):
             self.visit(unit)
-            if not unit.live and (self.lasts.get((GATHER, unit)) is a or id(a) in self.turns.again):
+            if not unit.live and (
+                self.lasts.get((GATHER, unit)) is a or id(a) in self.turns.again
+            ):
                 self.tiers.keep(unit, "weights")  # for the update, or for backward
             if self.points and not unit.live:
                 unit.gather_at(self.points)
@@ -424,4 +549,6 @@ class Pipeline:
         if value.name not in ("act", "grad"):
             return None
         rows, length = self.batches[value.microbatch].tokens.shape
-        return [((rows, length // self.mesh.size("tp"), self.shape.embed), self.compute)]
+        return [
+            ((rows, length // self.mesh.size("tp"), self.shape.embed), self.compute)
+        ]

@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from weft.errors import WeftError
@@ -29,11 +35,16 @@ from weft.recipe import Memory, Train
 class Kept(NamedTuple):
     """What a ZeRO stage (Rajbhandari et al. 2020) keeps whole between its uses."""
 
-    parameters: bool  # gather once per step instead of once per forward and backward of every pass
+    # gather once per step instead of once per forward and backward of every pass
+    parameters: bool
     gradients: bool  # reduce once per step instead of once per pass
 
 
-STAGES: dict[int, Kept] = {1: Kept(True, True), 2: Kept(True, False), 3: Kept(False, False)}
+STAGES: dict[int, Kept] = {
+    1: Kept(True, True),
+    2: Kept(True, False),
+    3: Kept(False, False),
+}
 
 
 @dataclass(eq=False)
@@ -53,9 +64,13 @@ class HookUnit(Unit):
         self.module.reshard()
 
     def begin_pass(self, last: bool) -> None:
-        self.module.set_requires_gradient_sync(last or not self.kept.gradients, recurse=False)
+        self.module.set_requires_gradient_sync(
+            last or not self.kept.gradients, recurse=False
+        )
         self.module.set_requires_all_reduce(last, recurse=False)
-        self.module.set_reshard_after_backward(last or not self.kept.parameters, recurse=False)
+        self.module.set_reshard_after_backward(
+            last or not self.kept.parameters, recurse=False
+        )
         self.module.set_is_last_backward(last)
 
 
@@ -65,11 +80,17 @@ def is_sharded(mesh: Mesh, train: Train, memory: Memory, summed: bool = True) ->
     Replicas whose gradients are not to be ``summed`` here can have one tensor for both.
     """
     replicas = mesh.size("dp") if summed else 1
-    apart = replicas * mesh.size("state") > 1 or train.dtype == "bfloat16" or memory.offloads_state
+    apart = (
+        replicas * mesh.size("state") > 1
+        or train.dtype == "bfloat16"
+        or memory.offloads_state
+    )
     return mesh.device_mesh is not None and apart
 
 
-def shard_data_parallel(model: Transformer, mesh: Mesh, train: Train, memory: Memory) -> None:
+def shard_data_parallel(
+    model: Transformer, mesh: Mesh, train: Train, memory: Memory
+) -> None:
     """Hand parameters, gradients and their reduction over the data axes to FSDP2, one group per block.
 
     Gradients become *sums* over ``dp``, ``shard`` and ``cp`` (the loss is already divided by the global token count).
@@ -79,11 +100,19 @@ def shard_data_parallel(model: Transformer, mesh: Mesh, train: Train, memory: Me
     data_mesh = _data_mesh(mesh)
     policy = MixedPrecisionPolicy()
     if train.dtype == "bfloat16":
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    away = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if memory.offloads_state else OffloadPolicy()
+        policy = MixedPrecisionPolicy(
+            torch.bfloat16, torch.float32, cast_forward_inputs=False
+        )
+    away = (
+        CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+        if memory.offloads_state
+        else OffloadPolicy()
+    )
     after: bool | int = mesh.layout.secondary or not STAGES[mesh.layout.zero].parameters
     described = dict(model.logical_parameters())
-    everywhere = {p for name, p in model.named_parameters() if described[name].everywhere}
+    everywhere = {
+        p for name, p in model.named_parameters() if described[name].everywhere
+    }
     placement = _expert_placement(model, mesh) if mesh.size(FOLDED) > 1 else None
     with _near_groups(mesh):
         for block in model.blocks.values():
@@ -98,16 +127,22 @@ def shard_data_parallel(model: Transformer, mesh: Mesh, train: Train, memory: Me
     )  # fmt: skip
     for module in _modules(model):
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # a plain sum, which gloo knows as well
+        # a plain sum, which gloo knows as well
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def _data_mesh(mesh: Mesh) -> DeviceMesh:
     """The ranks with this one's part of the model: replicas of the state (if there are several), and who shares one."""
     if mesh.size("dp") == 1:
-        return DeviceMesh.from_group(mesh.group("state"), mesh.device.type, mesh_dim_names=("state",))
+        return DeviceMesh.from_group(
+            mesh.group("state"), mesh.device.type, mesh_dim_names=("state",)
+        )
     ranks = torch.tensor(mesh.data_ranks).view(mesh.size("dp"), -1).sort(dim=1).values
     return DeviceMesh.from_group(
-        [mesh.group("dp"), mesh.group("state")], mesh.device.type, mesh=ranks, mesh_dim_names=("replica", "state")
+        [mesh.group("dp"), mesh.group("state")],
+        mesh.device.type,
+        mesh=ranks,
+        mesh_dim_names=("replica", "state"),
     )
 
 
@@ -117,22 +152,38 @@ def _expert_placement(model: Transformer, mesh: Mesh) -> Callable[[nn.Parameter]
     PyTorch has this for mixtures of experts since 2.13, and no public name yet for what is returned.
     """
     try:
-        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+        from torch.distributed.fsdp._fully_shard._fsdp_common import (
+            FSDPMeshInfo,
+            HSDPMeshInfo,
+            ShardPlacementResult,
+        )
     except ImportError:
-        raise WeftError(f"layout.ep needs PyTorch 2.13, and this is {torch.__version__}; leave it out") from None
+        raise WeftError(
+            f"layout.ep needs PyTorch 2.13, and this is {torch.__version__}; leave it out"
+        ) from None
     groups = [mesh.group("expert_dp"), mesh.group("expert_state")]
     if mesh.size("expert_dp") == 1:
-        sharing = DeviceMesh.from_group(groups[1], mesh.device.type, mesh_dim_names=("expert_state",))
+        sharing = DeviceMesh.from_group(
+            groups[1], mesh.device.type, mesh_dim_names=("expert_state",)
+        )
         info = FSDPMeshInfo(sharing, shard_mesh_dim=0)
     else:
-        table = torch.from_numpy(expert_table(mesh.layout, rank_table(mesh.layout)).copy())
+        table = torch.from_numpy(
+            expert_table(mesh.layout, rank_table(mesh.layout)).copy()
+        )
         here = table[0, mesh.rank("pp"), :, :, mesh.rank(FOLDED), mesh.rank("tp")]
         names = ("replica", "expert_state")
-        sharing = DeviceMesh.from_group(groups, mesh.device.type, mesh=here, mesh_dim_names=names)
+        sharing = DeviceMesh.from_group(
+            groups, mesh.device.type, mesh=here, mesh_dim_names=names
+        )
         info = HSDPMeshInfo(sharing, shard_mesh_dim=1, replicate_mesh_dim=0)
     described = dict(model.logical_parameters())
-    spread = {p for name, p in model.named_parameters() if described[name].cut_by(FOLDED)}
-    return lambda parameter: ShardPlacementResult(None, info) if parameter in spread else None
+    spread = {
+        p for name, p in model.named_parameters() if described[name].cut_by(FOLDED)
+    }
+    return lambda parameter: (
+        ShardPlacementResult(None, info) if parameter in spread else None
+    )
 
 
 def sharded_state(model: Transformer, mesh: Mesh) -> State:
@@ -143,11 +194,24 @@ def sharded_state(model: Transformer, mesh: Mesh) -> State:
     for name, parameter in model.named_parameters():
         local = parameter.detach()
         if described[name].everywhere:
-            whole.append(Held(name, described[name], mesh.place.hold(described[name]), local, parameter))
+            whole.append(
+                Held(
+                    name,
+                    described[name],
+                    mesh.place.hold(described[name]),
+                    local,
+                    parameter,
+                )
+            )
             continue
         assert isinstance(local, DTensor)
         held[name] = Held(
-            name, described[name], mesh.place.hold(described[name]), local.to_local(), parameter, _local_gradient
+            name,
+            described[name],
+            mesh.place.hold(described[name]),
+            local.to_local(),
+            parameter,
+            _local_gradient,
         )
     modules = dict(model.blocks.named_children())
     units: list[Unit] = [Unit(whole)] if whole else []
@@ -180,17 +244,25 @@ def _near_groups(mesh: Mesh) -> Iterator[None]:
         return
     state, near = mesh.group("state"), mesh.group("near")
     # FSDP2 wants a second axis beside that of the neighbours, and does not use its group.
-    ranks = torch.tensor(dist.get_process_group_ranks(state)).view(-1, mesh.size("near"))
-    both = DeviceMesh.from_group([state, near], mesh.device.type, mesh=ranks, mesh_dim_names=("apart", "near"))
+    ranks = torch.tensor(dist.get_process_group_ranks(state)).view(
+        -1, mesh.size("near")
+    )
+    both = DeviceMesh.from_group(
+        [state, near], mesh.device.type, mesh=ranks, mesh_dim_names=("apart", "near")
+    )
     try:
         from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp
         from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
         info = HSDPMeshInfo(both, shard_mesh_dim=1, replicate_mesh_dim=0)
-        patch = mock.patch.object(fsdp, "_get_post_forward_mesh_info", lambda after, over: info)
+        patch = mock.patch.object(
+            fsdp, "_get_post_forward_mesh_info", lambda after, over: info
+        )
         patch.start()
     except (ImportError, AttributeError, TypeError) as error:
-        raise WeftError(f"layout.secondary does not work with this PyTorch ({error}); leave it out") from None
+        raise WeftError(
+            f"layout.secondary does not work with this PyTorch ({error}); leave it out"
+        ) from None
     try:
         yield
     finally:

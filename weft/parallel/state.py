@@ -62,8 +62,19 @@ class Held:
 
     def part(self, values: T) -> Part:
         """``values``, shaped like ``local``, as a part of a tensor like this parameter."""
-        tensor = Tensor(self.logical.shape, NAMES[values.dtype], tuple(d.name for d in self.logical.dims))
-        return Part(values, self.box, tensor, self.placement.replica, self.placement.replicas, self.rows)
+        tensor = Tensor(
+            self.logical.shape,
+            NAMES[values.dtype],
+            tuple(d.name for d in self.logical.dims),
+        )
+        return Part(
+            values,
+            self.box,
+            tensor,
+            self.placement.replica,
+            self.placement.replicas,
+            self.rows,
+        )
 
 
 @dataclass(eq=False)
@@ -95,7 +106,9 @@ def by_block(held: Mapping[str, Held]) -> dict[str, list[Held]]:
     units: dict[str, list[Held]] = {}
     for name, h in held.items():
         kind, _, rest = name.partition(".")
-        units.setdefault(rest.partition(".")[0] if kind == "blocks" else "", []).append(h)
+        units.setdefault(rest.partition(".")[0] if kind == "blocks" else "", []).append(
+            h
+        )
     return units
 
 
@@ -115,7 +128,9 @@ class Alternate(Protocol):
     report: Callable[[dict[str, Any]], None]
 
     def __call__(
-        self, units: Sequence[tuple[Sequence[Held], Sequence[T]]], update: Callable[[Sequence[Held], Sequence[T]], None]
+        self,
+        units: Sequence[tuple[Sequence[Held], Sequence[T]]],
+        update: Callable[[Sequence[Held], Sequence[T]], None],
     ) -> None:
         """Have ``update`` called on what every unit holds and its gradients, or on copies, which are taken back."""
 
@@ -139,12 +154,18 @@ class State:
     #: Brings all rows to where their boxes say. Collective.
     go_home: Callable[[], None] = staticmethod(lambda: None)
 
-    def __init__(self, units: Iterable[Unit], copies: Mapping[dist.ProcessGroup, Sequence[str]] | None = None) -> None:
+    def __init__(
+        self,
+        units: Iterable[Unit],
+        copies: Mapping[dist.ProcessGroup, Sequence[str]] | None = None,
+    ) -> None:
         self.units: list[Unit] = list(units)
         self.held = [held for unit in self.units for held in unit.held]
         self.learning = [held for held in self.held if held.learns]
         self.copies = dict(copies or {})
-        self.due: dict[Unit, tuple[Callable[[Unit], Mapping[str, T]], float, float]] = {}
+        self.due: dict[
+            Unit, tuple[Callable[[Unit], Mapping[str, T]], float, float]
+        ] = {}
         self._optimizer: Updater | None = None
 
     def optimize(self, optimizer: Updater) -> None:
@@ -155,7 +176,11 @@ class State:
                 if h.learns:
                     h.slots |= optimizer.slots(h)
                     h.updates = torch.zeros((), device=h.local.device)
-            self.tiers.rest(unit, "moments", [part.values for h in unit.held for part in h.slots.values()])
+            self.tiers.rest(
+                unit,
+                "moments",
+                [part.values for h in unit.held for part in h.slots.values()],
+            )
 
     def gather(self) -> None:
         """Make all parameters ready for compute. Collective."""
@@ -179,13 +204,23 @@ class State:
         if settled:
             self.tiers.settle()
         found = {h.name: h.grad for h in self.learning}
-        return {h.name: torch.zeros_like(h.local) if (g := found[h.name]) is None else g for h in self.learning}
+        return {
+            h.name: torch.zeros_like(h.local) if (g := found[h.name]) is None else g
+            for h in self.learning
+        }
 
     def clear_gradients(self) -> None:
         for h in self.held:
             h.parameter.grad = None
 
-    def update(self, unit: Unit, grads: Mapping[str, T], lr: float, scale: float = 1.0, tried: bool = False) -> None:
+    def update(
+        self,
+        unit: Unit,
+        grads: Mapping[str, T],
+        lr: float,
+        scale: float = 1.0,
+        tried: bool = False,
+    ) -> None:
         """Update the parameters and slots of one unit by its reduced gradients, times ``scale``. Collective.
 
         The gradients are scaled in place. :meth:`settle` ends what this may have left under way. What is only ``tried``
@@ -195,7 +230,9 @@ class State:
             with self.tiers.trying(unit) if tried else self.tiers.updating(unit):
                 self._update(unit, grads, lr, scale)
 
-    def _update(self, unit: Unit, grads: Mapping[str, T], lr: float, scale: float = 1.0) -> None:
+    def _update(
+        self, unit: Unit, grads: Mapping[str, T], lr: float, scale: float = 1.0
+    ) -> None:
         assert self._optimizer is not None, "State.optimize says how"
         held = [h for h in unit.held if h.learns]
         mine = [grads[h.name] for h in held]
@@ -204,7 +241,11 @@ class State:
         self._optimizer(held, mine, lr)
 
     def update_later(
-        self, grads: Callable[[Unit], Mapping[str, T]], lr: float, scale: float = 1.0, but: Container[Unit] = ()
+        self,
+        grads: Callable[[Unit], Mapping[str, T]],
+        lr: float,
+        scale: float = 1.0,
+        but: Container[Unit] = (),
     ) -> None:
         """Update every unit by what ``grads`` says of it: when it is visited next, or else when the state settles.
 
@@ -226,11 +267,15 @@ class State:
 
     def fetch(self, unit: Unit) -> None:
         """Begin to bring what the next visit of a unit needs, and then the next update that is due."""
-        self.tiers.fetch(unit, *(self.tiers.groups[unit] if unit in self.due else ["weights"]))
+        self.tiers.fetch(
+            unit, *(self.tiers.groups[unit] if unit in self.due else ["weights"])
+        )
         for late in islice(self.due, 1):
             self.tiers.fetch(late, *self.tiers.groups[late])
 
-    def _alternate(self, grads: Callable[[Unit], Mapping[str, T]], lr: float, scale: float) -> None:
+    def _alternate(
+        self, grads: Callable[[Unit], Mapping[str, T]], lr: float, scale: float
+    ) -> None:
         """Update all units, some of them on the device."""
         assert self.alternating is not None and self._optimizer is not None
         units, optimizer = [], self._optimizer
@@ -250,8 +295,10 @@ class State:
         """Have the unit be up to date, and its weights be at hand for the next use if it was not."""
         if due := self.due.pop(unit, None):
             grads, lr, scale = due
-            self.tiers.keep(unit, "weights")  # alone: the rest leaves before anything is made of them
-            with self.tiers.updating(unit, behind=0):  # what is computed in between gives the unit before time to leave
+            # alone: the rest leaves before anything is made of them
+            self.tiers.keep(unit, "weights")
+            # what is computed in between gives the unit before time to leave
+            with self.tiers.updating(unit, behind=0):
                 self._update(unit, grads(unit), lr, scale)
 
     def settle(self) -> None:
@@ -301,7 +348,9 @@ class State:
         if not self.learning:
             return 0
         first = self.learning[0]
-        return int(first.updates.item()) + any(h is first for unit in self.due for h in unit.held)
+        return int(first.updates.item()) + any(
+            h is first for unit in self.due for h in unit.held
+        )
 
     @updates.setter
     def updates(self, count: int) -> None:
@@ -318,7 +367,9 @@ class State:
         """The same for who only reads, between two steps: rows stay where they are, and no rank waits for another."""
         found = {f"model.{h.name}": h.part(h.local) for h in self.held}
         for h in self.held:
-            found |= {f"optimizer.{slot}.{h.name}": part for slot, part in h.slots.items()}
+            found |= {
+                f"optimizer.{slot}.{h.name}": part for slot, part in h.slots.items()
+            }
         return found
 
     def saved(self) -> dict[str, Part]:
@@ -326,8 +377,12 @@ class State:
         self.go_home()
         self.settle()
         self.tiers.check()
-        frozen = {f"model.{h.name}" for h in self.held if self.base_elsewhere and not h.learns}
-        return {name: part for name, part in self.tensors().items() if name not in frozen}
+        frozen = {
+            f"model.{h.name}" for h in self.held if self.base_elsewhere and not h.learns
+        }
+        return {
+            name: part for name, part in self.tensors().items() if name not in frozen
+        }
 
     @torch.no_grad()
     def fill(self, values: Values) -> None:

@@ -34,10 +34,18 @@ class Stripes:
     Rows of all ranks come rank by rank, those of each as they are in the step. ``size``: tokens of a block.
     """
 
-    def __init__(self, spans: Sequence[Span], size: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, spans: Sequence[Span], size: int, group: dist.ProcessGroup | None
+    ) -> None:
         self.group = group
-        self.ranks, self.rank = (1, 0) if group is None else (group.size(), group.rank())
-        places = [at for span in spans for at in range(span.past, span.past + span.last - span.first)]
+        self.ranks, self.rank = (
+            (1, 0) if group is None else (group.size(), group.rank())
+        )
+        places = [
+            at
+            for span in spans
+            for at in range(span.past, span.past + span.last - span.first)
+        ]
         self.owner = torch.tensor(places) % self.ranks
         self.order = self.owner.argsort(stable=True)
         self.place = self.order.argsort()
@@ -58,11 +66,17 @@ class Stripes:
 
     def _cut(self, spans: Sequence[Span]) -> list[list[Span]]:
         """Of every text what each rank has: rows among those of all ranks, behind so many tokens of its own."""
-        ends, found = [sum(self.counts[:rank]) for rank in range(self.ranks)], list[list[Span]]()
+        ends, found = (
+            [sum(self.counts[:rank]) for rank in range(self.ranks)],
+            list[list[Span]](),
+        )
         for span in spans:
             found.append([])
             for rank, first in enumerate(ends):
-                past, end = (-((rank - at) // self.ranks) for at in (span.past, span.past + span.last - span.first))
+                past, end = (
+                    -((rank - at) // self.ranks)
+                    for at in (span.past, span.past + span.last - span.first)
+                )
                 ends[rank] += end - past
                 found[-1].append(span._replace(first=first, last=ends[rank], past=past))
         return found
@@ -71,14 +85,18 @@ class Stripes:
         """The rows of all ranks, of this one's."""
         copies = x.repeat(self.ranks, *[1] * (x.dim() - 1))
         assert self.group is not None
-        found, work = exchanged_rows(copies, [self.count] * self.ranks, self.counts, self.group)
+        found, work = exchanged_rows(
+            copies, [self.count] * self.ranks, self.counts, self.group
+        )
         work.wait()
         return found
 
     def returned(self, x: T) -> T:
         """What every rank has made of this one's rows, ``[ranks, rows, ...]``, of what this one made of all rows."""
         assert self.group is not None
-        found, work = exchanged_rows(x, self.counts, [self.count] * self.ranks, self.group)
+        found, work = exchanged_rows(
+            x, self.counts, [self.count] * self.ranks, self.group
+        )
         work.wait()
         return found.view(self.ranks, self.count, *x.shape[1:])
 
@@ -93,7 +111,8 @@ class StripedKeys(KeyValuePages):
         self.keep(k, v)
         stripes, width = self.stripes, v.shape[-1]
         queries = stripes.gathered(q[0, : stripes.count])
-        mine = queries.new_zeros(*queries.shape[:2], width + 1, dtype=wide(q.dtype))  # out beside its log-sum-exp
+        # out beside its log-sum-exp
+        mine = queries.new_zeros(*queries.shape[:2], width + 1, dtype=wide(q.dtype))
         mine[..., -1] = -torch.inf
         for of_text, span in zip(stripes.pieces, self.reading.spans, strict=True):
             if span.past + span.last > span.first:
@@ -102,13 +121,17 @@ class StripedKeys(KeyValuePages):
         total, logs = parts[0, ..., :-1], parts[0, ..., -1]
         for part_ in parts[1:]:
             join(total, logs, part_[..., :-1], part_[..., -1])
-        return F.pad(total.to(q.dtype), (0, 0, 0, 0, 0, q.shape[1] - stripes.count))[None]
+        return F.pad(total.to(q.dtype), (0, 0, 0, 0, 0, q.shape[1] - stripes.count))[
+            None
+        ]
 
     def keep(self, k: T, v: T) -> None:
         """Remember what is new."""
         self.write(k, v)
 
-    def _attend(self, queries: T, out: T, of_text: Sequence[Span], span: Span, window: int) -> None:
+    def _attend(
+        self, queries: T, out: T, of_text: Sequence[Span], span: Span, window: int
+    ) -> None:
         """Write to ``out`` what the new tokens of a text, on all ranks, see of the keys on this one.
 
         Of ranks ``c`` (queries) and ``r`` (keys), query ``m`` and key ``j`` of the text stand at ``c + m * ranks`` and
@@ -118,12 +141,15 @@ class StripedKeys(KeyValuePages):
         keys, values, before = self.read(span, window and window // ranks + 3)
         for other, piece in enumerate(of_text):
             shift = int(other < rank)
-            reach = (window - 1 + rank - other) // ranks + 1 - shift if window else 0  # keys that a query sees
+            # keys that a query sees
+            reach = (window - 1 + rank - other) // ranks + 1 - shift if window else 0
             past, first = piece.past - shift - before, piece.first
             if past < 0:  # the first of all sees nothing here
                 past, first = 0, first + 1
             if piece.last > first and not (window and reach < 1):
-                found = attend_behind(queries[first : piece.last], keys, values, past, reach)
+                found = attend_behind(
+                    queries[first : piece.last], keys, values, past, reach
+                )
                 out[first : piece.last, :, :-1], out[first : piece.last, :, -1] = (
                     found[0][..., : out.shape[-1] - 1],
                     found[1],
@@ -135,20 +161,24 @@ def attend_behind(q: T, k: T, v: T, past: int, window: int) -> tuple[T, T]:
     end = past + len(q)
     if len(q) > 1:
         pieces = own_segments(len(q), past, window)
-        if q.device.type == "cpu" and q.dtype != torch.bfloat16:  # whose results are too coarse to be joined
+        # whose results are too coarse to be joined
+        if q.device.type == "cpu" and q.dtype != torch.bfloat16:
             pieces = [piece for s in pieces for piece in cut(s, SQUARE)]
         return attend_forward(q, k[:end], v[:end], pieces)
     # Without a mask the query heads that share a key head are so many queries: [group, kv_heads, width].
     shared = q[0].unflatten(0, (k.shape[1], -1)).transpose(0, 1).contiguous()
     start = max(0, end - window) if window else 0
-    out, lse = attend_forward(shared, k, v, [Segment(0, len(shared), start, end, False)])
+    out, lse = attend_forward(
+        shared, k, v, [Segment(0, len(shared), start, end, False)]
+    )
     return out.transpose(0, 1).reshape(q.shape), lse.transpose(0, 1).reshape(1, -1)
 
 
 class StripedLatents(StripedKeys):
     """Latent vectors, in the place of keys and values."""
 
-    tokens = 1  # attended to in absorbed form in any case, as nobody has all of a beginning
+    # attended to in absorbed form in any case, as nobody has all of a beginning
+    tokens = 1
 
     def keep(self, k: T, v: T) -> None:
         """Their first elements are the values, which are not kept twice."""
@@ -163,20 +193,35 @@ class SplitStates(StatePages):
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T) -> T:
         """``[1, own tokens, heads or kv_heads, head_dim]``; behind them there may be padding."""
         stripes, group = self.stripes, q.shape[2] // k.shape[2]
-        shares = [part(q.shape[2], stripes.ranks, rank) for rank in range(stripes.ranks)]
-        (lo, hi), most = shares[stripes.rank], shares[0][1]  # the first share is the largest
-        whole = stripes.gathered(torch.cat((q, k, v), 2)[0, : stripes.count])[stripes.place]
-        heads = whole[None].split([x.shape[2] for x in (q, k, v)], 2)  # [1, tokens, heads or kv_heads, head_dim] each
-        q_own, k_own, v_own = (repeat_heads(x, n)[:, :, lo:hi] for x, n in zip(heads, (1, group, group), strict=True))
+        shares = [
+            part(q.shape[2], stripes.ranks, rank) for rank in range(stripes.ranks)
+        ]
+        # the first share is the largest
+        (lo, hi), most = shares[stripes.rank], shares[0][1]
+        whole = stripes.gathered(torch.cat((q, k, v), 2)[0, : stripes.count])[
+            stripes.place
+        ]
+        # [1, tokens, heads or kv_heads, head_dim] each
+        heads = whole[None].split([x.shape[2] for x in (q, k, v)], 2)
+        q_own, k_own, v_own = (
+            repeat_heads(x, n)[:, :, lo:hi]
+            for x, n in zip(heads, (1, group, group), strict=True)
+        )
         made = super().__call__(q_own, k_own, v_own, cu_seqlens)[0, stripes.order]
         parts = stripes.returned(F.pad(made, (0, 0, 0, most - (hi - lo))))
-        own = torch.cat([parts[rank, :, : b - a] for rank, (a, b) in enumerate(shares)], 1)
+        own = torch.cat(
+            [parts[rank, :, : b - a] for rank, (a, b) in enumerate(shares)], 1
+        )
         return F.pad(own, (0, 0, 0, 0, 0, q.shape[1] - stripes.count))[None]
 
 
-def striped(pages: KeyValuePages | StatePages, group: dist.ProcessGroup) -> StripedKeys | SplitStates:
+def striped(
+    pages: KeyValuePages | StatePages, group: dist.ProcessGroup
+) -> StripedKeys | SplitStates:
     """What a layer has in the place of ``pages`` if their tokens are cut over the ranks of ``group``."""
     if isinstance(pages, StatePages):
         lo, hi = part(len(pages.decay), group.size(), group.rank())
         return SplitStates(pages.size, pages.decay[lo:hi])
-    return (StripedLatents if isinstance(pages, LatentPages) else StripedKeys)(pages.size // group.size())
+    return (StripedLatents if isinstance(pages, LatentPages) else StripedKeys)(
+        pages.size // group.size()
+    )

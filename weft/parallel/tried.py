@@ -29,11 +29,24 @@ class Tried:
             for kind, group in groups.items():
                 if kind != "gradients":
                     group.double()
-            resting = {id(tensor) for group in groups.values() for tensor in group.tensors}
+            resting = {
+                id(tensor) for group in groups.values() for tensor in group.tensors
+            }
             held = [h for h in unit.held if h.learns]
-            every = [t for h in held for t in (h.local, h.updates, *(slot.values for slot in h.slots.values()))]
+            every = [
+                t
+                for h in held
+                for t in (
+                    h.local,
+                    h.updates,
+                    *(slot.values for slot in h.slots.values()),
+                )
+            ]
             self._changing[unit] = [t for t in every if id(t) not in resting]
-        self._copies = {unit: [torch.empty_like(t) for t in changing] for unit, changing in self._changing.items()}
+        self._copies = {
+            unit: [torch.empty_like(t) for t in changing]
+            for unit, changing in self._changing.items()
+        }
 
     @property
     def bytes(self) -> int:

@@ -27,7 +27,9 @@ class OutputShard:
         self.first = logical.box[0][0]
         self.group = mesh.group("tp") if mesh.size("tp") > 1 else None
 
-    def ops(self, batches: Sequence[Batch], total: Callable[[], T], losses: dict[int, T]) -> dict[str, Op]:
+    def ops(
+        self, batches: Sequence[Batch], total: Callable[[], T], losses: dict[int, T]
+    ) -> dict[str, Op]:
         """The passes as operations. ``total``: the weight of the step's labels, by which the loss is divided."""
         self.batches, self.total, self.losses = batches, total, losses
         return {"E": self._look_up, "S": self._output, "C": self._combine, "T": self._weights, "G": self._add_up,
@@ -42,7 +44,9 @@ class OutputShard:
 
     def _mine(self, ids: T) -> tuple[T, T]:
         """Which of ``ids`` ``[tokens]`` are in this share, and their rows in it (0 for the others), ``[tokens, 1]``."""
-        here = ((ids >= self.first) & (ids < self.first + len(self.model.output)))[:, None]
+        here = ((ids >= self.first) & (ids < self.first + len(self.model.output)))[
+            :, None
+        ]
         return here, torch.where(here, ids[:, None] - self.first, 0)
 
     @torch.no_grad()
@@ -55,7 +59,10 @@ class OutputShard:
         weight, labels = self.model.output, self.batches[a.microbatch].labels
         hidden = gather_tokens(reads[0], self.mesh).flatten(0, 1)  # [tokens, embed]
         here, index = self._mine(labels.flatten())
-        logits = times(hidden, weight).to(torch.promote_types(hidden.dtype, torch.float32))  # [tokens, vocab/pp/tp]
+        # [tokens, vocab/pp/tp]
+        logits = times(hidden, weight).to(
+            torch.promote_types(hidden.dtype, torch.float32)
+        )
         top = logits.amax(-1, keepdim=True)
         target = torch.where(here, logits.gather(1, index), 0)
         p = logits.sub_(top).exp_()
@@ -68,14 +75,27 @@ class OutputShard:
         if self.barriers == 2:
             return [stats, tape]
         mean, row = times(p, weight.t()), torch.where(here, weight[index[:, 0]], 0)
-        return [(stats, *(scatter_tokens(x.view(*labels.shape, -1), self.mesh) for x in (mean, row))), tape]
+        return [
+            (
+                stats,
+                *(
+                    scatter_tokens(x.view(*labels.shape, -1), self.mesh)
+                    for x in (mean, row)
+                ),
+            ),
+            tape,
+        ]
 
     @torch.no_grad()
     def _combine(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         """The loss, and for the shares' gradients ``[tokens, 2]``: the global log-sum-exp, and what the loss of each
         token is multiplied by. With one barrier the input's gradient as well.
         """
-        batch, total, training = self.batches[a.microbatch], self.total(), bool(a.writes)
+        batch, total, training = (
+            self.batches[a.microbatch],
+            self.total(),
+            bool(a.writes),
+        )
         one = training and self.barriers == 1
         stats = torch.stack([r[0] if one else r for r in reads])  # [pp, tokens, 2]
         lse, target = stats[..., :1].logsumexp(0), stats[..., 1:].sum(0)
@@ -95,7 +115,9 @@ class OutputShard:
 
     def _own_tokens(self, x: T, labels: T) -> T:
         """``[tokens, 1]`` to this rank's tokens of the norm regions, ``[rows, seq/tp, 1]``."""
-        return x.view(*labels.shape, 1).chunk(self.mesh.size("tp"), dim=1)[self.mesh.rank("tp")]
+        return x.view(*labels.shape, 1).chunk(self.mesh.size("tp"), dim=1)[
+            self.mesh.rank("tp")
+        ]
 
     @torch.no_grad()
     def _weights(self, a: Action, reads: Sequence[Any]) -> list[Any]:
@@ -104,12 +126,22 @@ class OutputShard:
         weight, labels = self.model.output, self.batches[a.microbatch].labels
         here, index = self._mine(labels.flatten())
         lse, scale = ends.split(1, dim=1)
-        d_logits = p.to(lse.dtype) * torch.where(scale != 0, (share - lse).exp() * scale, 0)
+        d_logits = p.to(lse.dtype) * torch.where(
+            scale != 0, (share - lse).exp() * scale, 0
+        )
         d_logits.scatter_add_(1, index, -torch.where(here, scale, 0))
         d_logits = d_logits.to(p.dtype)
         if weight.requires_grad:
             add_product(weight, d_logits, hidden)
-        return [scatter_tokens(times(d_logits, weight.t()).view(*labels.shape, -1), self.mesh)] if a.writes else []
+        return (
+            [
+                scatter_tokens(
+                    times(d_logits, weight.t()).view(*labels.shape, -1), self.mesh
+                )
+            ]
+            if a.writes
+            else []
+        )
 
     @torch.no_grad()
     def _embedding_gradient(self, a: Action, reads: Sequence[Any]) -> list[Any]:
@@ -117,7 +149,9 @@ class OutputShard:
         if not table.requires_grad:
             return []
         here, index = self._mine(self.batches[a.microbatch].tokens.flatten())
-        rows = torch.where(here, gather_tokens(reads[0], self.mesh).flatten(0, 1) * scale, 0)
+        rows = torch.where(
+            here, gather_tokens(reads[0], self.mesh).flatten(0, 1) * scale, 0
+        )
         if table.grad is None:
             table.grad = torch.zeros_like(table)
         table.grad.index_add_(0, index[:, 0], rows)

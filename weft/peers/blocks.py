@@ -40,7 +40,12 @@ def shared_from(said: Any) -> Shared | None:
 def is_inside(path: str) -> bool:
     """Whether a path that another peer has given stays in the folder that it is put in."""
     pure = PurePosixPath(path)
-    return not pure.is_absolute() and pure.parts != () and ".." not in pure.parts and "\0" not in path
+    return (
+        not pure.is_absolute()
+        and pure.parts != ()
+        and ".." not in pure.parts
+        and "\0" not in path
+    )
 
 
 class BlockShelf:
@@ -48,7 +53,8 @@ class BlockShelf:
 
     def __init__(self, folders: dict[str, Path]) -> None:
         self.folders, self.files = folders, dict[str, Shared]()
-        self._seen: dict[str, tuple[int, int]] = {}  # size and time of change when a file was hashed
+        # size and time of change when a file was hashed
+        self._seen: dict[str, tuple[int, int]] = {}
         self._where: dict[bytes, tuple[Path, int, int]] = {}
         self._indices: dict[bytes, bytes] = {}
 
@@ -78,7 +84,8 @@ class BlockShelf:
     def _walk(self) -> Iterator[tuple[str, Path]]:
         for name, folder in self.folders.items():
             for parent, _, files in os.walk(folder):
-                for file in (Path(parent, f) for f in files if not f.startswith(".")):  # these are not whole yet
+                # these are not whole yet
+                for file in (Path(parent, f) for f in files if not f.startswith(".")):
                     yield f"{name}/{file.relative_to(folder).as_posix()}", file
 
     def _hash(self, file: Path) -> Shared:

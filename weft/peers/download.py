@@ -9,31 +9,59 @@ from weft.peers.peer import IN_FLIGHT, Peer
 from weft.peers.transport import PeerError
 
 
-def download(peer: Peer, path: str, folder: Path, progress: Callable[[int], None] = lambda _: None) -> dict[str, int]:
+def download(
+    peer: Peer,
+    path: str,
+    folder: Path,
+    progress: Callable[[int], None] = lambda _: None,
+) -> dict[str, int]:
     """Fetch a file or all files under ``path`` into ``folder``; how many bytes of each were fetched.
 
     What has been broken off is gone on with: a file that is not whole has the ending ``.part``, and its blocks count
     only if they are what they should be. ``progress`` is told of every so many bytes that are there.
     """
-    found = {p: s for p, s in peer.files().items() if p == path or p.startswith(f"{path}/")}
+    found = {
+        p: s for p, s in peer.files().items() if p == path or p.startswith(f"{path}/")
+    }
     if not found:
         there = sorted({p.split("/")[0] for p in peer.files()})
-        raise PeerError(f"nobody shares {path}; there is: {', '.join(there) or 'nothing'}")
+        raise PeerError(
+            f"nobody shares {path}; there is: {', '.join(there) or 'nothing'}"
+        )
     above = path.rpartition("/")[0]
-    return {p: _download(peer, p, s, folder / p[len(above) :].lstrip("/"), progress) for p, s in found.items()}
+    return {
+        p: _download(peer, p, s, folder / p[len(above) :].lstrip("/"), progress)
+        for p, s in found.items()
+    }
 
 
-def _download(peer: Peer, path: str, shared: Shared, file: Path, progress: Callable[[int], None]) -> int:
+def _download(
+    peer: Peer, path: str, shared: Shared, file: Path, progress: Callable[[int], None]
+) -> int:
     draft, fetched = file.with_name(f"{file.name}.part"), 0
     index = peer.index(path, shared)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with open(os.open(file if file.exists() else draft, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as handle:
+    with open(
+        os.open(file if file.exists() else draft, os.O_RDWR | os.O_CREAT, 0o644), "r+b"
+    ) as handle:
         for at in range(0, len(index), IN_FLIGHT):
             names = index[at : at + IN_FLIGHT]
             handle.seek(at * BLOCK)
             here = [name_of(handle.read(BLOCK)) == name for name in names]
-            missing = [name for name, is_here in zip(names, here, strict=True) if not is_here]
-            blocks = dict(zip(missing, peer.fetch(missing, peer.having(path, shared)), strict=True)) if missing else {}
+            missing = [
+                name for name, is_here in zip(names, here, strict=True) if not is_here
+            ]
+            blocks = (
+                dict(
+                    zip(
+                        missing,
+                        peer.fetch(missing, peer.having(path, shared)),
+                        strict=True,
+                    )
+                )
+                if missing
+                else {}
+            )
             for i, name in enumerate(names):
                 if not here[i]:
                     handle.seek((at + i) * BLOCK)

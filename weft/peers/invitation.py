@@ -41,7 +41,9 @@ class Invitation:
         return self._keyed(f"{prover} to {to}")
 
     def _keyed(self, text: str) -> bytes:
-        return hashlib.blake2b(text.encode(), key=self.secret, digest_size=32, person=b"weft peers").digest()
+        return hashlib.blake2b(
+            text.encode(), key=self.secret, digest_size=32, person=b"weft peers"
+        ).digest()
 
 
 @dataclass(frozen=True)
@@ -61,16 +63,24 @@ def invite(where: str) -> tuple[Ticket, Invitation]:
     """A new circle of peers around a relay that will be at ``host:port``: the relay's ticket, and the invitation."""
     from weft.peers.transport import public_key
 
-    if not (found := re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):(\d{1,5})", where)):
-        raise UsageError(f"{where!r} is no address of a relay; give host:port, as all peers can reach it")
+    if not (
+        found := re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):(\d{1,5})", where)
+    ):
+        raise UsageError(
+            f"{where!r} is no address of a relay; give host:port, as all peers can reach it"
+        )
     key = secrets.token_bytes(32)
-    invitation = Invitation(found[1], int(found[2]), public_key(key), secrets.token_bytes(32))
+    invitation = Invitation(
+        found[1], int(found[2]), public_key(key), secrets.token_bytes(32)
+    )
     return Ticket(found[1], int(found[2]), key, invitation.token), invitation
 
 
 def read_invitation(text: str | None = None) -> Invitation:
     """From the line itself, the name of a file that holds it, or else from ``WEFT_INVITATION``."""
-    secret, host, port, relay = _parts(text or os.environ.get(VARIABLE, ""), "weft-peer", "an invitation")
+    secret, host, port, relay = _parts(
+        text or os.environ.get(VARIABLE, ""), "weft-peer", "an invitation"
+    )
     return Invitation(host, int(port), relay, bytes.fromhex(secret))
 
 
@@ -83,7 +93,12 @@ def read_ticket(text: str) -> Ticket:
 def read_key(file: Path) -> bytes:
     """The private key of a peer: 32 bytes from a file of 64 hexadecimal digits, which is made if it is not there."""
     try:
-        with suppress(FileExistsError), open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as new:
+        with (
+            suppress(FileExistsError),
+            open(
+                os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w"
+            ) as new,
+        ):
             new.write(secrets.token_hex(32))
         key = bytes.fromhex(file.read_text().strip())
     except (OSError, ValueError) as error:
@@ -96,13 +111,19 @@ def read_key(file: Path) -> bytes:
 def _parts(text: str, scheme: str, what: str) -> tuple[str, str, str, str]:
     """The four parts of a line. No message shows the line: it holds a secret."""
     if not text:
-        raise UsageError(f"there is no invitation: give one, or set {VARIABLE} (`weft peer invite` makes one)")
+        raise UsageError(
+            f"there is no invitation: give one, or set {VARIABLE} (`weft peer invite` makes one)"
+        )
     if "://" not in text:
         try:
             text = Path(text).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"cannot read {what} from {text}: {getattr(error, 'strerror', error)}") from None
+            raise UsageError(
+                f"cannot read {what} from {text}: {getattr(error, 'strerror', error)}"
+            ) from None
     found = re.fullmatch(_FORM.format(scheme=scheme), text.strip())
     if not found or not 0 < int(found[3]) < 65536:
-        raise UsageError(f"this is not {what}: it begins with {scheme}:// and is one whole line of `weft peer invite`")
+        raise UsageError(
+            f"this is not {what}: it begins with {scheme}:// and is one whole line of `weft peer invite`"
+        )
     return found[1], found[2], found[3], found[4]

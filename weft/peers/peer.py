@@ -17,11 +17,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
-from weft.peers.blocks import BLOCK, LONGEST, NAME, BlockShelf, Shared, is_inside, name_of, shared_from
+from weft.peers.blocks import (
+    BLOCK,
+    LONGEST,
+    NAME,
+    BlockShelf,
+    Shared,
+    is_inside,
+    name_of,
+    shared_from,
+)
 from weft.peers.invitation import Invitation
 from weft.peers.relay import PROTOCOL as MIRROR
 from weft.peers.table import Entry, SharedTable, as_json, from_json
-from weft.peers.transport import LIMIT, MEMBERS_HEAD, PIECE, PeerError, bind, cause, iroh, receive, send, within
+from weft.peers.transport import (
+    LIMIT,
+    MEMBERS_HEAD,
+    PIECE,
+    PeerError,
+    bind,
+    cause,
+    iroh,
+    receive,
+    send,
+    within,
+)
 
 T = TypeVar("T")
 
@@ -72,8 +92,14 @@ class Peer:
         key: bytes | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.invitation, self.name, self.say = invitation, name or socket.gethostname(), say
-        self.shelf = BlockShelf({folder.resolve().name: folder.resolve() for folder in share})
+        self.invitation, self.name, self.say = (
+            invitation,
+            name or socket.gethostname(),
+            say,
+        )
+        self.shelf = BlockShelf(
+            {folder.resolve().name: folder.resolve() for folder in share}
+        )
         self.problem = ""
         self._key, self._links = key, dict[str, _PeerLink]()
         self._dialing, self._tasks = set[str](), set[asyncio.Task[None]]()
@@ -81,7 +107,9 @@ class Peer:
         self._published: dict[str, str] = {}
         self._listed: asyncio.Event
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="weft-peer", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="weft-peer", daemon=True
+        )
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -110,12 +138,23 @@ class Peer:
 
     def files(self) -> dict[str, Shared]:
         """All files that a peer of this invitation has shared and not taken back, by their paths."""
-        found = {path: shared_from(about) for path, about in sorted(self.table.under("file/"))}
-        return {path: shared for path, shared in found.items() if shared is not None and is_inside(path)}
+        found = {
+            path: shared_from(about)
+            for path, about in sorted(self.table.under("file/"))
+        }
+        return {
+            path: shared
+            for path, shared in found.items()
+            if shared is not None and is_inside(path)
+        }
 
     def holders(self, root: str) -> list[str]:
         """The names of the peers that are connected now, this one included, and have the file with this root."""
-        return [self._name(peer) for peer, _ in self.table.under(f"has/{root}/") if peer in (self.id, *self._links)]
+        return [
+            self._name(peer)
+            for peer, _ in self.table.under(f"has/{root}/")
+            if peer in (self.id, *self._links)
+        ]
 
     def settle(self, limit: float = 2 * DIAL) -> None:
         """Wait until all peers that the relay knows of are connected; :class:`PeerError` if there are none."""
@@ -125,14 +164,25 @@ class Peer:
         """The public key of the peer that has this name, or whose key begins so. Waits until it is connected."""
         until = time.monotonic() + limit
         while True:
-            found = {link for link in list(self._links) if self._name(link) == who or (who and link.startswith(who))}
+            found = {
+                link
+                for link in list(self._links)
+                if self._name(link) == who or (who and link.startswith(who))
+            }
             if len(found) == 1:
                 return found.pop()
             if len(found) > 1:
-                raise PeerError(f"{len(found)} peers are called {who!r}; give the beginning of a key")
+                raise PeerError(
+                    f"{len(found)} peers are called {who!r}; give the beginning of a key"
+                )
             if time.monotonic() > until:
-                there = ", ".join(sorted(map(self._name, list(self._links)))) or "nobody"
-                raise PeerError(f"{who} is not there: {there} is" + (f" ({self.problem})" if self.problem else ""))
+                there = (
+                    ", ".join(sorted(map(self._name, list(self._links)))) or "nobody"
+                )
+                raise PeerError(
+                    f"{who} is not there: {there} is"
+                    + (f" ({self.problem})" if self.problem else "")
+                )
             time.sleep(0.05)
 
     # Byte streams.
@@ -145,13 +195,17 @@ class Peer:
         """A port of this machine's loopback whose connections end at the ``service`` that ``who`` exposes."""
 
         async def listen() -> int:
-            server = await asyncio.start_server(lambda r, w: self._carry(who, service, r, w), "127.0.0.1", port)
+            server = await asyncio.start_server(
+                lambda r, w: self._carry(who, service, r, w), "127.0.0.1", port
+            )
             return int(server.sockets[0].getsockname()[1])
 
         try:
             return self._run(listen(), LIMIT)
         except OSError as error:
-            raise PeerError(f"cannot listen on 127.0.0.1:{port}: {error.strerror}") from None
+            raise PeerError(
+                f"cannot listen on 127.0.0.1:{port}: {error.strerror}"
+            ) from None
 
     def connect(self, who: str, service: str, limit: float = 2 * DIAL) -> socket.socket:
         """A socket whose other end is the ``service`` that ``who`` exposes, over an encrypted connection."""
@@ -168,7 +222,9 @@ class Peer:
 
     # Blocks.
 
-    def fetch(self, names: Iterable[bytes], holders: Iterable[str], longest: int = BLOCK) -> list[bytes]:
+    def fetch(
+        self, names: Iterable[bytes], holders: Iterable[str], longest: int = BLOCK
+    ) -> list[bytes]:
         """Blocks by their names, each from any of ``holders`` (public keys) and checked against its name.
 
         ``longest``: most bytes of a block. The :class:`PeerError` for a block that cannot be had says of each holder
@@ -180,9 +236,13 @@ class Peer:
 
             async def one(number: int, name: bytes) -> bytes:
                 async with room:
-                    return await self._fetch(name, number, sorted(holders), longest, bad)
+                    return await self._fetch(
+                        name, number, sorted(holders), longest, bad
+                    )
 
-            return list(await asyncio.gather(*(one(i, name) for i, name in enumerate(names))))
+            return list(
+                await asyncio.gather(*(one(i, name) for i, name in enumerate(names)))
+            )
 
         names, holders = list(names), list(holders)
         waves = 1 + len(names) // IN_FLIGHT
@@ -190,10 +250,14 @@ class Peer:
 
     def index(self, path: str, shared: Shared) -> list[bytes]:
         """The names of a file's blocks."""
-        (index,) = self.fetch([bytes.fromhex(shared.root)], self.having(path, shared), LONGEST)
+        (index,) = self.fetch(
+            [bytes.fromhex(shared.root)], self.having(path, shared), LONGEST
+        )
         names = [index[at : at + NAME] for at in range(0, len(index), NAME)]
         if len(names) != -(-shared.size // BLOCK):
-            raise PeerError(f"{path} has {len(names)} blocks, which are not {shared.size} bytes")
+            raise PeerError(
+                f"{path} has {len(names)} blocks, which are not {shared.size} bytes"
+            )
         return names
 
     def having(self, path: str, shared: Shared) -> list[str]:
@@ -202,7 +266,9 @@ class Peer:
         there = [peer for peer in all_ if peer in self._links]
         if not there:
             gone = ", ".join(map(self._name, all_))
-            raise PeerError(f"{path} is with {gone or 'nobody'}, who cannot be reached now")
+            raise PeerError(
+                f"{path} is with {gone or 'nobody'}, who cannot be reached now"
+            )
         return there
 
     # From here on: in the thread of the loop.
@@ -211,11 +277,18 @@ class Peer:
         where = self.invitation
         self.relay_url = f"http://{where.where}"
         try:
-            found = await self._loop.getaddrinfo(where.host.strip("[]"), where.port, type=socket.SOCK_DGRAM)
+            found = await self._loop.getaddrinfo(
+                where.host.strip("[]"), where.port, type=socket.SOCK_DGRAM
+            )
         except OSError as error:
-            raise PeerError(f"the relay {where.where} has no address: {error.strerror}") from None
+            raise PeerError(
+                f"the relay {where.where} has no address: {error.strerror}"
+            ) from None
         hosts = [str(address[0]) for *_, address in found]
-        self._relay_addresses = [f"[{host}]:{where.port}" if ":" in host else f"{host}:{where.port}" for host in hosts]
+        self._relay_addresses = [
+            f"[{host}]:{where.port}" if ":" in host else f"{host}:{where.port}"
+            for host in hosts
+        ]
         self.endpoint = await bind(PROTOCOL, self.relay_url, self._key)
         self.id = str(self.endpoint.id())
         self.table, self._listed = SharedTable(self.id), asyncio.Event()
@@ -238,7 +311,9 @@ class Peer:
         while self._dialing or not all(link.heard for link in self._links.values()):
             await asyncio.sleep(0.05)
         if not self._links:
-            raise PeerError(self.problem or f"nobody else is at the relay {self.invitation.where}")
+            raise PeerError(
+                self.problem or f"nobody else is at the relay {self.invitation.where}"
+            )
 
     async def _ask_relay(self) -> None:
         """Tell the relay again and again that this peer is here, and connect with the peers that it answers with."""
@@ -259,14 +334,22 @@ class Peer:
                         seen = answer["seen"]
                         await self.endpoint.add_external_addr(seen)
                     for peer, where in answer["peers"].items():
-                        if peer != self.id and peer not in self._links and (first or self.id < peer):
+                        if (
+                            peer != self.id
+                            and peer not in self._links
+                            and (first or self.id < peer)
+                        ):
                             self._dial(peer, [where] if where else [])
                     first, self.problem = False, ""
                     self._listed.set()
                     await asyncio.sleep(PAUSE)
             except (PeerError, iroh().IrohError, KeyError, AttributeError) as error:
                 problem = f"the relay {self.invitation.where}: {cause(error)}"
-                problem += " (does `weft peer relay` run there?)" if problem.endswith("no answer in time") else ""
+                problem += (
+                    " (does `weft peer relay` run there?)"
+                    if problem.endswith("no answer in time")
+                    else ""
+                )
                 if problem != self.problem:
                     self.say(problem)
                 self.problem = problem
@@ -274,13 +357,17 @@ class Peer:
                 await asyncio.sleep(PAUSE)
 
     def _address(self, peer: str, addresses: list[str]) -> Any:
-        return iroh().EndpointAddr(iroh().EndpointId.from_string(peer), self.relay_url, addresses)
+        return iroh().EndpointAddr(
+            iroh().EndpointId.from_string(peer), self.relay_url, addresses
+        )
 
     def _dial(self, peer: str, addresses: list[str]) -> None:
         async def dial() -> None:
             try:
                 address = self._address(peer, addresses)
-                connection = await within(DIAL, self.endpoint.connect(address, PROTOCOL))
+                connection = await within(
+                    DIAL, self.endpoint.connect(address, PROTOCOL)
+                )
                 stream = await within(LIMIT, connection.open_bi())
                 await self._prove(peer, stream)
                 await self._greet(peer, connection, stream)
@@ -308,7 +395,9 @@ class Peer:
     async def _prove(self, peer: str, stream: Any) -> None:
         await send(stream.send(), {"proof": self.invitation.proof(self.id, peer).hex()})
 
-    async def _greet(self, peer: str, connection: Any, stream: Any, first: bool = True) -> None:
+    async def _greet(
+        self, peer: str, connection: Any, stream: Any, first: bool = True
+    ) -> None:
         """Check the other's proof, before anything else is said, and keep the connection.
 
         ``first``: this peer has dialled, and has already sent its own proof; else it does so now.
@@ -323,7 +412,8 @@ class Peer:
             raise PeerError(f"{error}") from None
         if not first:
             await self._prove(peer, stream)
-        known, link = peer in self._links, _PeerLink(peer, connection)  # known: both have dialled, and both links work
+        # known: both have dialled, and both links work
+        known, link = peer in self._links, _PeerLink(peer, connection)
         self._links[peer] = link
         self._task(self._serve(link))
         self._task(self._tend(link, known))
@@ -350,7 +440,9 @@ class Peer:
     async def _tell(self, link: _PeerLink) -> None:
         """Send what is new in the table, if only to see that the other peer still answers."""
         changes = self.table.changes
-        answer, _ = await self._request(link, {"table": as_json(self.table.since(link.told))})
+        answer, _ = await self._request(
+            link, {"table": as_json(self.table.since(link.told))}
+        )
         if "ok" not in answer:
             raise PeerError("its answer is malformed")
         link.told = changes
@@ -371,14 +463,18 @@ class Peer:
                 link.heard = True
                 await send(stream.send(), {"ok": True})
             elif "block" in asked:
-                block = await asyncio.to_thread(self.shelf.read, bytes.fromhex(str(asked["block"])))
+                block = await asyncio.to_thread(
+                    self.shelf.read, bytes.fromhex(str(asked["block"]))
+                )
                 await send(stream.send(), {"has": block is not None}, block or b"")
             elif "tunnel" in asked:
                 await self._open_tunnel(stream, str(asked["tunnel"]))
                 return
             await within(LIMIT, stream.send().finish())
         except (ValueError, TypeError) as error:
-            self.say(f"{self._name(link.id)} has sent what is malformed, and is cut off: {error}")
+            self.say(
+                f"{self._name(link.id)} has sent what is malformed, and is cut off: {error}"
+            )
             link.connection.close(REFUSED, b"malformed")
         except PeerError:
             pass  # it has gone, or given up
@@ -386,9 +482,15 @@ class Peer:
     async def _open_tunnel(self, stream: Any, service: str) -> None:
         try:
             host, port = self._exposed[service]
-            reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), LIMIT)
+            reader, writer = await asyncio.wait_for(
+                asyncio.open_connection(host, port), LIMIT
+            )
         except (TimeoutError, KeyError, OSError) as error:
-            why = f"has no {service!r}" if isinstance(error, KeyError) else f"nothing answers as its {service!r}"
+            why = (
+                f"has no {service!r}"
+                if isinstance(error, KeyError)
+                else f"nothing answers as its {service!r}"
+            )
             await send(stream.send(), {"error": why})
             await within(LIMIT, stream.send().finish())
             return
@@ -409,7 +511,13 @@ class Peer:
         except PeerError as error:
             raise PeerError(f"{self._name(peer)} {error}") from None
 
-    async def _carry(self, who: str, service: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _carry(
+        self,
+        who: str,
+        service: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
         """One connection to a port of :meth:`reach`."""
         try:
             peer = await asyncio.to_thread(self.find, who, DIAL)
@@ -419,13 +527,22 @@ class Peer:
         finally:
             writer.close()
 
-    async def _request(self, link: _PeerLink, head: dict[str, Any], longest: int = 0) -> tuple[dict[str, Any], bytes]:
+    async def _request(
+        self, link: _PeerLink, head: dict[str, Any], longest: int = 0
+    ) -> tuple[dict[str, Any], bytes]:
         stream = await within(LIMIT, link.connection.open_bi())
         await send(stream.send(), head)
         await within(LIMIT, stream.send().finish())
         return await receive(stream.recv(), longest)
 
-    async def _fetch(self, name: bytes, turn: int, holders: list[str], longest: int, bad: dict[str, str]) -> bytes:
+    async def _fetch(
+        self,
+        name: bytes,
+        turn: int,
+        holders: list[str],
+        longest: int,
+        bad: dict[str, str],
+    ) -> bytes:
         """A block from the ``turn``-th of its holders, or else from the next ones.
 
         ``bad``: the holders that have sent wrong bytes, with the reason; they are not asked, and new ones are added.
@@ -438,18 +555,24 @@ class Peer:
                     raise PeerError(bad[peer])
                 if peer not in self._links:
                     raise PeerError("is gone")
-                answer, block = await self._request(self._links[peer], {"block": name.hex()}, longest)
+                answer, block = await self._request(
+                    self._links[peer], {"block": name.hex()}, longest
+                )
                 if not answer.get("has"):
                     raise PeerError("no longer has it")
                 if name_of(block) != name:
                     bad[peer] = "has sent other bytes than its name says"
-                    self.say(f"{self._name(peer)} {bad[peer]} (block {name.hex()[:10]}); it is not asked again")
+                    self.say(
+                        f"{self._name(peer)} {bad[peer]} (block {name.hex()[:10]}); it is not asked again"
+                    )
                     raise PeerError(bad[peer])
                 return block
             except PeerError as error:
                 why[peer] = str(error)
         said = ", ".join(f"{self._name(peer)}: {text}" for peer, text in why.items())
-        raise PeerError(f"block {name.hex()[:10]} is not to be had ({said or 'nobody has it'})")
+        raise PeerError(
+            f"block {name.hex()[:10]} is not to be had ({said or 'nobody has it'})"
+        )
 
     async def _look(self) -> None:
         """Look for changes in the shared folders every few seconds, and announce them."""
@@ -463,7 +586,9 @@ class Peer:
         if scan:
             self.shelf.scan()
         now = self.shelf.files
-        for path, root in {p: r for p, r in self._published.items() if p not in now or now[p].root != r}.items():
+        for path, root in {
+            p: r for p, r in self._published.items() if p not in now or now[p].root != r
+        }.items():
             del self._published[path]
             if root not in {shared.root for shared in now.values()}:
                 self.table.write(f"has/{root}/{self.id}", None)
@@ -483,7 +608,9 @@ class Peer:
     def _member(self, link: _PeerLink) -> ConnectedPeer:
         path = next((p for p in link.connection.paths() if p.is_selected), None)
         direct = path.remote_addr if path is not None and path.is_ip else None
-        return ConnectedPeer(link.id, self._name(link.id), direct, path.rtt_ms if path is not None else 0)
+        return ConnectedPeer(
+            link.id, self._name(link.id), direct, path.rtt_ms if path is not None else 0
+        )
 
     def _path(self, link: _PeerLink) -> str:
         direct = self._member(link).direct
@@ -503,7 +630,9 @@ class Peer:
             raise PeerError(self.problem or "no answer in time") from None
 
 
-async def _pump(stream: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _pump(
+    stream: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     """Carry bytes both ways until both ends have said that there are no more, or either is gone."""
 
     async def out() -> None:

@@ -15,21 +15,37 @@ from typing import Any
 
 from weft.errors import UsageError
 from weft.peers.invitation import Ticket
-from weft.peers.transport import LIMIT, PeerError, bind, cause, iroh, public_key, receive, send, within
+from weft.peers.transport import (
+    LIMIT,
+    PeerError,
+    bind,
+    cause,
+    iroh,
+    public_key,
+    receive,
+    send,
+    within,
+)
 
 PROTOCOL = b"weft-relay/1"
 #: Bytes that wait for a client that is slow; more are dropped, as on any network, and sent again by who has sent them.
 WAITING = 2 << 20
 #: Bytes of a public key.
 KEY = 32
-CHALLENGE, CONFIRMED, FORWARD, FORWARD_BATCH, PING, PONG = 0, 2, 4, 5, 9, 10  # kinds of frames, and +2 for delivered
+# kinds of frames, and +2 for delivered
+CHALLENGE, CONFIRMED, FORWARD, FORWARD_BATCH, PING, PONG = 0, 2, 4, 5, 9, 10
 _CONTEXT = "iroh-relay handshake v1 challenge signature"
 
 
 class Relay:
     """Serves the peers of one invitation. ``say`` is told who comes and goes."""
 
-    def __init__(self, ticket: Ticket, bind_to: str = "0.0.0.0", say: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        ticket: Ticket,
+        bind_to: str = "0.0.0.0",
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self.ticket, self.bind_to, self.say = ticket, bind_to, say
         self.mirror = bytes.fromhex(public_key(ticket.key))
         self.clients: dict[bytes, Any] = {}
@@ -42,22 +58,41 @@ class Relay:
         try:
             from websockets.asyncio.server import serve
         except ImportError:
-            raise UsageError("the relay needs the package websockets: pip install 'weft[peers]'") from None
+            raise UsageError(
+                "the relay needs the package websockets: pip install 'weft[peers]'"
+            ) from None
         protocols: Any = ["iroh-relay-v2", "iroh-relay-v1"]
-        limits: Any = {"open_timeout": LIMIT, "max_size": 1 << 20, "write_limit": 2 * WAITING, "compression": None}
+        limits: Any = {
+            "open_timeout": LIMIT,
+            "max_size": 1 << 20,
+            "write_limit": 2 * WAITING,
+            "compression": None,
+        }
         try:
             server = await serve(
-                self._client, self.bind_to, self.ticket.port, subprotocols=protocols, process_request=_probe, **limits
+                self._client,
+                self.bind_to,
+                self.ticket.port,
+                subprotocols=protocols,
+                process_request=_probe,
+                **limits,
             )
         except OSError as error:
-            raise PeerError(f"cannot listen on {self.bind_to}:{self.ticket.port}: {error.strerror}") from None
+            raise PeerError(
+                f"cannot listen on {self.bind_to}:{self.ticket.port}: {error.strerror}"
+            ) from None
         async with server:
             own = "127.0.0.1" if self.bind_to == "0.0.0.0" else self.bind_to
             url = f"http://{own}:{self.ticket.port}"
-            endpoint = await bind(PROTOCOL, url, self.ticket.key, f"{self.bind_to}:{self.ticket.port}")
-            self.say(f"relay at {self.ticket.host}:{self.ticket.port}, key {self.mirror.hex()[:10]}")
+            endpoint = await bind(
+                PROTOCOL, url, self.ticket.key, f"{self.bind_to}:{self.ticket.port}"
+            )
+            self.say(
+                f"relay at {self.ticket.host}:{self.ticket.port}, key {self.mirror.hex()[:10]}"
+            )
             try:
-                tasks = set()  # each for itself: what one of them meets does not end the others
+                # each for itself: what one of them meets does not end the others
+                tasks = set()
                 while incoming := await endpoint.accept_next():
                     tasks.add(task := asyncio.create_task(self._reflect(incoming)))
                     task.add_done_callback(tasks.discard)
@@ -88,9 +123,15 @@ class Relay:
 
     async def _forward(self, sender: bytes, frame: bytes) -> None:
         to = frame[1 : 1 + KEY]
-        if (sender in self.admitted and to in self.admitted) or self.mirror in (sender, to):
+        if (sender in self.admitted and to in self.admitted) or self.mirror in (
+            sender,
+            to,
+        ):
             client = self.clients.get(to)
-            if client is not None and client.transport.get_write_buffer_size() < WAITING:
+            if (
+                client is not None
+                and client.transport.get_write_buffer_size() < WAITING
+            ):
                 self.relayed += len(frame)
                 with suppress(OSError, EOFError, _closed()):
                     await client.send(bytes([frame[0] + 2]) + sender + frame[1 + KEY :])
@@ -105,14 +146,28 @@ class Relay:
             stream = await within(LIMIT, connection.accept_bi())
             while True:
                 asked, _ = await receive(stream.recv())
-                if not hmac.compare_digest(str(asked.get("token")).encode(), self.ticket.token.encode()):
+                if not hmac.compare_digest(
+                    str(asked.get("token")).encode(), self.ticket.token.encode()
+                ):
                     self.say(f"{peer[:10]} has no invitation and is turned away")
-                    await send(stream.send(), {"error": "the invitation is not one of this relay"})
+                    await send(
+                        stream.send(),
+                        {"error": "the invitation is not one of this relay"},
+                    )
                     await within(LIMIT, connection.closed())
                     return
-                seen = next((p.remote_addr for p in connection.paths() if p.is_ip and p.is_selected), None)
+                seen = next(
+                    (
+                        p.remote_addr
+                        for p in connection.paths()
+                        if p.is_ip and p.is_selected
+                    ),
+                    None,
+                )
                 if self.present.get(peer, "") != seen:
-                    self.say(f"{peer[:10]} is here, seen at {seen or 'this relay alone'}")
+                    self.say(
+                        f"{peer[:10]} is here, seen at {seen or 'this relay alone'}"
+                    )
                 self.admitted.add(bytes.fromhex(peer))
                 self.present[peer] = seen
                 await send(stream.send(), {"seen": seen, "peers": self.present})
@@ -129,7 +184,8 @@ async def _identity(client: Any) -> bytes | None:
     try:
         await client.send(bytes([CHALLENGE]) + challenge)
         answer = await asyncio.wait_for(client.recv(), LIMIT)
-        key, signature = answer[1:33], iroh().Signature.from_bytes(answer[34:98])  # 1 kind, 1 length of the signature
+        # 1 kind, 1 length of the signature
+        key, signature = answer[1:33], iroh().Signature.from_bytes(answer[34:98])
         signed = blake3(challenge, derive_key_context=_CONTEXT).digest()
         iroh().EndpointId.from_bytes(key).verify(signed, signature)
         await client.send(bytes([CONFIRMED]))

@@ -37,7 +37,11 @@ class SharedTable:
     ``writer``: this peer's name in stamps; ``clock``: milliseconds, which need neither be right nor steady.
     """
 
-    def __init__(self, writer: str, clock: Callable[[], int] = lambda: time.time_ns() // 1_000_000) -> None:
+    def __init__(
+        self,
+        writer: str,
+        clock: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+    ) -> None:
         self.entries: dict[str, Entry] = {}
         self.changes = 0
         self._changed: dict[str, int] = {}
@@ -47,7 +51,11 @@ class SharedTable:
         """Set a key, unless it has that value already."""
         if key not in self.entries or self.entries[key].value != value:
             now, last = self._clock(), self._last
-            stamp = Stamp(now, 0, self._writer) if now > last.time else Stamp(last.time, last.number + 1, self._writer)
+            stamp = (
+                Stamp(now, 0, self._writer)
+                if now > last.time
+                else Stamp(last.time, last.number + 1, self._writer)
+            )
             self._put(key, Entry(stamp, value))
 
     def merge(self, entries: Mapping[str, Entry]) -> None:
@@ -58,7 +66,9 @@ class SharedTable:
 
     def since(self, changes: int) -> dict[str, Entry]:
         """Entries that have changed here after the first ``changes`` changes."""
-        return {key: self.entries[key] for key, at in self._changed.items() if at > changes}
+        return {
+            key: self.entries[key] for key, at in self._changed.items() if at > changes
+        }
 
     def under(self, prefix: str) -> Iterator[tuple[str, Any]]:
         """The rest of every key that begins with ``prefix``, and its value, of those that are there."""
@@ -80,7 +90,12 @@ def from_json(data: Any) -> dict[str, Entry]:
     """Entries as another peer has sent them. Raises :class:`ValueError` if they are none."""
     entries = {}
     for key, (time_, number, writer, value) in dict(data).items():
-        kinds = isinstance(key, str), isinstance(time_, int), isinstance(number, int), isinstance(writer, str)
+        kinds = (
+            isinstance(key, str),
+            isinstance(time_, int),
+            isinstance(number, int),
+            isinstance(writer, str),
+        )
         if not all(kinds):
             raise ValueError("an entry's key or stamp is malformed")
         entries[key] = Entry(Stamp(time_, number, writer), value)

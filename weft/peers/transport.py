@@ -32,11 +32,17 @@ def iroh() -> Any:
         import iroh
         from iroh import iroh_ffi
     except ImportError:
-        raise UsageError("peers need the package iroh: pip install 'weft[peers]'") from None
+        raise UsageError(
+            "peers need the package iroh: pip install 'weft[peers]'"
+        ) from None
 
     def write(self: Any, value: bytes) -> None:
         with self._reserve(len(value)):
-            ctypes.memmove(ctypes.addressof(self.rbuf.data.contents) + self.rbuf.len, bytes(value), len(value))
+            ctypes.memmove(
+                ctypes.addressof(self.rbuf.data.contents) + self.rbuf.len,
+                bytes(value),
+                len(value),
+            )
 
     builder: Any = iroh_ffi._UniffiRustBufferBuilder
     builder.write = write
@@ -47,7 +53,9 @@ def public_key(private: bytes) -> str:
     return str(iroh().SecretKey.from_bytes(private).public())
 
 
-async def bind(protocol: bytes, relay: str, key: bytes | None = None, address: str | None = None) -> Any:
+async def bind(
+    protocol: bytes, relay: str, key: bytes | None = None, address: str | None = None
+) -> Any:
     """An endpoint that knows one relay, ours, and asks nobody else for anything."""
     api = iroh()
     mode = api.RelayMode.custom_from_urls([relay])
@@ -57,15 +65,21 @@ async def bind(protocol: bytes, relay: str, key: bytes | None = None, address: s
     try:
         return await api.Endpoint.bind(api.EndpointOptions(**options))
     except api.IrohError as error:
-        raise PeerError(f"cannot listen on {address or 'any port'}: {cause(error)}") from None
+        raise PeerError(
+            f"cannot listen on {address or 'any port'}: {cause(error)}"
+        ) from None
 
 
 def cause(error: BaseException) -> str:
     """What went wrong, in one line."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
-    text = " ".join((error.message() if isinstance(error, iroh().IrohError) else str(error)).split())
-    if closed := re.search(r'ApplicationClose \{ error_code: \d+, reason: b"(.*?)" \}', text):
+    text = " ".join(
+        (error.message() if isinstance(error, iroh().IrohError) else str(error)).split()
+    )
+    if closed := re.search(
+        r'ApplicationClose \{ error_code: \d+, reason: b"(.*?)" \}', text
+    ):
         return closed[1] or "it has left"
     if "TimedOut" in text or "timed out" in text:
         return "no answer in time"
@@ -80,7 +94,9 @@ async def within(limit: float, awaitable: Awaitable[T]) -> T:
         raise PeerError(cause(error)) from None
 
 
-async def send(stream: Any, head: dict[str, Any], body: bytes | memoryview = b"") -> None:
+async def send(
+    stream: Any, head: dict[str, Any], body: bytes | memoryview = b""
+) -> None:
     """Send a message: the length of its head, the head as JSON, and the body, whose size the head tells."""
     text = json.dumps(head | {"size": len(body)}).encode()
     whole = memoryview(struct.pack("!I", len(text)) + text + body)
@@ -88,7 +104,9 @@ async def send(stream: Any, head: dict[str, Any], body: bytes | memoryview = b""
         await within(LIMIT, stream.write_all(bytes(whole[at : at + PIECE])))
 
 
-async def receive(stream: Any, body: int = 0, head: int = HEAD) -> tuple[dict[str, Any], bytes]:
+async def receive(
+    stream: Any, body: int = 0, head: int = HEAD
+) -> tuple[dict[str, Any], bytes]:
     """The next message, with at most ``body`` and ``head`` bytes in its parts. Raises :class:`PeerError` for others."""
     (length,) = struct.unpack("!I", await _read(stream, 4))
     if length > head:

@@ -61,22 +61,44 @@ class Rules:
                 for cp in divisors(self.count // tp // pp):
                     yield tp, pp, cp, self.count // tp // pp // cp
 
-    def broken(self, tp: int, pp: int, cp: int, data: int) -> tuple[str, str, str] | None:
+    def broken(
+        self, tp: int, pp: int, cp: int, data: int
+    ) -> tuple[str, str, str] | None:
         """The first rule that this way breaks, how it does, and what would mend it."""
-        heads, kv, layers = int(self.shape.heads), int(self.shape.kv_heads), int(self.shape.layers)
+        heads, kv, layers = (
+            int(self.shape.heads),
+            int(self.shape.kv_heads),
+            int(self.shape.layers),
+        )
         domain, batch = int(self.machine.domain), self.batch
         if tp > 2 * domain:
             # Once across the border is allowed: to show its price.
-            return "tp leaves the fast domain", f"tp={tp}, fast links join {domain}", f"tp={domain} or less"
+            return (
+                "tp leaves the fast domain",
+                f"tp={tp}, fast links join {domain}",
+                f"tp={domain} or less",
+            )
         if heads % tp or max(kv, tp) % min(kv, tp):
-            fit = [d for d in range(1, 2 * domain + 1) if not heads % d and not max(kv, d) % min(kv, d)]
-            return "tp does not divide the heads", f"tp={tp}, {heads} heads of {kv} keys", f"tp={_near(fit, tp)}"
+            fit = [
+                d
+                for d in range(1, 2 * domain + 1)
+                if not heads % d and not max(kv, d) % min(kv, d)
+            ]
+            return (
+                "tp does not divide the heads",
+                f"tp={tp}, {heads} heads of {kv} keys",
+                f"tp={_near(fit, tp)}",
+            )
         if pp > layers:
             near = _near(divisors(self.count, layers), pp)
             return "more stages than layers", f"pp={pp}, {layers} layers", f"pp={near}"
         if cp > max(1, self.seq // 1024) or self.seq % (cp * tp):
             most = max(1, self.seq // 1024)
-            return "cp cuts a sequence too finely", f"cp={cp}, {self.seq} tokens", f"cp={most} or less"
+            return (
+                "cp cuts a sequence too finely",
+                f"cp={cp}, {self.seq} tokens",
+                f"cp={most} or less",
+            )
         if batch % data:
             told = f"{batch} sequences over {data} (tp={tp} pp={pp} cp={cp})"
             most = -(-self.count // math.gcd(batch, self.count))
@@ -93,35 +115,76 @@ class Rules:
 
     def candidates(self, bits: int) -> Plan:
         """Everything that breaks no rule, of products of so many ``bits``. Raises :class:`UsageError` if all does."""
-        rows = [row for way in self.ways() if not self.broken(*way) for row in self._filled(*way)]
+        rows = [
+            row
+            for way in self.ways()
+            if not self.broken(*way)
+            for row in self._filled(*way)
+        ]
         if not rows:
-            reasons = "; ".join(f"{r.rule} ({r.example}; nearest: {r.fix})" for r in self.refused())
-            raise UsageError(f"no layout of {self.count} devices is possible: {reasons}")
+            reasons = "; ".join(
+                f"{r.rule} ({r.example}; nearest: {r.fix})" for r in self.refused()
+            )
+            raise UsageError(
+                f"no layout of {self.count} devices is possible: {reasons}"
+            )
         columns = dict(zip(FIRST, np.array(rows, dtype=float).T, strict=True))
         columns |= {name: np.zeros(len(rows)) for name in ADDED}
         return Plan(**columns, batch=self.batch, seq=self.seq, bits=bits)
 
-    def _filled(self, tp: int, pp: int, cp: int, data: int) -> Iterator[tuple[float, ...]]:
+    def _filled(
+        self, tp: int, pp: int, cp: int, data: int
+    ) -> Iterator[tuple[float, ...]]:
         """Rows of :data:`FIRST`: what else can be chosen."""
         share, ranks = self.batch // data, data * cp * tp
-        micro = [b for b in (1, 2, 4, 8, 16, 32) if share % b == 0 and b * self.seq // cp <= 65536] or [1]
-        contexts = [0, ULYSSES] if cp > 1 and max(1, int(self.shape.kv_heads) // tp) % cp == 0 else [0]
+        micro = [
+            b
+            for b in (1, 2, 4, 8, 16, 32)
+            if share % b == 0 and b * self.seq // cp <= 65536
+        ] or [1]
+        contexts = (
+            [0, ULYSSES]
+            if cp > 1 and max(1, int(self.shape.kv_heads) // tp) % cp == 0
+            else [0]
+        )
         inside = max(1, int(self.machine.domain) // (tp * cp))
         sharding = [(data, 1, 0)] if data == 1 else [(1, data, 1), (1, data, 3)]
         if 1 < inside < data and data % inside == 0:
             sharding.append((data // inside, inside, 3))
         sites = self.count // int(min(self.machine.site, self.count))
-        if 1 < sites < data and data % sites == 0 and (sites, data // sites, 3) not in sharding:
+        if (
+            1 < sites < data
+            and data % sites == 0
+            and (sites, data // sites, 3) not in sharding
+        ):
             sharding.append((sites, data // sites, 3))  # a copy on every site
-        experts = [e for e in divisors(int(self.shape.experts or 1), ranks) if ranks % e == 0]
-        folding = {way: [e for e in experts if _folds(e, *way[:2], cp, tp)] for way in sharding}
+        experts = [
+            e for e in divisors(int(self.shape.experts or 1), ranks) if ranks % e == 0
+        ]
+        folding = {
+            way: [e for e in experts if _folds(e, *way[:2], cp, tp)] for way in sharding
+        }
         for b in micro:
             schedules = _schedules(pp, share // b, int(self.shape.layers))
             ways = [(way, ep) for way in sharding for ep in folding[way]]
-            for (schedule, virtual), ((dp, shard, zero), ep), context, recompute in product(
-                schedules, ways, contexts, range(3)
-            ):
-                yield dp, shard, zero, tp, cp, context, pp, schedule, virtual, ep, b, recompute
+            for (schedule, virtual), (
+                (dp, shard, zero),
+                ep,
+            ), context, recompute in product(schedules, ways, contexts, range(3)):
+                yield (
+                    dp,
+                    shard,
+                    zero,
+                    tp,
+                    cp,
+                    context,
+                    pp,
+                    schedule,
+                    virtual,
+                    ep,
+                    b,
+                    recompute,
+                )
 
 
 def _folds(ep: int, dp: int, shard: int, cp: int, tp: int) -> bool:
@@ -131,7 +194,12 @@ def _folds(ep: int, dp: int, shard: int, cp: int, tp: int) -> bool:
 
 
 def variants(
-    plans: Plan, machine: Machine, fits: Mask, cheap: dict[str, Mask], wanted: dict[str, int], places: Sequence[int]
+    plans: Plan,
+    machine: Machine,
+    fits: Mask,
+    cheap: dict[str, Mask],
+    wanted: dict[str, int],
+    places: Sequence[int],
 ) -> Plan:
     """Of ``plans`` those with secondary partitions, and those with something in one of ``places``.
 
@@ -151,28 +219,50 @@ def variants(
     found = [replace(take(take(plans, twice), cut), secondary=near[cut])]
     asked = any(wanted.get(kind) for kind in AWAY)
     bases = [plans, *found] if asked else [take(plans, cheap["away"] & ~fits)]
-    ways = [dict(zip(AWAY, way, strict=True)) for way in product((0, *places), repeat=len(AWAY)) if any(way)]
-    ways = [way for way in ways if all(wanted.get(kind, place) == place for kind, place in way.items())]
+    ways = [
+        dict(zip(AWAY, way, strict=True))
+        for way in product((0, *places), repeat=len(AWAY))
+        if any(way)
+    ]
+    ways = [
+        way
+        for way in ways
+        if all(wanted.get(kind, place) == place for kind, place in way.items())
+    ]
     for base, way in product(bases, filter(_can_rest, ways)):
         # Hooks do not see what selective recomputation keeps.
         fitting = (base.recompute != Recompute.SELECTIVE) | (way["activations"] == 0)
         # One stage after the other comes from a file, with all microbatches: a pipeline takes turns.
         chosen = take(base, fitting & ((base.pp == 1) | (way["weights"] != FILE)))
-        found.append(replace(chosen, **{kind: np.full(len(chosen.tp), float(way[kind])) for kind in AWAY}))
-        if way["weights"]:  # alone, a device can fetch its parameters block by block too
-            alone = take(found[-1], (chosen.zero == 0) & (chosen.cp == 1) & (chosen.pp == 1))
+        found.append(
+            replace(
+                chosen,
+                **{kind: np.full(len(chosen.tp), float(way[kind])) for kind in AWAY},
+            )
+        )
+        # alone, a device can fetch its parameters block by block too
+        if way["weights"]:
+            alone = take(
+                found[-1], (chosen.zero == 0) & (chosen.cp == 1) & (chosen.pp == 1)
+            )
             found.append(replace(alone, zero=alone.zero + 3))
     return join(found)
 
 
 def take(plans: Plan, which: Any) -> Plan:
     """Those of many plans that a mask or their numbers say; :func:`weft.planner.search.search` says ``outer`` anew."""
-    return replace(plans, outer=0, **{name: getattr(plans, name)[which] for name in CHOSEN})
+    return replace(
+        plans, outer=0, **{name: getattr(plans, name)[which] for name in CHOSEN}
+    )
 
 
 def join(parts: Sequence[Plan]) -> Plan:
     """The plans of all ``parts``."""
-    return replace(parts[0], outer=0, **{name: np.concatenate([getattr(p, name) for p in parts]) for name in CHOSEN})
+    return replace(
+        parts[0],
+        outer=0,
+        **{name: np.concatenate([getattr(p, name) for p in parts]) for name in CHOSEN},
+    )
 
 
 def _can_rest(way: dict[str, int]) -> bool:
@@ -184,9 +274,14 @@ def _can_rest(way: dict[str, int]) -> bool:
     return True
 
 
-def nearby(state: NDArray[np.float64], tp: NDArray[np.float64], machine: Machine) -> NDArray[np.float64]:
+def nearby(
+    state: NDArray[np.float64], tp: NDArray[np.float64], machine: Machine
+) -> NDArray[np.float64]:
     """The most of so many ranks that hold the state which fast links join, if they cut it evenly."""
-    pairs = {(s, t): max(divisors(int(s), machine.domain // t), default=1) for s, t in set(zip(state, tp, strict=True))}
+    pairs = {
+        (s, t): max(divisors(int(s), machine.domain // t), default=1)
+        for s, t in set(zip(state, tp, strict=True))
+    }
     return np.array([pairs[pair] for pair in zip(state, tp, strict=True)], dtype=float)
 
 
@@ -199,11 +294,20 @@ def _schedules(pp: int, microbatches: int, layers: int) -> list[tuple[int, int]]
     if microbatches < pp or pp == 1:
         return [(SCHEDULES.index("1f1b"), 1)]
     whole = [v for v in (2, 3, 4, 6, 8) if layers // (pp * v) >= 1]
-    looped = [v for v in whole if layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0]
-    found = [(SCHEDULES.index("interleaved-1f1b"), v) for v in looped if microbatches % pp == 0]
+    looped = [
+        v for v in whole if layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0
+    ]
+    found = [
+        (SCHEDULES.index("interleaved-1f1b"), v)
+        for v in looped
+        if microbatches % pp == 0
+    ]
     found += [(SCHEDULES.index(name), 1) for name in ("1f1b", "zb-h1")]
     if layers >= 2 * pp - 2:  # two stages per rank; the ends of the model may fill one
-        found += [(SCHEDULES.index(name), 1) for name in ("zb-v", "v-half", "v-min", "dualpipe-v")]
+        found += [
+            (SCHEDULES.index(name), 1)
+            for name in ("zb-v", "v-half", "v-min", "dualpipe-v")
+        ]
     if pp % 2 == 0 and microbatches >= 2 * pp:
         found.append((SCHEDULES.index("dualpipe"), 1))
     return found

@@ -33,7 +33,13 @@ def local_cluster(device: str, memory: float, world: int, per_node: int) -> Clus
     except UsageError:
         gpus = [d for d in DEVICES.values() if d.name != "CPU"]
         name = min(gpus, key=lambda d: abs(d.memory - memory / 1e9)).name
-    return Cluster(device=name, count=world, per_node=per_node, domain=per_node, memory=memory / 1e9)
+    return Cluster(
+        device=name,
+        count=world,
+        per_node=per_node,
+        domain=per_node,
+        memory=memory / 1e9,
+    )
 
 
 def demands(recipe: Recipe, cluster: Cluster) -> list[Pin]:
@@ -43,14 +49,22 @@ def demands(recipe: Recipe, cluster: Cluster) -> list[Pin]:
             if name in train.model_fields_set and getattr(train, name) is not None]  # fmt: skip
     places = {kind: recipe.memory.distance(kind) for kind in AWAY}
     on_host = cluster.machine().host_memory > 0  # on a CPU, device and host are one
-    pins += [Pin(kind, "=", place) for kind, place in places.items() if place == FILE or (place and on_host)]
-    if recipe.optimizer.post_validation:  # for pipelines, with a copy of the state in memory
+    pins += [
+        Pin(kind, "=", place)
+        for kind, place in places.items()
+        if place == FILE or (place and on_host)
+    ]
+    # for pipelines, with a copy of the state in memory
+    if recipe.optimizer.post_validation:
         pins += [Pin("pp", ">=", 2), *(Pin(kind, "<=", HOST) for kind in AWAY)]
     return pins
 
 
 def choose(
-    recipe: Recipe, model: ModelShape, cluster: Cluster, engine: EngineConstants = ENGINES["weft"]
+    recipe: Recipe,
+    model: ModelShape,
+    cluster: Cluster,
+    engine: EngineConstants = ENGINES["weft"],
 ) -> ChosenLayout:
     """Plan ``recipe`` for ``cluster``; what its ``[train]`` section says stays. ``model``: its shape, looked up.
 
@@ -62,25 +76,46 @@ def choose(
         found = search(shape, cluster, engine, train.batch, recipe.data.seq_len, BITS[train.dtype],
                        demands(recipe, cluster))  # fmt: skip
     except UsageError as error:
-        raise UsageError(f"no layout for {cluster.count} ranks: {error}; or name one: --layout dp=N") from None
+        raise UsageError(
+            f"no layout for {cluster.count} ranks: {error}; or name one: --layout dp=N"
+        ) from None
     finals = finalists(found, 5, vocabulary=True)
-    return choice_of(recipe, finals, f"of {len(found.order):,} that fit {cluster.count} ranks")
+    return choice_of(
+        recipe, finals, f"of {len(found.order):,} that fit {cluster.count} ranks"
+    )
 
 
 def recipe_under(recipe: Recipe, final: Final) -> tuple[Recipe, dict[str, Any]]:
     """``recipe`` under the layout of ``final``, and what that sets in other sections, by their names."""
     plan = final.plan
-    train: dict[str, Any] = {"micro_batch": int(plan.micro_batch), "recompute": RECOMPUTE[int(plan.recompute)]}
+    train: dict[str, Any] = {
+        "micro_batch": int(plan.micro_batch),
+        "recompute": RECOMPUTE[int(plan.recompute)],
+    }
     new = {"train": train, "memory": plan.away}
-    sections = {name: getattr(recipe, name).model_copy(update=change) for name, change in new.items()}
-    return recipe.model_copy(update={"layout": Layout.model_validate(layout_tree(final)), **sections}), new
+    sections = {
+        name: getattr(recipe, name).model_copy(update=change)
+        for name, change in new.items()
+    }
+    return recipe.model_copy(
+        update={"layout": Layout.model_validate(layout_tree(final)), **sections}
+    ), new
 
 
 def choice_of(recipe: Recipe, finals: Sequence[Final], among: str) -> ChosenLayout:
     """The first of ``finals`` for ``recipe``; ``among`` how many."""
     planned, new = recipe_under(recipe, finals[0])
-    text = ",".join(f"{k}={v}" for k, v in planned.layout if v != Layout.model_fields[k].default) or "dp=1"
-    sets = [f"{section}.{k}={v}" for section, change in new.items() for k, v in change.items()]
+    text = (
+        ",".join(
+            f"{k}={v}" for k, v in planned.layout if v != Layout.model_fields[k].default
+        )
+        or "dp=1"
+    )
+    sets = [
+        f"{section}.{k}={v}"
+        for section, change in new.items()
+        for k, v in change.items()
+    ]
     overrides = ("--layout", text, *(word for one in sets for word in ("--set", one)))
     line = f"layout  {title(finals[0])}: the planner's choice {among}"
     if len(finals) > 1:

@@ -106,8 +106,16 @@ class Plan:
     @property
     def away(self) -> dict[str, str]:
         """What that is and where, as the ``[memory]`` section of a recipe says it."""
-        places = {kind: PLACES[int(getattr(self, kind))] for kind in AWAY if getattr(self, kind)}
-        return {kind: place for kind, place in places.items() if kind != "moments" or place != places.get("weights")}
+        places = {
+            kind: PLACES[int(getattr(self, kind))]
+            for kind in AWAY
+            if getattr(self, kind)
+        }
+        return {
+            kind: place
+            for kind, place in places.items()
+            if kind != "moments" or place != places.get("weights")
+        }
 
     @property
     def microbatches(self) -> Num:
@@ -141,7 +149,9 @@ class Cost:
         return sum(getattr(self, part.name) for part in fields(self))
 
 
-def axis(machine: Machine, engine: EngineConstants, stride: Num, size: Num) -> tuple[Num, Num, Num]:
+def axis(
+    machine: Machine, engine: EngineConstants, stride: Num, size: Num
+) -> tuple[Num, Num, Num]:
     """Bytes/s of a ring per rank, and the latency of a ring and of a tree, over ranks ``stride`` apart.
 
     A ring that leaves the fast domain uses the network links of all its members inside; a ring that leaves a site
@@ -154,11 +164,21 @@ def axis(machine: Machine, engine: EngineConstants, stride: Num, size: Num) -> t
     far = local < size
     network = np.minimum(link, machine.network * engine.network * inside)
     bandwidth = np.where(out, network, link)
-    bandwidth = np.where(far, np.minimum(bandwidth, machine.between * engine.network * local), bandwidth)
+    bandwidth = np.where(
+        far, np.minimum(bandwidth, machine.between * engine.network * local), bandwidth
+    )
     nodes, sites = np.maximum(size / inside, 1), np.maximum(size / local, 1)
     within = machine.link_latency * (inside > 1)
-    ring = within + machine.network_latency * (nodes - 1) + far * machine.between_latency * (sites - 1)
-    tree = within + machine.network_latency * np.log2(nodes) + far * machine.between_latency * np.log2(sites)
+    ring = (
+        within
+        + machine.network_latency * (nodes - 1)
+        + far * machine.between_latency * (sites - 1)
+    )
+    tree = (
+        within
+        + machine.network_latency * np.log2(nodes)
+        + far * machine.between_latency * np.log2(sites)
+    )
     return bandwidth, ring, tree
 
 
@@ -172,12 +192,16 @@ def reduce(size: Num, full: Num, link: tuple[Num, Num, Num], times: Num = 1.0) -
     return (size > 1) * (2 * (size - 1) / size * full / link[0] + times * 2 * link[2])
 
 
-def exchange(machine: Machine, engine: EngineConstants, stride: Num, size: Num, sent: Num) -> Num:
+def exchange(
+    machine: Machine, engine: EngineConstants, stride: Num, size: Num, sent: Num
+) -> Num:
     """Seconds of an all-to-all in which each rank holds ``sent`` bytes: what leaves the domain crosses its own NIC."""
     inside = np.clip(machine.domain // stride, 1, size)
     out = sent * (size - inside) / size / (machine.network * engine.network)
     within = sent * (inside - 1) / size / machine.link
-    return (size > 1) * (np.maximum(out, within) + axis(machine, engine, stride, size)[2])
+    return (size > 1) * (
+        np.maximum(out, within) + axis(machine, engine, stride, size)[2]
+    )
 
 
 @dataclass(frozen=True)
@@ -208,7 +232,9 @@ def larger(a: Num, b: Num) -> Num:
     return (a**SHARP + b**SHARP) ** (1 / SHARP)
 
 
-def passes(shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants) -> MicrobatchSeconds:
+def passes(
+    shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants
+) -> MicrobatchSeconds:
     """What one microbatch takes in one layer, in the output layer and between stages."""
     tokens = plan.micro_batch * plan.seq / plan.cp  # of a rank and microbatch
     rate = machine.peak * machine.clock * engine.matmul
@@ -226,23 +252,40 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants) 
     matmuls = product(tokens, shape.qkv_width / tp, shape.embed)
     matmuls = matmuls + product(tokens, shape.embed, shape.heads * shape.head_dim / tp)
     up = 1 + shape.gated
-    ffn = product(tokens, up * shape.ffn / tp, shape.embed) + product(tokens, shape.embed, shape.ffn / tp)
+    ffn = product(tokens, up * shape.ffn / tp, shape.embed) + product(
+        tokens, shape.embed, shape.ffn / tp
+    )
     local_experts = np.maximum(shape.experts / plan.ep, 1)
     # Where experts are whole, the ranks of tp route different tokens, as in sequence-parallel regions.
     width_cut = expert_cut(plan, engine)
     own = tokens * width_cut / tp  # tokens that a rank routes
-    routed = own * shape.top_k * shape.busiest(plan.ep)  # rows that arrive at the experts of the busiest rank
+    # rows that arrive at the experts of the busiest rank
+    routed = own * shape.top_k * shape.busiest(plan.ep)
     share = np.maximum(routed / local_experts, 1)
     expert_ffn = np.maximum(shape.expert_ffn, 1) / width_cut
-    experts = local_experts * (product(share, up * expert_ffn, shape.embed) + product(share, shape.embed, expert_ffn))
+    experts = local_experts * (
+        product(share, up * expert_ffn, shape.embed)
+        + product(share, shape.embed, expert_ffn)
+    )
     shared = np.maximum(shape.shared_ffn, 1) / tp
-    shared_time = product(tokens, up * shared, shape.embed) + product(tokens, shape.embed, shared)
-    matmuls = matmuls + dense * ffn + moe * ((shape.experts > 0) * experts + (shape.shared_ffn > 0) * shared_time)
+    shared_time = product(tokens, up * shared, shape.embed) + product(
+        tokens, shape.embed, shared
+    )
+    matmuls = (
+        matmuls
+        + dense * ffn
+        + moe * ((shape.experts > 0) * experts + (shape.shared_ffn > 0) * shared_time)
+    )
 
-    score = tokens * plan.seq * shape.heads / tp  # entries of the score matrix, masked half included
-    near = score * shape.reach(plan.seq) / plan.seq  # fused kernels skip what windows leave out
+    # entries of the score matrix, masked half included
+    score = tokens * plan.seq * shape.heads / tp
+    # fused kernels skip what windows leave out
+    near = score * shape.reach(plan.seq) / plan.seq
     fused = 2 * near * shape.score_dim / (machine.peak16 * engine.attention)
-    split = 4 * score * shape.score_dim / (machine.peak16 * 0.5) + SCORE_BYTES * score / memory
+    split = (
+        4 * score * shape.score_dim / (machine.peak16 * 0.5)
+        + SCORE_BYTES * score / memory
+    )
     attention = np.where(engine.flash > 0, fused, split)
     # Norms, residuals, rotary embedding and activation; lower precisions read once more to scale and to cast.
     norms = shape.embed / np.where(engine.sequence > 0, tp, 1.0)
@@ -250,7 +293,12 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants) 
     inner = (shape.qkv_width + up * shape.inner_width()) / tp
     inner = inner + moe * shape.clamped * engine.rough * shape.top_k * shape.expert_ffn
     routing = moe * engine.moe * shape.top_k * shape.embed
-    pointwise = casts * tokens * (engine.elementwise * (norms + routing) + engine.inner * inner) / memory
+    pointwise = (
+        casts
+        * tokens
+        * (engine.elementwise * (norms + routing) + engine.inner * inner)
+        / memory
+    )
 
     # --- communication of one layer, forward
     hidden = 2 * tokens * shape.embed
@@ -260,14 +308,26 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants) 
     kv = 2 * 2 * tokens * shape.kv_heads * shape.head_dim / tp
     heads = 2 * tokens * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim / tp
     ring = gather(cp, kv * cp, axis(machine, engine, tp, cp))
-    cp_layer = np.where(plan.context == ULYSSES, exchange(machine, engine, tp, cp, heads), ring)
+    cp_layer = np.where(
+        plan.context == ULYSSES, exchange(machine, engine, tp, cp, heads), ring
+    )
     # A token crosses to a domain once, however many of its experts are there.
     domains = np.maximum(1, plan.ep / np.minimum(machine.domain, plan.ep))
-    apart = np.where(domains > 1, np.minimum(1.0, domains / np.maximum(shape.top_k, 1)), 1.0)
-    ep_layer = moe * 2 * exchange(machine, engine, width_cut, plan.ep, 2 * routed * shape.embed * apart)
+    apart = np.where(
+        domains > 1, np.minimum(1.0, domains / np.maximum(shape.top_k, 1)), 1.0
+    )
+    ep_layer = (
+        moe
+        * 2
+        * exchange(
+            machine, engine, width_cut, plan.ep, 2 * routed * shape.embed * apart
+        )
+    )
 
     exposed_tp, exposed_ep = tp_layer, ep_layer
-    exposed_cp = engine.exposed_cp * cp_layer + np.maximum(0, (1 - engine.exposed_cp) * cp_layer - attention)
+    exposed_cp = engine.exposed_cp * cp_layer + np.maximum(
+        0, (1 - engine.exposed_cp) * cp_layer - attention
+    )
 
     # The processor that launches can be slower than the device: a smooth maximum of the two, so that layouts of which
     # both are bound by launches still differ by their work. What communication adds is what it makes this maximum grow.
@@ -275,35 +335,62 @@ def passes(shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants) 
     busy = matmuls + attention + pointwise
     forward = larger(busy, floor)
     # Backward: two products per product, 2.5 for fused attention (it recomputes the scores), twice the traffic.
-    work = (2 - shape.frozen) * matmuls + np.where(engine.flash > 0, 2.5, 2.0) * attention + 2 * pointwise
+    work = (
+        (2 - shape.frozen) * matmuls
+        + np.where(engine.flash > 0, 2.5, 2.0) * attention
+        + 2 * pointwise
+    )
     backward = larger(work, 2 * floor)
     exposed = exposed_tp + exposed_cp + exposed_ep
-    seen = (larger(busy + exposed, floor) - forward + larger(work + exposed, 2 * floor) - backward) / 2
+    seen = (
+        larger(busy + exposed, floor)
+        - forward
+        + larger(work + exposed, 2 * floor)
+        - backward
+    ) / 2
     seen = np.where(exposed > 0, seen / np.maximum(exposed, 1e-12), 1.0)
-    exposed_tp, exposed_cp, exposed_ep = seen * exposed_tp, seen * exposed_cp, seen * exposed_ep
+    exposed_tp, exposed_cp, exposed_ep = (
+        seen * exposed_tp,
+        seen * exposed_cp,
+        seen * exposed_ep,
+    )
     full = plan.recompute == Recompute.FULL
     again = np.where(full, forward, 0.0)
     # Selective: scores again where they are written; under fused attention, half of the products.
-    selective = np.where(engine.flash > 0, (1 - 0.5 * engine.products) * matmuls + pointwise, attention)
+    selective = np.where(
+        engine.flash > 0, (1 - 0.5 * engine.products) * matmuls + pointwise, attention
+    )
     again = again + (plan.recompute == Recompute.SELECTIVE) * selective
     logits = LOGIT_BYTES * tokens * shape.vocab / tp / memory
     head = (3 - shape.frozen) * product(tokens, shape.vocab / tp, shape.embed) + logits
     stride = plan.world / plan.pp / np.where(plan.outer > 0, plan.dp, 1)
     pair, _, start = axis(machine, engine, stride, np.minimum(plan.pp, 2))
-    leaves = stride * plan.pp > machine.site  # one of the hops does, and every microbatch waits for it
+    # one of the hops does, and every microbatch waits for it
+    leaves = stride * plan.pp > machine.site
     pair = np.where(leaves, np.minimum(pair, machine.between * engine.network), pair)
     start = start + leaves * machine.between_latency
     pair = np.minimum(pair, machine.link)
     hop = hidden / tp / pair + start  # every tp rank sends its part
     return MicrobatchSeconds(
-        forward, backward, matmuls, again, exposed_tp, exposed_cp, exposed_ep, 2.0 + full, head, (plan.pp > 1) * hop
+        forward,
+        backward,
+        matmuls,
+        again,
+        exposed_tp,
+        exposed_cp,
+        exposed_ep,
+        2.0 + full,
+        head,
+        (plan.pp > 1) * hop,
     )
 
 
 def expert_cut(plan: Plan, engine: EngineConstants) -> Num:
     """Ranks of tp over which each expert is cut in its width; 1 where its ranks are among those of experts."""
     state = np.where(plan.shard > 1, plan.shard * plan.cp, plan.cp)
-    folds = (plan.data * plan.cp % plan.ep == 0) & ((state % plan.ep == 0) | (plan.ep % state == 0))
+    folds = (plan.data * plan.cp % plan.ep == 0) & (
+        (state % plan.ep == 0) | (plan.ep % state == 0)
+    )
     return np.where(folds & (engine.whole == 0), plan.tp, 1)
 
 
@@ -327,24 +414,37 @@ def gradients(
     link = axis(machine, engine, tp, replicas)
     parts = np.maximum(1, layers)  # a reduction and a gather for each
     summed = reduce(replicas, engine.gradient * own, link, parts)
-    scattered = gather(replicas, (engine.gradient + 2) * own, link, 2 * np.maximum(1, engine.buckets * layers))
+    scattered = gather(
+        replicas,
+        (engine.gradient + 2) * own,
+        link,
+        2 * np.maximum(1, engine.buckets * layers),
+    )
     # Copies of sharded groups (HSDP): gathers stay inside a group, gradients cross to the copies once per step.
     inner = plan.state_ranks
     link_in = axis(machine, engine, tp, inner)
-    apart = axis(machine, engine, tp * inner * np.where(plan.outer > 0, plan.pp, 1), plan.dp)
-    across = reduce(plan.dp, engine.gradient * own / inner, apart, parts) * (plan.shard > 1)
+    apart = axis(
+        machine, engine, tp * inner * np.where(plan.outer > 0, plan.pp, 1), plan.dp
+    )
+    across = reduce(plan.dp, engine.gradient * own / inner, apart, parts) * (
+        plan.shard > 1
+    )
     fetch3 = gather(inner, 2 * own, link_in, parts)
     reduce3 = gather(inner, engine.gradient * own, link_in, parts)
     sharded = plan.zero >= 3
     # A pipeline keeps gathered parameters over its microbatches, and gathers them once.
     m = plan.microbatches
     again3 = fetch3
-    if np.any(plan.secondary):  # backward gathers from the nearest ranks what forward has left there
+    # backward gathers from the nearest ranks what forward has left there
+    if np.any(plan.secondary):
         near = np.where(plan.secondary > 0, plan.secondary, inner)
         again3 = gather(near, 2 * own, axis(machine, engine, tp, near), parts)
     gathers = np.where(plan.pp > 1, 1, m) * (fetch3 + again3)
-    learns = 1 - shape.frozen  # gradients of adapters are too few to count; frozen weights are gathered all the same
-    reduced = np.where(sharded, m * reduce3 + across, np.where(plan.zero >= 1, scattered, summed))
+    # gradients of adapters are too few to count; frozen weights are gathered all the same
+    learns = 1 - shape.frozen
+    reduced = np.where(
+        sharded, m * reduce3 + across, np.where(plan.zero >= 1, scattered, summed)
+    )
     moved = sharded * gathers + learns * reduced
     hideable = (1 - engine.exposed_dp) * moved
     local = own / np.where(plan.zero >= 1, replicas, 1.0)
@@ -355,9 +455,14 @@ def gradients(
 def by_schedule(plan: Plan, form: Callable[[Builder], Num]) -> Num:
     """What ``form`` says of every plan's schedule. 1F1B over several chunks per rank is the interleaved one."""
     looped = (plan.schedule == SCHEDULES.index("1f1b")) & (plan.virtual > 1)
-    schedule, found = np.where(looped, SCHEDULES.index("interleaved-1f1b"), plan.schedule), np.zeros(())
+    schedule, found = (
+        np.where(looped, SCHEDULES.index("interleaved-1f1b"), plan.schedule),
+        np.zeros(()),
+    )
     for index in np.unique(schedule):
-        found = np.where(schedule == index, form(BUILDERS[SCHEDULES[int(index)]]), found)
+        found = np.where(
+            schedule == index, form(BUILDERS[SCHEDULES[int(index)]]), found
+        )
     return found
 
 
@@ -385,7 +490,9 @@ def by_work(shape: Shape, plan: Plan) -> tuple[Num, Num]:
     return np.ceil(share), np.maximum(shape.layers - np.ceil(share * (plan.pp - 1)), 0)
 
 
-def stage_layers(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num, Num, Num, Num]:
+def stage_layers(
+    shape: Shape, plan: Plan, engine: EngineConstants
+) -> tuple[Num, Num, Num, Num]:
     """Layers of a pipeline's first stage, of the fullest between the ends, and of the last; if it is cut by work."""
     most = most_layers(shape, plan.pp)
     ends = np.where(most == shape.layers / plan.pp, most, most - 1)
@@ -394,7 +501,9 @@ def stage_layers(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num
     return np.where(level, first, ends), most, np.where(level, last, ends), level
 
 
-def step_time(shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants) -> Cost:
+def step_time(
+    shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants
+) -> Cost:
     """Time of one optimizer step, split by cause; of plans that offload, what they would take if they did not."""
     one = passes(shape, machine, plan, engine)
     layer = one.forward + one.backward
@@ -402,24 +511,47 @@ def step_time(shape: Shape, machine: Machine, plan: Plan, engine: EngineConstant
     stages = plan.pp
     first, most, last, level = stage_layers(shape, plan, engine)
     most = np.where(level, first, most)
-    tail = np.maximum(0, last * layer + one.head - most * layer) * (stages > 1) + one.head * (stages == 1)
+    tail = np.maximum(0, last * layer + one.head - most * layer) * (
+        stages > 1
+    ) + one.head * (stages == 1)
     tail = np.where(level, 0.0, tail)
     m = plan.microbatches
     compute = m * (most * layer + tail)
     recompute = m * most * one.again
-    time_tp, time_cp, time_ep = (m * most * one.count * each for each in (one.tp, one.cp, one.ep))
+    time_tp, time_cp, time_ep = (
+        m * most * one.count * each for each in (one.tp, one.cp, one.ep)
+    )
 
     # --- pipeline
     v = np.maximum(1, plan.virtual)
-    turn = most * (layer + one.again + one.count * one.exposed)  # of a rank and microbatch
+    # of a rank and microbatch
+    turn = most * (layer + one.again + one.count * one.exposed)
     ahead, weight = most * (one.forward + one.exposed), most * one.weight
     times = Times(ahead, turn - ahead - weight, weight)
-    bubble = (stages > 1) * np.maximum(0.0, by_schedule(plan, lambda builder: builder.bubble(stages, m, v, times)))
-    chunks = by_schedule(plan, lambda builder: (v if builder.free else builder.chunks) * (1 + builder.twice))
+    bubble = (stages > 1) * np.maximum(
+        0.0, by_schedule(plan, lambda builder: builder.bubble(stages, m, v, times))
+    )
+    chunks = by_schedule(
+        plan,
+        lambda builder: (v if builder.free else builder.chunks) * (1 + builder.twice),
+    )
     time_pp = (stages > 1) * 2 * one.hop * (m * chunks + stages)
     cover = compute + recompute + time_tp
     time_dp, optimizer = gradients(shape, machine, plan, engine, most, cover, most * (layer + one.again),
                                    copies(plan))  # fmt: skip
-    known = compute + recompute + time_tp + time_cp + time_ep + time_pp + time_dp + bubble
+    known = (
+        compute + recompute + time_tp + time_cp + time_ep + time_pp + time_dp + bubble
+    )
     other = rest(plan, engine, known)
-    return Cost(compute, recompute, time_tp, time_cp, time_ep, time_pp, time_dp, bubble, optimizer, other)
+    return Cost(
+        compute,
+        recompute,
+        time_tp,
+        time_cp,
+        time_ep,
+        time_pp,
+        time_dp,
+        bubble,
+        optimizer,
+        other,
+    )

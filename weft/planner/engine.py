@@ -88,10 +88,20 @@ ENGINES = _programs()
 def scaled(engine: EngineConstants, factors: dict[str, Num]) -> EngineConstants:
     """The engine with some constants multiplied; shares stay below one."""
     new = {name: getattr(engine, name) * factor for name, factor in factors.items()}
-    shares = {name: np.minimum(value, 1.0) for name, value in new.items() if name.startswith("exposed")}
+    shares = {
+        name: np.minimum(value, 1.0)
+        for name, value in new.items()
+        if name.startswith("exposed")
+    }
     return replace(engine, **(new | shares))
 
 
 def stack(items: list[Any]) -> Any:
     """One dataclass whose fields are arrays, from a list of the same dataclass with numbers."""
-    return replace(items[0], **{f.name: np.array([float(getattr(i, f.name)) for i in items]) for f in fields(items[0])})
+    return replace(
+        items[0],
+        **{
+            f.name: np.array([float(getattr(i, f.name)) for i in items])
+            for f in fields(items[0])
+        },
+    )

@@ -11,7 +11,15 @@ from weft.layout.layout import Layout
 from weft.layout.placement import experts_per_node
 from weft.pages import render
 from weft.planner.candidates import ADDED, CHOSEN, SET
-from weft.planner.cost import BITS, CONTEXT, RECOMPUTE, SCHEDULES, Plan, Recompute, expert_cut
+from weft.planner.cost import (
+    BITS,
+    CONTEXT,
+    RECOMPUTE,
+    SCHEDULES,
+    Plan,
+    Recompute,
+    expert_cut,
+)
 from weft.planner.finalists import Final, refine
 from weft.planner.search import NAMES, SearchResult, describe, text_of
 from weft.planner.shape import Model
@@ -30,21 +38,37 @@ DEEP = 32
 def title(final: Final) -> str:
     """The layout in one line."""
     order = f' order="{final.order}"' if final.order else ""
-    return describe(final.plan) + (" vocabulary over pp" if final.barriers else "") + order
+    return (
+        describe(final.plan) + (" vocabulary over pp" if final.barriers else "") + order
+    )
 
 
 def changed_settings(first: Plan, other: Plan) -> dict[str, str]:
     """What ``other`` sets to another value, and to which."""
-    idle = {"schedule": other.pp == 1, "virtual": other.pp == 1, "context": other.cp == 1, "zero": other.shard == 1}
-    names = [name for name in SET if getattr(other, name) != getattr(first, name) and not idle.get(name)]
+    idle = {
+        "schedule": other.pp == 1,
+        "virtual": other.pp == 1,
+        "context": other.cp == 1,
+        "zero": other.shard == 1,
+    }
+    names = [
+        name
+        for name in SET
+        if getattr(other, name) != getattr(first, name) and not idle.get(name)
+    ]
     return {name: text_of(name, getattr(other, name)) for name in names}
 
 
 def differences(first: Final, other: Final) -> list[str]:
     """What ``other`` does otherwise, as ``name=value``."""
-    found = [f"{name}={value}" for name, value in changed_settings(first.plan, other.plan).items()]
+    found = [
+        f"{name}={value}"
+        for name, value in changed_settings(first.plan, other.plan).items()
+    ]
     if first.barriers != other.barriers:
-        found.append("vocabulary over pp" if other.barriers else "vocabulary at the ends")
+        found.append(
+            "vocabulary over pp" if other.barriers else "vocabulary at the ends"
+        )
     return found or [title(other)]
 
 
@@ -87,7 +111,9 @@ def _cause(name: str, first: Final, other: Final, more: bool) -> str:
 
 
 def _schedule(plan: Any) -> str:
-    return text_of("schedule", plan.schedule) + (f" v={plan.virtual:.0f}" if plan.virtual > 1 else "")
+    return text_of("schedule", plan.schedule) + (
+        f" v={plan.virtual:.0f}" if plan.virtual > 1 else ""
+    )
 
 
 @dataclass(frozen=True)
@@ -100,13 +126,19 @@ class Alternative:
     gib: float
 
 
-def best_alternatives(found: SearchResult, finals: Sequence[Final]) -> list[Alternative]:
+def best_alternatives(
+    found: SearchResult, finals: Sequence[Final]
+) -> list[Alternative]:
     """For each thing that one can set: the best layout with another value, seen as closely as ``finals``."""
     first, limit = finals[0], found.order
     # What the simulator said about a schedule's closed form holds for its other layouts too, by and large.
     total = np.array(found.cost.total)
     for schedule in {final.plan.schedule for final in finals if final.simulation}:
-        ratios = [final.seconds / final.closed for final in finals if final.plan.schedule == schedule]
+        ratios = [
+            final.seconds / final.closed
+            for final in finals
+            if final.plan.schedule == schedule
+        ]
         total[found.plans.schedule == schedule] *= max(1.0, min(ratios))
     memory = np.asarray(found.memory.total) / 2**30
     tables: dict[Any, Any] = {}
@@ -114,17 +146,27 @@ def best_alternatives(found: SearchResult, finals: Sequence[Final]) -> list[Alte
     for axis in ("tp", "pp", "cp", "zero", "ep", "micro_batch", "recompute", *ADDED):
         column = getattr(found.plans, axis)
         own = getattr(first.plan, axis)
-        values = sorted(set(column) - {own}, key=lambda v: (abs(np.log((v + 0.5) / (own + 0.5))), v))[:3]
+        values = sorted(
+            set(column) - {own}, key=lambda v: (abs(np.log((v + 0.5) / (own + 0.5))), v)
+        )[:3]
         for value in sorted(values):
             fit = limit[column[limit] == value]
             if axis != "pp" and (quick := fit[found.plans.pp[fit] <= DEEP]).size:
                 fit = quick
             if not len(fit):
-                result.append(Alternative(axis, text_of(axis, value), None, float(memory[column == value].min())))
+                result.append(
+                    Alternative(
+                        axis,
+                        text_of(axis, value),
+                        None,
+                        float(memory[column == value].min()),
+                    )
+                )
                 continue
             best = int(fit[total[fit].argmin()])
             final = refine(found, found.plan(best), found.seconds(best), 0, tables)
-            known = [one for one in finals if getattr(one.plan, axis) == value]  # simulated, these may be quicker
+            # simulated, these may be quicker
+            known = [one for one in finals if getattr(one.plan, axis) == value]
             known += [final] if final is not None and final.fits else []
             if known:
                 final = min(known, key=lambda one: one.seconds)
@@ -136,7 +178,10 @@ def record(final: Final) -> dict[str, Any]:
     """A layout with its seconds and GiB, split by cause."""
     layout = {name: getattr(final.plan, name) for name in CHOSEN}
     return {
-        "layout": {name: text_of(name, value) if name in NAMES else int(value) for name, value in layout.items()},
+        "layout": {
+            name: text_of(name, value) if name in NAMES else int(value)
+            for name, value in layout.items()
+        },
         "text": title(final),
         "vocabulary_barriers": final.barriers,
         "seconds": final.seconds,
@@ -145,10 +190,20 @@ def record(final: Final) -> dict[str, Any]:
         "tokens_per_s": final.tokens_per_s,
         "mfu": final.utilisation,
         "gib": final.gib,
-        "time": {f.name: float(getattr(final.cost, f.name)) for f in fields(final.cost)},
-        "memory": {f.name: float(getattr(final.memory, f.name)) / 2**30 for f in fields(final.memory)},
+        "time": {
+            f.name: float(getattr(final.cost, f.name)) for f in fields(final.cost)
+        },
+        "memory": {
+            f.name: float(getattr(final.memory, f.name)) / 2**30
+            for f in fields(final.memory)
+        },
         "stages": [
-            {"layers": len(stage.layers), "embedding": stage.embedding, "head": stage.head} for stage in final.stages
+            {
+                "layers": len(stage.layers),
+                "embedding": stage.embedding,
+                "head": stage.head,
+            }
+            for stage in final.stages
         ],
         "ranks_gib": [float(memory.total) / 2**30 for memory in final.ranks],
     }
@@ -162,11 +217,21 @@ def exchanges(found: SearchResult, final: Final) -> dict[str, Any]:
     plan = final.plan
     if plan.ep <= 1:
         return {}
-    tokens = plan.micro_batch * plan.seq / plan.cp * expert_cut(plan, found.engine) / plan.tp
+    tokens = (
+        plan.micro_batch * plan.seq / plan.cp * expert_cut(plan, found.engine) / plan.tp
+    )
     leaves = 2 * final.shape.embed * tokens * (plan.ep - 1) / plan.ep
-    sent = sorted((float(rows * leaves), way) for way, rows in final.shape.rows_sent(plan.ep).items())
-    plain, beside = (None, Beside.OTHER_PASS) if plan.pp > 1 else (Beside.NOTHING, Beside.SAME_PASS)
-    alone, turns = (None if final.barriers else refine(found, plan, final.closed, beside=b) for b in (plain, beside))
+    sent = sorted(
+        (float(rows * leaves), way)
+        for way, rows in final.shape.rows_sent(plan.ep).items()
+    )
+    plain, beside = (
+        (None, Beside.OTHER_PASS) if plan.pp > 1 else (Beside.NOTHING, Beside.SAME_PASS)
+    )
+    alone, turns = (
+        None if final.barriers else refine(found, plan, final.closed, beside=b)
+        for b in (plain, beside)
+    )
     save = 1 - turns.seconds / alone.seconds if turns and alone else None
     load, dispatch = float(final.shape.busiest(plan.ep)), layout_tree(final)["dispatch"]
     return {"sent": {way: size for size, way in sent}, "dispatch": dispatch, "load": load, "beside": beside.value,
@@ -175,7 +240,9 @@ def exchanges(found: SearchResult, final: Final) -> dict[str, Any]:
 
 def untrainable(model: Model, bits: int) -> str:
     """Why ``weft train`` cannot train ``model`` with products of so many ``bits`` yet; empty if it can."""
-    return model.untrainable or ("" if bits >= 16 else f"weft train has no products of {bits} bits yet")
+    return model.untrainable or (
+        "" if bits >= 16 else f"weft train has no products of {bits} bits yet"
+    )
 
 
 def recipe_tree(final: Final, model: Model) -> dict[str, Any]:
@@ -186,14 +253,19 @@ def recipe_tree(final: Final, model: Model) -> dict[str, Any]:
     plan, tree = final.plan, dict(model.recipe)
     if reason := untrainable(model, int(plan.bits)):
         raise UsageError(f"no recipe can be written: {reason}; leave --recipe out")
-    train: dict[str, Any] = {"batch": int(plan.batch), "micro_batch": int(plan.micro_batch)}
+    train: dict[str, Any] = {
+        "batch": int(plan.batch),
+        "micro_batch": int(plan.micro_batch),
+    }
     train |= {"recompute": RECOMPUTE[int(plan.recompute)]}
     if BITS.get(tree.get("train", {}).get("dtype", "")) != plan.bits:
         train["dtype"] = "float32" if plan.bits == 32 else "bfloat16"
     tree["data"] = tree.get("data", {}) | {"seq_len": int(plan.seq)}
     tree["layout"] = layout_tree(final)
     tree["train"] = tree.get("train", {}) | train
-    memory = {key: value for key, value in tree.pop("memory", {}).items() if key == "folder"} | plan.away
+    memory = {
+        key: value for key, value in tree.pop("memory", {}).items() if key == "folder"
+    } | plan.away
     tree |= {"memory": memory} if memory else {}
     return tree
 
@@ -201,7 +273,9 @@ def recipe_tree(final: Final, model: Model) -> dict[str, Any]:
 def layout_tree(final: Final) -> dict[str, Any]:
     """The ``[layout]`` section of a recipe."""
     plan = final.plan
-    layout: dict[str, Any] = {axis: int(getattr(plan, axis)) for axis in ("pp", "dp", "shard", "cp", "tp")}
+    layout: dict[str, Any] = {
+        axis: int(getattr(plan, axis)) for axis in ("pp", "dp", "shard", "cp", "tp")
+    }
     layout |= {"zero": max(1, int(plan.zero)), "context": CONTEXT[int(plan.context)]}
     layout |= {"secondary": int(plan.secondary)} if plan.secondary else {}
     if plan.pp > 1:
@@ -209,11 +283,19 @@ def layout_tree(final: Final) -> dict[str, Any]:
         layout |= {"virtual": int(plan.virtual)} if plan.virtual > 1 else {}
         layout |= {"vocab_barriers": final.barriers} if final.barriers else {}
     order = final.order or ("dp pp shard cp tp" if plan.outer else "")
-    layout |= {"order": " ".join(axis for axis in order.split() if layout[axis] > 1)} if order else {}
+    layout |= (
+        {"order": " ".join(axis for axis in order.split() if layout[axis] > 1)}
+        if order
+        else {}
+    )
     if plan.ep > 1:
         rows = final.shape.rows_sent(plan.ep)
-        layout |= {"ep": int(plan.ep), "dispatch": min(rows, key=lambda way: float(rows[way]))}
+        layout |= {
+            "ep": int(plan.ep),
+            "dispatch": min(rows, key=lambda way: float(rows[way])),
+        }
         nodes = {"node": int(final.machine.domain)}
-        if 1 < experts_per_node(Layout(**layout, **nodes)) < plan.ep:  # slow links carry a token to a node once
+        # slow links carry a token to a node once
+        if 1 < experts_per_node(Layout(**layout, **nodes)) < plan.ep:
             layout |= nodes | {"dispatch": "per-node"}
     return layout

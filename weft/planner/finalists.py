@@ -12,9 +12,24 @@ from typing import Any
 import numpy as np
 
 from weft.errors import WeftError
-from weft.planner.cost import AWAY, SCHEDULES, Cost, MicrobatchSeconds, Plan, gradients, passes, rest
+from weft.planner.cost import (
+    AWAY,
+    SCHEDULES,
+    Cost,
+    MicrobatchSeconds,
+    Plan,
+    gradients,
+    passes,
+    rest,
+)
 from weft.planner.machine import Machine
-from weft.planner.memory import RankMemory, held_bytes, logit_bytes, peak_memory, rank_memory
+from weft.planner.memory import (
+    RankMemory,
+    held_bytes,
+    logit_bytes,
+    peak_memory,
+    rank_memory,
+)
 from weft.planner.search import USABLE, SearchResult, at
 from weft.planner.tiers import planned_time, with_tiers
 from weft.schedule.actions import Table
@@ -35,7 +50,17 @@ BUDGET = 50_000
 #: So many are looked at even if they are far behind.
 SHOWN = 5
 #: Layouts that agree in these differ little: the best of them stands for all.
-FAMILY = ("tp", "pp", "schedule", "virtual", "recompute", "zero", "ep", "secondary", *AWAY)
+FAMILY = (
+    "tp",
+    "pp",
+    "schedule",
+    "virtual",
+    "recompute",
+    "zero",
+    "ep",
+    "secondary",
+    *AWAY,
+)
 #: Placing vocabulary passes takes time with the square of their number.
 VOCABULARY = 150
 
@@ -70,11 +95,19 @@ class Final:
 
     def layers(self, rank: int) -> int:
         """Of a pipeline rank."""
-        return sum(len(stage.layers) for stage in self.held(rank)) if self.simulation else int(self.shape.layers)
+        return (
+            sum(len(stage.layers) for stage in self.held(rank))
+            if self.simulation
+            else int(self.shape.layers)
+        )
 
     def held(self, rank: int) -> list[Stage]:
         """What a pipeline rank computes; nothing is known of it where nothing was simulated."""
-        return [self.stages[s] for s in self.simulation.table.held(rank)] if self.simulation else []
+        return (
+            [self.stages[s] for s in self.simulation.table.held(rank)]
+            if self.simulation
+            else []
+        )
 
     @property
     def gib(self) -> float:
@@ -95,7 +128,9 @@ class Final:
         return float(self.memory.total) <= self.machine.memory * USABLE
 
 
-def finalists(found: SearchResult, count: int = 10, vocabulary: bool = False) -> list[Final]:
+def finalists(
+    found: SearchResult, count: int = 10, vocabulary: bool = False
+) -> list[Final]:
     """The first ``count`` layouts that fit, and the best of every near schedule, simulated and ranked again.
 
     ``vocabulary``: the program can cut embedding and output layer over all ranks of a pipeline (Yeung et al. 2024).
@@ -107,31 +142,51 @@ def finalists(found: SearchResult, count: int = 10, vocabulary: bool = False) ->
     for i in found.order[:4000]:
         families.setdefault(tuple(columns[:, i]), int(i))
     members = list(families.values())
-    schedules = {float(columns[FAMILY.index("schedule"), i]): i for i in reversed(members)}
-    near = [i for i in schedules.values() if total[i] <= (1 + NEAR) * total[found.order[0]]]
-    chosen = members[:count] + [i for i in members if i in near and i not in members[:count]]
+    schedules = {
+        float(columns[FAMILY.index("schedule"), i]): i for i in reversed(members)
+    }
+    near = [
+        i for i in schedules.values() if total[i] <= (1 + NEAR) * total[found.order[0]]
+    ]
+    chosen = members[:count] + [
+        i for i in members if i in near and i not in members[:count]
+    ]
     tables: dict[Any, Table] = {}
     finals, spent = list[Final](), 0
     ratios: dict[float, list[float]] = {}  # by schedule: simulated over closed form
-    large = {i: 2 * found.plan(i).pp ** 2 * chunks_of(found.plan(i)) > LARGEST for i in chosen}
+    large = {
+        i: 2 * found.plan(i).pp ** 2 * chunks_of(found.plan(i)) > LARGEST
+        for i in chosen
+    }
     for i in sorted(chosen, key=lambda i: large[i]):
         plan, closed = found.plan(i), found.seconds(i)
         first = min((final.seconds for final in finals), default=closed)
         # A large table takes long: it is worth it if the layout may win by a percent.
         known = ratios.get(plan.schedule, [1.0])
-        hopeless = closed * max(known) > 0.99 * first if large[i] else closed * min(known) > (1 + NEAR) * first
+        hopeless = (
+            closed * max(known) > 0.99 * first
+            if large[i]
+            else closed * min(known) > (1 + NEAR) * first
+        )
         enough = len(finals) >= min(count, SHOWN)
         if finals and (spent > BUDGET or (hopeless and (large[i] or enough))):
             continue
         if final := refine(found, plan, closed, 0, tables):
             finals.append(final)
             ratios.setdefault(plan.schedule, []).append(final.seconds / closed)
-            spent += sum(map(len, final.simulation.table.ranks)) if final.simulation else 0
+            spent += (
+                sum(map(len, final.simulation.table.ranks)) if final.simulation else 0
+            )
     best = sorted(finals, key=lambda final: final.seconds)[:3]
     for final in best if vocabulary else ():
-        cut = refine(found, final.plan, final.closed, 1, tables) if final.plan.pp > 1 else None
+        cut = (
+            refine(found, final.plan, final.closed, 1, tables)
+            if final.plan.pp > 1
+            else None
+        )
         finals += [cut] if cut else []
-    if not finals:  # no table of these schedules can be built: closed forms are all there is
+    # no table of these schedules can be built: closed forms are all there is
+    if not finals:
         i = int(found.order[0])
         finals = [Final(found.shape, found.machine, found.plan(i), at(found.cost, i), (at(found.memory, i),),
                         found.seconds(i))]  # fmt: skip
@@ -155,29 +210,48 @@ def refine(
     """
     shape, machine, engine = found.shape, found.machine, found.engine
     if plan.pp == 1 and beside is None:
-        cost, memory = planned_time(shape, machine, plan, engine), peak_memory(shape, plan, engine)
+        cost, memory = (
+            planned_time(shape, machine, plan, engine),
+            peak_memory(shape, plan, engine),
+        )
         return Final(shape, machine, plan, at(cost, 0), (at(memory, 0),), closed)
     one = at(passes(shape, machine, plan, engine), 0)
     m, p, virtual = int(plan.microbatches), int(plan.pp), int(plan.virtual)
     name, chunks = SCHEDULES[int(plan.schedule)] if p > 1 else "gpipe", chunks_of(plan)
     look_up = (one.forward + one.backward) * 4 * shape.embed / shape.active_weights
-    most = VOCABULARY // p if barriers else LARGEST // (2 * p * chunks) if beside is None else 4 * p
+    most = (
+        VOCABULARY // p
+        if barriers
+        else LARGEST // (2 * p * chunks)
+        if beside is None
+        else 4 * p
+    )
     shown = min(m, max(p, most // p * p))
     if barriers and shown * p > VOCABULARY:
         return None
     known, runs = {} if tables is None else tables, []
     try:
         layer = one.forward + one.backward + one.again
-        stages = cut_stages(int(shape.layers), p * chunks, layer, look_up, one.head, ends=not barriers)
+        stages = cut_stages(
+            int(shape.layers), p * chunks, layer, look_up, one.head, ends=not barriers
+        )
         costs = _costs(found, plan, one, look_up, stages, barriers, beside is not None)
-        for size in {shown: 0} if shown == m else {shown: 0, max(p, shown // 2 // p * p): 0}:
+        for size in (
+            {shown: 0} if shown == m else {shown: 0, max(p, shown // 2 // p * p): 0}
+        ):
             key = (name, p, size, virtual, barriers, stages if barriers else None)
             if key not in known:
                 table = build(name, p, size, virtual if BUILDERS[name].free else None)
-                known[key] = with_vocabulary(table, barriers, costs.compute) if barriers else table
+                known[key] = (
+                    with_vocabulary(table, barriers, costs.compute)
+                    if barriers
+                    else table
+                )
             table = known[key]
             if beside is not None:
-                table = with_exchanges(table, [len(stage.layers) for stage in stages], beside)
+                table = with_exchanges(
+                    table, [len(stage.layers) for stage in stages], beside
+                )
             runs.append(simulate(table, costs))
     except WeftError:
         return None
@@ -195,23 +269,42 @@ def _costs(
 ) -> Costs:
     """Seconds of every action and bytes of what is kept. ``apart``: of every layer, its exchanges by themselves."""
     exposed = one.tp + one.cp + one.ep * (not apart)
-    kept, routed = float(held_bytes(found.shape, plan, found.engine)), float(found.shape.expert_share(plan.seq))
+    kept, routed = (
+        float(held_bytes(found.shape, plan, found.engine)),
+        float(found.shape.expert_share(plan.seq)),
+    )
     times = []
     for s, stage in enumerate(stages):
         layers = len(stage.layers)
         # Output layer and loss make all their gradients with the loss, in forward, as Weft does.
         ends = stage.embedding * look_up / 3 + stage.head * one.head
         forward = layers * (one.forward + exposed) + ends + one.hop * (s > 0)
-        back = layers * (one.backward + one.again + (one.count - 1) * exposed) + stage.embedding * look_up / 1.5
+        back = (
+            layers * (one.backward + one.again + (one.count - 1) * exposed)
+            + stage.embedding * look_up / 1.5
+        )
         weight = layers * one.weight
         half = layers * one.ep / 2
         back += one.hop * (s < len(stages) - 1)
-        times.append(Times(forward, back - weight, weight, 0.0, half, half, one.count - 1, routed))
+        times.append(
+            Times(
+                forward, back - weight, weight, 0.0, half, half, one.count - 1, routed
+            )
+        )
     if apart:
-        times = [time.scaled(1 / len(s.layers)) for time, s in zip(times, stages, strict=True) for _ in s.layers]
+        times = [
+            time.scaled(1 / len(s.layers))
+            for time, s in zip(times, stages, strict=True)
+            for _ in s.layers
+        ]
         stages = [Stage(range(1))] * len(times)
-    ends_cut = Times(look_up / 3, 0.0, look_up / 1.5), output_times(one.head / 3, barriers)
-    return stage_costs(ModelTimes(times, *ends_cut, int(plan.pp)), stages, kept, one.hop)
+    ends_cut = (
+        Times(look_up / 3, 0.0, look_up / 1.5),
+        output_times(one.head / 3, barriers),
+    )
+    return stage_costs(
+        ModelTimes(times, *ends_cut, int(plan.pp)), stages, kept, one.hop
+    )
 
 
 def _final(
@@ -231,21 +324,27 @@ def _final(
     # Of the busiest rank: what it does in a microbatch, by cause.
     numbers = [table.held(r) for r in range(len(run.timeline))]
     held = [stages[s] for s in numbers[busiest]]
-    share = 0.5 if BUILDERS[SCHEDULES[int(plan.schedule)]].twice else 1.0  # each flow has half of the microbatches
+    # each flow has half of the microbatches
+    share = 0.5 if BUILDERS[SCHEDULES[int(plan.schedule)]].twice else 1.0
     layers = share * sum(len(s.layers) for s in held)
     recompute, tp, cp, ep = (m * layers * x for x in (one.again, one.count * one.tp, one.count * one.cp,
                                                      one.count * one.ep))  # fmt: skip
     hops = m * share * sum((s > 0) + (s < len(stages) - 1) for s in numbers[busiest])
     pp = hops * one.hop
     work = m * run.busy[busiest] / size
-    if any(run.beside):  # exchanges are not among what a rank computes: they are waited for, as far as that is seen
+    # exchanges are not among what a rank computes: they are waited for, as far as that is seen
+    if any(run.beside):
         ep = min(ep, max(span - work, 0.0))
         work += ep
     compute = work - recompute - tp - cp - ep - pp
     largest = max(sum(len(stages[s].layers) for s in here) for here in numbers)
     turn = float(layers * (one.forward + one.backward + one.again))
-    dp, optimizer = gradients(shape, machine, plan, engine, largest, compute + recompute + tp, turn)
-    cost = Cost(compute, recompute, tp, cp, ep, pp, dp, max(span - work, 0.0), optimizer, 0.0)
+    dp, optimizer = gradients(
+        shape, machine, plan, engine, largest, compute + recompute + tp, turn
+    )
+    cost = Cost(
+        compute, recompute, tp, cp, ep, pp, dp, max(span - work, 0.0), optimizer, 0.0
+    )
     cost = replace(cost, other=rest(plan, engine, cost.total))
     if plan.moves:
         cost = with_tiers(cost, shape, machine, plan, engine, one, share * largest)
@@ -253,10 +352,23 @@ def _final(
     ranks, before = [], runs[-1].peaks
     for r, peak in enumerate(run.peaks):
         here = [stages[s] for s in numbers[r]]
-        more = (m - size) * (peak - before[r]) / max(1, size - runs[-1].table.microbatches)
-        tables = barriers * (2.0 - float(shape.tied)) / len(numbers) + sum(s.embedding + s.head for s in here)
+        more = (
+            (m - size) * (peak - before[r]) / max(1, size - runs[-1].table.microbatches)
+        )
+        tables = barriers * (2.0 - float(shape.tied)) / len(numbers) + sum(
+            s.embedding + s.head for s in here
+        )
         head = 1 / len(numbers) if barriers else float(any(s.head for s in here))
         loss = head * logit_bytes(shape, plan, engine)
         layers_here = sum(len(s.layers) for s in here)
-        ranks.append(at(rank_memory(shape, plan, engine, layers_here, tables, peak + more + loss, loss), 0))
-    return Final(shape, machine, plan, cost, tuple(ranks), closed, tuple(stages), barriers, run)
+        ranks.append(
+            at(
+                rank_memory(
+                    shape, plan, engine, layers_here, tables, peak + more + loss, loss
+                ),
+                0,
+            )
+        )
+    return Final(
+        shape, machine, plan, cost, tuple(ranks), closed, tuple(stages), barriers, run
+    )

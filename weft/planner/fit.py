@@ -76,22 +76,32 @@ KNOBS = tuple(Knob(name, sigma) for name, sigma in PRIORS.items())
 def columns(rows: Sequence[Measurement]) -> tuple[Any, Any, Any, EngineConstants]:
     """Shapes, machines, plans and engines of the rows as arrays."""
     names = ("shape", "machine", "plan", "engine")
-    shape, machine, plan, engine = (stack([getattr(r, name) for r in rows]) for name in names)
+    shape, machine, plan, engine = (
+        stack([getattr(r, name) for r in rows]) for name in names
+    )
     return shape, machine, plan, engine
 
 
-def times_of(rows: Sequence[Measurement], knobs: Sequence[Knob], masks: Array | None) -> Callable[[Array], Array]:
+def times_of(
+    rows: Sequence[Measurement], knobs: Sequence[Knob], masks: Array | None
+) -> Callable[[Array], Array]:
     """Seconds of each row by the logarithms of the factors of ``knobs``; ``masks`` as in :func:`fit`."""
     shape, machine, plan, engine = columns(rows)
     where = np.ones((len(knobs), len(rows))) if masks is None else masks
-    return lambda theta: step_time(shape, machine, plan, scaled(engine, factors(knobs, theta, where))).total
+    return lambda theta: (
+        step_time(
+            shape, machine, plan, scaled(engine, factors(knobs, theta, where))
+        ).total
+    )
 
 
 def factors(knobs: Sequence[Knob], theta: Array, masks: Array) -> dict[str, Array]:
     """Factor per engine constant and row. ``theta``: ``[..., knob]``, ``masks``: ``[knob, row]``."""
     logs: dict[str, Array] = {}
     for i, knob in enumerate(knobs):
-        logs[knob.field] = logs.get(knob.field, np.zeros(1)) + theta[..., i, None] * masks[i]
+        logs[knob.field] = (
+            logs.get(knob.field, np.zeros(1)) + theta[..., i, None] * masks[i]
+        )
     return {name: np.exp(value) for name, value in logs.items()}
 
 
@@ -111,9 +121,14 @@ def fit(
     target = np.log(np.array([row.seconds for row in rows], dtype=float))
     # Rows of one shape err together: they count as the square root of their number.
     count = Counter(row.form for row in rows)
-    weight = np.array([count[row.form] ** -0.5 for row in rows]) * (np.ones((1, 1)) if weights is None else weights)
+    weight = np.array([count[row.form] ** -0.5 for row in rows]) * (
+        np.ones((1, 1)) if weights is None else weights
+    )
     # One shape cannot tell the constants apart: the fewer there are, the closer to the presets all but one must stay.
-    forms = [len({row.form for row, w in zip(rows, fold, strict=True) if w > 0}) for fold in weight]
+    forms = [
+        len({row.form for row, w in zip(rows, fold, strict=True) if w > 0})
+        for fold in weight
+    ]
     narrow = np.clip(np.array(forms) / FORMS, 1 / FORMS, 1.0)
     free = np.array([k.field == "matmul" or k.key.startswith("from") for k in knobs])
     sigma = np.array([k.sigma for k in knobs]) * np.where(free, 1.0, narrow[:, None])
@@ -132,9 +147,17 @@ def fit(
     damping = np.full(len(weight), 1.0)
     for _ in range(steps):
         robust = weight * np.minimum(1.0, HUBER / np.maximum(np.abs(r), 1e-9))
-        moved = residual((theta[:, None] + STEP * np.eye(len(knobs))).reshape(-1, len(knobs)))  # all at once
-        jacobian = (moved.reshape(len(theta), len(knobs), -1) - r[:, None]).swapaxes(1, 2) / STEP
-        normal = np.einsum("fnp,fn,fnq->fpq", jacobian, robust, jacobian) + np.eye(len(knobs)) / sigma[:, None] ** 2
+        # all at once
+        moved = residual(
+            (theta[:, None] + STEP * np.eye(len(knobs))).reshape(-1, len(knobs))
+        )
+        jacobian = (moved.reshape(len(theta), len(knobs), -1) - r[:, None]).swapaxes(
+            1, 2
+        ) / STEP
+        normal = (
+            np.einsum("fnp,fn,fnq->fpq", jacobian, robust, jacobian)
+            + np.eye(len(knobs)) / sigma[:, None] ** 2
+        )
         slope = np.einsum("fnp,fn->fp", jacobian, robust * r) + theta / sigma**2
         for _ in range(4):
             scale = damping[:, None, None] * np.eye(len(knobs)) / sigma[:, None] ** 2
@@ -143,7 +166,10 @@ def fit(
             tried = residual(trial)
             value = loss(tried, trial)
             better = value < best
-            theta, r = np.where(better[:, None], trial, theta), np.where(better[:, None], tried, r)
+            theta, r = (
+                np.where(better[:, None], trial, theta),
+                np.where(better[:, None], tried, r),
+            )
             best = np.where(better, value, best)
             damping = np.where(better, damping / 4, damping * 4)
             if better.all():
@@ -152,7 +178,10 @@ def fit(
 
 
 def predict(
-    rows: Sequence[Measurement], theta: Array, knobs: Sequence[Knob] = KNOBS, masks: Array | None = None
+    rows: Sequence[Measurement],
+    theta: Array,
+    knobs: Sequence[Knob] = KNOBS,
+    masks: Array | None = None,
 ) -> Array:
     """Seconds of each row by the roofline with fitted constants."""
     return times_of(rows, knobs, masks)(theta)
@@ -165,7 +194,10 @@ def constants(rows: Sequence[Measurement]) -> dict[str, float]:
         return {}
     missing = np.array([row.gib for row in known]) - formulas(known)
     programs = {row.framework for row in known}
-    medians = {p: float(np.median(missing[[row.framework == p for row in known]])) for p in sorted(programs)}
+    medians = {
+        p: float(np.median(missing[[row.framework == p for row in known]]))
+        for p in sorted(programs)
+    }
     return {program: round(max(0.0, value), 2) for program, value in medians.items()}
 
 

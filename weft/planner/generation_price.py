@@ -53,12 +53,18 @@ class Throughput:
 def streamed_bytes(shape: Shape, machine: Machine) -> Num:
     """Bytes of weights that cross the link in each pass."""
     weights = WIDTH * shape.parameters
-    return np.maximum(0.0, weights - np.maximum(0.0, machine.memory - BUFFERED * weights / shape.layers))
+    return np.maximum(
+        0.0,
+        weights - np.maximum(0.0, machine.memory - BUFFERED * weights / shape.layers),
+    )
 
 
 def room(shape: Shape, machine: Machine) -> Num:
     """Tokens whose keys and values the host has room for, beside the weights; 0 if these alone are too large."""
-    return np.maximum(0.0, machine.host_memory - WIDTH * shape.parameters) / shape.cache_bytes
+    return (
+        np.maximum(0.0, machine.host_memory - WIDTH * shape.parameters)
+        / shape.cache_bytes
+    )
 
 
 def together(shape: Shape, machine: Machine, job: Workload) -> Num:
@@ -67,7 +73,9 @@ def together(shape: Shape, machine: Machine, job: Workload) -> Num:
     return np.minimum(len(job.prompts), np.floor(room(shape, machine) / held))
 
 
-def passes(shape: Shape, machine: Machine, read: Num, scored: Num, written: Num, attended: Num) -> dict[str, Num]:
+def passes(
+    shape: Shape, machine: Machine, read: Num, scored: Num, written: Num, attended: Num
+) -> dict[str, Num]:
     """Seconds of link, device and host in passes in which so many tokens of prompts are ``read`` and new ones
     ``written``, which see ``attended`` tokens.
 
@@ -90,15 +98,21 @@ def generating(shape: Shape, machine: Machine, job: Workload) -> Throughput:
             f"{WIDTH * float(shape.parameters) / 1e9:,.0f} GB of weights and one text of {job.prompt + job.new:,.0f} "
             f"tokens do not fit the {float(machine.host_memory) / 1e9:,.0f} GB of the host; give it more (host_memory)"
         )
-    later, count = np.arange(1, job.new), len(job.prompts)  # passes of a sequence after its first, which reads it
+    # passes of a sequence after its first, which reads it
+    later, count = np.arange(1, job.new), len(job.prompts)
     begun = most / job.new  # sequences per pass, as many as end
     lengths = begun * float((job.prompt + later).sum())
     pairs = float((job.prompts**2).mean())
-    steady = passes(shape, machine, begun * job.prompt, begun * pairs, begun * len(later), lengths)
+    steady = passes(
+        shape, machine, begun * job.prompt, begun * pairs, begun * len(later), lengths
+    )
     # Whole sequences, until all have begun; then those that are under way, which see their prompt and what they wrote.
-    ends = np.minimum(count, np.floor(begun * np.arange(1, np.ceil(count / begun) + 1) + 1e-9)).astype(int)
+    ends = np.minimum(
+        count, np.floor(begun * np.arange(1, np.ceil(count / begun) + 1) + 1e-9)
+    ).astype(int)
     begins, read, scored = (
-        np.diff(np.r_[0, np.cumsum(each)][ends], prepend=0) for each in (job.prompts**0, job.prompts, job.prompts**2)
+        np.diff(np.r_[0, np.cumsum(each)][ends], prepend=0)
+        for each in (job.prompts**0, job.prompts, job.prompts**2)
     )
     stay = np.r_[0, np.ones(len(later))]
     under_way = np.convolve(begins, stay)
@@ -107,6 +121,16 @@ def generating(shape: Shape, machine: Machine, job: Workload) -> Throughput:
     parts = passes(shape, machine, read, scored, under_way, seen)
     each = np.stack(np.broadcast_arrays(*parts.values()))
     longest, slowest = each.max(0), each.argmax(0)
-    seconds = float(longest.sum()) + float(parts["link"] / shape.layers)  # before the first layer computes
-    limits = {name: float(longest[slowest == i].sum()) / seconds for i, name in enumerate(parts)}
-    return Throughput(most / float(max(steady.values())), count * job.new / seconds, most, seconds, limits)
+    # before the first layer computes
+    seconds = float(longest.sum()) + float(parts["link"] / shape.layers)
+    limits = {
+        name: float(longest[slowest == i].sum()) / seconds
+        for i, name in enumerate(parts)
+    }
+    return Throughput(
+        most / float(max(steady.values())),
+        count * job.new / seconds,
+        most,
+        seconds,
+        limits,
+    )

@@ -57,9 +57,13 @@ class Islands:
 
     def lines(self, together: float) -> list[str]:
         """In words, beside a layout over all sites that takes ``together`` seconds per step."""
-        found = [f"{self.count} sites as islands of {title(self.inside)}; one layout over all: {together:.3g} s/step"]
+        found = [
+            f"{self.count} sites as islands of {title(self.inside)}; one layout over all: {together:.3g} s/step"
+        ]
         for way in self.ways:
-            words = f"every = {way.every}" + (f', compress = "{way.compress}"' if way.compress != "none" else "")
+            words = f"every = {way.every}" + (
+                f', compress = "{way.compress}"' if way.compress != "none" else ""
+            )
             found.append(
                 f"{words}: {way.seconds:.3g} s/step, {way.exposed:.1%} of it exchange; {way.nbytes / 1e9:.3g} GB per "
                 "device and round"
@@ -73,19 +77,32 @@ class Islands:
 
 
 def islands_of(
-    shape: Shape, cluster: Cluster, engine: EngineConstants, batch: int, seq: int, bits: int, pins: Sequence[Pin]
+    shape: Shape,
+    cluster: Cluster,
+    engine: EngineConstants,
+    batch: int,
+    seq: int,
+    bits: int,
+    pins: Sequence[Pin],
 ) -> Islands | None:
     """The best layout of one site as an island; None where there are no sites, or none that can be one.
 
     Sites of equal size take equal shares of the ``batch``.
     """
     site = cluster.site
-    if site is None or site >= cluster.count or cluster.count % site or batch % (cluster.count // site):
+    if (
+        site is None
+        or site >= cluster.count
+        or cluster.count % site
+        or batch % (cluster.count // site)
+    ):
         return None
     count = cluster.count // site
     alone = cluster.model_copy(update={"count": site, "site": None, "between": None})
     try:
-        inside = finalists(search(shape, alone, engine, batch // count, seq, bits, pins), 3)[0]
+        inside = finalists(
+            search(shape, alone, engine, batch // count, seq, bits, pins), 3
+        )[0]
     except UsageError:
         return None  # no layout of the model fits one site
     ways = [agreement(shape, cluster, inside, count, compress) for compress in SENT]
@@ -93,14 +110,25 @@ def islands_of(
 
 
 def agreement(
-    shape: Shape, cluster: Cluster, inside: Final, count: int, compress: str, every: int = 0
+    shape: Shape,
+    cluster: Cluster,
+    inside: Final,
+    count: int,
+    compress: str,
+    every: int = 0,
 ) -> AgreementCost:
     """Islands that exchange so compressed; ``every`` so many steps, or as often as agreements may take."""
     assert cluster.between is not None
-    shared = math.ceil(float(np.asarray(shape.parameters)) / float(inside.plan.world))  # each agrees on a part
+    # each agrees on a part
+    shared = math.ceil(float(np.asarray(shape.parameters)) / float(inside.plan.world))
     nbytes = 2 * (count - 1) / count * SENT[compress] * shared
-    hops = 2 * (count - 1) if compress == "none" else 2  # around a ring, or to all at once and back
+    # around a ring, or to all at once and back
+    hops = 2 * (count - 1) if compress == "none" else 2
     exchange = nbytes / (cluster.between * 1e9) + hops * cluster.between_latency * 1e-6
-    rare = [n for n in EVERY if exchange / n <= EXPOSED * (inside.seconds + exchange / n)]
+    rare = [
+        n for n in EVERY if exchange / n <= EXPOSED * (inside.seconds + exchange / n)
+    ]
     every = every or (rare[0] if rare else EVERY[-1])
-    return AgreementCost(compress, every, nbytes, exchange, inside.seconds + exchange / every)
+    return AgreementCost(
+        compress, every, nbytes, exchange, inside.seconds + exchange / every
+    )

@@ -15,7 +15,13 @@ from weft.shapes.shape import Num
 #: Share of the 4-bit peak that a large product reaches.
 LEAST = 0.47
 #: What nobody tells of the links of a cluster: microseconds, devices, GB/s.
-ONE_SITE = {"link_latency": 25.0, "network_latency": 12.0, "site": 1e9, "between": 1e3, "between_latency": 0.0}
+ONE_SITE = {
+    "link_latency": 25.0,
+    "network_latency": 12.0,
+    "site": 1e9,
+    "between": 1e3,
+    "between_latency": 0.0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +75,14 @@ def find_device(text: str, memory: float | None = None) -> Device:
     if words.upper() in {name.upper() for name in DEVICES}:
         return next(d for name, d in DEVICES.items() if name.upper() == words)
     order = sorted(DEVICES.values(), key=lambda d: -len(d.name.partition("-")[0]))
-    family = next((d.name.partition("-")[0] for d in order if d.name.upper().partition("-")[0] in words), None)
+    family = next(
+        (
+            d.name.partition("-")[0]
+            for d in order
+            if d.name.upper().partition("-")[0] in words
+        ),
+        None,
+    )
     if family is None:
         raise UsageError(f"device = {text!r} is not known; {nearest(text, DEVICES)}")
     fits = [d for d in DEVICES.values() if d.name.partition("-")[0] == family]
@@ -113,14 +126,22 @@ class Cluster(Section):
     site: PositiveInt | None = None
     between: PositiveFloat | None = None
     between_latency: PositiveFloat = Field(5000.0, description="microseconds, one way")
-    calibration: dict[str, Any] = Field({}, description="measured curves, from weft probe")
+    calibration: dict[str, Any] = Field(
+        {}, description="measured curves, from weft probe"
+    )
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
         if (self.site is None) != (self.between is None):
             missing = "between" if self.between is None else "site"
-            raise ValueError(f"{missing} is missing: several sites need 'site' (devices of one) and 'between' (GB/s)")
-        if self.slowest_network and self.network and self.slowest_network > self.network:
+            raise ValueError(
+                f"{missing} is missing: several sites need 'site' (devices of one) and 'between' (GB/s)"
+            )
+        if (
+            self.slowest_network
+            and self.network
+            and self.slowest_network > self.network
+        ):
             raise ValueError("slowest_network is larger than network")
         find_device(self.device, self.memory)
         return self
@@ -132,7 +153,9 @@ class Cluster(Section):
 
     def machine(self, bits: Num = 16) -> "Machine":
         """The numbers that the cost model reads, for products of so many ``bits``."""
-        given = self.model_dump(exclude={"device", "count", "per_node", "slowest_network", "calibration"})
+        given = self.model_dump(
+            exclude={"device", "count", "per_node", "slowest_network", "calibration"}
+        )
         given["network"] = self.slowest_network or self.network
         given["domain"] = self.domain or (self.per_node if self.per_node != 8 else None)
         return machine_of(find_device(self.device, self.memory), bits, **given)
@@ -143,16 +166,25 @@ def load_cluster(name: str, count: int | None = None) -> Cluster:
     if name.lower() in CLUSTERS:
         tree = dict(CLUSTERS[name.lower()])
         if count is None:
-            raise UsageError(f"cluster {name!r} is a preset without a size; give --gpus")
+            raise UsageError(
+                f"cluster {name!r} is a preset without a size; give --gpus"
+            )
     elif not Path(name).is_file():
-        raise WeftError(f"cluster {name!r} is neither a file nor a preset; {nearest(name, CLUSTERS)}")
+        raise WeftError(
+            f"cluster {name!r} is neither a file nor a preset; {nearest(name, CLUSTERS)}"
+        )
     else:
         tree = read_toml(Path(name))
     if count is not None:
         tree["count"] = count
-    for field, hint in {"device": f"one of: {', '.join(DEVICES)}", "count": "e.g. count = 64"}.items():
+    for field, hint in {
+        "device": f"one of: {', '.join(DEVICES)}",
+        "count": "e.g. count = 64",
+    }.items():
         if field not in tree:
-            raise UsageError(f"{name}: {field} is missing; {hint} (or use a preset: {', '.join(CLUSTERS)})")
+            raise UsageError(
+                f"{name}: {field} is missing; {hint} (or use a preset: {', '.join(CLUSTERS)})"
+            )
     return validated(Cluster, tree, name)
 
 
@@ -185,9 +217,23 @@ def machine_of(device: Device, bits: int = 16, **given: Any) -> Machine:
     given = {name: value for name, value in given.items() if value is not None}
     bf16 = given.pop("bf16", device.bf16)
     scale = bf16 / device.bf16
-    peaks = {32: bf16 / 2, 16: bf16, 8: given.pop("fp8", device.fp8 * scale), 4: device.fp4 * scale}
+    peaks = {
+        32: bf16 / 2,
+        16: bf16,
+        8: given.pop("fp8", device.fp8 * scale),
+        4: device.fp4 * scale,
+    }
     clocks = {32: device.clock, 16: device.clock, 8: device.low, 4: LEAST}
     if device.fp8 == device.bf16:  # no 8-bit units: nothing is gained
         clocks = dict.fromkeys(clocks, device.clock)
-    numbers = ONE_SITE | {field.name: getattr(device, field.name) for field in fields(device)} | given
-    return Machine(1e12 * peaks[bits], 1e12 * bf16, clocks[bits], **{n: SI[n] * numbers[n] for n in SI})
+    numbers = (
+        ONE_SITE
+        | {field.name: getattr(device, field.name) for field in fields(device)}
+        | given
+    )
+    return Machine(
+        1e12 * peaks[bits],
+        1e12 * bf16,
+        clocks[bits],
+        **{n: SI[n] * numbers[n] for n in SI},
+    )

@@ -8,7 +8,15 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from weft.planner.cost import FILE, Plan, Recompute, by_schedule, copies, expert_cut, stage_layers
+from weft.planner.cost import (
+    FILE,
+    Plan,
+    Recompute,
+    by_schedule,
+    copies,
+    expert_cut,
+    stage_layers,
+)
 from weft.planner.engine import EngineConstants
 from weft.shapes.shape import Num, Shape
 
@@ -37,9 +45,13 @@ def in_flight(plan: Plan, position: Num) -> Num:
 
     Layers whose weights come from a file see all of them before the next layer does.
     """
-    first = by_schedule(plan, lambda builder: builder.in_flight(plan.pp, np.maximum(1, plan.virtual), 0))
+    first = by_schedule(
+        plan, lambda builder: builder.in_flight(plan.pp, np.maximum(1, plan.virtual), 0)
+    )
     most = first - by_schedule(plan, lambda builder: builder.falls) * position
-    return np.where(plan.weights == FILE, plan.microbatches, np.minimum(plan.microbatches, most))
+    return np.where(
+        plan.weights == FILE, plan.microbatches, np.minimum(plan.microbatches, most)
+    )
 
 
 def layer_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num, Num]:
@@ -60,13 +72,19 @@ def layer_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num,
     scores = np.where(engine.flash > 0, 0.0, 5 * shape.heads * plan.seq / plan.tp)
     whole = norms + attention + inner + routed
     # Selective: scores where there are any; under fused attention all but inputs and every other product.
-    products = (2 * shape.heads * shape.head_dim + shape.qkv_width + (1 + shape.gated) * ffn) / plan.tp
+    products = (
+        2 * shape.heads * shape.head_dim + shape.qkv_width + (1 + shape.gated) * ffn
+    ) / plan.tp
     stream = engine.stream * shape.embed / cut
     attended = stream + 2 * shape.heads * shape.head_dim / plan.tp
-    selective = np.where(engine.products > 0, 4 * shape.embed / cut + products, attended)
+    selective = np.where(
+        engine.products > 0, 4 * shape.embed / cut + products, attended
+    )
     selective = np.where(engine.flash > 0, selective, whole)
     kept = np.select(
-        [plan.recompute == Recompute.FULL, plan.recompute == Recompute.SELECTIVE], [stream, selective], whole + scores
+        [plan.recompute == Recompute.FULL, plan.recompute == Recompute.SELECTIVE],
+        [stream, selective],
+        whole + scores,
     )
     return wide * tokens * kept, wide * tokens * (whole + scores)
 
@@ -83,7 +101,13 @@ def logit_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> Num:
 
 
 def rank_memory(
-    shape: Shape, plan: Plan, engine: EngineConstants, layers: Num, tables: Num, activations: Num, logits: Num = 0.0
+    shape: Shape,
+    plan: Plan,
+    engine: EngineConstants,
+    layers: Num,
+    tables: Num,
+    activations: Num,
+    logits: Num = 0.0,
 ) -> RankMemory:
     """A rank that holds so many ``layers`` and vocabulary ``tables``, and at most so many bytes of ``activations``.
 
@@ -103,32 +127,58 @@ def rank_memory(
     # FSDP keeps full precision in the shard (counted as optimizer state) and gathers two layers at a time.
     sharded = (plan.zero >= 3) | (plan.weights == FILE)  # whose units come one by one
     # ... unless a pipeline keeps them, and the sums of their gradients, over its microbatches.
-    held = np.where(plan.pp > 1, layers, np.minimum(2, layers)) * (layer + expert) + tables * table
+    held = (
+        np.where(plan.pp > 1, layers, np.minimum(2, layers)) * (layer + expert)
+        + tables * table
+    )
     gathered = np.where(sharded, 2 * held, 0.0)
     made = np.where(sharded, engine.gradient * trained * held, 0.0)
     spread = np.where(plan.zero >= 1, inner, 1.0)
     states = body / spread + experts / np.where(plan.zero >= 1, left, 1.0)
-    working = np.where(plan.recompute == Recompute.NONE, 0.0, np.maximum(alive - kept, 0))
+    working = np.where(
+        plan.recompute == Recompute.NONE, 0.0, np.maximum(alive - kept, 0)
+    )
     # Of activations that rest elsewhere one layer's come back while the next one's are in use.
     working = working + (plan.activations > 0) * 2 * kept
-    undone = engine.undone * plan.micro_batch * plan.seq / plan.cp * shape.inner_width() / plan.tp
+    undone = (
+        engine.undone
+        * plan.micro_batch
+        * plan.seq
+        / plan.cp
+        * shape.inner_width()
+        / plan.tp
+    )
     working = working + (plan.recompute == Recompute.NONE) * undone
     # Backward's own needs come when the logits are gone, where the loss makes its gradients at once.
-    working = np.where(engine.table > 0, np.maximum(working + (plan.pp == 1) * made - logits, 0), working)
+    working = np.where(
+        engine.table > 0,
+        np.maximum(working + (plan.pp == 1) * made - logits, 0),
+        working,
+    )
     made = np.where((engine.table > 0) & (plan.pp == 1), 0.0, made)
     # A step of one pass need not keep sums of gradients, if each is reduced as soon as it is there.
     once = (plan.pp == 1) & (plan.microbatches == 1) & (engine.single == 0)
     reduced = (plan.zero >= 2) | once | (plan.weights == FILE)
-    parameters = (shape.stored * layers * layer + 2 * (tables * table + adapters)) / np.where(sharded, inner, 1.0)
+    parameters = (
+        shape.stored * layers * layer + 2 * (tables * table + adapters)
+    ) / np.where(sharded, inner, 1.0)
     parameters = parameters + shape.stored * experts / np.where(sharded, left, 1.0)
     gradients = (trained * body + adapters) / np.where(reduced, inner, 1.0)
-    gradients = engine.gradient * (gradients + trained * experts / np.where(reduced, left, 1.0))
+    gradients = engine.gradient * (
+        gradients + trained * experts / np.where(reduced, left, 1.0)
+    )
     optimizer = engine.master * (trained * states + adapters / spread)
     # With the weights go the shards of parameters, and gradients as soon as they are reduced.
     away = plan.weights > 0
-    parameters, gradients = np.where(away & sharded, 0.0, parameters), np.where(away & reduced, 0.0, gradients)
-    optimizer = np.where(away, 0.0, optimizer * (1 - (plan.moments > 0) * MOMENTS / engine.master))
-    if np.any(plan.secondary):  # blocks stay gathered over a few ranks from forward to backward
+    parameters, gradients = (
+        np.where(away & sharded, 0.0, parameters),
+        np.where(away & reduced, 0.0, gradients),
+    )
+    optimizer = np.where(
+        away, 0.0, optimizer * (1 - (plan.moments > 0) * MOMENTS / engine.master)
+    )
+    # blocks stay gathered over a few ranks from forward to backward
+    if np.any(plan.secondary):
         near = 2 * layers * (layer + expert) / np.maximum(plan.secondary, 1)
         parameters = parameters + np.where(plan.secondary > 0, near, 0.0)
     return RankMemory(
@@ -149,7 +199,15 @@ def peak_memory(shape: Shape, plan: Plan, engine: EngineConstants) -> RankMemory
 
     def at(position: Num, layers: Num, tables: Num, out: Num) -> RankMemory:
         held = in_flight(plan, position) * layers * kept + out * logits
-        return rank_memory(shape, plan, engine, copies(plan) * layers, copies(plan) * tables, held, out * logits)
+        return rank_memory(
+            shape,
+            plan,
+            engine,
+            copies(plan) * layers,
+            copies(plan) * tables,
+            held,
+            out * logits,
+        )
 
     alone = plan.pp == 1
     candidates = [
@@ -159,8 +217,16 @@ def peak_memory(shape: Shape, plan: Plan, engine: EngineConstants) -> RankMemory
     ]
 
     def column(name: str) -> list[Num]:
-        return list(np.broadcast_arrays(*[np.asarray(getattr(c, name), dtype=float) for c in candidates], like))[:-1]
+        return list(
+            np.broadcast_arrays(
+                *[np.asarray(getattr(c, name), dtype=float) for c in candidates], like
+            )
+        )[:-1]
 
-    like = np.zeros(np.broadcast(plan.pp, plan.batch, shape.layers, engine.constant, plan.tp).shape)
+    like = np.zeros(
+        np.broadcast(plan.pp, plan.batch, shape.layers, engine.constant, plan.tp).shape
+    )
     worst = np.stack(column("total")).argmax(0)
-    return RankMemory(**{f.name: np.choose(worst, column(f.name)) for f in fields(RankMemory)})
+    return RankMemory(
+        **{f.name: np.choose(worst, column(f.name)) for f in fields(RankMemory)}
+    )

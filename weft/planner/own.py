@@ -94,7 +94,9 @@ class Own:
     error: float
 
 
-def own_runs(path: Path, device: str, base: EngineConstants = ENGINES["weft"]) -> Own | None:
+def own_runs(
+    path: Path, device: str, base: EngineConstants = ENGINES["weft"]
+) -> Own | None:
     """``base`` refitted to the newest runs of Weft on ``device`` in the rows of ``path``; None without any."""
     if not path.is_file():
         return None
@@ -102,13 +104,22 @@ def own_runs(path: Path, device: str, base: EngineConstants = ENGINES["weft"]) -
     if not mine:
         return None
     theta = fit(mine)
-    engine = scaled(base, {knob.field: float(np.exp(x)) for knob, x in zip(KNOBS, theta, strict=True)})
+    engine = scaled(
+        base,
+        {knob.field: float(np.exp(x)) for knob, x in zip(KNOBS, theta, strict=True)},
+    )
     held = constants(mine).get("weft")
     engine = engine if held is None else replace(engine, constant=held)
-    off = np.abs(predict(mine, theta) / np.array([r.seconds for r in mine], dtype=float) - 1)
+    off = np.abs(
+        predict(mine, theta) / np.array([r.seconds for r in mine], dtype=float) - 1
+    )
     error = 100 * float(np.median(off))
     runs = f"{len(mine)} run{'s' * (len(mine) > 1)} of yours on {device}"
-    return Own(engine, f"calibrated to {runs} ({path}): their times are met to {error:.0f} % (median)", error)
+    return Own(
+        engine,
+        f"calibrated to {runs} ({path}): their times are met to {error:.0f} % (median)",
+        error,
+    )
 
 
 def calibrated(path: Path, device: str, base: EngineConstants) -> Own:
@@ -116,7 +127,13 @@ def calibrated(path: Path, device: str, base: EngineConstants) -> Own:
     if path.suffix == ".csv":
         own = own_runs(path, device, base)
         if own is None:
-            raise WeftError(f"--calibration {path} has no run of Weft on {device}; leave it out")
+            raise WeftError(
+                f"--calibration {path} has no run of Weft on {device}; leave it out"
+            )
         return own
-    factors = {item["constant"]: float(item["factor"]) for item in load(path)["all"]["factors"]}
-    return Own(scaled(base, factors), f"calibrated with the factors of {path}", float("nan"))
+    factors = {
+        item["constant"]: float(item["factor"]) for item in load(path)["all"]["factors"]
+    }
+    return Own(
+        scaled(base, factors), f"calibrated with the factors of {path}", float("nan")
+    )

@@ -58,17 +58,37 @@ class BarSegment(NamedTuple):
     tip: str
 
 
-def write_page(path: Path, asked: PlanQuestion, found: SearchResult, finals: Sequence[Final], top: int) -> None:
+def write_page(
+    path: Path,
+    asked: PlanQuestion,
+    found: SearchResult,
+    finals: Sequence[Final],
+    top: int,
+) -> None:
     """Write the page. Raises :class:`WeftError` if the file cannot be written."""
     write(path, page(asked, found, finals, top), "--html")
 
 
-def page(asked: PlanQuestion, found: SearchResult, finals: Sequence[Final], top: int) -> str:
+def page(
+    asked: PlanQuestion, found: SearchResult, finals: Sequence[Final], top: int
+) -> str:
     first, limit = finals[0], gib(found.machine.memory)
-    others = alternatives_among(finals) if asked.rehearsed else best_alternatives(found, finals)
-    apart = first.simulation and first.plan.ep > 1 and not first.barriers  # exchanges are actions of their own
-    drawn = timeline((apart and refine(found, first.plan, first.closed, beside=Beside.NOTHING)) or first)
-    used = {name: words for name, words in PARTS.items() if any(part(final.cost, name) > 0 for final in finals)}
+    others = (
+        alternatives_among(finals)
+        if asked.rehearsed
+        else best_alternatives(found, finals)
+    )
+    # exchanges are actions of their own
+    apart = first.simulation and first.plan.ep > 1 and not first.barriers
+    drawn = timeline(
+        (apart and refine(found, first.plan, first.closed, beside=Beside.NOTHING))
+        or first
+    )
+    used = {
+        name: words
+        for name, words in PARTS.items()
+        if any(part(final.cost, name) > 0 for final in finals)
+    }
     return render(
         "planner/plan.html",
         title=f"{asked.model} on {asked.cluster}",
@@ -82,15 +102,31 @@ def page(asked: PlanQuestion, found: SearchResult, finals: Sequence[Final], top:
     )  # fmt: skip
 
 
-def reasons(first: Final, finals: Sequence[Final], others: Sequence[Alternative]) -> Iterator[str]:
+def reasons(
+    first: Final, finals: Sequence[Final], others: Sequence[Alternative]
+) -> Iterator[str]:
     """Where the time goes and what the nearest rivals lose by."""
     cost = {name: part(first.cost, name) / first.seconds for name in PARTS}
-    lost = sorted(((share, name) for name, share in cost.items() if name != "compute" and share >= 0.01), reverse=True)
+    lost = sorted(
+        (
+            (share, name)
+            for name, share in cost.items()
+            if name != "compute" and share >= 0.01
+        ),
+        reverse=True,
+    )
     rest = ", ".join(f"{PARTS[name]} {share:.0%}" for share, name in lost[:4])
     yield f"{cost['compute']:.0%} of the step is the model's own compute{'; the rest is ' * bool(rest)}{rest}"
     if len(finals) > 1:
         yield f"Next best: {verdict(first, finals[1])}"
-    tp = next((o.final for o in others if o.axis == "tp" and o.final and o.final.plan.tp > first.plan.tp), None)
+    tp = next(
+        (
+            o.final
+            for o in others
+            if o.axis == "tp" and o.final and o.final.plan.tp > first.plan.tp
+        ),
+        None,
+    )
     if tp is not None and all(tp.plan != final.plan for final in finals[1:2]):
         yield f"More tensor parallelism: {verdict(first, tp)}"
 
@@ -108,7 +144,9 @@ def remarks(final: Final, first: Final) -> str:
     """What sets a layout of the list apart from the ``first``."""
     found = [] if final is first else [verdict(first, final)]
     if final.simulation is not None and abs(final.seconds / final.closed - 1) > 0.02:
-        found.append(f"Simulated {final.seconds / final.closed - 1:+.1%} against the closed form.")
+        found.append(
+            f"Simulated {final.seconds / final.closed - 1:+.1%} against the closed form."
+        )
     return ". ".join(found)
 
 
@@ -116,15 +154,22 @@ def alternatives(others: Sequence[Alternative]) -> list[list[Alternative]]:
     """Rows of the table, fastest first; values that lead to the same layout share one."""
     rows: dict[Any, list[Alternative]] = {}
     for other in others:
-        rows.setdefault(other.final.plan if other.final else (other.axis, other.value), []).append(other)
-    return sorted(rows.values(), key=lambda row: row[0].final.seconds if row[0].final else float("inf"))
+        rows.setdefault(
+            other.final.plan if other.final else (other.axis, other.value), []
+        ).append(other)
+    return sorted(
+        rows.values(),
+        key=lambda row: row[0].final.seconds if row[0].final else float("inf"),
+    )
 
 
 def stages(first: Final, limit: float) -> Iterator[dict[str, Any]]:
     """A bar per pipeline rank, on the scale of the device's memory; alike neighbours share one."""
     ranks, run = list(first.ranks), first.simulation
     scale = max(limit, max(gib(m.total) for m in ranks))
-    for (held, _), alike in groupby(range(len(ranks)), lambda r: (label(first, r), len(ranks) <= 24 and r)):
+    for (held, _), alike in groupby(
+        range(len(ranks)), lambda r: (label(first, r), len(ranks) <= 24 and r)
+    ):
         r, *others = alike
         span = f"ranks {r} to {others[-1]}" if others else f"rank {r}"
         yield {
@@ -136,7 +181,9 @@ def stages(first: Final, limit: float) -> Iterator[dict[str, Any]]:
 
 def label(first: Final, rank: int) -> str:
     held, parts = first.held(rank), [f"{first.layers(rank)} layers"]
-    parts += ["embedding"] * any(s.embedding for s in held) + ["head"] * any(s.head for s in held)
+    parts += ["embedding"] * any(s.embedding for s in held) + ["head"] * any(
+        s.head for s in held
+    )
     return " + ".join(parts)
 
 
@@ -148,28 +195,50 @@ def timeline(first: Final) -> dict[str, Any]:
     m, size = int(first.plan.microbatches), run.table.microbatches
     note = f"{len(run.timeline)} ranks, rank 0 on top · {m} microbatches · "
     note += f"bubble {part(first.cost, 'bubble') / first.seconds:.1%} of the step's {seconds(first.seconds)}"
-    if (less := 1 - sum(run.busy) / len(run.busy) / max(run.busy)) >= 0.01:  # the stages are as even as they can be
+    # the stages are as even as they can be
+    if (less := 1 - sum(run.busy) / len(run.busy) / max(run.busy)) >= 0.01:
         note += f", as the rank with most to do waits; the average rank has {less:.1%} less to do"
-    if m > size:  # what is drawn has a bubble of its own, which is no figure of the step
+    # what is drawn has a bubble of its own, which is no figure of the step
+    if m > size:
         note += f" · drawn are the first {size} microbatches ({seconds(run.elapsed)}); the others go on in the same way"
     note += f" · activations of the fullest rank: {gib(max(run.peaks)):.3g} GiB"
     if sum(map(len, run.timeline)) > BOXES:
         note += ". The table has too many actions to be drawn; weft schedule draws smaller ones of the kind"
         return {"note": f"{note}.", "picture": ""}
-    levels = tuple(tuple((when, gib(level)) for when, level in track) for track in run.memory)
-    picture = svg(replace(run, memory=levels), note=note, unit="s", memory="activations held, GiB", page=True)
-    seen = {t.action.kind for lane in (*run.timeline, *run.beside) for t in lane if t.end > t.start}
+    levels = tuple(
+        tuple((when, gib(level)) for when, level in track) for track in run.memory
+    )
+    picture = svg(
+        replace(run, memory=levels),
+        note=note,
+        unit="s",
+        memory="activations held, GiB",
+        page=True,
+    )
+    seen = {
+        t.action.kind
+        for lane in (*run.timeline, *run.beside)
+        for t in lane
+        if t.end > t.start
+    }
     drawn = legend(run.table)
     kinds = [kind for kind in drawn["kinds"] if kind[0] in seen]
     return {"note": note, "picture": picture, "kinds": kinds, "remark": drawn["remark"]}
 
 
 def pieces(
-    split: Cost | RankMemory, names: dict[str, str], whole: float, show: Callable[[float], str]
+    split: Cost | RankMemory,
+    names: dict[str, str],
+    whole: float,
+    show: Callable[[float], str],
 ) -> list[BarSegment]:
     """Those of a bar that is ``whole`` long, by the fields of ``split`` that ``names`` says in words."""
     sizes = {name: part(split, name) for name in names}
-    return [BarSegment(name, x / whole, f"{names[name]}: {show(x)}") for name, x in sizes.items() if x > 0]
+    return [
+        BarSegment(name, x / whole, f"{names[name]}: {show(x)}")
+        for name, x in sizes.items()
+        if x > 0
+    ]
 
 
 def part(split: Cost | RankMemory, name: str) -> float:
@@ -181,8 +250,16 @@ def gib(value: Any) -> float:
 
 
 def seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.0f} ms" if value >= 0.01 else f"{value * 1e3:.2g} ms"
+    return (
+        f"{value:.2f} s"
+        if value >= 1
+        else f"{value * 1e3:.0f} ms"
+        if value >= 0.01
+        else f"{value * 1e3:.2g} ms"
+    )
 
 
 def short(value: float) -> str:
-    return f"{value / 1e9:,.3g} billion" if value >= 1e9 else f"{value / 1e6:,.3g} million"
+    return (
+        f"{value / 1e9:,.3g} billion" if value >= 1e9 else f"{value / 1e6:,.3g} million"
+    )

@@ -13,8 +13,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.errors import UsageError, nearest
-from weft.planner.candidates import ADDED, CHOSEN, FIRST, SET, Refused, Rules, join, take, variants
-from weft.planner.cost import AWAY, CONTEXT, FILE, HOST, RECOMPUTE, SCHEDULES, Cost, Plan, step_time
+from weft.planner.candidates import (
+    ADDED,
+    CHOSEN,
+    FIRST,
+    SET,
+    Refused,
+    Rules,
+    join,
+    take,
+    variants,
+)
+from weft.planner.cost import (
+    AWAY,
+    CONTEXT,
+    FILE,
+    HOST,
+    RECOMPUTE,
+    SCHEDULES,
+    Cost,
+    Plan,
+    step_time,
+)
 from weft.planner.engine import EngineConstants
 from weft.planner.machine import Cluster, Machine
 from weft.planner.memory import RankMemory, peak_memory
@@ -26,7 +46,11 @@ from weft.shapes.shape import Shape
 USABLE = 0.93
 #: What a plan with an addition may take of the time of the best without; less where its times were never measured.
 WORTH = {"secondary": 0.98} | dict.fromkeys(AWAY, 0.9)
-NAMES = {"context": CONTEXT, "schedule": SCHEDULES, "recompute": RECOMPUTE} | dict.fromkeys(AWAY, PLACES)
+NAMES = {
+    "context": CONTEXT,
+    "schedule": SCHEDULES,
+    "recompute": RECOMPUTE,
+} | dict.fromkeys(AWAY, PLACES)
 
 
 @dataclass(frozen=True)
@@ -42,19 +66,29 @@ class Pin:
         signs = text.replace("at most", "<=").replace("at least", ">=")
         found = re.fullmatch(r"\s*(\w+)\s*(<=|>=|=)\s*([\w-]+)\s*", signs)
         if not found:
-            raise UsageError(f"--pin {text!r} is not of the form field=value, field<=value or field>=value")
+            raise UsageError(
+                f"--pin {text!r} is not of the form field=value, field<=value or field>=value"
+            )
         field, sign, value = found.groups()
         if field not in CHOSEN:
-            raise UsageError(f"--pin {text!r}: unknown field {field!r}; {nearest(field, CHOSEN)}")
+            raise UsageError(
+                f"--pin {text!r}: unknown field {field!r}; {nearest(field, CHOSEN)}"
+            )
         names = NAMES.get(field, ())
         if names and value not in names:
-            raise UsageError(f"--pin {text!r}: {field} cannot be {value!r}; {nearest(value, names)}")
+            raise UsageError(
+                f"--pin {text!r}: {field} cannot be {value!r}; {nearest(value, names)}"
+            )
         if not names and not value.isdigit():
             raise UsageError(f"--pin {text!r}: {value!r} is not a number")
         return cls(field, sign, names.index(value) if names else int(value))
 
     def holds(self, values: NDArray[np.float64]) -> NDArray[np.bool_]:
-        return {"=": values == self.value, "<=": values <= self.value, ">=": values >= self.value}[self.sign]
+        return {
+            "=": values == self.value,
+            "<=": values <= self.value,
+            ">=": values >= self.value,
+        }[self.sign]
 
     def __str__(self) -> str:
         return f"{self.field} {self.sign} {text_of(self.field, self.value)}"
@@ -96,11 +130,33 @@ class SearchResult:
     def _rejected(self, i: int) -> "Rejected":
         held, size = max(vars(at(self.memory, i)).items(), key=lambda part: part[1])
         columns = {name: getattr(self.plans, name) for name in SET}
-        changes = np.sum([column[self.order] != column[i] for column in columns.values()], axis=0)
-        best = int(self.order[np.lexsort((np.asarray(self.cost.total)[self.order], changes))[0]])
-        new = [f"{name}={text_of(name, column[best])}" for name, column in columns.items() if column[best] != column[i]]
-        slower, limit = self.seconds(best) / self.seconds(i) - 1, float(self.machine.memory) * USABLE / 2**30
-        return Rejected(self.plan(i), self.gib(i), limit, held, size / 2**30, ", ".join(new), self.gib(best), slower)
+        changes = np.sum(
+            [column[self.order] != column[i] for column in columns.values()], axis=0
+        )
+        best = int(
+            self.order[
+                np.lexsort((np.asarray(self.cost.total)[self.order], changes))[0]
+            ]
+        )
+        new = [
+            f"{name}={text_of(name, column[best])}"
+            for name, column in columns.items()
+            if column[best] != column[i]
+        ]
+        slower, limit = (
+            self.seconds(best) / self.seconds(i) - 1,
+            float(self.machine.memory) * USABLE / 2**30,
+        )
+        return Rejected(
+            self.plan(i),
+            self.gib(i),
+            limit,
+            held,
+            size / 2**30,
+            ", ".join(new),
+            self.gib(best),
+            slower,
+        )
 
 
 @dataclass(frozen=True)
@@ -120,7 +176,11 @@ class Rejected:
     def __str__(self) -> str:
         text = f"{describe(self.plan)}: the fullest rank needs {self.gib:.0f} of {self.limit:.0f} GiB: "
         text += f"{self.largest} {self.held:.0f}"
-        return text + (f"; {self.fix}: {self.fixed_gib:.0f} GiB, {self.slower:+.0%} time" if self.fix else "")
+        return text + (
+            f"; {self.fix}: {self.fixed_gib:.0f} GiB, {self.slower:+.0%} time"
+            if self.fix
+            else ""
+        )
 
 
 def at(columns: Any, i: int) -> Any:
@@ -138,11 +198,17 @@ def describe(plan: Plan) -> str:
     parts = [f"{name}={text_of(name, getattr(plan, name))}" for name in ("pp", "dp", "shard", "cp", "ep", "tp")
              if getattr(plan, name) > 1]  # fmt: skip
     if plan.shard > 1 or plan.zero >= 3:
-        parts.append(f"zero={plan.zero:.0f}" + (f" secondary={plan.secondary:.0f}" if plan.secondary else ""))
+        parts.append(
+            f"zero={plan.zero:.0f}"
+            + (f" secondary={plan.secondary:.0f}" if plan.secondary else "")
+        )
     if plan.cp > 1:
         parts.append(text_of("context", plan.context))
     if plan.pp > 1:
-        parts.append(text_of("schedule", plan.schedule) + (f" v={plan.virtual:.0f}" if plan.virtual > 1 else ""))
+        parts.append(
+            text_of("schedule", plan.schedule)
+            + (f" v={plan.virtual:.0f}" if plan.virtual > 1 else "")
+        )
     parts = parts or ["one rank"]
     parts.append(f"micro_batch={plan.micro_batch:.0f}")
     if plan.outer:
@@ -167,14 +233,18 @@ def search(
     added = [pin for pin in pins if pin.field in ADDED]
     wanted = {pin.field: pin.value for pin in added if pin.sign == "="}
     asked = {wanted.get(kind, 0) for kind in AWAY} - {0}
-    if FILE in asked and not machine.disk_bytes:  # who asks for files has a disk; nobody has told how large
+    # who asks for files has a disk; nobody has told how large
+    if FILE in asked and not machine.disk_bytes:
         machine = replace(machine, disk_bytes=np.inf)
     plans = _pinned(rules.candidates(bits), [pin for pin in pins if pin.field in FIRST])
     plans, cost, memory = _scored(shape, machine, engine, plans)
     limit = machine.memory * USABLE
     fits, seconds = np.asarray(memory.total) <= limit, np.asarray(cost.total)
     best = seconds[fits].min() if fits.any() else np.inf
-    cheap = {"secondary": seconds - cost.dp <= WORTH["secondary"] * best, "away": seconds <= WORTH["weights"] * best}
+    cheap = {
+        "secondary": seconds - cost.dp <= WORTH["secondary"] * best,
+        "away": seconds <= WORTH["weights"] * best,
+    }
     near, far = [HOST] * bool(machine.host_memory), [FILE] * bool(machine.disk_bytes)
     more, enough = take(plans, []), False
     for places in (near, near + far):  # a disk is for what nothing else has room for
@@ -192,10 +262,15 @@ def search(
         plans, cost, memory = _scored(shape, machine, engine, _pinned(plans, added))
     fit = np.flatnonzero(np.asarray(memory.total) <= limit)
     order = fit[np.argsort(np.asarray(cost.total)[fit], kind="stable")]
-    found = SearchResult(shape, machine, engine, plans, cost, memory, order, rules.refused())
+    found = SearchResult(
+        shape, machine, engine, plans, cost, memory, order, rules.refused()
+    )
     if not len(fit):
         least = int(np.asarray(memory.total).argmin())
-        held = ", ".join(f"{name} {float(size) / 2**30:.0f}" for name, size in vars(at(memory, least)).items())
+        held = ", ".join(
+            f"{name} {float(size) / 2**30:.0f}"
+            for name, size in vars(at(memory, least)).items()
+        )
         raise UsageError(
             f"memory rules out all {found.count} layouts: the leanest ({describe(found.plan(least))}) needs "
             f"{found.gib(least):.0f} of {machine.memory * USABLE / 2**30:.0f} GiB per rank ({held}); take more "
@@ -210,26 +285,45 @@ def _pinned(plans: Plan, pins: Sequence[Pin]) -> Plan:
         column = getattr(plans, pin.field)
         kept = pin.holds(column)
         if not kept.any():
-            values = sorted({text_of(pin.field, v) for v in column}, key=lambda t: (len(t), t))
-            raise UsageError(f"pin {pin} rules out every layout that is left; {pin.field} can be {', '.join(values)}")
+            values = sorted(
+                {text_of(pin.field, v) for v in column}, key=lambda t: (len(t), t)
+            )
+            raise UsageError(
+                f"pin {pin} rules out every layout that is left; {pin.field} can be {', '.join(values)}"
+            )
         plans = take(plans, kept)
     return plans
 
 
-def _scored(shape: Shape, machine: Machine, engine: EngineConstants, plans: Plan) -> tuple[Plan, Cost, RankMemory]:
+def _scored(
+    shape: Shape, machine: Machine, engine: EngineConstants, plans: Plan
+) -> tuple[Plan, Cost, RankMemory]:
     """``plans``, with what crosses between sites (``outer``), their time and their memory."""
     turning = (plans.pp > 1) & (plans.dp > 1)
-    if turning.any() and machine.site < np.max(plans.world):  # which of the two crosses between the sites
+    # which of the two crosses between the sites
+    if turning.any() and machine.site < np.max(plans.world):
         turned = replace(plans, outer=1.0 * turning)
-        usual, other = (step_time(shape, machine, way, engine).total for way in (plans, turned))
+        usual, other = (
+            step_time(shape, machine, way, engine).total for way in (plans, turned)
+        )
         plans = replace(plans, outer=1.0 * (other < 0.999 * usual))
-    return plans, planned_time(shape, machine, plans, engine), peak_memory(shape, plans, engine)
+    return (
+        plans,
+        planned_time(shape, machine, plans, engine),
+        peak_memory(shape, plans, engine),
+    )
 
 
-def _leanest(shape: Shape, machine: Machine, engine: EngineConstants, plans: Plan) -> tuple[Plan, bool]:
+def _leanest(
+    shape: Shape, machine: Machine, engine: EngineConstants, plans: Plan
+) -> tuple[Plan, bool]:
     """The plans that fit into the memory of device and host and on the disk; the leanest, if none does; and whether."""
     held = np.asarray(peak_memory(shape, plans, engine).total)
     host, file = room_away(shape, plans, engine)
-    room = np.asarray((host <= machine.host_memory * USABLE) & (file <= machine.disk_bytes * USABLE))
+    room = np.asarray(
+        (host <= machine.host_memory * USABLE) & (file <= machine.disk_bytes * USABLE)
+    )
     fits = room & (held <= machine.memory * USABLE)
-    return take(plans, fits if fits.any() else np.flatnonzero(room)[held[room].argsort()[:1]]), bool(fits.any())
+    return take(
+        plans, fits if fits.any() else np.flatnonzero(room)[held[room].argsort()[:1]]
+    ), bool(fits.any())

@@ -14,7 +14,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from weft.planner.cost import FILE, HOST, Cost, MicrobatchSeconds, Plan, most_layers, passes, step_time
+from weft.planner.cost import (
+    FILE,
+    HOST,
+    Cost,
+    MicrobatchSeconds,
+    Plan,
+    most_layers,
+    passes,
+    step_time,
+)
 from weft.planner.engine import EngineConstants
 from weft.planner.machine import Machine
 from weft.planner.memory import MOMENTS, in_flight, layer_bytes
@@ -42,21 +51,34 @@ def room_away(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num, N
         "weights": (engine.master - MOMENTS + engine.gradient) * held, "moments": MOMENTS * held,
         "activations": in_flight(plan, 0) * most * layer_bytes(shape, plan, engine)[0],
     }  # fmt: skip
-    host, file = (sum((getattr(plan, kind) == place) * size for kind, size in sizes.items()) for place in (HOST, FILE))
+    host, file = (
+        sum((getattr(plan, kind) == place) * size for kind, size in sizes.items())
+        for place in (HOST, FILE)
+    )
     return host, file
 
 
-def planned_time(shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants) -> Cost:
+def planned_time(
+    shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants
+) -> Cost:
     """Time of one step of ``plan``, wherever its parts rest."""
     cost = step_time(shape, machine, plan, engine)
     if not np.any(plan.moves):
         return cost
     one = passes(shape, machine, plan, engine)
-    return with_tiers(cost, shape, machine, plan, engine, one, most_layers(shape, plan.pp))
+    return with_tiers(
+        cost, shape, machine, plan, engine, one, most_layers(shape, plan.pp)
+    )
 
 
 def with_tiers(
-    cost: Cost, shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants, one: MicrobatchSeconds, layers: Num
+    cost: Cost,
+    shape: Shape,
+    machine: Machine,
+    plan: Plan,
+    engine: EngineConstants,
+    one: MicrobatchSeconds,
+    layers: Num,
 ) -> Cost:
     """``cost`` of a plan whose fullest rank has so many ``layers``, with what its tiers add and save.
 
@@ -71,7 +93,10 @@ def with_tiers(
 
     def phase(sent: Num, read: Num, written: Num, compute: Num) -> Num:
         """Seconds of a phase that so much compute does not hide: bytes over the link, and of files read and written."""
-        crossed, moved = sent / link, read / machine.disk_read + written / machine.disk_write
+        crossed, moved = (
+            sent / link,
+            read / machine.disk_read + written / machine.disk_write,
+        )
         seen = EXPOSED * crossed + np.maximum(0.0, (1 - EXPOSED) * crossed - compute)
         return np.maximum(seen, exposed_seconds(moved, compute, layers))
 
@@ -80,7 +105,9 @@ def with_tiers(
     gathers = np.where(filed, 2, np.where(plan.zero >= 3, often, 1))
     reduced = np.where((plan.zero >= 2) & (plan.weights != FILE), m, 1)
     wide, moments = WIDE * own, MOMENTS * own
-    updated = np.where(state & apart, own * UPDATE / machine.host_bandwidth, cost.optimizer)
+    updated = np.where(
+        state & apart, own * UPDATE / machine.host_bandwidth, cost.optimizer
+    )
     host = phase(
         state * gathers * wide + saved * kept, filed * wide, (plan.activations == FILE) * kept,
         m * layers * one.forward,

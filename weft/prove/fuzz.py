@@ -58,13 +58,19 @@ def _with_experts(*values: Any) -> Choices:
 
 def _beside_dense(value: int) -> Choices:
     """Where layers with experts are left."""
-    return lambda recipe, case, rng: [value] if _experts(recipe, case) and case.get("model.layers", 4) > 1 else []
+    return lambda recipe, case, rng: (
+        [value] if _experts(recipe, case) and case.get("model.layers", 4) > 1 else []
+    )
 
 
 def _experts(recipe: Recipe, case: Case) -> int:
     """The fewest experts that a layer with experts has; 0 if there are none."""
     given = case.get("model.experts", recipe.model.experts)
-    return min(filter(None, given), default=0) if isinstance(given, Sequence) else int(given)
+    return (
+        min(filter(None, given), default=0)
+        if isinstance(given, Sequence)
+        else int(given)
+    )
 
 
 def _folding(recipe: Recipe, case: Case, rng: random.Random) -> list[int]:
@@ -75,7 +81,11 @@ def _folding(recipe: Recipe, case: Case, rng: random.Random) -> list[int]:
 
 def _dispatchers(recipe: Recipe, case: Case, rng: random.Random) -> list[str]:
     levels = ["two-level", "per-node"] if "layout.node" in case else []
-    return [*levels, "per-rank", "all-gather", "adaptive", "timed"] if _experts(recipe, case) else []
+    return (
+        [*levels, "per-rank", "all-gather", "adaptive", "timed"]
+        if _experts(recipe, case)
+        else []
+    )
 
 
 def _targets(recipe: Recipe, case: Case, rng: random.Random) -> list[list[str]]:
@@ -91,9 +101,16 @@ def _if_plain(*values: Any) -> Choices:
 
     def found(recipe: Recipe, case: Case, rng: random.Random) -> list[Any]:
         model = recipe.model
-        other = case.get("model.qk_norm", model.qk_norm) or case.get("model.qkv_bias", model.qkv_bias)
-        other = other or case.get("adapter.targets", ["blocks.0.*"]) != ["blocks.0.*"]  # others may have no weight
-        return [] if other or case.get("model.mixer", model.mixer) != "softmax" else list(values)
+        other = case.get("model.qk_norm", model.qk_norm) or case.get(
+            "model.qkv_bias", model.qkv_bias
+        )
+        # others may have no weight
+        other = other or case.get("adapter.targets", ["blocks.0.*"]) != ["blocks.0.*"]
+        return (
+            []
+            if other or case.get("model.mixer", model.mixer) != "softmax"
+            else list(values)
+        )
 
     return found
 
@@ -102,11 +119,17 @@ def _plain_replicas(case: Case) -> bool:
     """Whether ranks are replicas, with all that belongs to them on the device."""
     cut = [axis for axis in AXES if axis != "dp" and f"layout.{axis}" in case]
     other = ("model.experts", "memory.", "layout.balance", "optimizer.estimate")
-    return "layout.dp" in case and not cut and not any(name.startswith(other) for name in case)
+    return (
+        "layout.dp" in case
+        and not cut
+        and not any(name.startswith(other) for name in case)
+    )
 
 
 def _if_update(*names: str, values: Sequence[Any]) -> Choices:
-    return lambda recipe, case, rng: list(values) if case.get("sync.update") in names else []
+    return lambda recipe, case, rng: (
+        list(values) if case.get("sync.update") in names else []
+    )
 
 
 #: What can be drawn, in this order.
@@ -119,9 +142,13 @@ DRAWN: dict[str, Choices] = {
     "layout.placement": _after("layout.ep", "sharded", "moving"),
     "layout.spare": _after("layout.ep", 1, 3),
     "sync.every": _after("layout.island", 2),
-    "sync.update": _after("layout.island", "nesterov", "streaming", "eager", "co2", "noloco"),
+    "sync.update": _after(
+        "layout.island", "nesterov", "streaming", "eager", "co2", "noloco"
+    ),
     "sync.partner": lambda recipe, case, rng: (
-        ["ring", "pairs", "graph"] if "layout.island" in case and case.get("sync.update", "noloco") == "noloco" else []
+        ["ring", "pairs", "graph"]
+        if "layout.island" in case and case.get("sync.update", "noloco") == "noloco"
+        else []
     ),
     "sync.graph": lambda recipe, case, rng: (
         [[[rng.randrange(i), i] for i in range(1, case["layout.island"])]]
@@ -129,15 +156,28 @@ DRAWN: dict[str, Choices] = {
         else []
     ),
     "sync.fragments": _if_update("streaming", values=(2, 3)),
-    "sync.delay": lambda recipe, case, rng: [1] if "sync.fragments" in case and "sync.every" in case else [],
+    "sync.delay": lambda recipe, case, rng: (
+        [1] if "sync.fragments" in case and "sync.every" in case else []
+    ),
     "sync.mix": _if_update("streaming", values=(0.0, 0.25)),
-    "sync.momentum": _if_update("nesterov", "streaming", "eager", "co2", "noloco", values=(0.0, 0.3)),
+    "sync.momentum": _if_update(
+        "nesterov", "streaming", "eager", "co2", "noloco", values=(0.0, 0.3)
+    ),
     "sync.penalty": _if_update("co2", values=(2.0,)),
     "sync.clip": _if_update("co2", values=(1e-4,)),
     "layout.order": lambda recipe, case, rng: [_order(case, rng)],
     "layout.zero": _any(1, 2, 3),
     "layout.secondary": _after("layout.shard", 2, 3),
-    "layout.context": _after("layout.cp", "zigzag", "ring", "lightseq", "tokenring", "gather", "rsa", "ulysses"),
+    "layout.context": _after(
+        "layout.cp",
+        "zigzag",
+        "ring",
+        "lightseq",
+        "tokenring",
+        "gather",
+        "rsa",
+        "ulysses",
+    ),
     "layout.ulysses": _after("layout.cp", 2),
     "layout.scan": _after("layout.cp", "pass"),
     "layout.schedule": _after("layout.pp", *BUILDERS),
@@ -145,13 +185,21 @@ DRAWN: dict[str, Choices] = {
     "layout.vocab_barriers": _after("layout.pp", 1, 2),
     "layout.skip": _after("layout.pp", 0.25),
     "layout.overlap": lambda recipe, case, rng: (
-        ["passes", "pairs"] if _experts(recipe, case) and "layout.pp" in case and case.get("layout.zero", 3) < 3 else []
+        ["passes", "pairs"]
+        if _experts(recipe, case)
+        and "layout.pp" in case
+        and case.get("layout.zero", 3) < 3
+        else []
     ),
-    "layout.balance": lambda recipe, case, rng: ["greedy", "flexsp"] if case.get("layout.zero") == 1 else [],
+    "layout.balance": lambda recipe, case, rng: (
+        ["greedy", "flexsp"] if case.get("layout.zero") == 1 else []
+    ),
     "optimizer.post_validation": _after("layout.pp", True),
     "optimizer.clip": _any(0.0, 0.1),
     "optimizer.kind": _any(*KINDS),
-    "optimizer.state": lambda recipe, case, rng: list(STATES) if "optimizer.kind" not in case else [],
+    "optimizer.state": lambda recipe, case, rng: (
+        list(STATES) if "optimizer.kind" not in case else []
+    ),
     "optimizer.ema": _any(0.5),
     "optimizer.estimate": _any("zeroth-order"),
     "optimizer.pairs": _after("optimizer.estimate", True),
@@ -159,25 +207,37 @@ DRAWN: dict[str, Choices] = {
     "adapter.rank": _after("adapter.kind", 1, 3),
     "adapter.tokens": _after("adapter.kind", [0, 5, 7]),
     "adapter.whole": lambda recipe, case, rng: (
-        [["embed_tokens"]] if "adapter.kind" in case and "adapter.tokens" not in case else []
+        [["embed_tokens"]]
+        if "adapter.kind" in case and "adapter.tokens" not in case
+        else []
     ),
     "adapter.dropout": _after("adapter.kind", 0.3),
     "train.freeze": lambda recipe, case, rng: (
-        [] if recipe.adapter or "adapter.kind" in case else [["norm.*"], ["blocks.0.*", "embed*"]]
+        []
+        if recipe.adapter or "adapter.kind" in case
+        else [["norm.*"], ["blocks.0.*", "embed*"]]
     ),
     "train.recompute": _any("selective", "full"),
     "memory.weights": _any("host", "file"),
-    "memory.gradients": lambda recipe, case, rng: ["host"] if case.get("memory.weights") == "file" else [],
+    "memory.gradients": lambda recipe, case, rng: (
+        ["host"] if case.get("memory.weights") == "file" else []
+    ),
     "memory.moments": _any("host", "file"),
     "memory.activations": _any("host", "file"),
-    "memory.buffer": lambda recipe, case, rng: [1, 64] if case.get("memory.weights") == "file" else [],
+    "memory.buffer": lambda recipe, case, rng: (
+        [1, 64] if case.get("memory.weights") == "file" else []
+    ),
     "memory.speculate": _any("even", "all"),
     "memory.blocks": _after("memory.activations", 1, 2, 9),
-    "memory.alternate": lambda recipe, case, rng: [0.4, 1.0, "auto"] if case.get("memory.weights") == "host" else [],
+    "memory.alternate": lambda recipe, case, rng: (
+        [0.4, 1.0, "auto"] if case.get("memory.weights") == "host" else []
+    ),
     "train.micro_batch": _any(1, 2, 3),
     "train.batch": _any(1, 2, 7),
     "train.loss_chunk": _any(1, 5),
-    "data.seq_len": lambda recipe, case, rng: [40, 48, 57, 64] if recipe.loss.of_pairs else [1, 2, 7, 33],
+    "data.seq_len": lambda recipe, case, rng: (
+        [40, 48, 57, 64] if recipe.loss.of_pairs else [1, 2, 7, 33]
+    ),
     "model.heads": _any(2, 6),
     "model.kv_heads": _any(1, 2),
     "model.ffn": _any(9, 32),
@@ -194,7 +254,9 @@ DRAWN: dict[str, Choices] = {
     "model.shared_mix": _with_experts("gate", "residual"),
     "model.router": _with_experts("pre-softmax", "sigmoid"),
     "model.router_norm": _with_experts(True),
-    "model.router_groups": lambda recipe, case, rng: [2] if _experts(recipe, case) in (6, 8) else [],
+    "model.router_groups": lambda recipe, case, rng: (
+        [2] if _experts(recipe, case) in (6, 8) else []
+    ),
     "model.router_early": _with_experts(True),
     "model.capacity": _with_experts(0.6, 1.0, 1.5),
     "model.balance": _with_experts("step", "huggingface"),
@@ -214,7 +276,9 @@ DRAWN: dict[str, Choices] = {
     "model.kv_rank": _if_plain(5),
     "model.q_rank": _after("model.kv_rank", 7),
     "model.value_dim": _after("model.kv_rank", 3, 14),
-    "resilience.code": lambda recipe, case, rng: ["gradient", "sr-sgc", "m-sgc"] if _plain_replicas(case) else [],
+    "resilience.code": lambda recipe, case, rng: (
+        ["gradient", "sr-sgc", "m-sgc"] if _plain_replicas(case) else []
+    ),
     "resilience.stragglers": _after("resilience.code", 1),
     "resilience.jobs": _after("resilience.code", 2, 3),
 }
@@ -252,7 +316,11 @@ SMALL: Case = {
 }  # fmt: skip
 
 #: What a case starts from if the recipe learns from pairs of answers. A row must have room for the longest pair.
-PAIRS: Case = {"data.path": str(FOLDER / "pairs.jsonl"), "data.form": "auto", "data.seq_len": 48}
+PAIRS: Case = {
+    "data.path": str(FOLDER / "pairs.jsonl"),
+    "data.form": "auto",
+    "data.seq_len": 48,
+}
 
 
 @dataclass(frozen=True)
@@ -272,7 +340,11 @@ class Summary:
 
     def as_json(self) -> dict[str, Any]:
         kinds = ("equal", "refused", "wrong", "crashed", "hung")
-        return {"tried": self.counts.total(), **{k: self.counts[k] for k in kinds}, "cases": self.cases}
+        return {
+            "tried": self.counts.total(),
+            **{k: self.counts[k] for k in kinds},
+            "cases": self.cases,
+        }
 
 
 def draw(recipe: Recipe, rng: random.Random, ranks: int) -> Case:
@@ -295,7 +367,11 @@ def words(case: Case) -> tuple[str, list[str]]:
     settings = SMALL | case
     if "data.path" in case:
         del settings["data.sources"]
-    layout = ",".join(f"{n.removeprefix('layout.')}={v}" for n, v in settings.items() if n.startswith("layout."))
+    layout = ",".join(
+        f"{n.removeprefix('layout.')}={v}"
+        for n, v in settings.items()
+        if n.startswith("layout.")
+    )
     sets = []
     for name, value in settings.items():
         if name == "data.sources":
@@ -309,7 +385,20 @@ def command(path: Path, case: Case, dtype: str, steps: int) -> str:
     """The command that repeats this case."""
     layout, sets = words(case)
     more = [word for text in sets for word in ("--set", text)]
-    return shlex.join(["weft", "verify", str(path), "--layout", layout, *more, "--dtype", dtype, "--steps", str(steps)])
+    return shlex.join(
+        [
+            "weft",
+            "verify",
+            str(path),
+            "--layout",
+            layout,
+            *more,
+            "--dtype",
+            dtype,
+            "--steps",
+            str(steps),
+        ]
+    )
 
 
 def write_corpus() -> None:
@@ -322,9 +411,15 @@ def write_corpus() -> None:
 
     documents = [{"text": text(1, 2, 3, 5, 8, 13, 21, 34, 55)} for _ in range(60)]
     answers = ("prompt", "chosen", "rejected")
-    pairs = [{name: rng.choice("abcdefgh") + text(0, 1, 4) for name in answers} for _ in range(60)]
+    pairs = [
+        {name: rng.choice("abcdefgh") + text(0, 1, 4) for name in answers}
+        for _ in range(60)
+    ]
     for name, rows in ("corpus", documents), ("pairs", pairs):
-        path, lines = FOLDER / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
+        path, lines = (
+            FOLDER / f"{name}.jsonl",
+            "".join(json.dumps(row) + "\n" for row in rows),
+        )
         if not path.exists() or path.read_text() != lines:
             path.write_text(lines)
 
@@ -349,15 +444,27 @@ class Fuzzer:
     def verdict_of(self, case: Case) -> CaseResult:
         layout, sets = words(case)
         try:
-            recipe = load_recipe(self.path, [*sets, f'train.dtype="{self.dtype}"'], layout)
+            recipe = load_recipe(
+                self.path, [*sets, f'train.dtype="{self.dtype}"'], layout
+            )
             prepare(recipe)
-            found = self.pool.run(recipe.layout.world, compare_layout, recipe, self.steps, timeout=self.limit)[0]
+            found = self.pool.run(
+                recipe.layout.world,
+                compare_layout,
+                recipe,
+                self.steps,
+                timeout=self.limit,
+            )[0]
         except Conflict as refusal:
             return CaseResult("refused", refusal.rule)
         except TimeoutError as error:
             return CaseResult("hung", str(error))
         except Exception as error:  # whatever it is, it is what the campaign is for
-            label = "refused outside the table: " if isinstance(error, UsageError | WeftError) else ""
+            label = (
+                "refused outside the table: "
+                if isinstance(error, UsageError | WeftError)
+                else ""
+            )
             return CaseResult("crashed", f"{label}{type(error).__name__}: {error}")
         return CaseResult("equal" if found["ok"] else "wrong", json.dumps(found))
 
@@ -366,9 +473,15 @@ class Fuzzer:
         verdict = self.verdict_of(case)
         needed = PAIRS if "data.path" in case else {}
         for name in [name for name in case if name not in needed]:
-            smaller = {key: value for key, value in case.items() if key not in (name, "layout.order")}
+            smaller = {
+                key: value
+                for key, value in case.items()
+                if key not in (name, "layout.order")
+            }
             if name != "layout.order" and "layout.order" in case:
-                axes = [a for a in case["layout.order"].split() if f"layout.{a}" in smaller]
+                axes = [
+                    a for a in case["layout.order"].split() if f"layout.{a}" in smaller
+                ]
                 smaller["layout.order"] = " ".join(axes)
             found = self.verdict_of(smaller)
             if found.kind == kind:
@@ -382,7 +495,9 @@ class Fuzzer:
         write_corpus()
         recipe = load_recipe(self.path)
         if recipe.model.origin:
-            raise UsageError("--random draws small models of the recipe's kind; give a recipe without model.from")
+            raise UsageError(
+                "--random draws small models of the recipe's kind; give a recipe without model.from"
+            )
         end = time.monotonic() + 60 * minutes if minutes else float("inf")
         for number in range(first, first + count):
             if time.monotonic() > end:

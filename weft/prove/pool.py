@@ -65,20 +65,26 @@ class ProcessPool:
         import torch.distributed as dist
 
         # Forking from a server that has imported PyTorch starts a worker in milliseconds.
-        self._context: Any = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
+        self._context: Any = mp.get_context(
+            "forkserver" if sys.platform == "linux" else "spawn"
+        )
         if sys.platform == "linux":
             # The first operator of our own imports torch._dynamo, which every worker would do again.
             usual = ["torch", "torch._dynamo", "torch.distributed.tensor"]
             self._context.set_forkserver_preload([*usual, *preload, "weft.train.loop"])
         self._folder = Path(tempfile.mkdtemp(prefix="weft-pool-"))
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
         self._workers: list[Worker] = []
         self._calls = 0
 
     def pids(self) -> list[int]:
         return [worker.process.pid or 0 for worker in self._workers]
 
-    def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
+    def run(
+        self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 240
+    ) -> list[Any]:
         """Results of ``fn(*args)`` in rank order.
 
         An exception of a rank is raised here, with its traceback as a note. Ranks that do not answer within ``timeout``
@@ -91,16 +97,35 @@ class ProcessPool:
         for rank, worker in enumerate(workers):
             worker.conn.send((rank, world, f"call-{self._calls}", timeout, task))
         answers = self._collect(workers, timeout)
-        self._workers = [w for w in self._workers if w not in [workers[r] for r, o in answers.items() if o.leaving]]
-        lost = self._bury({rank: worker for rank, worker in enumerate(workers) if rank not in answers}, timeout)
+        self._workers = [
+            w
+            for w in self._workers
+            if w not in [workers[r] for r, o in answers.items() if o.leaving]
+        ]
+        lost = self._bury(
+            {
+                rank: worker
+                for rank, worker in enumerate(workers)
+                if rank not in answers
+            },
+            timeout,
+        )
         failures = [(o.secondary, rank, o) for rank, o in answers.items() if not o.ok]
-        secondary, rank, worst = min(failures, key=lambda item: item[:2], default=(True, 0, None))
+        secondary, rank, worst = min(
+            failures, key=lambda item: item[:2], default=(True, 0, None)
+        )
         if lost and secondary:
             if worst:
-                lost.add_note(f"beside it, rank {rank} of {world} failed:\n{worst.trace}")
+                lost.add_note(
+                    f"beside it, rank {rank} of {world} failed:\n{worst.trace}"
+                )
             raise lost
         if worst:
-            error = pickle.loads(worst.payload) if worst.payload else RuntimeError("the error cannot be pickled")
+            error = (
+                pickle.loads(worst.payload)
+                if worst.payload
+                else RuntimeError("the error cannot be pickled")
+            )
             error.add_note(f"on rank {rank} of {world}:\n{worst.trace}")
             raise error
         return [pickle.loads(answers[rank].payload or b"") for rank in range(world)]
@@ -131,7 +156,9 @@ class ProcessPool:
     def _start(self) -> Worker:
         ours, theirs = self._context.Pipe()
         stacks = Path(tempfile.mkstemp(prefix="stacks-", dir=self._folder)[1])
-        process = self._context.Process(target=_serve, args=(theirs, str(stacks), self._store.port), daemon=True)
+        process = self._context.Process(
+            target=_serve, args=(theirs, str(stacks), self._store.port), daemon=True
+        )
         process.start()
         theirs.close()
         return Worker(process, ours, stacks)
@@ -157,11 +184,15 @@ class ProcessPool:
             worker.process.join(0.2)
             if worker.process.exitcode is not None:
                 stood = worker.stacks.read_text()
-                died.append(f"rank {rank} died with exit code {worker.process.exitcode}\n{stood}".rstrip())
+                died.append(
+                    f"rank {rank} died with exit code {worker.process.exitcode}\n{stood}".rstrip()
+                )
                 continue
             os.kill(worker.process.pid or 0, signal.SIGUSR1)
             time.sleep(0.2)
-            late.append(f"rank {rank} did not answer within {timeout:g} s; it stood at\n{worker.stacks.read_text()}")
+            late.append(
+                f"rank {rank} did not answer within {timeout:g} s; it stood at\n{worker.stacks.read_text()}"
+            )
             worker.process.kill()
             worker.process.join()
         self._workers = [w for w in self._workers if w.process.is_alive()]
@@ -175,7 +206,8 @@ def _serve(conn: Connection, stacks: str, port: int) -> None:
     threading.Thread(target=_end_with_session, daemon=True).start()
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then hangs up
+    # Ctrl-C is for pytest, which then hangs up
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     log = open(stacks, "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     faulthandler.enable(file=log)
@@ -186,7 +218,9 @@ def _serve(conn: Connection, stacks: str, port: int) -> None:
 
     torch.set_num_threads(1)
     keep_heap()
-    warnings.filterwarnings("ignore", r".*(all_gather|reduce_scatter)\w*` is deprecated", FutureWarning)
+    warnings.filterwarnings(
+        "ignore", r".*(all_gather|reduce_scatter)\w*` is deprecated", FutureWarning
+    )
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     gc.freeze()  # what is here now need not be looked at again and again
     conn.send("ready")
@@ -204,7 +238,8 @@ def _serve(conn: Connection, stacks: str, port: int) -> None:
             except ConnectionError:  # the pool has hung up in the middle of a call
                 os._exit(0)
         finally:  # after the answer: gloo takes some 20 ms to close
-            gc.collect()  # a process group in a circle of references would keep its threads running
+            # a process group in a circle of references would keep its threads running
+            gc.collect()
             if dist.is_initialized():
                 dist.destroy_process_group()
         if leaving:
@@ -235,7 +270,9 @@ def _call(rank: int, world: int, store: Any, timeout: float, task: bytes) -> Ran
     try:
         # The longer timeout lets the pool notice a hang first.
         limit = timedelta(seconds=timeout + 10)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world, timeout=limit
+        )
         fn, args = pickle.loads(task)
         return RankResult(True, pickle.dumps(fn(*args)))
     except BaseException as error:

@@ -17,7 +17,18 @@ from torch import nn
 from weft.data.batch import Batch, PairedRows, Pairs
 from weft.errors import UsageError
 from weft.layout import boundary
-from weft.layout.boundary import BY_DATA, SAME, I, P, R, V, declare, gradient_types, parameter_types, state_types
+from weft.layout.boundary import (
+    BY_DATA,
+    SAME,
+    I,
+    P,
+    R,
+    V,
+    declare,
+    gradient_types,
+    parameter_types,
+    state_types,
+)
 from weft.layout.dims import Logical
 from weft.layout.layout import DATA_AXES, MODEL_AXES, Layout
 from weft.layout.mesh import Mesh
@@ -68,23 +79,36 @@ def check_types(
     few = max(min(2, len(kinds)), 1 + max(kinds.index(kind) for kind in kinds))
     experts = shape.experts[:few] if isinstance(shape.experts, tuple) else shape.experts
     shape = shape.model_copy(update={"layers": few, "experts": experts})
-    if shape.adapter:  # rows of tokens are looked up by numbers that have no type; they are proven by values
-        shape = shape.model_copy(update={"adapter": shape.adapter.model_copy(update={"tokens": ()})})
+    # rows of tokens are looked up by numbers that have no type; they are proven by values
+    if shape.adapter:
+        shape = shape.model_copy(
+            update={"adapter": shape.adapter.model_copy(update={"tokens": ()})}
+        )
     layout = layout.inside.model_copy(update={"pp": 1})
     with fake_rank(0, layout.world) if layout.world > 1 else nullcontext():
-        mesh = dataclasses.replace(Mesh.create(layout, "cpu"), device=torch.device("meta"))
+        mesh = dataclasses.replace(
+            Mesh.create(layout, "cpu"), device=torch.device("meta")
+        )
         model = Transformer(shape, mesh, train.loss_chunk)
         model.freq = model.freq.to("meta")
         model.objective = objective(loss or Loss())
         connect(model, mesh, train.recompute)
         model.criterion = own_loss(loss or Loss(), shape.vocab) or model.criterion
         try:
-            state, batch = resident_state(model, mesh), _meta_batch(mesh, of_pairs=model.objective is not None)
+            state, batch = (
+                resident_state(model, mesh),
+                _meta_batch(mesh, of_pairs=model.objective is not None),
+            )
             if mesh.device_mesh is None:
                 gradients(model, state, [batch], mesh)
                 return None
             with spmd.set_current_mesh(mesh.device_mesh), typecheck():
-                for ids in (batch.tokens, batch.labels, batch.positions, batch.documents):
+                for ids in (
+                    batch.tokens,
+                    batch.labels,
+                    batch.positions,
+                    batch.documents,
+                ):
                     if ids is not None:
                         declare(ids, mesh, **BY_DATA)
                 declare(model.freq, mesh, **SAME)
@@ -98,7 +122,9 @@ def check_types(
 def _typed(state: State, mesh: Mesh) -> State:
     """``state`` with typed parameters, whose gradients have been through the contract of the units that share state."""
 
-    def reduced_gradient(logical: Logical) -> Callable[[nn.Parameter], torch.Tensor | None]:
+    def reduced_gradient(
+        logical: Logical,
+    ) -> Callable[[nn.Parameter], torch.Tensor | None]:
         def gradient(parameter: nn.Parameter) -> torch.Tensor | None:
             grad = parameter.grad
             assert grad is not None
@@ -106,7 +132,8 @@ def _typed(state: State, mesh: Mesh) -> State:
             for axis in DATA_AXES:
                 if mesh.size(axis) > 1 and gradient_types(logical)[axis] is P:
                     grad = spmd.all_reduce(grad, mesh.group(axis), dst=I)
-                    if state_types(logical)[axis] is V:  # each rank keeps its rows of the sum
+                    # each rank keeps its rows of the sum
+                    if state_types(logical)[axis] is V:
                         grad = spmd.mutate_type(grad, mesh.group(axis), src=I, dst=V)
             return grad
 
@@ -122,11 +149,15 @@ def _meta_batch(mesh: Mesh, of_pairs: bool) -> Batch:
     """A batch of the right shapes: two rows, of which each rank holds its share of the tokens; perhaps a pair."""
     local = 2 * mesh.size(*MODEL_AXES) * (2 if mesh.size("cp") > 1 else 1)
     length = local * mesh.size("cp")
-    tokens, labels, positions, documents = torch.empty(4, 2, local, dtype=torch.long, device="meta").unbind()
+    tokens, labels, positions, documents = torch.empty(
+        4, 2, local, dtype=torch.long, device="meta"
+    ).unbind()
     edges = torch.tensor([0, length, 2 * length], dtype=torch.int32)
     pairs = Pairs.listed(np.ones(1), np.zeros(1))
     paired = PairedRows(pairs, np.arange(2), mesh.rank("cp") == 0) if of_pairs else None
-    return _MetaBatch(tokens, labels, positions, edges, documents=documents, paired=paired)
+    return _MetaBatch(
+        tokens, labels, positions, edges, documents=documents, paired=paired
+    )
 
 
 class _MetaBatch(Batch):
@@ -139,7 +170,20 @@ class _MetaBatch(Batch):
 
 def _locate(error: BaseException) -> TypeFault:
     """The innermost frame that is neither the type checker's, PyTorch's nor a boundary's (whose caller is meant)."""
-    libraries = (str(Path(spmd.__file__).parent), str(Path(torch.__file__).parent), boundary.__file__)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
+    libraries = (
+        str(Path(spmd.__file__).parent),
+        str(Path(torch.__file__).parent),
+        boundary.__file__,
+    )
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if not f.filename.startswith(libraries)
+    ]
     file, line = frames[-1].filename, frames[-1].lineno or 0
-    return TypeFault(file, line, linecache.getline(file, line).strip(), str(error).strip().splitlines()[0])
+    return TypeFault(
+        file,
+        line,
+        linecache.getline(file, line).strip(),
+        str(error).strip().splitlines()[0],
+    )

@@ -102,9 +102,13 @@ def walk(
         rows, passes = job.recipe.rows_per_pass(job.recipe.layout)
         taken = routes(job.shape, job.recipe.layout, passes, job.recipe.data.seq_len)
         alike = job.recipe.train.model_copy(update={"micro_batch": rows})
-        job = dataclasses.replace(job, recipe=job.recipe.model_copy(update={"train": alike}))
+        job = dataclasses.replace(
+            job, recipe=job.recipe.model_copy(update={"train": alike})
+        )
     seed = job.recipe.train.seed
-    job = with_reference(job, mesh, with_adapter(seeded_values(seed + 1), job.shape, seed), steps)
+    job = with_reference(
+        job, mesh, with_adapter(seeded_values(seed + 1), job.shape, seed), steps
+    )
     model, state = assemble(job.shape, mesh, job.recipe)
     if watch is not None:
         watch(model, state)
@@ -114,18 +118,26 @@ def walk(
 
     held = {h.name: h for h in state.learning}
 
-    def keep(grads: dict[str, torch.Tensor]) -> None:  # of the whole model, or a unit's at a time
-        trace.grads[-1].update({name: held[name].part(grad.clone().cpu()) for name, grad in grads.items()})
+    # of the whole model, or a unit's at a time
+    def keep(grads: dict[str, torch.Tensor]) -> None:
+        trace.grads[-1].update(
+            {name: held[name].part(grad.clone().cpu()) for name, grad in grads.items()}
+        )
         for name, grad in follow[len(trace.grads) - 1].items() if follow else ():
             if name in grads:
                 grads[name].copy_(grad)
 
-    with open_streams(mesh, job.recipe.train.timeout) as streams:  # none for islands that are simulated
-        stepper = build_stepper(model, state, mesh, job.recipe, inspect=keep, routes=taken, streams=streams)
+    # none for islands that are simulated
+    with open_streams(mesh, job.recipe.train.timeout) as streams:
+        stepper = build_stepper(
+            model, state, mesh, job.recipe, inspect=keep, routes=taken, streams=streams
+        )
         for step in range(begun, steps):
             batches = loader.step(step * job.recipe.train.batch)
             if batches is None:
-                raise WeftError(f"the data ends after {step} steps; use fewer --steps or a smaller train.batch")
+                raise WeftError(
+                    f"the data ends after {step} steps; use fewer --steps or a smaller train.batch"
+                )
             trace.grads.append({})
             results += stepper.step(batches, job.recipe.optimizer.lr)
             yield state, trace
@@ -137,7 +149,9 @@ def walk(
         if h.local.is_floating_point():
             trace.params[h.name] = h.part(h.local.clone().cpu())
         for slot, part in h.slots.items():
-            trace.slots.setdefault(slot, {})[h.name] = dataclasses.replace(part, values=part.values.clone().cpu())
+            trace.slots.setdefault(slot, {})[h.name] = dataclasses.replace(
+                part, values=part.values.clone().cpu()
+            )
 
 
 def prove(recipe: Recipe, steps: int) -> Difference | None:
@@ -157,21 +171,30 @@ def compare(mine: StepTrace, job: Job, mesh: Mesh) -> Difference | None:
     """
     traces = [mine] * mesh.layout.world
     if mesh.layout.world > 1:
-        dist.gather_object(mine, traces if mesh.is_main else None, group=mesh.step_group)
+        dist.gather_object(
+            mine, traces if mesh.is_main else None, group=mesh.step_group
+        )
     if not mesh.is_main:
         return None
     simulates = mesh.islands > 1 and not job.recipe.sync.of_gradients
-    return worst_island((_against_simulated if simulates else _against_one)(traces, job, mesh), mesh)
+    return worst_island(
+        (_against_simulated if simulates else _against_one)(traces, job, mesh), mesh
+    )
 
 
 def worst_island(mine: Difference, mesh: Mesh) -> Difference | None:
     """The largest of the differences ``mine`` that the islands have found; None on all islands but the first."""
     if mesh.shore is None:
         return mine
-    mesh.shore.set(f"weft/difference/{mesh.island}", json.dumps(dataclasses.asdict(mine)))
+    mesh.shore.set(
+        f"weft/difference/{mesh.island}", json.dumps(dataclasses.asdict(mine))
+    )
     if mesh.island:
         return None
-    told = (json.loads(mesh.shore.get(f"weft/difference/{island}")) for island in range(mesh.islands))
+    told = (
+        json.loads(mesh.shore.get(f"weft/difference/{island}"))
+        for island in range(mesh.islands)
+    )
     found = [Difference(**one) for one in told]
     bad = max(found, key=lambda one: (not one.ok, one.grad, one.param))
     return dataclasses.replace(bad, ok=all(one.ok for one in found))
@@ -187,8 +210,13 @@ def _against_simulated(traces: Sequence[StepTrace], job: Job, mesh: Mesh) -> Dif
     alone = dataclasses.replace(Mesh.single(mesh.device), islands=mesh.islands)
     limit = job.recipe.train.timeout
     follow = _of_all_islands(_whole_gradients(traces), mesh, limit)
-    job = dataclasses.replace(job, recipe=job.recipe.model_copy(update={"memory": Memory()}))
-    walks = [walk(job, dataclasses.replace(alone, island=i), len(own), follow=own) for i, own in enumerate(follow)]
+    job = dataclasses.replace(
+        job, recipe=job.recipe.model_copy(update={"memory": Memory()})
+    )
+    walks = [
+        walk(job, dataclasses.replace(alone, island=i), len(own), follow=own)
+        for i, own in enumerate(follow)
+    ]
     past: dict[str, Any] = {}
     for step, now in enumerate(zip(*walks, strict=True), 1):
         agree(dict(enumerate(state for state, _ in now)), step, job.recipe.sync, past)
@@ -205,7 +233,11 @@ def _of_all_islands(mine: Gradients, mesh: Mesh, limit: float) -> list[Gradients
     if mesh.shore is None:
         raise ValueError("this mesh has no store that islands share")
     apart = dataclasses.replace(mesh, shore=dist.PrefixStore("weft/proof", mesh.shore))
-    sent = [(f"{step}/{name}", grad) for step, grads in enumerate(mine) for name, grad in grads.items()]
+    sent = [
+        (f"{step}/{name}", grad)
+        for step, grads in enumerate(mine)
+        for name, grad in grads.items()
+    ]
     found = [mine] * mesh.islands
     with open_streams(apart, limit) as streams:
         assert streams is not None
@@ -216,7 +248,9 @@ def _of_all_islands(mine: Gradients, mesh: Mesh, limit: float) -> list[Gradients
         for island in others:
             found[island] = [
                 {
-                    name: streams.receive(island, f"{step}/{name}", own.dtype).view(own.shape)
+                    name: streams.receive(island, f"{step}/{name}", own.dtype).view(
+                        own.shape
+                    )
                     for name, own in grads.items()
                 }
                 for step, grads in enumerate(mine)
@@ -226,7 +260,9 @@ def _of_all_islands(mine: Gradients, mesh: Mesh, limit: float) -> list[Gradients
 
 def _against_one(traces: Sequence[StepTrace], job: Job, mesh: Mesh) -> Difference:
     follow = _whole_gradients(traces)
-    plain = dataclasses.replace(job, recipe=job.recipe.model_copy(update={"memory": Memory()}))
+    plain = dataclasses.replace(
+        job, recipe=job.recipe.model_copy(update={"memory": Memory()})
+    )
     reference = run_layout(plain, Mesh.single(mesh.device), len(follow), follow=follow)
     return difference(traces, reference, job.recipe.train.dtype, _apart(job))
 
@@ -237,7 +273,12 @@ def _apart(job: Job) -> float | None:
     return 2 * optimizer.epsilon if optimizer.estimate == "zeroth-order" else None
 
 
-def difference(traces: Sequence[StepTrace], reference: StepTrace, dtype: str, apart: float | None = None) -> Difference:
+def difference(
+    traces: Sequence[StepTrace],
+    reference: StepTrace,
+    dtype: str,
+    apart: float | None = None,
+) -> Difference:
     """The differences of all ranks' traces from that of one device, relative to the size of each tensor.
 
     A gradient that is zero in exact arithmetic (that of keys' adapters where queries see one key, say) has rounding
@@ -254,17 +295,36 @@ def difference(traces: Sequence[StepTrace], reference: StepTrace, dtype: str, ap
     noise = NOISE * torch.finfo(getattr(torch, dtype)).eps / limit
     own = {name: _norm(part) for name, part in reference.params.items()}
     learns = [own[name] for name in reference.grads[0] if name in own]
-    least = [noise * abs(loss) / (apart or math.hypot(*learns) or 1.0) for loss in reference.losses]
-    share = [1 / max(1.0, low / max(norm, 1e-300)) for low, norm in zip(least, reference.norms, strict=True)]
-    loss = max(relative(a, b) for t in traces for a, b in zip(t.losses, reference.losses, strict=True))
-    norm = max(s * relative(a, b) for t in traces for s, a, b in zip(share, t.norms, reference.norms, strict=True))
-    grads = [_worst([t.grads[i] for t in traces], whole, noise) for i, whole in enumerate(reference.grads)]
+    least = [
+        noise * abs(loss) / (apart or math.hypot(*learns) or 1.0)
+        for loss in reference.losses
+    ]
+    share = [
+        1 / max(1.0, low / max(norm, 1e-300))
+        for low, norm in zip(least, reference.norms, strict=True)
+    ]
+    loss = max(
+        relative(a, b)
+        for t in traces
+        for a, b in zip(t.losses, reference.losses, strict=True)
+    )
+    norm = max(
+        s * relative(a, b)
+        for t in traces
+        for s, a, b in zip(share, t.norms, reference.norms, strict=True)
+    )
+    grads = [
+        _worst([t.grads[i] for t in traces], whole, noise)
+        for i, whole in enumerate(reference.grads)
+    ]
     grad = max((s * value, name) for s, (value, name) in zip(share, grads, strict=True))
     param = _worst([t.params for t in traces], reference.params, noise)
     slot = (0.0, "")
     for kind, whole in reference.slots.items():
         scale = own if kind in OF_PARAMETERS else {}
-        value, name = _worst([t.slots.get(kind, {}) for t in traces], whole, noise, scale)
+        value, name = _worst(
+            [t.slots.get(kind, {}) for t in traces], whole, noise, scale
+        )
         slot = max(slot, (value, f"{kind} of {name}"))
     ok = max(loss, norm, grad[0], param[0], slot[0]) <= limit
     return Difference(ok, loss, grad[0], norm, param[0], grad[1], param[1], *slot)
@@ -275,7 +335,10 @@ def _norm(whole: Part) -> float:
 
 
 def _worst(
-    ranks: Sequence[Parts], reference: Parts, noise: float, scale: Mapping[str, float] = MappingProxyType({})
+    ranks: Sequence[Parts],
+    reference: Parts,
+    noise: float,
+    scale: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[float, str]:
     """Largest relative difference (2-norm) of any copy of any tensor, and its name; inf if a part is missing.
 
@@ -289,11 +352,20 @@ def _worst(
         covered: dict[object, int] = {}
         square: dict[object, float] = {}  # of the copy of a part that differs most
         for part in (parts[name] for parts in ranks if name in parts):
-            diff = (part.values.double() - whole.values[part.index].double()).square().sum().item()
+            diff = (
+                (part.values.double() - whole.values[part.index].double())
+                .square()
+                .sum()
+                .item()
+            )
             where = part.rows, part.box
-            square[where] = max(square.get(where, 0.0), diff) if diff == diff else float("inf")
+            square[where] = (
+                max(square.get(where, 0.0), diff) if diff == diff else float("inf")
+            )
             covered[where] = part.values.numel()
-        value = sum(square.values()) ** 0.5 / max(norms[name], least, scale.get(name, 0.0))
+        value = sum(square.values()) ** 0.5 / max(
+            norms[name], least, scale.get(name, 0.0)
+        )
         if sum(covered.values()) != whole.values.numel() or value != value:
             value = float("inf")
         worst = max(worst, (value, name))
@@ -302,7 +374,10 @@ def _worst(
 
 def _whole_gradients(traces: Sequence[StepTrace]) -> Gradients:
     """Whole gradients, by step, from all ranks' traces."""
-    return [_whole([trace.grads[step] for trace in traces]) for step in range(len(traces[0].grads))]
+    return [
+        _whole([trace.grads[step] for trace in traces])
+        for step in range(len(traces[0].grads))
+    ]
 
 
 def _whole(ranks: Sequence[Parts]) -> dict[str, torch.Tensor]:

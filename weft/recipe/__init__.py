@@ -11,7 +11,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from weft.errors import UsageError, WeftError
 from weft.layout.layout import BATCH_AXES, Layout
@@ -24,10 +32,33 @@ from weft.recipe.validation import OneLine, validated
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 #: Weft's own kinds of sources, losses that compare pairs of answers, and trackers; plugins bring others.
-SOURCES = ("stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat", "preference", "feedback")
+SOURCES = (
+    "stdlib",
+    "text",
+    "jsonl",
+    "parquet",
+    "huggingface",
+    "tokens",
+    "chat",
+    "preference",
+    "feedback",
+)
 #: Kinds whose records are conversations, and those of them that are pairs of answers.
-CONVERSATIONS, ANSWER_PAIRS = ("chat", "preference", "feedback"), ("preference", "feedback")
-PAIR_LOSSES = ("dpo", "dpo-norm", "ipo", "robust", "hinge", "simpo", "orpo", "kto", "reward")
+CONVERSATIONS, ANSWER_PAIRS = (
+    ("chat", "preference", "feedback"),
+    ("preference", "feedback"),
+)
+PAIR_LOSSES = (
+    "dpo",
+    "dpo-norm",
+    "ipo",
+    "robust",
+    "hinge",
+    "simpo",
+    "orpo",
+    "kto",
+    "reward",
+)
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 #: Weights with a row for each token, as PEFT calls them.
 VocabularyWeight = Literal["embed_tokens", "lm_head"]
@@ -101,8 +132,12 @@ class Adapter(Section):
 
     @model_validator(mode="after")
     def _apart(self) -> Self:
-        if both := [name for name in self.whole if self.tokens and name in self.tokens_of]:
-            raise ValueError(f"{both[0]} is in whole and in tokens_of, and learns all rows or some; leave out one")
+        if both := [
+            name for name in self.whole if self.tokens and name in self.tokens_of
+        ]:
+            raise ValueError(
+                f"{both[0]} is in whole and in tokens_of, and learns all rows or some; leave out one"
+            )
         return self
 
     def __hash__(self) -> int:
@@ -212,12 +247,20 @@ class ModelShape(Section):
         """Experts of this layer; 0 if its feed-forward is dense."""
         if isinstance(self.experts, tuple):
             return self.experts[layer]
-        return self.experts if layer >= self.first_dense and (layer + 1) % self.moe_every == 0 else 0
+        return (
+            self.experts
+            if layer >= self.first_dense and (layer + 1) % self.moe_every == 0
+            else 0
+        )
 
     @property
     def mixtures(self) -> dict[int, int]:
         """The layers with experts, and how many they have."""
-        return {layer: count for layer in range(self.layers) if (count := self.experts_of(layer))}
+        return {
+            layer: count
+            for layer in range(self.layers)
+            if (count := self.experts_of(layer))
+        }
 
     @property
     def rotated(self) -> int:
@@ -227,7 +270,9 @@ class ModelShape(Section):
     @property
     def score_width(self) -> int:
         """The width of a head's queries and keys."""
-        return (self.head_dim or 0) + self.rope_dim if self.kv_rank else self.head_dim or 0
+        return (
+            (self.head_dim or 0) + self.rope_dim if self.kv_rank else self.head_dim or 0
+        )
 
     def mixer_of(self, layer: int) -> str:
         every = self.softmax_every
@@ -235,7 +280,9 @@ class ModelShape(Section):
 
     def window_of(self, layer: int) -> int:
         """Tokens that a token of this layer sees at most; 0 for all."""
-        return 0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
+        return (
+            0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
+        )
 
     @model_validator(mode="before")
     @classmethod
@@ -243,7 +290,11 @@ class ModelShape(Section):
         """Recipes in checkpoints of before 0.8 say ``weights`` or ``config`` where ``from`` is said now."""
         if not isinstance(tree, dict) or not tree.keys() & {"config", "weights"}:
             return tree
-        rest = {key: value for key, value in tree.items() if key not in ("config", "weights")}
+        rest = {
+            key: value
+            for key, value in tree.items()
+            if key not in ("config", "weights")
+        }
         weights, config = tree.get("weights"), tree.get("config")
         if config and not str(config).endswith(".json"):
             config = f"{config}/config.json"
@@ -252,10 +303,24 @@ class ModelShape(Section):
 
     @model_validator(mode="after")
     def _own(self) -> Self:
-        others = self.model_fields_set - {"kind", "settings", "vocab", "origin", "kv_heads", "head_dim", "ffn"}
+        others = self.model_fields_set - {
+            "kind",
+            "settings",
+            "vocab",
+            "origin",
+            "kv_heads",
+            "head_dim",
+            "ffn",
+        }
         fields = type(self).model_fields
-        if self.kind and (named := sorted(name for name in others if getattr(self, name) != fields[name].default)):
-            raise ValueError(f"{named[0]} is of Weft's own models, not of kind {self.kind!r}; put it into settings")
+        if self.kind and (
+            named := sorted(
+                name for name in others if getattr(self, name) != fields[name].default
+            )
+        ):
+            raise ValueError(
+                f"{named[0]} is of Weft's own models, not of kind {self.kind!r}; put it into settings"
+            )
         if self.settings and not self.kind:
             raise ValueError("settings are those of a plugin's model; name it as kind")
         return self
@@ -275,10 +340,14 @@ class ModelShape(Section):
         for name, value in derived.items():
             object.__setattr__(self, name, value)
         if self.heads % derived["kv_heads"]:
-            raise ValueError(f"heads = {self.heads} must be a multiple of kv_heads = {derived['kv_heads']}")
+            raise ValueError(
+                f"heads = {self.heads} must be a multiple of kv_heads = {derived['kv_heads']}"
+            )
         if self.rotated % 2:
             name = "rope_dim" if self.kv_rank else "head_dim"
-            raise ValueError(f"{name} = {self.rotated} must be even for rotary position embedding")
+            raise ValueError(
+                f"{name} = {self.rotated} must be even for rotary position embedding"
+            )
         self._check_experts()
         return self
 
@@ -288,22 +357,40 @@ class ModelShape(Section):
             object.__setattr__(self, "expert_ffn", self.expert_ffn or self.ffn)
         if isinstance(self.experts, tuple):
             if len(self.experts) != self.layers:
-                raise ValueError(f"experts has {len(self.experts)} entries for layers = {self.layers}; give one each")
+                raise ValueError(
+                    f"experts has {len(self.experts)} entries for layers = {self.layers}; give one each"
+                )
             if (self.first_dense, self.moe_every) != (0, 1):
-                raise ValueError("a list of experts says which layers are dense; leave out first_dense and moe_every")
+                raise ValueError(
+                    "a list of experts says which layers are dense; leave out first_dense and moe_every"
+                )
         elif self.experts and not self.mixtures:
             raise ValueError(
                 f"experts = {self.experts} are in none of layers = {self.layers} with first_dense = {self.first_dense} "
                 f"and moe_every = {self.moe_every}; lower these, or leave out experts"
             )
-        if self.balance == "huggingface" and self.balance_loss and len(set(self.mixtures.values())) > 1:
-            raise ValueError("balance = 'huggingface' adds up layers, which must have equally many experts")
-        groups, best, k = self.router_groups, self.router_top_groups, self.experts_per_token
+        if (
+            self.balance == "huggingface"
+            and self.balance_loss
+            and len(set(self.mixtures.values())) > 1
+        ):
+            raise ValueError(
+                "balance = 'huggingface' adds up layers, which must have equally many experts"
+            )
+        groups, best, k = (
+            self.router_groups,
+            self.router_top_groups,
+            self.experts_per_token,
+        )
         if best > groups:
-            raise ValueError(f"router_top_groups = {best} is more than the router_groups = {groups}; use {groups}")
+            raise ValueError(
+                f"router_top_groups = {best} is more than the router_groups = {groups}; use {groups}"
+            )
         for count in set(self.mixtures.values()):
             if count < 0 or count % groups:
-                raise ValueError(f"{count} experts do not make router_groups = {groups} equal groups; use a divisor")
+                raise ValueError(
+                    f"{count} experts do not make router_groups = {groups} equal groups; use a divisor"
+                )
             if k > count // groups * best:
                 raise ValueError(
                     f"experts_per_token = {k} is more than the {count // groups * best} experts that a token can "
@@ -332,7 +419,9 @@ class Source(Section):
     field: str = "text"
     weight: PositiveFloat = 1.0
     settings: dict[str, Any] = {}
-    form: Literal["auto", "messages", "prompt", "sharegpt", "alpaca", "adp", "atif", "docstrings"] = "auto"
+    form: Literal[
+        "auto", "messages", "prompt", "sharegpt", "alpaca", "adp", "atif", "docstrings"
+    ] = "auto"
     columns: dict[str, str] = {}
     roles: dict[str, Role] = {}
     on_error: Literal["stop", "skip"] = "stop"
@@ -356,14 +445,24 @@ class Source(Section):
                 f"{name} are of kinds 'chat', 'preference' and 'feedback', which read all files of records; of kind "
                 f"{self.kind!r} set 'field'"
             )
-        if self.kind in SOURCES and self.kind != "stdlib" and self.form != "docstrings" and not self.path:
+        if (
+            self.kind in SOURCES
+            and self.kind != "stdlib"
+            and self.form != "docstrings"
+            and not self.path
+        ):
             raise ValueError(f"a source of kind {self.kind!r} needs 'path'")
-        if self.kind in ANSWER_PAIRS and self.field != type(self).model_fields["field"].default:
+        if (
+            self.kind in ANSWER_PAIRS
+            and self.field != type(self).model_fields["field"].default
+        ):
             raise ValueError(
                 f"field is of other kinds; name the columns of pairs: columns = {{ {self.field} = 'chosen' }}"
             )
         if self.kind in ANSWER_PAIRS and self.form not in ("auto", "docstrings"):
-            raise ValueError(f"a source of kind {self.kind!r} has one form; leave out 'form'")
+            raise ValueError(
+                f"a source of kind {self.kind!r} has one form; leave out 'form'"
+            )
         return self
 
 
@@ -425,16 +524,32 @@ class Data(Section):
     @classmethod
     def _share_or_path(cls, given: float | str) -> float | str:
         if given == "" or not (isinstance(given, str) or 0 <= given < 1):
-            raise ValueError("it should be a share of the documents, below 1, or the path of a file with others")
+            raise ValueError(
+                "it should be a share of the documents, below 1, or the path of a file with others"
+            )
         return given
 
     @model_validator(mode="before")
     @classmethod
     def _one_source(cls, given: Any) -> Any:
         """``kind``, ``path`` and the like as those of the only source."""
-        own = {key: given[key] for key in given if key in Source.model_fields} if isinstance(given, dict) else {}
-        shared = {key: value for key, value in own.items() if key in ("columns", "roles", "on_error")}
-        if own and own == shared and all(isinstance(source, dict) for source in given.get("sources", (None,))):
+        own = (
+            {key: given[key] for key in given if key in Source.model_fields}
+            if isinstance(given, dict)
+            else {}
+        )
+        shared = {
+            key: value
+            for key, value in own.items()
+            if key in ("columns", "roles", "on_error")
+        }
+        if (
+            own
+            and own == shared
+            and all(
+                isinstance(source, dict) for source in given.get("sources", (None,))
+            )
+        ):
             return {k: v for k, v in given.items() if k not in own} | {
                 "sources": [shared | s for s in given["sources"]]
             }
@@ -443,7 +558,11 @@ class Data(Section):
             raise ValueError(
                 f"data.{key} stands beside data.sources; set data.sources = [{{ {key} = ... }}] to replace these"
             )
-        return {key: given[key] for key in given if key not in own} | {"sources": [own]} if own else given
+        return (
+            {key: given[key] for key in given if key not in own} | {"sources": [own]}
+            if own
+            else given
+        )
 
 
 class Loss(Section):
@@ -517,7 +636,9 @@ class Optimizer(Section):
     estimate: Literal["backward", "zeroth-order"] = "backward"
     epsilon: PositiveFloat = 1e-3
     pairs: bool = False
-    kind: Literal["adamw", "sgd", "lion", "adafactor", "muon", "galore", "natural-galore"] = "adamw"
+    kind: Literal[
+        "adamw", "sgd", "lion", "adafactor", "muon", "galore", "natural-galore"
+    ] = "adamw"
     state: Literal["float32", "bfloat16", "8bit", "4bit"] = "float32"
     block: PositiveInt = 256
     momentum: float = Field(0.95, ge=0, lt=1)
@@ -533,14 +654,21 @@ class Optimizer(Section):
     betas: tuple[float, float] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: float = Field(0.1, ge=0)
-    clip: float = Field(1.0, ge=0, description="global gradient norm; 0 turns clipping off")
+    clip: float = Field(
+        1.0, ge=0, description="global gradient norm; 0 turns clipping off"
+    )
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     warmup: int | float | None = Field(None, ge=0)
     decay: int = Field(
-        0, ge=0, description="steps of the final decay of 'wsd', at most all after warm-up; 0: a fifth of all"
+        0,
+        ge=0,
+        description="steps of the final decay of 'wsd', at most all after warm-up; 0: a fifth of all",
     )
     min_lr: float = Field(0.1, ge=0, le=1, description="floor as a fraction of lr")
-    post_validation: bool = Field(False, description="pipelines: update at once, check the global norm a step later")
+    post_validation: bool = Field(
+        False,
+        description="pipelines: update at once, check the global norm a step later",
+    )
 
     @field_validator("warmup")
     @classmethod
@@ -548,7 +676,9 @@ class Optimizer(Section):
         if not isinstance(warmup, float) or 0 < warmup < 1:
             return warmup
         if not warmup.is_integer():
-            raise ValueError("it should be a whole number of steps, or a share of the run below 1")
+            raise ValueError(
+                "it should be a whole number of steps, or a share of the run below 1"
+            )
         return int(warmup)
 
 
@@ -565,12 +695,20 @@ class Train(Section):
     dtype: Dtype = "float32"
     recompute: Literal["none", "selective", "full"] = "none"
     compile: bool = False
-    freeze: tuple[str, ...] = Field((), description="patterns of parameters that do not learn, e.g. 'embedding.*'")
+    freeze: tuple[str, ...] = Field(
+        (), description="patterns of parameters that do not learn, e.g. 'embedding.*'"
+    )
     loss_chunk: PositiveInt = 1024
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int = Field(0, ge=0, description="threads per rank; 0 divides the cores among the local ranks")
-    timeout: PositiveInt = Field(600, description="seconds a rank waits for the others in a collective")
+    threads: int = Field(
+        0,
+        ge=0,
+        description="threads per rank; 0 divides the cores among the local ranks",
+    )
+    timeout: PositiveInt = Field(
+        600, description="seconds a rank waits for the others in a collective"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -578,7 +716,11 @@ class Train(Section):
         """Older recipes say ``offload`` for what stands in ``[memory]`` now."""
         if not isinstance(tree, dict) or "offload" not in tree:
             return tree
-        kinds: dict[str, tuple[str, ...]] = {"none": (), "optimizer": ("weights",), "activations": ("activations",)}
+        kinds: dict[str, tuple[str, ...]] = {
+            "none": (),
+            "optimizer": ("weights",),
+            "activations": ("activations",),
+        }
         if now := kinds.get(str(tree["offload"]), ("weights", "activations")):
             said = " and ".join(f"memory.{kind} = 'host'" for kind in now)
             raise ValueError(f"offload = {tree['offload']!r} is now {said}")
@@ -609,9 +751,17 @@ class Memory(Section):
     gradients: Literal["", "device", "host", "file"] = ""
     moments: Literal["", "device", "host", "file"] = ""
     activations: Place = "device"
-    blocks: int = Field(0, ge=0, description="how many blocks' activations leave; 0: as many as travel hidden")
+    blocks: int = Field(
+        0,
+        ge=0,
+        description="how many blocks' activations leave; 0: as many as travel hidden",
+    )
     folder: str = "."
-    buffer: int = Field(0, ge=0, description="MiB of weights from files that stay from forward to backward")
+    buffer: int = Field(
+        0,
+        ge=0,
+        description="MiB of weights from files that stay from forward to backward",
+    )
     speculate: Literal["none", "even", "all"] = "none"
     alternate: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 0.0
 
@@ -656,16 +806,26 @@ class Validation(Section):
     folder, and is what ``checkpoint.export`` exports.
     """
 
-    every: int = Field(50, ge=0, description="steps between validations; 0 turns them off")
-    batches: int = Field(4, ge=0, description="of train.batch sequences; 0: all there are")
+    every: int = Field(
+        50, ge=0, description="steps between validations; 0 turns them off"
+    )
+    batches: int = Field(
+        4, ge=0, description="of train.batch sequences; 0: all there are"
+    )
     keep_best: bool = False
-    patience: int = Field(0, ge=0, description="validations without a lower loss that end the run; 0: it never ends so")
+    patience: int = Field(
+        0,
+        ge=0,
+        description="validations without a lower loss that end the run; 0: it never ends so",
+    )
 
     @model_validator(mode="after")
     def _happens(self) -> Self:
         if not self.every and (self.keep_best or self.patience):
             name = "keep_best" if self.keep_best else "patience"
-            raise ValueError(f"{name} waits for validations, and every = 0 turns them off; set validation.every")
+            raise ValueError(
+                f"{name} waits for validations, and every = 0 turns them off; set validation.every"
+            )
         return self
 
 
@@ -676,8 +836,14 @@ class Task(Section):
     """
 
     path: str
-    name: str = Field("", pattern=r"^[\w.-]*$", description="in records; the file's if left out")
-    every: int = Field(0, ge=0, description="steps between; 0 asks at the beginning and at the end alone")
+    name: str = Field(
+        "", pattern=r"^[\w.-]*$", description="in records; the file's if left out"
+    )
+    every: int = Field(
+        0,
+        ge=0,
+        description="steps between; 0 asks at the beginning and at the end alone",
+    )
     chat: bool = False
     limit: int = Field(0, ge=0, description="the first so many questions; 0 for all")
 
@@ -689,7 +855,9 @@ class Level(Section):
     """
 
     to: str = ""
-    every: int = Field(0, ge=0, description="steps between checkpoints; 0 saves only at the end")
+    every: int = Field(
+        0, ge=0, description="steps between checkpoints; 0 saves only at the end"
+    )
     keep: PositiveInt = 2
 
 
@@ -714,19 +882,27 @@ class Checkpoint(Level):
         from weft.checkpoint.s3 import open_storage
 
         if self.levels and (self.to, self.every, self.keep) != ("", 0, 2):
-            raise ValueError("give every level its own to, every and keep, or leave checkpoint.levels out")
+            raise ValueError(
+                "give every level its own to, every and keep, or leave checkpoint.levels out"
+            )
         found = [level.to for level in self.all_levels]
         for to in found:
             try:
                 open_storage(to)
-            except UsageError as error:  # without the value, which may have a credential in it
+            except (
+                UsageError
+            ) as error:  # without the value, which may have a credential in it
                 raise ValueError(str(error)) from None
         if len({to.rstrip("/") for to in found}) < len(found):
             raise ValueError("two levels have the same 'to'")
         if found[-1] == MEMORY:
-            raise ValueError(f"{MEMORY!r} does not outlast the run; add a level after it that does")
+            raise ValueError(
+                f"{MEMORY!r} does not outlast the run; add a level after it that does"
+            )
         if any(not level.every for level in self.levels[:-1]):
-            raise ValueError("all levels but the last, which gets the final checkpoint, need 'every'")
+            raise ValueError(
+                "all levels but the last, which gets the final checkpoint, need 'every'"
+            )
         return self
 
 
@@ -742,8 +918,14 @@ class Observe(Section):
 
     every: PositiveInt = 1
     trackers: tuple[str, ...] = ("tensorboard",)
-    split_every: int = Field(25, ge=0, description="steps between profiled steps for the time split; 0 turns it off")
-    trace: int = Field(0, ge=0, description="number of steps to write as a Chrome/Perfetto trace")
+    split_every: int = Field(
+        25,
+        ge=0,
+        description="steps between profiled steps for the time split; 0 turns it off",
+    )
+    trace: int = Field(
+        0, ge=0, description="number of steps to write as a Chrome/Perfetto trace"
+    )
 
 
 class Resilience(Section):
@@ -772,7 +954,15 @@ class Resilience(Section):
     detect: float = Field(1.5, gt=0)
     min_ranks: PositiveInt = 1
     actions: Literal["say", "rebalance", "leave-out"] = "say"
-    aggregate: Literal["mean", "flag", "krum", "multi-krum", "bulyan", "geometric-median", "trimmed-mean"] = "mean"
+    aggregate: Literal[
+        "mean",
+        "flag",
+        "krum",
+        "multi-krum",
+        "bulyan",
+        "geometric-median",
+        "trimmed-mean",
+    ] = "mean"
     faulty: int = Field(0, ge=0)
     code: Literal["", "gradient", "sr-sgc", "m-sgc"] = ""
     stragglers: int = Field(0, ge=0)
@@ -824,7 +1014,9 @@ class Sync(Section):
     every: PositiveInt = 1
     partner: Literal["all", "ring", "pairs", "graph"] = "all"
     graph: tuple[tuple[int, int], ...] = ()
-    update: Literal["average", "nesterov", "streaming", "eager", "co2", "noloco"] = "average"
+    update: Literal["average", "nesterov", "streaming", "eager", "co2", "noloco"] = (
+        "average"
+    )
     fragments: PositiveInt = 1
     delay: int = Field(0, ge=0)
     mix: float = Field(0.5, ge=0, le=1)
@@ -839,7 +1031,10 @@ class Sync(Section):
 
     @model_validator(mode="after")
     def _compressors(self) -> Self:
-        for field, word in (("compress", self.compress), ("compress_back", self.compress_back)):
+        for field, word in (
+            ("compress", self.compress),
+            ("compress_back", self.compress_back),
+        ):
             try:
                 compressor_word(word or "none")
             except UsageError as error:
@@ -850,20 +1045,33 @@ class Sync(Section):
     @classmethod
     def _as_published(cls, tree: Any) -> Any:
         if isinstance(tree, dict) and tree.get("update") == "diloco":
-            raise ValueError("update = 'diloco': DiLoCo is update = 'nesterov', or 'streaming' with fragments")
+            raise ValueError(
+                "update = 'diloco': DiLoCo is update = 'nesterov', or 'streaming' with fragments"
+            )
         if isinstance(tree, dict) and tree.get("update") in OUTER:
-            tree = dict(zip(("lr", "momentum"), OUTER[tree["update"]], strict=True)) | tree
+            tree = (
+                dict(zip(("lr", "momentum"), OUTER[tree["update"]], strict=True)) | tree
+            )
         return tree
 
     @property
     def of_gradients(self) -> bool:
         """Whether gradients are exchanged, before every update, so that islands compute what one would."""
-        return (self.every, self.update, self.partner, self.compress) == (1, "average", "all", "none")
+        return (self.every, self.update, self.partner, self.compress) == (
+            1,
+            "average",
+            "all",
+            "none",
+        )
 
     @property
     def in_ring(self) -> bool:
         """Whether sums of all islands go around a ring."""
-        return self.partner == "all" and self.update != "noloco" and self.compress.split(":")[0] in ("none", "powersgd")
+        return (
+            self.partner == "all"
+            and self.update != "noloco"
+            and self.compress.split(":")[0] in ("none", "powersgd")
+        )
 
 
 class Generate(Section):
@@ -932,9 +1140,17 @@ class Recipe(Section):
             check("callbacks", "callback", use.name, use.settings)
         for name in self.observe.trackers:
             check("observe.trackers", "tracker", name, {}, TRACKERS)
-        check("loss.kind", "loss", self.loss.kind, self.loss.settings, ("cross-entropy", *PAIR_LOSSES))
+        check(
+            "loss.kind",
+            "loss",
+            self.loss.kind,
+            self.loss.settings,
+            ("cross-entropy", *PAIR_LOSSES),
+        )
         if self.loss.settings and not self.loss.is_own:
-            raise ValueError(f"loss.settings are for a plugin's loss, and loss.kind = {self.loss.kind!r} is Weft's own")
+            raise ValueError(
+                f"loss.settings are for a plugin's loss, and loss.kind = {self.loss.kind!r} is Weft's own"
+            )
         if self.model.kind:
             check("model.kind", "model", self.model.kind, self.model.settings)
         for source in self.data.sources:
@@ -945,9 +1161,13 @@ class Recipe(Section):
     def _length(self) -> Self:
         """Where ``data.epochs`` alone says how long the run is, it has no other limit."""
         if self.data.epochs and "steps" not in self.train.model_fields_set:
-            object.__setattr__(self, "train", self.train.model_copy(update={"steps": 0}))
+            object.__setattr__(
+                self, "train", self.train.model_copy(update={"steps": 0})
+            )
         if not (self.train.steps or self.data.epochs):
-            raise ValueError("train.steps = 0 is as many as data.epochs need, and these are 0; set one of the two")
+            raise ValueError(
+                "train.steps = 0 is as many as data.epochs need, and these are 0; set one of the two"
+            )
         return self
 
     @model_validator(mode="after")
@@ -956,7 +1176,13 @@ class Recipe(Section):
             raise ValueError(
                 "model.adapter is that of model.from; a new one is the recipe's own: adapter = Adapter(...)"
             )
-        asked = Asked(self.layout, train=self.train, optimizer=self.optimizer, recipe=self, memory=self.memory)
+        asked = Asked(
+            self.layout,
+            train=self.train,
+            optimizer=self.optimizer,
+            recipe=self,
+            memory=self.memory,
+        )
         refuse(asked, "layout", "train", "memory", "optimizer", "recipe")
         self._check_loss()
         return self
@@ -964,12 +1190,20 @@ class Recipe(Section):
     @property
     def survives(self) -> bool:
         """Whether the run goes on when ranks are lost."""
-        return self.resilience.survive and self.layout.world > 1 and self.layout.island == 1
+        return (
+            self.resilience.survive
+            and self.layout.world > 1
+            and self.layout.island == 1
+        )
 
     @property
     def islands_come_and_go(self) -> bool:
         """Whether the run goes on when islands are lost; not if their gradients become one in every step."""
-        return self.resilience.survive and self.layout.island > 1 and not self.sync.of_gradients
+        return (
+            self.resilience.survive
+            and self.layout.island > 1
+            and not self.sync.of_gradients
+        )
 
     def dealt(self, layout: Layout) -> Layout:
         """The layout as sequences are dealt out to it: with ``optimizer.pairs`` two ranks get the same sequences."""
@@ -978,9 +1212,14 @@ class Recipe(Section):
 
     def _check_loss(self) -> None:
         """Pairs of answers and a loss that compares them come together."""
-        kind, pairs = self.loss.kind, [source.kind in ANSWER_PAIRS for source in self.data.sources]
+        kind, pairs = (
+            self.loss.kind,
+            [source.kind in ANSWER_PAIRS for source in self.data.sources],
+        )
         learns_judged = kind == "kto"
-        others = [s.kind for s in self.data.sources if (s.kind == "feedback") != learns_judged]
+        others = [
+            s.kind for s in self.data.sources if (s.kind == "feedback") != learns_judged
+        ]
         if others and (learns_judged or "feedback" in others):
             other = others[0] if learns_judged else "feedback"
             raise ValueError(
@@ -988,28 +1227,48 @@ class Recipe(Section):
                 "are each good or bad, data.kind = 'feedback', and nothing else does"
             )
         if self.loss.of_pairs and not all(pairs):
-            raise ValueError(f"loss.kind = {kind!r} compares pairs of answers; set data.kind = 'preference'")
+            raise ValueError(
+                f"loss.kind = {kind!r} compares pairs of answers; set data.kind = 'preference'"
+            )
         if any(pairs) and not self.loss.of_pairs:
-            raise ValueError("data.kind = 'preference' has pairs of answers; set loss.kind = 'dpo' or the like")
-        if self.loss.reference is not None and (kind in ("simpo", "orpo", "reward") or not self.loss.of_pairs):
-            raise ValueError(f"loss.reference, but loss.kind = {kind!r} has none; leave it out")
-        if self.loss.label_smoothing and (kind in ("ipo", "hinge", "orpo", "kto") or not self.loss.of_pairs):
-            raise ValueError(f"loss.label_smoothing does nothing for loss.kind = {kind!r}; leave it out")
+            raise ValueError(
+                "data.kind = 'preference' has pairs of answers; set loss.kind = 'dpo' or the like"
+            )
+        if self.loss.reference is not None and (
+            kind in ("simpo", "orpo", "reward") or not self.loss.of_pairs
+        ):
+            raise ValueError(
+                f"loss.reference, but loss.kind = {kind!r} has none; leave it out"
+            )
+        if self.loss.label_smoothing and (
+            kind in ("ipo", "hinge", "orpo", "kto") or not self.loss.of_pairs
+        ):
+            raise ValueError(
+                f"loss.label_smoothing does nothing for loss.kind = {kind!r}; leave it out"
+            )
         if self.loss.margin and kind not in ("simpo", "reward"):
-            raise ValueError(f"loss.margin does nothing for loss.kind = {kind!r}; leave it out")
+            raise ValueError(
+                f"loss.margin does nothing for loss.kind = {kind!r}; leave it out"
+            )
         if kind == "reward" and self.generate:
             raise ValueError(
                 "loss.kind = 'reward' makes a model that scores texts and writes none; leave out [generate]"
             )
         if self.model.output == "score" and kind != "reward":
-            raise ValueError(f"model.output = 'score' is trained by loss.kind = 'reward', not by {kind!r}")
+            raise ValueError(
+                f"model.output = 'score' is trained by loss.kind = 'reward', not by {kind!r}"
+            )
 
     def rows_per_pass(self, layout: Layout) -> tuple[int, int]:
         """``(rows, passes)``: sequences per rank and pass, and gradient-accumulation passes per step."""
         ranks = self.dealt(layout).size(*BATCH_AXES)
         per_rank = -(-self.train.batch // ranks)
         # A pipeline wants microbatches, about twice as many as it has ranks.
-        rows = min(self.train.micro_batch or max(1, per_rank // (2 * layout.pp if layout.pp > 1 else 1)), per_rank)
+        rows = min(
+            self.train.micro_batch
+            or max(1, per_rank // (2 * layout.pp if layout.pp > 1 else 1)),
+            per_rank,
+        )
         return rows, -(-per_rank // rows)
 
 
@@ -1026,23 +1285,41 @@ def load_recipe(
     file = Path(path) if Path(path).is_file() else find_recipe(path)
     if file is None:
         if Path(path).is_dir():
-            raise UsageError(f"{path} is a folder; give a recipe, which is a TOML file, or a name of 'weft recipes'")
+            raise UsageError(
+                f"{path} is a folder; give a recipe, which is a TOML file, or a name of 'weft recipes'"
+            )
         alike = get_close_matches(Path(path).stem, shipped_recipes(), n=1)
-        remedy = f"did you mean {alike[0]!r}?" if alike else "see 'weft recipes', or write one with 'weft new NAME'"
+        remedy = (
+            f"did you mean {alike[0]!r}?"
+            if alike
+            else "see 'weft recipes', or write one with 'weft new NAME'"
+        )
         raise WeftError(f"recipe {path} does not exist; {remedy}")
     if file.suffix in (".yaml", ".yml", ".json"):
         raise UsageError(
             f"{path}: recipes are TOML files; docs/coming-from.md says what settings of other programs are"
         )
     tree = read_toml(file, str(path))
-    if not (tree or overrides or origin or data):  # nobody means to train what all defaults together give
-        raise UsageError(f"{path} is empty; 'weft new NAME' writes a recipe to edit, 'weft recipes' lists others")
+    # nobody means to train what all defaults together give
+    if not (tree or overrides or origin or data):
+        raise UsageError(
+            f"{path} is empty; 'weft new NAME' writes a recipe to edit, 'weft recipes' lists others"
+        )
     if origin is not None:
         tree["model"] = {"from": origin}
-        tree["data"] = {key: value for key, value in tree.get("data", {}).items() if key != "tokenizer"}
+        tree["data"] = {
+            key: value
+            for key, value in tree.get("data", {}).items()
+            if key != "tokenizer"
+        }
     set_keys = {item.partition("=")[0].strip() for item in overrides}
-    if "data.path" in set_keys and "data.sources" not in set_keys and isinstance(tree.get("data"), dict):
-        tree["data"].pop("sources", None)  # a path of the user's own is read instead of what the recipe names
+    if (
+        "data.path" in set_keys
+        and "data.sources" not in set_keys
+        and isinstance(tree.get("data"), dict)
+    ):
+        # a path of the user's own is read instead of what the recipe names
+        tree["data"].pop("sources", None)
     if data is not None:
         tree["data"] = _with_data(tree.get("data", {}), data)
     for item in overrides:
@@ -1050,7 +1327,9 @@ def load_recipe(
     if layout is not None:
         tree["layout"] = Layout.parse(layout, tree.get("layout", {})).model_dump()
     if isinstance(tree.get("model"), dict) and "adapter" in tree["model"]:
-        raise UsageError(f"{path}: unknown section [model.adapter]; adapters have a section of their own, [adapter]")
+        raise UsageError(
+            f"{path}: unknown section [model.adapter]; adapters have a section of their own, [adapter]"
+        )
     tree.setdefault("name", file.stem)
     return build_recipe(tree, str(path))
 
@@ -1065,9 +1344,22 @@ def _with_data(section: dict[str, Any], path: str) -> dict[str, Any]:
     first = (section.get("sources") or [section])[0]
     kind = first.get("kind", "stdlib")
     if kind == "stdlib":
-        endings = {".jsonl": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
-        kind = next((endings[ending] for ending in Path(path).suffixes if ending in endings), "text")
-    others = {key: value for key, value in section.items() if key not in (*Source.model_fields, "sources")}
+        endings = {
+            ".jsonl": "jsonl",
+            ".json": "jsonl",
+            ".csv": "csv",
+            ".tsv": "tsv",
+            ".parquet": "parquet",
+        }
+        kind = next(
+            (endings[ending] for ending in Path(path).suffixes if ending in endings),
+            "text",
+        )
+    others = {
+        key: value
+        for key, value in section.items()
+        if key not in (*Source.model_fields, "sources")
+    }
     return others | {"kind": kind, "path": path}
 
 
@@ -1088,7 +1380,11 @@ def _override(tree: dict[str, Any], item: str) -> None:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
             raise UsageError(f"--set {item!r}: {section!r} is a value, not a section")
-    if value == "none" and isinstance(tree.get(leaf), dict | None) and leaf in ("adapter", "generate"):
+    if (
+        value == "none"
+        and isinstance(tree.get(leaf), dict | None)
+        and leaf in ("adapter", "generate")
+    ):
         tree.pop(leaf, None)
     else:
         tree[leaf] = value

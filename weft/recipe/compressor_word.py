@@ -33,10 +33,14 @@ def compressor_word(word: str) -> CompressorWord:
     """``word`` taken apart; whatever is wrong with it is a :class:`UsageError` of one line."""
     name, colon, argument = word.strip().partition(":")
     if name not in COMPRESSORS:
-        raise UsageError(f"there is no compressor {name!r}; {nearest(name, COMPRESSORS)}")
+        raise UsageError(
+            f"there is no compressor {name!r}; {nearest(name, COMPRESSORS)}"
+        )
     example = COMPRESSORS[name]
     if not example and colon:
-        raise UsageError(f"compressor {word!r} takes nothing after its name; write {name!r}")
+        raise UsageError(
+            f"compressor {word!r} takes nothing after its name; write {name!r}"
+        )
     if name.startswith("int"):
         if colon and argument != "random":
             raise UsageError(
@@ -52,7 +56,9 @@ def compressor_word(word: str) -> CompressorWord:
     if name == "powersgd":
         rank = _number(argument)
         if not (rank >= 1 and rank == int(rank)):
-            raise UsageError(f"compressor {word!r} needs a rank of at least 1, as in 'powersgd:{example}'")
+            raise UsageError(
+                f"compressor {word!r} needs a rank of at least 1, as in 'powersgd:{example}'"
+            )
         return CompressorWord(name, rank=int(rank))
     return CompressorWord(name)
 

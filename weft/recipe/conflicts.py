@@ -55,7 +55,11 @@ class Asked:
     @property
     def folding(self) -> list[int]:
         """The possible values of ``layout.ep``: so many neighbours among the data ranks, or that many times ``tp``."""
-        data = [n for n in range(1, self.layout.size("dp", "shard", "cp") + 1) if self.layout.folds(n)]
+        data = [
+            n
+            for n in range(1, self.layout.size("dp", "shard", "cp") + 1)
+            if self.layout.folds(n)
+        ]
         return sorted({*data, *(self.layout.tp * n for n in data)})
 
     @property
@@ -65,14 +69,19 @@ class Asked:
     @property
     def ranks_in_node(self) -> int:
         """Of the ranks of ``ep``, those that share a node; 0 if that is not known or not the same everywhere."""
-        from weft.layout.placement import experts_per_node  # which needs layouts, and so this
+        # which needs layouts, and so this
+        from weft.layout.placement import experts_per_node
 
         return experts_per_node(self.layout) if self.layout.node else 0
 
     @property
     def widths(self) -> list[int]:
         """The hidden widths of the model's feed-forwards."""
-        of_experts = self.shape.expert_ffn if self.shape.mixtures and not self.layout.folds_tp else None
+        of_experts = (
+            self.shape.expert_ffn
+            if self.shape.mixtures and not self.layout.folds_tp
+            else None
+        )
         return [w for w in (self.shape.ffn, of_experts) if w is not None]
 
     @property
@@ -93,7 +102,12 @@ class Asked:
     @property
     def odd_width(self) -> int:
         """The first of them that ``tp`` cuts at an odd column."""
-        return next(w for w in self.widths for i in range(self.layout.tp) if part(w, self.layout.tp, i)[0] % 2)
+        return next(
+            w
+            for w in self.widths
+            for i in range(self.layout.tp)
+            if part(w, self.layout.tp, i)[0] % 2
+        )
 
     @property
     def learns_loads(self) -> bool:
@@ -105,7 +119,11 @@ class Asked:
     @property
     def builder(self) -> Any:
         """The builder of the schedule; None without a pipeline, or if there is no such schedule."""
-        return self.schedules.get(self.layout.schedule) if self.shape is None or self.layout.pp > 1 else None
+        return (
+            self.schedules.get(self.layout.schedule)
+            if self.shape is None or self.layout.pp > 1
+            else None
+        )
 
     @property
     def chunks(self) -> int:
@@ -119,7 +137,9 @@ class Asked:
     @property
     def least_layers(self) -> int:
         """The fewest layers that fill all stages; embedding and output layer count as layers where stages hold them."""
-        return self.stages - (0 if self.layout.vocab_barriers or self.layout.overlap else 2)
+        return self.stages - (
+            0 if self.layout.vocab_barriers or self.layout.overlap else 2
+        )
 
     @property
     def most_skipped(self) -> float:
@@ -132,7 +152,9 @@ class Asked:
 
     @property
     def free_schedules(self) -> str:
-        return ", ".join(name for name, builder in self.schedules.items() if builder.free)
+        return ", ".join(
+            name for name, builder in self.schedules.items() if builder.free
+        )
 
 
 @dataclass(frozen=True)
@@ -476,7 +498,8 @@ RULES: tuple[Rule, ...] = (
     Rule("tp above expert ffn", "layout shape", lambda a: bool(a.shape.mixtures) and min(a.widths) < a.layout.tp,
          "tp={0.layout.tp} is more than the experts' {0.shape.expert_ffn} expert_ffn",
          "use tp <= {0.shape.expert_ffn}"),
-    Rule("tp above vocab", "layout shape", lambda a: 0 < a.shape.vocab < a.layout.tp,  # 0: the tokenizer's, not known
+    # 0: the tokenizer's, not known
+    Rule("tp above vocab", "layout shape", lambda a: 0 < a.shape.vocab < a.layout.tp,
          "tp={0.layout.tp} is more than the model's {0.shape.vocab} vocab", "use tp <= {0.shape.vocab}"),
     Rule("ulysses that does not divide", "layout shape", lambda a: a.layout.cp % a.layout.head_ranks > 0,
          "layout.ulysses = {0.layout.head_ranks} does not divide cp={0.layout.cp}", "use a divisor of cp"),

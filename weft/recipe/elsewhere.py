@@ -199,5 +199,9 @@ def here_it_is(word: str, as_option: bool = False) -> str:
     is_key = "." in equivalent.weft
     name = f"--set {equivalent.weft}=..." if as_option and is_key else equivalent.weft
     name = f"[{name}]" if not is_key and not name.startswith("--") else name
-    note = f" ({equivalent.note})" if equivalent.note and equivalent.note != "a section" else ""
+    note = (
+        f" ({equivalent.note})"
+        if equivalent.note and equivalent.note != "a section"
+        else ""
+    )
     return f"in Weft it is {name}{note}"

@@ -7,7 +7,7 @@ from weft.errors import WeftError
 
 def shipped(folder: str) -> Path:
     """Where the files of ``recipes`` or ``docs`` are."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     installed = package / "shipped_files" / folder
     return installed if installed.is_dir() else package.parent / folder
 
@@ -22,7 +22,11 @@ def find_recipe(name: str | Path) -> Path | None:
 
     None if there is no such file, or none that ends in ``.toml``.
     """
-    here = (path for path in (Path(name), Path(f"{name}.toml")) if path.suffix == ".toml" and path.is_file())
+    here = (
+        path
+        for path in (Path(name), Path(f"{name}.toml"))
+        if path.suffix == ".toml" and path.is_file()
+    )
     return next(here, None) or shipped_recipes().get(str(name).removesuffix(".toml"))
 
 

@@ -21,13 +21,23 @@ def template(text: str, file: str) -> str:
     recipe = build_recipe(given)
     kinds = _sections()
     sections = {key: value for key, value in recipe if key in kinds}
-    lists = [f"#{key} = []\n" for key, value in recipe if value == () and key not in kinds and key not in given]
+    lists = [
+        f"#{key} = []\n"
+        for key, value in recipe
+        if value == () and key not in kinds and key not in given
+    ]
     out = [_HEAD.format(file=file), *lists]
     for part in re.split(r"(?m)^(?=\[)", text):
         head = re.match(r"\[(\w+)\]\n", part)
         section = sections.pop(head[1], None) if head else None
         if head and section is not None:
-            part = head[0] + _about(section) + part[head.end() :].rstrip() + "\n" + _defaults(section, given[head[1]])
+            part = (
+                head[0]
+                + _about(section)
+                + part[head.end() :].rstrip()
+                + "\n"
+                + _defaults(section, given[head[1]])
+            )
         out.append(part.strip() + "\n")
     for key, section in sections.items():
         if key not in given:
@@ -40,7 +50,9 @@ def template(text: str, file: str) -> str:
 def _sections() -> dict[str, type[Section]]:
     """The sections of a recipe in their order, also those that there may be several of."""
     kinds = (
-        (name, kind) for name, f in Recipe.model_fields.items() for kind in (f.annotation, *get_args(f.annotation))
+        (name, kind)
+        for name, f in Recipe.model_fields.items()
+        for kind in (f.annotation, *get_args(f.annotation))
     )
     return {name: kind for name, kind in kinds if hasattr(kind, "model_fields")}
 
@@ -59,7 +71,8 @@ def _defaults(section: Section, given: dict[str, Any]) -> str:
         settings.pop("sources")
     lines = [
         # "..." where there is no default, and the user must say something.
-        f"#{name} = {toml_value(values[name]) if name in values else '...'}".ljust(34) + _note(field)
+        f"#{name} = {toml_value(values[name]) if name in values else '...'}".ljust(34)
+        + _note(field)
         for name, field in settings.items()
         if name not in given
     ]
@@ -68,6 +81,10 @@ def _defaults(section: Section, given: dict[str, Any]) -> str:
 
 def _note(field: FieldInfo) -> str:
     """What a setting means, and what else it can be."""
-    choices = [str(c) for c in get_args(field.annotation) if isinstance(c, str | int) and str(c)]
+    choices = [
+        str(c)
+        for c in get_args(field.annotation)
+        if isinstance(c, str | int) and str(c)
+    ]
     notes = [field.description or "", ", ".join(choices)]
     return " # " + "; ".join(filter(None, notes)) if any(notes) else ""

@@ -41,7 +41,9 @@ class OneLine(ModelMetaclass):
             return super().__call__(*args, **values)
         except ValidationError as error:
             refusal = _refusal(error, cls, cls.__name__)  # type: ignore[arg-type]  # a class of models
-            raise refusal if isinstance(refusal, Conflict) else WrongValue(str(refusal)) from None
+            raise (
+                refusal if isinstance(refusal, Conflict) else WrongValue(str(refusal))
+            ) from None
 
 
 def validated(model: type[M], values: dict[str, Any], origin: str) -> M:
@@ -66,33 +68,52 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     key = ".".join(path)
     if first["type"] == "extra_forbidden":
         below = first["input"] if isinstance(first["input"], dict) else {}
-        for name in (key, *(f"{key}.{inner}" for inner in below)):  # of an unknown section also what stands in it
+        # of an unknown section also what stands in it
+        for name in (key, *(f"{key}.{inner}" for inner in below)):
             if elsewhere := here_it_is(name):
                 return f"unknown key {name!r}; {elsewhere}"
         near, last = nearest(path[-1], _fields_at(model, path[:-1])), path[-1]
-        settings = [name for name in settings_called(last, model) if name.partition(".")[0] not in path]
-        if not settings and not near.startswith("did"):  # a section that a program makes
+        settings = [
+            name
+            for name in settings_called(last, model)
+            if name.partition(".")[0] not in path
+        ]
+        # a section that a program makes
+        if not settings and not near.startswith("did"):
             settings = settings_called(last)
-        if settings and (len(path) == 1 or (len(path) == 2 and not near.startswith("did"))):
-            return f"unknown key {key!r}; did you mean {' or '.join(map(repr, settings))}?"
+        if settings and (
+            len(path) == 1 or (len(path) == 2 and not near.startswith("did"))
+        ):
+            return (
+                f"unknown key {key!r}; did you mean {' or '.join(map(repr, settings))}?"
+            )
         return f"unknown key {key!r}; {near}"
     if first["type"] == "missing":
         return f"{key} is missing"
     if first["type"] == "literal_error":
-        expected = first["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        expected = (
+            first["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        )
         expected = [choice for choice in expected if choice]  # "" is what is left out
         return f"{key} = {first['input']!r} is not possible; {nearest(str(first['input']), expected)}"
     # A union has an error for each of its kinds.
     same = [e for e in error.errors() if _path(e) == path]
     kinds = [KINDS[e["type"]] for e in same if e["type"] in KINDS]
     words = [e["ctx"]["expected"] for e in same if e["type"] == "literal_error"]
-    kinds += [word for word in words if word.startswith("'")] if kinds else []  # a number is one of the kinds
-    plain = f"it should be {' or '.join(dict.fromkeys(kinds))}" if kinds else first["msg"]
+    # a number is one of the kinds
+    kinds += [word for word in words if word.startswith("'")] if kinds else []
+    plain = (
+        f"it should be {' or '.join(dict.fromkeys(kinds))}" if kinds else first["msg"]
+    )
     message = plain.removeprefix("Value error, ").replace("Input should", "it should")
     keys = {tuple(_path(other)) for other in error.errors()}
     more = f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
     shown = _shown(first["input"])
-    where = f"{key} = {shown}: " if path and not isinstance(first["input"], dict) else f"{key}: " * bool(key)
+    where = (
+        f"{key} = {shown}: "
+        if path and not isinstance(first["input"], dict)
+        else f"{key}: " * bool(key)
+    )
     return f"{where}{message}{more}"
 
 
@@ -105,8 +126,16 @@ def settings_called(name: str, model: type[BaseModel] | None = None) -> list[str
         from weft.recipe import Recipe
 
         model = Recipe
-    sections = [section for section in model.model_fields if name in _fields_at(model, [section])]
-    return [f"{section}.{name}" for section in sections if section != "sync" or sections == ["sync"]]
+    sections = [
+        section
+        for section in model.model_fields
+        if name in _fields_at(model, [section])
+    ]
+    return [
+        f"{section}.{name}"
+        for section in sections
+        if section != "sync" or sections == ["sync"]
+    ]
 
 
 def _shown(value: object) -> str:
@@ -119,7 +148,11 @@ def _shown(value: object) -> str:
 
 def _path(error: ErrorDetails) -> list[str]:
     """Where an error of pydantic is, without the kinds of a union."""
-    return [part for part in map(str, error["loc"]) if not re.match(r"constrained-|\w+\[|(int|float|bool|str)$", part)]
+    return [
+        part
+        for part in map(str, error["loc"])
+        if not re.match(r"constrained-|\w+\[|(int|float|bool|str)$", part)
+    ]
 
 
 def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
@@ -129,5 +162,8 @@ def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
             continue
         annotation = model.model_fields[part].annotation
         options = [annotation, *getattr(annotation, "__args__", ())]
-        model = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), model)
+        model = next(
+            (o for o in options if isinstance(o, type) and issubclass(o, BaseModel)),
+            model,
+        )
     return [field.alias or name for name, field in model.model_fields.items()]

@@ -38,14 +38,28 @@ from weft.train.setup import model_shape
 #: Layouts that are rehearsed, over all numbers of ranks.
 REHEARSED = 24
 #: Layouts that differ in none of these are one kind; the best of each by closed form is rehearsed.
-KIND = ("tp", "pp", "cp", "dp", "shard", "zero", "context", "schedule", "virtual", "secondary", *AWAY)
+KIND = (
+    "tp",
+    "pp",
+    "cp",
+    "dp",
+    "shard",
+    "zero",
+    "context",
+    "schedule",
+    "virtual",
+    "secondary",
+    *AWAY,
+)
 
 
 def shortlist(found: SearchResult, most: int) -> list[int]:
     """Candidates to rehearse: the best of every way to cut the model first, then the best kinds of all."""
     kinds: dict[tuple[float, ...], int] = {}
     for i in found.order:
-        kinds.setdefault(tuple(float(getattr(found.plans, name)[i]) for name in KIND), int(i))
+        kinds.setdefault(
+            tuple(float(getattr(found.plans, name)[i]) for name in KIND), int(i)
+        )
     ways: dict[tuple[float, ...], int] = {}
     for kind, i in kinds.items():
         ways.setdefault(kind[:3], i)
@@ -61,17 +75,22 @@ def shares(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield n, max(2, round(REHEARSED * n / whole))
 
 
-def with_rehearsed_time(final: Final, layout: Layout, rehearsed: Sequence[Rehearsal], local: ProbedMachine) -> Final:
+def with_rehearsed_time(
+    final: Final, layout: Layout, rehearsed: Sequence[Rehearsal], local: ProbedMachine
+) -> Final:
     """``final`` with the time, the memory and (where links differ) the order of axes that the rehearsal gives."""
     order, workers = place_ranks(layout, rehearsed, local.uneven(layout.world))
     prediction = predict(local, rehearsed, layout, workers)
-    parts = {**prediction.parts, "host": float(final.cost.host)}  # a rehearsal waits for no disk
+    # a rehearsal waits for no disk
+    parts = {**prediction.parts, "host": float(final.cost.host)}
     cost = Cost(**{part.name: parts.get(part.name, 0.0) for part in fields(Cost)})
     return replace(final, cost=cost, ranks=tuple(held(layout, rehearsed, prediction)), closed=float(cost.total),
                    order=order)  # fmt: skip
 
 
-def place_ranks(layout: Layout, rehearsed: Sequence[Rehearsal], links: WorkerLinks | None) -> tuple[str, list[int]]:
+def place_ranks(
+    layout: Layout, rehearsed: Sequence[Rehearsal], links: WorkerLinks | None
+) -> tuple[str, list[int]]:
     """The order of axes for these links, and the worker of every rank as it was rehearsed; usual if links are alike."""
     if links is None:
         return "", []
@@ -80,7 +99,9 @@ def place_ranks(layout: Layout, rehearsed: Sequence[Rehearsal], links: WorkerLin
     return (turned.order if workers != list(range(layout.world)) else ""), workers
 
 
-def traffic_of(events: Sequence[Event], rank: int, layout: Layout) -> dict[str, Traffic]:
+def traffic_of(
+    events: Sequence[Event], rank: int, layout: Layout
+) -> dict[str, Traffic]:
     """What ``rank`` sends along every axis in a rehearsed step. Small sums over the world are left out."""
     found: dict[str, Traffic] = {}
     for e in events:
@@ -90,7 +111,11 @@ def traffic_of(events: Sequence[Event], rank: int, layout: Layout) -> dict[str, 
         elif e.kind == "collective" and len(e.ranks) > 1:
             axis, *others = axes_along(layout, e.ranks)
             n, rounds = len(e.ranks), 2 if e.name == "reduce" else 1
-            sent, times, whole = rounds * (n - 1) / n * e.bytes, rounds * (n - 1), n == layout.size(axis)
+            sent, times, whole = (
+                rounds * (n - 1) / n * e.bytes,
+                rounds * (n - 1),
+                n == layout.size(axis),
+            )
         else:
             continue
         if whole and not others:
@@ -99,7 +124,9 @@ def traffic_of(events: Sequence[Event], rank: int, layout: Layout) -> dict[str, 
     return found
 
 
-def held(layout: Layout, rehearsed: Sequence[Rehearsal], prediction: Prediction) -> Iterator[RankMemory]:
+def held(
+    layout: Layout, rehearsed: Sequence[Rehearsal], prediction: Prediction
+) -> Iterator[RankMemory]:
     """Memory of the fullest rank of every pipeline position: tensors, and what the process takes beside them."""
     each = layout.world // layout.pp
     for stage in range(layout.pp):
@@ -109,7 +136,9 @@ def held(layout: Layout, rehearsed: Sequence[Rehearsal], prediction: Prediction)
         weights = state / 3  # beside two moments of as many numbers
         grads = min(weights, peak - state)
         beside = prediction.memory[fullest] - peak
-        yield RankMemory(weights, grads, state - weights, peak - state - grads, 0.0, beside)
+        yield RankMemory(
+            weights, grads, state - weights, peak - state - grads, 0.0, beside
+        )
 
 
 def at_hand(
@@ -123,7 +152,9 @@ def at_hand(
     finals: list[tuple[Final, SearchResult]] = []
     chosen = [
         (found, i)
-        for found, (_, most) in zip(founds, shares([int(f.plan(0).world) for f in founds]), strict=True)
+        for found, (_, most) in zip(
+            founds, shares([int(f.plan(0).world) for f in founds]), strict=True
+        )
         for i in shortlist(found, most)
     ]
     for n, (found, i) in enumerate(chosen, 1):
@@ -132,7 +163,9 @@ def at_hand(
             continue
         recipe = recipe_of(final)
         say(f"rehearsing {recipe.layout} ({n} of {len(chosen)})")
-        finals.append((with_rehearsed_time(final, recipe.layout, rehearse(recipe), local), found))
+        finals.append(
+            (with_rehearsed_time(final, recipe.layout, rehearse(recipe), local), found)
+        )
     fit = [(final, found) for final, found in finals if final.fits] or finals
     fit.sort(key=lambda pair: pair[0].seconds)
     return fit[0][1], [final for final, _ in fit]
@@ -144,10 +177,15 @@ def to_try(finals: Sequence[Final], count: int) -> list[Final]:
     for final in finals:
         firsts.setdefault(float(final.plan.world), final)
     chosen = sorted(firsts.values(), key=lambda final: final.seconds)[:count]
-    return chosen + [final for final in finals if final not in chosen][: count - len(chosen)]
+    return (
+        chosen
+        + [final for final in finals if final not in chosen][: count - len(chosen)]
+    )
 
 
-def correct_by_measured(finals: Sequence[Final], measured: Sequence[tuple[Final, float]]) -> list[Final]:
+def correct_by_measured(
+    finals: Sequence[Final], measured: Sequence[tuple[Final, float]]
+) -> list[Final]:
     """All of ``finals`` by time: those that ran with the seconds ``measured``, the others moved as those were.
 
     The speed of a machine that others use too wanders, and a probe knows it as it was: layouts of as many ranks are off
@@ -161,10 +199,17 @@ def correct_by_measured(finals: Sequence[Final], measured: Sequence[tuple[Final,
             off.setdefault(world, []).append(float(np.log(seconds / final.seconds)))
 
     def moved(final: Final) -> Final:
-        ratio = float(np.exp(np.mean(off.get(float(final.plan.world), off.get(0.0, [0.0])))))
+        ratio = float(
+            np.exp(np.mean(off.get(float(final.plan.world), off.get(0.0, [0.0]))))
+        )
         if id(final) in ran:
             ratio = ran[id(final)] / final.seconds
-        cost = Cost(**{part.name: ratio * float(getattr(final.cost, part.name)) for part in fields(Cost)})
+        cost = Cost(
+            **{
+                part.name: ratio * float(getattr(final.cost, part.name))
+                for part in fields(Cost)
+            }
+        )
         return replace(final, cost=cost, closed=ratio * final.closed)
 
     return sorted((moved(final) for final in finals), key=lambda final: final.seconds)
@@ -189,22 +234,40 @@ def search_here(
     counts = [ranks] if ranks else [n for n in local.settings if n <= cluster.count]
     founds, refusal = [], None
     for n in counts:
-        engine = replace(ENGINES["weft"], constant=local.setting(n).memory["plain"] / 2**30)
+        engine = replace(
+            ENGINES["weft"], constant=local.setting(n).memory["plain"] / 2**30
+        )
         memory = (cluster.memory or 16) * cluster.count / n
-        share = {"memory": memory, "bf16": (cluster.bf16 or 0.05) / n, "hbm": (cluster.hbm or 20) / n}
-        mine = cluster.model_copy(update={"count": n, "per_node": min(n, cluster.per_node)} | share)
+        share = {
+            "memory": memory,
+            "bf16": (cluster.bf16 or 0.05) / n,
+            "hbm": (cluster.hbm or 20) / n,
+        }
+        mine = cluster.model_copy(
+            update={"count": n, "per_node": min(n, cluster.per_node)} | share
+        )
         try:
             founds.append(search(shape, mine, engine, batch, seq, bits, pins))
         except UsageError as error:
             refusal = error
     if not founds:
-        raise refusal or UsageError("no number of ranks was probed; run weft probe again")
+        raise refusal or UsageError(
+            "no number of ranks was probed; run weft probe again"
+        )
     paces = dict[int, float]()
-    found, finals = at_hand(founds, local, recipe_of, lambda recipe: rehearsals(recipe, local, paces), say)
-    return found, finals, f"of {len(finals)} rehearsed layouts of {' or '.join(map(str, counts))} ranks"
+    found, finals = at_hand(
+        founds, local, recipe_of, lambda recipe: rehearsals(recipe, local, paces), say
+    )
+    return (
+        found,
+        finals,
+        f"of {len(finals)} rehearsed layouts of {' or '.join(map(str, counts))} ranks",
+    )
 
 
-def choose_here(recipe: Recipe, cluster: Cluster, ranks: int | None, say: Callable[[str], None]) -> ChosenLayout:
+def choose_here(
+    recipe: Recipe, cluster: Cluster, ranks: int | None, say: Callable[[str], None]
+) -> ChosenLayout:
     """The fastest layout for ``recipe`` on the probed machine; what its ``[train]`` section says stays."""
     train = recipe.train
     shape = shape_of(model_shape(recipe), vocab_of(recipe))
@@ -215,7 +278,9 @@ def choose_here(recipe: Recipe, cluster: Cluster, ranks: int | None, say: Callab
     return choice_of(recipe, finals, among)
 
 
-def rehearsals(recipe: Recipe, local: ProbedMachine, paces: dict[int, float] | None = None) -> list[Rehearsal]:
+def rehearsals(
+    recipe: Recipe, local: ProbedMachine, paces: dict[int, float] | None = None
+) -> list[Rehearsal]:
     """Every rank's step, on the recipe's own first batch if its data is there, with its work as slow as in the probe.
 
     A small model's step is timed before and after: how much longer that took among other ranks is taken to hold for

@@ -50,8 +50,18 @@ class Far:
     workers: np.ndarray
 
     @classmethod
-    def of(cls, links: WorkerLinks, rehearsed: Sequence[Sequence[Event]], workers: Sequence[int]) -> Far:
-        met = {e.ranks for events in rehearsed for e in events if e.kind == "collective" and len(e.ranks) > 1}
+    def of(
+        cls,
+        links: WorkerLinks,
+        rehearsed: Sequence[Sequence[Event]],
+        workers: Sequence[int],
+    ) -> Far:
+        met = {
+            e.ranks
+            for events in rehearsed
+            for e in events
+            if e.kind == "collective" and len(e.ranks) > 1
+        }
         groups = {}
         for ranks in met:
             beside, taken = [ranks], set(ranks)
@@ -65,7 +75,9 @@ class Far:
     def collective(self, e: Event) -> float:
         if e.ranks not in self.groups:
             return 0.0
-        speed, delay = (x[0] for x in self.links.pairs(self.workers[self.groups[e.ranks]], False))
+        speed, delay = (
+            x[0] for x in self.links.pairs(self.workers[self.groups[e.ranks]], False)
+        )
         if speed.min() >= self.links.shared:
             return 0.0
         n = len(e.ranks)
@@ -74,10 +86,20 @@ class Far:
 
     def message(self, a: int, b: int, size: float) -> float:
         speed, delay = self.links.pairs(self.workers[[[a, b]]], True)
-        return 0.0 if speed[0, 0] >= self.links.shared else float(size / speed[0, 0] + delay[0, 0])
+        return (
+            0.0
+            if speed[0, 0] >= self.links.shared
+            else float(size / speed[0, 0] + delay[0, 0])
+        )
 
 
-def program(rank: int, events: Sequence[Event], setting: Setting, far: Far | None, layout: Layout) -> list[Do]:
+def program(
+    rank: int,
+    events: Sequence[Event],
+    setting: Setting,
+    far: Far | None,
+    layout: Layout,
+) -> list[Do]:
     """What ``rank`` does in a step, with its costs."""
     found: list[Do] = []
     met: dict[tuple[int, ...], int] = defaultdict(int)
@@ -90,7 +112,16 @@ def program(rank: int, events: Sequence[Event], setting: Setting, far: Far | Non
             work, wait = setting.collective(e)
             wait = max(wait, far.collective(e) - work) if far else wait
             met[e.ranks] += 1
-            found.append(Do("meet", work, wait, (e.ranks, met[e.ranks]), e.ranks, axis_of(layout, e.ranks)))
+            found.append(
+                Do(
+                    "meet",
+                    work,
+                    wait,
+                    (e.ranks, met[e.ranks]),
+                    e.ranks,
+                    axis_of(layout, e.ranks),
+                )
+            )
         elif e.kind in ("send", "recv"):
             peer, tag = e.ranks
             ends = (rank, peer) if e.kind == "send" else (peer, rank)
@@ -149,7 +180,11 @@ def run(programs: Sequence[Sequence[Do]], cores: float, threads: int = 1) -> flo
         ahead = [now + left[r] / rate for r in busy] + [t for t in until if t > now]
         ahead += [t for t in there.values() if t > now + 1e-12]
         if not ahead:
-            stuck = [(r, programs[r][at[r]]) for r in range(count) if at[r] < len(programs[r])]
+            stuck = [
+                (r, programs[r][at[r]])
+                for r in range(count)
+                if at[r] < len(programs[r])
+            ]
             raise ValueError(f"these ranks wait for each other: {stuck}")
         then = min(ahead)
         for r in busy:
@@ -173,7 +208,10 @@ class Prediction:
 
 
 def predict(
-    local: ProbedMachine, rehearsed: Sequence[Rehearsal], layout: Layout, workers: Sequence[int] = ()
+    local: ProbedMachine,
+    rehearsed: Sequence[Rehearsal],
+    layout: Layout,
+    workers: Sequence[int] = (),
 ) -> Prediction:
     """From every rank's rehearsed step.
 
@@ -181,8 +219,15 @@ def predict(
     """
     world = len(rehearsed)
     setting, uneven = local.setting(world), local.uneven(world)
-    far = Far.of(uneven, [seen.events for seen in rehearsed], workers or range(world)) if uneven else None
-    programs = [program(r, seen.events, setting, far, layout) for r, seen in enumerate(rehearsed)]
+    far = (
+        Far.of(uneven, [seen.events for seen in rehearsed], workers or range(world))
+        if uneven
+        else None
+    )
+    programs = [
+        program(r, seen.events, setting, far, layout)
+        for r, seen in enumerate(rehearsed)
+    ]
     seconds = run(programs, local.cores, setting.threads)
     busy = tuple(sum(do.cpu for do in p) for p in programs)
     memory = tuple(setting.resident(layout, seen.peak) for seen in rehearsed)
@@ -192,14 +237,24 @@ def predict(
         parts[do.cause] += do.cpu / side_by_side + do.wait / world
     known = sum(parts.values())
     if known > seconds:  # some waited while others worked
-        parts = defaultdict(float, {cause: s * seconds / known for cause, s in parts.items()})
-    return Prediction(seconds, memory, busy, parts | {"bubble": max(0.0, seconds - known)})
+        parts = defaultdict(
+            float, {cause: s * seconds / known for cause, s in parts.items()}
+        )
+    return Prediction(
+        seconds, memory, busy, parts | {"bubble": max(0.0, seconds - known)}
+    )
 
 
 def axes_along(layout: Layout, ranks: Sequence[int]) -> set[str]:
     """The axes of ``layout`` along which these ranks lie."""
-    places = np.unravel_index(np.array(ranks, dtype=int), [layout.size(axis) for axis in layout.axis_order])
-    return {axis for axis, row in zip(layout.axis_order, places, strict=True) if len(set(row.tolist())) > 1}
+    places = np.unravel_index(
+        np.array(ranks, dtype=int), [layout.size(axis) for axis in layout.axis_order]
+    )
+    return {
+        axis
+        for axis, row in zip(layout.axis_order, places, strict=True)
+        if len(set(row.tolist())) > 1
+    }
 
 
 def axis_of(layout: Layout, ranks: Sequence[int]) -> str:

@@ -40,7 +40,11 @@ class Setting:
     def collective(self, e: Event) -> tuple[float, float]:
         """``(cpu seconds of each rank, seconds besides)`` of a collective."""
         size = len(e.ranks)
-        known = sorted(int(name.partition(".")[2]) for name in self.collectives if name.startswith(e.name))
+        known = sorted(
+            int(name.partition(".")[2])
+            for name in self.collectives
+            if name.startswith(e.name)
+        )
         if size <= 1 or not known:
             return 0.0, 0.0
         points = self.collectives[f"{e.name}.{min(known, key=lambda n: abs(n - size))}"]
@@ -53,8 +57,14 @@ class Setting:
 
     def resident(self, layout: Layout, peak: float) -> float:
         """Most bytes resident of a rank whose tensors take ``peak`` bytes at most."""
-        uses = {"functional": layout.tp * layout.cp, "sharded": layout.dp * layout.shard, "message": layout.pp}
-        more = sum(self.memory.get(kind, 0.0) for kind, size in uses.items() if size > 1)
+        uses = {
+            "functional": layout.tp * layout.cp,
+            "sharded": layout.dp * layout.shard,
+            "message": layout.pp,
+        }
+        more = sum(
+            self.memory.get(kind, 0.0) for kind, size in uses.items() if size > 1
+        )
         return self.memory["plain"] + self.memory["per_byte"] * peak + more
 
 
@@ -70,18 +80,30 @@ class ProbedMachine:
     def of(cls, calibration: Mapping[str, Any]) -> ProbedMachine:
         """From the ``calibration`` table of a cluster file that ``weft probe`` has written."""
         if any("step" not in s for s in calibration["settings"].values()):
-            raise UsageError("the cluster file is of an older weft probe; run weft probe again")
+            raise UsageError(
+                "the cluster file is of an older weft probe; run weft probe again"
+            )
         found = {int(n): Setting(**s) for n, s in calibration["settings"].items()}
         table = calibration.get("links")
-        return cls(int(calibration["cores"]), dict(sorted(found.items())), WorkerLinks.of(table) if table else None)
+        return cls(
+            int(calibration["cores"]),
+            dict(sorted(found.items())),
+            WorkerLinks.of(table) if table else None,
+        )
 
     def uneven(self, ranks: int) -> WorkerLinks | None:
         """The links of a run of so many ranks, if some of them are much slower than others."""
-        return self.links if self.links is not None and len(self.links) == ranks and self.links.uneven else None
+        return (
+            self.links
+            if self.links is not None and len(self.links) == ranks and self.links.uneven
+            else None
+        )
 
     def setting(self, ranks: int) -> Setting:
         """The measured setting nearest above ``ranks``, else the largest."""
-        return self.settings[min((n for n in self.settings if n >= ranks), default=max(self.settings))]
+        return self.settings[
+            min((n for n in self.settings if n >= ranks), default=max(self.settings))
+        ]
 
 
 def curve(points: Sequence[Sequence[float]], x: float, column: int = 1) -> float:
@@ -89,7 +111,9 @@ def curve(points: Sequence[Sequence[float]], x: float, column: int = 1) -> float
     if x <= points[0][0] or len(points) == 1:
         return points[0][column]
     i = min(int(np.searchsorted([p[0] for p in points], x)), len(points) - 1)
-    (x0, y0), (x1, y1) = ((points[j][0], max(points[j][column], 1e-9)) for j in (i - 1, i))
+    (x0, y0), (x1, y1) = (
+        (points[j][0], max(points[j][column], 1e-9)) for j in (i - 1, i)
+    )
     slope = math.log(y1 / y0) / math.log(x1 / x0)
     if x > x1:
         slope = 1.0  # as many times longer as it is larger

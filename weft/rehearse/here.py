@@ -30,7 +30,9 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "full": {"optimizer": {"lr": 2e-5}},
     "lora": {"adapter": {"kind": "lora"}, "optimizer": {"lr": 2e-4}},
     "qlora": {"adapter": {"kind": "qlora"}, "optimizer": {"lr": 2e-4}},
-    "galore": {"optimizer": {"kind": "galore", "in_backward": True, "clip": 0.0, "lr": 1e-4}},
+    "galore": {
+        "optimizer": {"kind": "galore", "in_backward": True, "clip": 0.0, "lr": 1e-4}
+    },
     "zo": {"optimizer": {"estimate": "zeroth-order", "kind": "sgd", "lr": 1e-6}},
 }
 #: What can rest in files (:class:`weft.recipe.Memory`) where memory is not enough, the least first.
@@ -80,21 +82,29 @@ class Estimate:
         return self.total <= USABLE * self.available
 
 
-def with_method(recipe: Recipe, method: str, places: Mapping[str, str] | None = None, **train: Any) -> Recipe:
+def with_method(
+    recipe: Recipe, method: str, places: Mapping[str, str] | None = None, **train: Any
+) -> Recipe:
     """The recipe as ``method`` trains it, resting in ``places``: the settings of an adapter stay where it has one."""
     tree, sections = recipe.model_dump(mode="json"), METHODS[method]
     adapter = sections.get("adapter")
     tree["adapter"] = (tree["adapter"] or {}) | adapter if adapter else None
     tree["optimizer"] |= sections["optimizer"]
     if method == "galore":
-        tree["optimizer"]["rank"] = min(tree["optimizer"]["rank"], max(4, recipe.model.embed // 4))
+        tree["optimizer"]["rank"] = min(
+            tree["optimizer"]["rank"], max(4, recipe.model.embed // 4)
+        )
     tree["train"] |= train
     tree["memory"] |= places or {}
     return build_recipe(tree)
 
 
 def estimates(
-    recipe: Recipe, shape: ModelShape, methods: Sequence[str], device: torch.device, say: Callable[[str], None]
+    recipe: Recipe,
+    shape: ModelShape,
+    methods: Sequence[str],
+    device: torch.device,
+    say: Callable[[str], None],
 ) -> list[Estimate]:
     """For each method the fastest settings that fit; where none does, those that take least."""
     if device.type == "cpu":
@@ -108,7 +118,11 @@ def estimates(
     found, disk = list[Estimate](), dict[str, Any]()
     for method, (block, ends) in measured.items():
         given = recipe.train.micro_batch or recipe.train.batch
-        sizes = [given] if recipe.train.micro_batch else [n for n in range(given, 0, -1) if given % n == 0]
+        sizes = (
+            [given]
+            if recipe.train.micro_batch
+            else [n for n in range(given, 0, -1) if given % n == 0]
+        )
         ways = ("full",) if recipe.train.recompute == "full" else ("none", "full")
         tried = list[Estimate]()
         for places in ({}, *FILED.get(method, ())):
@@ -122,15 +136,24 @@ def estimates(
             ]  # fmt: skip
             if any(e.fits for e in tried):
                 break
-        found.append(next((e for e in tried if e.fits), min(tried, key=lambda e: e.total)))
+        found.append(
+            next((e for e in tried if e.fits), min(tried, key=lambda e: e.total))
+        )
     return found
 
 
 def recommend(found: Sequence[Estimate]) -> Estimate | None:
     """The one to take, of those that fit; adapters where these can hold all that is learned."""
     fitting = {e.method: e for e in found if e.fits}
-    small = "lora" in fitting and fitting["lora"].tokens <= TOKENS_PER_PARAMETER * fitting["lora"].learning
-    order = ("lora", "full", "galore", "qlora", "zo") if small else ("full", "galore", "lora", "qlora", "zo")
+    small = (
+        "lora" in fitting
+        and fitting["lora"].tokens <= TOKENS_PER_PARAMETER * fitting["lora"].learning
+    )
+    order = (
+        ("lora", "full", "galore", "qlora", "zo")
+        if small
+        else ("full", "galore", "lora", "qlora", "zo")
+    )
     return next((fitting[method] for method in order if method in fitting), None)
 
 
@@ -140,15 +163,24 @@ def estimate(
 ) -> Estimate:  # fmt: skip
     """Memory and time of the recipe's steps, from the model's measured pieces, and the ``disk`` if it uses one."""
     rows, passes = recipe.rows_per_pass(recipe.layout)
-    tokens, layers, full = rows * recipe.data.seq_len, shape.layers, recipe.train.recompute == "full"
+    tokens, layers, full = (
+        rows * recipe.data.seq_len,
+        shape.layers,
+        recipe.train.recompute == "full",
+    )
     chunk, blocks = min(tokens, recipe.train.loss_chunk), block.times(layers)
-    memory = {"weights": blocks.weights + ends.weights, "optimizer": blocks.slots + ends.slots}
+    memory = {
+        "weights": blocks.weights + ends.weights,
+        "optimizer": blocks.slots + ends.slots,
+    }
     update = blocks.update + ends.update
     x = tokens * shape.embed * {"float64": 8, "float32": 4}.get(recipe.train.dtype, 2)
     if recipe.optimizer.estimate == "zeroth-order":
         memory["copies"] = memory["weights"]
         memory["activations"] = x + max(block.lean.at(tokens), ends.lean.at(chunk))
-        seconds = 2 * passes * (blocks.forward.at(tokens) + ends.forward.at(tokens)) + update
+        seconds = (
+            2 * passes * (blocks.forward.at(tokens) + ends.forward.at(tokens)) + update
+        )
     else:
         kept, working = block.kept.at(tokens), block.working.at(tokens)
         if full:
@@ -159,24 +191,45 @@ def estimate(
         # Backward begins with all activations and the output layer's gradient, goes on with the last block's, and ends
         # with all gradients, which later passes begin with.
         made = ends.gradients * (1.0 if shape.tied else 0.5)
-        begin = layers * kept + max(ends.kept.at(chunk) + ends.working.at(chunk) + made, made + working)
+        begin = layers * kept + max(
+            ends.kept.at(chunk) + ends.working.at(chunk) + made, made + working
+        )
         end = kept + working
         memory["gradients"] = gradients
-        filed = recipe.memory.offloads_state  # gradients leave, and a block sees all passes before the next one does
-        memory["activations"] = begin if passes > 1 or filed else max(begin - gradients, end)
+        # gradients leave, and a block sees all passes before the next one does
+        filed = recipe.memory.offloads_state
+        memory["activations"] = (
+            begin if passes > 1 or filed else max(begin - gradients, end)
+        )
         # What activations have left to the heap of the C library, large gradients do not get.
         runtime += begin - memory["activations"]
         memory["activations"] += filed * (passes - 1) * layers * kept
-        seconds = passes * (blocks.both.at(tokens) + full * blocks.forward.at(tokens) + ends.both.at(tokens)) + update
+        seconds = (
+            passes
+            * (
+                blocks.both.at(tokens)
+                + full * blocks.forward.at(tokens)
+                + ends.both.at(tokens)
+            )
+            + update
+        )
         if recipe.memory.away:
             forward = passes * (blocks.forward.at(tokens) + ends.forward.at(tokens))
             seconds += _into_files(
-                memory, recipe, block, ends, disk, layers, (forward, seconds - forward - update, update)
+                memory,
+                recipe,
+                block,
+                ends,
+                disk,
+                layers,
+                (forward, seconds - forward - update, update),
             )
     memory["runtime"] = runtime
     step, frozen = recipe.train.batch * recipe.data.seq_len, recipe.train.freeze
     adapted = shape.model_copy(update={"adapter": recipe.adapter})
-    learning = sum(p.numel for p in parameters(adapted) if learns(p.name, adapted, frozen))
+    learning = sum(
+        p.numel for p in parameters(adapted) if learns(p.name, adapted, frozen)
+    )
     return Estimate(
         method, rows, recipe.train.recompute, memory, available, seconds, step * recipe.train.steps, learning,
         recipe.memory.away,
@@ -194,17 +247,29 @@ def _into_files(
     """
     held = {"weights": "weights", "gradients": "gradients", "moments": "slots"}
     sizes = {kind: memory["optimizer" if kind == "moments" else kind] for kind in held}
-    filed = {kind: size * (recipe.memory.place_of(kind) == "file") for kind, size in sizes.items()}
+    filed = {
+        kind: size * (recipe.memory.place_of(kind) == "file")
+        for kind, size in sizes.items()
+    }
     for kind, name in held.items():
         if filed[kind]:
             of_block, of_ends = getattr(block, name), getattr(ends, name)
-            memory["optimizer" if kind == "moments" else kind] = min(BUFFERS, layers) * of_block + of_ends
-    stay = min(recipe.memory.buffer << 20, max(0.0, filed["weights"] - memory["weights"]))  # until backward
+            memory["optimizer" if kind == "moments" else kind] = (
+                min(BUFFERS, layers) * of_block + of_ends
+            )
+    # until backward
+    stay = min(
+        recipe.memory.buffer << 20, max(0.0, filed["weights"] - memory["weights"])
+    )
     memory["weights"] += stay
     weights, gradients = filed["weights"], filed["gradients"]
     # Beside its rows a unit that comes from a file has whole parameters, two units' at a time, and sums of gradients.
     memory["copies"] = 2 * block.weights + ends.weights if weights else 0.0
-    moved = ((weights, 0.0), (weights - stay, gradients), (sum(filed.values()), weights + filed["moments"]))
+    moved = (
+        (weights, 0.0),
+        (weights - stay, gradients),
+        (sum(filed.values()), weights + filed["moments"]),
+    )
     read, write = bytes_per_s(disk["read"]), bytes_per_s(disk["write"])
     seen = (
         exposed_seconds(r / read + w / write, compute, layers + 1)
@@ -223,7 +288,9 @@ def _runtime(device: torch.device) -> tuple[float, float]:
     return float(mine), float(psutil.virtual_memory().available + mine)
 
 
-def subject(model: str, batch: int | None, seq: int | None) -> tuple[Recipe, ModelShape]:
+def subject(
+    model: str, batch: int | None, seq: int | None
+) -> tuple[Recipe, ModelShape]:
     """The recipe that is to be estimated, and its model without an adapter: of a recipe, or of a model by its name."""
     if (file := find_recipe(model)) is not None:
         recipe = load_recipe(file)
@@ -231,14 +298,18 @@ def subject(model: str, batch: int | None, seq: int | None) -> tuple[Recipe, Mod
     else:
         shape = SECTIONS[model] if model in SECTIONS else shape_named(model)
         recipe = load_recipe("finetune", origin=model)
-    train = {"batch": batch or recipe.train.batch} | ({"dtype": "bfloat16"} if torch.cuda.is_available() else {})
+    train = {"batch": batch or recipe.train.batch} | (
+        {"dtype": "bfloat16"} if torch.cuda.is_available() else {}
+    )
     data = recipe.data.model_copy(update={"seq_len": seq or recipe.data.seq_len})
     recipe = recipe.model_copy(update={
         "train": recipe.train.model_copy(update=train), "data": data, "layout": Layout(),
         "model": shape.model_copy(update={"adapter": None, "origin": None}), "generate": None,
         "memory": Memory(folder=recipe.memory.folder),
     })  # fmt: skip
-    return recipe, recipe.model.model_copy(update={"vocab": shape.vocab or vocab_of(recipe)})
+    return recipe, recipe.model.model_copy(
+        update={"vocab": shape.vocab or vocab_of(recipe)}
+    )
 
 
 def command(model: str, chosen: Estimate, recipe: Recipe) -> str:
@@ -248,14 +319,25 @@ def command(model: str, chosen: Estimate, recipe: Recipe) -> str:
     if file is not None and chosen.method == "full" and recipe.adapter is None:
         sections = {}  # as the recipe trains already, and at its own rate
     changed = with_method(recipe, chosen.method)
-    values = {f"{s}.{k}": getattr(getattr(changed, s), k) for s, v in sections.items() for k in v}
-    values |= {"train.batch": recipe.train.batch, "train.micro_batch": chosen.micro_batch}
+    values = {
+        f"{s}.{k}": getattr(getattr(changed, s), k)
+        for s, v in sections.items()
+        for k in v
+    }
+    values |= {
+        "train.batch": recipe.train.batch,
+        "train.micro_batch": chosen.micro_batch,
+    }
     values |= {"data.seq_len": recipe.data.seq_len, "train.recompute": chosen.recompute}
     kinds = {
-        kind: place for kind, place in chosen.places.items() if kind == "weights" or "weights" not in chosen.places
+        kind: place
+        for kind, place in chosen.places.items()
+        if kind == "weights" or "weights" not in chosen.places
     }
     if file is not None:  # whose own places are none that the estimate has
-        given = load_recipe(file).memory.model_dump(exclude_defaults=True, exclude={"folder"})
+        given = load_recipe(file).memory.model_dump(
+            exclude_defaults=True, exclude={"folder"}
+        )
         values |= {f"memory.{key}": Memory.model_fields[key].default for key in given}
     values |= {f"memory.{kind}": place for kind, place in kinds.items()}
     if "adapter" not in sections and (file is None or recipe.adapter is not None):
@@ -273,7 +355,9 @@ def reasons(found: Sequence[Estimate], chosen: Estimate | None) -> list[str]:
         most = max((m for m in e.memory if m != "runtime"), key=lambda m: e.memory[m])
         size = f"{e.total / 2**30:.2f} GiB, of which {e.memory[most] / 2**30:.2f} are {most}"
         if not e.fits:
-            lines.append(f"{e.method} does not fit: {size}; {USABLE * e.available / 2**30:.2f} can be used here")
+            lines.append(
+                f"{e.method} does not fit: {size}; {USABLE * e.available / 2**30:.2f} can be used here"
+            )
         elif e is chosen:
             lines.append(f"{e.method} is the one to take: {size}; {WHY[e.method]}")
         if e.fits and e.places:

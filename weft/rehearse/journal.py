@@ -80,7 +80,9 @@ class PendingMessage:
         self.journal, self.event = journal, event
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
-        with self.journal.note(Event("wait", self.event.kind, number=self.event.number)):
+        with self.journal.note(
+            Event("wait", self.event.kind, number=self.event.number)
+        ):
             return True
 
     def is_completed(self) -> bool:
@@ -95,7 +97,9 @@ class Silent(Group):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
         world = dist.group.WORLD
-        self.journal: Journal = world.journal if isinstance(world, Silent) else Journal()
+        self.journal: Journal = (
+            world.journal if isinstance(world, Silent) else Journal()
+        )
 
     def _get_backend(self, device: torch.device) -> Silent:
         return self
@@ -107,7 +111,9 @@ class Silent(Group):
     def group_name(self) -> str:
         return str(dist.distributed_c10d._world.pg_names[self])
 
-    def _collective(self, name: str, whole: int, pairs: Sequence[tuple[T, T]] = ()) -> dist.Work:
+    def _collective(
+        self, name: str, whole: int, pairs: Sequence[tuple[T, T]] = ()
+    ) -> dist.Work:
         """Note a collective on ``whole`` bytes; of ``pairs`` the first get what is in the second."""
         ranks = tuple(dist.get_process_group_ranks(self))
         with self.journal.note(Event("collective", name, bytes=whole, ranks=ranks)):
@@ -123,30 +129,50 @@ class Silent(Group):
     def broadcast(self, tensors: Sequence[T], opts: Any = None) -> dist.Work:
         return self._collective("gather", tensors[0].nbytes)
 
-    def allgather(self, outputs: Sequence[Sequence[T]], given: Sequence[T], opts: Any = None) -> dist.Work:
-        return self._collective("gather", sum(t.nbytes for t in outputs[0]), [(out, given[0]) for out in outputs[0]])
+    def allgather(
+        self, outputs: Sequence[Sequence[T]], given: Sequence[T], opts: Any = None
+    ) -> dist.Work:
+        return self._collective(
+            "gather",
+            sum(t.nbytes for t in outputs[0]),
+            [(out, given[0]) for out in outputs[0]],
+        )
 
     def all_gather_single(self, out: T, given: T, opts: Any = None) -> dist.Work:
-        return self._collective("gather", out.nbytes, [(part, given.view(-1)) for part in self._parts(out)])
+        return self._collective(
+            "gather", out.nbytes, [(part, given.view(-1)) for part in self._parts(out)]
+        )
 
     def reduce_scatter_single(self, out: T, given: T, opts: Any = None) -> dist.Work:
-        return self._collective("scatter", given.nbytes, [(out.view(-1), self._parts(given)[self.rank()])])
+        return self._collective(
+            "scatter", given.nbytes, [(out.view(-1), self._parts(given)[self.rank()])]
+        )
 
     def all_to_all_single(self, out: T, given: T, *more: Any) -> dist.Work:
         some = min(out.numel(), given.numel())
-        return self._collective("exchange", given.nbytes, [(out.view(-1)[:some], given.reshape(-1)[:some])])
+        return self._collective(
+            "exchange", given.nbytes, [(out.view(-1)[:some], given.reshape(-1)[:some])]
+        )
 
     def allreduce_coalesced(self, tensors: Sequence[T], opts: Any = None) -> dist.Work:
         return self._each(self.allreduce, [([t], opts) for t in tensors])
 
-    def all_gather_single_coalesced(self, outputs: Sequence[T], given: Sequence[T], opts: Any = None) -> dist.Work:
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[T], given: Sequence[T], opts: Any = None
+    ) -> dist.Work:
         return self._each(self.all_gather_single, zip(outputs, given, strict=True))
 
-    def reduce_scatter_single_coalesced(self, outputs: Sequence[T], given: Sequence[T], opts: Any = None) -> dist.Work:
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[T], given: Sequence[T], opts: Any = None
+    ) -> dist.Work:
         return self._each(self.reduce_scatter_single, zip(outputs, given, strict=True))
 
     # The same by the names that PyTorch had before 2.13.
-    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+    _allgather_base, _reduce_scatter_base, alltoall_base = (
+        all_gather_single,
+        reduce_scatter_single,
+        all_to_all_single,
+    )
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -154,7 +180,9 @@ class Silent(Group):
         """The last of the works: all are done."""
         return [call(*args) for args in given][-1]
 
-    def alltoall(self, outputs: Sequence[T], given: Sequence[T], opts: Any = None) -> dist.Work:
+    def alltoall(
+        self, outputs: Sequence[T], given: Sequence[T], opts: Any = None
+    ) -> dist.Work:
         return self._collective("exchange", sum(t.nbytes for t in given))
 
     def barrier(self, opts: Any = None) -> dist.Work:
@@ -169,7 +197,9 @@ class Silent(Group):
     def _message(self, kind: str, tensor: T, peer: int, tag: int) -> PendingMessage:
         self.journal.numbers += 1
         ranks = dist.get_global_rank(self, peer), tag
-        event = Event(kind, bytes=tensor.nbytes, ranks=ranks, number=self.journal.numbers)
+        event = Event(
+            kind, bytes=tensor.nbytes, ranks=ranks, number=self.journal.numbers
+        )
         with self.journal.note(event):
             if kind == "recv" and tensor.is_floating_point():
                 tensor.normal_()
@@ -179,7 +209,9 @@ class Silent(Group):
         return whole.view(self.size(), -1).unbind()
 
 
-dist.Backend.register_backend("silent", lambda store, rank, size, timeout: Silent(rank, size), devices=["cpu"])
+dist.Backend.register_backend(
+    "silent", lambda store, rank, size, timeout: Silent(rank, size), devices=["cpu"]
+)
 
 
 @contextmanager

@@ -34,7 +34,11 @@ class Ledger:
         for tensor in tensors_in(values):
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             storage = local.untyped_storage()
-            if storage.nbytes() and storage._cdata not in self.known and local.device.type != "meta":
+            if (
+                storage.nbytes()
+                and storage._cdata not in self.known
+                and local.device.type != "meta"
+            ):
                 self.known[storage._cdata] = 0
                 self.resize(storage)
                 weakref.finalize(storage, self._drop, storage._cdata)
@@ -60,7 +64,9 @@ class AllocationWatch(TorchDispatchMode):
         super().__init__()
         self.ledger, self.inside = ledger, inside
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         run = func
         if self.inside and func.namespace == "weft":
             run = OPDEFS[f"weft::{func.overloadpacket.__name__}"]._init_fn

@@ -21,7 +21,10 @@ class WorkerLinks:
     @classmethod
     def of(cls, table: Mapping[str, Sequence[Sequence[float]]]) -> WorkerLinks:
         """From the ``calibration.links`` of a cluster file that ``weft probe`` has written."""
-        return cls(np.array(table["latency"], dtype=float), np.array(table["bandwidth"], dtype=float))
+        return cls(
+            np.array(table["latency"], dtype=float),
+            np.array(table["bandwidth"], dtype=float),
+        )
 
     def __len__(self) -> int:
         return len(self.latency)
@@ -48,5 +51,6 @@ class WorkerLinks:
         speed = self.bandwidth[ends[..., 0], ends[..., 1]]
         delay = self.latency[ends[..., 0], ends[..., 1]]
         slow = speed < self.shared
-        both = 2 if groups.shape[1] == 2 and not chain else 1  # a ring of two uses its link both ways, which are two
+        # a ring of two uses its link both ways, which are two
+        both = 2 if groups.shape[1] == 2 and not chain else 1
         return np.where(slow, speed / max(1.0, slow.sum() / both), speed), delay

@@ -29,7 +29,9 @@ class Traffic:
     messages: float = 1.0
 
 
-def seconds(links: WorkerLinks, layout: Layout, traffic: Mapping[str, Traffic]) -> float:
+def seconds(
+    links: WorkerLinks, layout: Layout, traffic: Mapping[str, Traffic]
+) -> float:
     """Communication of a step when workers take the places of the layout in their own order.
 
     Axes take turns; all groups of an axis are busy at once and share what is slow.
@@ -45,10 +47,18 @@ def seconds(links: WorkerLinks, layout: Layout, traffic: Mapping[str, Traffic]) 
     return total
 
 
-def place_axes(links: WorkerLinks, layout: Layout, traffic: Mapping[str, Traffic]) -> Layout:
+def place_axes(
+    links: WorkerLinks, layout: Layout, traffic: Mapping[str, Traffic]
+) -> Layout:
     """``layout`` with the best order of axes for workers as they are numbered; ties go to the usual order."""
     if len(links) != layout.world:
-        raise ValueError(f"the table has links of {len(links)} workers, and layout {layout} has {layout.world} places")
-    used = [axis for axis in AXES if layout.size(axis) > 1]  # the usual order is the first of the permutations
-    turned = [layout.model_copy(update={"order": " ".join(order)}) for order in itertools.permutations(used)]
+        raise ValueError(
+            f"the table has links of {len(links)} workers, and layout {layout} has {layout.world} places"
+        )
+    # the usual order is the first of the permutations
+    used = [axis for axis in AXES if layout.size(axis) > 1]
+    turned = [
+        layout.model_copy(update={"order": " ".join(order)})
+        for order in itertools.permutations(used)
+    ]
     return min(turned, key=lambda one: round(seconds(links, one, traffic), 9))

@@ -55,23 +55,31 @@ def peak_of(recipe: Recipe, shape: ModelShape, rank: int = 0) -> Peak:
     :class:`UsageError` for what does not rest on the device.
     """
     for kind, place in recipe.memory.away.items():
-        raise UsageError(f"memory.{kind} = {place!r}: tensors without memory are nowhere")
+        raise UsageError(
+            f"memory.{kind} = {place!r}: tensors without memory are nowhere"
+        )
     layout = recipe.layout.model_copy(update={"dp": min(recipe.layout.dp, 2)})
     ledger = Ledger()
     with ExitStack() as stack:
         stack.enter_context(fake_rank(rank, layout.world))
         mesh = Mesh.create(layout, "cpu")
         most = 2 * layout.pp + 2 if layout.pp > 1 else 2
-        batches = [_Counted(**vars(batch)) for batch in plain_batches(recipe, shape, most)(mesh)]
+        batches = [
+            _Counted(**vars(batch))
+            for batch in plain_batches(recipe, shape, most)(mesh)
+        ]
         real = Transformer.to_empty
 
         def to_empty(model: Transformer, **more: Any) -> Any:
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))  # from here on nothing has memory
+            # from here on nothing has memory
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             return real(model, **more)
 
         with mock.patch.object(Transformer, "to_empty", to_empty):
             model, state = assemble(shape, mesh, recipe, lambda *_: torch.zeros(()))
-        ledger.hold((*model.parameters(), *(part.values for part in state.tensors().values())))
+        ledger.hold(
+            (*model.parameters(), *(part.values for part in state.tensors().values()))
+        )
         held = ledger.level
         watch = AllocationWatch(ledger)
         with watch, watch.resizes():
@@ -118,14 +126,20 @@ def check(final: Final, model: Model) -> Checked:
         if world > LARGEST:
             return Checked(reason=f"{world:,} ranks; {LARGEST} at most")
         if final.barriers:
-            return Checked(reason="vocabulary passes send sizes along, which tensors without memory do not have")
+            return Checked(
+                reason="vocabulary passes send sizes along, which tensors without memory do not have"
+            )
         shape = model_shape(recipe).model_copy(update={"vocab": int(final.shape.vocab)})
         ranks = pipeline_ranks(recipe.layout)
         done = []
         for place in sorted({0, min(1, len(ranks) - 1), len(ranks) - 1}):
             memory = final.ranks[place]
             predicted = float(memory.total - memory.constant) / 2**30
-            done.append(Checked(place, peak_of(recipe, shape, ranks[place]).peak / 2**30, predicted))
+            done.append(
+                Checked(
+                    place, peak_of(recipe, shape, ranks[place]).peak / 2**30, predicted
+                )
+            )
         return max(done, key=lambda checked: checked.gib)
     except WeftError as error:
         return Checked(reason=str(error))

@@ -73,19 +73,25 @@ class Piece:
             Line(factor * x.fixed, factor * x.slope)
             for x in (self.forward, self.both, self.kept, self.working, self.lean)
         )
-        fixed = (factor * x for x in (self.update, self.weights, self.gradients, self.slots))
+        fixed = (
+            factor * x for x in (self.update, self.weights, self.gradients, self.slots)
+        )
         return Piece(forward, both, kept, working, lean, *fixed)
 
 
 def measure(
-    recipe: Recipe, shape: ModelShape, device: torch.device, passes: dict[Adapter | None, dict[str, Piece]]
+    recipe: Recipe,
+    shape: ModelShape,
+    device: torch.device,
+    passes: dict[Adapter | None, dict[str, Piece]],
 ) -> tuple[Piece, Piece]:
     """One block, and the ends with the whole vocabulary, under the recipe's method.
 
     ``passes`` are forward and backward by adapter, which methods that differ in their optimizers share.
     """
     some = min(shape.vocab, VOCAB)
-    adapter = recipe.adapter and recipe.adapter.model_copy(update={"tokens": ()})  # which a small vocabulary may lack
+    # which a small vocabulary may lack
+    adapter = recipe.adapter and recipe.adapter.model_copy(update={"tokens": ()})
     change = {"layers": 1, "vocab": some, "origin": None, "adapter": adapter}
     small = shape.model_copy(update=change)
     model, state = assemble(small, Mesh.single(device), recipe)
@@ -106,10 +112,14 @@ def measure(
     return block, ends.times(shape.vocab / some)
 
 
-def _passes(recipe: Recipe, small: ModelShape, model: Transformer, device: torch.device) -> dict[str, Piece]:
+def _passes(
+    recipe: Recipe, small: ModelShape, model: Transformer, device: torch.device
+) -> dict[str, Piece]:
     """Forward and backward of a block and of the ends, by the tokens of a pass."""
     weights = sum(p.products for p in parameters(small) if p.name.startswith("blocks"))
-    most = max(32, min(int(WORK / (6 * weights)), recipe.train.batch * recipe.data.seq_len))
+    most = max(
+        32, min(int(WORK / (6 * weights)), recipe.train.batch * recipe.data.seq_len)
+    )
     length = min(recipe.data.seq_len, most)
     counts = [max(1, most // length // 4) * length, most // length * length]
     if counts[0] == counts[1]:
@@ -125,7 +135,9 @@ def _passes(recipe: Recipe, small: ModelShape, model: Transformer, device: torch
 def _longer(small: ModelShape, length: int, wanted: int) -> float:
     """By how much a token's work in a block grows from rows of ``length`` to those that are wanted: attention."""
     table = 6 * small.vocab * small.embed
-    return (flops_per_token(small, 0, wanted) - table) / (flops_per_token(small, 0, length) - table)
+    return (flops_per_token(small, 0, wanted) - table) / (
+        flops_per_token(small, 0, length) - table
+    )
 
 
 def _block(model: Transformer, x: T, batch: Batch, rope: tuple[T, ...]) -> T:
@@ -153,18 +165,28 @@ def _piece(
         width = min(length, count)
         positions = torch.arange(count, device=device).view(-1, width) % width
         tokens = positions % model.shape.vocab
-        batch = Batch(tokens, tokens, positions, torch.arange(0, count + 1, width, dtype=torch.int32))
+        batch = Batch(
+            tokens,
+            tokens,
+            positions,
+            torch.arange(0, count + 1, width, dtype=torch.int32),
+        )
         rope = angles(positions, model.freq, dtype)  # all blocks read the same ones
         x = torch.randn(*positions.shape, model.shape.embed, device=device, dtype=dtype)
-        for name, value in _seen(model, partial(run, batch=batch, rope=rope), x, device, longer).items():
+        for name, value in _seen(
+            model, partial(run, batch=batch, rope=rope), x, device, longer
+        ).items():
             seen.setdefault(name, []).append((count, value))
     forward, both, kept, working, lean = (
-        Line.through(seen[name]) for name in ("forward", "both", "kept", "working", "lean")
+        Line.through(seen[name])
+        for name in ("forward", "both", "kept", "working", "lean")
     )
     return Piece(forward, both, kept, working, lean)
 
 
-def _seen(model: Transformer, run: Callable[[T], T], x: T, device: torch.device, longer: float) -> dict[str, float]:
+def _seen(
+    model: Transformer, run: Callable[[T], T], x: T, device: torch.device, longer: float
+) -> dict[str, float]:
     """Seconds and bytes of one forward and backward."""
     learning = [p for p in model.parameters() if p.requires_grad]
 
@@ -216,13 +238,24 @@ def _seconds(run: Callable[[], Any], device: torch.device, times: int = 2) -> fl
     return min(taken)
 
 
-def _update_seconds(recipe: Recipe, state: State, unit: Unit, device: torch.device) -> float:
+def _update_seconds(
+    recipe: Recipe, state: State, unit: Unit, device: torch.device
+) -> float:
     """Seconds of the optimizer with one unit; of zeroth order, of its random directions: two to look, one to go."""
     held = [h for h in unit.held if h.learns]
     if recipe.optimizer.estimate == "zeroth-order":
-        some = [h for h in held if h.local.dim() > 1][:1]  # one says it of all: noise is slow
-        share = sum(h.local.numel() for h in held) / max(1, sum(h.local.numel() for h in some))
-        return 3 * share * _seconds(lambda: [h.local.add(direction(h, 0)) for h in some], device, times=1)
+        # one says it of all: noise is slow
+        some = [h for h in held if h.local.dim() > 1][:1]
+        share = sum(h.local.numel() for h in held) / max(
+            1, sum(h.local.numel() for h in some)
+        )
+        return (
+            3
+            * share
+            * _seconds(
+                lambda: [h.local.add(direction(h, 0)) for h in some], device, times=1
+            )
+        )
     grads = {h.name: torch.full_like(h.local, 1e-3) for h in held}
 
     def update() -> None:
@@ -234,6 +267,12 @@ def _update_seconds(recipe: Recipe, state: State, unit: Unit, device: torch.devi
     if recipe.optimizer.kind == "galore":
         square = torch.randn(256, 256, device=device)
         each = _seconds(lambda: singular_directions(square, 0, 8), device) / 256**3
-        sizes = [h.logical.shape for h in held if any(slot == "directions" for slot in h.slots)]
-        seconds += sum(each * m * n * min(m, n) for m, n in sizes) / recipe.optimizer.refresh
+        sizes = [
+            h.logical.shape
+            for h in held
+            if any(slot == "directions" for slot in h.slots)
+        ]
+        seconds += (
+            sum(each * m * n * min(m, n) for m, n in sizes) / recipe.optimizer.refresh
+        )
     return seconds

@@ -65,7 +65,8 @@ def peaks() -> dict[str, float]:
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.rand(768, 768).to(dtype)
-        found[str(dtype).removeprefix("torch.")] = 2 * 768**3 / time_call(lambda a=a: multiply(a, a))  # type: ignore[misc]
+        seconds = time_call(partial(multiply, a, a))
+        found[str(dtype).removeprefix("torch.")] = 2 * 768**3 / seconds
     return found
 
 
@@ -80,7 +81,12 @@ def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     cores = cores_here()
-    share = max(1.0, int(os.environ.get("LOCAL_WORLD_SIZE", world)) * torch.get_num_threads() / cores)
+    share = max(
+        1.0,
+        int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        * torch.get_num_threads()
+        / cores,
+    )
     from weft.net.groups import new_group
     from weft.parallel.units import all_gather, reduce_scatter
 
@@ -112,13 +118,18 @@ def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
         call()
         wall, cpu = average(call, turns if size < 2**18 else max(2, turns // 4))
         besides = max(0.0, wall - share * cpu)
-        found.setdefault(name, []).append([float(size), max(1e-6, cpu - plain), besides])
+        found.setdefault(name, []).append(
+            [float(size), max(1e-6, cpu - plain), besides]
+        )
 
     for size in sizes:
         for members, group in groups.items():
             if members < 2:
                 continue
-            whole, piece = torch.zeros(size // 4), torch.zeros(max(1, size // 4 // members))
+            whole, piece = (
+                torch.zeros(size // 4),
+                torch.zeros(max(1, size // 4 // members)),
+            )
             out, other = torch.zeros(2, len(piece) * members).unbind()
             calls = {
                 "reduce": partial(dist.all_reduce, whole, group=group),
@@ -180,11 +191,20 @@ def measure(quick: bool) -> dict[str, Any]:
     """
     world = int(os.environ["WORLD_SIZE"])
     keep_heap()  # as ranks that train do
-    found: dict[str, Any] = {"ranks": world, "threads": torch.get_num_threads(), "memory": empty_memory(world)}
-    found["collectives"] = collectives(MESSAGES[:: 2 if quick else 1], 8 if quick else 20) if world > 1 else {}
+    found: dict[str, Any] = {
+        "ranks": world,
+        "threads": torch.get_num_threads(),
+        "memory": empty_memory(world),
+    }
+    found["collectives"] = (
+        collectives(MESSAGES[:: 2 if quick else 1], 8 if quick else 20)
+        if world > 1
+        else {}
+    )
     found["links"] = links() if 1 < world <= 16 else {}
     dist.barrier()
-    dist.destroy_process_group()  # what follows is each process's own, side by side with the others
+    # what follows is each process's own, side by side with the others
+    dist.destroy_process_group()
     return found | {"step": usual_step(), "triad": triad(), "peaks": peaks()}
 
 
@@ -201,11 +221,15 @@ def setting(ranks: int, quick: bool) -> dict[str, Any]:
         "LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }  # fmt: skip
     with mock.patch.dict(os.environ, given), tempfile.TemporaryDirectory() as folder:
-        context = mp.start_processes(_worker, (threads, quick, folder), ranks, join=False, start_method="spawn")
+        context = mp.start_processes(
+            _worker, (threads, quick, folder), ranks, join=False, start_method="spawn"
+        )
         until = time.monotonic() + PATIENCE_S
         while not context.join(timeout=1):
             if time.monotonic() > until:
-                raise WeftError(f"the probe's {ranks} processes did not end in {PATIENCE_S} s")
+                raise WeftError(
+                    f"the probe's {ranks} processes did not end in {PATIENCE_S} s"
+                )
         found: dict[str, Any] = json.loads((Path(folder) / "0").read_text())
         return found
 
@@ -228,8 +252,13 @@ def empty_memory(world: int) -> dict[str, float]:
     if world == 1:
         small = reference("dp=1", "small", True).peak
         first = peak_resident()
-        per_byte = (peak_of("dp=1", "large", True) - first) / (reference("dp=1", "large", True).peak - small)
-        found = {"plain": first - max(1.0, per_byte) * small, "per_byte": max(1.0, per_byte)}
+        per_byte = (peak_of("dp=1", "large", True) - first) / (
+            reference("dp=1", "large", True).peak - small
+        )
+        found = {
+            "plain": first - max(1.0, per_byte) * small,
+            "per_byte": max(1.0, per_byte),
+        }
     init_ranks("cpu", JOIN_S)
     if world > 1:
         tensors = reference(f"tp={world}", "small", False).peak
@@ -247,31 +276,48 @@ def peak_of(layout: str, size: str, alone: bool) -> int:
 
 def cores_here() -> int:
     """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
 
 
 def probe_storage(folder: Path, quick: bool) -> dict[str, Any]:
     """What rests away from memory: the ``disk`` of a folder, with its ``free`` bytes, and the ``link`` to a device."""
     folder = folder.expanduser()
     disk = disk_curves(folder, (32 if quick else 128) << 20, called="--folder")
-    return {"disk": disk | {"folder": str(folder), "free": shutil.disk_usage(folder).free}, "link": link_curves()}
+    return {
+        "disk": disk | {"folder": str(folder), "free": shutil.disk_usage(folder).free},
+        "link": link_curves(),
+    }
 
 
-def cluster(settings: Sequence[dict[str, Any]], count: int, moves: dict[str, Any]) -> dict[str, Any]:
+def cluster(
+    settings: Sequence[dict[str, Any]], count: int, moves: dict[str, Any]
+) -> dict[str, Any]:
     """The tree of a cluster file: the few numbers of :class:`weft.planner.machine.Cluster`, and all the curves.
 
     ``moves``: of :func:`probe_storage`; all ranks share that disk.
     """
-    full = max(settings, key=lambda s: (min(s["ranks"] * s["threads"], cores_here()), -s["ranks"]))
+    full = max(
+        settings,
+        key=lambda s: (min(s["ranks"] * s["threads"], cores_here()), -s["ranks"]),
+    )
     most = max(settings, key=lambda s: s["ranks"])
     rate = full["peaks"]["float32"]
     table = most["links"]
-    base = next((s["memory"] for s in settings if "plain" in s["memory"]), {"plain": 3.6e8, "per_byte": 1.25})
+    base = next(
+        (s["memory"] for s in settings if "plain" in s["memory"]),
+        {"plain": 3.6e8, "per_byte": 1.25},
+    )
     for s in settings:
         found = s["memory"]
         if "peak" in found:  # of a rank under tensor parallelism
             empty = base["plain"] + base["per_byte"] * found.pop("tensors")
-            s["memory"] = base | {"functional": max(0.0, found.pop("peak") - empty)} | found
+            s["memory"] = (
+                base | {"functional": max(0.0, found.pop("peak") - empty)} | found
+            )
     speeds = [x for row in table.get("bandwidth", []) for x in row if x] or [1e9]
     delays = [x for row in table.get("latency", []) for x in row if x] or [5e-5]
     disk, link = moves["disk"], moves["link"]
@@ -297,7 +343,10 @@ def cluster(settings: Sequence[dict[str, Any]], count: int, moves: dict[str, Any
             "links": table,
             **moves,
             "settings": {
-                str(s["ranks"]): {k: v for k, v in s.items() if k not in ("links", "triad", "peaks")} for s in settings
+                str(s["ranks"]): {
+                    k: v for k, v in s.items() if k not in ("links", "triad", "peaks")
+                }
+                for s in settings
             },
         },
     }

@@ -46,16 +46,25 @@ class Rehearsal:
 
     def slower(self, factor: float) -> Rehearsal:
         """With work that takes so many times as long."""
-        return replace(self, events=[replace(e, seconds=factor * e.seconds) for e in self.events])
+        return replace(
+            self, events=[replace(e, seconds=factor * e.seconds) for e in self.events]
+        )
 
 
-def rehearse(recipe: Recipe, shape: ModelShape, batches: Callable[[Mesh], Sequence[Batch]], rank: int) -> Rehearsal:
+def rehearse(
+    recipe: Recipe,
+    shape: ModelShape,
+    batches: Callable[[Mesh], Sequence[Batch]],
+    rank: int,
+) -> Rehearsal:
     """One step of ``rank`` under the recipe's layout. On the CPU, alone."""
     with silent_rank(rank, recipe.layout.world) as journal:
         return watch(recipe, shape, batches, journal)
 
 
-def every_rank(recipe: Recipe, shape: ModelShape, batches: Callable[[Mesh], Sequence[Batch]]) -> list[Rehearsal]:
+def every_rank(
+    recipe: Recipe, shape: ModelShape, batches: Callable[[Mesh], Sequence[Batch]]
+) -> list[Rehearsal]:
     """The rehearsed step of all ranks.
 
     Ranks along ``dp``, ``shard`` and ``tp`` do the same on parts of one size (to a row), so that one of them stands for
@@ -93,12 +102,19 @@ def _moved(seen: Rehearsal, by: np.ndarray, sizes: Sequence[int]) -> Rehearsal:
     return replace(seen, events=[move(e) for e in seen.events])
 
 
-def watch(recipe: Recipe, shape: ModelShape, batches: Callable[[Mesh], Sequence[Batch]], journal: Journal) -> Rehearsal:
+def watch(
+    recipe: Recipe,
+    shape: ModelShape,
+    batches: Callable[[Mesh], Sequence[Batch]],
+    journal: Journal,
+) -> Rehearsal:
     """Steps in the process group that there is: one whose tensors are counted, then some that are timed."""
     mesh = Mesh.create(recipe.layout, "cpu")
     model, state = assemble(shape, mesh, recipe, lambda *_: torch.zeros(()))
     ledger, given = Ledger(), batches(mesh)
-    ledger.hold((*model.parameters(), *(part.values for part in state.tensors().values())))
+    ledger.hold(
+        (*model.parameters(), *(part.values for part in state.tensors().values()))
+    )
     before = ledger.level
 
     def step() -> Sequence[Event]:
@@ -115,14 +131,26 @@ def watch(recipe: Recipe, shape: ModelShape, batches: Callable[[Mesh], Sequence[
     with seen, seen.resizes():
         step()
     runs = zip(*(step() for _ in range(TIMES)), strict=True)
-    quickest = [replace(same[-1], seconds=min(e.seconds for e in same)) for same in runs]
+    quickest = [
+        replace(same[-1], seconds=min(e.seconds for e in same)) for same in runs
+    ]
     # What rests in files has the same tensors as elsewhere, and takes no memory but for buffers.
-    resting = [group for kinds in state.tiers.groups.values() for group in kinds.values() if group.region is not None]
-    away = sum(t.nbytes for group in resting for t in group.tensors) - state.tiers.pool.bytes
+    resting = [
+        group
+        for kinds in state.tiers.groups.values()
+        for group in kinds.values()
+        if group.region is not None
+    ]
+    away = (
+        sum(t.nbytes for group in resting for t in group.tensors)
+        - state.tiers.pool.bytes
+    )
     return Rehearsal(quickest, before - away, ledger.peak - away)
 
 
-def plain_batches(recipe: Recipe, shape: ModelShape, most: int = sys.maxsize) -> Callable[[Mesh], list[Batch]]:
+def plain_batches(
+    recipe: Recipe, shape: ModelShape, most: int = sys.maxsize
+) -> Callable[[Mesh], list[Batch]]:
     """Batches of the recipe's sizes with one document per row, at ``most`` so many."""
 
     def make(mesh: Mesh) -> list[Batch]:
@@ -130,12 +158,17 @@ def plain_batches(recipe: Recipe, shape: ModelShape, most: int = sys.maxsize) ->
         length = padded_length(recipe.data.seq_len, recipe.layout)
         ids = torch.arange(rows * length // mesh.size("cp")).view(rows, -1)
         edges = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
-        return [Batch(ids % shape.vocab, ids % shape.vocab, ids % length, edges) for _ in range(min(passes, most))]
+        return [
+            Batch(ids % shape.vocab, ids % shape.vocab, ids % length, edges)
+            for _ in range(min(passes, most))
+        ]
 
     return make
 
 
-def batches_of(recipe: Recipe) -> tuple[ModelShape, Callable[[Mesh, int], Sequence[Batch]]]:
+def batches_of(
+    recipe: Recipe,
+) -> tuple[ModelShape, Callable[[Mesh, int], Sequence[Batch]]]:
     """The model's shape, and what makes the batches of a step: the recipe's data, plain rows where it has none."""
     shape = model_shape(recipe)
     if recipe.data.sources:
@@ -160,14 +193,34 @@ def reference(layout: str, size: str, alone: bool = True) -> Rehearsal:
 
     ``alone``: in a process group that moves nothing, else with the ranks that there are.
     """
-    sizes = {"tiny": (4, 16, 8, 64), "small": (2, 256, 256, 2048), "large": (4, 256, 512, 2048)}
+    sizes = {
+        "tiny": (4, 16, 8, 64),
+        "small": (2, 256, 256, 2048),
+        "large": (4, 256, 512, 2048),
+    }
     layers, embed, seq, vocab = sizes[size]
     model = ModelShape(
-        layers=layers, embed=embed, heads=4, kv_heads=2, ffn=2 * embed, vocab=vocab, qk_norm=True, tied=True
+        layers=layers,
+        embed=embed,
+        heads=4,
+        kv_heads=2,
+        ffn=2 * embed,
+        vocab=vocab,
+        qk_norm=True,
+        tied=True,
     )
-    recipe = Recipe(model=model, layout=Layout.parse(layout), data=Data(seq_len=seq), train=Train(batch=4))
+    recipe = Recipe(
+        model=model,
+        layout=Layout.parse(layout),
+        data=Data(seq_len=seq),
+        train=Train(batch=4),
+    )
     batches = plain_batches(recipe, model)
-    return rehearse(recipe, model, batches, 0) if alone else watch(recipe, model, batches, Journal())
+    return (
+        rehearse(recipe, model, batches, 0)
+        if alone
+        else watch(recipe, model, batches, Journal())
+    )
 
 
 def usual_step() -> float:

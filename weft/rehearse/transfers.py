@@ -22,23 +22,40 @@ SIZES = (1 << 20, 4 << 20, 16 << 20)
 TURNS = 2
 
 
-def disk_curves(folder: Path, room: int = 128 << 20, called: str = "memory.folder") -> dict[str, Any]:
+def disk_curves(
+    folder: Path, room: int = 128 << 20, called: str = "memory.folder"
+) -> dict[str, Any]:
     """``{"write": [[bytes, seconds]], "read": ...}`` of a file of ``room`` bytes in ``folder``, and its ``note``.
 
     The file is gone afterwards. ``called``: what the user knows the folder by. Raises
     :class:`weft.memory.tiers.TierError` where there can be none.
     """
-    file, buffers = TierFile(folder, called=called), [page_buffer(SIZES[-1]).random_() for _ in range(2)]
+    file, buffers = (
+        TierFile(folder, called=called),
+        [page_buffer(SIZES[-1]).random_() for _ in range(2)],
+    )
     region, found = file.region(room), dict[str, Any]()
-    _seconds(region.write, buffers, room, SIZES[-1])  # the first time a file system also marks what it has written
+    # the first time a file system also marks what it has written
+    _seconds(region.write, buffers, room, SIZES[-1])
     for name, move in (("write", region.write), ("read", region.read)):
         region.forget_sums()  # of other pieces than are read
-        turns = [[_seconds(move, buffers, room, size) for size in SIZES] for _ in range(TURNS)]
-        found[name] = [[float(size), min(seen)] for size, seen in zip(SIZES, zip(*turns, strict=True), strict=True)]
+        turns = [
+            [_seconds(move, buffers, room, size) for size in SIZES]
+            for _ in range(TURNS)
+        ]
+        found[name] = [
+            [float(size), min(seen)]
+            for size, seen in zip(SIZES, zip(*turns, strict=True), strict=True)
+        ]
     return found | {"note": file.note}
 
 
-def _seconds(move: Callable[[torch.Tensor, int], Transfer], buffers: list[torch.Tensor], room: int, size: int) -> float:
+def _seconds(
+    move: Callable[[torch.Tensor, int], Transfer],
+    buffers: list[torch.Tensor],
+    room: int,
+    size: int,
+) -> float:
     """Seconds of each of the transfers of ``size`` that make up ``room``, two of which are under way at a time."""
     begun, flying = time.perf_counter(), deque[Transfer]()
     for i, start in enumerate(range(0, room, size)):
@@ -56,9 +73,14 @@ def link_curves() -> dict[str, Points]:
         return {}
     found: dict[str, Points] = {}
     for size in SIZES:
-        here, there = page_buffer(size, pinned=True), torch.empty(size, dtype=torch.uint8, device="cuda")
+        here, there = (
+            page_buffer(size, pinned=True),
+            torch.empty(size, dtype=torch.uint8, device="cuda"),
+        )
         for name, into, of in (("to_device", there, here), ("to_host", here, there)):
-            found.setdefault(name, []).append([float(size), min(_copy_seconds(into, of) for _ in range(1 + TURNS))])
+            found.setdefault(name, []).append(
+                [float(size), min(_copy_seconds(into, of) for _ in range(1 + TURNS))]
+            )
     return found
 
 

@@ -65,7 +65,11 @@ def trial(recipe: Path, world: int) -> Measured:
 
 
 def run_trials(
-    finals: Sequence[Final], model: Model, count: int, devices: int, say: Callable[[str], None]
+    finals: Sequence[Final],
+    model: Model,
+    count: int,
+    devices: int,
+    say: Callable[[str], None],
 ) -> tuple[list[Final], list[tuple[Final, Measured]]]:
     """Some of ``finals`` run for real: all by time, with what that told; and every trial, with what was predicted.
 
@@ -82,18 +86,36 @@ def run_trials(
     with tempfile.TemporaryDirectory() as folder:
         while waiting:
             final = waiting.pop(0)
-            say(f"running {title(final)} ({len(found) + 1} of {len(found) + 1 + len(waiting)})")
+            say(
+                f"running {title(final)} ({len(found) + 1} of {len(found) + 1 + len(waiting)})"
+            )
             path = Path(folder) / f"{len(found)}.toml"
             path.write_text(write_toml(recipe_tree(final, model)))
             found.append((final, trial(path, int(final.plan.world))))
             failed = [f for f, done in found if not done.seconds]
             kept = [f for f in finals if all(f is not x for x in failed)]
-            ranked = correct_by_measured(kept, [(f, done.seconds) for f, done in found if done.seconds])
-            if not waiting and ranked and len(found) < 2 * count:  # what comes first now is to have run, too
-                first = next((f for f in kept if f.plan == ranked[0].plan and f.order == ranked[0].order), None)
-                waiting = [first] if first is not None and all(first is not f for f, _ in found) else []
+            ranked = correct_by_measured(
+                kept, [(f, done.seconds) for f, done in found if done.seconds]
+            )
+            # what comes first now is to have run, too
+            if not waiting and ranked and len(found) < 2 * count:
+                first = next(
+                    (
+                        f
+                        for f in kept
+                        if f.plan == ranked[0].plan and f.order == ranked[0].order
+                    ),
+                    None,
+                )
+                waiting = (
+                    [first]
+                    if first is not None and all(first is not f for f, _ in found)
+                    else []
+                )
     if not ranked:
-        raise WeftError(f"none of the {len(found)} layouts that were tried ran: {found[0][1].reason}")
+        raise WeftError(
+            f"none of the {len(found)} layouts that were tried ran: {found[0][1].reason}"
+        )
     return ranked, found
 
 
@@ -107,7 +129,9 @@ def steps(recipe: Recipe) -> Iterator[Mesh]:
     shape, batches = batches_of(recipe)
     model, state = assemble(shape, mesh, recipe)
     for step in range(sys.maxsize):
-        train_step(model, state, batches(mesh, step), mesh, lr=recipe.optimizer.lr, clip=1.0)
+        train_step(
+            model, state, batches(mesh, step), mesh, lr=recipe.optimizer.lr, clip=1.0
+        )
         yield mesh
 
 
@@ -127,7 +151,9 @@ def measure_steps(recipe: Recipe, out: Path) -> None:
         now = time.perf_counter()
         taken.append(now - last)
         # The first rank says when it is over, as clocks differ.
-        over = len(taken) > WARM and (len(taken) >= WARM + ENOUGH or now - begun > LIMIT_S)
+        over = len(taken) > WARM and (
+            len(taken) >= WARM + ENOUGH or now - begun > LIMIT_S
+        )
         ended = torch.tensor(float(over), device=mesh.device)
         if recipe.layout.world > 1:
             dist.broadcast(ended, 0)
@@ -137,7 +163,9 @@ def measure_steps(recipe: Recipe, out: Path) -> None:
     seconds = from_all(statistics.median(taken[WARM:]))
     memory = from_all(2**30 * memory_gib(mesh.device).peak)
     if mesh.is_main:
-        out.write_text(json.dumps({"seconds": statistics.mean(seconds), "memory": max(memory)}))
+        out.write_text(
+            json.dumps({"seconds": statistics.mean(seconds), "memory": max(memory)})
+        )
 
 
 def main() -> int:
@@ -149,7 +177,9 @@ def main() -> int:
     take_ctrl_c()
     try:
         recipe = load_recipe(sys.argv[1])
-        with rank_process(device_type(recipe), recipe.train.timeout, recipe.train.threads):
+        with rank_process(
+            device_type(recipe), recipe.train.timeout, recipe.train.threads
+        ):
             measure_steps(recipe, Path(sys.argv[2]))
     except Exception as error:  # the launcher prints it, once for all ranks
         return report_failure(error)

@@ -63,7 +63,10 @@ class Agreement:
     """
 
     def __init__(
-        self, me: Member, send: Callable[[Address, Message], None], clock: Callable[[], float] = time.monotonic
+        self,
+        me: Member,
+        send: Callable[[Address, Message], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.me, self.send, self._clock = me, send, clock
         self.view: View | None = None  # committed last
@@ -78,12 +81,15 @@ class Agreement:
         self.peers: dict[Address, OtherMember] = {}
         self.lost: dict[Address, MemberLoss] = {}  # of this view
         self._promised = 0  # highest epoch acknowledged
-        self._accepted: list[View] = []  # acknowledged since the view was committed; any may be committed somewhere
+        # acknowledged since the view was committed; any may be committed somewhere
+        self._accepted: list[View] = []
         self._proposal: View | None = None
-        self._basis: Any = None  # what the proposal was made from; once that has changed, it is void
+        # what the proposal was made from; once that has changed, it is void
+        self._basis: Any = None
         self._acked: set[Address] = set()
         self._hold = 0.0  # no proposal before this time
-        self._call = 0  # counts what the process wants; an acknowledgement is for one of these
+        # counts what the process wants; an acknowledgement is for one of these
+        self._call = 0
         self._facts: Message | None = None
         self._since = self._deadline = self._patience = 0.0
         self._life = 0
@@ -101,9 +107,18 @@ class Agreement:
         self._life += 1
         self.me, self.view, self.seen = replace(self.me, number=NEWCOMER), None, None
         self._accepted, self._promised = [], 0
-        self.lost, self.why, self.noted, self.leaving, self.outcome = {}, "", False, False, None
+        self.lost, self.why, self.noted, self.leaving, self.outcome = (
+            {},
+            "",
+            False,
+            False,
+            None,
+        )
         places = {*contacts} - {self.me.address}
-        self.peers = {(host, port): OtherMember(Member(NEWCOMER, host, port, "", 0, 0.0)) for host, port in places}
+        self.peers = {
+            (host, port): OtherMember(Member(NEWCOMER, host, port, "", 0, 0.0))
+            for host, port in places
+        }
 
     def want(self, facts: Message, limit: float, patience: float | None = None) -> None:
         """Ask for the next view. Within ``limit`` seconds ``outcome`` is that view, or the error why there is none.
@@ -132,7 +147,9 @@ class Agreement:
             self.why = why
             self.breaks.append(why)
 
-    def lose(self, address: Address, why: str, proved: bool, witnessed: bool = False) -> None:
+    def lose(
+        self, address: Address, why: str, proved: bool, witnessed: bool = False
+    ) -> None:
         """Note that the member at ``address`` is lost. ``proved``: it certainly is gone, and not just silent.
 
         ``witnessed``: another member found it, which was in contact with it to the end. Without that, a proof does not
@@ -141,13 +158,18 @@ class Agreement:
         peer, known = self.peers[address], self.lost.get(address)
         if known and (known.proved or not witnessed):
             return
-        accuses = any((host, port) == self.me.address for host, port, _, _ in peer.said.get("lost", ()))
+        accuses = any(
+            (host, port) == self.me.address
+            for host, port, _, _ in peer.said.get("lost", ())
+        )
         self.lost[address] = MemberLoss(why, proved and (witnessed or not accuses))
         if self.view is None:
             return
         if self.view.at(address) is None:
             self.peers.pop(address)  # it comes back when it is heard of again
-        elif not known and not (self.leaving and (why == LEFT or peer.said.get("leaving"))):  # else all go home
+        elif not known and not (
+            self.leaving and (why == LEFT or peer.said.get("leaving"))
+        ):  # else all go home
             self.break_view(f"rank {self.view.rank(peer.member.number)} {why}")
 
     @property
@@ -158,7 +180,9 @@ class Agreement:
     def wishes(self) -> bool:
         """Whether somebody wants to join or to leave."""
         kept = self._kept()
-        leaving = self.leaving or any(peer.said.get("leaving") for peer in self._others())
+        leaving = self.leaving or any(
+            peer.said.get("leaving") for peer in self._others()
+        )
         return self.view is not None and (leaving or bool(self._joiners(kept)))
 
     @property
@@ -169,7 +193,10 @@ class Agreement:
     @property
     def all_ended(self) -> bool:
         """Whether each other member of this view has ended the run, has asked for another view, or is lost."""
-        return all(peer.said.get("ended") or peer.wants or peer.member.address in self.lost for peer in self._others())
+        return all(
+            peer.said.get("ended") or peer.wants or peer.member.address in self.lost
+            for peer in self._others()
+        )
 
     # Messages to others, and from them.
 
@@ -226,13 +253,19 @@ class Agreement:
     def _on_stand(self, peer: OtherMember, message: Message) -> None:
         peer.said, peer.life = message, message["life"]
         loss = self.lost.get(peer.member.address)
-        if loss and (loss.why == STOPPED or not loss.proved) and (peer.wants or not loss.why.startswith(ABSENT)):
-            self.lost.pop(peer.member.address)  # here it is again, before the others have gone on
+        if (
+            loss
+            and (loss.why == STOPPED or not loss.proved)
+            and (peer.wants or not loss.why.startswith(ABSENT))
+        ):
+            # here it is again, before the others have gone on
+            self.lost.pop(peer.member.address)
         if self.view is None:
             return
         for host, port, why, proved in message["lost"]:
             known = (host, port) != self.me.address and self.view.at((host, port))
-            if known and proved and why != STOPPED:  # a stop may end; who found it says so as long as it lasts
+            # a stop may end; who found it says so as long as it lasts
+            if known and proved and why != STOPPED:
                 self.lose((host, port), why, proved, witnessed=True)
         if message["epoch"] == self._epoch and message["broken"]:
             self.break_view(message["broken"])
@@ -241,7 +274,8 @@ class Agreement:
         """Answer a newcomer: tell it that it is let in already, or whom else it has to ask."""
         assert self.view is not None
         if self.view.at(address):
-            if message["life"] > self.peers[address].life:  # it has found out before us that it was left out
+            # it has found out before us that it was left out
+            if message["life"] > self.peers[address].life:
                 self.lose(address, LEFT, proved=True)
             else:  # it does not know yet that it is let in
                 reply({"t": "commit", "epoch": self._epoch})
@@ -250,14 +284,18 @@ class Agreement:
             self.lost.pop(address, None)
             self.peers[address] = OtherMember(Member(**message["member"]))
         members = [asdict(member) for member in self.view.members]
-        if not message["noted"] or message["knows"] != [[member.host, member.port] for member in self.view.members]:
+        if not message["noted"] or message["knows"] != [
+            [member.host, member.port] for member in self.view.members
+        ]:
             reply({"t": "noted", "members": members})
 
     def _on_noted(self, members: list[Member]) -> None:
         """This newcomer learns who the members are, all of which it then asks."""
         self.noted = True
         self.peers = {
-            m.address: self.peers.get(m.address, OtherMember(m)) for m in members if m.address != self.me.address
+            m.address: self.peers.get(m.address, OtherMember(m))
+            for m in members
+            if m.address != self.me.address
         }
         for member in members:
             if member.address in self.peers:
@@ -269,14 +307,30 @@ class Agreement:
         if self.view.rank(number) is not None:
             reply({"t": "commit", "epoch": self._epoch})
         else:
-            reply({"t": "leftout", "epoch": self._epoch, "why": (self.view.reasons or {}).get(number, GONE)})
+            reply(
+                {
+                    "t": "leftout",
+                    "epoch": self._epoch,
+                    "why": (self.view.reasons or {}).get(number, GONE),
+                }
+            )
 
     def _on_left_out(self, message: Message) -> None:
-        if self.view and message["epoch"] > self._epoch and not isinstance(self.outcome, LeftOut):
+        if (
+            self.view
+            and message["epoch"] > self._epoch
+            and not isinstance(self.outcome, LeftOut)
+        ):
             asked = message["why"] == LEFT
-            text = "it was asked to leave" if asked else f"they found that it {message['why']}"
+            text = (
+                "it was asked to leave"
+                if asked
+                else f"they found that it {message['why']}"
+            )
             rank = self.view.rank(self.me.number)
-            self.outcome = LeftOut(f"the others have gone on without rank {rank}: {text}", asked)
+            self.outcome = LeftOut(
+                f"the others have gone on without rank {rank}: {text}", asked
+            )
             self.break_view(str(self.outcome))
 
     # Who can go on.
@@ -288,12 +342,18 @@ class Agreement:
     def _others(self) -> list[OtherMember]:
         """The other members of the present view."""
         members = self.view.members if self.view else ()
-        return [self.peers[member.address] for member in members if member.address != self.me.address]
+        return [
+            self.peers[member.address]
+            for member in members
+            if member.address != self.me.address
+        ]
 
     def _newcomers(self) -> list[OtherMember]:
         """Who wants to be let in, and is heard here."""
         return [
-            peer for peer in self.peers.values() if self.view and not self.view.at(peer.member.address) and peer.wants
+            peer
+            for peer in self.peers.values()
+            if self.view and not self.view.at(peer.member.address) and peer.wants
         ]
 
     def _kept(self) -> list[Member]:
@@ -301,44 +361,86 @@ class Agreement:
         if self.view is None:
             return []
         number = {member.address: member.number for member in self.view.members}
-        quarrels = [(self.me.number, number[address]) for address in self.lost if address in number]
+        quarrels = [
+            (self.me.number, number[address])
+            for address in self.lost
+            if address in number
+        ]
         for peer in self._others():
             if peer.member.address not in self.lost:
-                accused = [number.get((host, port)) for host, port, _, _ in peer.said.get("lost", ())]
-                quarrels += [(peer.member.number, other) for other in accused if other is not None]
-        out = self._excused() | self._stopped() | ({self.me.address} if self.leaving else set())
-        kept = rules.without_quarrels([m.number for m in self.view.members if m.address not in out], quarrels)
+                accused = [
+                    number.get((host, port))
+                    for host, port, _, _ in peer.said.get("lost", ())
+                ]
+                quarrels += [
+                    (peer.member.number, other)
+                    for other in accused
+                    if other is not None
+                ]
+        out = (
+            self._excused()
+            | self._stopped()
+            | ({self.me.address} if self.leaving else set())
+        )
+        kept = rules.without_quarrels(
+            [m.number for m in self.view.members if m.address not in out], quarrels
+        )
         return [member for member in self.view.members if member.number in kept]
 
     def _joiners(self, kept: Collection[Member]) -> list[OtherMember]:
         """The newcomers that all of ``kept`` hear, and that hear them."""
-        others = [self.peers[member.address] for member in kept if member.address != self.me.address]
+        others = [
+            self.peers[member.address]
+            for member in kept
+            if member.address != self.me.address
+        ]
         places = {member.address for member in kept}
 
         def fits(peer: OtherMember) -> bool:
-            heard = all(list(peer.member.address) in other.said.get("hears", ()) for other in others)
-            misses = places.intersection((host, port) for host, port, _, _ in peer.said["lost"])
+            heard = all(
+                list(peer.member.address) in other.said.get("hears", ())
+                for other in others
+            )
+            misses = places.intersection(
+                (host, port) for host, port, _, _ in peer.said["lost"]
+            )
             return heard and not misses and not peer.said["leaving"]
 
         return [peer for peer in self._newcomers() if fits(peer)]
 
     def _excused(self) -> set[Address]:
         """Who certainly takes part in no other view: members proved to be gone, and those that want to leave."""
-        gone = {address for address, loss in self.lost.items() if loss.proved and loss.why != STOPPED}
-        return gone | {peer.member.address for peer in self._others() if peer.said.get("leaving")}
+        gone = {
+            address
+            for address, loss in self.lost.items()
+            if loss.proved and loss.why != STOPPED
+        }
+        return gone | {
+            peer.member.address for peer in self._others() if peer.said.get("leaving")
+        }
 
     def _stopped(self) -> set[Address]:
         """Whose process is stopped (SIGSTOP), as this member sees, or one that it has not lost."""
-        seen = [(*address, loss.why, loss.proved) for address, loss in self.lost.items()]
+        seen = [
+            (*address, loss.why, loss.proved) for address, loss in self.lost.items()
+        ]
         for peer in self._others():
             if peer.member.address not in self.lost:
                 seen += peer.said.get("lost", ())
-        return {(host, port) for host, port, why, proved in seen if why == STOPPED and proved}
+        return {
+            (host, port)
+            for host, port, why, proved in seen
+            if why == STOPPED and proved
+        }
 
-    def _has_quorum(self, kept: Collection[Address], excused: set[Address], stopped: set[Address]) -> bool:
+    def _has_quorum(
+        self, kept: Collection[Address], excused: set[Address], stopped: set[Address]
+    ) -> bool:
         """Whether ``kept`` are a quorum of the view committed last and of all that were acknowledged since."""
         views = [self.view, *self._accepted] if self.view else self._accepted
-        return all(rules.is_quorum(view.members, kept, excused, stopped) for view in views)
+        return all(
+            rules.is_quorum(view.members, kept, excused, stopped) for view in views
+        )
 
     # The two phases.
 
@@ -373,11 +475,17 @@ class Agreement:
             return
         joiners = self._joiners(kept)
         ready = [self.peers[member.address] for member in kept[1:]] + joiners
-        basis = [(peer.member.address, peer.said.get("call")) for peer in ready], self._call
+        basis = (
+            [(peer.member.address, peer.said.get("call")) for peer in ready],
+            self._call,
+        )
         if self._basis != basis:
             self._proposal, self._basis = None, basis
         at = [0 if peer in joiners else self._epoch for peer in ready]
-        if any(not peer.wants or peer.said["epoch"] != epoch for peer, epoch in zip(ready, at, strict=True)):
+        if any(
+            not peer.wants or peer.said["epoch"] != epoch
+            for peer, epoch in zip(ready, at, strict=True)
+        ):
             self._proposal = None
         elif self._proposal is None and now >= self._hold:
             self._propose(kept, ready, joiners)
@@ -387,19 +495,28 @@ class Agreement:
                 self.send(member.address, {"t": "commit", "epoch": proposal.epoch})
             self._on_commit(proposal.epoch)
 
-    def _propose(self, kept: list[Member], ready: list[OtherMember], joiners: list[OtherMember]) -> None:
+    def _propose(
+        self, kept: list[Member], ready: list[OtherMember], joiners: list[OtherMember]
+    ) -> None:
         """Propose a view of ``kept`` and ``joiners``; ``ready``: all of these but this member itself."""
         assert self.view is not None and self._facts is not None
         numbers = max(view.numbers for view in [self.view, *self._accepted])
-        members = kept + [replace(peer.member, number=numbers + i) for i, peer in enumerate(joiners)]
-        reasons = {m.number: self._reason(m.address) for m in self.view.members if m not in kept}
+        members = kept + [
+            replace(peer.member, number=numbers + i) for i, peer in enumerate(joiners)
+        ]
+        reasons = {
+            m.number: self._reason(m.address)
+            for m in self.view.members
+            if m not in kept
+        }
         epoch = max([self._promised, *(peer.said["promised"] for peer in ready)]) + 1
         facts = (self._facts, *(peer.said["facts"] for peer in ready))
         view = replace(
             self.view, epoch=epoch, members=tuple(members), facts=facts, lost=(), numbers=numbers + len(joiners),
             reasons={**(self.view.reasons or {}), **reasons},
         )  # fmt: skip
-        view = View.of(json.loads(json.dumps(view.message())), self.seen)  # as the others will see it
+        # as the others will see it
+        view = View.of(json.loads(json.dumps(view.message())), self.seen)
         if not self._refusal(view, self._call, self._excused(), self._stopped()):
             self._proposal, self._acked = view, {self.me.address}
             self._accept(view)
@@ -407,9 +524,19 @@ class Agreement:
 
     def _reason(self, address: Address) -> str:
         """Why that member is not in the next view, as this member or any other says."""
-        accused = [(tuple(place), why) for peer in self._others() for *place, why, _ in peer.said.get("lost", ())]
+        accused = [
+            (tuple(place), why)
+            for peer in self._others()
+            for *place, why, _ in peer.said.get("lost", ())
+        ]
         said = [why for place, why in accused if place == address]
-        return self.lost[address].why if address in self.lost else said[0] if said else LEFT
+        return (
+            self.lost[address].why
+            if address in self.lost
+            else said[0]
+            if said
+            else LEFT
+        )
 
     def _propose_message(self) -> Message:
         assert self._proposal is not None
@@ -424,19 +551,40 @@ class Agreement:
 
     def _on_propose(self, leader: Address, message: Message) -> None:
         view = View.of(message["view"], self.seen)
-        own = next((rank for rank, member in enumerate(view.members) if member.address == self.me.address), None)
+        own = next(
+            (
+                rank
+                for rank, member in enumerate(view.members)
+                if member.address == self.me.address
+            ),
+            None,
+        )
         if own is None:
             return
         if view not in self._accepted:
-            excused = {(host, port) for host, port in message["excused"]} | self._excused()
-            stopped = {(host, port) for host, port in message["stopped"]} | self._stopped()
+            excused = {
+                (host, port) for host, port in message["excused"]
+            } | self._excused()
+            stopped = {
+                (host, port) for host, port in message["stopped"]
+            } | self._stopped()
             if refusal := self._refusal(view, message["calls"][own], excused, stopped):
-                self.send(leader, {"t": "nack", "epoch": view.epoch, "promised": self._promised, "why": refusal})
+                self.send(
+                    leader,
+                    {
+                        "t": "nack",
+                        "epoch": view.epoch,
+                        "promised": self._promised,
+                        "why": refusal,
+                    },
+                )
                 return
             self._accept(view)
         self.send(leader, {"t": "ack", "epoch": view.epoch})
 
-    def _refusal(self, view: View, call: int, excused: set[Address], stopped: set[Address]) -> str:
+    def _refusal(
+        self, view: View, call: int, excused: set[Address], stopped: set[Address]
+    ) -> str:
         """Why this member does not acknowledge this proposal; "" if it does."""
         if self._facts is None or call != self._call or self.outcome is not None:
             return "is not at this call"
@@ -446,7 +594,11 @@ class Agreement:
             return "leaves"
         if any(member.address in self.lost for member in view.members):
             return "has lost a member of it"
-        return "" if self._has_quorum([m.address for m in view.members], excused, stopped) else "is no quorum"
+        return (
+            ""
+            if self._has_quorum([m.address for m in view.members], excused, stopped)
+            else "is no quorum"
+        )
 
     def _accept(self, view: View) -> None:
         self._promised = view.epoch
@@ -459,7 +611,10 @@ class Agreement:
             self._acked.add(address)
         else:
             self._promised = max(self._promised, message["promised"])
-            self._proposal, self._hold = None, self._clock() + self._random.uniform(*HOLD_S)
+            self._proposal, self._hold = (
+                None,
+                self._clock() + self._random.uniform(*HOLD_S),
+            )
 
     def _on_commit(self, epoch: int) -> None:
         view = next((view for view in self._accepted if view.epoch == epoch), None)
@@ -481,7 +636,9 @@ class Agreement:
         self._promised = max(self._promised, view.epoch)
         self.lost, self._proposal, self.why = {}, None, ""
         for address, peer in list(self.peers.items()):
-            if not view.at(address) and (peer.member.number != NEWCOMER or not peer.said):
+            if not view.at(address) and (
+                peer.member.number != NEWCOMER or not peer.said
+            ):
                 if old and old.at(address):
                     self._put_right(peer.member.number, partial(self.send, address))
                 self.peers.pop(address)
@@ -489,9 +646,12 @@ class Agreement:
             if member.address != self.me.address:
                 peer = self.peers.setdefault(member.address, OtherMember(member))
                 peer.member = member
-                peer.said = peer.said if peer.said.get("epoch", -1) >= view.epoch else {}
+                peer.said = (
+                    peer.said if peer.said.get("epoch", -1) >= view.epoch else {}
+                )
         for peer in self._others():
-            if peer.said:  # what it found out before this member knew that the view is committed
+            # what it found out before this member knew that the view is committed
+            if peer.said:
                 self._on_stand(peer, peer.said)
 
     def _missing(self) -> str:

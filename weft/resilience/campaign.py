@@ -29,7 +29,11 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-3}
 #: The layout of the undisturbed run, and its settings in the place of those that only several ranks can have. None of
 #: them changes what is computed.
 ONE_RANK = "dp=1,secondary=0"
-OF_ONE_RANK = ("resilience.survive=false", "optimizer.post_validation=false", "optimizer.pairs=false")
+OF_ONE_RANK = (
+    "resilience.survive=false",
+    "optimizer.post_validation=false",
+    "optimizer.pairs=false",
+)
 #: Seconds that a run may take to its first step, from one step or fault to the next step, and to end when told to (less
 #: than launchers wait before they kill it, so that its stacks can be dumped).
 STARTS, HANGS, ENDS = 180.0, 60.0, 45.0
@@ -49,20 +53,35 @@ Add = Callable[[int, Random], None]
 Processes = list["subprocess.Popen[bytes]"]
 
 
-def train_words(recipe: Path, layout: str | None, overrides: Sequence[str], out: Path) -> list[str]:
+def train_words(
+    recipe: Path, layout: str | None, overrides: Sequence[str], out: Path
+) -> list[str]:
     """The command line of a run that goes on until it is told to stop, and records every step."""
     values = ["train.steps=1000000", *overrides, "observe.every=1"]
     words = [sys.executable, "-m", "weft", "train", str(recipe), "--out", str(out)]
-    return [*words, *(["--layout", layout] if layout else []), *(w for value in values for w in ("--set", value))]
+    return [
+        *words,
+        *(["--layout", layout] if layout else []),
+        *(w for value in values for w in ("--set", value)),
+    ]
 
 
 def start_here(words: Sequence[str], log: Path) -> Processes:
     """One launcher, with all ranks on this machine."""
     with log.open("ab") as file:
-        return [subprocess.Popen(words, stdout=file, stderr=file, env=os.environ | {"PYTHONFAULTHANDLER": "1"})]
+        return [
+            subprocess.Popen(
+                words,
+                stdout=file,
+                stderr=file,
+                env=os.environ | {"PYTHONFAULTHANDLER": "1"},
+            )
+        ]
 
 
-def start_on(hosts: Sequence[Host], words: Sequence[str], ranks: int, log: Path) -> Processes:
+def start_on(
+    hosts: Sequence[Host], words: Sequence[str], ranks: int, log: Path
+) -> Processes:
     """``ranks`` processes on hosts, the first ones on the first host, started as by Slurm: without Weft's launcher."""
     where = [len(hosts) * rank // ranks for rank in range(ranks)]
     started = []
@@ -72,9 +91,15 @@ def start_on(hosts: Sequence[Host], words: Sequence[str], ranks: int, log: Path)
             "LOCAL_WORLD_SIZE": where.count(host), "MASTER_ADDR": hosts[0].address, "MASTER_PORT": 29500,
             "PYTHONFAULTHANDLER": 1,
         }  # fmt: skip
-        told = ["env", *(f"{name}={value}" for name, value in variables.items()), *words]
+        told = [
+            "env",
+            *(f"{name}={value}" for name, value in variables.items()),
+            *words,
+        ]
         with log.open("ab") as file:
-            started.append(subprocess.Popen(hosts[host].command(told), stdout=file, stderr=file))
+            started.append(
+                subprocess.Popen(hosts[host].command(told), stdout=file, stderr=file)
+            )
     return started
 
 
@@ -113,23 +138,41 @@ def carry_out(campaign: Campaign, say: Say) -> CampaignResult:
     campaign.out.mkdir(parents=True)
     words = train_words(campaign.recipe, campaign.layout, campaign.overrides, folder)
     with ExitStack() as stack:  # also SIGTERM leaves nothing running
-        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
+        stack.callback(
+            signal.signal,
+            signal.SIGTERM,
+            signal.signal(signal.SIGTERM, signal.default_int_handler),
+        )
         made = stack.enter_context(hosts(campaign.hosts)) if campaign.hosts else ()
-        run = DisturbedRun(folder, start_on(made, words, campaign.ranks, log) if made else start_here(words, log))
+        run = DisturbedRun(
+            folder,
+            start_on(made, words, campaign.ranks, log)
+            if made
+            else start_here(words, log),
+        )
         more = [sys.executable, "-m", "weft", "ranks", "add", str(folder), "--ranks"]
 
         def add(count: int, draw: Random) -> None:
             told = [*more, str(count)]
-            run.added += start_here(draw.choice(made).command(told) if made else told, log)
+            run.added += start_here(
+                draw.choice(made).command(told) if made else told, log
+            )
 
         injector = disturb(run, campaign, made, say, log, add)
         reference = campaign.reference or campaign.out / "reference"
         if campaign.reference is None:
             say(f"the run was at step {run.step}; now one that nobody disturbs")
-            alone = train_words(campaign.recipe, ONE_RANK, [*campaign.overrides, *OF_ONE_RANK], reference)
+            alone = train_words(
+                campaign.recipe,
+                ONE_RANK,
+                [*campaign.overrides, *OF_ONE_RANK],
+                reference,
+            )
             run_undisturbed(alone, reference, run.step, log)
     found = CampaignResult(
-        rows := rows_of(run, injector.hits), medians(rows), wrong(run, injector, reference, campaign.tolerance)
+        rows := rows_of(run, injector.hits),
+        medians(rows),
+        wrong(run, injector, reference, campaign.tolerance),
     )
     (campaign.out / "chaos.json").write_text(json.dumps(asdict(found), indent=1) + "\n")
     return found
@@ -154,7 +197,12 @@ def check_comparable(recipe: Path, overrides: Sequence[str], given: Recipe) -> N
 
 
 def disturb(
-    run: DisturbedRun, campaign: Campaign, made: Sequence[Host], say: Say, log: Path, add: Add | None = None
+    run: DisturbedRun,
+    campaign: Campaign,
+    made: Sequence[Host],
+    say: Say,
+    log: Path,
+    add: Add | None = None,
 ) -> Injector:
     """Inject the faults into a run that has been started, tell it to stop, and wait for its end.
 
@@ -163,14 +211,19 @@ def disturb(
     """
     try:
         _wait(run, STARTS, lambda: run.step > 0, "has not taken a step", log)
-        injector, last = Injector(run, campaign.faults, made, add, say), time.monotonic()
+        injector, last = (
+            Injector(run, campaign.faults, made, add, say),
+            time.monotonic(),
+        )
         until = last + campaign.seconds
         while time.monotonic() < until and not run.ended:
             injector.work()
             if run.look():
                 last = time.monotonic()
             if time.monotonic() - max(last, injector.last) > HANGS:
-                raise WeftError(f"the run hangs: no step for {HANGS:.0f} s after step {run.step} ({log})")
+                raise WeftError(
+                    f"the run hangs: no step for {HANGS:.0f} s after step {run.step} ({log})"
+                )
             time.sleep(LOOK)
         injector.restore()
         for process in (*run.processes, *run.added):
@@ -190,14 +243,20 @@ def disturb(
         _end(run)
 
 
-def _wait(run: DisturbedRun, seconds: float, done: Callable[[], bool], problem: str, log: Path) -> None:
+def _wait(
+    run: DisturbedRun, seconds: float, done: Callable[[], bool], problem: str, log: Path
+) -> None:
     until = time.monotonic() + seconds
     while not done():
         run.look()
         if run.ended and not done():
-            raise WeftError(f"the run has ended by itself; its output ends with:\n{tail(log)}")
+            raise WeftError(
+                f"the run has ended by itself; its output ends with:\n{tail(log)}"
+            )
         if time.monotonic() > until:
-            raise WeftError(f"the run {problem} in {seconds:.0f} s; its output ends with:\n{tail(log)}")
+            raise WeftError(
+                f"the run {problem} in {seconds:.0f} s; its output ends with:\n{tail(log)}"
+            )
         time.sleep(LOOK)
 
 
@@ -217,7 +276,9 @@ def _end(run: DisturbedRun) -> None:
 
 def _processes(run: DisturbedRun) -> list[psutil.Process]:
     """All processes of a run, children first."""
-    left = [psutil.Process(p.pid) for p in (*run.processes, *run.added) if p.poll() is None]
+    left = [
+        psutil.Process(p.pid) for p in (*run.processes, *run.added) if p.poll() is None
+    ]
     return [child for p in left for child in p.children(recursive=True)] + left
 
 
@@ -235,7 +296,9 @@ def run_undisturbed(words: Sequence[str], folder: Path, steps: int, log: Path) -
         _end(run)
 
 
-def wrong(run: DisturbedRun, injector: Injector, reference: Path, tolerance: float) -> list[str]:
+def wrong(
+    run: DisturbedRun, injector: Injector, reference: Path, tolerance: float
+) -> list[str]:
     """What is wrong with a disturbed run, in words; nothing if its records are those of the undisturbed one."""
     found = []
     trained = [r for r in run.records if r["kind"] == "train"]
@@ -246,15 +309,27 @@ def wrong(run: DisturbedRun, injector: Injector, reference: Path, tolerance: flo
         found.append(f"not recorded: steps {_some(missing)}")
     there = {r["step"]: r for r in read_metrics(reference).get("train", [])}
     if beyond := sorted(times.keys() - there.keys()):
-        found.append(f"{reference} has no step {_some(beyond)}: it is too short to compare with")
+        found.append(
+            f"{reference} has no step {_some(beyond)}: it is too short to compare with"
+        )
     here = {r["step"]: r for r in trained if r["step"] in there}
     most = max((abs(there[step]["loss"] or 0) for step in here), default=1.0)
-    off = [step for step, r in here.items() if not abs(_loss(r) - _loss(there[step])) <= tolerance * most]
+    off = [
+        step
+        for step, r in here.items()
+        if not abs(_loss(r) - _loss(there[step])) <= tolerance * most
+    ]
     if off:
         far = max(abs(_loss(here[step]) - _loss(there[step])) / most for step in off)
-        found.append(f"{len(off)} losses differ by more than {tolerance:.0e}, from step {off[0]} on; at most {far:.1e}")
-    if uneven := [step for step, r in here.items() if r["tokens"] != there[step]["tokens"]]:
-        found.append(f"other tokens were counted, from step {uneven[0]} on: samples were lost or taken twice")
+        found.append(
+            f"{len(off)} losses differ by more than {tolerance:.0e}, from step {off[0]} on; at most {far:.1e}"
+        )
+    if uneven := [
+        step for step, r in here.items() if r["tokens"] != there[step]["tokens"]
+    ]:
+        found.append(
+            f"other tokens were counted, from step {uneven[0]} on: samples were lost or taken twice"
+        )
     return found + _ended_badly(run, injector)
 
 
@@ -263,7 +338,9 @@ def _loss(record: Record) -> float:
 
 
 def _some(steps: Sequence[int]) -> str:
-    return ", ".join(map(str, steps[:5])) + (f" and {len(steps) - 5} more" if len(steps) > 5 else "")
+    return ", ".join(map(str, steps[:5])) + (
+        f" and {len(steps) - 5} more" if len(steps) > 5 else ""
+    )
 
 
 def _ended_badly(run: DisturbedRun, injector: Injector) -> list[str]:
@@ -273,22 +350,35 @@ def _ended_badly(run: DisturbedRun, injector: Injector) -> list[str]:
 
     While a cable is out, members on either side of it may be left out: half of them go on, if the first is among them.
     """
-    cut = [(h.time, h.time + (h.fault.lasts or 0) + SETTLED) for h in injector.hits if h.fault.kind == "link"]
+    cut = [
+        (h.time, h.time + (h.fault.lasts or 0) + SETTLED)
+        for h in injector.hits
+        if h.fault.kind == "link"
+    ]
     numbers = {number for hit in injector.hits for number in hit.numbers}
     pids = {int(m["pid"]) for hit in injector.hits for m in hit.who}
     found = []
     for process in run.processes:
-        failed = process.returncode not in (0, 128 + signal.SIGTERM) and process.pid not in pids
+        failed = (
+            process.returncode not in (0, 128 + signal.SIGTERM)
+            and process.pid not in pids
+        )
         if failed and not injector.has_ended_all_of(process.pid):
-            found.append(f"process {process.pid} ended with exit code {process.returncode}, and no fault had hit it")
+            found.append(
+                f"process {process.pid} ended with exit code {process.returncode}, and no fault had hit it"
+            )
     for view in (r for r in run.records if r["kind"] == "view"):
         if any(begin <= view["time"] <= end for begin, end in cut):
             continue
         for one in view["lost"]:
             if one["number"] not in numbers:
-                found.append(f"step {view['step']}: rank {one['rank']} {one['why']}, and no fault had hit it")
+                found.append(
+                    f"step {view['step']}: rank {one['rank']} {one['why']}, and no fault had hit it"
+                )
     if injector.left:
-        found.append(f"{injector.left} faults did not happen: too few ranks were left, or the run ended before")
+        found.append(
+            f"{injector.left} faults did not happen: too few ranks were left, or the run ended before"
+        )
     return found
 
 
@@ -308,12 +398,21 @@ def rows_of(run: DisturbedRun, hits: Sequence[Hit]) -> list[Record]:
         where = _without(hit, hits[i + 1 :], run.records)
         if where is not None:
             view, after = run.records[where], run.records[where + 1 :]
-            row |= {"epoch": view["epoch"], "survivors": view["ranks"], "layout": view["layout"]}
+            row |= {
+                "epoch": view["epoch"],
+                "survivors": view["ranks"],
+                "layout": view["layout"],
+            }
             row |= {name: round(view.get(name, 0.0), 3) for name in STAGES}
-            row["detect_s"] = round(max(0.0, view["time"] - sum(row[name] for name in STAGES) - hit.time), 3)
+            row["detect_s"] = round(
+                max(0.0, view["time"] - sum(row[name] for name in STAGES) - hit.time), 3
+            )
             row["again"] = max(0, hit.step - view["step"])
             if first := next((r["time"] for r in after if r["kind"] == "train"), None):
-                row |= {"recompute_s": round(first - view["time"], 3), "stall_s": round(first - hit.time, 3)}
+                row |= {
+                    "recompute_s": round(first - view["time"], 3),
+                    "stall_s": round(first - hit.time, 3),
+                }
         found.append(row)
     return found
 
@@ -323,7 +422,12 @@ def _without(hit: Hit, later: Sequence[Hit], records: Sequence[Record]) -> int |
     found = None
     for where, view in enumerate(records):
         if view["kind"] == "view" and view["time"] > hit.time - 0.001:
-            again = {number for other in later if other.time < view["time"] for number in other.numbers}
+            again = {
+                number
+                for other in later
+                if other.time < view["time"]
+                for number in other.numbers
+            }
             if {one["number"] for one in view["lost"]} & (hit.numbers - again):
                 found = where
     return found

@@ -64,10 +64,18 @@ def schedule(counts: Mapping[str, int], seconds: float, seed: int) -> list[Fault
     kinds = [kind for kind, count in counts.items() for _ in range(count)]
     draw.shuffle(kinds)
     faults, frozen = [], 0
-    for kind, at in zip(kinds, sorted(draw.uniform(0, seconds) for _ in kinds), strict=True):
+    for kind, at in zip(
+        kinds, sorted(draw.uniform(0, seconds) for _ in kinds), strict=True
+    ):
         frozen += kind == "freeze"
-        lasts = draw.uniform(*LASTS[kind]) if kind in LASTS and not (kind == "freeze" and frozen % 2) else None
-        faults.append(Fault(kind, round(at, 3), draw.getrandbits(32), lasts and round(lasts, 3)))
+        lasts = (
+            draw.uniform(*LASTS[kind])
+            if kind in LASTS and not (kind == "freeze" and frozen % 2)
+            else None
+        )
+        faults.append(
+            Fault(kind, round(at, 3), draw.getrandbits(32), lasts and round(lasts, 3))
+        )
     return faults
 
 
@@ -89,16 +97,21 @@ class Hit:
 class DisturbedRun:
     """A run under way: its processes, the members of its view, and its records so far."""
 
-    def __init__(self, folder: Path, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    def __init__(
+        self, folder: Path, processes: Sequence[subprocess.Popen[bytes]]
+    ) -> None:
         self.folder, self.processes = folder, list(processes)
-        self.added: list[subprocess.Popen[bytes]] = []  # what has started more ranks since
+        # what has started more ranks since
+        self.added: list[subprocess.Popen[bytes]] = []
         self.records: list[Record] = []
         self._file = self._read = 0
 
     def members(self) -> list[Member]:
         """The members of the present view; none before the first one."""
         with suppress(OSError, ValueError):
-            return list(json.loads((self.folder / "ranks/members.json").read_text())["members"])
+            return list(
+                json.loads((self.folder / "ranks/members.json").read_text())["members"]
+            )
         return []
 
     def look(self) -> bool:
@@ -124,7 +137,9 @@ class DisturbedRun:
 
     @property
     def ended(self) -> bool:
-        return all(process.poll() is not None for process in (*self.processes, *self.added))
+        return all(
+            process.poll() is not None for process in (*self.processes, *self.added)
+        )
 
 
 class Injector:
@@ -146,7 +161,8 @@ class Injector:
         self.hits: list[Hit] = []
         self.last = 0.0
         self.processes: dict[int, psutil.Process] = {}  # by member
-        self.launchers: dict[int, int] = {}  # by process: the process that has started it
+        # by process: the process that has started it
+        self.launchers: dict[int, int] = {}
         self._gone: set[int] = set()  # members that were killed, or frozen for ever
         self._down: Host | None = None  # its cable is out
         self._agenda = sched.scheduler(time.monotonic)
@@ -170,15 +186,21 @@ class Injector:
 
     def has_ended_all_of(self, launcher: int) -> bool:
         """Whether faults have ended every rank that the process ``launcher`` had started."""
-        ranks = {pid for pid, started_by in self.launchers.items() if started_by == launcher}
-        return bool(ranks) and ranks <= {self.processes[number].pid for number in self._gone}
+        ranks = {
+            pid for pid, started_by in self.launchers.items() if started_by == launcher
+        }
+        return bool(ranks) and ranks <= {
+            self.processes[number].pid for number in self._gone
+        }
 
     @property
     def left(self) -> int:
         """Faults that have not happened."""
         return self._planned - len(self.hits)
 
-    def _later(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
+    def _later(
+        self, seconds: float, action: Callable[..., None], *arguments: Any
+    ) -> None:
         self._agenda.enter(seconds, 0, action, arguments)
 
     def _inject(self, fault: Fault) -> None:
@@ -192,9 +214,15 @@ class Injector:
         numbers, self.last = [int(m["number"]) for m in who], time.monotonic()
         self.run.look()
         self.hits.append(Hit(fault, time.time(), who, len(living), self.run.step))
-        self.say(f"{fault.kind}: " + ", ".join(f"rank {m['rank']} (process {m['pid']})" for m in who))
+        self.say(
+            f"{fault.kind}: "
+            + ", ".join(f"rank {m['rank']} (process {m['pid']})" for m in who)
+        )
         if fault.kind == "link":
-            self._pull(next(h for h in self.hosts if h.address == who[0]["host"]), fault.lasts or 0)
+            self._pull(
+                next(h for h in self.hosts if h.address == who[0]["host"]),
+                fault.lasts or 0,
+            )
         elif fault.kind == "slow":
             self._slow(numbers[0], time.monotonic() + (fault.lasts or 0))
         else:
@@ -214,9 +242,15 @@ class Injector:
         for member in members:
             if member["number"] not in self.processes:
                 with suppress(psutil.NoSuchProcess):
-                    self.processes[member["number"]] = process = psutil.Process(member["pid"])
+                    self.processes[member["number"]] = process = psutil.Process(
+                        member["pid"]
+                    )
                     self.launchers[process.pid] = process.ppid()
-        return [m for m in members if m["number"] in self.processes and m["number"] not in self._gone]
+        return [
+            m
+            for m in members
+            if m["number"] in self.processes and m["number"] not in self._gone
+        ]
 
     def _victims(self, fault: Fault, living: Sequence[Member]) -> list[Member]:
         draw = Random(fault.draw)
@@ -227,7 +261,9 @@ class Injector:
         if fault.kind in ("host", "link"):
             address = draw.choice(sorted({m["host"] for m in living}))
             return [m for m in living if m["host"] == address]
-        return draw.sample(list(living), min(len(living), 2 if fault.kind == "two" else 1))
+        return draw.sample(
+            list(living), min(len(living), 2 if fault.kind == "two" else 1)
+        )
 
     def _signal(self, number: int, what: str) -> None:
         with suppress(psutil.NoSuchProcess):

@@ -77,21 +77,38 @@ class Company(Presence):
     """
 
     def __init__(
-        self, membership: Membership, mine: Facts, islands: int, ranks: int, how: Sync, streams: Streams, detect: float
+        self,
+        membership: Membership,
+        mine: Facts,
+        islands: int,
+        ranks: int,
+        how: Sync,
+        streams: Streams,
+        detect: float,
     ) -> None:
         super().__init__(streams)
-        self.membership, self.mine, self.islands, self.ranks, self.how = membership, mine, islands, ranks, how
+        self.membership, self.mine, self.islands, self.ranks, self.how = (
+            membership,
+            mine,
+            islands,
+            ranks,
+            how,
+        )
         self.island, self.detect = int(mine["island"]), detect
         self.changed = membership.news  # guards all that follows
         self.view: View | None = None
         self.stays: list[Stay] = []
-        self.members: dict[int, dict[int, int]] = {}  # numbers of members, by island and place
+        # numbers of members, by island and place
+        self.members: dict[int, dict[int, int]] = {}
         self.known: dict[int, Facts] = {}  # the facts of each member, by its number
         self.waiting: list[Stay] = []  # of islands that have no state yet
         self.giver = 0  # the island that hands its state to those
-        self.begun = self.committed = -1  # numbers of the last exchange that was begun here, and that is over
-        self.pending: tuple[int, Draw] | None = None  # an exchange for which this rank has received all it needs
-        self.got: int | None = None  # the exchange after which this rank has got its state; None: not yet
+        # numbers of the last exchange that was begun here, and that is over
+        self.begun = self.committed = -1
+        # an exchange for which this rank has received all it needs
+        self.pending: tuple[int, Draw] | None = None
+        # the exchange after which this rank has got its state; None: not yet
+        self.got: int | None = None
         self.changing, self.closing, self.ended = False, False, False
         self.fatal: Exception | None = None
         self.progress = Progress()
@@ -110,7 +127,9 @@ class Company(Presence):
     def begin_with(self, view: View, facts: Sequence[Facts]) -> None:
         """Start with the run's first ``view``, in which all islands take part from the beginning."""
         lives = {int(one["island"]): one["life"] for one in facts}
-        self.stays = [Stay(island, life, -1, None) for island, life in sorted(lives.items())]
+        self.stays = [
+            Stay(island, life, -1, None) for island, life in sorted(lives.items())
+        ]
         self.got = -1
         with self.changed:
             self._adopt(view, [self._facts() | one for one in facts])
@@ -138,7 +157,9 @@ class Company(Presence):
                 return
             try:
                 if alone:
-                    raise IslandLeftOut(f"the run has ended before island {self.island} could take part again")
+                    raise IslandLeftOut(
+                        f"the run has ended before island {self.island} could take part again"
+                    )
                 if due:
                     self._take_view(limit)
             except Exception as error:
@@ -174,13 +195,23 @@ class Company(Presence):
             start = (int(fact["island"]), str(fact["life"]))
             found.setdefault(start, {})[int(fact["place"])] = fact
             numbers.setdefault(start, {})[int(fact["place"])] = member.number
-        whole = {start: places for start, places in sorted(found.items()) if len(places) == self.ranks}
-        stays = next([Stay(*stay) for stay in fact["stays"]] for fact in facts if fact["stays"])
+        whole = {
+            start: places
+            for start, places in sorted(found.items())
+            if len(places) == self.ranks
+        }
+        stays = next(
+            [Stay(*stay) for stay in fact["stays"]] for fact in facts if fact["stays"]
+        )
         begun = max(int(fact["begun"]) for fact in facts)
-        if self.pending is not None:  # by those who took part in it with this one, as things were then
+        # by those who took part in it with this one, as things were then
+        if self.pending is not None:
             number, draw = self.pending
             with_whom = draw(population(stays, number))
-            if any(int(one["island"]) in with_whom and int(one["committed"]) >= number for one in facts):
+            if any(
+                int(one["island"]) in with_whom and int(one["committed"]) >= number
+                for one in facts
+            ):
                 self.committed = number
         before = [stay for stay in stays if stay.until is None]
         went = [stay for stay in before if stay.start not in whole]
@@ -188,27 +219,49 @@ class Company(Presence):
             stay for stay in before
             if stay not in went and any(fact["got"] != stay.after for fact in whole[stay.start].values())
         ]  # fmt: skip
-        stays = [stay._replace(until=begun) if stay in went else stay for stay in stays if stay not in lacks]
+        stays = [
+            stay._replace(until=begun) if stay in went else stay
+            for stay in stays
+            if stay not in lacks
+        ]
         here = {stay.island for stay in stays if stay.until is None}
         came = {island: life for island, life in whole if island not in here}
-        self.waiting = [Stay(island, life, self._end_of_round(begun), None) for island, life in came.items()]
+        self.waiting = [
+            Stay(island, life, self._end_of_round(begun), None)
+            for island, life in came.items()
+        ]
         self.giver = min(here, default=0)
         self.stays = stays + self.waiting
         self.members = {stay.island: numbers[stay.start] for stay in self.present}
         place = int(self.mine["place"])
         for stay in self.present:
-            self.streams.store.set(f"weft/streams/{stay.island}/{place}", whole[stay.start][place]["at"])
+            self.streams.store.set(
+                f"weft/streams/{stay.island}/{place}", whole[stay.start][place]["at"]
+            )
         self.streams.begin(view.epoch)
         self._say(went, lacks, lost)
         if self._start not in whole:
-            others = [fact for (island, _), places in found.items() if island == self.island for fact in places]
+            others = [
+                fact
+                for (island, _), places in found.items()
+                if island == self.island
+                for fact in places
+            ]
             if self.got is not None or len(others) >= self.ranks:
-                self.give_up(IslandLeftOut(f"island {self.island} cannot go on without all of its ranks"))
+                self.give_up(
+                    IslandLeftOut(
+                        f"island {self.island} cannot go on without all of its ranks"
+                    )
+                )
 
     def _end_of_round(self, begun: int) -> int:
         """The number of the last exchange at the beginning of the round that follows the one of exchange ``begun``."""
         count, every = self.how.fragments, self.how.every
-        return count * (begun // count + 1) + sum(every * f // count == 0 for f in range(count)) - 1
+        return (
+            count * (begun // count + 1)
+            + sum(every * f // count == 0 for f in range(count))
+            - 1
+        )
 
     def _say(self, went: list[Stay], lacked: list[Stay], lost: dict[int, str]) -> None:
         """Report islands that went or came, as text and in ``events``; ``lost``: why members are lost, by number."""
@@ -219,11 +272,19 @@ class Company(Presence):
                      and (fact["island"], fact["life"]) == stay.start}  # fmt: skip
             place, why = min(ranks.items(), default=(0, GONE))
             who = f"island {stay.island}" + f" (its rank {place})" * (self.ranks > 1)
-            self.tell(f"{who} {why}: the others go on without it; to bring it back: {self.way_back(stay.island)}")
+            self.tell(
+                f"{who} {why}: the others go on without it; to bring it back: {self.way_back(stay.island)}"
+            )
             gone.append({"island": stay.island, "why": why})
-        joined = [stay.island for stay in self.waiting if stay.island not in [one.island for one in lacked]]
+        joined = [
+            stay.island
+            for stay in self.waiting
+            if stay.island not in [one.island for one in lacked]
+        ]
         for island in joined:
-            self.tell(f"island {island} is back: it takes island {self.giver}'s state at the end of the next round")
+            self.tell(
+                f"island {island} is back: it takes island {self.giver}'s state at the end of the next round"
+            )
         if gone or joined:
             here = sorted(stay.island for stay in self.present)
             self.events.append(("islands", {
@@ -264,7 +325,11 @@ class Company(Presence):
             with self.changed:
                 epoch = self._steady().epoch
                 here = {stay.island for stay in self.present if stay.covers(number)}
-                group = [island for island in draw(population(self.stays, number)) if island in here]
+                group = [
+                    island
+                    for island in draw(population(self.stays, number))
+                    if island in here
+                ]
             begun = time.monotonic()
             try:
                 found = work(group, str(number))
@@ -277,7 +342,9 @@ class Company(Presence):
             if self._all_done(number, draw, epoch, group):
                 self._note(number, group)
                 return found
-        raise error or IslandLost(f"exchange {number} between islands has failed {ATTEMPTS} times")
+        raise error or IslandLost(
+            f"exchange {number} between islands has failed {ATTEMPTS} times"
+        )
 
     def _await_change(self, epoch: int, why: str) -> None:
         """Wait for the view after ``epoch``, as an exchange has failed for the reason ``why``.
@@ -286,13 +353,22 @@ class Company(Presence):
         """
         with self.changed:
             changed = self.changed.wait_for(
-                lambda: self.changing or self.fatal or (self.view and self.view.epoch != epoch), KNOWN * self.detect
+                lambda: (
+                    self.changing
+                    or self.fatal
+                    or (self.view and self.view.epoch != epoch)
+                ),
+                KNOWN * self.detect,
             )
             if not changed:
                 self.membership.report(why)
-                self.changed.wait_for(lambda: self.changing or self.fatal, self.streams.limit)
+                self.changed.wait_for(
+                    lambda: self.changing or self.fatal, self.streams.limit
+                )
 
-    def _all_done(self, number: int, draw: Draw, epoch: int, group: Sequence[int]) -> bool:
+    def _all_done(
+        self, number: int, draw: Draw, epoch: int, group: Sequence[int]
+    ) -> bool:
         """Publish that this rank has all it needs for exchange ``number``, and wait until all others have.
 
         Returns whether the exchange is over; else it is to be repeated.
@@ -303,15 +379,28 @@ class Company(Presence):
             self.pending = (number, draw)
             self.membership.publish(done=number, epoch=epoch)
             me = self.membership.me.number
-            others = [one for island in group for one in self.members[island].values() if one != me]
+            others = [
+                one
+                for island in group
+                for one in self.members[island].values()
+                if one != me
+            ]
 
             def all_say_so() -> bool:
                 said = (self.membership.published.get(one, {}) for one in others)
-                return all(one.get("epoch") == epoch and one.get("done", -1) >= number for one in said)
+                return all(
+                    one.get("epoch") == epoch and one.get("done", -1) >= number
+                    for one in said
+                )
 
             def is_over() -> bool:
                 assert self.view is not None
-                return self.changing or self.fatal is not None or self.view.epoch != epoch or all_say_so()
+                return (
+                    self.changing
+                    or self.fatal is not None
+                    or self.view.epoch != epoch
+                    or all_say_so()
+                )
 
             while not is_over():
                 self.changed.wait()
@@ -323,7 +412,9 @@ class Company(Presence):
     def _note(self, number: int, group: list[int]) -> None:
         with self.changed:
             if group != self._group:
-                self.events.append(("agreed", {"number": number, "members": group, "at": time.time()}))
+                self.events.append(
+                    ("agreed", {"number": number, "members": group, "at": time.time()})
+                )
             self._group = group
 
     # --- coming ---
@@ -333,27 +424,40 @@ class Company(Presence):
             self._steady()
             mine = self.giver == self.island
             count = self.how.fragments
-            return [stay.island for stay in self.waiting if mine and stay.after // count == number // count]
+            return [
+                stay.island
+                for stay in self.waiting
+                if mine and stay.after // count == number // count
+            ]
 
     @property
     def tokens(self) -> int:
         return self.progress.tokens
 
-    def come_in(self, take: Callable[[int, int], list[int]], all_say: Callable[[Any], list[Any]]) -> tuple[int, int]:
+    def come_in(
+        self, take: Callable[[int, int], list[int]], all_say: Callable[[Any], list[Any]]
+    ) -> tuple[int, int]:
         """Receive the state from another island at the end of a round; returns the round's number, and its tokens.
 
         ``take(island, round)`` receives it. ``all_say(value)`` gathers a value from every rank of this island.
         """
         while True:
             with self.changed:
-                while not self._steady() or not any(stay.start == self._start for stay in self.waiting):
+                while not self._steady() or not any(
+                    stay.start == self._start for stay in self.waiting
+                ):
                     self.changed.wait()
                 epoch, giver = self._steady().epoch, self.giver
-                after = next(stay.after for stay in self.waiting if stay.start == self._start)
+                after = next(
+                    stay.after for stay in self.waiting if stay.start == self._start
+                )
             tokens, done = 0, False
             try:
                 tokens, *rest = take(giver, after // self.how.fragments)
-                self.counts, self.streams.order = rest[: self.how.fragments], rest[self.how.fragments :]
+                self.counts, self.streams.order = (
+                    rest[: self.how.fragments],
+                    rest[self.how.fragments :],
+                )
                 done = True
             except IslandLost as error:
                 self._await_change(epoch, str(error))
@@ -379,7 +483,11 @@ class Company(Presence):
     def wished(self) -> int | None:
         with self.changed:
             self._steady()
-            said = [self.membership.published.get(one, {}) for at in self.members.values() for one in at.values()]
+            said = [
+                self.membership.published.get(one, {})
+                for at in self.members.values()
+                for one in at.values()
+            ]
         return min((int(one["stop"]) for one in said if "stop" in one), default=None)
 
     def note_odd(self, odd: Sequence[int], step: int) -> None:
@@ -396,7 +504,10 @@ class Company(Presence):
     def take_news(self) -> list[str]:
         with self.changed:
             mates = self.members.get(self.island, {})
-            said = [self.membership.published.get(one, {}).get("odd", []) for one in mates.values()]
+            said = [
+                self.membership.published.get(one, {}).get("odd", [])
+                for one in mates.values()
+            ]
         for island, step, place in (one for odd in said for one in odd):
             self._note_odd([island], step, place)
         return super().take_news()
@@ -412,7 +523,11 @@ class Company(Presence):
             if self.view is None:
                 return False
             gone, me = self.membership.lost, self.membership.me.number
-            others = [one.number for one in self.view.members if one.number != me and one.number not in gone]
+            others = [
+                one.number
+                for one in self.view.members
+                if one.number != me and one.number not in gone
+            ]
             said = (self.membership.published.get(number, {}) for number in others)
             return all(one.get("ended") or one.get("waits") for one in said)
 
@@ -422,7 +537,9 @@ class Company(Presence):
         self.ended = True
         self.membership.publish(ended=True)
         with self.changed:
-            self.changed.wait_for(self._all_ended, max(0.0, deadline - time.monotonic()))
+            self.changed.wait_for(
+                self._all_ended, max(0.0, deadline - time.monotonic())
+            )
 
     @property
     def first(self) -> bool:
@@ -441,9 +558,17 @@ class Company(Presence):
                 self.streams.break_off(why)
         mates = self.members.get(self.island, {})
         if self.view is not None and not self.ended:
-            gone = {place: number for place, number in mates.items() if number in self.membership.lost}
+            gone = {
+                place: number
+                for place, number in mates.items()
+                if number in self.membership.lost
+            }
             if gone:
-                self.give_up(IslandLeftOut(f"island {self.island} ends, as its {why}; the other islands go on"))
+                self.give_up(
+                    IslandLeftOut(
+                        f"island {self.island} ends, as its {why}; the other islands go on"
+                    )
+                )
 
     def give_up(self, error: Exception) -> None:
         """End this process with ``error``: the main thread raises it if it looks here in time."""
@@ -458,7 +583,12 @@ class Company(Presence):
             self.fatal = error
             self.changed.notify_all()
         self.streams.break_off(str(error))
-        threading.Thread(target=self._end_process, args=(error,), name="weft-company-end", daemon=True).start()
+        threading.Thread(
+            target=self._end_process,
+            args=(error,),
+            name="weft-company-end",
+            daemon=True,
+        ).start()
 
     def _end_process(self, error: Exception) -> None:
         with suppress(Exception):

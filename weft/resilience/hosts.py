@@ -32,7 +32,15 @@ class Host:
 
     def command(self, words: Sequence[str]) -> list[str]:
         """The command line that runs ``words`` on this host; gloo uses its network there."""
-        return ["ip", "netns", "exec", self.name, "env", "GLOO_SOCKET_IFNAME=eth0", *words]
+        return [
+            "ip",
+            "netns",
+            "exec",
+            self.name,
+            "env",
+            "GLOO_SOCKET_IFNAME=eth0",
+            *words,
+        ]
 
     def link(self, up: bool) -> None:
         """Put the cable in, or pull it: packets are then lost without an error."""
@@ -42,13 +50,27 @@ class Host:
         """Let no more than ``rate`` ("100mbit") go out, or come in."""
         for space, device in ((self.name, "eth0"), (self.switch, self.port)):
             bucket = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
-            _run("ip", "netns", "exec", space, "tc", "qdisc", "replace", "dev", device, "root", *bucket)
+            _run(
+                "ip",
+                "netns",
+                "exec",
+                space,
+                "tc",
+                "qdisc",
+                "replace",
+                "dev",
+                device,
+                "root",
+                *bucket,
+            )
 
     def enter(self) -> None:
         """Move this thread, and those that it starts, to this host; open sockets stay on the host they are on."""
         with open(f"/run/netns/{self.name}") as space:
             if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), CLONE_NEWNET):
-                raise WeftError(f"cannot enter the host {self.name}: {os.strerror(ctypes.get_errno())}")
+                raise WeftError(
+                    f"cannot enter the host {self.name}: {os.strerror(ctypes.get_errno())}"
+                )
 
     def processes(self) -> list[int]:
         """The numbers (pid) of the processes on this host."""
@@ -65,7 +87,9 @@ def unavailable() -> str:
         with hosts(1, f"weft-probe-{os.getpid()}"):
             return ""
     except WeftError as error:
-        return f"hosts need network namespaces, which this machine does not make: {error}"
+        return (
+            f"hosts need network namespaces, which this machine does not make: {error}"
+        )
 
 
 @contextmanager
@@ -76,7 +100,10 @@ def hosts(count: int, name: str = "", rate: str = "") -> Iterator[tuple[Host, ..
     """
     name = name or f"weft-{os.getpid()}"
     switch = f"{name}-switch"
-    made = tuple(Host(f"{name}-host{i}", f"10.77.0.{i + 1}", switch, f"port{i}") for i in range(count))
+    made = tuple(
+        Host(f"{name}-host{i}", f"10.77.0.{i + 1}", switch, f"port{i}")
+        for i in range(count)
+    )
     with ExitStack() as stack:
         _space(switch, stack)
         _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
@@ -104,7 +131,18 @@ def _space(name: str, stack: ExitStack) -> None:
 
 def _wire(host: Host) -> None:
     # Made between two namespaces at once, so that no name is in use in this one.
-    ends = ("eth0", "netns", host.name, "type", "veth", "peer", "name", host.port, "netns", host.switch)
+    ends = (
+        "eth0",
+        "netns",
+        host.name,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        host.port,
+        "netns",
+        host.switch,
+    )
     _run("ip", "link", "add", *ends)
     _run("ip", "-n", host.switch, "link", "set", host.port, "master", "bridge", "up")
     _run("ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")

@@ -50,11 +50,19 @@ def live(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Outcome,
     again = store.add(f"weft/starts/{rank}", 1)
     token = store.compare_set("weft/islands/token", "", secrets.token_hex(16)).decode()
     inside = dist.PrefixStore(f"weft/island-{island}/{again}", store)
-    with Islander(recipe, out, resume, island, members.index(rank), token, inside, rank) as islander:
-        mine = json.dumps({"member": asdict(islander.membership.me), "facts": islander.company.mine})
+    with Islander(
+        recipe, out, resume, island, members.index(rank), token, inside, rank
+    ) as islander:
+        mine = json.dumps(
+            {"member": asdict(islander.membership.me), "facts": islander.company.mine}
+        )
         names = [f"{MEMBERS}/{one}" for one in range(recipe.layout.world)]
         if store.check(["weft/islands/met"]):
-            others = [name for one, name in enumerate(names) if one not in members and store.check([name])]
+            others = [
+                name
+                for one, name in enumerate(names)
+                if one not in members and store.check([name])
+            ]
             found = [json.loads(store.get(name))["member"] for name in others]
             base = Path(json.loads(store.get("weft/run"))["folder"])
             islander.folder = base / f"island-{island}" if island else base
@@ -65,7 +73,9 @@ def live(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Outcome,
         met = [json.loads(store.get(name)) for name in names]
         store.set("weft/islands/met", "")
         about = {"recipe": recipe.model_dump(mode="json"), "islands": True}
-        view = islander.membership.begin([Member(**one["member"]) for one in met], about)
+        view = islander.membership.begin(
+            [Member(**one["member"]) for one in met], about
+        )
         islander.company.begin_with(view, [one["facts"] for one in met])
         return islander.train(store)
 
@@ -74,11 +84,15 @@ def come_back(folder: Path) -> tuple[Recipe, Outcome, bool]:
     """Join a run again, as a rank of the island of this folder. Returns the recipe, and what :func:`live` does."""
     roster = read_roster(folder)
     recipe = build_recipe(roster.about["recipe"])
-    store, rank, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=recipe.train.timeout)))
+    store, rank, _ = next(
+        dist.rendezvous("env://", timeout=timedelta(seconds=recipe.train.timeout))
+    )
     store.set(f"{MEMBERS}/{rank}", "")  # the launcher is to see that this rank is there
     island = int(roster.about["island"])
     inside = dist.PrefixStore("weft/island", store)
-    with Islander(recipe, folder, None, island, rank, roster.token, inside, NEWCOMER) as islander:
+    with Islander(
+        recipe, folder, None, island, rank, roster.token, inside, NEWCOMER
+    ) as islander:
         islander.folder = folder
         islander.contacts = [one.address for one in roster.members]
         return recipe, *islander.train(None)
@@ -94,22 +108,47 @@ class Islander(Watching):
         inside: dist.Store, number: int,
     ) -> None:  # fmt: skip
         super().__init__(out, resume)
-        self.recipe, self.island, self.place, self.token, self.inside = recipe, island, place, token, inside
+        self.recipe, self.island, self.place, self.token, self.inside = (
+            recipe,
+            island,
+            place,
+            token,
+            inside,
+        )
         self.contacts: Sequence[Address] = ()
         self.folder = Path()
         self.device, limit = device_type(recipe), recipe.train.timeout
         settle_in(self.device, recipe.train.threads)
-        ranks, host, detect = recipe.layout.inside.world, own_address(), recipe.resilience.detect
+        ranks, host, detect = (
+            recipe.layout.inside.world,
+            own_address(),
+            recipe.resilience.detect,
+        )
         addresses = dist.HashStore()
         addresses.set("weft/streams/token", token)
-        self.own_streams = Streams(island, recipe.layout.island, place, addresses, host, limit)
+        self.own_streams = Streams(
+            island, recipe.layout.island, place, addresses, host, limit
+        )
         life = inside.compare_set("weft/life", "", secrets.token_hex(8)).decode()
         at = addresses.get(f"weft/streams/{island}/{place}").decode()
         port = own_port(ranks + place) if own_port(place) else 0
         mine = {"island": island, "place": place, "life": life, "at": at}
-        self.membership = Membership(detect, token, lambda why: self.company.on_break(why), host, number, port=port)
+        self.membership = Membership(
+            detect,
+            token,
+            lambda why: self.company.on_break(why),
+            host,
+            number,
+            port=port,
+        )
         self.company = Company(
-            self.membership, mine, recipe.layout.island, ranks, recipe.sync, self.own_streams, detect
+            self.membership,
+            mine,
+            recipe.layout.island,
+            ranks,
+            recipe.sync,
+            self.own_streams,
+            detect,
         )
 
     def __enter__(self) -> "Islander":
@@ -128,11 +167,15 @@ class Islander(Watching):
             timeout=limit, device_id=index,
         )  # fmt: skip
         mesh = replace(
-            Mesh.create(layout, own_device(self.device)), island=self.island, islands=recipe.layout.island, shore=shore
+            Mesh.create(layout, own_device(self.device)),
+            island=self.island,
+            islands=recipe.layout.island,
+            shore=shore,
         )
         try:
             outcome = train(prepare(recipe), mesh, guard=self)
-            concludes = mesh.is_main and self.company.first  # asked while the others wait for this one's end
+            # asked while the others wait for this one's end
+            concludes = mesh.is_main and self.company.first
             self.company.end()
             trace.stop(everyone=mesh.is_main)
             if dist.get_world_size() > 1:
@@ -185,12 +228,19 @@ class Islander(Watching):
         def take(giver: int, number: int) -> list[int]:
             return take_state(state, self.recipe.sync, self.own_streams, giver, number)
 
-        number, tokens = self.company.come_in(take, lambda said: from_all(said, mesh.step_group))
+        number, tokens = self.company.come_in(
+            take, lambda said: from_all(said, mesh.step_group)
+        )
         step = number * self.recipe.sync.every
         progress = Progress(step, step * self.recipe.train.batch, tokens, step)
-        return Resumed(progress, [f"took the state after step {step} from island {self.company.giver}"])
+        return Resumed(
+            progress,
+            [f"took the state after step {step} from island {self.company.giver}"],
+        )
 
-    def begin(self, state: State, mesh: Mesh, resumed: Resumed, recorder: Recorder) -> None:
+    def begin(
+        self, state: State, mesh: Mesh, resumed: Resumed, recorder: Recorder
+    ) -> None:
         super().begin(state, mesh, resumed, recorder)
         self.company.progress, self.recorder = resumed.progress, recorder
         if self.contacts:
@@ -203,7 +253,11 @@ class Islander(Watching):
         """Keep the members' addresses in the run's folder, by which this island finds them when it is started again."""
         view = self.company.view
         if main and view is not None and view.epoch != self.written:
-            write_roster(self.folder, replace(view, about=view.about | {"island": self.island}), self.token)
+            write_roster(
+                self.folder,
+                replace(view, about=view.about | {"island": self.island}),
+                self.token,
+            )
             self.written = view.epoch
 
     def after_step(self) -> None:

@@ -47,7 +47,9 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def recipe_for(recipe: Recipe, shape: ModelShape, ranks: int, cluster: Cluster | None = None) -> Recipe:
+def recipe_for(
+    recipe: Recipe, shape: ModelShape, ranks: int, cluster: Cluster | None = None
+) -> Recipe:
     """``recipe`` with a layout for ``ranks`` ranks, or for as many of them as some layout of its model can use.
 
     ``shape``: the complete shape of the model; ``cluster``: the machine, for the estimates. Raises :class:`UsageError`
@@ -57,20 +59,34 @@ def recipe_for(recipe: Recipe, shape: ModelShape, ranks: int, cluster: Cluster |
         return recipe
     cluster = cluster or local_cluster("CPU", 64e9, ranks, ranks)
     for count in range(ranks, 0, -1):
-        if found := [one for axes in _axes(recipe.layout, shape, count) if (one := _fitted(recipe, shape, axes))]:
+        if found := [
+            one
+            for axes in _axes(recipe.layout, shape, count)
+            if (one := _fitted(recipe, shape, axes))
+        ]:
             break
     else:
-        raise UsageError(f"this model and its settings have no layout for {ranks} ranks")
+        raise UsageError(
+            f"this model and its settings have no layout for {ranks} ranks"
+        )
     wish = recipe.layout
     least = [pieces * min(1.0, count / wish.world) for pieces in _pieces(wish, shape)]
     enough = [
-        one for one in found if all(n >= m * (1 - 1e-9) for n, m in zip(_pieces(one.layout, shape), least, strict=True))
+        one
+        for one in found
+        if all(
+            n >= m * (1 - 1e-9)
+            for n, m in zip(_pieces(one.layout, shape), least, strict=True)
+        )
     ]
     lean = enough or found
     *seconds, wished = _seconds([*lean, recipe], shape, cluster)
     most = NEAR * max(min(seconds), wished * wish.world / count)
     near = [one for one, time in zip(lean, seconds, strict=True) if time <= most]
-    return min(near, key=lambda one: (_distance(wish, one.layout), one.layout.model_dump_json()))
+    return min(
+        near,
+        key=lambda one: (_distance(wish, one.layout), one.layout.model_dump_json()),
+    )
 
 
 def _axes(wish: Layout, shape: ModelShape, ranks: int) -> Iterator[dict[str, int]]:
@@ -80,14 +96,28 @@ def _axes(wish: Layout, shape: ModelShape, ranks: int) -> Iterator[dict[str, int
         return not any(count % ep for count in shape.mixtures.values())
 
     for tp in _divisors(ranks, wish.tp):
-        if tp < wish.tp and (shape.heads % tp or max(tp, shape.kv_heads or 1) % min(tp, shape.kv_heads or 1)):
+        if tp < wish.tp and (
+            shape.heads % tp
+            or max(tp, shape.kv_heads or 1) % min(tp, shape.kv_heads or 1)
+        ):
             continue
         for pp in _divisors(ranks // tp, wish.pp):
             for cp in _divisors(ranks // tp // pp, wish.cp):
                 data = ranks // tp // pp // cp
                 for shard in _divisors(data, data):
-                    for ep in (n for n in range(1, min(wish.ep, ranks) + 1) if n == wish.ep or even(n)):
-                        yield {"tp": tp, "pp": pp, "cp": cp, "shard": shard, "dp": data // shard, FOLDED: ep}
+                    for ep in (
+                        n
+                        for n in range(1, min(wish.ep, ranks) + 1)
+                        if n == wish.ep or even(n)
+                    ):
+                        yield {
+                            "tp": tp,
+                            "pp": pp,
+                            "cp": cp,
+                            "shard": shard,
+                            "dp": data // shard,
+                            FOLDED: ep,
+                        }
 
 
 def _divisors(number: int, most: int) -> list[int]:
@@ -96,7 +126,10 @@ def _divisors(number: int, most: int) -> list[int]:
 
 def _fitted(recipe: Recipe, shape: ModelShape, axes: dict[str, int]) -> Recipe | None:
     """``recipe`` with these axes and without settings that do not go with them; None if that is not enough."""
-    trees = {"layout": recipe.layout.model_dump() | axes, "optimizer": recipe.optimizer.model_dump()}
+    trees = {
+        "layout": recipe.layout.model_dump() | axes,
+        "optimizer": recipe.optimizer.model_dump(),
+    }
     usual = {"layout": Layout().model_dump(), "optimizer": Optimizer().model_dump()}
     found = _tried(recipe, shape, trees)
     for section, names in SETTINGS.items():
@@ -110,13 +143,26 @@ def _fitted(recipe: Recipe, shape: ModelShape, axes: dict[str, int]) -> Recipe |
     return None if isinstance(found, str) else found
 
 
-def _tried(recipe: Recipe, shape: ModelShape, trees: dict[str, dict[str, Any]]) -> Recipe | str:
+def _tried(
+    recipe: Recipe, shape: ModelShape, trees: dict[str, dict[str, Any]]
+) -> Recipe | str:
     """``recipe`` with these sections, or the rule that they break."""
     try:
         layout, optimizer = Layout(**trees["layout"]), Optimizer(**trees["optimizer"])
         found = recipe.model_copy(update={"layout": layout, "optimizer": optimizer})
-        asked = Asked(layout, shape, recipe.train, optimizer, BUILDERS, found, recipe.memory)
-        refuse(asked, "layout", "shape", "train", "optimizer", "schedules", "recipe", "memory")
+        asked = Asked(
+            layout, shape, recipe.train, optimizer, BUILDERS, found, recipe.memory
+        )
+        refuse(
+            asked,
+            "layout",
+            "shape",
+            "train",
+            "optimizer",
+            "schedules",
+            "recipe",
+            "memory",
+        )
         return found
     except ValueError as error:  # of the table, by itself or among pydantic's
         return getattr(error, "rule", str(error))
@@ -130,12 +176,21 @@ def _pieces(layout: Layout, shape: ModelShape) -> tuple[int, ...]:
 
 
 def _distance(wish: Layout, layout: Layout) -> float:
-    changed = sum(getattr(wish, name) != getattr(layout, name) for name in Layout.model_fields if name not in AXES)
-    moved = sum(weight * abs(log2(getattr(layout, axis) / getattr(wish, axis))) for axis, weight in WEIGHTS.items())
+    changed = sum(
+        getattr(wish, name) != getattr(layout, name)
+        for name in Layout.model_fields
+        if name not in AXES
+    )
+    moved = sum(
+        weight * abs(log2(getattr(layout, axis) / getattr(wish, axis)))
+        for axis, weight in WEIGHTS.items()
+    )
     return round(moved + changed, 6)
 
 
-def _seconds(recipes: Sequence[Recipe], shape: ModelShape, cluster: Cluster) -> list[float]:
+def _seconds(
+    recipes: Sequence[Recipe], shape: ModelShape, cluster: Cluster
+) -> list[float]:
     """The planner's estimate of a step's seconds under each recipe; zeros for a model that it does not know.
 
     Ranks with fewer rows wait for the others, so that the batch counts as if all had as many.
@@ -159,5 +214,7 @@ def _seconds(recipes: Sequence[Recipe], shape: ModelShape, cluster: Cluster) -> 
     plans = Plan(**{name: np.array(values) for name, values in columns.items()})
     machine = cluster.machine(BITS[recipes[0].train.dtype])
     # Rounded: ranks on unlike processors must not differ by a last bit.
-    total = np.broadcast_to(step_time(known, machine, plans, ENGINES["weft"]).total, len(recipes))
+    total = np.broadcast_to(
+        step_time(known, machine, plans, ENGINES["weft"]).total, len(recipes)
+    )
     return [float(f"{time:.6g}") for time in total]

@@ -15,7 +15,15 @@ from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
 
-from weft.net.sockets import end, family_of, listen, read, read_into, send_at_once, serve_each
+from weft.net.sockets import (
+    end,
+    family_of,
+    listen,
+    read,
+    read_into,
+    send_at_once,
+    serve_each,
+)
 from weft.resilience.wires import key_of
 
 Head = dict[str, Any]
@@ -40,7 +48,11 @@ class Inbox:
     """
 
     def __init__(
-        self, host: str, token: str, place: Callable[[int, Head], memoryview], keep: Callable[[int, Head], bool]
+        self,
+        host: str,
+        token: str,
+        place: Callable[[int, Head], memoryview],
+        keep: Callable[[int, Head], bool],
     ) -> None:
         self._token, self._place, self._keep = token, place, keep
         self._lock, self._open, self._closed = Lock(), set[socket.socket](), False
@@ -68,7 +80,9 @@ class Inbox:
             connection.settimeout(HELLO_S)
             connection.sendall(challenge := secrets.token_bytes(CHALLENGE))
             hello = _read_head(connection, FIRST)
-            if hmac.compare_digest(hello["seal"], _seal(self._token, challenge, hello["rank"])):
+            if hmac.compare_digest(
+                hello["seal"], _seal(self._token, challenge, hello["rank"])
+            ):
                 connection.settimeout(None)  # only so a read goes on until all is there
                 self._receive(connection, hello["rank"])
         except (OSError, EOFError, ValueError, KeyError, TypeError):
@@ -94,7 +108,9 @@ class Outbox:
     ``limit``: seconds until a host that does not answer at all counts as gone.
     """
 
-    def __init__(self, address: tuple[str, int], token: str, rank: int, limit: float) -> None:
+    def __init__(
+        self, address: tuple[str, int], token: str, rank: int, limit: float
+    ) -> None:
         self._address, self._token, self._rank, self._made = address, token, rank, False
         self._socket = socket.socket(family_of(address[0]))
         self._socket.settimeout(limit)
@@ -107,7 +123,13 @@ class Outbox:
                 self._socket.settimeout(None)
                 send_at_once(self._socket)
                 challenge = bytes(read(self._socket, CHALLENGE))
-                _send_head(self._socket, {"rank": self._rank, "seal": _seal(self._token, challenge, self._rank)})
+                _send_head(
+                    self._socket,
+                    {
+                        "rank": self._rank,
+                        "seal": _seal(self._token, challenge, self._rank),
+                    },
+                )
                 self._made = True
             _send_head(self._socket, head | {"size": sum(map(len, payload))})
             for view in payload:
@@ -127,7 +149,9 @@ class Outbox:
 
 def _seal(token: str, challenge: bytes, rank: int) -> str:
     """What only a rank that knows ``token`` can answer to this connection's challenge."""
-    return hashlib.blake2b(challenge + str(rank).encode(), key=key_of(token)).hexdigest()
+    return hashlib.blake2b(
+        challenge + str(rank).encode(), key=key_of(token)
+    ).hexdigest()
 
 
 def _send_head(connection: socket.socket, head: Head) -> None:

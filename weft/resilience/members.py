@@ -83,18 +83,31 @@ class View:
     """Who takes part, until the next view. A member's rank is its index."""
 
     epoch: int
-    members: tuple[Member, ...]  # those of the view before in their order, then newcomers
-    facts: tuple[dict[str, Any], ...]  # what each of them said when this view was agreed on; {} in the first one
+    # those of the view before in their order, then newcomers
+    members: tuple[Member, ...]
+    # what each of them said when this view was agreed on; {} in the first one
+    facts: tuple[dict[str, Any], ...]
     lost: tuple[Lost, ...]  # since the view that this process was in before
-    about: dict[str, Any]  # what the run hands to newcomers, as it was given with the first view
+    # what the run hands to newcomers, as it was given with the first view
+    about: dict[str, Any]
     numbers: int = 0  # how many numbers have been given in this run
-    reasons: Mapping[int, str] | None = None  # why each member that the run has ever lost was lost
+    # why each member that the run has ever lost was lost
+    reasons: Mapping[int, str] | None = None
 
     def rank(self, number: int) -> int | None:
-        return next((rank for rank, member in enumerate(self.members) if member.number == number), None)
+        return next(
+            (
+                rank
+                for rank, member in enumerate(self.members)
+                if member.number == number
+            ),
+            None,
+        )
 
     def at(self, address: Address) -> Member | None:
-        return next((member for member in self.members if member.address == address), None)
+        return next(
+            (member for member in self.members if member.address == address), None
+        )
 
     def message(self) -> dict[str, Any]:
         """As JSON; without ``lost``, which is the receiver's own."""
@@ -112,12 +125,26 @@ class View:
             if member.number not in numbers
         )
         facts = tuple(message["facts"])
-        return cls(message["epoch"], members, facts, lost, message["about"], message["numbers"], reasons)
+        return cls(
+            message["epoch"],
+            members,
+            facts,
+            lost,
+            message["about"],
+            message["numbers"],
+            reasons,
+        )
 
 
 def this_process(number: int, address: Address) -> Member:
     """This process as the member ``number``, whose agent listens at ``address``."""
-    return Member(number, *address, machine_id("pid", "net"), os.getpid(), _stat(f"/proc/{os.getpid()}")[2])
+    return Member(
+        number,
+        *address,
+        machine_id("pid", "net"),
+        os.getpid(),
+        _stat(f"/proc/{os.getpid()}")[2],
+    )
 
 
 def _stat(folder: str) -> tuple[str, int, float]:
@@ -146,13 +173,17 @@ def look_at(member: Member, ticks: int) -> tuple[Sight, int]:
             return "stopped", now
         if now != ticks:
             return "works", now
-        tasks = [_stat(f"{folder}/task/{task}")[0] for task in os.listdir(f"{folder}/task")]
+        tasks = [
+            _stat(f"{folder}/task/{task}")[0] for task in os.listdir(f"{folder}/task")
+        ]
         return ("works" if {"R", "D"} & {*tasks} else "idle"), now
     except OSError:
         return "gone", ticks
 
 
-def without_quarrels(numbers: Iterable[int], accusations: Iterable[tuple[int, int]]) -> list[int]:
+def without_quarrels(
+    numbers: Iterable[int], accusations: Iterable[tuple[int, int]]
+) -> list[int]:
     """The ``numbers`` of members that can go on together, sorted. An accusation (a, b) says that a does not reach b.
 
     Of each such pair one must go: first the member in most pairs, of several the one with the highest number, which
@@ -169,7 +200,10 @@ def without_quarrels(numbers: Iterable[int], accusations: Iterable[tuple[int, in
 
 
 def is_quorum(
-    view: Collection[Member], kept: Collection[Address], excused: Collection[Address], stopped: Collection[Address] = ()
+    view: Collection[Member],
+    kept: Collection[Address],
+    excused: Collection[Address],
+    stopped: Collection[Address] = (),
 ) -> bool:
     """Whether ``kept`` may go on from ``view`` without any risk that other members of it do so too.
 
@@ -178,9 +212,14 @@ def is_quorum(
     where there are no such others, they are excused too.
     """
     gone = {member.address for member in view}.intersection(excused)
-    if all(member.address in gone or member.address in kept or member.address in stopped for member in view):
+    if all(
+        member.address in gone or member.address in kept or member.address in stopped
+        for member in view
+    ):
         gone |= {*stopped} - {*kept}
     voters = [member for member in view if member.address not in gone]
     count = sum(member.address in kept for member in voters)
     lowest = min(voters, key=lambda member: member.number, default=None)
-    return 2 * count > len(voters) or (2 * count == len(voters) and lowest is not None and lowest.address in kept)
+    return 2 * count > len(voters) or (
+        2 * count == len(voters) and lowest is not None and lowest.address in kept
+    )

@@ -25,7 +25,18 @@ from typing import Any
 from weft.net.hangup import spare
 from weft.net.sockets import listen
 from weft.resilience.agreement import Agreement, Message
-from weft.resilience.members import GONE, NEWCOMER, STOPPED, Address, Fatal, Member, TooFew, View, look_at, this_process
+from weft.resilience.members import (
+    GONE,
+    NEWCOMER,
+    STOPPED,
+    Address,
+    Fatal,
+    Member,
+    TooFew,
+    View,
+    look_at,
+    this_process,
+)
 from weft.resilience.wires import Connection, WireCut, key_of
 
 #: Heartbeats in the time after which a silent member is lost.
@@ -49,7 +60,8 @@ class _Link:
     """The connection to another process, and what is known of that process by it."""
 
     member: Member
-    heard: float  # when its last message came; before the first one, a time in the future that allows for its start
+    # when its last message came; before the first one, a time in the future that allows for its start
+    heard: float
     wire: Connection | None = None  # the connection that this agent dialled
     dialled: float = 0.0
     cut: bool = False  # a connection has ended since it was heard last
@@ -82,9 +94,15 @@ class Membership:
         spare(self._listener)
         me = this_process(number, (host, self._listener.getsockname()[1]))
         self.published: dict[int, dict[str, Any]] = {}
-        self._detect, self._beat, self._key, self._on_break = detect, detect / BEATS, key_of(token), on_break
+        self._detect, self._beat, self._key, self._on_break = (
+            detect,
+            detect / BEATS,
+            key_of(token),
+            on_break,
+        )
         self._interrupted = interrupted
-        self._lock = self.news = threading.Condition()  # guards all that follows; notified of anything that may be new
+        # guards all that follows; notified of anything that may be new
+        self._lock = self.news = threading.Condition()
         self._agreement = Agreement(me, self._send_to)
         self._links: dict[Address, _Link] = {}
         self._incoming: set[Connection] = set()  # connections that others dialled
@@ -99,7 +117,9 @@ class Membership:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._poked, selectors.EVENT_READ)
         _agents.add(self)
-        self._thread = threading.Thread(target=self._run, name="weft-members", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="weft-members", daemon=True
+        )
         self._thread.start()
 
     # What the process's other threads call.
@@ -121,7 +141,15 @@ class Membership:
     def begin(self, members: Sequence[Member], about: dict[str, Any]) -> View:
         """The first view of a run; all members call this with the same arguments."""
         numbers = max(member.number for member in members) + 1
-        view = View(1, tuple(members), ({},) * len(members), (), json.loads(json.dumps(about)), numbers, {})
+        view = View(
+            1,
+            tuple(members),
+            ({},) * len(members),
+            (),
+            json.loads(json.dumps(about)),
+            numbers,
+            {},
+        )
         with self._lock:
             self._agreement.begin(view)
         self._wake()
@@ -137,7 +165,9 @@ class Membership:
                 places = ", ".join(f"{host}:{port}" for host, port in contacts)
                 raise TooFew(f"no member of the run has answered at {places} {why}")
 
-    def next(self, facts: dict[str, Any], limit: float, patience: float | None = None) -> View:
+    def next(
+        self, facts: dict[str, Any], limit: float, patience: float | None = None
+    ) -> View:
         """The next view, with everybody's ``facts``; blocks until it is agreed. Arguments as of ``Agreement.want``.
 
         Raises :class:`LeftOut` if the others go on without this one, :class:`TooFew` if none is agreed within
@@ -147,17 +177,25 @@ class Membership:
         with self._lock:
             agreement.want(facts, limit, patience)
             self._wake()
-            why = self._wait(lambda: agreement.outcome or not self._thread.is_alive(), limit + GOODBYE_S)
-            outcome = agreement.take() or (TooFew(f"there is no next view {why}") if why else None)
+            why = self._wait(
+                lambda: agreement.outcome or not self._thread.is_alive(),
+                limit + GOODBYE_S,
+            )
+            outcome = agreement.take() or (
+                TooFew(f"there is no next view {why}") if why else None
+            )
             self._wake()
         if isinstance(outcome, View):
             return outcome
-        raise outcome or Fatal(agreement.fatal or f"the agent of member {self.me.number} has ended")
+        raise outcome or Fatal(
+            agreement.fatal or f"the agent of member {self.me.number} has ended"
+        )
 
     def _wait(self, done: Callable[[], object], limit: float) -> str:
         """Wait with the lock until ``done()``; returns "", or the end of a sentence that says why not."""
         begun = time.monotonic()
-        told = begun if self._agreement.view is None else math.inf  # a newcomer ends at once when it is to end
+        # a newcomer ends at once when it is to end
+        told = begun if self._agreement.view is None else math.inf
         while not self._lock.wait_for(done, LOOK_S):
             now = time.monotonic()
             if now > begun + limit:
@@ -172,7 +210,9 @@ class Membership:
 
     def _nobody_listens(self, now: float) -> bool:
         links = self._links.values()
-        return bool(links) and all(link.refused and now - link.refused > REFUSED_S for link in links)
+        return bool(links) and all(
+            link.refused and now - link.refused > REFUSED_S for link in links
+        )
 
     @property
     def called(self) -> bool:
@@ -185,7 +225,11 @@ class Membership:
         """The numbers of those that are known to be lost to the present view."""
         with self._lock:
             agreement = self._agreement
-            return {peer.member.number for address, peer in agreement.peers.items() if address in agreement.lost}
+            return {
+                peer.member.number
+                for address, peer in agreement.peers.items()
+                if address in agreement.lost
+            }
 
     def wishes(self) -> bool:
         """Whether somebody wants to join or to leave, so that all should call :meth:`next` after this step."""
@@ -234,7 +278,9 @@ class Membership:
         with self._lock:
             self._agreement.ended = True
             self._wake()
-            self._lock.wait_for(lambda: self._agreement.all_ended or not self._thread.is_alive(), limit)
+            self._lock.wait_for(
+                lambda: self._agreement.all_ended or not self._thread.is_alive(), limit
+            )
 
     def publish(self, **facts: Any) -> None:
         """Send small facts to all others, which soon find them in ``published`` under this member's number."""
@@ -260,17 +306,22 @@ class Membership:
         while time.monotonic() < deadline:
             self._wake()
             with self._lock:
-                if not any(link.wire and link.wire.waiting for link in self._links.values()):
+                if not any(
+                    link.wire and link.wire.waiting for link in self._links.values()
+                ):
                     return
             time.sleep(DIAL_S)
 
     def _wake(self) -> None:
-        with suppress(OSError):  # full: it wakes anyway; closed: nobody is there to be woken
+        # full: it wakes anyway; closed: nobody is there to be woken
+        with suppress(OSError):
             self._poke.send(b"!")
 
     def _close_sockets(self) -> None:
         """Also called in a forked child, which must not hold connections open on behalf of its parent."""
-        for wire in [link.wire for link in self._links.values() if link.wire] + list(self._incoming):
+        for wire in [link.wire for link in self._links.values() if link.wire] + list(
+            self._incoming
+        ):
             wire.socket.close()
         for one in (self._listener, self._poke, self._poked, self._selector):
             one.close()
@@ -284,7 +335,9 @@ class Membership:
         except Exception as error:  # a process without its agent would wait for ever, and others for it
             traceback.print_exc()
             with self._lock:
-                self._agreement.fatal = f"the agent of member {self.me.number} has failed: {error!r}"
+                self._agreement.fatal = (
+                    f"the agent of member {self.me.number} has failed: {error!r}"
+                )
                 self._agreement.break_view(self._agreement.fatal)
             self._call_on_break()
             self._close_sockets()
@@ -292,9 +345,14 @@ class Membership:
             self._lock.notify_all()
 
     def _turn(self) -> None:
-        dials = any(link.wire is None and not self._is_gone(link) for link in self._links.values())
+        dials = any(
+            link.wire is None and not self._is_gone(link)
+            for link in self._links.values()
+        )
         pause = max(0.0, self._next_beat - time.monotonic())
-        events = self._selector.select(min(pause, DIAL_S) if dials or self._agreement.held else pause)
+        events = self._selector.select(
+            min(pause, DIAL_S) if dials or self._agreement.held else pause
+        )
         with self._lock:
             now = time.monotonic()
             self._note_absence(now)
@@ -344,13 +402,19 @@ class Membership:
                 self._poked.recv(1 << 12)
         else:
             with suppress(OSError):
-                self._incoming.add(Connection(self._listener.accept()[0], self._key, self._selector, now))
+                self._incoming.add(
+                    Connection(
+                        self._listener.accept()[0], self._key, self._selector, now
+                    )
+                )
 
     def _hear(self, wire: Connection, message: Message, now: float) -> None:
         if message["t"] == "hello":
             wire.address = (message["host"], message["port"])
         elif wire.address:
-            self._agreement.hear(wire.address, message, lambda answer: self._send(wire, answer))
+            self._agreement.hear(
+                wire.address, message, lambda answer: self._send(wire, answer)
+            )
             if link := self._links.get(wire.address):
                 link.heard, link.cut, link.sure, link.refused = now, False, True, 0.0
                 if message["t"] == "stand":
@@ -398,7 +462,9 @@ class Membership:
     def _refused(self, link: _Link) -> None:
         """Nobody listens there. If all of the process's connections have ended too, and were read, it is gone."""
         link.refused = link.refused or time.monotonic()
-        if link.cut and not any(wire.address == link.member.address for wire in self._incoming):
+        if link.cut and not any(
+            wire.address == link.member.address for wire in self._incoming
+        ):
             self._lose(link, GONE, proved=link.sure)
 
     def _follow(self, now: float) -> None:
@@ -421,11 +487,17 @@ class Membership:
         for link in list(self._links.values()):
             if self._is_gone(link):
                 continue
-            if link.wire is None and now - link.dialled > (DIAL_S if link.cut else PAUSE_S):
+            if link.wire is None and now - link.dialled > (
+                DIAL_S if link.cut else PAUSE_S
+            ):
                 self._dial(link, now)
             if now - link.heard > self._detect / 2 and now - link.looked > self._beat:
                 self._look(link, now)
-        for wire in [wire for wire in self._incoming if wire.address is None and now - wire.made > HELLO_S]:
+        for wire in [
+            wire
+            for wire in self._incoming
+            if wire.address is None and now - wire.made > HELLO_S
+        ]:
             self._cut(wire, WireCut("a stranger"))
 
     def _dial(self, link: _Link, now: float) -> None:
@@ -450,7 +522,9 @@ class Membership:
                 return
             limit *= PATIENCE if sight == "works" else 1
         if now - link.heard > limit:
-            self._lose(link, f"has not answered for {now - link.heard:.1f} s", proved=False)
+            self._lose(
+                link, f"has not answered for {now - link.heard:.1f} s", proved=False
+            )
 
     def _is_gone(self, link: _Link) -> bool:
         loss = self._agreement.lost.get(link.member.address)

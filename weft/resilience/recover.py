@@ -39,7 +39,10 @@ class Recovery:
     odd: tuple[int, ...]
 
     def __str__(self) -> str:
-        text = [f"what rank {old} had is in the memory of the present rank {new}" for new, old in self.helpers]
+        text = [
+            f"what rank {old} had is in the memory of the present rank {new}"
+            for new, old in self.helpers
+        ]
         text += [f"rank {new} has another state than the others" for new in self.odd]
         return "; ".join([f"back to step {self.progress.step}", *text])
 
@@ -62,20 +65,27 @@ def newest(facts: Sequence[Facts]) -> Recovery | None:
         if one["step"] is not None
     }
     for step, epoch in sorted(known, reverse=True):
-        if found := _recovery(epoch, step, Progress(**known[step, epoch]), views[epoch], len(facts)):
+        if found := _recovery(
+            epoch, step, Progress(**known[step, epoch]), views[epoch], len(facts)
+        ):
             return found
     return None
 
 
-def _recovery(epoch: int, step: int, progress: Progress, said: Mapping[int, Facts], world: int) -> Recovery | None:
+def _recovery(
+    epoch: int, step: int, progress: Progress, said: Mapping[int, Facts], world: int
+) -> Recovery | None:
     """How members restore this step of view ``epoch``; None if they cannot. ``said``: facts of its members."""
     holders = next(iter(said.values()))["segments"]
-    copies: dict[int, list[tuple[int, int, str]]] = {}  # by segment: new rank, owner, digest
+    # by segment: new rank, owner, digest
+    copies: dict[int, list[tuple[int, int, str]]] = {}
     for rank, facts in said.items():
         for one in facts["copies"]:
             if one["step"] in (step, None):
                 for number, digest in one["digests"].items():
-                    copies.setdefault(int(number), []).append((rank, one["owner"], digest))
+                    copies.setdefault(int(number), []).append(
+                        (rank, one["owner"], digest)
+                    )
     gives: list[list[tuple[int, int]]] = [[] for _ in range(world)]
     helpers, odd = set[tuple[int, int]](), set[int]()
     for number in range(len(holders)):
@@ -83,18 +93,35 @@ def _recovery(epoch: int, step: int, progress: Progress, said: Mapping[int, Fact
         right, count = (Counter(claims.values()).most_common(1) or [("", 0)])[0]
         if count <= len(claims) / 2:
             return None
-        own = [(rank, owner) for rank, owner, _ in copies[number] if said[rank]["rank"] == owner]
+        own = [
+            (rank, owner)
+            for rank, owner, _ in copies[number]
+            if said[rank]["rank"] == owner
+        ]
         odd |= {rank for rank, owner in own if claims[owner] != right}
-        able = [(rank, owner) for rank, owner, digest in sorted(copies[number]) if digest == right]
+        able = [
+            (rank, owner)
+            for rank, owner, digest in sorted(copies[number])
+            if digest == right
+        ]
         first = [pair for pair in able if pair in own]
         for rank, owner in first or able[:1]:
             gives[rank].append((owner, number))
         helpers |= set() if first else set(able[:1])
-    return Recovery(epoch, progress, tuple(map(tuple, gives)), tuple(sorted(helpers)), tuple(sorted(odd)))
+    return Recovery(
+        epoch,
+        progress,
+        tuple(map(tuple, gives)),
+        tuple(sorted(helpers)),
+        tuple(sorted(odd)),
+    )
 
 
 def restore(
-    recovery: Recovery, snapshots: Sequence[Snapshots], state: State, group: dist.ProcessGroup | None = None
+    recovery: Recovery,
+    snapshots: Sequence[Snapshots],
+    state: State,
+    group: dist.ProcessGroup | None = None,
 ) -> int:
     """Fill ``state``, of whatever layout, as ``recovery`` says. Collective over the ranks of the new view.
 
@@ -102,12 +129,16 @@ def restore(
     rank sent to others.
     """
     rank = dist.get_rank(group) if dist.is_initialized() else 0
-    sent = redistribute(list(parts_to_give(recovery, snapshots, rank)), state.tensors(), group)
+    sent = redistribute(
+        list(parts_to_give(recovery, snapshots, rank)), state.tensors(), group
+    )
     state.updates = recovery.progress.updates
     return sent
 
 
-def parts_to_give(recovery: Recovery, snapshots: Sequence[Snapshots], rank: int) -> Iterator[tuple[str, Part]]:
+def parts_to_give(
+    recovery: Recovery, snapshots: Sequence[Snapshots], rank: int
+) -> Iterator[tuple[str, Part]]:
     """The parts that this rank gives to the others, with their names."""
     for mine in snapshots:
         if mine.epoch == recovery.epoch:

@@ -22,7 +22,12 @@ from weft.train.setup import Job
 
 
 def save_copies(
-    recovery: Recovery, snapshots: Sequence[Snapshots], job: Job, run: Run, lease: Lease, mesh: Mesh
+    recovery: Recovery,
+    snapshots: Sequence[Snapshots],
+    job: Job,
+    run: Run,
+    lease: Lease,
+    mesh: Mesh,
 ) -> Storage:
     """Save the state of ``recovery`` to the run's last checkpoint level. Collective over ``mesh``.
 
@@ -32,7 +37,9 @@ def save_copies(
     rank, world, about = mesh.rank("dp"), mesh.size("dp"), job.about
     parts = list(parts_to_give(recovery, snapshots, rank))
     tensors: dict[str, Tensor] = {}
-    for theirs in from_all({name: part.tensor for name, part in parts}, mesh.step_group):
+    for theirs in from_all(
+        {name: part.tensor for name, part in parts}, mesh.step_group
+    ):
         tensors |= theirs
     if "base" in about:  # which has what does not learn
         freeze = job.recipe.train.freeze
@@ -41,16 +48,31 @@ def save_copies(
                 tensors.pop(f"model.{parameter.name}", None)
     targets = {}
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
-        box = share(tuple((0, size) for size in tensor.shape), tensor.itemsize, rank, world, number)
+        box = share(
+            tuple((0, size) for size in tensor.shape),
+            tensor.itemsize,
+            rank,
+            world,
+            number,
+        )
         if box is not None:
             values = torch.empty(extents(box), dtype=TORCH_DTYPES[tensor.dtype])
             targets[name] = Part(values, box, tensor)
-    redistribute([(name, part) for name, part in parts if name in tensors], targets, mesh.step_group)
+    redistribute(
+        [(name, part) for name, part in parts if name in tensors],
+        targets,
+        mesh.step_group,
+    )
     level: LevelStore = run.levels[-1]
     mesh.on_main(lambda: lease.take(run.places))
-    saver = Saver(print, strict=True, timeout=job.recipe.train.timeout, group=mesh.step_group)
+    saver = Saver(
+        print, strict=True, timeout=job.recipe.train.timeout, group=mesh.step_group
+    )
     try:
-        step, meta = recovery.progress.step, {"progress": asdict(recovery.progress), **about}
+        step, meta = (
+            recovery.progress.step,
+            {"progress": asdict(recovery.progress), **about},
+        )
         place = level.next_place(step)
         saver.save(place, step, targets, meta, job.files)
         saver.finish()

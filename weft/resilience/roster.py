@@ -28,13 +28,24 @@ class Roster:
 
 def write_roster(folder: Path, view: View, token: str) -> None:
     """Write the present view into the run's folder, readable by its owner only, as the token lets anybody take part."""
-    members = [asdict(member) | {"rank": rank} for rank, member in enumerate(view.members)]
+    members = [
+        asdict(member) | {"rank": rank} for rank, member in enumerate(view.members)
+    ]
     path = folder / FILE
     draft = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):  # a full disk must not end the run
         path.parent.mkdir(exist_ok=True)
         draft.touch(stat.S_IRUSR | stat.S_IWUSR)
-        draft.write_text(json.dumps({"epoch": view.epoch, "token": token, "about": view.about, "members": members}))
+        draft.write_text(
+            json.dumps(
+                {
+                    "epoch": view.epoch,
+                    "token": token,
+                    "about": view.about,
+                    "members": members,
+                }
+            )
+        )
         draft.replace(path)
 
 
@@ -43,14 +54,18 @@ def read_roster(folder: Path) -> Roster:
     try:
         found = json.loads((folder / FILE).read_text())
         names = Member.__dataclass_fields__
-        members = tuple(Member(**{name: one[name] for name in names}) for one in found["members"])
+        members = tuple(
+            Member(**{name: one[name] for name in names}) for one in found["members"]
+        )
         return Roster(found["epoch"], members, found["token"], found["about"])
     except FileNotFoundError:
         raise UsageError(
             f"{folder} has no {FILE}; give the folder of a run of several ranks that goes on, with resilience.survive"
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{folder / FILE} cannot be read ({error}); is it a run of another version?") from None
+        raise UsageError(
+            f"{folder / FILE} cannot be read ({error}); is it a run of another version?"
+        ) from None
 
 
 def ask_to_leave(folder: Path, numbers: list[int]) -> None:

@@ -91,7 +91,9 @@ class RankLeftOut(WeftError):
     exit_code = LEFT_OUT
 
 
-def survive(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Outcome | None, bool]:
+def survive(
+    recipe: Recipe, out: Path | None, resume: str | None
+) -> tuple[Outcome | None, bool]:
     """Train as one of the ranks that were started. Returns the outcome, and whether this rank is to conclude the run.
 
     The outcome is None if others have brought the run to its end.
@@ -110,7 +112,9 @@ def join(folder: Path) -> tuple[Recipe, Outcome | None, bool]:
 
 
 @contextmanager
-def survivor_of(recipe: Recipe, out: Path | None, resume: str | None = None) -> Iterator["Survivor"]:
+def survivor_of(
+    recipe: Recipe, out: Path | None, resume: str | None = None
+) -> Iterator["Survivor"]:
     """In here this process is a rank of a run that survives the loss of others."""
     settle_in(device_type(recipe), recipe.train.threads)
     with noted_signals(stop_signals()) as received:
@@ -129,23 +133,29 @@ class Survivor(Watching):
     from; None for a checkpoint or the beginning. ``seconds``: what each part of the way into this view has taken.
     """
 
-    def __init__(self, recipe: Recipe, out: Path | None, resume: str | None, received: list[int]) -> None:
+    def __init__(
+        self, recipe: Recipe, out: Path | None, resume: str | None, received: list[int]
+    ) -> None:
         super().__init__(out, resume)
         self.recipe, self.received, self.device = recipe, received, device_type(recipe)
         self.limit = timedelta(seconds=recipe.train.timeout)
         self.membership: Membership
         self.view: View
-        self.store: dist.Store | None = None  # of the first view; of later ones that which this rank serves
+        # of the first view; of later ones that which this rank serves
+        self.store: dist.Store | None = None
         self.job: Job | None = None
         self.run: Run | None = None
         self.snapshots: list[Snapshots] = []
         self.recovery: Recovery | None = None
         self.seconds: dict[str, float] = {}
         self._known: set[int] = set()  # all members so far
-        self.slow: dict[int, float] = {}  # how many times as long as others slow members compute, by their number
+        # how many times as long as others slow members compute, by their number
+        self.slow: dict[int, float] = {}
         self._rebalance = False  # the work is to be shared out anew
-        self.progress, self.attempts, self._last = Progress(), 0, 0  # at the latest step, and tries of the one after it
-        self._longest, self._stepped = 0.0, math.inf  # seconds of the longest step, and when the last one ended
+        # at the latest step, and tries of the one after it
+        self.progress, self.attempts, self._last = Progress(), 0, 0
+        # seconds of the longest step, and when the last one ended
+        self._longest, self._stepped = 0.0, math.inf
         self._digests: object = None  # that :meth:`act` has judged
         self._seen: dict[int, float] = {}  # as ``slow``, at the last judgement
         self._looked = 0.0  # when this rank last looked who is asked to leave
@@ -161,16 +171,24 @@ class Survivor(Watching):
             self.store.set("weft/run", secrets.token_hex(16))
         self.appear(self.store.get("weft/run").decode(), own_address(), rank)
         self.store.set(f"{MEMBERS}/{rank}", json.dumps(asdict(self.membership.me)))
-        members = [Member(**json.loads(self.store.get(f"{MEMBERS}/{one}"))) for one in range(world)]
-        return self.membership.begin(members, {"recipe": self.recipe.model_dump(mode="json")})
+        members = [
+            Member(**json.loads(self.store.get(f"{MEMBERS}/{one}")))
+            for one in range(world)
+        ]
+        return self.membership.begin(
+            members, {"recipe": self.recipe.model_dump(mode="json")}
+        )
 
     def appear(self, token: str, host: str, number: int = NEWCOMER) -> None:
         """Start this rank's agent, which watches the others and is watched by them."""
         self.token = token
         detect = self.recipe.resilience.detect
-        self.membership = Membership(detect, token, self.on_break, host, number, lambda: self.received)
+        self.membership = Membership(
+            detect, token, self.on_break, host, number, lambda: self.received
+        )
         lost.watch.append(lambda: self.membership.why)
-        signal.signal(LEAVE, lambda number, frame: self.membership.leave())  # after the present step
+        # after the present step
+        signal.signal(LEAVE, lambda number, frame: self.membership.leave())
 
     def ask_in(self, roster: Roster) -> View | None:
         """Return the first view of a rank that joins later; None if the run has ended meanwhile."""
@@ -178,7 +196,9 @@ class Survivor(Watching):
             store, rank, _ = next(dist.rendezvous("env://", timeout=self.limit))
             store.set(f"{MEMBERS}/{rank}", "")
         self.appear(roster.token, own_address(roster.members[0].host))
-        self.membership.join([member.address for member in roster.members], self.limit.total_seconds())
+        self.membership.join(
+            [member.address for member in roster.members], self.limit.total_seconds()
+        )
         return self.next_view()
 
     def live(self, view: View) -> tuple[Outcome | None, bool]:
@@ -210,7 +230,10 @@ class Survivor(Watching):
         """Train in the present view, to the end of the run. Raises whatever ends the view before that."""
         if self.job is None:
             self.job = prepare(self.recipe)
-        rank, first = self.view.members.index(self.membership.me), not self.view.facts[0]
+        rank, first = (
+            self.view.members.index(self.membership.me),
+            not self.view.facts[0],
+        )
         recipe = self.recipe if first else self.recipe_now()
         if rank >= recipe.layout.world:
             self.wait_for_place()
@@ -220,11 +243,18 @@ class Survivor(Watching):
         self.join_groups(rank, recipe.layout.world, self.device)
         mesh = Mesh.create(recipe.layout, own_device(self.device))
         try:
-            outcome = train(replace(self.job, recipe=recipe, speeds=self.speeds(recipe.layout.world)), mesh, guard=self)
+            outcome = train(
+                replace(
+                    self.job, recipe=recipe, speeds=self.speeds(recipe.layout.world)
+                ),
+                mesh,
+                guard=self,
+            )
         except Regroup:
             self.hand_over(mesh)
             raise
-        self.membership.end(self.limit.total_seconds())  # nobody that is lost from now on is needed any more
+        # nobody that is lost from now on is needed any more
+        self.membership.end(self.limit.total_seconds())
         self.membership.fatal(ENDED)
         trace.stop(everyone=mesh.is_main)
         return outcome, mesh.is_main
@@ -235,9 +265,14 @@ class Survivor(Watching):
         count, least = len(self.view.members), self.recipe.resilience.min_ranks
         try:
             if count < least:
-                raise WeftError(f"{count} ranks are left, and resilience.min_ranks = {least}")
+                raise WeftError(
+                    f"{count} ranks are left, and resilience.min_ranks = {least}"
+                )
             recipe = recipe_for(self.recipe, self.job.shape, count)
-            here = sum(member.machine == self.membership.me.machine for member in self.view.members)
+            here = sum(
+                member.machine == self.membership.me.machine
+                for member in self.view.members
+            )
             check_memory(recipe, self.job.shape, here)
             return recipe
         except WeftError as error:
@@ -253,49 +288,77 @@ class Survivor(Watching):
         assert self.job is not None and self.run is not None
         if self.recovery is None:
             return "its last checkpoint is what there is"
-        mine, world = self.view.members.index(self.membership.me), len(self.view.members)
+        mine, world = (
+            self.view.members.index(self.membership.me),
+            len(self.view.members),
+        )
         self._hang_up = HangUp(self.end_stuck)
         self.join_groups(mine, world, "cpu")
         mesh = Mesh.create(Layout(dp=world), "cpu")
         with self.lease() as lease:
-            place = save_copies(self.recovery, self.snapshots, self.job, self.run, lease, mesh)
+            place = save_copies(
+                self.recovery, self.snapshots, self.job, self.run, lease, mesh
+            )
             dist.barrier()
         return f"the state after step {self.recovery.progress.step} is saved in {place}"
 
     def speeds(self, world: int) -> tuple[float, ...]:
         """The relative speeds of the first ``world`` ranks of this view, as its first rank knew them."""
-        return tuple(1 / self.slow.get(member.number, 1.0) for member in self.view.members[:world])
+        return tuple(
+            1 / self.slow.get(member.number, 1.0)
+            for member in self.view.members[:world]
+        )
 
     def shares(self, layout: Layout) -> dict[int, float]:
         """The share of the work of each rank, relative to the mean; {} where all have as much."""
         assert self.job is not None
-        speeds = replace(self.job, speeds=self.speeds(layout.world)).batch_speeds(layout)
+        speeds = replace(self.job, speeds=self.speeds(layout.world)).batch_speeds(
+            layout
+        )
         if not speeds:
             return {}
         counts = shares_of(self.recipe.train.batch, speeds)
-        places = (Place.of(layout, rank).along(*BATCH_AXES) for rank in range(layout.world))
-        return {rank: counts[at] * len(counts) / sum(counts) for rank, at in enumerate(places)}
+        places = (
+            Place.of(layout, rank).along(*BATCH_AXES) for rank in range(layout.world)
+        )
+        return {
+            rank: counts[at] * len(counts) / sum(counts)
+            for rank, at in enumerate(places)
+        }
 
     def act(self) -> None:
         """Do about slow ranks what the recipe says, if two judgements name them; all ranks decide alike."""
         assert self.watch is not None
         members, actions = self.view.members, self.recipe.resilience.actions
-        slow = {members[v.ranks[0]].number: v.factor for v in self.watch.verdicts if v.kind == "computer"}
+        slow = {
+            members[v.ranks[0]].number: v.factor
+            for v in self.watch.verdicts
+            if v.kind == "computer"
+        }
         before, self._seen = self._seen, slow
         if actions == "say" or slow.keys() != before.keys():
             return
         for number, factor in slow.items():
             if actions == "leave-out" and factor >= LEAVE_OUT:
                 self.membership.remove(number)
-        known = {number: factor for number, factor in self.slow.items() if number in {one.number for one in members}}
-        if slow.keys() != known.keys() or any(abs(slow[n] / known[n] - 1) > UNLIKE for n in known):
+        known = {
+            number: factor
+            for number, factor in self.slow.items()
+            if number in {one.number for one in members}
+        }
+        if slow.keys() != known.keys() or any(
+            abs(slow[n] / known[n] - 1) > UNLIKE for n in known
+        ):
             self.slow, self._rebalance = slow, True
 
     def hand_over(self, mesh: Mesh) -> None:
         """Make a copy of the present state, all of it held by ranks that stay. Collective."""
         goes = from_all(self.membership.leaving, mesh.step_group)
         if self.snapshots and any(goes):
-            before, after = self.snapshots[-1], self.copies_of(mesh, [rank for rank, one in enumerate(goes) if one])
+            before, after = (
+                self.snapshots[-1],
+                self.copies_of(mesh, [rank for rank, one in enumerate(goes) if one]),
+            )
             after.begin(self.progress)
             after.complete()
             before.stop()
@@ -306,10 +369,21 @@ class Survivor(Watching):
 
     def why_no_room(self, mesh: Mesh) -> str:
         """Why this machine, or another, has no room for copies of its ranks' state; empty if all have. Collective."""
-        here = sum(member.machine == self.membership.me.machine for member in self.view.members[: mesh.layout.world])
-        need = here * COPIES * sum(part.values.nbytes for part in self.state.parts().values())
+        here = sum(
+            member.machine == self.membership.me.machine
+            for member in self.view.members[: mesh.layout.world]
+        )
+        need = (
+            here
+            * COPIES
+            * sum(part.values.nbytes for part in self.state.parts().values())
+        )
         free = psutil.virtual_memory().available
-        why = f"they need {need / 2**30:.1f} GiB of the {free / 2**30:.1f} that are free" if need > ROOM * free else ""
+        why = (
+            f"they need {need / 2**30:.1f} GiB of the {free / 2**30:.1f} that are free"
+            if need > ROOM * free
+            else ""
+        )
         return next(filter(None, from_all(why, mesh.step_group)), "")
 
     def copies_of(self, mesh: Mesh, leaving: Sequence[int] = ()) -> Snapshots:
@@ -330,7 +404,14 @@ class Survivor(Watching):
             store.set_timeout(self.limit)
         assert store is not None
         store = dist.PrefixStore(f"weft/view-{self.view.epoch}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=self.limit, device_id=index)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=self.limit,
+            device_id=index,
+        )
 
     def wait_for_place(self) -> NoReturn:
         """Wait for another view, as the layout has no place for this rank."""
@@ -346,7 +427,9 @@ class Survivor(Watching):
     def end_stuck(self) -> None:
         """Called in another thread: end the process, as the main thread waits in a collective that does not end."""
         mine = self.view.members.index(self.membership.me)
-        error = RankLeftOut(f"rank {mine} is in a collective that the others have left, and that nothing ends")
+        error = RankLeftOut(
+            f"rank {mine} is in a collective that the others have left, and that nothing ends"
+        )
         self.membership.close()
         os._exit(report_failure(error))
 
@@ -360,11 +443,14 @@ class Survivor(Watching):
             raise error
         self.attempts += 1
         if self.attempts > ATTEMPTS:
-            self.membership.fatal(f"step {self.progress.step + 1} has failed {ATTEMPTS} times: {error}")
+            self.membership.fatal(
+                f"step {self.progress.step + 1} has failed {ATTEMPTS} times: {error}"
+            )
             raise error
         if not self.membership.why:
             self.membership.report(str(cause))
-        for one in (error, error.__cause__, error.__context__):  # they hold the model and its gradients
+        # they hold the model and its gradients
+        for one in (error, error.__cause__, error.__context__):
             if one is not None:
                 traceback.clear_frames(one.__traceback__)
                 one.__traceback__ = None
@@ -381,7 +467,8 @@ class Survivor(Watching):
         if hang_up is not None:
             hang_up.close()
         if self.recipe.train.compile:
-            torch._dynamo.reset()  # what was compiled knows the groups by names that will be given again
+            # what was compiled knows the groups by names that will be given again
+            torch._dynamo.reset()
 
     def next_view(self) -> View | None:
         """Agree on the next view and on the state that it goes on from; None if the run ends without this rank."""
@@ -390,13 +477,25 @@ class Survivor(Watching):
             copies.stop()
         while True:
             self.store = dist.TCPStore(
-                self.membership.me.host, 0, is_master=True, timeout=self.limit, wait_for_workers=False
+                self.membership.me.host,
+                0,
+                is_master=True,
+                timeout=self.limit,
+                wait_for_workers=False,
             )
             place = self.membership.me.host, self.store.port
-            facts = {"store": place, "slow": self.slow, FACT: [copies.held() for copies in self.snapshots]}
+            facts = {
+                "store": place,
+                "slow": self.slow,
+                FACT: [copies.held() for copies in self.snapshots],
+            }
             self.seconds = {"part_s": time.monotonic() - self._since}
             try:
-                view = self.membership.next(facts, self.limit.total_seconds(), max(ABSENT_S, ABSENT * self._longest))
+                view = self.membership.next(
+                    facts,
+                    self.limit.total_seconds(),
+                    max(ABSENT_S, ABSENT * self._longest),
+                )
             except Fatal as error:
                 if str(error) == ENDED:
                     return None
@@ -405,7 +504,11 @@ class Survivor(Watching):
                 if left.asked:
                     return None
                 self.snapshots, out = [], True
-                others = [member.address for member in self.view.members if member != self.membership.me]
+                others = [
+                    member.address
+                    for member in self.view.members
+                    if member != self.membership.me
+                ]
                 try:
                     self.membership.join(others, self.limit.total_seconds())
                 except TooFew:
@@ -415,15 +518,21 @@ class Survivor(Watching):
                 if out:
                     raise RankLeftOut(ALONE) from None
                 raise
-            self.seconds["agree_s"] = time.monotonic() - self._since - self.seconds["part_s"]
+            self.seconds["agree_s"] = (
+                time.monotonic() - self._since - self.seconds["part_s"]
+            )
             self.recovery = newest(view.facts)
-            self.slow = {int(number): factor for number, factor in view.facts[0]["slow"].items()}
+            self.slow = {
+                int(number): factor for number, factor in view.facts[0]["slow"].items()
+            }
             mine = view.members.index(self.membership.me)
             if self.recovery is None or not self.recovery.odd:
                 return view
             if mine in self.recovery.odd:
                 self.membership.leave()
-                raise RankLeftOut(f"rank {mine} has another state than the others, who go on without it")
+                raise RankLeftOut(
+                    f"rank {mine} has another state than the others, who go on without it"
+                )
             self.view = view
 
     def close(self) -> None:
@@ -438,12 +547,24 @@ class Survivor(Watching):
         return Lease(run=self.token)
 
     def open(self, recipe: Recipe, lease: Lease, size: int) -> Run:
-        if self.run is None:  # a folder that was asked for may have been made by one who is lost
-            again = bool(self.view.facts[0]) and self.out is not None and self.resume is None
-            return open_run(recipe, self.out, "auto" if again else self.resume, lease, size)
+        # a folder that was asked for may have been made by one who is lost
+        if self.run is None:
+            again = (
+                bool(self.view.facts[0])
+                and self.out is not None
+                and self.resume is None
+            )
+            return open_run(
+                recipe, self.out, "auto" if again else self.resume, lease, size
+            )
         if self.recovery is None:
             return open_run(recipe, self.run.folder, "auto", lease, size)
-        run = Run(self.run.folder, [str(self.run.folder)], levels_of(recipe.checkpoint, self.run.folder), True)
+        run = Run(
+            self.run.folder,
+            [str(self.run.folder)],
+            levels_of(recipe.checkpoint, self.run.folder),
+            True,
+        )
         lease.take(run.places)
         return run
 
@@ -459,13 +580,22 @@ class Survivor(Watching):
             if run.fresh and self.view.facts[0]:
                 resumed.notes.append(FROM_START)
             return resumed
-        self.seconds["bytes"] = restore(self.recovery, self.snapshots, state, mesh.step_group)
+        self.seconds["bytes"] = restore(
+            self.recovery, self.snapshots, state, mesh.step_group
+        )
         self.seconds["recover_s"] = time.monotonic() - begun
         return Resumed(replace(self.recovery.progress), [str(self.recovery)])
 
-    def begin(self, state: State, mesh: Mesh, resumed: Resumed, recorder: Recorder) -> None:
+    def begin(
+        self, state: State, mesh: Mesh, resumed: Resumed, recorder: Recorder
+    ) -> None:
         assert self.run is not None
-        self.state, self.progress, view, self._stepped = state, resumed.progress, self.view, time.monotonic()
+        self.state, self.progress, view, self._stepped = (
+            state,
+            resumed.progress,
+            self.view,
+            time.monotonic(),
+        )
         if self.recipe.resilience.snapshot_every:
             if why := why_none(self.recipe) or self.why_no_room(mesh):
                 recorder.event(
@@ -482,12 +612,19 @@ class Survivor(Watching):
             write_roster(self.run.folder, view, self.token)
         if self.view.facts[0]:
             recorder.forget(self.progress.step)
-        lost = [{"number": one.member.number, "rank": one.rank, "why": one.why} for one in view.lost]
+        lost = [
+            {"number": one.member.number, "rank": one.rank, "why": one.why}
+            for one in view.lost
+        ]
         joined = [one.number for one in view.members if one.number not in self._known]
         for one in lost:
             recorder.event(f"rank {one['rank']} {one['why']}")
         if joined and self._known:
-            recorder.event(f"{len(joined)} ranks have joined" if len(joined) > 1 else "1 rank has joined")
+            recorder.event(
+                f"{len(joined)} ranks have joined"
+                if len(joined) > 1
+                else "1 rank has joined"
+            )
         recorder.log(
             "view", epoch=view.epoch, ranks=len(view.members), layout=str(mesh.layout), lost=lost, joined=joined,
             **self.seconds,
@@ -495,7 +632,9 @@ class Survivor(Watching):
         self._known |= {one.number for one in view.members}
 
     def due(self, step: int) -> bool:
-        return bool(self.snapshots) and step % self.recipe.resilience.snapshot_every == 0
+        return (
+            bool(self.snapshots) and step % self.recipe.resilience.snapshot_every == 0
+        )
 
     def before_update(self) -> None:
         if self.snapshots:
@@ -521,7 +660,11 @@ class Survivor(Watching):
 
     @property
     def regroup(self) -> bool:
-        if self.run is not None and self.view.members[0] == self.membership.me and time.monotonic() > self._looked + 1:
+        if (
+            self.run is not None
+            and self.view.members[0] == self.membership.me
+            and time.monotonic() > self._looked + 1
+        ):
             self._looked = time.monotonic()
             for number in asked_to_leave(self.run.folder):
                 self.membership.remove(number)

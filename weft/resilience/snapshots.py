@@ -46,7 +46,11 @@ Table = Mapping[str, tuple[Tensor, Box, bool]]
 
 def why_none(recipe: Recipe) -> str:
     """Why the state of this recipe has no copies in memory; "" if it has."""
-    away = [kind for kind in ("weights", "moments") if recipe.memory.place_of(kind) == "file"]
+    away = [
+        kind
+        for kind in ("weights", "moments")
+        if recipe.memory.place_of(kind) == "file"
+    ]
     if not away:
         return ""
     return f"memory.{away[0]} = 'file' says that the state does not fit in memory, so that no rank keeps another's part"
@@ -59,13 +63,17 @@ def buddies(machines: Sequence[str], leaving: Collection[int] = ()) -> list[int]
     on. On a single machine it is the next rank, and a single rank has itself. Ranks that are ``leaving`` are nobody's
     buddy, if others stay.
     """
-    order = sorted(range(len(machines)), key=lambda rank: (machines.index(machines[rank]), rank))
+    order = sorted(
+        range(len(machines)), key=lambda rank: (machines.index(machines[rank]), rank)
+    )
     found = [0] * len(machines)
     for at, rank in enumerate(order):
         after = order[at + 1 :] + order[:at]
         able = [other for other in after if other not in leaving] or after or [rank]
         elsewhere = [other for other in able if machines[other] != machines[rank]]
-        number = [other for other in order if machines[other] == machines[rank]].index(rank)
+        number = [other for other in order if machines[other] == machines[rank]].index(
+            rank
+        )
         found[rank] = elsewhere[number % len(elsewhere)] if elsewhere else able[0]
     return found
 
@@ -121,15 +129,26 @@ def segments_of(
     for (name, box), ranks in sorted(holders.items()):
         tensor, _, fixed = tables[ranks[0]][name]
         pieces = found.setdefault((fixed, tuple(ranks)), [])
-        pieces.append(TensorSlice(name, box, tensor, pieces[-1].start + pieces[-1].room if pieces else 0))
+        pieces.append(
+            TensorSlice(
+                name, box, tensor, pieces[-1].start + pieces[-1].room if pieces else 0
+            )
+        )
     several = len(set(machines)) > 1
 
     def sender(ranks: Sequence[int]) -> int:
         apart = len({machines[r] for r in ranks}) if several else len(ranks)
-        safe = not set(ranks) <= set(leaving) if leaving else apart > 1 or len(machines) == 1
+        safe = (
+            not set(ranks) <= set(leaving)
+            if leaving
+            else apart > 1 or len(machines) == 1
+        )
         return -1 if safe else ranks[0]
 
-    return [SnapshotSegment(ranks, fixed, sender(ranks), tuple(found[fixed, ranks])) for fixed, ranks in sorted(found)]
+    return [
+        SnapshotSegment(ranks, fixed, sender(ranks), tuple(found[fixed, ranks]))
+        for fixed, ranks in sorted(found)
+    ]
 
 
 @dataclass
@@ -167,7 +186,9 @@ class SnapshotCopy:
         """Every piece of segment ``number``, with its elements in this copy."""
         for piece in self.segments[number].pieces:
             at = self.starts[number] + piece.start
-            flat = self.memory[at : at + piece.size].view(TORCH_DTYPES[piece.tensor.dtype])
+            flat = self.memory[at : at + piece.size].view(
+                TORCH_DTYPES[piece.tensor.dtype]
+            )
             yield piece, flat.view(extents(piece.box))
 
 
@@ -193,22 +214,36 @@ class Snapshots:
         self.state, self.epoch, self.every, self.limit = state, epoch, every, limit
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.world, self.buddy = len(machines), buddies(machines, leaving)[self.rank]
-        fixed = {f"model.{h.name}" for h in state.held if not h.learns and not h.logical.everywhere}
+        fixed = {
+            f"model.{h.name}"
+            for h in state.held
+            if not h.learns and not h.logical.everywhere
+        }
         parts = state.parts()
         self._live = {name: parts[name].values.detach() for name in fixed}
         self._inbox = Inbox(host, token, self._place, self._keep)
-        mine = {name: (part.tensor, part.box, name in fixed) for name, part in parts.items()}
+        mine = {
+            name: (part.tensor, part.box, name in fixed) for name, part in parts.items()
+        }
         found = from_all((self._inbox.address, mine), group)
         self.segments = segments_of([table for _, table in found], machines, leaving)
         pinned = any(part.values.is_cuda for part in parts.values())
-        self._own = [SnapshotCopy(self._segments_of(self.rank, fixed=False), pinned) for _ in range(2)]
-        self._places = [[pair for number in copy.segments for pair in copy.values(number)] for copy in self._own]
+        self._own = [
+            SnapshotCopy(self._segments_of(self.rank, fixed=False), pinned)
+            for _ in range(2)
+        ]
+        self._places = [
+            [pair for number in copy.segments for pair in copy.values(number)]
+            for copy in self._own
+        ]
         self._held: dict[tuple[int, int], SnapshotCopy] = {}
         self._turn, self._begun, self._sent_fixed = 0, -1, False
         self._problem, self._done = "", Event()
         self._done.set()
         sends = any(s.sender == self.rank for s in self.segments)
-        self._outbox = Outbox(found[self.buddy][0], token, self.rank, limit) if sends else None
+        self._outbox = (
+            Outbox(found[self.buddy][0], token, self.rank, limit) if sends else None
+        )
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name="weft-snapshots", daemon=True)
         self._thread.start()
@@ -222,22 +257,33 @@ class Snapshots:
     @property
     def sent(self) -> int:
         """Bytes that are sent to the buddy after a step."""
-        return sum(s.size for s in self.segments if s.sender == self.rank and not s.fixed)
+        return sum(
+            s.size for s in self.segments if s.sender == self.rank and not s.fixed
+        )
 
     def begin(self, progress: Progress, now: bool = False) -> None:
         """Begin to copy the state after step ``progress.step``, if that step is to be copied, or in any case ``now``.
 
         The state may not change until :meth:`complete` has returned. To be called when that step is over on all ranks.
         """
-        if progress.step == self._begun or not (now or self._begun < 0 or progress.step % self.every == 0):
+        if progress.step == self._begun or not (
+            now or self._begun < 0 or progress.step % self.every == 0
+        ):
             return
         self.complete()
         parts = self.state.parts()
         self._turn, self._begun = 1 - self._turn, progress.step
         copy = self._own[self._turn]
         copy.whole, copy.step, copy.progress = False, progress.step, asdict(progress)
-        copy.rows = {name: list(part.rows) for name, part in parts.items() if part.rows is not None}
-        pairs = [(place, parts[piece.name].values.detach()) for piece, place in self._places[self._turn]]
+        copy.rows = {
+            name: list(part.rows)
+            for name, part in parts.items()
+            if part.rows is not None
+        }
+        pairs = [
+            (place, parts[piece.name].values.detach())
+            for piece, place in self._places[self._turn]
+        ]
         ready = None
         if any(values.is_cuda for _, values in pairs):
             ready = torch.cuda.Event()
@@ -255,7 +301,9 @@ class Snapshots:
         in_time = self._done.wait(self.limit)
         if self._problem or not in_time:
             problem = self._problem or f"it has not answered for {self.limit:g} s"
-            raise PeerLost(f"rank {self.buddy} has not kept the state of rank {self.rank}: {problem}")
+            raise PeerLost(
+                f"rank {self.buddy} has not kept the state of rank {self.rank}: {problem}"
+            )
 
     def stop(self) -> None:
         """Send and receive nothing more; complete copies stay. May be called by any thread, and more than once."""
@@ -270,23 +318,45 @@ class Snapshots:
         never changes), and the digests of its segments. Ends all copying, also that of others to this rank: where a
         view ends on purpose, all ranks must have returned from :meth:`complete` before."""
         self.stop()
-        fixed = {number: digest(self._bytes_of_fixed(number)) for number in self._segments_of(self.rank, fixed=True)}
-        copies: list[dict[str, Any]] = [{"owner": self.rank, "step": None, "digests": _by_text(fixed)}]
+        fixed = {
+            number: digest(self._bytes_of_fixed(number))
+            for number in self._segments_of(self.rank, fixed=True)
+        }
+        copies: list[dict[str, Any]] = [
+            {"owner": self.rank, "step": None, "digests": _by_text(fixed)}
+        ]
         for owner, copy in self._all():
-            copy.digests |= {number: copy.digest(number) for number in copy.segments if number not in copy.digests}
+            copy.digests |= {
+                number: copy.digest(number)
+                for number in copy.segments
+                if number not in copy.digests
+            }
             about = {"owner": owner, "step": copy.step, "progress": copy.progress}
             copies.append(about | {"digests": _by_text(copy.digests)})
         segments = [list(s.holders) for s in self.segments]
-        return {"epoch": self.epoch, "rank": self.rank, "world": self.world, "segments": segments, "copies": copies}
+        return {
+            "epoch": self.epoch,
+            "rank": self.rank,
+            "world": self.world,
+            "segments": segments,
+            "copies": copies,
+        }
 
     def parts(self, step: int, owner: int, number: int) -> Iterator[tuple[str, Part]]:
         """The named parts of segment ``number`` of ``owner`` after ``step``; its copy must be complete."""
         segment = self.segments[number]
         if segment.fixed and owner == self.rank:
-            yield from ((p.name, Part(self._live[p.name], p.box, p.tensor)) for p in segment.pieces)
+            yield from (
+                (p.name, Part(self._live[p.name], p.box, p.tensor))
+                for p in segment.pieces
+            )
             return
         at = None if segment.fixed else step
-        copy = next(c for o, c in self._all() if (o, c.step) == (owner, at) and number in c.segments)
+        copy = next(
+            c
+            for o, c in self._all()
+            if (o, c.step) == (owner, at) and number in c.segments
+        )
         for piece, values in copy.values(number):
             for part in _in_runs(values, piece, copy.rows.get(piece.name)):
                 yield piece.name, part
@@ -299,36 +369,61 @@ class Snapshots:
                 job()
             except LinkBroken as error:
                 self._problem = str(error)
-            except Exception as error:  # whatever it is, the main thread must not wait for its end
+            except (
+                Exception
+            ) as error:  # whatever it is, the main thread must not wait for its end
                 self._problem = f"{type(error).__name__}: {error}"
             self._done.set()
 
     @torch.no_grad()
     def _copy(
-        self, copy: SnapshotCopy, pairs: Sequence[tuple[T, T]], ready: "torch.cuda.Event | None", turn: int
+        self,
+        copy: SnapshotCopy,
+        pairs: Sequence[tuple[T, T]],
+        ready: "torch.cuda.Event | None",
+        turn: int,
     ) -> None:
         places, values = [place for place, _ in pairs], [value for _, value in pairs]
         if ready is not None:
-            stream = torch.cuda.Stream(values[0].device)  # a new thread is on the first device
+            # a new thread is on the first device
+            stream = torch.cuda.Stream(values[0].device)
             with torch.cuda.stream(stream):
                 stream.wait_event(ready)
                 torch._foreach_copy_(places, values, non_blocking=True)
             stream.synchronize()
         elif places:
             torch._foreach_copy_(places, values)
-        copy.digests = {n: copy.digest(n) for n, segment in copy.segments.items() if segment.sender == self.rank}
+        copy.digests = {
+            n: copy.digest(n)
+            for n, segment in copy.segments.items()
+            if segment.sender == self.rank
+        }
         copy.whole = True
         if self._outbox is None:
             return
         if not self._sent_fixed:
-            views = {n: self._bytes_of_fixed(n) for n in self._segments_of(self.rank, fixed=True, sent=True)}
+            views = {
+                n: self._bytes_of_fixed(n)
+                for n in self._segments_of(self.rank, fixed=True, sent=True)
+            }
             digests = {number: digest(of_one) for number, of_one in views.items()}
-            self._send({"turn": FIXED, "step": None}, digests, [view for of_one in views.values() for view in of_one])
+            self._send(
+                {"turn": FIXED, "step": None},
+                digests,
+                [view for of_one in views.values() for view in of_one],
+            )
             self._sent_fixed = True
-        head = {"turn": turn, "step": copy.step, "progress": copy.progress, "rows": copy.rows}
+        head = {
+            "turn": turn,
+            "step": copy.step,
+            "progress": copy.progress,
+            "rows": copy.rows,
+        }
         self._send(head, copy.digests, [copy.view(0, self.sent)])
 
-    def _send(self, head: Head, digests: Mapping[int, str], payload: Sequence[memoryview]) -> None:
+    def _send(
+        self, head: Head, digests: Mapping[int, str], payload: Sequence[memoryview]
+    ) -> None:
         assert self._outbox is not None
         self._outbox.send(head | {"digests": _by_text(digests)}, payload)
 
@@ -338,7 +433,9 @@ class Snapshots:
         """Memory for what ``sender`` sends; the copy that was there before counts no more."""
         key = sender, int(head["turn"])
         if key not in self._held:
-            self._held[key] = SnapshotCopy(self._segments_of(sender, fixed=key[1] == FIXED, sent=True))
+            self._held[key] = SnapshotCopy(
+                self._segments_of(sender, fixed=key[1] == FIXED, sent=True)
+            )
         self._held[key].whole = False
         return self._held[key].view()
 
@@ -346,16 +443,28 @@ class Snapshots:
         """Whether what came is what was sent; if so, this copy counts from now on."""
         copy = self._held[sender, int(head["turn"])]
         copy.digests = {number: copy.digest(number) for number in copy.segments}
-        copy.step, copy.progress, copy.rows = head["step"], head.get("progress", {}), head.get("rows", {})
+        copy.step, copy.progress, copy.rows = (
+            head["step"],
+            head.get("progress", {}),
+            head.get("rows", {}),
+        )
         copy.whole = head["digests"] == _by_text(copy.digests)
         return copy.whole
 
     # --- both ---
 
-    def _segments_of(self, owner: int, fixed: bool, sent: bool = False) -> dict[int, SnapshotSegment]:
+    def _segments_of(
+        self, owner: int, fixed: bool, sent: bool = False
+    ) -> dict[int, SnapshotSegment]:
         """The segments of ``owner`` by number: first those that it sends, then (unless ``sent``) all others."""
-        mine = [(n, s) for n, s in enumerate(self.segments) if owner in s.holders and s.fixed == fixed]
-        return dict([pair for pair in mine if pair[1].sender == owner]) | ({} if sent else dict(mine))
+        mine = [
+            (n, s)
+            for n, s in enumerate(self.segments)
+            if owner in s.holders and s.fixed == fixed
+        ]
+        return dict([pair for pair in mine if pair[1].sender == owner]) | (
+            {} if sent else dict(mine)
+        )
 
     def _bytes_of_fixed(self, number: int) -> list[memoryview]:
         """The bytes of a fixed segment, from this rank's state, laid out as in a copy."""
@@ -368,7 +477,11 @@ class Snapshots:
     def _all(self) -> list[tuple[int, SnapshotCopy]]:
         """All complete copies on this rank, each with its owner."""
         held = [(sender, copy) for (sender, _), copy in list(self._held.items())]
-        return [(owner, copy) for owner, copy in [*((self.rank, copy) for copy in self._own), *held] if copy.whole]
+        return [
+            (owner, copy)
+            for owner, copy in [*((self.rank, copy) for copy in self._own), *held]
+            if copy.whole
+        ]
 
 
 def _by_text(digests: Mapping[int, str]) -> dict[str, str]:
@@ -376,7 +489,9 @@ def _by_text(digests: Mapping[int, str]) -> dict[str, str]:
     return {str(number): found for number, found in digests.items()}
 
 
-def _in_runs(values: T, piece: TensorSlice, rows: Sequence[int] | None) -> Iterator[Part]:
+def _in_runs(
+    values: T, piece: TensorSlice, rows: Sequence[int] | None
+) -> Iterator[Part]:
     """``values`` as parts whose rows are those of their boxes: one for every run of consecutive ``rows``."""
     if rows is None:
         yield Part(values, piece.box, piece.tensor)
@@ -384,5 +499,9 @@ def _in_runs(values: T, piece: TensorSlice, rows: Sequence[int] | None) -> Itera
     begin = 0
     for at in range(1, len(rows) + 1):
         if at == len(rows) or rows[at] != rows[at - 1] + 1:
-            yield Part(values[begin:at], ((rows[begin], rows[at - 1] + 1), *piece.box[1:]), piece.tensor)
+            yield Part(
+                values[begin:at],
+                ((rows[begin], rows[at - 1] + 1), *piece.box[1:]),
+                piece.tensor,
+            )
             begin = at

@@ -21,7 +21,9 @@ class Watching(Guard):
         self.folder = run.folder
         return super().fill(run, job, state, mesh)
 
-    def begin(self, state: State, mesh: Mesh, resumed: Resumed, recorder: Recorder) -> None:
+    def begin(
+        self, state: State, mesh: Mesh, resumed: Resumed, recorder: Recorder
+    ) -> None:
         self.watch_ranks(mesh, recorder)
 
     def watch_ranks(self, mesh: Mesh, recorder: Recorder, epoch: int = 0) -> None:
@@ -29,7 +31,10 @@ class Watching(Guard):
         self.watch = None
         if mesh.step_group is not None and mesh.layout.world > 1:
             ring = trace.start(self.folder, mesh.step_group.rank(), epoch)
-            self.recorder, self.watch = recorder, DelayWatch(ring, mesh.step_group, mesh.device)
+            self.recorder, self.watch = (
+                recorder,
+                DelayWatch(ring, mesh.step_group, mesh.device),
+            )
 
     def step(self, number: int) -> AbstractContextManager[None]:
         return trace.step(number)

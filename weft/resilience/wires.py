@@ -29,13 +29,23 @@ def key_of(token: str) -> bytes:
 
 def frame(message: dict[str, Any], key: bytes) -> bytes:
     text = json.dumps(message, separators=(",", ":")).encode()
-    return len(text).to_bytes(LENGTH) + hashlib.blake2b(text, key=key, digest_size=SEAL).digest() + text
+    return (
+        len(text).to_bytes(LENGTH)
+        + hashlib.blake2b(text, key=key, digest_size=SEAL).digest()
+        + text
+    )
 
 
 class Connection:
     """One connection of an agent. ``address``: where the process at its other end listens, once it has said so."""
 
-    def __init__(self, sock: socket.socket, key: bytes, selector: selectors.BaseSelector, now: float) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        key: bytes,
+        selector: selectors.BaseSelector,
+        now: float,
+    ) -> None:
         sock.setblocking(False)
         with suppress(OSError):
             send_at_once(sock)
@@ -48,7 +58,9 @@ class Connection:
         selector.register(sock, self._events, self)
 
     @classmethod
-    def to(cls, address: Address, key: bytes, selector: selectors.BaseSelector, now: float) -> "Connection":
+    def to(
+        cls, address: Address, key: bytes, selector: selectors.BaseSelector, now: float
+    ) -> "Connection":
         """Dial; what is sent meanwhile waits. Raises OSError if it is known at once that nobody is there."""
         sock = socket.socket(family_of(address[0]))
         try:
@@ -102,8 +114,13 @@ class Connection:
             end = LENGTH + SEAL + size
             if len(self._in) < end:
                 break
-            seal, text = bytes(self._in[LENGTH : LENGTH + SEAL]), bytes(self._in[LENGTH + SEAL : end])
-            if not hmac.compare_digest(seal, hashlib.blake2b(text, key=self._key, digest_size=SEAL).digest()):
+            seal, text = (
+                bytes(self._in[LENGTH : LENGTH + SEAL]),
+                bytes(self._in[LENGTH + SEAL : end]),
+            )
+            if not hmac.compare_digest(
+                seal, hashlib.blake2b(text, key=self._key, digest_size=SEAL).digest()
+            ):
                 raise WireCut("no agent of this run")
             del self._in[:end]
             yield json.loads(text)

@@ -56,23 +56,41 @@ def report_failure(error: BaseException) -> int:
     cause = cause_of(error)
     if not isinstance(cause, SystemExit) and is_secondary(cause):
         error = cause  # another rank is gone, which is not the plugin's doing
-    if isinstance(error, PermissionError) and isinstance(error.filename, str | os.PathLike):  # whoever opened it
-        refused = WeftError(f"{error.filename}: {error.strerror}; give this user access to it, or name another")
+    # whoever opened it
+    if isinstance(error, PermissionError) and isinstance(
+        error.filename, str | os.PathLike
+    ):
+        refused = WeftError(
+            f"{error.filename}: {error.strerror}; give this user access to it, or name another"
+        )
         refused.__cause__, error = error, refused
     if isinstance(error, WeftError):
-        message, code, grade = str(error), error.exit_code, Grade.LOST if error.secondary else Grade.WEFT_ERROR
+        message, code, grade = (
+            str(error),
+            error.exit_code,
+            Grade.LOST if error.secondary else Grade.WEFT_ERROR,
+        )
     else:
-        message = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removesuffix(": ")
+        message = f"{type(error).__name__}: {str(error).strip()}".splitlines()[
+            0
+        ].removesuffix(": ")
         message = message.removeprefix("PluginError: ")
         code, grade = 1, Grade.LOST if is_secondary(error) else Grade.UNEXPECTED
         if grade == Grade.LOST and (named := _line_with_rank(error)):
             message, grade = named, Grade.NAMED
     trace = "".join(traceback.format_exception(error))
-    failure = Failure(int(os.environ.get("RANK", "0")), message, code, grade, time.time(), trace)
+    failure = Failure(
+        int(os.environ.get("RANK", "0")), message, code, grade, time.time(), trace
+    )
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": trace, "timestamp": str(int(failure.when))}  # the form torchrun reads
-        record = {"message": {"message": message, "extraInfo": extra}, "weft": asdict(failure)}
-        with contextlib.suppress(OSError):  # an earlier error matters more than a full disk
+        # the form torchrun reads
+        extra = {"py_callstack": trace, "timestamp": str(int(failure.when))}
+        record = {
+            "message": {"message": message, "extraInfo": extra},
+            "weft": asdict(failure),
+        }
+        # an earlier error matters more than a full disk
+        with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps(record))
     if "WEFT_LAUNCHED" not in os.environ:
         show(failure, name_rank=int(os.environ.get("WORLD_SIZE", "1")) > 1)
@@ -83,7 +101,11 @@ def report_failure(error: BaseException) -> int:
 def _line_with_rank(error: BaseException) -> str:
     """The line that names the rank whose loss ``error`` is; empty if that is not known."""
     dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_initialized() or isinstance(error, KeyboardInterrupt | SystemExit):
+    if (
+        dist is None
+        or not dist.is_initialized()
+        or isinstance(error, KeyboardInterrupt | SystemExit)
+    ):
         return ""
     from weft.net.lost import PeerLost, peer_lost
 
@@ -92,15 +114,22 @@ def _line_with_rank(error: BaseException) -> str:
 
 def cause_of(error: BaseException) -> BaseException:
     """What a plugin's failure was raised from; any other error itself."""
-    return error.__cause__ if isinstance(error, PluginError) and error.__cause__ is not None else error
+    return (
+        error.__cause__
+        if isinstance(error, PluginError) and error.__cause__ is not None
+        else error
+    )
 
 
 def is_secondary(error: BaseException) -> bool:
     """Whether ``error`` only says that another rank is gone, late, or that this one was asked to stop."""
-    names = {cls.__name__ for cls in type(error).__mro__}  # by name: a typo must not cost an import of torch
+    # by name: a typo must not cost an import of torch
+    names = {cls.__name__ for cls in type(error).__mro__}
     if names & {"DistError", "PeerLost", "KeyboardInterrupt", "SystemExit"}:
         return True
-    return isinstance(error, RuntimeError | OSError) and bool(re.search(_PEER_LOST, str(error)))
+    return isinstance(error, RuntimeError | OSError) and bool(
+        re.search(_PEER_LOST, str(error))
+    )
 
 
 class Exit(NamedTuple):
@@ -110,7 +139,9 @@ class Exit(NamedTuple):
     when: float
 
 
-def root_cause(records: list[Failure], failed: Mapping[int, Exit], oom: bool | None = None) -> Failure | None:
+def root_cause(
+    records: list[Failure], failed: Mapping[int, Exit], oom: bool | None = None
+) -> Failure | None:
     """The failure that explains the others, from the records of ranks, and how each that failed has ended.
 
     ``oom``: whether the kernel has killed for want of memory meanwhile; None if it does not say.
@@ -118,7 +149,9 @@ def root_cause(records: list[Failure], failed: Mapping[int, Exit], oom: bool | N
     candidates = list(records)
     for rank in failed.keys() - {record.rank for record in records}:
         code, when = failed[rank]
-        message = f"rank {rank} ended with exit code {code}; its last output above says more"
+        message = (
+            f"rank {rank} ended with exit code {code}; its last output above says more"
+        )
         if code < 0:
             message = f"rank {rank} was killed by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
@@ -128,17 +161,27 @@ def root_cause(records: list[Failure], failed: Mapping[int, Exit], oom: bool | N
                 None: "; whether for want of memory the kernel does not say here",
             }[oom]
         asked = {-code, code - 128} & {signal.SIGTERM, signal.SIGINT}
-        candidates.append(Failure(rank, message, 1, Grade.ASKED if asked else Grade.UNEXPECTED, when))
-    return min(candidates, key=lambda failure: (failure.grade, failure.when), default=None)
+        candidates.append(
+            Failure(rank, message, 1, Grade.ASKED if asked else Grade.UNEXPECTED, when)
+        )
+    return min(
+        candidates, key=lambda failure: (failure.grade, failure.when), default=None
+    )
 
 
 def show(failure: Failure, name_rank: bool = True) -> None:
     """Print the one line; what Weft did not foresee also leaves its traceback in a file."""
     line = failure.message
     if failure.trace and failure.grade > Grade.WEFT_ERROR:
-        with tempfile.NamedTemporaryFile("w", prefix="weft-error-", suffix=".log", delete=False) as log:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="weft-error-", suffix=".log", delete=False
+        ) as log:
             log.write(failure.trace)
-        who = f"rank {failure.rank}: " if name_rank and failure.grade != Grade.NAMED else ""
+        who = (
+            f"rank {failure.rank}: "
+            if name_rank and failure.grade != Grade.NAMED
+            else ""
+        )
         line = f"{who}{line} (traceback in {log.name})"
     if os.environ.get("WEFT_DEBUG", "0") not in ("", "0"):
         print(failure.trace.rstrip(), file=sys.stderr)
@@ -165,9 +208,17 @@ def oom_kills(root: Path = Path("/")) -> int | None:
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, kinds, group = line.split(":", 2)
-            where, name = ("memory", "memory.oom_control") if "memory" in kinds.split(",") else ("", "memory.events")
+            where, name = (
+                ("memory", "memory.oom_control")
+                if "memory" in kinds.split(",")
+                else ("", "memory.events")
+            )
             path = root / "sys/fs/cgroup" / where / group.lstrip("/") / name
-            if (not kinds or where) and path.is_file() and (found := _oom_count(path)) is not None:
+            if (
+                (not kinds or where)
+                and path.is_file()
+                and (found := _oom_count(path)) is not None
+            ):
                 return found
     return _oom_count(root / "proc/vmstat")
 

@@ -20,7 +20,14 @@ import psutil
 
 from weft.run.failure import Exit, Failure, Grade, oom_kills, root_cause, show
 from weft.run.ranks import LEFT_OUT, MEMBERS, threads_per_rank
-from weft.run.signals import RUN_FILE, Stopped, ctrl_c_held_back, noted_signals, requests, stop_signals
+from weft.run.signals import (
+    RUN_FILE,
+    Stopped,
+    ctrl_c_held_back,
+    noted_signals,
+    requests,
+    stop_signals,
+)
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -61,7 +68,13 @@ def launch(
     """Run ``weft *argv`` (or ``command``) as ``ranks`` local processes, print why they failed, if they did, or what a
     signal has left unsaid, and return the exit code. See :func:`run_ranks`.
     """
-    ended = run_ranks(command or [sys.executable, "-m", "weft", *argv], ranks, threads, survive, patience)
+    ended = run_ranks(
+        command or [sys.executable, "-m", "weft", *argv],
+        ranks,
+        threads,
+        survive,
+        patience,
+    )
     if ended.cause is not None:
         show(ended.cause)
     elif ended.unsaid:
@@ -78,7 +91,11 @@ class RanksEnded(NamedTuple):
 
 
 def run_ranks(
-    command: list[str], ranks: int, threads: int = 0, survive: bool = False, patience: float = math.inf
+    command: list[str],
+    ranks: int,
+    threads: int = 0,
+    survive: bool = False,
+    patience: float = math.inf,
 ) -> RanksEnded:
     """Run ``command`` as ``ranks`` local processes, and return how they have ended.
 
@@ -89,12 +106,20 @@ def run_ranks(
     """
     import torch.distributed as dist
 
-    if requests.asked:  # an import has swallowed the exception: nobody need be started for that
+    # an import has swallowed the exception: nobody need be started for that
+    if requests.asked:
         raise Stopped
     # Where the ranks meet: at a port that the store itself picks, so that no other run can have it.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    folders = tempfile.TemporaryDirectory(prefix="weft-ranks-", ignore_cleanup_errors=True)
-    started, stopped, failed, before = list[psutil.Popen](), list[int](), dict[int, Exit](), oom_kills()
+    folders = tempfile.TemporaryDirectory(
+        prefix="weft-ranks-", ignore_cleanup_errors=True
+    )
+    started, stopped, failed, before = (
+        list[psutil.Popen](),
+        list[int](),
+        dict[int, Exit](),
+        oom_kills(),
+    )
     entry = [sys.executable, "-I", "-S", "-c", _ENTRY, str(os.getpid())]
     with folders as folder, noted_signals(stop_signals(), _kill_all) as received:
         try:
@@ -105,19 +130,34 @@ def run_ranks(
                 }  # fmt: skip
                 # In a session of its own: a terminal's Ctrl-C comes to it through this process alone.
                 with ctrl_c_held_back():
-                    started.append(psutil.Popen([*entry, *command], env=env, start_new_session=True))
+                    started.append(
+                        psutil.Popen(
+                            [*entry, *command], env=env, start_new_session=True
+                        )
+                    )
             met, running = False, time.monotonic()
             stuck: list[int] = []
-            while not (received or stuck or _over(started, met)) and time.monotonic() - running <= patience:
+            while (
+                not (received or stuck or _over(started, met))
+                and time.monotonic() - running <= patience
+            ):
                 time.sleep(LOOK_S)
                 if patience == math.inf or not any(map(_is_stopped, started)):
                     running = time.monotonic()
                 met = met or (survive and _have_met(store, ranks))
                 stuck = _stuck(Path(folder), started)
             if not received:
-                failed = {rank: Exit(p.returncode, time.time()) for rank, p in enumerate(started) if p.returncode}
+                failed = {
+                    rank: Exit(p.returncode, time.time())
+                    for rank, p in enumerate(started)
+                    if p.returncode
+                }
                 if survive and 0 in (p.returncode for p in started):
-                    failed = {rank: end for rank, end in failed.items() if not _is_lost(end.code)}
+                    failed = {
+                        rank: end
+                        for rank, end in failed.items()
+                        if not _is_lost(end.code)
+                    }
                 failed |= {rank: Exit(1, time.time()) for rank in stuck}
             if received or failed or time.monotonic() - running > patience:
                 stopped = _end(started, received)
@@ -148,16 +188,28 @@ def _over(started: Sequence[psutil.Popen], survive: bool) -> bool:
     codes = [process.poll() for process in started]
     if not survive:
         return codes.count(0) == len(started) or any(codes)
-    left = [process for process, code in zip(started, codes, strict=True) if code is None]
+    left = [
+        process for process, code in zip(started, codes, strict=True) if code is None
+    ]
     return (
-        any(code and not _is_lost(code) for code in codes) or not left or (0 in codes and all(map(_is_stopped, left)))
+        any(code and not _is_lost(code) for code in codes)
+        or not left
+        or (0 in codes and all(map(_is_stopped, left)))
     )
 
 
 def _stuck(folder: Path, started: Sequence[psutil.Popen]) -> list[int]:
     """Ranks that said :data:`END_S` seconds ago why they end, and have not: the kernel waits for a device of theirs."""
-    said = {rank: folder / f"{rank}.json" for rank, process in enumerate(started) if process.poll() is None}
-    return [rank for rank, file in said.items() if file.is_file() and time.time() - file.stat().st_mtime > END_S]
+    said = {
+        rank: folder / f"{rank}.json"
+        for rank, process in enumerate(started)
+        if process.poll() is None
+    }
+    return [
+        rank
+        for rank, file in said.items()
+        if file.is_file() and time.time() - file.stat().st_mtime > END_S
+    ]
 
 
 def _is_lost(code: int) -> bool:
@@ -167,7 +219,9 @@ def _is_lost(code: int) -> bool:
 
 def _is_stopped(process: psutil.Popen) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP))
+        return bool(
+            process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        )
     return False
 
 
@@ -179,11 +233,26 @@ def _have_met(store: "dist.Store", ranks: int) -> bool:
 def rank_environment(rank: int, ranks: int, threads: int) -> dict[str, str]:
     """The variables of a rank, as torchrun sets them."""
     # All ranks are on this machine: gloo needs no network, nor a host name that resolves.
-    usual = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    usual = {
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
     usual["OMP_NUM_THREADS"] = str(threads_per_rank(threads, ranks))
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "WEFT_LAUNCHED": 1}
-    agent = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    return usual | os.environ | {name: str(number) for name, number in own.items()} | agent
+    own = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "WEFT_LAUNCHED": 1,
+    }
+    agent = {
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    return (
+        usual | os.environ | {name: str(number) for name, number in own.items()} | agent
+    )
 
 
 def _living(started: Sequence[psutil.Popen]) -> list[psutil.Popen]:
@@ -220,22 +289,32 @@ def _kill(started: Sequence[psutil.Popen]) -> None:
     psutil.wait_procs(_living(started), KILLED_S)
     for process in _living(started):
         rank = f"rank {started.index(process)} (process {process.pid})"
-        print(f"weft: {rank} was killed, but the kernel has not ended it: it waits for a device", file=sys.stderr)
+        print(
+            f"weft: {rank} was killed, but the kernel has not ended it: it waits for a device",
+            file=sys.stderr,
+        )
 
 
-def _cause(folder: Path, failed: dict[int, Exit], stopped: list[int], oom_before: int | None) -> Failure | None:
+def _cause(
+    folder: Path, failed: dict[int, Exit], stopped: list[int], oom_before: int | None
+) -> Failure | None:
     """Why the ranks ended: by what they left in ``folder``, how they ended, and who was stopped meanwhile."""
     records = []
     for path in folder.glob("*.json"):
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # cut short: the exit code still counts
+        # cut short: the exit code still counts
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             records.append(Failure(**json.loads(path.read_text())["weft"]))
     if stopped:  # NCCL aborts a rank whose wait has come to its limit
-        failed = {rank: end for rank, end in failed.items() if end.code != -signal.SIGABRT}
+        failed = {
+            rank: end for rank, end in failed.items() if end.code != -signal.SIGABRT
+        }
     for rank in stopped:
         message = f"rank {rank} is stopped (SIGSTOP or a debugger) and the others have given up waiting for it"
         records.append(Failure(rank, message, 1, Grade.NAMED, time.time()))
     after = oom_kills()
-    return root_cause(records, failed, None if None in (oom_before, after) else after != oom_before)
+    return root_cause(
+        records, failed, None if None in (oom_before, after) else after != oom_before
+    )
 
 
 def _kill_all(number: int) -> None:

@@ -31,7 +31,9 @@ def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:
     if int(env.get("SLURM_STEP_NUM_TASKS", "1")) < 2 or "SLURM_PROCID" not in env:
         return {}
     per_node: list[str] = []  # of "1(x1),2(x2)": 1, 2, 2
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "1")):
+    for count, times in re.findall(
+        r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    ):
         per_node += [count] * int(times or 1)
     # Of "gpu[007-009,12]-ib,old3" the first is gpu007-ib.
     nodes = re.sub(r"\[(\d+)[^]]*]", r"\1", env.get("SLURM_STEP_NODELIST", "localhost"))
@@ -39,15 +41,23 @@ def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:
         "RANK": env["SLURM_PROCID"],
         "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
-        "LOCAL_WORLD_SIZE": per_node[min(int(env.get("SLURM_NODEID", "0")), len(per_node) - 1)],
+        "LOCAL_WORLD_SIZE": per_node[
+            min(int(env.get("SLURM_NODEID", "0")), len(per_node) - 1)
+        ],
         "MASTER_ADDR": env.get("MASTER_ADDR", nodes.partition(",")[0]),
-        "MASTER_PORT": env.get("MASTER_PORT", str(20_000 + int(env.get("SLURM_JOB_ID", "0")) % 10_000)),
+        "MASTER_PORT": env.get(
+            "MASTER_PORT", str(20_000 + int(env.get("SLURM_JOB_ID", "0")) % 10_000)
+        ),
     }
 
 
 def threads_per_rank(requested: int, local_world: int) -> int:
     """``requested`` threads, or with 0 one rank's share of the cores that this process may run on."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
     return requested or max(1, cores // local_world)
 
 
@@ -62,7 +72,9 @@ def backend_of(device: str) -> "tuple[str, torch.device | None]":
         local = 0  # Slurm can show each task its own GPU only
     if local >= gpus:
         ranks = os.environ.get("LOCAL_WORLD_SIZE", "more")
-        raise UsageError(f"{ranks} ranks on this machine, {gpus} GPUs; start fewer ranks or set train.device=cpu")
+        raise UsageError(
+            f"{ranks} ranks on this machine, {gpus} GPUs; start fewer ranks or set train.device=cpu"
+        )
     torch.cuda.set_device(local)
     return "nccl", torch.device("cuda", local)
 
@@ -80,17 +92,25 @@ def init_ranks(device: str, timeout_s: int) -> None:
         return
     backend, index = backend_of(device)
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=index)
+        dist.init_process_group(
+            backend, timeout=timedelta(seconds=timeout_s), device_id=index
+        )
     except (dist.DistStoreError, dist.DistNetworkError) as error:
-        given = "rank {RANK} did not meet all {WORLD_SIZE} ranks at {MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
-        raise WeftError(f"{given} in {timeout_s} s; check that all were started and can reach that port") from error
+        given = "rank {RANK} did not meet all {WORLD_SIZE} ranks at {MASTER_ADDR}:{MASTER_PORT}".format(
+            **os.environ
+        )
+        raise WeftError(
+            f"{given} in {timeout_s} s; check that all were started and can reach that port"
+        ) from error
 
 
 def settle_in(device: str, threads: int = 0) -> None:
     """Make this process ready to be a rank that trains: its ``threads`` (see :func:`threads_per_rank`), its memory."""
     import torch
 
-    torch.set_num_threads(threads_per_rank(threads, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    torch.set_num_threads(
+        threads_per_rank(threads, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    )
     if device == "cpu":
         keep_heap()
 

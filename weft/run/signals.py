@@ -79,7 +79,13 @@ class StopRequests:
 
     def reset(self) -> None:
         """Forget all signals, as a new command does."""
-        self.asked, self.latest, self.at_once, self.leaving, self._since = 0, 0, False, False, 0.0
+        self.asked, self.latest, self.at_once, self.leaving, self._since = (
+            0,
+            0,
+            False,
+            False,
+            0.0,
+        )
         self.run: Path | None = None
         self.noted: list[int] | None = None
         self.again: Callable[[int], None] = _stop
@@ -98,7 +104,10 @@ class StopRequests:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """As :meth:`watch`, in here alone, for a program of somebody else's."""
-        if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) == self.note:
+        if (
+            threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGINT) == self.note
+        ):
             yield
             return
         before = {number: signal.getsignal(number) for number in stop_signals()}
@@ -135,7 +144,8 @@ class StopRequests:
 
     def end_process(self) -> None:
         """Say why, and end: an exception in an import of PyTorch's would be swallowed there, or abort the process."""
-        if os.environ.get("RANK", "0") == "0" and "WEFT_LAUNCHED" not in os.environ:  # of several ranks, the first
+        # of several ranks, the first
+        if os.environ.get("RANK", "0") == "0" and "WEFT_LAUNCHED" not in os.environ:
             os.write(2, f"weft: {self.words(self.run)}\n".encode())
         os._exit(self.code)
 
@@ -180,7 +190,9 @@ def _leave_terminal() -> None:
     """Write nothing more to a terminal that is gone: it would be an error, and end a run before it has saved."""
     for stream in (1, 2):
         with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream) if os.isatty(stream) else None
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream) if os.isatty(
+                stream
+            ) else None
 
 
 #: Those of this process.
@@ -194,7 +206,9 @@ def stop_signals() -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def noted_signals(numbers: Sequence[int], again: Callable[[int], None] = _stop) -> Iterator[list[int]]:
+def noted_signals(
+    numbers: Sequence[int], again: Callable[[int], None] = _stop
+) -> Iterator[list[int]]:
     """In here these signals are noted: the first, and any after :data:`REPEAT_S`, with which ``again`` is called.
 
     A signal of before counts as well, if whatever it interrupted has swallowed the exception, as imports may. Threads

@@ -80,19 +80,29 @@ def trials_of(asked: Sequence[str], folder: Path) -> list[Trial]:
         key, equals, listed = (part.strip() for part in text.partition("="))
         each = split_values(listed)
         if not (key and equals and all(each)):
-            raise UsageError(f"--sweep {text!r} is not of the form section.key=VALUE,VALUE")
+            raise UsageError(
+                f"--sweep {text!r} is not of the form section.key=VALUE,VALUE"
+            )
         if key in values:
-            raise UsageError(f"--sweep {key} is there twice; list all of its values in one")
+            raise UsageError(
+                f"--sweep {key} is there twice; list all of its values in one"
+            )
         if twice := next((value for value in each if each.count(value) > 1), None):
-            raise UsageError(f"--sweep {text!r} has {twice} twice; leave one of them out")
+            raise UsageError(
+                f"--sweep {text!r} has {twice} twice; leave one of them out"
+            )
         values[key] = each
     if (count := math.prod(map(len, values.values()))) > MOST:
-        raise UsageError(f"--sweep asks for {count:,} runs, and {MOST:,} is the most; give fewer values")
+        raise UsageError(
+            f"--sweep asks for {count:,} runs, and {MOST:,} is the most; give fewer values"
+        )
     last = [key.rpartition(".")[2] for key in values]
     short = last if len(set(last)) == len(last) else list(values)
     found, names = [], set[str]()
     for chosen in itertools.product(*values.values()):
-        name = ",".join(f"{key}={value}" for key, value in zip(short, chosen, strict=True))
+        name = ",".join(
+            f"{key}={value}" for key, value in zip(short, chosen, strict=True)
+        )
         name = re.sub(r"[^\w.=+,-]", "_", name)[:80]
         name = name if name not in names else f"{name}-{len(names) + 1}"
         names.add(name)
@@ -122,7 +132,9 @@ def check_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--out {folder} is not a folder; choose another")
     if folder.is_dir() and not (folder / FILE).is_file() and any(folder.iterdir()):
-        raise UsageError(f"{folder} already holds something that is no sweep; choose another --out")
+        raise UsageError(
+            f"{folder} already holds something that is no sweep; choose another --out"
+        )
 
 
 def run_sweep(
@@ -136,7 +148,9 @@ def run_sweep(
     folder.mkdir(parents=True, exist_ok=True)
     begun, done = _read(folder)
     for trial, recipe in recipes:
-        if begun.get(trial.folder.name, same := _compared(recipe)) != same and committed(trial.folder / "checkpoints"):
+        if begun.get(
+            trial.folder.name, same := _compared(recipe)
+        ) != same and committed(trial.folder / "checkpoints"):
             raise UsageError(
                 f"{trial.folder} was trained with another recipe, and its results are not those of this one; choose "
                 "another --out, or remove that folder"
@@ -145,7 +159,9 @@ def run_sweep(
     for number, (trial, recipe) in enumerate(recipes, 1):
         words, key = " ".join(trial.overrides), digest(recipe.model_dump(mode="json"))
         if done.get(trial.folder.name) == key:
-            say(f"run {number} of {len(recipes)}: {words}: done before, in {trial.folder}")
+            say(
+                f"run {number} of {len(recipes)}: {words}: done before, in {trial.folder}"
+            )
             continue
         say(f"run {number} of {len(recipes)}: {words}")
         begun[trial.folder.name] = _compared(recipe)
@@ -156,7 +172,9 @@ def run_sweep(
             problems[trial.folder] = str(error)
             say(f"run {number} of {len(recipes)} has failed: {error}")
             continue
-        except KeyboardInterrupt as error:  # while nothing was being trained, or at once
+        except (
+            KeyboardInterrupt
+        ) as error:  # while nothing was being trained, or at once
             interrupted = requests.asked or signal.SIGINT
             say(str(error) or "stopped between two steps")
             break
@@ -167,7 +185,9 @@ def run_sweep(
             break
         done[trial.folder.name] = key
         _write(folder, begun, done)
-    return [result_of(trial, problems.get(trial.folder, "")) for trial, _ in recipes], interrupted
+    return [
+        result_of(trial, problems.get(trial.folder, "")) for trial, _ in recipes
+    ], interrupted
 
 
 def result_of(trial: Trial, problem: str = "") -> TrialResult:
@@ -179,7 +199,11 @@ def result_of(trial: Trial, problem: str = "") -> TrialResult:
     except WeftError as error:
         return TrialResult(trial, problem=problem or str(error))
     steps = records.get("train", [])
-    measured = [(r["loss"], r["step"]) for r in records.get("validation", []) if r["loss"] is not None and r["step"]]
+    measured = [
+        (r["loss"], r["step"])
+        for r in records.get("validation", [])
+        if r["loss"] is not None and r["step"]
+    ]
     lowest, step = min(measured, default=(None, None))
     rates = [r["tokens_per_s"] for r in steps if r.get("tokens_per_s")]
     last: dict[str, Any] = steps[-1] if steps else {"step": 0, "loss": None}
@@ -190,16 +214,24 @@ def result_of(trial: Trial, problem: str = "") -> TrialResult:
 
 def sweep_report(results: Sequence[TrialResult], folder: Path) -> Path | None:
     """Write the page about the runs of a sweep, of many the best; None if there is nothing to show."""
-    shown = [r.trial.folder for r in sorted(results, key=lambda r: r.rank) if r.steps][: len(COLOURS)]
+    shown = [r.trial.folder for r in sorted(results, key=lambda r: r.rank) if r.steps][
+        : len(COLOURS)
+    ]
     return write_report(*shown, out=folder / "report.html") if shown else None
 
 
 def _compared(recipe: Recipe) -> str:
     """A digest of what the results of a run follow from."""
     tree = recipe.model_dump(mode="json")
-    data = {key: value for key, value in tree["data"].items() if key not in ("epochs", "cache")}
+    data = {
+        key: value
+        for key, value in tree["data"].items()
+        if key not in ("epochs", "cache")
+    }
     train = {key: tree["train"][key] for key in sorted(COMPARED_OF_TRAIN)}
-    return digest([tree[section] for section in COMPARED if section != "data"], data, train)
+    return digest(
+        [tree[section] for section in COMPARED if section != "data"], data, train
+    )
 
 
 def _read(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
@@ -209,7 +241,9 @@ def _read(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     except FileNotFoundError:
         return {}, {}
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise WeftError(f"{folder / FILE} is damaged; remove it, and the sweep runs all again") from None
+        raise WeftError(
+            f"{folder / FILE} is damaged; remove it, and the sweep runs all again"
+        ) from None
     return begun, done
 
 

@@ -75,7 +75,11 @@ class Action:
 
     def __str__(self) -> str:
         moved = f" {'->' if self.reads else '<-'} {self.peer}" if self.peer >= 0 else ""
-        values = ", ".join(map(str, self.reads or self.writes)) if self.declared.inserted else ""
+        values = (
+            ", ".join(map(str, self.reads or self.writes))
+            if self.declared.inserted
+            else ""
+        )
         return f"{self.kind}({values or f'{self.stage},{self.microbatch}'}){moved} on rank {self.rank}"
 
 
@@ -101,28 +105,44 @@ class Table:
 
     def holders(self, stage: int) -> tuple[int, ...]:
         """The ranks that compute with ``stage``'s parameters."""
-        return tuple(r for r, actions in enumerate(self.ranks) if any(a.stage == stage for a in actions))
+        return tuple(
+            r
+            for r, actions in enumerate(self.ranks)
+            if any(a.stage == stage for a in actions)
+        )
 
     def held(self, rank: int) -> tuple[int, ...]:
         """The stages that ``rank`` computes with, in model order."""
-        return tuple(sorted({a.stage for a in self.ranks[rank] if a.stage < self.stages}))
+        return tuple(
+            sorted({a.stage for a in self.ranks[rank] if a.stage < self.stages})
+        )
 
     def map(self, change: Callable[[Action], Action]) -> "Table":
-        return replace(self, ranks=tuple(tuple(change(a) for a in actions) for actions in self.ranks))
+        return replace(
+            self,
+            ranks=tuple(tuple(change(a) for a in actions) for actions in self.ranks),
+        )
 
 
 class ScheduleError(WeftError):
     """A table that cannot run; the message names the actions."""
 
 
-def assemble(name: str, orders: Sequence[Order], stages: int, paths: Sequence[Sequence[int]]) -> Table:
+def assemble(
+    name: str, orders: Sequence[Order], stages: int, paths: Sequence[Sequence[int]]
+) -> Table:
     """The table with these orders, one per rank: what is read follows from kinds and from each microbatch's path.
 
     Raises :class:`ScheduleError` for a kind that is not declared with a flow, or a stage that is not on the
     microbatch's path.
     """
     places = {
-        (stage, m): Visit(stage, m, path[i - 1] if i else None, path[i + 1] if i + 1 < len(path) else None)
+        (stage, m): Visit(
+            stage,
+            m,
+            path[i - 1] if i else None,
+            path[i + 1] if i + 1 < len(path) else None,
+        )
         for m, path in enumerate(paths)
         for i, stage in enumerate(path)
     }
@@ -132,11 +152,21 @@ def assemble(name: str, orders: Sequence[Order], stages: int, paths: Sequence[Se
         for kind, stage, microbatch in order:
             flow = kind_of(kind).flow
             if flow is None:
-                known = ", ".join(name for name, declared in KINDS.items() if declared.flow)
-                raise ScheduleError(f"unknown kind {kind!r} in schedule {name}; declare it, or use one of {known}")
+                known = ", ".join(
+                    name for name, declared in KINDS.items() if declared.flow
+                )
+                raise ScheduleError(
+                    f"unknown kind {kind!r} in schedule {name}; declare it, or use one of {known}"
+                )
             if (stage, microbatch) not in places:
-                raise ScheduleError(f"{kind}({stage},{microbatch}) of schedule {name} is on no microbatch's path")
-            actions.append(Action(rank, kind, stage, microbatch, (), *flow(places[stage, microbatch])))
+                raise ScheduleError(
+                    f"{kind}({stage},{microbatch}) of schedule {name} is on no microbatch's path"
+                )
+            actions.append(
+                Action(
+                    rank, kind, stage, microbatch, (), *flow(places[stage, microbatch])
+                )
+            )
         ranks.append(tuple(actions))
     return Table(name, tuple(ranks), stages, tuple(tuple(p) for p in paths))
 
@@ -148,7 +178,11 @@ def forward_half(table: Table) -> Table:
     read = {value for actions in kept for a in actions for value in a.reads}
 
     def trim(a: Action) -> Action:
-        return replace(a, writes=tuple(v for v in a.writes if v in read), reads=tuple(v for v in a.reads if v in made))
+        return replace(
+            a,
+            writes=tuple(v for v in a.writes if v in read),
+            reads=tuple(v for v in a.reads if v in made),
+        )
 
     return replace(table, ranks=tuple(tuple(map(trim, actions)) for actions in kept))
 
@@ -178,8 +212,12 @@ def _weight_gradient(at: Visit) -> Flow:
 # Hues and lightnesses that survive colour blindness and a grey printer.
 F = declare(Kind("F", "forward", "#2563eb", Duty.FORWARD, forward=True, flow=_forward))
 B = declare(Kind("B", "backward", "#15803d", Duty.BACKWARD, flow=_backward))
-I = declare(Kind("I", "input gradient", "#0b7a6e", Duty.INPUT_GRADIENT, flow=_input_gradient))
-W = declare(Kind("W", "weight gradient", "#f0a021", Duty.WEIGHT_GRADIENT, flow=_weight_gradient))
+I = declare(
+    Kind("I", "input gradient", "#0b7a6e", Duty.INPUT_GRADIENT, flow=_input_gradient)
+)
+W = declare(
+    Kind("W", "weight gradient", "#f0a021", Duty.WEIGHT_GRADIENT, flow=_weight_gradient)
+)
 
 #: The passes of a microbatch at a stage, in order, by whether backward is split.
 PASSES = {False: (F, B), True: (F, I, W)}

@@ -16,8 +16,22 @@ HOST, DEVICE, BACK = range(3)
 
 ON_HOST = declare(Kind("ON_HOST", "a unit is updated on the host", "#2563eb"))
 ON_DEVICE = declare(Kind("ON_DEVICE", "a unit is updated on the device", "#15803d"))
-BRING = declare(Kind("BRING", "a unit's state comes to the device", "#f0a021", clock=Clock.COMMUNICATION))
-RETURN = declare(Kind("RETURN", "a unit's state returns to the host", "#9333ea", clock=Clock.COMMUNICATION))
+BRING = declare(
+    Kind(
+        "BRING",
+        "a unit's state comes to the device",
+        "#f0a021",
+        clock=Clock.COMMUNICATION,
+    )
+)
+RETURN = declare(
+    Kind(
+        "RETURN",
+        "a unit's state returns to the host",
+        "#9333ea",
+        clock=Clock.COMMUNICATION,
+    )
+)
 
 #: For how many units' states the device has room: one that comes, one that is updated, one that returns.
 ROOMS = 3
@@ -46,19 +60,31 @@ def update_table(units: int, count: int) -> Table:
         there.append(Action(DEVICE, ON_DEVICE, unit, 0, (_key(BRING, unit),)))
         back.append(Action(BACK, RETURN, unit, 0, (_key(ON_DEVICE, unit),)))
     here = [Action(HOST, ON_HOST, unit, 0) for unit in range(units) if unit not in away]
-    return Table(f"{count} on the device", (tuple(here), tuple(there), tuple(back)), units, (tuple(range(units)),))
+    return Table(
+        f"{count} on the device",
+        (tuple(here), tuple(there), tuple(back)),
+        units,
+        (tuple(range(units)),),
+    )
 
 
 def _key(kind: str, unit: int) -> Entry:
     return kind, unit, 0
 
 
-def simulated(count: int, sizes: Sequence[int], rates: Mapping[str, float]) -> Simulation:
+def simulated(
+    count: int, sizes: Sequence[int], rates: Mapping[str, float]
+) -> Simulation:
     """The simulated updates of units of these sizes, in bytes; ``rates``: seconds per byte of each kind of action."""
-    return simulate(update_table(len(sizes), count), Costs(lambda a: rates[a.kind] * sizes[a.stage]))
+    return simulate(
+        update_table(len(sizes), count), Costs(lambda a: rates[a.kind] * sizes[a.stage])
+    )
 
 
 def splits(sizes: Sequence[int], rates: Mapping[str, float]) -> list[DeviceSplit]:
     """The time of every number of units on the device, the fastest first; of equal ones, the fewest units first."""
-    found = [DeviceSplit(count, simulated(count, sizes, rates).elapsed) for count in range(len(sizes) + 1)]
+    found = [
+        DeviceSplit(count, simulated(count, sizes, rates).elapsed)
+        for count in range(len(sizes) + 1)
+    ]
     return sorted(found, key=lambda split: (split.seconds, split.device))

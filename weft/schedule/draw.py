@@ -11,7 +11,16 @@ from weft.schedule.kinds import KINDS, Clock, kind_of
 from weft.schedule.simulate import Simulation, Timed
 
 #: Colours of kinds that declare none.
-PALETTE = ("#9333ea", "#db2777", "#64748b", "#b91c1c", "#0891b2", "#7c5a3a", "#a3a31a", "#f472b6")
+PALETTE = (
+    "#9333ea",
+    "#db2777",
+    "#64748b",
+    "#b91c1c",
+    "#0891b2",
+    "#7c5a3a",
+    "#a3a31a",
+    "#f472b6",
+)
 PAGE, DARK_PAGE = "#ffffff", "#171b22"
 #: Of all else in a picture; a page replaces them by its own (fills.css).
 COLOURS = {
@@ -29,7 +38,11 @@ def colours(table: Table) -> dict[str, str]:
     present = {a.kind for a in table if not a.declared.inserted}
     for kind in [k for k in KINDS if k in present] + sorted(present - set(KINDS)):
         at = zlib.crc32(kind.encode())
-        free = [c for i in range(len(PALETTE)) if (c := PALETTE[(at + i) % len(PALETTE)]) not in found.values()]
+        free = [
+            c
+            for i in range(len(PALETTE))
+            if (c := PALETTE[(at + i) % len(PALETTE)]) not in found.values()
+        ]
         found[kind] = kind_of(kind).colour or (free or PALETTE)[0]
     return found
 
@@ -42,12 +55,23 @@ def chunks(table: Table) -> tuple[dict[tuple[int, int, int], int], int, str]:
     held = [table.held(rank) for rank in range(len(table.ranks))]
     places = {(a.rank, a.stage, a.microbatch) for a in table if not a.declared.inserted}
     if sum(map(len, held)) == len({s for stages in held for s in stages}):
-        shade = {(rank, s, m): held[rank].index(s) if s in held[rank] else 0 for rank, s, m in places}
+        shade = {
+            (rank, s, m): held[rank].index(s) if s in held[rank] else 0
+            for rank, s, m in places
+        }
         return shade, max(1, *map(len, held)), "the rank's stages, strongest first"
-    enters = {m: rank for rank, stage, m in places if 0 <= m < table.microbatches and stage == table.paths[m][0]}
+    enters = {
+        m: rank
+        for rank, stage, m in places
+        if 0 <= m < table.microbatches and stage == table.paths[m][0]
+    }
     ends = sorted(set(enters.values()))
     meaning = f"enters at rank {', '.join(map(str, ends))}"
-    return {(rank, s, m): ends.index(enters.get(m, ends[0])) for rank, s, m in places}, len(ends), meaning
+    return (
+        {(rank, s, m): ends.index(enters.get(m, ends[0])) for rank, s, m in places},
+        len(ends),
+        meaning,
+    )
 
 
 def boxes(simulation: Simulation) -> list[Timed]:
@@ -63,10 +87,18 @@ def mix(a: str, b: str, share: float) -> str:
 def shaded(colour: str, shade: int, count: int, dark: bool = False) -> tuple[str, str]:
     """Fill and text colour. Later shades fade towards the page; the text is what contrasts most."""
     share = shade / (count - 1) if count > 1 else 0.0
-    fill = mix(mix(colour, PAGE, 0.25), DARK_PAGE, 0.55 * share) if dark else mix(colour, PAGE, 0.66 * share)
-    parts = [(c / 255 / 12.92 if c < 11 else ((c / 255 + 0.055) / 1.055) ** 2.4) for c in bytes.fromhex(fill[1:])]
+    fill = (
+        mix(mix(colour, PAGE, 0.25), DARK_PAGE, 0.55 * share)
+        if dark
+        else mix(colour, PAGE, 0.66 * share)
+    )
+    parts = [
+        (c / 255 / 12.92 if c < 11 else ((c / 255 + 0.055) / 1.055) ** 2.4)
+        for c in bytes.fromhex(fill[1:])
+    ]
     luminance = 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
-    return fill, (PAGE if luminance < 0.19 else "#0e1116")  # the contrasts of white and ink cross at 0.19
+    # the contrasts of white and ink cross at 0.19
+    return fill, (PAGE if luminance < 0.19 else "#0e1116")
 
 
 class Look(NamedTuple):
@@ -87,7 +119,11 @@ def legend(table: Table) -> dict[str, Any]:
             Look(f"k{k}s{s}", *shaded(colour, s, shades), *shaded(colour, s, shades, dark=True)) for s in range(shades)
         ]) for k, (kind, colour) in enumerate(colours(table).items())
     ]  # fmt: skip
-    return {"kinds": kinds, "remark": " · number: microbatch" + (f" · shade: {meaning}" if shades > 1 else "")}
+    return {
+        "kinds": kinds,
+        "remark": " · number: microbatch"
+        + (f" · shade: {meaning}" if shades > 1 else ""),
+    }
 
 
 def number(value: float) -> str:
@@ -133,7 +169,12 @@ class Track(NamedTuple):
 
 
 def svg(
-    simulation: Simulation, title: str = "", note: str = "", unit: str = "", memory: str = MEMORY, page: bool = False
+    simulation: Simulation,
+    title: str = "",
+    note: str = "",
+    unit: str = "",
+    memory: str = MEMORY,
+    page: bool = False,
 ) -> str:
     """The picture: a lane of boxes per rank, and under it the memory of each.
 
@@ -141,7 +182,9 @@ def svg(
     ``page``, which has no title, legend and background of its own.
     """
     table = simulation.table
-    spans = [t.end - t.start for lane in simulation.timeline for t in lane if t.end > t.start]
+    spans = [
+        t.end - t.start for lane in simulation.timeline for t in lane if t.end > t.start
+    ]
     return render(
         "schedule/picture.svg", c=COLOURS, page=page, note=note, unit=unit, memory=memory, name=title or table.name,
         caption=(page and note) or headline(simulation, unit), elapsed=simulation.elapsed, makespan=simulation.makespan,
@@ -154,16 +197,23 @@ def svg(
 def _lanes(simulation: Simulation) -> list[tuple[float, tuple[int, ...]]]:
     """Of each rank when its makespan begins, from which on its lane is hatched, and the stages it holds."""
     ends = [
-        max((t.end for t in (*a, *b)), default=0.0) for a, b in zip(simulation.timeline, simulation.beside, strict=True)
+        max((t.end for t in (*a, *b)), default=0.0)
+        for a, b in zip(simulation.timeline, simulation.beside, strict=True)
     ]
-    return [(max(0.0, end - simulation.makespan), simulation.table.held(rank)) for rank, end in enumerate(ends)]
+    return [
+        (max(0.0, end - simulation.makespan), simulation.table.held(rank))
+        for rank, end in enumerate(ends)
+    ]
 
 
 def _boxes(simulation: Simulation) -> Iterator[Box]:
     looks = {kind: shades for kind, _, shades in legend(simulation.table)["kinds"]}
     (shade, *_), beside = chunks(simulation.table), any(simulation.beside)
     for t in boxes(simulation):
-        a, (down, tall) = t.action, STRIPS[t.action.declared.clock] if beside else (0.0, 1.0)
+        a, (down, tall) = (
+            t.action,
+            STRIPS[t.action.declared.clock] if beside else (0.0, 1.0),
+        )
         tip = f"{a.kind} stage {a.stage}, microbatch {a.microbatch}: {number(t.start)} to {number(t.end)}"
         look = looks[a.kind][shade[a.rank, a.stage, a.microbatch]]
         yield Box(t.start, t.end, down, tall, a.rank, look, a.microbatch, tip)
@@ -173,18 +223,39 @@ def _tracks(simulation: Simulation) -> Iterator[Track]:
     highest = max(simulation.peaks, default=0.0) or 1.0
     for track, peak in zip(simulation.memory, simulation.peaks, strict=True):
         when = next((t for t, level in track if level == peak), 0.0)
-        yield Track([(t, level / highest) for t, level in dict(track).items()], when, peak / highest, number(peak))
+        yield Track(
+            [(t, level / highest) for t, level in dict(track).items()],
+            when,
+            peak / highest,
+            number(peak),
+        )
 
 
 def _reads(simulation: Simulation) -> dict[Key, list[str]]:
     """What each action reads, and where that came from if from another rank."""
-    come = {(value, to): f"from rank {by} at {number(at)}" for value, by, to, _, at in simulation.moves}
-    return {a.key: [f"{v} {come.get((v, a.rank), 'on this rank')}" for v in a.reads] for a in simulation.table}
+    come = {
+        (value, to): f"from rank {by} at {number(at)}"
+        for value, by, to, _, at in simulation.moves
+    }
+    return {
+        a.key: [f"{v} {come.get((v, a.rank), 'on this rank')}" for v in a.reads]
+        for a in simulation.table
+    }
 
 
-def html(simulation: Simulation, title: str = "", note: str = "", unit: str = "", memory: str = MEMORY) -> str:
+def html(
+    simulation: Simulation,
+    title: str = "",
+    note: str = "",
+    unit: str = "",
+    memory: str = MEMORY,
+) -> str:
     """One page that works offline: the picture with zoom, values on hover, and the path of a microbatch."""
-    table, reads, kinds = simulation.table, _reads(simulation), list(colours(simulation.table))
+    table, reads, kinds = (
+        simulation.table,
+        _reads(simulation),
+        list(colours(simulation.table)),
+    )
     span, after = simulation.makespan, f" {unit}".rstrip()
     data = {
         "end": simulation.elapsed or 1.0, "makespan": span, "unit": after, "microbatches": table.microbatches,
@@ -209,7 +280,9 @@ def html(simulation: Simulation, title: str = "", note: str = "", unit: str = ""
 def perfetto(simulation: Simulation, microseconds: float = 1000.0) -> dict[str, Any]:
     """A Chrome trace (ui.perfetto.dev): per rank a track and a counter of memory, an arrow per move."""
     us, reads, name = microseconds, _reads(simulation), simulation.table.name
-    events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": name}}]
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": name}}
+    ]
     # Where and when the arrow of a value begins on a rank, or ends: its track and time.
     leaves: dict[tuple[Value, int], dict[str, float]] = {}
     needed: dict[tuple[Value, int], dict[str, float]] = {}
@@ -220,11 +293,27 @@ def perfetto(simulation: Simulation, microseconds: float = 1000.0) -> dict[str, 
             continue
         label = f"rank {rank}" + ", communication" * (track >= count)
         events.append({"ph": "M", **at, "name": "thread_name", "args": {"name": label}})
-        events.append({"ph": "M", **at, "name": "thread_sort_index", "args": {"sort_index": 2 * rank + track // count}})
+        events.append(
+            {
+                "ph": "M",
+                **at,
+                "name": "thread_sort_index",
+                "args": {"sort_index": 2 * rank + track // count},
+            }
+        )
         for t in lane:
             a, span = t.action, {"ts": t.start * us, "dur": (t.end - t.start) * us}
             args = {"stage": a.stage, "microbatch": a.microbatch, "reads": reads[a.key]}
-            events.append({"ph": "X", **at, "name": f"{a.kind} {a.microbatch}", "cat": a.kind, **span, "args": args})
+            events.append(
+                {
+                    "ph": "X",
+                    **at,
+                    "name": f"{a.kind} {a.microbatch}",
+                    "cat": a.kind,
+                    **span,
+                    "args": args,
+                }
+            )
             # Inside the slice that sends: at its very end the next one would be taken for the sender.
             out = {"tid": track, "ts": (t.end - (t.end - t.start) / 100) * us}
             leaves |= dict.fromkeys(((value, rank) for value in a.writes), out)
@@ -239,5 +328,7 @@ def perfetto(simulation: Simulation, microseconds: float = 1000.0) -> dict[str, 
         events.append({"ph": "s", **move, **leaves[value, source]})
         events.append({"ph": "f", "bp": "e", **move, **needed[value, target]})
         for ph, when in (("b", start), ("e", end)) if end > start else ():
-            events.append({"ph": ph, **move, "cat": "link", "tid": source, "ts": when * us})
+            events.append(
+                {"ph": ph, **move, "cat": "link", "tid": source, "ts": when * us}
+            )
     return {"traceEvents": events, "displayTimeUnit": "ms"}

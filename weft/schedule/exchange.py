@@ -35,7 +35,11 @@ class Beside(Enum):
 
 
 def _travels(
-    name: str, meaning: str, colour: str, flow: Callable[[Visit], Flow], time: Callable[[Times], float]
+    name: str,
+    meaning: str,
+    colour: str,
+    flow: Callable[[Visit], Flow],
+    time: Callable[[Times], float],
 ) -> str:
     """What moves rows of a layer."""
 
@@ -43,11 +47,28 @@ def _travels(
         return time(times.stage(a.stage))
 
     ahead = name[0] == "F"
-    return declare(Kind(name, meaning, colour, Duty.NONE, ahead, flow, cost, Clock.COMMUNICATION, parameters=False))
+    return declare(
+        Kind(
+            name,
+            meaning,
+            colour,
+            Duty.NONE,
+            ahead,
+            flow,
+            cost,
+            Clock.COMMUNICATION,
+            parameters=False,
+        )
+    )
 
 
 def _computes(
-    name: str, meaning: str, colour: str, duty: Duty, flow: Callable[[Visit], Flow], time: Callable[[Times], float]
+    name: str,
+    meaning: str,
+    colour: str,
+    duty: Duty,
+    flow: Callable[[Visit], Flow],
+    time: Callable[[Times], float],
 ) -> str:
     """The part of a pass that is the experts' (``x``), or what comes before dispatch (``a``)."""
 
@@ -60,7 +81,10 @@ def _computes(
 
 def _local(read: str, write: str) -> Callable[[Visit], Flow]:
     """From one value to another of the same layer."""
-    return lambda at: Flow((Value(read, at.stage, at.microbatch),), (Value(write, at.stage, at.microbatch),))
+    return lambda at: Flow(
+        (Value(read, at.stage, at.microbatch),),
+        (Value(write, at.stage, at.microbatch),),
+    )
 
 
 def _begin(at: Visit) -> Flow:
@@ -75,17 +99,30 @@ def _experts(at: Visit) -> Flow:
 
 def _combine(at: Visit) -> Flow:
     reads, writes = _local("made", "combined")(at)
-    return Flow(reads, writes if at.after is None else (Value("act", at.stage, at.microbatch), *writes))
+    return Flow(
+        reads,
+        writes
+        if at.after is None
+        else (Value("act", at.stage, at.microbatch), *writes),
+    )
 
 
 def _combine_back(at: Visit) -> Flow:
     reads, writes = _local("combined", "d_made")(at)
-    return Flow(reads if at.after is None else (Value("grad", at.after, at.microbatch), *reads), writes)
+    return Flow(
+        reads if at.after is None else (Value("grad", at.after, at.microbatch), *reads),
+        writes,
+    )
 
 
 def _begin_back(at: Visit) -> Flow:
-    reads = Value("d_rows", at.stage, at.microbatch), Value("saved", at.stage, at.microbatch)
-    return Flow(reads, () if at.before is None else (Value("grad", at.stage, at.microbatch),))
+    reads = (
+        Value("d_rows", at.stage, at.microbatch),
+        Value("saved", at.stage, at.microbatch),
+    )
+    return Flow(
+        reads, () if at.before is None else (Value("grad", at.stage, at.microbatch),)
+    )
 
 
 def _begin_input(at: Visit) -> Flow:
@@ -119,7 +156,9 @@ PARTS["I"] = (
 )  # fmt: skip
 
 
-def with_exchanges(table: Table, layers: Sequence[int], beside: Beside = Beside.NOTHING) -> Table:
+def with_exchanges(
+    table: Table, layers: Sequence[int], beside: Beside = Beside.NOTHING
+) -> Table:
     """``table`` layer by layer, each a stage with an exchange in it; ``layers``: how many each of its stages has.
 
     Beside nothing, an action begins when the one before it on its rank has ended, as :func:`weft.schedule.execute` runs
@@ -130,30 +169,44 @@ def with_exchanges(table: Table, layers: Sequence[int], beside: Beside = Beside.
     def parts(entry: Entry) -> list[Entry]:
         kind, stage, m = entry
         inside = range(first[stage], first[stage + 1])
-        return [(part, i, m) for i in (inside if kind == "F" else inside[::-1]) for part in PARTS.get(kind, (kind,))]
+        return [
+            (part, i, m)
+            for i in (inside if kind == "F" else inside[::-1])
+            for part in PARTS.get(kind, (kind,))
+        ]
 
     orders = []
     for actions in table.ranks:
         order: list[Entry] = []
         for one, other in _turns([a.key for a in actions], beside):
-            late = [None] if other and one[0] == other[0] else []  # of two of a kind, one computes as the other sends
+            # of two of a kind, one computes as the other sends
+            late = [None] if other and one[0] == other[0] else []
             pairs = zip_longest(parts(one), [*late, *(parts(other) if other else [])])
             order += [part for pair in pairs for part in pair if part]
         orders.append(order)
-    paths = [[i for s in path for i in range(first[s], first[s + 1])] for path in table.paths]
+    paths = [
+        [i for s in path for i in range(first[s], first[s + 1])] for path in table.paths
+    ]
     found = assemble(table.name, orders, first[-1], paths)
     if beside is Beside.NOTHING:
-        ranks = [[*actions[:1], *(replace(b, deps=(a.key,)) for a, b in pairwise(actions))] for actions in found.ranks]
+        ranks = [
+            [*actions[:1], *(replace(b, deps=(a.key,)) for a, b in pairwise(actions))]
+            for actions in found.ranks
+        ]
         found = replace(found, ranks=tuple(map(tuple, ranks)))
     return found
 
 
-def _turns(order: Sequence[Entry], beside: Beside) -> Iterator[tuple[Entry, Entry | None]]:
+def _turns(
+    order: Sequence[Entry], beside: Beside
+) -> Iterator[tuple[Entry, Entry | None]]:
     """The entries of ``order``, those that take turns in pairs."""
     i = 0
     while i < len(order):
         one, other = order[i], order[i + 1] if i + 1 < len(order) else None
-        if other and (one[0] not in PARTS or one[2] == other[2] or not _match(one, other, beside)):
+        if other and (
+            one[0] not in PARTS or one[2] == other[2] or not _match(one, other, beside)
+        ):
             other = None
         yield one, other
         i += 1 + (other is not None)
@@ -165,7 +218,9 @@ def _match(one: Entry, other: Entry, beside: Beside) -> bool:
     return beside is Beside.OTHER_PASS and one[0] == "F" and other[0] in ("B", "I")
 
 
-def best_turns(table: Table, layers: Sequence[int], costs: Costs) -> dict[Beside, Simulation]:
+def best_turns(
+    table: Table, layers: Sequence[int], costs: Costs
+) -> dict[Beside, Simulation]:
     """``table`` with its exchanges one after the other, and beside other microbatches in each way in which it runs."""
     found = {}
     for beside in Beside:

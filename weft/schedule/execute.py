@@ -29,7 +29,14 @@ class Executed:
     peak: int = 0
 
 
-def execute(table: Table, rank: int, ops: Mapping[str, Op], wire: Wire | None, *, window: int = WINDOW) -> Executed:
+def execute(
+    table: Table,
+    rank: int,
+    ops: Mapping[str, Op],
+    wire: Wire | None,
+    *,
+    window: int = WINDOW,
+) -> Executed:
     """Run rank ``rank`` of a lowered ``table``; every rank of the pipeline calls this with its own number.
 
     ``ops[kind]`` computes an action; what lowering has inserted does nothing where ``ops`` has none. Values
@@ -40,10 +47,13 @@ def execute(table: Table, rank: int, ops: Mapping[str, Op], wire: Wire | None, *
     actions = table.ranks[rank]
     unknown = {a.kind for a in actions if a.kind not in ops and not a.declared.inserted}
     if unknown:
-        raise ScheduleError(f"schedule {table.name} has actions of kind {', '.join(sorted(unknown))}, which no op runs")
+        raise ScheduleError(
+            f"schedule {table.name} has actions of kind {', '.join(sorted(unknown))}, which no op runs"
+        )
     there: dict[Value, Any] = {}
     run = Executed()
-    expected: dict[int, deque[Value]] = defaultdict(deque)  # arrivals not yet asked for, per source
+    # arrivals not yet asked for, per source
+    expected: dict[int, deque[Value]] = defaultdict(deque)
     for a in actions:
         if a.kind == RECV:
             expected[a.peer].append(a.writes[0])
@@ -69,7 +79,9 @@ def execute(table: Table, rank: int, ops: Mapping[str, Op], wire: Wire | None, *
         elif op := ops.get(a.kind):
             # What a forward saves grows while it runs; what a backward leaves replaces what it has read.
             held = sum(value.name in LOCAL for value in there)
-            run.peak = max(run.peak, held + sum(value.name == "saved" for value in a.writes))
+            run.peak = max(
+                run.peak, held + sum(value.name == "saved" for value in a.writes)
+            )
             run.times.append(_compute(a, op, there))
     if wire is not None:
         wire.flush()
@@ -81,7 +93,13 @@ def _compute(a: Action, op: Op, there: dict[Value, Any]) -> Timed:
     start = time.perf_counter()
     with record_function(f"weft:{a.kind}"):
         results = op(a, [there[value] for value in a.reads if not _empty(value)])
-    there.update(zip([value for value in a.writes if not _empty(value)], results or (), strict=True))
+    there.update(
+        zip(
+            [value for value in a.writes if not _empty(value)],
+            results or (),
+            strict=True,
+        )
+    )
     there.update(dict.fromkeys(filter(_empty, a.writes)))
     return Timed(a, start, time.perf_counter())
 
@@ -108,7 +126,11 @@ def replay(table: Table, ops: Mapping[str, Op]) -> list[Executed]:
     while moved:
         moved = False
         for queue, run in zip(queues, runs, strict=True):
-            while queue and all(v in there for v in queue[0].reads) and done.issuperset(queue[0].deps):
+            while (
+                queue
+                and all(v in there for v in queue[0].reads)
+                and done.issuperset(queue[0].deps)
+            ):
                 a, moved = queue.popleft(), True
                 start = time.perf_counter()
                 results = ops[a.kind](a, [there[v] for v in a.reads])
@@ -117,5 +139,7 @@ def replay(table: Table, ops: Mapping[str, Op]) -> list[Executed]:
                 done.add(a.key)
     stuck = [queue[0] for queue in queues if queue]
     if stuck:
-        raise ScheduleError(f"schedule {table.name} cannot go on at {', '.join(map(str, stuck))}")
+        raise ScheduleError(
+            f"schedule {table.name} cannot go on at {', '.join(map(str, stuck))}"
+        )
     return runs

@@ -52,8 +52,15 @@ class Flow(NamedTuple):
 
 def duty_time(action: "Action", times: ModelTimes) -> float:
     """The time of an action's duties on its stage: the cost of a kind that declares no other."""
-    stage, (forward, inputs, weights) = times.stage(action.stage), action.declared.duties
-    return forward * stage.forward + inputs * stage.backward_input + weights * stage.backward_weight
+    stage, (forward, inputs, weights) = (
+        times.stage(action.stage),
+        action.declared.duties,
+    )
+    return (
+        forward * stage.forward
+        + inputs * stage.backward_input
+        + weights * stage.backward_weight
+    )
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,11 @@ class Kind:
     @cached_property
     def duties(self) -> tuple[bool, bool, bool]:
         """Whether it runs forward, makes the gradient of the input, makes those of the weights."""
-        return Duty.FORWARD in self.duty, Duty.INPUT_GRADIENT in self.duty, Duty.WEIGHT_GRADIENT in self.duty
+        return (
+            Duty.FORWARD in self.duty,
+            Duty.INPUT_GRADIENT in self.duty,
+            Duty.WEIGHT_GRADIENT in self.duty,
+        )
 
 
 #: By name, in the order in which they were declared.
@@ -92,7 +103,9 @@ KINDS: dict[str, Kind] = {}
 def declare(kind: Kind) -> str:
     """Make ``kind`` known to all rooms. Returns its name, by which actions refer to it; a name is taken only once."""
     if kind.name in KINDS:
-        raise ValueError(f"a kind {kind.name!r} is declared already ({KINDS[kind.name].meaning}); choose another name")
+        raise ValueError(
+            f"a kind {kind.name!r} is declared already ({KINDS[kind.name].meaning}); choose another name"
+        )
     KINDS[kind.name] = kind
     return kind.name
 

@@ -16,9 +16,19 @@ SEND = _inserted("SEND", "a value leaves for another rank", Clock.COMMUNICATION)
 RECV = _inserted("RECV", "a value arrives from another rank", Clock.COMMUNICATION)
 FREE = _inserted("FREE", "a value is forgotten after its last use", Clock.COMPUTE)
 GATHER = _inserted("GATHER", "a stage's parameters are made whole", Clock.COMMUNICATION)
-RELEASE = _inserted("RELEASE", "a stage's whole parameters are forgotten", Clock.COMPUTE)
-FETCH = _inserted("FETCH", "the next stage's parameters begin to come from where they rest", Clock.COMMUNICATION)
-REDUCE = _inserted("REDUCE", "a stage's gradients are summed over the ranks that hold it", Clock.COMMUNICATION)
+RELEASE = _inserted(
+    "RELEASE", "a stage's whole parameters are forgotten", Clock.COMPUTE
+)
+FETCH = _inserted(
+    "FETCH",
+    "the next stage's parameters begin to come from where they rest",
+    Clock.COMMUNICATION,
+)
+REDUCE = _inserted(
+    "REDUCE",
+    "a stage's gradients are summed over the ranks that hold it",
+    Clock.COMMUNICATION,
+)
 
 
 def links(lowered: Table) -> set[tuple[int, int]]:
@@ -32,7 +42,9 @@ def producers(table: Table) -> dict[Value, Action]:
     for a in table:
         for value in a.writes if a.kind != RECV else ():
             if value in found:
-                raise ScheduleError(f"schedule {table.name}: both {found[value]} and {a} write {value}")
+                raise ScheduleError(
+                    f"schedule {table.name}: both {found[value]} and {a} write {value}"
+                )
             found[value] = a
     return found
 
@@ -49,14 +61,19 @@ def lower(table: Table, zero: int = 1, streamed: bool = False) -> Table:
     """
     table = _handed_over(table)
     made = producers(table)
-    needed: dict[Value, dict[int, None]] = defaultdict(dict)  # the ranks that read, in a fixed order
+    # the ranks that read, in a fixed order
+    needed: dict[Value, dict[int, None]] = defaultdict(dict)
     for a in table:
         for value in a.reads:
             if value not in made:
-                raise ScheduleError(f"schedule {table.name}: {a} reads {value}, which no action writes")
+                raise ScheduleError(
+                    f"schedule {table.name}: {a} reads {value}, which no action writes"
+                )
             if a.rank != made[value].rank:
                 if value.name in LOCAL:
-                    raise ScheduleError(f"schedule {table.name}: {a} reads {value}, which stays where {made[value]} is")
+                    raise ScheduleError(
+                        f"schedule {table.name}: {a} reads {value}, which stays where {made[value]} is"
+                    )
                 needed[value][a.rank] = None
     # The messages of every ordered pair of ranks, in the order in which they are made.
     sent: dict[tuple[int, int], list[Value]] = defaultdict(list)
@@ -77,8 +94,18 @@ def lower(table: Table, zero: int = 1, streamed: bool = False) -> Table:
                     out.append(_move(RECV, rank, arriving, source))
                     received[source] += 1
             out.append(a)
-            out += [_move(SEND, rank, value, target) for value in a.writes for target in needed[value]]
-        ranks.append(_frees(_fetches(_parameters(out, 3, 1)) if streamed else _parameters(out, zero, zero)))
+            out += [
+                _move(SEND, rank, value, target)
+                for value in a.writes
+                for target in needed[value]
+            ]
+        ranks.append(
+            _frees(
+                _fetches(_parameters(out, 3, 1))
+                if streamed
+                else _parameters(out, zero, zero)
+            )
+        )
     return replace(table, ranks=tuple(ranks))
 
 
@@ -95,14 +122,29 @@ def _handed_over(table: Table) -> Table:
     def read(a: Action) -> Action:
         missing = [key for key in a.deps if key not in rank_of]
         if missing:
-            raise ScheduleError(f"schedule {table.name}: {a} depends on {Key(*missing[0])}, which is not in the table")
+            raise ScheduleError(
+                f"schedule {table.name}: {a} depends on {Key(*missing[0])}, which is not in the table"
+            )
         far = [key for key in a.deps if rank_of[key] != a.rank]
-        awaited.update({(kind, stage, m): Value(f"done:{kind}", stage, m) for kind, stage, m in far})
+        awaited.update(
+            {
+                (kind, stage, m): Value(f"done:{kind}", stage, m)
+                for kind, stage, m in far
+            }
+        )
         near = tuple(key for key in a.deps if key not in far)
-        return replace(a, deps=near, reads=(*a.reads, *(awaited[key] for key in far))) if far else a
+        return (
+            replace(a, deps=near, reads=(*a.reads, *(awaited[key] for key in far)))
+            if far
+            else a
+        )
 
     table = table.map(read)
-    return table.map(lambda a: replace(a, writes=(*a.writes, awaited[a.key])) if a.key in awaited else a)
+    return table.map(
+        lambda a: (
+            replace(a, writes=(*a.writes, awaited[a.key])) if a.key in awaited else a
+        )
+    )
 
 
 def _parameters(actions: Sequence[Action], zero: int, reductions: int) -> list[Action]:
@@ -126,7 +168,11 @@ def _parameters(actions: Sequence[Action], zero: int, reductions: int) -> list[A
         out.append(a)
         if _leaves_gradients(a) and (reductions > 1 or last[a.stage] is a):
             out.append(Action(a.rank, REDUCE, a.stage, a.microbatch))
-    return [*out, *(Action(a.rank, RELEASE, s, -1) for s in sorted(gathered))] if using else out
+    return (
+        [*out, *(Action(a.rank, RELEASE, s, -1) for s in sorted(gathered))]
+        if using
+        else out
+    )
 
 
 def _fetches(actions: Sequence[Action]) -> list[Action]:

@@ -17,18 +17,23 @@ class _Split(NamedTuple):
     end: int
 
 
-def partition(costs: Sequence[float], parts: int, speeds: Sequence[float] | None = None) -> list[range]:
+def partition(
+    costs: Sequence[float], parts: int, speeds: Sequence[float] | None = None
+) -> list[range]:
     """Contiguous shares of ``costs``, none empty, with the least largest time; among those, the most even ones.
 
     ``speeds``: work per time of each part's device. Dynamic programming over (items left, parts left).
     """
     count = len(costs)
     if count < parts:
-        raise UsageError(f"{count} layers (with embedding and head) cannot fill {parts} stages; use fewer stages")
+        raise UsageError(
+            f"{count} layers (with embedding and head) cannot fill {parts} stages; use fewer stages"
+        )
     speed = list(speeds) if speeds is not None else [1.0] * parts
     total = [0.0, *accumulate(costs)]
     limit = _least_largest(total, speed) * (1 + 1e-9) + 1e-9
-    after = [*accumulate(reversed(speed), initial=0.0)][::-1]  # speed of the parts from here on, together
+    # speed of the parts from here on, together
+    after = [*accumulate(reversed(speed), initial=0.0)][::-1]
 
     @cache
     def best(start: int, part: int) -> _Split:
@@ -45,7 +50,14 @@ def partition(costs: Sequence[float], parts: int, speeds: Sequence[float] | None
                 break
             rest = best(end, part + 1)
             # Rounded, so that two sums of the same numbers in another order count as equal.
-            found = min(found, _Split(round(max(time, rest.longest), 9), round(rest.squares + time * time, 9), end))
+            found = min(
+                found,
+                _Split(
+                    round(max(time, rest.longest), 9),
+                    round(rest.squares + time * time, 9),
+                    end,
+                ),
+            )
         return found
 
     cuts, at = [], 0

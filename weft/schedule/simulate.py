@@ -79,7 +79,10 @@ class Simulation:
     @cached_property
     def elapsed(self) -> float:
         """From the first action anywhere to the last."""
-        return max((t.end for rank in (*self.timeline, *self.beside) for t in rank), default=0.0)
+        return max(
+            (t.end for rank in (*self.timeline, *self.beside) for t in rank),
+            default=0.0,
+        )
 
     @cached_property
     def makespan(self) -> float:
@@ -88,7 +91,14 @@ class Simulation:
         This is the time per step in a run of many steps: the ranks of a pipeline need not start a step together.
         """
         ranks = (a + b for a, b in zip(self.timeline, self.beside, strict=True))
-        return max((max(t.end for t in rank) - min(t.start for t in rank) for rank in ranks if rank), default=0.0)
+        return max(
+            (
+                max(t.end for t in rank) - min(t.start for t in rank)
+                for rank in ranks
+                if rank
+            ),
+            default=0.0,
+        )
 
     @property
     def busy(self) -> tuple[float, ...]:
@@ -98,12 +108,18 @@ class Simulation:
     @property
     def bubble_rate(self) -> float:
         """Share of the makespan in which the average rank does not compute."""
-        return 1 - sum(self.busy) / len(self.busy) / self.makespan if self.makespan else 0.0
+        return (
+            1 - sum(self.busy) / len(self.busy) / self.makespan
+            if self.makespan
+            else 0.0
+        )
 
     @property
     def peaks(self) -> tuple[float, ...]:
         """Highest memory level of each rank."""
-        return tuple(max((level for _, level in rank), default=0.0) for rank in self.memory)
+        return tuple(
+            max((level for _, level in rank), default=0.0) for rank in self.memory
+        )
 
 
 def simulate(table: Table, costs: Costs) -> Simulation:
@@ -114,7 +130,10 @@ def simulate(table: Table, costs: Costs) -> Simulation:
     run, count = _Run(table, costs), len(table.ranks)
     run.all()
     lanes = tuple(map(tuple, run.timeline))
-    both = [[*compute, *beside] for compute, beside in zip(lanes[:count], lanes[count:], strict=True)]
+    both = [
+        [*compute, *beside]
+        for compute, beside in zip(lanes[:count], lanes[count:], strict=True)
+    ]
     memory = _memory(both, run.moves, run.readers, costs.size)
     return Simulation(table, lanes[:count], lanes[count:], tuple(run.moves), memory)
 
@@ -126,25 +145,31 @@ class _Run:
         self.table, self.costs = table, costs
         count = len(table.ranks)
         self.queues: list[list[Action]] = [[] for _ in range(2 * count)]
-        self.readers: dict[Value, dict[int, None]] = defaultdict(dict)  # the ranks that read a value
+        # the ranks that read a value
+        self.readers: dict[Value, dict[int, None]] = defaultdict(dict)
         for a in table:
             kind = a.declared
             if not kind.inserted:
-                self.queues[a.rank + count * (kind.clock is Clock.COMMUNICATION)].append(a)
+                self.queues[
+                    a.rank + count * (kind.clock is Clock.COMMUNICATION)
+                ].append(a)
                 for value in a.reads:
                     self.readers[value][a.rank] = None
         self.ended: dict[object, float] = {}  # by action key and by (value, rank)
-        self.waiting: dict[object, list[int]] = defaultdict(list)  # streams whose next action waits for this to end
+        # streams whose next action waits for this to end
+        self.waiting: dict[object, list[int]] = defaultdict(list)
         self.link_free: dict[tuple[int, int], float] = defaultdict(float)
         self.at, self.free = [0] * len(self.queues), [0.0] * len(self.queues)
         self.timeline: list[list[Timed]] = [[] for _ in self.queues]
         self.moves: list[SimulatedTransfer] = []
-        self.able: list[tuple[float, int]] = []  # heap of (start, stream) of the next actions that have all they need
+        # heap of (start, stream) of the next actions that have all they need
+        self.able: list[tuple[float, int]] = []
 
     def all(self) -> None:
         for stream in range(len(self.queues)):
             self._look(stream)
-        while self.able:  # the earliest first: with exclusive links the order of sends depends on it
+        # the earliest first: with exclusive links the order of sends depends on it
+        while self.able:
             start, stream = heappop(self.able)
             a = self.queues[stream][self.at[stream]]
             self.at[stream] += 1
@@ -180,9 +205,17 @@ class _Run:
         """A value that is made at ``now`` goes to all other ranks that read it."""
         for target in self.readers[value]:
             if target != source:
-                begin = max(now, self.link_free[source, target]) if self.costs.exclusive else now
-                self.link_free[source, target] = arrival = begin + self.costs.move(value, source, target)
-                self.moves.append(SimulatedTransfer(value, source, target, begin, arrival))
+                begin = (
+                    max(now, self.link_free[source, target])
+                    if self.costs.exclusive
+                    else now
+                )
+                self.link_free[source, target] = arrival = begin + self.costs.move(
+                    value, source, target
+                )
+                self.moves.append(
+                    SimulatedTransfer(value, source, target, begin, arrival)
+                )
                 self._end((value, target), arrival)
 
 
@@ -196,7 +229,11 @@ def _memory(
     levels = []
     for rank, actions in enumerate(timeline):
         changes: list[tuple[float, int, float]] = []  # time, frees first, change
-        last = {value: t.end for t in sorted(actions, key=lambda t: t.end) for value in t.action.reads}
+        last = {
+            value: t.end
+            for t in sorted(actions, key=lambda t: t.end)
+            for value in t.action.reads
+        }
         for t in actions:
             for value in t.action.writes:
                 # An action's results occupy memory from its start: forward fills what it saves as it goes.
@@ -208,7 +245,10 @@ def _memory(
                     changes.append((t.end, 2, -size(value)))
         for move in moves:
             if move.target == rank:
-                changes += [(move.end, 1, size(move.value)), (last[move.value], 0, -size(move.value))]
+                changes += [
+                    (move.end, 1, size(move.value)),
+                    (last[move.value], 0, -size(move.value)),
+                ]
         level, track = 0.0, []
         for time, _, change in sorted(changes):
             if change:

@@ -19,7 +19,8 @@ from weft.schedule.simulate import Costs, simulate
 
 Path = tuple[int, ...]
 Holders = Sequence[Sequence[int]]
-Booked = Mapping[tuple[int, int], float]  # until when a link is taken; (r, r): rank r itself
+# until when a link is taken; (r, r): rank r itself
+Booked = Mapping[tuple[int, int], float]
 
 #: A stage is skipped between these multiples of the mean, so that slow stages are spared and all are trained.
 LEAST_SKIPS, MOST_SKIPS = 0.5, 1.5
@@ -33,7 +34,9 @@ CANDIDATES = 60
 WEIGHTS = (8.0, 2.0, 1.0, 0.5)
 
 
-def plan_paths(holders: Holders, microbatches: int, ratio: float, costs: Costs, split: bool = True) -> list[Path]:
+def plan_paths(
+    holders: Holders, microbatches: int, ratio: float, costs: Costs, split: bool = True
+) -> list[Path]:
     """A path for every microbatch that skips the share ``ratio`` of all stages on average.
 
     ``holders[s]``: ranks that may run stage ``s``. The first and the last stage are always run and never moved; of the
@@ -50,7 +53,15 @@ def plan_paths(holders: Holders, microbatches: int, ratio: float, costs: Costs, 
     plans: dict[float, list[Path]] = {}  # by makespan
     for spread in WEIGHTS:
         paths = planner.paths(microbatches, total, spread, Random(0))
-        table = list_schedule("skip", holders, paths, costs, ranks=ranks, split=split, priority=Policy(ahead=1.5))
+        table = list_schedule(
+            "skip",
+            holders,
+            paths,
+            costs,
+            ranks=ranks,
+            split=split,
+            priority=Policy(ahead=1.5),
+        )
         plans.setdefault(simulate(table, costs).makespan, paths)
     return plans[min(plans)]
 
@@ -63,7 +74,8 @@ def stage_lengths(stages: int, ratio: float) -> list[float]:
     """
     _check(stages, ratio)
     middle = stages - 2
-    run = 1 - ratio * stages / middle  # share of the microbatches that a middle stage sees
+    # share of the microbatches that a middle stage sees
+    run = 1 - ratio * stages / middle
     length = stages / (2 * run + middle)
     return [length * run, *[length] * middle, length * run]
 
@@ -71,7 +83,11 @@ def stage_lengths(stages: int, ratio: float) -> list[float]:
 def _check(stages: int, ratio: float) -> None:
     middle = max(0, stages - 2)
     if not 0 <= ratio * stages <= middle / MOST_SKIPS:
-        most = f"skip at most {middle / MOST_SKIPS / stages:.0%}" if middle else "use more stages"
+        most = (
+            f"skip at most {middle / MOST_SKIPS / stages:.0%}"
+            if middle
+            else "use more stages"
+        )
         raise UsageError(
             f"skipping {ratio:.0%} of {stages} stages leaves too little of the {middle} that may be skipped (the first "
             f"and the last are always run); {most}"
@@ -86,7 +102,9 @@ class _Planner:
     costs: Costs
     split: bool
 
-    def paths(self, microbatches: int, total: int, spread: float, random: Random) -> list[Path]:
+    def paths(
+        self, microbatches: int, total: int, spread: float, random: Random
+    ) -> list[Path]:
         """Microbatch by microbatch, the path that ends first on ranks and links reserved by those before it.
 
         ``total``: stages to be skipped by all together; ``spread``: how much being behind its share of skips speaks
@@ -95,7 +113,8 @@ class _Planner:
         stages = range(len(self.holders))
         middle = stages[1:-1]
         times = [1 / sum(1 / self.work(r, s) for r in self.holders[s]) for s in middle]
-        left = dict(zip(middle, _quotas(times, total, microbatches), strict=True))  # skips to come, by stage
+        # skips to come, by stage
+        left = dict(zip(middle, _quotas(times, total, microbatches), strict=True))
         unit = spread * sum(times) / len(times)
         booked: Booked = {}
         paths = []
@@ -103,7 +122,11 @@ class _Planner:
             rest = microbatches - m
             forced = [s for s in middle if left[s] == rest]
             able = [s for s in middle if 0 < left[s] < rest]
-            count = total * (m + 1) // microbatches - total * m // microbatches - len(forced)
+            count = (
+                total * (m + 1) // microbatches
+                - total * m // microbatches
+                - len(forced)
+            )
             best: tuple[float, Path, Booked] | None = None
             for chosen in _subsets(able, count, random):
                 path = tuple(s for s in stages if s not in chosen and s not in forced)
@@ -121,7 +144,13 @@ class _Planner:
 
     def work(self, rank: int, stage: int) -> float:
         """Time of a rank on a stage, forward and backward."""
-        return sum(self.costs.compute(Action(rank, kind, stage, 0)) for kind in PASSES[self.split]) or TINY
+        return (
+            sum(
+                self.costs.compute(Action(rank, kind, stage, 0))
+                for kind in PASSES[self.split]
+            )
+            or TINY
+        )
 
     def orders(self, path: Path) -> Iterator[Path]:
         """The path, then all with one pair of neighbours exchanged that may move."""
@@ -140,12 +169,20 @@ class _Planner:
             for r in self.holders[s]:
                 there = time
                 if at not in (-1, r):
-                    there = max(time, taken.get((at, r), 0.0)) if self.costs.exclusive else time
+                    there = (
+                        max(time, taken.get((at, r), 0.0))
+                        if self.costs.exclusive
+                        else time
+                    )
                     there += self.costs.move(value, at, r)
-                options.append((max(there, taken.get((r, r), 0.0)) + self.work(r, s), r, there))
+                options.append(
+                    (max(there, taken.get((r, r), 0.0)) + self.work(r, s), r, there)
+                )
             end, rank, there = min(options)
             taken[(at, rank)], taken[(rank, rank)] = there, end
-            time = end - self.work(rank, s) + self.costs.compute(Action(rank, "F", s, 0))
+            time = (
+                end - self.work(rank, s) + self.costs.compute(Action(rank, "F", s, 0))
+            )
             at, value = rank, Value("act", s, 0)
         return time, taken
 
@@ -164,7 +201,9 @@ def _quotas(times: Sequence[float], total: int, microbatches: int) -> list[int]:
         a, b = (target, b) if sum(shares(target)) > mean * len(times) else (a, target)
     exact = [microbatches * x for x in shares(b)]
     quotas = [int(x + 1e-6) for x in exact]
-    for s in sorted(range(len(times)), key=lambda s: (quotas[s] - exact[s], s))[: total - sum(quotas)]:
+    for s in sorted(range(len(times)), key=lambda s: (quotas[s] - exact[s], s))[
+        : total - sum(quotas)
+    ]:
         quotas[s] += 1
     return quotas
 

@@ -52,15 +52,21 @@ def cut_stages(
     )
 
 
-def assign_stages(shape: ModelShape, layout: Layout, stages: int, seq_len: int) -> tuple[Stage, ...]:
+def assign_stages(
+    shape: ModelShape, layout: Layout, stages: int, seq_len: int
+) -> tuple[Stage, ...]:
     """Layers to stages by their flops. Where microbatches skip stages, those that none may skip are made shorter."""
     first, layer, last = shape_of(shape).forward_flops(seq_len)
     speeds = stage_lengths(stages, layout.skip) if layout.skip else None
     ends = not (layout.vocab_barriers or layout.overlap)
-    return cut_stages(shape.layers, stages, layer, first, last, ends=ends, speeds=speeds)
+    return cut_stages(
+        shape.layers, stages, layer, first, last, ends=ends, speeds=speeds
+    )
 
 
-def stage_costs(times: ModelTimes, stages: Sequence[Stage], kept: float = 1.0, move: float = 0.0) -> Costs:
+def stage_costs(
+    times: ModelTimes, stages: Sequence[Stage], kept: float = 1.0, move: float = 0.0
+) -> Costs:
     """Costs of a table with these ``stages``. ``kept``: memory that a layer's saved activations take; ``move``: time
     from one rank to another."""
 
@@ -71,7 +77,9 @@ def stage_costs(times: ModelTimes, stages: Sequence[Stage], kept: float = 1.0, m
     return Costs(by_kind(times), lambda value, source, target: move, size)
 
 
-def modelled_costs(shape: ModelShape, layout: Layout, table: Table, seq_len: int) -> Costs:
+def modelled_costs(
+    shape: ModelShape, layout: Layout, table: Table, seq_len: int
+) -> Costs:
     """Flops per token of every action of ``table`` under this layout's stages; activations weigh by their layers."""
     stages = assign_stages(shape, layout, table.stages, seq_len)
     look_up, layer, output = shape_of(shape).forward_flops(seq_len)
@@ -82,20 +90,33 @@ def modelled_costs(shape: ModelShape, layout: Layout, table: Table, seq_len: int
         return Times(whole + 3 * output * stage.head, whole, whole)
 
     whole = Times(look_up, 0.0, look_up), output_times(output, layout.vocab_barriers)
-    return stage_costs(ModelTimes([stage_times(s) for s in stages], *whole, len(table.ranks)), stages)
+    return stage_costs(
+        ModelTimes([stage_times(s) for s in stages], *whole, len(table.ranks)), stages
+    )
 
 
-def make_table(layout: Layout, microbatches: int, shape: ModelShape, seq_len: int) -> Table:
+def make_table(
+    layout: Layout, microbatches: int, shape: ModelShape, seq_len: int
+) -> Table:
     """The schedule that ``layout`` asks for, as built; what the model computes decides where vocabulary passes go."""
     if layout.skip:
         lengths = stage_lengths(layout.pp, layout.skip)
         costs = Costs(lambda a: lengths[a.stage])  # F, I and W take about the same
         holders = [[r] for r in range(layout.pp)]
         paths = plan_paths(holders, microbatches, layout.skip, costs)
-        table = list_schedule("skip", holders, paths, costs, ranks=layout.pp, limit=layout.pp)
-    elif layout.pp == 1:  # streamed from a tier: a stage per block, and all microbatches of one before the next
+        table = list_schedule(
+            "skip", holders, paths, costs, ranks=layout.pp, limit=layout.pp
+        )
+    elif (
+        layout.pp == 1
+    ):  # streamed from a tier: a stage per block, and all microbatches of one before the next
         stages = shape.layers + 2
-        table = assemble("vertical", [vertical(stages, microbatches)], stages, [range(stages)] * microbatches)
+        table = assemble(
+            "vertical",
+            [vertical(stages, microbatches)],
+            stages,
+            [range(stages)] * microbatches,
+        )
     else:
         table = build(layout.schedule, layout.pp, microbatches, layout.virtual)
     if layout.vocab_barriers:
@@ -104,7 +125,9 @@ def make_table(layout: Layout, microbatches: int, shape: ModelShape, seq_len: in
     return table
 
 
-def routes(shape: ModelShape, layout: Layout, microbatches: int, seq_len: int) -> list[tuple[int, ...]]:
+def routes(
+    shape: ModelShape, layout: Layout, microbatches: int, seq_len: int
+) -> list[tuple[int, ...]]:
     """The blocks that each microbatch passes, in order: what one device must compute to equal a partial pipeline."""
     table = make_table(layout, microbatches, shape, seq_len)
     stages = assign_stages(shape, layout, table.stages, seq_len)

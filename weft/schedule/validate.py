@@ -10,7 +10,9 @@ from weft.schedule.lower import FREE, GATHER, RECV, RELEASE, SEND, lower, produc
 WINDOW = 4
 
 
-def validate(table: Table, window: int = WINDOW, zero: int = 1, streamed: bool = False) -> Table:
+def validate(
+    table: Table, window: int = WINDOW, zero: int = 1, streamed: bool = False
+) -> Table:
     """Check ``table`` and return it lowered (see :func:`weft.schedule.lower.lower`).
 
     Raises :class:`ScheduleError` naming the actions at fault.
@@ -31,17 +33,27 @@ def _exactly_once(table: Table) -> None:
     seen = Counter(a.key for a in table)
     twice = next((key for key, n in seen.items() if n > 1), None)
     if twice:
-        raise ScheduleError(f"schedule {table.name}: {twice} stands {seen[twice]} times in the table")
-    here: dict[tuple[int, int], list[Action]] = {(s, m): [] for m, path in enumerate(table.paths) for s in path}
+        raise ScheduleError(
+            f"schedule {table.name}: {twice} stands {seen[twice]} times in the table"
+        )
+    here: dict[tuple[int, int], list[Action]] = {
+        (s, m): [] for m, path in enumerate(table.paths) for s in path
+    }
     for a in table:
         if a.declared.inserted:
-            raise ScheduleError(f"schedule {table.name}: {a} is a move; moves are inserted by lowering")
+            raise ScheduleError(
+                f"schedule {table.name}: {a} is a move; moves are inserted by lowering"
+            )
         if not 0 <= a.microbatch < table.microbatches:
-            raise ScheduleError(f"schedule {table.name}: {a} is of none of the {table.microbatches} microbatches")
+            raise ScheduleError(
+                f"schedule {table.name}: {a} is of none of the {table.microbatches} microbatches"
+            )
         if (a.stage, a.microbatch) in here:
             here[a.stage, a.microbatch] += [a] * bool(a.declared.duty)
         elif a.declared.flow:  # which reads its neighbours on a path
-            raise ScheduleError(f"schedule {table.name}: {a} is not on the path of microbatch {a.microbatch}")
+            raise ScheduleError(
+                f"schedule {table.name}: {a} is not on the path of microbatch {a.microbatch}"
+            )
     owed = Duty.FORWARD if all(a.declared.forward for a in table) else Duty.ALL
     for (stage, m), actions in here.items():
         if Counter(duty for a in actions for duty in a.declared.duty) != Counter(owed):
@@ -52,7 +64,9 @@ def _exactly_once(table: Table) -> None:
             )
         if len({a.rank for a in actions}) > 1:
             where = ", ".join(f"{a.kind} on rank {a.rank}" for a in actions)
-            raise ScheduleError(f"schedule {table.name}: stage {stage} of microbatch {m} moves between ranks: {where}")
+            raise ScheduleError(
+                f"schedule {table.name}: stage {stage} of microbatch {m} moves between ranks: {where}"
+            )
 
 
 def _legal_order(name: str, actions: tuple[Action, ...]) -> None:
@@ -66,7 +80,9 @@ def _legal_order(name: str, actions: tuple[Action, ...]) -> None:
             raise ScheduleError(f"schedule {name}: {a} comes before {missing} is there")
         early = next((k for k in a.deps if k not in done), None)
         if early:
-            raise ScheduleError(f"schedule {name}: {a} comes before {Key(*early)}, on which it depends")
+            raise ScheduleError(
+                f"schedule {name}: {a} comes before {Key(*early)}, on which it depends"
+            )
         if a.kind == FREE:
             there -= set(a.reads)
         if a.kind == GATHER:
@@ -74,11 +90,15 @@ def _legal_order(name: str, actions: tuple[Action, ...]) -> None:
         if a.kind == RELEASE:
             gathered.discard(a.stage)
         if a.declared.parameters and a.stage not in gathered:
-            raise ScheduleError(f"schedule {name}: {a} runs while its parameters are not gathered")
+            raise ScheduleError(
+                f"schedule {name}: {a} runs while its parameters are not gathered"
+            )
         there |= set(a.writes)
         done.add(a.key)
     if there:
-        raise ScheduleError(f"schedule {name}: {next(iter(there))} is never freed on rank {actions[0].rank}")
+        raise ScheduleError(
+            f"schedule {name}: {next(iter(there))} is never freed on rank {actions[0].rank}"
+        )
 
 
 def run_dry(lowered: Table, window: int = WINDOW) -> dict[tuple[int, int], int]:
@@ -103,13 +123,19 @@ def run_dry(lowered: Table, window: int = WINDOW) -> dict[tuple[int, int], int]:
                     pair = (a.peer, a.rank)
                     value = under_way[pair].popleft()
                     if value != a.writes[0]:
-                        raise ScheduleError(f"schedule {lowered.name}: {a}, but {value} is sent to it first")
+                        raise ScheduleError(
+                            f"schedule {lowered.name}: {a}, but {value} is sent to it first"
+                        )
     stuck = [queue[0] for queue in queues if queue]
     if stuck:
-        raise ScheduleError(f"schedule {lowered.name} deadlocks: {_circle(lowered, queues)}")
+        raise ScheduleError(
+            f"schedule {lowered.name} deadlocks: {_circle(lowered, queues)}"
+        )
     for pair, values in under_way.items():
         if values:
-            raise ScheduleError(f"schedule {lowered.name}: {values[0]} is sent from rank {pair[0]} but never received")
+            raise ScheduleError(
+                f"schedule {lowered.name}: {values[0]} is sent from rank {pair[0]} but never received"
+            )
     return dict(most)
 
 
@@ -125,7 +151,9 @@ def why_stuck(table: Table) -> str:
     return f"schedule {table.name} deadlocks"
 
 
-def _can_run(a: Action, under_way: dict[tuple[int, int], deque[Value]], window: int) -> bool:
+def _can_run(
+    a: Action, under_way: dict[tuple[int, int], deque[Value]], window: int
+) -> bool:
     if a.kind == SEND:
         return len(under_way[a.rank, a.peer]) < window
     return a.kind != RECV or bool(under_way[a.peer, a.rank])
@@ -146,7 +174,19 @@ def _circle(table: Table, queues: list[deque[Action]]) -> str:
     parts = []
     for a in circle:
         value = (a.reads or a.writes)[0]
-        what = f"{made[value]}" if a.kind == RECV and value in made else f"room for {value}"
-        blocked = next((x for queue in queues for x in queue if x.rank == a.rank and not x.declared.inserted), a)
+        what = (
+            f"{made[value]}"
+            if a.kind == RECV and value in made
+            else f"room for {value}"
+        )
+        blocked = next(
+            (
+                x
+                for queue in queues
+                for x in queue
+                if x.rank == a.rank and not x.declared.inserted
+            ),
+            a,
+        )
         parts.append(f"{blocked} waits for {what}")
     return "; ".join(parts)

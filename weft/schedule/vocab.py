@@ -27,11 +27,34 @@ from weft.schedule.times import ModelTimes, Times
 
 C = declare(Kind("C", "loss", forward=True, cost=lambda a, t: 0.0, parameters=False))
 G = declare(Kind("G", "gradient sum", cost=lambda a, t: 0.0, parameters=False))
-S = declare(Kind("S", "output share", forward=True, cost=lambda a, t: t.output.forward / t.shares))
-E = declare(Kind("E", "embedding share", forward=True, cost=lambda a, t: t.embedding.forward / t.shares))
-T = declare(Kind("T", "output gradient", duty=Duty.WEIGHT_GRADIENT, cost=lambda a, t: t.output.backward / t.shares))
+S = declare(
+    Kind(
+        "S", "output share", forward=True, cost=lambda a, t: t.output.forward / t.shares
+    )
+)
+E = declare(
+    Kind(
+        "E",
+        "embedding share",
+        forward=True,
+        cost=lambda a, t: t.embedding.forward / t.shares,
+    )
+)
+T = declare(
+    Kind(
+        "T",
+        "output gradient",
+        duty=Duty.WEIGHT_GRADIENT,
+        cost=lambda a, t: t.output.backward / t.shares,
+    )
+)
 D = declare(
-    Kind("D", "embedding gradient", duty=Duty.WEIGHT_GRADIENT, cost=lambda a, t: t.embedding.backward / t.shares)
+    Kind(
+        "D",
+        "embedding gradient",
+        duty=Duty.WEIGHT_GRADIENT,
+        cost=lambda a, t: t.embedding.backward / t.shares,
+    )
 )
 
 #: What runs first on a rank when several passes could: those that others wait for.
@@ -53,10 +76,16 @@ def output_times(product: float, barriers: int) -> Times:
 
     The gradient of the input is made by S, together with the logits, if there is one barrier, else by T.
     """
-    return Times(2 * product, 0.0, product) if barriers == 1 else Times(product, product, product)
+    return (
+        Times(2 * product, 0.0, product)
+        if barriers == 1
+        else Times(product, product, product)
+    )
 
 
-def with_vocabulary(table: Table, barriers: int, cost: Callable[[Action], float] | None = None) -> Table:
+def with_vocabulary(
+    table: Table, barriers: int, cost: Callable[[Action], float] | None = None
+) -> Table:
     """Add the vocabulary passes to a table whose first and last stage compute neither embedding nor output layer.
 
     ``cost``: time per action (without it, every pass of a stage, and a rank's product of its shares, takes 1). Every
@@ -64,21 +93,37 @@ def with_vocabulary(table: Table, barriers: int, cost: Callable[[Action], float]
     """
     ranks = len(table.ranks)
     whole = Times(ranks, 0.0, ranks)
-    cost = cost or by_kind(ModelTimes([Times()] * table.stages, whole, output_times(ranks, barriers), ranks))
+    cost = cost or by_kind(
+        ModelTimes(
+            [Times()] * table.stages, whole, output_times(ranks, barriers), ranks
+        )
+    )
     more = barriers * max(1, table.stages // ranks)
     clock = simulate(table, Costs(cost))
     limits = [round(peak) + more for peak in clock.peaks]
-    begins = {t.action.microbatch: t.start for t in sorted(chain(*clock.timeline), key=lambda t: -t.start)}
+    begins = {
+        t.action.microbatch: t.start
+        for t in sorted(chain(*clock.timeline), key=lambda t: -t.start)
+    }
     entering = sorted(range(table.microbatches), key=lambda m: (begins[m], m))
     passes = [a for m in entering for a in _passes(table, m, barriers)]
-    return replace(table, ranks=_Merge(table.map(lambda a: _linked(table, a)), passes, cost, limits).run())
+    return replace(
+        table,
+        ranks=_Merge(
+            table.map(lambda a: _linked(table, a)), passes, cost, limits
+        ).run(),
+    )
 
 
 def _passes(table: Table, m: int, barriers: int) -> list[Action]:
     ranks, first, last = range(len(table.ranks)), table.paths[m][0], table.paths[m][-1]
     shares = [share_stage(table.stages, r) for r in ranks]
     # The gradient that the last stage reads is that of a stage after it.
-    act, grad, lse = Value("act", last, m), Value("grad", table.stages, m), Value("lse", last, m)
+    act, grad, lse = (
+        Value("act", last, m),
+        Value("grad", table.stages, m),
+        Value("lse", last, m),
+    )
     stats = tuple(Value("stats", s, m) for s in shares)
     parts = tuple(Value("part", s, m) for s in shares)
     hub = next(a.rank for a in table if (a.stage, a.microbatch) == (last, m))
@@ -90,9 +135,21 @@ def _passes(table: Table, m: int, barriers: int) -> list[Action]:
     for r, s in zip(ranks, shares, strict=True):
         tape, part = Value("tape", s, m), Value("part", s, m)
         found.append(Action(r, E, s, m, (), (), (Value("emb", s, m),)))
-        found.append(Action(r, S, s, m, (), (act,), (Value("stats", s, m), *([tape] if training else []))))
+        found.append(
+            Action(
+                r,
+                S,
+                s,
+                m,
+                (),
+                (act,),
+                (Value("stats", s, m), *([tape] if training else [])),
+            )
+        )
         if training:
-            found.append(Action(r, T, s, m, (), (lse, tape), (part,) if barriers == 2 else ()))
+            found.append(
+                Action(r, T, s, m, (), (lse, tape), (part,) if barriers == 2 else ())
+            )
             found.append(Action(r, D, s, m, (), (Value("grad", first, m),), ()))
     return found
 
@@ -102,7 +159,11 @@ def _linked(table: Table, a: Action) -> Action:
     path, duty = table.paths[a.microbatch], a.declared.duty
     if a.stage == path[0] and Duty.FORWARD in duty:
         a = replace(
-            a, reads=tuple(Value("emb", share_stage(table.stages, r), a.microbatch) for r in range(len(table.ranks)))
+            a,
+            reads=tuple(
+                Value("emb", share_stage(table.stages, r), a.microbatch)
+                for r in range(len(table.ranks))
+            ),
         )
     if a.stage == path[0] and Duty.INPUT_GRADIENT in duty:
         a = replace(a, writes=(Value("grad", a.stage, a.microbatch), *a.writes))
@@ -117,7 +178,8 @@ class _Option(NamedTuple):
     """What a rank could do next: the earliest comes first, then the one of the lowest ``turn``, then of ``place``."""
 
     start: float
-    turn: int  # 0: a pass that others wait for; from 1 on: the rank's own order; LAST: what nobody waits for
+    # 0: a pass that others wait for; from 1 on: the rank's own order; LAST: what nobody waits for
+    turn: int
     place: int  # of its microbatch among those that enter
     action: Action
 
@@ -131,17 +193,30 @@ class _Merge:
     """
 
     def __init__(
-        self, table: Table, passes: Sequence[Action], cost: Callable[[Action], float], limits: Sequence[int]
+        self,
+        table: Table,
+        passes: Sequence[Action],
+        cost: Callable[[Action], float],
+        limits: Sequence[int],
     ) -> None:
         self.table, self.cost, self.limits = table, cost, limits
         ranks = range(len(table.ranks))
         # What is left of every rank's own actions, and of its passes.
         self.order = [list(actions) for actions in table.ranks]
-        self.waiting = [sorted((a for a in passes if a.rank == r), key=lambda a: URGENCY.index(a.kind)) for r in ranks]
+        self.waiting = [
+            sorted(
+                (a for a in passes if a.rank == r), key=lambda a: URGENCY.index(a.kind)
+            )
+            for r in ranks
+        ]
         self.sort = {a.kind: next(iter(a.declared.duty), Duty.NONE) for a in table}
         self.sorts = len(set(self.sort.values()))
         self.place = {a.microbatch: i for i, a in enumerate(passes)}
-        self.free, self.level, self.looked_up = [0.0] * len(ranks), [0] * len(ranks), [0] * len(ranks)
+        self.free, self.level, self.looked_up = (
+            [0.0] * len(ranks),
+            [0] * len(ranks),
+            [0] * len(ranks),
+        )
         self.entered = 0  # microbatches that the first stage has begun
         self.there: dict[Value, float] = {}
         self.readers: dict[Value, set[int]] = defaultdict(set)
@@ -155,7 +230,9 @@ class _Merge:
         out: list[list[Action]] = [[] for _ in ranks]
         bests = [self._best(r) for r in ranks]
         while any(self.order) or any(self.waiting):
-            first = min(filter(None, bests), key=lambda o: (o.start, o.turn, o.action.rank))
+            first = min(
+                filter(None, bests), key=lambda o: (o.start, o.turn, o.action.rank)
+            )
             out[first.action.rank].append(first.action)
             for other in self._do(first):
                 bests[other] = self._best(other)
@@ -173,10 +250,16 @@ class _Merge:
         self.looked_up[r] += a.kind == E
         enters = any(v.name == "emb" for v in a.reads)
         self.entered += enters
-        return range(len(self.order)) if enters else {r}.union(*(self.readers[v] for v in a.writes))
+        return (
+            range(len(self.order))
+            if enters
+            else {r}.union(*(self.readers[v] for v in a.writes))
+        )
 
     def _best(self, r: int) -> _Option | None:
-        possible = (o for o in chain(self._own(r), self._added(r)) if o.start < float("inf"))
+        possible = (
+            o for o in chain(self._own(r), self._added(r)) if o.start < float("inf")
+        )
         return min(possible, key=lambda o: (o.start, o.turn, o.place), default=None)
 
     def _own(self, r: int) -> Iterator[_Option]:
@@ -184,19 +267,31 @@ class _Merge:
         seen: set[Duty] = set()
         for a in self.order[r]:
             sort = self.sort[a.kind]
-            if sort not in seen and not (sort is Duty.FORWARD and self.level[r] >= self.limits[r]):
-                yield _Option(self._start(a), 1 + len(seen), self.place[a.microbatch], a)
+            if sort not in seen and not (
+                sort is Duty.FORWARD and self.level[r] >= self.limits[r]
+            ):
+                yield _Option(
+                    self._start(a), 1 + len(seen), self.place[a.microbatch], a
+                )
             seen.add(sort)
             if len(seen) == self.sorts:
                 return
 
     def _added(self, r: int) -> Iterator[_Option]:
         """The rank's passes; shares of the embedding are looked up one microbatch ahead."""
-        ready = [(self._start(a), a) for a in self.waiting[r] if a.kind != E or self.looked_up[r] <= self.entered + 1]
+        ready = [
+            (self._start(a), a)
+            for a in self.waiting[r]
+            if a.kind != E or self.looked_up[r] <= self.entered + 1
+        ]
         late = sum(not a.writes and begin < float("inf") for begin, a in ready) > LAZY
         for begin, a in ready:
-            yield _Option(begin, 0 if a.writes or late else LAST, self.place[a.microbatch], a)
+            yield _Option(
+                begin, 0 if a.writes or late else LAST, self.place[a.microbatch], a
+            )
 
     def _start(self, a: Action) -> float:
         """When ``a`` can start: never, as far as is known, if something it reads is not made yet."""
-        return max([self.free[a.rank], *(self.there.get(v, float("inf")) for v in a.reads)])
+        return max(
+            [self.free[a.rank], *(self.there.get(v, float("inf")) for v in a.reads)]
+        )

@@ -17,7 +17,15 @@ Spec = Callable[[Value], list[tuple[tuple[int, ...], torch.dtype]] | None]
 
 #: Most tensors in a value and most dimensions of a tensor, when shapes travel with the data.
 TENSORS, DIMS = 4, 6
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+)
 
 
 @dataclass
@@ -39,21 +47,31 @@ class Wire:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, timeout: float = 600, spec: Spec = lambda value: None
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: float = 600,
+        spec: Spec = lambda value: None,
     ) -> None:
         self.group, self.device, self.timeout, self.spec = group, device, timeout, spec
         self.rank = group.rank()
         self.ranks = dist.get_process_group_ranks(group)
         self.bytes_sent = 0
         self._pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
-        self._sent: dict[int, deque[list[tuple[dist.Work, torch.Tensor]]]] = defaultdict(deque)
+        self._sent: dict[int, deque[list[tuple[dist.Work, torch.Tensor]]]] = (
+            defaultdict(deque)
+        )
         self._asked: dict[int, deque[_Arrival]] = defaultdict(deque)
         self._tags: dict[tuple[int, int], int] = defaultdict(int)
 
     def connect(self, pairs: set[tuple[int, int]]) -> None:
         """Make the communicators of these ordered pairs; collective over the pipeline's ranks. Only NCCL needs it."""
         for pair in sorted(pairs):
-            if self.device.type == "cuda" and self.rank in pair and pair not in self._pairs:
+            if (
+                self.device.type == "cuda"
+                and self.rank in pair
+                and pair not in self._pairs
+            ):
                 members = sorted(self.ranks[r] for r in pair)
                 name = f"pipeline {self.ranks[pair[0]]} to {self.ranks[pair[1]]}"
                 self._pairs[pair] = new_group(members, name)
@@ -90,7 +108,9 @@ class Wire:
         if spec is not None and not any(a.header is not None for a in queue):
             self._post(arrival, spec, source)
         else:  # messages of one link match in order: a header waits until the sizes of what precedes it are known
-            arrival.header = torch.zeros(1 + TENSORS * (2 + DIMS), dtype=torch.int64, device=self.device)
+            arrival.header = torch.zeros(
+                1 + TENSORS * (2 + DIMS), dtype=torch.int64, device=self.device
+            )
         queue.append(arrival)
 
     def take(self, value: Value, source: int, purpose: str) -> Any:
@@ -108,10 +128,14 @@ class Wire:
             for work in arrival.works:
                 self._wait(work)
         except RuntimeError as error:
-            raise self._lost(value, source, f"waits for {value} from it to run {purpose}", error) from error
+            raise self._lost(
+                value, source, f"waits for {value} from it to run {purpose}", error
+            ) from error
         queue.popleft()
         tensors = arrival.tensors
-        return None if not tensors else tensors[0] if len(tensors) == 1 else tuple(tensors)
+        return (
+            None if not tensors else tensors[0] if len(tensors) == 1 else tuple(tensors)
+        )
 
     def flush(self) -> None:
         """Wait until everything sent has been received."""
@@ -119,17 +143,29 @@ class Wire:
             while queue:
                 self._finish(queue.popleft(), None, target)
 
-    def _finish(self, sent: list[tuple[dist.Work, torch.Tensor]], value: Value | None, target: int) -> None:
+    def _finish(
+        self,
+        sent: list[tuple[dist.Work, torch.Tensor]],
+        value: Value | None,
+        target: int,
+    ) -> None:
         try:
             for work, _ in sent:
                 self._wait(work)
         except RuntimeError as error:
-            raise self._lost(value, target, f"waits until it takes {value or 'what was sent'}", error) from error
+            raise self._lost(
+                value, target, f"waits until it takes {value or 'what was sent'}", error
+            ) from error
 
     def _wait(self, work: dist.Work) -> None:
         work.wait(timedelta(seconds=self.timeout))
 
-    def _post(self, arrival: _Arrival, spec: list[tuple[tuple[int, ...], torch.dtype]], source: int) -> None:
+    def _post(
+        self,
+        arrival: _Arrival,
+        spec: list[tuple[tuple[int, ...], torch.dtype]],
+        source: int,
+    ) -> None:
         for shape, dtype in spec:
             tensor = torch.empty(shape, dtype=dtype, device=self.device)
             arrival.tensors.append(tensor)
@@ -141,9 +177,13 @@ class Wire:
         assert work is not None
         return work
 
-    def _lost(self, value: Value | None, peer: int, doing: str, error: RuntimeError) -> PeerLost:
+    def _lost(
+        self, value: Value | None, peer: int, doing: str, error: RuntimeError
+    ) -> PeerLost:
         asked = self.ranks[peer]
-        return peer_lost(error, asked, doing, self.timeout) or PeerLost(f"rank {asked} is late or gone: {error}")
+        return peer_lost(error, asked, doing, self.timeout) or PeerLost(
+            f"rank {asked} is late or gone: {error}"
+        )
 
 
 def _tensors(payload: Any) -> list[torch.Tensor]:
@@ -154,10 +194,19 @@ def _tensors(payload: Any) -> list[torch.Tensor]:
 
 def _header(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     if len(tensors) > TENSORS or any(t.dim() > DIMS for t in tensors):
-        raise ValueError(f"a value that travels has at most {TENSORS} tensors of at most {DIMS} dimensions")
-    rows = [[DTYPES.index(t.dtype), t.dim(), *t.shape, *[0] * (DIMS - t.dim())] for t in tensors]
+        raise ValueError(
+            f"a value that travels has at most {TENSORS} tensors of at most {DIMS} dimensions"
+        )
+    rows = [
+        [DTYPES.index(t.dtype), t.dim(), *t.shape, *[0] * (DIMS - t.dim())]
+        for t in tensors
+    ]
     rows += [[0] * (2 + DIMS)] * (TENSORS - len(tensors))
-    return torch.tensor([len(tensors), *(n for row in rows for n in row)], dtype=torch.int64, device=device)
+    return torch.tensor(
+        [len(tensors), *(n for row in rows for n in row)],
+        dtype=torch.int64,
+        device=device,
+    )
 
 
 def _read_header(header: torch.Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]:

@@ -37,9 +37,15 @@ PLAIN = AnswerForm()
 class AnswerReader:
     """Reads one answer from its tokens: reasoning, text and calls of tools."""
 
-    def __init__(self, asked: SamplingRequest, tokenizer: Tokenizer, form: AnswerForm) -> None:
+    def __init__(
+        self, asked: SamplingRequest, tokenizer: Tokenizer, form: AnswerForm
+    ) -> None:
         self.asked, self.writer = asked, Writer(tokenizer)
-        self.calls = CallFinder(form.calls, asked.stream, form.names, form.most) if form.calls else None
+        self.calls = (
+            CallFinder(form.calls, asked.stream, form.names, form.most)
+            if form.calls
+            else None
+        )
         self.reasoning = ReasoningFinder(form.thoughts) if form.thoughts else None
         self.count = self.thinking = 0  # tokens so far, and those of reasoning
 
@@ -87,16 +93,27 @@ class Answering:
         echoes: Sequence[Sequence[int]] = (),
     ) -> None:
         self.echoes, self.n = echoes, 1
-        self.asked, self.tokenizer, self.prompt, self.form, self.watch = asked, tokenizer, prompt, form, watch
+        self.asked, self.tokenizer, self.prompt, self.form, self.watch = (
+            asked,
+            tokenizer,
+            prompt,
+            form,
+            watch,
+        )
         self.replies = replies_to(asked, model, tokenizer, prompt)
 
     async def respond(self, request: Request, context: Any, n: int) -> Response:
         """The HTTP response with the answers of ``context`` (:meth:`Service.answers`), ``n`` to each prompt."""
         self.n = n
-        answers = await entered(context, self.asked.NAMES.get("max_completion_tokens", "max_tokens"))
+        answers = await entered(
+            context, self.asked.NAMES.get("max_completion_tokens", "max_tokens")
+        )
         if self.asked.stream:
             return EventStream(self._stream(answers), context)
-        writing, leaving = asyncio.ensure_future(self._collect(answers)), asyncio.ensure_future(left(request))
+        writing, leaving = (
+            asyncio.ensure_future(self._collect(answers)),
+            asyncio.ensure_future(left(request)),
+        )
         try:
             await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not writing.done():
@@ -108,7 +125,11 @@ class Answering:
             writing.cancel()
             leaving.cancel()
             await context.__aexit__(None, None, None)
-        usage = self._usage(answers, sum(event.token is not None for one in found for event in one.events), thinking)
+        usage = self._usage(
+            answers,
+            sum(event.token is not None for one in found for event in one.events),
+            thinking,
+        )
         kept = list[Answer]()
         for first in range(0, len(found), n):  # the best of each prompt's
             order = list(range(first, first + n))
@@ -118,9 +139,14 @@ class Answering:
         return JSONResponse(self.replies.whole(kept, usage))
 
     def _readers(self, answers: Answers) -> list[AnswerReader]:
-        return [AnswerReader(self.asked, self.tokenizer, self.form) for _ in answers.generations]
+        return [
+            AnswerReader(self.asked, self.tokenizer, self.form)
+            for _ in answers.generations
+        ]
 
-    async def _pieces(self, answers: Answers, readers: list[AnswerReader]) -> AsyncIterator[tuple[int, Answer]]:
+    async def _pieces(
+        self, answers: Answers, readers: list[AnswerReader]
+    ) -> AsyncIterator[tuple[int, Answer]]:
         """Pairs of an answer's index and what is new of it: text that can be shown, and (parts of) tool calls."""
         left, fresh = set(range(len(readers))), set(range(len(readers)))
         while left:
@@ -143,11 +169,16 @@ class Answering:
         """The first of an answer behind its prompt, with the log-probabilities of this, which are read by now."""
         ids = self.echoes[index // self.n]
         scores = [None, *answers.generations[index - index % self.n].prompt_scores]
-        events = [TokenEvent(index, i, score, "") for i, score in zip(ids, scores, strict=False)]
+        events = [
+            TokenEvent(index, i, score, "")
+            for i, score in zip(ids, scores, strict=False)
+        ]
         return new._replace(text=self.tokenizer.decode(ids) + new.text, echo=events)
 
     def _usage(self, answers: Answers, written: int, thinking: int) -> Usage:
-        return usage_of(self.prompt, written, sum(one.hits for one in answers.generations), thinking)
+        return usage_of(
+            self.prompt, written, sum(one.hits for one in answers.generations), thinking
+        )
 
     async def _collect(self, answers: Answers) -> tuple[list[Answer], int]:
         """The whole answers, and how many tokens of them are reasoning."""
@@ -160,7 +191,8 @@ class Answering:
     async def _stream(self, answers: Answers) -> AsyncIterator[str]:
         began: set[int] = set()
         written = 0
-        held: dict[int, list[TokenEvent]] = {}  # events whose text cannot be shown yet, by answer
+        # events whose text cannot be shown yet, by answer
+        held: dict[int, list[TokenEvent]] = {}
         try:
             for event in self.replies.begun():
                 yield event_text(event)
@@ -174,7 +206,11 @@ class Answering:
                     for event in self.replies.chunks(index, new, index not in began):
                         yield event_text(event)
                     began.add(index)
-            for event in self.replies.ended(self._usage(answers, written, sum(reader.thinking for reader in readers))):
+            for event in self.replies.ended(
+                self._usage(
+                    answers, written, sum(reader.thinking for reader in readers)
+                )
+            ):
                 yield event_text(event)
         except WeftError as error:
             yield event_text(self.replies.failed(refusal_of(error)))
@@ -187,14 +223,22 @@ def replies_to(
     """What writes the answers in the interface that was asked by."""
     if isinstance(asked, ResponsesRequest):
         return ResponseReplies(asked, model)
-    return MessageReplies(model, prompt) if isinstance(asked, MessagesRequest) else Replies(asked, model, tokenizer)
+    return (
+        MessageReplies(model, prompt)
+        if isinstance(asked, MessagesRequest)
+        else Replies(asked, model, tokenizer)
+    )
 
 
 class EventStream(StreamingResponse):
     """A stream of server-sent events. When the client goes away, even before the first, ``context`` is left."""
 
     def __init__(self, chunks: AsyncIterator[str], context: Any) -> None:
-        super().__init__(chunks, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        super().__init__(
+            chunks,
+            media_type="text/event-stream",
+            headers={"cache-control": "no-cache"},
+        )
         self.context = context
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

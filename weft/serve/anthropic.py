@@ -18,7 +18,16 @@ KINDS = {
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 _MODES = {"auto": "auto", "any": "required", "none": "none"}
-_MOVED = ("system", "messages", "max_tokens", "stop_sequences", "tools", "tool_choice", "thinking", "output_config")
+_MOVED = (
+    "system",
+    "messages",
+    "max_tokens",
+    "stop_sequences",
+    "tools",
+    "tool_choice",
+    "thinking",
+    "output_config",
+)
 
 
 class MessagesRequest(ChatRequest):
@@ -47,29 +56,50 @@ class CountRequest(MessagesRequest):
 
 def as_chat(asked: Schema) -> Schema:
     """The fields of a chat that asks the same. Raises ValueError, with the field's name before a colon."""
-    chat = {key: value for key, value in asked.items() if key not in (*_MOVED, "cache_control", "inference_geo")}
+    chat = {
+        key: value
+        for key, value in asked.items()
+        if key not in (*_MOVED, "cache_control", "inference_geo")
+    }
     messages = list(_messages(asked))
     chat |= {"messages": messages, "max_completion_tokens": asked.get("max_tokens")}
-    chat |= {"stop": asked.get("stop_sequences"), "tools": [_tool(tool) for tool in _list(asked, "tools")]}
+    chat |= {
+        "stop": asked.get("stop_sequences"),
+        "tools": [_tool(tool) for tool in _list(asked, "tools")],
+    }
     last = messages[-1]
-    chat["continue_final_message"] = last["role"] == "assistant" and not last.get("tool_calls")
+    chat["continue_final_message"] = last["role"] == "assistant" and not last.get(
+        "tool_calls"
+    )
     if choice := object_in(asked, "tool_choice"):
         chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
         kind = choice.get("type")
         if kind not in ("tool", *_MODES):
-            raise ValueError(f"tool_choice: give auto, any, tool or none as its type, not {shown(kind)}")
+            raise ValueError(
+                f"tool_choice: give auto, any, tool or none as its type, not {shown(kind)}"
+            )
         named = {"type": "function", "name": choice.get("name")}
         chat["tool_choice"] = named if kind == "tool" else _MODES[kind]
     if thinking := object_in(asked, "thinking"):
-        chat["chat_template_kwargs"] = {"enable_thinking": thinking.get("type") != "disabled"}
+        chat["chat_template_kwargs"] = {
+            "enable_thinking": thinking.get("type") != "disabled"
+        }
     if config := object_in(asked, "output_config"):
         chat["reasoning_effort"] = config.get("effort")
         form = object_in(config, "format", "output_config.format")
-        if form and (form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict)):
-            raise ValueError("output_config: a format has the type json_schema, and a schema")
+        if form and (
+            form.get("type") != "json_schema"
+            or not isinstance(form.get("schema"), dict)
+        ):
+            raise ValueError(
+                "output_config: a format has the type json_schema, and a schema"
+            )
         if form:
             named_schema = {"name": "output", "schema": form["schema"]}
-            chat["response_format"] = {"type": "json_schema", "json_schema": named_schema}
+            chat["response_format"] = {
+                "type": "json_schema",
+                "json_schema": named_schema,
+            }
     return chat
 
 
@@ -83,9 +113,16 @@ def _list(given: Schema, name: str) -> list[Any]:
 def _tool(tool: Any) -> Schema:
     """A tool as chats have it; those that the server itself would have to run are refused."""
     if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
-        raise ValueError(f"tools: only tools with a name and an input_schema are possible here, not {shown(tool)}")
-    function = {key: tool[key] for key in ("name", "description", "strict") if key in tool}
-    return {"type": "function", "function": function | {"parameters": tool.get("input_schema")}}
+        raise ValueError(
+            f"tools: only tools with a name and an input_schema are possible here, not {shown(tool)}"
+        )
+    function = {
+        key: tool[key] for key in ("name", "description", "strict") if key in tool
+    }
+    return {
+        "type": "function",
+        "function": function | {"parameters": tool.get("input_schema")},
+    }
 
 
 def _messages(asked: Schema) -> Iterator[Schema]:
@@ -97,12 +134,24 @@ def _messages(asked: Schema) -> Iterator[Schema]:
         raise ValueError("messages: give at least one")
     for number, message in enumerate(messages):
         name = f"messages: its item {number}"
-        if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
-            raise ValueError(f"{name} is {shown(message)}; give the role user or assistant, and content")
+        if not isinstance(message, dict) or message.get("role") not in (
+            "user",
+            "assistant",
+            "system",
+        ):
+            raise ValueError(
+                f"{name} is {shown(message)}; give the role user or assistant, and content"
+            )
         content = message.get("content")
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
-            raise ValueError(f"{name} has {shown(content)} as 'content'; give a text, or blocks")
+        blocks = (
+            [{"type": "text", "text": content}] if isinstance(content, str) else content
+        )
+        if not isinstance(blocks, list) or not all(
+            isinstance(block, dict) for block in blocks
+        ):
+            raise ValueError(
+                f"{name} has {shown(content)} as 'content'; give a text, or blocks"
+            )
         yield from _spoken(message["role"], blocks, name)
 
 
@@ -114,10 +163,16 @@ def _spoken(role: str, blocks: Sequence[Schema], name: str) -> Iterator[Schema]:
         if kind == "tool_result":
             results += 1
             said = text_of(block.get("content"), name)
-            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said}
+            yield {
+                "role": "tool",
+                "tool_call_id": block.get("tool_use_id"),
+                "content": said,
+            }
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": block.get("input")}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
+            calls.append(
+                {"id": block.get("id"), "type": "function", "function": function}
+            )
         elif kind == "thinking" and role == "assistant":
             thoughts.append(str(block.get("thinking") or ""))
         elif kind != "redacted_thinking":
@@ -125,13 +180,18 @@ def _spoken(role: str, blocks: Sequence[Schema], name: str) -> Iterator[Schema]:
     if texts or not results:
         spoken: Schema = {"role": role, "content": "".join(texts)}
         spoken |= {"tool_calls": calls} if calls else {}
-        yield spoken | ({"reasoning_content": "".join(thoughts)} if any(thoughts) else {})
+        yield spoken | (
+            {"reasoning_content": "".join(thoughts)} if any(thoughts) else {}
+        )
 
 
 def error_of(refusal: Refusal) -> Schema:
     """A refusal as clients of this interface read it."""
     kind = KINDS.get(refusal.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": refusal.body["error"]["message"]}}
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": refusal.body["error"]["message"]},
+    }
 
 
 class MessageReplies:
@@ -153,23 +213,34 @@ class MessageReplies:
     def chunks(self, index: int, new: Answer, first: bool) -> Iterator[Schema]:
         """What is new of the answer."""
         if new.thought:
-            yield from self._write("thinking", "thinking_delta", "thinking", new.thought, {"signature": ""})
+            yield from self._write(
+                "thinking", "thinking_delta", "thinking", new.thought, {"signature": ""}
+            )
         if new.text:
             yield from self._write("text", "text_delta", "text", new.text, {})
         for piece in new.calls:
             if piece.name is not None:
                 yield from self._end()
-                name = {"id": call_fields(piece)["id"].replace("call_", "toolu_"), "name": piece.name}
+                name = {
+                    "id": call_fields(piece)["id"].replace("call_", "toolu_"),
+                    "name": piece.name,
+                }
                 self.content.append({"type": "tool_use", **name, "input": ""})
-                yield self._of_block("start", content_block={"type": "tool_use", **name, "input": {}})
+                yield self._of_block(
+                    "start", content_block={"type": "tool_use", **name, "input": {}}
+                )
             self.content[-1]["input"] += piece.arguments
             yield self._delta("input_json_delta", "partial_json", piece.arguments)
         if new.finish:
-            self.message["stop_reason"] = "stop_sequence" if new.stop else REASONS[new.finish]
+            self.message["stop_reason"] = (
+                "stop_sequence" if new.stop else REASONS[new.finish]
+            )
             self.message["stop_sequence"] = new.stop or None
             yield from self._end()
 
-    def _write(self, kind: str, delta: str, key: str, text: str, about: Mapping[str, Any]) -> Iterator[Schema]:
+    def _write(
+        self, kind: str, delta: str, key: str, text: str, about: Mapping[str, Any]
+    ) -> Iterator[Schema]:
         """More of a block of text, which begins if the last one is of another kind."""
         if not self.content or self.content[-1]["type"] != kind:
             yield from self._end()
@@ -192,7 +263,11 @@ class MessageReplies:
         return self._of_block("delta", delta={"type": kind, key: text})
 
     def _of_block(self, kind: str, **about: Any) -> Schema:
-        return {"type": f"content_block_{kind}", "index": len(self.content) - 1, **about}
+        return {
+            "type": f"content_block_{kind}",
+            "index": len(self.content) - 1,
+            **about,
+        }
 
     def ended(self, usage: Usage) -> Iterator[Schema]:
         hits = usage["prompt_tokens_details"]["cached_tokens"]

@@ -58,20 +58,32 @@ class StrictBuffer(ReceiveBuffer):
 def check_head(lines: list[bytearray], size: int) -> None:
     """Raise h11's error for the ``lines`` of a head of ``size`` bytes that programs read differently."""
     if size > LARGEST_HEAD:
-        raise h11.LocalProtocolError(f"the head has more than {LARGEST_HEAD} bytes", error_status_hint=431)
+        raise h11.LocalProtocolError(
+            f"the head has more than {LARGEST_HEAD} bytes", error_status_hint=431
+        )
     if size != sum(len(line) + 2 for line in lines) + 2:
-        raise h11.LocalProtocolError("a line of the head ends without a carriage return")
+        raise h11.LocalProtocolError(
+            "a line of the head ends without a carriage return"
+        )
     if any(line[:1] in (b" ", b"\t") for line in lines):
         raise h11.LocalProtocolError("a header is folded over two lines")
     version = VERSION.search(lines[0])
     if version and version[1] not in (b"1.0", b"1.1"):
-        raise h11.LocalProtocolError("this server speaks HTTP/1.1", error_status_hint=505)
+        raise h11.LocalProtocolError(
+            "this server speaks HTTP/1.1", error_status_hint=505
+        )
     names = [bytes(line.partition(b":")[0]).strip().lower() for line in lines]
-    lengths = [line.partition(b":")[2] for line, name in zip(lines, names, strict=True) if name == b"content-length"]
+    lengths = [
+        line.partition(b":")[2]
+        for line, name in zip(lines, names, strict=True)
+        if name == b"content-length"
+    ]
     if len(lengths) > 1 or any(b"," in length for length in lengths):
         raise h11.LocalProtocolError("content-length is given twice")
     if b"transfer-encoding" in names and (lengths or lines[0].endswith(b"HTTP/1.0")):
-        raise h11.LocalProtocolError("transfer-encoding cannot stand beside content-length, nor in HTTP/1.0")
+        raise h11.LocalProtocolError(
+            "transfer-encoding cannot stand beside content-length, nor in HTTP/1.0"
+        )
 
 
 class GuardedProtocol(H11Protocol):
@@ -93,7 +105,10 @@ class GuardedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.most and not self._make_room():
-            self.refuse(503, f"{self.most} connections are open, and all are being answered; try again later")
+            self.refuse(
+                503,
+                f"{self.most} connections are open, and all are being answered; try again later",
+            )
             return
         self._wait_for("head")
 
@@ -137,7 +152,10 @@ class GuardedProtocol(H11Protocol):
         """Refuse what h11 cannot read; called while its error is being handled."""
         error = sys.exc_info()[1]
         status = getattr(error, "error_status_hint", 400)
-        self.refuse(status, f"this is no HTTP request as it should be: {str(error or msg)[:200]}")
+        self.refuse(
+            status,
+            f"this is no HTTP request as it should be: {str(error or msg)[:200]}",
+        )
 
     def _should_upgrade(self) -> bool:
         return False
@@ -149,9 +167,18 @@ class GuardedProtocol(H11Protocol):
         begun = answering and cycle.response_started
         if conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not begun:
             body = json.dumps(Refusal(status, message).body).encode()
-            headers = [("content-type", "application/json"), ("content-length", str(len(body)))]
-            headers += [("connection", "close")] + ([("retry-after", "1")] if status == 503 else [])
-            answer = [h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()]
+            headers = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+            ]
+            headers += [("connection", "close")] + (
+                [("retry-after", "1")] if status == 503 else []
+            )
+            answer = [
+                h11.Response(status_code=status, headers=headers),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ]
             self.transport.write(b"".join(conn.send(event) or b"" for event in answer))
         if answering:
             cycle.disconnected = True
@@ -159,7 +186,8 @@ class GuardedProtocol(H11Protocol):
         if begun:
             self.transport.close()
             return
-        self._wait_for("end")  # closing at once would reset the connection before the client has read the answer
+        # closing at once would reset the connection before the client has read the answer
+        self._wait_for("end")
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -172,7 +200,9 @@ class GuardedProtocol(H11Protocol):
         if theirs is h11.IDLE:
             self._wait_for("head" if self.conn.trailing_data[0] else "idle")
         elif theirs is h11.SEND_BODY:
-            self._wait_for("body" if ours in (h11.SEND_RESPONSE, h11.SEND_BODY) else "rest")
+            self._wait_for(
+                "body" if ours in (h11.SEND_RESPONSE, h11.SEND_BODY) else "rest"
+            )
         else:
             self._wait_for("")
 
@@ -192,7 +222,9 @@ class GuardedProtocol(H11Protocol):
         if waited == "body" and (self.received >= BODY_LEAST or self.flow.read_paused):
             self.waits = ""
             self._wait_for("body")
-        elif waited in ("rest", "end") or (waited == "head" and not self.conn.trailing_data[0]):
+        elif waited in ("rest", "end") or (
+            waited == "head" and not self.conn.trailing_data[0]
+        ):
             self.transport.close()
         else:
             self.refuse(408, f"the {waited} of the request was not whole in time")
@@ -204,12 +236,18 @@ class GuardedProtocol(H11Protocol):
 
     def _make_room(self) -> bool:
         """End the connection that has waited longest for its client; returns whether there was one."""
-        others = [one for one in self.connections if one is not self and isinstance(one, GuardedProtocol) and one.waits]
+        others = [
+            one
+            for one in self.connections
+            if one is not self and isinstance(one, GuardedProtocol) and one.waits
+        ]
         if not others:
             return False
         idlest = min(others, key=GuardedProtocol._use)
         if idlest.waits == "body":
-            idlest.refuse(503, f"more than {self.most} connections are open; try again later")
+            idlest.refuse(
+                503, f"more than {self.most} connections are open; try again later"
+            )
         else:
             idlest.transport.abort()
         return True

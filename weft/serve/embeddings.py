@@ -15,7 +15,10 @@ LONGEST = 8192
 
 
 def embed(
-    engine: Engine, ids: Sequence[int], pooling: Literal["mean", "last"], size: int | None = None
+    engine: Engine,
+    ids: Sequence[int],
+    pooling: Literal["mean", "last"],
+    size: int | None = None,
 ) -> torch.Tensor:
     """A vector of length 1, float32 ``[embed]``: of the normed hidden states the mean, or the last one.
 
@@ -24,11 +27,19 @@ def embed(
     """
     check_prompt(engine.model, ids)
     if len(ids) > LONGEST:
-        raise UsageError(f"a text of {len(ids)} tokens is too long for one vector; give {LONGEST} at most")
+        raise UsageError(
+            f"a text of {len(ids)} tokens is too long for one vector; give {LONGEST} at most"
+        )
     with torch.inference_mode():
-        return F.normalize(engine.reader.embed(ids, pooling == "last")[:size], dim=0).cpu()
+        return F.normalize(
+            engine.reader.embed(ids, pooling == "last")[:size], dim=0
+        ).cpu()
 
 
 def encoded(vector: torch.Tensor, packed: bool) -> str | list[float]:
     """As a list of numbers, or ``packed``: the little-endian floats in base64, as OpenAI's client asks for them."""
-    return base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode() if packed else vector.tolist()
+    return (
+        base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
+        if packed
+        else vector.tolist()
+    )

@@ -63,12 +63,18 @@ class RequestFields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        return {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else given
+        return (
+            {key: value for key, value in given.items() if value is not None}
+            if isinstance(given, dict)
+            else given
+        )
 
     @classmethod
     def fields(cls) -> frozenset[str]:
         """The names of the declared fields, as requests have them."""
-        return frozenset(field.alias or name for name, field in cls.model_fields.items())
+        return frozenset(
+            field.alias or name for name, field in cls.model_fields.items()
+        )
 
 
 def take_idle(
@@ -87,24 +93,39 @@ def take_idle(
         if name in declared or name not in known:
             rest[name] = value
             continue
-        values, remedy = ((more[name],), "") if name in more else IDLE.get(name, ((value,), ""))
+        values, remedy = (
+            ((more[name],), "") if name in more else IDLE.get(name, ((value,), ""))
+        )
         if value not in values:
-            only = f"only {' or '.join(map(repr, values))} is possible here" if values else "this is not possible here"
-            raise ValueError(f"{name}: {remedy if remedy == _UNKEPT else '; '.join(filter(None, (only, remedy)))}")
+            only = (
+                f"only {' or '.join(map(repr, values))} is possible here"
+                if values
+                else "this is not possible here"
+            )
+            raise ValueError(
+                f"{name}: {remedy if remedy == _UNKEPT else '; '.join(filter(None, (only, remedy)))}"
+            )
         idle.append(name)
     return rest, idle
 
 
-def explained(error: ValidationError, given: Any, declared: Collection[str]) -> tuple[str, str]:
+def explained(
+    error: ValidationError, given: Any, declared: Collection[str]
+) -> tuple[str, str]:
     """Which field of ``given`` is wrong, as a path with dots, and why."""
     first = error.errors(include_url=False)[0]
     path, why = _path(first["loc"], given), _why(first)
     field, colon, rest = why.partition(": ")
     if colon and first["type"] == "value_error" and field.isidentifier():
-        path, why = [*path, field], rest  # a check of several fields names the one that is to change
+        # a check of several fields names the one that is to change
+        path, why = [*path, field], rest
     if first["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(path[-1], declared if len(path) == 1 else (), 1)
-        why = f"there is no such field{f'; did you mean {close[0]!r}?' if close else ''}"
+        close = difflib.get_close_matches(
+            path[-1], declared if len(path) == 1 else (), 1
+        )
+        why = (
+            f"there is no such field{f'; did you mean {close[0]!r}?' if close else ''}"
+        )
     return ".".join(path), why
 
 
@@ -113,7 +134,9 @@ def _path(where: Sequence[int | str], given: Any) -> list[str]:
     path: list[str] = []
     for number, key in enumerate(where):
         last = number == len(where) - 1
-        if isinstance(given, dict) and (key in given or (last and isinstance(key, str) and key.isidentifier())):
+        if isinstance(given, dict) and (
+            key in given or (last and isinstance(key, str) and key.isidentifier())
+        ):
             given = given.get(key)
         elif isinstance(given, list) and isinstance(key, int):
             given = given[key] if key < len(given) else None

@@ -26,7 +26,13 @@ LAST_S = 5
 class Front(uvicorn.Server):
     """Serves ``server``. Told to end, it lets answers be written for ``drain`` seconds, and says what it then cut."""
 
-    def __init__(self, config: uvicorn.Config, server: Server, drain: float, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server: Server,
+        drain: float,
+        warn: Callable[[str], None],
+    ) -> None:
         super().__init__(config)
         self.served, self.drain, self.warn = server, drain, warn
 
@@ -46,8 +52,14 @@ class Front(uvicorn.Server):
             await asyncio.sleep(0.1)
         self.served.ending = True
         if cut := self.served.service.cut_answers():
-            when = "when the server was told to end at once" if self.force_exit else f"after {self.drain:g} s (--drain)"
-            self.warn(f"{cut} {'answer was' if cut == 1 else 'answers were'} not at the end {when}, and cut")
+            when = (
+                "when the server was told to end at once"
+                if self.force_exit
+                else f"after {self.drain:g} s (--drain)"
+            )
+            self.warn(
+                f"{cut} {'answer was' if cut == 1 else 'answers were'} not at the end {when}, and cut"
+            )
         for connection in list(self.server_state.connections):
             if isinstance(connection, GuardedProtocol) and connection.waits == "body":
                 connection.refuse(503, "the server ends")
@@ -57,7 +69,11 @@ class Front(uvicorn.Server):
 
 
 def front_of(
-    server: Server, rules: GateRules, warn: Callable[[str], None], drain: float = 30, connections: int = 1024
+    server: Server,
+    rules: GateRules,
+    warn: Callable[[str], None],
+    drain: float = 30,
+    connections: int = 1024,
 ) -> Front:
     """What serves ``server`` by ``rules`` to as many ``connections`` at a time; see :func:`room_for`."""
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)

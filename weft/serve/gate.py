@@ -20,7 +20,9 @@ HOST = re.compile(r"(\[[0-9a-z:.%]+\]|[a-z0-9._-]+)(?::[0-9]{0,5})?")
 
 #: A name that ``--allowed-hosts`` takes, and an origin that ``--cors`` takes.
 ALLOWED = re.compile(r"(?:\*\.)?[a-z0-9._-]+|[0-9a-f:.]+")
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
+ORIGIN = re.compile(
+    r"[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?"
+)
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -45,33 +47,46 @@ class GateRules:
         if matched is None:
             return False
         name = matched[1].strip("[]").rstrip(".")
-        listed = any(name == host or (host.startswith("*.") and name.endswith(host[1:])) for host in self.hosts)
+        listed = any(
+            name == host or (host.startswith("*.") and name.endswith(host[1:]))
+            for host in self.hosts
+        )
         return listed or is_loopback(name) or name == address
 
     def takes_origin(self, origin: str, host: str) -> bool:
         """Whether pages of ``origin`` may ask a server that they call ``host``: its own ones, or those of the rules."""
-        return self.shares(origin) or origin.lower().partition("://")[2] == host.strip().lower()
+        return (
+            self.shares(origin)
+            or origin.lower().partition("://")[2] == host.strip().lower()
+        )
 
     def shares(self, origin: str) -> bool:
         """Whether pages of ``origin``, of another site, may ask and read the answer."""
         return "*" in self.origins or origin.lower() in self.origins
 
 
-def gate_rules(address: str, hosts: Sequence[str] = (), origins: Sequence[str] = ()) -> GateRules:
+def gate_rules(
+    address: str, hosts: Sequence[str] = (), origins: Sequence[str] = ()
+) -> GateRules:
     """The rules for a server that listens at ``address``, with the words of ``--allowed-hosts`` and ``--cors``.
 
     Each word may have several values with commas between them. Raises :class:`UsageError` for what no request can have.
     """
     names, sites = (
-        [value.strip().lower() for word in words for value in word.split(",")] for words in (hosts, origins)
+        [value.strip().lower() for word in words for value in word.split(",")]
+        for words in (hosts, origins)
     )
     for name in names:
         if name != "*" and not ALLOWED.fullmatch(name):
-            raise UsageError(f"--allowed-hosts {name!r} is no name; give one without scheme and port, or *.example.com")
+            raise UsageError(
+                f"--allowed-hosts {name!r} is no name; give one without scheme and port, or *.example.com"
+            )
     sites = [site.rstrip("/") for site in sites]
     for site in sites:
         if site not in ("*", "null") and not ORIGIN.fullmatch(site):
-            raise UsageError(f"--cors {site!r} is no origin; give for instance https://chat.example.com, or *")
+            raise UsageError(
+                f"--cors {site!r} is no origin; give for instance https://chat.example.com, or *"
+            )
     return GateRules(is_loopback(address), [name.rstrip(".") for name in names], sites)
 
 
@@ -96,16 +111,38 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in scope["headers"]
+        }
         if refusal := self._refusal(scope, headers):
             body = json.dumps(refusal.body).encode()
-            about: Headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-            await send({"type": "http.response.start", "status": refusal.status, "headers": about})
+            about: Headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", b"%d" % len(body)),
+            ]
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": refusal.status,
+                    "headers": about,
+                }
+            )
             await send({"type": "http.response.body", "body": body})
             return
         shared = self._shared(headers.get("origin"))
-        if shared and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
-            await send({"type": "http.response.start", "status": 204, "headers": shared + preflight(headers)})
+        if (
+            shared
+            and scope["method"] == "OPTIONS"
+            and "access-control-request-method" in headers
+        ):
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": 204,
+                    "headers": shared + preflight(headers),
+                }
+            )
             await send({"type": "http.response.body"})
             return
 
@@ -119,7 +156,9 @@ class Gate:
     def _refusal(self, scope: Any, headers: dict[str, str]) -> Refusal | None:
         """Why the request is not let in, if it is not."""
         host, origin = headers.get("host"), headers.get("origin")
-        if host is not None and not self.rules.takes_host(host, (scope.get("server") or ("",))[0]):
+        if host is not None and not self.rules.takes_host(
+            host, (scope.get("server") or ("",))[0]
+        ):
             said = f"this server is not called {host[:80]!r}; start it with --allowed-hosts to let that name in"
             return Refusal(403, said, "host_not_allowed")
         if origin is not None and not self.rules.takes_origin(origin, host or ""):
@@ -137,7 +176,10 @@ class Gate:
 
 def preflight(headers: dict[str, str]) -> Headers:
     """What answers the question of a browser whether a page may ask."""
-    answer: Headers = [(b"access-control-allow-methods", b"GET, POST"), (b"access-control-max-age", b"600")]
+    answer: Headers = [
+        (b"access-control-allow-methods", b"GET, POST"),
+        (b"access-control-max-age", b"600"),
+    ]
     if wanted := headers.get("access-control-request-headers"):
         answer.append((b"access-control-allow-headers", wanted.encode("latin-1")))
     if "access-control-request-private-network" in headers:
@@ -148,4 +190,6 @@ def preflight(headers: dict[str, str]) -> Headers:
 def is_json(content_type: str | None) -> bool:
     """Whether a body of that type is JSON; browsers let foreign pages send other types without asking."""
     kind = (content_type or "").partition(";")[0].strip().lower()
-    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+    return kind == "application/json" or (
+        kind.startswith("application/") and kind.endswith("+json")
+    )

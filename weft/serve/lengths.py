@@ -19,14 +19,22 @@ _QUOTE = ord('"')
 
 def check_tree(body: bytes) -> None:
     """Raise :class:`Refusal` for JSON of so many parts that reading it takes long."""
-    branches, commas = sum(body.count(sign) for sign in (b"{", b"[", b":")), body.count(b",")
+    branches, commas = (
+        sum(body.count(sign) for sign in (b"{", b"[", b":")),
+        body.count(b","),
+    )
     if branches <= LARGEST_TREE and commas <= LARGEST_LIST:
         return
     signs = outside_strings(body)
-    branches, commas = (int(np.isin(signs, list(group)).sum()) for group in (b"{[:", b","))
+    branches, commas = (
+        int(np.isin(signs, list(group)).sum()) for group in (b"{[:", b",")
+    )
     if branches > LARGEST_TREE or commas > LARGEST_LIST:
         said = f"{LARGEST_TREE:,} objects, lists and keys and {LARGEST_LIST:,} values"
-        raise Refusal(413, f"the request has {branches:,} objects, lists and keys and {commas:,} values; give {said}")
+        raise Refusal(
+            413,
+            f"the request has {branches:,} objects, lists and keys and {commas:,} values; give {said}",
+        )
 
 
 def outside_strings(body: bytes) -> np.ndarray:
@@ -47,8 +55,12 @@ class TooManyTokens(UsageError):
     """A text has at least so many ``tokens``, which are more than ``limit`` allows."""
 
     def __init__(self, tokens: int, limit: TokenLimit, beside: str = "") -> None:
-        said = f"{tokens:,} tokens{beside} are more than {limit.whose} of {limit.tokens:,}"
-        super().__init__(f"{said}; shorten the text{' or ask for fewer tokens' if beside else ''}")
+        said = (
+            f"{tokens:,} tokens{beside} are more than {limit.whose} of {limit.tokens:,}"
+        )
+        super().__init__(
+            f"{said}; shorten the text{' or ask for fewer tokens' if beside else ''}"
+        )
 
     def refusal(self, field: str) -> Refusal:
         """What a client gets that has sent the text in ``field``, with the code that clients know."""
@@ -60,20 +72,31 @@ class TextLengths:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        words = [] if tokenizer.model is None else tokenizer.model.get_vocab(with_added_tokens=True)
+        words = (
+            []
+            if tokenizer.model is None
+            else tokenizer.model.get_vocab(with_added_tokens=True)
+        )
         # Where a text is cut, one token of the whole may become as many as it has characters.
         self.slack = max(map(len, words), default=0)
 
     def check(self, text: str, limit: TokenLimit) -> None:
         """Raise :class:`TooManyTokens` for a long text that certainly has more than ``limit`` allows."""
-        if len(text) > PIECE and (count := self.at_least(text, limit.tokens)) > limit.tokens:
+        if (
+            len(text) > PIECE
+            and (count := self.at_least(text, limit.tokens)) > limit.tokens
+        ):
             raise TooManyTokens(count, limit)
 
     def at_least(self, text: str, enough: int) -> int:
         """A lower bound of the tokens of ``text``; as soon as it is above ``enough``, no more is read."""
         count = 0
         for at in range(0, len(text), PIECE):
-            count += max(0, len(self.tokenizer.encode(text[at : at + PIECE], special=True)) - self.slack)
+            count += max(
+                0,
+                len(self.tokenizer.encode(text[at : at + PIECE], special=True))
+                - self.slack,
+            )
             if count > enough:
                 break
         return count

@@ -16,7 +16,9 @@ from weft.serve.protocol import shown
 #: Names of a message's reasoning; templates read the first two.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 #: Types of parts that are texts, and under which key.
-_TEXTS = dict.fromkeys(("text", "input_text", "output_text", "reasoning_text", "summary_text"), "text")
+_TEXTS = dict.fromkeys(
+    ("text", "input_text", "output_text", "reasoning_text", "summary_text"), "text"
+)
 _TEXTS["refusal"] = "refusal"
 
 
@@ -26,13 +28,17 @@ def read_live(messages: Sequence[Any]) -> list[Message]:
     Contents are texts. Arguments of calls are objects, or text where they are no object of JSON, as in calls that were
     cut.
     """
-    return [_message(cleaned(message), number) for number, message in enumerate(messages)]
+    return [
+        _message(cleaned(message), number) for number, message in enumerate(messages)
+    ]
 
 
 def _message(message: Any, number: int) -> Message:
     name = f"message {number}"
     if not isinstance(message, Mapping):
-        raise UsageError(f"{name} is {shown(message)}; a message is an object with 'role' and 'content'")
+        raise UsageError(
+            f"{name} is {shown(message)}; a message is an object with 'role' and 'content'"
+        )
     given = {key: value for key, value in message.items() if value is not None}
     role = given.get("role")
     if role not in (*ROLES, "function"):
@@ -40,13 +46,19 @@ def _message(message: Any, number: int) -> Message:
         raise UsageError(f"{name} {lacks}; {nearest(str(role), ROLES)}")
     if "audio" in given:
         raise UsageError(f"{name} ({role}) has 'audio'; only texts are read")
-    read = given | {"role": "tool" if role == "function" else role, "content": text_of(given.get("content"), name)}
+    read = given | {
+        "role": "tool" if role == "function" else role,
+        "content": text_of(given.get("content"), name),
+    }
     calls = read.pop("tool_calls", None) or []
-    if function := read.pop("function_call", None):  # as clients asked before there were tools
+    # as clients asked before there were tools
+    if function := read.pop("function_call", None):
         calls = [{"type": "function", "function": function}]
     if calls:
         read["tool_calls"] = _calls(calls, f"{name} ({role})")
-    reasoning = next((given[key] for key in REASONING if isinstance(given.get(key), str)), None)
+    reasoning = next(
+        (given[key] for key in REASONING if isinstance(given.get(key), str)), None
+    )
     return read if not reasoning else read | dict.fromkeys(REASONING[:2], reasoning)
 
 
@@ -55,28 +67,50 @@ def text_of(content: Any, name: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise UsageError(f"{name} has {shown(content)} as 'content'; give a text, or parts of type 'text'")
+        raise UsageError(
+            f"{name} has {shown(content)} as 'content'; give a text, or parts of type 'text'"
+        )
     texts = []
     for part in content:
-        key = _TEXTS.get(str(part.get("type", "text"))) if isinstance(part, Mapping) else None
+        key = (
+            _TEXTS.get(str(part.get("type", "text")))
+            if isinstance(part, Mapping)
+            else None
+        )
         text = part if isinstance(part, str) else part.get(key) if key else None
         if not isinstance(text, str):
-            raise UsageError(f"{name} has the part {shown(part)}; only parts of type 'text' are read")
+            raise UsageError(
+                f"{name} has the part {shown(part)}; only parts of type 'text' are read"
+            )
         texts.append(text)
     return "".join(texts)
 
 
 def _calls(calls: Any, name: str) -> list[Message]:
     if not isinstance(calls, list):
-        raise UsageError(f"{name} has {shown(calls)} as 'tool_calls', which is a list of calls")
+        raise UsageError(
+            f"{name} has {shown(calls)} as 'tool_calls', which is a list of calls"
+        )
     read = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise UsageError(f"{name} has the tool call {shown(call)}, which names no function")
-        about = {key: value for key, value in call.items() if value is not None and key not in ("name", "arguments")}
+        if not isinstance(function, Mapping) or not isinstance(
+            function.get("name"), str
+        ):
+            raise UsageError(
+                f"{name} has the tool call {shown(call)}, which names no function"
+            )
+        about = {
+            key: value
+            for key, value in call.items()
+            if value is not None and key not in ("name", "arguments")
+        }
         arguments = arguments_of(function.get("arguments"))
-        read.append({"type": "function"} | about | {"function": dict(function) | {"arguments": arguments}})
+        read.append(
+            {"type": "function"}
+            | about
+            | {"function": dict(function) | {"arguments": arguments}}
+        )
     return read
 
 

@@ -3,7 +3,13 @@
 import time
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
 
 from weft.generate.engine import Engine
 from weft.generate.request import Generation
@@ -25,21 +31,49 @@ class ServerMetrics:
             return Counter(f"weft_{name}", said, labels, registry=registry)
 
         def timed(name: str, said: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"weft_{name}_seconds", said, buckets=buckets, registry=registry)
+            return Histogram(
+                f"weft_{name}_seconds", said, buckets=buckets, registry=registry
+            )
 
-        self.requests = counter("requests", "Requests that were answered.", ("path", "status"))
+        self.requests = counter(
+            "requests", "Requests that were answered.", ("path", "status")
+        )
         self.prompt = counter("prompt_tokens", "Tokens of prompts.")
-        self.hits = counter("prefix_hit_tokens", "Tokens of prompts that were found computed.")
+        self.hits = counter(
+            "prefix_hit_tokens", "Tokens of prompts that were found computed."
+        )
         self.written = counter("generation_tokens", "Tokens that were written.")
-        self.first = timed("time_to_first_token", "From a question to its answer's first token.", FIRST)
-        self.next = timed("inter_token_latency", "From one token of an answer to the next.", NEXT)
-        self.whole = timed("e2e_request_latency", "From a question to an answer's end.", WHOLE)
+        self.first = timed(
+            "time_to_first_token", "From a question to its answer's first token.", FIRST
+        )
+        self.next = timed(
+            "inter_token_latency", "From one token of an answer to the next.", NEXT
+        )
+        self.whole = timed(
+            "e2e_request_latency", "From a question to an answer's end.", WHOLE
+        )
         scheduler, pool = engine.scheduler, engine.scheduler.pool
         for name, said, value in (
-            ("requests_running", "Answers that are being written.", lambda: len(scheduler.running)),
-            ("requests_waiting", "Answers that wait for their turn.", lambda: len(scheduler.waiting)),
-            ("preemptions", "Answers that had to be computed again for want of blocks.", lambda: scheduler.preemptions),
-            ("cache_blocks_used", "Blocks of the cache that requests own.", lambda: len(pool.owners)),
+            (
+                "requests_running",
+                "Answers that are being written.",
+                lambda: len(scheduler.running),
+            ),
+            (
+                "requests_waiting",
+                "Answers that wait for their turn.",
+                lambda: len(scheduler.waiting),
+            ),
+            (
+                "preemptions",
+                "Answers that had to be computed again for want of blocks.",
+                lambda: scheduler.preemptions,
+            ),
+            (
+                "cache_blocks_used",
+                "Blocks of the cache that requests own.",
+                lambda: len(pool.owners),
+            ),
             ("cache_blocks", "Blocks of the cache.", lambda: pool.blocks),
         ):
             Gauge(f"weft_{name}", said, registry=registry).set_function(value)

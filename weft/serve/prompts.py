@@ -82,11 +82,18 @@ class Prompts:
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, name: str) -> None:
         self.tokenizer, self.vocab, self.name = tokenizer, vocab, name
-        self._short, self._long = PromptEncoder(tokenizer, name), PromptEncoder(tokenizer, name, copied=True)
+        self._short, self._long = (
+            PromptEncoder(tokenizer, name),
+            PromptEncoder(tokenizer, name, copied=True),
+        )
         self._compiling = ThreadPoolExecutor(1, "weft-grammars")
-        self._compiled = lru_cache(64)(lambda kind, text: self._grammars.compile(kind, text))
+        self._compiled = lru_cache(64)(
+            lambda kind, text: self._grammars.compile(kind, text)
+        )
 
-    async def texts(self, texts: Texts, limit: TokenLimit | None = None) -> list[list[int]]:
+    async def texts(
+        self, texts: Texts, limit: TokenLimit | None = None
+    ) -> list[list[int]]:
         """The ids of texts that a model is to continue; lists of ids stay as they are.
 
         Raises :class:`TooManyTokens` for a text with more than ``limit`` allows.
@@ -96,12 +103,19 @@ class Prompts:
         encoder = self._encoder_for(sum(map(len, texts)))
 
         def encode() -> list[list[int]]:
-            return [encoder.text(text, limit) if isinstance(text, str) else text for text in texts]
+            return [
+                encoder.text(text, limit) if isinstance(text, str) else text
+                for text in texts
+            ]
 
         return await _run(encoder, encode)
 
     async def chat(
-        self, asked: Conversing, tools: Sequence[dict[str, Any]] = (), limit: TokenLimit | None = None, size: int = 0
+        self,
+        asked: Conversing,
+        tools: Sequence[dict[str, Any]] = (),
+        limit: TokenLimit | None = None,
+        size: int = 0,
     ) -> ChatPrompt:
         """The prompt of a conversation, whose request has ``size`` bytes. Raises what its template refuses.
 
@@ -114,14 +128,23 @@ class Prompts:
         return self._long if size > PIECE else self._short
 
     def _encode(
-        self, encoder: PromptEncoder, asked: Conversing, tools: Sequence[dict[str, Any]], limit: TokenLimit | None
+        self,
+        encoder: PromptEncoder,
+        asked: Conversing,
+        tools: Sequence[dict[str, Any]],
+        limit: TokenLimit | None,
     ) -> ChatPrompt:
         template, form = encoder.chat.template.of(tools), encoder.form
         if tools and form is None:
-            raise UsageError(f"the chat template of {self.name} writes no calls of tools as JSON; ask without tools")
+            raise UsageError(
+                f"the chat template of {self.name} writes no calls of tools as JSON; ask without tools"
+            )
         talk = [as_written(message, form) for message in read_live(asked.messages)]
-        if "developer" not in template.source:  # as OpenAI has come to call what others call the system
-            talk = [m | {"role": "system"} if m["role"] == "developer" else m for m in talk]
+        # as OpenAI has come to call what others call the system
+        if "developer" not in template.source:
+            talk = [
+                m | {"role": "system"} if m["role"] == "developer" else m for m in talk
+            ]
         variables = self._variables(asked, template.source)
         if asked.continue_final_message:
             shown = continued(template, talk, tools, variables)
@@ -132,16 +155,22 @@ class Prompts:
         thoughts = thoughts_of(template.source)
         if thoughts:
             words = talk[-1]["content"] if asked.continue_final_message else ""
-            thoughts = thoughts._replace(begun=begins_thinking(thoughts, shown.text, words))
+            thoughts = thoughts._replace(
+                begun=begins_thinking(thoughts, shown.text, words)
+            )
         idle = [name for name in variables if name not in template.source]
         if "enable_thinking" in variables and asked.reasoning_effort == "none":
             idle = [name for name in idle if name != "reasoning_effort"]
-        return ChatPrompt([int(i) for i in encoder.chat.tokens.encode(shown)[0]], thoughts, idle)
+        return ChatPrompt(
+            [int(i) for i in encoder.chat.tokens.encode(shown)[0]], thoughts, idle
+        )
 
     def _variables(self, asked: Conversing, source: str) -> dict[str, Any]:
         """What the request tells the template, beside the conversation."""
         effort = asked.reasoning_effort
-        variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        variables: dict[str, Any] = (
+            {} if effort is None else {"reasoning_effort": effort}
+        )
         if effort == "none" and "enable_thinking" in source:
             variables["enable_thinking"] = False
         return variables | cleaned(asked.chat_template_kwargs)
@@ -156,7 +185,9 @@ class Prompts:
         key = text if isinstance(text, str) else json.dumps(text)
         if len(key) > LARGEST_FORM:
             raise UsageError(f"a form of text has {LARGEST_FORM} characters at most")
-        return await asyncio.get_running_loop().run_in_executor(self._compiling, self._compiled, kind, key)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._compiling, self._compiled, kind, key
+        )
 
     def close(self) -> None:
         """End the threads, each after what it is doing."""
@@ -192,22 +223,35 @@ def as_written(message: Message, form: CallForm | None) -> Message:
     if form is None or len(whole) == len(calls):
         return message
     cut = [call["function"] for call in calls if call not in whole]
-    text = message["content"] + "".join(form.begun(call["name"], str(call["arguments"])) for call in cut)
-    rest = {key: value for key, value in message.items() if key != "tool_calls"} | {"content": text}
+    text = message["content"] + "".join(
+        form.begun(call["name"], str(call["arguments"])) for call in cut
+    )
+    rest = {key: value for key, value in message.items() if key != "tool_calls"} | {
+        "content": text
+    }
     return rest | {"tool_calls": whole} if whole else rest
 
 
 def continued(
-    template: ChatTemplate, talk: Sequence[Message], tools: Sequence[Message], variables: Mapping[str, Any]
+    template: ChatTemplate,
+    talk: Sequence[Message],
+    tools: Sequence[Message],
+    variables: Mapping[str, Any],
 ) -> Marked:
     """The text of a conversation up to the last word of its last message. Raises :class:`UsageError`."""
     last = talk[-1]
     if last["role"] != "assistant" or not last["content"].strip():
-        raise UsageError("continue_final_message goes on with words of the assistant's, which the last message lacks")
-    shown = template.render([*talk[:-1], numbered(last, len(talk))], tools or None, False, variables)
+        raise UsageError(
+            "continue_final_message goes on with words of the assistant's, which the last message lacks"
+        )
+    shown = template.render(
+        [*talk[:-1], numbered(last, len(talk))], tools or None, False, variables
+    )
     places = [at for run in shown.groups(len(talk)) for at in run]
     if not places:
-        raise UsageError("the chat template does not write the last message; leave out continue_final_message")
+        raise UsageError(
+            "the chat template does not write the last message; leave out continue_final_message"
+        )
     end, blanks = max(places), last["content"][len(last["content"].rstrip()) :]
     if shown.text.startswith(blanks, end):
         end += len(blanks)

@@ -20,9 +20,20 @@ MOST_STOPS, LONGEST_STOP, MOST_TEXTS = 16, 256, 2048
 class Refusal(Exception):
     """An error that a client gets as JSON, with an HTTP status."""
 
-    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+    ) -> None:
         super().__init__(message)
-        kinds = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+        kinds = {
+            401: "authentication_error",
+            429: "rate_limit_error",
+            500: "server_error",
+            503: "server_error",
+        }
         self.status = status
         self.body = {
             "error": {
@@ -43,7 +54,9 @@ def read_texts(given: Any) -> Texts:
         raise ValueError(f"at most {MOST_TEXTS} texts are taken, not {len(given)}")
     for number, item in enumerate(given):
         if not isinstance(item, str) and not _are_ids(item):
-            raise ValueError(f"give a text, ids, or a list of either; its item {number} is {shown(item)}")
+            raise ValueError(
+                f"give a text, ids, or a list of either; its item {number} is {shown(item)}"
+            )
     return given
 
 
@@ -80,7 +93,8 @@ def shown(value: Any) -> str:
 
 class StreamOptions(RequestFields):
     include_usage: bool = False
-    include_obfuscation: bool = False  # padding against those who count bytes; a server of one's own needs none
+    # padding against those who count bytes; a server of one's own needs none
+    include_obfuscation: bool = False
     continuous_usage_stats: Literal[False] = False
 
 
@@ -98,7 +112,9 @@ class ResponseFormat(RequestFields):
     @model_validator(mode="after")
     def _has_schema(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema: json_schema belongs to the type json_schema, which needs one")
+            raise ValueError(
+                "json_schema: json_schema belongs to the type json_schema, which needs one"
+            )
         return self
 
 
@@ -168,7 +184,9 @@ class SamplingRequest(Modelled):
     @model_validator(mode="after")
     def _can_end(self) -> "SamplingRequest":
         if self.language and self.ignore_eos:
-            raise ValueError("ignore_eos: a text that has a form ends where it is complete; leave out ignore_eos")
+            raise ValueError(
+                "ignore_eos: a text that has a form ends where it is complete; leave out ignore_eos"
+            )
         return self
 
     @property
@@ -177,7 +195,11 @@ class SamplingRequest(Modelled):
         if said := self.structured_outputs:
             if said.json_ is not None:
                 return Language("json", said.json_)
-            return Language("regex", said.regex) if said.regex is not None else Language("lark", said.grammar or "")
+            return (
+                Language("regex", said.regex)
+                if said.regex is not None
+                else Language("lark", said.grammar or "")
+            )
         if self.response_format is None or self.response_format.type == "text":
             return None
         asked = self.response_format.json_schema
@@ -257,7 +279,11 @@ def read_choice(given: Any) -> ToolChoice:
         return ToolChoice("required", (_name_of(given),))
     if kind == "allowed_tools":
         inside = given.get("allowed_tools", given)
-        mode, tools = (inside.get("mode"), inside.get("tools")) if isinstance(inside, dict) else (None, None)
+        mode, tools = (
+            (inside.get("mode"), inside.get("tools"))
+            if isinstance(inside, dict)
+            else (None, None)
+        )
         if mode in ("auto", "required") and isinstance(tools, list):
             return ToolChoice(mode, tuple(map(_name_of, tools)))
     raise ValueError(f"give {modes}, not {shown(given)}")
@@ -286,15 +312,28 @@ class Conversing(Modelled):
     @model_validator(mode="after")
     def _opens_or_continues(self) -> "Conversing":
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("add_generation_prompt: a new turn begins, or the last one goes on; choose one of both")
-        if taken := self.chat_template_kwargs.keys() & {"messages", "tools", "documents", "add_generation_prompt"}:
-            raise ValueError(f"chat_template_kwargs: {min(taken)!r} is no variable of the user's")
+            raise ValueError(
+                "add_generation_prompt: a new turn begins, or the last one goes on; choose one of both"
+            )
+        if taken := self.chat_template_kwargs.keys() & {
+            "messages",
+            "tools",
+            "documents",
+            "add_generation_prompt",
+        }:
+            raise ValueError(
+                f"chat_template_kwargs: {min(taken)!r} is no variable of the user's"
+            )
         return self
 
     @property
     def opens(self) -> bool:
         """Whether the assistant's next turn is begun."""
-        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+        return (
+            not self.continue_final_message
+            if self.add_generation_prompt is None
+            else self.add_generation_prompt
+        )
 
 
 class ChatRequest(SamplingRequest, Conversing):
@@ -314,20 +353,30 @@ class ChatRequest(SamplingRequest, Conversing):
         names = [tool.function.name for tool in self.tools]
         for name in self.tool_choice.names or ():
             if name not in names:
-                raise ValueError(f"tool_choice: it names {name!r}, which is none of the tools")
+                raise ValueError(
+                    f"tool_choice: it names {name!r}, which is none of the tools"
+                )
         if self.tool_choice.mode == "required" and not self.offered:
             raise ValueError("tool_choice: it is 'required', but there are no tools")
         if self.offered and self.language and self.language.kind == "lark":
-            raise ValueError("structured_outputs: a grammar stands alone; leave out tools or structured_outputs")
+            raise ValueError(
+                "structured_outputs: a grammar stands alone; leave out tools or structured_outputs"
+            )
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs: they stand beside log-probabilities; set logprobs to true")
+            raise ValueError(
+                "top_logprobs: they stand beside log-probabilities; set logprobs to true"
+            )
         return self
 
     @property
     def offered(self) -> list[Tool]:
         """Tools that the model may call."""
         mode, names = self.tool_choice
-        return [] if mode == "none" else [t for t in self.tools if names is None or t.function.name in names]
+        return (
+            []
+            if mode == "none"
+            else [t for t in self.tools if names is None or t.function.name in names]
+        )
 
     @property
     def forced(self) -> bool:

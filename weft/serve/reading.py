@@ -46,7 +46,9 @@ class RequestReader:
         fresh = sorted(set(names) - self.logged)
         self.logged.update(fresh)
         if fresh:
-            log.warning("requests have fields that change nothing here: %s", ", ".join(fresh))
+            log.warning(
+                "requests have fields that change nothing here: %s", ", ".join(fresh)
+            )
 
 
 def _named(kind: type[Modelled], where: str, why: str) -> Refusal:

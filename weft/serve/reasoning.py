@@ -32,7 +32,8 @@ class ReasoningFinder:
     def __init__(self, thoughts: Thoughts) -> None:
         self.thoughts, self.inside, self.over = thoughts, thoughts.begun, False
         self._kept = ""  # what may belong to a tag, or is white space around one
-        self._shown = False  # whether any of the reasoning, or of the answer behind it, was given out
+        # whether any of the reasoning, or of the answer behind it, was given out
+        self._shown = False
 
     def add(self, piece: str) -> tuple[str, str]:
         """Add ``piece``; returns what is new of the reasoning and of the answer, as far as it is certain."""
@@ -53,7 +54,8 @@ class ReasoningFinder:
         if text.startswith(opening):
             self.inside, self._kept = True, text.removeprefix(opening)
         elif not opening.startswith(text):
-            self.over = self._shown = True  # an answer without reasoning keeps its white space
+            # an answer without reasoning keeps its white space
+            self.over = self._shown = True
 
     def _think(self) -> str:
         closing, text = self.thoughts.closing, self._kept
@@ -65,7 +67,9 @@ class ReasoningFinder:
             thought = thought if self._shown else thought.lstrip()
             self._shown = False
             return thought
-        begun = max((n for n in range(1, len(closing)) if text.endswith(closing[:n])), default=0)
+        begun = max(
+            (n for n in range(1, len(closing)) if text.endswith(closing[:n])), default=0
+        )
         return self._release(len(text[: len(text) - begun].rstrip()))
 
     def _release(self, count: int) -> str:

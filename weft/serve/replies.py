@@ -30,11 +30,20 @@ class Answer(NamedTuple):
 
     def joined(self, new: "Answer") -> "Answer":
         """This answer with what is new of it."""
-        events, calls = cast(list[TokenEvent], self.events), cast(list[CallPiece], self.calls)
+        events, calls = (
+            cast(list[TokenEvent], self.events),
+            cast(list[CallPiece], self.calls),
+        )
         events += new.events
         calls += new.calls
         return Answer(
-            self.text + new.text, events, calls, new.finish, self.thought + new.thought, self.echo or new.echo, new.stop
+            self.text + new.text,
+            events,
+            calls,
+            new.finish,
+            self.thought + new.thought,
+            self.echo or new.echo,
+            new.stop,
         )
 
 
@@ -43,14 +52,22 @@ class Replies:
 
     last = "data: [DONE]\n\n"  # of a stream
 
-    def __init__(self, question: SamplingRequest, model: str, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, question: SamplingRequest, model: str, tokenizer: Tokenizer
+    ) -> None:
         self.chat = isinstance(question, ChatRequest)
         self.include_usage = question.stream_options.include_usage
-        self.kind = "chat.completion.chunk" if self.chat else "text_completion"  # of a chunk
-        self.logs = question.top is not None and (self.chat or getattr(question, "logprobs", None) is not None)
+        # of a chunk
+        self.kind = "chat.completion.chunk" if self.chat else "text_completion"
+        self.logs = question.top is not None and (
+            self.chat or getattr(question, "logprobs", None) is not None
+        )
         self.bytes = token_bytes(tokenizer)
         self.id = ("chatcmpl-" if self.chat else "cmpl-") + uuid.uuid4().hex
-        self.offsets: dict[int, TextOffsets] = defaultdict(partial(TextOffsets, tokenizer))  # by the answer
+        # by the answer
+        self.offsets: dict[int, TextOffsets] = defaultdict(
+            partial(TextOffsets, tokenizer)
+        )
         self.head = {"id": self.id, "created": int(time.time()), "model": model}
 
     def begun(self) -> Iterator[dict[str, Any]]:
@@ -65,29 +82,47 @@ class Replies:
             "finish_reason": new.finish or None,
         }
         if self.chat:
-            calls = [{"index": piece.number} | call_fields(piece) for piece in new.calls]
+            calls = [
+                {"index": piece.number} | call_fields(piece) for piece in new.calls
+            ]
             choice["delta"] = (
                 ({"role": "assistant"} if first else {})
                 | ({"reasoning_content": new.thought} if new.thought else {})
-                | ({"content": new.text} if new.text or (first and not calls and not new.thought) else {})
+                | (
+                    {"content": new.text}
+                    if new.text or (first and not calls and not new.thought)
+                    else {}
+                )
                 | ({"tool_calls": calls} if calls else {})
             )
         else:
             choice["text"] = new.text
-        yield {**self.head, "object": self.kind, "choices": [choice]} | ({"usage": None} if self.include_usage else {})
+        yield {**self.head, "object": self.kind, "choices": [choice]} | (
+            {"usage": None} if self.include_usage else {}
+        )
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         """All of the answers."""
         choices = []
-        for index, (text, events, calls, finish, thought, echo, _) in enumerate(answers):
+        for index, (text, events, calls, finish, thought, echo, _) in enumerate(
+            answers
+        ):
             message: dict[str, Any] = {"role": "assistant", "content": text}
             if thought:
                 message["reasoning_content"] = thought
             if calls:
-                message |= {"content": text or None, "tool_calls": [call_fields(call) for call in calls]}
+                message |= {
+                    "content": text or None,
+                    "tool_calls": [call_fields(call) for call in calls],
+                }
             said = {"message": message} if self.chat else {"text": text}
             choices.append(
-                {"index": index, **said, "logprobs": self._logs(index, [*echo, *events]), "finish_reason": finish}
+                {
+                    "index": index,
+                    **said,
+                    "logprobs": self._logs(index, [*echo, *events]),
+                    "finish_reason": finish,
+                }
             )
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self.head, "object": kind, "choices": choices, "usage": usage}
@@ -104,27 +139,45 @@ class Replies:
         """The log-probabilities of the answer's tokens; the first token of a prompt has none."""
         if not self.logs:
             return None
-        said = [(e.token, *(e.log_probability or (None, None))) for e in events if e.token is not None]
+        said = [
+            (e.token, *(e.log_probability or (None, None)))
+            for e in events
+            if e.token is not None
+        ]
         if self.chat:
             return {
                 "content": [
-                    self._named(token, p) | {"top_logprobs": [self._named(i, q) for i, q in (top or {}).items()]}
+                    self._named(token, p)
+                    | {
+                        "top_logprobs": [
+                            self._named(i, q) for i, q in (top or {}).items()
+                        ]
+                    }
                     for token, p, top in said
                 ]
             }
         # Of each token, and of the likeliest ones in its place.
-        names = [self.bytes.names({token: p or 0.0} | (top or {})) for token, p, top in said]
+        names = [
+            self.bytes.names({token: p or 0.0} | (top or {})) for token, p, top in said
+        ]
         return {
-            "tokens": [named[token] for named, (token, _, _) in zip(names, said, strict=True)],
+            "tokens": [
+                named[token] for named, (token, _, _) in zip(names, said, strict=True)
+            ],
             "token_logprobs": [p for _, p, _ in said],
             "top_logprobs": [
-                top and {named[i]: q for i, q in top.items()} for named, (_, _, top) in zip(names, said, strict=True)
+                top and {named[i]: q for i, q in top.items()}
+                for named, (_, _, top) in zip(names, said, strict=True)
             ],
             "text_offset": [self.offsets[index].add(token) for token, _, _ in said],
         }
 
     def _named(self, token: int, p: float | None) -> dict[str, Any]:
-        return {"token": self.bytes.text(token), "logprob": p, "bytes": list(self.bytes.bytes_of(token))}
+        return {
+            "token": self.bytes.text(token),
+            "logprob": p,
+            "bytes": list(self.bytes.bytes_of(token)),
+        }
 
 
 class TextOffsets:
@@ -141,9 +194,21 @@ class TextOffsets:
 
 def usage_of(prompt: int, written: int, hits: int = 0, thinking: int = 0) -> Usage:
     """The counts of tokens in an answer: ``hits`` of prompts that were in the cache, ``thinking`` of its reasoning."""
-    counts = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
-    details = {"completion_tokens_details": {"reasoning_tokens": thinking}} if thinking else {}
-    return counts | {"prompt_tokens_details": {"cached_tokens": min(hits, prompt)}} | details
+    counts = {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+    }
+    details = (
+        {"completion_tokens_details": {"reasoning_tokens": thinking}}
+        if thinking
+        else {}
+    )
+    return (
+        counts
+        | {"prompt_tokens_details": {"cached_tokens": min(hits, prompt)}}
+        | details
+    )
 
 
 def call_fields(piece: CallPiece) -> dict[str, Any]:

@@ -37,14 +37,29 @@ class ResponsesRequest(ChatRequest):
 
 def as_chat(asked: Schema) -> Schema:
     """The fields of a chat that asks the same. Raises ValueError, with the field's name before a colon."""
-    moved = ("input", "text", "reasoning", "include", "max_output_tokens", "top_logprobs")
+    moved = (
+        "input",
+        "text",
+        "reasoning",
+        "include",
+        "max_output_tokens",
+        "top_logprobs",
+    )
     chat = {key: value for key, value in asked.items() if key not in moved}
-    chat |= {"messages": messages_of(asked), "max_completion_tokens": asked.get("max_output_tokens")}
+    chat |= {
+        "messages": messages_of(asked),
+        "max_completion_tokens": asked.get("max_output_tokens"),
+    }
     text = object_in(asked, "text")
-    chat |= {"verbosity": text.get("verbosity"), "reasoning_effort": object_in(asked, "reasoning").get("effort")}
+    chat |= {
+        "verbosity": text.get("verbosity"),
+        "reasoning_effort": object_in(asked, "reasoning").get("effort"),
+    }
     if form := dict(object_in(text, "format", "text.format")):
         kind = form.pop("type", "text")
-        chat["response_format"] = {"type": kind} | ({"json_schema": form} if form else {})
+        chat["response_format"] = {"type": kind} | (
+            {"json_schema": form} if form else {}
+        )
     if asked.get("top_logprobs") or _LOGS in _included(asked):
         name = "top_logprobs" if asked.get("top_logprobs") else "include"
         raise ValueError(f"{name}: log-probabilities are those of /v1/chat/completions")
@@ -64,7 +79,11 @@ def nested(tool: Any) -> Any:
     """A tool as chats have it."""
     if not isinstance(tool, dict):
         return tool
-    function = {key: value for key, value in tool.items() if key not in ("type", "defer_loading")}
+    function = {
+        key: value
+        for key, value in tool.items()
+        if key not in ("type", "defer_loading")
+    }
     return {"type": tool.get("type"), "function": function}
 
 
@@ -76,10 +95,14 @@ def messages_of(asked: Schema) -> list[Schema]:
     items, reasoning = asked.get("input"), ""
     if not isinstance(items, str | list) or items == []:
         raise ValueError(f"input: give a text, or a list of items, not {shown(items)}")
-    for number, item in enumerate([{"role": "user", "content": items}] if isinstance(items, str) else items):
+    for number, item in enumerate(
+        [{"role": "user", "content": items}] if isinstance(items, str) else items
+    ):
         kind = item.get("type") or "message" if isinstance(item, dict) else None
         if kind == "reasoning":
-            reasoning += text_of(item.get("content") or item.get("summary"), f"input: its item {number}")
+            reasoning += text_of(
+                item.get("content") or item.get("summary"), f"input: its item {number}"
+            )
         elif kind == "function_call":
             if not said or said[-1]["role"] != "assistant":
                 said.append({"role": "assistant", "content": ""})
@@ -87,11 +110,19 @@ def messages_of(asked: Schema) -> list[Schema]:
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             said[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            said.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+            said.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": item.get("call_id"),
+                    "content": item.get("output"),
+                }
+            )
         elif kind == "message":
             said.append({"role": item.get("role"), "content": item.get("content")})
         else:
-            raise ValueError(f"input: its item {number} is {shown(item)}; give messages, function_call and its output")
+            raise ValueError(
+                f"input: its item {number} is {shown(item)}; give messages, function_call and its output"
+            )
         if reasoning and said and said[-1]["role"] == "assistant":
             said[-1]["reasoning_content"], reasoning = reasoning, ""
     return said
@@ -103,8 +134,18 @@ class ResponseReplies:
     last = ""
 
     def __init__(self, asked: ResponsesRequest, model: str) -> None:
-        said = asked.model_dump(include={"instructions", "metadata", "temperature", "top_p", "parallel_tool_calls"})
-        tools = [{"type": "function", **tool.function.model_dump()} for tool in asked.tools]
+        said = asked.model_dump(
+            include={
+                "instructions",
+                "metadata",
+                "temperature",
+                "top_p",
+                "parallel_tool_calls",
+            }
+        )
+        tools = [
+            {"type": "function", **tool.function.model_dump()} for tool in asked.tools
+        ]
         self.output: list[Schema] = []
         self.response: Schema = said | {
             "id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time()), "model": model,
@@ -125,23 +166,34 @@ class ResponseReplies:
                 yield from self._begin("reasoning", summary=[], content=[thought])
                 yield self._of_item("content_part.added", content_index=0, part=thought)
             self.output[-1]["content"][0]["text"] += new.thought
-            yield self._of_item("reasoning_text.delta", content_index=0, delta=new.thought)
+            yield self._of_item(
+                "reasoning_text.delta", content_index=0, delta=new.thought
+            )
         if new.text:
             part: Schema = {"type": "output_text", "text": "", "annotations": []}
             if not self.output or self.output[-1]["type"] != "message":
                 yield from self._begin("message", role="assistant", content=[part])
                 yield self._of_item("content_part.added", content_index=0, part=part)
             self.output[-1]["content"][0]["text"] += new.text
-            yield self._of_item("output_text.delta", content_index=0, delta=new.text, logprobs=[])
+            yield self._of_item(
+                "output_text.delta", content_index=0, delta=new.text, logprobs=[]
+            )
         for piece in new.calls:
             if piece.name is not None:
-                yield from self._begin("function_call", call_id=call_fields(piece)["id"], name=piece.name, arguments="")
+                yield from self._begin(
+                    "function_call",
+                    call_id=call_fields(piece)["id"],
+                    name=piece.name,
+                    arguments="",
+                )
             self.output[-1]["arguments"] += piece.arguments
             yield self._of_item("function_call_arguments.delta", delta=piece.arguments)
         if new.finish:
             cut = new.finish == "length"
             self.response["status"] = "incomplete" if cut else "completed"
-            self.response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
+            self.response["incomplete_details"] = (
+                {"reason": "max_output_tokens"} if cut else None
+            )
             yield from self._end(self.response["status"])
 
     def ended(self, usage: Usage) -> Iterator[Schema]:
@@ -155,7 +207,9 @@ class ResponseReplies:
 
     def failed(self, refusal: Refusal) -> Schema:
         error = {"code": "server_error", "message": refusal.body["error"]["message"]}
-        return self._event("failed", response=self.response | {"status": "failed", "error": error})
+        return self._event(
+            "failed", response=self.response | {"status": "failed", "error": error}
+        )
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> Schema:
         for _ in (*self.chunks(0, answers[0], True), *self.ended(usage)):
@@ -167,11 +221,23 @@ class ResponseReplies:
         return {"type": f"response.{kind}", "sequence_number": self.number - 1, **about}
 
     def _of_item(self, kind: str, **about: Any) -> Schema:
-        return self._event(kind, item_id=self.output[-1]["id"], output_index=len(self.output) - 1, **about)
+        return self._event(
+            kind,
+            item_id=self.output[-1]["id"],
+            output_index=len(self.output) - 1,
+            **about,
+        )
 
     def _begin(self, kind: str, **about: Any) -> Iterator[Schema]:
         yield from self._end()
-        self.output.append({"id": f"item_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **about})
+        self.output.append(
+            {
+                "id": f"item_{uuid.uuid4().hex}",
+                "type": kind,
+                "status": "in_progress",
+                **about,
+            }
+        )
         item = self.output[-1] | ({"content": []} if "content" in about else {})
         yield self._of_item("output_item.added", item=item)
 
@@ -182,13 +248,21 @@ class ResponseReplies:
         item = self.output[-1]
         if item["type"] == "message":
             (part,) = item["content"]
-            yield self._of_item("output_text.done", content_index=0, text=part["text"], logprobs=[])
+            yield self._of_item(
+                "output_text.done", content_index=0, text=part["text"], logprobs=[]
+            )
             yield self._of_item("content_part.done", content_index=0, part=part)
         elif item["type"] == "reasoning":
             (part,) = item["content"]
-            yield self._of_item("reasoning_text.done", content_index=0, text=part["text"])
+            yield self._of_item(
+                "reasoning_text.done", content_index=0, text=part["text"]
+            )
             yield self._of_item("content_part.done", content_index=0, part=part)
         else:
-            yield self._of_item("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
+            yield self._of_item(
+                "function_call_arguments.done",
+                name=item["name"],
+                arguments=item["arguments"],
+            )
         item["status"] = status
         yield self._of_item("output_item.done", item=item)

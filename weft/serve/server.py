@@ -69,7 +69,13 @@ class Server:
         self, service: Service, tokenizer: Tokenizer, name: str, keys: Sequence[str] = (), tokens: int = 1024,
         adapters: Sequence[str] = (), context: int | None = None,
     ) -> None:  # fmt: skip
-        self.service, self.tokenizer, self.name, self.keys, self.tokens = service, tokenizer, name, keys, tokens
+        self.service, self.tokenizer, self.name, self.keys, self.tokens = (
+            service,
+            tokenizer,
+            name,
+            keys,
+            tokens,
+        )
         self.adapters, self.context = adapters, context
         self.reader = RequestReader()
         self.prompts = Prompts(tokenizer, service.engine.model.shape.vocab, name)
@@ -108,7 +114,9 @@ class Server:
             HTTPException: no_route, ClientDisconnect: client_gone,
         }  # fmt: skip
         app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-        return self.metrics.counting(self._ending_quietly(Gate(self._weighing(app), rules or GateRules())))
+        return self.metrics.counting(
+            self._ending_quietly(Gate(self._weighing(app), rules or GateRules()))
+        )
 
     def _weighing(self, app: Any) -> Any:
         """The ASGI application ``app``, with the bytes of requests that are being answered counted in ``held``."""
@@ -147,7 +155,9 @@ class Server:
                 if not self.ending or scope["type"] != "http":
                     raise
                 if not began:
-                    await JSONResponse(Refusal(503, "the server ends").body, 503)(scope, receive, send)
+                    await JSONResponse(Refusal(503, "the server ends").body, 503)(
+                        scope, receive, send
+                    )
 
         return quiet
 
@@ -156,20 +166,35 @@ class Server:
 
     async def health(self, request: Request) -> Response:
         failure = self.service.failure
-        return JSONResponse({"status": "ok"} if failure is None else {"status": str(failure)}, 503 if failure else 200)
+        return JSONResponse(
+            {"status": "ok"} if failure is None else {"status": str(failure)},
+            503 if failure else 200,
+        )
 
     async def measures(self, request: Request) -> Response:
-        return Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(
+            self.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST}
+        )
 
     async def models(self, request: Request) -> Response:
         self._tenant(request)
-        return JSONResponse({"object": "list", "data": [self._card(name) for name in (self.name, *self.adapters)]})
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": [self._card(name) for name in (self.name, *self.adapters)],
+            }
+        )
 
     async def model(self, request: Request) -> Response:
         self._tenant(request)
         name = request.path_params["id"]
         if name not in (self.name, *self.adapters):
-            raise Refusal(404, f"there is no model {name!r} here, but {self.name!r}", "model_not_found", "model")
+            raise Refusal(
+                404,
+                f"there is no model {name!r} here, but {self.name!r}",
+                "model_not_found",
+                "model",
+            )
         return JSONResponse(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
@@ -182,16 +207,22 @@ class Server:
     async def completions(self, request: Request) -> Response:
         asked = await self._question(request, CompletionRequest)
         if asked.stream and asked.best_of is not None:
-            raise refused_for(asked, "best_of", "best_of cannot be streamed; leave out one of them")
+            raise refused_for(
+                asked, "best_of", "best_of cannot be streamed; leave out one of them"
+            )
         n = max(asked.n, asked.best_of or 0)
         prompts = await self._texts("prompt", asked.prompt, self.limit)
-        return await self._answer(request, asked, prompts, 16, n, asked.language, echo=asked.echo)
+        return await self._answer(
+            request, asked, prompts, 16, n, asked.language, echo=asked.echo
+        )
 
     async def chat(self, request: Request) -> Response:
         return await self._talk(request, await self._question(request, ChatRequest))
 
     async def responses(self, request: Request) -> Response:
-        return await self._talk(request, await self._question(request, ResponsesRequest))
+        return await self._talk(
+            request, await self._question(request, ResponsesRequest)
+        )
 
     async def messages(self, request: Request) -> Response:
         return await self._talk(request, await self._question(request, MessagesRequest))
@@ -199,7 +230,9 @@ class Server:
     async def count_tokens(self, request: Request) -> Response:
         asked = await self._question(request, CountRequest)
         tools = [tool.model_dump(exclude_none=True) for tool in asked.offered]
-        return JSONResponse({"input_tokens": len((await self._conversation(request, asked, tools)).ids)})
+        return JSONResponse(
+            {"input_tokens": len((await self._conversation(request, asked, tools)).ids)}
+        )
 
     async def _talk(self, request: Request, asked: ChatRequest) -> Response:
         tools = [tool.model_dump(exclude_none=True) for tool in asked.offered]
@@ -207,14 +240,27 @@ class Server:
         calls, language = await self.prompts.form() if tools else None, asked.language
         functions = [tool["function"] for tool in tools]
         if calls and (asked.forced or language):
-            language = Language("lark", calls.grammar(functions, None if asked.forced else language))
+            language = Language(
+                "lark", calls.grammar(functions, None if asked.forced else language)
+            )
         # A form holds from the first token on, so that such an answer has no reasoning before it.
-        thoughts, most = None if language else prompt.thoughts, None if asked.parallel_tool_calls else 1
-        form = AnswerForm(calls, [function["name"] for function in functions], most, thoughts)
-        return await self._answer(request, asked, [prompt.ids], self.tokens, asked.n, language, form)
+        thoughts, most = (
+            None if language else prompt.thoughts,
+            None if asked.parallel_tool_calls else 1,
+        )
+        form = AnswerForm(
+            calls, [function["name"] for function in functions], most, thoughts
+        )
+        return await self._answer(
+            request, asked, [prompt.ids], self.tokens, asked.n, language, form
+        )
 
     async def _conversation(
-        self, request: Request, asked: Conversing, tools: Sequence[dict[str, Any]] = (), limit: TokenLimit | None = None
+        self,
+        request: Request,
+        asked: Conversing,
+        tools: Sequence[dict[str, Any]] = (),
+        limit: TokenLimit | None = None,
     ) -> ChatPrompt:
         field = asked.NAMES.get("messages", "messages")
         try:
@@ -226,7 +272,9 @@ class Server:
         self.reader.note([asked.NAMES.get(name, name) for name in prompt.idle])
         return prompt
 
-    async def _texts(self, field: str, texts: Texts, limit: TokenLimit | None) -> list[list[int]]:
+    async def _texts(
+        self, field: str, texts: Texts, limit: TokenLimit | None
+    ) -> list[list[int]]:
         try:
             return await self.prompts.texts(texts, limit)
         except TooManyTokens as error:
@@ -241,13 +289,16 @@ class Server:
             return TokenLimit(cache, "the cache")
         return TokenLimit(self.context, "the model's context")
 
-    def _most(self, field: str, asked: SamplingRequest, ids: Sequence[int], default: int) -> int:
+    def _most(
+        self, field: str, asked: SamplingRequest, ids: Sequence[int], default: int
+    ) -> int:
         """How many tokens to write behind ``ids``: what is asked for, or ``default`` as far as there is room."""
         limit = self.limit
         room = limit.tokens - len(ids)
         if asked.most is None and room > 0:
             return min(default, room)
-        most = max(1, default if asked.most is None else asked.most)  # a prompt is read together with the next token
+        # a prompt is read together with the next token
+        most = max(1, default if asked.most is None else asked.most)
         if most > room:
             raise TooManyTokens(len(ids), limit, f" and {most:,} more").refusal(field)
         return most
@@ -256,13 +307,19 @@ class Server:
         """Each text is computed alone, so that steps of answers can go on between them."""
         asked = await self._question(request, EmbeddingRequest)
         if asked.model in self.adapters:
-            raise refused_for(asked, "model", f"vectors are those of {self.name!r}; adapters make none")
+            raise refused_for(
+                asked,
+                "model",
+                f"vectors are those of {self.name!r}; adapters make none",
+            )
         engine, data = self.service.engine, list[dict[str, Any]]()
         if asked.dimensions and asked.dimensions > engine.model.shape.embed:
             said = f"a vector has {engine.model.shape.embed} numbers, not {asked.dimensions}"
             raise refused_for(asked, "dimensions", said)
         limit = (
-            TokenLimit(LONGEST, "a vector's limit") if self.context is None or self.context > LONGEST else self.limit
+            TokenLimit(LONGEST, "a vector's limit")
+            if self.context is None or self.context > LONGEST
+            else self.limit
         )
         texts = await self._texts("input", asked.input, limit)
         if (tokens := max(map(len, texts))) > limit.tokens:
@@ -272,14 +329,22 @@ class Server:
                 if await request.is_disconnected():
                     raise ClientDisconnect
                 try:
-                    vector = await self.service.call(partial(embed, engine, ids, asked.pooling, asked.dimensions))
+                    vector = await self.service.call(
+                        partial(embed, engine, ids, asked.pooling, asked.dimensions)
+                    )
                 except UsageError as error:
                     raise refused_for(asked, "input", str(error)) from None
             data.append(
-                {"object": "embedding", "index": index, "embedding": encoded(vector, asked.encoding_format == "base64")}
+                {
+                    "object": "embedding",
+                    "index": index,
+                    "embedding": encoded(vector, asked.encoding_format == "base64"),
+                }
             )
         usage = usage_of(sum(map(len, texts)), 0)
-        return JSONResponse({"object": "list", "data": data, "model": self.name, "usage": usage})
+        return JSONResponse(
+            {"object": "list", "data": data, "model": self.name, "usage": usage}
+        )
 
     async def tokenize(self, request: Request) -> Response:
         asked = await self._question(request, Untokenized)
@@ -299,12 +364,26 @@ class Server:
         """The tenant that a request belongs to: prefixes in the cache are shared only within the same API key."""
         if not self.keys:
             return ""
-        scheme, _, given = request.headers.get("authorization", "").strip().partition(" ")
-        bearer = given.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        scheme, _, given = (
+            request.headers.get("authorization", "").strip().partition(" ")
+        )
+        bearer = (
+            given.strip()
+            if scheme.lower() == "bearer"
+            else request.headers.get("x-api-key", "")
+        )
         sent = bearer.encode("latin-1")
-        found = [number for number, key in enumerate(self.keys) if hmac.compare_digest(key.encode(), sent)]
+        found = [
+            number
+            for number, key in enumerate(self.keys)
+            if hmac.compare_digest(key.encode(), sent)
+        ]
         if not found:
-            raise Refusal(401, "no valid API key; send the header Authorization: Bearer KEY", "invalid_api_key")
+            raise Refusal(
+                401,
+                "no valid API key; send the header Authorization: Bearer KEY",
+                "invalid_api_key",
+            )
         return f"key {found[0]}"
 
     async def _body(self, request: Request) -> bytes:
@@ -314,36 +393,57 @@ class Server:
             if len(body) > LARGEST:
                 raise Refusal(413, f"the request has more than {LARGEST} bytes")
             if self.held > ALL:
-                raise Refusal(429, "too many bytes of questions are in hand; try again later", "busy")
+                raise Refusal(
+                    429,
+                    "too many bytes of questions are in hand; try again later",
+                    "busy",
+                )
         return bytes(body)
 
     async def _question(self, request: Request, kind: type[Q]) -> Q:
         self._tenant(request)
         if not is_json(request.headers.get("content-type")):
-            raise Refusal(415, "send the question as JSON, with the header Content-Type: application/json")
+            raise Refusal(
+                415,
+                "send the question as JSON, with the header Content-Type: application/json",
+            )
         try:
             async with asyncio.timeout(PATIENCE):
                 body = await self._body(request)
         except TimeoutError:
-            raise Refusal(408, f"the request was not whole after {PATIENCE} seconds") from None
+            raise Refusal(
+                408, f"the request was not whole after {PATIENCE} seconds"
+            ) from None
         request.scope["size"] = len(body)
         check_tree(body)
-        if len(body) > PIECE:  # Python's part of the work lets the event loop go on meanwhile
+        # Python's part of the work lets the event loop go on meanwhile
+        if len(body) > PIECE:
             asked = await asyncio.to_thread(self.reader.read, kind, body)
         else:
             asked = self.reader.read(kind, body)
         if asked.model not in (None, self.name, *self.adapters):
-            raise Refusal(404, f"there is no model {asked.model!r} here, but {self.name!r}", "model_not_found", "model")
+            raise Refusal(
+                404,
+                f"there is no model {asked.model!r} here, but {self.name!r}",
+                "model_not_found",
+                "model",
+            )
         return asked
 
-    def _check(self, asked: SamplingRequest, prompts: Sequence[Sequence[int]], n: int) -> None:
+    def _check(
+        self, asked: SamplingRequest, prompts: Sequence[Sequence[int]], n: int
+    ) -> None:
         """Refuse what the engine would refuse, with the name of the field."""
         model, most = self.service.engine.model, self.service.most
         if any(not 0 <= i < model.shape.vocab for i in asked.logit_bias):
             said = f"a bias is for an id that the model does not have; it has {model.shape.vocab}"
             raise refused_for(asked, "logit_bias", said)
         if len(prompts) * n > most:
-            raise refused_for(asked, "n", f"{len(prompts) * n} answers are asked for at once; the most is {most}")
+            raise refused_for(
+                asked,
+                "n",
+                f"{len(prompts) * n} answers are asked for at once; the most is {most}",
+            )
         for ids in prompts:
             try:
                 check_prompt(model, ids)
@@ -362,15 +462,24 @@ class Server:
         self._check(asked, prompts, n)
         prompt = sum(map(len, prompts))
         watch = AnswerTimer(self.metrics, prompt, request.scope["began"])
-        stops = [*([] if asked.ignore_eos else self.tokenizer.stops), *asked.stop_token_ids]
+        stops = [
+            *([] if asked.ignore_eos else self.tokenizer.stops),
+            *asked.stop_token_ids,
+        ]
         tenant = self._tenant(request)
         try:
             grammar = None if language is None else await self.prompts.grammar(language)
         except WeftError as error:
-            raise refused_for(asked, asked.form_field if asked.language else "tools", str(error)) from None
+            raise refused_for(
+                asked, asked.form_field if asked.language else "tools", str(error)
+            ) from None
         adapter = asked.model if asked.model in self.adapters else ""
         scored = echo and asked.top is not None
-        field = "prompt" if isinstance(asked, CompletionRequest) else asked.NAMES.get("messages", "messages")
+        field = (
+            "prompt"
+            if isinstance(asked, CompletionRequest)
+            else asked.NAMES.get("messages", "messages")
+        )
         wishes = [
             Wish(
                 ids,
@@ -388,7 +497,13 @@ class Server:
             for ids in prompts
         ]
         answering = Answering(
-            asked, self.tokenizer, asked.model or self.name, prompt, form, watch, prompts if echo else ()
+            asked,
+            self.tokenizer,
+            asked.model or self.name,
+            prompt,
+            form,
+            watch,
+            prompts if echo else (),
         )
         return await answering.respond(request, self.service.answers(wishes), n)
 
@@ -414,7 +529,11 @@ def body_of(request: Request, refusal: Refusal) -> dict[str, Any]:
 async def no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     said = f"{request.method} {request.url.path}: {error.detail}"
-    return JSONResponse(body_of(request, Refusal(error.status_code, said)), error.status_code, error.headers)
+    return JSONResponse(
+        body_of(request, Refusal(error.status_code, said)),
+        error.status_code,
+        error.headers,
+    )
 
 
 async def client_gone(request: Request, error: Exception) -> Response:

@@ -52,10 +52,14 @@ def add_adapters(engine: Engine, folder: Path, model: str) -> list[str]:
         raise UsageError(f"--adapters {folder} is no folder")
     found = sorted(path for path in folder.iterdir() if is_adapter(path))
     if not found:
-        raise UsageError(f"--adapters {folder} has no folder with an adapter as PEFT or `weft export` writes it")
+        raise UsageError(
+            f"--adapters {folder} has no folder with an adapter as PEFT or `weft export` writes it"
+        )
     for path in found:
         if path.name == model:
-            raise UsageError(f"the adapter {path} is named like the model; rename it, or give --name")
+            raise UsageError(
+                f"the adapter {path} is named like the model; rename it, or give --name"
+            )
         engine.add_adapter(path.name, read_adapter(path, engine.model))
     return [path.name for path in found]
 
@@ -107,7 +111,9 @@ class Service:
         self._cut = True
         for answers in self._open:
             answers.end_early()
-        return sum(not one.finished for answers in self._open for one in answers.generations)
+        return sum(
+            not one.finished for answers in self._open for one in answers.generations
+        )
 
     async def call(self, action: Callable[[], Any]) -> Any:
         """Run ``action`` in the engine's thread, between two steps; returns its result."""
@@ -154,7 +160,11 @@ class Service:
             try:
                 for written in self.engine.step():
                     one = written.request
-                    if tell := self._tell.pop(one, None) if written.finished else self._tell.get(one):
+                    if (
+                        tell := self._tell.pop(one, None)
+                        if written.finished
+                        else self._tell.get(one)
+                    ):
                         tell(written)
             except Exception as error:  # what the engine has in hand is lost
                 self.failure = error
@@ -166,7 +176,9 @@ class Service:
 class Answers:
     """The answers that were asked for together, and their events as they come."""
 
-    def __init__(self, service: Service, loop: asyncio.AbstractEventLoop, wishes: Sequence[Wish]) -> None:
+    def __init__(
+        self, service: Service, loop: asyncio.AbstractEventLoop, wishes: Sequence[Wish]
+    ) -> None:
         self.service, self.loop, self.wishes = service, loop, wishes
         self.generations: list[Generation] = []
         self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()
@@ -176,12 +188,19 @@ class Answers:
         service = self.service
         count = sum(wish.answers for wish in self.wishes)
         if count > service.most:
-            raise UsageError(f"{count} answers are asked for at once; the most is {service.most}")
+            raise UsageError(
+                f"{count} answers are asked for at once; the most is {service.most}"
+            )
         if len(service._tell) + count > service.most:
-            raise Busy(f"{len(service._tell)} answers are being written and no more are taken on; try again later")
+            raise Busy(
+                f"{len(service._tell)} answers are being written and no more are taken on; try again later"
+            )
         for wish in self.wishes:
             self.generations += service.engine.submit(*wish)
-        service._tell |= {one: partial(self._pass_on, index) for index, one in enumerate(self.generations)}
+        service._tell |= {
+            one: partial(self._pass_on, index)
+            for index, one in enumerate(self.generations)
+        }
 
     def end(self, generations: Sequence[Generation] | None = None) -> None:
         """Stop ``generations`` (default: all) that have not ended. Called in the engine's thread."""
@@ -191,7 +210,11 @@ class Answers:
                 self.service.engine.cancel(one)
 
     def _pass_on(self, index: int, written: Written | None) -> None:
-        event = TokenEvent(index, *written[1:]) if written else TokenEvent(index, None, None, "error")
+        event = (
+            TokenEvent(index, *written[1:])
+            if written
+            else TokenEvent(index, None, None, "error")
+        )
         self.loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     def end_early(self) -> None:
@@ -206,7 +229,9 @@ class Answers:
         """The next event of any of them."""
         event = await self._events.get()
         if event.finished == "ended":
-            raise ServerEnding("the server ends, and this answer was not at its end; ask again later")
+            raise ServerEnding(
+                "the server ends, and this answer was not at its end; ask again later"
+            )
         if event.finished == "error" and self.service.failure is None:
             grammar = self.generations[event.number].grammar
             raise UsageError(

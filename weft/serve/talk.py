@@ -46,11 +46,23 @@ def talk(speaker: Speaker, system: str = "") -> None:
             return
         if word in ("/reset", "/system"):
             said, system = [], rest.strip() if word == "/system" else system
-            print("weft: a new conversation" + f", with the system message {system!r}" * bool(system), file=sys.stderr)
+            print(
+                "weft: a new conversation"
+                + f", with the system message {system!r}" * bool(system),
+                file=sys.stderr,
+            )
         elif word.startswith("/") and not word.startswith("//"):
-            print(f"weft: {word} is no command; {HELP}; '//' begins a line with '/'", file=sys.stderr)
+            print(
+                f"weft: {word} is no command; {HELP}; '//' begins a line with '/'",
+                file=sys.stderr,
+            )
         else:
-            said.append({"role": "user", "content": line.strip().removeprefix("/" * word.startswith("//"))})
+            said.append(
+                {
+                    "role": "user",
+                    "content": line.strip().removeprefix("/" * word.startswith("//")),
+                }
+            )
             opening = [{"role": "system", "content": system}] if system else []
             try:
                 answer = _print_answer(speaker([*opening, *said]), terminal)
@@ -116,23 +128,33 @@ def server_speaker(url: str, key: str, settings: dict[str, Any]) -> Speaker:
     Raises :class:`WeftError` if it cannot be reached, or refuses.
     """
     base = url.rstrip("/").removesuffix("/v1") + "/v1"
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    headers = {"Content-Type": "application/json"} | (
+        {"Authorization": f"Bearer {key}"} if key else {}
+    )
 
     def ask(path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         try:
-            return urllib.request.urlopen(urllib.request.Request(base + path, data, headers), timeout=PATIENCE_S)
+            return urllib.request.urlopen(
+                urllib.request.Request(base + path, data, headers), timeout=PATIENCE_S
+            )
         except urllib.error.HTTPError as error:
-            raise WeftError(f"{url} refuses ({error.code}): {_reason(error.read())}") from None
+            raise WeftError(
+                f"{url} refuses ({error.code}): {_reason(error.read())}"
+            ) from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
-            raise WeftError(f"{url} cannot be reached: {getattr(reason, 'strerror', None) or reason}") from None
+            raise WeftError(
+                f"{url} cannot be reached: {getattr(reason, 'strerror', None) or reason}"
+            ) from None
 
     try:
         with ask("/models") as reply:
             name = json.load(reply)["data"][0]["id"]
     except (ValueError, LookupError, TypeError):
-        raise UsageError(f"{url} is no server that OpenAI's clients know: {base}/models names no model") from None
+        raise UsageError(
+            f"{url} is no server that OpenAI's clients know: {base}/models names no model"
+        ) from None
 
     def speak(messages: Messages) -> Iterator[str]:
         body = {"model": name, "messages": messages, "stream": True, **settings}
@@ -143,7 +165,9 @@ def server_speaker(url: str, key: str, settings: dict[str, Any]) -> Speaker:
                     continue
                 found = json.loads(event.removeprefix("data:"))
                 if "error" in found:
-                    raise WeftError(f"{url}: {_reason(event.removeprefix('data:').encode())}")
+                    raise WeftError(
+                        f"{url}: {_reason(event.removeprefix('data:').encode())}"
+                    )
                 for choice in found.get("choices", ()):
                     if piece := (choice.get("delta") or {}).get("content"):
                         yield piece
@@ -157,11 +181,18 @@ def _reason(body: bytes) -> str:
         found = json.loads(body)
         return " ".join(str(found["error"]["message"]).split())
     except (ValueError, LookupError, TypeError):
-        return (body.decode(errors="replace").strip().splitlines() or ["no reason given"])[0][:200]
+        return (
+            body.decode(errors="replace").strip().splitlines() or ["no reason given"]
+        )[0][:200]
 
 
 def model_speaker(
-    checkpoint: str, tokens: int, how: "Sampling", weights: str, ema: bool, warn: Callable[[str], None]
+    checkpoint: str,
+    tokens: int,
+    how: "Sampling",
+    weights: str,
+    ema: bool,
+    warn: Callable[[str], None],
 ) -> Speaker:
     """What a model of this machine answers. Its engine keeps what it has computed, so each turn reads its own words."""
     import torch
@@ -172,15 +203,21 @@ def model_speaker(
     from weft.generate.engine import Engine
     from weft.models.products import read_only
 
-    model, files = open_model(checkpoint, "cuda" if torch.cuda.is_available() else "cpu", warn, ema)
+    model, files = open_model(
+        checkpoint, "cuda" if torch.cuda.is_available() else "cpu", warn, ema
+    )
     read_only(model, weights)
     tokenizer = tokenizer_of(files, checkpoint)
-    own_encoder(tokenizer, checkpoint)  # a model without a template is refused before anybody types
+    # a model without a template is refused before anybody types
+    own_encoder(tokenizer, checkpoint)
     engine = Engine(model)
 
     def speak(messages: Messages) -> Iterator[str]:
         ids = prompt_ids(tokenizer, messages, True, checkpoint)
-        yield from stream_text(tokenizer, engine.stream(engine.submit(ids, tokens, how, tokenizer.stops)[0]))
+        yield from stream_text(
+            tokenizer,
+            engine.stream(engine.submit(ids, tokens, how, tokenizer.stops)[0]),
+        )
 
     return speak
 

@@ -24,11 +24,20 @@ class TextRequest(NamedTuple):
 
 
 def write_texts(
-    engine: Engine, tokenizer: Tokenizer, asks: Sequence[TextRequest], done: Callable[[], object] = lambda: None
+    engine: Engine,
+    tokenizer: Tokenizer,
+    asks: Sequence[TextRequest],
+    done: Callable[[], object] = lambda: None,
 ) -> list[str]:
     """The texts for all of ``asks``, in their order; ``done`` is called as each of them ends."""
-    writers = {engine.submit(a.ids, a.most, a.how, a.stops)[0]: Writer(tokenizer, a.until) for a in asks}
-    texts, left = dict.fromkeys(writers, ""), {one for one in writers if not one.finished}
+    writers = {
+        engine.submit(a.ids, a.most, a.how, a.stops)[0]: Writer(tokenizer, a.until)
+        for a in asks
+    }
+    texts, left = (
+        dict.fromkeys(writers, ""),
+        {one for one in writers if not one.finished},
+    )
     while left:
         for one, token, _, finished in engine.step():
             if one not in left:
@@ -43,15 +52,25 @@ def write_texts(
     return list(texts.values())
 
 
-def samples(where: Where, settings: Generate, warn: Callable[[str], None], ema: bool = False) -> list[str]:
+def samples(
+    where: Where, settings: Generate, warn: Callable[[str], None], ema: bool = False
+) -> list[str]:
     """What the model at ``where`` writes after each prompt, or with ``settings.chat`` answers to it.
 
     ``ema``: use the moving averages of its parameters.
     """
     model, files = open_model(where, "cpu", warn, ema)
-    tokenizer, how = tokenizer_of(files, where, warn), Sampling(settings.temperature, settings.top_k)
+    tokenizer, how = (
+        tokenizer_of(files, where, warn),
+        Sampling(settings.temperature, settings.top_k),
+    )
     asks = [
-        TextRequest(prompt_ids(tokenizer, prompt, settings.chat, str(where)), settings.tokens, how, tokenizer.stops)
+        TextRequest(
+            prompt_ids(tokenizer, prompt, settings.chat, str(where)),
+            settings.tokens,
+            how,
+            tokenizer.stops,
+        )
         for prompt in settings.all_prompts
     ]
     return write_texts(Engine(model), tokenizer, asks)

@@ -44,14 +44,18 @@ class CallForm:
     before: str
     behind: str
 
-    def grammar(self, tools: Sequence[dict[str, Any]], form: Language | None = None) -> str:
+    def grammar(
+        self, tools: Sequence[dict[str, Any]], form: Language | None = None
+    ) -> str:
         """A grammar, in Lark's notation, of texts that call one of ``tools`` once, with arguments of its schema.
 
         A text of the language ``form`` is as good, if it is given.
         """
         ways, starts = [], [f"call{number}" for number in range(len(tools))]
         for number, tool in enumerate(tools):
-            text, last = (part.replace(_NAME, tool["name"]) for part in (self.before, self.behind))
+            text, last = (
+                part.replace(_NAME, tool["name"]) for part in (self.before, self.behind)
+            )
             # A bare call's brace is a word of its own: the longest word wins, and a form may begin with a brace too.
             words = [text] if self.opening else [text[:1], text[1:]]
             before, behind = " ".join(map(_quoted, words)), _quoted(last)
@@ -71,13 +75,23 @@ class CallForm:
     @cached_property
     def between(self) -> re.Pattern[str]:
         """Matches the text before, between and after calls."""
-        return re.compile(rf"\s*(?:{re.escape(self.closing)})?[\s,;]*(?:{re.escape(self.opening)})?\s*")
+        return re.compile(
+            rf"\s*(?:{re.escape(self.closing)})?[\s,;]*(?:{re.escape(self.opening)})?\s*"
+        )
 
     @cached_property
     def head(self) -> re.Pattern[str]:
         """Matches a call up to its arguments, if its name comes first."""
-        name, arguments = (re.escape(json.dumps(key)) for key in (self.name, self.arguments))
-        return re.compile(r"\{\s*" + name + r'\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*' + arguments + r"\s*:\s*(?=\{)")
+        name, arguments = (
+            re.escape(json.dumps(key)) for key in (self.name, self.arguments)
+        )
+        return re.compile(
+            r"\{\s*"
+            + name
+            + r'\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
+            + arguments
+            + r"\s*:\s*(?=\{)"
+        )
 
 
 def _quoted(text: str) -> str:
@@ -88,34 +102,66 @@ def _quoted(text: str) -> str:
 def _as_lark(form: str | dict[str, Any]) -> str:
     """A regular expression or a JSON schema in Lark's notation."""
     if isinstance(form, str):
-        return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", form).replace("\n", "\\n") + "/"
+        return (
+            "/"
+            + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", form).replace("\n", "\\n")
+            + "/"
+        )
     return f"%json {json.dumps(form | {'x-guidance': {'whitespace_pattern': BLANKS}})}"
 
 
 def call_form(template: ChatTemplate) -> CallForm | None:
     """How ``template`` writes calls; None if it does not show tools to the model, or does not write calls as JSON."""
-    tool = {"type": "function", "function": {"name": _NAME, "description": "-", "parameters": {"type": "object"}}}
-    call = {"id": "callcall1", "type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
+    tool = {
+        "type": "function",
+        "function": {
+            "name": _NAME,
+            "description": "-",
+            "parameters": {"type": "object"},
+        },
+    }
+    call = {
+        "id": "callcall1",
+        "type": "function",
+        "function": {"name": _NAME, "arguments": _ARGUMENTS},
+    }
     asked = {"role": "user", "content": "?"}
     try:
         told = template.render([asked], [tool], prompt=True).text
-        said = template.render([asked, {"role": "assistant", "content": "", "tool_calls": [call]}], [tool]).text
+        said = template.render(
+            [asked, {"role": "assistant", "content": "", "tool_calls": [call]}], [tool]
+        ).text
     except TemplateError:
         return None
-    written = said[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(told, said, strict=False))) :]
+    written = said[
+        sum(
+            1
+            for _ in takewhile(
+                lambda pair: pair[0] == pair[1], zip(told, said, strict=False)
+            )
+        ) :
+    ]
     arguments = _WRITTEN.search(written)
     if _NAME not in told or arguments is None:
         return None
-    for start in (found.start() for found in re.finditer(r"\{", written[: arguments.start() + 1])):
+    for start in (
+        found.start() for found in re.finditer(r"\{", written[: arguments.start() + 1])
+    ):
         try:
             value, end = json.JSONDecoder().raw_decode(written, start)
         except ValueError:
             continue
         keys = {str(each): key for key, each in value.items()}
         if {_NAME, str(_ARGUMENTS)} <= keys.keys():
-            plain = [template.specials.sub("", text) for text in (written[:start], written[end:])]
+            plain = [
+                template.specials.sub("", text)
+                for text in (written[:start], written[end:])
+            ]
             opening, closing = plain[0].lstrip(), plain[1].rstrip()
-            before, behind = written[start : arguments.start()], written[arguments.end() : end]
+            before, behind = (
+                written[start : arguments.start()],
+                written[arguments.end() : end],
+            )
             return CallForm(opening.strip(), closing.strip(), keys[_NAME], keys[str(_ARGUMENTS)],
                             opening + before, behind + closing)  # fmt: skip
     return None
@@ -129,29 +175,49 @@ class CallFinder:
     """
 
     def __init__(
-        self, form: CallForm, streams: bool = False, names: Collection[str] | None = None, most: int | None = None
+        self,
+        form: CallForm,
+        streams: bool = False,
+        names: Collection[str] | None = None,
+        most: int | None = None,
     ) -> None:
-        self.form, self.streams, self.names, self.most, self.kept = form, streams, names, most, ""
+        self.form, self.streams, self.names, self.most, self.kept = (
+            form,
+            streams,
+            names,
+            most,
+            "",
+        )
         self.calls: list[Call] = []  # those that are whole
         self._begun = self._found = False
-        self._at = self._shown = 0  # where the last of them ends, and what was given out of the next one's arguments
+        # where the last of them ends, and what was given out of the next one's arguments
+        self._at = self._shown = 0
 
     def add(self, piece: str) -> tuple[str, list[CallPiece]]:
         """Add ``piece``; returns the text that is no call, as far as it is certain, and what is new of calls."""
         self.kept += piece
         text = "" if self._found else self._before()
-        return text, list(self._news()) if self._found and (self.streams or self.most) else []
+        return text, list(self._news()) if self._found and (
+            self.streams or self.most
+        ) else []
 
     def _before(self) -> str:
         """The text before the first call, as far as it can be told."""
-        if not self.form.opening:  # calls are bare objects: a text is one from its first character on, or none
+        # calls are bare objects: a text is one from its first character on, or none
+        if not self.form.opening:
             text = self.kept.lstrip()
-            self._begun, self._found = bool(text) or self._begun, text.startswith("{") and not self._begun
+            self._begun, self._found = (
+                bool(text) or self._begun,
+                text.startswith("{") and not self._begun,
+            )
             return "" if self._found or not text else self._release(len(self.kept))
         at = self.kept.find(self.form.opening)
         if at < 0:
             opening = self.form.opening
-            held = max((n for n in range(1, len(opening)) if self.kept.endswith(opening[:n])), default=0)
+            held = max(
+                (n for n in range(1, len(opening)) if self.kept.endswith(opening[:n])),
+                default=0,
+            )
             return self._release(len(self.kept) - held)
         self._found = True
         return self._release(at)
@@ -192,12 +258,17 @@ class CallFinder:
                 _, last = self._value(head.end())
                 more = self.kept[head.end() + self._shown : last]
                 if more:
-                    yield CallPiece(len(self.calls), None if self._shown else _read(head[1]), more)
+                    yield CallPiece(
+                        len(self.calls), None if self._shown else _read(head[1]), more
+                    )
                 self._shown += len(more)
-            if not isinstance(value, dict) or not self._is_callable(value.get(self.form.name)):
+            if not isinstance(value, dict) or not self._is_callable(
+                value.get(self.form.name)
+            ):
                 return
             given = value.get(self.form.arguments, {})
-            is_text = isinstance(given, str) and isinstance(_read(given), dict)  # as confused models write objects
+            # as confused models write objects
+            is_text = isinstance(given, str) and isinstance(_read(given), dict)
             arguments = given if is_text else json.dumps(given, ensure_ascii=False)
             call = Call(value[self.form.name], arguments)
             if not head:

@@ -10,7 +10,13 @@ from pydantic import ValidationError
 from weft.errors import WeftError
 from weft.recipe import ModelShape
 from weft.recipe.validation import explain
-from weft.shapes.mixture import LIMITS, mixture_architecture, mixture_fields, mixture_settings, refuse
+from weft.shapes.mixture import (
+    LIMITS,
+    mixture_architecture,
+    mixture_fields,
+    mixture_settings,
+    refuse,
+)
 
 #: Fields of :class:`ModelShape` and what ``config.json`` calls them.
 FIELDS = {
@@ -72,23 +78,36 @@ LACKING = {
 def lacking(fields: Mapping[str, Any]) -> str:
     """What Weft would have to have for a model with these fields of an architecture that it does not know."""
     found = dict.fromkeys(what for field, what in LACKING.items() if fields.get(field))
-    return f"missing is {' and '.join(found)}" if found else "its layers are not among those that Weft has"
+    return (
+        f"missing is {' and '.join(found)}"
+        if found
+        else "its layers are not among those that Weft has"
+    )
 
 
 def shape_from_config(path: Path) -> ModelShape:
     """The model that a ``config.json`` (or its folder) describes; refuses what Weft would compute differently."""
     path = path / "config.json" if path.is_dir() else path
-    return shape_from_fields(read_json(path, "give a Hugging Face config.json or a folder with one"), path)
+    return shape_from_fields(
+        read_json(path, "give a Hugging Face config.json or a folder with one"), path
+    )
 
 
 def shape_from_fields(config: Mapping[str, Any], path: Path | str) -> ModelShape:
     """:func:`shape_from_config` of the fields themselves; ``path`` says in errors where they stand."""
     kinds = {kind: architecture for architecture, (kind, _) in ARCHITECTURES.items()}
-    name = next(iter(config.get("architectures") or ()), kinds.get(config.get("model_type", "")))
+    name = next(
+        iter(config.get("architectures") or ()), kinds.get(config.get("model_type", ""))
+    )
     scores = str(name).endswith(SCORES)
     if scores:
         if len(config.get("id2label") or "two") != 1:
-            refuse(path, "id2label", config.get("id2label"), "a single label, the score of a reward model")
+            refuse(
+                path,
+                "id2label",
+                config.get("id2label"),
+                "a single label, the score of a reward model",
+            )
         name = kinds.get(config.get("model_type", ""), name)
     if name not in ARCHITECTURES:
         known = ", ".join(one.removesuffix("ForCausalLM") for one in ARCHITECTURES)
@@ -101,31 +120,56 @@ def shape_from_fields(config: Mapping[str, Any], path: Path | str) -> ModelShape
         value = {**config, **rope}.get(field)
         if value not in (None, supported):
             refuse(path, field, value, repr(supported))
-    found = {ours: config[theirs] for ours, theirs in FIELDS.items() if config.get(theirs) is not None}
-    missing = [FIELDS[ours] for ours in ("vocab", "layers", "embed", "heads", "ffn") if ours not in found]
-    tree = {"norm_eps": 1e-6, **ARCHITECTURES[name][1], **found, "rope_theta": rope.get("rope_theta", 1e4)}
+    found = {
+        ours: config[theirs]
+        for ours, theirs in FIELDS.items()
+        if config.get(theirs) is not None
+    }
+    missing = [
+        FIELDS[ours]
+        for ours in ("vocab", "layers", "embed", "heads", "ffn")
+        if ours not in found
+    ]
+    tree = {
+        "norm_eps": 1e-6,
+        **ARCHITECTURES[name][1],
+        **found,
+        "rope_theta": rope.get("rope_theta", 1e4),
+    }
     kind = rope.get("rope_type", rope.get("type", "default"))
     original = "original_max_position_embeddings"
-    length = config.get(original) or rope.get(original) or config.get("max_position_embeddings")
+    length = (
+        config.get(original)
+        or rope.get(original)
+        or config.get("max_position_embeddings")
+    )
     if kind == "llama3":
         keys = ("factor", "low_freq_factor", "high_freq_factor")
         missing += [f"rope_scaling.{key}" for key in keys if key not in rope]
-        tree["rope_scaling"] = {key: rope.get(key) for key in keys} | {"original_max_position": length}
+        tree["rope_scaling"] = {key: rope.get(key) for key in keys} | {
+            "original_max_position": length
+        }
     elif kind == "linear":
         tree["rope_scaling"] = {"kind": kind, "factor": rope.get("factor")}
     elif kind == "yarn":
         tree["rope_scaling"] = {"kind": kind, "original_max_position": length}
-        tree["rope_scaling"] |= {key: rope[key] for key in ("factor", *YARN) if rope.get(key) is not None}
+        tree["rope_scaling"] |= {
+            key: rope[key] for key in ("factor", *YARN) if rope.get(key) is not None
+        }
         missing += ["rope_scaling.factor"] if rope.get("factor") is None else []
     elif kind != "default":
         refuse(path, "rope_type", kind, "'default', 'linear', 'llama3' and 'yarn'")
     if missing:
-        raise WeftError(f"{path} has no {', '.join(missing)}; it is not a complete config.json")
+        raise WeftError(
+            f"{path} has no {', '.join(missing)}; it is not a complete config.json"
+        )
     activation = config.get("hidden_activation") or config.get("hidden_act")
     if activation is not None and activation not in ACTIVATIONS:
         refuse(path, "hidden_act", activation, " and ".join(map(repr, ACTIVATIONS)))
     gemma = name == "Gemma3ForCausalLM"
-    tree["activation"] = ACTIVATIONS[activation or ("gelu_pytorch_tanh" if gemma else "silu")]
+    tree["activation"] = ACTIVATIONS[
+        activation or ("gelu_pytorch_tanh" if gemma else "silu")
+    ]
     tree |= _windows(path, name, config, tree["layers"])
     if name in LIMITS:
         tree |= mixture_settings(path, name, config, tree["layers"])
@@ -133,12 +177,16 @@ def shape_from_fields(config: Mapping[str, Any], path: Path | str) -> ModelShape
         tree |= {"output": "score", "tied": False}
     if gemma:
         tree["query_dim"] = config.get("query_pre_attn_scalar", 256)
-        tree["window_theta"] = local.get("rope_theta", 1e4) if tree.get("window") else None
+        tree["window_theta"] = (
+            local.get("rope_theta", 1e4) if tree.get("window") else None
+        )
     try:
         return ModelShape.model_validate(tree)
     except ValidationError as error:
         key = str(next(iter(error.errors()[0]["loc"]), ""))
-        raise WeftError(f"{path}: {explain(error, ModelShape).replace(key, FIELDS.get(key, key), 1)}") from None
+        raise WeftError(
+            f"{path}: {explain(error, ModelShape).replace(key, FIELDS.get(key, key), 1)}"
+        ) from None
 
 
 def weight_blocks(path: Path | str, config: Mapping[str, Any]) -> list[int]:
@@ -147,13 +195,23 @@ def weight_blocks(path: Path | str, config: Mapping[str, Any]) -> list[int]:
     if not given:
         return []
     match given:
-        case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)]} if min(rows, columns) > 0:
+        case {
+            "quant_method": "fp8",
+            "weight_block_size": [int(rows), int(columns)],
+        } if min(rows, columns) > 0:
             if given.get("fmt", "e4m3") == "e4m3":
                 return [rows, columns]
-    refuse(path, "quantization_config", given, "quant_method 'fp8' with a weight_block_size of two numbers")
+    refuse(
+        path,
+        "quantization_config",
+        given,
+        "quant_method 'fp8' with a weight_block_size of two numbers",
+    )
 
 
-def _rope(path: Path | str, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _rope(
+    path: Path | str, config: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rotary embedding of layers that see all tokens, and of windowed ones, each as one flat set of fields.
 
     transformers 5 writes ``rope_parameters``, of Gemma 3 a set per kind of layer; 4 wrote ``rope_scaling`` beside
@@ -162,7 +220,9 @@ def _rope(path: Path | str, config: Mapping[str, Any]) -> tuple[dict[str, Any], 
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, dict):
         refuse(path, "rope_parameters", given, "a set of values")
-    gemma = config.get("model_type") == "gemma3_text" or "Gemma3ForCausalLM" in (config.get("architectures") or ())
+    gemma = config.get("model_type") == "gemma3_text" or "Gemma3ForCausalLM" in (
+        config.get("architectures") or ()
+    )
     local = {"rope_theta": config.get("rope_local_base_freq", 1e4)}
     if any(isinstance(value, dict) for value in given.values()):
         if not gemma or given.keys() - {"full_attention", "sliding_attention"}:
@@ -170,31 +230,52 @@ def _rope(path: Path | str, config: Mapping[str, Any]) -> tuple[dict[str, Any], 
         local |= given.get("sliding_attention") or {}
         given = given.get("full_attention") or {}
         if local.get("rope_type", "default") != "default":
-            refuse(path, "rope_parameters.sliding_attention.rope_type", local["rope_type"], "'default'")
-    theta = config.get("rope_theta", 1e6 if gemma or config.get("model_type") == "mixtral" else 1e4)
+            refuse(
+                path,
+                "rope_parameters.sliding_attention.rope_type",
+                local["rope_type"],
+                "'default'",
+            )
+    theta = config.get(
+        "rope_theta", 1e6 if gemma or config.get("model_type") == "mixtral" else 1e4
+    )
     return {"rope_theta": theta, **given}, local
 
 
-def _windows(path: Path | str, name: str, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+def _windows(
+    path: Path | str, name: str, config: Mapping[str, Any], layers: int
+) -> dict[str, Any]:
     """``window`` and ``full_every`` of the layers; refuses an order of layers that these two cannot say."""
-    window, kinds = config.get("sliding_window", 4096), list(config.get("layer_types") or ())
+    window, kinds = (
+        config.get("sliding_window", 4096),
+        list(config.get("layer_types") or ()),
+    )
     if name.startswith("Mixtral"):
         window = config.get("sliding_window")
     if name.startswith(("Llama", "Mi", "Deepseek")):
         if "sliding_attention" in kinds:
             refuse(path, "layer_types", kinds, "'full_attention'")
-        kinds = ["sliding_attention" if name.startswith("Mi") else "full_attention"] * layers
+        kinds = [
+            "sliding_attention" if name.startswith("Mi") else "full_attention"
+        ] * layers
     elif name == "Gemma3ForCausalLM":
         every = config.get("sliding_window_pattern") or 6
-        kinds = kinds or [("full" if (i + 1) % every == 0 else "sliding") + "_attention" for i in range(layers)]
+        kinds = kinds or [
+            ("full" if (i + 1) % every == 0 else "sliding") + "_attention"
+            for i in range(layers)
+        ]
     elif not config.get("use_sliding_window"):
         window = 0
     else:
         first = config.get("max_window_layers", 28)
-        kinds = kinds or [("full" if i < first else "sliding") + "_attention" for i in range(layers)]
+        kinds = kinds or [
+            ("full" if i < first else "sliding") + "_attention" for i in range(layers)
+        ]
     if not window or "sliding_attention" not in kinds:
         if set(kinds) - {"full_attention", "sliding_attention"}:
-            refuse(path, "layer_types", kinds, "'full_attention' and 'sliding_attention'")
+            refuse(
+                path, "layer_types", kinds, "'full_attention' and 'sliding_attention'"
+            )
         return {}
     for every in range(layers + 1):
         if kinds == layer_types(layers, every):
@@ -212,23 +293,37 @@ def architecture(shape: ModelShape) -> str:
     """The architecture that computes this shape; :class:`WeftError` if Hugging Face has none."""
     remedy = "keep Weft's own checkpoint"
     if shape.mixer != "softmax":
-        raise WeftError(f"Hugging Face has no architecture for mixer = {shape.mixer!r}; {remedy}")
+        raise WeftError(
+            f"Hugging Face has no architecture for mixer = {shape.mixer!r}; {remedy}"
+        )
     if shape.qkv_bias and shape.qk_norm:
-        raise WeftError(f"no Hugging Face architecture has both qkv_bias and qk_norm; {remedy}")
+        raise WeftError(
+            f"no Hugging Face architecture has both qkv_bias and qk_norm; {remedy}"
+        )
     if shape.mixtures or shape.kv_rank:
         return mixture_architecture(shape)
     if shape.activation not in ACTIVATIONS.values() or shape.rope_interleaved:
-        what = "rope_interleaved" if shape.rope_interleaved else f"activation = {shape.activation!r}"
-        raise WeftError(f"no Hugging Face architecture that Weft knows has {what}; {remedy}")
+        what = (
+            "rope_interleaved"
+            if shape.rope_interleaved
+            else f"activation = {shape.activation!r}"
+        )
+        raise WeftError(
+            f"no Hugging Face architecture that Weft knows has {what}; {remedy}"
+        )
     gemma = ("norm_after", "scaled_embedding", "query_dim", "window_theta")
     if shape.norm_after and shape.scaled_embedding and shape.qk_norm:
         return "Gemma3ForCausalLM"
     if found := [name for name in gemma if getattr(shape, name)]:
-        raise WeftError(f"{found[0]} is of Gemma 3, which has norm_after, scaled_embedding and qk_norm too; {remedy}")
+        raise WeftError(
+            f"{found[0]} is of Gemma 3, which has norm_after, scaled_embedding and qk_norm too; {remedy}"
+        )
     if shape.qkv_bias or shape.qk_norm:
         return "Qwen2ForCausalLM" if shape.qkv_bias else "Qwen3ForCausalLM"
     if shape.window and shape.full_every:
-        raise WeftError(f"no Hugging Face architecture has window and full_every without qk_norm or qkv_bias; {remedy}")
+        raise WeftError(
+            f"no Hugging Face architecture has window and full_every without qk_norm or qkv_bias; {remedy}"
+        )
     return "MistralForCausalLM" if shape.window else "LlamaForCausalLM"
 
 
@@ -251,12 +346,23 @@ def config_from_shape(
     if given := shape.rope_scaling:
         rope = {"rope_type": given.kind, "factor": given.factor}
         if given.kind != "linear":
-            names = ("low_freq_factor", "high_freq_factor") if given.kind == "llama3" else YARN
-            rope |= {key: value for key, value in given.model_dump(include=set(names)).items() if value}
+            names = (
+                ("low_freq_factor", "high_freq_factor")
+                if given.kind == "llama3"
+                else YARN
+            )
+            rope |= {
+                key: value
+                for key, value in given.model_dump(include=set(names)).items()
+                if value
+            }
             rope["original_max_position_embeddings"] = given.original_max_position
-    if given and given.kind == "yarn":  # transformers 4 takes the quotient of the two lengths for the factor
+    # transformers 4 takes the quotient of the two lengths for the factor
+    if given and given.kind == "yarn":
         max_positions = round(given.factor * given.original_max_position)
-    activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == shape.activation)
+    activation = next(
+        theirs for theirs, ours in ACTIVATIONS.items() if ours == shape.activation
+    )
     config = {
         "architectures": [_scoring(name) if scores else name],
         "model_type": ARCHITECTURES[name][0],
@@ -278,7 +384,11 @@ def config_from_shape(
         config["sliding_window"] = shape.window or None
     if shape.window and not name.startswith("Mi"):
         config |= {"layer_types": layer_types(shape.layers, shape.full_every)}
-        config |= {"use_sliding_window": True, "max_window_layers": 0} if name.startswith("Qwen") else {}
+        config |= (
+            {"use_sliding_window": True, "max_window_layers": 0}
+            if name.startswith("Qwen")
+            else {}
+        )
     if name == "Gemma3ForCausalLM":
         config |= _gemma(shape, config)
     return config
@@ -311,4 +421,6 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise WeftError(f"cannot read {path}: it is not JSON; {hint}") from None
     except (OSError, ValueError) as error:
-        raise WeftError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; {hint}") from None
+        raise WeftError(
+            f"cannot read {path}: {getattr(error, 'strerror', None) or error}; {hint}"
+        ) from None

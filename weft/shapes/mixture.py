@@ -34,10 +34,14 @@ LATENT = {
 
 
 def refuse(path: Path | str, field: str, value: Any, supported: str) -> NoReturn:
-    raise WeftError(f"{path}: {field} = {str(value)[:60]!r} is not supported; Weft supports {supported}")
+    raise WeftError(
+        f"{path}: {field} = {str(value)[:60]!r} is not supported; Weft supports {supported}"
+    )
 
 
-def _number(path: Path | str, config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+def _number(
+    path: Path | str, config: Mapping[str, Any], *names: str, default: int | None = None
+) -> int:
     """The whole number that stands under one of ``names``."""
     given = [name for name in names if config.get(name) is not None]
     name = given[0] if given else names[0]
@@ -51,11 +55,17 @@ def _number(path: Path | str, config: Mapping[str, Any], *names: str, default: i
     return value
 
 
-def mixture_settings(path: Path | str, name: str, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+def mixture_settings(
+    path: Path | str, name: str, config: Mapping[str, Any], layers: int
+) -> dict[str, Any]:
     """The settings of :class:`ModelShape` about experts and latent attention that a configuration stands for."""
-    width = "intermediate_size" if name.startswith("Mixtral") else "moe_intermediate_size"
+    width = (
+        "intermediate_size" if name.startswith("Mixtral") else "moe_intermediate_size"
+    )
     tree: dict[str, Any] = {
-        "experts": _number(path, config, "num_local_experts", "num_experts", "n_routed_experts"),
+        "experts": _number(
+            path, config, "num_local_experts", "num_experts", "n_routed_experts"
+        ),
         "experts_per_token": _number(path, config, "num_experts_per_tok"),
         "expert_ffn": _number(path, config, width),
     }
@@ -67,25 +77,47 @@ def mixture_settings(path: Path | str, name: str, config: Mapping[str, Any], lay
     if config.get("router_jitter_noise"):
         refuse(path, "router_jitter_noise", config["router_jitter_noise"], "0")
     if config.get("output_router_logits") and config.get("router_aux_loss_coef"):
-        tree |= {"balance": "huggingface", "balance_loss": config["router_aux_loss_coef"]}
+        tree |= {
+            "balance": "huggingface",
+            "balance_loss": config["router_aux_loss_coef"],
+        }
     if name.startswith("Qwen"):
         tree |= _qwen(path, name, config, layers, tree)
     elif name.startswith("Deepseek"):
         tree |= _deepseek(path, name, config, layers)
-    if tree.get("first_dense") == layers:  # nothing else is of experts that no layer has
-        return {name: value for name, value in tree.items() if name in (*LATENT, "rope_interleaved", "qkv_bias")}
+    # nothing else is of experts that no layer has
+    if tree.get("first_dense") == layers:
+        return {
+            name: value
+            for name, value in tree.items()
+            if name in (*LATENT, "rope_interleaved", "qkv_bias")
+        }
     return tree
 
 
-def _qwen(path: Path | str, name: str, config: Mapping[str, Any], layers: int, tree: dict[str, Any]) -> dict[str, Any]:
+def _qwen(
+    path: Path | str,
+    name: str,
+    config: Mapping[str, Any],
+    layers: int,
+    tree: dict[str, Any],
+) -> dict[str, Any]:
     if config.get("use_sliding_window"):
         refuse(path, "use_sliding_window", True, "False")
-    every, dense = _number(path, config, "decoder_sparse_step", default=1), config.get("mlp_only_layers") or []
+    every, dense = (
+        _number(path, config, "decoder_sparse_step", default=1),
+        config.get("mlp_only_layers") or [],
+    )
     if not isinstance(dense, list):
         refuse(path, "mlp_only_layers", dense, "a list of layers")
-    mixed = [bool(every) and (i + 1) % every == 0 and i not in dense for i in range(layers)]
+    mixed = [
+        bool(every) and (i + 1) % every == 0 and i not in dense for i in range(layers)
+    ]
     first = mixed.index(True) if True in mixed else layers
-    found: dict[str, Any] = {"router": "pre-softmax", "router_norm": bool(config.get("norm_topk_prob"))}
+    found: dict[str, Any] = {
+        "router": "pre-softmax",
+        "router_norm": bool(config.get("norm_topk_prob")),
+    }
     if mixed == [i >= first for i in range(layers)]:
         found["first_dense"] = first
     elif dense:
@@ -93,14 +125,28 @@ def _qwen(path: Path | str, name: str, config: Mapping[str, Any], layers: int, t
     else:
         found["moe_every"] = every
     if name.startswith("Qwen2"):
-        shared, width = _number(path, config, "shared_expert_intermediate_size", default=5632), tree["expert_ffn"]
+        shared, width = (
+            _number(path, config, "shared_expert_intermediate_size", default=5632),
+            tree["expert_ffn"],
+        )
         if not width or shared % width or not shared:
-            refuse(path, "shared_expert_intermediate_size", shared, f"multiples of moe_intermediate_size = {width}")
-        found |= {"shared_experts": shared // width, "shared_mix": "gate", "qkv_bias": config.get("qkv_bias", True)}
+            refuse(
+                path,
+                "shared_expert_intermediate_size",
+                shared,
+                f"multiples of moe_intermediate_size = {width}",
+            )
+        found |= {
+            "shared_experts": shared // width,
+            "shared_mix": "gate",
+            "qkv_bias": config.get("qkv_bias", True),
+        }
     return found
 
 
-def _deepseek(path: Path | str, name: str, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+def _deepseek(
+    path: Path | str, name: str, config: Mapping[str, Any], layers: int
+) -> dict[str, Any]:
     third = name.startswith("DeepseekV3")
     way = config.get("topk_method") or ROUTERS[name][1][0]
     if config.get("moe_layer_freq", 1) != 1:
@@ -110,10 +156,16 @@ def _deepseek(path: Path | str, name: str, config: Mapping[str, Any], layers: in
         refuse(path, "norm_topk_prob", True, "False, as transformers computes it")
     grouped = third or way == "group_limited_greedy"
     return {
-        **{ours: _number(path, config, theirs) for ours, theirs in LATENT.items() if ours != "q_rank"},
+        **{
+            ours: _number(path, config, theirs)
+            for ours, theirs in LATENT.items()
+            if ours != "q_rank"
+        },
         "q_rank": _number(path, config, "q_lora_rank", default=0),
         "rope_interleaved": bool(config.get("rope_interleave", True)),
-        "first_dense": min(layers, _number(path, config, "first_k_dense_replace", default=3 * third)),
+        "first_dense": min(
+            layers, _number(path, config, "first_k_dense_replace", default=3 * third)
+        ),
         "shared_experts": _number(path, config, "n_shared_experts"),
         "router": "sigmoid" if third else "pre-softmax",
         "router_norm": norm,
@@ -126,20 +178,30 @@ def _deepseek(path: Path | str, name: str, config: Mapping[str, Any], layers: in
 def mixture_architecture(shape: ModelShape) -> str:
     """The architecture that computes this shape, which has experts or latent attention."""
     if shape.kv_rank:
-        name = "DeepseekV2ForCausalLM" if shape.mixtures and shape.router != "sigmoid" else "DeepseekV3ForCausalLM"
+        name = (
+            "DeepseekV2ForCausalLM"
+            if shape.mixtures and shape.router != "sigmoid"
+            else "DeepseekV3ForCausalLM"
+        )
     elif shape.qk_norm:
         name = "Qwen3MoeForCausalLM"
     else:
         name = "Qwen2MoeForCausalLM" if shape.shared_experts else "MixtralForCausalLM"
     limits = ALL | (LIMITS[name] if shape.mixtures else {"window": (0,)})
     limits |= {"qkv_bias": (False,)} if "Qwen2" not in name else {}
-    limits |= {} if "Deepseek" in name else {"rope_interleaved": (False,), "router_scale": (1.0,)}
+    limits |= (
+        {}
+        if "Deepseek" in name
+        else {"rope_interleaved": (False,), "router_scale": (1.0,)}
+    )
     layers, first = list(shape.mixtures), min(shape.mixtures, default=shape.layers)
     wrong = next((f"{field} = {getattr(shape, field)!r}" for field, can_be in limits.items()
                   if getattr(shape, field) not in can_be), "")  # fmt: skip
     if len(set(shape.mixtures.values())) > 1:
         wrong = "layers with unequally many experts"
-    elif "Qwen" not in name and layers != list(range(first if shape.kv_rank else 0, shape.layers)):
+    elif "Qwen" not in name and layers != list(
+        range(first if shape.kv_rank else 0, shape.layers)
+    ):
         wrong = "dense layers" if not shape.kv_rank else "dense layers but the first"
     elif shape.kv_rank and shape.mixtures and not shape.shared_experts:
         wrong = "no shared experts"
@@ -151,7 +213,10 @@ def mixture_architecture(shape: ModelShape) -> str:
 
 def mixture_fields(shape: ModelShape, name: str) -> dict[str, Any]:
     """What ``config.json`` of architecture ``name`` says beside what is said of dense models."""
-    experts, balances = max(shape.mixtures.values(), default=1), shape.balance == "huggingface"
+    experts, balances = (
+        max(shape.mixtures.values(), default=1),
+        shape.balance == "huggingface",
+    )
     first = min(shape.mixtures, default=shape.layers)
     found: dict[str, Any] = {
         "num_experts_per_tok": shape.experts_per_token if shape.mixtures else 1,
@@ -159,15 +224,29 @@ def mixture_fields(shape: ModelShape, name: str) -> dict[str, Any]:
         "output_router_logits": balances and shape.balance_loss > 0,
     }
     if name.startswith("Mixtral"):
-        return found | {"num_local_experts": experts, "intermediate_size": shape.expert_ffn}
-    found |= {"moe_intermediate_size": shape.expert_ffn or 1, "norm_topk_prob": shape.router_norm}
+        return found | {
+            "num_local_experts": experts,
+            "intermediate_size": shape.expert_ffn,
+        }
+    found |= {
+        "moe_intermediate_size": shape.expert_ffn or 1,
+        "norm_topk_prob": shape.router_norm,
+    }
     if name.startswith("Qwen"):
         listed = isinstance(shape.experts, tuple) or shape.first_dense
-        dense = [layer for layer in range(shape.layers) if layer not in shape.mixtures] if listed else []
+        dense = (
+            [layer for layer in range(shape.layers) if layer not in shape.mixtures]
+            if listed
+            else []
+        )
         found |= {"num_experts": experts, "mlp_only_layers": dense, "decoder_sparse_step": 1 if dense else
                   shape.moe_every, "use_sliding_window": False}  # fmt: skip
         shared = shape.shared_experts * (shape.expert_ffn or 0)
-        return found | ({"qkv_bias": shape.qkv_bias, "shared_expert_intermediate_size": shared} if shared else {})
+        return found | (
+            {"qkv_bias": shape.qkv_bias, "shared_expert_intermediate_size": shared}
+            if shared
+            else {}
+        )
     scores, ways = ROUTERS[name]
     return found | {
         **{theirs: getattr(shape, ours) for ours, theirs in LATENT.items()},

@@ -30,7 +30,10 @@ PROJECTIONS = {
 ADAPTERS, QUANTIZED = ".adapters.", ".quantized."
 #: The parameters with a row for each token, by what PEFT calls them; and where rows of some tokens learn beside them.
 VOCABULARY = {"embed_tokens": "embedding.table", "lm_head": "head"}
-ROWS = {"embed_tokens": "embedding.adapters.table.rows", "lm_head": "outputs.adapters.head.rows"}
+ROWS = {
+    "embed_tokens": "embedding.adapters.table.rows",
+    "lm_head": "outputs.adapters.head.rows",
+}
 #: What routers keep of the loads of their experts, which no gradient changes.
 STATISTICS = ("router.bias", "router.load")
 #: Of a weight in four bits: elements that share a scale, and scales that share a mean and a step.
@@ -60,23 +63,33 @@ def is_target(pattern: str, path: str) -> bool:
     By its last part, as Weft or as Hugging Face calls it (``wq``, ``q_proj``), or by its whole path.
     """
     module, name = path.split(".")[-2:]
-    return any(fnmatchcase(known, pattern) for known in (name, PROJECTIONS[module][name], path))
+    return any(
+        fnmatchcase(known, pattern) for known in (name, PROJECTIONS[module][name], path)
+    )
 
 
 def adapter_rank(adapter: Adapter, path: str) -> int:
     """The rank of the adapter of the weight ``path``."""
-    return next((rank for p, rank in adapter.rank_pattern.items() if is_target(p, path)), adapter.rank)
+    return next(
+        (rank for p, rank in adapter.rank_pattern.items() if is_target(p, path)),
+        adapter.rank,
+    )
 
 
 def adapter_alpha(adapter: Adapter, path: str) -> float:
     """The ``alpha`` of the adapter of the weight ``path``."""
-    return next((alpha for p, alpha in adapter.alpha_pattern.items() if is_target(p, path)), adapter.alpha)
+    return next(
+        (alpha for p, alpha in adapter.alpha_pattern.items() if is_target(p, path)),
+        adapter.alpha,
+    )
 
 
 def adapter_scale(adapter: Adapter, path: str) -> float:
     """What the output of the adapter of the weight ``path`` is multiplied by."""
     rank = adapter_rank(adapter, path)
-    return adapter_alpha(adapter, path) / (rank**0.5 if adapter.rank_stabilised else rank)
+    return adapter_alpha(adapter, path) / (
+        rank**0.5 if adapter.rank_stabilised else rank
+    )
 
 
 def whole_weights(shape: ModelShape) -> list[str]:
@@ -89,7 +102,11 @@ def row_tokens(shape: ModelShape, weight: VocabularyWeight) -> tuple[int, ...]:
     adapter = shape.adapter
     if adapter is None or adapter.tokens == "new" or weight not in adapter.tokens_of:
         return ()
-    return () if weight == "lm_head" and (shape.tied or shape.output == "score") else adapter.tokens
+    return (
+        ()
+        if weight == "lm_head" and (shape.tied or shape.output == "score")
+        else adapter.tokens
+    )
 
 
 def of_adapter(name: str, shape: ModelShape) -> bool:
@@ -101,7 +118,11 @@ def projections(shape: ModelShape) -> Iterator[str]:
     """The paths of all weights that can have an adapter."""
     for layer in range(shape.layers):
         queries = ("wq_a", "wq_b") if shape.q_rank else ("wq",)
-        names = (*queries, "wkv_a", "wkv_b", "wo") if shape.kv_rank else ("wq", "wk", "wv", "wo")
+        names = (
+            (*queries, "wkv_a", "wkv_b", "wo")
+            if shape.kv_rank
+            else ("wq", "wk", "wv", "wo")
+        )
         yield from (f"blocks.{layer}.attention.{name}" for name in names)
         if not shape.experts_of(layer):
             yield from (f"blocks.{layer}.ffn.{name}" for name in PROJECTIONS["ffn"])
@@ -109,7 +130,9 @@ def projections(shape: ModelShape) -> Iterator[str]:
 
 def learns(name: str, shape: ModelShape, frozen: Sequence[str]) -> bool:
     """Whether the parameter ``name`` is trained: with an adapter that alone, and nothing that ``frozen`` matches."""
-    is_base = (shape.adapter is not None and not of_adapter(name, shape)) or name.endswith(STATISTICS)
+    is_base = (
+        shape.adapter is not None and not of_adapter(name, shape)
+    ) or name.endswith(STATISTICS)
     return not is_base and not any(fnmatchcase(name, pattern) for pattern in frozen)
 
 
@@ -122,7 +145,12 @@ def parameters(model: ModelShape, vocab: int = 0) -> Iterator[Parameter]:
     if model.kind:
         made = made_model(model.kind, model.settings, model.vocab or vocab)
         for step_of, (name, values) in enumerate(made.named_parameters()):
-            yield Parameter(f"net.{name}", tuple(values.shape), step_of, values.numel() * (values.dim() > 1))
+            yield Parameter(
+                f"net.{name}",
+                tuple(values.shape),
+                step_of,
+                values.numel() * (values.dim() > 1),
+            )
         return
     step, table = count(), (model.vocab or vocab, model.embed)
     first = next(step)
@@ -148,7 +176,9 @@ def _block(model: ModelShape, layer: int, step: Iterator[int]) -> Iterator[Param
         return Parameter(f"{name}.scale", (size,), next(step))
 
     yield scale(f"{attention}_norm")
-    yield from (_latent if model.kv_rank else _attention)(model, layer, attention, scale, step)
+    yield from (_latent if model.kv_rank else _attention)(
+        model, layer, attention, scale, step
+    )
     if model.norm_after:
         yield scale(f"{attention}_out_norm")
     yield scale(f"{ffn}_norm")
@@ -161,14 +191,25 @@ def _block(model: ModelShape, layer: int, step: Iterator[int]) -> Iterator[Param
 
 
 def _attention(
-    model: ModelShape, layer: int, attention: str, scale: Callable[[str, int], Parameter], step: Iterator[int]
+    model: ModelShape,
+    layer: int,
+    attention: str,
+    scale: Callable[[str, int], Parameter],
+    step: Iterator[int],
 ) -> Iterator[Parameter]:
     assert model.kv_heads and model.head_dim
-    d, q, kv = model.embed, model.heads * model.head_dim, model.kv_heads * model.head_dim
-    yield from _projected(model, attention, {"wq": (q, d), "wk": (kv, d), "wv": (kv, d)}, step)
+    d, q, kv = (
+        model.embed,
+        model.heads * model.head_dim,
+        model.kv_heads * model.head_dim,
+    )
+    yield from _projected(
+        model, attention, {"wq": (q, d), "wk": (kv, d), "wv": (kv, d)}, step
+    )
     if model.qkv_bias:
         yield from (
-            Parameter(f"{attention}.b{n}", (size,), next(step)) for n, size in zip("qkv", (q, kv, kv), strict=True)
+            Parameter(f"{attention}.b{n}", (size,), next(step))
+            for n, size in zip("qkv", (q, kv, kv), strict=True)
         )
     if model.qk_norm:
         yield from (scale(f"{attention}.{n}_norm", model.head_dim) for n in "qk")
@@ -178,10 +219,18 @@ def _attention(
 
 
 def _latent(
-    model: ModelShape, layer: int, attention: str, scale: Callable[[str, int], Parameter], step: Iterator[int]
+    model: ModelShape,
+    layer: int,
+    attention: str,
+    scale: Callable[[str, int], Parameter],
+    step: Iterator[int],
 ) -> Iterator[Parameter]:
     """Of latent attention: what makes the latent vectors, their norms, and what makes heads of them."""
-    d, q, latent = model.embed, model.heads * model.score_width, model.kv_rank + model.rope_dim
+    d, q, latent = (
+        model.embed,
+        model.heads * model.score_width,
+        model.kv_rank + model.rope_dim,
+    )
     first = {"wq_a": (model.q_rank, d)} if model.q_rank else {"wq": (q, d)}
     yield from _projected(model, attention, first | {"wkv_a": (latent, d)}, step)
     if model.q_rank:
@@ -190,19 +239,30 @@ def _latent(
     yield scale(f"{attention}.kv_a_norm", model.kv_rank)
     made = model.heads * ((model.head_dim or 0) + model.value_dim)
     yield from _projected(model, attention, {"wkv_b": (made, model.kv_rank)}, step)
-    yield from _projected(model, attention, {"wo": (d, model.heads * model.value_dim)}, step)
+    yield from _projected(
+        model, attention, {"wo": (d, model.heads * model.value_dim)}, step
+    )
 
 
-def _feed_forward(model: ModelShape, path: str, width: int, step: Iterator[int]) -> Iterator[Parameter]:
-    yield from _projected(model, path, {"gate": (width, model.embed), "up": (width, model.embed)}, step)
+def _feed_forward(
+    model: ModelShape, path: str, width: int, step: Iterator[int]
+) -> Iterator[Parameter]:
+    yield from _projected(
+        model, path, {"gate": (width, model.embed), "up": (width, model.embed)}, step
+    )
     yield from _projected(model, path, {"down": (model.embed, width)}, step)
 
 
-def _mixture(model: ModelShape, path: str, count: int, step: Iterator[int]) -> Iterator[Parameter]:
+def _mixture(
+    model: ModelShape, path: str, count: int, step: Iterator[int]
+) -> Iterator[Parameter]:
     """Router, experts and what sees all tokens; a token goes through some experts only."""
     now, width, d = next(step), model.expert_ffn or 0, model.embed
     yield Parameter(f"{path}.router.table", (count, d), now, count * d)
-    for name, kept in (("bias", model.router == "sigmoid"), ("load", model.balance == "step")):
+    for name, kept in (
+        ("bias", model.router == "sigmoid"),
+        ("load", model.balance == "step"),
+    ):
         if kept:
             yield Parameter(f"{path}.router.{name}", (count,), now)
     each = model.experts_per_token * width * d
@@ -214,26 +274,49 @@ def _mixture(model: ModelShape, path: str, count: int, step: Iterator[int]) -> I
             rows = 1 if model.shared_mix == "gate" else 2
             yield Parameter(f"{path}.shared_gate", (rows, d), now, rows * d)
         plain = model.model_copy(update={"adapter": None})
-        yield from _feed_forward(plain, f"{path}.shared", model.shared_experts * width, step)
+        yield from _feed_forward(
+            plain, f"{path}.shared", model.shared_experts * width, step
+        )
 
 
 def _projected(
-    model: ModelShape, path: str, weights: Mapping[str, tuple[int, int]], step: Iterator[int]
+    model: ModelShape,
+    path: str,
+    weights: Mapping[str, tuple[int, int]],
+    step: Iterator[int],
 ) -> Iterator[Parameter]:
     """Weights ``[out, in]`` of one input, and their adapters."""
     adapter, first, second = model.adapter, next(step), next(step)
     for name, (out, into) in weights.items():
         if adapter is not None and adapter.quantizes:
             # Along the dimension that no axis cuts.
-            rows, width = (into, out) if name in ("wo", "down", "wq_a", "wkv_a") else (out, into)
+            rows, width = (
+                (into, out) if name in ("wo", "down", "wq_a", "wkv_a") else (out, into)
+            )
             stored, blocks = f"{path}{QUANTIZED}{name}", -(-width // BLOCK)
-            yield Parameter(f"{stored}.codes", (rows, -(-width // 2)), first, out * into, is_bytes=True)
+            yield Parameter(
+                f"{stored}.codes",
+                (rows, -(-width // 2)),
+                first,
+                out * into,
+                is_bytes=True,
+            )
             yield Parameter(f"{stored}.scales", (rows, blocks), first, is_bytes=True)
-            yield Parameter(f"{stored}.about", (-(-rows * blocks // SCALES), 8), first, is_bytes=True)
+            yield Parameter(
+                f"{stored}.about",
+                (-(-rows * blocks // SCALES), 8),
+                first,
+                is_bytes=True,
+            )
         else:
             yield Parameter(f"{path}.{name}", (out, into), first, out * into)
-        if adapter is not None and any(is_target(target, f"{path}.{name}") for target in adapter.targets):
-            low, beside = adapter_rank(adapter, f"{path}.{name}"), f"{path}{ADAPTERS}{name}"
+        if adapter is not None and any(
+            is_target(target, f"{path}.{name}") for target in adapter.targets
+        ):
+            low, beside = (
+                adapter_rank(adapter, f"{path}.{name}"),
+                f"{path}{ADAPTERS}{name}",
+            )
             yield Parameter(f"{beside}.a", (low, into), first, low * into)
             yield Parameter(f"{beside}.b", (out, low), second, low * out)
             if adapter.kind == "dora":
@@ -242,4 +325,6 @@ def _projected(
 
 def learning_count(model: ModelShape, vocab: int, freeze: Sequence[str] = ()) -> int:
     """How many parameters are trained."""
-    return sum(p.numel for p in parameters(model, vocab) if learns(p.name, model, freeze))
+    return sum(
+        p.numel for p in parameters(model, vocab) if learns(p.name, model, freeze)
+    )

@@ -60,7 +60,10 @@ class Shape:
 
     @property
     def qkv_width(self) -> Num:
-        return self.qkv + (self.qkv == 0) * (self.heads + 2 * self.kv_heads) * self.head_dim
+        return (
+            self.qkv
+            + (self.qkv == 0) * (self.heads + 2 * self.kv_heads) * self.head_dim
+        )
 
     @property
     def score_dim(self) -> Num:
@@ -73,7 +76,11 @@ class Shape:
         A state of linear attention costs as much as attending to as many tokens as a head is wide.
         """
         short = np.minimum(seq, 2 * self.window)
-        return seq + self.windowed * (short - seq) + self.linear * (2 * self.head_dim - seq)
+        return (
+            seq
+            + self.windowed * (short - seq)
+            + self.linear * (2 * self.head_dim - seq)
+        )
 
     @property
     def attention_weights(self) -> Num:
@@ -95,19 +102,29 @@ class Shape:
         """Per layer, averaged over the layers: attention, dense and shared feed-forward, router; no experts."""
         mlp = (2 + self.gated) * self.embed
         moe = self.shared_ffn * mlp + self.experts * self.embed
-        return self.attention_weights + self.dense_share * self.ffn * mlp + (1 - self.dense_share) * moe
+        return (
+            self.attention_weights
+            + self.dense_share * self.ffn * mlp
+            + (1 - self.dense_share) * moe
+        )
 
     @property
     def expert_weights(self) -> Num:
         """Weights of all experts, averaged over the layers."""
-        return (1 - self.dense_share) * self.experts * self.expert_ffn * (2 + self.gated) * self.embed
+        return (
+            (1 - self.dense_share)
+            * self.experts
+            * self.expert_ffn
+            * (2 + self.gated)
+            * self.embed
+        )
 
     @property
     def active_weights(self) -> Num:
         """Per layer, what a token is multiplied with."""
-        return self.dense_weights + (1 - self.dense_share) * self.top_k * self.expert_ffn * (2 + self.gated) * (
-            self.embed
-        )
+        return self.dense_weights + (
+            1 - self.dense_share
+        ) * self.top_k * self.expert_ffn * (2 + self.gated) * (self.embed)
 
     @property
     def table(self) -> Num:
@@ -122,17 +139,28 @@ class Shape:
     @property
     def active_parameters(self) -> Num:
         """The parameters that a token passes through: all but the experts that it does not choose."""
-        return self.parameters - self.layers * (self.dense_weights + self.expert_weights - self.active_weights)
+        return self.parameters - self.layers * (
+            self.dense_weights + self.expert_weights - self.active_weights
+        )
 
     @property
     def cache_bytes(self) -> Num:
         """What generation keeps of a token, in two bytes per number."""
-        return 2 * self.layers * (self.cached + (self.cached == 0) * 2 * self.kv_heads * self.head_dim)
+        return (
+            2
+            * self.layers
+            * (self.cached + (self.cached == 0) * 2 * self.kv_heads * self.head_dim)
+        )
 
     def busiest(self, ranks: Num) -> Num:
         """The load of the rank with the busiest expert, of so many ranks with experts, as a multiple of the mean."""
-        here, others = np.maximum(self.experts / ranks, 1), np.maximum(self.experts - 1, 1)
-        return (self.hottest + (here - 1) * (self.experts - self.hottest) / others) / here
+        here, others = (
+            np.maximum(self.experts / ranks, 1),
+            np.maximum(self.experts - 1, 1),
+        )
+        return (
+            self.hottest + (here - 1) * (self.experts - self.hottest) / others
+        ) / here
 
     def rows_sent(self, ranks: Num) -> dict[str, Num]:
         """How many rows, as wide as the model, each kind of ``layout.dispatch`` sends for a token, on average.
@@ -145,14 +173,22 @@ class Shape:
         experts, k = self.experts * pieces, self.top_k * pieces
         none_there = np.ones(())  # the chance that none of the k is on a certain rank
         for i in range(int(np.max(k))):
-            left = np.clip((experts - experts / ranks - i) / np.maximum(experts - i, 1), 0, 1)
+            left = np.clip(
+                (experts - experts / ranks - i) / np.maximum(experts - i, 1), 0, 1
+            )
             none_there = none_there * np.where(i < k, left, 1.0)
         more = 1 + 3 * k / (4 * self.embed)
-        return {"all-to-all": k, "per-rank": more * ranks * (1 - none_there), "all-gather": more * ranks}
+        return {
+            "all-to-all": k,
+            "per-rank": more * ranks * (1 - none_there),
+            "all-gather": more * ranks,
+        }
 
     def expert_share(self, seq: Num) -> Num:
         """Share of a layer's forward that chosen experts compute, as the mean over the layers."""
-        return 2 * (self.active_weights - self.dense_weights) / self.forward_flops(seq)[1]
+        return (
+            2 * (self.active_weights - self.dense_weights) / self.forward_flops(seq)[1]
+        )
 
     def flops_per_token(self, seq: Num, causal: float = 0.5) -> Num:
         """Model flops of forward and backward per token (Chowdhery et al. 2022): three times the forward's products.
@@ -162,7 +198,9 @@ class Shape:
         """
         attention = 4 * self.heads * self.score_dim * self.reach(seq) * causal
         weights = self.layers * self.active_weights + self.table
-        return 2 * (3 - self.frozen) * weights + 3 * self.layers * (attention + 2 * self.adapters)
+        return 2 * (3 - self.frozen) * weights + 3 * self.layers * (
+            attention + 2 * self.adapters
+        )
 
     def forward_flops(self, seq: Num) -> tuple[Num, Num, Num]:
         """Forward flops per token of the embedding, one layer and the output layer with its loss.
@@ -179,22 +217,39 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
         raise UsageError(f"what is inside of a plugin's model ({model.kind!r}) is not known, so it cannot be planned; "
                          "write the [layout], of dp and shard")  # fmt: skip
     kv_heads, head_dim = model.kv_heads or model.heads, model.head_dim or 0
-    linear = sum(model.mixer_of(layer) != "softmax" for layer in range(model.layers)) / model.layers
-    windowed = sum(model.window_of(layer) > 0 for layer in range(model.layers)) / model.layers
+    linear = (
+        sum(model.mixer_of(layer) != "softmax" for layer in range(model.layers))
+        / model.layers
+    )
+    windowed = (
+        sum(model.window_of(layer) > 0 for layer in range(model.layers)) / model.layers
+    )
     scores = model.output == "score"
     biases = (model.heads + 2 * kv_heads) * model.qkv_bias
     qkv: Num = 0
     qk, latent_norms, cached = 0, 0, 0
     if model.kv_rank:
         qk, q_rank, head_dim = model.score_width, model.q_rank, model.value_dim
-        made = model.kv_rank * (model.head_dim or 0) + model.kv_rank * head_dim + q_rank * qk
+        made = (
+            model.kv_rank * (model.head_dim or 0)
+            + model.kv_rank * head_dim
+            + q_rank * qk
+        )
         into = model.kv_rank + model.rope_dim + (q_rank or model.heads * qk)
-        qkv, latent_norms = into + model.heads * made / model.embed, model.kv_rank + q_rank
+        qkv, latent_norms = (
+            into + model.heads * made / model.embed,
+            model.kv_rank + q_rank,
+        )
         cached = model.kv_rank + model.rope_dim
     mixtures = model.mixtures
     experts = sum(mixtures.values()) / len(mixtures) if mixtures else 0
     # What learns of a mixture and is no matrix of experts, and no router's.
-    mixing = 1.0 * {"add": 0, "gate": 1, "residual": 2}[model.shared_mix] * model.embed * bool(model.shared_experts)
+    mixing = (
+        1.0
+        * {"add": 0, "gate": 1, "residual": 2}[model.shared_mix]
+        * model.embed
+        * bool(model.shared_experts)
+    )
     found = list(parameters(model, vocab)) if model.adapter else []
     stored = [p for p in found if QUANTIZED in p.name]
     return Shape(
@@ -223,12 +278,16 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
         + mixing * len(mixtures) / model.layers,
         frozen=int(model.adapter is not None),
         adapters=sum(p.numel for p in found if ADAPTERS in p.name) / model.layers,
-        stored=sum(p.numel for p in stored) / sum(p.products for p in stored) if stored else 2,
+        stored=sum(p.numel for p in stored) / sum(p.products for p in stored)
+        if stored
+        else 2,
         cached=cached,
     )
 
 
-def flops_per_token(model: ModelShape, vocab: int, seq: int, freeze: Sequence[str] = ()) -> float:
+def flops_per_token(
+    model: ModelShape, vocab: int, seq: int, freeze: Sequence[str] = ()
+) -> float:
     """Model flops of forward and backward per token; a frozen weight has no gradient, and below all that learns nothing
     is propagated: a forward alone, if nothing learns. If all learns, that is :meth:`Shape.flops_per_token`: three times
     the forward's."""
@@ -238,7 +297,8 @@ def flops_per_token(model: ModelShape, vocab: int, seq: int, freeze: Sequence[st
     attention, table, total = 0.0, 0.0, 0.0
     if not model.kind:
         shape = shape_of(model, vocab)
-        attention = 2 * float(shape.heads * shape.score_dim * shape.reach(seq))  # forward, the causal half
+        # forward, the causal half
+        attention = 2 * float(shape.heads * shape.score_dim * shape.reach(seq))
         table = float(shape.table)
     for p in found:
         total += 2 * p.products * (1 + (p.name in learning) + (p.step > lowest))
@@ -256,9 +316,13 @@ def shape_from_config(config: dict[str, Any], origin: str) -> Shape:
     """
 
     def get(*names: str, default: Any = None) -> Any:
-        value = next((config[name] for name in names if config.get(name) is not None), default)
+        value = next(
+            (config[name] for name in names if config.get(name) is not None), default
+        )
         if value is None:
-            raise UsageError(f"{origin}: {names[0]} is missing; give a complete config.json or a built-in shape")
+            raise UsageError(
+                f"{origin}: {names[0]} is missing; give a complete config.json or a built-in shape"
+            )
         return value
 
     layers = get("num_hidden_layers", "n_layer")
@@ -267,20 +331,38 @@ def shape_from_config(config: dict[str, Any], origin: str) -> Shape:
     experts = get("num_local_experts", "num_experts", "n_routed_experts", default=0)
     ffn = get("intermediate_size", "n_inner", default=4 * embed)
     expert_ffn = get("moe_intermediate_size", default=ffn) if experts else 0
-    first, every = get("first_k_dense_replace", default=0), get("decoder_sparse_step", default=1) or layers + 1
+    first, every = (
+        get("first_k_dense_replace", default=0),
+        get("decoder_sparse_step", default=1) or layers + 1,
+    )
     dense = config.get("mlp_only_layers") or ()
-    mixed = [i for i in range(first, layers) if experts and (i + 1) % every == 0 and i not in dense]
-    shared = get("shared_expert_intermediate_size", default=get("n_shared_experts", default=0) * expert_ffn)
+    mixed = [
+        i
+        for i in range(first, layers)
+        if experts and (i + 1) % every == 0 and i not in dense
+    ]
+    shared = get(
+        "shared_expert_intermediate_size",
+        default=get("n_shared_experts", default=0) * expert_ffn,
+    )
     head_dim = get("v_head_dim", "head_dim", default=embed // heads)
     kinds = config.get("layer_types") or []
     windowed = kinds.count("sliding_attention") / max(1, len(kinds))
     qkv = qk = cached = 0
-    if config.get("kv_lora_rank"):  # latent attention: low-rank queries, keys and values (DeepSeek-V2)
+    # latent attention: low-rank queries, keys and values (DeepSeek-V2)
+    if config.get("kv_lora_rank"):
         kv, q = config["kv_lora_rank"], config.get("q_lora_rank")
         wide = heads * (get("qk_nope_head_dim") + get("qk_rope_head_dim"))
         qk, cached = wide // heads, kv + get("qk_rope_head_dim")
         into = cached + (q or wide)
-        qkv = into + (kv * heads * (get("qk_nope_head_dim") + head_dim) + (q * wide if q else 0)) // embed
+        qkv = (
+            into
+            + (
+                kv * heads * (get("qk_nope_head_dim") + head_dim)
+                + (q * wide if q else 0)
+            )
+            // embed
+        )
     return Shape(
         layers,
         embed,

@@ -71,7 +71,10 @@ class Link:
     step: int = 0
 
     def take_step(
-        self, code: Code, compute: Callable[[CodedTask, Callable[[], bool]], Sum | None], flag: bool
+        self,
+        code: Code,
+        compute: Callable[[CodedTask, Callable[[], bool]], Sum | None],
+        flag: bool,
     ) -> Ended:
         """Take part in a step, and return its last message.
 
@@ -84,7 +87,8 @@ class Link:
             if sums is not None:
                 self._send(RoundMessage(self.step, len(arrived), flag, sums))
             word = self._next()
-            while word.total is None and self.connection.poll():  # a rank that is late finds several
+            # a rank that is late finds several
+            while word.total is None and self.connection.poll():
                 arrived.append(word.arrived)
                 word = self._next()
             if word.total is not None:
@@ -93,25 +97,32 @@ class Link:
             arrived.append(word.arrived)
 
     def _sums(
-        self, tasks: Sequence[CodedTask], compute: Callable[[CodedTask, Callable[[], bool]], Sum | None]
+        self,
+        tasks: Sequence[CodedTask],
+        compute: Callable[[CodedTask, Callable[[], bool]], Sum | None],
     ) -> dict[int, Sum] | None:
         """The sums of all tasks of a round, by job; None if the round is over before they are computed."""
         sums = {}
         for task in tasks:
-            found = None if self.connection.poll() else compute(task, self.connection.poll)
+            found = (
+                None if self.connection.poll() else compute(task, self.connection.poll)
+            )
             if found is None:
                 return None
             sums[task.job] = found
         return sums
 
     def _send(self, message: RoundMessage) -> None:
-        with suppress(OSError):  # rank 0 is gone, or has said why it ended: the next read tells
+        # rank 0 is gone, or has said why it ended: the next read tells
+        with suppress(OSError):
             self.connection.send(message)
 
     def _next(self) -> Ended:
         try:
             if not self.connection.poll(self.limit):
-                raise PeerLost(f"rank 0, which puts gradients together, has not answered for {self.limit:g} s")
+                raise PeerLost(
+                    f"rank 0, which puts gradients together, has not answered for {self.limit:g} s"
+                )
             word: Ended = self.connection.recv()
         except (EOFError, OSError):
             raise PeerLost("rank 0, which puts gradients together, is gone") from None
@@ -120,7 +131,9 @@ class Link:
         return word
 
 
-def connect_ranks(code: Code, group: dist.ProcessGroup, limit: float, patience: float) -> Link:
+def connect_ranks(
+    code: Code, group: dist.ProcessGroup, limit: float, patience: float
+) -> Link:
     """This rank's link, and on the first rank of ``group`` the threads at the other ends of all. Collective.
 
     ``limit``: seconds that anybody waits; ``patience``: see :class:`weft.recipe.Resilience`. The threads end when the
@@ -130,7 +143,11 @@ def connect_ranks(code: Code, group: dist.ProcessGroup, limit: float, patience: 
     if rank == 0:
         # Ranks that are started on several hosts know the first one's by this name.
         name, key = os.environ.get("MASTER_ADDR", "127.0.0.1"), secrets.token_bytes(16)
-        listener = Listener((name if name in ("127.0.0.1", "localhost") else "", 0), backlog=code.ranks, authkey=key)
+        listener = Listener(
+            (name if name in ("127.0.0.1", "localhost") else "", 0),
+            backlog=code.ranks,
+            authkey=key,
+        )
         given = [(name, listener.address[1], key)]
         gathering = Gathering(code, patience, limit)
         threading.Thread(target=gathering.run, args=(listener,), daemon=True).start()
@@ -139,7 +156,8 @@ def connect_ranks(code: Code, group: dist.ProcessGroup, limit: float, patience: 
     connection = Client((name, port), authkey=key)
     send_without_delay(connection)
     connection.send(rank)
-    return Link(connection, rank, 2 * limit)  # the other end names those that it waits for, and is to be the first
+    # the other end names those that it waits for, and is to be the first
+    return Link(connection, rank, 2 * limit)
 
 
 def send_without_delay(connection: Connection) -> None:
@@ -155,7 +173,9 @@ class Gathering:
     code: Code
     patience: float
     limit: float
-    inbox: queue.SimpleQueue[tuple[int, RoundMessage | None]] = field(default_factory=queue.SimpleQueue)
+    inbox: queue.SimpleQueue[tuple[int, RoundMessage | None]] = field(
+        default_factory=queue.SimpleQueue
+    )
     outboxes: dict[int, queue.Queue[Ended | None]] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     flag: bool = False
@@ -194,7 +214,8 @@ class Gathering:
     def _write(self, rank: int, connection: Connection) -> None:
         outbox = self.outboxes[rank]
         while (word := outbox.get()) is not None:
-            with suppress(OSError):  # it is gone; what is for it is dropped, so that nobody waits
+            # it is gone; what is for it is dropped, so that nobody waits
+            with suppress(OSError):
                 connection.send(word)
         connection.close()
 
@@ -220,16 +241,22 @@ class Gathering:
             for job in list(left):
                 if (weights := self.code.decoding(job, arrived)) is not None:
                     total = add_result(total, weights, left.pop(job))
-            self._tell(Ended(frozenset(arrived[-1]), None if left else total, self.flag))
+            self._tell(
+                Ended(frozenset(arrived[-1]), None if left else total, self.flag)
+            )
 
-    def _collect(self, step: int, arrived: list[set[int]], left: dict[int, dict[Result, Sum]]) -> None:
+    def _collect(
+        self, step: int, arrived: list[set[int]], left: dict[int, dict[Result, Sum]]
+    ) -> None:
         """Fill ``left`` with the results of the last of the rounds that have ``arrived``, until it is over."""
         number, begun, first = len(arrived) - 1, time.monotonic(), 0.0
         while (most := self.duration(arrived, left, first)) is not None:
             wait = begun + min(most, self.limit) - time.monotonic()
             if wait <= 0:
                 if most > self.limit:
-                    self._give_up(step, set(range(self.code.ranks)) - self.gone - arrived[-1])
+                    self._give_up(
+                        step, set(range(self.code.ranks)) - self.gone - arrived[-1]
+                    )
                 return
             with suppress(queue.Empty):
                 rank, message = self.inbox.get(timeout=wait)
@@ -246,7 +273,9 @@ class Gathering:
                     if job in left:
                         left[job][Result(rank, number)] = found
 
-    def duration(self, arrived: Sequence[set[int]], left: Iterable[int], first: float) -> float | None:
+    def duration(
+        self, arrived: Sequence[set[int]], left: Iterable[int], first: float
+    ) -> float | None:
         """Seconds that the last of the rounds in ``arrived`` may take; None if it is over.
 
         ``left``: the jobs that are not decoded yet; ``first``: seconds until the first result, 0 if there is none.
@@ -257,13 +286,18 @@ class Gathering:
         """
         here = set(range(self.code.ranks)) - self.gone
         unknown = {job for job in left if self.code.decoding(job, arrived) is None}
-        all_in, under_way = here <= arrived[-1], {job for job in unknown if job < len(arrived)}
+        all_in, under_way = (
+            here <= arrived[-1],
+            {job for job in unknown if job < len(arrived)},
+        )
         if not here or not unknown:
             return None
         rest = [here] * self.code.delay
         if any(self.code.decoding(job, [*arrived, *rest]) is None for job in under_way):
             if all_in:
-                raise PeerLost(f"rank {_listed(self.gone)} is gone, and a gradient cannot be decoded without it")
+                raise PeerLost(
+                    f"rank {_listed(self.gone)} is gone, and a gradient cannot be decoded without it"
+                )
             return inf
         if all_in or not under_way:
             return None
@@ -280,7 +314,9 @@ def _listed(ranks: set[int]) -> str:
     return " and ".join(map(str, sorted(ranks)))
 
 
-def add_result(total: Sum | None, weights: dict[Result, float], found: dict[Result, Sum]) -> Sum:
+def add_result(
+    total: Sum | None, weights: dict[Result, float], found: dict[Result, Sum]
+) -> Sum:
     """``total`` plus the weighted results of a job; a ``total`` of None counts as zeros."""
     some: Sequence[Sum] = [found[result] for result in weights]
     vector, numbers = (np.zeros_like(x) for x in some[0]) if total is None else total

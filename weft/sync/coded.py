@@ -105,12 +105,16 @@ class GradientCode(Code):
         return [self.task(rank, number)] if number < self.jobs else []
 
     def decoding(self, job: int, arrived: Arrived) -> dict[Result, float] | None:
-        return self._decoded(Result(rank, job) for rank in (arrived[job] if job < len(arrived) else ()))
+        return self._decoded(
+            Result(rank, job) for rank in (arrived[job] if job < len(arrived) else ())
+        )
 
     def _decoded(self, results: Iterable[Result]) -> dict[Result, float] | None:
         """The weights of these results, at most one of each rank; None if they are too few."""
         found = sorted(results)
-        weights = decoded(self.ranks, self.stragglers, tuple(result.rank for result in found))
+        weights = decoded(
+            self.ranks, self.stragglers, tuple(result.rank for result in found)
+        )
         return None if weights is None else dict(zip(found, weights, strict=True))
 
 
@@ -147,9 +151,17 @@ class SelectiveRepetition(GradientCode):
         have = self.first(job, arrived)
         last = arrived[number - 1]
         # Those that were in time last should be now.
-        owing = sorted(set(range(self.ranks)) - {r.rank for r in have}, key=lambda rank: (rank not in last, rank))
+        owing = sorted(
+            set(range(self.ranks)) - {r.rank for r in have},
+            key=lambda rank: (rank not in last, rank),
+        )
         for count in range(len(owing) + 1):
-            if self._decoded([*have, *(Result(rank, number) for rank in owing[:count])]) is not None:
+            if (
+                self._decoded(
+                    [*have, *(Result(rank, number) for rank in owing[:count])]
+                )
+                is not None
+            ):
                 return owing[:count]
         return owing
 
@@ -163,7 +175,11 @@ class SelectiveRepetition(GradientCode):
             return None
         have, later = self.first(job, arrived), job + self.burst
         if later < len(arrived):
-            have += [Result(rank, later) for rank in self.repeating_ranks(later, arrived) if rank in arrived[later]]
+            have += [
+                Result(rank, later)
+                for rank in self.repeating_ranks(later, arrived)
+                if rank in arrived[later]
+            ]
         return self._decoded(have)
 
 
@@ -214,7 +230,11 @@ class Multiplexed(Code):
     def slots(self, rank: int, job: int, arrived: Arrived) -> list[int | None]:
         """For each of a job's rounds, which of the rank's own tasks it does there; None: the round's coded task."""
         found: list[int | None] = list(range(self.window - 1))
-        done = {which for which in range(self.window - 1) if in_time(rank, job + which, arrived)}
+        done = {
+            which
+            for which in range(self.window - 1)
+            if in_time(rank, job + which, arrived)
+        }
         for slot in range(self.window - 1, self.delay + 1):
             owed = [which for which in range(self.window - 1) if which not in done]
             found.append(owed[0] if owed else None)
@@ -227,7 +247,11 @@ class Multiplexed(Code):
         for slot in range(self.delay + 1):
             if 0 <= (job := number - slot) < self.jobs:
                 which = self.slots(rank, job, arrived)[slot]
-                coded = self.coded_task(rank, job, slot - self.window + 1) if which is None else None
+                coded = (
+                    self.coded_task(rank, job, slot - self.window + 1)
+                    if which is None
+                    else None
+                )
                 found.append(coded or self.own_task(rank, job, which or 0))
         return found
 
@@ -274,7 +298,10 @@ def coefficients(ranks: int, late: int) -> np.ndarray:
     for seed in range(DRAWS):
         matrix = _cyclic(ranks, late, seed)
         weights = [solved(matrix, some) for some in sets]
-        worst = max(np.inf if one is None else float(np.abs(one).sum()) for one in weights) * np.abs(matrix).max()
+        worst = (
+            max(np.inf if one is None else float(np.abs(one).sum()) for one in weights)
+            * np.abs(matrix).max()
+        )
         if worst < least:
             best, least = matrix, worst
     return best
@@ -315,4 +342,6 @@ def code_of(words: Resilience, ranks: int) -> Code | None:
         return GradientCode(ranks, late, jobs)
     if words.code == "m-sgc":
         return Multiplexed(ranks, late, jobs, burst, window)
-    return SelectiveRepetition(ranks, ceil(burst * late / (window - 1 + burst)), jobs, burst, window, late)
+    return SelectiveRepetition(
+        ranks, ceil(burst * late / (window - 1 + burst)), jobs, burst, window, late
+    )

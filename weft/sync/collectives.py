@@ -28,7 +28,9 @@ def pieces(chunk: tuple[int, int], piece: int) -> Iterator[slice]:
         yield slice(first, min(first + piece, chunk[1]))
 
 
-def ring_sum(streams: Streams, flat: T, order: Sequence[int], tag: str, piece: int = PIECE) -> T:
+def ring_sum(
+    streams: Streams, flat: T, order: Sequence[int], tag: str, piece: int = PIECE
+) -> T:
     """Ring all-reduce: the sum of ``flat`` over all islands, in place. ``order``: the islands of the ring, each once.
 
     Each of the n islands sends 2 (n - 1) / n of the elements to the next one: first every chunk goes around the ring
@@ -54,13 +56,18 @@ def ring_sum(streams: Streams, flat: T, order: Sequence[int], tag: str, piece: i
     return flat
 
 
-def from_islands(streams: Streams, mine: T, islands: Sequence[int], tag: str, control: bool = False) -> list[T]:
+def from_islands(
+    streams: Streams, mine: T, islands: Sequence[int], tag: str, control: bool = False
+) -> list[T]:
     """All-gather of a small tensor: what each of ``islands`` gives as ``mine``, in their order."""
     for island in islands:
         if island != streams.island:
             streams.send(island, tag, mine, control)
     streams.flush()
-    return [mine if i == streams.island else streams.receive(i, tag, mine.dtype) for i in islands]
+    return [
+        mine if i == streams.island else streams.receive(i, tag, mine.dtype)
+        for i in islands
+    ]
 
 
 def compressed_mean(
@@ -76,21 +83,37 @@ def compressed_mean(
     compressors. ``number``: of the exchange, from which seeds follow.
     """
     me, every = streams.island, members or range(streams.islands)
-    parts = dict(zip(every, (slice(lo, hi) for lo, hi in chunks(flat.numel(), len(every), BLOCK)), strict=True))
+    parts = dict(
+        zip(
+            every,
+            (slice(lo, hi) for lo, hi in chunks(flat.numel(), len(every), BLOCK)),
+            strict=True,
+        )
+    )
     kept: dict[int, T] = {}  # what is sent must stay until it has been
     for i in every:
-        payload = fed_back(there.cut(parts[i]), flat, up, parts[i], seed_of(there, number, me))
+        payload = fed_back(
+            there.cut(parts[i]), flat, up, parts[i], seed_of(there, number, me)
+        )
         kept[i] = join_bytes(payload)
         if i != me:
             streams.send(i, f"{tag}/there", kept[i])
-    shape, own_there, own_back = (parts[me].stop - parts[me].start,), there.cut(parts[me]), back.cut(parts[me])
+    shape, own_there, own_back = (
+        (parts[me].stop - parts[me].start,),
+        there.cut(parts[me]),
+        back.cut(parts[me]),
+    )
     mean = flat.new_zeros(shape)
     for i in every:
         came = kept[me] if i == me else streams.receive(i, f"{tag}/there", torch.uint8)
-        mean += decoded(own_there, came, shape, seed_of(there, number, i), i, flat.dtype)
+        mean += decoded(
+            own_there, came, shape, seed_of(there, number, i), i, flat.dtype
+        )
     mean /= len(every)
     own = down[parts[me]] if down is not None else None
-    sent = join_bytes(fed_back(own_back, mean, own, slice(None), seed_of(back, number, me)))
+    sent = join_bytes(
+        fed_back(own_back, mean, own, slice(None), seed_of(back, number, me))
+    )
     answer = torch.empty_like(flat)
     for i in every:
         if i != me:
@@ -98,12 +121,16 @@ def compressed_mean(
     for i in every:
         came = sent if i == me else streams.receive(i, f"{tag}/back", torch.uint8)
         shape = (parts[i].stop - parts[i].start,)
-        answer[parts[i]] = decoded(back.cut(parts[i]), came, shape, seed_of(back, number, i), i, flat.dtype)
+        answer[parts[i]] = decoded(
+            back.cut(parts[i]), came, shape, seed_of(back, number, i), i, flat.dtype
+        )
     streams.flush()
     return answer
 
 
-def fed_back(compressor: Compressor, x: T, error: T | None, part: slice, seed: int) -> Payload:
+def fed_back(
+    compressor: Compressor, x: T, error: T | None, part: slice, seed: int
+) -> Payload:
     """The payload of ``x[part]`` plus the residual ``error[part]``, which is then set to what the payload has lost."""
     if error is None or not x[part].numel():
         return encoded(compressor, x[part], seed)[0]
@@ -118,7 +145,14 @@ def seed_of(compressor: Compressor, number: int, island: int) -> int:
     return number * 1009 + island if compressor.unbiased else number
 
 
-def decoded(compressor: Compressor, came: T, shape: Sequence[int], seed: int, island: int, dtype: torch.dtype) -> T:
+def decoded(
+    compressor: Compressor,
+    came: T,
+    shape: Sequence[int],
+    seed: int,
+    island: int,
+    dtype: torch.dtype,
+) -> T:
     """Decompress the bytes ``came`` that ``island`` has sent of a tensor of this shape.
 
     Raises :class:`IslandLost` if they are not as many as the compressor makes of that shape.
@@ -138,9 +172,12 @@ def join_bytes(payload: Payload) -> T:
 
 def split_bytes(came: T, specs: Sequence[Spec]) -> Payload:
     """The payload that :func:`join_bytes` was given."""
-    ends = accumulate((prod(shape) * dtype.itemsize for shape, dtype in specs), initial=0)
+    ends = accumulate(
+        (prod(shape) * dtype.itemsize for shape, dtype in specs), initial=0
+    )
     return [
-        came[lo:hi].clone().view(dtype).view(shape)  # a view of another type must begin where that may
+        # a view of another type must begin where that may
+        came[lo:hi].clone().view(dtype).view(shape)
         for (shape, dtype), (lo, hi) in zip(specs, pairwise(ends), strict=True)
     ]
 

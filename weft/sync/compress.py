@@ -59,13 +59,17 @@ class Compressor:
     unbiased: bool = True
     linear: ClassVar[bool] = True
 
-    def specs(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> list[Spec]:
+    def specs(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> list[Spec]:
         """Shape and type of each tensor of the payload of a tensor of this ``shape`` and ``dtype``."""
         return [(tuple(shape), dtype)]
 
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
         """Bytes of the payload."""
-        return sum(prod(size) * kind.itemsize for size, kind in self.specs(shape, dtype))
+        return sum(
+            prod(size) * kind.itemsize for size, kind in self.specs(shape, dtype)
+        )
 
     def error(self, shape: Sequence[int]) -> float:
         """The least known ``e`` with ``E|C(x) - x|^2 <= e |x|^2`` for all ``x`` of this shape, over seeds."""
@@ -75,7 +79,9 @@ class Compressor:
         """The payload of ``x``."""
         return self.agreed(x, seed, lambda mine: mine, warm)[1]
 
-    def agreed(self, x: T, seed: int, average: Average, warm: T | None = None) -> tuple[Payload, Payload]:
+    def agreed(
+        self, x: T, seed: int, average: Average, warm: T | None = None
+    ) -> tuple[Payload, Payload]:
         """The payload of all islands' mean, and the one of this island's part in it. Of linear compressors only."""
         return [average(x.contiguous())], [x.contiguous()]
 
@@ -100,10 +106,18 @@ class Compressor:
         return self
 
     def _checked(self, payload: Payload, shape: Sequence[int]) -> Payload:
-        float_type = next((x.dtype for x in payload if x.dtype in (torch.float32, torch.float64)), torch.float32)
-        wanted, found = self.specs(shape, float_type), [(tuple(x.shape), x.dtype) for x in payload]
+        float_type = next(
+            (x.dtype for x in payload if x.dtype in (torch.float32, torch.float64)),
+            torch.float32,
+        )
+        wanted, found = (
+            self.specs(shape, float_type),
+            [(tuple(x.shape), x.dtype) for x in payload],
+        )
         if wanted != found:
-            raise WeftError(f"a compressed tensor of shape {tuple(shape)} came as {found} in the place of {wanted}")
+            raise WeftError(
+                f"a compressed tensor of shape {tuple(shape)} came as {found} in the place of {wanted}"
+            )
         return payload
 
 
@@ -123,9 +137,15 @@ class Rounded(Compressor):
     def levels(self) -> int:
         return 2 ** (self.bits - 1) - 1
 
-    def specs(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> list[Spec]:
+    def specs(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> list[Spec]:
         count = prod(shape)
-        codes = ((count,), torch.int8) if self.bits == 8 else ((-(-count * self.bits // 8),), torch.uint8)
+        codes = (
+            ((count,), torch.int8)
+            if self.bits == 8
+            else ((-(-count * self.bits // 8),), torch.uint8)
+        )
         return [codes, ((-(-count // BLOCK),), torch.bfloat16)]
 
     def error(self, shape: Sequence[int]) -> float:
@@ -137,11 +157,20 @@ class Rounded(Compressor):
         scales = rounded_up(blocks.abs().amax(1) / self.levels)
         steps = blocks / divisor(scales, x.dtype)[:, None]
         if self.unbiased:
-            noise = torch.rand(steps.shape, generator=torch.Generator().manual_seed(seed), dtype=x.dtype)
+            noise = torch.rand(
+                steps.shape,
+                generator=torch.Generator().manual_seed(seed),
+                dtype=x.dtype,
+            )
             codes = (steps + noise.to(x.device)).floor()
         else:
             codes = steps.round()
-        codes = codes.clamp(-self.levels, self.levels).nan_to_num().to(torch.int8).flatten()[: x.numel()]
+        codes = (
+            codes.clamp(-self.levels, self.levels)
+            .nan_to_num()
+            .to(torch.int8)
+            .flatten()[: x.numel()]
+        )
         if self.bits == 4:
             codes = packed(F.pad((codes + 8).to(torch.uint8), (0, codes.numel() % 2)))
         elif self.bits < 8:
@@ -165,12 +194,18 @@ class Sign(Compressor):
     unbiased: bool = False
     linear: ClassVar[bool] = False
 
-    def specs(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> list[Spec]:
+    def specs(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> list[Spec]:
         count = prod(shape)
-        return [((-(-count // 8),), torch.uint8), ((-(-count // BLOCK),), torch.bfloat16)]
+        return [
+            ((-(-count // 8),), torch.uint8),
+            ((-(-count // BLOCK),), torch.bfloat16),
+        ]
 
     def error(self, shape: Sequence[int]) -> float:
-        return 1 - (1 - 2**-16) / max(1, min(prod(shape), BLOCK))  # the worst is a block with one element that is not 0
+        # the worst is a block with one element that is not 0
+        return 1 - (1 - 2**-16) / max(1, min(prod(shape), BLOCK))
 
     def encode(self, x: T, seed: int, warm: T | None = None) -> Payload:
         count, blocks = x.numel(), in_blocks(x)
@@ -180,7 +215,9 @@ class Sign(Compressor):
 
     def decode(self, payload: Payload, shape: Sequence[int], seed: int) -> T:
         bits, scales = self._checked(payload, shape)
-        return spread(bits_unpacked(bits, prod(shape)).float() * 2 - 1, scales).view(*shape)
+        return spread(bits_unpacked(bits, prod(shape)).float() * 2 - 1, scales).view(
+            *shape
+        )
 
 
 @dataclass(frozen=True)
@@ -191,7 +228,9 @@ class TopK(Compressor):
     share: float = 1.0
     linear: ClassVar[bool] = False
 
-    def specs(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> list[Spec]:
+    def specs(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> list[Spec]:
         count, kept = prod(shape), kept_of(prod(shape), self.share)
         return [((kept,), dtype), positions_spec(kept, count)]
 
@@ -215,14 +254,18 @@ class RandomK(Compressor):
 
     share: float = 1.0
 
-    def specs(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> list[Spec]:
+    def specs(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> list[Spec]:
         return [((kept_of(prod(shape), self.share),), dtype)]
 
     def error(self, shape: Sequence[int]) -> float:
         count, kept = prod(shape), kept_of(prod(shape), self.share)
         return (count / max(1, kept) - 1) if self.unbiased else 1 - kept / max(1, count)
 
-    def agreed(self, x: T, seed: int, average: Average, warm: T | None = None) -> tuple[Payload, Payload]:
+    def agreed(
+        self, x: T, seed: int, average: Average, warm: T | None = None
+    ) -> tuple[Payload, Payload]:
         mine = x.flatten()[self._chosen(x.numel(), seed).to(x.device)]
         return [average(mine)], [mine]
 
@@ -231,7 +274,9 @@ class RandomK(Compressor):
         count = prod(shape)
         scale = count / max(1, values.numel()) if self.unbiased else 1.0
         chosen = self._chosen(count, seed).to(values.device)
-        return values.new_zeros(count).index_put_((chosen,), values * scale).view(*shape)
+        return (
+            values.new_zeros(count).index_put_((chosen,), values * scale).view(*shape)
+        )
 
     def _chosen(self, count: int, seed: int) -> T:
         return shared_permutation(count, seed)[: kept_of(count, self.share)]
@@ -252,21 +297,40 @@ class PowerSGD(Compressor):
 
     def _factors(self, shape: Sequence[int]) -> tuple[int, int] | None:
         """Height and width of the matrix that is replaced by factors; None if it is sent as it is."""
-        height, width = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
-        return (height, width) if self.rank * (height + width) < height * width else None
+        height, width = (
+            (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
+        )
+        return (
+            (height, width) if self.rank * (height + width) < height * width else None
+        )
 
-    def specs(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> list[Spec]:
+    def specs(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> list[Spec]:
         factors = self._factors(shape)
-        return [((size, self.rank), dtype) for size in factors] if factors else [(tuple(shape), dtype)]
+        return (
+            [((size, self.rank), dtype) for size in factors]
+            if factors
+            else [(tuple(shape), dtype)]
+        )
 
     def error(self, shape: Sequence[int]) -> float:
-        return 1 - self.rank / min(factors) if (factors := self._factors(shape)) else 0.0
+        return (
+            1 - self.rank / min(factors) if (factors := self._factors(shape)) else 0.0
+        )
 
-    def agreed(self, x: T, seed: int, average: Average, warm: T | None = None) -> tuple[Payload, Payload]:
+    def agreed(
+        self, x: T, seed: int, average: Average, warm: T | None = None
+    ) -> tuple[Payload, Payload]:
         if not self._factors(x.shape):
             return super().agreed(x, seed, average)
         matrix = x.flatten(1)  # [m, n]
-        start = torch.randn(matrix.shape[1], self.rank, generator=torch.Generator().manual_seed(seed), dtype=x.dtype)
+        start = torch.randn(
+            matrix.shape[1],
+            self.rank,
+            generator=torch.Generator().manual_seed(seed),
+            dtype=x.dtype,
+        )
         start = start.to(x.device)
         if warm is not None:  # of whatever rank it was
             start[:, : warm.shape[1]] = warm[:, : self.rank]
@@ -285,7 +349,9 @@ class PowerSGD(Compressor):
         most = min(shape[0], prod(shape[1:])) if len(shape) > 1 else 1
         if 1 < most < self.rank:
             above = f"a rank above the {shape[0]} x {prod(shape[1:])} matrix {name}"
-            raise UsageError(f"compressor 'powersgd:{self.rank}' has {above}; use at most 'powersgd:{most}'")
+            raise UsageError(
+                f"compressor 'powersgd:{self.rank}' has {above}; use at most 'powersgd:{most}'"
+            )
 
 
 @dataclass(frozen=True)
@@ -305,7 +371,9 @@ class Cocktail(Compressor):
         masked = -(-prod(shape) // COCKTAIL_ROUNDS)
         return masked, kept_of(masked, COCKTAIL_SHARE)
 
-    def specs(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> list[Spec]:
+    def specs(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> list[Spec]:
         masked, kept = self._sizes(shape)
         return [*self.values.specs((kept,)), positions_spec(kept, masked)]
 
@@ -316,13 +384,18 @@ class Cocktail(Compressor):
     def encode(self, x: T, seed: int, warm: T | None = None) -> Payload:
         within = x.flatten()[self._mask(x.numel(), seed).to(x.device)]
         kept = largest(within, self._sizes(x.shape)[1])
-        return [*self.values.encode(within[kept], seed), positions_sent(kept, within.numel())]
+        return [
+            *self.values.encode(within[kept], seed),
+            positions_sent(kept, within.numel()),
+        ]
 
     def decode(self, payload: Payload, shape: Sequence[int], seed: int) -> T:
         codes, scales, sent = self._checked(payload, shape)
         masked, kept = self._sizes(shape)
         values = self.values.decode([codes, scales], (kept,), seed)
-        at = self._mask(prod(shape), seed).to(values.device)[positions_found(sent, kept, masked)]
+        at = self._mask(prod(shape), seed).to(values.device)[
+            positions_found(sent, kept, masked)
+        ]
         return values.new_zeros(prod(shape)).index_put_((at,), values).view(*shape)
 
     def _mask(self, count: int, seed: int) -> T:
@@ -339,16 +412,27 @@ class PerTensor(Compressor):
     pieces: tuple[tuple[int, Compressor], ...] = ()
     linear: ClassVar[bool] = False
 
-    def specs(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> list[Spec]:
+    def specs(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> list[Spec]:
         assert prod(shape) == sum(size for size, _ in self.pieces)
-        return [spec for size, compressor in self.pieces for spec in compressor.specs((size,), dtype)]
+        return [
+            spec
+            for size, compressor in self.pieces
+            for spec in compressor.specs((size,), dtype)
+        ]
 
     def error(self, shape: Sequence[int]) -> float:
-        return max((compressor.error((size,)) for size, compressor in self.pieces), default=0.0)
+        return max(
+            (compressor.error((size,)) for size, compressor in self.pieces), default=0.0
+        )
 
     def encode(self, x: T, seed: int, warm: T | None = None) -> Payload:
         parts = x.flatten().split([size for size, _ in self.pieces])
-        payloads = [c.encode(part, seed) for part, (_, c) in zip(parts, self.pieces, strict=True)]
+        payloads = [
+            c.encode(part, seed)
+            for part, (_, c) in zip(parts, self.pieces, strict=True)
+        ]
         return [tensor for payload in payloads for tensor in payload]
 
     def decode(self, payload: Payload, shape: Sequence[int], seed: int) -> T:
@@ -361,7 +445,11 @@ class PerTensor(Compressor):
 
     @property
     def for_feedback(self) -> Self:
-        return replace(self, unbiased=False, pieces=tuple((size, c.for_feedback) for size, c in self.pieces))
+        return replace(
+            self,
+            unbiased=False,
+            pieces=tuple((size, c.for_feedback) for size, c in self.pieces),
+        )
 
     def cut(self, part: slice) -> Compressor:
         kept: list[tuple[int, Compressor]] = []
@@ -401,10 +489,16 @@ def encoded(
     of a linear compressor, the payload is the one of all islands' mean, but the residual this island's own.
     """
     if residual is None:
-        payload = compressor.agreed(x, seed, average, warm)[0] if average else compressor.encode(x, seed, warm)
+        payload = (
+            compressor.agreed(x, seed, average, warm)[0]
+            if average
+            else compressor.encode(x, seed, warm)
+        )
         return payload, None
     if compressor.error(x.shape) >= 1:
-        raise ValueError(f"errors of {compressor} fed back would grow; take its for_feedback")
+        raise ValueError(
+            f"errors of {compressor} fed back would grow; take its for_feedback"
+        )
     wanted = x + residual
     if average:
         payload, mine = compressor.agreed(wanted, seed, average, warm)
@@ -434,7 +528,11 @@ def spread(values: T, scales: T) -> T:
 def rounded_up(x: T) -> T:
     """``x``, not negative, as bfloat16 that are not below it."""
     near = x.bfloat16()
-    return torch.where(near.to(x.dtype) < x, torch.nextafter(near, torch.full_like(near, torch.inf)), near)
+    return torch.where(
+        near.to(x.dtype) < x,
+        torch.nextafter(near, torch.full_like(near, torch.inf)),
+        near,
+    )
 
 
 def divisor(scales: T, dtype: torch.dtype) -> T:
@@ -467,22 +565,40 @@ def positions_sent(kept: T, count: int) -> T:
     (_, dtype) = positions_spec(kept.numel(), count)
     if dtype == torch.int32:
         return kept.int()
-    return bits_packed(torch.zeros(count, dtype=torch.bool, device=kept.device).index_fill_(0, kept, True))
+    return bits_packed(
+        torch.zeros(count, dtype=torch.bool, device=kept.device).index_fill_(
+            0, kept, True
+        )
+    )
 
 
 def positions_found(sent: T, kept: int, count: int) -> T:
     """The positions that :func:`positions_sent` was given."""
-    found = sent.long() if sent.dtype == torch.int32 else bits_unpacked(sent, count).nonzero().flatten()
-    if found.numel() != kept or (kept and not bool(((found >= 0) & (found < count)).all())):
-        raise WeftError(f"a compressed tensor names positions that are not {kept} among {count}")
+    found = (
+        sent.long()
+        if sent.dtype == torch.int32
+        else bits_unpacked(sent, count).nonzero().flatten()
+    )
+    if found.numel() != kept or (
+        kept and not bool(((found >= 0) & (found < count)).all())
+    ):
+        raise WeftError(
+            f"a compressed tensor names positions that are not {kept} among {count}"
+        )
     return found
 
 
 def codes_packed(codes: T, bits: int) -> T:
     """Numbers ``[n]`` of so many ``bits`` each, below 8, one after the other in bytes."""
     eights = F.pad(codes.to(torch.int64), (0, -codes.numel() % 8)).view(-1, 8)
-    words = (eights << torch.arange(0, 8 * bits, bits, device=codes.device)).sum(1)  # [n / 8], 8 x bits of 64 are used
-    return words.view(torch.uint8).view(-1, 8)[:, :bits].flatten()[: -(-codes.numel() * bits // 8)].contiguous()
+    # [n / 8], 8 x bits of 64 are used
+    words = (eights << torch.arange(0, 8 * bits, bits, device=codes.device)).sum(1)
+    return (
+        words.view(torch.uint8)
+        .view(-1, 8)[:, :bits]
+        .flatten()[: -(-codes.numel() * bits // 8)]
+        .contiguous()
+    )
 
 
 def codes_unpacked(sent: T, bits: int, count: int) -> T:
@@ -496,9 +612,15 @@ def codes_unpacked(sent: T, bits: int, count: int) -> T:
 def bits_packed(bits: T) -> T:
     """Eight of the booleans ``[n]`` in a byte, the first in its lowest bit."""
     eights = F.pad(bits.to(torch.uint8), (0, -bits.numel() % 8)).view(-1, 8)
-    return (eights << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
+    return (eights << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(
+        1, dtype=torch.uint8
+    )
 
 
 def bits_unpacked(sent: T, count: int) -> T:
     """The first so many of the booleans."""
-    return (sent[:, None] >> torch.arange(8, dtype=torch.uint8, device=sent.device) & 1).flatten()[:count].bool()
+    return (
+        (sent[:, None] >> torch.arange(8, dtype=torch.uint8, device=sent.device) & 1)
+        .flatten()[:count]
+        .bool()
+    )

@@ -24,16 +24,27 @@ KEPT = 4_000
 FACTORS = (0.125, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 8.0)
 
 
-def allocate_compressors(tensors: Mapping[str, T], default: Compressor, seed: int = 0) -> dict[str, Compressor]:
+def allocate_compressors(
+    tensors: Mapping[str, T], default: Compressor, seed: int = 0
+) -> dict[str, Compressor]:
     """A compressor for each of the ``tensors``: together no larger than ``default`` for all, with no larger error."""
     options = {name: candidates(default, x.shape) for name, x in tensors.items()}
-    errors = [[squared_error(one, x, seed) for one in options[name]] for name, x in tensors.items()]
-    sizes = [[one.nbytes(x.shape, x.dtype) for one in options[name]] for name, x in tensors.items()]
+    errors = [
+        [squared_error(one, x, seed) for one in options[name]]
+        for name, x in tensors.items()
+    ]
+    sizes = [
+        [one.nbytes(x.shape, x.dtype) for one in options[name]]
+        for name, x in tensors.items()
+    ]
     usual = [found.index(default) for found in options.values()]
     chosen = smallest(errors, sizes, total(errors, usual))
-    if chosen is None or total(sizes, chosen) > total(sizes, usual):  # by what was thinned out
+    # by what was thinned out
+    if chosen is None or total(sizes, chosen) > total(sizes, usual):
         chosen = usual
-    return {name: found[i] for (name, found), i in zip(options.items(), chosen, strict=True)}
+    return {
+        name: found[i] for (name, found), i in zip(options.items(), chosen, strict=True)
+    }
 
 
 def candidates(default: Compressor, shape: Sequence[int]) -> list[Compressor]:
@@ -41,9 +52,16 @@ def candidates(default: Compressor, shape: Sequence[int]) -> list[Compressor]:
     found: list[Compressor] = [default]
     if isinstance(default, PowerSGD) and len(default.specs(shape)) == 2:
         ranks = range(max(1, default.rank // 2), 2 * default.rank + 1)
-        found += [one for rank in ranks if len((one := replace(default, rank=rank)).specs(shape)) == 2]
+        found += [
+            one
+            for rank in ranks
+            if len((one := replace(default, rank=rank)).specs(shape)) == 2
+        ]
     elif isinstance(default, TopK | RandomK):
-        found += [replace(default, share=min(1.0, default.share * factor)) for factor in FACTORS]
+        found += [
+            replace(default, share=min(1.0, default.share * factor))
+            for factor in FACTORS
+        ]
     elif isinstance(default, Rounded):
         found += [replace(default, bits=bits) for bits in range(4, 9)]
     return list(dict.fromkeys(found))
@@ -54,7 +72,9 @@ def squared_error(compressor: Compressor, x: T, seed: int = 0) -> float:
     payload = compressor.encode(x, seed)
     if (warm := compressor.warm(payload)) is not None:
         payload = compressor.encode(x, seed, warm)
-    return float((compressor.decode(payload, x.shape, seed) - x).double().square().sum())
+    return float(
+        (compressor.decode(payload, x.shape, seed) - x).double().square().sum()
+    )
 
 
 def total(table: Sequence[Sequence[float]], chosen: Sequence[int]) -> float:
@@ -62,26 +82,34 @@ def total(table: Sequence[Sequence[float]], chosen: Sequence[int]) -> float:
     return sum(row[i] for row, i in zip(table, chosen, strict=True))
 
 
-def smallest(errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], budget: float) -> list[int] | None:
+def smallest(
+    errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], budget: float
+) -> list[int] | None:
     """For each tensor which of its candidates, so that sizes add up to the least and errors to at most ``budget``.
 
     None if no choice is within it. Tensor by tensor, all choices so far are kept that no other one beats in both sums
     (Nemhauser & Ullmann 1969). Up to :data:`KEPT` of them the outcome is the best there is. What is kept has its exact
     error, so thinning costs bytes but never breaks the budget.
     """
-    least_left = np.cumsum([0.0, *(min(found) for found in errors[:0:-1])])[::-1]  # by the tensors after each
+    # by the tensors after each
+    least_left = np.cumsum([0.0, *(min(found) for found in errors[:0:-1])])[::-1]
     error, size = np.zeros(1), np.zeros(1, dtype=np.int64)
     origins: list[np.ndarray] = []
     for own_errors, own_sizes, left in zip(errors, sizes, least_left, strict=True):
-        sums = (error[:, None] + np.asarray(own_errors)).ravel()  # [kept, candidates], flat
+        # [kept, candidates], flat
+        sums = (error[:, None] + np.asarray(own_errors)).ravel()
         bytes_ = (size[:, None] + np.asarray(own_sizes, dtype=np.int64)).ravel()
         order = np.lexsort((bytes_, sums))
-        order = order[sums[order] + left * (1 - 1e-9) <= budget]  # sums in another order may round otherwise
+        # sums in another order may round otherwise
+        order = order[sums[order] + left * (1 - 1e-9) <= budget]
         least = np.minimum.accumulate(bytes_[order])
-        better = order[np.flatnonzero(np.diff(least, prepend=np.iinfo(np.int64).max) < 0)]
+        better = order[
+            np.flatnonzero(np.diff(least, prepend=np.iinfo(np.int64).max) < 0)
+        ]
         if len(better) > KEPT:
             place = (sums[better] / budget * KEPT).astype(np.int64)
-            better = better[np.flatnonzero(np.diff(place, append=KEPT + 1))]  # the last of each, which has fewest bytes
+            # the last of each, which has fewest bytes
+            better = better[np.flatnonzero(np.diff(place, append=KEPT + 1))]
         error, size = sums[better], bytes_[better]
         origins.append(better)
     if not len(size):

@@ -62,7 +62,9 @@ class IslandLinks:
         return np.unique(found, return_inverse=True)[1]
 
 
-def ring_times(links: IslandLinks, orders: Orders, nbytes: float, pieces: int = 4) -> Numbers:
+def ring_times(
+    links: IslandLinks, orders: Orders, nbytes: float, pieces: int = 4
+) -> Numbers:
     """Seconds of an all-reduce of so many bytes around each of the ``orders [count, islands]``, ``[count]``.
 
     Each island's part goes over ``2 (islands - 1)`` links in a row, in ``pieces`` that are passed on as they come. The
@@ -73,7 +75,9 @@ def ring_times(links: IslandLinks, orders: Orders, nbytes: float, pieces: int = 
     return 2 * (orders.shape[1] - 1) * np.maximum(slowest, around)
 
 
-def _steps(links: IslandLinks, orders: Orders, nbytes: float, pieces: int) -> tuple[Numbers, Numbers]:
+def _steps(
+    links: IslandLinks, orders: Orders, nbytes: float, pieces: int
+) -> tuple[Numbers, Numbers]:
     """The time of a step by the slowest link of each order, and by the longest way of a piece."""
     islands = orders.shape[1]
     following = np.roll(orders, -1, axis=1)
@@ -84,13 +88,21 @@ def _steps(links: IslandLinks, orders: Orders, nbytes: float, pieces: int) -> tu
         if pair // count != pair % count:
             here = between == pair
             sharing = np.where(here, here.sum(1, keepdims=True), sharing)
-    sending = nbytes / islands * sharing / np.maximum(links.bandwidth, SLOWEST)[orders, following]
+    sending = (
+        nbytes
+        / islands
+        * sharing
+        / np.maximum(links.bandwidth, SLOWEST)[orders, following]
+    )
     hops = sending / pieces + links.latency[orders, following]
-    spared = (hops + np.roll(hops, 1, axis=1)).min(1)  # twice around are two links more than the way has
+    # twice around are two links more than the way has
+    spared = (hops + np.roll(hops, 1, axis=1)).min(1)
     return sending.max(1), (2 * hops.sum(1) - spared) / (2 * islands - 2)
 
 
-def ring_order(links: IslandLinks, nbytes: float, pieces: int = 4, exact: int = EXACT) -> list[int]:
+def ring_order(
+    links: IslandLinks, nbytes: float, pieces: int = 4, exact: int = EXACT
+) -> list[int]:
     """The order of all islands, from 0 on, in which an all-reduce of so many bytes takes least time.
 
     For more than ``exact`` islands it is the best that can be reached from a few starts by moving a run of islands, or
@@ -103,10 +115,18 @@ def ring_order(links: IslandLinks, nbytes: float, pieces: int = 4, exact: int = 
         orders = np.array([(0, *rest) for rest in permutations(range(1, islands))])
         best = orders[_scores(links, orders, nbytes, pieces).argmin()]
     else:
-        found = [_improved(links, start, nbytes, pieces) for start in _starts(links, nbytes, pieces)]
-        best = min(found, key=lambda order: float(_scores(links, order[None], nbytes, pieces)[0]))
+        found = [
+            _improved(links, start, nbytes, pieces)
+            for start in _starts(links, nbytes, pieces)
+        ]
+        best = min(
+            found,
+            key=lambda order: float(_scores(links, order[None], nbytes, pieces)[0]),
+        )
     if not links.bandwidth[best, np.roll(best, -1)].all():
-        raise WeftError("no ring of measured links joins all islands; see which pairs cannot reach each other")
+        raise WeftError(
+            "no ring of measured links joins all islands; see which pairs cannot reach each other"
+        )
     return np.roll(best, -int(np.flatnonzero(best == 0)[0])).tolist()
 
 
@@ -117,12 +137,17 @@ def _scores(links: IslandLinks, orders: Orders, nbytes: float, pieces: int) -> N
 
 def _starts(links: IslandLinks, nbytes: float, pieces: int) -> list[Orders]:
     """Orders to begin a search from: always on to the nearest that is left."""
-    hops = nbytes / len(links.bandwidth) / pieces / np.maximum(links.bandwidth, SLOWEST) + links.latency
+    hops = (
+        nbytes / len(links.bandwidth) / pieces / np.maximum(links.bandwidth, SLOWEST)
+        + links.latency
+    )
     found = []
     for first in range(min(STARTS, len(hops))):
         order, left = [first], set(range(len(hops))) - {first}
         while left:
-            order.append(min(left, key=lambda island: (hops[order[-1], island], island)))
+            order.append(
+                min(left, key=lambda island: (hops[order[-1], island], island))
+            )
             left.remove(order[-1])
         found.append(np.array(order))
     return found
@@ -147,6 +172,12 @@ def _moves(order: Orders) -> Orders:
         turned = np.roll(order, -first)
         for length in range(1, min(4, islands - 1)):
             run, rest = turned[:length], turned[length:]
-            found += [np.concatenate((rest[:at], run, rest[at:])) for at in range(1, len(rest))]
-        found += [np.concatenate((turned[:length][::-1], turned[length:])) for length in range(2, islands)]
+            found += [
+                np.concatenate((rest[:at], run, rest[at:]))
+                for at in range(1, len(rest))
+            ]
+        found += [
+            np.concatenate((turned[:length][::-1], turned[length:]))
+            for length in range(2, islands)
+        ]
     return np.array(found)

@@ -28,13 +28,19 @@ def measured_ring(streams: Streams, nbytes: float) -> str:
     """
     store, numbered = streams.shared, json.dumps((streams.order, 1.0))
     assert store is not None
-    if streams.place == 0 and not store.check(["weft/ring"]):  # else this island comes to a run that is going on
+    # else this island comes to a run that is going on
+    if streams.place == 0 and not store.check(["weft/ring"]):
         try:
             row = measured_links(streams, nbytes)
             store.set(f"weft/links/{streams.island}", json.dumps(row.tolist()))
             if streams.island == 0:
-                rows = [json.loads(store.get(f"weft/links/{i}")) for i in range(streams.islands)]
-                store.compare_set("weft/ring", "", json.dumps(best_ring(np.array(rows), nbytes)))
+                rows = [
+                    json.loads(store.get(f"weft/links/{i}"))
+                    for i in range(streams.islands)
+                ]
+                store.compare_set(
+                    "weft/ring", "", json.dumps(best_ring(np.array(rows), nbytes))
+                )
         except IslandLost:
             store.compare_set("weft/ring", "", numbered)
     order, gain = json.loads(store.get("weft/ring"))
@@ -67,11 +73,15 @@ def measured_links(streams: Streams, nbytes: float) -> np.ndarray:
             for other in others:
                 row[other] = _link_to(streams, other, nbytes)
             for other in others:
-                streams.send(other, "measure", torch.empty(0, dtype=torch.uint8), control=True)
+                streams.send(
+                    other, "measure", torch.empty(0, dtype=torch.uint8), control=True
+                )
             streams.flush()
         else:
             while streams.receive(sender, "measure", torch.uint8).numel():
-                streams.send(sender, "measured", torch.ones(1, dtype=torch.uint8), control=True)
+                streams.send(
+                    sender, "measured", torch.ones(1, dtype=torch.uint8), control=True
+                )
                 streams.flush()
     return row
 

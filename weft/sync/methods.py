@@ -73,7 +73,9 @@ def eager(theta: T, slots: Slots, answer: T, how: Sync, islands: int) -> T:
 
 def co2(theta: T, slots: Slots, answer: T, how: Sync, islands: int) -> T:
     """Momentum on the last round's differences, made smaller for being late and clipped (CO2, Sun et al. 2024)."""
-    slots["outer"].mul_(how.momentum).add_(answer / how.penalty).clamp_(-how.clip, how.clip)
+    slots["outer"].mul_(how.momentum).add_(answer / how.penalty).clamp_(
+        -how.clip, how.clip
+    )
     slots["anchor"].sub_(how.lr * slots["outer"])
     return slots["anchor"]
 
@@ -85,7 +87,9 @@ def difference_and_anchor(theta: T, slots: Slots) -> T:
 def noloco(theta: T, slots: Slots, answer: T, how: Sync, islands: int) -> T:
     """Momentum by what two islands have learned, and how far their anchors are (NoLoCo, Kolehmainen et al. 2025)."""
     learned, anchor = answer.chunk(2)
-    slots["outer"].mul_(how.momentum).sub_(how.lr * learned).add_(how.lr * (anchor - slots["anchor"]))
+    slots["outer"].mul_(how.momentum).sub_(how.lr * learned).add_(
+        how.lr * (anchor - slots["anchor"])
+    )
     slots["anchor"].add_(slots["outer"])
     return slots["anchor"]
 
@@ -95,14 +99,18 @@ METHODS = {
     "gossip": Method((), lambda theta, slots: theta.clone(), gossip, shares=False),
     "nesterov": Method(("anchor", "outer"), difference, nesterov),
     "streaming": Method(("anchor", "outer"), difference, streaming),
-    "eager": Method(("anchor", "outer", "own"), difference, eager, late=True, shares=False),
+    "eager": Method(
+        ("anchor", "outer", "own"), difference, eager, late=True, shares=False
+    ),
     "co2": Method(("anchor", "outer"), difference, co2, late=True),
     "noloco": Method(("anchor", "outer"), difference_and_anchor, noloco, shares=False),
 }
 
 
 def method_of(how: Sync) -> Method:
-    return METHODS["gossip" if how.update == "average" and how.partner != "all" else how.update]
+    return METHODS[
+        "gossip" if how.update == "average" and how.partner != "all" else how.update
+    ]
 
 
 def begins(step: int, fragment: int, how: Sync) -> bool:
@@ -125,7 +133,18 @@ def partners(island: int, among: Sequence[int], how: Sync, number: int) -> list[
     if how.partner == "ring":
         return sorted({among[(me + step) % count] for step in (-1, 0, 1)})
     if how.partner == "graph":
-        return sorted({island, *(one for edge in how.graph if island in edge for one in edge if one in among)})
+        return sorted(
+            {
+                island,
+                *(
+                    one
+                    for edge in how.graph
+                    if island in edge
+                    for one in edge
+                    if one in among
+                ),
+            }
+        )
     if how.partner != "pairs" and how.update != "noloco":
         return list(among)
     order = shared_permutation(count, number).tolist()
@@ -141,12 +160,22 @@ def shares(island: int, members: Sequence[int], how: Sync) -> list[float]:
     """
     if how.partner != "graph":
         return [1 / len(members)] * len(members)
-    degree = Counter(one for edge in {tuple(sorted(edge)) for edge in how.graph} for one in edge)
-    found = {one: 1 / (1 + max(degree[island], degree[one])) for one in members if one != island}
+    degree = Counter(
+        one for edge in {tuple(sorted(edge)) for edge in how.graph} for one in edge
+    )
+    found = {
+        one: 1 / (1 + max(degree[island], degree[one]))
+        for one in members
+        if one != island
+    }
     return [found.get(one, 1 - sum(found.values())) for one in members]
 
 
 def shared_slots(how: Sync) -> tuple[str, ...]:
     """Which slots are the same on all islands between two rounds; none where no two need to have the same."""
     method = method_of(how)
-    return tuple(name for name in method.slots if name in ("anchor", "outer")) if method.shares else ()
+    return (
+        tuple(name for name in method.slots if name in ("anchor", "outer"))
+        if method.shares
+        else ()
+    )

@@ -30,13 +30,18 @@ def made_same(
 
     ``mine``: this island's. In a tie the version counts that comes first in the order of ``members``.
     """
-    found = from_islands(streams, digest(mine.values()), members, f"{tag}/hash", control=True)
+    found = from_islands(
+        streams, digest(mine.values()), members, f"{tag}/hash", control=True
+    )
     words = [bytes(one.numpy()) for one in found]
     right = max(words, key=lambda word: (words.count(word), -words.index(word)))
     odd = [island for island, word in zip(members, words, strict=True) if word != right]
     giver = members[words.index(right)]
     if streams.island in odd:
-        return {name: streams.receive(giver, f"{tag}/{name}", x.dtype) for name, x in mine.items()}, odd
+        return {
+            name: streams.receive(giver, f"{tag}/{name}", x.dtype)
+            for name, x in mine.items()
+        }, odd
     if streams.island == giver:
         for island in odd:
             for name, x in mine.items():

@@ -31,7 +31,9 @@ DIFFERENCES = 1.0
 
 
 @torch.no_grad()
-def aggregated(mine: T, rule: Rule, faulty: int, group: dist.ProcessGroup) -> tuple[T, list[bool]]:
+def aggregated(
+    mine: T, rule: Rule, faulty: int, group: dist.ProcessGroup
+) -> tuple[T, list[bool]]:
     """The outcome of ``rule`` for all ranks' gradients ``mine`` ``[elements]``, and which ranks' were used. Collective.
 
     The outcome is the same on all ranks to the last bit, and not a number if nobody's gradient was finite.
@@ -46,13 +48,16 @@ def aggregated(mine: T, rule: Rule, faulty: int, group: dist.ProcessGroup) -> tu
     for piece in chunks.split(PIECE, dim=1):
         gram += piece.double() @ piece.double().T
     dist.all_reduce(gram, group=group)
-    gram = (gram + gram.T) / 2  # so that who are each other's nearest are as good, and the first of them is chosen
+    # so that who are each other's nearest are as good, and the first of them is chosen
+    gram = (gram + gram.T) / 2
     whole = gram.diag().isfinite()
     left_out = int((~whole).sum())
     if left_out == ranks:
         chunk = torch.full_like(chunks[0], torch.nan)
     else:
-        chunk = rule(chunks[whole], gram[whole][:, whole].cpu(), max(0, faulty - left_out))
+        chunk = rule(
+            chunks[whole], gram[whole][:, whole].cpu(), max(0, faulty - left_out)
+        )
     all_gather(padded, chunk.contiguous(), group=group)
     return padded[:size], whole.tolist()
 
@@ -76,18 +81,24 @@ def krum_scores(distances: T, faulty: int) -> T:
     """Krum's scores: for each gradient the sum of squared distances to its nearest ones, so many of them as are sure to
     be right (Blanchard et al. 2017)."""
     near = max(1, len(distances) - faulty - 2)
-    others = distances + torch.diag(torch.full((len(distances),), inf, dtype=distances.dtype))
+    others = distances + torch.diag(
+        torch.full((len(distances),), inf, dtype=distances.dtype)
+    )
     return others.sort(dim=1).values[:, :near].sum(1)
 
 
 def mean_of(chosen: T, count: int) -> T:
     """The weights, of ``count`` gradients, that make the mean of the ``chosen`` ones."""
-    return torch.zeros(count, dtype=torch.float64).index_fill_(0, chosen, 1 / len(chosen))
+    return torch.zeros(count, dtype=torch.float64).index_fill_(
+        0, chosen, 1 / len(chosen)
+    )
 
 
 def krum(gram: T, faulty: int) -> T:
     """The one gradient that is nearest to its neighbours."""
-    return mean_of(krum_scores(squared_distances(gram), faulty).argmin()[None], len(gram))
+    return mean_of(
+        krum_scores(squared_distances(gram), faulty).argmin()[None], len(gram)
+    )
 
 
 def multi_krum(gram: T, faulty: int) -> T:
@@ -104,7 +115,11 @@ def bulyan(chunks: T, gram: T, faulty: int) -> T:
         chosen.append(left.pop(best))
     among = chunks[chosen].sort(dim=0).values  # [chosen, elements]
     lower, upper = among[(len(among) - 1) // 2], among[len(among) // 2]
-    nearest = (among - (lower + upper) / 2).abs().argsort(dim=0, stable=True)[: max(1, len(among) - 2 * faulty)]
+    nearest = (
+        (among - (lower + upper) / 2)
+        .abs()
+        .argsort(dim=0, stable=True)[: max(1, len(among) - 2 * faulty)]
+    )
     return among.gather(0, nearest).mean(0)
 
 
@@ -124,7 +139,12 @@ def geometric_median(gram: T, faulty: int) -> T:
     least = 1e-12 * gram.diag().median().sqrt().clamp(min=1e-300)
     for _ in range(MEDIAN_TURNS):
         inner = gram @ weights
-        distances = (gram.diag() - 2 * inner + weights @ inner).clamp(min=0).sqrt().clamp(min=least)
+        distances = (
+            (gram.diag() - 2 * inner + weights @ inner)
+            .clamp(min=0)
+            .sqrt()
+            .clamp(min=least)
+        )
         before, weights = weights, (1 / distances) / (1 / distances).sum()
         if (weights - before).abs().max() < MEDIAN_STANDS:
             break
@@ -150,14 +170,22 @@ def flag(gram: T, faulty: int) -> T:
     by_own, by_pair = torch.ones(count, dtype=torch.float64), torch.ones_like(cosines)
     sums = seen = torch.empty(0)
     for _ in range(FLAG_TURNS):
-        pairs = DIFFERENCES / (count * max(1, count - 1)) * by_pair / apart.clamp(min=1e-300)
+        pairs = (
+            DIFFERENCES
+            / (count * max(1, count - 1))
+            * by_pair
+            / apart.clamp(min=1e-300)
+        )
         pairs = torch.where(apart > 1e-20, pairs, 0.0)
         spread = torch.diag(by_own + 2 * pairs.sum(1)) - 2 * pairs
         sums = subspace(cosines, spread, rank)
-        seen = cosines @ sums  # [replicas, rank], what the subspace has of each direction
+        # [replicas, rank], what the subspace has of each direction
+        seen = cosines @ sums
         within = seen @ seen.T
         by_own = ((within.diag() - 1).abs() + 1e-7).rsqrt()
-        by_pair = ((squared_distances(within) / apart.clamp(min=1e-300) - 1).abs() + 1e-7).rsqrt()
+        by_pair = (
+            (squared_distances(within) / apart.clamp(min=1e-300) - 1).abs() + 1e-7
+        ).rsqrt()
     return sums @ seen.mean(0) * norms.median() / lengths
 
 
@@ -169,7 +197,8 @@ def subspace(inner: T, spread: T, rank: int) -> T:
     """
     values, vectors = torch.linalg.eigh(spread)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
-    squares, turned = torch.linalg.eigh(root @ inner @ root)  # squared singular values, the smallest first
+    # squared singular values, the smallest first
+    squares, turned = torch.linalg.eigh(root @ inner @ root)
     squares, turned = squares[-rank:], turned[:, -rank:]
     found = squares > 1e-12 * squares[-1]
     return root @ turned[:, found] / squares[found].sqrt()

@@ -53,7 +53,15 @@ class Streams:
     handshakes, and messages that are sent as ``control``.
     """
 
-    def __init__(self, island: int, islands: int, place: int, store: dist.Store, host: str, limit: float) -> None:
+    def __init__(
+        self,
+        island: int,
+        islands: int,
+        place: int,
+        store: dist.Store,
+        host: str,
+        limit: float,
+    ) -> None:
         self.island, self.islands, self.limit = island, islands, limit
         self.sent = self.received = self.around = 0
         self.place, self.store = place, store
@@ -73,18 +81,30 @@ class Streams:
         self._to: dict[int, socket.socket] = {}
         self._listener = listen(host, own_port(place))
         self._sockets.append(self._listener)
-        store.set(f"weft/streams/{island}/{place}", json.dumps(self._listener.getsockname()[:2]))
+        store.set(
+            f"weft/streams/{island}/{place}",
+            json.dumps(self._listener.getsockname()[:2]),
+        )
         serve_each(self._listener, self._serve, "weft-streams")
 
     def ring(self, islands: Container[int]) -> list[int]:
         """These islands, in the order of the ring."""
         return [island for island in self.order if island in islands]
 
-    def send(self, island: int, tag: str, tensor: torch.Tensor, control: bool = False) -> None:
+    def send(
+        self, island: int, tag: str, tensor: torch.Tensor, control: bool = False
+    ) -> None:
         """Send a flat tensor of the CPU, which must not change before :meth:`flush` returns. Does not wait."""
         if island not in self._outboxes:
             self._outboxes[island] = Queue()
-            self._threads.append(Thread(target=self._deliver, args=(island,), name="weft-streams", daemon=True))
+            self._threads.append(
+                Thread(
+                    target=self._deliver,
+                    args=(island,),
+                    name="weft-streams",
+                    daemon=True,
+                )
+            )
             self._threads[-1].start()
         with self._news:
             self._waiting += 1
@@ -98,7 +118,9 @@ class Streams:
                 self._news.wait()
             self._check()
 
-    def receive(self, island: int, tag: str, dtype: torch.dtype, limit: float = 0.0) -> torch.Tensor:
+    def receive(
+        self, island: int, tag: str, dtype: torch.dtype, limit: float = 0.0
+    ) -> torch.Tensor:
         """The next message with this tag from an island, as a flat tensor; raises :class:`IslandLost`.
 
         ``limit``: seconds to wait, if they are not those of the streams.
@@ -111,7 +133,9 @@ class Streams:
                 left = deadline - time.monotonic()
                 self._check()
                 if self._closed:
-                    raise IslandLost(f"island {self.island} has ended while it waited for island {island}")
+                    raise IslandLost(
+                        f"island {self.island} has ended while it waited for island {island}"
+                    )
                 if island in self._lost or left <= 0:
                     why = self._lost.get(island) or f"has not answered for {limit:g} s"
                     raise IslandLost(
@@ -123,7 +147,11 @@ class Streams:
             if not waiting:
                 del self._came[key]
         self.received += len(found)
-        return torch.frombuffer(found, dtype=dtype) if found else torch.empty(0, dtype=dtype)
+        return (
+            torch.frombuffer(found, dtype=dtype)
+            if found
+            else torch.empty(0, dtype=dtype)
+        )
 
     def _check(self) -> None:
         if self._broken:
@@ -144,7 +172,8 @@ class Streams:
             before, self._to = list(self._to.values()), {}
             self._lost.clear()
             self._news.notify_all()
-        for connection in before:  # a thread may be about to send there, to one who does not read
+        # a thread may be about to send there, to one who does not read
+        for connection in before:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
@@ -179,17 +208,25 @@ class Streams:
                         connection, number = self._dial(island, epoch), 0
                         key = self._introduce(connection, island, epoch)
                 if connection is not None and epoch == self.epoch:
-                    head = struct.pack("!HQQ", len(tag), len(view), epoch) + tag.encode()
+                    head = (
+                        struct.pack("!HQQ", len(tag), len(view), epoch) + tag.encode()
+                    )
                     connection.sendall(head + _seal(key, number, head, view))
                     connection.sendall(view)
                     number += 1
                     self.sent += 0 if control else len(view)
                     self.around += len(head) + SEAL + (len(view) if control else 0)
-            except (OSError, RuntimeError, EOFError) as error:  # of the store, if it has gone
+            except (
+                OSError,
+                RuntimeError,
+                EOFError,
+            ) as error:  # of the store, if it has gone
                 self._drop(connection)
                 connection = None
                 if not self._closed and epoch == self.epoch:
-                    self._loses(island, f"is gone ({getattr(error, 'strerror', None) or error})")
+                    self._loses(
+                        island, f"is gone ({getattr(error, 'strerror', None) or error})"
+                    )
             with self._news:
                 self._waiting -= epoch == self.epoch
                 self._news.notify_all()
@@ -206,11 +243,14 @@ class Streams:
     def _dial(self, island: int, epoch: int) -> socket.socket:
         name = f"weft/streams/{island}/{self.place}"
         deadline = time.monotonic() + self.limit
-        while not self.store.check([name]):  # a wait in the store would hold other threads of this rank up
+        # a wait in the store would hold other threads of this rank up
+        while not self.store.check([name]):
             if time.monotonic() > deadline:
                 raise OSError(0, f"it has not said where it is for {self.limit:g} s")
             time.sleep(0.05)
-        connection = socket.create_connection(json.loads(self.store.get(name)), self.limit)
+        connection = socket.create_connection(
+            json.loads(self.store.get(name)), self.limit
+        )
         connection.settimeout(self.limit)
         self._adopt(connection)
         with self._news:
@@ -222,9 +262,13 @@ class Streams:
     def _introduce(self, connection: socket.socket, island: int, epoch: int) -> bytes:
         """The dialling end of the handshake: answer the other end's challenge, and return the connection's key."""
         challenge = read(connection, SEAL)
-        hello = json.dumps({"from": self.island, "to": island, "place": self.place, "epoch": epoch}).encode()
+        hello = json.dumps(
+            {"from": self.island, "to": island, "place": self.place, "epoch": epoch}
+        ).encode()
         key = hashlib.blake2b(challenge + hello, key=self._key[:64]).digest()
-        connection.sendall(struct.pack("!H", len(hello)) + hello + _seal(key, 0, hello, b""))
+        connection.sendall(
+            struct.pack("!H", len(hello)) + hello + _seal(key, 0, hello, b"")
+        )
         self.around += len(hello) + SEAL + 2
         return key
 
@@ -240,9 +284,13 @@ class Streams:
             connection.settimeout(HELLO_S)
             challenge = secrets.token_bytes(SEAL)
             connection.sendall(challenge)
-            hello = bytes(read(connection, struct.unpack("!H", read(connection, 2))[0], LONGEST))
+            hello = bytes(
+                read(connection, struct.unpack("!H", read(connection, 2))[0], LONGEST)
+            )
             key = hashlib.blake2b(challenge + hello, key=self._key[:64]).digest()
-            if not hmac.compare_digest(read(connection, SEAL), _seal(key, 0, hello, b"")):
+            if not hmac.compare_digest(
+                read(connection, SEAL), _seal(key, 0, hello, b"")
+            ):
                 raise ValueError
             said = json.loads(hello)
             island, epoch = int(said["from"]), int(said["epoch"])
@@ -250,7 +298,8 @@ class Streams:
                 raise ValueError
             connection.settimeout(None)
         except (OSError, ValueError, KeyError, TypeError, EOFError):
-            self._drop(connection)  # a stranger's bytes may be anything; who it was does not matter
+            # a stranger's bytes may be anything; who it was does not matter
+            self._drop(connection)
             return
         why = "is gone"
         try:
@@ -279,7 +328,9 @@ class Streams:
                     self._news.notify_all()
 
 
-def _seal(key: bytes, number: int, head: bytes, payload: bytes | bytearray | memoryview) -> bytes:
+def _seal(
+    key: bytes, number: int, head: bytes, payload: bytes | bytearray | memoryview
+) -> bytes:
     """The keyed hash of a message and of its ``number`` in its connection, so that no message can be left out, repeated
     or exchanged for another."""
     found = hashlib.blake2b(struct.pack("!Q", number) + head, key=key, digest_size=SEAL)
@@ -292,7 +343,9 @@ def own_port(place: int) -> int:
     be where tunnels or firewalls have to know it."""
     text = os.environ.get("WEFT_STREAMS_PORT", "0")
     if not text.isdecimal() or int(text) + place > 65535:
-        raise UsageError(f"WEFT_STREAMS_PORT={text} is no port; give a number such as 7100")
+        raise UsageError(
+            f"WEFT_STREAMS_PORT={text} is no port; give a number such as 7100"
+        )
     return int(text) + place if int(text) else 0
 
 
@@ -303,7 +356,9 @@ def open_streams(mesh: Mesh, limit: float) -> Iterator[Streams | None]:
         yield None
         return
     place = dist.get_rank() if dist.is_initialized() else 0
-    streams = Streams(mesh.island, mesh.islands, place, mesh.shore, own_address(), limit)
+    streams = Streams(
+        mesh.island, mesh.islands, place, mesh.shore, own_address(), limit
+    )
     try:
         yield streams
     except BaseException:

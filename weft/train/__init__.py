@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 class _Train(ModuleType):
     """So that ``from weft import train`` is the function, whoever has imported something of this package before."""
 
-    def __call__(self, recipe: Recipe, out: str | Path | None = None, resume: str | None = None) -> Outcome:
+    def __call__(
+        self, recipe: Recipe, out: str | Path | None = None, resume: str | None = None
+    ) -> Outcome:
         """See :func:`weft.api.start`."""
         from weft.api import start
 

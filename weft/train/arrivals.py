@@ -19,16 +19,22 @@ class Arrivals:
     def __init__(self, units: Iterable[Unit], complete: Callable[[Unit], None]) -> None:
         # Weak references: a reference cycle would keep the parameters, and process groups, alive.
         self.complete, self.watching = weakref.WeakMethod(complete), False
-        self.names = {unit: [h.parameter for h in unit.held if h.learns] for unit in units}
+        self.names = {
+            unit: [h.parameter for h in unit.held if h.learns] for unit in units
+        }
         self.missing: dict[Unit, int] = {}
         mine = weakref.ref(self)
         for unit, parameters in self.names.items():
             for parameter in parameters:
-                parameter.register_post_accumulate_grad_hook(partial(_arrived, mine, unit))
+                parameter.register_post_accumulate_grad_hook(
+                    partial(_arrived, mine, unit)
+                )
 
     def expect(self) -> None:
         """Begin to watch: each gradient that autograd accumulates from now on is the last one of its parameter."""
-        self.missing = {unit: len(parameters) for unit, parameters in self.names.items()}
+        self.missing = {
+            unit: len(parameters) for unit, parameters in self.names.items()
+        }
         self.watching = True
 
     def end(self) -> list[Unit]:
@@ -37,7 +43,9 @@ class Arrivals:
         return [unit for unit, missing in self.missing.items() if missing]
 
 
-def _arrived(arrivals: weakref.ref[Arrivals], unit: Unit, parameter: nn.Parameter) -> None:
+def _arrived(
+    arrivals: weakref.ref[Arrivals], unit: Unit, parameter: nn.Parameter
+) -> None:
     if (mine := arrivals()) is not None and mine.watching:
         mine.missing[unit] -= 1
         if not mine.missing[unit] and (complete := mine.complete()) is not None:

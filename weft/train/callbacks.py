@@ -73,6 +73,10 @@ class Callbacks:
         step = self.running.progress.step
         for who, callback in self._callbacks:
             every = getattr(callback, "every", 0) if hook == "after_step" else 1
-            if (method := getattr(callback, hook, None)) is not None and every and step % every == 0:
+            if (
+                (method := getattr(callback, hook, None)) is not None
+                and every
+                and step % every == 0
+            ):
                 with blame_plugin(f"{who}, {hook} at step {step},"):
                     method(self.running, *given)

@@ -42,13 +42,18 @@ class Coding(Stepper):
         waits = limit()
         self.code, self.rank = code, self.mesh.rank("dp")
         seconds = waits.total_seconds() if waits else 600.0
-        self.link: Link = connect_ranks(code, self.mesh.group("dp"), seconds, self.resilience.patience)
+        self.link: Link = connect_ranks(
+            code, self.mesh.group("dp"), seconds, self.resilience.patience
+        )
 
     def gradients(self, batches: Sequence[Batch], stop: bool) -> tuple[dict[str, T], T]:
         parts = self.code.parts_of(self.rank)
         places = [(job, part) for job in range(self.code.jobs) for part in parts]
         passes = len(batches) // len(places)
-        of = {place: batches[i * passes : (i + 1) * passes] for i, place in enumerate(places)}
+        of = {
+            place: batches[i * passes : (i + 1) * passes]
+            for i, place in enumerate(places)
+        }
 
         def compute(task: CodedTask, over: Callable[[], bool]) -> Sum | None:
             numbers = torch.zeros(6, dtype=torch.float64)
@@ -58,7 +63,11 @@ class Coding(Stepper):
                         clear_gradients(self.model, self.state)
                         return None
                     numbers += self._pass(batch, coefficient)
-            vector = torch.cat([grad.flatten() for grad in self.state.gradients().values()]).cpu().numpy()
+            vector = (
+                torch.cat([grad.flatten() for grad in self.state.gradients().values()])
+                .cpu()
+                .numpy()
+            )
             clear_gradients(self.model, self.state)
             return Sum(vector, numbers.numpy())
 
@@ -70,7 +79,14 @@ class Coding(Stepper):
         vector = torch.from_numpy(last.total.vector).to(self.mesh.device) / weight
         grads = split_like(vector, {h.name: h.local for h in self.state.learning})
         tokens, samples, low, high = map(round, counts)
-        sums = [loss / weight, vector.double().square().sum().item(), last.flag, tokens, samples, low + (high << 16)]
+        sums = [
+            loss / weight,
+            vector.double().square().sum().item(),
+            last.flag,
+            tokens,
+            samples,
+            low + (high << 16),
+        ]
         return grads, torch.tensor(sums, dtype=torch.float64)
 
     def _pass(self, batch: Batch, coefficient: float) -> T:
@@ -79,10 +95,18 @@ class Coding(Stepper):
         Returns the batch's numbers, likewise times ``coefficient``: float64 ``[6]``, loss, weight of labels, tokens,
         samples, and the sums of the lower and the upper half of their marks.
         """
-        divisor = torch.tensor(1 / coefficient, dtype=torch.float64, device=self.mesh.device)
-        loss = accumulate(self.model, self.state, [batch], self.mesh, self.routes, weight=divisor)
-        marked = marks(batch.samples)  # in halves: their sums are whole numbers, and must be told from each other
+        divisor = torch.tensor(
+            1 / coefficient, dtype=torch.float64, device=self.mesh.device
+        )
+        loss = accumulate(
+            self.model, self.state, [batch], self.mesh, self.routes, weight=divisor
+        )
+        # in halves: their sums are whole numbers, and must be told from each other
+        marked = marks(batch.samples)
         found = [
             batch.label_weight, batch.real_tokens, len(batch.samples), (marked & 0xFFFF).sum(), (marked >> 16).sum()
         ]  # fmt: skip
-        return torch.tensor([loss.item(), *(coefficient * float(number) for number in found)], dtype=torch.float64)
+        return torch.tensor(
+            [loss.item(), *(coefficient * float(number) for number in found)],
+            dtype=torch.float64,
+        )

@@ -16,12 +16,17 @@ def early_units(state: State, memory: Memory, recompute: str) -> list[Unit]:
     summed_last = {name for names in state.copies.values() for name in names}
 
     def may(unit: Unit) -> bool:
-        learns = any(h.learns for h in unit.held) and all(h.name not in summed_last for h in unit.held)
+        learns = any(h.learns for h in unit.held) and all(
+            h.name not in summed_last for h in unit.held
+        )
         return learns and (unit.visited or memory.weights != "file")
 
     early = list(map(may, state.units))
     if memory.speculate == "even" and memory.weights == "file":
-        found = [sizes(unit, memory, free) for unit, free in zip(state.units, early, strict=True)]
+        found = [
+            sizes(unit, memory, free)
+            for unit, free in zip(state.units, early, strict=True)
+        ]
         early = even(found, BACKWARD[recompute])
     return [unit for unit, now in zip(state.units, early, strict=True) if now]
 
@@ -35,5 +40,7 @@ def sizes(unit: Unit, memory: Memory, free: bool) -> Sizes:
         "gradients": sum(h.logical.numel * h.local.element_size() for h in learning),
         "moments": sum(tensor.numel * tensor.itemsize for tensor in moments),
     }
-    weights, gradients, kept = (size * (memory.place_of(kind) == "file") for kind, size in every.items())
+    weights, gradients, kept = (
+        size * (memory.place_of(kind) == "file") for kind, size in every.items()
+    )
     return Sizes(weights, gradients, kept, bool(learning), free)

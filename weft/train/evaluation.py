@@ -27,7 +27,13 @@ class Evaluation:
         self, job: Job, mesh: Mesh, model: Transformer, state: State, recorder: Recorder,
         before_change: Callable[[], None], interrupted: Callable[[], bool], validations: list[float],
     ) -> None:  # fmt: skip
-        self.job, self.mesh, self.model, self.state, self.recorder = job, mesh, model, state, recorder
+        self.job, self.mesh, self.model, self.state, self.recorder = (
+            job,
+            mesh,
+            model,
+            state,
+            recorder,
+        )
         self.before_change, self.interrupted = before_change, interrupted
         self.validations = validations
         self._every = {task.name: task.every for task in job.tasks}
@@ -39,7 +45,9 @@ class Evaluation:
 
     def due(self, step: int) -> list[str]:
         """The names of what is to be evaluated after ``step``."""
-        return [name for name, every in self._every.items() if every and step % every == 0]
+        return [
+            name for name, every in self._every.items() if every and step % every == 0
+        ]
 
     def missing(self, step: int) -> list[str]:
         """The names of what has not been evaluated after ``step``."""
@@ -70,7 +78,12 @@ class Evaluation:
         assert self._held_out is not None
         recipe, total = self.job.recipe, self._held_out.order.total or 0
         every = range(0, total, recipe.train.batch)[: recipe.validation.batches or None]
-        loss = evaluate(self.model, self.state, filter(None, map(self._held_out.step, every)), self.mesh)
+        loss = evaluate(
+            self.model,
+            self.state,
+            filter(None, map(self._held_out.step, every)),
+            self.mesh,
+        )
         self.validations.append(loss)
         self.recorder.validation(loss)
         return loss
@@ -79,10 +92,20 @@ class Evaluation:
         task = next(task for task in self.job.tasks if task.name == name)
         rows, passes = self.job.recipe.rows_per_pass(self.mesh.layout)
         seq_len = self.job.recipe.data.seq_len
-        ask = partial(scores, self.model, self.state, self.mesh, rows=rows, passes=passes, room=seq_len)
+        ask = partial(
+            scores,
+            self.model,
+            self.state,
+            self.mesh,
+            rows=rows,
+            passes=passes,
+            room=seq_len,
+        )
         answered = task.answered(partial(ask, wanted=lambda: not self.interrupted()))
         if answered is None:
-            self.recorder.event(f"asked to stop: nobody waits for the answers to {name}")
+            self.recorder.event(
+                f"asked to stop: nobody waits for the answers to {name}"
+            )
             return None
         self.recorder.task(name, answered)
         return answered.accuracy

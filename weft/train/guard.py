@@ -50,14 +50,18 @@ class Guard:
         """Bring the state to where the run goes on. Collective."""
         return resume_run(run, job, state, mesh)
 
-    def streams(self, mesh: Mesh, limit: float) -> AbstractContextManager[Streams | None]:
+    def streams(
+        self, mesh: Mesh, limit: float
+    ) -> AbstractContextManager[Streams | None]:
         """This rank's streams to other islands; None where there are none. ``limit``: seconds that a message may take.
 
         ``presence`` then says which islands are there, if that is not always all of them.
         """
         return open_streams(mesh, limit)
 
-    def begin(self, state: State, mesh: Mesh, resumed: Resumed, recorder: Recorder) -> None:
+    def begin(
+        self, state: State, mesh: Mesh, resumed: Resumed, recorder: Recorder
+    ) -> None:
         """Called before the first step."""
 
     def step(self, number: int) -> AbstractContextManager[None]:

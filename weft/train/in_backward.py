@@ -16,7 +16,14 @@ from weft.layout.boundary import I, share_of_sum, step_sum
 from weft.layout.layout import MODEL_AXES
 from weft.parallel.state import State, Unit
 from weft.train.arrivals import Arrivals
-from weft.train.step import Stepper, StepResult, accumulate, reduced, result_of, square_norm
+from weft.train.step import (
+    Stepper,
+    StepResult,
+    accumulate,
+    reduced,
+    result_of,
+    square_norm,
+)
 
 T = torch.Tensor
 
@@ -31,19 +38,32 @@ class InBackward(Stepper):
 
     def __post_init__(self) -> None:
         # Each unit that learns as a state of its own, for sums and norm.
-        self.parts = {unit: State([unit]) for unit in self.state.units if any(h.learns for h in unit.held)}
+        self.parts = {
+            unit: State([unit])
+            for unit in self.state.units
+            if any(h.learns for h in unit.held)
+        }
         self.arrivals, self.skipped = Arrivals(self.parts, self._update), False
-        self.lr, self.square = 0.0, torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        self.lr, self.square = (
+            0.0,
+            torch.zeros((), dtype=torch.float64, device=self.mesh.device),
+        )
 
-    def step(self, batches: Sequence[Batch], lr: float, stop: bool = False) -> list[StepResult]:
+    def step(
+        self, batches: Sequence[Batch], lr: float, stop: bool = False
+    ) -> list[StepResult]:
         self.lr = lr
         self.square.zero_()
         self.before_update()
-        loss = accumulate(self.model, self.state, batches, self.mesh, before_last=self._agree)
+        loss = accumulate(
+            self.model, self.state, batches, self.mesh, before_last=self._agree
+        )
         for unit in self.arrivals.end():
             self._update(unit)
         self.state.settle()
-        result = result_of(step_sum(self.shares_of_sums(loss, self.square, batches, stop), self.mesh))
+        result = result_of(
+            step_sum(self.shares_of_sums(loss, self.square, batches, stop), self.mesh)
+        )
         if math.isfinite(result.loss) and result.skipped:
             raise WeftError(
                 "a gradient was not finite, and optimizer.in_backward had updated other parameters by then: go on from "
@@ -55,7 +75,9 @@ class InBackward(Stepper):
 
     def _agree(self, share: T) -> None:
         """Called before the last backward: all ranks agree whether the step's loss is finite."""
-        loss = step_sum(share_of_sum(share, self.mesh, **dict.fromkeys(MODEL_AXES, I)), self.mesh)
+        loss = step_sum(
+            share_of_sum(share, self.mesh, **dict.fromkeys(MODEL_AXES, I)), self.mesh
+        )
         self.skipped = not math.isfinite(loss.item())
         self.arrivals.expect()
 

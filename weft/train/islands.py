@@ -17,7 +17,14 @@ from weft.sync.collectives import compressed_mean, from_islands, power_mean, rin
 from weft.sync.compress import Compressor, PerTensor, PowerSGD, build_compressor
 from weft.sync.greco import allocate_compressors, candidates
 from weft.sync.measure import measured_ring
-from weft.sync.methods import begins, fragment_of, method_of, partners, shared_slots, shares
+from weft.sync.methods import (
+    begins,
+    fragment_of,
+    method_of,
+    partners,
+    shared_slots,
+    shares,
+)
 from weft.sync.parity import made_same
 from weft.sync.presence import Presence
 from weft.sync.replicas import Replicas, replicas_of
@@ -51,13 +58,17 @@ def slots_of(how: Sync) -> tuple[str, ...]:
     method, (there, back) = method_of(how), compressors(how)
     found = [*method.slots, *(["answer"] if method.late or how.delay else [])]
     if how.compress != "none":
-        found += ["up"] * (not there.unbiased) + ["down"] * (not back.unbiased and not isinstance(there, PowerSGD))
+        found += ["up"] * (not there.unbiased) + ["down"] * (
+            not back.unbiased and not isinstance(there, PowerSGD)
+        )
     return tuple(found)
 
 
 def compressors(how: Sync) -> tuple[Compressor, Compressor]:
     """The compressor of what is sent, and that of what comes back."""
-    return build_compressor(how.compress), build_compressor(how.compress_back or how.compress)
+    return build_compressor(how.compress), build_compressor(
+        how.compress_back or how.compress
+    )
 
 
 def add_slots(state: State, how: Sync) -> None:
@@ -72,8 +83,14 @@ def add_slots(state: State, how: Sync) -> None:
 
 def put_in_ring(streams: Streams, state: State, how: Sync) -> str:
     """Measure the links and put the islands into the fastest ring, if sums go around one; returns a line to report."""
-    if streams.islands < 3 or not how.in_ring or how.order == "numbered" or streams.shared is None:
-        return ""  # two islands make only one ring, and an island that comes later is told the ring's order
+    if (
+        streams.islands < 3
+        or not how.in_ring
+        or how.order == "numbered"
+        or streams.shared is None
+    ):
+        # two islands make only one ring, and an island that comes later is told the ring's order
+        return ""
     elements = sum(h.local.numel() for h in state.learning)
     return measured_ring(streams, 4.0 * elements / how.fragments)
 
@@ -108,7 +125,12 @@ class Together(Stepper):
     def of_all(self, number: T) -> T:
         """The elementwise sum of ``number``, any tensor, over all islands."""
         mine = number.detach().reshape(-1).cpu()
-        found = from_islands(self.streams, mine, range(self.mesh.islands), f"numbers of step {self.steps}")
+        found = from_islands(
+            self.streams,
+            mine,
+            range(self.mesh.islands),
+            f"numbers of step {self.steps}",
+        )
         return torch.stack(found).sum(0).view_as(number).to(number.device)
 
     def summed(self, grads: Mapping[str, T]) -> dict[str, T]:
@@ -118,7 +140,12 @@ class Together(Stepper):
 
         def over_ring(flat: T) -> T:
             mine = flat[self.replicas.part(flat.numel())]
-            ring_sum(self.streams, mine, self.streams.order, f"gradients of step {self.steps}")
+            ring_sum(
+                self.streams,
+                mine,
+                self.streams.order,
+                f"gradients of step {self.steps}",
+            )
             return self.replicas.whole(mine, flat.numel())
 
         return in_one(list(grads), grads, torch.device("cpu"), over_ring)
@@ -160,17 +187,25 @@ class Apart(Stepper):
         self.warm: dict[str, T] = {}
         #: By parameter: the compressor that L-GreCo has chosen, if this island is the one that chooses.
         self.allocated: dict[str, Compressor] = {}
-        self.fragments = [[h for h in self.state.learning if fragment_of(h.name, count) == f] for f in range(count)]
+        self.fragments = [
+            [h for h in self.state.learning if fragment_of(h.name, count) == f]
+            for f in range(count)
+        ]
         #: The replicas of this island that each exchange a part of a fragment; PowerSGD's matrices are not cut so.
         alone = isinstance(self.there, PowerSGD)
-        self.replicas = [Replicas() if alone else replicas_of(held, self.mesh) for held in self.fragments]
+        self.replicas = [
+            Replicas() if alone else replicas_of(held, self.mesh)
+            for held in self.fragments
+        ]
         #: Exchanges under way, by fragment. One after the other, in the same order on all islands.
         self.under_way: dict[int, Future[Exchanged]] = {}
         #: By fragment: how many islands the answer in its slots is the mean of; all, if it is not in here.
         self.counts: dict[int, int] = dict(enumerate(self.presence.counts))
         self.exchanging = ThreadPoolExecutor(1, "weft-islands")
 
-    def step(self, batches: Sequence[Batch], lr: float, stop: bool = False) -> list[StepResult]:
+    def step(
+        self, batches: Sequence[Batch], lr: float, stop: bool = False
+    ) -> list[StepResult]:
         results = self.inner.step(batches, lr, stop)
         self.steps += 1
         due = [f for f in range(len(self.fragments)) if self.is_due(f)]
@@ -224,7 +259,9 @@ class Apart(Stepper):
 
     def is_due(self, f: int) -> bool:
         """Whether an exchange of fragment ``f`` begins after this step, or the answer to one is applied."""
-        return begins(self.steps, f, self.how) or begins(self.steps - self.how.delay, f, self.how)
+        return begins(self.steps, f, self.how) or begins(
+            self.steps - self.how.delay, f, self.how
+        )
 
     def number(self, f: int) -> int:
         """The number of a fragment's exchange that begins after this step."""
@@ -234,16 +271,27 @@ class Apart(Stepper):
     def agree(self, f: int) -> None:
         """Begin a round of a fragment, or apply the answer to the last one, or both."""
         held, delay = self.fragments[f], self.how.delay
-        starts, later, answer = begins(self.steps, f, self.how), bool(delay) or self.method.late, None
+        starts, later, answer = (
+            begins(self.steps, f, self.how),
+            bool(delay) or self.method.late,
+            None,
+        )
         if starts:
             self.presence.begin(self.number(f))
         if later and (self.method.late or begins(self.steps - delay, f, self.how)):
             answer = self.answer(f)
-        theta, slots = self.flat(held), {name: self.flat(held, name) for name in self.method.slots}
+        theta, slots = (
+            self.flat(held),
+            {name: self.flat(held, name) for name in self.method.slots},
+        )
         mine = self.method.sent(theta, slots) if starts else theta
         shared = {name: slots[name] for name in shared_slots(self.how)}
         if starts and not later:
-            found = self.whole(f, self.exchanged(f, self.number(f), mine, shared, self.steps), mine.numel())
+            found = self.whole(
+                f,
+                self.exchanged(f, self.number(f), mine, shared, self.steps),
+                mine.numel(),
+            )
             answer = self.keep_exchanged(f, found)
             slots |= {name: found.kept[name] for name in shared if name in found.kept}
         if answer is not None:
@@ -252,14 +300,20 @@ class Apart(Stepper):
                 self.keep(name, held, values)
             self.keep("", held, theta)
         if starts and later:
-            self.under_way[f] = self.exchanging.submit(self.exchanged, f, self.number(f), mine, shared, self.steps)
+            self.under_way[f] = self.exchanging.submit(
+                self.exchanged, f, self.number(f), mine, shared, self.steps
+            )
 
     def answer(self, f: int) -> tuple[T, int]:
         """The answer of a fragment's last exchange, and how many islands it is of."""
         if f in self.under_way:
             found = self.under_way.pop(f).result()
-            return self.keep_exchanged(f, self.whole(f, found, sum(h.local.numel() for h in self.fragments[f])))
-        return self.flat(self.fragments[f], "answer"), self.counts.get(f, self.mesh.islands)
+            return self.keep_exchanged(
+                f, self.whole(f, found, sum(h.local.numel() for h in self.fragments[f]))
+            )
+        return self.flat(self.fragments[f], "answer"), self.counts.get(
+            f, self.mesh.islands
+        )
 
     def whole(self, f: int, found: Exchanged, sent: int) -> Exchanged:
         """The result of an exchange, with the parts that the other replicas of this island have exchanged.
@@ -271,8 +325,16 @@ class Apart(Stepper):
             return found
         size = sum(h.local.numel() for h in held)
         here, kept = replicas.part(size), dict[str, T]()
-        for name in sorted({name for names in from_all([*found.kept], replicas.group) for name in names}):
-            mine = found.kept[name] if name in found.kept else self.flat(held, name)[here]
+        for name in sorted(
+            {
+                name
+                for names in from_all([*found.kept], replicas.group)
+                for name in names
+            }
+        ):
+            mine = (
+                found.kept[name] if name in found.kept else self.flat(held, name)[here]
+            )
             kept[name] = replicas.whole(mine, size)
         return found._replace(answer=replicas.whole(found.answer, sent), kept=kept)
 
@@ -283,7 +345,9 @@ class Apart(Stepper):
         self.warm |= found.warm
         return found.answer, found.islands
 
-    def exchanged(self, f: int, number: int, mine: T, shared: Mapping[str, T], step: int) -> Exchanged:
+    def exchanged(
+        self, f: int, number: int, mine: T, shared: Mapping[str, T], step: int
+    ) -> Exchanged:
         """Exchange this rank's part of ``mine`` for the mean over the partners. Runs in a thread, and changes no state.
 
         ``shared``: slots that must be equal on all islands. An island where they differ gets the others' values, and
@@ -307,23 +371,40 @@ class Apart(Stepper):
                     kept |= right
                     sent += right["anchor"] - shared["anchor"]
             if self.how.compress != "none":
-                found = self.compressed(held, sent, here, tag, step // self.how.every, members)
+                found = self.compressed(
+                    held, sent, here, tag, step // self.how.every, members
+                )
                 return found._replace(kept={**found.kept, **kept})
             if self.how.partner in ("ring", "graph"):
                 came = from_islands(self.streams, sent, members, tag)
                 parts = shares(self.mesh.island, members, self.how)
-                answer = sum((share * x for share, x in zip(parts, came, strict=True)), torch.zeros_like(sent))
+                answer = sum(
+                    (share * x for share, x in zip(parts, came, strict=True)),
+                    torch.zeros_like(sent),
+                )
             else:
-                answer = ring_sum(self.streams, sent, self.streams.ring(members), tag).div_(len(members))
+                answer = ring_sum(
+                    self.streams, sent, self.streams.ring(members), tag
+                ).div_(len(members))
             return Exchanged(answer, len(members), kept)
 
         return self.presence.exchange(number, draw, work)
 
     def compressed(
-        self, held: Sequence[Held], mine: T, here: slice, tag: str, number: int, members: Sequence[int]
+        self,
+        held: Sequence[Held],
+        mine: T,
+        here: slice,
+        tag: str,
+        number: int,
+        members: Sequence[int],
     ) -> Exchanged:
         """The mean over these islands by compressed messages; what these leave out is in the result's ``kept``."""
-        left: dict[str, T] = {name: self.flat(held, name)[here] for name in ("up", "down") if name in held[0].slots}
+        left: dict[str, T] = {
+            name: self.flat(held, name)[here]
+            for name in ("up", "down")
+            if name in held[0].slots
+        }
         if not isinstance(self.there, PowerSGD):
             there, back = self.there, self.back
             if self.how.allocate:
@@ -331,18 +412,38 @@ class Apart(Stepper):
                 there = self.per_tensor(held, wanted, here, tag, number, members)
                 back = back if self.how.compress_back else there
             answer = compressed_mean(
-                self.streams, mine, there, back, tag, number, left.get("up"), left.get("down"), members
+                self.streams,
+                mine,
+                there,
+                back,
+                tag,
+                number,
+                left.get("up"),
+                left.get("down"),
+                members,
             )
             return Exchanged(answer, len(members), left)
-        answer, kept, sizes = torch.empty_like(mine), dict[str, T](), [h.local.numel() for h in held]
+        answer, kept, sizes = (
+            torch.empty_like(mine),
+            dict[str, T](),
+            [h.local.numel() for h in held],
+        )
         flats = (mine, left["up"], answer)
-        parts = [[f.view(h.local.shape) for h, f in zip(held, flat.split(sizes), strict=True)] for flat in flats]
+        parts = [
+            [
+                f.view(h.local.shape)
+                for h, f in zip(held, flat.split(sizes), strict=True)
+            ]
+            for flat in flats
+        ]
         messages = {h.name: x + up for h, x, up, _ in zip(held, *parts, strict=True)}
         chosen = self.allocation(messages, tag, number, members)
         ring = self.streams.ring(members)
         for h, x, up, out in zip(held, *parts, strict=True):
             there, warm = chosen[h.name], self.warm.get(h.name)
-            payload = power_mean(self.streams, x, there, f"{tag}/{h.name}", number, up, warm, ring)
+            payload = power_mean(
+                self.streams, x, there, f"{tag}/{h.name}", number, up, warm, ring
+            )
             if (warm := there.warm(payload)) is not None:
                 kept[h.name] = warm
             out.copy_(there.decode(payload, x.shape, number))
@@ -360,24 +461,42 @@ class Apart(Stepper):
             return dict.fromkeys(wanted, self.there)
         options = {name: candidates(self.there, x.shape) for name, x in wanted.items()}
         if self.mesh.island != members[0]:
-            indices = self.streams.receive(members[0], f"{tag}/allocation", torch.int32).tolist()
-            return {name: options[name][i] for name, i in zip(wanted, indices, strict=True)}
-        if number % self.how.allocate == 0 or not wanted.keys() <= self.allocated.keys():
+            indices = self.streams.receive(
+                members[0], f"{tag}/allocation", torch.int32
+            ).tolist()
+            return {
+                name: options[name][i] for name, i in zip(wanted, indices, strict=True)
+            }
+        if (
+            number % self.how.allocate == 0
+            or not wanted.keys() <= self.allocated.keys()
+        ):
             self.allocated |= allocate_compressors(wanted, self.there, number)
         indices = [options[name].index(self.allocated[name]) for name in wanted]
         for other in members[1:]:
-            self.streams.send(other, f"{tag}/allocation", torch.tensor(indices, dtype=torch.int32))
+            self.streams.send(
+                other, f"{tag}/allocation", torch.tensor(indices, dtype=torch.int32)
+            )
         self.streams.flush()
         return {name: self.allocated[name] for name in wanted}
 
     def per_tensor(
-        self, held: Sequence[Held], wanted: T, here: slice, tag: str, number: int, members: Sequence[int]
+        self,
+        held: Sequence[Held],
+        wanted: T,
+        here: slice,
+        tag: str,
+        number: int,
+        members: Sequence[int],
     ) -> PerTensor:
         """The compressors of what of each parameter is in this rank's part ``here``, whose message is ``wanted``."""
         parts: dict[str, T] = {}
         start = 0
         for h in held:
-            first, last = (min(max(at, here.start), here.stop) for at in (start, start + h.local.numel()))
+            first, last = (
+                min(max(at, here.start), here.stop)
+                for at in (start, start + h.local.numel())
+            )
             if first < last:
                 parts[h.name] = wanted[first - here.start : last - here.start]
             start += h.local.numel()
@@ -388,17 +507,32 @@ class Apart(Stepper):
     def hand_over(self, island: int, tokens: int) -> None:
         """Send an island that joins, or comes back, the state that it goes on from."""
         self.keep_answers()
-        counts = [self.counts.get(f, self.mesh.islands) for f in range(self.how.fragments)]
+        counts = [
+            self.counts.get(f, self.mesh.islands) for f in range(self.how.fragments)
+        ]
         about = [self.presence.tokens + tokens, *counts, *self.streams.order]
-        send_state(self.state, self.how, self.streams, island, self.steps // self.how.every, about)
+        send_state(
+            self.state,
+            self.how,
+            self.streams,
+            island,
+            self.steps // self.how.every,
+            about,
+        )
 
     def flat(self, held: Sequence[Held], slot: str = "") -> T:
         """The parameters, or one of their slots, end to end: a copy on the host."""
         flats = [values_of(h, slot) for h in held]
-        return torch.cat([x.flatten().to("cpu", wider(x)) for x in flats]) if held else torch.empty(0)
+        return (
+            torch.cat([x.flatten().to("cpu", wider(x)) for x in flats])
+            if held
+            else torch.empty(0)
+        )
 
     def keep(self, slot: str, held: Sequence[Held], flat: T) -> None:
-        for h, values in zip(held, flat.split([h.local.numel() for h in held]), strict=True):
+        for h, values in zip(
+            held, flat.split([h.local.numel() for h in held]), strict=True
+        ):
             values_of(h, slot).copy_(values.view_as(h.local))
 
 
@@ -427,21 +561,33 @@ def state_of(state: State, how: Sync, number: int) -> Iterator[tuple[str, Held, 
                 yield f"state {number}/{h.name}/{slot}", h, slot
 
 
-def send_state(state: State, how: Sync, streams: Streams, island: int, number: int, about: Sequence[int]) -> None:
+def send_state(
+    state: State,
+    how: Sync,
+    streams: Streams,
+    island: int,
+    number: int,
+    about: Sequence[int],
+) -> None:
     """Send :func:`state_of` and some numbers ``about`` it to the same rank of another island, without waiting."""
     streams.send(island, f"state {number}", torch.tensor(about))
     for tag, h, slot in state_of(state, how, number):
         values = values_of(h, slot)
-        streams.send(island, tag, values.flatten().to("cpu", wider(values), copy=True))  # which goes on to change here
+        # which goes on to change here
+        streams.send(island, tag, values.flatten().to("cpu", wider(values), copy=True))
 
 
 @torch.no_grad()
-def take_state(state: State, how: Sync, streams: Streams, island: int, number: int) -> list[int]:
+def take_state(
+    state: State, how: Sync, streams: Streams, island: int, number: int
+) -> list[int]:
     """Receive :func:`state_of` from the same rank of another island into ``state``; returns the numbers about it.
 
     It is sent when that island's round ends, however long that takes. Raises :class:`IslandLost`.
     """
-    about: list[int] = streams.receive(island, f"state {number}", torch.int64, limit=inf).tolist()
+    about: list[int] = streams.receive(
+        island, f"state {number}", torch.int64, limit=inf
+    ).tolist()
     for tag, h, slot in state_of(state, how, number):
         target = values_of(h, slot)
         target.copy_(streams.receive(island, tag, wider(target)).view_as(target))

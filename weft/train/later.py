@@ -41,12 +41,18 @@ class PostValidation(Stepper):
     def __post_init__(self) -> None:
         self.changing: list[T] = []
         for h in self.state.learning:
-            self.changing += [h.local, *(slot.values for slot in h.slots.values()), h.updates]
+            self.changing += [
+                h.local,
+                *(slot.values for slot in h.slots.values()),
+                h.updates,
+            ]
         self.copy = [torch.empty_like(x) for x in self.changing]
         self.pending: tuple[PendingSum, dict[str, T], float] | None = None
         self.steps = self.repeated = 0
 
-    def step(self, batches: Sequence[Batch], lr: float, stop: bool = False) -> list[StepResult]:
+    def step(
+        self, batches: Sequence[Batch], lr: float, stop: bool = False
+    ) -> list[StepResult]:
         """Run a step and return the result of the one before, which is valid now; nothing after the first."""
         self.steps += 1
         weight = PendingSum(share_of_weight(batches, self.mesh), self.mesh)
@@ -62,7 +68,9 @@ class PostValidation(Stepper):
             if self.inspect is not None:
                 self.inspect(grads)
             square = square_norm(grads, self.state, self.mesh)
-            sums = PendingSum(self.shares_of_sums(loss, square, batches, stop), self.mesh)
+            sums = PendingSum(
+                self.shares_of_sums(loss, square, batches, stop), self.mesh
+            )
             if self.changing:  # there may be nothing on this rank that learns
                 torch._foreach_copy_(self.copy, self.changing)
             update(self.state, grads, lr)
@@ -75,7 +83,11 @@ class PostValidation(Stepper):
         return self._finish_pending()[0]
 
     def summary(self) -> str:
-        hint = "; they are clipped too often, raise optimizer.clip" if self.repeated > self.steps / 4 else ""
+        hint = (
+            "; they are clipped too often, raise optimizer.clip"
+            if self.repeated > self.steps / 4
+            else ""
+        )
         return f"post-validation: {self.repeated} of {self.steps} steps were run again{hint}"
 
     def _run(self, batches: Sequence[Batch], weight: PendingSum) -> T:

@@ -64,7 +64,11 @@ class Outcome:
 
 
 def train(
-    job: Job, mesh: Mesh, out: Path | None = None, resume: str | None = None, guard: Guard | None = None
+    job: Job,
+    mesh: Mesh,
+    out: Path | None = None,
+    resume: str | None = None,
+    guard: Guard | None = None,
 ) -> Outcome:
     """Train to the end of the recipe, of the data, or to a signal; save, and say how it went. Runs on every rank.
 
@@ -77,14 +81,27 @@ def train(
     with ExitStack() as stack:
         lease = stack.enter_context(guard.lease())
         size = checkpoint_size(job)
-        run = mesh.on_main(lambda: open_for_island(mesh, partial(guard.open, recipe, lease, size), recipe, lease, size))
+        run = mesh.on_main(
+            lambda: open_for_island(
+                mesh, partial(guard.open, recipe, lease, size), recipe, lease, size
+            )
+        )
         if mesh.speaks:
             requests.open_run(run.folder)
-        check_hosts(run.levels, recipe.layout.world, int(os.environ.get("LOCAL_WORLD_SIZE", recipe.layout.world)))
+        check_hosts(
+            run.levels,
+            recipe.layout.world,
+            int(os.environ.get("LOCAL_WORLD_SIZE", recipe.layout.world)),
+        )
         job, noted = with_cached_reference(job, mesh)
         values = None
-        if recipe.model.origin is not None and not run.in_memory and (run.fresh or job.shape.adapter):
-            from weft.checkpoint.weights import starting_values  # other runs need not import what reads all formats
+        if (
+            recipe.model.origin is not None
+            and not run.in_memory
+            and (run.fresh or job.shape.adapter)
+        ):
+            # other runs need not import what reads all formats
+            from weft.checkpoint.weights import starting_values
 
             values = starting_values(recipe, job.shape)
         model, state = assemble(job.shape, mesh, recipe, values)
@@ -93,10 +110,14 @@ def train(
         about = job.about | {"steps": steps}
         mesh.on_main(lambda: open_levels(run.levels, run.folder, run.fresh))
         known = mesh.on_main(lambda: read_best(run.folder))
-        measured = digest(job.corpus.validated, recipe.validation.batches, recipe.train.batch)
+        measured = digest(
+            job.corpus.validated, recipe.validation.batches, recipe.train.batch
+        )
         best, other = comparable(known, measured, resumed.progress.step)
         signals = stack.enter_context(guard.signals())
-        recorder = stack.enter_context(Recorder(job, mesh, run.folder, resumed.progress, about))
+        recorder = stack.enter_context(
+            Recorder(job, mesh, run.folder, resumed.progress, about)
+        )
         resumed.report(recorder)
         model.passed = recorder.passes
         if model.saved is not None:
@@ -104,7 +125,13 @@ def train(
         if state.alternating is not None:
             state.alternating.report = recorder.alternating
         wider = widened_note(recipe.train.dtype, mesh.device)
-        for note in (*noted, other, state.tiers.note, wider, short_of_warmup(recipe.optimizer, steps)):
+        for note in (
+            *noted,
+            other,
+            state.tiers.note,
+            wider,
+            short_of_warmup(recipe.optimizer, steps),
+        ):
             if note:
                 recorder.event(note)
         checkpoints = stack.enter_context(Checkpoints(
@@ -124,9 +151,18 @@ def train(
             begun=resumed.progress.step,
         )  # fmt: skip
         evaluation = Evaluation(
-            job, mesh, model, state, recorder, before_update, lambda: bool(signals), guard.validations
+            job,
+            mesh,
+            model,
+            state,
+            recorder,
+            before_update,
+            lambda: bool(signals),
+            guard.validations,
         )
-        running = Running(recipe, run.folder, mesh, model, state, resumed.progress, recorder)
+        running = Running(
+            recipe, run.folder, mesh, model, state, resumed.progress, recorder
+        )
         callbacks = Callbacks(recipe.callbacks, running)
         guard.begin(state, mesh, resumed, recorder)
         if resumed.progress.step >= steps and not (run.fresh or run.in_memory):
@@ -138,13 +174,23 @@ def train(
         loop.run()
     loop.check_fruitful()
     interrupted = [signal.SIGTERM, *signals][-1] if loop.stopped else 0
-    return Outcome(run.folder, checkpoints.last, resumed.progress, evaluation.validations, interrupted)
+    return Outcome(
+        run.folder,
+        checkpoints.last,
+        resumed.progress,
+        evaluation.validations,
+        interrupted,
+    )
 
 
 def nothing_left(job: Job, step: int) -> str:
     """What to say of a run that is resumed after its last step."""
     train, data = job.recipe.train, job.recipe.data
-    limit = f"train.steps = {train.steps}" if step >= train.steps > 0 else f"data.epochs = {data.epochs}"
+    limit = (
+        f"train.steps = {train.steps}"
+        if step >= train.steps > 0
+        else f"data.epochs = {data.epochs}"
+    )
     more = f"raise {limit.partition(' ')[0]} to train on"
     return f"the run is complete: it has taken {step} steps, and {limit} asks for no more; {more}"
 
@@ -179,7 +225,11 @@ class Loop:
 
     def __post_init__(self) -> None:
         corpus, recipe = self.job.corpus, self.job.recipe
-        self.batch, self.first, self.begun = recipe.train.batch, self.progress.step, self.progress.step
+        self.batch, self.first, self.begun = (
+            recipe.train.batch,
+            self.progress.step,
+            self.progress.step,
+        )
         self.loader = self.job.loader(corpus.train, self.mesh)
 
     def run(self) -> None:
@@ -198,7 +248,10 @@ class Loop:
             with self.guard.step(self.begun + 1):
                 results = self.recorder.watch(self.begun, self.take_step)
             self.begun += 1
-            to_save, to_evaluate = self.checkpoints.due(self.begun), self.evaluation.due(self.begun)
+            to_save, to_evaluate = (
+                self.checkpoints.due(self.begun),
+                self.evaluation.due(self.begun),
+            )
             self.stopped = any(result.stop for result in results)
             last = self.stopped or self.begun == self.steps
             if to_save or to_evaluate or last or self.guard.due(self.begun):
@@ -230,11 +283,17 @@ class Loop:
         """Count and record the steps that have become final."""
         self.recorder.lap(results)
         for result in results:
-            lr = learning_rate(self.job.recipe.optimizer, self.progress.step, self.steps)
+            lr = learning_rate(
+                self.job.recipe.optimizer, self.progress.step, self.steps
+            )
             self.check_samples(result)
             # The last step of an epoch has fewer samples; a run that is resumed for another epoch goes on behind them.
-            left = max(0, (self.job.corpus.train.total or sys.maxsize) - self.progress.position)
-            self.progress.advance(min(self.batch, left), result.tokens, not result.skipped)
+            left = max(
+                0, (self.job.corpus.train.total or sys.maxsize) - self.progress.position
+            )
+            self.progress.advance(
+                min(self.batch, left), result.tokens, not result.skipped
+            )
             self.fruitless = self.fruitless + 1 if result.skipped else 0
             self.stopped = self.stopped or result.stop
             self.recorder.step(result, lr)
@@ -267,7 +326,11 @@ class Loop:
 
     def look_back(self) -> None:
         """End the run, and say why, if enough validations have brought nothing better."""
-        if self.begun < self.steps and not self.ending and (why := self.lowest.why_enough(self.progress.step)):
+        if (
+            self.begun < self.steps
+            and not self.ending
+            and (why := self.lowest.why_enough(self.progress.step))
+        ):
             self.enough = why
             self.recorder.event(why)
 
@@ -284,11 +347,17 @@ class Loop:
         if summary := self.stepper.summary():
             self.recorder.event(summary)
         if self.stopped and not self.complete():
-            who = signal.Signals(self.signals[-1]).name if self.signals else "another rank"
+            who = (
+                signal.Signals(self.signals[-1]).name
+                if self.signals
+                else "another rank"
+            )
             self.recorder.event(f"stopped by {who}")
         else:
             if self.first < self.begun == self.steps != self.job.recipe.train.steps:
-                self.recorder.event(f"the data ended after {self.job.corpus.train.total:,} samples")
+                self.recorder.event(
+                    f"the data ended after {self.job.corpus.train.total:,} samples"
+                )
             self.evaluate(self.evaluation.missing(self.progress.step))
             self.keep_best()
         # A broken model must not push a whole one out.
@@ -298,7 +367,9 @@ class Loop:
 
     def complete(self) -> bool:
         """Whether it was a callback that asked the run to stop, so that it ends as if it were complete. Collective."""
-        wishes = from_all((bool(self.signals), self.callbacks.running.stopping), self.mesh.step_group)
+        wishes = from_all(
+            (bool(self.signals), self.callbacks.running.stopping), self.mesh.step_group
+        )
         whys = [why for _, why in wishes if why]
         if not whys or any(received for received, _ in wishes):
             return False
@@ -308,7 +379,9 @@ class Loop:
 
     def regroups(self) -> bool:
         """Whether the run stopped only for ranks that want to leave or to join, and is to go on. Collective."""
-        return self.mesh.islands == 1 and not any(from_all(self.wants_to_end, self.mesh.step_group))
+        return self.mesh.islands == 1 and not any(
+            from_all(self.wants_to_end, self.mesh.step_group)
+        )
 
     @property
     def wants_to_end(self) -> bool:

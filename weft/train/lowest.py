@@ -39,7 +39,11 @@ class LowestLoss:
     def why_enough(self, step: int) -> str:
         """Why the run ends after ``step``, if it has waited long enough for a lower loss; else nothing."""
         patience, every = self.settings.patience, self.settings.every
-        if not patience or not self.best.step or step // every - self.best.step // every < patience:
+        if (
+            not patience
+            or not self.best.step
+            or step // every - self.best.step // every < patience
+        ):
             return ""
         return (
             f"the run ends early, after step {step}: {patience} validations have not been below {self.best.loss:.4f}, "

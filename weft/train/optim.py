@@ -22,8 +22,12 @@ from weft.train.rules.small import InBfloat16, InBlocks, SmallAdamW
 STATES: dict[str, Callable[[Optimizer, RankSums], UpdateRule]] = {
     "float32": lambda settings, ranks: AdamW(settings),
     "bfloat16": lambda settings, ranks: SmallAdamW(settings, InBfloat16()),
-    "8bit": lambda settings, ranks: SmallAdamW(settings, InBlocks(8, settings.block, ranks)),
-    "4bit": lambda settings, ranks: SmallAdamW(settings, InBlocks(4, settings.block, ranks)),
+    "8bit": lambda settings, ranks: SmallAdamW(
+        settings, InBlocks(8, settings.block, ranks)
+    ),
+    "4bit": lambda settings, ranks: SmallAdamW(
+        settings, InBlocks(4, settings.block, ranks)
+    ),
 }
 
 #: The rule of each kind, and whether it is for the matrices of blocks only, so that AdamW takes the rest.
@@ -38,12 +42,22 @@ KINDS: dict[str, tuple[Callable[[Optimizer, RankSums], UpdateRule], bool]] = {
 }
 
 #: Bytes per parameter of the moments in each state, as a multiple of the state's own precision.
-SLOTS = {"float32": 2.0, "bfloat16": 1.0, "8bit": 0.5, "4bit": 0.25, "lion": 1.0, "muon": 1.0}
+SLOTS = {
+    "float32": 2.0,
+    "bfloat16": 1.0,
+    "8bit": 0.5,
+    "4bit": 0.25,
+    "lion": 1.0,
+    "muon": 1.0,
+}
 
 
 def slot_bytes(settings: Optimizer, width: int) -> float:
     """About how many bytes the optimizer keeps per parameter of ``width`` bytes; scales and the like are left out."""
-    return width * (SLOTS.get(settings.state if settings.kind == "adamw" else settings.kind, 0.0) + bool(settings.ema))
+    return width * (
+        SLOTS.get(settings.state if settings.kind == "adamw" else settings.kind, 0.0)
+        + bool(settings.ema)
+    )
 
 
 #: Kinds and states whose updates are elementwise, so that ranks need nothing from each other.
@@ -87,11 +101,17 @@ class RuleOptimizer:
         """The last group that matches a parameter's name overrules what goes for all."""
         matrix = len(held.logical.dims) > 1
         inner = matrix and all(dim.name != "vocab" for dim in held.logical.dims)
-        inner = inner and not (isinstance(self.rule, GaLore) and len(held.logical.dims) > 2)  # its directions are one's
+        # its directions are one's
+        inner = inner and not (
+            isinstance(self.rule, GaLore) and len(held.logical.dims) > 2
+        )
         lr, decay = 1.0, self.settings.weight_decay if matrix else 0.0
         for group in self.settings.groups:
             if fnmatchcase(held.name, group.match):
-                lr, decay = group.lr, decay if group.weight_decay is None else group.weight_decay
+                lr, decay = (
+                    group.lr,
+                    decay if group.weight_decay is None else group.weight_decay,
+                )
         return Assignment(self.rule if inner else self.rest, lr, decay)
 
     def slots(self, held: Held) -> dict[str, Part]:
@@ -101,15 +121,21 @@ class RuleOptimizer:
         return found
 
     @torch.no_grad()
-    def __call__(self, held: Sequence[Held], grads: Sequence[torch.Tensor], lr: float) -> None:
+    def __call__(
+        self, held: Sequence[Held], grads: Sequence[torch.Tensor], lr: float
+    ) -> None:
         alike: dict[Assignment, list[tuple[Held, torch.Tensor]]] = {}
         for h, g in zip(held, grads, strict=True):
             alike.setdefault(self.assignment(h), []).append((h, g))
         for (rule, multiple, decay), pairs in alike.items():
-            rule.update([h for h, _ in pairs], [g for _, g in pairs], lr * multiple, decay)
+            rule.update(
+                [h for h, _ in pairs], [g for _, g in pairs], lr * multiple, decay
+            )
         if self.settings.ema:
             averages = [h.slots["ema"].values for h in held]
-            torch._foreach_lerp_(averages, [h.local for h in held], 1 - self.settings.ema)
+            torch._foreach_lerp_(
+                averages, [h.local for h in held], 1 - self.settings.ema
+            )
 
 
 #: Steps of warm-up at most, where the recipe does not say how many.
@@ -120,7 +146,11 @@ def warmup_steps(settings: Optimizer, steps: int) -> int:
     """How many of a run's ``steps`` are its warm-up: as set, as that share of them, or a tenth of them, at most 100."""
     if settings.warmup is None:
         return min(LONGEST_WARMUP, steps // 10)
-    return round(settings.warmup * steps) if isinstance(settings.warmup, float) else settings.warmup
+    return (
+        round(settings.warmup * steps)
+        if isinstance(settings.warmup, float)
+        else settings.warmup
+    )
 
 
 def learning_rate(settings: Optimizer, step: int, steps: int) -> float:
@@ -133,10 +163,17 @@ def learning_rate(settings: Optimizer, step: int, steps: int) -> float:
         return settings.lr
     if settings.schedule == "cosine":
         done = (step - warmup) / max(1, steps - warmup)
-        return floor + (settings.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        return floor + (settings.lr - floor) * 0.5 * (
+            1 + math.cos(math.pi * min(1.0, done))
+        )
     # Warm-up, stable, decay: in a short run decay is all that comes after warm-up, as it is of "linear" in any run.
     after = steps - warmup
-    decay = max(1, after if settings.schedule == "linear" else min(settings.decay or steps // 5, after))
+    decay = max(
+        1,
+        after
+        if settings.schedule == "linear"
+        else min(settings.decay or steps // 5, after),
+    )
     left = max(0.0, min(1.0, (steps - step) / decay))
     return floor + (settings.lr - floor) * left
 
@@ -157,7 +194,9 @@ def short_of_warmup(settings: Optimizer, steps: int) -> str:
 RATE = ("lr", "schedule", "warmup", "decay", "min_lr")
 
 
-def jump(before: Optimizer, after: Optimizer, step: int, planned: int, steps: int) -> str:
+def jump(
+    before: Optimizer, after: Optimizer, step: int, planned: int, steps: int
+) -> str:
     """What to say of a learning rate that is not what it would have been: nothing if it differs by less than 1%.
 
     ``before`` and ``after`` are the settings up to step ``step`` and from it on; ``planned`` is how long the run was to
@@ -168,9 +207,19 @@ def jump(before: Optimizer, after: Optimizer, step: int, planned: int, steps: in
     due, rate = learning_rate(before, step, planned), learning_rate(after, step, steps)
     if abs(due - rate) <= 0.01 * max(due, rate):
         return ""
-    causes = [f"optimizer.{name}" for name in RATE if getattr(before, name) != getattr(after, name)]
-    causes += [f"a run of {steps} steps instead of {planned}"] if steps != planned else []
-    since = f"from {learning_rate(before, step - 1, planned):.3g} in step {step} " if step else ""
+    causes = [
+        f"optimizer.{name}"
+        for name in RATE
+        if getattr(before, name) != getattr(after, name)
+    ]
+    causes += (
+        [f"a run of {steps} steps instead of {planned}"] if steps != planned else []
+    )
+    since = (
+        f"from {learning_rate(before, step - 1, planned):.3g} in step {step} "
+        if step
+        else ""
+    )
     return (
         f"the learning rate jumps {since}to {rate:.3g} in step {step + 1}, where {due:.3g} was due, because of "
         f"{' and '.join(causes)}"

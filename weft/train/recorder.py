@@ -36,26 +36,54 @@ class Recorder:
     :meth:`restart_clock` to :meth:`lap` is that of the steps that became final in between.
     """
 
-    def __init__(self, job: Job, mesh: Mesh, folder: Path, progress: Progress, about: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        mesh: Mesh,
+        folder: Path,
+        progress: Progress,
+        about: Mapping[str, Any],
+    ) -> None:
         self._mixtures, self._moved = job.shape.mixtures, 0
-        self._recipe, self._mesh, self._folder, self._progress = job.recipe, mesh, folder, progress
-        parameters, frozen = parameter_count(job.shape, job.shape.vocab), job.recipe.train.freeze
+        self._recipe, self._mesh, self._folder, self._progress = (
+            job.recipe,
+            mesh,
+            folder,
+            progress,
+        )
+        parameters, frozen = (
+            parameter_count(job.shape, job.shape.vocab),
+            job.recipe.train.freeze,
+        )
         learning = learning_count(job.shape, job.shape.vocab, frozen)
-        kind = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
+        kind = (
+            torch.cuda.get_device_name(mesh.device)
+            if mesh.device.type == "cuda"
+            else "CPU"
+        )
         device = f"{mesh.layout.world} x {kind}"
         one = peak_flops(mesh.device, getattr(torch, job.recipe.train.dtype))
         # The tokens of a step are those of this island, or of all islands where their gradients are summed.
-        self._peak = one and one * mesh.layout.world * (mesh.islands if job.recipe.sync.of_gradients else 1)
-        twice = job.recipe.optimizer.estimate == "zeroth-order"  # forward, and nothing else
+        self._peak = one and one * mesh.layout.world * (
+            mesh.islands if job.recipe.sync.of_gradients else 1
+        )
+        # forward, and nothing else
+        twice = job.recipe.optimizer.estimate == "zeroth-order"
         self._per_token = (1 + twice) * flops_per_token(
-            job.shape, job.shape.vocab, job.recipe.data.seq_len, ("*",) if twice else frozen
+            job.shape,
+            job.shape.vocab,
+            job.recipe.data.seq_len,
+            ("*",) if twice else frozen,
         )
         self._about = {
             **about, "device": device, "parameters": parameters, "learning": learning,
             "flops_per_token": self._per_token, "peak_flops": self._peak,
             "started": datetime.datetime.now().isoformat(timespec="seconds"),
         }  # fmt: skip
-        size = f"{parameters / 1e6:.1f}M parameters" + f" ({learning / 1e6:.2f}M learn)" * (learning != parameters)
+        size = (
+            f"{parameters / 1e6:.1f}M parameters"
+            + f" ({learning / 1e6:.2f}M learn)" * (learning != parameters)
+        )
         title = f"{job.recipe.name}: {size} on {job.recipe.layout}, {device}"
         self._display = Display(job.steps(progress), title, enabled=mesh.speaks)
         self._hardware = HardwareLoad(mesh.device)
@@ -65,13 +93,19 @@ class Recorder:
 
     def __enter__(self) -> Self:
         observe = self._recipe.observe
-        path = self._folder / f"trace/rank-{os.environ.get('RANK', 0)}.json" if self._tracing else None
+        path = (
+            self._folder / f"trace/rank-{os.environ.get('RANK', 0)}.json"
+            if self._tracing
+            else None
+        )
         with ExitStack() as stack:
             stack.enter_context(self._display)
             folder = self._folder if self._mesh.is_main else None
             self._metrics = Metrics(folder, observe.trackers, self._display.note)
             stack.callback(self._metrics.close)
-            self.log("run", **self._about, **(environment() if self._mesh.is_main else {}))
+            self.log(
+                "run", **self._about, **(environment() if self._mesh.is_main else {})
+            )
             self._traced = stack.enter_context(trace(path, observe.trace))
             self._stack = stack.pop_all()
         return self
@@ -102,7 +136,12 @@ class Recorder:
 
     def task(self, name: str, answered: Answered) -> None:
         """Record and print how the model has done at a task."""
-        self.log(f"task.{name}", accuracy=answered.accuracy, loss=answered.loss, questions=answered.questions)
+        self.log(
+            f"task.{name}",
+            accuracy=answered.accuracy,
+            loss=answered.loss,
+            questions=answered.questions,
+        )
         self._display.note(
             f"step {self._progress.step}: {name}: {answered.right} of {answered.questions} right "
             f"({answered.accuracy:.1%}), loss {answered.loss:.3f}"
@@ -157,26 +196,46 @@ class Recorder:
     def step(self, result: StepResult, lr: float) -> None:
         """Record a final step, which ``progress`` has counted."""
         memory = memory_gib(self._mesh.device)
-        seen: dict[str, float | None] = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr}
+        seen: dict[str, float | None] = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+        }
         seen |= {"memory_gib": memory.peak, "memory_now_gib": memory.now}
         if result.skipped:
             step = self._progress.step
-            self.event(f"step {step}: loss or gradient norm is not finite; the update was skipped on all ranks")
+            self.event(
+                f"step {step}: loss or gradient norm is not finite; the update was skipped on all ranks"
+            )
         if self._split is not None:  # a profiled step's own speed means nothing
-            self.log("split", **{k: v for k, v in asdict(self._split).items() if k != "total"})
+            self.log(
+                "split",
+                **{k: v for k, v in asdict(self._split).items() if k != "total"},
+            )
         else:
             rate = result.tokens / self._seconds
-            seen |= {"tokens_per_s": rate, "mfu": self._peak and rate * self._per_token / self._peak}
+            seen |= {
+                "tokens_per_s": rate,
+                "mfu": self._peak and rate * self._per_token / self._peak,
+            }
             seen |= {"step_s": self._seconds, "data_s": self._data_s}
         if self._mesh.is_main and (load := self._hardware.sample()):
             self.log("hardware", **load)
         if result.loads:
             self._experts(result)
         if self._progress.step % self._recipe.observe.every == 0:
-            counted = dict(zip(("samples", "marks"), result.samples or (), strict=False))
+            counted = dict(
+                zip(("samples", "marks"), result.samples or (), strict=False)
+            )
             if result.undone:
                 counted["undone"] = 1
-            self.log("train", **seen, **counted, tokens=self._progress.tokens, skipped=int(result.skipped))
+            self.log(
+                "train",
+                **seen,
+                **counted,
+                tokens=self._progress.tokens,
+                skipped=int(result.skipped),
+            )
         self._display.update(self._progress.step, **seen)
 
     def _experts(self, result: StepResult) -> None:
@@ -188,9 +247,14 @@ class Recorder:
         loads = by_layer(self._mixtures, result.loads)
         most = max(max(one) * len(one) / max(1, sum(one)) for one in loads.values())
         record: dict[str, Any] = {"loads": loads, "most": most}
-        if dropped := dict(zip(loads, result.loads[sum(map(len, loads.values())) :], strict=False)):
+        if dropped := dict(
+            zip(loads, result.loads[sum(map(len, loads.values())) :], strict=False)
+        ):
             every = sum(map(sum, loads.values()))
-            record |= {"dropped": dropped, "dropped_share": sum(dropped.values()) / max(1, every)}
+            record |= {
+                "dropped": dropped,
+                "dropped_share": sum(dropped.values()) / max(1, every),
+            }
         layout, sent["moves"], self._moved = self._recipe.layout, self._moved, 0
         travels = {"tokens": layout.ep > 1, "moves": layout.placement == "moving",
                    "copies": layout.placement != "static" or layout.dispatch in ("adaptive", "timed")}  # fmt: skip

@@ -46,11 +46,17 @@ def with_cached_reference(job: Job, mesh: Mesh) -> tuple[Job, list[str]]:
         notes.append(f"{damage}; computed again")
     if table is None:
         if mesh.speaks:
-            print(f"log-probabilities of {pairs:,} pairs by the reference model, once", flush=True)
+            print(
+                f"log-probabilities of {pairs:,} pairs by the reference model, once",
+                flush=True,
+            )
         shape, values = _reference(job)
         table = log_probabilities(job, mesh, shape, values, _all_steps(job, mesh))
         mesh.on_main(lambda: _write(folder, table))
-    return _with(job, table), [*notes, f"the reference model's log-probabilities are in {folder}"]
+    return _with(job, table), [
+        *notes,
+        f"the reference model's log-probabilities are in {folder}",
+    ]
 
 
 def with_reference(job: Job, mesh: Mesh, values: Values, steps: int) -> Job:
@@ -66,22 +72,36 @@ def with_reference(job: Job, mesh: Mesh, values: Values, steps: int) -> Job:
 
 
 def log_probabilities(
-    job: Job, mesh: Mesh, shape: ModelShape, values: Values | None, steps: Iterable[Sequence[Batch]]
+    job: Job,
+    mesh: Mesh,
+    shape: ModelShape,
+    values: Values | None,
+    steps: Iterable[Sequence[Batch]],
 ) -> np.ndarray:
     """Log-probabilities of both answers of every pair, ``[pairs of the job, 2]``; 0 for pairs not in ``steps``.
 
     The model has ``shape`` and ``values``. Raises :class:`WeftError` if a number is not finite.
     """
-    table = torch.zeros(_pairs_of(job), 3, dtype=torch.float64)  # both answers, and how often they were counted
+    # both answers, and how often they were counted
+    table = torch.zeros(_pairs_of(job), 3, dtype=torch.float64)
     # Ranks that share the work on the same tokens have the same sums.
     recorded = not any(mesh.rank(axis) for axis in (*MODEL_AXES, "cp"))
 
     def record(sums: torch.Tensor, lengths: torch.Tensor, pairs: Pairs) -> torch.Tensor:
         if recorded:
-            table[torch.from_numpy(pairs.number)] = F.pad(sums.detach().cpu(), (0, 1), value=1.0)
+            table[torch.from_numpy(pairs.number)] = F.pad(
+                sums.detach().cpu(), (0, 1), value=1.0
+            )
         return 0 * sums.sum(1)
 
-    model, state = parallelize(shape, mesh, job.recipe.train, values, job.recipe.data.seq_len, job.recipe.memory)
+    model, state = parallelize(
+        shape,
+        mesh,
+        job.recipe.train,
+        values,
+        job.recipe.data.seq_len,
+        job.recipe.memory,
+    )
     model.objective = record
     evaluate(model, state, steps, mesh)
     if mesh.layout.world > 1:
@@ -91,7 +111,9 @@ def log_probabilities(
     gc.collect()
     table = table[:, :2] / table[:, 2:].clamp(min=1)
     if not torch.isfinite(table).all():
-        raise WeftError("the reference model gives answers no finite probability; look at its weights (loss.reference)")
+        raise WeftError(
+            "the reference model gives answers no finite probability; look at its weights (loss.reference)"
+        )
     return table.cpu().numpy()
 
 
@@ -120,12 +142,16 @@ def _with(job: Job, table: np.ndarray) -> Job:
         streams = []
         for stream in order.streams:
             assert stream.pairs is not None
-            pairs = dataclasses.replace(stream.pairs, reference=table[stream.pairs.number])
+            pairs = dataclasses.replace(
+                stream.pairs, reference=table[stream.pairs.number]
+            )
             streams.append(dataclasses.replace(stream, pairs=pairs))
         return dataclasses.replace(order, streams=tuple(streams))
 
     validation = job.corpus.validation and known(job.corpus.validation)
-    corpus = dataclasses.replace(job.corpus, train=known(job.corpus.train), validation=validation)
+    corpus = dataclasses.replace(
+        job.corpus, train=known(job.corpus.train), validation=validation
+    )
     return dataclasses.replace(job, corpus=corpus)
 
 
@@ -134,19 +160,33 @@ def _reference(job: Job) -> tuple[ModelShape, Values | None]:
     from weft.checkpoint.weights import starting_values
 
     named = reference_model(job.recipe, job.corpus.tokenizer)
-    return (named.shape, named.values) if named else (job.shape, starting_values(job.recipe, job.shape))
+    return (
+        (named.shape, named.values)
+        if named
+        else (job.shape, starting_values(job.recipe, job.shape))
+    )
 
 
 def _folder(job: Job) -> Path:
     """The cache folder of the log-probabilities; its name is a digest of model, data and precision."""
     recipe, shape = job.recipe, job.shape.model_dump(mode="json", exclude={"origin"})
-    key = digest(1, job.corpus.fingerprint, _identity(recipe), recipe.loss.reference or shape, recipe.train.dtype)
+    key = digest(
+        1,
+        job.corpus.fingerprint,
+        _identity(recipe),
+        recipe.loss.reference or shape,
+        recipe.train.dtype,
+    )
     return cache_root(recipe.data.cache) / f"reference-{key}"
 
 
 def _identity(recipe: Recipe) -> str | int:
     name = recipe.loss.reference or recipe.model.origin
-    return recipe.train.seed if name is None or name.endswith(".json") else fingerprint(name)
+    return (
+        recipe.train.seed
+        if name is None or name.endswith(".json")
+        else fingerprint(name)
+    )
 
 
 def _read(folder: Path, pairs: int) -> tuple[np.ndarray | None, str]:
@@ -155,13 +195,21 @@ def _read(folder: Path, pairs: int) -> tuple[np.ndarray | None, str]:
         return None, ""
     try:
         table = np.load(folder / FILE)
-        if table.shape != (pairs, 2) or table.dtype != np.float64 or not np.isfinite(table).all():
+        if (
+            table.shape != (pairs, 2)
+            or table.dtype != np.float64
+            or not np.isfinite(table).all()
+        ):
             raise ValueError(f"not the numbers of {pairs} pairs")
         return table, ""
     except (OSError, ValueError, EOFError) as error:
-        return None, f"{folder / FILE} is damaged ({getattr(error, 'strerror', None) or error})"
+        return (
+            None,
+            f"{folder / FILE} is damaged ({getattr(error, 'strerror', None) or error})",
+        )
 
 
 def _write(folder: Path, table: np.ndarray) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # damaged, or another run's, which is the same
+    # damaged, or another run's, which is the same
+    shutil.rmtree(folder, ignore_errors=True)
     build_once(folder, lambda making: np.save(making / FILE, table))

@@ -18,10 +18,23 @@ from weft.checkpoint.lease import FOLDER, Lease
 from weft.checkpoint.levels import LevelStore, check_levels, levels_of
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.s3 import open_storage
-from weft.checkpoint.same import base_of_run, check_goes_on, check_same_base, other_differences
+from weft.checkpoint.same import (
+    base_of_run,
+    check_goes_on,
+    check_same_base,
+    other_differences,
+)
 from weft.checkpoint.state import Progress, load_state
 from weft.checkpoint.storage import LocalStorage, Storage, StorageError
-from weft.checkpoint.store import PLACES, candidates, committed, load_newest, open_checkpoint, places, step_of
+from weft.checkpoint.store import (
+    PLACES,
+    candidates,
+    committed,
+    load_newest,
+    open_checkpoint,
+    places,
+    step_of,
+)
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh, from_all
 from weft.observe.metrics import FILE
@@ -54,7 +67,10 @@ class Run:
     @property
     def places(self) -> list[Storage]:
         """The places that only one run at a time may write. A level in memory belongs to the run's folder."""
-        return [LocalStorage(self.folder), *(level.place for level in self.levels if not level.in_memory)]
+        return [
+            LocalStorage(self.folder),
+            *(level.place for level in self.levels if not level.in_memory),
+        ]
 
 
 def prepare_run(recipe: Recipe, out: Path | None, resume: str | None) -> Job:
@@ -68,7 +84,9 @@ def prepare_run(recipe: Recipe, out: Path | None, resume: str | None) -> Job:
         run = open_run(recipe, out, resume, lease, 0)
     job = prepare(recipe)
     if not run.fresh:
-        checkpoint = open_checkpoint(candidates(*run.sources, warn=lambda text: None)[0])
+        checkpoint = open_checkpoint(
+            candidates(*run.sources, warn=lambda text: None)[0]
+        )
         if _is_readable(checkpoint):
             _check(checkpoint, job)
     return job
@@ -79,10 +97,15 @@ def as_recorded(recipe: Recipe, out: Path | None, resume: str | None) -> Recipe:
 
     That is a warm-up of 100 steps, and documents without a BOS, of runs from before ``data.bos``.
     """
-    if resume is None or (recipe.data.bos != "auto" and recipe.optimizer.warmup is not None):
+    if resume is None or (
+        recipe.data.bos != "auto" and recipe.optimizer.warmup is not None
+    ):
         return recipe
     sources = _choose(recipe, out, resume)[1]
-    stored = (open_checkpoint(place) for place in (candidates(*sources, warn=lambda text: None) if sources else ()))
+    stored = (
+        open_checkpoint(place)
+        for place in (candidates(*sources, warn=lambda text: None) if sources else ())
+    )
     checkpoint = next(filter(_is_readable, stored), None)
     if checkpoint is None or "data" not in checkpoint.meta:
         return recipe
@@ -93,7 +116,9 @@ def as_recorded(recipe: Recipe, out: Path | None, resume: str | None) -> Recipe:
     if data.bos == "auto":
         data = data.model_copy(update={"bos": "prompts"})
     if optimizer.warmup is None:
-        optimizer = optimizer.model_copy(update={"warmup": recorded.get("optimizer", {}).get("warmup")})
+        optimizer = optimizer.model_copy(
+            update={"warmup": recorded.get("optimizer", {}).get("warmup")}
+        )
     return recipe.model_copy(update={"data": data, "optimizer": optimizer})
 
 
@@ -111,22 +136,30 @@ def _is_readable(checkpoint: StoredCheckpoint) -> bool:
         return False
 
 
-def open_run(recipe: Recipe, out: Path | None, resume: str | None, lease: Lease, size: int) -> Run:
+def open_run(
+    recipe: Recipe, out: Path | None, resume: str | None, lease: Lease, size: int
+) -> Run:
     """Choose and lease the folder and places of a run. ``size``: about how many bytes a checkpoint has."""
     while True:
         folder, sources = _choose(recipe, out, resume)
         run = Run(folder, sources, levels_of(recipe.checkpoint, folder))
         try:
             lease.take(run.places, new=out is None and resume is None)
-        except FileExistsError:  # of several runs that start at once, another took this name
+        except (
+            FileExistsError
+        ):  # of several runs that start at once, another took this name
             continue
         except StorageError as error:
-            raise WeftError(f"this run cannot write where it should: {error}; choose another place (--out)") from None
+            raise WeftError(
+                f"this run cannot write where it should: {error}; choose another place (--out)"
+            ) from None
         check_levels(run.levels, size, run.fresh)
         return run
 
 
-def open_for_island(mesh: Mesh, open_first: Callable[[], Run], recipe: Recipe, lease: Lease, size: int) -> Run:
+def open_for_island(
+    mesh: Mesh, open_first: Callable[[], Run], recipe: Recipe, lease: Lease, size: int
+) -> Run:
     """The run of an island: the first one's as ``open_first`` opens it; the others' are in folders below that one's.
 
     Runs on the first rank of each island.
@@ -155,7 +188,12 @@ def open_for_island(mesh: Mesh, open_first: Callable[[], Run], recipe: Recipe, l
 def _counterpart(run: Run, shore: dist.Store) -> str:
     """The checkpoint that an island resumes from: its own of the first island's step, or else the first island's."""
     first = open_storage(shore.get("weft/resumed").decode())
-    own = [place for level in run.levels for place in committed(level.place) if step_of(place) == step_of(first)]
+    own = [
+        place
+        for level in run.levels
+        for place in committed(level.place)
+        if step_of(place) == step_of(first)
+    ]
     return str((own or [first])[-1])
 
 
@@ -207,7 +245,11 @@ def resume_run(run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
     for level in run.levels:
         level.resume_from(checkpoint.storage)
     stages = {f"{stage}_s": spent for stage, spent in checkpoint.seconds.items()}
-    return Resumed(progress, notes, from_all({"bytes": checkpoint.bytes_read, **stages}, mesh.step_group))
+    return Resumed(
+        progress,
+        notes,
+        from_all({"bytes": checkpoint.bytes_read, **stages}, mesh.step_group),
+    )
 
 
 def _jump_of_rate(checkpoint: StoredCheckpoint, job: Job, progress: Progress) -> str:
@@ -218,19 +260,26 @@ def _jump_of_rate(checkpoint: StoredCheckpoint, job: Job, progress: Progress) ->
         before = Optimizer.model_validate(recorded["optimizer"])
     except ValidationError:  # settings of another version, which other lines name
         return ""
-    return jump(before, job.recipe.optimizer, progress.step, planned, job.steps(progress))
+    return jump(
+        before, job.recipe.optimizer, progress.step, planned, job.steps(progress)
+    )
 
 
 def checkpoint_size(job: Job) -> int:
     """About how many bytes a checkpoint has: parameters, and moments of those that learn; of adapters without base."""
     train, wide = job.recipe.train, 8 if job.recipe.train.dtype == "float64" else 4
-    moments, frozen = slot_bytes(job.recipe.optimizer, wide), 0 if job.shape.adapter else wide
+    moments, frozen = (
+        slot_bytes(job.recipe.optimizer, wide),
+        0 if job.shape.adapter else wide,
+    )
     return round(sum(
         p.numel * (wide + moments if learns(p.name, job.shape, train.freeze) else frozen) for p in parameters(job.shape)
     ))  # fmt: skip
 
 
-def _choose(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Path, list[str]]:
+def _choose(
+    recipe: Recipe, out: Path | None, resume: str | None
+) -> tuple[Path, list[str]]:
     """The folder of a run, and the places that it may resume from: none if it is a new one."""
     folder = RUNS / recipe.name
     if out is not None and out.exists() and not out.is_dir():
@@ -240,19 +289,30 @@ def _choose(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Path,
             resume = str(Path(resume).resolve())
         candidates(resume)
         path = Path(resume)
-        own = next((p for p in (path, *list(path.parents)[:2]) if (p / FILE).is_file()), None)
+        own = next(
+            (p for p in (path, *list(path.parents)[:2]) if (p / FILE).is_file()), None
+        )
         return out or own or unused_folder(folder), [resume]
     if resume == "auto":
         saved = [
-            p for p in folder.parent.glob(f"{recipe.name}*") if committed(p / "checkpoints") or (p / PLACES).exists()
+            p
+            for p in folder.parent.glob(f"{recipe.name}*")
+            if committed(p / "checkpoints") or (p / PLACES).exists()
         ]
         run = out or max(saved, key=lambda p: p.stat().st_mtime, default=folder)
         outside = [str(level.place) for level in levels_of(recipe.checkpoint, run)]
-        sources = [str(run), *(place for place in outside if place != str(run / "checkpoints"))]
-        return run, sources if any(committed(place) for source in sources for place in places(source)) else []
+        sources = [
+            str(run),
+            *(place for place in outside if place != str(run / "checkpoints")),
+        ]
+        return run, sources if any(
+            committed(place) for source in sources for place in places(source)
+        ) else []
     if out is not None:
         if out.exists() and any(p.name != FOLDER for p in out.iterdir()):
-            raise UsageError(f"--out {out} already holds something; choose another folder or add --resume auto")
+            raise UsageError(
+                f"--out {out} already holds something; choose another folder or add --resume auto"
+            )
         return out, []
     return unused_folder(folder), []
 
@@ -263,10 +323,17 @@ def what_is_saved(folder: Path) -> str:
     with suppress(WeftError):
         every = [place for root in places(folder) for place in committed(root)]
         newest = max(every, key=step_of, default=None)
-    saved, taken = step_of(newest) if newest else 0, max(recorded_steps(folder), default=0)
+    saved, taken = (
+        step_of(newest) if newest else 0,
+        max(recorded_steps(folder), default=0),
+    )
     if newest is None:
         return f"{taken:,} steps were taken, and none is saved: there is no checkpoint in {folder}"
-    lost = f"steps {saved + 1:,} to {taken:,} are not saved" if taken > saved else "all of its steps are saved"
+    lost = (
+        f"steps {saved + 1:,} to {taken:,} are not saved"
+        if taken > saved
+        else "all of its steps are saved"
+    )
     return f"{lost}: the last checkpoint is {newest}; continue with: --resume {folder}"
 
 

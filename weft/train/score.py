@@ -30,7 +30,8 @@ class Scorer:
     ``counts``, where a loss has the weights of the labels, are the numbers of their texts, from 1.
     """
 
-    sums: torch.Tensor  # float64 [texts, 2]: log-probability, and how many tokens are the likeliest
+    # float64 [texts, 2]: log-probability, and how many tokens are the likeliest
+    sums: torch.Tensor
 
     def __call__(
         self, hidden: torch.Tensor, weight: torch.Tensor | None, labels: torch.Tensor, first: int, chunk: int,
@@ -55,7 +56,9 @@ def lent_loss(model: Transformer, scorer: Scorer) -> Iterator[None]:
 
 def rows_of(texts: Sequence[Text], room: int) -> Listed:
     """Texts packed into rows of at most ``room`` tokens, their labels weighted by the texts' numbers, from 1."""
-    order, ends = packed(np.array([len(t.given) + len(t.following) - 1 for t in texts]), room)
+    order, ends = packed(
+        np.array([len(t.given) + len(t.following) - 1 for t in texts]), room
+    )
     rows = []
     for here in np.split(order, ends[:-1]):
         ids = [np.array([*texts[i].given, *texts[i].following], np.int64) for i in here]
@@ -65,7 +68,14 @@ def rows_of(texts: Sequence[Text], room: int) -> Listed:
         lengths = [len(x) for x in labels]
         starts = np.cumsum([0, *lengths[:-1]])
         numbers = np.repeat(here + 1, lengths).astype(np.float32)
-        rows.append(Row(np.concatenate([x[:-1] for x in ids]), np.concatenate(labels), starts, numbers))
+        rows.append(
+            Row(
+                np.concatenate([x[:-1] for x in ids]),
+                np.concatenate(labels),
+                starts,
+                numbers,
+            )
+        )
     return Listed(rows)
 
 
@@ -90,7 +100,16 @@ def scores(
         return []
     room = max(room, *(len(t.given) + len(t.following) - 1 for t in texts))
     batch = rows * passes * mesh.size("dp", "shard")
-    loader = Loader(rows_of(texts, room), mesh.layout, mesh.batch_rank, mesh.rank("cp"), batch, rows, passes, room)
+    loader = Loader(
+        rows_of(texts, room),
+        mesh.layout,
+        mesh.batch_rank,
+        mesh.rank("cp"),
+        batch,
+        rows,
+        passes,
+        room,
+    )
     scorer = Scorer(torch.zeros(len(texts), 2, dtype=torch.float64, device=mesh.device))
     with lent_loss(model, scorer):
         position = 0
@@ -100,4 +119,7 @@ def scores(
             loss_sum(model, batches, mesh)
             position += batch
     sums = scorer.sums if state is None else sum_over_passes(scorer.sums, state, mesh)
-    return [Score(p, round(hits) == len(t.following)) for (p, hits), t in zip(sums.tolist(), texts, strict=True)]
+    return [
+        Score(p, round(hits) == len(t.following))
+        for (p, hits), t in zip(sums.tolist(), texts, strict=True)
+    ]

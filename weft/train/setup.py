@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from weft.checkpoint.convert.carried_files import context_length, files_of_run
 from weft.checkpoint.same import base_of_run
 from weft.checkpoint.state import Progress
 from weft.data.early import check_sources
@@ -34,14 +33,22 @@ from weft.parallel.build import check_fits, parallelize
 from weft.parallel.document_balance import costs_of
 from weft.parallel.state import State
 from weft.recipe import Adapter, ModelShape, Recipe, Train
-from weft.shapes.parameters import PROJECTIONS, is_target, learns, parameters, projections
+from weft.shapes.carried_files import context_length, files_of_run
+from weft.shapes.parameters import (
+    PROJECTIONS,
+    is_target,
+    learns,
+    parameters,
+    projections,
+)
 from weft.sync.coded import code_of
 from weft.sync.compress import build_compressor
 from weft.train.early import early_units
 from weft.train.islands import add_slots
 from weft.train.optim import RuleOptimizer, slot_bytes
 
-if TYPE_CHECKING:  # a recipe without model.from does not wait for what reads checkpoints
+# a recipe without model.from does not wait for what reads checkpoints
+if TYPE_CHECKING:
     from weft.checkpoint.weights import Pretrained
 
 
@@ -69,21 +76,32 @@ class Job:
         """This rank's loader of the samples in ``order``, which are either those to train on or to evaluate on."""
         data, layout = self.recipe.data, mesh.layout
         trains = order is self.corpus.train
-        if trains:  # each island has samples of its own to learn from, and all evaluate on the same
+        # each island has samples of its own to learn from, and all evaluate on the same
+        if trains:
             layout = layout.model_copy(update={"island": mesh.islands})
         code = code_of(self.recipe.resilience, layout.dp) if trains else None
-        if code is not None:  # samples are dealt to the parts of jobs, of which a rank has several
+        # samples are dealt to the parts of jobs, of which a rank has several
+        if code is not None:
             layout = layout.model_copy(update={"dp": code.jobs * code.parts})
         rows, passes = self.recipe.rows_per_pass(layout)
         dealt = self.recipe.dealt(layout)
         first = mesh.island * dealt.size("dp", "shard") if trains else 0
-        ranks = [first + mesh.rank("dp") * dealt.dp // layout.dp * mesh.size("shard") + mesh.rank("shard")]
+        ranks = [
+            first
+            + mesh.rank("dp") * dealt.dp // layout.dp * mesh.size("shard")
+            + mesh.rank("shard")
+        ]
         if code is not None:
             own = code.parts_of(mesh.rank("dp"))
-            ranks = [job * code.parts + part for job in range(code.jobs) for part in own]
+            ranks = [
+                job * code.parts + part for job in range(code.jobs) for part in own
+            ]
         speeds = self.batch_speeds(layout) if dealt == mesh.layout else ()
-        if speeds:  # the fast ones get more rows than all would, and have memory for no more in a pass
-            passes = max(passes, -(-max(shares_of(self.recipe.train.batch, speeds)) // rows))
+        # the fast ones get more rows than all would, and have memory for no more in a pass
+        if speeds:
+            passes = max(
+                passes, -(-max(shares_of(self.recipe.train.batch, speeds)) // rows)
+            )
         # Only steps that train gather parameters once, which a balanced step needs.
         costs = costs_of(self.shape) if mesh.layout.balance and trains else None
         return Loader(
@@ -99,9 +117,12 @@ class Job:
         """The speed of each place that sequences are dealt to, which is that of its slowest rank; none: all alike."""
         if len(set(self.speeds)) < 2:
             return ()
-        ranks = [Place.of(layout, rank).along(*BATCH_AXES) for rank in range(layout.world)]
+        ranks = [
+            Place.of(layout, rank).along(*BATCH_AXES) for rank in range(layout.world)
+        ]
         return tuple(
-            min(s for s, at in zip(self.speeds, ranks, strict=True) if at == one) for one in sorted(set(ranks))
+            min(s for s, at in zip(self.speeds, ranks, strict=True) if at == one)
+            for one in sorted(set(ranks))
         )
 
     def steps(self, progress: Progress) -> int:
@@ -112,7 +133,9 @@ class Job:
         asked, total = self.recipe.train.steps, self.corpus.train.total
         if total is None:
             return asked
-        end = progress.step + -(-max(0, total - progress.position) // self.recipe.train.batch)
+        end = progress.step + -(
+            -max(0, total - progress.position) // self.recipe.train.batch
+        )
         return min(asked or end, end)
 
     @property
@@ -120,16 +143,26 @@ class Job:
         """The facts about a run that its record and its checkpoints hold."""
         recipe = self.recipe.model_copy(update={"model": self.shape})
         layout, base = self.recipe.layout, base_of_run(self.recipe, self.shape)
-        about = {"recipe": recipe.model_dump(mode="json"), "layout": str(layout), "world": layout.world}
-        return about | {"data": self.corpus.fingerprint} | ({"base": base} if base else {})
+        about = {
+            "recipe": recipe.model_dump(mode="json"),
+            "layout": str(layout),
+            "world": layout.world,
+        }
+        return (
+            about | {"data": self.corpus.fingerprint} | ({"base": base} if base else {})
+        )
 
 
 def device_type(recipe: Recipe) -> str:
     """``cpu`` or ``cuda``, as the recipe asks or the machine offers."""
     wanted = recipe.train.device
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise UsageError("train.device = 'cuda' but PyTorch sees no GPU; use device = 'cpu' or 'auto'")
-    return wanted if wanted != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+        raise UsageError(
+            "train.device = 'cuda' but PyTorch sees no GPU; use device = 'cpu' or 'auto'"
+        )
+    return (
+        wanted if wanted != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    )
 
 
 def prepare(recipe: Recipe) -> Job:
@@ -160,13 +193,17 @@ def prepare(recipe: Recipe) -> Job:
     if recipe.layout.island > 1:
         for p in parameters(shape):
             build_compressor(recipe.sync.compress).check(p.name, p.shape)
-    if corpus.validation is None and (recipe.validation.keep_best or recipe.validation.patience):
+    if corpus.validation is None and (
+        recipe.validation.keep_best or recipe.validation.patience
+    ):
         name = "keep_best" if recipe.validation.keep_best else "patience"
         raise UsageError(
             f"validation.{name} waits for validations, and no document is held out for one; set data.validation to a "
             "share or a file"
         )
-    tasks = open_tasks(recipe.tasks, corpus.tokenizer, recipe.model.origin or "the tokenizer")
+    tasks = open_tasks(
+        recipe.tasks, corpus.tokenizer, recipe.model.origin or "the tokenizer"
+    )
     reference_model(recipe, corpus.tokenizer)
     notes = (*_tokenizer_notes(recipe, own, corpus.tokenizer), *corpus.notes)
     files = _files(pretrained, own, corpus.tokenizer)
@@ -178,14 +215,26 @@ def prepare(recipe: Recipe) -> Job:
     return Job(recipe, shape, corpus, notes, tasks, files=files)
 
 
-def assemble(shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | None = None) -> tuple[Transformer, State]:
+def assemble(
+    shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | None = None
+) -> tuple[Transformer, State]:
     """The model under ``mesh`` and its state, ready for the first step; ``values`` as of :func:`parallelize`."""
     memory = recipe.memory
-    if recipe.optimizer.estimate == "zeroth-order" and memory.place_of("gradients") == "file":
-        memory = memory.model_copy(update={"gradients": "host"})  # there are none, so they take no room in a file
+    if (
+        recipe.optimizer.estimate == "zeroth-order"
+        and memory.place_of("gradients") == "file"
+    ):
+        # there are none, so they take no room in a file
+        memory = memory.model_copy(update={"gradients": "host"})
     with passing_by_the_heap() if "file" in memory.away.values() else nullcontext():
         model, state = parallelize(
-            shape, mesh, recipe.train, values, recipe.data.seq_len, memory, summed=not recipe.resilience.combines
+            shape,
+            mesh,
+            recipe.train,
+            values,
+            recipe.data.seq_len,
+            memory,
+            summed=not recipe.resilience.combines,
         )
         state.optimize(RuleOptimizer(recipe.optimizer, mesh))
     model.objective = objective(recipe.loss)
@@ -204,19 +253,32 @@ def check_names(shape: ModelShape, train: Train) -> None:
     for pattern in adapter.targets if adapter else ():
         if not any(is_target(pattern, path) for path in projections(shape)):
             paths = {tuple(path.split(".")[-2:]) for path in projections(shape)}
-            known = [name for module, ours in sorted(paths) for name in (ours, PROJECTIONS[module][ours])]
+            known = [
+                name
+                for module, ours in sorted(paths)
+                for name in (ours, PROJECTIONS[module][ours])
+            ]
             raise UsageError(
                 f"adapter.targets: {pattern!r} matches no weight of this model; {nearest(pattern, known)}, or a path "
                 "such as blocks.0.attention.*"
             )
     if adapter:
-        _check_patterns(adapter, [p for p in projections(shape) if any(is_target(t, p) for t in adapter.targets)])
+        _check_patterns(
+            adapter,
+            [
+                p
+                for p in projections(shape)
+                if any(is_target(t, p) for t in adapter.targets)
+            ],
+        )
     if not train.freeze:
         return
     names = [p.name for p in parameters(shape)]
     for pattern in train.freeze:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise UsageError(f"train.freeze: {pattern!r} matches no parameter; {nearest(pattern, names)}")
+            raise UsageError(
+                f"train.freeze: {pattern!r} matches no parameter; {nearest(pattern, names)}"
+            )
     if not any(learns(name, shape, train.freeze) for name in names):
         raise UsageError("train.freeze leaves nothing to learn; leave out a pattern")
 
@@ -224,7 +286,9 @@ def check_names(shape: ModelShape, train: Train) -> None:
 def _check_patterns(adapter: Adapter, adapted: Sequence[str]) -> None:
     """Refuse ranks and alphas for weights that are not among those ``adapted``."""
     paths = sorted({tuple(path.split(".")[-2:]) for path in adapted})
-    names = [name for module, ours in paths for name in (ours, PROJECTIONS[module][ours])]
+    names = [
+        name for module, ours in paths for name in (ours, PROJECTIONS[module][ours])
+    ]
     for setting in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(adapter, setting):
             if not any(is_target(pattern, path) for path in adapted):
@@ -250,7 +314,9 @@ def reference_model(recipe: Recipe, tokenizer: Tokenizer) -> "Pretrained | None"
 
     found = open_pretrained(name)
     if found.values is None or found.shape.output == "score":
-        raise UsageError(f"loss.reference = {name!r} has no weights that write text; name a folder with some")
+        raise UsageError(
+            f"loss.reference = {name!r} has no weights that write text; name a folder with some"
+        )
     own = found.tokenizer()
     if (own and not own.has_ids_of(tokenizer)) or found.shape.vocab < tokenizer.vocab:
         raise UsageError(
@@ -281,10 +347,14 @@ def _completed(recipe: Recipe, pretrained: "Pretrained | None") -> ModelShape:
         )
     if recipe.adapter is None:
         return shape
-    return shape.model_copy(update={"adapter": _with_tokens(recipe.adapter, shape, pretrained)})
+    return shape.model_copy(
+        update={"adapter": _with_tokens(recipe.adapter, shape, pretrained)}
+    )
 
 
-def _with_tokens(adapter: Adapter, shape: ModelShape, pretrained: "Pretrained | None") -> Adapter:
+def _with_tokens(
+    adapter: Adapter, shape: ModelShape, pretrained: "Pretrained | None"
+) -> Adapter:
     """``adapter`` with the ids of the tokens whose rows it learns; refused where there are no such rows."""
     if shape.tied and "lm_head" in adapter.whole:
         raise UsageError(
@@ -311,16 +381,26 @@ def _base_shape(given: ModelShape, pretrained: "Pretrained | None") -> ModelShap
     if pretrained is None:
         return given
     shape = pretrained.shape
-    named = given.model_fields_set - {"origin", *LEARNING} - ({"vocab"} if not given.vocab else set())
+    named = (
+        given.model_fields_set
+        - {"origin", *LEARNING}
+        - ({"vocab"} if not given.vocab else set())
+    )
     if given.vocab > shape.vocab and shape.output == "tokens":
         shape = shape.model_copy(update={"vocab": given.vocab})
-    if ignored := [name for name in sorted(named) if getattr(given, name) != getattr(shape, name)]:
+    if ignored := [
+        name for name in sorted(named) if getattr(given, name) != getattr(shape, name)
+    ]:
         first = ignored[0]
         raise UsageError(
             f"model.{first} = {getattr(given, first)!r}, but model.from = {given.origin!r} is of a model with "
             f"{getattr(shape, first)!r}, and that counts; leave out {', '.join(f'model.{name}' for name in ignored)}"
         )
-    learning = {name: getattr(given, name) for name in LEARNING if name in given.model_fields_set}
+    learning = {
+        name: getattr(given, name)
+        for name in LEARNING
+        if name in given.model_fields_set
+    }
     return shape.model_copy(update={"origin": given.origin, **learning})
 
 
@@ -333,13 +413,16 @@ def _own_tokenizer(recipe: Recipe, pretrained: "Pretrained | None") -> Tokenizer
     """The tokenizer that comes with the weights to start from; refused if there is none and the recipe names none."""
     if pretrained is None:
         return None
-    if recipe.data.tokenizer:  # which need not be theirs, that may be one that nobody can read
+    # which need not be theirs, that may be one that nobody can read
+    if recipe.data.tokenizer:
         with suppress(WeftError):
             return pretrained.tokenizer()
         return None
     own = pretrained.tokenizer()
     if own is None and pretrained.values is not None:
-        reason = pretrained.files.get(NO_TOKENIZER, b"no tokenizer.json is beside them").decode()
+        reason = pretrained.files.get(
+            NO_TOKENIZER, b"no tokenizer.json is beside them"
+        ).decode()
         raise UsageError(
             f"model.from = {recipe.model.origin!r} needs its own tokenizer, and data.tokenizer is left out; the "
             f"weights have none: {reason}; set data.tokenizer = the path of theirs"
@@ -347,36 +430,58 @@ def _own_tokenizer(recipe: Recipe, pretrained: "Pretrained | None") -> Tokenizer
     return own
 
 
-def _tokenizer_notes(recipe: Recipe, own: Tokenizer | None, tokenizer: Tokenizer) -> tuple[str, ...]:
+def _tokenizer_notes(
+    recipe: Recipe, own: Tokenizer | None, tokenizer: Tokenizer
+) -> tuple[str, ...]:
     """What to say of a model whose tokenizer is not the one that the recipe trains it with."""
     if recipe.model.origin is None or (own is not None and own.has_ids_of(tokenizer)):
         return ()
     if own is None and recipe.data.tokenizer:
         return ()
     if own is None:
-        return (f"model.from = {recipe.model.origin!r} has no tokenizer and data.tokenizer is left out: it is 'bytes'",)
+        return (
+            f"model.from = {recipe.model.origin!r} has no tokenizer and data.tokenizer is left out: it is 'bytes'",
+        )
     return (
         f"data.tokenizer = {recipe.data.tokenizer!r} ({tokenizer.vocab} entries) is not the tokenizer of "
         f"{recipe.model.origin!r} ({own.vocab}), whose ids meant other text; leave it out to take theirs",
     )
 
 
-def _files(pretrained: "Pretrained | None", own: Tokenizer | None, tokenizer: Tokenizer) -> dict[str, bytes]:
+def _files(
+    pretrained: "Pretrained | None", own: Tokenizer | None, tokenizer: Tokenizer
+) -> dict[str, bytes]:
     """What checkpoints hold beside the state; ``own``: the tokenizer of the model to start from."""
     files = tokenizer.files()
-    carried = {} if pretrained is None else {n: c for n, c in pretrained.files.items() if n != NO_TOKENIZER}
+    carried = (
+        {}
+        if pretrained is None
+        else {n: c for n, c in pretrained.files.items() if n != NO_TOKENIZER}
+    )
     return files_of_run(carried, files, same=own is not None and own.files() == files)
 
 
 def state_bytes(shape: ModelShape, recipe: Recipe) -> float:
     """Bytes in memory of all parameters, and of the gradients and moments of those that learn."""
     train, wide = recipe.train, 8 if recipe.train.dtype == "float64" else 4
-    here = {kind: recipe.memory.place_of(kind) != "file" for kind in ("weights", "gradients", "moments")}
+    here = {
+        kind: recipe.memory.place_of(kind) != "file"
+        for kind in ("weights", "gradients", "moments")
+    }
     moments = here["moments"] * slot_bytes(recipe.optimizer, wide)
-    learning = (here["weights"] + here["gradients"] * (not recipe.optimizer.in_backward)) * wide + moments
+    learning = (
+        here["weights"] + here["gradients"] * (not recipe.optimizer.in_backward)
+    ) * wide + moments
     frozen = here["weights"] * (2 if train.dtype == "bfloat16" else wide)
     return sum(
-        p.numel * (learning if learns(p.name, shape, train.freeze) else 1 if p.is_bytes else frozen)
+        p.numel
+        * (
+            learning
+            if learns(p.name, shape, train.freeze)
+            else 1
+            if p.is_bytes
+            else frozen
+        )
         for p in parameters(shape)
     )
 
@@ -391,7 +496,9 @@ def check_memory(recipe: Recipe, shape: ModelShape, here: int = 0) -> None:
     ``here``: ranks on this machine; 0: as many as the launcher says, else all.
     """
     parameters = parameter_count(shape, shape.vocab)
-    need = state_bytes(shape, recipe) / recipe.layout.size("pp", "shard", "cp", *MODEL_AXES)
+    need = state_bytes(shape, recipe) / recipe.layout.size(
+        "pp", "shard", "cp", *MODEL_AXES
+    )
     cuda = device_type(recipe) == "cuda" and not recipe.memory.offloads_state
     if cuda:
         free, ranks = torch.cuda.get_device_properties(0).total_memory, 1
@@ -405,9 +512,17 @@ def check_memory(recipe: Recipe, shape: ModelShape, here: int = 0) -> None:
             f"alone, and this machine has {free / 2**30:.1f}; choose a layout with fewer ranks"
         )
     if need * ranks > free:
-        size = f"{parameters / 1e9:.2f}B" if parameters >= 1e8 else f"{parameters / 1e6:.1f}M"
+        size = (
+            f"{parameters / 1e9:.2f}B"
+            if parameters >= 1e8
+            else f"{parameters / 1e6:.1f}M"
+        )
         copies = recipe.layout.size("island", "dp")
-        fewer = f"lower layout.{'dp' if recipe.layout.dp > 1 else 'island'}, " if copies > 1 and not cuda else ""
+        fewer = (
+            f"lower layout.{'dp' if recipe.layout.dp > 1 else 'island'}, "
+            if copies > 1 and not cuda
+            else ""
+        )
         raise WeftError(
             f"too little memory: {size} parameters{f' on {ranks} ranks' if ranks > 1 else ''} need "
             f"{need * ranks / 2**30:.1f} GiB for weights, gradients and optimizer state, and this "

@@ -20,7 +20,14 @@ from weft.parallel.tried import Tried
 from weft.parallel.units import TableUnit
 from weft.train.arrivals import Arrivals
 from weft.train.optim import is_elementwise
-from weft.train.step import Stepper, StepResult, accumulate, clip_scale, result_of, summed_over_axes
+from weft.train.step import (
+    Stepper,
+    StepResult,
+    accumulate,
+    clip_scale,
+    result_of,
+    summed_over_axes,
+)
 
 T = torch.Tensor
 
@@ -37,14 +44,29 @@ class Speculation(Stepper):
     def __post_init__(self) -> None:
         early = self.state.early
         self.tried = Tried(self.state, early)
-        self.parts = {unit: State([unit]) for unit in early}  # each as a state of its own, for sums over axes
-        self.arrivals = Arrivals(early, self._complete) if self.model.pipeline is None else None
+        # each as a state of its own, for sums over axes
+        self.parts = {unit: State([unit]) for unit in early}
+        self.arrivals = (
+            Arrivals(early, self._complete) if self.model.pipeline is None else None
+        )
         alone = self.mesh.layout.world == 1 or is_elementwise(self.settings)
-        self.thread = ThreadPoolExecutor(1, "weft-update") if alone and not self.streamed else None
+        self.thread = (
+            ThreadPoolExecutor(1, "weft-update")
+            if alone and not self.streamed
+            else None
+        )
         self.running: list[Future[None]] = []
-        self.lr, self.begun, self.wrong, self.steps, self.undone = 0.0, False, False, 0, 0
+        self.lr, self.begun, self.wrong, self.steps, self.undone = (
+            0.0,
+            False,
+            False,
+            0,
+            0,
+        )
 
-    def step(self, batches: Sequence[Batch], lr: float, stop: bool = False) -> list[StepResult]:
+    def step(
+        self, batches: Sequence[Batch], lr: float, stop: bool = False
+    ) -> list[StepResult]:
         self.lr, self.begun, self.steps = lr, False, self.steps + 1
         (result,) = super().step(batches, lr, stop)
         self.tried.stand()
@@ -55,9 +77,15 @@ class Speculation(Stepper):
         try:
             with self._watching():
                 loss = accumulate(
-                    self.model, self.state, batches, self.mesh, self.routes, before_last=lambda share: self._expect()
+                    self.model,
+                    self.state,
+                    batches,
+                    self.mesh,
+                    self.routes,
+                    before_last=lambda share: self._expect(),
                 )
-            if any(self.state.tiers.groups.values()):  # otherwise the norm is computed beside the last updates
+            # otherwise the norm is computed beside the last updates
+            if any(self.state.tiers.groups.values()):
                 self._wait()
             found = self.reduced_and_sums(loss, batches, stop, self._wait)
         except BaseException:
@@ -72,7 +100,9 @@ class Speculation(Stepper):
             self.tried.undo()
         return found
 
-    def update(self, grads: Callable[[Unit], Mapping[str, T]], lr: float, scale: float = 1.0) -> None:
+    def update(
+        self, grads: Callable[[Unit], Mapping[str, T]], lr: float, scale: float = 1.0
+    ) -> None:
         """Update the units that have not been updated early."""
         self.state.update_later(grads, lr, scale, but=tuple(self.tried.done))
         if not self.streamed:
@@ -80,16 +110,34 @@ class Speculation(Stepper):
 
     def summary(self) -> str:
         often = self.undone > self.steps / 4
-        hint = "; so often that it does not pay: raise optimizer.clip, or leave memory.speculate out" if often else ""
-        rooms = f", {self.tried.bytes / 2**20:.0f} MiB of copies" if self.tried.bytes else ""
-        return f"speculation: {self.undone} of {self.steps} steps were undone{rooms}{hint}"
+        hint = (
+            "; so often that it does not pay: raise optimizer.clip, or leave memory.speculate out"
+            if often
+            else ""
+        )
+        rooms = (
+            f", {self.tried.bytes / 2**20:.0f} MiB of copies"
+            if self.tried.bytes
+            else ""
+        )
+        return (
+            f"speculation: {self.undone} of {self.steps} steps were undone{rooms}{hint}"
+        )
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
         """A context in which early units are updated as their gradients become complete."""
-        self.running = [] if self.thread is None else [self.thread.submit(self.tried.keep, *self.tried.units)]
+        self.running = (
+            []
+            if self.thread is None
+            else [self.thread.submit(self.tried.keep, *self.tried.units)]
+        )
         pipeline = self.model.pipeline
-        streamed = [unit for unit in self.state.early if isinstance(unit, TableUnit) and unit.reduced]
+        streamed = [
+            unit
+            for unit in self.state.early
+            if isinstance(unit, TableUnit) and unit.reduced
+        ]
         for unit in streamed:
             unit.fresh = {}
         if pipeline is not None:
@@ -133,10 +181,22 @@ class Speculation(Stepper):
             self.tried.keep(unit)
             self.tried.update(unit, grads, self.lr)
         else:
-            ready = torch.cuda.current_stream().record_event() if self.mesh.device.type == "cuda" else None
-            self.running.append(self.thread.submit(self._update, unit, grads, self.lr, ready))
+            ready = (
+                torch.cuda.current_stream().record_event()
+                if self.mesh.device.type == "cuda"
+                else None
+            )
+            self.running.append(
+                self.thread.submit(self._update, unit, grads, self.lr, ready)
+            )
 
-    def _update(self, unit: Unit, grads: Mapping[str, T], lr: float, ready: torch.cuda.Event | None) -> None:
+    def _update(
+        self,
+        unit: Unit,
+        grads: Mapping[str, T],
+        lr: float,
+        ready: torch.cuda.Event | None,
+    ) -> None:
         if ready is not None:
             ready.synchronize()
         self.tried.update(unit, grads, lr)
@@ -146,5 +206,6 @@ class Speculation(Stepper):
         for update in self.running:
             with suppress(Exception):
                 update.result()
-        with suppress(WeftError):  # a tier that has failed says so again to whoever looks at the state
+        # a tier that has failed says so again to whoever looks at the state
+        with suppress(WeftError):
             self.tried.undo()

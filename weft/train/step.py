@@ -84,7 +84,12 @@ def share_of_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
 def share_of_samples(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
     """This rank's shares of the number of the step's samples, and of the sum of their marks. Float64 ``[2]``."""
     seen = [sample for batch in batches for sample in batch.samples]
-    return torch.stack([own_share(number, mesh, **BY_DATA) for number in (len(seen), int(marks(seen).sum()))])
+    return torch.stack(
+        [
+            own_share(number, mesh, **BY_DATA)
+            for number in (len(seen), int(marks(seen).sum()))
+        ]
+    )
 
 
 def share_of_weight(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
@@ -95,7 +100,9 @@ def share_of_weight(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
     return own_share(sum(b.label_weight for b in batches), mesh, **BY_DATA)
 
 
-def count_loads(model: Transformer, batches: Sequence[Batch], mesh: Mesh, beyond: Beyond = same) -> None:
+def count_loads(
+    model: Transformer, batches: Sequence[Batch], mesh: Mesh, beyond: Beyond = same
+) -> None:
     """Have the routers begin to count what they choose in a step of these batches.
 
     Collective if the routers' losses divide by the tokens of the whole step.
@@ -118,7 +125,11 @@ class PendingSum:
     def __init__(self, share: torch.Tensor, mesh: Mesh) -> None:
         self.value = share.clone()
         alone = mesh.layout.world == 1  # which may have no process group
-        self.work = None if alone else dist.all_reduce(self.value, async_op=True, group=mesh.step_group)
+        self.work = (
+            None
+            if alone
+            else dist.all_reduce(self.value, async_op=True, group=mesh.step_group)
+        )
 
     def __call__(self) -> torch.Tensor:
         if self.work is not None:
@@ -127,7 +138,9 @@ class PendingSum:
         return self.value
 
 
-def pass_loss(model: Transformer, batch: Batch, total: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+def pass_loss(
+    model: Transformer, batch: Batch, total: torch.Tensor, mesh: Mesh
+) -> torch.Tensor:
     """This rank's share of the step's mean loss, equal on ``tp``. ``total``: the weight of the step's labels."""
     seen = model.loads.seen(batch) if model.loads else None
     loss = model(batch.tokens, batch.positions, batch.cu_seqlens, batch, seen=seen)
@@ -153,8 +166,11 @@ def accumulate(
     set_reference_point(model, state, batches, mesh, beyond)
     count_loads(model, batches, mesh, beyond)
     if model.pipeline is not None:
-        total = PendingSum(share_of_weight(batches, mesh), mesh)  # due when the first microbatch has passed all stages
-        return model.pipeline.accumulate(batches, cache(lambda: divisor(beyond(total()))))
+        # due when the first microbatch has passed all stages
+        total = PendingSum(share_of_weight(batches, mesh), mesh)
+        return model.pipeline.accumulate(
+            batches, cache(lambda: divisor(beyond(total())))
+        )
     if check_plan(batches, mesh):
         state.gather()  # within a pass that not all ranks share it is too late
     if weight is None:
@@ -178,7 +194,11 @@ def accumulate(
 
 
 def set_reference_point(
-    model: Transformer, state: State, batches: Sequence[Batch], mesh: Mesh, beyond: Beyond = same
+    model: Transformer,
+    state: State,
+    batches: Sequence[Batch],
+    mesh: Mesh,
+    beyond: Beyond = same,
 ) -> None:
     """Have KTO's loss compare rewards with how far the model has moved, by passes over the step's batches. Collective.
 
@@ -189,7 +209,9 @@ def set_reference_point(
         return
     model.objective = divergence
     try:
-        moved, weight = beyond(step_sum(loss_shares(model, state, [batches], mesh), mesh)).tolist()
+        moved, weight = beyond(
+            step_sum(loss_shares(model, state, [batches], mesh), mesh)
+        ).tolist()
     finally:
         model.objective = loss
     loss.point = max(0.0, moved / (weight or 1.0))
@@ -201,7 +223,9 @@ def move_to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 @torch.no_grad()
-def sum_over_axis(axis: str, grads: dict[str, torch.Tensor], state: State, mesh: Mesh) -> dict[str, torch.Tensor]:
+def sum_over_axis(
+    axis: str, grads: dict[str, torch.Tensor], state: State, mesh: Mesh
+) -> dict[str, torch.Tensor]:
     """Sum over ``axis`` the gradients of the parameters that it does not cut (of norms over ``tp``, say), in one call.
 
     Every rank along such an axis has computed a part of these gradients from its share of the work.
@@ -209,15 +233,21 @@ def sum_over_axis(axis: str, grads: dict[str, torch.Tensor], state: State, mesh:
     names = [h.name for h in state.learning if gradient_types(h.logical)[axis] is P]
     if mesh.size(axis) == 1 or not names:
         return grads
-    return grads | in_one(names, grads, mesh.device, lambda flat: sum_over(axis, flat, mesh))
+    return grads | in_one(
+        names, grads, mesh.device, lambda flat: sum_over(axis, flat, mesh)
+    )
 
 
 @torch.no_grad()
-def sum_over_copies(grads: dict[str, torch.Tensor], state: State, mesh: Mesh) -> dict[str, torch.Tensor]:
+def sum_over_copies(
+    grads: dict[str, torch.Tensor], state: State, mesh: Mesh
+) -> dict[str, torch.Tensor]:
     """Sum the gradients of parameters that several stages compute with, in one call per set of stages."""
     for group, names in state.copies.items():
 
-        def summed(flat: torch.Tensor, group: dist.ProcessGroup = group) -> torch.Tensor:
+        def summed(
+            flat: torch.Tensor, group: dist.ProcessGroup = group
+        ) -> torch.Tensor:
             dist.all_reduce(flat, group=group)
             return flat
 
@@ -238,22 +268,34 @@ def in_one(
     return split_like(flat, {name: grads[name] for name in names})
 
 
-def split_like(flat: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def split_like(
+    flat: torch.Tensor, like: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """``flat`` as views with the names and shapes of ``like``, of which it has the elements end to end."""
     pieces = flat.split([x.numel() for x in like.values()])
-    return {name: piece.view(x.shape) for (name, x), piece in zip(like.items(), pieces, strict=True)}
+    return {
+        name: piece.view(x.shape)
+        for (name, x), piece in zip(like.items(), pieces, strict=True)
+    }
 
 
 @torch.no_grad()
-def square_norm(grads: Mapping[str, torch.Tensor], state: State, mesh: Mesh) -> torch.Tensor:
+def square_norm(
+    grads: Mapping[str, torch.Tensor], state: State, mesh: Mesh
+) -> torch.Tensor:
     """This rank's share of the squared global gradient norm; over all ranks every element of the model counts once."""
     for h in state.learning:
         declare(grads[h.name], mesh, **state_types(h.logical))
     with untyped():  # that each counts once follows from the placements, not from types
         # By name: units come in another order where they rest in tiers.
-        counted = sorted((h for h in state.learning if h.placement.counted), key=attrgetter("name"))
+        counted = sorted(
+            (h for h in state.learning if h.placement.counted), key=attrgetter("name")
+        )
         # A norm that is known stands for its gradient, unless that has been summed further.
-        known = (h.norm if h.norm is not None and grads[h.name] is h.grad else grads[h.name] for h in counted)
+        known = (
+            h.norm if h.norm is not None and grads[h.name] is h.grad else grads[h.name]
+            for h in counted
+        )
         norm = torch.nn.utils.get_total_norm(list(known))
         square = move_to(norm.double().square(), mesh.device)
     return declare(square, mesh, **SHARE)
@@ -263,19 +305,27 @@ def gradients(
     model: Transformer, state: State, batches: Sequence[Batch], mesh: Mesh
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Everything of a plain step up to the clip, for callers that read the gradients: :meth:`Stepper.gradients`."""
-    return Stepper(model, state, mesh, Optimizer(), inspect=lambda grads: None).gradients(batches, stop=False)
+    return Stepper(
+        model, state, mesh, Optimizer(), inspect=lambda grads: None
+    ).gradients(batches, stop=False)
 
 
-def reduced(state: State, mesh: Mesh, looked_at: bool = True) -> dict[str, torch.Tensor]:
+def reduced(
+    state: State, mesh: Mesh, looked_at: bool = True
+) -> dict[str, torch.Tensor]:
     """The local gradients, summed over all ranks that hold or compute a share of the same parameter.
 
     Unless the caller reads them (``looked_at``), they may still be on their way to where they rest.
     """
-    grads = state.gradients(settled=looked_at or bool(state.copies) or mesh.size(*MODEL_AXES) > 1)
+    grads = state.gradients(
+        settled=looked_at or bool(state.copies) or mesh.size(*MODEL_AXES) > 1
+    )
     return sum_over_copies(summed_over_axes(grads, state, mesh), state, mesh)
 
 
-def summed_over_axes(grads: dict[str, torch.Tensor], state: State, mesh: Mesh) -> dict[str, torch.Tensor]:
+def summed_over_axes(
+    grads: dict[str, torch.Tensor], state: State, mesh: Mesh
+) -> dict[str, torch.Tensor]:
     """The gradients with :func:`sum_over_axis` done for each of :data:`weft.layout.layout.MODEL_AXES`."""
     for axis in MODEL_AXES:
         grads = sum_over_axis(axis, grads, state, mesh)
@@ -294,7 +344,9 @@ def result_of(sums: torch.Tensor) -> StepResult:
     )  # fmt: skip
 
 
-def update(state: State, grads: Mapping[str, torch.Tensor], lr: float, scale: float = 1.0) -> None:
+def update(
+    state: State, grads: Mapping[str, torch.Tensor], lr: float, scale: float = 1.0
+) -> None:
     """Update all parameters by their reduced gradients times ``scale``, unit by unit."""
     for unit in state.units:
         state.update(unit, grads, lr, scale)
@@ -329,7 +381,9 @@ class Stepper:
     inspect: Callable[[dict[str, torch.Tensor]], None] | None = None
     routes: Sequence[Sequence[int]] = ()
 
-    def step(self, batches: Sequence[Batch], lr: float, stop: bool = False) -> list[StepResult]:
+    def step(
+        self, batches: Sequence[Batch], lr: float, stop: bool = False
+    ) -> list[StepResult]:
         """Take a step, and return the results that are final now, oldest first.
 
         ``stop`` is this rank's wish to end the run; the step's result says whether any rank has it.
@@ -340,12 +394,18 @@ class Stepper:
             if self.inspect is not None:
                 self.inspect(grads)
             if not result.skipped:
-                self.update(lambda unit: grads, lr, clip_scale(result.grad_norm, self.settings.clip))
+                self.update(
+                    lambda unit: grads,
+                    lr,
+                    clip_scale(result.grad_norm, self.settings.clip),
+                )
                 self.model.learn_loads(result.loads)
             clear_gradients(self.model, self.state)
         return [result]
 
-    def gradients(self, batches: Sequence[Batch], stop: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def gradients(
+        self, batches: Sequence[Batch], stop: bool
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Everything of a step up to the clip: reduced local gradients, and sums over the step's ranks.
 
         The sums are one vector of float64 from one all-reduce, see :meth:`shares_of_sums`. Calls ``before_update`` when
@@ -355,17 +415,27 @@ class Stepper:
         return self.reduced_and_sums(loss, batches, stop, self.before_update)
 
     def reduced_and_sums(
-        self, loss: torch.Tensor, batches: Sequence[Batch], stop: bool, before_sums: Callable[[], None]
+        self,
+        loss: torch.Tensor,
+        batches: Sequence[Batch],
+        stop: bool,
+        before_sums: Callable[[], None],
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """The same after all passes, of which this rank's share of the loss is ``loss``."""
         with record_function("weft:optimizer"):
             grads = reduced(self.state, self.mesh, looked_at=self.inspect is not None)
             square = square_norm(grads, self.state, self.mesh)
             before_sums()
-            return grads, step_sum(self.shares_of_sums(loss, square, batches, stop), self.mesh)
+            return grads, step_sum(
+                self.shares_of_sums(loss, square, batches, stop), self.mesh
+            )
 
     def shares_of_sums(
-        self, loss: torch.Tensor, square: torch.Tensor, batches: Sequence[Batch], stop: bool
+        self,
+        loss: torch.Tensor,
+        square: torch.Tensor,
+        batches: Sequence[Batch],
+        stop: bool,
     ) -> torch.Tensor:
         """This rank's shares of the step's sums, from which :func:`result_of` reads the step's result.
 
@@ -379,15 +449,27 @@ class Stepper:
             own_share(stop, self.mesh, **OWN),
             share_of_tokens(batches, self.mesh),
         )
-        found, loads = torch.cat((torch.stack(shares), share_of_samples(batches, self.mesh))), self.model.loads
-        return found if loads is None else torch.cat((found, loads.share_of_bytes(), loads.share()))
+        found, loads = (
+            torch.cat((torch.stack(shares), share_of_samples(batches, self.mesh))),
+            self.model.loads,
+        )
+        return (
+            found
+            if loads is None
+            else torch.cat((found, loads.share_of_bytes(), loads.share()))
+        )
 
     @property
     def streamed(self) -> bool:
         """Whether the units of the model pass memory one by one, as their weights rest in files."""
         return self.model.pipeline is not None and self.model.pipeline.streamed
 
-    def update(self, grads: Callable[[Unit], Mapping[str, torch.Tensor]], lr: float, scale: float = 1.0) -> None:
+    def update(
+        self,
+        grads: Callable[[Unit], Mapping[str, torch.Tensor]],
+        lr: float,
+        scale: float = 1.0,
+    ) -> None:
         """Update every unit by what ``grads`` says of it, times ``scale``; of streamed ones in the next forward."""
         self.state.update_later(grads, lr, scale)
         if not self.streamed:
@@ -408,7 +490,13 @@ class Stepper:
 
 
 def train_step(
-    model: Transformer, state: State, batches: Sequence[Batch], mesh: Mesh, lr: float, clip: float, stop: bool = False
+    model: Transformer,
+    state: State,
+    batches: Sequence[Batch],
+    mesh: Mesh,
+    lr: float,
+    clip: float,
+    stop: bool = False,
 ) -> StepResult:
     """One plain optimizer step (see :class:`Stepper`)."""
     return Stepper(model, state, mesh, Optimizer(clip=clip)).step(batches, lr, stop)[0]
@@ -429,7 +517,8 @@ def loss_sum(model: Transformer, batches: Sequence[Batch], mesh: Mesh) -> torch.
 
 def share_of_passes(found: torch.Tensor, state: State, mesh: Mesh) -> torch.Tensor:
     """Numbers that this rank computed from its own tokens, in passes without backward, as a share of a pending sum."""
-    if mesh.size("near"):  # gathered copies are kept for a backward that did not come, and parameters may change
+    # gathered copies are kept for a backward that did not come, and parameters may change
+    if mesh.size("near"):
         state.release(drop=True)
     by_stage = BY_DATA | {"pp": V}  # losses are where the last stage is
     return share_of_sum(found, mesh, **by_stage)
@@ -441,7 +530,9 @@ def sum_over_passes(found: torch.Tensor, state: State, mesh: Mesh) -> torch.Tens
 
 
 @torch.no_grad()
-def loss_shares(model: Transformer, state: State, steps: Iterable[Sequence[Batch]], mesh: Mesh) -> torch.Tensor:
+def loss_shares(
+    model: Transformer, state: State, steps: Iterable[Sequence[Batch]], mesh: Mesh
+) -> torch.Tensor:
     """This rank's shares of the summed loss of some steps' batches and of their labels' weight: float64 ``[2]``."""
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for batches in steps:
@@ -451,11 +542,15 @@ def loss_shares(model: Transformer, state: State, steps: Iterable[Sequence[Batch
 
 def own_weight(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
     """The weight of the labels of these batches; 0 on all pipeline stages but the first, so that it counts once."""
-    return own_number((mesh.rank("pp") == 0) * sum(b.label_weight for b in batches), mesh)
+    return own_number(
+        (mesh.rank("pp") == 0) * sum(b.label_weight for b in batches), mesh
+    )
 
 
 @torch.no_grad()
-def evaluate(model: Transformer, state: State, steps: Iterable[Sequence[Batch]], mesh: Mesh) -> float:
+def evaluate(
+    model: Transformer, state: State, steps: Iterable[Sequence[Batch]], mesh: Mesh
+) -> float:
     """Mean loss, by the labels' weights, over some steps' batches; the same on all ranks."""
     if isinstance(model.objective, KtoLoss):
         shares = torch.zeros(2, dtype=torch.float64, device=mesh.device)

@@ -56,4 +56,10 @@ def build_stepper(
     found = kind(*given)
     if streams is None or sync.of_gradients:
         return found
-    return Apart(*given, inner=found, presence=presence or Presence(streams), how=sync, steps=begun)
+    return Apart(
+        *given,
+        inner=found,
+        presence=presence or Presence(streams),
+        how=sync,
+        steps=begun,
+    )

@@ -25,8 +25,19 @@ class Voting(Stepper):
     resilience: Resilience = field(default_factory=Resilience)
 
     def gradients(self, batches: Sequence[Batch], stop: bool) -> tuple[dict[str, T], T]:
-        weight = torch.tensor(sum(b.label_weight for b in batches), dtype=torch.float64, device=self.mesh.device)
-        loss = accumulate(self.model, self.state, batches, self.mesh, self.routes, weight=divisor(weight))
+        weight = torch.tensor(
+            sum(b.label_weight for b in batches),
+            dtype=torch.float64,
+            device=self.mesh.device,
+        )
+        loss = accumulate(
+            self.model,
+            self.state,
+            batches,
+            self.mesh,
+            self.routes,
+            weight=divisor(weight),
+        )
         grads = self.state.gradients()
         vote = torch.cat([grad.flatten() for grad in grads.values()])
         if not (weight > 0 and loss.isfinite()):
@@ -36,7 +47,10 @@ class Voting(Stepper):
         if not counted[self.mesh.rank("dp")]:
             loss, weight = torch.zeros_like(loss), torch.zeros_like(weight)
         self.before_update()
-        sums = step_sum(self.shares_of_sums(loss * weight, weight, batches, stop), self.mesh)
-        sums[LOSS] = sums[LOSS] / divisor(sums[SQUARE_NORM])  # where the weights were summed
+        sums = step_sum(
+            self.shares_of_sums(loss * weight, weight, batches, stop), self.mesh
+        )
+        # where the weights were summed
+        sums[LOSS] = sums[LOSS] / divisor(sums[SQUARE_NORM])
         sums[SQUARE_NORM] = vote.double().square().sum()
         return split_like(vote, grads), sums

@@ -20,7 +20,14 @@ from weft.layout.boundary import OWN, own_share, step_sum
 from weft.memory.noise import normal
 from weft.parallel.state import Held, Unit
 from weft.train.rules.rule import logical_positions
-from weft.train.step import Stepper, StepResult, loss_shares, own_weight, share_of_passes, share_of_tokens
+from weft.train.step import (
+    Stepper,
+    StepResult,
+    loss_shares,
+    own_weight,
+    share_of_passes,
+    share_of_tokens,
+)
 
 T = torch.Tensor
 
@@ -37,18 +44,33 @@ class ZerothOrder(Stepper):
     """
 
     @torch.no_grad()
-    def step(self, batches: Sequence[Batch], lr: float, stop: bool = False) -> list[StepResult]:
+    def step(
+        self, batches: Sequence[Batch], lr: float, stop: bool = False
+    ) -> list[StepResult]:
         number, epsilon = self.state.updates, self.settings.epsilon
         self.before_update()
         stops = own_share(stop, self.mesh, **OWN)
-        mine = *self._shares(batches, number), torch.stack((share_of_tokens(batches, self.mesh), stops))
-        (above, weight), (below, same), (tokens, stopped) = step_sum(torch.stack(mine), self.mesh).tolist()
+        mine = (
+            *self._shares(batches, number),
+            torch.stack((share_of_tokens(batches, self.mesh), stops)),
+        )
+        (above, weight), (below, same), (tokens, stopped) = step_sum(
+            torch.stack(mine), self.mesh
+        ).tolist()
         above, below = above / (weight or 1.0), below / (same or 1.0)
         slope, loss = (above - below) / (2 * epsilon), (above + below) / 2
         skipped = not math.isfinite(slope)
         if not skipped:
             self._update(slope, number, lr)
-        return [StepResult(loss, abs(slope), round(tokens) // (1 + self.paired), skipped, stopped > 0)]
+        return [
+            StepResult(
+                loss,
+                abs(slope),
+                round(tokens) // (1 + self.paired),
+                skipped,
+                stopped > 0,
+            )
+        ]
 
     @property
     def paired(self) -> bool:
@@ -59,15 +81,24 @@ class ZerothOrder(Stepper):
 
         The parameters are as before afterwards.
         """
-        shares = [torch.zeros(2, dtype=torch.float64, device=self.mesh.device) for _ in range(2)]
+        shares = [
+            torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+            for _ in range(2)
+        ]
         sides = [self.mesh.rank("dp") % 2] if self.paired else [0, 1]
-        distances = [(self.settings.epsilon, -self.settings.epsilon)[side] for side in sides]
+        distances = [
+            (self.settings.epsilon, -self.settings.epsilon)[side] for side in sides
+        ]
         evaluate = self._evaluate_streamed if self.streamed else self._evaluate
-        for side, found in zip(sides, evaluate(batches, number, distances), strict=True):
+        for side, found in zip(
+            sides, evaluate(batches, number, distances), strict=True
+        ):
             shares[side] = found
         return shares
 
-    def _evaluate(self, batches: Sequence[Batch], number: int, distances: Sequence[float]) -> list[T]:
+    def _evaluate(
+        self, batches: Sequence[Batch], number: int, distances: Sequence[float]
+    ) -> list[T]:
         before, shares = [h.local.clone() for h in self.state.learning], []
         for distance in distances:
             for h, x in zip(self.state.learning, before, strict=True):
@@ -79,13 +110,18 @@ class ZerothOrder(Stepper):
         self.state.release()
         return shares
 
-    def _evaluate_streamed(self, batches: Sequence[Batch], number: int, distances: Sequence[float]) -> list[T]:
+    def _evaluate_streamed(
+        self, batches: Sequence[Batch], number: int, distances: Sequence[float]
+    ) -> list[T]:
         def at(distance: float) -> Callable[[Held], T]:
             return lambda h: torch.add(h.local, direction(h, number), alpha=distance)
 
         losses = self.model.pipeline.evaluate_at(list(map(at, distances)), batches)
         weight = own_weight(batches, self.mesh)
-        return [share_of_passes(torch.stack((loss, weight)), self.state, self.mesh) for loss in losses]
+        return [
+            share_of_passes(torch.stack((loss, weight)), self.state, self.mesh)
+            for loss in losses
+        ]
 
     def _update(self, slope: float, number: int, lr: float) -> None:
         """Unit by unit, so that the whole direction never exists at once, unless it is to be looked at."""
@@ -95,7 +131,9 @@ class ZerothOrder(Stepper):
             self.inspect(seen)
 
         def gradients(unit: Unit) -> dict[str, T]:
-            return seen or {h.name: slope * direction(h, number) for h in unit.held if h.learns}
+            return seen or {
+                h.name: slope * direction(h, number) for h in unit.held if h.learns
+            }
 
         self.update(gradients, lr)
 
@@ -106,5 +144,11 @@ def direction(held: Held, number: int) -> T:
     rows = max(1, ROWS_OF // max(1, found[:1].numel()))
     for first in range(0, len(found), rows):
         some = found[first : first + rows]
-        some.copy_(normal(logical_positions(held, first, first + len(some)), seed, held.local.dtype))
+        some.copy_(
+            normal(
+                logical_positions(held, first, first + len(some)),
+                seed,
+                held.local.dtype,
+            )
+        )
     return found

@@ -20,7 +20,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
-    "gemma3": {"qk_norm": True, "norm_after": True, "scaled_embedding": True, "activation": "gelu", "full_every": 6},
+    "gemma3": {
+        "qk_norm": True,
+        "norm_after": True,
+        "scaled_embedding": True,
+        "activation": "gelu",
+        "full_every": 6,
+    },
 }
 #: Defaults of sampling that a file may have, by what ``generation_config.json`` calls them.
 SAMPLING = {
@@ -38,30 +44,50 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, list[Shard]]]:
 
         reader = gguf.GGUFReader(file)
         fields = {name: _value(one) for name, one in reader.fields.items()}
-        tensors: dict[str, list[Shard]] = {one.name: [_dequantised(file, one)] for one in reader.tensors}
+        tensors: dict[str, list[Shard]] = {
+            one.name: [_dequantised(file, one)] for one in reader.tensors
+        }
     except ImportError:
-        raise WeftError("reading GGUF needs the package gguf; pip install 'weft[gguf]'") from None
+        raise WeftError(
+            "reading GGUF needs the package gguf; pip install 'weft[gguf]'"
+        ) from None
     except Exception as error:  # whatever a damaged file makes of its own sizes
-        raise WeftError(f"{file} is not a whole GGUF file: {str(error)[:120] or type(error).__name__}") from None
+        raise WeftError(
+            f"{file} is not a whole GGUF file: {str(error)[:120] or type(error).__name__}"
+        ) from None
     return fields, tensors
 
 
 def _value(field: Any) -> Any:
     """A field's value: of a float32 the shortest number that is it, 1e-5 and not 9.99999974e-06."""
     value = field.contents()
-    return float(str(np.float32(value))) if isinstance(value, float) and field.types[0].name == "FLOAT32" else value
+    return (
+        float(str(np.float32(value)))
+        if isinstance(value, float) and field.types[0].name == "FLOAT32"
+        else value
+    )
 
 
-def gguf_shape(file: Path, fields: Mapping[str, Any], tensors: Mapping[str, list[Shard]]) -> ModelShape:
+def gguf_shape(
+    file: Path, fields: Mapping[str, Any], tensors: Mapping[str, list[Shard]]
+) -> ModelShape:
     """The model that a GGUF file's own fields describe."""
     arch = str(fields.get("general.architecture"))
-    about = {name.removeprefix(f"{arch}."): value for name, value in fields.items() if name.startswith(f"{arch}.")}
+    about = {
+        name.removeprefix(f"{arch}."): value
+        for name, value in fields.items()
+        if name.startswith(f"{arch}.")
+    }
     about |= {LLAMA3: fields[LLAMA3]} if LLAMA3 in fields else {}
     if arch not in SETTINGS:
         known = ", ".join(SETTINGS)
-        raise WeftError(f"{file}: architecture {arch!r} is not supported: {lacking(about)}; Weft has {known}")
+        raise WeftError(
+            f"{file}: architecture {arch!r} is not supported: {lacking(about)}; Weft has {known}"
+        )
     if about.get("expert_count"):
-        raise WeftError(f"{file}: architecture {arch!r} with experts is not supported: {lacking(about)}")
+        raise WeftError(
+            f"{file}: architecture {arch!r} with experts is not supported: {lacking(about)}"
+        )
     try:
         heads, embed = about["attention.head_count"], about["embedding_length"]
         tree = {
@@ -76,19 +102,29 @@ def gguf_shape(file: Path, fields: Mapping[str, Any], tensors: Mapping[str, list
         if arch == "gemma3":
             tree["window_theta"] = about.get("rope.freq_base_swa", 1e4)
             # The one size whose queries are not scaled by head_dim; GGUF does not say it.
-            tree["query_dim"] = embed / heads if tree["layers"] == 62 else tree["head_dim"]
+            tree["query_dim"] = (
+                embed / heads if tree["layers"] == 62 else tree["head_dim"]
+            )
         shape = ModelShape.model_validate(tree)
         scaling = _scaling(file, about, shape, tensors)
         return shape.model_copy(update={"rope_scaling": scaling})
     except (KeyError, TypeError, ZeroDivisionError, ValidationError) as error:
-        raise WeftError(f"{file} does not describe a model: {str(error).splitlines()[0]}") from None
+        raise WeftError(
+            f"{file} does not describe a model: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def _scaling(
-    file: Path, about: Mapping[str, Any], shape: ModelShape, tensors: Mapping[str, list[Shard]]
+    file: Path,
+    about: Mapping[str, Any],
+    shape: ModelShape,
+    tensors: Mapping[str, list[Shard]],
 ) -> RopeScaling | None:
     """The scaling of rotary frequencies: linear by its fields, Llama 3's by the divisors that are stored."""
-    kind, factor = about.get("rope.scaling.type", "none"), about.get("rope.scaling.factor", 1.0)
+    kind, factor = (
+        about.get("rope.scaling.type", "none"),
+        about.get("rope.scaling.factor", 1.0),
+    )
     if kind == "linear" and "rope_freqs.weight" not in tensors:
         return RopeScaling(kind="linear", factor=factor)
     if "rope_freqs.weight" in tensors and kind in ("none", "llama3"):
@@ -97,12 +133,18 @@ def _scaling(
         scaling = RopeScaling(factor=float(str(np.float32(divisors.max()))))
         if said := about.get(LLAMA3):
             scaling = RopeScaling.model_validate_json(said)
-        own = frequencies(shape) / frequencies(shape.model_copy(update={"rope_scaling": scaling}))
-        if own[0].shape == divisors.shape and torch.allclose(own[0], divisors, rtol=1e-4):
+        own = frequencies(shape) / frequencies(
+            shape.model_copy(update={"rope_scaling": scaling})
+        )
+        if own[0].shape == divisors.shape and torch.allclose(
+            own[0], divisors, rtol=1e-4
+        ):
             return scaling
     elif kind == "none":
         return None
-    raise WeftError(f"{file} has RoPE scaling and does not say all of it; give the model's config.json with --config")
+    raise WeftError(
+        f"{file} has RoPE scaling and does not say all of it; give the model's config.json with --config"
+    )
 
 
 def _dequantised(file: Path, tensor: Any) -> Shard:
@@ -114,12 +156,20 @@ def _dequantised(file: Path, tensor: Any) -> Shard:
 
         line = int(tensor.n_bytes) // shape[0]
         raw = torch.empty(hi - lo, line, dtype=torch.uint8)
-        read_runs([ByteRun(file, int(tensor.data_offset) + lo * line, raw.numel())], tensor.name, raw)
+        read_runs(
+            [ByteRun(file, int(tensor.data_offset) + lo * line, raw.numel())],
+            tensor.name,
+            raw,
+        )
         if kind.name in ("F32", "F16", "BF16"):
             return raw.view(dtype).view(hi - lo, *shape[1:])
         try:
-            return torch.from_numpy(dequantize(raw.numpy(), kind)).view(hi - lo, *shape[1:])
+            return torch.from_numpy(dequantize(raw.numpy(), kind)).view(
+                hi - lo, *shape[1:]
+            )
         except NotImplementedError:
-            raise WeftError(f"{file}: tensor {tensor.name} is {kind.name}, which gguf cannot dequantise") from None
+            raise WeftError(
+                f"{file}: tensor {tensor.name} is {kind.name}, which gguf cannot dequantise"
+            ) from None
 
     return Shard(shape, dtype, read)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.checkpoint.convert.carried_files import GENERATION, exported_config
 from weft.checkpoint.convert.gguf_file import LLAMA3, SAMPLING, SETTINGS, gguf_shape
 from weft.checkpoint.convert.rules import Shard
 from weft.data.gguf_vocabulary import gguf_vocabulary
@@ -18,10 +17,16 @@ from weft.layout.mesh import Mesh
 from weft.models.rope import frequencies
 from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
+from weft.shapes.carried_files import GENERATION, exported_config
 from weft.shapes.config import architecture, config_from_shape
 
 #: Kinds of weights by the words for them, with GGUF's name and the number of the file's kind.
-KINDS = {"float32": ("F32", 0), "float16": ("F16", 1), "bfloat16": ("BF16", 32), "q8_0": ("Q8_0", 7)}
+KINDS = {
+    "float32": ("F32", 0),
+    "float16": ("F16", 1),
+    "bfloat16": ("BF16", 32),
+    "q8_0": ("Q8_0", 7),
+}
 #: GGUF's names of the architectures that Weft reads in it.
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
@@ -58,14 +63,25 @@ def export_gguf(
     try:
         import gguf
     except ImportError:
-        raise WeftError("writing GGUF needs the package gguf; pip install 'weft[gguf]'") from None
+        raise WeftError(
+            "writing GGUF needs the package gguf; pip install 'weft[gguf]'"
+        ) from None
     file = out if out.suffix == ".gguf" else out / f"{out.name}-{KINDS[kind][0]}.gguf"
     if file.exists() or (out.exists() and out != file):
         raise UsageError(f"--out {out} exists already; choose another name")
-    arch, logical = _architecture(shape), dict(Transformer(shape, Mesh.single()).logical_parameters())
+    arch, logical = (
+        _architecture(shape),
+        dict(Transformer(shape, Mesh.single()).logical_parameters()),
+    )
     extra = _divisors(shape)
     fields = _fields(arch, shape, files, length)
-    _check_said(shape, arch, fields, extra, {_name(name): one.shape for name, one in logical.items()})
+    _check_said(
+        shape,
+        arch,
+        fields,
+        extra,
+        {_name(name): one.shape for name, one in logical.items()},
+    )
     fields |= {"general.name": file.stem, "general.file_type": KINDS[kind][1]}
     if "tokenizer.json" in files:
         fields |= gguf_vocabulary(tokenizer_from_files(files, "the model"), shape.vocab)
@@ -86,7 +102,9 @@ def export_gguf(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for name, theirs in planned.items():
-            writer.write_tensor_data(_encoded(name, get(name).detach(), theirs, shape, arch))
+            writer.write_tensor_data(
+                _encoded(name, get(name).detach(), theirs, shape, arch)
+            )
         for values in extra.values():
             writer.write_tensor_data(values.float().numpy())
         writer.close()
@@ -108,13 +126,21 @@ def _name(ours: str) -> str:
 def _architecture(shape: ModelShape) -> str:
     name = architecture(shape)
     if name not in ARCHITECTURES or shape.output == "score":
-        what = "a model that scores" if shape.output == "score" else name.removesuffix("ForCausalLM")
+        what = (
+            "a model that scores"
+            if shape.output == "score"
+            else name.removesuffix("ForCausalLM")
+        )
         known = ", ".join(one.removesuffix("ForCausalLM") for one in ARCHITECTURES)
-        raise WeftError(f"GGUF is not written of {what}; of {known} it is: leave out --format gguf")
+        raise WeftError(
+            f"GGUF is not written of {what}; of {known} it is: leave out --format gguf"
+        )
     return ARCHITECTURES[name]
 
 
-def _fields(arch: str, shape: ModelShape, files: Mapping[str, bytes], length: int | None) -> dict[str, Any]:
+def _fields(
+    arch: str, shape: ModelShape, files: Mapping[str, bytes], length: int | None
+) -> dict[str, Any]:
     """What a file says of its model, by name."""
     config = exported_config(shape, "float32", files, length)
     about: dict[str, Any] = {
@@ -131,12 +157,21 @@ def _fields(arch: str, shape: ModelShape, files: Mapping[str, bytes], length: in
         about["rope.freq_base_swa"] = float(shape.window_theta)
     scaling = shape.rope_scaling
     if scaling is not None and scaling.kind == "linear":
-        about |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling.factor)}
-    found = {f"{arch}.{name}": value for name, value in about.items() if value is not None}
+        about |= {
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": float(scaling.factor),
+        }
+    found = {
+        f"{arch}.{name}": value for name, value in about.items() if value is not None
+    }
     if scaling is not None and scaling.kind == "llama3":
         found[LLAMA3] = scaling.model_dump_json()
     sampling = json.loads(files.get(GENERATION, b"{}"))
-    return found | {theirs: sampling[ours] for theirs, ours in SAMPLING.items() if sampling.get(ours) is not None}
+    return found | {
+        theirs: sampling[ours]
+        for theirs, ours in SAMPLING.items()
+        if sampling.get(ours) is not None
+    }
 
 
 def _divisors(shape: ModelShape) -> dict[str, torch.Tensor]:
@@ -154,24 +189,47 @@ def _check_said(
     """Refuse a model of which a file would say something else, by what Weft itself reads in it."""
 
     def shard(size: tuple[int, ...], values: torch.Tensor | None = None) -> list[Shard]:
-        return [Shard(size, torch.float32, lambda lo, hi: torch.zeros(hi - lo) if values is None else values[lo:hi])]
+        return [
+            Shard(
+                size,
+                torch.float32,
+                lambda lo, hi: (
+                    torch.zeros(hi - lo) if values is None else values[lo:hi]
+                ),
+            )
+        ]
 
     tensors = {name: shard(size) for name, size in sizes.items()}
-    tensors |= {name: shard(tuple(values.shape), values) for name, values in extra.items()}
+    tensors |= {
+        name: shard(tuple(values.shape), values) for name, values in extra.items()
+    }
     remedy = "leave out --format gguf"
     if shape.window and arch != "gemma3":
         raise WeftError(
             f"llama.cpp has no windows (model.window = {shape.window}) in its architecture {arch}; {remedy}"
         )
     try:
-        again = gguf_shape(Path("the file"), {"general.architecture": arch, **fields}, tensors)
+        again = gguf_shape(
+            Path("the file"), {"general.architecture": arch, **fields}, tensors
+        )
     except WeftError:
-        raise WeftError(f"GGUF does not say all of rope_scaling = {shape.rope_scaling!r}; {remedy}") from None
-    own, theirs = (config_from_shape(one.model_copy(update={"init_std": 0.02})) for one in (shape, again))
+        raise WeftError(
+            f"GGUF does not say all of rope_scaling = {shape.rope_scaling!r}; {remedy}"
+        ) from None
+    own, theirs = (
+        config_from_shape(one.model_copy(update={"init_std": 0.02}))
+        for one in (shape, again)
+    )
     lengths = ("max_position_embeddings",)  # which follow from the scaling
-    if wrong := [f"{n} = {value!r}" for n, value in own.items() if theirs.get(n) != value and n not in lengths]:
+    if wrong := [
+        f"{n} = {value!r}"
+        for n, value in own.items()
+        if theirs.get(n) != value and n not in lengths
+    ]:
         settings = ", ".join(SETTINGS)
-        raise WeftError(f"GGUF has no word for {wrong[0]} in its architecture {arch} (of {settings}); {remedy}")
+        raise WeftError(
+            f"GGUF has no word for {wrong[0]} in its architecture {arch} (of {settings}); {remedy}"
+        )
 
 
 def _kind_of(size: tuple[int, ...], kind: str) -> str:
@@ -190,13 +248,16 @@ def _announce(writer: Any, name: str, size: tuple[int, ...], kind: str) -> None:
     writer.add_tensor_info(name, size, np.dtype(np.float32), count, theirs)
 
 
-def _encoded(name: str, values: torch.Tensor, kind: str, shape: ModelShape, arch: str) -> np.ndarray:
+def _encoded(
+    name: str, values: torch.Tensor, kind: str, shape: ModelShape, arch: str
+) -> np.ndarray:
     """A tensor's bytes; of queries and keys in the order of rows that llama.cpp rotates."""
     import gguf
 
     values = values.to("cpu", torch.float32)
     if arch == "llama" and name.endswith((".wq", ".wk")):
-        heads = values.unflatten(0, (-1, 2, (shape.head_dim or 2) // 2))  # [heads, halves, pairs, embed]
+        # [heads, halves, pairs, embed]
+        heads = values.unflatten(0, (-1, 2, (shape.head_dim or 2) // 2))
         values = heads.transpose(1, 2).flatten(0, 2)
     if kind == "F16" and values.abs().max() > LARGEST:
         raise WeftError(
@@ -214,7 +275,11 @@ def _add(writer: Any, name: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(name, value)
     elif isinstance(value, int):
-        (writer.add_int32 if name.startswith("general.sampling.") else writer.add_uint32)(name, value)
+        (
+            writer.add_int32
+            if name.startswith("general.sampling.")
+            else writer.add_uint32
+        )(name, value)
     elif isinstance(value, float):
         writer.add_float32(name, value)
     elif isinstance(value, str):

@@ -38,7 +38,11 @@ from weft.shapes.parameters import (
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MODULES = {"self_attn": "attention", "mlp": "ffn"}
-PARTS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+PARTS = {
+    "a": "lora_A.weight",
+    "b": "lora_B.weight",
+    "magnitude": "lora_magnitude_vector",
+}
 #: Settings of PEFT's that change what an adapter computes, and the values with which it is one of ours.
 ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "bias": ("none",), "fan_in_fan_out": (False,),
@@ -46,8 +50,14 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None,), "use_qalora": (False,),
 }  # fmt: skip
 #: What names end with of rows that learn, of the weight under them and of copies; and what all begin with.
-DELTA, UNDER = ".token_adapter.trainable_tokens_delta", ".token_adapter.base_layer.weight"
-COPIES, BEFORE = (".modules_to_save.weight", ".original_module.weight"), "base_model.model."
+DELTA, UNDER = (
+    ".token_adapter.trainable_tokens_delta",
+    ".token_adapter.base_layer.weight",
+)
+COPIES, BEFORE = (
+    (".modules_to_save.weight", ".original_module.weight"),
+    "base_model.model.",
+)
 #: Weights that generation multiplies with others beforehand, so that an adapter's output cannot be added to theirs.
 ABSORBED = ("wkv_b",)
 
@@ -74,17 +84,27 @@ class PeftAdapter:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        config = read_json(folder / CONFIG, "give a folder that PEFT has saved an adapter to")
+        config = read_json(
+            folder / CONFIG, "give a folder that PEFT has saved an adapter to"
+        )
         for field, known in ONLY.items():
             if config.get(field, known[0]) not in known:
-                raise WeftError(f"{folder / CONFIG}: {field} = {config[field]!r} is not supported; {known[0]!r} is")
+                raise WeftError(
+                    f"{folder / CONFIG}: {field} = {config[field]!r} is not supported; {known[0]!r} is"
+                )
         self.base: str | None = config.get("base_model_name_or_path")
         try:
             with safe_open(folder / TENSORS, "pt") as file:
-                self.sizes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+                self.sizes = {
+                    name: tuple(file.get_slice(name).get_shape())
+                    for name in file.keys()  # noqa: SIM118 (no dictionary)
+                }
             targets, rank, alpha = self._targets(), config["r"], config["lora_alpha"]
             ranks = {path: self.sizes[name][0] for path, name in targets.items()}
-            alphas = {path: _of_pattern(config.get("alpha_pattern"), name, alpha) for path, name in targets.items()}
+            alphas = {
+                path: _of_pattern(config.get("alpha_pattern"), name, alpha)
+                for path, name in targets.items()
+            }
             self.adapter = Adapter(
                 kind="dora" if config.get("use_dora") else "lora", rank=rank, alpha=alpha,
                 rank_stabilised=bool(config.get("use_rslora")), targets=tuple(targets),
@@ -93,9 +113,13 @@ class PeftAdapter:
                 dropout=config.get("lora_dropout") or 0.0, **self._vocabulary(config),
             )  # fmt: skip
         except (OSError, SafetensorError) as error:
-            raise WeftError(f"{folder / TENSORS} is missing or damaged ({error}); save the adapter again") from None
+            raise WeftError(
+                f"{folder / TENSORS} is missing or damaged ({error}); save the adapter again"
+            ) from None
         except (KeyError, ValueError) as error:
-            raise WeftError(f"{folder / CONFIG} has no usable {str(error).splitlines()[0]}") from None
+            raise WeftError(
+                f"{folder / CONFIG} has no usable {str(error).splitlines()[0]}"
+            ) from None
 
     def _targets(self) -> dict[str, str]:
         """The paths of the weights that the adapter has tensors for, each with the name of the first factor."""
@@ -104,10 +128,16 @@ class PeftAdapter:
                 for ours, theirs in names.items()}  # fmt: skip
         for name in self.sizes:
             if name.endswith(PARTS["a"]):
-                layer, module, theirs = ["", "", *name.removesuffix("." + PARTS["a"]).split(".")][-3:]
+                layer, module, theirs = [
+                    "",
+                    "",
+                    *name.removesuffix("." + PARTS["a"]).split("."),
+                ][-3:]
                 known = ours.get(f"{MODULES.get(module)}.{theirs}")
                 if known is None:
-                    raise WeftError(f"{self.folder / TENSORS} adapts {theirs}, which Weft has no adapter for")
+                    raise WeftError(
+                        f"{self.folder / TENSORS} adapts {theirs}, which Weft has no adapter for"
+                    )
                 found[f"blocks.{layer}.{known}"] = name
         return found
 
@@ -115,24 +145,43 @@ class PeftAdapter:
         """The settings about embedding and output layer; PEFT also saves these whole where the vocabulary has grown."""
         saved = list(config.get("modules_to_save") or ())
         # Beside a weight that is saved whole stand copies of it, where the vocabulary has grown.
-        self.sizes = {name: size for name, size in self.sizes.items() if not name.endswith(COPIES)}
+        self.sizes = {
+            name: size for name, size in self.sizes.items() if not name.endswith(COPIES)
+        }
         given = config.get("trainable_token_indices") or {}
         of = given if isinstance(given, dict) else {"embed_tokens": given}
-        for setting, names in {"modules_to_save": saved, "trainable_token_indices": of}.items():
+        for setting, names in {
+            "modules_to_save": saved,
+            "trainable_token_indices": of,
+        }.items():
             if other := [name for name in names if name not in VOCABULARY]:
                 raise WeftError(f"{self.folder / CONFIG}: {setting} has {other[0]!r}, which is not supported; "
                                 f"{' and '.join(VOCABULARY)} are")  # fmt: skip
         self._place_rows(of)
-        learned = {name: sorted(tokens) for name, tokens in of.items() if peft_name(ROWS[name]) in self.sizes}
-        self.orders = {peft_name(ROWS[name]): torch.tensor(of[name]).argsort() for name in learned}
+        learned = {
+            name: sorted(tokens)
+            for name, tokens in of.items()
+            if peft_name(ROWS[name]) in self.sizes
+        }
+        self.orders = {
+            peft_name(ROWS[name]): torch.tensor(of[name]).argsort() for name in learned
+        }
         self.tokens = next(iter(learned.values()), [])
         if any(tokens != self.tokens for tokens in learned.values()):
             raise WeftError(f"{self.folder / CONFIG}: trainable_token_indices names other tokens for embed_tokens than "
                             "for lm_head, which is not supported; train the same for both")  # fmt: skip
-        whole = [name for name in VOCABULARY if peft_name(VOCABULARY[name]) in self.sizes]
+        whole = [
+            name for name in VOCABULARY if peft_name(VOCABULARY[name]) in self.sizes
+        ]
         if missing := [name for name in saved if name not in whole]:
-            raise WeftError(f"{self.folder / TENSORS} has nothing for {missing[0]}, which modules_to_save names")
-        return {"whole": tuple(whole), "tokens": tuple(self.tokens), "tokens_of": tuple(learned) or tuple(VOCABULARY)}
+            raise WeftError(
+                f"{self.folder / TENSORS} has nothing for {missing[0]}, which modules_to_save names"
+            )
+        return {
+            "whole": tuple(whole),
+            "tokens": tuple(self.tokens),
+            "tokens_of": tuple(learned) or tuple(VOCABULARY),
+        }
 
     def _place_rows(self, tokens: Mapping[str, list[int]]) -> None:
         """Take rows that learn, and lie beside the weight that they are of (which has grown), for the whole weight."""
@@ -142,12 +191,18 @@ class PeftAdapter:
             if (under := rows.replace(DELTA, UNDER)) in self.sizes:
                 self.sizes[whole] = self.sizes.pop(under)
                 self.sizes.pop(rows, None)
-                self.placed[whole] = under, rows, tokens.get(weight) or tokens["embed_tokens"]
+                self.placed[whole] = (
+                    under,
+                    rows,
+                    tokens.get(weight) or tokens["embed_tokens"],
+                )
 
     @property
     def vocab(self) -> int:
         """The size that the vocabulary has at least: of weights that are saved whole, or by the tokens that learn."""
-        sizes = [self.sizes[peft_name(VOCABULARY[name])][0] for name in self.adapter.whole]
+        sizes = [
+            self.sizes[peft_name(VOCABULARY[name])][0] for name in self.adapter.whole
+        ]
         return max([*sizes, *(token + 1 for token in self.tokens)], default=0)
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -155,7 +210,9 @@ class PeftAdapter:
         with safe_open(self.folder / TENSORS, "pt") as file:
             if name in self.placed:
                 under, rows, tokens = self.placed[name]
-                return file.get_tensor(under).index_copy(0, torch.tensor(tokens), file.get_tensor(rows))
+                return file.get_tensor(under).index_copy(
+                    0, torch.tensor(tokens), file.get_tensor(rows)
+                )
             found = file.get_tensor(name)
         return found[self.orders[name]] if name in self.orders else found
 
@@ -186,12 +243,17 @@ class PeftAdapter:
         """The tensors of an output layer that is the embedding, which must be equal to those of that."""
         if not shape.tied:
             return set()
-        found = {peft_name(of["embed_tokens"]): peft_name(of["lm_head"]) for of in (VOCABULARY, ROWS)}
+        found = {
+            peft_name(of["embed_tokens"]): peft_name(of["lm_head"])
+            for of in (VOCABULARY, ROWS)
+        }
         for first, second in found.items():
             rows = first.endswith(DELTA)  # which PEFT ties itself
             one, other = ((name in self.sizes) for name in (first, second))
             if (one != other and not (rows and one)) or (
-                one and other and not torch.equal(self.tensor(first), self.tensor(second))
+                one
+                and other
+                and not torch.equal(self.tensor(first), self.tensor(second))
             ):
                 raise WeftError(
                     f"{self.folder} trains embed_tokens and lm_head apart, and this model has one weight for both "
@@ -203,14 +265,20 @@ class PeftAdapter:
 def _tokens(shape: ModelShape) -> dict[str, list[int]] | list[int] | None:
     """The tokens whose rows learn, as PEFT has them: a list for the embedding alone, and what is tied to it."""
     names: tuple[VocabularyWeight, ...] = ("embed_tokens", "lm_head")
-    found = {str(name): list(tokens) for name in names if (tokens := row_tokens(shape, name))}
+    found = {
+        str(name): list(tokens) for name in names if (tokens := row_tokens(shape, name))
+    }
     return found["embed_tokens"] if found.keys() == {"embed_tokens"} else found or None
 
 
 def _of_pattern(pattern: Mapping[str, Any] | None, name: str, usual: Any) -> Any:
     """What PEFT's ``pattern`` (``alpha_pattern``) gives for the tensor ``name``: of the first expression that fits."""
     module = name.removeprefix("base_model.model.").removesuffix("." + PARTS["a"])
-    fitting = (value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module))
+    fitting = (
+        value
+        for key, value in (pattern or {}).items()
+        if re.match(rf"(.*\.)?({key})$", module)
+    )
     return next(fitting, usual)
 
 
@@ -224,7 +292,9 @@ def write_adapter(
     """
     adapter = shape.adapter
     assert adapter is not None
-    paths = [p for p in projections(shape) if any(is_target(t, p) for t in adapter.targets)]
+    paths = [
+        p for p in projections(shape) if any(is_target(t, p) for t in adapter.targets)
+    ]
     named = {path: hf_name(path).removesuffix(".weight") for path in paths}
     short = {p.rpartition(".")[2] for p in paths}
     if sum(p.rpartition(".")[2] in short for p in projections(shape)) == len(paths):
@@ -264,7 +334,9 @@ def read_adapter(folder: Path, model: Transformer) -> HostAdapter:
     it). Raises :class:`WeftError` if it is not for ``model``.
     """
     if not is_adapter(folder):
-        raise WeftError(f"{folder} has no adapter as PEFT writes it; write one with `weft export`")
+        raise WeftError(
+            f"{folder} has no adapter as PEFT writes it; write one with `weft export`"
+        )
     peft = PeftAdapter(folder)
     if peft.adapter.kind != "lora":
         raise WeftError(f"{folder} is a {peft.adapter.kind} adapter, which needs the weights themselves; "
@@ -273,13 +345,20 @@ def read_adapter(folder: Path, model: Transformer) -> HostAdapter:
         raise WeftError(f"{folder} has trained rows of the vocabulary, which all texts share; serve the model with it "
                         "merged (`weft export --merge`)")  # fmt: skip
     unread, found = dict(peft.sizes), []
-    whole = model if len(model.blocks) == model.shape.layers else Transformer(model.shape, Mesh.single())
+    whole = (
+        model
+        if len(model.blocks) == model.shape.layers
+        else Transformer(model.shape, Mesh.single())
+    )
     for number, modules in enumerate(layer_modules(whole)):
         factors = []
         for module, weights in modules.items():
             for name in PROJECTIONS.get(module, ()):
                 logical = weights.logical.get(name)
-                names = [peft_name(f"blocks.{number}.{module}{ADAPTERS}{name}.{part}") for part in "ab"]
+                names = [
+                    peft_name(f"blocks.{number}.{module}{ADAPTERS}{name}.{part}")
+                    for part in "ab"
+                ]
                 if names[0] not in unread or logical is None or name in ABSORBED:
                     continue
                 sizes = [unread.pop(each) for each in names]
@@ -288,7 +367,17 @@ def read_adapter(folder: Path, model: Transformer) -> HostAdapter:
                     raise WeftError(f"{folder} is an adapter for another model: {names[0]} and its partner are "
                                     f"{sizes}, and the weight is {tuple(logical.shape)} here")  # fmt: skip
                 a, b = (peft.tensor(each) for each in names)
-                factors.append((module, name, a, b * adapter_scale(peft.adapter, f"blocks.{number}.{module}.{name}")))
+                factors.append(
+                    (
+                        module,
+                        name,
+                        a,
+                        b
+                        * adapter_scale(
+                            peft.adapter, f"blocks.{number}.{module}.{name}"
+                        ),
+                    )
+                )
         found.append(laid_out(factors))
     if unread:
         raise WeftError(

@@ -41,13 +41,20 @@ def chosen_experts(model: Transformer, ids: Sequence[int]) -> list[np.ndarray]:
     for at in range(0, len(ids), TOKENS):
         tokens = torch.tensor([ids[at : at + TOKENS]], device=model.mesh.device)
         positions = torch.arange(tokens.shape[1], device=model.mesh.device)[None]
-        model(tokens, positions, torch.tensor([0, tokens.shape[1]], dtype=torch.int32), only=slice(0))
+        model(
+            tokens,
+            positions,
+            torch.tensor([0, tokens.shape[1]], dtype=torch.int32),
+            only=slice(0),
+        )
     for hook in hooks:
         hook.remove()
     return [torch.cat(found[router.layer]).numpy() for router in routers]
 
 
-def most_chosen(chosen: Sequence[np.ndarray], shape: ModelShape, keep: int) -> tuple[list[list[int]], str]:
+def most_chosen(
+    chosen: Sequence[np.ndarray], shape: ModelShape, keep: int
+) -> tuple[list[list[int]], str]:
     """The ``keep`` most chosen experts of each layer, in ascending order, and a line about what is lost without the
     others."""
     counts = list(shape.mixtures.values())
@@ -59,7 +66,9 @@ def most_chosen(chosen: Sequence[np.ndarray], shape: ModelShape, keep: int) -> t
                          "more than before; leave it out")  # fmt: skip
     often = affinity.loads_of(chosen, counts)
     kept = [np.sort(np.argsort(-one, kind="stable")[:keep]) for one in often]
-    lost = sum(int(one.sum() - one[ids].sum()) for one, ids in zip(often, kept, strict=True))
+    lost = sum(
+        int(one.sum() - one[ids].sum()) for one, ids in zip(often, kept, strict=True)
+    )
     said = f"{keep} of {max(counts)} experts kept in each layer; {lost:,} of {sum(map(np.size, chosen)):,} choices were"
     same = "" if lost else ", so that it computes the same for these texts"
     return [ids.tolist() for ids in kept], f"{said} of others{same}"
@@ -74,9 +83,17 @@ def best_order(
     """
     counts = list(shape.mixtures.values())
     if ranks > min(counts):
-        raise UsageError(f"--place {ranks} is more ranks than the {min(counts)} experts of a layer; give fewer")
-    steps, loads = affinity.steps_between(chosen, counts), affinity.loads_of(chosen, counts)
-    owners, drawn = affinity.place_experts(steps, loads, ranks, level), affinity.random_owners(counts, ranks)
+        raise UsageError(
+            f"--place {ranks} is more ranks than the {min(counts)} experts of a layer; give fewer"
+        )
+    steps, loads = (
+        affinity.steps_between(chosen, counts),
+        affinity.loads_of(chosen, counts),
+    )
+    owners, drawn = (
+        affinity.place_experts(steps, loads, ranks, level),
+        affinity.random_owners(counts, ranks),
+    )
     said = (
         f"{affinity.share_that_stays(steps, owners):.1%} of the steps from layer to layer stay on one of {ranks} "
         f"ranks (of a random order {affinity.share_that_stays(steps, drawn):.1%}); the most loaded has "
@@ -85,12 +102,16 @@ def best_order(
     return affinity.slots_of(owners), said
 
 
-def with_experts(values: Mapping[str, T], experts: Mapping[int, Sequence[int]]) -> dict[str, T]:
+def with_experts(
+    values: Mapping[str, T], experts: Mapping[int, Sequence[int]]
+) -> dict[str, T]:
     """A model's parameters ``values`` with only the given experts of each layer, in the given order."""
     found = dict(values)
     for layer, ids in experts.items():
         for name in values:
-            if name.startswith((f"blocks.{layer}.ffn.router.", f"blocks.{layer}.ffn.experts.")):
+            if name.startswith(
+                (f"blocks.{layer}.ffn.router.", f"blocks.{layer}.ffn.experts.")
+            ):
                 found[name] = values[name][list(ids)]
     return found
 
@@ -107,23 +128,37 @@ def export_for_texts(
     """
     check_new(out)
     if bool(keep) == bool(ranks):
-        raise UsageError("--texts is for --keep or --place; give one of them, and the other to what the first makes")
+        raise UsageError(
+            "--texts is for --keep or --place; give one of them, and the other to what the first makes"
+        )
     try:
         text = texts.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--texts {texts} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise UsageError(
+            f"--texts {texts} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
     model, files = open_model(checkpoint, "cpu", warn, ema)
     shape, ids = base_of(model.shape), tokenizer_of(files, checkpoint).prompt_ids(text)
     if not shape.mixtures or not text:
-        raise UsageError(f"{f'{texts} is empty' if shape.mixtures else f'{checkpoint} has no experts'}; give another")
+        raise UsageError(
+            f"{f'{texts} is empty' if shape.mixtures else f'{checkpoint} has no experts'}; give another"
+        )
     if shape.router_groups > 1:
         raise UsageError(f"the router of {checkpoint} chooses from groups, which must stay as they are; leave out "
                          "--texts")  # fmt: skip
     chosen = chosen_experts(model, ids)
-    order, said = most_chosen(chosen, shape, keep) if keep else best_order(chosen, shape, ranks, level)
-    values = with_experts(merged_parameters(model), dict(zip(shape.mixtures, order, strict=True)))
+    order, said = (
+        most_chosen(chosen, shape, keep)
+        if keep
+        else best_order(chosen, shape, ranks, level)
+    )
+    values = with_experts(
+        merged_parameters(model), dict(zip(shape.mixtures, order, strict=True))
+    )
     if keep:
         listed = shape.experts if isinstance(shape.experts, tuple) else ()
-        shape = shape.model_copy(update={"experts": tuple(keep * bool(n) for n in listed) or keep})
+        shape = shape.model_copy(
+            update={"experts": tuple(keep * bool(n) for n in listed) or keep}
+        )
     export(values, shape, out, exported_dtype(dtype, files), files)
     return said

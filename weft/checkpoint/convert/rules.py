@@ -83,10 +83,17 @@ def qkv(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
     assert shape.kv_heads and shape.head_dim
     group = shape.heads // shape.kv_heads
     first, count = ((0, group), (group, 1), (group + 1, 1))[part]
-    stride, first, count, at = (group + 2) * shape.head_dim, first * shape.head_dim, count * shape.head_dim, 0
+    stride, first, count, at = (
+        (group + 2) * shape.head_dim,
+        first * shape.head_dim,
+        count * shape.head_dim,
+        0,
+    )
     for i, size in enumerate(shards):
         for begin in range(0, size[0] - stride + 1, stride):
-            yield RowsCopy(i, begin + first, begin + first + count, (slice(at, at + count),))
+            yield RowsCopy(
+                i, begin + first, begin + first + count, (slice(at, at + count),)
+            )
             at += count
         if size[0] % stride:
             yield RowsCopy(i, 0, size[0])  # which fits nowhere
@@ -141,8 +148,15 @@ LAYER = r"(?:layers|blk|blocks)\.(\d+)\."
 def _inverse(ours: str, theirs: str) -> NameRule:
     """The rule for a name of Hugging Face's as :mod:`weft.models.hf_names` has it, with a number in each bracket."""
     of_experts = "{{}}" in theirs
-    pattern = theirs.removeprefix("model.").replace(".", r"\.").replace("{{}}", "{}").replace("{}", r"(\d+)")
-    return NameRule(pattern, (ours.replace("{}", "{0}"),), expert if of_experts else replicated)
+    pattern = (
+        theirs.removeprefix("model.")
+        .replace(".", r"\.")
+        .replace("{{}}", "{}")
+        .replace("{}", r"(\d+)")
+    )
+    return NameRule(
+        pattern, (ours.replace("{}", "{0}"),), expert if of_experts else replicated
+    )
 
 
 #: Names of Hugging Face, torchtitan, Megatron-core, GGUF and Weft itself. The first rule that matches holds.
@@ -220,30 +234,44 @@ def rule_and_names(name: str) -> tuple[NameRule, tuple[str, ...]] | None:
     raise WeftError(f"tensor {name} is of no model that Weft knows")
 
 
-def sources_by_name(stored: Mapping[str, Sequence[Shard]], averages: Sequence[str] = ()) -> dict[str, TensorSource]:
+def sources_by_name(
+    stored: Mapping[str, Sequence[Shard]], averages: Sequence[str] = ()
+) -> dict[str, TensorSource]:
     """Weft's tensors by name, each with where it comes from; ``stored``: shards by foreign name.
 
     ``averages``: patterns for names of tensors of which every rank has a copy of its own, so that the mean counts.
     """
     if any("pre_feedforward_layernorm" in name for name in stored):
-        raise WeftError("Gemma 3 is read from Hugging Face's folders and GGUF files only; save it as one of these")
+        raise WeftError(
+            "Gemma 3 is read from Hugging Face's folders and GGUF files only; save it as one of these"
+        )
     made: dict[str, TensorSource] = {}
     experts: dict[str, dict[int, tuple[str, Sequence[Shard]]]] = defaultdict(dict)
     for name, shards in stored.items():
         if (found := rule_and_names(name)) is None:
             continue
         rule, names = found
-        if rule.layout is unknown_experts or (rule.layout in (expert, fused_experts) and len(shards) > 1):
+        if rule.layout is unknown_experts or (
+            rule.layout in (expert, fused_experts) and len(shards) > 1
+        ):
             raise WeftError(f"tensor {name} is of experts in a form that Weft does not read; save them as a Hugging "
                             "Face folder")  # fmt: skip
         if rule.layout is expert:
             experts[names[0]][int(re.findall(r"\.(\d+)\.", name)[-1])] = name, shards
             continue
         if rule.layout is fused_experts:
-            shards = [_rows_of_experts(shards[0], part, len(names)) for part in range(len(names))]
-            made |= {one: TensorSource(name, [shard], rule, 0) for one, shard in zip(names, shards, strict=True)}
+            shards = [
+                _rows_of_experts(shards[0], part, len(names))
+                for part in range(len(names))
+            ]
+            made |= {
+                one: TensorSource(name, [shard], rule, 0)
+                for one, shard in zip(names, shards, strict=True)
+            }
             continue
-        if rule.layout is replicated and any(re.match(pattern, name) for pattern in averages):
+        if rule.layout is replicated and any(
+            re.match(pattern, name) for pattern in averages
+        ):
             rule = NameRule(rule.pattern, rule.names, averaged)
         for part, one in enumerate(names):
             if one in made:
@@ -251,9 +279,13 @@ def sources_by_name(stored: Mapping[str, Sequence[Shard]], averages: Sequence[st
             made[one] = TensorSource(name, shards, rule, part)
     for one, found_experts in experts.items():
         if missing := set(range(max(found_experts))) - found_experts.keys():
-            raise WeftError(f"expert {min(missing)} of {one} is missing; the checkpoint is not whole")
+            raise WeftError(
+                f"expert {min(missing)} of {one} is missing; the checkpoint is not whole"
+            )
         in_order = [found_experts[number] for number in sorted(found_experts)]
-        made[one] = TensorSource(in_order[0][0], [shards[0] for _, shards in in_order], EXPERTS_RULE, 0)
+        made[one] = TensorSource(
+            in_order[0][0], [shards[0] for _, shards in in_order], EXPERTS_RULE, 0
+        )
     return made
 
 
@@ -261,11 +293,18 @@ def _rows_of_experts(shard: Shard, part: int, parts: int) -> Shard:
     """One part of a tensor ``[experts, parts * rows, width]``, as ``[experts, rows, width]``."""
     count, rows, width = shard.shape
     first, size = part * rows // parts, rows // parts
-    return Shard((count, size, width), shard.dtype, lambda lo, hi: shard.read(lo, hi)[:, first : first + size])
+    return Shard(
+        (count, size, width),
+        shard.dtype,
+        lambda lo, hi: shard.read(lo, hi)[:, first : first + size],
+    )
 
 
 def logical_tensor(
-    source: TensorSource, size: Sequence[int], shape: ModelShape, dtype: torch.dtype | None = None
+    source: TensorSource,
+    size: Sequence[int],
+    shape: ModelShape,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The logical tensor of ``size``. Raises :class:`WeftError` if the shards do not form it exactly."""
     sizes = [shard.shape for shard in source.shards]
@@ -294,9 +333,12 @@ def logical_tensor(
     if source.rule.layout is replicated:
         for other in source.shards[1:]:
             if not torch.equal(other.read(0, size[0]).to(out.dtype), out):
-                raise WeftError(f"tensor {source.name} should be the same on every rank but is not")
+                raise WeftError(
+                    f"tensor {source.name} should be the same on every rank but is not"
+                )
     if source.rule.pairs and not (shape.qk_norm or shape.qkv_bias):
-        for head in out.split(shape.head_dim or 1):  # [pairs, 2, embed] -> [2, pairs, embed]
+        # [pairs, 2, embed] -> [2, pairs, embed]
+        for head in out.split(shape.head_dim or 1):
             head.copy_(head.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1))
     return out
 

@@ -39,7 +39,9 @@ class StoredShard(Shard):
     runs: tuple[ByteRun, ...]
 
 
-def stored(name: str, shape: Sequence[int], dtype: torch.dtype, runs: tuple[ByteRun, ...]) -> StoredShard:
+def stored(
+    name: str, shape: Sequence[int], dtype: torch.dtype, runs: tuple[ByteRun, ...]
+) -> StoredShard:
     def read(lo: int, hi: int) -> torch.Tensor:
         out = blank((hi - lo, *shape[1:]), dtype)
         line = prod(shape[1:]) * dtype.itemsize
@@ -69,7 +71,9 @@ def byte_range(runs: Sequence[ByteRun], lo: int, hi: int) -> tuple[ByteRun, ...]
             found.append(ByteRun(run.file, run.offset + first, last - first))
         at += run.size
     if hi > at:
-        raise WeftError(f"{runs[0].file if runs else 'a shard'} ends {hi - at} bytes too early; it is not whole")
+        raise WeftError(
+            f"{runs[0].file if runs else 'a shard'} ends {hi - at} bytes too early; it is not whole"
+        )
     return tuple(found)
 
 
@@ -78,7 +82,9 @@ def read_runs(runs: Sequence[ByteRun], name: str, out: torch.Tensor) -> None:
     view, at = memoryview(out.view(-1).view(torch.uint8).numpy().data), 0
     for run in runs:
         try:
-            LocalStorage(run.file.parent).read_into(run.file.name, run.offset, view[at : (at := at + run.size)])
+            LocalStorage(run.file.parent).read_into(
+                run.file.name, run.offset, view[at : (at := at + run.size)]
+            )
         except StorageError as error:
             raise WeftError(f"{error} (tensor {name}); copy it again") from None
 
@@ -86,7 +92,9 @@ def read_runs(runs: Sequence[ByteRun], name: str, out: torch.Tensor) -> None:
 def _slice_of(name: str, file: Path, info: Any) -> StoredShard:
     """A tensor at the place ``info`` in a file of DCP's, which holds many, each as :func:`torch.save` writes it."""
     if getattr(info, "transform_descriptors", None):
-        raise WeftError(f"{file}: tensor {name} is transformed ({info.transform_descriptors}); save it plain")
+        raise WeftError(
+            f"{file}: tensor {name} is transformed ({info.transform_descriptors}); save it plain"
+        )
     try:
         with file.open("rb") as stream:
             view = filesystem._create_file_view(stream, info.offset, info.length)
@@ -98,7 +106,16 @@ def _slice_of(name: str, file: Path, info: Any) -> StoredShard:
 
 
 #: What :func:`torch.load` raises for what is not whole.
-DAMAGE = (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError)
+DAMAGE = (
+    OSError,
+    RuntimeError,
+    pickle.UnpicklingError,
+    EOFError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+)
 
 
 def _line(error: Exception) -> str:
@@ -125,23 +142,36 @@ def load_tree(file: Path) -> Any:
     """The contents of a ``torch.save`` file, with tensors not yet read. Classes other than PyTorch's become
     :class:`Inert`, so that nothing of the file is ever run (``weights_only`` stays on)."""
     try:
-        unknown: list[Any] = [(Inert, name) for name in get_unsafe_globals_in_checkpoint(str(file))]
+        unknown: list[Any] = [
+            (Inert, name) for name in get_unsafe_globals_in_checkpoint(str(file))
+        ]
         with safe_globals(unknown):
             return _fake(str(file))
     except FileNotFoundError:
         raise WeftError(f"{file} is missing") from None
     except DAMAGE as error:
-        raise WeftError(f"{file} cannot be read by torch.load: {_line(error)}") from None
+        raise WeftError(
+            f"{file} cannot be read by torch.load: {_line(error)}"
+        ) from None
 
 
 def as_stored(name: str, fake: torch.Tensor, file: Path, base: int = 0) -> StoredShard:
     """Where a tensor of :func:`load_tree` has its bytes."""
     offset = getattr(fake.untyped_storage(), "_checkpoint_offset", None)
     if offset is None or not fake.is_contiguous():
-        why = "is not contiguous" if offset is not None else "is in PyTorch's format of before 1.6"
+        why = (
+            "is not contiguous"
+            if offset is not None
+            else "is in PyTorch's format of before 1.6"
+        )
         raise WeftError(f"{file}: tensor {name} {why}; save it again with torch.save")
     begin = base + offset + fake.storage_offset() * fake.dtype.itemsize
-    return stored(name, fake.shape, fake.dtype, (ByteRun(file, begin, fake.numel() * fake.dtype.itemsize),))
+    return stored(
+        name,
+        fake.shape,
+        fake.dtype,
+        (ByteRun(file, begin, fake.numel() * fake.dtype.itemsize),),
+    )
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -150,9 +180,15 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         home = {m.__name__: m for m in (metadata, filesystem)}.get(module)
         kind = getattr(home, name, None)
-        if isinstance(kind, type) and kind.__module__ == module and (home is metadata or name == "_StorageInfo"):
+        if (
+            isinstance(kind, type)
+            and kind.__module__ == module
+            and (home is metadata or name == "_StorageInfo")
+        ):
             return kind
-        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+        if module == "torch" and (
+            name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)
+        ):
             return getattr(torch, name)
         if (module, name) == ("collections", "OrderedDict"):
             return dict
@@ -170,7 +206,9 @@ class Reader(dcp.FileSystemReader):
             if not isinstance(found, metadata.Metadata) or found.storage_data is None:
                 raise ValueError
         except FileNotFoundError:
-            raise WeftError(f"{file} is missing; give a folder that DCP wrote") from None
+            raise WeftError(
+                f"{file} is missing; give a folder that DCP wrote"
+            ) from None
         except Exception as error:  # whatever a damaged pickle raises
             raise WeftError(f"{file} is damaged ({type(error).__name__})") from None
         return found
@@ -178,17 +216,29 @@ class Reader(dcp.FileSystemReader):
     def tensors(self) -> dict[str, Shard]:
         """The tensors; none is read."""
         found = self.read_metadata()
-        about = {n: t for n, t in found.state_dict_metadata.items() if isinstance(t, metadata.TensorStorageMetadata)}
-        return {name: self._tensor(name, one, found.storage_data) for name, one in about.items()}
+        about = {
+            n: t
+            for n, t in found.state_dict_metadata.items()
+            if isinstance(t, metadata.TensorStorageMetadata)
+        }
+        return {
+            name: self._tensor(name, one, found.storage_data)
+            for name, one in about.items()
+        }
 
-    def _tensor(self, name: str, about: metadata.TensorStorageMetadata, places: Any) -> Shard:
+    def _tensor(
+        self, name: str, about: metadata.TensorStorageMetadata, places: Any
+    ) -> Shard:
         shape, dtype = tuple(about.size), about.properties.dtype
         boxes = []
         for chunk in about.chunks:
-            box = tuple((at, at + n) for at, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            box = tuple(
+                (at, at + n) for at, n in zip(chunk.offsets, chunk.sizes, strict=True)
+            )
             boxes.append((box, places.get(metadata.MetadataIndex(name, chunk.offsets))))
 
-        @cache  # a tensor is read in pieces, and the head of its part need not be read for each
+        # a tensor is read in pieces, and the head of its part need not be read for each
+        @cache
         def opened(number: int) -> StoredShard:
             info = boxes[number][1]
             return _slice_of(name, Path(self.path) / info.relative_path, info)
@@ -196,18 +246,25 @@ class Reader(dcp.FileSystemReader):
         def read(lo: int, hi: int) -> torch.Tensor:
             out, filled = blank((hi - lo, *shape[1:]), dtype), 0
             for number, (box, info) in enumerate(boxes):
-                if info is None or (both := meet(box, ((lo, hi), *whole_box(shape[1:])))) is None:
+                if (
+                    info is None
+                    or (both := meet(box, ((lo, hi), *whole_box(shape[1:])))) is None
+                ):
                     continue
                 first, last = both[0]
                 part = opened(number)
                 if part.shape != extents(box):
-                    raise WeftError(f"{self.path}: tensor {name} has a part of another shape than was saved")
+                    raise WeftError(
+                        f"{self.path}: tensor {name} has a part of another shape than was saved"
+                    )
                 values = part.read(first - box[0][0], last - box[0][0])
                 to = (slice(first - lo, last - lo), *slices(both[1:]))
                 out[to] = values[(slice(None), *within(both[1:], box[1:]))]
                 filled += out[to].numel()
             if filled != out.numel():
-                raise WeftError(f"{self.path}: tensor {name} has {out.numel() - filled} elements that no file holds")
+                raise WeftError(
+                    f"{self.path}: tensor {name} has {out.numel() - filled} elements that no file holds"
+                )
             return out
 
         return Shard(shape, dtype, read)

@@ -10,23 +10,51 @@ from typing import Any
 
 import torch
 
-from weft.checkpoint.convert.carried_files import CONFIG, GENERATION, TOKEN_IDS, as_json
 from weft.checkpoint.convert.gguf_file import SAMPLING, gguf_shape, read_gguf
-from weft.checkpoint.convert.rules import LAYER, Shard, TensorSource, logical_tensor, rule_and_names, sources_by_name
-from weft.checkpoint.convert.shards import Inert, Reader, StoredShard, as_stored, byte_range, load_tree, stored
+from weft.checkpoint.convert.rules import (
+    LAYER,
+    Shard,
+    TensorSource,
+    logical_tensor,
+    rule_and_names,
+    sources_by_name,
+)
+from weft.checkpoint.convert.shards import (
+    Inert,
+    Reader,
+    StoredShard,
+    as_stored,
+    byte_range,
+    load_tree,
+    stored,
+)
 from weft.checkpoint.format import MOMENTS, ROOT
 from weft.checkpoint.hub import local_path
 from weft.checkpoint.s3 import Where, open_storage
 from weft.checkpoint.storage import LocalStorage, Storage
-from weft.checkpoint.store import candidates, learned_length, model_of, open_checkpoint, stored_files
+from weft.checkpoint.store import (
+    candidates,
+    learned_length,
+    model_of,
+    open_checkpoint,
+    stored_files,
+)
 from weft.data.gguf_tokenizer import NO_TOKENIZER, gguf_tokenizer
 from weft.errors import UsageError, WeftError, nearest
 from weft.layout.dims import Logical, whole_box
 from weft.layout.mesh import Mesh
 from weft.layout.parts import TORCH_DTYPES, Part
-from weft.models.hf import INDEX, SINGLE, check_stored, files_beside, hf_values, tokenizer_files
+from weft.models.hf import (
+    INDEX,
+    SINGLE,
+    check_stored,
+    files_beside,
+    hf_values,
+    tokenizer_files,
+)
 from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
+from weft.shapes.carried_files import CONFIG, GENERATION, TOKEN_IDS, as_json
 from weft.shapes.config import config_from_shape, shape_from_config
 
 #: The name of a moment in PyTorch's flattened optimizer state: it contains the parameter's name.
@@ -52,26 +80,42 @@ class Foreign:
     length: int | None = None
 
     def __post_init__(self) -> None:
-        self.logical: dict[str, Logical] = dict(Transformer(self.model, Mesh.single()).logical_parameters())
+        self.logical: dict[str, Logical] = dict(
+            Transformer(self.model, Mesh.single()).logical_parameters()
+        )
         if missing := [name for name in self.logical if name not in self.made]:
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise WeftError(f"{self.path} has nothing for {', '.join(missing[:5])}{more}; the configuration is of "
                             "another model, or a file is missing")  # fmt: skip
         ignored = {"head"} if self.model.tied else set()
-        if extra := [made.name for name, made in self.made.items() if name not in {*self.logical, *ignored}]:
+        if extra := [
+            made.name
+            for name, made in self.made.items()
+            if name not in {*self.logical, *ignored}
+        ]:
             raise WeftError(f"{self.path} has tensors that the model has not: {', '.join(extra[:5])}; the "
                             "configuration is of another model")  # fmt: skip
 
-    def read(self, name: str, dtype: torch.dtype | None = None, moment: str = "") -> torch.Tensor:
+    def read(
+        self, name: str, dtype: torch.dtype | None = None, moment: str = ""
+    ) -> torch.Tensor:
         """The whole parameter ``name``, or the ``moment`` of it, as stored or converted to ``dtype``."""
         made = self.moments[moment] if moment else self.made
         try:
-            return logical_tensor(made[name], self.logical[name].shape, self.model, dtype)
+            return logical_tensor(
+                made[name], self.logical[name].shape, self.model, dtype
+            )
         except WeftError as error:
-            raise error if str(self.path) in str(error) else WeftError(f"{self.path}: {error}") from None
+            raise (
+                error
+                if str(self.path) in str(error)
+                else WeftError(f"{self.path}: {error}")
+            ) from None
 
 
-def open_foreign(source: Where, kind: str | None = None, config: Path | None = None) -> Foreign:
+def open_foreign(
+    source: Where, kind: str | None = None, config: Path | None = None
+) -> Foreign:
     """Open what ``source`` holds; ``config`` is the model's ``config.json``, if there is none beside it.
 
     Only Weft's own checkpoints can be elsewhere than in a folder.
@@ -84,15 +128,21 @@ def open_foreign(source: Where, kind: str | None = None, config: Path | None = N
     kind = kind or ("weft" if elsewhere else kind_of(path))
     if kind is None:
         known = ", ".join(OPENERS)
-        raise WeftError(f"{path} is no checkpoint that Weft knows ({known}); say which it is with --from")
+        raise WeftError(
+            f"{path} is no checkpoint that Weft knows ({known}); say which it is with --from"
+        )
     if kind not in OPENERS:
         raise UsageError(f"--from {kind!r} is not possible; {nearest(kind, OPENERS)}")
     if elsewhere and kind != "weft":
-        raise UsageError(f"--from {kind} reads folders only; copy {place} to this machine first")
+        raise UsageError(
+            f"--from {kind} reads folders only; copy {place} to this machine first"
+        )
     try:
         return OPENERS[kind](place if elsewhere else path, config)
     except WeftError as error:
-        raise error if str(path) in str(error) else WeftError(f"{path}: {error}") from None
+        raise (
+            error if str(path) in str(error) else WeftError(f"{path}: {error}")
+        ) from None
 
 
 def kind_of(path: Path) -> str | None:
@@ -104,7 +154,11 @@ def kind_of(path: Path) -> str | None:
         "weft": [ROOT, f"checkpoints/*/{ROOT}", f"*/{ROOT}"],
         "dcp": [".metadata"],
         "megatron": ["mp_rank_*/model_optim_rng.pt"],
-        "deepspeed": ["*_optim_states.pt", "mp_rank_*_model_states.pt", "zero/*/fp32.pt"],
+        "deepspeed": [
+            "*_optim_states.pt",
+            "mp_rank_*_model_states.pt",
+            "zero/*/fp32.pt",
+        ],
         "hf": [INDEX, SINGLE],
         "gguf": ["*.gguf"],
     }.items():
@@ -126,9 +180,13 @@ def _tagged(path: Path) -> Path:
 def _config(path: Path, config: Path | None) -> Path:
     """The ``config.json`` of the model that lies at ``path``."""
     folders = [path, path.parent] if path.is_dir() else [path.parent]
-    found = config or next((f / "config.json" for f in folders if (f / "config.json").is_file()), None)
+    found = config or next(
+        (f / "config.json" for f in folders if (f / "config.json").is_file()), None
+    )
     if found is None:
-        raise WeftError(f"{path} has no config.json that says which model it is of; give one with --config")
+        raise WeftError(
+            f"{path} has no config.json that says which model it is of; give one with --config"
+        )
     return found
 
 
@@ -147,7 +205,9 @@ def _hf(path: Path, config: Path | None) -> Foreign:
     def shard(name: str, logical: Logical) -> Shard:
         def read(lo: int, hi: int) -> torch.Tensor:
             # Opened anew for every read: a mapping that stays keeps all it has read in memory.
-            return hf_values(path, shape)(name, logical, ((lo, hi), *whole_box(logical.shape[1:])))
+            return hf_values(path, shape)(
+                name, logical, ((lo, hi), *whole_box(logical.shape[1:]))
+            )
 
         return Shard(logical.shape, read(0, 1).dtype, read)
 
@@ -167,20 +227,30 @@ def _weft(where: Where, config: Path | None) -> Foreign:
 
         def read(lo: int, hi: int) -> torch.Tensor:
             out = torch.empty(hi - lo, *about.shape[1:], dtype=dtype)
-            checkpoint.load({name: Part(out, ((lo, hi), *whole_box(about.shape[1:])), about)})
+            checkpoint.load(
+                {name: Part(out, ((lo, hi), *whole_box(about.shape[1:])), about)}
+            )
             return out
 
         return Shard(about.shape, dtype, read)
 
     def under(prefix: str) -> dict[str, TensorSource]:
-        return sources_by_name({n.removeprefix(prefix): [shard(n)] for n in checkpoint.tensors if n.startswith(prefix)})
+        return sources_by_name(
+            {
+                n.removeprefix(prefix): [shard(n)]
+                for n in checkpoint.tensors
+                if n.startswith(prefix)
+            }
+        )
 
     if model_of(checkpoint).adapter is not None:
         raise WeftError(
             f"{checkpoint} is an adapter alone; weft export writes it as PEFT has it, and with --merge as a Hugging "
             "Face model, which can be converted"
         )
-    moments = {moment: found for moment in MOMENTS if (found := under(f"optimizer.{moment}."))}
+    moments = {
+        moment: found for moment in MOMENTS if (found := under(f"optimizer.{moment}."))
+    }
     step = int(checkpoint.meta.get("progress", {}).get("step", 0))
     files = stored_files(checkpoint)
     return Foreign("weft", checkpoint.storage, model_of(checkpoint), under("model."), moments, step, files,
@@ -192,11 +262,15 @@ def _dcp(path: Path, config: Path | None) -> Foreign:
     for name, shard in Reader(path).tensors().items():
         if moment := re.fullmatch(MOMENT, name):
             found[moment[2]][moment[1]] = [shard]
-        elif shard.shape and not re.match(r"(?:optim|optimizers?|lr_scheduler|dataloader|train_state)\.", name):
+        elif shard.shape and not re.match(
+            r"(?:optim|optimizers?|lr_scheduler|dataloader|train_state)\.", name
+        ):
             found["model"][name] = [shard]
     model, *moments = (sources_by_name(stores) for stores in found.values())
     kept = {moment: made for moment, made in zip(MOMENTS, moments, strict=True) if made}
-    return Foreign("dcp", path, _shape(path, config), model, kept, files=_files(path, config))
+    return Foreign(
+        "dcp", path, _shape(path, config), model, kept, files=_files(path, config)
+    )
 
 
 def _megatron(path: Path, config: Path | None) -> Foreign:
@@ -205,16 +279,28 @@ def _megatron(path: Path, config: Path | None) -> Foreign:
     ranks: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
     for file in sorted(folder.glob("mp_rank_*/model_optim_rng.pt")):
         if not (found := re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", file.parent.name)):
-            raise WeftError(f"{file.parent} is of expert parallelism, which Weft does not have")
+            raise WeftError(
+                f"{file.parent} is of expert parallelism, which Weft does not have"
+            )
         tree, known = load_tree(file), ("model", *(f"model{v}" for v in range(64)))
-        parts = {key: tree[key] for key in known if isinstance(tree, dict) and isinstance(tree.get(key), dict)}
+        parts = {
+            key: tree[key]
+            for key in known
+            if isinstance(tree, dict) and isinstance(tree.get(key), dict)
+        }
         ranks[int(found[1]), int(found[2] or 0)] = {
-            key: {n: as_stored(n, t, file) for n, t in part.items() if isinstance(t, torch.Tensor)}
+            key: {
+                n: as_stored(n, t, file)
+                for n, t in part.items()
+                if isinstance(t, torch.Tensor)
+            }
             for key, part in parts.items()
         }
     tp, pp = (max((key[axis] for key in ranks), default=-1) + 1 for axis in (0, 1))
     if not ranks or len(ranks) != tp * pp:
-        raise WeftError(f"{folder} has {len(ranks)} of {tp} x {pp} mp_rank_* folders with model_optim_rng.pt")
+        raise WeftError(
+            f"{folder} has {len(ranks)} of {tp} x {pp} mp_rank_* folders with model_optim_rng.pt"
+        )
     shards: Stores = {}
     first = 0
     for key, stage in ((key, stage) for key in ranks[0, 0] for stage in range(pp)):
@@ -222,11 +308,17 @@ def _megatron(path: Path, config: Path | None) -> Foreign:
         for name in ranks[0, stage].get(key, {}):
             here = re.search(rf"\b{LAYER}", name)
             blocks |= {int(here[1])} if here else set()
-            full = name if here is None else name.replace(here[0], f"layers.{first + int(here[1])}.", 1)
+            full = (
+                name
+                if here is None
+                else name.replace(here[0], f"layers.{first + int(here[1])}.", 1)
+            )
             try:
                 shards[full] = [ranks[rank, stage][key][name] for rank in range(tp)]
             except KeyError:
-                raise WeftError(f"{folder}: tensor {name} of stage {stage} is not on every rank") from None
+                raise WeftError(
+                    f"{folder}: tensor {name} of stage {stage} is not on every rank"
+                ) from None
         first += len(blocks)
     made, about = sources_by_name(shards), (path if folder == path else folder, config)
     return Foreign("megatron", path, _shape(*about), made, files=_files(*about))
@@ -247,17 +339,28 @@ def _deepspeed(path: Path, config: Path | None) -> Foreign:
                     raise WeftError(f"{file} holds no parameter")
                 name, one = file.parent.name, as_stored(file.parent.name, tensor, file)
                 (_, (ours, *_)) = rule_and_names(name) or (None, ("",))
-                if one.shape == (prod(one.shape),) and ours in logical and logical[ours].numel == one.shape[0]:
-                    one = stored(name, logical[ours].shape, one.dtype, one.runs)  # flat, where it was ZeRO 3
+                if (
+                    one.shape == (prod(one.shape),)
+                    and ours in logical
+                    and logical[ours].numel == one.shape[0]
+                ):
+                    # flat, where it was ZeRO 3
+                    one = stored(name, logical[ours].shape, one.dtype, one.runs)
                 stores[file.stem][name] = [one]
         averages: list[str] = []
     else:
         stores, averages = _zero(folder)
-    moments = {moment: sources_by_name(stores[moment], averages) for moment in MOMENTS if stores[moment]}
+    moments = {
+        moment: sources_by_name(stores[moment], averages)
+        for moment in MOMENTS
+        if stores[moment]
+    }
     step = re.search(r"(\d+)(?:_universal)?$", folder.name)
     made = sources_by_name(stores["fp32"], averages)
     number = int(step[1]) if step else 0
-    return Foreign("deepspeed", path, shape, made, moments, number, _files(about, config))
+    return Foreign(
+        "deepspeed", path, shape, made, moments, number, _files(about, config)
+    )
 
 
 def _zero(folder: Path) -> tuple[dict[str, Stores], list[str]]:
@@ -276,12 +379,27 @@ def _zero(folder: Path) -> tuple[dict[str, Stores], list[str]]:
         folder.glob("*zero_pp_rank_0_mp_rank_*_model_states.pt")
     )
     if not models or (grid and len(models) != len(grid)):
-        raise WeftError(f"{folder} has {len(models)} *_model_states.pt files for {len(grid)} model-parallel ranks")
+        raise WeftError(
+            f"{folder} has {len(models)} *_model_states.pt files for {len(grid)} model-parallel ranks"
+        )
     for rank, file in enumerate(models):
         about = load_tree(file)
-        parts = [load_tree(grid[rank][i])["optimizer_state_dict"] for i in sorted(grid[rank])] if grid.get(rank) else []
-        found = _unflatten(about, [grid[rank][i] for i in sorted(grid[rank])], parts) if parts else {}
-        whole = about.get("module") if not parts else about.get("frozen_param_fragments")
+        parts = (
+            [
+                load_tree(grid[rank][i])["optimizer_state_dict"]
+                for i in sorted(grid[rank])
+            ]
+            if grid.get(rank)
+            else []
+        )
+        found = (
+            _unflatten(about, [grid[rank][i] for i in sorted(grid[rank])], parts)
+            if parts
+            else {}
+        )
+        whole = (
+            about.get("module") if not parts else about.get("frozen_param_fragments")
+        )
         for name, tensor in (whole or {}).items():
             if isinstance(tensor, torch.Tensor):
                 found.setdefault("fp32", {})[name] = as_stored(name, tensor, file)
@@ -292,8 +410,12 @@ def _zero(folder: Path) -> tuple[dict[str, Stores], list[str]]:
         for key, values in found.items():
             for name, shard in values.items():
                 columns[key].setdefault(name, []).append(shard)
-    if uneven := [name for name, shards in columns["fp32"].items() if len(shards) != len(models)]:
-        raise WeftError(f"{folder}: tensor {uneven[0]} is not on every model-parallel rank; pipelines are not read")
+    if uneven := [
+        name for name, shards in columns["fp32"].items() if len(shards) != len(models)
+    ]:
+        raise WeftError(
+            f"{folder}: tensor {uneven[0]} is not on every model-parallel rank; pipelines are not read"
+        )
     about = about.get("universal_checkpoint_info") or {}
     return {**columns}, list(about.get("parameter_to_average_patterns", []))  # type: ignore[dict-item]
 
@@ -303,13 +425,18 @@ def _unflatten(
 ) -> dict[str, dict[str, StoredShard]]:
     """The parameters inside the partitions ``parts`` that ``files`` hold. Layout: DeepSpeed's zero_to_fp32.py."""
     stage, count = parts[0].get("zero_stage"), parts[0].get("partition_count")
-    stage = int(stage.args[0] if isinstance(stage, Inert) else stage or 0)  # DeepSpeed's own enumeration
+    # DeepSpeed's own enumeration
+    stage = int(stage.args[0] if isinstance(stage, Inert) else stage or 0)
     count = max(count) if isinstance(count, list) else count
     if count != len(parts):
         raise WeftError(
             f"{files[0].parent} has {len(parts)} of {count} partitions; an *_optim_states.pt file is missing"
         )
-    base, flats, groups = "base_optimizer_state", "single_partition_of_fp32_groups", about["param_shapes"]
+    base, flats, groups = (
+        "base_optimizer_state",
+        "single_partition_of_fp32_groups",
+        about["param_shapes"],
+    )
     if stage == 3:
         base, flats = "optimizer_state_dict", "fp32_flat_groups"
         groups = [{name: size for group in groups for name, size in group.items()}]
@@ -321,7 +448,11 @@ def _unflatten(
             flat = part[flats]
             if key != "fp32":
                 state = part.get(base) or {}
-                state = state.get("state", {}) if isinstance(state, dict) else dict(enumerate(state))
+                state = (
+                    state.get("state", {})
+                    if isinstance(state, dict)
+                    else dict(enumerate(state))
+                )
                 flat = [state.get(i, {}).get(key) for i in range(len(flat))]
             if any(one is None for one in flat):
                 break
@@ -331,7 +462,10 @@ def _unflatten(
         for i, group in enumerate(groups):
             at = 0
             flat_of_ranks = held if stage == 3 else [[of_rank[i]] for of_rank in held]
-            runs = [[run for flat in of_rank for run in flat.runs] for of_rank in flat_of_ranks]
+            runs = [
+                [run for flat in of_rank for run in flat.runs]
+                for of_rank in flat_of_ranks
+            ]
             dtype = held[0][i].dtype
             for name, size in group.items():
                 total = prod(size) * dtype.itemsize
@@ -340,7 +474,11 @@ def _unflatten(
                     at += total
                 else:  # every rank has a part of every parameter, the last one's filled up
                     share = -(-prod(size) // len(parts)) * dtype.itemsize
-                    where = byte_range([r for one in runs for r in byte_range(one, at, at + share)], 0, total)
+                    where = byte_range(
+                        [r for one in runs for r in byte_range(one, at, at + share)],
+                        0,
+                        total,
+                    )
                     at += share
                 found.setdefault(key, {})[name] = stored(name, size, dtype, where)
     return found
@@ -355,14 +493,24 @@ def _gguf(path: Path, config: Path | None) -> Foreign:
     except (WeftError, KeyError, ValueError, IndexError, TypeError) as error:
         # The weights are good without it; whoever needs the tokenizer says that there is none.
         files = {NO_TOKENIZER: str(error).encode()}
-    if sampling := {name: fields[theirs] for theirs, name in SAMPLING.items() if theirs in fields}:
-        files = dict(files) | {GENERATION: as_json(json.loads(files.get(GENERATION, b"{}")) | sampling)}
+    if sampling := {
+        name: fields[theirs] for theirs, name in SAMPLING.items() if theirs in fields
+    }:
+        files = dict(files) | {
+            GENERATION: as_json(json.loads(files.get(GENERATION, b"{}")) | sampling)
+        }
     if config:
         files = dict(files) | {CONFIG: files_beside(config)[CONFIG]}
     elif length := fields.get(f"{fields['general.architecture']}.context_length"):
         stored = next(iter(tensors["blk.0.attn_output.weight"])).dtype
-        tokens = {key: value for key, value in json.loads(files.get(GENERATION, b"{}")).items() if key in TOKEN_IDS}
-        files = dict(files) | {CONFIG: as_json(config_from_shape(shape, stored, tokens, int(length)))}
+        tokens = {
+            key: value
+            for key, value in json.loads(files.get(GENERATION, b"{}")).items()
+            if key in TOKEN_IDS
+        }
+        files = dict(files) | {
+            CONFIG: as_json(config_from_shape(shape, stored, tokens, int(length)))
+        }
     return Foreign("gguf", path, shape, sources_by_name(tensors), files=files)
 
 

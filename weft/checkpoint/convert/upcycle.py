@@ -12,7 +12,13 @@ from functools import lru_cache, partial
 
 import torch
 
-from weft.checkpoint.convert.rules import EXPERTS_RULE, NameRule, Shard, TensorSource, replicated
+from weft.checkpoint.convert.rules import (
+    EXPERTS_RULE,
+    NameRule,
+    Shard,
+    TensorSource,
+    replicated,
+)
 from weft.checkpoint.convert.sources import Foreign
 from weft.errors import UsageError, nearest
 from weft.layout.dims import Dim
@@ -35,19 +41,29 @@ def upcycled_shape(dense: ModelShape, text: str) -> ModelShape:
     for item in text.split(","):
         name, equals, value = (part.strip() for part in item.partition("="))
         if not equals:
-            raise UsageError(f"--upcycle: {item!r} is not of the form setting=value, as in experts=8")
+            raise UsageError(
+                f"--upcycle: {item!r} is not of the form setting=value, as in experts=8"
+            )
         if name not in SETTINGS:
-            raise UsageError(f"--upcycle: {name!r} is not about experts that can be made; {nearest(name, SETTINGS)}")
+            raise UsageError(
+                f"--upcycle: {name!r} is not about experts that can be made; {nearest(name, SETTINGS)}"
+            )
         settings[name] = value
     if dense.mixtures or dense.adapter is not None:
-        raise UsageError("--upcycle is for dense models, and this one has experts or an adapter")
-    shape = validated(ModelShape, dense.model_dump(exclude={"expert_ffn"}) | settings, "--upcycle")
+        raise UsageError(
+            "--upcycle is for dense models, and this one has experts or an adapter"
+        )
+    shape = validated(
+        ModelShape, dense.model_dump(exclude={"expert_ffn"}) | settings, "--upcycle"
+    )
     if not shape.mixtures:
         raise UsageError("--upcycle makes no experts; give experts=8, say")
     assert shape.ffn and shape.expert_ffn
     parts, rest = divmod(shape.ffn, shape.expert_ffn)
     if rest or not parts:
-        raise UsageError(f"--upcycle: expert_ffn = {shape.expert_ffn} does not divide the dense ffn of {shape.ffn}")
+        raise UsageError(
+            f"--upcycle: expert_ffn = {shape.expert_ffn} does not divide the dense ffn of {shape.ffn}"
+        )
     for count in (*shape.mixtures.values(), shape.experts_per_token):
         if count % parts:
             raise UsageError(
@@ -62,7 +78,8 @@ def upcycled(foreign: Foreign, text: str, seed: int = 0) -> Foreign:
     shape = upcycled_shape(foreign.model, text)
     assert shape.ffn and shape.expert_ffn
     parts, width = shape.ffn // shape.expert_ffn, shape.expert_ffn
-    dense = lru_cache(maxsize=1)(foreign.read)  # a tensor's experts are made one after the other
+    # a tensor's experts are made one after the other
+    dense = lru_cache(maxsize=1)(foreign.read)
     made = dict(foreign.made)
     logical = dict(Transformer(shape, Mesh.single()).logical_parameters())
 
@@ -73,14 +90,23 @@ def upcycled(foreign: Foreign, text: str, seed: int = 0) -> Foreign:
         path = f"blocks.{layer}.ffn"
         for weight in ("gate", "up", "down"):
             name = f"{path}.{weight}"
-            piece = _piece(partial(dense, name), weight == "down", width, down_scale(shape, count))
+            piece = _piece(
+                partial(dense, name), weight == "down", width, down_scale(shape, count)
+            )
             size = logical[f"{path}.experts.{weight}"].shape[1:]
-            shards = [Shard(size, foreign.made[name].dtype, piece(expert % parts)) for expert in range(count)]
+            shards = [
+                Shard(size, foreign.made[name].dtype, piece(expert % parts))
+                for expert in range(count)
+            ]
             source(f"{path}.experts.{weight}", shards)
             del made[name]
         for kept in ("table", "bias", "load"):
             if (name := f"{path}.router.{kept}") in logical:
-                source(name, [_router(name, logical[name].shape, count // parts, shape, seed)], ROUTER)
+                source(
+                    name,
+                    [_router(name, logical[name].shape, count // parts, shape, seed)],
+                    ROUTER,
+                )
     return replace(foreign, model=shape, made=made, moments={}, step=0)
 
 
@@ -110,20 +136,30 @@ def _piece(
         first = part * width
 
         def read(lo: int, hi: int) -> torch.Tensor:
-            return dense()[lo:hi, first : first + width] * scale if columns else dense()[first + lo : first + hi]
+            return (
+                dense()[lo:hi, first : first + width] * scale
+                if columns
+                else dense()[first + lo : first + hi]
+            )
 
         return read
 
     return of_part
 
 
-def _router(name: str, size: tuple[int, ...], copies: int, shape: ModelShape, seed: int) -> Shard:
+def _router(
+    name: str, size: tuple[int, ...], copies: int, shape: ModelShape, seed: int
+) -> Shard:
     """A row for each copy of the dense layer, which its parts repeat; biases and loads begin at zero."""
 
     def read(lo: int, hi: int) -> torch.Tensor:
         if len(size) == 1:
             return torch.zeros(hi - lo)
-        rows = Mesh.single().place.logical((Dim("expert", copies), Dim("embed", size[1])), shape.init_std)
-        return initial_values(name, rows, rows.box, seed).repeat_interleave(size[0] // copies, 0)[lo:hi]
+        rows = Mesh.single().place.logical(
+            (Dim("expert", copies), Dim("embed", size[1])), shape.init_std
+        )
+        return initial_values(name, rows, rows.box, seed).repeat_interleave(
+            size[0] // copies, 0
+        )[lo:hi]
 
     return Shard(size, torch.float32, read)

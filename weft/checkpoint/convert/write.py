@@ -11,7 +11,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from weft.checkpoint.convert.carried_files import CONFIG, as_json, carried_config, exported_config
 from weft.checkpoint.convert.gguf_write import KINDS, export_gguf
 from weft.checkpoint.convert.rules import CHUNK
 from weft.checkpoint.convert.sources import Foreign, open_foreign
@@ -28,6 +27,7 @@ from weft.models.hf import TYPICAL, as_hf, export, exported_dtype
 from weft.models.hf_names import hf_names
 from weft.new_folder import new_folder
 from weft.recipe import Recipe
+from weft.shapes.carried_files import CONFIG, as_json, carried_config, exported_config
 
 #: Files of a Hugging Face export hold at least this much, if a tensor is not larger.
 FILE_BYTES = 128 << 20
@@ -67,7 +67,9 @@ class _Output(NamedTuple):
         return foreign.read(self.parameter, TORCH_DTYPES[self.about.dtype], self.moment)
 
 
-def _plan(foreign: Foreign, dtype: torch.dtype | None, optimizer: bool) -> dict[str, _Output]:
+def _plan(
+    foreign: Foreign, dtype: torch.dtype | None, optimizer: bool
+) -> dict[str, _Output]:
     """Every tensor to write, by the name that Weft's checkpoints have for it. Moments keep their types."""
     found: dict[str, _Output] = {}
     for moment in ("", *(foreign.moments if optimizer else ())):
@@ -75,12 +77,18 @@ def _plan(foreign: Foreign, dtype: torch.dtype | None, optimizer: bool) -> dict[
         for name, logical in foreign.logical.items():
             if name in made:
                 kept = made[name].dtype if moment or dtype is None else dtype
-                about = Tensor(logical.shape, NAMES[kept], tuple(d.name for d in logical.dims))
-                found[f"optimizer.{moment}.{name}" if moment else f"model.{name}"] = _Output(name, moment, about)
+                about = Tensor(
+                    logical.shape, NAMES[kept], tuple(d.name for d in logical.dims)
+                )
+                found[f"optimizer.{moment}.{name}" if moment else f"model.{name}"] = (
+                    _Output(name, moment, about)
+                )
     return found
 
 
-def write_weft(foreign: Foreign, out: Storage, dtype: torch.dtype | None, optimizer: bool) -> None:
+def write_weft(
+    foreign: Foreign, out: Storage, dtype: torch.dtype | None, optimizer: bool
+) -> None:
     """A checkpoint of format 2 in one data file."""
     wanted = _plan(foreign, dtype, optimizer)
     tensors = {name: output.about for name, output in sorted(wanted.items())}
@@ -93,19 +101,39 @@ def write_weft(foreign: Foreign, out: Storage, dtype: torch.dtype | None, optimi
             if name != held:
                 values = torch.empty(0)  # gone before the next one is made
                 values, held = wanted[name].read(foreign), name
-            yield values[slices(box)].contiguous().view(-1).view(torch.uint8).numpy().data
+            yield (
+                values[slices(box)].contiguous().view(-1).view(torch.uint8).numpy().data
+            )
 
-    write_whole(out, boxes, tensors, contents, _meta(foreign, out), dict(sorted(foreign.files.items())))
+    write_whole(
+        out,
+        boxes,
+        tensors,
+        contents,
+        _meta(foreign, out),
+        dict(sorted(foreign.files.items())),
+    )
 
 
 def _meta(foreign: Foreign, out: Storage) -> dict[str, Any]:
-    recipe = Recipe(name=out.name or "converted", model=foreign.model).model_dump(mode="json")
+    recipe = Recipe(name=out.name or "converted", model=foreign.model).model_dump(
+        mode="json"
+    )
     about = {"step": foreign.step, "position": 0, "tokens": 0, "updates": foreign.step}
     source = {"kind": foreign.kind, "path": str(foreign.path)}
-    return {"step": foreign.step, "progress": about, "recipe": recipe, "layout": "", "world": 1, "source": source}
+    return {
+        "step": foreign.step,
+        "progress": about,
+        "recipe": recipe,
+        "layout": "",
+        "world": 1,
+        "source": source,
+    }
 
 
-def write_hf(foreign: Foreign, out: Path, dtype: torch.dtype | None, optimizer: bool) -> None:
+def write_hf(
+    foreign: Foreign, out: Path, dtype: torch.dtype | None, optimizer: bool
+) -> None:
     """A Hugging Face folder (without optimizer state, which has no place there)."""
     if foreign.kind == "weft" or "quantization_config" in carried_config(foreign.files):
         # A run keeps float32 of what began in 16 bits, and 8 bits are read as float32.
@@ -128,11 +156,16 @@ class _Lazy(dcp.DefaultSavePlanner):
         items, plan = [], super().create_local_plan()
         for item in plan.items:
             assert item.tensor_data is not None
-            size, width = item.tensor_data.size, item.tensor_data.properties.dtype.itemsize
+            size, width = (
+                item.tensor_data.size,
+                item.tensor_data.properties.dtype.itemsize,
+            )
             rows = max(1, CHUNK // max(1, size[1:].numel() * width))
             for lo in range(0, size[0], rows):
                 offsets = torch.Size([lo, *[0] * (len(size) - 1)])
-                box = ChunkStorageMetadata(offsets, torch.Size([min(rows, size[0] - lo), *size[1:]]))
+                box = ChunkStorageMetadata(
+                    offsets, torch.Size([min(rows, size[0] - lo), *size[1:]])
+                )
                 items.append(replace(item, type=WriteItemType.SHARD, index=replace(item.index, offset=offsets),
                                      tensor_data=replace(item.tensor_data, chunk=box)))  # fmt: skip
         self.plan = replace(plan, items=items)
@@ -141,26 +174,48 @@ class _Lazy(dcp.DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         if self.held != write_item.index.fqn:
             self.values = torch.empty(0)  # gone before the next one is made
-            self.values, self.held = self.make(write_item.index.fqn), write_item.index.fqn
+            self.values, self.held = (
+                self.make(write_item.index.fqn),
+                write_item.index.fqn,
+            )
         assert write_item.tensor_data is not None
-        lo, rows = write_item.tensor_data.chunk.offsets[0], write_item.tensor_data.chunk.sizes[0]
+        lo, rows = (
+            write_item.tensor_data.chunk.offsets[0],
+            write_item.tensor_data.chunk.sizes[0],
+        )
         return self.values[lo : lo + rows]
 
 
-def export_dcp(foreign: Foreign, out: Path, dtype: torch.dtype | None = None, optimizer: bool = True) -> None:
+def export_dcp(
+    foreign: Foreign,
+    out: Path,
+    dtype: torch.dtype | None = None,
+    optimizer: bool = True,
+) -> None:
     """A DCP folder with Hugging Face's names, moments as ``optimizer.state.NAME.exp_avg``; no process group needed."""
     wanted: dict[str, tuple[_Output, int | None]] = {}
     empty = {}
     for output in _plan(foreign, dtype, optimizer).values():
-        of_experts, kept = ".experts." in output.parameter, TORCH_DTYPES[output.about.dtype]
+        of_experts, kept = (
+            ".experts." in output.parameter,
+            TORCH_DTYPES[output.about.dtype],
+        )
         for number, theirs in enumerate(hf_names(output.parameter, foreign.model)):
-            theirs = f"optimizer.state.{theirs}.{output.moment}" if output.moment else theirs
+            theirs = (
+                f"optimizer.state.{theirs}.{output.moment}" if output.moment else theirs
+            )
             wanted[theirs] = (output, number if of_experts else None)
-            empty[theirs] = torch.empty(output.about.shape[of_experts:], dtype=kept, device="meta")
+            empty[theirs] = torch.empty(
+                output.about.shape[of_experts:], dtype=kept, device="meta"
+            )
 
     def whole(output: _Output) -> torch.Tensor:
         values = output.read(foreign)
-        return values if output.moment else as_hf(output.parameter, values, foreign.model).to(values.dtype)
+        return (
+            values
+            if output.moment
+            else as_hf(output.parameter, values, foreign.model).to(values.dtype)
+        )
 
     experts = lru_cache(maxsize=1)(whole)
 
@@ -168,22 +223,44 @@ def export_dcp(foreign: Foreign, out: Path, dtype: torch.dtype | None = None, op
         output, expert = wanted[theirs]
         return whole(output) if expert is None else experts(output)[expert]
 
-    config = exported_config(foreign.model, dtype or foreign.made[TYPICAL].dtype, foreign.files, foreign.length)
+    config = exported_config(
+        foreign.model,
+        dtype or foreign.made[TYPICAL].dtype,
+        foreign.files,
+        foreign.length,
+    )
     try:
         with new_folder(out) as draft:
-            writer = dcp.FileSystemWriter(draft, thread_count=1, per_thread_copy_ahead=0)
+            writer = dcp.FileSystemWriter(
+                draft, thread_count=1, per_thread_copy_ahead=0
+            )
             dcp.save(empty, storage_writer=writer, planner=_Lazy(make), no_dist=True)
             (draft / CONFIG).write_bytes(as_json(config))
     except dcp.api.CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
-        raise first if isinstance(first, WeftError) else WeftError(f"cannot write {out}: {first}") from None
+        raise (
+            first
+            if isinstance(first, WeftError)
+            else WeftError(f"cannot write {out}: {first}")
+        ) from None
 
 
-def write_gguf(foreign: Foreign, out: Path, dtype: torch.dtype | None, optimizer: bool) -> None:
+def write_gguf(
+    foreign: Foreign, out: Path, dtype: torch.dtype | None, optimizer: bool
+) -> None:
     """A GGUF file, or a folder with one."""
-    kept = str(dtype or exported_dtype(None, foreign.files) or foreign.made[TYPICAL].dtype).removeprefix("torch.")
+    kept = str(
+        dtype or exported_dtype(None, foreign.files) or foreign.made[TYPICAL].dtype
+    ).removeprefix("torch.")
     kind = kept if kept in KINDS else "float32"
-    export_gguf(lambda name: foreign.read(name, dtype), foreign.model, out, kind, foreign.files, foreign.length)
+    export_gguf(
+        lambda name: foreign.read(name, dtype),
+        foreign.model,
+        out,
+        kind,
+        foreign.files,
+        foreign.length,
+    )
 
 
 WRITERS: dict[str, Callable[[Foreign, Any, torch.dtype | None, bool], None]] = {

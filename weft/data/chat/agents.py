@@ -49,7 +49,10 @@ class _ApiAction(_Action):
     kwargs: dict[str, Any]
 
     def call(self) -> Message:
-        return {"id": self.tool_call_id, "function": {"name": self.function, "arguments": self.kwargs}}
+        return {
+            "id": self.tool_call_id,
+            "function": {"name": self.function, "arguments": self.kwargs},
+        }
 
 
 class _CodeAction(_Action):
@@ -59,7 +62,10 @@ class _CodeAction(_Action):
 
     def call(self) -> Message:
         """Running code is a call of the tool named after the language."""
-        return {"id": self.tool_call_id, "function": {"name": self.language, "arguments": {"code": self.content}}}
+        return {
+            "id": self.tool_call_id,
+            "function": {"name": self.language, "arguments": {"code": self.content}},
+        }
 
 
 class _MessageAction(_Action):
@@ -76,7 +82,9 @@ class _Observation(_Strict):
     source: str = "environment"
 
     def words(self) -> str:
-        raise ConversationError("it holds an image, and only text can be learned from; leave the trajectory out")
+        raise ConversationError(
+            "it holds an image, and only text can be learned from; leave the trajectory out"
+        )
 
 
 class _TextObservation(_Observation):
@@ -107,7 +115,14 @@ class _WebObservation(_Observation):
         return "\n".join(text for text in (self.url, self.axtree or self.html) if text)
 
 
-_Item = _ApiAction | _CodeAction | _MessageAction | _TextObservation | _ImageObservation | _WebObservation
+_Item = (
+    _ApiAction
+    | _CodeAction
+    | _MessageAction
+    | _TextObservation
+    | _ImageObservation
+    | _WebObservation
+)
 
 
 class _Trajectory(_Strict):
@@ -132,10 +147,17 @@ def from_adp(fields: Fields) -> tuple[list[Message], list[str]]:
         link = item.tool_call_id
         if isinstance(item, _Action):
             if link is not None and (link in open_calls or link in closed):
-                raise ConversationError(f"content[{index}] has the tool_call_id {link!r} of an earlier action")
+                raise ConversationError(
+                    f"content[{index}] has the tool_call_id {link!r} of an earlier action"
+                )
             if link is not None:
                 open_calls[link] = index
-            _add_action(messages, item.words(), item.reasoning_content, [c for c in [item.call()] if c])
+            _add_action(
+                messages,
+                item.words(),
+                item.reasoning_content,
+                [c for c in [item.call()] if c],
+            )
             continue
         if link is not None and link not in open_calls:
             raise ConversationError(
@@ -147,28 +169,48 @@ def from_adp(fields: Fields) -> tuple[list[Message], list[str]]:
         messages.append(_observed(messages, item))
     if open_calls:
         link, index = next(iter(open_calls.items()))
-        raise ConversationError(f"content[{index}] has the tool_call_id {link!r}, which nothing answers")
-    rewards = any(isinstance(item, _Action) and item.reward is not None for item in trajectory.content)
-    return messages, [*(["details"] if trajectory.details else []), *(["content[].reward"] if rewards else [])]
+        raise ConversationError(
+            f"content[{index}] has the tool_call_id {link!r}, which nothing answers"
+        )
+    rewards = any(
+        isinstance(item, _Action) and item.reward is not None
+        for item in trajectory.content
+    )
+    return messages, [
+        *(["details"] if trajectory.details else []),
+        *(["content[].reward"] if rewards else []),
+    ]
 
 
 def _observed(messages: list[Message], item: _Observation) -> Message:
     if item.source == "system":
         return {"role": "system", "content": item.words()}
-    if item.source in ("agent", "assistant"):  # said before, or by another agent: there to be read
+    # said before, or by another agent: there to be read
+    if item.source in ("agent", "assistant"):
         return {"role": "assistant", "content": item.words(), "train": False}
-    after_call = bool(messages) and (messages[-1]["role"] == "tool" or "tool_calls" in messages[-1])
+    after_call = bool(messages) and (
+        messages[-1]["role"] == "tool" or "tool_calls" in messages[-1]
+    )
     if item.tool_call_id is None and (item.source == "user" or not after_call):
         return {"role": "user", "content": item.words()}
-    return {"role": "tool", "content": item.words(), "tool_call_id": item.tool_call_id, "name": item.name}
+    return {
+        "role": "tool",
+        "content": item.words(),
+        "tool_call_id": item.tool_call_id,
+        "name": item.name,
+    }
 
 
-def _add_action(messages: list[Message], words: str, reasoning: str | None, calls: list[Message]) -> None:
+def _add_action(
+    messages: list[Message], words: str, reasoning: str | None, calls: list[Message]
+) -> None:
     """Add what the agent did to its turn, or begin one."""
     last = messages[-1] if messages else {}
     if last.get("role") == "assistant" and "train" not in last:
         last["content"] = "\n".join(text for text in (last["content"], words) if text)
-        if said := [text for text in (last.get("reasoning_content"), reasoning) if text]:
+        if said := [
+            text for text in (last.get("reasoning_content"), reasoning) if text
+        ]:
             last["reasoning_content"] = "\n".join(said)
     else:
         last = {"role": "assistant", "content": words, "reasoning_content": reasoning}
@@ -214,7 +256,14 @@ class _Step(BaseModel):
 
 
 #: What ATIF says of a step beside its words.
-_ABOUT_STEPS = {"timestamp", "model_name", "metrics", "extra", "reasoning_effort", "llm_call_count"}
+_ABOUT_STEPS = {
+    "timestamp",
+    "model_name",
+    "metrics",
+    "extra",
+    "reasoning_effort",
+    "llm_call_count",
+}
 
 
 class _Agent(BaseModel):
@@ -237,41 +286,74 @@ def from_atif(fields: Fields) -> tuple[list[Message], list[str]]:
     messages: list[Message] = []
     for number, step in enumerate(trajectory.steps, 1):
         if step.step_id != number:
-            raise ConversationError(f"step {number} has the step_id {step.step_id}; steps count from 1")
+            raise ConversationError(
+                f"step {number} has the step_id {step.step_id}; steps count from 1"
+            )
         if step.source != "agent":
             messages.append({"role": step.source, "content": _text_of(step.message)})
         else:
             calls = [
-                {"id": call.tool_call_id, "function": {"name": call.function_name, "arguments": call.arguments}}
+                {
+                    "id": call.tool_call_id,
+                    "function": {
+                        "name": call.function_name,
+                        "arguments": call.arguments,
+                    },
+                }
                 for call in step.tool_calls or ()
             ]
             learned = {"train": False} if step.is_copied_context else {}
-            turn = {"role": "assistant", "content": _text_of(step.message), "reasoning_content": step.reasoning_content}
+            turn = {
+                "role": "assistant",
+                "content": _text_of(step.message),
+                "reasoning_content": step.reasoning_content,
+            }
             messages.append(turn | learned | ({"tool_calls": calls} if calls else {}))
         asked = {call.tool_call_id for call in step.tool_calls or ()}
         for result in step.observation.results if step.observation else ():
             link = result.source_call_id
             if link is not None and link not in asked:
-                raise ConversationError(f"step {number} has a result of the call {link!r}, which it does not make")
+                raise ConversationError(
+                    f"step {number} has a result of the call {link!r}, which it does not make"
+                )
             role = "tool" if asked else "user"
-            messages.append({"role": role, "content": _text_of(result.content), "tool_call_id": link})
+            messages.append(
+                {
+                    "role": role,
+                    "content": _text_of(result.content),
+                    "tool_call_id": link,
+                }
+            )
     if trajectory.agent.tool_definitions and fields.name("tools") is None:
         fields.record["tools"] = trajectory.agent.tool_definitions
     known = set(_Step.model_fields) | _ABOUT_STEPS
-    return messages, sorted({f"steps[].{key}" for step in given["steps"] for key in step.keys() - known if step[key]})
+    return messages, sorted(
+        {
+            f"steps[].{key}"
+            for step in given["steps"]
+            for key in step.keys() - known
+            if step[key]
+        }
+    )
 
 
 def _text_of(content: _Content | None) -> str:
     if isinstance(content, list):
         if any(part.type != "text" for part in content):
-            raise ConversationError("it holds an image, and only text can be learned from; leave the trajectory out")
+            raise ConversationError(
+                "it holds an image, and only text can be learned from; leave the trajectory out"
+            )
         return "\n".join(part.text or "" for part in content)
     return content or ""
 
 
 def _taken(fields: Fields, kind: type[BaseModel]) -> dict[str, Any]:
     """What a record has of the fields of ``kind``."""
-    return {name: value for name in kind.model_fields if (value := fields.take(name)) is not None}
+    return {
+        name: value
+        for name in kind.model_fields
+        if (value := fields.take(name)) is not None
+    }
 
 
 def _validated(kind: type[T], record: Mapping[str, Any]) -> T:
@@ -281,5 +363,7 @@ def _validated(kind: type[T], record: Mapping[str, Any]) -> T:
         first = error.errors()[0]
         # A union names the branch that it tried, which the data does not have.
         steps = [part for part in first["loc"] if part not in _BRANCHES]
-        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in steps).lstrip(".")
+        where = "".join(
+            f"[{part}]" if isinstance(part, int) else f".{part}" for part in steps
+        ).lstrip(".")
         raise ConversationError(f"{where}: {first['msg']}") from None

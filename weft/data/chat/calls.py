@@ -17,7 +17,9 @@ _NAME, _KEY, _VALUE = "weft_tool", "weft_key", "weft_value"
 #: That a message has no content at all.
 ABSENT = "absent"
 
-Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], str]
+Render = Callable[
+    [Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], str
+]
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,11 @@ class CallStyle:
 
     def adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """``message``, which calls tools, as the template takes it."""
-        adapted = {key: value for key, value in message.items() if key != "content" or value not in (None, "")}
+        adapted = {
+            key: value
+            for key, value in message.items()
+            if key != "content" or value not in (None, "")
+        }
         if "content" not in adapted and self.content != ABSENT:
             adapted["content"] = self.content
         adapted["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
@@ -46,7 +52,11 @@ class CallStyle:
 def _as_text(arguments: Any) -> Any:
     if isinstance(arguments, str):
         return arguments
-    return arguments.text if isinstance(arguments, JsonObject) else json.dumps(arguments, ensure_ascii=False)
+    return (
+        arguments.text
+        if isinstance(arguments, JsonObject)
+        else json.dumps(arguments, ensure_ascii=False)
+    )
 
 
 def _as_object(arguments: Any) -> Any:
@@ -64,22 +74,48 @@ def find_style(render: Render, empty: bool) -> CallStyle:
     ``empty``: the messages have an empty text as their content. The form that they have counts if none is written.
     """
     contents = ("", None, ABSENT) if empty else (ABSENT, None, "")
-    styles = [CallStyle(as_text, content) for as_text, content in product((False, True), contents)]
-    function = {"name": _NAME, "description": "-", "parameters": {"type": "object", "properties": {}}}
+    styles = [
+        CallStyle(as_text, content)
+        for as_text, content in product((False, True), contents)
+    ]
+    function = {
+        "name": _NAME,
+        "description": "-",
+        "parameters": {"type": "object", "properties": {}},
+    }
     tools = [None, [{"type": "function", "function": function}]]
-    return next((style for tool in tools for style in styles if _is_written(render, style, tool)), styles[0])
+    return next(
+        (
+            style
+            for tool in tools
+            for style in styles
+            if _is_written(render, style, tool)
+        ),
+        styles[0],
+    )
 
 
-def _is_written(render: Render, style: CallStyle, tools: Sequence[Mapping[str, Any]] | None) -> bool:
+def _is_written(
+    render: Render, style: CallStyle, tools: Sequence[Mapping[str, Any]] | None
+) -> bool:
     """Whether a template writes a call of this style as JSON, or its arguments one by one."""
     asked = {"role": "user", "content": "?"}
-    call = {"id": "callcall1", "type": "function", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
+    call = {
+        "id": "callcall1",
+        "type": "function",
+        "function": {"name": _NAME, "arguments": {_KEY: _VALUE}},
+    }
     try:
-        written = render([asked, style.adapted({"role": "assistant", "tool_calls": [call]})], tools)
+        written = render(
+            [asked, style.adapted({"role": "assistant", "tool_calls": [call]})], tools
+        )
         before = render([asked], tools)
     except Exception:  # whatever a template raises
         return False
-    wrong = (f"'{_KEY}'", f'\\"{_KEY}')  # as Python writes an object, and as text within text
-    if written.count("None") > before.count("None") or any(text in written for text in wrong):
+    # as Python writes an object, and as text within text
+    wrong = (f"'{_KEY}'", f'\\"{_KEY}')
+    if written.count("None") > before.count("None") or any(
+        text in written for text in wrong
+    ):
         return False
     return all(word in written for word in (_NAME, _KEY, _VALUE))

@@ -24,7 +24,9 @@ class Renaming:
     def __init__(self, columns: Mapping[str, str], roles: Mapping[str, str]) -> None:
         for new in columns.values():
             if new and new not in KNOWN | IN_TURNS:
-                raise UsageError(f"data.columns: {new!r} means nothing; {nearest(new, sorted(KNOWN | IN_TURNS))}")
+                raise UsageError(
+                    f"data.columns: {new!r} means nothing; {nearest(new, sorted(KNOWN | IN_TURNS))}"
+                )
         self.columns, self.roles = columns, roles
         self.seen: set[str] = set()
 
@@ -34,7 +36,9 @@ class Renaming:
             return record
         renamed = dict(record)
         # Fields of turns first, as the mapping names them by what their list is called in the data.
-        for name, new in sorted(self.columns.items(), key=lambda item: "." not in item[0]):
+        for name, new in sorted(
+            self.columns.items(), key=lambda item: "." not in item[0]
+        ):
             outer, dot, inner = name.partition(".")
             if name in renamed:
                 self.seen.add(name)
@@ -43,13 +47,19 @@ class Renaming:
             elif dot:
                 for key in _lists_of_turns(renamed, outer):
                     renamed |= self._within(renamed, name, key, inner, new)
-        return {key: self._spoken(value) for key, value in renamed.items()} if self.roles else renamed
+        return (
+            {key: self._spoken(value) for key, value in renamed.items()}
+            if self.roles
+            else renamed
+        )
 
     def missing(self) -> list[str]:
         """The columns of the mapping that no record has had."""
         return [name for name in self.columns if name not in self.seen]
 
-    def _within(self, record: dict[str, Any], name: str, outer: str, inner: str, new: str) -> dict[str, Any]:
+    def _within(
+        self, record: dict[str, Any], name: str, outer: str, inner: str, new: str
+    ) -> dict[str, Any]:
         """What changes where ``outer`` is a list of objects with ``inner``, or an object with it."""
         value = from_text(record[outer])
         if isinstance(value, Mapping) and inner in value:
@@ -63,7 +73,11 @@ class Renaming:
             if isinstance(turn, Mapping) and inner in turn:
                 self.seen.add(name)
                 # In its place, as templates that write a whole turn keep the order.
-                turn = {new if key == inner else key: item for key, item in turn.items() if new or key != inner}
+                turn = {
+                    new if key == inner else key: item
+                    for key, item in turn.items()
+                    if new or key != inner
+                }
             turns.append(turn)
         return {outer: turns}
 
@@ -77,7 +91,11 @@ class Renaming:
     def _turn(self, turn: Any) -> Any:
         if not isinstance(turn, Mapping):
             return turn
-        changed = {key: self.roles.get(str(turn[key]), turn[key]) for key in ("role", "from") if key in turn}
+        changed = {
+            key: self.roles.get(str(turn[key]), turn[key])
+            for key in ("role", "from")
+            if key in turn
+        }
         return {key: changed.get(key, item) for key, item in turn.items()}
 
 
@@ -86,4 +104,8 @@ def _lists_of_turns(record: Mapping[str, Any], outer: str) -> list[str]:
     named = [outer] if outer in record else []
     if outer != "messages":
         return named
-    return named + [key for key in record if key != outer and key in KNOWN and isinstance(from_text(record[key]), list)]
+    return named + [
+        key
+        for key in record
+        if key != outer and key in KNOWN and isinstance(from_text(record[key]), list)
+    ]

@@ -7,7 +7,14 @@ from typing import Any
 
 from weft.data.chat.marks import cleaned
 from weft.data.chat.masks import take_weight, weight_of
-from weft.data.chat.turns import ROLES, ConversationError, Message, from_text, plain_turn, shown
+from weft.data.chat.turns import (
+    ROLES,
+    ConversationError,
+    Message,
+    from_text,
+    plain_turn,
+    shown,
+)
 
 #: A message's reasoning under any of its names; templates read the first two.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -35,14 +42,24 @@ class Conversation:
 
     def learned(self, learn: str | Sequence[str]) -> tuple[float, ...]:
         """The weight of every message when ``learn`` ("assistant", "last", "all", or roles) is learned from."""
-        roles = {"assistant": ("assistant",), "last": ("assistant",), "all": ROLES}.get(str(learn), tuple(learn))
-        chosen = [i for i, message in enumerate(self.messages) if message["role"] in roles]
+        roles = {"assistant": ("assistant",), "last": ("assistant",), "all": ROLES}.get(
+            str(learn), tuple(learn)
+        )
+        chosen = [
+            i for i, message in enumerate(self.messages) if message["role"] in roles
+        ]
         chosen = chosen[-1:] if learn == "last" else chosen
-        return tuple(self.weight * own * (i in chosen) for i, own in enumerate(self.weights))
+        return tuple(
+            self.weight * own * (i in chosen) for i, own in enumerate(self.weights)
+        )
 
 
 def conversation(
-    messages: Any, tools: Any = None, weight: Any = None, unread: Sequence[str] = (), hidden: int = 0
+    messages: Any,
+    tools: Any = None,
+    weight: Any = None,
+    unread: Sequence[str] = (),
+    hidden: int = 0,
 ) -> Conversation:
     """Check ``messages`` (a list of objects with a role and words) and bring them into the form templates expect.
 
@@ -51,16 +68,30 @@ def conversation(
     the first are a prompt, which is not learned. Raises :class:`ConversationError`.
     """
     checked = check_messages(messages)
-    turns = [take_weight(message, f"message {number}") for number, message in enumerate(checked, 1)]
+    turns = [
+        take_weight(message, f"message {number}")
+        for number, message in enumerate(checked, 1)
+    ]
     if not any(m["role"] == "assistant" for m in checked):
-        raise ConversationError("it has no turn of the assistant's to learn from; leave it out")
-    more = {f"messages[].{key}" for message in checked for key in message.keys() - _KNOWN if message[key]}
+        raise ConversationError(
+            "it has no turn of the assistant's to learn from; leave it out"
+        )
+    more = {
+        f"messages[].{key}"
+        for message in checked
+        for key in message.keys() - _KNOWN
+        if message[key]
+    }
     return Conversation(
         tuple(checked),
         _tools(tools),
         tuple(0.0 if i < hidden else turn.weight for i, turn in enumerate(turns)),
         weight_of(weight, "its 'weight'"),
-        masks=tuple((i, turn.weight) for i, turn in enumerate(turns) if turn.said and turn.weight != 1),
+        masks=tuple(
+            (i, turn.weight)
+            for i, turn in enumerate(turns)
+            if turn.said and turn.weight != 1
+        ),
         unread=(*unread, *sorted(more)),
         marked=tuple(i for i, turn in enumerate(turns) if turn.marked),
     )
@@ -75,8 +106,12 @@ def check_messages(messages: Any) -> list[Message]:
     """``messages`` in the form templates expect, of a conversation that may also be one to go on with."""
     messages = from_text(messages)
     if not isinstance(messages, list) or not messages:
-        raise ConversationError(f"a conversation is a list of messages, not {shown(messages)}")
-    checked = [_message(cleaned(message), number) for number, message in enumerate(messages, 1)]
+        raise ConversationError(
+            f"a conversation is a list of messages, not {shown(messages)}"
+        )
+    checked = [
+        _message(cleaned(message), number) for number, message in enumerate(messages, 1)
+    ]
     _check_answers(checked)
     return checked
 
@@ -85,35 +120,61 @@ def _message(turn: Any, number: int) -> Message:
     message, name = plain_turn(turn, number)
     role, content = message["role"], message.get("content")
     if not isinstance(content, (str, list, type(None))):
-        raise ConversationError(f"{name} ({role}) has {shown(content)} as 'content'; words are a text")
+        raise ConversationError(
+            f"{name} ({role}) has {shown(content)} as 'content'; words are a text"
+        )
     for part in content if isinstance(content, list) else ():
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ConversationError(f"{name} ({role}) has the part {shown(part)}; only parts of type 'text' are read")
+        if (
+            not isinstance(part, Mapping)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
+            raise ConversationError(
+                f"{name} ({role}) has the part {shown(part)}; only parts of type 'text' are read"
+            )
     reasoning = next((message[key] for key in _REASONING if key in message), None)
     if reasoning is not None:
         if not isinstance(reasoning, str):
-            raise ConversationError(f"{name} ({role}) has {shown(reasoning)} as its reasoning; that is a text")
+            raise ConversationError(
+                f"{name} ({role}) has {shown(reasoning)} as its reasoning; that is a text"
+            )
         message = {"thinking": reasoning} | message | {"reasoning_content": reasoning}
     if "tool_calls" in message:
         if role != "assistant":
-            raise ConversationError(f"{name} ({role}) calls tools; only the assistant does")
-    elif content is None or (role == "assistant" and not _text(content).strip() and not reasoning):
-        raise ConversationError(f"{name} ({role}) is empty; leave it out, or give it 'content'")
+            raise ConversationError(
+                f"{name} ({role}) calls tools; only the assistant does"
+            )
+    elif content is None or (
+        role == "assistant" and not _text(content).strip() and not reasoning
+    ):
+        raise ConversationError(
+            f"{name} ({role}) is empty; leave it out, or give it 'content'"
+        )
     return message
 
 
 def _text(content: Any) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
+    return (
+        content
+        if isinstance(content, str)
+        else "".join(part["text"] for part in content or ())
+    )
 
 
 def _check_answers(messages: Sequence[Message]) -> None:
     """What a tool answers must have been asked, where both have an id."""
     asked: set[str] = set()
     for number, message in enumerate(messages, 1):
-        asked |= {call["id"] for call in message.get("tool_calls", ()) if isinstance(call.get("id"), str)}
+        asked |= {
+            call["id"]
+            for call in message.get("tool_calls", ())
+            if isinstance(call.get("id"), str)
+        }
         answered = message.get("tool_call_id")
         if answered is not None and answered not in asked:
-            raise ConversationError(f"message {number} (tool) answers the call {shown(answered)}, which nobody made")
+            raise ConversationError(
+                f"message {number} (tool) answers the call {shown(answered)}, which nobody made"
+            )
 
 
 def _tools(tools: Any) -> tuple[Message, ...] | None:
@@ -126,6 +187,10 @@ def _tools(tools: Any) -> tuple[Message, ...] | None:
         return None
     if isinstance(tools, list):
         tools = [from_text(tool) for tool in tools]
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise ConversationError(f"its 'tools' are {shown(tools)}, not a list of JSON schemas")
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, Mapping) for tool in tools
+    ):
+        raise ConversationError(
+            f"its 'tools' are {shown(tools)}, not a list of JSON schemas"
+        )
     return tuple(cleaned([dict(tool) for tool in tools]))

@@ -55,14 +55,24 @@ class Edges:
 
     def _before(self, i: int, limit: int) -> tuple[tuple[str, str] | None, int]:
         """The role of the message before ``i`` and the text from its words to ``limit``, and where that begins."""
-        ends = [at for message, at, _ in self.followed.shown.words if message == i - 1 and at <= limit]
+        ends = [
+            at
+            for message, at, _ in self.followed.shown.words
+            if message == i - 1 and at <= limit
+        ]
         if not ends:
             return None, 0
-        return (self.followed.talk.messages[i - 1]["role"], self.text[ends[-1] : limit]), ends[-1]
+        return (
+            self.followed.talk.messages[i - 1]["role"],
+            self.text[ends[-1] : limit],
+        ), ends[-1]
 
     def _only_calls(self, i: int) -> bool:
         """Whether nothing but calls is marked of a message, before whose arguments its turn has more."""
-        return {part for number, part in self.followed.parts if number == i} <= {"arguments", "name"}
+        return {part for number, part in self.followed.parts if number == i} <= {
+            "arguments",
+            "name",
+        }
 
     def _after_last(self, i: int, limit: int) -> int | None:
         """Where the messages before ``i`` end, as far as they end so without it."""
@@ -98,7 +108,8 @@ class Edges:
         plain = self._plain_turn(i, limit)
         if plain is not None and self.text.startswith(plain[1], plain[0]):
             return plain[0] + len(plain[1])
-        alike = _alike(opening, rest)  # a prompt may end with more than a turn begins with, such as <think>
+        # a prompt may end with more than a turn begins with, such as <think>
+        alike = _alike(opening, rest)
         into_header = header is None or alike > len(opening) - len(header)
         if alike and into_header and not self.template.ends.search(opening[alike:]):
             return anchor.text + alike
@@ -114,10 +125,16 @@ class Edges:
             return None
         place, opening = plain
         rest = self.text[place:]
-        if closing and opening.startswith(closing) and not opening[len(closing) :].strip():
+        if (
+            closing
+            and opening.startswith(closing)
+            and not opening[len(closing) :].strip()
+        ):
             opening = closing
         alike = _alike(opening, rest)
-        if alike < len(opening) and (not alike or self.template.ends.search(opening[alike:])):
+        if alike < len(opening) and (
+            not alike or self.template.ends.search(opening[alike:])
+        ):
             return None
         return place + alike
 
@@ -143,7 +160,10 @@ class Edges:
         if closing is None:
             return None
         if tokens := [*self.template.ends.finditer(closing)]:
-            stop = next((token for token in tokens if token[0] in self.template.stops), tokens[-1])
+            stop = next(
+                (token for token in tokens if token[0] in self.template.stops),
+                tokens[-1],
+            )
             closing = closing[: stop.end()]
             if words:
                 self._closings[role] = closing
@@ -151,7 +171,9 @@ class Edges:
         # A template without an end of turn: the next turn's first token ends this one if generation ends there.
         following = len(closing) + len([*takewhile(str.isspace, rest[len(closing) :])])
         token = self.template.ends.match(rest, following)
-        return after + (token.end() if token and token[0] in self.template.stops else len(closing))
+        return after + (
+            token.end() if token and token[0] in self.template.stops else len(closing)
+        )
 
     def _closing(self, i: int, words: list[int], after: int) -> str | None:
         """What of the text from ``after`` on is message ``i``'s: what it also has in a conversation that ends there."""
@@ -178,7 +200,11 @@ def _beyond(prompt: Marked, without: Marked | None) -> str | None:
         prompt.text
     ):  # there is no prompt, though conversations may end with a token of their own
         return ""
-    return prompt.text[len(without.text) :] if prompt.text.startswith(without.text) else None
+    return (
+        prompt.text[len(without.text) :]
+        if prompt.text.startswith(without.text)
+        else None
+    )
 
 
 def _alike(first: str, second: str) -> int:

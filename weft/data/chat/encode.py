@@ -43,7 +43,11 @@ class Encoded(NamedTuple):
     def facts(self) -> Facts:
         """What is to be said about the conversation."""
         whole = any(span.number < 0 for span in self.spans)
-        numbers = range(len(self.followed.talk.messages)) if whole else {span.number for span in self.spans}
+        numbers = (
+            range(len(self.followed.talk.messages))
+            if whole
+            else {span.number for span in self.spans}
+        )
         return facts_of(self.followed, self.ids[self.weights > 0], numbers)
 
 
@@ -54,7 +58,12 @@ class ChatEncoder:
     ``split``: a conversation becomes several samples where the template would leave out reasoning that is learned.
     """
 
-    def __init__(self, template: ChatTemplate, learn: str | Sequence[str] = "assistant", split: bool = False) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        learn: str | Sequence[str] = "assistant",
+        split: bool = False,
+    ) -> None:
         self.template, self.learn, self.split = template, learn, split
         self.tokens = _TemplateTokens(template)
 
@@ -62,7 +71,9 @@ class ChatEncoder:
         """What is learned of a conversation, each turn in one sample. Raises what the template refuses."""
         if not self.split or self.learn == "all":
             return [talk]
-        return split_at_questions(self.template.of(talk.tools), talk, talk.learned(self.learn))
+        return split_at_questions(
+            self.template.of(talk.tools), talk, talk.learned(self.learn)
+        )
 
     def encode(self, talk: Conversation) -> Encoded:
         """Raises :class:`TemplateError` if the template refuses it, or if nothing of it would be learned."""
@@ -70,12 +81,18 @@ class ChatEncoder:
             followed = follow(self.template.of(talk.tools), talk)
             spans = [WeightedSpan(0, len(followed.shown.text), talk.weight, -1)]
             if masks := dict(talk.masks):  # of the data's own, which count here too
-                _, turns = learned_spans(self.template, talk, [1.0] * len(talk.messages))
+                _, turns = learned_spans(
+                    self.template, talk, [1.0] * len(talk.messages)
+                )
                 spans += [
-                    turn._replace(weight=talk.weight * masks[turn.number]) for turn in turns if turn.number in masks
+                    turn._replace(weight=talk.weight * masks[turn.number])
+                    for turn in turns
+                    if turn.number in masks
                 ]
         else:
-            followed, spans = learned_spans(self.template.of(talk.tools), talk, talk.learned(self.learn))
+            followed, spans = learned_spans(
+                self.template.of(talk.tools), talk, talk.learned(self.learn)
+            )
         shown = followed.shown
         ids, starts, ends = self.tokens.encode(shown)
         weights = np.zeros(len(ids), np.float32)
@@ -87,7 +104,11 @@ class ChatEncoder:
             )
         return Encoded(shown.text, ids, weights, starts, ends, tuple(spans), followed)
 
-    def prompt(self, talk: Sequence[dict[str, object]], tools: Sequence[dict[str, object]] | None = None) -> np.ndarray:
+    def prompt(
+        self,
+        talk: Sequence[dict[str, object]],
+        tools: Sequence[dict[str, object]] | None = None,
+    ) -> np.ndarray:
         """The ids of a conversation up to where the assistant is to answer."""
         return self.tokens.encode(self.template.render(talk, tools, prompt=True))[0]
 
@@ -98,17 +119,29 @@ def read_messages(text: str) -> tuple[Messages, Messages | None]:
         found = json.loads(text)
     except ValueError as error:
         raise UsageError(f"the conversation is not JSON: {error}") from None
-    messages, tools = (found.get("messages"), found.get("tools")) if isinstance(found, dict) else (found, None)
+    messages, tools = (
+        (found.get("messages"), found.get("tools"))
+        if isinstance(found, dict)
+        else (found, None)
+    )
     if not isinstance(messages, list) or not messages:
-        raise UsageError("the conversation has no messages; give a list of objects with 'role' and 'content'")
+        raise UsageError(
+            "the conversation has no messages; give a list of objects with 'role' and 'content'"
+        )
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UsageError(f"message {number} of the conversation is no object with 'role' and 'content'")
+            raise UsageError(
+                f"message {number} of the conversation is no object with 'role' and 'content'"
+            )
     return messages, tools
 
 
 def prompt_ids(
-    tokenizer: Tokenizer, prompt: str | Messages, chat: bool, name: str, tools: Messages | None = None
+    tokenizer: Tokenizer,
+    prompt: str | Messages,
+    chat: bool,
+    name: str,
+    tools: Messages | None = None,
 ) -> list[int]:
     """Ids of what a model is to continue: a text, or with ``chat`` a conversation that the assistant is to answer.
 
@@ -117,14 +150,20 @@ def prompt_ids(
     if not chat:
         assert isinstance(prompt, str)
         return tokenizer.prompt_ids(prompt)
-    return [int(i) for i in own_encoder(tokenizer, name).prompt(as_messages(prompt), tools)]
+    return [
+        int(i) for i in own_encoder(tokenizer, name).prompt(as_messages(prompt), tools)
+    ]
 
 
-def own_encoder(tokenizer: Tokenizer, name: str, learn: str = "assistant") -> ChatEncoder:
+def own_encoder(
+    tokenizer: Tokenizer, name: str, learn: str = "assistant"
+) -> ChatEncoder:
     """What writes conversations by the tokenizer's own chat template; ``name`` says in errors whose it is."""
     template = template_of(tokenizer)
     if template is None:
-        raise WeftError(f"{name} has no chat template; do without chat, or give a model that was trained to chat")
+        raise WeftError(
+            f"{name} has no chat template; do without chat, or give a model that was trained to chat"
+        )
     return ChatEncoder(template, learn)
 
 
@@ -138,7 +177,8 @@ class _TemplateTokens:
         self.tokenizer, self.names = template.tokenizer, template.specials
         self.aliases: dict[str, str] = {}  # of those that a text has held so far
         self.ids: dict[int, int] = {}  # of a special token by that of its alias
-        self.swallowing: set[int] = set()  # of aliases that take the white space around them along
+        # of aliases that take the white space around them along
+        self.swallowing: set[int] = set()
 
     @cached_property
     def model(self) -> tokenizers.Tokenizer:
@@ -150,11 +190,19 @@ class _TemplateTokens:
     def alias(self, name: str) -> str:
         """What stands for the special token ``name`` in a text for :attr:`model`."""
         if name not in self.aliases:
-            digits = "".join(chr(0xFDE0 + int(digit, 16)) for digit in f"{len(self.aliases):x}")
+            digits = "".join(
+                chr(0xFDE0 + int(digit, 16)) for digit in f"{len(self.aliases):x}"
+            )
             self.aliases[name] = f"{_TOKEN}{digits}{_TOKEN_END}"
             like = self.model.get_added_tokens_decoder()[self.tokenizer.specials[name]]
-            flags = {"single_word": like.single_word, "lstrip": like.lstrip, "rstrip": like.rstrip}
-            self.model.add_tokens([tokenizers.AddedToken(self.aliases[name], normalized=False, **flags)])
+            flags = {
+                "single_word": like.single_word,
+                "lstrip": like.lstrip,
+                "rstrip": like.rstrip,
+            }
+            self.model.add_tokens(
+                [tokenizers.AddedToken(self.aliases[name], normalized=False, **flags)]
+            )
             added = self.model.token_to_id(self.aliases[name])
             assert added is not None
             self.ids[added] = self.tokenizer.specials[name]
@@ -164,17 +212,24 @@ class _TemplateTokens:
 
     def encode(self, shown: Marked) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids of the text, and where in it each token begins and ends, int64 ``[tokens]`` each."""
-        own = [found for found in self.names.finditer(shown.text) if found.start() not in shown.plain]
+        own = [
+            found
+            for found in self.names.finditer(shown.text)
+            if found.start() not in shown.plain
+        ]
         if self.tokenizer.model is None:
             return self._bytes(shown.text, own)
         pieces, at, length = [], 0, 0
-        ends, shifts = [], [0]  # where each alias ends, and from there on the way from its text to the real one
+        # where each alias ends, and from there on the way from its text to the real one
+        ends, shifts = [], [0]
         for found in own:
             pieces += [shown.text[at : found.start()], self.alias(found[0])]
             at, length = found.end(), length + len(pieces[-2]) + len(pieces[-1])
             ends.append(length)
             shifts.append(at - length)
-        encoded = self.model.encode("".join([*pieces, shown.text[at:]]), add_special_tokens=False)
+        encoded = self.model.encode(
+            "".join([*pieces, shown.text[at:]]), add_special_tokens=False
+        )
         places = np.array(encoded.offsets, np.int64).reshape(-1, 2)
         places += np.array(shifts)[np.searchsorted(ends, places, side="right")]
         # A token that swallows the white space around its name is where its name is: what is learned may begin in that.
@@ -182,11 +237,21 @@ class _TemplateTokens:
             start, end = places[i]
             text = shown.text[start:end]
             places[i] = end - len(text.lstrip()), start + len(text.rstrip())
-        return np.array([self.ids.get(i, i) for i in encoded.ids], np.int64), places[:, 0], places[:, 1]
+        return (
+            np.array([self.ids.get(i, i) for i in encoded.ids], np.int64),
+            places[:, 0],
+            places[:, 1],
+        )
 
-    def _bytes(self, text: str, own: Sequence[re.Match[str]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _bytes(
+        self, text: str, own: Sequence[re.Match[str]]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The same for a tokenizer of bytes: a token per byte, and one for each special token."""
-        ids, starts, ends = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        ids, starts, ends = (
+            [np.empty(0, np.int64)],
+            [np.empty(0, np.int64)],
+            [np.empty(0, np.int64)],
+        )
         for found, following in zip([None, *own], [*own, None], strict=True):
             if found is not None:
                 for one, value in (
@@ -197,7 +262,9 @@ class _TemplateTokens:
                     one.append(np.array([value]))
             first = found.end() if found else 0
             plain = text[first : following.start() if following else len(text)]
-            at = first + np.repeat(np.arange(len(plain)), [len(char.encode()) for char in plain])
+            at = first + np.repeat(
+                np.arange(len(plain)), [len(char.encode()) for char in plain]
+            )
             ids.append(np.frombuffer(plain.encode(), np.uint8).astype(np.int64))
             starts.append(at)
             ends.append(at + 1)

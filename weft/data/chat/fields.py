@@ -32,7 +32,12 @@ _UNCLEAR = ("mask", "masks", "weights", "loss_masks", "loss_weights", "loss_weig
 #: Every name that means something in a record.
 KNOWN = {name for names in NAMES.values() for name in names} | {*LEARNED, *HIDDEN}
 #: A question and its answer, where each element of a list has both.
-_TURN_PAIRS = (("input", "output"), ("human", "assistant"), ("user", "assistant"), ("question", "answer"))
+_TURN_PAIRS = (
+    ("input", "output"),
+    ("human", "assistant"),
+    ("user", "assistant"),
+    ("question", "answer"),
+)
 _SIDES = ("user", "assistant")
 #: How dialogues in Anthropic's data begin.
 _HUMAN = "\n\nHuman:"
@@ -43,7 +48,9 @@ class Fields:
 
     def __init__(self, record: Mapping[str, Any]) -> None:
         self.record = dict(record)
-        for key in [key for key in self.record if isinstance(key, str) and key not in KNOWN]:
+        for key in [
+            key for key in self.record if isinstance(key, str) and key not in KNOWN
+        ]:
             plain = key.strip().lower()  # exports of tables have Question and Answer
             if plain in KNOWN and plain not in self.record:
                 self.record[plain] = self.record.pop(key)
@@ -51,12 +58,23 @@ class Fields:
 
     def name(self, field: str) -> str | None:
         """Under which of its names the record has ``field``, and something in it."""
-        return next((name for name in NAMES.get(field, (field,)) if self.record.get(name) is not None), None)
+        return next(
+            (
+                name
+                for name in NAMES.get(field, (field,))
+                if self.record.get(name) is not None
+            ),
+            None,
+        )
 
     def empty_name(self, field: str) -> str | None:
         """Under which name the record has ``field`` with nothing in it; None if there is something, or no such key."""
         names = NAMES.get(field, (field,))
-        return None if self.has(field) else next((name for name in names if name in self.record), None)
+        return (
+            None
+            if self.has(field)
+            else next((name for name in names if name in self.record), None)
+        )
 
     def has(self, *fields: str) -> bool:
         return all(self.name(field) is not None for field in fields)
@@ -73,7 +91,9 @@ class Fields:
         """What the record has as ``field``. Raises :class:`ConversationError` if that is nothing."""
         name = self.name(field)
         if name is None and (empty := self.empty_name(field)):
-            raise ConversationError(f"its {empty!r} is empty; leave the record out, or write something there")
+            raise ConversationError(
+                f"its {empty!r} is empty; leave the record out, or write something there"
+            )
         if name is None:
             others = ", ".join(map(repr, NAMES.get(field, ())[1:]))
             named = f" (or {others})" if others else ""
@@ -85,7 +105,11 @@ class Fields:
 
     def unread(self) -> tuple[str, ...]:
         """The fields that hold something and were not taken."""
-        return tuple(str(k) for k, v in self.record.items() if k not in self.taken and v not in (None, "", [], {}))
+        return tuple(
+            str(k)
+            for k, v in self.record.items()
+            if k not in self.taken and v not in (None, "", [], {})
+        )
 
 
 def messages_of(value: Any) -> Any:
@@ -96,14 +120,22 @@ def messages_of(value: Any) -> Any:
     if isinstance(value, str) and value.startswith(_HUMAN):
         return _dialogue(value)
     meant = from_text(value)
-    if isinstance(meant, Mapping) and meant and all(isinstance(column, list) for column in meant.values()):
+    if (
+        isinstance(meant, Mapping)
+        and meant
+        and all(isinstance(column, list) for column in meant.values())
+    ):
         # A list of objects as a table of columns, which is how some libraries keep it.
         sizes = {len(column) for column in meant.values()}
         rows = zip(*meant.values(), strict=True) if len(sizes) == 1 else ()
         meant = [dict(zip(meant, row, strict=True)) for row in rows]
     elif isinstance(value, Mapping) and _is_turn(value):
         return [value]  # the only turn, which some exporters write without a list
-    return meant if isinstance(meant, list) and meant and all(map(_is_turn, meant)) else value
+    return (
+        meant
+        if isinstance(meant, list) and meant and all(map(_is_turn, meant))
+        else value
+    )
 
 
 def _is_turn(value: Any) -> bool:
@@ -113,23 +145,37 @@ def _is_turn(value: Any) -> bool:
 def turns_of(value: Any) -> Any:
     """A conversation as a list of turns, as :func:`messages_of` has it, also where each element is two of them."""
     pairs = from_text(value)
-    if not isinstance(pairs, list) or not pairs or not all(isinstance(two, Mapping) for two in pairs):
+    if (
+        not isinstance(pairs, list)
+        or not pairs
+        or not all(isinstance(two, Mapping) for two in pairs)
+    ):
         return messages_of(value)
-    keys = next((keys for keys in _TURN_PAIRS if all({*two} == {*keys} for two in pairs)), None)
+    keys = next(
+        (keys for keys in _TURN_PAIRS if all({*two} == {*keys} for two in pairs)), None
+    )
     if keys is None:
         return messages_of(value)
-    return [{"role": role, "content": two[key]} for two in pairs for role, key in zip(_SIDES, keys, strict=True)]
+    return [
+        {"role": role, "content": two[key]}
+        for two in pairs
+        for role, key in zip(_SIDES, keys, strict=True)
+    ]
 
 
 def _dialogue(text: str) -> list[dict[str, str]]:
     """The turns of a dialogue as Anthropic's data has it; without the empty one that a prompt ends with."""
     _, *pieces = re.split(r"\n\n(Human|Assistant):", text)
     said = zip(pieces[::2], pieces[1::2], strict=True)
-    turns = [{"role": SPEAKERS[who.lower()], "content": words.strip()} for who, words in said]
+    turns = [
+        {"role": SPEAKERS[who.lower()], "content": words.strip()} for who, words in said
+    ]
     return turns[:-1] if not turns[-1]["content"] else turns
 
 
-def finished(fields: Fields, messages: Any, unread: Sequence[str] = (), hidden: int = 0) -> Conversation:
+def finished(
+    fields: Fields, messages: Any, unread: Sequence[str] = (), hidden: int = 0
+) -> Conversation:
     """The conversation of ``messages`` with what stands beside them: system, tools, weight and masks.
 
     ``hidden``: so many messages from the first are a prompt, and so is a system then.
@@ -163,7 +209,9 @@ def weight_of_record(fields: Fields) -> float:
             fields.take(key)
             del fields.record[key]
             weight *= flag(value, key, "the record") == (key in LEARNED)
-    if unclear := next((key for key in _UNCLEAR if fields.record.get(key) is not None), None):
+    if unclear := next(
+        (key for key in _UNCLEAR if fields.record.get(key) is not None), None
+    ):
         raise ConversationError(
             f"it has {unclear!r}, which says something about learning that is not known; known are "
             f"{', '.join((*LEARNED, *HIDDEN))} and weight: rename it by data.columns, or leave it out: "
@@ -196,5 +244,10 @@ def _masked(messages: Any, key: str, values: list[Any]) -> Any:
     """``messages`` with one mask each, from a list beside them."""
     messages = messages_of(messages)
     if not isinstance(messages, list) or len(messages) != len(values):
-        raise ConversationError(f"its {key!r} is a list of {len(values)}, which is not one for each message")
-    return [m | {key: v} if isinstance(m, dict) else m for m, v in zip(messages, values, strict=True)]
+        raise ConversationError(
+            f"its {key!r} is a list of {len(values)}, which is not one for each message"
+        )
+    return [
+        m | {key: v} if isinstance(m, dict) else m
+        for m, v in zip(messages, values, strict=True)
+    ]

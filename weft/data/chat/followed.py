@@ -42,17 +42,25 @@ class Followed:
         groups = self.shown.groups(number)
         return groups[-1] if groups else []
 
-    def up_to(self, count: int, more: Sequence[Message] = (), prompt: bool = False) -> Marked | None:
+    def up_to(
+        self, count: int, more: Sequence[Message] = (), prompt: bool = False
+    ) -> Marked | None:
         """The text of the first ``count`` messages and of ``more``, marked; None if the template refuses it."""
         try:
-            return self.template.render([*self._messages[:count], *more], self.talk.tools, prompt)
+            return self.template.render(
+                [*self._messages[:count], *more], self.talk.tools, prompt
+            )
         except TemplateError:
             return None
 
     def anchor(self, other: Marked, before: int, limit: int) -> Anchor:
         """The last words of messages below number ``before`` that both texts have, in this one at most at ``limit``."""
         for mark in reversed(other.words):
-            here = [at for message, at, _ in self.shown.words if message == mark.message < before and at <= limit]
+            here = [
+                at
+                for message, at, _ in self.shown.words
+                if message == mark.message < before and at <= limit
+            ]
             if here:
                 return Anchor(mark.at, here[-1])
         return Anchor(0, 0)
@@ -69,14 +77,19 @@ class Followed:
                 ):
                     missing.append((number, part))
                 elif part == "content" and marks % 2:  # one end of it was cut off
-                    missing += [(number, lost) for lost in _cut_off(message["content"], self.shown.text)]
+                    missing += [
+                        (number, lost)
+                        for lost in _cut_off(message["content"], self.shown.text)
+                    ]
         return missing
 
     def _least(self, number: int, part: str) -> int:
         """How many marks of a part the template writes if it leaves out no call of a message."""
         if part not in ("arguments", "name"):
             return 1
-        calls = self.template.of(self.talk.tools).adapted(self._messages[number])["tool_calls"]
+        calls = self.template.of(self.talk.tools).adapted(self._messages[number])[
+            "tool_calls"
+        ]
         return sum(count_marks(call["function"][part]) for call in calls)
 
 
@@ -86,7 +99,11 @@ def follow(template: ChatTemplate, talk: Conversation) -> Followed:
     A template may look at how a message begins, or which tool is called: such words are left unmarked.
     """
     shown = template.render(talk.messages, talk.tools)
-    every = [(i, part) for i, message in enumerate(talk.messages) for part in parts_with_words(message)]
+    every = [
+        (i, part)
+        for i, message in enumerate(talk.messages)
+        for part in parts_with_words(message)
+    ]
 
     def attempt(parts: Sequence[tuple[int, str]]) -> Marked | None:
         try:
@@ -102,21 +119,31 @@ def follow(template: ChatTemplate, talk: Conversation) -> Followed:
         if (again := attempt([*kept, part])) is not None:
             kept.append(part)
             marked = again
-    return Followed(template, talk, shown if marked is None else marked, frozenset(kept))
+    return Followed(
+        template, talk, shown if marked is None else marked, frozenset(kept)
+    )
 
 
-def _marked(messages: Sequence[Message], parts: Collection[tuple[int, str]]) -> list[Message]:
+def _marked(
+    messages: Sequence[Message], parts: Collection[tuple[int, str]]
+) -> list[Message]:
     """The messages with ``parts`` marked."""
     chosen: dict[int, set[str]] = {}
     for number, part in parts:
         chosen.setdefault(number, set()).add(part)
-    return [numbered(message, i, chosen.get(i, ())) for i, message in enumerate(messages)]
+    return [
+        numbered(message, i, chosen.get(i, ())) for i, message in enumerate(messages)
+    ]
 
 
 def _stands(message: Message, part: str, text: str) -> bool:
     """Whether words that could not be marked may be in ``text``: a line of a content is; others count as written."""
     content = message.get("content")
-    words = content if isinstance(content, str) else "\n".join(one["text"] for one in content or ())
+    words = (
+        content
+        if isinstance(content, str)
+        else "\n".join(one["text"] for one in content or ())
+    )
     lines = [line.strip() for line in words.splitlines() if line.strip()]
     return part != "content" or any(line in text for line in lines)
 

@@ -40,12 +40,16 @@ def _sharegpt(fields: Fields) -> Conversation:
     return finished(fields, turns)
 
 
-def _prompt(fields: Fields, asked: str = "prompt", answered: str = "completion") -> Conversation:
+def _prompt(
+    fields: Fields, asked: str = "prompt", answered: str = "completion"
+) -> Conversation:
     """A question and its answer: texts, or lists of messages of which the answer's alone are learned.
 
     ``history`` are pairs of what was said before.
     """
-    first, second = (messages_of(fields.needed(name, "prompt")) for name in (asked, answered))
+    first, second = (
+        messages_of(fields.needed(name, "prompt")) for name in (asked, answered)
+    )
     before, after = as_messages(first), as_messages(second, "assistant")
     if not isinstance(before, list) or not isinstance(after, list):
         names = f"{fields.name(asked)!r} and {fields.name(answered)!r}"
@@ -61,17 +65,28 @@ def _alpaca(fields: Fields) -> Conversation:
     answer = fields.needed("output", "alpaca")
     if not all(isinstance(text, str) for text in asked):
         raise ConversationError("'instruction' and 'input' are texts")
-    turn = [{"role": "user", "content": "\n".join(asked)}, {"role": "assistant", "content": answer}]
+    turn = [
+        {"role": "user", "content": "\n".join(asked)},
+        {"role": "assistant", "content": answer},
+    ]
     return finished(fields, _earlier(fields) + turn)
 
 
 def _earlier(fields: Fields) -> list[Any]:
     """The turns of ``history``, pairs of an instruction and its answer."""
     pairs = fields.take("history") or []
-    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise ConversationError("'history' is not a list of pairs of an instruction and an answer")
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in pairs
+    ):
+        raise ConversationError(
+            "'history' is not a list of pairs of an instruction and an answer"
+        )
     roles = ("user", "assistant")
-    return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(roles, pair, strict=True)
+    ]
 
 
 #: Of the forms that fit a record the first counts; those that have a field under its first name come before others.
@@ -82,12 +97,20 @@ FORMS = (
     Form("sharegpt", ("conversations",), _sharegpt),
     Form("prompt", ("prompt", "completion"), _prompt),
     Form("alpaca", ("instruction", "output"), _alpaca),
-    Form("prompt", ("input", "output"), lambda fields: _prompt(fields, "input", "output")),
-    Form("prompt", ("prompt", "output"), lambda fields: _prompt(fields, "prompt", "output")),
+    Form(
+        "prompt", ("input", "output"), lambda fields: _prompt(fields, "input", "output")
+    ),
+    Form(
+        "prompt",
+        ("prompt", "output"),
+        lambda fields: _prompt(fields, "prompt", "output"),
+    ),
 )
 
 
-def read_record(record: Any, form: str = "auto", field: str | None = None) -> Conversation:
+def read_record(
+    record: Any, form: str = "auto", field: str | None = None
+) -> Conversation:
     """The conversation in ``record``. ``form``: which of the forms it has, or ``auto`` to see from its keys.
 
     ``field``: where the messages are, if they have another name. Raises :class:`ConversationError`.
@@ -97,7 +120,9 @@ def read_record(record: Any, form: str = "auto", field: str | None = None) -> Co
     fields = Fields(record)
     if field is not None:
         if field not in record:
-            raise ConversationError(f"no field {field!r}; set the source's 'field', {nearest(field, map(str, record))}")
+            raise ConversationError(
+                f"no field {field!r}; set the source's 'field', {nearest(field, map(str, record))}"
+            )
         return _messages(fields, field)
     form = "prompt" if form == "docstrings" else form
     fitting = [known for known in FORMS if form in ("auto", known.name)]
@@ -108,11 +133,19 @@ def read_record(record: Any, form: str = "auto", field: str | None = None) -> Co
     raise _unknown(fields)
 
 
-def form_of(fields: Fields, forms: tuple[Form, ...] | list[Form] = FORMS) -> Form | None:
+def form_of(
+    fields: Fields, forms: tuple[Form, ...] | list[Form] = FORMS
+) -> Form | None:
     """The form that a record has; None if it has none that is known."""
-    exact = (known for known in forms if all(fields.record.get(name) is not None for name in known.needed))
+    exact = (
+        known
+        for known in forms
+        if all(fields.record.get(name) is not None for name in known.needed)
+    )
     alike = (known for known in forms if fields.has(*known.needed))
-    found = [known for known in (*exact, *alike) if known.name != "adp" or _is_list(fields)]
+    found = [
+        known for known in (*exact, *alike) if known.name != "adp" or _is_list(fields)
+    ]
     trajectory = any(known.name == "atif" for known in forms) and fields.has("steps")
     return found[0] if found else FORMS[0] if trajectory else None
 
@@ -127,22 +160,38 @@ def _unknown(fields: Fields) -> ConversationError:
     shown = ", ".join(keys) or "no keys"
     has = f"a record with {shown if len(shown) <= 60 else f'{shown[:57]}...'} has none of the known forms"
     if fields.has("chosen", "rejected"):
-        return ConversationError(f"{has}, but is a pair of answers; set data.kind = 'preference'")
+        return ConversationError(
+            f"{has}, but is a pair of answers; set data.kind = 'preference'"
+        )
     for form in FORMS:  # one of which something is there, but empty
-        empty = [fields.empty_name(name) for name in form.needed if not fields.has(name)]
+        empty = [
+            fields.empty_name(name) for name in form.needed if not fields.has(name)
+        ]
         if empty and all(empty):
-            return ConversationError(f"its {empty[0]!r} is empty; leave the record out, or write something there")
+            return ConversationError(
+                f"its {empty[0]!r} is empty; leave the record out, or write something there"
+            )
     if (near := _nearest(fields, keys)) is not None:
         return ConversationError(f"{has}; {near}")
-    every = "; ".join(" and ".join(form.needed) for form in FORMS if form.needed[-1] not in ("schema_version", "id"))
+    every = "; ".join(
+        " and ".join(form.needed)
+        for form in FORMS
+        if form.needed[-1] not in ("schema_version", "id")
+    )
     plain = "plain text is read by kind = 'jsonl' with its 'field'"
-    return ConversationError(f"{has} ({every}); others are named by data.columns, and {plain}")
+    return ConversationError(
+        f"{has} ({every}); others are named by data.columns, and {plain}"
+    )
 
 
 def _close(field: str, keys: list[str]) -> list[str]:
     """The key that is nearly one of a field's names, if there is one."""
     named = [key for key in keys if not key.endswith("_id")]
-    return [key for name in NAMES[field] for key in get_close_matches(name, named, n=1, cutoff=0.8)][:1]
+    return [
+        key
+        for name in NAMES[field]
+        for key in get_close_matches(name, named, n=1, cutoff=0.8)
+    ][:1]
 
 
 def _nearest(fields: Fields, keys: list[str]) -> str | None:
@@ -151,11 +200,16 @@ def _nearest(fields: Fields, keys: list[str]) -> str | None:
     for form in FORMS:
         if form.name in ("atif", "adp"):
             continue
-        near = {name: _close(name, keys) for name in form.needed if not fields.has(name)}
+        near = {
+            name: _close(name, keys) for name in form.needed if not fields.has(name)
+        }
         close = sum(0.9 for match in near.values() if match)
         score = (len(form.needed) - len(near) + close) / len(form.needed)
         if score > best:
             best = score
-            meant = ", ".join(f'{match[0] if match else "NAME"} = "{name}"' for name, match in near.items())
+            meant = ", ".join(
+                f'{match[0] if match else "NAME"} = "{name}"'
+                for name, match in near.items()
+            )
             line = f"the nearest is {' and '.join(form.needed)}: data.columns = {{ {meant} }}"
     return line

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from weft.data.chat.conversation import as_messages
-from weft.data.chat.fields import Fields, messages_of, tools_of, weight_of_record, with_system
+from weft.data.chat.fields import (
+    Fields,
+    messages_of,
+    tools_of,
+    weight_of_record,
+    with_system,
+)
 from weft.data.chat.pairs import AnswerPair, answer_side, question_of
 from weft.data.chat.turns import ConversationError, role_of
 
@@ -45,7 +51,10 @@ def read_judgements(record: Any) -> list[Judgement]:
     weight, tools = weight_of_record(fields), tools_of(fields)
     if fields.has("chosen", "rejected") and not fields.has("label"):
         prompt = _prompt(fields.take("prompt"), fields)
-        sides = [(_turns(fields.take(name), name), name == "chosen") for name in ("chosen", "rejected")]
+        sides = [
+            (_turns(fields.take(name), name), name == "chosen")
+            for name in ("chosen", "rejected")
+        ]
     else:
         if not fields.has("label"):
             raise ConversationError(
@@ -55,24 +64,42 @@ def read_judgements(record: Any) -> list[Judgement]:
         prompt, answer = _question_and_answer(fields)
         sides = [(answer, good)]
     unread = fields.unread()
-    return [Judgement(tuple(prompt), tuple(answer), good, weight, tools, unread) for answer, good in sides]
+    return [
+        Judgement(tuple(prompt), tuple(answer), good, weight, tools, unread)
+        for answer, good in sides
+    ]
 
 
 def _question_and_answer(fields: Fields) -> tuple[list[Any], list[Any]]:
     """The prompt and the answer of a record, each as messages."""
-    turns = next((name for name in ("messages", "conversations") if fields.has(name)), None)
+    turns = next(
+        (name for name in ("messages", "conversations") if fields.has(name)), None
+    )
     if turns and not fields.has("output"):
         messages = messages_of(fields.take(turns))
         if not isinstance(messages, list):
             raise ConversationError(f"{turns!r} is not a list of messages")
-        last = next((i for i in range(len(messages), 0, -1) if role_of(messages[i - 1]) != "assistant"), 0)
+        last = next(
+            (
+                i
+                for i in range(len(messages), 0, -1)
+                if role_of(messages[i - 1]) != "assistant"
+            ),
+            0,
+        )
         if last in (0, len(messages)):
-            raise ConversationError(f"its {turns!r} do not end with an answer of the assistant's to somebody's turn")
+            raise ConversationError(
+                f"its {turns!r} do not end with an answer of the assistant's to somebody's turn"
+            )
         return with_system(messages[:last], fields.take("system")), messages[last:]
     name, asked = question_of(fields)
     if not name:
         fields.needed("prompt", "feedback")  # which says what is missing
-    answer = fields.take("completion") if fields.has("completion") else fields.needed("output", "feedback")
+    answer = (
+        fields.take("completion")
+        if fields.has("completion")
+        else fields.needed("output", "feedback")
+    )
     return _prompt(asked, fields), _turns(answer, "completion")
 
 
@@ -95,11 +122,15 @@ def _is_good(label: Any) -> bool:
     if isinstance(label, float) and label in (0.0, 1.0):
         word = str(int(label))
     if word not in _GOOD | _BAD:
-        raise ConversationError(f"its 'label' is {str(label)[:40]!r}; a label is true (good) or false (bad)")
+        raise ConversationError(
+            f"its 'label' is {str(label)[:40]!r}; a label is true (good) or false (bad)"
+        )
     return word in _GOOD
 
 
-def with_others(judgements: Iterable[tuple[P, Judgement]]) -> Iterator[tuple[P, AnswerPair | ConversationError]]:
+def with_others(
+    judgements: Iterable[tuple[P, Judgement]],
+) -> Iterator[tuple[P, AnswerPair | ConversationError]]:
     """Put the next answer that differs beside each judged one, in the order in which they come, each with its place.
 
     The last ones get the first that differs. Of the pair the ``margin`` is 1 for a good answer, -1 for a bad one.
@@ -125,7 +156,13 @@ def with_others(judgements: Iterable[tuple[P, Judgement]]) -> Iterator[tuple[P, 
 def _pair(judgement: Judgement, other: Judgement) -> AnswerPair | ConversationError:
     try:
         own, beside = (
-            answer_side(judgement.prompt, list(answer), "completion", judgement.tools, judgement.unread)
+            answer_side(
+                judgement.prompt,
+                list(answer),
+                "completion",
+                judgement.tools,
+                judgement.unread,
+            )
             for answer in (judgement.answer, other.answer)
         )
     except ConversationError as error:

@@ -22,7 +22,11 @@ _MARK = re.compile(f"{_MESSAGE}([\ufde0-\ufdef]+){_END}|[\ufdd0-\ufdef]")
 #: The parts of a message that hold words: its content, its reasoning, and arguments and names of the tools it calls.
 PARTS = ("content", "reasoning", "arguments", "name")
 #: Where a message has its words. ``thinking`` and ``reasoning_content`` are two names of one thing.
-_WORDS = {"content": "content", "reasoning_content": "reasoning", "thinking": "reasoning"}
+_WORDS = {
+    "content": "content",
+    "reasoning_content": "reasoning",
+    "thinking": "reasoning",
+}
 
 
 class JsonObject(dict[str, Any]):
@@ -56,7 +60,9 @@ def cleaned(value: Any) -> Any:
 def mapped(change: Any, value: Any) -> Any:
     """A JSON list or object with ``change`` made to what is in it, keys included; any other value as it is."""
     if isinstance(value, JsonObject):
-        return JsonObject({change(key): change(one) for key, one in value.items()}, change(value.text))
+        return JsonObject(
+            {change(key): change(one) for key, one in value.items()}, change(value.text)
+        )
     if isinstance(value, dict):
         return {change(key): change(one) for key, one in value.items()}
     return [change(one) for one in value] if isinstance(value, list) else value
@@ -69,7 +75,9 @@ def protected(value: Any, names: re.Pattern[str]) -> Any:
     return mapped(lambda one: protected(one, names), value)
 
 
-def numbered(message: dict[str, Any], number: int, parts: Collection[str] = PARTS) -> dict[str, Any]:
+def numbered(
+    message: dict[str, Any], number: int, parts: Collection[str] = PARTS
+) -> dict[str, Any]:
     """``message`` with the words of its ``parts`` between marks with ``number``.
 
     The name of a tool is marked only where the arguments of its call have no words: a template may compare the name
@@ -84,17 +92,29 @@ def numbered(message: dict[str, Any], number: int, parts: Collection[str] = PART
         """The mark stands inside white space, which templates strip."""
         if isinstance(value, str):
             words = value.strip()
-            return value.replace(words, f"{mark(part)}{words}{mark(part)}", 1) if words and part in parts else value
+            return (
+                value.replace(words, f"{mark(part)}{words}{mark(part)}", 1)
+                if words and part in parts
+                else value
+            )
         if isinstance(value, JsonObject):
-            return JsonObject({key: around(one, part) for key, one in value.items()}, around(value.text, part))
+            return JsonObject(
+                {key: around(one, part) for key, one in value.items()},
+                around(value.text, part),
+            )
         if isinstance(value, dict):
             return {key: around(one, part) for key, one in value.items()}
-        return [around(one, part) for one in value] if isinstance(value, list) else value
+        return (
+            [around(one, part) for one in value] if isinstance(value, list) else value
+        )
 
     marked = dict(message)
     for key, part in _WORDS.items():
         if isinstance(content := message.get(key), list):
-            marked[key] = [one | {"text": around(one["text"], part)} if "text" in one else one for one in content]
+            marked[key] = [
+                one | {"text": around(one["text"], part)} if "text" in one else one
+                for one in content
+            ]
         elif key in message:
             marked[key] = around(message[key], part)
     if "tool_calls" in message:
@@ -106,7 +126,9 @@ def numbered(message: dict[str, Any], number: int, parts: Collection[str] = PART
                 arguments = around(arguments, "arguments")
             else:
                 name = around(name, "name")
-            marked["tool_calls"].append(call | {"function": function | {"name": name, "arguments": arguments}})
+            marked["tool_calls"].append(
+                call | {"function": function | {"name": name, "arguments": arguments}}
+            )
     return marked
 
 
@@ -114,7 +136,13 @@ def has_words(value: Any) -> bool:
     """Whether a JSON value holds a text that is more than white space."""
     if isinstance(value, str):
         return bool(value.strip())
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    inside = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list)
+        else ()
+    )
     return any(has_words(one) for one in inside)
 
 
@@ -122,13 +150,21 @@ def count_marks(value: Any) -> int:
     """How many ends of marked words a JSON value has."""
     if isinstance(value, str):
         return value.count(_MESSAGE)
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    inside = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list)
+        else ()
+    )
     return sum(map(count_marks, inside))
 
 
 def parts_with_words(message: dict[str, Any]) -> list[str]:
     """The parts of a message that :func:`numbered` can mark."""
-    parts = {part for key, part in _WORDS.items() if has_words(_texts(message.get(key)))}
+    parts = {
+        part for key, part in _WORDS.items() if has_words(_texts(message.get(key)))
+    }
     for call in message.get("tool_calls", ()):
         parts.add("arguments" if has_words(call["function"]["arguments"]) else "name")
     return [part for part in PARTS if part in parts]
@@ -136,7 +172,9 @@ def parts_with_words(message: dict[str, Any]) -> list[str]:
 
 def _texts(content: Any) -> Any:
     """The texts of a content that may be a list of parts."""
-    return [one.get("text") for one in content] if isinstance(content, list) else content
+    return (
+        [one.get("text") for one in content] if isinstance(content, list) else content
+    )
 
 
 @dataclass(frozen=True)
@@ -159,7 +197,12 @@ class Marked:
 
     def own_text(self, names: re.Pattern[str]) -> str:
         """The text with those of ``names`` blanked out that are somebody's words."""
-        return names.sub(lambda found: "\0" * len(found[0]) if found.start() in self.plain else found[0], self.text)
+        return names.sub(
+            lambda found: (
+                "\0" * len(found[0]) if found.start() in self.plain else found[0]
+            ),
+            self.text,
+        )
 
 
 def read_marks(rendered: str) -> Marked:

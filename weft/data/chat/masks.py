@@ -12,7 +12,9 @@ LEARNED = ("train", "training", "trainable", "loss", "loss_mask")
 HIDDEN = ("masked",)
 WEIGHTS = ("weight", "loss_weight")
 #: A key with one of these words is about what is learned, and nobody wants it ignored.
-_WORDS = re.compile(r"(?:^|_)(?:masks?|masked|loss|train(?:ed|ing|able)?|weights?|learn(?:ed)?)(?:_|$)")
+_WORDS = re.compile(
+    r"(?:^|_)(?:masks?|masked|loss|train(?:ed|ing|able)?|weights?|learn(?:ed)?)(?:_|$)"
+)
 
 
 class TurnWeight(NamedTuple):
@@ -47,7 +49,9 @@ def take_weight(message: Message, name: str) -> TurnWeight:
                 f'data.columns = {{ "messages.{key}" = "" }}'
             )
     if len(set(said.values())) > 1:
-        raise ConversationError(f"{name} is learned and not learned: {' and '.join(said)} contradict each other")
+        raise ConversationError(
+            f"{name} is learned and not learned: {' and '.join(said)} contradict each other"
+        )
     return TurnWeight(weight * all(said.values()), marked, bool(keys))
 
 
@@ -58,15 +62,31 @@ def weight_of(value: Any, name: str) -> float:
     if isinstance(value, str):
         with suppress(ValueError):
             value = float(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ConversationError(f"{name} is {shown(value)}; a weight is a number of at least 0")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not 0 <= value < math.inf
+    ):
+        raise ConversationError(
+            f"{name} is {shown(value)}; a weight is a number of at least 0"
+        )
     return float(value)
 
 
 def flag(value: Any, key: str, name: str) -> bool:
     """A mask's value as true or false."""
-    known = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-    if isinstance(value, (bool, int, float, str)) and (meant := known.get(str(value).lower())) is not None:
+    known = {
+        "true": True,
+        "1": True,
+        "1.0": True,
+        "false": False,
+        "0": False,
+        "0.0": False,
+    }
+    if (
+        isinstance(value, (bool, int, float, str))
+        and (meant := known.get(str(value).lower())) is not None
+    ):
         return meant
     raise ConversationError(
         f"{name} has {shown(value)} as {key!r}, which is true or false; data.columns can leave it out"

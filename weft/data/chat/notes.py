@@ -21,7 +21,9 @@ _LEFT_OUT = {
 _NO_TOOLS = "does not show the model its tools"
 
 #: What to do about it, where there is something else than another template.
-_REMEDIES = {"leaves out reasoning": "; data.chat.reasoning = 'split' learns it if the last question's turns have it"}
+_REMEDIES = {
+    "leaves out reasoning": "; data.chat.reasoning = 'split' learns it if the last question's turns have it"
+}
 
 
 class Facts(NamedTuple):
@@ -31,7 +33,9 @@ class Facts(NamedTuple):
     stops: bool
 
 
-def facts_of(followed: Followed, learned: np.ndarray, numbers: Collection[int]) -> Facts:
+def facts_of(
+    followed: Followed, learned: np.ndarray, numbers: Collection[int]
+) -> Facts:
     """What is to be said about a conversation, of which the ids ``learned`` are learned, of messages ``numbers``.
 
     Reasoning of turns that are not learned is left to the template, which shows a model what it sees when it is asked.
@@ -41,10 +45,15 @@ def facts_of(followed: Followed, learned: np.ndarray, numbers: Collection[int]) 
         role = followed.talk.messages[number]["role"]
         if part != "reasoning" or number in numbers:
             kinds.add(_LEFT_OUT.get((role, part), _LEFT_OUT[part]).format(role=role))
-    names = [tool.get("function", tool).get("name") for tool in followed.talk.tools or ()]
+    names = [
+        tool.get("function", tool).get("name") for tool in followed.talk.tools or ()
+    ]
     if any(isinstance(name, str) and name not in followed.shown.text for name in names):
         kinds.add(_NO_TOOLS)
-    return Facts(frozenset(kinds), bool(np.isin(learned, followed.template.tokenizer.stops).any()))
+    return Facts(
+        frozenset(kinds),
+        bool(np.isin(learned, followed.template.tokenizer.stops).any()),
+    )
 
 
 @dataclass
@@ -85,7 +94,9 @@ def _records(count: int) -> str:
 
 
 def _remedy(kind: str) -> str:
-    return next((remedy for start, remedy in _REMEDIES.items() if kind.startswith(start)), "")
+    return next(
+        (remedy for start, remedy in _REMEDIES.items() if kind.startswith(start)), ""
+    )
 
 
 def _listed(names: Iterable[str]) -> str:

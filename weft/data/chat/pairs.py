@@ -7,7 +7,14 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from weft.data.chat.conversation import Conversation, as_messages, conversation
-from weft.data.chat.fields import Fields, messages_of, tools_of, turns_of, weight_of_record, with_system
+from weft.data.chat.fields import (
+    Fields,
+    messages_of,
+    tools_of,
+    turns_of,
+    weight_of_record,
+    with_system,
+)
 from weft.data.chat.forms import form_of
 from weft.data.chat.masks import HIDDEN, LEARNED
 from weft.data.chat.turns import ConversationError, role_of
@@ -47,28 +54,48 @@ def read_pair(record: Any) -> AnswerPair:
     asked_by, prompt = question_of(fields)
     if not (isinstance(chosen, str) and isinstance(rejected, str)):
         if not (isinstance(chosen, list) and isinstance(rejected, list)):
-            raise ConversationError("'chosen' and 'rejected' are each a text, or each a list of messages")
+            raise ConversationError(
+                "'chosen' and 'rejected' are each a text, or each a list of messages"
+            )
         asked = [message for message, _ in _alike(chosen[:-1], rejected[:-1])]
-        if isinstance(prompt, list) and prompt == asked[: len(prompt)]:  # which both answers repeat
+        # which both answers repeat
+        if isinstance(prompt, list) and prompt == asked[: len(prompt)]:
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         elif asked and (not isinstance(prompt, list) or _begins_anew(asked[0], prompt)):
             if asked_by and not any(_says(message, prompt) for message in asked):
-                fields.taken.discard(str(fields.name(asked_by)))  # another text than what was asked: said as not read
-            prompt, chosen, rejected = asked, chosen[len(asked) :], rejected[len(asked) :]
+                # another text than what was asked: said as not read
+                fields.taken.discard(str(fields.name(asked_by)))
+            prompt, chosen, rejected = (
+                asked,
+                chosen[len(asked) :],
+                rejected[len(asked) :],
+            )
     elif prompt is None:
         # The prompt ends with a word, so that no token of an answer is cut.
         prompt = "".join(a for a, _ in _alike(chosen, rejected))
         prompt = prompt[: 1 + max(prompt.rfind(space) for space in " \n\t")]
-        chosen, rejected, prompt = chosen[len(prompt) :], rejected[len(prompt) :], prompt.rstrip()
+        chosen, rejected, prompt = (
+            chosen[len(prompt) :],
+            rejected[len(prompt) :],
+            prompt.rstrip(),
+        )
     if not prompt:
-        raise ConversationError("no 'prompt', and 'chosen' and 'rejected' do not begin alike")
+        raise ConversationError(
+            "no 'prompt', and 'chosen' and 'rejected' do not begin alike"
+        )
     prompt = as_messages(prompt)
     if not isinstance(prompt, list):
         raise ConversationError("'prompt' is a text or a list of messages")
     prompt = with_system(prompt, fields.take("system"))
-    weight, margin, tools = weight_of_record(fields), _margin(fields.take("margin")), tools_of(fields)
+    weight, margin, tools = (
+        weight_of_record(fields),
+        _margin(fields.take("margin")),
+        tools_of(fields),
+    )
     if of_turns := next((key for key in (*LEARNED, *HIDDEN) if fields.has(key)), None):
-        raise ConversationError(f"its {of_turns!r} is a list; masks of a pair's turns stand in the turns themselves")
+        raise ConversationError(
+            f"its {of_turns!r} is a list; masks of a pair's turns stand in the turns themselves"
+        )
     sides = [
         answer_side(prompt, answer, name, tools, fields.unread())
         for answer, name in ((chosen, "chosen"), (rejected, "rejected"))
@@ -80,8 +107,16 @@ def question_of(fields: Fields) -> tuple[str, Any]:
     """Under which name a record has what was asked (none: ""), and that. An ``input`` is part of an instruction."""
     names = ("prompt", "instruction", "conversations", "messages", "input")
     name = next((name for name in names if fields.has(name)), "")
-    asked = (turns_of if name == "conversations" else messages_of)(fields.take(name)) if name else None
-    if name == "instruction" and isinstance(further := fields.take("input"), str) and further:
+    asked = (
+        (turns_of if name == "conversations" else messages_of)(fields.take(name))
+        if name
+        else None
+    )
+    if (
+        name == "instruction"
+        and isinstance(further := fields.take("input"), str)
+        and further
+    ):
         asked = f"{asked}\n{further}"
     return name, asked
 
@@ -89,33 +124,49 @@ def question_of(fields: Fields) -> tuple[str, Any]:
 def _begins_anew(message: Any, prompt: Sequence[Any]) -> bool:
     """Whether answers that begin with ``message`` are whole conversations, and do not go on with ``prompt``."""
     role = role_of(message)
-    return role in ("system", "developer") or (role == "user" and any(role_of(turn) == "user" for turn in prompt))
+    return role in ("system", "developer") or (
+        role == "user" and any(role_of(turn) == "user" for turn in prompt)
+    )
 
 
 def _says(message: Any, text: Any) -> bool:
     """Whether a message has ``text`` in its words."""
-    words = message.get("content", message.get("value")) if isinstance(message, Mapping) else None
+    words = (
+        message.get("content", message.get("value"))
+        if isinstance(message, Mapping)
+        else None
+    )
     return isinstance(words, str) and isinstance(text, str) and text.strip() in words
 
 
 def _alike(chosen: Sequence[Any], rejected: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
     """What both begin with, twice."""
-    return takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))
+    return takewhile(
+        lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)
+    )
 
 
 def with_garbled(record: Mapping[str, str]) -> dict[str, str]:
     """A pair from a question and its answer: this is preferred to the one with its words in reverse."""
     answer = record["completion"]
-    return {"prompt": record["prompt"], "chosen": answer, "rejected": " ".join(reversed(answer.split()))}
+    return {
+        "prompt": record["prompt"],
+        "chosen": answer,
+        "rejected": " ".join(reversed(answer.split())),
+    }
 
 
-def answer_side(prompt: Sequence[Any], answer: Any, name: str, tools: Any, unread: Sequence[str]) -> Conversation:
+def answer_side(
+    prompt: Sequence[Any], answer: Any, name: str, tools: Any, unread: Sequence[str]
+) -> Conversation:
     """The conversation of a prompt and an answer, which errors call ``name``; only the answer is learned."""
     answers = as_messages(answer, "assistant")
     if not any(role_of(turn) == "assistant" for turn in answers):
         raise ConversationError(f"{name!r} has no turn of the assistant's")
     try:
-        return conversation([*prompt, *answers], tools, unread=unread, hidden=len(prompt))
+        return conversation(
+            [*prompt, *answers], tools, unread=unread, hidden=len(prompt)
+        )
     except ConversationError as error:
         raise ConversationError(f"prompt and {name!r}: {error}") from None
 
@@ -126,6 +177,12 @@ def _margin(value: Any) -> float:
     if isinstance(value, str):
         with suppress(ValueError):
             value = float(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ConversationError(f"its 'margin' is {str(value)[:40]!r}, which is no number")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+    ):
+        raise ConversationError(
+            f"its 'margin' is {str(value)[:40]!r}, which is no number"
+        )
     return float(value)

@@ -11,7 +11,12 @@ from rich.text import Text
 from weft.data.chat.encode import ChatEncoder, Encoded
 from weft.data.chat.notes import Notes
 from weft.data.chat.samples import RecordLocation
-from weft.data.chat.source import chat_encoder, chat_template, encoded_records, forget_written
+from weft.data.chat.source import (
+    chat_encoder,
+    chat_template,
+    encoded_records,
+    forget_written,
+)
 from weft.data.corpora import unread_files
 from weft.data.report import SourceReport
 from weft.data.tokenizer import Tokenizer
@@ -63,15 +68,23 @@ class Sample:
         The role of what the template writes around words that are not learned is None. Pieces that are cut off say so.
         """
         pieces = []
-        for (message, learned, cut), run in groupby(self.pieces, key=lambda p: (p.message, p.learned, p.cut)):
+        for (message, learned, cut), run in groupby(
+            self.pieces, key=lambda p: (p.message, p.learned, p.cut)
+        ):
             role = self.roles[message] if message >= 0 else None
-            piece = {"text": "".join(part.text for part in run), "learned": learned, "role": role}
+            piece = {
+                "text": "".join(part.text for part in run),
+                "learned": learned,
+                "role": role,
+            }
             pieces.append(piece | ({"cut": True} if cut else {}))
         counts = {"tokens": self.tokens, "learned": self.learned, "cut": self.cut}
         return {"place": self.place} | counts | {"pieces": pieces}
 
 
-def samples(data: Data, tokenizer: Tokenizer, count: int) -> tuple[list[Sample], list[str]]:
+def samples(
+    data: Data, tokenizer: Tokenizer, count: int
+) -> tuple[list[Sample], list[str]]:
     """The first ``count`` conversations of the recipe's sources, and what is to be said about them, a line each."""
     sources = [source for source in data.sources if source.kind in CONVERSATIONS]
     if not sources:
@@ -81,16 +94,26 @@ def samples(data: Data, tokenizer: Tokenizer, count: int) -> tuple[list[Sample],
         )
     encoder = chat_encoder(data.chat, chat_template(data.chat, tokenizer))
     found: list[Sample] = []
-    notes, reports = Notes(tuple(encoder.template.stops)), [SourceReport() for _ in sources]
+    notes, reports = (
+        Notes(tuple(encoder.template.stops)),
+        [SourceReport() for _ in sources],
+    )
     for source, report in zip(sources, reports, strict=True):
-        for place, encoded in islice(_encoded(source, report, encoder), count - len(found)):
+        for place, encoded in islice(
+            _encoded(source, report, encoder), count - len(found)
+        ):
             notes.add(place, encoded.facts)
-            size, row = len(encoded.ids), data.seq_len // (2 if source.kind in ANSWER_PAIRS else 1)
+            size, row = (
+                len(encoded.ids),
+                data.seq_len // (2 if source.kind in ANSWER_PAIRS else 1),
+            )
             cut = np.zeros(size, bool)
             if data.chat.truncation == "keep_end":
                 cut[: max(0, size - row)] = True
             else:
-                cut[row if data.chat.truncation == "keep_start" or size <= row else 0 :] = True
+                cut[
+                    row if data.chat.truncation == "keep_start" or size <= row else 0 :
+                ] = True
             special = np.isin(encoded.ids, [*tokenizer.specials.values()])
             columns = encoded.weights, special, cut, _messages(encoded)
             alike = [*zip(*(column.tolist() for column in columns), strict=True)]
@@ -102,7 +125,16 @@ def samples(data: Data, tokenizer: Tokenizer, count: int) -> tuple[list[Sample],
                 at = end
             learned = int(((encoded.weights > 0) & ~cut)[1:].sum())
             roles = tuple(message["role"] for message in encoded.followed.talk.messages)
-            found.append(Sample(str(place), tuple(pieces), int((~cut).sum()), learned, int(cut.sum()), roles))
+            found.append(
+                Sample(
+                    str(place),
+                    tuple(pieces),
+                    int((~cut).sum()),
+                    learned,
+                    int(cut.sum()),
+                    roles,
+                )
+            )
         forget_written(report, encoder.template)
     lines = [
         line
@@ -112,18 +144,31 @@ def samples(data: Data, tokenizer: Tokenizer, count: int) -> tuple[list[Sample],
     return found, lines + notes.sentences()
 
 
-def _encoded(source: Source, report: SourceReport, encoder: ChatEncoder) -> Iterator[tuple[RecordLocation, Encoded]]:
+def _encoded(
+    source: Source, report: SourceReport, encoder: ChatEncoder
+) -> Iterator[tuple[RecordLocation, Encoded]]:
     """The samples of a source, encoded, each with the place of its record; of judged answers not those beside them."""
     for place, _, parts in encoded_records(source, report, encoder):
-        yield from ((place, encoded) for encoded in (parts[:1] if source.kind == "feedback" else parts))
+        yield from (
+            (place, encoded)
+            for encoded in (parts[:1] if source.kind == "feedback" else parts)
+        )
 
 
 def _messages(encoded: Encoded) -> np.ndarray:
     """The number of the message whose words each token has, or whose learned turn, else -1; int64 ``[tokens]``."""
     numbers = np.full(len(encoded.ids), -1)
     shown = encoded.followed.shown
-    parts = [(min(group), max(group), i) for i in {word.message for word in shown.words} for group in shown.groups(i)]
-    turns = [(span.start, span.end, span.number) for span in encoded.spans if span.number >= 0]
+    parts = [
+        (min(group), max(group), i)
+        for i in {word.message for word in shown.words}
+        for group in shown.groups(i)
+    ]
+    turns = [
+        (span.start, span.end, span.number)
+        for span in encoded.spans
+        if span.number >= 0
+    ]
     for start, end, number in [*parts, *turns]:
         numbers[(encoded.starts < end) & (encoded.ends > start)] = number
     return numbers
@@ -136,13 +181,28 @@ def coloured(sample: Sample, colour: bool) -> Text:
     for learned, run in groupby(shown, key=lambda piece: piece.learned):
         text.append("⟦" if learned and not colour else "")
         for piece in run:
-            style = "dim strike" if piece.cut else "bold black on green" if learned else ""
-            text.append(piece.text, f"{style} {'italic' if piece.special else ''}".strip() or None)
+            style = (
+                "dim strike" if piece.cut else "bold black on green" if learned else ""
+            )
+            text.append(
+                piece.text,
+                f"{style} {'italic' if piece.special else ''}".strip() or None,
+            )
         text.append("⟧" if learned and not colour else "")
     return text
 
 
 def page(name: str, data: Data, shown: Sequence[Sample]) -> str:
     """The samples as one HTML page."""
-    learn = data.chat.learn if isinstance(data.chat.learn, str) else ", ".join(data.chat.learn)
-    return render("data/chat/preview.html", name=name, samples=shown, learn=learn, seq_len=data.seq_len)
+    learn = (
+        data.chat.learn
+        if isinstance(data.chat.learn, str)
+        else ", ".join(data.chat.learn)
+    )
+    return render(
+        "data/chat/preview.html",
+        name=name,
+        samples=shown,
+        learn=learn,
+        seq_len=data.seq_len,
+    )

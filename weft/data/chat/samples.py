@@ -32,7 +32,9 @@ class RecordLocation(NamedTuple):
 
 def messages_field(source: Source) -> str | None:
     """Where a record has its messages, if the source says so: its ``field``, unless that is as it is by default."""
-    return None if source.field == Source.model_fields["field"].default else source.field
+    return (
+        None if source.field == Source.model_fields["field"].default else source.field
+    )
 
 
 def samples(
@@ -45,7 +47,11 @@ def samples(
     """
     report = report or SourceReport()
     if source.kind == "feedback":
-        judged = ((place, one) for place, record in _records(source, report, _judgements) for one in record)
+        judged = (
+            (place, one)
+            for place, record in _records(source, report, _judgements)
+            for one in record
+        )
         for place, pair in with_others(judged):
             if isinstance(pair, ConversationError):
                 _refuse(pair, place, source, report)
@@ -54,12 +60,18 @@ def samples(
             yield place, pair
         return
     for place, sample in _records(source, report, partial(_sample, source=source)):
-        talks = (sample.chosen, sample.rejected) if isinstance(sample, AnswerPair) else (sample,)
+        talks = (
+            (sample.chosen, sample.rejected)
+            if isinstance(sample, AnswerPair)
+            else (sample,)
+        )
         report.count(name for talk in talks for name in talk.unread)
         yield place, sample
 
 
-def _records(source: Source, report: SourceReport, read: Callable[..., S]) -> Iterator[tuple[RecordLocation, S]]:
+def _records(
+    source: Source, report: SourceReport, read: Callable[..., S]
+) -> Iterator[tuple[RecordLocation, S]]:
     """What ``read(record, file=...)`` makes of each record of a source, whose columns are renamed before."""
     renamed = Renaming(source.columns, source.roles)
     for file in files(source):
@@ -73,10 +85,14 @@ def _records(source: Source, report: SourceReport, read: Callable[..., S]) -> It
                     continue
                 yield place, sample
     if missing := renamed.missing():
-        raise UsageError(f"data.columns names {missing[0]!r}, which no record at {source.path} has; leave it out")
+        raise UsageError(
+            f"data.columns names {missing[0]!r}, which no record at {source.path} has; leave it out"
+        )
 
 
-def _refuse(error: Exception, place: RecordLocation, source: Source, report: SourceReport) -> None:
+def _refuse(
+    error: Exception, place: RecordLocation, source: Source, report: SourceReport
+) -> None:
     """Raise what is wrong with a record, or count it where such records are left out."""
     reason = "nested too deeply" if isinstance(error, RecursionError) else error
     refused = WeftError(f"{place}: {reason}")

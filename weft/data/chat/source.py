@@ -34,22 +34,32 @@ from weft.recipe import ANSWER_PAIRS, Chat, Source
 
 def chat_template(settings: Chat, tokenizer: Tokenizer) -> ChatTemplate:
     """The template of the recipe, or else the tokenizer's own."""
-    now = datetime.strptime(settings.date, "%Y-%m-%d") if settings.date else datetime.now()
+    now = (
+        datetime.strptime(settings.date, "%Y-%m-%d")
+        if settings.date
+        else datetime.now()
+    )
     if given := settings.template:
         file = Path(given).expanduser()
         try:
             text = given if "{" in given else file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise WeftError(f"data.chat.template: cannot read {file}: {reason}; give a file or a template") from None
+            raise WeftError(
+                f"data.chat.template: cannot read {file}: {reason}; give a file or a template"
+            ) from None
         return ChatTemplate(text, tokenizer, settings.variables, now, settings.control)
     template = template_of(tokenizer, settings.variables, now, settings.control)
     if template is None:
-        raise WeftError("the tokenizer has no chat template; set data.chat.template to a file with one, or use its own")
+        raise WeftError(
+            "the tokenizer has no chat template; set data.chat.template to a file with one, or use its own"
+        )
     return template
 
 
-def open_chats(source: Source, settings: Chat, tokenizer: Tokenizer, cache: Path | None = None) -> Tokens:
+def open_chats(
+    source: Source, settings: Chat, tokenizer: Tokenizer, cache: Path | None = None
+) -> Tokens:
     """The tokens of a source of conversations; written on first use, into the cache, by one process for all."""
     template = chat_template(settings, tokenizer)
     encoder = chat_encoder(settings, template)
@@ -58,9 +68,17 @@ def open_chats(source: Source, settings: Chat, tokenizer: Tokenizer, cache: Path
         tokenizer.save(making)
         _write(making, source, encoder)
 
-    written = [template.sources, template.variables, settings.learn, settings.control, settings.reasoning]
+    written = [
+        template.sources,
+        template.variables,
+        settings.learn,
+        settings.control,
+        settings.reasoning,
+    ]
     date = settings.date or str(datetime.now().date()) if template.writes_date else ""
-    key = digest(4, fingerprint(source), source.form, tokenizer.fingerprint, written, date)
+    key = digest(
+        4, fingerprint(source), source.form, tokenizer.fingerprint, written, date
+    )
     return read_tokens(build_once(cache_root(cache) / f"chats-{key}", build))
 
 
@@ -79,7 +97,10 @@ def encoded_records(
     for place, sample in samples(source, report):
         try:
             if isinstance(sample, AnswerPair):
-                encoded = [encoder.encode(sample.chosen), encoder.encode(sample.rejected)]
+                encoded = [
+                    encoder.encode(sample.chosen),
+                    encoder.encode(sample.rejected),
+                ]
             else:
                 encoded = [encoder.encode(part) for part in encoder.samples(sample)]
         except TemplateError as error:
@@ -112,35 +133,56 @@ def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
 
         def documents() -> Iterator[np.ndarray]:
             for place, sample, encoded in encoded_records(source, report, encoder):
-                _count_unheeded(report, encoder, sample.chosen if isinstance(sample, AnswerPair) else sample)
+                _count_unheeded(
+                    report,
+                    encoder,
+                    sample.chosen if isinstance(sample, AnswerPair) else sample,
+                )
                 yield from (document(place, written) for written in encoded)
                 if isinstance(sample, AnswerPair):
                     pairs[0].append(sample.weight)
                     pairs[1].append(sample.margin)
 
         name = f"data source {source.path}"
-        write_documents(folder, documents(), tokenizer.vocab, tokenizer.closing, name, close=False)
+        write_documents(
+            folder, documents(), tokenizer.vocab, tokenizer.closing, name, close=False
+        )
     np.save(folder / "lines.npy", np.array(places, np.int64).reshape(-1, 2))
     if source.kind in ANSWER_PAIRS:
         np.save(folder / "pairs.npy", np.array(pairs))
         content.update(np.array(pairs).tobytes())
     forget_written(report, encoder.template)
     meta = json.loads((folder / "meta.json").read_text())
-    fresh = {"fingerprint": digest(meta["fingerprint"], content.hexdigest()), "alike": alike}
-    add_to_meta(folder, fresh | {"files": [*map(str, paths)], "notes": [*report.lines(), *notes.sentences()]})
+    fresh = {
+        "fingerprint": digest(meta["fingerprint"], content.hexdigest()),
+        "alike": alike,
+    }
+    add_to_meta(
+        folder,
+        fresh
+        | {"files": [*map(str, paths)], "notes": [*report.lines(), *notes.sentences()]},
+    )
 
 
 def forget_written(report: SourceReport, template: ChatTemplate) -> None:
     """Leave those fields of messages out of what is not read that this template names."""
     start, text = "messages[].", "".join(template.sources)
-    report.leave_out(lambda name: name.startswith(start) and name.removeprefix(start) in text)
+    report.leave_out(
+        lambda name: name.startswith(start) and name.removeprefix(start) in text
+    )
 
 
-def _count_unheeded(report: SourceReport, encoder: ChatEncoder, talk: Conversation) -> None:
+def _count_unheeded(
+    report: SourceReport, encoder: ChatEncoder, talk: Conversation
+) -> None:
     """Count turns that the data marks as learned, and that the recipe does not learn from."""
     if encoder.learn != "all" and talk.marked:
-        learned = Conversation(talk.messages, None, (1.0,) * len(talk.messages)).learned(encoder.learn)
-        report.turns.update(str(talk.messages[i]["role"]) for i in talk.marked if not learned[i])
+        learned = Conversation(
+            talk.messages, None, (1.0,) * len(talk.messages)
+        ).learned(encoder.learn)
+        report.turns.update(
+            str(talk.messages[i]["role"]) for i in talk.marked if not learned[i]
+        )
 
 
 class Fitted(NamedTuple):
@@ -170,16 +212,31 @@ def fitted(tokens: Tokens, seq_len: int, truncation: str) -> Fitted:
         first = int(np.argmax(long))
         size = int(ends[first] - starts[first])
         remedy = "raise data.seq_len, or set data.chat.truncation to keep_start, keep_end or drop"
-        limit = f"data.seq_len = {row}" if tokens.pairs is None else f"half of data.seq_len = {row}"
-        raise WeftError(f"{tokens.place(first)}: {size} tokens are more than {limit}; {remedy}")
-    labels = np.append(0, np.cumsum(tokens.weights > 0)) if tokens.weights is not None else np.arange(1 + ends[-1])
-    some = labels[ends] > labels[np.minimum(starts + 1, ends)]  # the first token is nobody's label
+        limit = (
+            f"data.seq_len = {row}"
+            if tokens.pairs is None
+            else f"half of data.seq_len = {row}"
+        )
+        raise WeftError(
+            f"{tokens.place(first)}: {size} tokens are more than {limit}; {remedy}"
+        )
+    labels = (
+        np.append(0, np.cumsum(tokens.weights > 0))
+        if tokens.weights is not None
+        else np.arange(1 + ends[-1])
+    )
+    # the first token is nobody's label
+    some = labels[ends] > labels[np.minimum(starts + 1, ends)]
     if truncation == "drop":
         kept = some & ~long
     else:
-        first_kept = np.maximum(starts, ends - seq_len) if truncation == "keep_end" else starts
+        first_kept = (
+            np.maximum(starts, ends - seq_len) if truncation == "keep_end" else starts
+        )
         last_kept = np.minimum(first_kept + seq_len, ends)
-        lost = some & (labels[last_kept] <= labels[np.minimum(first_kept + 1, last_kept)])
+        lost = some & (
+            labels[last_kept] <= labels[np.minimum(first_kept + 1, last_kept)]
+        )
         if lost.any():
             raise WeftError(
                 f"{tokens.place(int(np.argmax(lost)))}: nothing that is learned is left of it in {seq_len} tokens "
@@ -192,12 +249,26 @@ def fitted(tokens: Tokens, seq_len: int, truncation: str) -> Fitted:
         whole &= ~_alike(tokens.ids, starts.reshape(-1, 2), ends.reshape(-1, 2))
         kept = whole.repeat(2)
     if not kept.any():
-        what = "conversation has anything to learn" if tokens.pairs is None else "pair has two answers to compare"
+        what = (
+            "conversation has anything to learn"
+            if tokens.pairs is None
+            else "pair has two answers to compare"
+        )
         raise WeftError(f"no {what} in data.seq_len = {row} tokens; raise seq_len")
-    notes = [f"{long.sum():,} cut to {seq_len} tokens"] if long.any() and truncation != "drop" else []
+    notes = (
+        [f"{long.sum():,} cut to {seq_len} tokens"]
+        if long.any() and truncation != "drop"
+        else []
+    )
     notes += [f"{(~whole).sum():,} left out"] if not whole.all() else []
     pairs = None if tokens.pairs is None else tokens.pairs[whole]
-    return Fitted(starts[kept], (ends - starts)[kept], ", ".join(notes), pairs, _records(tokens, kept))
+    return Fitted(
+        starts[kept],
+        (ends - starts)[kept],
+        ", ".join(notes),
+        pairs,
+        _records(tokens, kept),
+    )
 
 
 def _records(tokens: Tokens, kept: np.ndarray) -> np.ndarray:

@@ -53,16 +53,30 @@ def _turn(edges: Edges, i: int, last: int) -> tuple[int, int] | None:
     """Where the turn of message ``i`` begins, not before ``last``, and where it ends; None if it is left out."""
     followed = edges.followed
     message, words = followed.talk.messages[i], edges.words(i)
-    unmarked = [part for part in parts_with_words(message) if (i, part) not in followed.parts and part != "name"]
+    unmarked = [
+        part
+        for part in parts_with_words(message)
+        if (i, part) not in followed.parts and part != "name"
+    ]
     if not words and unmarked:
         raise TemplateError(
             f"the chat template changes the words of a message, so what to learn cannot be found in its text; {_TAGS}"
         )
-    if not words and any((i, part) in followed.parts for part in parts_with_words(message)):
+    if not words and any(
+        (i, part) in followed.parts for part in parts_with_words(message)
+    ):
         return None
-    start = edges.start(i, words) if _is_assistant(followed.talk, i) else words[0] if words else None
+    start = (
+        edges.start(i, words)
+        if _is_assistant(followed.talk, i)
+        else words[0]
+        if words
+        else None
+    )
     if start is None:
-        raise TemplateError(f"where message {i + 1} begins in the text of the chat template cannot be found; {_TAGS}")
+        raise TemplateError(
+            f"where message {i + 1} begins in the text of the chat template cannot be found; {_TAGS}"
+        )
     start = max(start, last)
     end = edges.end(i, words, start)
     return (start, max(end, start)) if end is not None else None
@@ -75,11 +89,15 @@ def _tagged(followed: Followed, learned: Sequence[float]) -> list[WeightedSpan]:
     weights = {learned[i] for i in turns}
     spans = []
     for number, (start, end) in enumerate(tagged):
-        inside = [i for i in turns if any(start <= at <= end for at in followed.words(i))]
+        inside = [
+            i for i in turns if any(start <= at <= end for at in followed.words(i))
+        ]
         if not inside and len(tagged) == len(turns):
             inside = [turns[number]]
         if not inside and len(weights) > 1:
-            raise TemplateError("which message stands between the generation tags of the chat template is not certain")
+            raise TemplateError(
+                "which message stands between the generation tags of the chat template is not certain"
+            )
         owner = inside[0] if inside else turns[min(number, len(turns) - 1)]
         spans.append(WeightedSpan(start, end, learned[owner], owner))
     return spans

@@ -14,7 +14,9 @@ from weft.data.chat.followed import follow
 from weft.data.chat.template import ChatTemplate
 
 
-def split_at_questions(template: ChatTemplate, talk: Conversation, learned: Sequence[float]) -> list[Conversation]:
+def split_at_questions(
+    template: ChatTemplate, talk: Conversation, learned: Sequence[float]
+) -> list[Conversation]:
     """The samples of ``talk``, in order; ``learned`` is every message's weight, 0 for not at all.
 
     A conversation whose learned turns keep their reasoning, or that a template writes no reasoning of, stays whole.
@@ -23,7 +25,11 @@ def split_at_questions(template: ChatTemplate, talk: Conversation, learned: Sequ
     if not lost:
         return [talk]
     roles = [message["role"] for message in talk.messages]
-    asks = [i for i, role in enumerate(roles) if role == "user" and (i == 0 or roles[i - 1] != "user")]
+    asks = [
+        i
+        for i, role in enumerate(roles)
+        if role == "user" and (i == 0 or roles[i - 1] != "user")
+    ]
     edges = [0, *asks, len(roles)]
     cut: set[int] = set()
     samples = []
@@ -43,11 +49,17 @@ def split_at_questions(template: ChatTemplate, talk: Conversation, learned: Sequ
 
 def reasoning_left_out(template: ChatTemplate, talk: Conversation) -> set[int]:
     """The numbers of the messages whose reasoning the template does not write."""
-    return {number for number, part in follow(template, talk).left_out() if part == "reasoning"}
+    return {
+        number
+        for number, part in follow(template, talk).left_out()
+        if part == "reasoning"
+    }
 
 
 def _learning(talk: Conversation, numbers: set[int], end: int) -> Conversation:
     """The first ``end`` messages of ``talk``, of which those with ``numbers`` are learned as they are."""
-    weights = tuple(weight * (i in numbers) for i, weight in enumerate(talk.weights[:end]))
+    weights = tuple(
+        weight * (i in numbers) for i, weight in enumerate(talk.weights[:end])
+    )
     marked = tuple(i for i in talk.marked if i < end)
     return replace(talk, messages=talk.messages[:end], weights=weights, marked=marked)

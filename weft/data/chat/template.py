@@ -16,12 +16,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from weft.data.chat.calls import CallStyle, find_style
 from weft.data.chat.marks import Marked, generated, protected, read_marks
-from weft.data.chat.named_templates import TOOL_USE
 from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
+from weft.recipe.named_templates import TOOL_USE
 
 #: What looks like the name of a special token.
-_TOKEN = re.compile(r"<\|[^<>|\s]+\|>|<\uff5c[^<>\s]+?\uff5c>|<(?:start|end)_of_turn>|<(?:bos|eos)>|</?s>")
+_TOKEN = re.compile(
+    r"<\|[^<>|\s]+\|>|<\uff5c[^<>\s]+?\uff5c>|<(?:start|end)_of_turn>|<(?:bos|eos)>|</?s>"
+)
 
 #: What no template has itself.
 _WORD = "weft_word"
@@ -39,7 +41,9 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_generated"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_generated"), [], [], body).set_lineno(
+            line
+        )
 
     def _generated(self, caller: Callable[[], str]) -> str:
         return generated(caller())
@@ -62,7 +66,9 @@ class _Namespace(jinja2.utils.Namespace):
 
 def _refuse_hidden(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace cannot have an attribute {name!r}")
+        raise jinja2.exceptions.SecurityError(
+            f"a namespace cannot have an attribute {name!r}"
+        )
 
 
 class _Dict:
@@ -80,15 +86,27 @@ def _raise_exception(message: str) -> None:
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     """JSON as it is: Jinja's own filter escapes what would be markup in a page."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def environment(now: datetime | None = None) -> jinja2.Environment:
     """The sandbox of transformers. ``now``: what ``strftime_now`` tells a template, else the time of rendering."""
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
     made.filters["tojson"] = _tojson
     made.globals |= {
         "raise_exception": _raise_exception,
@@ -115,15 +133,26 @@ class ChatTemplate:
         control: bool = False,
         tool_use: str | None = None,
     ) -> None:
-        named = {f"{kind}_token": tokenizer.name_of(getattr(tokenizer, kind)) for kind in ("bos", "eos", "pad")}
-        self.variables = {key: name for key, name in named.items() if name is not None} | dict(variables or {})
+        named = {
+            f"{kind}_token": tokenizer.name_of(getattr(tokenizer, kind))
+            for kind in ("bos", "eos", "pad")
+        }
+        self.variables = {
+            key: name for key, name in named.items() if name is not None
+        } | dict(variables or {})
         self.environment = environment(now)
         self.tokenizer, self.source = tokenizer, text
-        self.tool_use = None if tool_use is None else ChatTemplate(tool_use, tokenizer, variables, now, control)
+        self.tool_use = (
+            None
+            if tool_use is None
+            else ChatTemplate(tool_use, tokenizer, variables, now, control)
+        )
         try:
             self.compiled = self.environment.from_string(text)
         except jinja2.TemplateSyntaxError as error:
-            raise TemplateError(f"the chat template is not valid Jinja: {error.message}, line {error.lineno}") from None
+            raise TemplateError(
+                f"the chat template is not valid Jinja: {error.message}, line {error.lineno}"
+            ) from None
         #: Whether the template itself says what is generated.
         self.tagged = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
         self.specials = _any_of(tokenizer.specials)
@@ -136,12 +165,17 @@ class ChatTemplate:
         own = text in (tokenizer.chat_template, *tokenizer.named_templates.values())
         absent = self._literal_tokens - tokenizer.specials.keys() - self._vocabulary
         self.missing = _any_of(set() if own else absent)
-        self.protected = _any_of({} if control else tokenizer.specials, self._literal_tokens - self._vocabulary)
+        self.protected = _any_of(
+            {} if control else tokenizer.specials,
+            self._literal_tokens - self._vocabulary,
+        )
 
     @property
     def writes_date(self) -> bool:
         """Whether what the template writes depends on the day."""
-        return "strftime_now" in self.source or (self.tool_use is not None and self.tool_use.writes_date)
+        return "strftime_now" in self.source or (
+            self.tool_use is not None and self.tool_use.writes_date
+        )
 
     @property
     def sources(self) -> list[str]:
@@ -156,7 +190,9 @@ class ChatTemplate:
     def _styles(self) -> dict[bool, CallStyle]:
         """How the template takes calls of tools: of messages with a content that is empty, and of those without one."""
         return {
-            empty: find_style(lambda messages, tools: self._write(messages, tools).text, empty)
+            empty: find_style(
+                lambda messages, tools: self._write(messages, tools).text, empty
+            )
             for empty in (True, False)
         }
 
@@ -165,14 +201,24 @@ class ChatTemplate:
         """What looks like special tokens in the template's own text."""
         tree = self.environment.parse(self.source)
         literals = [node.data for node in tree.find_all(nodes.TemplateData)]
-        literals += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+        literals += [
+            node.value
+            for node in tree.find_all(nodes.Const)
+            if isinstance(node.value, str)
+        ]
         return {name for literal in literals for name in _TOKEN.findall(literal)}
 
     @cached_property
     def _vocabulary(self) -> set[str]:
         model = self.tokenizer.model
         return (
-            set() if model is None else {name for name in self._literal_tokens if model.token_to_id(name) is not None}
+            set()
+            if model is None
+            else {
+                name
+                for name in self._literal_tokens
+                if model.token_to_id(name) is not None
+            }
         )
 
     def render(
@@ -189,21 +235,27 @@ class ChatTemplate:
         tokens that the tokenizer lacks.
         """
         template = self.of(tools)
-        return template._write([*map(template.adapted, messages)], tools, prompt, variables)
+        return template._write(
+            [*map(template.adapted, messages)], tools, prompt, variables
+        )
 
     def adapted(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """A message as the template takes it: calls in its form, and parts of text as one text where it needs one."""
         if message.get("tool_calls"):
             message = self._styles[message.get("content") == ""].adapted(message)
         if isinstance(parts := message.get("content"), list) and not self._takes_parts:
-            message = dict(message) | {"content": "".join(str(part["text"]) for part in parts)}
+            message = dict(message) | {
+                "content": "".join(str(part["text"]) for part in parts)
+            }
         return message
 
     @cached_property
     def _takes_parts(self) -> bool:
         """Whether the template writes a content that is a list of parts, and not the list as Python or JSON does."""
         try:
-            written = self._write([{"role": "user", "content": [{"type": "text", "text": _WORD}]}]).text
+            written = self._write(
+                [{"role": "user", "content": [{"type": "text", "text": _WORD}]}]
+            ).text
         except TemplateError:
             return False
         return _WORD in written and "'type'" not in written and '"type"' not in written
@@ -215,20 +267,41 @@ class ChatTemplate:
         prompt: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> Marked:
-        given: dict[str, Any] = dict(variables or {}) | {"messages": list(messages), "tools": tools, "documents": None}
-        values = self.variables | {"add_generation_prompt": prompt} | protected(given, self.protected)
+        given: dict[str, Any] = dict(variables or {}) | {
+            "messages": list(messages),
+            "tools": tools,
+            "documents": None,
+        }
+        values = (
+            self.variables
+            | {"add_generation_prompt": prompt}
+            | protected(given, self.protected)
+        )
         try:
             shown = read_marks(self.compiled.render(values))
         except jinja2.exceptions.SecurityError as error:
-            raise TemplateError(f"the chat template does what it may not: {error}") from None
+            raise TemplateError(
+                f"the chat template does what it may not: {error}"
+            ) from None
         except Exception as error:  # whatever the template does
             line = next(
-                (f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == "<template>"), None
+                (
+                    f.lineno
+                    for f in traceback.extract_tb(error.__traceback__)
+                    if f.filename == "<template>"
+                ),
+                None,
             )
             where = f", line {line} of it" if line else ""
             # What raise_exception says is meant for the reader.
-            kind = "" if type(error) is jinja2.exceptions.TemplateError else f"{type(error).__name__}: "
-            raise TemplateError(f"the chat template refuses it: {kind}{str(error).strip()}{where}") from None
+            kind = (
+                ""
+                if type(error) is jinja2.exceptions.TemplateError
+                else f"{type(error).__name__}: "
+            )
+            raise TemplateError(
+                f"the chat template refuses it: {kind}{str(error).strip()}{where}"
+            ) from None
         for found in self.missing.finditer(shown.text):
             if found.start() not in shown.plain:
                 raise TemplateError(
@@ -239,13 +312,19 @@ class ChatTemplate:
 
 
 def template_of(
-    tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None, now: datetime | None = None, control: bool = False
+    tokenizer: Tokenizer,
+    variables: Mapping[str, Any] | None = None,
+    now: datetime | None = None,
+    control: bool = False,
 ) -> ChatTemplate | None:
     """The chat template of a tokenizer, with the one that it has for tools; None if it has neither."""
     default, tool_use = tokenizer.chat_template, tokenizer.named_templates.get(TOOL_USE)
     if not default and not tool_use:
         return None
-    text = default or "{{ raise_exception('the tokenizer has none for conversations without tools') }}"
+    text = (
+        default
+        or "{{ raise_exception('the tokenizer has none for conversations without tools') }}"
+    )
     return ChatTemplate(text, tokenizer, variables, now, control, tool_use)
 
 
@@ -259,7 +338,9 @@ def _any_of(*names: Iterable[str]) -> re.Pattern[str]:
         node[""] = {}
 
     def pattern(node: dict[str, Any]) -> str:
-        ways = "|".join(re.escape(char) + pattern(below) for char, below in node.items() if char)
+        ways = "|".join(
+            re.escape(char) + pattern(below) for char, below in node.items() if char
+        )
         return f"(?:{ways})?" if ways and "" in node else f"(?:{ways})" if ways else ""
 
     return re.compile(pattern(tree) or "(?!)")

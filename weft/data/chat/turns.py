@@ -19,8 +19,12 @@ SPEAKERS = {
     **{role: role for role in ROLES},
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "ai"), "assistant"),
-    **dict.fromkeys(("function_call", "tool_call"), "assistant"),  # whose words are the call, as JSON
-    **dict.fromkeys(("function", "observation", "ipython", "tool_response", "function_response"), "tool"),
+    # whose words are the call, as JSON
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(
+        ("function", "observation", "ipython", "tool_response", "function_response"),
+        "tool",
+    ),
 }
 _CALLING = ("function_call", "tool_call")
 #: What is as good as left out where it is empty.
@@ -40,25 +44,46 @@ def plain_turn(turn: Any, number: int) -> tuple[Message, str]:
     """
     turn = from_text(turn)
     if not isinstance(turn, Mapping):
-        raise ConversationError(f"message {number} is {shown(turn)}; a message is an object with 'role' and 'content'")
-    name = f"message {number}" if "role" in turn or "from" not in turn else f"turn {number}"
+        raise ConversationError(
+            f"message {number} is {shown(turn)}; a message is an object with 'role' and 'content'"
+        )
+    name = (
+        f"message {number}"
+        if "role" in turn or "from" not in turn
+        else f"turn {number}"
+    )
     given = {key: value for key, value in turn.items() if value is not None}
-    given = {key: value for key, value in given.items() if key not in _EMPTY or value not in ("", [], {})}
-    other = {"from": "role", "value": "content"} | ({} if "value" in given else {"text": "content"})
-    message = {key if (new := other.get(key, key)) in given else new: value for key, value in given.items()}
+    given = {
+        key: value
+        for key, value in given.items()
+        if key not in _EMPTY or value not in ("", [], {})
+    }
+    other = {"from": "role", "value": "content"} | (
+        {} if "value" in given else {"text": "content"}
+    )
+    message = {
+        key if (new := other.get(key, key)) in given else new: value
+        for key, value in given.items()
+    }
     if (speaker := message.get("role")) is None:
         keys = f" (it has {', '.join(map(str, given))})" if given else ""
         raise ConversationError(f"{name} has no 'role'{keys}; {_naming(given)}")
     if not isinstance(speaker, str):
-        raise ConversationError(f"{name} has {shown(speaker)} as its role, which is a text")
+        raise ConversationError(
+            f"{name} has {shown(speaker)} as its role, which is a text"
+        )
     known = speaker.strip().lower()
     if known not in SPEAKERS:
         near = nearest(str(speaker), ROLES if name.startswith("message") else SPEAKERS)
         own = f'or say whose it is: data.roles = {{ "{speaker}" = "user" }}'
-        raise ConversationError(f"{name} has the unknown role {shown(speaker)}; {near}; {own}")
+        raise ConversationError(
+            f"{name} has the unknown role {shown(speaker)}; {near}; {own}"
+        )
     role = message["role"] = SPEAKERS[known]
     if known in _CALLING:
-        message["tool_calls"] = _called(message.pop("content", None), f"{name} ({known})")
+        message["tool_calls"] = _called(
+            message.pop("content", None), f"{name} ({known})"
+        )
     elif role == "tool":
         message["content"] = _answer(message.get("content"))
     if "function_call" in message:
@@ -100,7 +125,11 @@ def from_text(value: Any) -> Any:
 
 def shown(value: Any) -> str:
     """A JSON value as an error shows it."""
-    text = "nothing" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+    text = (
+        "nothing"
+        if value is None
+        else json.dumps(value, ensure_ascii=False, default=str)
+    )
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
@@ -109,7 +138,9 @@ def _answer(content: Any) -> Any:
     if content is None:
         return ""
     parts = content if isinstance(content, list) else [None]
-    if isinstance(content, str) or (parts and all(isinstance(p, Mapping) and p.get("type") == "text" for p in parts)):
+    if isinstance(content, str) or (
+        parts and all(isinstance(p, Mapping) and p.get("type") == "text" for p in parts)
+    ):
         return content
     return json.dumps(content, ensure_ascii=False)
 
@@ -127,18 +158,28 @@ def _calls(calls: Any, name: str) -> list[Message]:
     if isinstance(calls, Mapping):
         calls = [calls]
     if not isinstance(calls, list):
-        raise ConversationError(f"{name} has {shown(calls)} as 'tool_calls', which is a list of calls")
+        raise ConversationError(
+            f"{name} has {shown(calls)} as 'tool_calls', which is a list of calls"
+        )
     checked = []
     for call in map(from_text, calls):
         function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise ConversationError(f"{name} has the tool call {shown(call)}, which names no function")
+        if not isinstance(function, Mapping) or not isinstance(
+            function.get("name"), str
+        ):
+            raise ConversationError(
+                f"{name} has the tool call {shown(call)}, which names no function"
+            )
         arguments = _arguments(function.get("arguments"))
         if not isinstance(arguments, dict):
-            raise ConversationError(f"{name} calls {function['name']!r} with arguments that are not a JSON object")
+            raise ConversationError(
+                f"{name} calls {function['name']!r} with arguments that are not a JSON object"
+            )
         rest = {key: value for key, value in call.items() if value is not None}
         if function is call:  # its name and arguments stand beside what else it has
-            function = {key: rest.pop(key) for key in list(rest) if key in ("name", "arguments")}
+            function = {
+                key: rest.pop(key) for key in list(rest) if key in ("name", "arguments")
+            }
         if rest.get("id") == "":
             del rest["id"]
         # In the order of the data, as some templates write a whole call.

@@ -17,7 +17,13 @@ from weft.parallel.context.heads import exchange_heads, head_index, head_ranges
 from weft.parallel.context.rsa import ring_self_attention
 from weft.recipe import ModelShape
 
-__all__ = ["across", "context_attention", "exchange_heads", "tile_attention", "tile_attention_backward"]
+__all__ = [
+    "across",
+    "context_attention",
+    "exchange_heads",
+    "tile_attention",
+    "tile_attention_backward",
+]
 
 
 def context_attention(mesh: Mesh, shape: ModelShape) -> Attend:
@@ -25,10 +31,18 @@ def context_attention(mesh: Mesh, shape: ModelShape) -> Attend:
     layout = mesh.layout
     if mesh.size("cp") == 1:
         return local_attention
-    inner, rank, ranks = layout.head_ranks, mesh.rank("cp"), dist.get_process_group_ranks(mesh.group("cp"))
+    inner, rank, ranks = (
+        layout.head_ranks,
+        mesh.rank("cp"),
+        dist.get_process_group_ranks(mesh.group("cp")),
+    )
     attend = local_attention
     if inner < layout.cp:
-        peers, index, scheme = ranks[rank % inner :: inner], rank // inner, layout.context
+        peers, index, scheme = (
+            ranks[rank % inner :: inner],
+            rank // inner,
+            layout.context,
+        )
 
         def attend(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
             return across(q, k, v, cu_seqlens, scheme, peers, index, [], window)
@@ -48,7 +62,9 @@ def across(
 ) -> T:  # fmt: skip
     """Attention by a scheme over ``peers``; arguments as of :func:`tile_attention`, of which it is the ``out``."""
     if scheme == "rsa":
-        return ring_self_attention(q, k, v, cu_seqlens, peers, index, lengths, window)[0]
+        return ring_self_attention(q, k, v, cu_seqlens, peers, index, lengths, window)[
+            0
+        ]
     return tile_attention(q, k, v, cu_seqlens, scheme, peers, index, lengths, window)[0]
 
 
@@ -63,6 +79,8 @@ def ulysses(attend: Attend, group: str, ranks: int, index: int) -> Attend:
         k, v = (exchange_heads(x, group, read, index, True) for x in (k, v))
         if which is not None:
             k, v = k[:, :, which], v[:, :, which]
-        return exchange_heads(attend(q, k, v, cu_seqlens, window), group, own, index, False)
+        return exchange_heads(
+            attend(q, k, v, cu_seqlens, window), group, own, index, False
+        )
 
     return exchanged

@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import UsageError
-from weft.models.attention import attend_backward, attend_forward, join, set_backward, wide
+from weft.models.attention import (
+    attend_backward,
+    attend_forward,
+    join,
+    set_backward,
+    wide,
+)
 from weft.models.segments import Segment, earlier_keys, windowed
 from weft.parallel.context.tables import RESULT, GuestBlock, TileTable, build
 
@@ -47,7 +53,9 @@ class Trip:
     ) -> None:  # fmt: skip
         _check(table, cu, lengths, peers)
         self.rows = cu[-1] // sum(lengths)
-        self.work = {(t.q, t.k): tile_pieces(cu, lengths, t.q, t.k, window) for t in table.tiles}
+        self.work = {
+            (t.q, t.k): tile_pieces(cu, lengths, t.q, t.k, window) for t in table.tiles
+        }
         self.table = table.only(lambda t: bool(self.work[t.q, t.k]))
         self.steps = table.steps
         self.lengths, self.peers, self.index = lengths, peers, index
@@ -63,12 +71,17 @@ class Trip:
         """``[rows, tokens held, ...]`` as own blocks ``[rows * length, ...]``."""
         own = self.table.owners[self.index]
         parts = x.split([self.lengths[b] for b in own], dim=1)
-        return {b: part.flatten(0, 1).contiguous() for b, part in zip(own, parts, strict=True)}
+        return {
+            b: part.flatten(0, 1).contiguous()
+            for b, part in zip(own, parts, strict=True)
+        }
 
     def whole(self, blocks: dict[int, T]) -> T:
         """The inverse of :meth:`cut`."""
         own = self.table.owners[self.index]
-        return torch.cat([blocks[b].unflatten(0, (self.rows, self.lengths[b])) for b in own], dim=1)
+        return torch.cat(
+            [blocks[b].unflatten(0, (self.rows, self.lengths[b])) for b in own], dim=1
+        )
 
     def run(
         self,
@@ -88,12 +101,20 @@ class Trip:
 
         def fresh(kind: str, block: int) -> list[T]:
             given = zip(like[kind], blank[kind], strict=True)
-            return [x.new_full((self.tokens(block), *x.shape[1:]), value) for x, value in given]
+            return [
+                x.new_full((self.tokens(block), *x.shape[1:]), value)
+                for x, value in given
+            ]
 
-        def add(kind: str, block: int, parts: list[T], rows: slice = slice(None)) -> None:
+        def add(
+            kind: str, block: int, parts: list[T], rows: slice = slice(None)
+        ) -> None:
             total = totals.get((kind, block))
-            if total is None and len(parts[0]) == self.tokens(block):  # the first of all, and whole
-                totals[kind, block] = [part.to(x.dtype) for part, x in zip(parts, like[kind], strict=True)]
+            # the first of all, and whole
+            if total is None and len(parts[0]) == self.tokens(block):
+                totals[kind, block] = [
+                    part.to(x.dtype) for part, x in zip(parts, like[kind], strict=True)
+                ]
                 return
             if total is None:
                 total = totals[kind, block] = fresh(kind, block)
@@ -105,7 +126,14 @@ class Trip:
                 for piece in self.work[tile.q, tile.k]:
                     made = compute(held["q", tile.q], held["kv", tile.k], piece)
                     for kind, parts in made.items():
-                        add(kind, *((tile.q, parts, piece.rows) if kind == "o" else (tile.k, parts, piece.cols)))
+                        add(
+                            kind,
+                            *(
+                                (tile.q, parts, piece.rows)
+                                if kind == "o"
+                                else (tile.k, parts, piece.cols)
+                            ),
+                        )
             for move in moves:
                 move.wait()
             leaving = {}
@@ -118,7 +146,9 @@ class Trip:
                     add(kind, block, tensors)
                 else:
                     held[kind, block] = tensors
-        own = [(kind, block) for kind in blank for block in self.table.owners[self.index]]
+        own = [
+            (kind, block) for kind in blank for block in self.table.owners[self.index]
+        ]
         return {key: totals.get(key) or fresh(*key) for key in own}
 
     def _start(
@@ -138,16 +168,26 @@ class Trip:
             if sends:
                 tensors = (leaving if m.kind in results else held)[m.kind, m.block]
             else:
-                tensors = [x.new_empty(self.tokens(m.block), *x.shape[1:]) for x in like[m.kind]]
+                tensors = [
+                    x.new_empty(self.tokens(m.block), *x.shape[1:])
+                    for x in like[m.kind]
+                ]
                 arriving.append((m.kind, m.block, tensors))
             peer = self.peers[m.target if sends else m.source]
             for i, tensor in enumerate(tensors):
                 op = dist.isend if sends else dist.irecv
-                ops.append(dist.P2POp(op, tensor.contiguous(), peer, tag=4 * number + i))
+                ops.append(
+                    dist.P2POp(op, tensor.contiguous(), peer, tag=4 * number + i)
+                )
         return arriving, dist.batch_isend_irecv(ops) if ops else []
 
 
-def _check(table: TileTable, cu: tuple[int, ...], lengths: tuple[int, ...], peers: Sequence[int]) -> None:
+def _check(
+    table: TileTable,
+    cu: tuple[int, ...],
+    lengths: tuple[int, ...],
+    peers: Sequence[int],
+) -> None:
     """Refuse what no rank may start on; all ranks see the same."""
     if len(peers) != table.ranks or len(lengths) != len(table.owner):
         raise UsageError(
@@ -156,13 +196,19 @@ def _check(table: TileTable, cu: tuple[int, ...], lengths: tuple[int, ...], peer
         )
     for number, (start, end) in enumerate(pairwise(cu)):
         if end <= start:
-            raise UsageError(f"document {number} of the batch has {end - start} tokens; leave out empty documents")
+            raise UsageError(
+                f"document {number} of the batch has {end - start} tokens; leave out empty documents"
+            )
     row = sum(lengths)
     if cu[0] != 0 or cu[-1] % row or not set(range(0, cu[-1], row)) <= set(cu):
-        raise UsageError(f"documents at {cu[0]} to {cu[-1]} do not fill rows of {row} tokens")
+        raise UsageError(
+            f"documents at {cu[0]} to {cu[-1]} do not fill rows of {row} tokens"
+        )
 
 
-def tile_pieces(cu: tuple[int, ...], lengths: tuple[int, ...], q: int, k: int, window: int = 0) -> list[TilePiece]:
+def tile_pieces(
+    cu: tuple[int, ...], lengths: tuple[int, ...], q: int, k: int, window: int = 0
+) -> list[TilePiece]:
     """What there is to compute of query block ``q`` against key block ``k``, in the coordinates of the two.
 
     A block meets itself in one causal segment per document, an earlier block in at most one full segment per row: the
@@ -177,21 +223,37 @@ def tile_pieces(cu: tuple[int, ...], lengths: tuple[int, ...], q: int, k: int, w
         q_base, k_base = r * row + starts[q], r * row + starts[k]
         at = bisect_right(cu, q_base)
         if q == k:
-            for a, b in pairwise([q_base, *cu[at : bisect_right(cu, q_base + nq - 1)], q_base + nq]):
+            for a, b in pairwise(
+                [q_base, *cu[at : bisect_right(cu, q_base + nq - 1)], q_base + nq]
+            ):
                 a, b = a - q_base + r * nq, b - q_base + r * nq
                 segments += windowed(a, b, window)
         elif cu[at - 1] < k_base + nk:  # the document of the first query
             k0, q1 = max(cu[at - 1], k_base), min(cu[at], q_base + nq)
             to_q, to_k = r * nq - q_base, r * nk - k_base
             segments += [
-                s._replace(q0=s.q0 + to_q, q1=s.q1 + to_q, k0=s.k0 + to_k, k1=s.k1 + to_k, joins=False)
+                s._replace(
+                    q0=s.q0 + to_q,
+                    q1=s.q1 + to_q,
+                    k0=s.k0 + to_k,
+                    k1=s.k1 + to_k,
+                    joins=False,
+                )
                 for s in earlier_keys(q_base, q1, k0, k_base + nk, window)
             ]
-    full = len(segments) == rows and all((s.q1 - s.q0, s.k1 - s.k0) == (nq, nk) for s in segments)
+    full = len(segments) == rows and all(
+        (s.q1 - s.q0, s.k1 - s.k0) == (nq, nk) for s in segments
+    )
     if segments and (q == k or full):
         return [TilePiece(slice(0, rows * nq), slice(0, rows * nk), segments, q, k)]
     return [
-        TilePiece(slice(s.q0, s.q1), slice(s.k0, s.k1), [s._replace(q0=0, q1=s.q1 - s.q0, k0=0, k1=s.k1 - s.k0)], q, k)
+        TilePiece(
+            slice(s.q0, s.q1),
+            slice(s.k0, s.k1),
+            [s._replace(q0=0, q1=s.q1 - s.q0, k0=0, k1=s.k1 - s.k0)],
+            q,
+            k,
+        )
         for s in segments
     ]
 
@@ -204,13 +266,34 @@ def _trip(
     """All layers of one window, and forward and backward, take the same trip."""
     table = build(scheme, len(peers))
     blocks = len(table.owner)
-    return Trip(table, cu, lengths or (seq * len(peers) // blocks,) * blocks, peers, index, window)
+    return Trip(
+        table,
+        cu,
+        lengths or (seq * len(peers) // blocks,) * blocks,
+        peers,
+        index,
+        window,
+    )
 
 
 def trip_of(
-    q: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int], window: int = 0
+    q: T,
+    cu_seqlens: T,
+    scheme: str,
+    peers: Sequence[int],
+    index: int,
+    lengths: Sequence[int],
+    window: int = 0,
 ) -> Trip:
-    return _trip(scheme, tuple(cu_seqlens.tolist()), tuple(lengths), q.shape[1], tuple(peers), index, window)
+    return _trip(
+        scheme,
+        tuple(cu_seqlens.tolist()),
+        tuple(lengths),
+        q.shape[1],
+        tuple(peers),
+        index,
+        window,
+    )
 
 
 @torch.library.custom_op("weft::tile_attention", mutates_args=())
@@ -226,15 +309,33 @@ def tile_attention(
     """
     trip = trip_of(q, cu_seqlens, scheme, peers, index, lengths, window)
     qs, ks, vs = trip.cut(q), trip.cut(k), trip.cut(v)
-    held = {("q", b): [x] for b, x in qs.items()} | {("kv", b): [ks[b], vs[b]] for b in ks}
+    held = {("q", b): [x] for b, x in qs.items()} | {
+        ("kv", b): [ks[b], vs[b]] for b in ks
+    }
     none, high = q[0, :0], wide(q.dtype)
-    like = {"q": [none], "kv": [k[0, :0], v[0, :0]], "o": [none.to(high), none[..., 0].to(high)]}
+    like = {
+        "q": [none],
+        "kv": [k[0, :0], v[0, :0]],
+        "o": [none.to(high), none[..., 0].to(high)],
+    }
 
     def compute(query: list[T], block: list[T], piece: TilePiece) -> dict[str, list[T]]:
         rows, cols = piece.rows, piece.cols
-        return {"o": list(attend_forward(query[0][rows], block[0][cols], block[1][cols], piece.segments))}
+        return {
+            "o": list(
+                attend_forward(
+                    query[0][rows], block[0][cols], block[1][cols], piece.segments
+                )
+            )
+        }
 
-    done = trip.run(held, like, {"o": (0.0, -torch.inf)}, compute, lambda total, part: join(*total, *part))
+    done = trip.run(
+        held,
+        like,
+        {"o": (0.0, -torch.inf)},
+        compute,
+        lambda total, part: join(*total, *part),
+    )
     out = trip.whole({b: done["o", b][0] for b in qs}).to(q.dtype)
     return out, trip.whole({b: done["o", b][1] for b in qs}).flatten(0, 1)
 
@@ -247,9 +348,17 @@ def tile_attention_backward(
     trip = trip_of(q, cu_seqlens, scheme, peers, index, lengths, window)
     queries = [trip.cut(x) for x in (q, grad, out, lse.unflatten(0, q.shape[:2]))]
     keys = [trip.cut(x) for x in (k, v)]
-    held = {("q", b): [x[b] for x in queries] for b in queries[0]} | {("kv", b): [x[b] for x in keys] for b in keys[0]}
-    like = {"q": [q[0, :0], grad[0, :0], out[0, :0], lse[:0]], "kv": [k[0, :0], v[0, :0]]}
-    like |= {"o": [q[0, :0].to(lse.dtype)], "dkv": [x.to(lse.dtype) for x in like["kv"]]}
+    held = {("q", b): [x[b] for x in queries] for b in queries[0]} | {
+        ("kv", b): [x[b] for x in keys] for b in keys[0]
+    }
+    like = {
+        "q": [q[0, :0], grad[0, :0], out[0, :0], lse[:0]],
+        "kv": [k[0, :0], v[0, :0]],
+    }
+    like |= {
+        "o": [q[0, :0].to(lse.dtype)],
+        "dkv": [x.to(lse.dtype) for x in like["kv"]],
+    }
 
     def compute(query: list[T], block: list[T], piece: TilePiece) -> dict[str, list[T]]:
         q, grad, out, lse = (x[piece.rows] for x in query)
@@ -263,13 +372,17 @@ def tile_attention_backward(
 
     done = trip.run(held, like, {"o": (0.0,), "dkv": (0.0, 0.0)}, compute, merge)
     dq = trip.whole({b: done["o", b][0] for b in queries[0]}).to(q.dtype)
-    dk, dv = (trip.whole({b: done["dkv", b][i] for b in keys[0]}).to(k.dtype) for i in (0, 1))
+    dk, dv = (
+        trip.whole({b: done["dkv", b][i] for b in keys[0]}).to(k.dtype) for i in (0, 1)
+    )
     return dq, dk, dv
 
 
 @tile_attention.register_fake
 def _(q: T, *rest: Any) -> tuple[T, T]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[0] * q.shape[1], q.shape[2], dtype=wide(q.dtype))
+    return q.new_empty(q.shape), q.new_empty(
+        q.shape[0] * q.shape[1], q.shape[2], dtype=wide(q.dtype)
+    )
 
 
 set_backward(tile_attention, tile_attention_backward)

@@ -17,7 +17,9 @@ def head_ranges(heads: int, kv_heads: int, ranks: int) -> tuple[list[int], list[
     """
     own = [part(heads, ranks, rank) for rank in range(ranks)]
     group = heads // kv_heads
-    return [i for a, b in own for i in (a, b)], [i for a, b in own for i in (a // group, -(-b // group))]
+    return [i for a, b in own for i in (a, b)], [
+        i for a, b in own for i in (a // group, -(-b // group))
+    ]
 
 
 def head_index(heads: int, kv_heads: int, ranks: int, rank: int) -> list[int] | None:
@@ -30,7 +32,9 @@ def head_index(heads: int, kv_heads: int, ranks: int, rank: int) -> list[int] | 
 
 
 @torch.library.custom_op("weft::exchange_heads", mutates_args=())
-def exchange_heads(x: T, group: str, ranges: Sequence[int], index: int, inward: bool) -> T:
+def exchange_heads(
+    x: T, group: str, ranges: Sequence[int], index: int, inward: bool
+) -> T:
     """Inward ``[batch, seq, heads, head_dim]`` to ``[batch, ranks * seq, own heads, head_dim]``; outward back.
 
     ``ranges``: heads of every rank, flat; where they overlap, outward adds (the gradient of a head that several read).
@@ -44,7 +48,8 @@ def exchange_heads(x: T, group: str, ranges: Sequence[int], index: int, inward: 
     else:
         parts, seq = list(x.chunk(len(cuts), dim=1)), seq // len(cuts)
         widths = [b - a for a, b in cuts]
-    sent = torch.cat([p.flatten() for p in parts])  # counts may differ, which gloo takes in one flat tensor only
+    # counts may differ, which gloo takes in one flat tensor only
+    sent = torch.cat([p.flatten() for p in parts])
     sizes = [batch * seq * width * dim for width in widths]
     flat = x.new_empty(sum(sizes))
     there = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]

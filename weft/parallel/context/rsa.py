@@ -39,12 +39,16 @@ def spots(trip: Trip, piece: TilePiece) -> Iterator[Spot]:
 
 def _times(q: T, k: T) -> T:
     """``[n, heads, d]`` by ``[m, kv_heads, d]``: ``[heads, n, m]``."""
-    return torch.einsum("nkgd,mkd->kgnm", q.unflatten(1, (k.shape[1], -1)), k).flatten(0, 1)
+    return torch.einsum("nkgd,mkd->kgnm", q.unflatten(1, (k.shape[1], -1)), k).flatten(
+        0, 1
+    )
 
 
 def _weigh(p: T, x: T) -> T:
     """``[heads, n, m]`` by ``[m, kv_heads, d]``: ``[n, heads, d]``."""
-    return torch.einsum("kgnm,mkd->nkgd", p.unflatten(0, (x.shape[1], -1)), x).flatten(1, 2)
+    return torch.einsum("kgnm,mkd->nkgd", p.unflatten(0, (x.shape[1], -1)), x).flatten(
+        1, 2
+    )
 
 
 def _collect(p: T, x: T, kv_heads: int) -> T:
@@ -52,13 +56,21 @@ def _collect(p: T, x: T, kv_heads: int) -> T:
     return fold_heads(torch.einsum("hnm,nhd->mhd", p, x)[None], kv_heads)[0]
 
 
-def _round(trip: Trip, q: T, block: T, compute: Callable[[T, T, TilePiece], T | None], gradient: bool = False) -> T:
+def _round(
+    trip: Trip,
+    q: T,
+    block: T,
+    compute: Callable[[T, T, TilePiece], T | None],
+    gradient: bool = False,
+) -> T:
     """``block`` (keys or values, ``[rows, tokens held, kv_heads, d]``) goes once round the ring, past own ``q``.
 
     With ``gradient``, ``compute`` returns what a piece adds to that of its block, which goes home and is returned.
     """
     here = trip.cut(block)
-    held = {("q", b): [x] for b, x in trip.cut(q).items()} | {("kv", b): [x] for b, x in here.items()}
+    held = {("q", b): [x] for b, x in trip.cut(q).items()} | {
+        ("kv", b): [x] for b, x in here.items()
+    }
     like = {"kv": [block[0, :0]], "dkv": [block[0, :0].to(wide(block.dtype))]}
 
     def step(query: list[T], visiting: list[T], piece: TilePiece) -> dict[str, list[T]]:
@@ -77,25 +89,42 @@ def _round(trip: Trip, q: T, block: T, compute: Callable[[T, T, TilePiece], T | 
 
 @torch.library.custom_op("weft::ring_self_attention", mutates_args=())
 def ring_self_attention(
-    q: T, k: T, v: T, cu_seqlens: T, peers: Sequence[int], index: int, lengths: Sequence[int], window: int = 0
+    q: T,
+    k: T,
+    v: T,
+    cu_seqlens: T,
+    peers: Sequence[int],
+    index: int,
+    lengths: Sequence[int],
+    window: int = 0,
 ) -> tuple[T, T]:
     """Arguments as of :func:`weft.parallel.context.execute.tile_attention`, blocks contiguous.
 
     Returns ``out`` like ``q`` and the softmax of the scores, ``[batch, heads, seq held, seq]``.
     """
-    trip, high = trip_of(q, cu_seqlens, "rsa", peers, index, lengths, window), wide(q.dtype)
-    p = q.new_full((q.shape[0], q.shape[2], q.shape[1], sum(trip.lengths)), -torch.inf, dtype=high)
+    trip, high = (
+        trip_of(q, cu_seqlens, "rsa", peers, index, lengths, window),
+        wide(q.dtype),
+    )
+    p = q.new_full(
+        (q.shape[0], q.shape[2], q.shape[1], sum(trip.lengths)), -torch.inf, dtype=high
+    )
 
     def score(query: T, keys: T, piece: TilePiece) -> None:
         for s in spots(trip, piece):
-            made = _times(query[s.q].to(high), keys[s.k].to(high)).mul_(q.shape[-1] ** -0.5)
+            made = _times(query[s.q].to(high), keys[s.k].to(high)).mul_(
+                q.shape[-1] ** -0.5
+            )
             if s.causal:
                 every = torch.ones(made.shape[1:], dtype=torch.bool, device=q.device)
-                made.masked_fill_(every.tril(-1) if s.flipped else every.triu(1), -torch.inf)
+                made.masked_fill_(
+                    every.tril(-1) if s.flipped else every.triu(1), -torch.inf
+                )
             p[s.at] = made
 
     _round(trip, q, k, score)
-    p.sub_(p.amax(-1, keepdim=True)).exp_()  # in place: this matrix is what the scheme costs
+    # in place: this matrix is what the scheme costs
+    p.sub_(p.amax(-1, keepdim=True)).exp_()
     p.div_(p.sum(-1, keepdim=True))
     out = torch.zeros(q.shape, dtype=high, device=q.device)
 
@@ -112,7 +141,11 @@ def ring_self_attention_backward(
     grad: T, q: T, k: T, v: T, out: T, p: T, cu_seqlens: T, peers: Sequence[int], index: int, lengths: Sequence[int],
     window: int = 0,
 ) -> tuple[T, T, T]:  # fmt: skip
-    trip, high, kv_heads = trip_of(q, cu_seqlens, "rsa", peers, index, lengths, window), p.dtype, k.shape[2]
+    trip, high, kv_heads = (
+        trip_of(q, cu_seqlens, "rsa", peers, index, lengths, window),
+        p.dtype,
+        k.shape[2],
+    )
     ds, dq = torch.zeros_like(p), torch.zeros(q.shape, dtype=high, device=q.device)
 
     def by_values(query: T, values: T, piece: TilePiece) -> T:
@@ -140,10 +173,19 @@ def ring_self_attention_backward(
 
 @ring_self_attention.register_fake
 def _(
-    q: T, k: T, v: T, cu_seqlens: T, peers: Sequence[int], index: int, lengths: Sequence[int], window: int = 0
+    q: T,
+    k: T,
+    v: T,
+    cu_seqlens: T,
+    peers: Sequence[int],
+    index: int,
+    lengths: Sequence[int],
+    window: int = 0,
 ) -> tuple[T, T]:
     row = sum(lengths) or q.shape[1] * len(peers)
-    return q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1], row, dtype=wide(q.dtype))
+    return q.new_empty(q.shape), q.new_empty(
+        q.shape[0], q.shape[2], q.shape[1], row, dtype=wide(q.dtype)
+    )
 
 
 set_backward(ring_self_attention, ring_self_attention_backward)

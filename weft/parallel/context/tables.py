@@ -74,7 +74,9 @@ class TileTable:
 
     @cached_property
     def owner(self) -> dict[int, int]:
-        return {block: rank for rank, blocks in enumerate(self.owners) for block in blocks}
+        return {
+            block: rank for rank, blocks in enumerate(self.owners) for block in blocks
+        }
 
     @cached_property
     def steps(self) -> int:
@@ -95,7 +97,11 @@ class TileTable:
             for kind, block in (("q", t.q), ("kv", t.k)):
                 if self.owner[block] != t.rank:
                     used[kind, block, t.rank].append(t.step)
-        return tuple(sorted(GuestBlock(*key, min(steps), max(steps)) for key, steps in used.items()))
+        return tuple(
+            sorted(
+                GuestBlock(*key, min(steps), max(steps)) for key, steps in used.items()
+            )
+        )
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
@@ -103,7 +109,8 @@ class TileTable:
 
         A block comes from the nearest rank behind that holds it in the step before: a ring passes it on.
         """
-        held: dict[tuple[str, int, int], list[int]] = defaultdict(list)  # who else has a block at a step
+        # who else has a block at a step
+        held: dict[tuple[str, int, int], list[int]] = defaultdict(list)
         for v in self.visits:
             for step in range(v.first, v.last + 1):
                 held[v.kind, v.block, step].append(v.rank)
@@ -133,37 +140,62 @@ class TileTable:
 
 def validate(table: TileTable) -> TileTable:
     """Raise :class:`TableError` unless every needed tile is there once and its blocks are where it is computed."""
-    name, blocks = f"attention table {table.name!r}", sorted(b for owned in table.owners for b in owned)
+    name, blocks = (
+        f"attention table {table.name!r}",
+        sorted(b for owned in table.owners for b in owned),
+    )
     if len(blocks) < table.ranks or not all(table.owners):
         idle = [r for r, owned in enumerate(table.owners) if not owned]
-        raise TableError(f"{name} has {len(blocks)} blocks for {table.ranks} ranks: rank {idle[0]} has none")
+        raise TableError(
+            f"{name} has {len(blocks)} blocks for {table.ranks} ranks: rank {idle[0]} has none"
+        )
     if blocks != list(range(len(blocks))):
-        raise TableError(f"{name}: the owned blocks are {blocks}, not each of 0 to {len(blocks) - 1} once")
+        raise TableError(
+            f"{name}: the owned blocks are {blocks}, not each of 0 to {len(blocks) - 1} once"
+        )
     seen: dict[tuple[int, int], Tile] = {}
     for t in table.tiles:
         if not 0 <= t.rank < table.ranks or t.step < 0:
-            raise TableError(f"{name}: {t} is on no rank of {table.ranks} or before the first step")
+            raise TableError(
+                f"{name}: {t} is on no rank of {table.ranks} or before the first step"
+            )
         if t.q not in table.owner or not 0 <= t.k <= t.q:
-            raise TableError(f"{name}: {t} is no tile of causal attention over {len(blocks)} blocks")
+            raise TableError(
+                f"{name}: {t} is no tile of causal attention over {len(blocks)} blocks"
+            )
         if t.mask != ("causal" if t.q == t.k else "full"):
             raise TableError(f"{name}: {t} has the wrong mask")
         if (t.q, t.k) in seen:
-            raise TableError(f"{name}: tile (query {t.q}, key {t.k}) is doubled: {seen[t.q, t.k]} and {t}")
+            raise TableError(
+                f"{name}: tile (query {t.q}, key {t.k}) is doubled: {seen[t.q, t.k]} and {t}"
+            )
         seen[t.q, t.k] = t
     missing = {(q, k) for q in blocks for k in range(q + 1)} - set(seen)
     if missing:
         q, k = min(missing)
-        raise TableError(f"{name}: {len(missing)} tiles are missing, the first is (query {q}, key {k})")
+        raise TableError(
+            f"{name}: {len(missing)} tiles are missing, the first is (query {q}, key {k})"
+        )
     there = {(kind, b, r, s) for r, owned in enumerate(table.owners) for b in owned for kind in RESULT
              for s in range(-1, table.steps)}  # fmt: skip
-    there |= {(v.kind, v.block, v.rank, s) for v in table.visits for s in range(v.first, v.last + 1)}
+    there |= {
+        (v.kind, v.block, v.rank, s)
+        for v in table.visits
+        for s in range(v.first, v.last + 1)
+    }
     for m in table.moves:
         if m.kind in RESULT and (m.kind, m.block, m.source, m.step) not in there:
             raise TableError(f"{name}: {m} sends what rank {m.source} does not have")
-    held = Counter((v.rank, step) for v in table.visits for step in range(v.first - 1, v.last + 1))
-    (rank, step), most = max(held.items(), key=lambda item: item[1], default=((0, 0), 0))
+    held = Counter(
+        (v.rank, step) for v in table.visits for step in range(v.first - 1, v.last + 1)
+    )
+    (rank, step), most = max(
+        held.items(), key=lambda item: item[1], default=((0, 0), 0)
+    )
     if most > table.buffers:
-        raise TableError(f"{name}: rank {rank} holds {most} visiting blocks at step {step}, not {table.buffers}")
+        raise TableError(
+            f"{name}: rank {rank} holds {most} visiting blocks at step {step}, not {table.buffers}"
+        )
     return table
 
 
@@ -176,17 +208,28 @@ def contiguous_owners(ranks: int) -> tuple[tuple[int, ...], ...]:
     return tuple((r,) for r in range(ranks))
 
 
-def _between(step: int, rank: int, queries: Collection[int], keys: Collection[int]) -> list[Tile]:
-    return [Tile(step, rank, q, k, "causal" if q == k else "full") for q in queries for k in keys if k <= q]
+def _between(
+    step: int, rank: int, queries: Collection[int], keys: Collection[int]
+) -> list[Tile]:
+    return [
+        Tile(step, rank, q, k, "causal" if q == k else "full")
+        for q in queries
+        for k in keys
+        if k <= q
+    ]
 
 
-def _circle(name: str, owners: tuple[tuple[int, ...], ...], travels: str, buffers: int) -> TileTable:
+def _circle(
+    name: str, owners: tuple[tuple[int, ...], ...], travels: str, buffers: int
+) -> TileTable:
     """At step ``t`` what ``travels`` of rank ``r - t`` is at rank ``r``."""
     size, tiles = len(owners), []
     for step in range(size):
         for rank in range(size):
             here, passing = owners[rank], owners[(rank - step) % size]
-            tiles += _between(step, rank, *((here, passing) if travels == "kv" else (passing, here)))
+            tiles += _between(
+                step, rank, *((here, passing) if travels == "kv" else (passing, here))
+            )
     return TileTable(name, owners, tuple(tiles), buffers)
 
 
@@ -222,7 +265,9 @@ SCHEMES: dict[str, Callable[[int], TileTable]] = {
     "zigzag": lambda ranks: _circle("zigzag", zigzag_owners(ranks), "kv", buffers=4),
     "lightseq": lightseq,
     # TokenRing (Wang et al. 2024, 2412.20501): queries travel, partial results go straight home, keys stay.
-    "tokenring": lambda ranks: _circle("tokenring", zigzag_owners(ranks), "q", buffers=4),
+    "tokenring": lambda ranks: _circle(
+        "tokenring", zigzag_owners(ranks), "q", buffers=4
+    ),
     "gather": gather,
     # Ring Self-Attention (Li et al. 2021, 2105.13120) takes the ring twice, see weft.parallel.context.rsa.
     "rsa": lambda ranks: _circle("rsa", contiguous_owners(ranks), "kv", buffers=2),
@@ -233,5 +278,7 @@ SCHEMES: dict[str, Callable[[int], TileTable]] = {
 def build(scheme: str, ranks: int) -> TileTable:
     """The table of a scheme, found to be right before any rank computes."""
     if scheme not in SCHEMES:
-        raise UsageError(f"unknown attention scheme {scheme!r}; {nearest(scheme, SCHEMES)}")
+        raise UsageError(
+            f"unknown attention scheme {scheme!r}; {nearest(scheme, SCHEMES)}"
+        )
     return validate(SCHEMES[scheme](ranks))

@@ -42,18 +42,29 @@ class Adaptive:
     """Counts what each option sends, and takes the least."""
 
     def __init__(self, ranks: ExpertRanks) -> None:
-        self.ranks, self.options, self.levels = ranks, list[Option](), list[tuple[int, Members | None]]()
+        self.ranks, self.options, self.levels = (
+            ranks,
+            list[Option](),
+            list[tuple[int, Members | None]](),
+        )
         for block in ranks.blocks:
             joined, members = min(block, ranks.pieces), None
             if block < ranks.count:
                 members = ranks if block == 1 else ranks.across(block, joined)
-            ways: list[Dispatcher] = [LocalExperts(range(ranks.slots // joined), others=True)]
+            ways: list[Dispatcher] = [
+                LocalExperts(range(ranks.slots // joined), others=True)
+            ]
             if members is not None:
                 ways = [AllToAll(members), per_rank(members), AllGather(members)]
             self.levels.append((joined, members))
-            weights, stacks = weights_sent(ranks.stacks, block), self._block_of(block, joined)
+            weights, stacks = (
+                weights_sent(ranks.stacks, block),
+                self._block_of(block, joined),
+            )
             self.options += [Option(way, joined, weights, stacks) for way in ways]
-        self.weights = torch.tensor([option.weights for option in self.options], device=ranks.mesh.device)
+        self.weights = torch.tensor(
+            [option.weights for option in self.options], device=ranks.mesh.device
+        )
 
     def _block_of(self, block: int, joined: int) -> Stacks | None:
         """What makes the stacks of this rank's block."""
@@ -61,11 +72,19 @@ class Adaptive:
             return None
         ranks, start = self.ranks, self.ranks.rank // block * block
         members = ranks if block == ranks.count else ranks.within(block)
-        return partial(stacks_of_block, parts=ranks.stacks[start : start + block], joined=joined, members=members)
+        return partial(
+            stacks_of_block,
+            parts=ranks.stacks[start : start + block],
+            joined=joined,
+            members=members,
+        )
 
     def dispatch(self, x: T, choice: Choice) -> Arriving:
         with untyped():
-            sent = [numbers_sent(part_of(choice, joined), x.shape[1], members) for joined, members in self.levels]
+            sent = [
+                numbers_sent(part_of(choice, joined), x.shape[1], members)
+                for joined, members in self.levels
+            ]
             numbers = torch.cat(sent)
             dist.all_reduce(numbers, group=self.ranks.group)
             best = self.best(numbers + self.weights)
@@ -89,7 +108,11 @@ class Adaptive:
 
 def part_of(choice: Choice, joined: int) -> Choice:
     """The choice where so many neighbouring slots, pieces of one expert, are one."""
-    return choice if joined == 1 else Choice(choice.weights[:, ::joined], choice.ids[:, ::joined] // joined)
+    return (
+        choice
+        if joined == 1
+        else Choice(choice.weights[:, ::joined], choice.ids[:, ::joined] // joined)
+    )
 
 
 def weights_sent(stacks: Sequence[tuple[int, ...]], block: int) -> int:
@@ -98,7 +121,10 @@ def weights_sent(stacks: Sequence[tuple[int, ...]], block: int) -> int:
     ``stacks``: each rank's experts, their width and the model's. Messages are as long as for the largest of a block.
     """
     blocks = [stacks[start : start + block] for start in range(0, len(stacks), block)]
-    return sum(3 * 2 * block * (block - 1) * prod(map(max, zip(*parts, strict=True))) for parts in blocks)
+    return sum(
+        3 * 2 * block * (block - 1) * prod(map(max, zip(*parts, strict=True)))
+        for parts in blocks
+    )
 
 
 def numbers_sent(choice: Choice, width: int, members: Members | None) -> T:
@@ -115,10 +141,14 @@ def numbers_sent(choice: Choice, width: int, members: Members | None) -> T:
     present = members.wanted(owners)
     copies = present.sum() - present[:, members.rank].sum()
     to_all = torch.full_like(rows, tokens * (members.count - 1))
-    return torch.stack((4 * width * rows, (4 * width + 3 * k) * copies, (4 * width + 3 * k) * to_all))
+    return torch.stack(
+        (4 * width * rows, (4 * width + 3 * k) * copies, (4 * width + 3 * k) * to_all)
+    )
 
 
-def stacks_of_block(*weights: T, parts: Sequence[tuple[int, ...]], joined: int, members: Members) -> tuple[T, ...]:
+def stacks_of_block(
+    *weights: T, parts: Sequence[tuple[int, ...]], joined: int, members: Members
+) -> tuple[T, ...]:
     """Stacks of the experts of all ranks of a block, from this one's ``gate``, ``up`` and ``down``.
 
     ``parts``: how many experts each rank has, and how wide. In backward each rank gets the sum of all gradients of its
@@ -128,13 +158,24 @@ def stacks_of_block(*weights: T, parts: Sequence[tuple[int, ...]], joined: int, 
     waiting = []
     for weight, dim in zip(weights, (1, 1, 2), strict=True):
         wider = [0] * 6
-        wider[-1], wider[2 * (2 - dim) + 1] = experts - weight.shape[0], hidden - weight.shape[dim]
-        waiting.append(gathered(F.pad(weight, wider) if any(wider) else weight, members, "copies"))
+        wider[-1], wider[2 * (2 - dim) + 1] = (
+            experts - weight.shape[0],
+            hidden - weight.shape[dim],
+        )
+        waiting.append(
+            gathered(F.pad(weight, wider) if any(wider) else weight, members, "copies")
+        )
     found = []
     for dim, wait in zip((1, 1, 2), waiting, strict=True):
         each = wait().split(experts)
-        each = tuple(x[:n].narrow(dim, 0, width) for x, (n, width, _) in zip(each, parts, strict=True))
+        each = tuple(
+            x[:n].narrow(dim, 0, width)
+            for x, (n, width, _) in zip(each, parts, strict=True)
+        )
         if joined > 1:
-            each = tuple(torch.cat(each[i : i + joined], dim) for i in range(0, len(each), joined))
+            each = tuple(
+                torch.cat(each[i : i + joined], dim)
+                for i in range(0, len(each), joined)
+            )
         found.append(torch.cat(each))
     return tuple(found)

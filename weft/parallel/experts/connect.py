@@ -12,7 +12,14 @@ from weft.models.experts import Dispatcher, Mixture
 from weft.models.router import Choice
 from weft.models.transformer import Transformer
 from weft.parallel.experts.adaptive import Adaptive
-from weft.parallel.experts.dispatch import AllGather, AllToAll, Placing, per_node, per_rank, two_level
+from weft.parallel.experts.dispatch import (
+    AllGather,
+    AllToAll,
+    Placing,
+    per_node,
+    per_rank,
+    two_level,
+)
 from weft.parallel.experts.hashed import Hashed
 from weft.parallel.experts.ranks import ExpertRanks
 from weft.parallel.experts.timed import TimedDispatch
@@ -34,19 +41,24 @@ def connect_experts(model: Transformer, mesh: Mesh) -> None:
     for module in model.modules():
         if isinstance(module, Mixture) and mesh.layout.ep > 1:
             assert model.loads is not None
-            module.copies = connect(module, DISPATCHERS[mesh.layout.dispatch], model.loads.sent).copies
+            module.copies = connect(
+                module, DISPATCHERS[mesh.layout.dispatch], model.loads.sent
+            ).copies
             module.pieces = partial(pieces, mesh.layout)
 
 
 def pieces(layout: Layout, tokens: T, choice: Choice) -> int:
     """In how many pieces tokens set out, on all ranks alike; by bytes, as many as leave each message a MiB of rows."""
-    if layout.pieces or layout.balance or not torch.is_grad_enabled():  # documents by length, a prompt: unequally many
+    # documents by length, a prompt: unequally many
+    if layout.pieces or layout.balance or not torch.is_grad_enabled():
         return layout.pieces or 1
     message = choice.ids.numel() * tokens.shape[1] * tokens.element_size() // layout.ep
     return max(1, min(MOST, message // LEAST))
 
 
-def connect(mixture: Mixture, way: Callable[[ExpertRanks], Dispatcher], sent: Counter[str]) -> ExpertRanks:
+def connect(
+    mixture: Mixture, way: Callable[[ExpertRanks], Dispatcher], sent: Counter[str]
+) -> ExpertRanks:
     """Let the tokens of one get to its experts this way; the ranks that have these, who count the bytes ``sent``."""
     ranks = ExpertRanks(mixture.mesh, mixture.experts.logical["gate"].dims, sent)
     placing = Placing(ranks, way(ranks))

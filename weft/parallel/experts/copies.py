@@ -66,7 +66,8 @@ class Copies:
         self.sizes = np.array([len(home) for home in ranks.homes])
         self.ends = self.sizes.cumsum()
         self.state: Sequence[Held] = ()
-        self.expose: Callable[[], None] = lambda: None  # has the state where it rests, as it will be changed
+        # has the state where it rests, as it will be changed
+        self.expose: Callable[[], None] = lambda: None
         self.running, self.order, self.rested = np.zeros(ranks.items), self.home, REST
         self._plan: Future[CopyPlan]
         self.replan()
@@ -80,7 +81,9 @@ class Copies:
         self.running = self.running / 2 + np.repeat(loads, self.ranks.pieces)
         self.rested += 1
         if self.state and self.rested >= REST:
-            order = better_order(self.running, self.order, self.sizes, self.spare, self._cost_of_move())
+            order = better_order(
+                self.running, self.order, self.sizes, self.spare, self._cost_of_move()
+            )
             if (order != self.order).any():
                 self.expose()
                 move(self, order)
@@ -94,29 +97,48 @@ class Copies:
     def _cost_of_move(self) -> float:
         """That of moving an expert with its state, as a multiple of sending its weights once."""
         sent = self.state[0].parameter.element_size()
-        return sum(t.nbytes for t in tensors_of(self.state)) / sum(h.local.numel() * sent for h in self.state)
+        return sum(t.nbytes for t in tensors_of(self.state)) / sum(
+            h.local.numel() * sent for h in self.state
+        )
 
     def _planned(self, loads: np.ndarray, order: np.ndarray) -> CopyPlan:
-        ranks, device, first = self.ranks, self.ranks.mesh.device, np.array([lo for lo, _ in self.ranks.shares])
+        ranks, device, first = (
+            self.ranks,
+            self.ranks.mesh.device,
+            np.array([lo for lo, _ in self.ranks.shares]),
+        )
         owners, rows = np.empty((2, ranks.items), np.int64)
         owners[order] = np.arange(ranks.count).repeat(self.sizes)
-        rows[order] = np.arange(ranks.items) - (self.ends - self.sizes).repeat(self.sizes)
+        rows[order] = np.arange(ranks.items) - (self.ends - self.sizes).repeat(
+            self.sizes
+        )
         copies = with_copies(loads, owners, ranks.count, self.spare)
         slots = np.zeros(copies.shape, np.int64)
         slots[order, owners[order]] = first[owners[order]] + rows[order]
         moves = []  # the experts that each rank borrows, owner by owner
         for rank in range(ranks.count):
             moves.append(order[copies[order, rank] & (owners[order] != rank)])
-            slots[moves[rank], rank] = first[rank] + self.sizes[rank] + np.arange(len(moves[rank]))
+            slots[moves[rank], rank] = (
+                first[rank] + self.sizes[rank] + np.arange(len(moves[rank]))
+            )
         mine = [one[owners[one] == ranks.rank] for one in moves]
-        received = np.bincount(owners[moves[ranks.rank]], minlength=ranks.count).tolist()
+        received = np.bincount(
+            owners[moves[ranks.rank]], minlength=ranks.count
+        ).tolist()
         lent, sent = rows[np.concatenate(mine)].tolist(), [len(one) for one in mine]
-        return CopyPlan(torch.tensor(copies).to(device), torch.tensor(slots).to(device), lent, sent, received)
+        return CopyPlan(
+            torch.tensor(copies).to(device),
+            torch.tensor(slots).to(device),
+            lent,
+            sent,
+            received,
+        )
 
     def slots_of(self, ids: T) -> T:
         """The slot for each choice of an expert: copies share its choices of all ranks evenly."""
         plan, ranks, flat = self.plan, self.ranks, ids.flatten()
-        mine = expert_counts(flat, ranks.items + ranks.pieces)  # the last are of choices that are dropped
+        # the last are of choices that are dropped
+        mine = expert_counts(flat, ranks.items + ranks.pieces)
         counts = ranks.counts_from_all(mine[: ranks.items])
         if not has_numbers(ids):
             return ids.clone()
@@ -124,7 +146,11 @@ class Copies:
         times = torch.cat((shares.flatten(), mine[ranks.items :].sum()[None]))
         slots = F.pad(plan.slots.flatten(), (0, 1), value=ranks.slots)
         in_turn = slots.repeat_interleave(times, output_size=len(flat))
-        return torch.empty_like(flat).scatter(0, flat.argsort(stable=True), in_turn).view_as(ids)
+        return (
+            torch.empty_like(flat)
+            .scatter(0, flat.argsort(stable=True), in_turn)
+            .view_as(ids)
+        )
 
     def borrowed(self, *weights: T) -> Callable[[], tuple[T, ...]]:
         """Of each stack of weights, ``[own experts, ...]``, the rows that this rank borrows, as its plan has them.
@@ -137,7 +163,10 @@ class Copies:
 
         def arrived() -> tuple[T, ...]:
             pieces = arriving().split([w.shape[1:].numel() for w in weights], 1)
-            return tuple(piece.unflatten(1, w.shape[1:]) for piece, w in zip(pieces, weights, strict=True))
+            return tuple(
+                piece.unflatten(1, w.shape[1:])
+                for piece, w in zip(pieces, weights, strict=True)
+            )
 
         return arrived
 
@@ -150,7 +179,9 @@ def let_experts_move(model: Transformer, state: State) -> None:
         if isinstance(module, Mixture) and isinstance(module.copies, Copies):
             layers.append(module.copies)
             module.copies.expose = state.expose
-            module.copies.state = [held[f"{name}.experts.{weight}"] for weight in ("gate", "up", "down")]
+            module.copies.state = [
+                held[f"{name}.experts.{weight}"] for weight in ("gate", "up", "down")
+            ]
 
     def go_home() -> None:
         moved = [copies for copies in layers if (copies.order != copies.home).any()]

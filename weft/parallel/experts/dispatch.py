@@ -45,18 +45,31 @@ class AllToAll:
     def dispatch(self, x: T, choice: Choice) -> Arriving:
         members = self.members
         with untyped():
-            order = choice.ids.flatten().argsort(stable=True)  # those that are dropped come last
+            # those that are dropped come last
+            order = choice.ids.flatten().argsort(stable=True)
             counts = expert_counts(choice.ids, members.slots + 1)[:-1]
-            arriving = members.counts_from_all(counts)[:, members.first : members.last]  # [members, experts here]
-            sent = sizes_of(counts.new_zeros(members.count).scatter_add(0, members.owner[:-1], counts), len(order))
+            # [members, experts here]
+            arriving = members.counts_from_all(counts)[:, members.first : members.last]
+            sent = sizes_of(
+                counts.new_zeros(members.count).scatter_add(
+                    0, members.owner[:-1], counts
+                ),
+                len(order),
+            )
             received = sizes_of(arriving.sum(1), len(order))
             counts_here = arriving.sum(0)
-            here = torch.arange(arriving.shape[1], device=x.device).repeat(members.count)
-            which = here.repeat_interleave(arriving.flatten(), output_size=sum(received))
+            here = torch.arange(arriving.shape[1], device=x.device).repeat(
+                members.count
+            )
+            which = here.repeat_interleave(
+                arriving.flatten(), output_size=sum(received)
+            )
             by_expert = which.argsort(stable=True)
         order, by_expert = members.declared(order), members.declared(by_expert)
         # Rank by rank, and of each rank expert by expert.
-        rows = exchanged(spread(x, order, choice.ids.shape[1], sum(sent)), sent, received, members)
+        rows = exchanged(
+            spread(x, order, choice.ids.shape[1], sum(sent)), sent, received, members
+        )
         meta = (order, choice.weights, by_expert, sent, received)
         return lambda: Dispatched(reordered(rows(), by_expert), counts_here, meta)
 
@@ -80,14 +93,20 @@ class PerMember:
         with untyped():
             wanted = members.wanted(members.owners(choice.ids))
             # A place for each rank that a token could go to; those that it goes to come first, rank by rank.
-            places = torch.where(wanted > 0, torch.arange(members.count, device=x.device), members.count).flatten()
+            places = torch.where(
+                wanted > 0, torch.arange(members.count, device=x.device), members.count
+            ).flatten()
             order, counts = places.argsort(stable=True), wanted.sum(0)
             sent = sizes_of(counts, len(order))
-            received = sizes_of(members.counts_from_all(counts)[:, members.rank], len(order))
+            received = sizes_of(
+                members.counts_from_all(counts)[:, members.rank], len(order)
+            )
         order = members.declared(order)
 
         rows, weights, ids = (
-            exchanged(spread(y, order, members.count, sum(sent)), sent, received, members)
+            exchanged(
+                spread(y, order, members.count, sum(sent)), sent, received, members
+            )
             for y in (x, choice.weights, choice.ids)
         )
 
@@ -99,7 +118,9 @@ class PerMember:
 
     def combine(self, rows: T, meta: Any) -> Awaited:
         inner, order, tokens, sent, received = meta
-        back = exchanged(self.inner.combine(rows, inner)(), received, sent, self.members)
+        back = exchanged(
+            self.inner.combine(rows, inner)(), received, sent, self.members
+        )
         with untyped():
             ones = torch.ones(tokens, self.members.count, device=rows.device)
         ones = self.members.declared(ones)
@@ -119,7 +140,9 @@ class AllGather:
             pad = (0, 0, 0, padding)
             padded = F.pad(choice.ids, pad, value=members.slots)
             x, choice = F.pad(x, pad), Choice(F.pad(choice.weights, pad), padded)
-        rows, weights, ids = (gathered(y, members) for y in (x, choice.weights, choice.ids))
+        rows, weights, ids = (
+            gathered(y, members) for y in (x, choice.weights, choice.ids)
+        )
 
         def arrived() -> Dispatched:
             found = self.fan_out.dispatch(rows(), Choice(weights(), ids()))()
@@ -142,7 +165,9 @@ class EachChoice:
     def dispatch(self, x: T, choice: Choice) -> Arriving:
         count, k = choice.ids.numel(), choice.ids.shape[1]
         order = torch.arange(count, device=x.device)
-        alone = Choice(torch.ones_like(choice.weights).view(count, 1), choice.ids.view(count, 1))
+        alone = Choice(
+            torch.ones_like(choice.weights).view(count, 1), choice.ids.view(count, 1)
+        )
         arriving = self.inner.dispatch(spread(x, order, k), alone)
 
         def arrived() -> Dispatched:
@@ -170,14 +195,19 @@ def per_rank(members: Members) -> Dispatcher:
 def per_node(ranks: ExpertRanks) -> Dispatcher:
     """One copy of a token to each node that has any of its experts, and from there to each such rank."""
     near = experts_per_node(ranks.mesh.layout)
-    return PerMember(ranks.across(near), PerMember(ranks.within(near), local_experts(ranks)))
+    return PerMember(
+        ranks.across(near), PerMember(ranks.within(near), local_experts(ranks))
+    )
 
 
 def two_level(ranks: ExpertRanks) -> Dispatcher:
     """A row for each choice to this node's rank that stands where its expert's does, and then to that one."""
     near = experts_per_node(ranks.mesh.layout)
     return EachChoice(
-        PerMember(ranks.within(near, from_anywhere=True), PerMember(ranks.across(near), local_experts(ranks)))
+        PerMember(
+            ranks.within(near, from_anywhere=True),
+            PerMember(ranks.across(near), local_experts(ranks)),
+        )
     )
 
 

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 
 from weft.layout.boundary import untyped
-from weft.models.experts import Arriving, Dispatched, Dispatcher, MovedRows, expert_counts
+from weft.models.experts import (
+    Arriving,
+    Dispatched,
+    Dispatcher,
+    MovedRows,
+    expert_counts,
+)
 from weft.models.numbers import has_numbers
 from weft.models.parts import current_part, read
 from weft.models.router import Choice
@@ -26,24 +32,37 @@ class Hashed:
 
     def __init__(self, ranks: ExpertRanks, inner: Dispatcher) -> None:
         layout = ranks.mesh.layout
-        self.ranks, self.inner, self.rotations, self.residual = ranks, inner, layout.lsh, layout.lsh_residual
+        self.ranks, self.inner, self.rotations, self.residual = (
+            ranks,
+            inner,
+            layout.lsh,
+            layout.lsh_residual,
+        )
 
     def dispatch(self, x: T, choice: Choice) -> Arriving:
         if not torch.is_grad_enabled():
             arriving = self.inner.dispatch(x, choice)
-            return lambda: (found := arriving())._replace(meta=(found.meta, None, choice, None))
+            return lambda: (found := arriving())._replace(
+                meta=(found.meta, None, choice, None)
+            )
         k = choice.ids.shape[1]
         with untyped():
             buckets, ids = self._buckets(x.detach(), choice.ids)
             share = 1 / expert_counts(buckets, len(ids)).to(x.dtype)[:, None]
             ones = choice.weights.new_ones(len(ids), 1)
-        buckets, ids, ones, share = map(self.ranks.declared, (buckets, ids, ones, share))
+        buckets, ids, ones, share = map(
+            self.ranks.declared, (buckets, ids, ones, share)
+        )
         each = x[:, None].expand(-1, k, -1)
         means = summed(each.flatten(0, 1), buckets, len(ids)) * share
         arriving = self.inner.dispatch(means, Choice(ones, ids[:, None]))
         apart = None
         if self.residual:
-            apart = partial(read, each - shared(means, buckets).unflatten(0, (-1, k)), current_part())
+            apart = partial(
+                read,
+                each - shared(means, buckets).unflatten(0, (-1, k)),
+                current_part(),
+            )
 
         def arrived() -> Dispatched:
             found = arriving()
@@ -56,11 +75,17 @@ class Hashed:
         back = self.inner.combine(rows, inner)
         if buckets is None:
             return back
-        weights = choice.weights * (choice.ids < self.ranks.items // self.ranks.pieces)  # of what is not dropped
+        # of what is not dropped
+        weights = choice.weights * (choice.ids < self.ranks.items // self.ranks.pieces)
 
         def home() -> T:
-            each = shared(back(), buckets).unflatten(0, choice.ids.shape)  # [tokens, k, embed]
-            return torch.einsum("tk,tkd->td", weights.to(each.dtype), each if apart is None else each + apart())
+            # [tokens, k, embed]
+            each = shared(back(), buckets).unflatten(0, choice.ids.shape)
+            return torch.einsum(
+                "tk,tkd->td",
+                weights.to(each.dtype),
+                each if apart is None else each + apart(),
+            )
 
         return home
 
@@ -68,7 +93,8 @@ class Hashed:
         """The bucket of each choice, ``[tokens * k]``, and the expert that each bucket is for."""
         if not has_numbers(x):
             return torch.arange(ids.numel(), device=x.device), ids.flatten()
-        turned = x.float() @ rotations(x.shape[1], self.rotations, x.device)  # [rotations, tokens, embed]
+        # [rotations, tokens, embed]
+        turned = x.float() @ rotations(x.shape[1], self.rotations, x.device)
         axis = turned.abs().argmax(-1)
         codes = 2 * axis + (turned.gather(-1, axis[..., None])[..., 0] > 0)
         _, code = torch.unique(codes, dim=1, return_inverse=True)  # [tokens]
@@ -89,7 +115,9 @@ def shared(sums: T, buckets: T) -> T:
 def _ways(count: int) -> tuple[Any, Any]:
     """The two, each of which is the other's transpose."""
     return (
-        lambda rows, buckets: rows.new_zeros(count, *rows.shape[1:]).index_add_(0, buckets, rows),
+        lambda rows, buckets: rows.new_zeros(count, *rows.shape[1:]).index_add_(
+            0, buckets, rows
+        ),
         lambda sums, buckets: sums[buckets],
     )
 

@@ -24,7 +24,9 @@ REST = 16
 Array = np.ndarray
 
 
-def better_order(loads: Array, order: Array, sizes: Array, spare: int, cost: float) -> Array:
+def better_order(
+    loads: Array, order: Array, sizes: Array, spare: int, cost: float
+) -> Array:
     """Experts owner by owner: ``order``, or another one if a move to that pays until the next.
 
     ``sizes``: how many each rank owns; ``cost``: that of moving an expert, as a multiple of sending a copy of it. A
@@ -37,33 +39,62 @@ def better_order(loads: Array, order: Array, sizes: Array, spare: int, cost: flo
         return copies_away(with_copies(loads, owners, len(sizes), spare), order, sizes)
 
     new = swapped(loads, order, sizes)
-    return new if 2 * REST * (copies(order) - copies(new)) > cost * (new != order).sum() else order
+    return (
+        new
+        if 2 * REST * (copies(order) - copies(new)) > cost * (new != order).sum()
+        else order
+    )
 
 
 def tensors_of(state: Sequence[Held]) -> list[torch.Tensor]:
     """All that these parameters consist of."""
-    return [t for h in state for t in (h.local, *(part.values for part in h.slots.values()))]
+    return [
+        t for h in state for t in (h.local, *(part.values for part in h.slots.values()))
+    ]
 
 
 @torch.no_grad()
 def move(copies: "Copies", order: Array) -> None:
     """Let owners have a layer's experts in this ``order``. Collective among the ranks that have them all."""
     ranks, me, state = copies.ranks, copies.ranks.rank, copies.state
-    rank_of, start = np.arange(ranks.count).repeat(copies.sizes), copies.ends - copies.sizes
+    rank_of, start = (
+        np.arange(ranks.count).repeat(copies.sizes),
+        copies.ends - copies.sizes,
+    )
     to = np.nonzero(order != copies.order)[0]  # places that get another expert
     source = np.argsort(copies.order)[order[to]]  # and where that has been
-    leaving = [source[(rank_of[to] == r) & (rank_of[source] == me)] - start[me] for r in range(ranks.count)]
-    coming = [to[(rank_of[source] == r) & (rank_of[to] == me)] - start[me] for r in range(ranks.count)]
+    leaving = [
+        source[(rank_of[to] == r) & (rank_of[source] == me)] - start[me]
+        for r in range(ranks.count)
+    ]
+    coming = [
+        to[(rank_of[source] == r) & (rank_of[to] == me)] - start[me]
+        for r in range(ranks.count)
+    ]
     tensors = tensors_of(state)
     out, into = (torch.from_numpy(np.concatenate(one)) for one in (leaving, coming))
-    rows = torch.cat([t[out.to(t.device)].flatten(1) for t in tensors], 1).to(ranks.mesh.device)
-    found, work = exchange(rows, [len(one) for one in leaving], [len(one) for one in coming], ranks, "moves")
+    rows = torch.cat([t[out.to(t.device)].flatten(1) for t in tensors], 1).to(
+        ranks.mesh.device
+    )
+    found, work = exchange(
+        rows,
+        [len(one) for one in leaving],
+        [len(one) for one in coming],
+        ranks,
+        "moves",
+    )
     work.wait()
-    for t, piece in zip(tensors, found.split([t[0].numel() for t in tensors], 1), strict=True):
+    for t, piece in zip(
+        tensors, found.split([t[0].numel() for t in tensors], 1), strict=True
+    ):
         t[into.to(t.device)] = piece.view(-1, *t.shape[1:]).to(t.device)
     copies.order = order
     mine = slice(start[me], copies.ends[me])
-    held = None if (order[mine] == copies.home[mine]).all() else tuple(order[mine].tolist())
+    held = (
+        None
+        if (order[mine] == copies.home[mine]).all()
+        else tuple(order[mine].tolist())
+    )
     for h in state:
         h.rows = held
         h.slots = {slot: replace(part, rows=held) for slot, part in h.slots.items()}

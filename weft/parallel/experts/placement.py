@@ -33,7 +33,9 @@ def with_copies(loads: Array, owners: Array, ranks: int, spare: int) -> Array:
     if loads_of_ranks(loads, found).max() <= NEARLY:
         return found
     other = evened(loads, halved(loads, own, spare), own, spare)
-    return min(found, other, key=lambda copies: float(loads_of_ranks(loads, copies).max()))
+    return min(
+        found, other, key=lambda copies: float(loads_of_ranks(loads, copies).max())
+    )
 
 
 def halved(loads: Array, own: Array, spare: int) -> Array:
@@ -67,12 +69,17 @@ def evened(loads: Array, copies: Array, own: Array, spare: int) -> Array:
         closed = where | (~own[here] & ((copies & ~own).sum(0) >= spare))
         share, less, more = (load / np.maximum(1, count + n) for n in (0, 1, -1))
         # What all ranks then have, by expert and the rank that it comes to: [here, ranks, ranks].
-        added = (total + (less - share)[:, None] * where)[:, None] + one * less[:, None, None]
+        added = (total + (less - share)[:, None] * where)[:, None] + one * less[
+            :, None, None
+        ]
         moved = total + (one - one[hottest]) * share[:, None, None]
         added[closed] = moved[closed] = np.inf
         gone = total + (more - share)[:, None] * where - one[hottest] * more[:, None]
         gone[count < 2] = np.inf
-        change = min((added, moved, gone[:, None]), key=lambda loads: np.square(loads).sum(-1).min())
+        change = min(
+            (added, moved, gone[:, None]),
+            key=lambda loads: np.square(loads).sum(-1).min(),
+        )
         squares = np.square(change).sum(-1)
         if squares.min() > np.square(total).sum() - 1e-9:
             return copies
@@ -94,7 +101,8 @@ def swapped(loads: Array, order: Array, sizes: Array) -> Array:
         total = np.bincount(rank_of, here)
         hottest = total.argmax()
         less = here[rank_of == hottest, None] - here
-        change = 2 * less * (total[rank_of] - total[hottest]) + 2 * less**2  # of the sum of squares
+        # of the sum of squares
+        change = 2 * less * (total[rank_of] - total[hottest]) + 2 * less**2
         change[:, rank_of == hottest] = np.inf
         if total[hottest] <= ENOUGH * total.mean() or change.min() > -1e-3:
             return order
@@ -118,7 +126,8 @@ def divided(counts: T, copies: T, rank: int) -> T:
     total, number = counts.sum(1, keepdim=True), copies.sum(1, keepdim=True)
     each = (total // number + (copies.cumsum(1) <= total % number)) * copies
     kept = torch.minimum(counts, each)
-    given, room = (counts - kept), (each - kept)  # of each rank to others, and from others
+    # of each rank to others, and from others
+    given, room = (counts - kept), (each - kept)
     stop, end = given.cumsum(1)[:, rank, None], room.cumsum(1)
     start = stop - given[:, rank, None]
     found = (torch.minimum(stop, end) - torch.maximum(start, end - room)).clamp(min=0)

@@ -29,10 +29,27 @@ class Members:
     """
 
     def __init__(
-        self, mesh: Mesh, group: dist.ProcessGroup, owner: T, first: int, last: int, sent: Counter[str]
+        self,
+        mesh: Mesh,
+        group: dist.ProcessGroup,
+        owner: T,
+        first: int,
+        last: int,
+        sent: Counter[str],
     ) -> None:
-        self.mesh, self.group, self.owner, self.first, self.last = mesh, group, owner.to(mesh.device), first, last
-        self.count, self.rank, self.slots, self.sent = group.size(), group.rank(), len(owner) - 1, sent
+        self.mesh, self.group, self.owner, self.first, self.last = (
+            mesh,
+            group,
+            owner.to(mesh.device),
+            first,
+            last,
+        )
+        self.count, self.rank, self.slots, self.sent = (
+            group.size(),
+            group.rank(),
+            len(owner) - 1,
+            sent,
+        )
 
     def note(self, what: str, rows: T, count: int) -> None:
         """Count the bytes of so many ``rows`` as sent."""
@@ -44,7 +61,9 @@ class Members:
 
     def wanted(self, owners: T) -> T:
         """1 where a token goes to a member at all, else 0: ``[tokens, members]``, of the ``owners`` of its choices."""
-        none = torch.zeros(len(owners), self.count + 1, dtype=torch.int64, device=owners.device)
+        none = torch.zeros(
+            len(owners), self.count + 1, dtype=torch.int64, device=owners.device
+        )
         return none.scatter(1, owners, 1)[:, : self.count]
 
     def counts_from_all(self, counts: T) -> T:
@@ -81,7 +100,9 @@ class ExpertRanks(Members):
         self.items = experts * self.pieces
         spare = layout.spare if layout.placement != "static" else 0
         axes = (FOLDED, "tp") if layout.folds_tp else (FOLDED,)
-        placements = [Place.of(layout, rank) for rank in dist.get_process_group_ranks(group)]
+        placements = [
+            Place.of(layout, rank) for rank in dist.get_process_group_ranks(group)
+        ]
         places = [place.along(*axes) for place in placements]
         self.homes = [range(*part(self.items, count, place)) for place in places]
         sizes = [len(home) + spare for home in self.homes]
@@ -89,15 +110,26 @@ class ExpertRanks(Members):
         owner = torch.arange(count + 1).repeat_interleave(torch.tensor([*sizes, 1]))
         super().__init__(mesh, group, owner, *self.shares[group.rank()], sent)
         order = torch.tensor([item for home in self.homes for item in home])
-        at = [first + i for (first, _), home in zip(self.shares, self.homes, strict=True) for i in range(len(home))]
+        at = [
+            first + i
+            for (first, _), home in zip(self.shares, self.homes, strict=True)
+            for i in range(len(home))
+        ]
         nowhere = torch.full((self.pieces,), self.slots)
-        slot_of = torch.cat((torch.empty_like(order).scatter(0, order, torch.tensor(at)), nowhere))
+        slot_of = torch.cat(
+            (torch.empty_like(order).scatter(0, order, torch.tensor(at)), nowhere)
+        )
         self.slot_of = slot_of.to(mesh.device)
         self.copies = Copies(self, spare) if spare else None
         self.stacks = [place.logical(dims, None).local_shape for place in placements]
         self.blocks = [1]
-        if places == [*range(count)] and not spare:  # neighbours have neighbouring experts, or pieces of one
-            fit = [n for n in (*expert_blocks(layout), count) if n % self.pieces == 0 or self.pieces % n == 0]
+        # neighbours have neighbouring experts, or pieces of one
+        if places == [*range(count)] and not spare:
+            fit = [
+                n
+                for n in (*expert_blocks(layout), count)
+                if n % self.pieces == 0 or self.pieces % n == 0
+            ]
             self.blocks += fit
 
     def placed(self, choice: Choice) -> Choice:
@@ -105,8 +137,14 @@ class ExpertRanks(Members):
         with untyped():
             pieces = torch.arange(self.pieces, device=choice.ids.device)
             ids = (choice.ids[..., None] * self.pieces + pieces).flatten(-2)
-            slots = self.slot_of[ids] if self.copies is None else self.copies.slots_of(ids)
-        weights = choice.weights if self.pieces == 1 else choice.weights.repeat_interleave(self.pieces, dim=-1)
+            slots = (
+                self.slot_of[ids] if self.copies is None else self.copies.slots_of(ids)
+            )
+        weights = (
+            choice.weights
+            if self.pieces == 1
+            else choice.weights.repeat_interleave(self.pieces, dim=-1)
+        )
         return Choice(weights, self.declared(slots))
 
     def across(self, block: int, joined: int = 1) -> Members:
@@ -115,9 +153,14 @@ class ExpertRanks(Members):
         ``joined``: so many neighbouring slots of a block count as one.
         """
         start = self.rank // block * block
-        first, last = self.shares[start][0] // joined, self.shares[start + block - 1][1] // joined
+        first, last = (
+            self.shares[start][0] // joined,
+            self.shares[start + block - 1][1] // joined,
+        )
         owner = torch.cat((self.owner[:-1:joined], self.owner[-1:])) // block
-        return Members(self.mesh, self.mesh.group(f"across {block}"), owner, first, last, self.sent)
+        return Members(
+            self.mesh, self.mesh.group(f"across {block}"), owner, first, last, self.sent
+        )
 
     def within(self, block: int, from_anywhere: bool = False) -> Members:
         """The ranks of this one's block of neighbours.
@@ -126,4 +169,11 @@ class ExpertRanks(Members):
         """
         here = from_anywhere | (self.owner // block == self.rank // block)
         owner = torch.where(here & (self.owner < self.count), self.owner % block, block)
-        return Members(self.mesh, self.mesh.group(f"within {block}"), owner, self.first, self.last, self.sent)
+        return Members(
+            self.mesh,
+            self.mesh.group(f"within {block}"),
+            owner,
+            self.first,
+            self.last,
+            self.sent,
+        )

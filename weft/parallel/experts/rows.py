@@ -26,7 +26,13 @@ Awaited = Callable[[], T]
 Moving = tuple[T, Any]
 
 
-def exchanged(rows: T, sent: list[int], received: list[int], members: "Members", what: str = "tokens") -> Awaited:
+def exchanged(
+    rows: T,
+    sent: list[int],
+    received: list[int],
+    members: "Members",
+    what: str = "tokens",
+) -> Awaited:
     """Rows from every member: so many of ``rows`` to each in turn, and so many from each.
 
     ``what``: see :data:`weft.models.router.SENT`.
@@ -40,16 +46,24 @@ def exchanged(rows: T, sent: list[int], received: list[int], members: "Members",
 
 def gathered(x: T, members: "Members", what: str = "tokens") -> Awaited:
     """The rows of all members, as many of each."""
-    return _move(x, partial(_gather, members=members, what=what), partial(_scatter, members=members, what=what))
+    return _move(
+        x,
+        partial(_gather, members=members, what=what),
+        partial(_scatter, members=members, what=what),
+    )
 
 
 def scattered(x: T, members: "Members") -> Awaited:
     """This rank's rows of the sum of all members' ``x``."""
-    there, back = (partial(way, members=members, what="tokens") for way in (_scatter, _gather))
+    there, back = (
+        partial(way, members=members, what="tokens") for way in (_scatter, _gather)
+    )
     return _move(x, there, back)
 
 
-def exchange(rows: T, sent: list[int], received: list[int], members: "Members", what: str) -> Moving:
+def exchange(
+    rows: T, sent: list[int], received: list[int], members: "Members", what: str
+) -> Moving:
     """Let rows set out without a gradient; arguments as of :func:`exchanged`."""
     members.note(what, rows, sum(sent) - sent[members.rank])
     return exchanged_rows(rows, sent, received, members.group)
@@ -64,7 +78,9 @@ def _gather(x: T, members: "Members", what: str) -> Moving:
 def _scatter(x: T, members: "Members", what: str) -> Moving:
     members.note(what, x, len(x) - len(x) // members.count)
     found = x.new_empty(len(x) // members.count, *x.shape[1:])
-    return found, reduce_scatter(found, x.contiguous(), group=members.group, async_op=True)
+    return found, reduce_scatter(
+        found, x.contiguous(), group=members.group, async_op=True
+    )
 
 
 @dataclass
@@ -99,8 +115,12 @@ class _Flight:
         return self.land()
 
 
-def _move(rows: T, there: Callable[[T], Moving], back: Callable[[T], Moving]) -> Awaited:
+def _move(
+    rows: T, there: Callable[[T], Moving], back: Callable[[T], Moving]
+) -> Awaited:
     """Let rows go ``there``, and in backward their gradients ``back``; what is returned waits for the rows."""
     flight, part = _Flight(there, back), current_part()
     under_way = MovedRows.apply(rows, flight.leave, flight.come_back)
-    return lambda: MovedRows.apply(read(under_way, part), flight.arrive, flight.turn_back)
+    return lambda: MovedRows.apply(
+        read(under_way, part), flight.arrive, flight.turn_back
+    )

@@ -104,14 +104,19 @@ class TimedDispatch(Adaptive):
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.ranks.group)
         trials.decide(slowest.tolist())
 
-    def _by(self, number: int, x: T, choice: Choice, trials: OptionTimes | None) -> Arriving:
+    def _by(
+        self, number: int, x: T, choice: Choice, trials: OptionTimes | None
+    ) -> Arriving:
         """Dispatch by an option; ``trials``: where the pass's seconds are noted, if it is timed."""
         option, begun = self.options[number], now(x) if trials else 0.0
         arriving = option.way.dispatch(x, part_of(choice, option.joined))
 
         def arrived() -> Dispatched:
             rows = arriving()
-            return rows._replace(meta=(option.way, rows.meta, number, begun, trials), stacks=option.stacks)
+            return rows._replace(
+                meta=(option.way, rows.meta, number, begun, trials),
+                stacks=option.stacks,
+            )
 
         return arrived
 

@@ -72,13 +72,19 @@ def _held_back(p: Number, m: Number, most: Number, t: Times) -> Number:
     Each but the first shortens it by its forward, or by its weight gradient at the end, whichever takes less.
     """
     ahead = -larger(-m, -most)
-    return larger((p - 1) * _filled(t) + (p - ahead) * (t.forward - larger(t.forward - t.backward_weight, 0)), 0)
+    return larger(
+        (p - 1) * _filled(t)
+        + (p - ahead) * (t.forward - larger(t.forward - t.backward_weight, 0)),
+        0,
+    )
 
 
 def _slots(p: Number, m: Number, t: Times) -> Number:
     """V-Min repeats blocks of six equal slots: whatever is shorter than a slot waits in every microbatch."""
     slot = larger(larger(t.forward, t.backward_input), t.backward_weight)
-    return (2 * (p - 1) / 3 - 1 / 6) * (t.forward + t.backward) + m * (3 * slot - t.forward - t.backward)
+    return (2 * (p - 1) / 3 - 1 / 6) * (t.forward + t.backward) + m * (
+        3 * slot - t.forward - t.backward
+    )
 
 
 #: Forward passes that a table may have at most: above, building it takes minutes and many GB.
@@ -167,18 +173,30 @@ BUILDERS: dict[str, Builder] = {
 }  # fmt: skip
 
 
-def build(name: str, ranks: int, microbatches: int, virtual: int | None = None, times: Times = EQUAL) -> Table:
+def build(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    virtual: int | None = None,
+    times: Times = EQUAL,
+) -> Table:
     """The table of the schedule ``name``. ``virtual``: chunks per rank, for the looped schedules (default 2).
 
     ``times`` are used by schedules that fill holes by the clock. Raises :class:`UsageError` for a request that cannot
     be met.
     """
     if ranks < 1:
-        raise UsageError(f"schedule {name} needs at least 1 rank, got {ranks}; give the size of the pipeline")
+        raise UsageError(
+            f"schedule {name} needs at least 1 rank, got {ranks}; give the size of the pipeline"
+        )
     if microbatches < 1:
-        raise UsageError(f"schedule {name} needs at least 1 microbatch, got {microbatches}; cut the batch into more")
+        raise UsageError(
+            f"schedule {name} needs at least 1 microbatch, got {microbatches}; cut the batch into more"
+        )
     if virtual is not None and virtual < 1:
-        raise UsageError(f"schedule {name} needs at least 1 chunk per rank, got {virtual}; the usual number is 2")
+        raise UsageError(
+            f"schedule {name} needs at least 1 chunk per rank, got {virtual}; the usual number is 2"
+        )
     asked = Asked(Layout(pp=ranks, schedule=name, virtual=virtual), schedules=BUILDERS)
     refuse(asked, "layout", "schedules")
     builder, chunks = BUILDERS[name], asked.chunks
@@ -188,4 +206,9 @@ def build(name: str, ranks: int, microbatches: int, virtual: int | None = None, 
             f"schedule {name} of {stages:,} stages and {microbatches:,} microbatches is too large for a table (at most "
             f"{LARGEST:,} passes in each direction); ask for fewer of either"
         )
-    return assemble(name, builder.orders(ranks, microbatches, chunks, times), stages, [range(stages)] * microbatches)
+    return assemble(
+        name,
+        builder.orders(ranks, microbatches, chunks, times),
+        stages,
+        [range(stages)] * microbatches,
+    )

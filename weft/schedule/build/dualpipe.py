@@ -22,7 +22,9 @@ def dualpipe(ranks: int, microbatches: int) -> list[Order]:
         direction = (0, 1) if r < ranks // 2 else (1, 0)  # of flows 0 and 1
         stage = (r, ranks - 1 - r)  # of directions 0 and 1
         order: list[Entry] = []
-        for kind, flow, m in recipe(ranks // 2, min(r, ranks - 1 - r), max(first, ranks)):
+        for kind, flow, m in recipe(
+            ranks // 2, min(r, ranks - 1 - r), max(first, ranks)
+        ):
             d = direction[flow]
             if m < counts[d]:
                 order.append((kind, stage[d], m + d * first))
@@ -50,10 +52,13 @@ def recipe(half: int, near: int, count: int) -> list[Entry]:
     far = half - 1 - near
     steps = [("F", 0)] * (2 * far)  # fill: flow 0 reaches the turn
     steps += [("F", 0), ("F", 1)] * (near + 1)
-    steps += [("I", 1), ("W", 1), ("F", 1)] * far  # gradients come back: pass them on at once
-    steps += [("F", 0), ("B", 1), ("F", 1), ("B", 0)] * (count - 2 * half + near + 1)  # F of one flow, B of the other
+    # gradients come back: pass them on at once
+    steps += [("I", 1), ("W", 1), ("F", 1)] * far
+    # F of one flow, B of the other
+    steps += [("F", 0), ("B", 1), ("F", 1), ("B", 0)] * (count - 2 * half + near + 1)
     steps += [("B", 1), ("F", 1), ("B", 0)] * far
-    for i in range(2 * (near + 1)):  # drain: from half way on weight gradients are kept back
+    # drain: from half way on weight gradients are kept back
+    for i in range(2 * (near + 1)):
         steps.append(("B" if i <= near else "I", (i + 1) % 2))
     steps += [("W", -1), ("I", 0)] * far
     return number(steps)

@@ -43,14 +43,21 @@ def list_schedule(
     ``costs.size``; ``split``: backward as I and W. Never slower than one microbatch after the other. Raises
     :class:`ScheduleError` if a microbatch alone needs more memory.
     """
-    limits = list(limit) if isinstance(limit, Sequence) else [inf if limit is None else limit] * ranks
+    limits = (
+        list(limit)
+        if isinstance(limit, Sequence)
+        else [inf if limit is None else limit] * ranks
+    )
     policies = [priority] if isinstance(priority, Policy) else priority
     trips = Trips(paths, costs, limits, split)
     orders = [Listing(name, holders, trips, policy).orders() for policy in policies]
     orders.append(Listing(name, holders, trips, Policy()).one_by_one())
     tables = [assemble(name, order, len(holders), paths) for order in orders]
     clocks = [simulate(table, costs) for table in tables]
-    return min(zip(clocks, tables, strict=True), key=lambda pair: (pair[0].makespan, pair[0].elapsed))[1]
+    return min(
+        zip(clocks, tables, strict=True),
+        key=lambda pair: (pair[0].makespan, pair[0].elapsed),
+    )[1]
 
 
 def zb_1p(ranks: int, microbatches: int, times: Times) -> list[Order]:
@@ -63,7 +70,9 @@ def zb_2p(ranks: int, microbatches: int, times: Times) -> list[Order]:
     return _zero_bubble("zb-2p", ranks, microbatches, times, 2 * ranks, tape=TAPE)
 
 
-def _zero_bubble(name: str, ranks: int, microbatches: int, times: Times, limit: int, tape: float) -> list[Order]:
+def _zero_bubble(
+    name: str, ranks: int, microbatches: int, times: Times, limit: int, tape: float
+) -> list[Order]:
     took = {"F": times.forward, "I": times.backward_input, "W": times.backward_weight}
     costs = Costs(
         lambda action: took[action.kind],

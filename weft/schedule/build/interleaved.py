@@ -3,7 +3,9 @@
 from weft.schedule.actions import Order
 
 
-def depth_first(ranks: int, microbatches: int, virtual: int, hide: bool = False) -> list[Order]:
+def depth_first(
+    ranks: int, microbatches: int, virtual: int, hide: bool = False
+) -> list[Order]:
     """Megatron's interleaved 1F1B (Narayanan et al. 2021, 2104.04473), also called depth-first.
 
     Microbatches go round in groups of ``ranks``. Megatron wants whole groups; here the missing microbatches of the last
@@ -15,7 +17,12 @@ def depth_first(ranks: int, microbatches: int, virtual: int, hide: bool = False)
     (where a chunk is one layer: v = 3 for 1.5B, 4 for 6.2B on 8 ranks), to four decimals.
     """
     groups = -(-microbatches // ranks)
-    rounds = [(g, c, m) for g in range(groups) for c in range(virtual) for m in range(g * ranks, (g + 1) * ranks)]
+    rounds = [
+        (g, c, m)
+        for g in range(groups)
+        for c in range(virtual)
+        for m in range(g * ranks, (g + 1) * ranks)
+    ]
     total, back = len(rounds), list(rounds)
     hide = hide and groups > 1
     if hide:
@@ -26,9 +33,13 @@ def depth_first(ranks: int, microbatches: int, virtual: int, hide: bool = False)
         forward = [("F", c * ranks + r, m) for _, c, m in rounds]
         backward = [("B", (virtual - 1 - c) * ranks + r, m) for _, c, m in back]
         ahead = min(2 * (ranks - 1 - r) + (virtual - 1) * ranks + hide, total)
-        turns = [a for pair in zip(forward[ahead:], backward, strict=False) for a in pair]
+        turns = [
+            a for pair in zip(forward[ahead:], backward, strict=False) for a in pair
+        ]
         order = [*forward[:ahead], *turns, *backward[total - ahead :]]
-        orders.append([(kind, stage, m) for kind, stage, m in order if m < microbatches])
+        orders.append(
+            [(kind, stage, m) for kind, stage, m in order if m < microbatches]
+        )
     return orders
 
 
@@ -37,7 +48,11 @@ def breadth_first(ranks: int, microbatches: int, virtual: int) -> list[Order]:
     chunks = range(virtual)
     return [
         [("F", c * ranks + r, m) for c in chunks for m in range(microbatches)]
-        + [("B", c * ranks + r, m) for c in reversed(chunks) for m in range(microbatches)]
+        + [
+            ("B", c * ranks + r, m)
+            for c in reversed(chunks)
+            for m in range(microbatches)
+        ]
         for r in range(ranks)
     ]
 
@@ -50,4 +65,12 @@ def vertical(stages: int, microbatches: int) -> Order:
     """
     turns = [(kind, stages - 1, m) for m in range(microbatches) for kind in "FB"]
     forward = [("F", s, m) for s in range(stages - 1) for m in range(microbatches)]
-    return [*forward, *turns, *(("B", s, m) for s in reversed(range(stages - 1)) for m in range(microbatches))]
+    return [
+        *forward,
+        *turns,
+        *(
+            ("B", s, m)
+            for s in reversed(range(stages - 1))
+            for m in range(microbatches)
+        ),
+    ]

@@ -41,20 +41,24 @@ class _Item(NamedTuple):
 class Listing:
     """One pass of the clock with one policy. ``holders[s]``: ranks that may run stage ``s``."""
 
-    def __init__(self, name: str, holders: Sequence[Sequence[int]], trips: Trips, policy: Policy) -> None:
+    def __init__(
+        self, name: str, holders: Sequence[Sequence[int]], trips: Trips, policy: Policy
+    ) -> None:
         self.name, self.holders, self.trips, self.policy = name, holders, trips, policy
         self.paths, limits = trips.paths, trips.limits
         self.done: list[list[Entry]] = [[] for _ in limits]
         self.free = [0.0] * len(limits)
         self.level = [0.0] * len(limits)  # saved and tape
-        self.load = [0.0] * len(limits)  # compute time of what a rank has run or was promised
+        # compute time of what a rank has run or was promised
+        self.load = [0.0] * len(limits)
         self.ready: list[list[_Item]] = [[] for _ in limits]  # F and backward
         self.tapes: list[list[_Item]] = [[] for _ in limits]  # W
         self.links: dict[tuple[int, int], float] = {}
         self.where: dict[int, list[int]] = {}  # rank of every place of the path
         self.step: dict[int, int] = {}  # of microbatches under way
         self.waiting = list(range(len(self.paths)))
-        self.between = [0] * len(holders)  # microbatches between forward and backward of a stage
+        # microbatches between forward and backward of a stage
+        self.between = [0] * len(holders)
         self.events = [0.0]
 
     def orders(self) -> list[list[Entry]]:
@@ -82,10 +86,14 @@ class Listing:
         """Start the best action that ``rank`` can run now, if it is free."""
         if self.free[rank] > now:
             return False
-        entry = next((m for m in self.waiting if rank in self.holders[self.paths[m][0]]), None)
+        entry = next(
+            (m for m in self.waiting if rank in self.holders[self.paths[m][0]]), None
+        )
         items = [a for a in self.ready[rank] if a.time <= now]
         items += [] if entry is None else [_Item(entry, 0, "F")]
-        last = next((kind for kind, _, _ in reversed(self.done[rank]) if kind != "W"), "F")
+        last = next(
+            (kind for kind, _, _ in reversed(self.done[rank]) if kind != "W"), "F"
+        )
         forward = self.policy.alternate and last != "F"
         # The oldest microbatch first, so that its memory comes back first.
         for a in sorted(items, key=lambda a: ((a.kind == "F") != forward, a.m, a.i)):
@@ -94,26 +102,41 @@ class Listing:
         if not self.tapes[rank]:
             return False
         tape = self.tapes[rank][0]
-        until = now + self.policy.patience * self.trips.time(rank, tape.m, tape.i, tape.kind)
-        if any(now < b.time < until and self.admits(rank, b, capped) for b in self.ready[rank]):
+        until = now + self.policy.patience * self.trips.time(
+            rank, tape.m, tape.i, tape.kind
+        )
+        if any(
+            now < b.time < until and self.admits(rank, b, capped)
+            for b in self.ready[rank]
+        ):
             return False
         return self.start(rank, tape, now)
 
     def admits(self, rank: int, a: _Item, capped: bool) -> bool:
         """Whether the action fits and, if it is a forward, leaves a state from which all can be finished."""
-        if self.level[rank] + self.trips.change(a.m, a.i, a.kind) > self.trips.limits[rank] + EPS:
+        if (
+            self.level[rank] + self.trips.change(a.m, a.i, a.kind)
+            > self.trips.limits[rank] + EPS
+        ):
             return False
         if a.kind != "F":
             return True
         where = self.where.get(a.m) or self.place(a.m, rank)
         if where is None or not self.safe(a.m, where, a.i + 1):
             return False
-        ahead = self.policy.ahead * self.trips.rounds_ahead(a.m, a.i, where) if capped else inf
+        ahead = (
+            self.policy.ahead * self.trips.rounds_ahead(a.m, a.i, where)
+            if capped
+            else inf
+        )
         return self.between[self.paths[a.m][a.i]] < ahead - EPS
 
     def safe(self, m: int, where: list[int], step: int) -> bool:
         """The banker's rule with microbatch ``m`` at this step and all others as they are."""
-        return self.trips.safe([(n, self.where[n], k) for n, k in self.step.items() if n != m] + [(m, where, step)])
+        return self.trips.safe(
+            [(n, self.where[n], k) for n, k in self.step.items() if n != m]
+            + [(m, where, step)]
+        )
 
     def start(self, rank: int, a: _Item, now: float) -> bool:
         m, i, stage = a.m, a.i, self.paths[a.m][a.i]
@@ -149,8 +172,14 @@ class Listing:
     def send(self, name: str, m: int, i: int, to: int, kind: str, end: float) -> None:
         link = source, target = self.where[m][i], self.where[m][to]
         if source != target:
-            begin = max(end, self.links.get(link, 0.0)) if self.trips.costs.exclusive else end
-            end = begin + self.trips.costs.move(Value(name, self.paths[m][i], m), source, target)
+            begin = (
+                max(end, self.links.get(link, 0.0))
+                if self.trips.costs.exclusive
+                else end
+            )
+            end = begin + self.trips.costs.move(
+                Value(name, self.paths[m][i], m), source, target
+            )
             self.links[link] = end
             heappush(self.events, end)
         self.ready[target].append(_Item(m, to, kind, end))
@@ -163,7 +192,10 @@ class Listing:
             if not self.trips.alone(m, where) or len(where) == len(path):
                 return where if self.trips.alone(m, where) else None
             able = self.holders[path[len(where)]] if where or first is None else [first]
-            able = sorted(able, key=lambda r: (self.load[r] + self.trips.work(r, m, len(where)), r))
+            able = sorted(
+                able,
+                key=lambda r: (self.load[r] + self.trips.work(r, m, len(where)), r),
+            )
             return next((whole for r in able if (whole := extend([*where, r]))), None)
 
         return extend([])
@@ -172,7 +204,10 @@ class Listing:
         """Where the microbatch runs if there is no other; raises :class:`ScheduleError` if it does not fit."""
         if where := self.place(m):
             return where
-        largest = [max(self.holders[s], key=lambda r: self.trips.limits[r]) for s in self.paths[m]]
+        largest = [
+            max(self.holders[s], key=lambda r: self.trips.limits[r])
+            for s in self.paths[m]
+        ]
         need, _ = self.trips.claim(m, largest, 0)
         rank = max(need, key=lambda r: need[r] - self.trips.limits[r])
         raise ScheduleError(
@@ -186,7 +221,9 @@ class Listing:
         value = Value("act", self.paths[m][i - 1], m)
 
         def ends(r: int) -> float:
-            there = end if r == before else end + self.trips.costs.move(value, before, r)
+            there = (
+                end if r == before else end + self.trips.costs.move(value, before, r)
+            )
             queued = sum(self.trips.time(r, a.m, a.i, a.kind) for a in self.ready[r])
             return max(there, self.free[r] + queued) + self.trips.time(r, m, i, "F")
 

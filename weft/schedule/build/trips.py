@@ -64,7 +64,10 @@ class Trips:
 
     def change(self, m: int, i: int, kind: str) -> float:
         """What an action adds to the memory of its rank."""
-        saved, tape = (self.costs.size(Value(name, self.paths[m][i], m)) for name in ("saved", "tape"))
+        saved, tape = (
+            self.costs.size(Value(name, self.paths[m][i], m))
+            for name in ("saved", "tape")
+        )
         return {"F": saved, "B": -saved, "I": tape - saved, "W": -tape}[kind]
 
     def claim(self, m: int, where: Sequence[int], step: int) -> Claim:
@@ -87,7 +90,10 @@ class Trips:
 
     def alone(self, m: int, where: Sequence[int]) -> bool:
         """Whether the microbatch could run if there were no other."""
-        return all(need <= self.limits[r] + EPS for r, need in self.claim(m, where, 0)[0].items())
+        return all(
+            need <= self.limits[r] + EPS
+            for r, need in self.claim(m, where, 0)[0].items()
+        )
 
     def safe(self, state: Iterable[tuple[int, Sequence[int], int]]) -> bool:
         """Whether these microbatches ``(m, where, step)`` can be finished in some order, one after the other."""
@@ -99,7 +105,14 @@ class Trips:
             for r, size in held.items():
                 free[r] -= size
         while claims:
-            able = next((c for c in claims if all(need <= free[r] + EPS for r, need in c[0].items())), None)
+            able = next(
+                (
+                    c
+                    for c in claims
+                    if all(need <= free[r] + EPS for r, need in c[0].items())
+                ),
+                None,
+            )
             if able is None:
                 return False
             claims.remove(able)

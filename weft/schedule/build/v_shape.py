@@ -32,31 +32,51 @@ class Pattern:
 
 def zb_v(ranks: int, microbatches: int, times: Times) -> list[Order]:
     """ZB-V (2401.10241, section 6): no bubble if F = I = W, peak ``ranks``."""
-    return repeat(Pattern((3, 3, 3, 3), (1, 1, 1), 2 * ranks), ranks, microbatches, times)
+    return repeat(
+        Pattern((3, 3, 3, 3), (1, 1, 1), 2 * ranks), ranks, microbatches, times
+    )
 
 
 def v_half(ranks: int, microbatches: int, times: Times) -> list[Order]:
     """V-Half (2405.15362): under half of 1F1B's bubble, peak ``ranks / 2 + 1``, or ``(ranks + 3) / 2`` if odd."""
     odd = ranks % 2
     turns = (1, 1, 2) if odd else (4, 1, 5)  # other turns put two actions into one slot
-    return repeat(Pattern((1, 2, 1, 2), turns, ranks + 2 + odd), ranks, microbatches, times)
+    return repeat(
+        Pattern((1, 2, 1, 2), turns, ranks + 2 + odd), ranks, microbatches, times
+    )
 
 
 def v_min(ranks: int, microbatches: int, times: Times) -> list[Order]:
     """V-Min (2405.15362): a third of 1F1B's peak, ``(ranks + 4) / 3`` at most, and two thirds of its bubble."""
     turns = (1, 1, 1) if ranks % 3 else (3, 1, 3)
-    return repeat(Pattern((1, 1, 1, 1), turns, -(-2 * ranks // 3) + 2, pull=False), ranks, microbatches, times)
+    return repeat(
+        Pattern((1, 1, 1, 1), turns, -(-2 * ranks // 3) + 2, pull=False),
+        ranks,
+        microbatches,
+        times,
+    )
 
 
-def repeat(pattern: Pattern, ranks: int, microbatches: int, times: Times) -> list[Order]:
+def repeat(
+    pattern: Pattern, ranks: int, microbatches: int, times: Times
+) -> list[Order]:
     """The pattern for every microbatch; of several fillings, the best for these times."""
     (f0, f1, i1, i0), last = pattern.steps, ranks - 1
-    spans = (last * f0 + pattern.turns[0], last * f1 + pattern.turns[1], last * i1 + pattern.turns[2])
+    spans = (
+        last * f0 + pattern.turns[0],
+        last * f1 + pattern.turns[1],
+        last * i1 + pattern.turns[2],
+    )
     begin = (0, *accumulate(spans))  # slot of the first F, F', I', I
     plan: list[list[Key]] = []
     for r in range(ranks):
         up, down, deep = last - r, r, 2 * ranks - 1 - r
-        slots = (("F", r, down * f0), ("F", deep, up * f1), ("I", deep, down * i1), ("I", r, up * i0))
+        slots = (
+            ("F", r, down * f0),
+            ("F", deep, up * f1),
+            ("I", deep, down * i1),
+            ("I", r, up * i0),
+        )
         timed = [
             (start + slot + 6 * m, Key(kind, stage, m))
             for m in range(microbatches)
@@ -76,7 +96,9 @@ def repeat(pattern: Pattern, ranks: int, microbatches: int, times: Times) -> lis
     return orders
 
 
-def fill(plan: Sequence[Sequence[Key]], pattern: Pattern, times: Times, patience: float) -> tuple[list[Order], float]:
+def fill(
+    plan: Sequence[Sequence[Key]], pattern: Pattern, times: Times, patience: float
+) -> tuple[list[Order], float]:
     """The plan's F and I with W in the holes, or where memory is needed; and the makespan or a little more."""
     return _Filling(plan, pattern, times, patience).run()
 
@@ -84,9 +106,23 @@ def fill(plan: Sequence[Sequence[Key]], pattern: Pattern, times: Times, patience
 class _Filling:
     """Everything is decided by the clock, rank by rank, with nothing known of actions that have not started."""
 
-    def __init__(self, plan: Sequence[Sequence[Key]], pattern: Pattern, times: Times, patience: float) -> None:
-        self.pattern, self.move, self.patience = pattern, times.move, patience * (1 + 1e-9)
-        self.cost = {"F": times.forward / 2, "I": times.backward_input / 2, "W": times.backward_weight / 2}
+    def __init__(
+        self,
+        plan: Sequence[Sequence[Key]],
+        pattern: Pattern,
+        times: Times,
+        patience: float,
+    ) -> None:
+        self.pattern, self.move, self.patience = (
+            pattern,
+            times.move,
+            patience * (1 + 1e-9),
+        )
+        self.cost = {
+            "F": times.forward / 2,
+            "I": times.backward_input / 2,
+            "W": times.backward_weight / 2,
+        }
         self.last = 2 * len(plan) - 1  # stage
         self.ended: dict[Key, float] = {}
         self.ahead = [list(order) for order in plan]
@@ -96,17 +132,25 @@ class _Filling:
         self.orders: list[list[Key]] = [[] for _ in plan]
 
     def run(self) -> tuple[list[Order], float]:
-        while live := [r for r, order in enumerate(self.ahead) if order or self.kept[r]]:
+        while live := [
+            r for r, order in enumerate(self.ahead) if order or self.kept[r]
+        ]:
             now = min(self.free[r] for r in live)
             due = [r for r in live if self.free[r] == now]
-            if not any([self._step(r, now) for r in due]):  # a list: all of them take their turn
+            # a list: all of them take their turn
+            if not any([self._step(r, now) for r in due]):
                 later = [self.free[r] for r in live if self.free[r] > now]
                 if not later:
                     waiting = [order[:1] for order in self.ahead]
-                    raise ScheduleError(f"V-shaped schedule of {len(waiting)} ranks blocks at {now}: {waiting}")
+                    raise ScheduleError(
+                        f"V-shaped schedule of {len(waiting)} ranks blocks at {now}: {waiting}"
+                    )
                 for r in due:
                     self.free[r] = min(later)
-        spans = [self.ended[order[-1]] - self.ended[order[0]] + self.cost[order[0].kind] for order in self.orders]
+        spans = [
+            self.ended[order[-1]] - self.ended[order[0]] + self.cost[order[0].kind]
+            for order in self.orders
+        ]
         return [*self.orders], max(spans)
 
     def _step(self, rank: int, now: float) -> bool:
@@ -114,11 +158,19 @@ class _Filling:
         ahead, kept = self.ahead[rank], self.kept[rank]
         key = ahead[0] if ahead else None
         start = self._arrival(rank, key) if key else float("inf")
-        full = key is not None and key.kind == "F" and self.level[rank] >= self.pattern.limit
+        full = (
+            key is not None
+            and key.kind == "F"
+            and self.level[rank] >= self.pattern.limit
+        )
         wait = start - now
         if kept and (full or wait > self.patience * self.cost["W"]):
             key, start = kept.pop(0), now
-        elif self.pattern.pull and wait > self.patience * self.cost["F"] and (place := self._earlier(rank, now)):
+        elif (
+            self.pattern.pull
+            and wait > self.patience * self.cost["F"]
+            and (place := self._earlier(rank, now))
+        ):
             key, start = ahead.pop(place), now
         elif key is None or start == float("inf"):
             return False
@@ -151,4 +203,8 @@ class _Filling:
         else:
             need = key._replace(kind="F")
         holder = min(need.stage, self.last - need.stage)
-        return self.ended.get(need, float("inf")) + self.move * (holder != rank) if need.stage >= 0 else 0.0
+        return (
+            self.ended.get(need, float("inf")) + self.move * (holder != rank)
+            if need.stage >= 0
+            else 0.0
+        )

@@ -23,13 +23,25 @@ class AdamW:
     def slots(self, held: Held) -> dict[str, Part]:
         return {moment: like(held) for moment in MOMENTS}
 
-    def update(self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float) -> None:
+    def update(
+        self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float
+    ) -> None:
         chosen = [(h, g) for h, g in zip(held, grads, strict=True) if h.local.numel()]
-        averages, squares = ([h.slots[moment].values for h, _ in chosen] for moment in MOMENTS)
-        self.step([h for h, _ in chosen], [g for _, g in chosen], averages, squares, lr, decay)
+        averages, squares = (
+            [h.slots[moment].values for h, _ in chosen] for moment in MOMENTS
+        )
+        self.step(
+            [h for h, _ in chosen], [g for _, g in chosen], averages, squares, lr, decay
+        )
 
     def step(
-        self, held: Sequence[Held], grads: Sequence[T], averages: list[T], squares: list[T], lr: float, decay: float
+        self,
+        held: Sequence[Held],
+        grads: Sequence[T],
+        averages: list[T],
+        squares: list[T],
+        lr: float,
+        decay: float,
     ) -> None:
         """The update with these moments, which it changes."""
         if held:
@@ -47,7 +59,9 @@ class SGD:
     def slots(self, held: Held) -> dict[str, Part]:
         return {}
 
-    def update(self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float) -> None:
+    def update(
+        self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float
+    ) -> None:
         count_update(held)
         for h, g in zip(held, grads, strict=True):
             h.local.mul_(1 - lr * decay).sub_(g, alpha=lr)
@@ -62,10 +76,14 @@ class Lion:
     def slots(self, held: Held) -> dict[str, Part]:
         return {"momentum": like(held)}
 
-    def update(self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float) -> None:
+    def update(
+        self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float
+    ) -> None:
         near, far = self.betas
         count_update(held)
         for h, g in zip(held, grads, strict=True):
             momentum = h.slots["momentum"].values
-            h.local.mul_(1 - lr * decay).add_(momentum.lerp(g, 1 - near).sign_(), alpha=-lr)
+            h.local.mul_(1 - lr * decay).add_(
+                momentum.lerp(g, 1 - near).sign_(), alpha=-lr
+            )
             momentum.lerp_(g, 1 - far)

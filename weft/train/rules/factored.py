@@ -27,31 +27,47 @@ class Adafactor:
         if len(held.logical.dims) < 2:
             return {"exp_avg_sq": like(held)}
         *stack, row, column = (Extent(i) for i in range(len(held.logical.dims)))
-        return {"rows": self.ranks.slot(held, *stack, row), "columns": self.ranks.slot(held, *stack, column)}
+        return {
+            "rows": self.ranks.slot(held, *stack, row),
+            "columns": self.ranks.slot(held, *stack, column),
+        }
 
-    def update(self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float) -> None:
+    def update(
+        self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float
+    ) -> None:
         step = count_update(held)
         for h, g in zip(held, grads, strict=True):
-            rate = self._root_mean_square(h.local, h).clamp(min=LEAST) * min(lr, step**-0.5)
+            rate = self._root_mean_square(h.local, h).clamp(min=LEAST) * min(
+                lr, step**-0.5
+            )
             h.local.mul_(1 - lr * decay)
             update = g * self._second_moment(h, g, step**DECAY).rsqrt()
-            h.local.sub_(update * (rate / (self._root_mean_square(update, h) / CLIP).clamp(min=1)))
+            h.local.sub_(
+                update
+                * (rate / (self._root_mean_square(update, h) / CLIP).clamp(min=1))
+            )
 
     def _second_moment(self, held: Held, grad: T, weight: float) -> T:
         """The estimate for every element that is held here, after it has taken in ``grad``."""
         least = torch.finfo(grad.dtype).eps ** 2
         square = grad.square()
         if "exp_avg_sq" in held.slots:
-            return held.slots["exp_avg_sq"].values.lerp_(square, weight).clamp(min=least)
+            return (
+                held.slots["exp_avg_sq"].values.lerp_(square, weight).clamp(min=least)
+            )
         height, width = held.logical.shape[-2:]
         over_rows, over_columns = square.dim() - 2, square.dim() - 1
         rows, columns = held.slots["rows"].values, held.slots["columns"].values
-        rows.lerp_(self.ranks.sum(square.sum(-1), held, over_columns) / width, weight)  # [..., rows here]
-        columns.lerp_(self.ranks.sum(square.sum(-2), held, over_rows) / height, weight)  # [..., columns here]
+        # [..., rows here]
+        rows.lerp_(self.ranks.sum(square.sum(-1), held, over_columns) / width, weight)
+        # [..., columns here]
+        columns.lerp_(self.ranks.sum(square.sum(-2), held, over_rows) / height, weight)
         mean = self.ranks.sum(rows.sum(-1), held, over_rows) / height  # [...]
         mean = mean.clamp(min=torch.finfo(grad.dtype).eps)[..., None, None]
         return (rows[..., None] * columns[..., None, :] / mean).clamp(min=least)
 
     def _root_mean_square(self, x: T, held: Held) -> T:
         """Of the logical tensor of which this is the part that is held here."""
-        return (self.ranks.sum(x.square().sum(), held, *range(x.dim())) / held.logical.numel).sqrt()
+        return (
+            self.ranks.sum(x.square().sum(), held, *range(x.dim())) / held.logical.numel
+        ).sqrt()

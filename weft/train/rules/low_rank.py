@@ -33,22 +33,33 @@ class GaLore:
 
     def slots(self, held: Held) -> dict[str, Part]:
         rank, short = self._rank(held), self._short(held)
-        both = (Extent(0), Extent(None, rank)) if short == 1 else (Extent(None, rank), Extent(1))
+        both = (
+            (Extent(0), Extent(None, rank))
+            if short == 1
+            else (Extent(None, rank), Extent(1))
+        )
         found = {moment: self.ranks.slot(held, *both) for moment in MOMENTS}
-        found["directions"] = self.ranks.slot(held, Extent(None, rank), Extent(None, held.logical.shape[short]))
+        found["directions"] = self.ranks.slot(
+            held, Extent(None, rank), Extent(None, held.logical.shape[short])
+        )
         if self.history:
             found["past"] = self.ranks.slot(held, Extent(None, self.history), *both)
         return found
 
-    def update(self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float) -> None:
+    def update(
+        self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float
+    ) -> None:
         count, (beta1, beta2) = count_update(held), self.settings.betas
         for h, g in zip(held, grads, strict=True):
             short = self._short(h)
             if (count - 1) % self.settings.refresh == 0:
-                directions = singular_directions(self.ranks.whole(g, h), short, self._rank(h))
+                directions = singular_directions(
+                    self.ranks.whole(g, h), short, self._rank(h)
+                )
                 h.slots["directions"].values.copy_(self.ranks.agreed(directions))
             lo, hi = h.box[short]
-            mine = h.slots["directions"].values[:, lo:hi]  # [rank, what is here of the shorter side]
+            # [rank, what is here of the shorter side]
+            mine = h.slots["directions"].values[:, lo:hi]
             low = self.ranks.sum(g @ mine.mT if short == 1 else mine @ g, h, short)
             if self.history:
                 low = self._natural(h, low, count)
@@ -57,7 +68,10 @@ class GaLore:
             second.lerp_(low.square(), 1 - beta2)
             size = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
             step = first / (second.sqrt() + self.settings.eps)
-            h.local.sub_(step @ mine if short == 1 else mine.mT @ step, alpha=size * self.settings.scale)
+            h.local.sub_(
+                step @ mine if short == 1 else mine.mT @ step,
+                alpha=size * self.settings.scale,
+            )
             h.local.mul_(1 - lr * decay)
 
     def _natural(self, held: Held, low: T, count: int) -> T:
@@ -70,8 +84,13 @@ class GaLore:
         past[now] = low
         flat = past.flatten(1)  # [history, elements here]
         one = torch.eye(self.history, dtype=low.dtype, device=low.device)
-        inner = self.ranks.sum(flat @ flat.mT, held, 1 - self._short(held)) + DAMPING * one
-        weights = torch.cholesky_solve(one[:, now : now + 1], torch.linalg.cholesky(inner))  # [history, 1]
+        inner = (
+            self.ranks.sum(flat @ flat.mT, held, 1 - self._short(held)) + DAMPING * one
+        )
+        # [history, 1]
+        weights = torch.cholesky_solve(
+            one[:, now : now + 1], torch.linalg.cholesky(inner)
+        )
         return (weights.mT @ flat).view_as(low)
 
     def _short(self, held: Held) -> int:
@@ -92,6 +111,11 @@ def singular_directions(grad: T, side: int, rank: int) -> T:
     left, sizes, right = torch.linalg.svd(grad, full_matrices=False)
     found = right[:rank] if side == 1 else left[:, :rank].mT
     size = found.abs()
-    largest = found.gather(1, (size > 0.999 * size.amax(1, keepdim=True)).int().argmax(1, keepdim=True))
-    known = sizes[:rank, None] > sizes[0] * torch.finfo(grad.dtype).eps ** 0.6  # well above rounding
-    return torch.where(known, found * torch.where(largest < 0, -1.0, 1.0), 0.0).contiguous()
+    largest = found.gather(
+        1, (size > 0.999 * size.amax(1, keepdim=True)).int().argmax(1, keepdim=True)
+    )
+    # well above rounding
+    known = sizes[:rank, None] > sizes[0] * torch.finfo(grad.dtype).eps ** 0.6
+    return torch.where(
+        known, found * torch.where(largest < 0, -1.0, 1.0), 0.0
+    ).contiguous()

@@ -28,13 +28,19 @@ class Muon:
     def slots(self, held: Held) -> dict[str, Part]:
         return {"momentum": like(held)}
 
-    def update(self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float) -> None:
+    def update(
+        self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float
+    ) -> None:
         count_update(held)
         for h, g in zip(held, grads, strict=True):
             momentum = h.slots["momentum"].values.lerp_(g, 1 - self.momentum)
             whole = self.ranks.whole(g.lerp(momentum, self.momentum), h)  # Nesterov's
             size = SCALE * max(whole.shape[-2:]) ** 0.5
-            made = torch.stack([orthogonal(matrix) for matrix in whole.flatten(0, -3)]) if whole.dim() > 2 else None
+            made = (
+                torch.stack([orthogonal(matrix) for matrix in whole.flatten(0, -3)])
+                if whole.dim() > 2
+                else None
+            )
             made = orthogonal(whole) if made is None else made.view_as(whole)
             h.local.mul_(1 - lr * decay).sub_(self.ranks.mine(made, h), alpha=lr * size)
 

@@ -27,7 +27,9 @@ class UpdateRule(Protocol):
     def slots(self, held: Held) -> dict[str, Part]:
         """The initial optimizer state of this parameter, by slot."""
 
-    def update(self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float) -> None:
+    def update(
+        self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float
+    ) -> None:
         """One update at learning rate ``lr``, with weight decay ``decay`` (times ``lr``, decoupled)."""
 
 
@@ -51,7 +53,9 @@ class RankSums:
     def axes(self, held: Held, dims: Sequence[int]) -> list[str]:
         """The mesh axes larger than one that cut these dimensions of a parameter."""
         _, sharing = self.mesh.sharing(held.logical)
-        found = [axis for i in dims for axis in held.logical.cuts[i]] + [sharing] * (0 in dims)
+        found = [axis for i in dims for axis in held.logical.cuts[i]] + [sharing] * (
+            0 in dims
+        )
         return [axis for axis in dict.fromkeys(found) if self.mesh.size(axis) > 1]
 
     def sum(self, x: T, held: Held, *dims: int) -> T:
@@ -62,7 +66,9 @@ class RankSums:
         """The largest of each element of ``x`` over the ranks that hold other parts along ``dims``, in place."""
         return self._reduced(x, held, dims, dist.ReduceOp.MAX)
 
-    def _reduced(self, x: T, held: Held, dims: Sequence[int], op: dist.ReduceOp.RedOpType) -> T:
+    def _reduced(
+        self, x: T, held: Held, dims: Sequence[int], op: dist.ReduceOp.RedOpType
+    ) -> T:
         axes = self.axes(held, dims)
         there = x.to(self.mesh.device)  # the state may be on the host
         for axis in axes:
@@ -91,20 +97,34 @@ class RankSums:
                 dist.broadcast(there, dist.get_global_rank(group, 0), group=group)
         return x.copy_(there) if there is not x else x
 
-    def slot(self, held: Held, *extents: Extent, dtype: torch.dtype | None = None) -> Part:
+    def slot(
+        self, held: Held, *extents: Extent, dtype: torch.dtype | None = None
+    ) -> Part:
         """A slot of zeros with dimensions ``extents``; those that are the parameter's are cut as the parameter is."""
         dims = held.logical.dims
         here = [(0, e.size) if e.of is None else held.box[e.of] for e in extents]
-        box = tuple((lo // e.per, -(-hi // e.per)) for (lo, hi), e in zip(here, extents, strict=True))
-        shape = tuple(-(-(e.size if e.of is None else dims[e.of].size) // e.per) for e in extents)
+        box = tuple(
+            (lo // e.per, -(-hi // e.per))
+            for (lo, hi), e in zip(here, extents, strict=True)
+        )
+        shape = tuple(
+            -(-(e.size if e.of is None else dims[e.of].size) // e.per) for e in extents
+        )
         names = tuple("" if e.of is None else dims[e.of].name for e in extents)
         left_out = [i for i in range(len(dims)) if all(e.of != i for e in extents)]
         replica, replicas = held.placement.replica, held.placement.replicas
-        for axis in self.axes(held, left_out):  # ranks that differ in nothing but these hold the same
+        # ranks that differ in nothing but these hold the same
+        for axis in self.axes(held, left_out):
             replica += replicas * self.mesh.rank(axis)
             replicas *= self.mesh.size(axis)
-        values = torch.zeros([hi - lo for lo, hi in box], dtype=dtype or held.local.dtype, device=held.local.device)
-        return Part(values, box, Tensor(shape, NAMES[values.dtype], names), replica, replicas)
+        values = torch.zeros(
+            [hi - lo for lo, hi in box],
+            dtype=dtype or held.local.dtype,
+            device=held.local.device,
+        )
+        return Part(
+            values, box, Tensor(shape, NAMES[values.dtype], names), replica, replicas
+        )
 
 
 def like(held: Held, dtype: torch.dtype | None = None) -> Part:

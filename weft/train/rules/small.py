@@ -15,7 +15,15 @@ import torch.nn.functional as F
 from weft.checkpoint.format import MOMENTS
 from weft.layout.parts import Part
 from weft.memory.noise import random_bits
-from weft.memory.quantised import Blocks, decoded, dynamic_map, encoded, linear_map, rounded_bf16, unpacked
+from weft.memory.quantised import (
+    Blocks,
+    decoded,
+    dynamic_map,
+    encoded,
+    linear_map,
+    rounded_bf16,
+    unpacked,
+)
 from weft.models.nf4 import packed
 from weft.parallel.state import Held
 from weft.recipe import Optimizer
@@ -51,39 +59,59 @@ class InBlocks:
     def slots(self, held: Held) -> dict[str, Part]:
         last, per = len(held.logical.dims) - 1, 8 // self.bits
         # The table of conflicts refuses cuts that would part a pair.
-        assert all(edge % per == 0 or edge == held.logical.shape[-1] for edge in held.box[-1]), held.name
+        assert all(
+            edge % per == 0 or edge == held.logical.shape[-1] for edge in held.box[-1]
+        ), held.name
         rows = [Extent(i) for i in range(last)]
         found = {}
         for moment in MOMENTS:
-            found[f"{moment}.codes"] = self.ranks.slot(held, *rows, Extent(last, per=per), dtype=torch.uint8)
-            found[f"{moment}.scale"] = self.ranks.slot(held, *rows, Extent(None, self._blocks(held).count))
-        for moment, values in zip(MOMENTS, self.maps, strict=True):  # with scales of 0 any code is 0; this one stays it
-            found[f"{moment}.codes"].values.copy_(self._packed(torch.full_like(held.local, int(values.abs().argmin()))))
+            found[f"{moment}.codes"] = self.ranks.slot(
+                held, *rows, Extent(last, per=per), dtype=torch.uint8
+            )
+            found[f"{moment}.scale"] = self.ranks.slot(
+                held, *rows, Extent(None, self._blocks(held).count)
+            )
+        # with scales of 0 any code is 0; this one stays it
+        for moment, values in zip(MOMENTS, self.maps, strict=True):
+            found[f"{moment}.codes"].values.copy_(
+                self._packed(torch.full_like(held.local, int(values.abs().argmin())))
+            )
         return found
 
     def load(self, held: Held) -> list[T]:
         blocks, n, found = self._blocks(held), held.local.size(-1), []
         for moment, values in zip(MOMENTS, self.maps, strict=True):
-            codes, scale = (held.slots[f"{moment}.{what}"].values for what in ("codes", "scale"))
+            codes, scale = (
+                held.slots[f"{moment}.{what}"].values for what in ("codes", "scale")
+            )
             codes = unpacked(codes)[..., :n] if self.bits == 4 else codes
             found.append(decoded(codes, blocks.spread(scale, n), values))
         return found
 
     def store(self, held: Held, moments: Sequence[T]) -> None:
-        blocks, n, last = self._blocks(held), held.local.size(-1), len(held.logical.dims) - 1
+        blocks, n, last = (
+            self._blocks(held),
+            held.local.size(-1),
+            len(held.logical.dims) - 1,
+        )
         for moment, values, x in zip(MOMENTS, self.maps, moments, strict=True):
-            ends = torch.stack((blocks.largest(x), blocks.largest(-x)))  # [2, ..., blocks]
+            # [2, ..., blocks]
+            ends = torch.stack((blocks.largest(x), blocks.largest(-x)))
             above, below = self.ranks.largest(ends, held, last)
             scale = torch.where(above >= below, above, -below)
             held.slots[f"{moment}.scale"].values.copy_(scale)
-            held.slots[f"{moment}.codes"].values.copy_(self._packed(encoded(x, blocks.spread(scale, n), values)))
+            held.slots[f"{moment}.codes"].values.copy_(
+                self._packed(encoded(x, blocks.spread(scale, n), values))
+            )
 
     def _blocks(self, held: Held) -> Blocks:
         return Blocks(self.size, held.logical.shape[-1], held.box[-1][0])
 
     def _packed(self, codes: T) -> T:
         codes = codes.to(torch.uint8)
-        return packed(F.pad(codes, (0, codes.size(-1) % 2))) if self.bits == 4 else codes
+        return (
+            packed(F.pad(codes, (0, codes.size(-1) % 2))) if self.bits == 4 else codes
+        )
 
 
 class InBfloat16:
@@ -101,8 +129,13 @@ class InBfloat16:
     def store(self, held: Held, moments: Sequence[T]) -> None:
         positions = logical_positions(held)
         for number, (moment, x) in enumerate(zip(MOMENTS, moments, strict=True)):
-            seed = crc32(held.name.encode()) << 32 | int(held.updates.item()) * len(MOMENTS) + number
-            held.slots[moment].values.copy_(rounded_bf16(x, random_bits(positions, seed)))
+            seed = (
+                crc32(held.name.encode()) << 32
+                | int(held.updates.item()) * len(MOMENTS) + number
+            )
+            held.slots[moment].values.copy_(
+                rounded_bf16(x, random_bits(positions, seed))
+            )
 
 
 class SmallAdamW:
@@ -114,7 +147,9 @@ class SmallAdamW:
     def slots(self, held: Held) -> dict[str, Part]:
         return self.encoding.slots(held) if is_large(held) else self.full.slots(held)
 
-    def update(self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float) -> None:
+    def update(
+        self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float
+    ) -> None:
         small = [(h, g) for h, g in zip(held, grads, strict=True) if not is_large(h)]
         self.full.update([h for h, _ in small], [g for _, g in small], lr, decay)
         for h, g in zip(held, grads, strict=True):

@@ -16,7 +16,7 @@ from weft.generate.engine import Engine
 from weft.generate.request import Request
 from weft.generate.sampling import GREEDY
 from weft.generate.scheduler import ScheduledStep, Scheduler
-from weft.loads.asks import RequestOutcome
+from weft.measure.asks import RequestOutcome
 
 
 class TimedRequest(NamedTuple):
@@ -29,17 +29,29 @@ class TimedRequest(NamedTuple):
 
 def work_of(step: ScheduledStep) -> list[float]:
     """A step's work, as the numbers that its time is linear in."""
-    ends = [(tokens, request.computed + tokens) for request, tokens in step.work.items()]
+    ends = [
+        (tokens, request.computed + tokens) for request, tokens in step.work.items()
+    ]
     rows = sum(tokens == request.wanted for request, tokens in step.work.items())
     tokens = sum(n for n, _ in ends)
-    return [1.0, tokens, len(ends), rows, sum(end for _, end in ends), sum(n * (end - n / 2) for n, end in ends)]
+    return [
+        1.0,
+        tokens,
+        len(ends),
+        rows,
+        sum(end for _, end in ends),
+        sum(n * (end - n / 2) for n, end in ends),
+    ]
 
 
 class Curve:
     """The seconds of a step by its work, fitted to ``samples``: pairs of the work and the seconds of a step."""
 
     def __init__(self, samples: Sequence[tuple[Sequence[float], float]]) -> None:
-        work, seconds = np.array([each for each, _ in samples]), np.array([each for _, each in samples])
+        work, seconds = (
+            np.array([each for each, _ in samples]),
+            np.array([each for _, each in samples]),
+        )
         # Relative errors count, so that all steps weigh alike, and no rate is negative. Steps that are short by chance
         # weigh more in that, so that the total would come out too short: it is scaled to the measured one.
         self.rates, _ = nnls(work / seconds[:, None], np.ones(len(seconds)))
@@ -50,14 +62,20 @@ class Curve:
 
 
 def play(
-    load: Sequence[TimedRequest], add: Callable[[int], None], step: Callable[[], tuple[float, list[int]]]
+    load: Sequence[TimedRequest],
+    add: Callable[[int], None],
+    step: Callable[[], tuple[float, list[int]]],
 ) -> list[RequestOutcome]:
     """Add requests when they come, and take steps until all are done; returns the times of their tokens.
 
     ``step()`` returns its seconds, and the indices of the requests that got a token.
     """
     found = [RequestOutcome(each.time, prompt=len(each.prompt)) for each in load]
-    order, clock, open_ = sorted(range(len(load)), key=lambda i: load[i].time), 0.0, set[int]()
+    order, clock, open_ = (
+        sorted(range(len(load)), key=lambda i: load[i].time),
+        0.0,
+        set[int](),
+    )
     while order or open_:
         if not open_:
             clock = max(clock, load[order[0]].time)  # there is nothing to do until then
@@ -76,13 +94,17 @@ def play(
 
 
 def simulate(
-    scheduler: Scheduler, load: Sequence[TimedRequest], curve: Callable[[ScheduledStep], float]
+    scheduler: Scheduler,
+    load: Sequence[TimedRequest],
+    curve: Callable[[ScheduledStep], float],
 ) -> list[RequestOutcome]:
     """The simulated times of ``load`` on an engine with this scheduler, whose steps take what ``curve`` says."""
     numbers: dict[Request, int] = {}
 
     def add(i: int) -> None:
-        request = Request(list(load[i].prompt), len(load[i].prompt) + load[i].tokens - 1)
+        request = Request(
+            list(load[i].prompt), len(load[i].prompt) + load[i].tokens - 1
+        )
         numbers[request] = i
         scheduler.add(request)
 
@@ -101,7 +123,9 @@ def simulate(
 
 
 def measure(
-    engine: Engine, load: Sequence[TimedRequest], clock: Callable[[], float] = perf_counter
+    engine: Engine,
+    load: Sequence[TimedRequest],
+    clock: Callable[[], float] = perf_counter,
 ) -> tuple[list[RequestOutcome], list[tuple[list[float], float]]]:
     """The times of ``load`` on a real engine, and samples of its steps for a :class:`Curve`.
 

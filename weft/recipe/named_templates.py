@@ -31,12 +31,18 @@ def with_named_templates(files: Mapping[str, bytes], folder: Path) -> dict[str, 
         texts = {file.stem: file.read_text(encoding="utf-8") for file in named}
         if TEMPLATE_FILE in files:
             texts = {DEFAULT: files[TEMPLATE_FILE].decode()} | texts
-        config = json.loads(files.get(CONFIG_FILE, b"{}")) | {"chat_template": listed(texts)}
+        config = json.loads(files.get(CONFIG_FILE, b"{}")) | {
+            "chat_template": listed(texts)
+        }
     except (OSError, ValueError, TypeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise WeftError(f"the chat templates in {folder} cannot be read: {reason}; download the model again") from None
+        raise WeftError(
+            f"the chat templates in {folder} cannot be read: {reason}; download the model again"
+        ) from None
     rest = {name: content for name, content in files.items() if name != TEMPLATE_FILE}
-    return rest | {CONFIG_FILE: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
+    return rest | {
+        CONFIG_FILE: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    }
 
 
 def listed(templates: Mapping[str, str]) -> list[dict[str, str]]:

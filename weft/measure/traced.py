@@ -8,10 +8,15 @@ from weft.models.transformer import Transformer
 from weft.observe.split import quiet_profile
 
 
-def record(model: Transformer, batch: int, prompt: int, steps: int, folder: Path) -> Path:
+def record(
+    model: Transformer, batch: int, prompt: int, steps: int, folder: Path
+) -> Path:
     """Write a Chrome trace of ``steps`` steps of ``batch`` texts, without those of the ``prompt`` and first tokens."""
     engine = Engine(model, budget=max(512, batch), limit=batch)
-    texts = [[(7 * number + i) % model.shape.vocab for i in range(prompt)] for number in range(batch)]
+    texts = [
+        [(7 * number + i) % model.shape.vocab for i in range(prompt)]
+        for number in range(batch)
+    ]
     written = [engine.submit(ids, steps + 1, GREEDY)[0] for ids in texts]
     while not all(one.written for one in written):
         engine.step()

@@ -30,7 +30,9 @@ def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
         content = json.loads(files.get(name, b"{}"))
     except ValueError:
-        raise WeftError(f"{name} is no JSON; export or download the model again") from None
+        raise WeftError(
+            f"{name} is no JSON; export or download the model again"
+        ) from None
     return content if isinstance(content, dict) else {}
 
 
@@ -51,8 +53,15 @@ def context_length(files: Mapping[str, bytes]) -> int | None:
     if not isinstance(factor, int | float):
         return length
     if kind == "yarn":
-        return max(length, round(factor * (rope.get("original_max_position_embeddings") or length)))
-    return round(factor * length) if kind == "linear" and "gemma" not in str(config.get("model_type")) else length
+        return max(
+            length,
+            round(factor * (rope.get("original_max_position_embeddings") or length)),
+        )
+    return (
+        round(factor * length)
+        if kind == "linear" and "gemma" not in str(config.get("model_type"))
+        else length
+    )
 
 
 def carried_dtype(files: Mapping[str, bytes]) -> str | None:
@@ -62,20 +71,42 @@ def carried_dtype(files: Mapping[str, bytes]) -> str | None:
     return None if given is None else given.removeprefix("torch.")
 
 
-def files_of_run(carried: Mapping[str, bytes], own: Mapping[str, bytes], same: bool) -> dict[str, bytes]:
+def files_of_run(
+    carried: Mapping[str, bytes], own: Mapping[str, bytes], same: bool
+) -> dict[str, bytes]:
     """The files that a run's checkpoints hold.
 
     ``carried``: those of the model that it starts from; ``own``: those of its tokenizer; ``same``: whether that is the
     model's. Another tokenizer brings its own files, and its ids of special tokens stand in the configurations.
     """
     if same:  # ids that no file says yet are all that the tokenizer adds
-        return {name: content for name, content in own.items() if name == GENERATION} | dict(carried)
-    files, tokens = dict(own), {key: value for key, value in _object(own, GENERATION).items() if key in TOKEN_IDS}
+        return {
+            name: content for name, content in own.items() if name == GENERATION
+        } | dict(carried)
+    files, tokens = (
+        dict(own),
+        {
+            key: value
+            for key, value in _object(own, GENERATION).items()
+            if key in TOKEN_IDS
+        },
+    )
     if CONFIG in carried:
         config = carried_config(carried)
-        files[CONFIG] = as_json(config | {key: tokens.get(key) for key in TOKEN_IDS if key in config or key in tokens})
+        files[CONFIG] = as_json(
+            config
+            | {
+                key: tokens.get(key)
+                for key in TOKEN_IDS
+                if key in config or key in tokens
+            }
+        )
     if GENERATION in carried or tokens:
-        sampling = {key: value for key, value in _object(carried, GENERATION).items() if key not in TOKEN_IDS}
+        sampling = {
+            key: value
+            for key, value in _object(carried, GENERATION).items()
+            if key not in TOKEN_IDS
+        }
         files[GENERATION] = as_json(sampling | tokens)
     return files
 
@@ -86,31 +117,57 @@ def as_json(content: Any) -> bytes:
 
 
 def exported_config(
-    shape: ModelShape, dtype: object, files: Mapping[str, bytes], max_positions: int | None = None
+    shape: ModelShape,
+    dtype: object,
+    files: Mapping[str, bytes],
+    max_positions: int | None = None,
 ) -> dict[str, Any]:
     """The ``config.json`` of a model of ``shape`` with weights of ``dtype``, whose other files are ``files``.
 
     Where these have a ``config.json``, it is that, with the fields that stand for what has changed since. Otherwise it
     is made from ``shape``; ``max_positions`` is the context length then, as far as one is known.
     """
-    tokens = {key: value for key, value in _object(files, GENERATION).items() if key in TOKEN_IDS}
+    tokens = {
+        key: value
+        for key, value in _object(files, GENERATION).items()
+        if key in TOKEN_IDS
+    }
     now = config_from_shape(shape, dtype, tokens, max_positions)
     carried = carried_config(files)
     if not carried:
         return now
     kind = str(dtype).removeprefix("torch.")
-    before = config_from_shape(shape_from_fields(carried, CONFIG), dtype, tokens, max_positions)
-    changed = {key for key in (*before, *now) if key not in DTYPES and before.get(key, ...) != now.get(key, ...)}
-    config = {key: value for key, value in carried.items() if key not in changed or key in now}
+    before = config_from_shape(
+        shape_from_fields(carried, CONFIG), dtype, tokens, max_positions
+    )
+    changed = {
+        key
+        for key in (*before, *now)
+        if key not in DTYPES and before.get(key, ...) != now.get(key, ...)
+    }
+    config = {
+        key: value for key, value in carried.items() if key not in changed or key in now
+    }
     config |= {key: now[key] for key in now if key in changed}
     for names in SAME:
-        config |= {name: now[key] for key in names if key in changed and key in now for name in names if name in config}
+        config |= {
+            name: now[key]
+            for key in names
+            if key in changed and key in now
+            for name in names
+            if name in config
+        }
     config |= {name: kind for name in DTYPES if name in config}
-    config.pop("quantization_config", None)  # what was stored in 8 bits is written as numbers
+    # what was stored in 8 bits is written as numbers
+    config.pop("quantization_config", None)
     if _meaning(config, dtype, tokens, max_positions) == now:
         return config
     # Some field goes by another name there. What only the carried one has comes along all the same.
-    return {key: value for key, value in carried.items() if key not in before and key != "quantization_config"} | now
+    return {
+        key: value
+        for key, value in carried.items()
+        if key not in before and key != "quantization_config"
+    } | now
 
 
 def _meaning(config: Mapping[str, Any], *more: Any) -> dict[str, Any]:

@@ -46,12 +46,21 @@ class RequestOutcome:
     def seconds(self) -> dict[str, list[float]]:
         """This request's values of each metric, in seconds."""
         ttft, e2el = self.times[0] - self.began, self.end - self.began
-        tpot = [(self.times[-1] - self.times[0]) / (self.written - 1)] if self.written > 1 else []
-        gaps = [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
+        tpot = (
+            [(self.times[-1] - self.times[0]) / (self.written - 1)]
+            if self.written > 1
+            else []
+        )
+        gaps = [
+            later - earlier
+            for earlier, later in zip(self.times, self.times[1:], strict=False)
+        ]
         return {"ttft": [ttft], "tpot": tpot, "itl": gaps, "e2el": [e2el]}
 
 
-def random_asks(count: int, prompt: int, answer: int, ratio: float, prefix: int, seed: int) -> list[LoadRequest]:
+def random_asks(
+    count: int, prompt: int, answer: int, ratio: float, prefix: int, seed: int
+) -> list[LoadRequest]:
     """Prompts of random ids below 256, which every vocabulary has, behind a common beginning of ``prefix`` tokens.
 
     Lengths are uniform within the share ``ratio`` around ``prompt`` and ``answer``.
@@ -59,10 +68,18 @@ def random_asks(count: int, prompt: int, answer: int, ratio: float, prefix: int,
     random = Random(seed)
 
     def length(mean: int) -> int:
-        return max(1, random.randint(math.floor(mean * (1 - ratio)), math.ceil(mean * (1 + ratio))))
+        return max(
+            1,
+            random.randint(
+                math.floor(mean * (1 - ratio)), math.ceil(mean * (1 + ratio))
+            ),
+        )
 
     shared = [random.randrange(256) for _ in range(prefix)]
-    texts = [[*shared, *(random.randrange(256) for _ in range(length(prompt)))] for _ in range(count)]
+    texts = [
+        [*shared, *(random.randrange(256) for _ in range(length(prompt)))]
+        for _ in range(count)
+    ]
     return [LoadRequest(text, length(answer)) for text in texts]
 
 
@@ -75,7 +92,10 @@ def sharegpt_asks(count: int, seed: int) -> list[LoadRequest]:
         return min(LONGEST, max(SHORTEST, round(drawn)))
 
     return [
-        LoadRequest([random.randrange(256) for _ in range(length(*SHAREGPT[0]))], length(*SHAREGPT[1]))
+        LoadRequest(
+            [random.randrange(256) for _ in range(length(*SHAREGPT[0]))],
+            length(*SHAREGPT[1]),
+        )
         for _ in range(count)
     ]
 
@@ -83,14 +103,28 @@ def sharegpt_asks(count: int, seed: int) -> list[LoadRequest]:
 def read_asks(path: Path, count: int, answer: int) -> list[LoadRequest]:
     """The first ``count`` requests of a file of JSON lines: objects with ``prompt``, and perhaps ``output_tokens``."""
     try:
-        rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()][:count]
-        return [LoadRequest(row["prompt"], int(row.get("output_tokens", answer))) for row in rows]
+        rows = [
+            json.loads(line) for line in path.read_text().splitlines() if line.strip()
+        ][:count]
+        return [
+            LoadRequest(row["prompt"], int(row.get("output_tokens", answer)))
+            for row in rows
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is no file with an object with 'prompt' in each line: {error!r}") from None
+        raise UsageError(
+            f"{path} is no file with an object with 'prompt' in each line: {error!r}"
+        ) from None
 
 
 def make_asks(
-    dataset: str, count: int, path: Path | None, prompt: int, answer: int, ratio: float, prefix: int, seed: int
+    dataset: str,
+    count: int,
+    path: Path | None,
+    prompt: int,
+    answer: int,
+    ratio: float,
+    prefix: int,
+    seed: int,
 ) -> list[LoadRequest]:
     """The requests of the data set of that name. Raises :class:`UsageError` for unknown names and missing files."""
     if dataset == "random":
@@ -99,17 +133,25 @@ def make_asks(
         return sharegpt_asks(count, seed)
     if dataset == "custom" and path:
         return read_asks(path, count, answer)
-    raise UsageError(f"--dataset-name {dataset}: choose random, sharegpt, or custom with --dataset-path FILE")
+    raise UsageError(
+        f"--dataset-name {dataset}: choose random, sharegpt, or custom with --dataset-path FILE"
+    )
 
 
 def read_limits(words: Sequence[str]) -> dict[str, float]:
     """Limits in milliseconds by metric, from words ``METRIC:MS``."""
     try:
-        found = {name: float(limit) for name, limit in (word.split(":") for word in words)}
+        found = {
+            name: float(limit) for name, limit in (word.split(":") for word in words)
+        }
     except ValueError:
-        raise UsageError(f"--goodput {' '.join(words)}: give METRIC:MS, for instance ttft:500") from None
+        raise UsageError(
+            f"--goodput {' '.join(words)}: give METRIC:MS, for instance ttft:500"
+        ) from None
     if unknown := found.keys() - set(METRICS):
-        raise UsageError(f"--goodput knows no {sorted(unknown)[0]}; choose from: {', '.join(METRICS)}")
+        raise UsageError(
+            f"--goodput knows no {sorted(unknown)[0]}; choose from: {', '.join(METRICS)}"
+        )
     return found
 
 
@@ -120,18 +162,28 @@ def read_percentiles(words: str) -> list[float]:
     except ValueError:
         found = []
     if not found or not all(0 <= p <= 100 for p in found):
-        raise UsageError(f"--metric-percentiles {words}: give numbers from 0 to 100, for instance 50,99")
+        raise UsageError(
+            f"--metric-percentiles {words}: give numbers from 0 to 100, for instance 50,99"
+        )
     return found
 
 
 def pauses(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
     """Seconds before each request, gamma distributed; with ``burstiness`` 1 the arrivals are a Poisson process."""
     random = Random(seed)
-    return [0.0 if math.isinf(rate) else random.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(count)]
+    return [
+        0.0
+        if math.isinf(rate)
+        else random.gammavariate(burstiness, 1 / (rate * burstiness))
+        for _ in range(count)
+    ]
 
 
 def summary(
-    outcomes: Sequence[RequestOutcome], seconds: float, percentiles: Sequence[float], limits: Mapping[str, float]
+    outcomes: Sequence[RequestOutcome],
+    seconds: float,
+    percentiles: Sequence[float],
+    limits: Mapping[str, float],
 ) -> dict[str, Any]:
     """Statistics under vLLM's names, times in milliseconds. ``limits``: milliseconds by metric, for the goodput."""
     good = [one for one in outcomes if not one.error]
@@ -143,12 +195,27 @@ def summary(
         "errors": sorted({one.error for one in outcomes if one.error}),
     }  # fmt: skip
     if limits:
-        within = [all(1000 * x <= limits.get(m, math.inf) for m in METRICS for x in one.seconds[m]) for one in good]
+        within = [
+            all(
+                1000 * x <= limits.get(m, math.inf)
+                for m in METRICS
+                for x in one.seconds[m]
+            )
+            for one in good
+        ]
         found["request_goodput"] = sum(within) / seconds
     for metric in METRICS if good else ():
         times = 1000 * np.array([x for one in good for x in one.seconds[metric]])
         if len(times):
-            found |= {f"mean_{metric}_ms": times.mean(), f"median_{metric}_ms": np.median(times)}
+            found |= {
+                f"mean_{metric}_ms": times.mean(),
+                f"median_{metric}_ms": np.median(times),
+            }
             found |= {f"std_{metric}_ms": times.std()}
-            found |= {f"p{p:g}_{metric}_ms": np.percentile(times, p) for p in percentiles}
-    return {name: float(value) if isinstance(value, np.floating) else value for name, value in found.items()}
+            found |= {
+                f"p{p:g}_{metric}_ms": np.percentile(times, p) for p in percentiles
+            }
+    return {
+        name: float(value) if isinstance(value, np.floating) else value
+        for name, value in found.items()
+    }

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from weft.data.tokenizer import Tokenizer
 from weft.generate.engine import Engine
-from weft.loads.asks import LoadRequest, summary
-from weft.loads.simulate import Curve, TimedRequest, measure, simulate
+from weft.measure.asks import LoadRequest, summary
+from weft.measure.simulate import Curve, TimedRequest, measure, simulate
 
 POLICIES = ("exact-fill", "chunked:32", "chunked:128", "prompts-first")
 BUDGETS = (128, 512, 2048)
@@ -32,14 +32,20 @@ class Candidate(NamedTuple):
 
 
 def requests_of(
-    asked: Sequence[LoadRequest], waits: Sequence[float], open_tokenizer: Callable[[], Tokenizer], first: int
+    asked: Sequence[LoadRequest],
+    waits: Sequence[float],
+    open_tokenizer: Callable[[], Tokenizer],
+    first: int,
 ) -> tuple[list[TimedRequest], list[TimedRequest]]:
     """Split a load into its ``first`` requests, to be timed, and all others, whose times then begin at 0.
 
     The tokenizer is opened only where a prompt is text.
     """
     opened = cache(open_tokenizer)
-    prompts = [opened().encode(each.prompt) if isinstance(each.prompt, str) else each.prompt for each in asked]
+    prompts = [
+        opened().encode(each.prompt) if isinstance(each.prompt, str) else each.prompt
+        for each in asked
+    ]
     times = list(accumulate(waits))
     found = [
         TimedRequest(time - times[first], [int(i) for i in prompt], each.tokens)
@@ -50,9 +56,14 @@ def requests_of(
 
 def time_steps(build: Build, load: Sequence[TimedRequest]) -> Curve:
     """The curve of the engine's step times, fitted on ``load`` one by one, at once, and at once in small chunks."""
-    measure(build("exact-fill", BUDGETS[1]), load[:1])  # the first steps of a process are slow
+    # the first steps of a process are slow
+    measure(build("exact-fill", BUDGETS[1]), load[:1])
     samples = []
-    for policy, budget, apart in (("exact-fill", 2048, 1e6), ("exact-fill", 512, 0.0), ("chunked:32", 128, 0.0)):
+    for policy, budget, apart in (
+        ("exact-fill", 2048, 1e6),
+        ("exact-fill", 512, 0.0),
+        ("chunked:32", 128, 0.0),
+    ):
         coming = [one._replace(time=apart * i) for i, one in enumerate(load)]
         samples += measure(build(policy, budget), coming)[1]
     return Curve(samples)
@@ -64,11 +75,19 @@ def play_candidate(
 ) -> Candidate:  # fmt: skip
     """Simulate ``load`` with that policy and budget. ``limits``: milliseconds by metric."""
     outcomes = simulate(build(policy, budget).scheduler, load, curve)
-    return Candidate(policy, budget, summary(outcomes, max(one.end for one in outcomes), percentiles, limits))
+    return Candidate(
+        policy,
+        budget,
+        summary(outcomes, max(one.end for one in outcomes), percentiles, limits),
+    )
 
 
 def compare(
-    build: Build, load: Sequence[TimedRequest], curve: Curve, percentiles: Sequence[float], limits: Mapping[str, float]
+    build: Build,
+    load: Sequence[TimedRequest],
+    curve: Curve,
+    percentiles: Sequence[float],
+    limits: Mapping[str, float],
 ) -> list[Candidate]:
     """The candidates, the best first: by requests per second within all limits, then by the mean time of an answer.
 
@@ -79,11 +98,21 @@ def compare(
         one = play_candidate(build, policy, budget, load, curve, percentiles, limits)
         if all(one.figures != other.figures for other in found):
             found.append(one)
-    return sorted(found, key=lambda one: (-one.figures.get("request_goodput", 0), one.figures["mean_e2el_ms"]))
+    return sorted(
+        found,
+        key=lambda one: (
+            -one.figures.get("request_goodput", 0),
+            one.figures["mean_e2el_ms"],
+        ),
+    )
 
 
 def most_requests(
-    build: Build, best: Candidate, load: Sequence[TimedRequest], curve: Curve, limits: Mapping[str, float]
+    build: Build,
+    best: Candidate,
+    load: Sequence[TimedRequest],
+    curve: Curve,
+    limits: Mapping[str, float],
 ) -> float:
     """The most requests per second, to 3 %, of which a share of :data:`SHARE` still meets all limits.
 
@@ -93,9 +122,16 @@ def most_requests(
     whole = load[-1].time
 
     def holds(rate: float) -> bool:
-        places = [one.time / whole if whole else i / len(load) for i, one in enumerate(load)]
-        coming = [one._replace(time=place * len(load) / rate) for one, place in zip(load, places, strict=True)]
-        found = play_candidate(build, best.policy, best.budget, coming, curve, (), limits).figures
+        places = [
+            one.time / whole if whole else i / len(load) for i, one in enumerate(load)
+        ]
+        coming = [
+            one._replace(time=place * len(load) / rate)
+            for one, place in zip(load, places, strict=True)
+        ]
+        found = play_candidate(
+            build, best.policy, best.budget, coming, curve, (), limits
+        ).figures
         return found["request_goodput"] * found["duration"] >= SHARE * len(load)
 
     low, high = 0.0, 1e-3

@@ -1,6 +1,6 @@
 """A model of Weft's for EleutherAI's lm-eval (pip install 'weft[eval]'), under the name ``weft``.
 
-``python -m weft.generate.harness --model weft --model_args pretrained=runs/mine --tasks hellaswag`` is ``lm_eval`` with
+``python -m weft.measure.harness --model weft --model_args pretrained=runs/mine --tasks hellaswag`` is ``lm_eval`` with
 this model known; ``pretrained`` is whatever ``model.from`` can name. From Python, import this file and give
 ``simple_evaluate`` an instance, or the name.
 """
@@ -45,10 +45,19 @@ class WeftLM(TemplateLM):
     ) -> None:  # fmt: skip
         super().__init__()
         where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.model, files = open_model(pretrained, where, logging.getLogger("weft").warning, ema)
-        self.name, self.max_length, self.max_gen_toks = str(pretrained), max_length, max_gen_toks
-        self.own = self.tokenizer = tokenizer_of(files, pretrained, logging.getLogger("weft").warning)
-        self.batch_size = int(batch_size) if str(batch_size).isdecimal() else 64  # "auto" is no question here
+        self.model, files = open_model(
+            pretrained, where, logging.getLogger("weft").warning, ema
+        )
+        self.name, self.max_length, self.max_gen_toks = (
+            str(pretrained),
+            max_length,
+            max_gen_toks,
+        )
+        self.own = self.tokenizer = tokenizer_of(
+            files, pretrained, logging.getLogger("weft").warning
+        )
+        # "auto" is no question here
+        self.batch_size = int(batch_size) if str(batch_size).isdecimal() else 64
         self._device = self.model.mesh.device
 
     @property
@@ -63,16 +72,22 @@ class WeftLM(TemplateLM):
     def tokenizer_name(self) -> str:
         return f"{self.name.replace('/', '__')}-{self.own.fingerprint}"
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
         """The ids of a text, in which names of special tokens are these tokens, as chat templates write them."""
         ids = [int(i) for i in self.own.encode(string, special=True)]
         opening = self.own.opening if add_special_tokens is not False else []
         return ids if ids[: len(opening)] == opening else opening + ids
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         template = template_of(self.own)
         if template is None:
-            raise WeftError(f"{self.name} has no chat template; leave out --apply_chat_template")
+            raise WeftError(
+                f"{self.name} has no chat template; leave out --apply_chat_template"
+            )
         text = template.render(chat_history, None, prompt=add_generation_prompt).text
         if add_generation_prompt:
             return text
@@ -83,9 +98,21 @@ class WeftLM(TemplateLM):
         self, requests: Sequence[Pair], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         found: list[tuple[float, bool]] = []
-        for start in tqdm(range(0, len(requests), self.batch_size), disable=disable_tqdm, desc="log-likelihoods"):
+        for start in tqdm(
+            range(0, len(requests), self.batch_size),
+            disable=disable_tqdm,
+            desc="log-likelihoods",
+        ):
             some = requests[start : start + self.batch_size]
-            fresh = [tuple(s) for s in scores(self.model, None, self.model.mesh, [self._text(*r[1:]) for r in some])]
+            fresh = [
+                tuple(s)
+                for s in scores(
+                    self.model,
+                    None,
+                    self.model.mesh,
+                    [self._text(*r[1:]) for r in some],
+                )
+            ]
             for (asked, _, _), answer in zip(some, fresh, strict=True):
                 if asked is not None:
                     self.cache_hook.add_partial("loglikelihood", asked, answer)
@@ -95,30 +122,46 @@ class WeftLM(TemplateLM):
     def _text(self, context: list[int], continuation: list[int]) -> Text:
         """What is scored, without the beginning of a context that is too long."""
         if not 0 < len(continuation) <= self.max_length:
-            raise WeftError(f"a continuation has {len(continuation)} tokens, and max_length is {self.max_length}")
+            raise WeftError(
+                f"a continuation has {len(continuation)} tokens, and max_length is {self.max_length}"
+            )
         kept = self.max_length + 1 - len(continuation)
         return Text(context[-kept:], continuation)
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
         windows = []
         for (text,) in (request.args for request in requests):
-            rolling = utils.get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
-            windows.append([(None, *utils.make_disjoint_window(window)) for window in rolling])
-        each = self._loglikelihood_tokens([pair for pairs in windows for pair in pairs], disable_tqdm)
+            rolling = utils.get_rolling_token_windows(
+                self.tok_encode(text), self.prefix_token_id, self.max_length, 1
+            )
+            windows.append(
+                [(None, *utils.make_disjoint_window(window)) for window in rolling]
+            )
+        each = self._loglikelihood_tokens(
+            [pair for pairs in windows for pair in pairs], disable_tqdm
+        )
         ends = list(accumulate(map(len, windows), initial=0))
         found = [sum(p for p, _ in each[a:b]) for a, b in pairwise(ends)]
         for request, total in zip(requests, found, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return found
 
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[str]:
         asks = [
-            self._asked(text, normalize_gen_kwargs(how, self.max_gen_toks)) for text, how in (r.args for r in requests)
+            self._asked(text, normalize_gen_kwargs(how, self.max_gen_toks))
+            for text, how in (r.args for r in requests)
         ]
         with tqdm(total=len(asks), disable=disable_tqdm, desc="generating") as bar:
-            texts = write_texts(Engine(self.model, limit=self.batch_size), self.own, asks, bar.update)
+            texts = write_texts(
+                Engine(self.model, limit=self.batch_size), self.own, asks, bar.update
+            )
         found = [
-            str(postprocess_generated_text(text, list(a.until), None)) for a, text in zip(asks, texts, strict=True)
+            str(postprocess_generated_text(text, list(a.until), None))
+            for a, text in zip(asks, texts, strict=True)
         ]
         for request, text in zip(requests, found, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
@@ -128,15 +171,29 @@ class WeftLM(TemplateLM):
         """What is to be written after ``context``, up to a stop sequence."""
         until, most = settings.pop("until", []), settings.pop("max_gen_toks")
         until = [until] if isinstance(until, str) else [term for term in until if term]
-        sampled, temperature = settings.pop("do_sample", False), settings.pop("temperature", 1.0)
+        sampled, temperature = (
+            settings.pop("do_sample", False),
+            settings.pop("temperature", 1.0),
+        )
         top_k = settings.pop("top_k", None) or 0
-        if unknown := sorted(key for key, value in settings.items() if value not in (None, 1.0)):
-            raise UsageError(f"generation has no setting {unknown[0]!r} here; leave it out of gen_kwargs")
+        if unknown := sorted(
+            key for key, value in settings.items() if value not in (None, 1.0)
+        ):
+            raise UsageError(
+                f"generation has no setting {unknown[0]!r} here; leave it out of gen_kwargs"
+            )
         if most >= self.max_length:
-            raise UsageError(f"max_length = {self.max_length} leaves no room for a prompt before {most} new tokens")
+            raise UsageError(
+                f"max_length = {self.max_length} leaves no room for a prompt before {most} new tokens"
+            )
         ids = self.tok_encode(context)[most - self.max_length :]
-        stops = {*self.own.stops, *(self.own.specials[term] for term in until if term in self.own.specials)}
-        return TextRequest(ids, most, Sampling(temperature * bool(sampled), top_k), stops, until)
+        stops = {
+            *self.own.stops,
+            *(self.own.specials[term] for term in until if term in self.own.specials),
+        }
+        return TextRequest(
+            ids, most, Sampling(temperature * bool(sampled), top_k), stops, until
+        )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from weft.errors import WeftError
-from weft.loads.asks import LoadRequest, RequestOutcome
+from weft.measure.asks import LoadRequest, RequestOutcome
 
 
 class Target(NamedTuple):
@@ -22,7 +22,9 @@ class Target(NamedTuple):
     temperature: float = 0.0
 
 
-async def send(client: httpx.AsyncClient, target: Target, ask: LoadRequest) -> RequestOutcome:
+async def send(
+    client: httpx.AsyncClient, target: Target, ask: LoadRequest
+) -> RequestOutcome:
     """Send one request, and note the times of its events."""
     body: dict[str, Any] = {"model": target.model, "prompt": ask.prompt, "max_tokens": ask.tokens, "stream": True,
                             "temperature": target.temperature, "stream_options": {"include_usage": True}}  # fmt: skip
@@ -46,10 +48,16 @@ async def send(client: httpx.AsyncClient, target: Target, ask: LoadRequest) -> R
 def _note(outcome: RequestOutcome, event: dict[str, Any]) -> None:
     if "error" in event:
         outcome.error = str(event["error"])
-    if any(choice.get("text") or choice.get("finish_reason") for choice in event.get("choices", ())):
+    if any(
+        choice.get("text") or choice.get("finish_reason")
+        for choice in event.get("choices", ())
+    ):
         outcome.times.append(time.perf_counter())
     if usage := event.get("usage"):
-        outcome.prompt, outcome.written = usage["prompt_tokens"], usage["completion_tokens"]
+        outcome.prompt, outcome.written = (
+            usage["prompt_tokens"],
+            usage["completion_tokens"],
+        )
 
 
 async def events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
@@ -59,7 +67,10 @@ async def events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 
 async def run(
-    target: Target, asks: Sequence[LoadRequest], waits: Sequence[float], most: int | None = None
+    target: Target,
+    asks: Sequence[LoadRequest],
+    waits: Sequence[float],
+    most: int | None = None,
 ) -> tuple[list[RequestOutcome], float]:
     """Send all requests, ``waits[i]`` seconds after the one before, at most ``most`` at a time.
 
@@ -68,9 +79,13 @@ async def run(
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     headers = {"authorization": f"Bearer {target.key}"} if target.key else {}
     gate = asyncio.Semaphore(most or len(asks))
-    async with httpx.AsyncClient(base_url=target.url, timeout=3600, limits=limits, headers=headers) as client:
+    async with httpx.AsyncClient(
+        base_url=target.url, timeout=3600, limits=limits, headers=headers
+    ) as client:
         try:
-            models = (await client.get("/v1/models", timeout=30)).raise_for_status().json()
+            models = (
+                (await client.get("/v1/models", timeout=30)).raise_for_status().json()
+            )
             target = target._replace(model=target.model or models["data"][0]["id"])
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise WeftError(

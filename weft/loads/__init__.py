@@ -1,1 +1,0 @@
-"""Streams of requests with which an engine is measured."""
