@@ -17,7 +17,7 @@ from tests.cases import recipe, write_corpus
 from tests.checkpoint.test_resume import go, series
 from tests.conftest import Command
 from tests.generate.one_text import generate
-from tests.test_equality import difference
+from tests.prove.test_equality import difference
 from weft import plugins
 from weft.checkpoint.model import open_model
 from weft.data.batch import IGNORE

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.test_lost import TIMEOUT, lives, small
+from tests.net.test_lost import TIMEOUT, lives, small
 from weft.checkpoint.store import committed
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from tests.cases import start, write_corpus
-from tests.test_experts import tree
+from tests.parallel.test_experts import tree
 from weft.layout.layout import Layout
 from weft.layout.mesh import from_all
 from weft.models.experts import Mixture

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.cases import Case, recipe
-from tests.test_equality import difference, name
+from tests.prove.test_equality import difference, name
 from weft.data import loader
 from weft.data.batch import Batch
 from weft.errors import UsageError, WeftError

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 
 from tests.cases import Case, start, write_corpus
-from tests.test_equality import difference
-from tests.test_experts import name, tree
+from tests.parallel.test_experts import name, tree
+from tests.prove.test_equality import difference
 from weft.layout.layout import Layout
 from weft.parallel.experts.rows import _Flight
 from weft.parallel.overlap import LayerPass

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.cases import Case, recipe, start, write_corpus
-from tests.test_equality import difference, name, tree
+from tests.prove.test_equality import difference, name, tree
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.parallel import units

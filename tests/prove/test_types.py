@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.faults import FAULTS
-from tests.test_equality import CASES, LAYOUTS, name
+from tests.prove.test_equality import CASES, LAYOUTS, name
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.prove.types import check_types

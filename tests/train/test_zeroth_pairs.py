@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cases import Case, recipe, start, write_corpus
-from tests.test_equality import difference
+from tests.prove.test_equality import difference
 from weft.layout.dims import Dim
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh

@@ -13,7 +13,7 @@ import torch
 
 from tests.cases import recipe
 from tests.conftest import Command
-from tests.test_equality import difference
+from tests.prove.test_equality import difference
 from weft.data.loader import open_data
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh

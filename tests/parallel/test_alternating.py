@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.cases import recipe, write_corpus
-from tests.test_tiers import run
+from tests.memory.test_tiers import run
 from weft.errors import UsageError
 from weft.parallel.alternating import PROFILED, Alternating, UnitUpdate
 from weft.parallel.state import State

@@ -12,7 +12,7 @@ import torch
 from tests.cases import Case, recipe, start, write_corpus
 from tests.checkpoint.test_resume import go, state_of
 from tests.checkpoint.test_resume import tree as save_tree
-from tests.test_equality import difference, name, tree
+from tests.prove.test_equality import difference, name, tree
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.cases import Case, write_corpus
-from tests.test_equality import difference, name, tree
-from tests.test_step import steps
-from tests.test_step import tree as job
+from tests.prove.test_equality import difference, name, tree
+from tests.train.test_step import steps
+from tests.train.test_step import tree as job
 from weft.layout.layout import Layout
 from weft.parallel.context.tables import SCHEMES
 from weft.prove.types import check_types
@@ -124,7 +124,7 @@ def test_compiled_equals_eager(pool: Any, corpus: str, layout: dict[str, Any]) -
 def test_benchmark(tmp_path: Path) -> None:
     """It runs, every side computes the same, and PyTorch's ring sends what ours does not need to."""
     script, path = (
-        Path(__file__).parents[1] / "bench" / "sequence.py",
+        Path(__file__).parents[2] / "bench" / "sequence.py",
         tmp_path / "sequence.json",
     )
     command = [sys.executable, str(script), "--quick", "--json", str(path)]

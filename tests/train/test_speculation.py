@@ -12,7 +12,7 @@ import torch
 from tests.cases import recipe, start, write_corpus
 from tests.checkpoint.test_resume import go, state_of
 from tests.checkpoint.test_resume import tree as save_tree
-from tests.test_tiers import disk_that_fails
+from tests.memory.test_tiers import disk_that_fails
 from weft.memory.balance import Sizes, even, step_traffic
 from weft.memory.tiers import TierError
 from weft.parallel.state import State

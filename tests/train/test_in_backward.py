@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.cases import Case, recipe, write_corpus
-from tests.test_equality import difference
+from tests.prove.test_equality import difference
 from weft.errors import WeftError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tests.cases import Case, start, write_corpus
-from tests.test_equality import name, tree
+from tests.prove.test_equality import name, tree
 from weft.layout.layout import Layout
 from weft.memory import activations, tiers
 from weft.memory.activations import PROFILED, SavedActivations, Timing, bandwidth

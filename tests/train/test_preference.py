@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests import trl_peer
 from tests.cases import recipe
 from tests.generate.one_text import generate
-from tests.test_equality import difference
+from tests.prove.test_equality import difference
+from tests.train import trl_peer
 from weft.api import start
 from weft.checkpoint.model import export_model, open_model
 from weft.checkpoint.weights import open_pretrained

@@ -12,8 +12,8 @@ import torch
 
 from tests.cases import Case, recipe, start, write_corpus
 from tests.checkpoint.test_resume import go, series, state_of
-from tests.test_equality import difference
-from tests.test_tiers import disk_that_fails, regions
+from tests.memory.test_tiers import disk_that_fails, regions
+from tests.prove.test_equality import difference
 from weft.layout.mesh import Mesh
 from weft.memory.resting import RestingGroup
 from weft.memory.tiers import BufferPool, TierError

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.cases import recipe, write_corpus
-from tests.test_equality import difference
+from tests.prove.test_equality import difference
 from weft.checkpoint.store import open_checkpoint
 from weft.layout.layout import Layout
 from weft.layout.mesh import LIVE_AXES, Mesh

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.cases import Case, recipe, write_corpus
-from tests.test_equality import difference
+from tests.prove.test_equality import difference
 from weft.checkpoint.same import model_differences
 from weft.errors import UsageError
 from weft.layout.layout import Layout

@@ -21,7 +21,7 @@ from weft.net.groups import limit
 from weft.net.lost import PeerLost, peer_lost
 from weft.train.step import train_step
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TIMEOUT = 12
 
 #: Layouts with groups of every kind that is made.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.cases import recipe, write_corpus
 from tests.checkpoint.test_resume import go, series, tree
-from tests.test_equality import difference
+from tests.prove.test_equality import difference
 from weft.errors import WeftError
 from weft.layout.dims import Dim
 from weft.layout.layout import Layout

@@ -18,7 +18,7 @@ from weft.recipe import Recipe, Source, build_recipe, load_recipe
 from weft.recipe.elsewhere import EQUIVALENTS, Equivalent, here_called, here_it_is
 from weft.recipe.validation import _fields_at
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def row(one: Equivalent) -> str:

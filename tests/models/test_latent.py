@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.cases import Case, recipe, write_corpus
-from tests.test_experts import check, name
+from tests.parallel.test_experts import check, name
 from weft.generate.reader import PagedReader, TextSlice
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh

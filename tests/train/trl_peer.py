@@ -1,6 +1,6 @@
 """Preference losses as TRL computes them, on a small model that both sides can make: recorded in ``trl_losses.json``.
 
-Made with TRL 1.16.0 by ``python tests/trl_peer.py``, where that, datasets and accelerate are installed.
+Made with TRL 1.16.0 by ``python tests/train/trl_peer.py``, where that, datasets and accelerate are installed.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.cases import Case, pairwise, recipe, start, write_corpus
 from tests.models.test_experts import MODELS
-from tests.test_equality import difference
+from tests.prove.test_equality import difference
 from weft.layout.layout import Layout
 from weft.models.feed_forward import FeedForward
 from weft.models.router import Choice, Router

@@ -18,7 +18,7 @@ from weft.prove.pool import WorkerDied
 from weft.recipe import load_recipe
 from weft.recipe.conflicts import RULES
 
-QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.toml"
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 
 
 @pytest.mark.slow
