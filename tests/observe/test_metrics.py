@@ -17,6 +17,7 @@ from tests.measured import eventually
 from weft.errors import WeftError
 from weft.observe.metrics import FILE, Metrics, read_metrics
 from weft.plugins import register
+from weft.recipe import Observe
 
 
 def test_records_come_back(tmp_path: Path) -> None:
@@ -113,10 +114,23 @@ def test_a_tracker_that_is_missing_or_fails_is_told_once(tmp_path: Path) -> None
     metrics.close()
     assert (
         len(heard) == 2
-        and "install the package 'tensorboard'" in heard[0]
+        and heard[0]
+        == "no more records go to tensorboard (pip install 'weft[tensorboard]'); the run goes on"
         and "ValueError: no" in heard[1]
     )
     assert len(read_metrics(tmp_path)["train"]) == 2
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_tensorboard_is_the_default_where_it_is_installed(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has not asked for TensorBoard hears nothing of it; who names it is told what is missing (above)."""
+    monkeypatch.setattr(
+        "weft.recipe.find_spec", lambda name: object() if installed else None
+    )
+    assert Observe().trackers == (("tensorboard",) if installed else ())
+    assert Observe(trackers=("tensorboard",)).trackers == ("tensorboard",)
 
 
 @register("tracker", "failing")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import UsageError, WeftError
-from weft.observe.trackers import Tracker, make_tracker
+from weft.observe.trackers import TRACKERS, Tracker, make_tracker
 
 FILE = "metrics.jsonl"
 
@@ -124,11 +124,11 @@ class Metrics:
                 self._without(name, error)
 
     def _without(self, name: str, error: Exception) -> None:
-        hint = (
-            f"install the package {name!r}"
-            if isinstance(error, ImportError)
-            else f"{type(error).__name__}: {error}"
-        )
+        hint = f"{type(error).__name__}: {error}"
+        if isinstance(error, ImportError):
+            # Weft's own trackers are extras of their names.
+            hint = f"install the package {error.name or name!r}"
+            hint = f"pip install 'weft[{name}]'" if name in TRACKERS else hint
         self.warn(f"no more records go to {name} ({hint}); the run goes on")
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ The same classes build a recipe in Python::
 import tomllib
 from collections.abc import Sequence
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -914,10 +915,15 @@ REPLICAS_NEEDED = {
 
 
 class Observe(Section):
-    """``trackers``: who gets the records: ``tensorboard``, ``wandb``, ``mlflow``, or a plugin's."""
+    """``trackers``: who gets the records: ``tensorboard``, ``wandb``, ``mlflow``, or a plugin's.
+
+    By default TensorBoard does if its package is installed.
+    """
 
     every: PositiveInt = 1
-    trackers: tuple[str, ...] = ("tensorboard",)
+    trackers: tuple[str, ...] = Field(
+        default_factory=lambda: ("tensorboard",) * bool(find_spec("tensorboard"))
+    )
     split_every: int = Field(
         25,
         ge=0,
