@@ -79,11 +79,11 @@ def test_the_living_hold_a_place_and_the_dead_do_not(tmp_path: Path) -> None:
 def test_a_holder_elsewhere_is_known_by_its_renewals(tmp_path: Path) -> None:
     place, mine = LocalStorage(tmp_path / "run"), Lease(beat=0.05, patience=2)
     with (
-        mock.patch.object(module, "_machine", return_value="elsewhere"),
+        mock.patch.object(module, "machine_id", return_value="elsewhere"),
         Lease(beat=0.05, patience=1000) as far,
     ):
         far.take([place])
-        with mock.patch.object(module, "_machine", return_value="here"):
+        with mock.patch.object(module, "machine_id", return_value="here"):
             with pytest.raises(PlaceInUse, match="in use by"):
                 mine.take([place])
             with far._renewing:  # it stands still

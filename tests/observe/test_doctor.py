@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from weft.net.lost import peer_lost
+from weft.net.process import started_at
 from weft.observe import doctor, rings, trace
 from weft.observe.doctor import examine
 from weft.observe.metrics import Metrics
@@ -167,7 +167,7 @@ class Rings:
         self.of = {
             rank: trace.Ring(rings.rings_of(run) / f"0-{rank}.ring", {
                 "rank": rank, "epoch": 0, "world": world, "machine": "m", "pid": 2**30 if rank in gone else os.getpid(),
-                "created": psutil.Process().create_time(), "started": time.time(),
+                "created": started_at(os.getpid()), "started": time.time(),
             }) for rank in self.ranks
         }  # fmt: skip
         for ring in self.of.values():

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.cases import recipe, start, write_corpus
 from weft.layout.layout import Layout
+from weft.net.process import started_at
 from weft.observe import rings, trace
 from weft.prove.pool import WorkerDied
 from weft.train.step import train_step
@@ -214,7 +214,7 @@ def test_full_names_do_not_end_the_rank(tmp_path: Path) -> None:
 def test_rings_of_a_run_that_ended_badly_go_with_it_or_after_a_day(
     tmp_path: Path,
 ) -> None:
-    about, gone = {"created": psutil.Process().create_time(), "rank": 0}, 2**30
+    about, gone = {"created": started_at(os.getpid()), "rank": 0}, 2**30
     cases = {
         "late": (gone, 2, "/"),
         "living": (os.getpid(), 2, "/nowhere"),

@@ -10,8 +10,8 @@ as storage has only immutable ones.
 import hashlib
 import json
 import os
+import platform
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -19,11 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-import psutil
-
 from weft.checkpoint.storage import LocalStorage, Storage, StorageError
 from weft.errors import WeftError
-from weft.net.machine import machine_id
+from weft.net.process import look_at, machine_id, started_at
 
 FOLDER = "lease"
 
@@ -49,10 +47,10 @@ class Lease:
         pid = os.getpid()
         self._run = hashlib.sha256(run.encode()).hexdigest()[:16] if run else ""
         about = {
-            "machine": _machine(),
-            "host": socket.gethostname(),
+            "machine": machine_id("pid"),
+            "host": platform.node(),
             "pid": pid,
-            "started": _start_of(pid),
+            "started": started_at(pid),
         }
         self._about = json.dumps(about | {"run": self._run}).encode()
         self._held: dict[Storage, str] = {}  # the name of the object in each place
@@ -203,8 +201,12 @@ def _living(place: Storage, name: str, beat: float, patience: float) -> str:
     For a holder on another machine this waits up to ``patience`` seconds for the next renewal.
     """
     about, words = _about(place, name)
-    if about.get("machine") == _machine():
-        return words if _start_of(about["pid"]) == about["started"] else ""
+    if about.get("machine") == machine_id("pid"):
+        return (
+            words
+            if look_at(about["pid"], float(about["started"])).state != "gone"
+            else ""
+        )
     deadline, holder = time.monotonic() + patience, name.partition("-")[0]
     while (now := _leases(place).get(holder)) == name:
         if time.monotonic() > deadline:
@@ -224,22 +226,3 @@ def _about(place: Storage, name: str) -> tuple[dict[str, Any], str]:
         return known, f"process {about['pid']} on {about['host']}"
     except (StorageError, ValueError, KeyError, TypeError):
         return {}, "another run"
-
-
-def _start_of(pid: int) -> str:
-    """When a living process began, in words that stay the same while it lives; empty if there is no such process."""
-    try:
-        process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return ""
-        # not by the clock, which may be set
-        if (stat := Path(f"/proc/{pid}/stat")).exists():
-            return stat.read_text().rpartition(")")[2].split()[19]
-        return str(round(process.create_time()))
-    except (OSError, psutil.Error):
-        return ""
-
-
-def _machine() -> str:
-    """What is the same just where process numbers mean the same: this boot of the machine, and the space of numbers."""
-    return f"{socket.gethostname()}/{machine_id('pid')}"

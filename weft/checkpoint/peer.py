@@ -7,7 +7,7 @@ says. Nothing is written this way: who has a checkpoint shares its folder (``wef
 
 import atexit
 import os
-import socket
+import platform
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
@@ -158,7 +158,7 @@ def _circle(process: int) -> "Peer":
     from weft.peers.invitation import read_invitation
     from weft.peers.peer import Peer
 
-    peer = Peer(read_invitation(), f"{socket.gethostname()}-{process}").__enter__()
+    peer = Peer(read_invitation(), f"{platform.node()}-{process}").__enter__()
     try:
         peer.settle()
     except WeftError:

@@ -1,7 +1,6 @@
 """``weft serve``: a model over HTTP, as OpenAI's clients ask for it."""
 
 import os
-import socket
 import threading
 import time
 from contextlib import suppress
@@ -13,6 +12,7 @@ import typer
 from weft.cli.arguments import Ahead, Draft, Ema, ModelName, Spread, Weights, read_keys
 from weft.cli.console import warn
 from weft.errors import UsageError
+from weft.net.sockets import Socket, listen
 
 if TYPE_CHECKING:
     import uvicorn
@@ -211,11 +211,9 @@ def _end_with(service: "Service", front: "uvicorn.Server") -> None:
     front.should_exit = True
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int) -> Socket:
     try:
-        return socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        )
+        return listen(host, port)
     except OSError as error:
         raise UsageError(
             f"cannot listen at {host} port {port}: {error.strerror}; give another --host or --port"

@@ -14,6 +14,7 @@ import psutil
 import torch.distributed as dist
 
 from weft.net.groups import limit
+from weft.net.process import look_at
 
 #: Seconds that a rank which gave up looks for others that did. Waits end apart, by up to as long as a step takes.
 PATIENCE_S = 5.0
@@ -99,10 +100,7 @@ def stopped_ranks() -> list[int]:
     with suppress(psutil.Error):
         for process in psutil.Process(os.getppid()).children():
             with suppress(psutil.Error, KeyError):
-                if process.status() in (
-                    psutil.STATUS_STOPPED,
-                    psutil.STATUS_TRACING_STOP,
-                ):
+                if look_at(process.pid).state == "stopped":
                     given = process.environ()
                     found.append(
                         int(given["RANK"] if "RANK" in given else given["SLURM_PROCID"])

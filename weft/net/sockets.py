@@ -6,6 +6,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from threading import Thread
 
+#: What others name in annotations, and the kind of an address for datagrams.
+Socket = socket.socket
+DATAGRAM = socket.SOCK_DGRAM
+
+
+def socket_pair() -> tuple[Socket, Socket]:
+    """Two sockets of this machine, each of which is the other's end."""
+    return socket.socketpair()
+
 
 def listen(host: str, port: int = 0, backlog: int | None = None) -> socket.socket:
     """A socket that listens on this address, of IPv4 or IPv6; ``port`` 0: any that is free."""

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
+
+from weft.net.process import look_at
 
 #: Records of a ring, and bytes of its head and names.
 RECORDS, HEAD, NAMES = 1 << 13, 64, 1 << 17
@@ -132,20 +133,8 @@ def newest(run: Path) -> dict[int, Trace]:
 
 def process_of(found: Trace) -> str:
     """Whether the process of a ring is running, stopped or gone."""
-    try:
-        process = psutil.Process(found.about["pid"])
-        if (
-            abs(process.create_time() - found.about["created"]) > 1
-            or process.status() == psutil.STATUS_ZOMBIE
-        ):
-            return "gone"
-        return (
-            "stopped"
-            if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-            else "running"
-        )
-    except psutil.Error:
-        return "gone"
+    state = look_at(found.about["pid"], found.about["created"]).state
+    return state if state in ("gone", "stopped") else "running"
 
 
 def collective_text(found: Trace, record: Any) -> str:

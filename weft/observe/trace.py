@@ -8,7 +8,6 @@ import json
 import mmap
 import os
 import shutil
-import socket
 import struct
 import sys
 import threading
@@ -19,11 +18,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from weft.net import lost
+from weft.net.process import machine_id, started_at
 from weft.observe import rings
 from weft.observe.hooks import install
 from weft.observe.rings import (
@@ -258,13 +257,13 @@ def start(folder: Path, rank: int, epoch: int = 0) -> Ring:
     """
     global _ring, _uninstall
     end()
-    place, process = rings.rings_of(folder), psutil.Process()
+    place = rings.rings_of(folder)
     for old in place.glob("*-*.ring"):
         if old.name.partition("-")[0] not in (str(epoch - 1), str(epoch)):
             old.unlink(missing_ok=True)
     _ring = Ring(place / f"{epoch}-{rank}.ring", {
         "rank": rank, "epoch": epoch, "world": dist.get_world_size(), "run": str(folder.resolve()),
-        "machine": machine(), "pid": process.pid, "created": process.create_time(), "started": time.time(),
+        "machine": machine_id("net"), "pid": os.getpid(), "created": started_at(os.getpid()), "started": time.time(),
     })  # fmt: skip
     _sweep(place)
     _uninstall = install(_ring)
@@ -323,12 +322,6 @@ def _sweep(place: Path) -> None:
                 rings.process_of(one) == "gone" for one in traces
             ):
                 shutil.rmtree(folder)
-
-
-def machine() -> str:
-    """The name of this machine; each network namespace on it counts as a machine."""
-    net = Path("/proc/self/ns/net")
-    return f"{socket.gethostname()}/{net.stat().st_ino if net.exists() else 0}"
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ key from the handshake and prove to each other that they know the invitation's s
 
 import asyncio
 import hmac
-import socket
+import platform
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
+from weft.net.sockets import DATAGRAM, Socket, socket_pair
 from weft.peers.blocks import (
     BLOCK,
     LONGEST,
@@ -94,7 +95,7 @@ class Peer:
     ) -> None:
         self.invitation, self.name, self.say = (
             invitation,
-            name or socket.gethostname(),
+            name or platform.node(),
             say,
         )
         self.shelf = BlockShelf(
@@ -207,10 +208,10 @@ class Peer:
                 f"cannot listen on 127.0.0.1:{port}: {error.strerror}"
             ) from None
 
-    def connect(self, who: str, service: str, limit: float = 2 * DIAL) -> socket.socket:
+    def connect(self, who: str, service: str, limit: float = 2 * DIAL) -> Socket:
         """A socket whose other end is the ``service`` that ``who`` exposes, over an encrypted connection."""
         peer = self.find(who, limit)
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket_pair()
 
         async def open_() -> None:
             stream = await self._tunnel(peer, service)
@@ -278,7 +279,7 @@ class Peer:
         self.relay_url = f"http://{where.where}"
         try:
             found = await self._loop.getaddrinfo(
-                where.host.strip("[]"), where.port, type=socket.SOCK_DGRAM
+                where.host.strip("[]"), where.port, type=DATAGRAM
             )
         except OSError as error:
             raise PeerError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import statistics
 import tempfile
 import time
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from weft.errors import WeftError
 from weft.memory.heap import keep_heap
 from weft.models.widened import multiply
+from weft.net.sockets import listen
 from weft.observe.flops import peak_resident
 from weft.rehearse.journal import processor_seconds
 from weft.rehearse.step import reference, usual_step
@@ -212,8 +212,7 @@ def setting(ranks: int, quick: bool) -> dict[str, Any]:
     """What rank 0 of ``ranks`` fresh processes measures while the others do the same."""
     import torch.multiprocessing as mp
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with listen("127.0.0.1") as free:
         port = free.getsockname()[1]
     threads = threads_per_rank(0, ranks)
     given = {

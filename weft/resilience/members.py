@@ -9,11 +9,10 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from weft.errors import WeftError
-from weft.net.machine import machine_id
+from weft.net.process import machine_id, started_at
 
 Address = tuple[str, int]
 
@@ -139,46 +138,8 @@ class View:
 def this_process(number: int, address: Address) -> Member:
     """This process as the member ``number``, whose agent listens at ``address``."""
     return Member(
-        number,
-        *address,
-        machine_id("pid", "net"),
-        os.getpid(),
-        _stat(f"/proc/{os.getpid()}")[2],
+        number, *address, machine_id("pid", "net"), os.getpid(), started_at(os.getpid())
     )
-
-
-def _stat(folder: str) -> tuple[str, int, float]:
-    """A process's or thread's state, clock ticks of processor time, and when it started. Raises OSError if gone."""
-    try:
-        fields = Path(folder, "stat").read_text().rpartition(")")[2].split()
-    except ProcessLookupError as error:  # between opening and reading
-        raise FileNotFoundError from error
-    return fields[0], int(fields[11]) + int(fields[12]), float(fields[19])
-
-
-Sight = Literal["gone", "stopped", "works", "idle"]
-
-
-def look_at(member: Member, ticks: int) -> tuple[Sight, int]:
-    """The state of a process of this machine, and its processor time in clock ticks. ``ticks``: that of the last look.
-
-    It works if it has used its processor since, or waits for one.
-    """
-    folder = f"/proc/{member.pid}"
-    try:
-        state, now, started = _stat(folder)
-        if started != member.started or state in "ZX":
-            return "gone", now
-        if state in "Tt":
-            return "stopped", now
-        if now != ticks:
-            return "works", now
-        tasks = [
-            _stat(f"{folder}/task/{task}")[0] for task in os.listdir(f"{folder}/task")
-        ]
-        return ("works" if {"R", "D"} & {*tasks} else "idle"), now
-    except OSError:
-        return "gone", ticks
 
 
 def without_quarrels(

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.net.hangup import spare
+from weft.net.process import look_at
 from weft.net.sockets import listen
 from weft.resilience.agreement import Agreement, Message
 from weft.resilience.members import (
@@ -34,7 +35,6 @@ from weft.resilience.members import (
     Member,
     TooFew,
     View,
-    look_at,
     this_process,
 )
 from weft.resilience.wires import Connection, WireCut, key_of
@@ -515,8 +515,10 @@ class Membership:
     def _look(self, link: _Link, now: float) -> None:
         """Judge a member that is silent: by its process, if that is on this machine, and by how long it may be."""
         link.looked, limit = now, self._detect
-        if link.member.machine and link.member.machine == self.me.machine:
-            sight, link.ticks = look_at(link.member, link.ticks)
+        if link.member.machine == self.me.machine:
+            sight, link.ticks = look_at(
+                link.member.pid, link.member.started, link.ticks
+            )
             if sight in ("gone", "stopped"):
                 self._lose(link, GONE if sight == "gone" else STOPPED, proved=True)
                 return

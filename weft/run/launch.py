@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
+from weft.net.process import look_at
 from weft.run.failure import Exit, Failure, Grade, oom_kills, root_cause, show
 from weft.run.ranks import LEFT_OUT, MEMBERS, threads_per_rank
 from weft.run.signals import (
@@ -218,11 +219,7 @@ def _is_lost(code: int) -> bool:
 
 
 def _is_stopped(process: psutil.Popen) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(
-            process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-        )
-    return False
+    return look_at(process.pid).state == "stopped"
 
 
 def _have_met(store: "dist.Store", ranks: int) -> bool:

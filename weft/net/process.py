@@ -1,0 +1,102 @@
+"""Which process of which machine: identities that processes give each other, and a look at whether one still lives."""
+
+import os
+import platform
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+PROC = Path("/proc")
+
+
+def machine_id(*namespaces: str) -> str:
+    """The same text for two processes in one boot of one machine and in the same of these Linux namespaces.
+
+    In the same ``pid`` namespace each sees the other's process by its number; in the same ``net`` namespace it reaches
+    the other without any network.
+    """
+    parts = [platform.node()]
+    with suppress(OSError):
+        parts.append((PROC / "sys/kernel/random/boot_id").read_text().strip())
+        parts += [os.readlink(PROC / "self/ns" / name) for name in namespaces]
+    return "/".join(parts)
+
+
+Sight = Literal["gone", "stopped", "works", "idle"]
+
+
+class ProcessSight(NamedTuple):
+    """The state of a process, and its processor time in clock ticks.
+
+    It "works" if it has used its processor since the last look, or waits for one.
+    """
+
+    state: Sight
+    ticks: int
+
+
+def started_at(pid: int) -> float:
+    """When the process of this number began, as :func:`look_at` compares it; 0 if there is none."""
+    try:
+        return _stat(pid).started
+    except OSError:
+        return 0.0
+
+
+def look_at(pid: int, started: float | None = None, ticks: int = -1) -> ProcessSight:
+    """Look at a process of this machine. ``ticks``: processor time at the last look.
+
+    ``started``: what :func:`started_at` says in that process; another process of the same number counts as gone.
+    """
+    try:
+        now = _stat(pid)
+        if started not in (None, now.started) or now.state in "ZX":
+            return ProcessSight("gone", now.ticks)
+        if now.state in "Tt":
+            return ProcessSight("stopped", now.ticks)
+        works = now.ticks != ticks or not {"R", "D"}.isdisjoint(_states(pid))
+        return ProcessSight("works" if works else "idle", now.ticks)
+    except OSError:
+        return ProcessSight("gone", ticks)
+
+
+class _Stat(NamedTuple):
+    state: str
+    ticks: int
+    started: float  # not by the clock, which may be set
+
+
+def _stat(pid: int, task: str = "") -> _Stat:
+    """Read the state of a process or of one of its threads. Raises OSError if it is gone."""
+    if not PROC.joinpath("self/stat").exists():
+        return _stat_elsewhere(pid)
+    folder = PROC / str(pid) / (f"task/{task}" if task else "")
+    try:
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+    except ProcessLookupError as error:  # between opening and reading
+        raise FileNotFoundError from error
+    return _Stat(fields[0], int(fields[11]) + int(fields[12]), float(fields[19]))
+
+
+def _states(pid: int) -> set[str]:
+    """The states of all threads of a process."""
+    with suppress(FileNotFoundError):
+        return {_stat(pid, task).state for task in os.listdir(PROC / f"{pid}/task")}
+    return set()
+
+
+def _stat_elsewhere(pid: int) -> _Stat:
+    """What :func:`_stat` reads, on systems without Linux's ``/proc``."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        letter = {psutil.STATUS_ZOMBIE: "Z", psutil.STATUS_STOPPED: "T"}
+        used = process.cpu_times()
+        return _Stat(
+            letter.get(process.status(), "S"),
+            round((used.user + used.system) * 100),
+            round(process.create_time()),
+        )
+    except psutil.Error as error:
+        raise FileNotFoundError from error
