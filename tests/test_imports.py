@@ -29,7 +29,7 @@ OPEN = ("recipe", "shapes", "layout.layout", "layout.placement", "data.batch")
 UPWARD = {
     ("data/loader.py", "parallel"): "the plan of a balanced step is to be handed in",
     (
-        "recipe/__init__.py",
+        "recipe/checkpoint_section.py",
         "checkpoint",
     ): "where checkpoints go is opened when a recipe is read",
     (

@@ -1,0 +1,67 @@
+"""All public names of the recipe, each in the file of its section."""
+
+from weft.recipe.adapter import Adapter, VocabularyWeight
+from weft.recipe.checkpoint_section import MEMORY, Checkpoint, Level
+from weft.recipe.data_section import (
+    ANSWER_PAIRS,
+    CONVERSATIONS,
+    SOURCES,
+    Chat,
+    Data,
+    Role,
+    Source,
+)
+from weft.recipe.generate_section import Generate
+from weft.recipe.loss_section import PAIR_LOSSES, Loss
+from weft.recipe.memory_section import PLACES, Memory, Place
+from weft.recipe.model_shape import ModelShape, RopeScaling
+from weft.recipe.observe import TRACKERS, Observe
+from weft.recipe.optimizer import Optimizer, ParameterGroup
+from weft.recipe.read import build_recipe, load_recipe
+from weft.recipe.recipe import RUNS, Recipe, Use
+from weft.recipe.resilience import REPLICAS_NEEDED, Resilience
+from weft.recipe.section import Section
+from weft.recipe.sync import OUTER, Sync
+from weft.recipe.train_section import Dtype, Train
+from weft.recipe.validation_section import Task, Validation
+
+__all__ = [
+    "ANSWER_PAIRS",
+    "Adapter",
+    "CONVERSATIONS",
+    "Chat",
+    "Checkpoint",
+    "Data",
+    "Dtype",
+    "Generate",
+    "Level",
+    "Loss",
+    "MEMORY",
+    "Memory",
+    "ModelShape",
+    "OUTER",
+    "Observe",
+    "Optimizer",
+    "PAIR_LOSSES",
+    "PLACES",
+    "ParameterGroup",
+    "Place",
+    "REPLICAS_NEEDED",
+    "RUNS",
+    "Recipe",
+    "Resilience",
+    "Role",
+    "RopeScaling",
+    "SOURCES",
+    "Section",
+    "Source",
+    "Sync",
+    "TRACKERS",
+    "Task",
+    "Train",
+    "Use",
+    "Validation",
+    "VocabularyWeight",
+    "build_recipe",
+    "load_recipe",
+]

@@ -1,0 +1,133 @@
+"""Recipes from TOML files, with overrides of ``section.key=value``."""
+
+import tomllib
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from weft.errors import UsageError, WeftError
+from weft.layout.layout import Layout
+from weft.recipe.data_section import Source
+from weft.recipe.recipe import Recipe
+from weft.recipe.shipped import find_recipe, shipped_recipes
+from weft.recipe.toml import read_toml
+from weft.recipe.validation import validated
+
+
+def load_recipe(
+    path: str | Path, overrides: Sequence[str] = (), layout: str | None = None, origin: str | None = None,
+    data: str | None = None,
+) -> Recipe:  # fmt: skip
+    """Read a TOML recipe: a file, or one of Weft's own by its name. An error is one line with the nearest valid choice.
+
+    ``overrides`` are ``section.key=value``, ``layout`` is ``"shard=2,tp=2"``, as on the command line. ``origin``:
+    the model to start from in the place of the recipe's, with its own tokenizer. ``data``: what to read in the place of
+    the recipe's sources, as records or texts of their kind.
+    """
+    file = Path(path) if Path(path).is_file() else find_recipe(path)
+    if file is None:
+        if Path(path).is_dir():
+            raise UsageError(
+                f"{path} is a folder; give a recipe, which is a TOML file, or a name of 'weft recipes'"
+            )
+        alike = get_close_matches(Path(path).stem, shipped_recipes(), n=1)
+        remedy = (
+            f"did you mean {alike[0]!r}?"
+            if alike
+            else "see 'weft recipes', or write one with 'weft new NAME'"
+        )
+        raise WeftError(f"recipe {path} does not exist; {remedy}")
+    if file.suffix in (".yaml", ".yml", ".json"):
+        raise UsageError(
+            f"{path}: recipes are TOML files; docs/coming-from.md says what settings of other programs are"
+        )
+    tree = read_toml(file, str(path))
+    # nobody means to train what all defaults together give
+    if not (tree or overrides or origin or data):
+        raise UsageError(
+            f"{path} is empty; 'weft new NAME' writes a recipe to edit, 'weft recipes' lists others"
+        )
+    if origin is not None:
+        tree["model"] = {"from": origin}
+        tree["data"] = {
+            key: value
+            for key, value in tree.get("data", {}).items()
+            if key != "tokenizer"
+        }
+    set_keys = {item.partition("=")[0].strip() for item in overrides}
+    if (
+        "data.path" in set_keys
+        and "data.sources" not in set_keys
+        and isinstance(tree.get("data"), dict)
+    ):
+        # a path of the user's own is read instead of what the recipe names
+        tree["data"].pop("sources", None)
+    if data is not None:
+        tree["data"] = _with_data(tree.get("data", {}), data)
+    for item in overrides:
+        _override(tree, item)
+    if layout is not None:
+        tree["layout"] = Layout.parse(layout, tree.get("layout", {})).model_dump()
+    if isinstance(tree.get("model"), dict) and "adapter" in tree["model"]:
+        raise UsageError(
+            f"{path}: unknown section [model.adapter]; adapters have a section of their own, [adapter]"
+        )
+    tree.setdefault("name", file.stem)
+    return build_recipe(tree, str(path))
+
+
+def build_recipe(tree: dict[str, Any], origin: str = "recipe") -> Recipe:
+    """Validate a nested dictionary into a :class:`Recipe`; one line per :class:`UsageError`."""
+    return validated(Recipe, tree, origin)
+
+
+def _with_data(section: dict[str, Any], path: str) -> dict[str, Any]:
+    """The section ``[data]`` with ``path`` as its only source: of the kind of its first, whose files are of others."""
+    first = (section.get("sources") or [section])[0]
+    kind = first.get("kind", "stdlib")
+    if kind == "stdlib":
+        endings = {
+            ".jsonl": "jsonl",
+            ".json": "jsonl",
+            ".csv": "csv",
+            ".tsv": "tsv",
+            ".parquet": "parquet",
+        }
+        kind = next(
+            (endings[ending] for ending in Path(path).suffixes if ending in endings),
+            "text",
+        )
+    others = {
+        key: value
+        for key, value in section.items()
+        if key not in (*Source.model_fields, "sources")
+    }
+    return others | {"kind": kind, "path": path}
+
+
+def _override(tree: dict[str, Any], item: str) -> None:
+    """Apply one ``section.key=value``; the value is read as TOML and falls back to a plain string.
+
+    ``section=none`` leaves a section out.
+    """
+    key, equals, text = item.partition("=")
+    if not equals or not key.strip():
+        raise UsageError(f"--set {item!r} is not of the form section.key=value")
+    try:
+        value = tomllib.loads(f"v = {text.strip()}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    *sections, leaf = key.strip().split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise UsageError(f"--set {item!r}: {section!r} is a value, not a section")
+    if (
+        value == "none"
+        and isinstance(tree.get(leaf), dict | None)
+        and leaf in ("adapter", "generate")
+    ):
+        tree.pop(leaf, None)
+    else:
+        tree[leaf] = value

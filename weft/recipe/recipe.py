@@ -1,0 +1,205 @@
+"""The recipe: all sections of a run, and what holds between them."""
+
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from weft.layout.layout import BATCH_AXES, Layout
+from weft.plugins import check, load_plugins
+from weft.recipe.adapter import Adapter
+from weft.recipe.checkpoint_section import Checkpoint
+from weft.recipe.conflicts import Asked, refuse
+from weft.recipe.data_section import ANSWER_PAIRS, SOURCES, Data
+from weft.recipe.generate_section import Generate
+from weft.recipe.loss_section import PAIR_LOSSES, Loss
+from weft.recipe.memory_section import Memory
+from weft.recipe.model_shape import ModelShape
+from weft.recipe.observe import TRACKERS, Observe
+from weft.recipe.optimizer import Optimizer
+from weft.recipe.resilience import Resilience
+from weft.recipe.section import Section
+from weft.recipe.sync import Sync
+from weft.recipe.train_section import Train
+from weft.recipe.validation_section import Task, Validation
+
+#: Where runs go, each in a folder of its own.
+RUNS = Path("runs")
+
+
+class Use(Section):
+    """A plugin's registration by name, with the ``settings`` that it is called with; a text is the name alone."""
+
+    name: str
+    settings: dict[str, Any] = Field({})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        return {"name": given} if isinstance(given, str) else given
+
+
+class Recipe(Section):
+    """Everything one run needs.
+
+    ``plugins``: modules of the user's, which register what the recipe then names (docs/plugins.md); ``callbacks`` are
+    such. Both end the run if they fail.
+    """
+
+    name: str = "run"
+    plugins: tuple[str, ...] = ()
+    callbacks: tuple[Use, ...] = ()
+    model: ModelShape = ModelShape()
+    adapter: Adapter | None = None
+    data: Data = Data()
+    layout: Layout = Layout()
+    train: Train = Train()
+    memory: Memory = Memory()
+    loss: Loss = Loss()
+    optimizer: Optimizer = Optimizer()
+    validation: Validation = Validation()
+    tasks: tuple[Task, ...] = ()
+    checkpoint: Checkpoint = Checkpoint()
+    observe: Observe = Observe()
+    resilience: Resilience = Resilience()
+    sync: Sync = Sync()
+    generate: Generate | None = None
+
+    @model_validator(mode="after")
+    def _plugged(self) -> Self:
+        """Import the plugins, and look for all that they are to offer."""
+        load_plugins(self.plugins)
+        for use in self.callbacks:
+            check("callbacks", "callback", use.name, use.settings)
+        for name in self.observe.trackers:
+            check("observe.trackers", "tracker", name, {}, TRACKERS)
+        check(
+            "loss.kind",
+            "loss",
+            self.loss.kind,
+            self.loss.settings,
+            ("cross-entropy", *PAIR_LOSSES),
+        )
+        if self.loss.settings and not self.loss.is_own:
+            raise ValueError(
+                f"loss.settings are for a plugin's loss, and loss.kind = {self.loss.kind!r} is Weft's own"
+            )
+        if self.model.kind:
+            check("model.kind", "model", self.model.kind, self.model.settings)
+        for source in self.data.sources:
+            check("data.kind", "dataset", source.kind, source.settings, SOURCES)
+        return self
+
+    @model_validator(mode="after")
+    def _length(self) -> Self:
+        """Where ``data.epochs`` alone says how long the run is, it has no other limit."""
+        if self.data.epochs and "steps" not in self.train.model_fields_set:
+            object.__setattr__(
+                self, "train", self.train.model_copy(update={"steps": 0})
+            )
+        if not (self.train.steps or self.data.epochs):
+            raise ValueError(
+                "train.steps = 0 is as many as data.epochs need, and these are 0; set one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        if self.model.adapter is not None and self.model.origin is not None:
+            raise ValueError(
+                "model.adapter is that of model.from; a new one is the recipe's own: adapter = Adapter(...)"
+            )
+        asked = Asked(
+            self.layout,
+            train=self.train,
+            optimizer=self.optimizer,
+            recipe=self,
+            memory=self.memory,
+        )
+        refuse(asked, "layout", "train", "memory", "optimizer", "recipe")
+        self._check_loss()
+        return self
+
+    @property
+    def survives(self) -> bool:
+        """Whether the run goes on when ranks are lost."""
+        return (
+            self.resilience.survive
+            and self.layout.world > 1
+            and self.layout.island == 1
+        )
+
+    @property
+    def islands_come_and_go(self) -> bool:
+        """Whether the run goes on when islands are lost; not if their gradients become one in every step."""
+        return (
+            self.resilience.survive
+            and self.layout.island > 1
+            and not self.sync.of_gradients
+        )
+
+    def dealt(self, layout: Layout) -> Layout:
+        """The layout as sequences are dealt out to it: with ``optimizer.pairs`` two ranks get the same sequences."""
+        paired = self.optimizer.pairs and layout.dp > 1
+        return layout.model_copy(update={"dp": layout.dp // 2}) if paired else layout
+
+    def _check_loss(self) -> None:
+        """Pairs of answers and a loss that compares them come together."""
+        kind, pairs = (
+            self.loss.kind,
+            [source.kind in ANSWER_PAIRS for source in self.data.sources],
+        )
+        learns_judged = kind == "kto"
+        others = [
+            s.kind for s in self.data.sources if (s.kind == "feedback") != learns_judged
+        ]
+        if others and (learns_judged or "feedback" in others):
+            other = others[0] if learns_judged else "feedback"
+            raise ValueError(
+                f"loss.kind = {kind!r} with data.kind = {other!r}: 'kto' learns from answers that "
+                "are each good or bad, data.kind = 'feedback', and nothing else does"
+            )
+        if self.loss.of_pairs and not all(pairs):
+            raise ValueError(
+                f"loss.kind = {kind!r} compares pairs of answers; set data.kind = 'preference'"
+            )
+        if any(pairs) and not self.loss.of_pairs:
+            raise ValueError(
+                "data.kind = 'preference' has pairs of answers; set loss.kind = 'dpo' or the like"
+            )
+        if self.loss.reference is not None and (
+            kind in ("simpo", "orpo", "reward") or not self.loss.of_pairs
+        ):
+            raise ValueError(
+                f"loss.reference, but loss.kind = {kind!r} has none; leave it out"
+            )
+        if self.loss.label_smoothing and (
+            kind in ("ipo", "hinge", "orpo", "kto") or not self.loss.of_pairs
+        ):
+            raise ValueError(
+                f"loss.label_smoothing does nothing for loss.kind = {kind!r}; leave it out"
+            )
+        if self.loss.margin and kind not in ("simpo", "reward"):
+            raise ValueError(
+                f"loss.margin does nothing for loss.kind = {kind!r}; leave it out"
+            )
+        if kind == "reward" and self.generate:
+            raise ValueError(
+                "loss.kind = 'reward' makes a model that scores texts and writes none; leave out [generate]"
+            )
+        if self.model.output == "score" and kind != "reward":
+            raise ValueError(
+                f"model.output = 'score' is trained by loss.kind = 'reward', not by {kind!r}"
+            )
+
+    def rows_per_pass(self, layout: Layout) -> tuple[int, int]:
+        """``(rows, passes)``: sequences per rank and pass, and gradient-accumulation passes per step."""
+        ranks = self.dealt(layout).size(*BATCH_AXES)
+        per_rank = -(-self.train.batch // ranks)
+        # A pipeline wants microbatches, about twice as many as it has ranks.
+        rows = min(
+            self.train.micro_batch
+            or max(1, per_rank // (2 * layout.pp if layout.pp > 1 else 1)),
+            per_rank,
+        )
+        return rows, -(-per_rank // rows)
