@@ -10,7 +10,7 @@ from weft.planner.cost import AWAY, CONTEXT, SCHEDULES, Plan
 from weft.planner.engine import ENGINES
 from weft.planner.fit import Measurement
 from weft.planner.machine import Machine, find_device, machine_of
-from weft.planner.shape import SHAPES
+from weft.planner.planned_model import SHAPES
 from weft.recipe import PLACES
 from weft.schedule.build import BUILDERS
 from weft.shapes.shape import Shape

@@ -17,12 +17,13 @@ from weft.planner.explain import exchanges, layout_tree
 from weft.planner.finalists import finalists, refine
 from weft.planner.machine import load_cluster
 from weft.planner.memory import peak_memory, rank_memory
+from weft.planner.planned_model import SHAPES, load_model
 from weft.planner.search import Pin, search
-from weft.planner.shape import SHAPES, load_model
 from weft.recipe import Data, ModelShape, Recipe, Train, load_recipe
 from weft.rehearse.peak import peak_of
 from weft.schedule.exchange import Beside
-from weft.shapes.shape import Shape, shape_from_config, shape_of
+from weft.shapes.config import shape_from_fields
+from weft.shapes.shape import Shape, shape_of
 
 LLAMA = {"hidden_act": "silu", "tie_word_embeddings": False}
 #: What the published config.json say, of what matters here.
@@ -96,9 +97,12 @@ def test_sizes_are_those_that_are_published(
     if name:
         assert shape == SHAPES[name]
     # What reads any config, also of architectures that are not known, sees the same but for norms and gates.
-    other = shape_from_config(
-        {key: value for key, value in config.items() if value is not None}, "here"
-    )
+    unnamed = {
+        key: value
+        for key, value in config.items()
+        if key not in ("architectures", "model_type")
+    }
+    other = shape_of(shape_from_fields(unnamed, "here", planned=True))
     for field in (
         "moe_layers",
         "experts",
@@ -114,11 +118,9 @@ def test_sizes_are_those_that_are_published(
 
 
 def test_layers_without_experts_are_counted() -> None:
-    listed = shape_from_config(QWEN3 | {"mlp_only_layers": [0, 1, 5]}, "here")
-    assert (
-        listed.moe_layers,
-        shape_from_config(QWEN3 | {"decoder_sparse_step": 2}, "here").moe_layers,
-    ) == (45, 24)
+    listed = shape_from_fields(QWEN3 | {"mlp_only_layers": [0, 1, 5]}, "here")
+    every = shape_from_fields(QWEN3 | {"decoder_sparse_step": 2}, "here")
+    assert (len(listed.mixtures), len(every.mixtures)) == (45, 24)
 
 
 @pytest.mark.parametrize(

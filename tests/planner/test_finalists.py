@@ -24,8 +24,8 @@ from weft.planner.explain import best_alternatives, differences, recipe_tree, ve
 from weft.planner.finalists import Final, finalists, refine
 from weft.planner.machine import load_cluster
 from weft.planner.page import PlanQuestion, page, timeline
+from weft.planner.planned_model import SHAPES, load_model
 from weft.planner.search import Pin, SearchResult, search
-from weft.planner.shape import SHAPES, load_model
 from weft.recipe import build_recipe
 
 

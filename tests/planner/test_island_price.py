@@ -18,7 +18,7 @@ from weft.planner.island_price import (
     islands_of,
 )
 from weft.planner.machine import Cluster
-from weft.planner.shape import SHAPES
+from weft.planner.planned_model import SHAPES
 from weft.recipe import ModelShape
 from weft.shapes.parameters import parameters
 from weft.shapes.shape import shape_of

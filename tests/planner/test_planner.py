@@ -33,12 +33,13 @@ from weft.planner.machine import (
     machine_of,
 )
 from weft.planner.memory import in_flight, peak_memory
+from weft.planner.planned_model import SECTIONS, SHAPES, load_model
 from weft.planner.search import USABLE, Pin, SearchResult, search
-from weft.planner.shape import SECTIONS, SHAPES, load_model
 from weft.recipe import Adapter, load_recipe
 from weft.schedule.build import build
 from weft.schedule.simulate import simulate, uniform
-from weft.shapes.shape import shape_from_config, shape_of
+from weft.shapes.config import shape_from_fields
+from weft.shapes.shape import shape_of
 
 DATA = Path(__file__).parent / "data" / "measured.csv"
 #: A program without launches and memory-bound work: on a machine without latencies, products and bubbles are left.
@@ -92,8 +93,8 @@ def test_a_config_gives_the_built_in_shape(tmp_path: Path) -> None:
               "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert load_model(str(tmp_path)).shape == SHAPES["llama3-8b"]
-    with pytest.raises(UsageError, match="vocab_size is missing"):
-        shape_from_config({**config, "vocab_size": None}, "x")
+    with pytest.raises(WeftError, match="x has no vocab_size; it is not a complete"):
+        shape_from_fields({**config, "vocab_size": None}, "x", planned=True)
     with pytest.raises(WeftError, match="did you mean 'llama3-70b'"):
         load_model("llama3-70")
 
@@ -103,9 +104,8 @@ def test_latent_attention_and_experts_from_a_config() -> None:
               "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
               "num_experts_per_tok": 8, "first_k_dense_replace": 3, "vocab_size": 129280, "q_lora_rank": 1536,
               "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # fmt: skip
-    assert shape_from_config(config, "x").parameters / 1e9 == pytest.approx(
-        671, rel=0.01
-    )
+    shape = shape_of(shape_from_fields(config, "x", planned=True))
+    assert shape.parameters / 1e9 == pytest.approx(671, rel=0.01)
 
 
 def test_names_in_tables_find_their_shape() -> None:

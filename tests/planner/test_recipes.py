@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Command
-from weft.planner.shape import SECTIONS, SHAPES, load_model
+from weft.planner.planned_model import SECTIONS, SHAPES, load_model
 from weft.recipe import ModelShape, RopeScaling, load_recipe
 from weft.shapes.config import config_from_shape
 from weft.train.setup import model_shape, prepare

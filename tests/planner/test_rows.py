@@ -13,8 +13,9 @@ from weft.planner.engine import ENGINES
 from weft.planner.fit import Measurement
 from weft.planner.machine import DEVICES, machine_of
 from weft.planner.memory import peak_memory
-from weft.planner.shape import SHAPES
-from weft.shapes.shape import shape_from_config
+from weft.planner.planned_model import SHAPES
+from weft.shapes.config import shape_from_fields
+from weft.shapes.shape import shape_of
 
 GOOD = {
     "id": "7", "source": "somebody", "source_ref": "a/b@c0ffee2406:bench.md", "model": "GPT 187B", "arch": "dense",
@@ -190,7 +191,7 @@ def test_windows_and_widths_of_latent_attention_come_from_a_config() -> None:
         "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_local_experts": 8,
         "num_experts_per_tok": 2, "intermediate_size": 512, "swiglu_limit": 7.0,
     }  # fmt: skip
-    shape = shape_from_config(config, "here")
+    shape = shape_of(shape_from_fields(config, "here", planned=True))
     assert (shape.window, shape.windowed, shape.clamped) == (128, 0.5, 1)
     assert shape.reach(4096) == (4096 + 256) / 2 and shape.reach(64) == 64
     latent = {
@@ -199,7 +200,7 @@ def test_windows_and_widths_of_latent_attention_come_from_a_config() -> None:
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
     }
-    shape = shape_from_config({**config, **latent}, "here")
+    shape = shape_of(shape_from_fields({**config, **latent}, "here", planned=True))
     assert shape.qk == 192 and shape.score_dim == 160
 
 

@@ -23,8 +23,8 @@ from weft.planner.memory import (
     peak_memory,
     rank_memory,
 )
+from weft.planner.planned_model import SHAPES
 from weft.planner.search import USABLE, WORTH, Pin, SearchResult, search
-from weft.planner.shape import SHAPES
 from weft.planner.tiers import UPDATE, room_away, with_tiers
 from weft.recipe import Memory, load_recipe
 

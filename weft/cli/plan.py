@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from weft.planner.finalists import Final
     from weft.planner.machine import Cluster
     from weft.planner.own import Own
+    from weft.planner.planned_model import PlannedModel
     from weft.planner.search import Pin
-    from weft.planner.shape import Model
     from weft.recipe import ModelShape
     from weft.rehearse.peak import Checked
     from weft.rehearse.trial import Measured
@@ -129,7 +129,7 @@ def plan(
     from weft.planner.finalists import finalists
     from weft.planner.island_price import islands_of
     from weft.planner.machine import load_cluster
-    from weft.planner.shape import SHAPES, check_named, load_model
+    from weft.planner.planned_model import SHAPES, check_named, load_model
     from weft.recipe import build_recipe, load_recipe
     from weft.recipe.shipped import find_recipe
 
@@ -326,7 +326,7 @@ def _generating(model: str, cluster: "Cluster", asked: str, as_json: bool) -> in
 
     from weft.errors import UsageError
     from weft.planner.generation_price import Workload, generating
-    from weft.planner.shape import load_model
+    from weft.planner.planned_model import load_model
     from weft.recipe.shipped import find_recipe
 
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)\+([1-9]\d*)", asked)
@@ -384,17 +384,17 @@ def _exchanges(told: dict[str, Any]) -> str:
 
 
 def _swept(
-    subject: "Model", asked: list[str], machines: "Cluster", engine: "EngineConstants", job: tuple[int, int, int],
-    pins: "list[Pin]", as_json: bool,
+    subject: "PlannedModel", asked: list[str], machines: "Cluster", engine: "EngineConstants",
+    job: tuple[int, int, int], pins: "list[Pin]", as_json: bool,
 ) -> int:  # fmt: skip
     """Print the best layout of every model that ``--sweep`` asks for."""
     from weft.errors import UsageError
     from weft.planner.explain import record, title
     from weft.planner.finalists import finalists
+    from weft.planner.planned_model import swept
     from weft.planner.search import search
-    from weft.planner.shape import swept
 
-    if subject.section is None:
+    if subject.untrainable:
         raise UsageError(
             "--sweep needs a model that Weft can train: a recipe, a config.json or a trained built-in"
         )
@@ -532,7 +532,7 @@ def _own_runs(path: Path | None, device: str, engine: str) -> "Own | None":
 
 
 def _tried(
-    finals: "list[Final]", model: "Model", count: int
+    finals: "list[Final]", model: "PlannedModel", count: int
 ) -> "tuple[list[Final], list[tuple[Final, Measured]]]":
     import torch
 
@@ -548,7 +548,7 @@ def _tried(
         )
 
 
-def _checked(finals: "list[Final]", model: "Model") -> "list[Checked]":
+def _checked(finals: "list[Final]", model: "PlannedModel") -> "list[Checked]":
     if not finals:
         return []
     from weft.rehearse.peak import check
@@ -604,7 +604,7 @@ def _bar(parts: dict[str, float], scale: float) -> Text:
     return bar
 
 
-def _write_recipe(final: "Final", name: str, model: "Model", path: Path) -> None:
+def _write_recipe(final: "Final", name: str, model: "PlannedModel", path: Path) -> None:
     """The layout as a recipe that ``weft train`` takes."""
     from weft.errors import UsageError
     from weft.planner.explain import recipe_tree

@@ -11,8 +11,8 @@ from weft.planner.engine import ENGINES, EngineConstants
 from weft.planner.explain import layout_tree, title, verdict
 from weft.planner.finalists import Final, finalists
 from weft.planner.machine import DEVICES, Cluster, find_device
+from weft.planner.planned_model import vocab_of
 from weft.planner.search import Pin, search
-from weft.planner.shape import vocab_of
 from weft.recipe import ModelShape, Recipe
 from weft.shapes.shape import shape_of
 

@@ -21,8 +21,8 @@ from weft.planner.cost import (
     expert_cut,
 )
 from weft.planner.finalists import Final, refine
+from weft.planner.planned_model import PlannedModel
 from weft.planner.search import NAMES, SearchResult, describe, text_of
-from weft.planner.shape import Model
 from weft.schedule.exchange import Beside
 
 #: Parts of a step in words.
@@ -238,14 +238,14 @@ def exchanges(found: SearchResult, final: Final) -> dict[str, Any]:
             "save": save}  # fmt: skip
 
 
-def untrainable(model: Model, bits: int) -> str:
+def untrainable(model: PlannedModel, bits: int) -> str:
     """Why ``weft train`` cannot train ``model`` with products of so many ``bits`` yet; empty if it can."""
     return model.untrainable or (
         "" if bits >= 16 else f"weft train has no products of {bits} bits yet"
     )
 
 
-def recipe_tree(final: Final, model: Model) -> dict[str, Any]:
+def recipe_tree(final: Final, model: PlannedModel) -> dict[str, Any]:
     """A layout as the sections of a recipe that ``weft train`` takes as it is; what ``model`` says itself stays.
 
     Raises :class:`UsageError` for what Weft cannot train yet.

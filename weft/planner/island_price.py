@@ -18,8 +18,8 @@ from weft.planner.explain import record, title
 from weft.planner.finalists import Final, finalists
 from weft.planner.machine import Cluster
 from weft.planner.search import Pin, search
-from weft.planner.shape import Shape
 from weft.recipe.compressor_word import BLOCK
+from weft.shapes.shape import Shape
 
 #: Bytes per parameter of what is sent one way: float32, or codes and a bfloat16 scale for each block.
 SENT = {"none": 4.0, "int8": 1 + 2 / BLOCK, "int4": 0.5 + 2 / BLOCK}

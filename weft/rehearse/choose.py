@@ -23,8 +23,8 @@ from weft.planner.engine import ENGINES
 from weft.planner.finalists import Final, refine
 from weft.planner.machine import Cluster
 from weft.planner.memory import RankMemory
+from weft.planner.planned_model import vocab_of
 from weft.planner.search import Pin, SearchResult, search
-from weft.planner.shape import vocab_of
 from weft.recipe import Recipe
 from weft.rehearse.clock import Prediction, axes_along, predict
 from weft.rehearse.curves import ProbedMachine

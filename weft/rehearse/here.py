@@ -15,7 +15,7 @@ import torch
 
 from weft.checkpoint.weights import shape_named
 from weft.layout.layout import Layout
-from weft.planner.shape import SECTIONS, vocab_of
+from weft.planner.planned_model import SECTIONS, vocab_of
 from weft.planner.tiers import exposed_seconds
 from weft.recipe import Adapter, Memory, ModelShape, Recipe, build_recipe, load_recipe
 from weft.recipe.shipped import find_recipe

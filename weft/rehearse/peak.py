@@ -23,7 +23,7 @@ from weft.models.transformer import Transformer
 from weft.net.groups import fake_rank
 from weft.planner.explain import recipe_tree
 from weft.planner.finalists import Final
-from weft.planner.shape import Model
+from weft.planner.planned_model import PlannedModel
 from weft.recipe import ModelShape, Recipe, build_recipe
 from weft.rehearse.ledger import AllocationWatch, Ledger
 from weft.rehearse.step import plain_batches
@@ -118,7 +118,7 @@ class Checked:
         )
 
 
-def check(final: Final, model: Model) -> Checked:
+def check(final: Final, model: PlannedModel) -> Checked:
     """What the fullest of the first, second and last pipeline rank of ``final`` holds in a rehearsed step."""
     try:
         recipe = build_recipe(recipe_tree(final, model))

@@ -17,7 +17,7 @@ from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
 from weft.planner.explain import recipe_tree, title
 from weft.planner.finalists import Final
-from weft.planner.shape import Model
+from weft.planner.planned_model import PlannedModel
 from weft.recipe import Recipe, load_recipe
 from weft.recipe.toml import write_toml
 from weft.rehearse.choose import correct_by_measured, to_try
@@ -66,7 +66,7 @@ def trial(recipe: Path, world: int) -> Measured:
 
 def run_trials(
     finals: Sequence[Final],
-    model: Model,
+    model: PlannedModel,
     count: int,
     devices: int,
     say: Callable[[str], None],

@@ -29,7 +29,7 @@ from weft.planner.choose import local_cluster
 from weft.planner.cost import BITS, CONTEXT, RECOMPUTE, SCHEDULES, Plan, step_time
 from weft.planner.engine import ENGINES
 from weft.planner.machine import Cluster
-from weft.planner.shape import vocab_of
+from weft.planner.planned_model import vocab_of
 from weft.recipe import ModelShape, Optimizer, Recipe
 from weft.recipe.conflicts import Asked, refuse
 from weft.schedule.build import BUILDERS

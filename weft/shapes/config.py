@@ -12,17 +12,21 @@ from weft.recipe import ModelShape
 from weft.recipe.validation import explain
 from weft.shapes.mixture import (
     LIMITS,
+    latent_sizes,
     mixture_architecture,
     mixture_fields,
     mixture_settings,
+    mixture_sizes,
     refuse,
 )
+from weft.shapes.untrainable import UntrainableShape, untrainable
 
-#: Fields of :class:`ModelShape` and what ``config.json`` calls them.
+#: Fields of :class:`ModelShape` and what ``config.json`` calls them; GPT-2's names come last.
 FIELDS = {
-    "vocab": "vocab_size", "layers": "num_hidden_layers", "embed": "hidden_size", "heads": "num_attention_heads",
-    "ffn": "intermediate_size", "kv_heads": "num_key_value_heads", "head_dim": "head_dim",
-    "tied": "tie_word_embeddings", "norm_eps": "rms_norm_eps", "init_std": "initializer_range",
+    "vocab": ("vocab_size",), "layers": ("num_hidden_layers", "n_layer"), "embed": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"), "ffn": ("intermediate_size", "n_inner"),
+    "kv_heads": ("num_key_value_heads",), "head_dim": ("head_dim",), "tied": ("tie_word_embeddings",),
+    "norm_eps": ("rms_norm_eps",), "init_std": ("initializer_range",),
 }  # fmt: skip
 
 #: Architecture: its ``model_type``, and the settings of :class:`ModelShape` that it stands for or starts from.
@@ -57,7 +61,8 @@ ONLY = {
 #: The context length of a model of which nobody has said one: transformers needs a number.
 UNKNOWN_LENGTH = 8192
 
-#: Settings of yarn, which have the same names in :class:`weft.recipe.RopeScaling`.
+#: Settings of rotary scaling in Llama 3, and in yarn beside the factor: the names in :class:`weft.recipe.RopeScaling`.
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 
 #: What fields of other architectures give away about what Weft lacks for them; GGUF files have some of them too.
@@ -85,84 +90,44 @@ def lacking(fields: Mapping[str, Any]) -> str:
     )
 
 
-def shape_from_config(path: Path) -> ModelShape:
-    """The model that a ``config.json`` (or its folder) describes; refuses what Weft would compute differently."""
+def shape_from_config(path: Path, planned: bool = False) -> ModelShape:
+    """The model that a ``config.json`` (or its folder) describes; refuses what Weft would compute differently.
+
+    ``planned``: of such a model its sizes, as an :class:`UntrainableShape`, instead of a refusal.
+    """
     path = path / "config.json" if path.is_dir() else path
-    return shape_from_fields(
-        read_json(path, "give a Hugging Face config.json or a folder with one"), path
-    )
+    hint = "give a Hugging Face config.json or a folder with one"
+    return shape_from_fields(read_json(path, hint), path, planned)
 
 
-def shape_from_fields(config: Mapping[str, Any], path: Path | str) -> ModelShape:
+def shape_from_fields(
+    config: Mapping[str, Any], path: Path | str, planned: bool = False
+) -> ModelShape:
     """:func:`shape_from_config` of the fields themselves; ``path`` says in errors where they stand."""
-    kinds = {kind: architecture for architecture, (kind, _) in ARCHITECTURES.items()}
-    name = next(
-        iter(config.get("architectures") or ()), kinds.get(config.get("model_type", ""))
-    )
-    scores = str(name).endswith(SCORES)
-    if scores:
-        if len(config.get("id2label") or "two") != 1:
-            refuse(
-                path,
-                "id2label",
-                config.get("id2label"),
-                "a single label, the score of a reward model",
-            )
-        name = kinds.get(config.get("model_type", ""), name)
-    if name not in ARCHITECTURES:
-        known = ", ".join(one.removesuffix("ForCausalLM") for one in ARCHITECTURES)
-        raise WeftError(
-            f"{path}: architectures = {str(name)[:60]!r} is not supported: {lacking(config)}; Weft has {known}"
-        )
+    try:
+        return _computed(config, path)
+    except WeftError as error:
+        if planned:
+            return _planned(config, path, str(error))
+        raise
+
+
+def _computed(config: Mapping[str, Any], path: Path | str) -> ModelShape:
+    """The model of which Weft computes just what transformers would."""
+    name, scores = _known(config, path)
     weight_blocks(path, config)
     rope, local = _rope(path, config)
     for field, supported in ONLY.items():
         value = {**config, **rope}.get(field)
         if value not in (None, supported):
             refuse(path, field, value, repr(supported))
-    found = {
-        ours: config[theirs]
-        for ours, theirs in FIELDS.items()
-        if config.get(theirs) is not None
-    }
-    missing = [
-        FIELDS[ours]
-        for ours in ("vocab", "layers", "embed", "heads", "ffn")
-        if ours not in found
-    ]
     tree = {
         "norm_eps": 1e-6,
         **ARCHITECTURES[name][1],
-        **found,
+        **_sizes(config, path, "vocab", "layers", "embed", "heads", "ffn"),
         "rope_theta": rope.get("rope_theta", 1e4),
+        **_scaling(config, path, rope),
     }
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    original = "original_max_position_embeddings"
-    length = (
-        config.get(original)
-        or rope.get(original)
-        or config.get("max_position_embeddings")
-    )
-    if kind == "llama3":
-        keys = ("factor", "low_freq_factor", "high_freq_factor")
-        missing += [f"rope_scaling.{key}" for key in keys if key not in rope]
-        tree["rope_scaling"] = {key: rope.get(key) for key in keys} | {
-            "original_max_position": length
-        }
-    elif kind == "linear":
-        tree["rope_scaling"] = {"kind": kind, "factor": rope.get("factor")}
-    elif kind == "yarn":
-        tree["rope_scaling"] = {"kind": kind, "original_max_position": length}
-        tree["rope_scaling"] |= {
-            key: rope[key] for key in ("factor", *YARN) if rope.get(key) is not None
-        }
-        missing += ["rope_scaling.factor"] if rope.get("factor") is None else []
-    elif kind != "default":
-        refuse(path, "rope_type", kind, "'default', 'linear', 'llama3' and 'yarn'")
-    if missing:
-        raise WeftError(
-            f"{path} has no {', '.join(missing)}; it is not a complete config.json"
-        )
     activation = config.get("hidden_activation") or config.get("hidden_act")
     if activation is not None and activation not in ACTIVATIONS:
         refuse(path, "hidden_act", activation, " and ".join(map(repr, ACTIVATIONS)))
@@ -184,9 +149,94 @@ def shape_from_fields(config: Mapping[str, Any], path: Path | str) -> ModelShape
         return ModelShape.model_validate(tree)
     except ValidationError as error:
         key = str(next(iter(error.errors()[0]["loc"]), ""))
+        theirs = FIELDS.get(key, (key,))[0]
         raise WeftError(
-            f"{path}: {explain(error, ModelShape).replace(key, FIELDS.get(key, key), 1)}"
+            f"{path}: {explain(error, ModelShape).replace(key, theirs, 1)}"
         ) from None
+
+
+def _known(config: Mapping[str, Any], path: Path | str) -> tuple[str, bool]:
+    """The architecture, a key of :data:`ARCHITECTURES`, and whether it scores."""
+    kinds = {kind: architecture for architecture, (kind, _) in ARCHITECTURES.items()}
+    by_kind = kinds.get(config.get("model_type", ""))
+    name = next(iter(config.get("architectures") or ()), by_kind)
+    scores = str(name).endswith(SCORES)
+    if scores:
+        labels = config.get("id2label")
+        if len(labels or "two") != 1:
+            refuse(
+                path, "id2label", labels, "a single label, the score of a reward model"
+            )
+        name = by_kind or name
+    if name not in ARCHITECTURES:
+        known = ", ".join(one.removesuffix(WRITES) for one in ARCHITECTURES)
+        raise WeftError(
+            f"{path}: architectures = {str(name)[:60]!r} is not supported: {lacking(config)}; Weft has {known}"
+        )
+    return name, scores
+
+
+def _sizes(config: Mapping[str, Any], path: Path | str, *needed: str) -> dict[str, Any]:
+    """What the configuration says of :data:`FIELDS`, of which it must say those that are ``needed``."""
+    given = {
+        ours: next(
+            (config[name] for name in names if config.get(name) is not None), None
+        )
+        for ours, names in FIELDS.items()
+    }
+    _complete(path, [FIELDS[ours][0] for ours in needed if given[ours] is None])
+    return {ours: value for ours, value in given.items() if value is not None}
+
+
+def _complete(path: Path | str, missing: list[str]) -> None:
+    if missing:
+        raise WeftError(
+            f"{path} has no {', '.join(missing)}; it is not a complete config.json"
+        )
+
+
+def _planned(config: Mapping[str, Any], path: Path | str, why: str) -> UntrainableShape:
+    """The sizes that any configuration gives, dense or with experts, as far as time and memory depend on them."""
+    sizes = _sizes(config, path, "vocab", "layers", "embed", "heads")
+    gpt = "n_embd" in config
+    activation = config.get("hidden_act") or config.get("activation_function") or "silu"
+    sizes = {"tied": gpt, "ffn": 4 * sizes["embed"]} | sizes
+    sizes |= mixture_sizes(path, config, sizes["layers"], sizes["ffn"])
+    if config.get("kv_lora_rank"):
+        sizes |= latent_sizes(path, config)
+    kinds = config.get("layer_types") or ()
+    return untrainable(
+        why,
+        gated=not gpt and activation in (*ACTIVATIONS, "swiglu"),
+        window=config.get("sliding_window") or 0,
+        windowed=tuple(kind == "sliding_attention" for kind in kinds),
+        clamped=bool(sizes["experts"]) and config.get("swiglu_limit") is not None,
+        **sizes,
+    )
+
+
+def _scaling(
+    config: Mapping[str, Any], path: Path | str, rope: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The setting ``rope_scaling``, if there is any."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return {}
+    original = "original_max_position_embeddings"
+    length = (
+        config.get(original)
+        or rope.get(original)
+        or config.get("max_position_embeddings")
+    )
+    needed = {"linear": (), "llama3": LLAMA3, "yarn": ("factor",)}.get(kind)
+    if needed is None:
+        refuse(path, "rope_type", kind, "'default', 'linear', 'llama3' and 'yarn'")
+    _complete(path, [f"rope_scaling.{key}" for key in needed if rope.get(key) is None])
+    if kind == "linear":
+        return {"rope_scaling": {"kind": kind, "factor": rope.get("factor")}}
+    keys = LLAMA3 if kind == "llama3" else ("factor", *YARN)
+    given = {key: rope[key] for key in keys if rope.get(key) is not None}
+    return {"rope_scaling": {"kind": kind, "original_max_position": length} | given}
 
 
 def weight_blocks(path: Path | str, config: Mapping[str, Any]) -> list[int]:
@@ -346,11 +396,7 @@ def config_from_shape(
     if given := shape.rope_scaling:
         rope = {"rope_type": given.kind, "factor": given.factor}
         if given.kind != "linear":
-            names = (
-                ("low_freq_factor", "high_freq_factor")
-                if given.kind == "llama3"
-                else YARN
-            )
+            names = LLAMA3 if given.kind == "llama3" else YARN
             rope |= {
                 key: value
                 for key, value in given.model_dump(include=set(names)).items()
@@ -366,7 +412,7 @@ def config_from_shape(
     config = {
         "architectures": [_scoring(name) if scores else name],
         "model_type": ARCHITECTURES[name][0],
-        **{theirs: getattr(shape, ours) for ours, theirs in FIELDS.items()},
+        **{theirs: getattr(shape, ours) for ours, (theirs, *_) in FIELDS.items()},
         "hidden_act": activation,
         "max_position_embeddings": max_positions or UNKNOWN_LENGTH,
         "rope_theta": shape.rope_theta,

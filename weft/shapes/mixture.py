@@ -1,6 +1,7 @@
 """What ``config.json`` says of experts and of latent attention: Mixtral, Qwen's mixtures, DeepSeek-V2 and V3."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +27,8 @@ ROUTERS = {
 }
 #: What the others' configs have no word for, and those of models derived from them do.
 PLAIN = "softmax", ("greedy",)
+#: What configurations call the number of a layer's experts.
+EXPERTS = "num_local_experts", "num_experts", "n_routed_experts"
 #: Parts of :class:`ModelShape` that DeepSeek calls otherwise.
 LATENT = {
     "kv_rank": "kv_lora_rank", "q_rank": "q_lora_rank", "rope_dim": "qk_rope_head_dim", "head_dim": "qk_nope_head_dim",
@@ -55,6 +58,48 @@ def _number(
     return value
 
 
+def latent_sizes(path: Path | str, config: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes of latent attention (DeepSeek-V2)."""
+    return {
+        ours: _number(path, config, theirs, default=0 if ours == "q_rank" else None)
+        for ours, theirs in LATENT.items()
+    }
+
+
+def mixture_sizes(
+    path: Path | str, config: Mapping[str, Any], layers: int, ffn: int
+) -> dict[str, Any]:
+    """The sizes of experts, by fields of :class:`ModelShape`, of a model of any architecture."""
+    number = partial(_number, path, config)
+    experts = number(*EXPERTS, default=0)
+    if not experts:
+        return {"experts": 0}
+    width = number("moe_intermediate_size", default=ffn)
+    shared = number(
+        "shared_expert_intermediate_size",
+        default=number("n_shared_experts", default=0) * width,
+    )
+    return {
+        "experts": tuple(experts * mixed for mixed in _mixed(path, config, layers)),
+        "experts_per_token": number("num_experts_per_tok", default=0),
+        "expert_ffn": width,
+        "shared_experts": shared / max(width, 1),
+    }
+
+
+def _mixed(path: Path | str, config: Mapping[str, Any], layers: int) -> list[bool]:
+    """Whether each layer has experts."""
+    first = _number(path, config, "first_k_dense_replace", default=0)
+    every = _number(path, config, "decoder_sparse_step", default=1)
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        refuse(path, "mlp_only_layers", dense, "a list of layers")
+    return [
+        bool(every) and (i + 1) % every == 0 and i >= first and i not in dense
+        for i in range(layers)
+    ]
+
+
 def mixture_settings(
     path: Path | str, name: str, config: Mapping[str, Any], layers: int
 ) -> dict[str, Any]:
@@ -63,9 +108,7 @@ def mixture_settings(
         "intermediate_size" if name.startswith("Mixtral") else "moe_intermediate_size"
     )
     tree: dict[str, Any] = {
-        "experts": _number(
-            path, config, "num_local_experts", "num_experts", "n_routed_experts"
-        ),
+        "experts": _number(path, config, *EXPERTS),
         "experts_per_token": _number(path, config, "num_experts_per_tok"),
         "expert_ffn": _number(path, config, width),
     }
@@ -104,15 +147,7 @@ def _qwen(
 ) -> dict[str, Any]:
     if config.get("use_sliding_window"):
         refuse(path, "use_sliding_window", True, "False")
-    every, dense = (
-        _number(path, config, "decoder_sparse_step", default=1),
-        config.get("mlp_only_layers") or [],
-    )
-    if not isinstance(dense, list):
-        refuse(path, "mlp_only_layers", dense, "a list of layers")
-    mixed = [
-        bool(every) and (i + 1) % every == 0 and i not in dense for i in range(layers)
-    ]
+    mixed = _mixed(path, config, layers)
     first = mixed.index(True) if True in mixed else layers
     found: dict[str, Any] = {
         "router": "pre-softmax",
@@ -120,10 +155,10 @@ def _qwen(
     }
     if mixed == [i >= first for i in range(layers)]:
         found["first_dense"] = first
-    elif dense:
+    elif config.get("mlp_only_layers"):
         found["experts"] = tuple(tree["experts"] * one for one in mixed)
     else:
-        found["moe_every"] = every
+        found["moe_every"] = config["decoder_sparse_step"]
     if name.startswith("Qwen2"):
         shared, width = (
             _number(path, config, "shared_expert_intermediate_size", default=5632),
@@ -156,12 +191,7 @@ def _deepseek(
         refuse(path, "norm_topk_prob", True, "False, as transformers computes it")
     grouped = third or way == "group_limited_greedy"
     return {
-        **{
-            ours: _number(path, config, theirs)
-            for ours, theirs in LATENT.items()
-            if ours != "q_rank"
-        },
-        "q_rank": _number(path, config, "q_lora_rank", default=0),
+        **latent_sizes(path, config),
         "rope_interleaved": bool(config.get("rope_interleave", True)),
         "first_dense": min(
             layers, _number(path, config, "first_k_dense_replace", default=3 * third)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from weft.plugins import made_model
 from weft.recipe import Adapter, ModelShape, VocabularyWeight
+from weft.shapes.untrainable import has_gate
 
 #: The weights that can have an adapter, by module, and what Hugging Face calls them; those of latent attention last.
 PROJECTIONS = {
@@ -247,10 +248,14 @@ def _latent(
 def _feed_forward(
     model: ModelShape, path: str, width: int, step: Iterator[int]
 ) -> Iterator[Parameter]:
-    yield from _projected(
-        model, path, {"gate": (width, model.embed), "up": (width, model.embed)}, step
-    )
+    hidden = {name: (width, model.embed) for name in _into_hidden(model)}
+    yield from _projected(model, path, hidden, step)
     yield from _projected(model, path, {"down": (model.embed, width)}, step)
+
+
+def _into_hidden(model: ModelShape) -> tuple[str, ...]:
+    """The weights that hidden units are made with."""
+    return ("gate", "up") if has_gate(model) else ("up",)
 
 
 def _mixture(
@@ -266,8 +271,8 @@ def _mixture(
         if kept:
             yield Parameter(f"{path}.router.{name}", (count,), now)
     each = model.experts_per_token * width * d
-    yield Parameter(f"{path}.experts.gate", (count, width, d), now, each)
-    yield Parameter(f"{path}.experts.up", (count, width, d), now, each)
+    for name in _into_hidden(model):
+        yield Parameter(f"{path}.experts.{name}", (count, width, d), now, each)
     yield Parameter(f"{path}.experts.down", (count, d, width), next(step), each)
     if model.shared_experts:
         if model.shared_mix != "add":

@@ -9,6 +9,7 @@ import numpy as np
 from weft.errors import UsageError
 from weft.recipe import ModelShape
 from weft.shapes.parameters import ADAPTERS, QUANTIZED, learns, parameters
+from weft.shapes.untrainable import UntrainableShape, has_gate
 
 #: A number, or an array with one entry per row or candidate: everything here works on both without change.
 Num = Any
@@ -260,6 +261,7 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
         head_dim,
         model.ffn or 0,
         model.vocab or vocab,
+        gated=int(has_gate(model)),
         tied=int(model.tied or scores),  # a score has no table
         experts=experts,
         top_k=model.experts_per_token if mixtures else 0,
@@ -271,6 +273,7 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
         linear=linear,
         window=model.window,
         windowed=windowed,
+        clamped=int(isinstance(model, UntrainableShape) and model.clamped),
         # Linear attention has a norm of its own.
         extras=(2 * model.qk_norm + biases + linear) * head_dim
         + latent_norms
@@ -307,82 +310,3 @@ def flops_per_token(
     if model.tied:  # the table is the output layer, too
         total += 2 * table * (1 + bool(learning) + ("embedding.table" in learning))
     return total
-
-
-def shape_from_config(config: dict[str, Any], origin: str) -> Shape:
-    """From the fields of any Hugging Face config, dense or with experts, as far as time and memory depend on them.
-
-    Raises :class:`UsageError` with the name of the field that is missing.
-    """
-
-    def get(*names: str, default: Any = None) -> Any:
-        value = next(
-            (config[name] for name in names if config.get(name) is not None), default
-        )
-        if value is None:
-            raise UsageError(
-                f"{origin}: {names[0]} is missing; give a complete config.json or a built-in shape"
-            )
-        return value
-
-    layers = get("num_hidden_layers", "n_layer")
-    embed = get("hidden_size", "n_embd")
-    heads = get("num_attention_heads", "n_head")
-    experts = get("num_local_experts", "num_experts", "n_routed_experts", default=0)
-    ffn = get("intermediate_size", "n_inner", default=4 * embed)
-    expert_ffn = get("moe_intermediate_size", default=ffn) if experts else 0
-    first, every = (
-        get("first_k_dense_replace", default=0),
-        get("decoder_sparse_step", default=1) or layers + 1,
-    )
-    dense = config.get("mlp_only_layers") or ()
-    mixed = [
-        i
-        for i in range(first, layers)
-        if experts and (i + 1) % every == 0 and i not in dense
-    ]
-    shared = get(
-        "shared_expert_intermediate_size",
-        default=get("n_shared_experts", default=0) * expert_ffn,
-    )
-    head_dim = get("v_head_dim", "head_dim", default=embed // heads)
-    kinds = config.get("layer_types") or []
-    windowed = kinds.count("sliding_attention") / max(1, len(kinds))
-    qkv = qk = cached = 0
-    # latent attention: low-rank queries, keys and values (DeepSeek-V2)
-    if config.get("kv_lora_rank"):
-        kv, q = config["kv_lora_rank"], config.get("q_lora_rank")
-        wide = heads * (get("qk_nope_head_dim") + get("qk_rope_head_dim"))
-        qk, cached = wide // heads, kv + get("qk_rope_head_dim")
-        into = cached + (q or wide)
-        qkv = (
-            into
-            + (
-                kv * heads * (get("qk_nope_head_dim") + head_dim)
-                + (q * wide if q else 0)
-            )
-            // embed
-        )
-    return Shape(
-        layers,
-        embed,
-        heads,
-        get("num_key_value_heads", default=heads),
-        head_dim,
-        ffn,
-        get("vocab_size"),
-        gated=int(get("hidden_act", "activation_function", default="silu") in ("silu", "swiglu", "gelu_pytorch_tanh")
-                  and "n_embd" not in config),
-        tied=int(get("tie_word_embeddings", default="n_embd" in config)),
-        experts=experts,
-        top_k=get("num_experts_per_tok", default=0) if experts else 0,
-        expert_ffn=expert_ffn,
-        shared_ffn=shared if mixed else 0,
-        moe_layers=len(mixed),
-        qkv=qkv,
-        qk=qk,
-        cached=cached,
-        window=get("sliding_window", default=0) if windowed else 0,
-        windowed=windowed,
-        clamped=int(bool(experts) and config.get("swiglu_limit") is not None),
-    )  # fmt: skip

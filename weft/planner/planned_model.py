@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,25 +12,32 @@ from weft.errors import UsageError, WeftError, nearest
 from weft.recipe import ModelShape, Recipe, build_recipe
 from weft.recipe.toml import read_toml
 from weft.recipe.validation import validated
-from weft.shapes.config import read_json
-from weft.shapes.config import shape_from_config as section_from_config
-from weft.shapes.shape import Shape, shape_from_config, shape_of
+from weft.shapes.config import shape_from_config
+from weft.shapes.shape import Shape, shape_of
+from weft.shapes.untrainable import UntrainableShape, untrainable
 
 
 @dataclass(frozen=True)
-class Model:
+class PlannedModel:
     """A model to plan for.
 
-    ``shape``: what time and memory depend on. ``recipe``: what a recipe that trains it says beside layout and batch,
-    by section. ``untrainable``: why ``weft train`` cannot train it yet; empty if it can. ``section``: what a recipe's
-    ``[model]`` can say of it, with ``vocab`` entries of the tokenizer if it leaves that open.
+    ``section``: the model, with ``vocab`` entries of the tokenizer if it leaves that open. ``recipe``: what a recipe
+    that trains it says beside layout and batch, by section.
     """
 
-    shape: Shape
+    section: ModelShape
     recipe: dict[str, Any]
-    untrainable: str = ""
-    section: ModelShape | None = None
     vocab: int = 0
+
+    @cached_property
+    def shape(self) -> Shape:
+        """What time and memory depend on."""
+        return shape_of(self.section, self.vocab)
+
+    @property
+    def untrainable(self) -> str:
+        """Why ``weft train`` cannot train the model yet; empty if it can."""
+        return self.section.why if isinstance(self.section, UntrainableShape) else ""
 
 
 def _members(families: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -48,10 +56,10 @@ _KNOWN = {
 }
 #: Models that Weft trains.
 SECTIONS = {name: ModelShape(**fields) for name, fields in _KNOWN["trained"].items()}
-#: Shapes by name: those, and models that it can plan for only.
-SHAPES = {name: shape_of(section) for name, section in SECTIONS.items()} | {
-    name: Shape(**fields) for name, fields in _KNOWN["planned"].items()
-}
+#: Models that it can plan for only.
+PLANNED = {name: untrainable(**fields) for name, fields in _KNOWN["planned"].items()}
+#: The numbers of both.
+SHAPES = {name: shape_of(model) for name, model in (SECTIONS | PLANNED).items()}
 #: What a recipe reads if nothing says better: text that every machine has.
 DATA: dict[str, Any] = {"sources": [{"kind": "stdlib"}], "tokenizer": "bytes"}
 
@@ -68,8 +76,8 @@ def check_named(name: str) -> None:
 
 def load_model(
     name: str,
-    named: Callable[[str], ModelShape] = lambda name: section_from_config(Path(name)),
-) -> Model:
+    named: Callable[[str], ModelShape] = lambda name: shape_from_config(Path(name)),
+) -> PlannedModel:
     """From the name of a built-in, a Weft recipe (``.toml``) or a Hugging Face ``config.json`` (or its folder).
 
     ``named`` knows the shape of all else that ``model.from`` can name, such as GGUF files and models of the hub.
@@ -79,56 +87,30 @@ def load_model(
         fields = SECTIONS[name].model_dump(
             exclude_none=True, exclude={"mixer", "softmax_every"}
         )
-        return Model(
-            SHAPES[name], {"model": fields, "data": DATA}, section=SECTIONS[name]
-        )
-    if name in SHAPES:
-        return Model(SHAPES[name], {}, _missing(SHAPES[name]))
+        return PlannedModel(SECTIONS[name], {"model": fields, "data": DATA})
+    if name in PLANNED:
+        return PlannedModel(PLANNED[name], {})
     if path.suffix == ".toml":
         return _of_recipe(path, named)
     path = path / "config.json" if path.is_dir() else path
     if path.suffix == ".gguf" or (
         not path.is_file() and re.fullmatch(r"[\w.-]+/[\w.@-]+", name)
     ):
-        return Model(
-            shape_of(named(name)),
-            {"model": {"from": name}, "data": {"sources": DATA["sources"]}},
-        )
+        recipe = {"model": {"from": name}, "data": {"sources": DATA["sources"]}}
+        return PlannedModel(named(name), recipe)
     if not path.is_file():
         raise WeftError(
             f"model {name!r} is neither a file nor built in; {nearest(name, SHAPES)}"
         )
+    beside = path.parent / "tokenizer.json"
     data = DATA | (
-        {"tokenizer": str(path.parent.resolve())}
-        if (path.parent / "tokenizer.json").is_file()
-        else {}
+        {"tokenizer": str(path.parent.resolve())} if beside.is_file() else {}
     )
-    try:
-        section = section_from_config(path)
-        return Model(
-            shape_of(section),
-            {"model": {"from": str(path.resolve())}, "data": data},
-            section=section,
-        )
-    except WeftError as error:  # planned for, as far as it is understood
-        shape = shape_from_config(
-            read_json(path, "give a Hugging Face config.json"), str(path)
-        )
-        return Model(shape, {}, _missing(shape) or str(error))
+    recipe = {"model": {"from": str(path.resolve())}, "data": data}
+    return PlannedModel(shape_from_config(path, planned=True), recipe)
 
 
-def _missing(shape: Shape) -> str:
-    """What Weft cannot train about a model of this shape."""
-    if shape.experts:
-        return "its sizes do not say how it routes tokens; give the model's config.json to train it"
-    return (
-        ""
-        if shape.gated
-        else "weft train computes SwiGLU only, and this model has no gate"
-    )
-
-
-def _of_recipe(path: Path, named: Callable[[str], ModelShape]) -> Model:
+def _of_recipe(path: Path, named: Callable[[str], ModelShape]) -> PlannedModel:
     """The model of a recipe; its sections but ``[layout]``, which is what is planned, stay as they are."""
     if not path.is_file():
         raise WeftError(f"recipe {path} does not exist")
@@ -143,12 +125,7 @@ def _of_recipe(path: Path, named: Callable[[str], ModelShape]) -> Model:
         if recipe.adapter
         else section
     )
-    return Model(
-        shape_of(section, vocab_of(recipe)),
-        tree,
-        section=section,
-        vocab=vocab_of(recipe),
-    )
+    return PlannedModel(section, tree, vocab_of(recipe))
 
 
 def vocab_of(recipe: Recipe) -> int:

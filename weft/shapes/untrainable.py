@@ -1,0 +1,40 @@
+"""Models that Weft plans for and does not train: their sizes, from a ``config.json`` or a paper."""
+
+from typing import Any
+
+from weft.recipe import ModelShape
+
+
+class UntrainableShape(ModelShape):
+    """The sizes of a model that Weft can plan for but not train; nothing checks them, and they may be fractions.
+
+    ``why``: what Weft lacks. ``gated`` False: feed-forwards have two matrices, without a gate. ``clamped``: experts
+    have biases and a clamped gate (GPT-OSS). ``windowed``: whether each layer sees ``window`` tokens only.
+    """
+
+    why: str = ""
+    gated: bool = True
+    clamped: bool = False
+    windowed: tuple[bool, ...] = ()
+
+    def window_of(self, layer: int) -> int:
+        if not self.windowed:
+            return super().window_of(layer)
+        return self.window * self.windowed[layer % len(self.windowed)]
+
+
+def has_gate(model: ModelShape) -> bool:
+    """Whether hidden units are gated, as they are in all models that Weft trains."""
+    return not isinstance(model, UntrainableShape) or model.gated
+
+
+def untrainable(why: str = "", **sizes: Any) -> UntrainableShape:
+    """A model of these ``sizes``, which are fields of :class:`UntrainableShape`; ``why``: what else Weft lacks."""
+    gated = sizes.get("gated", True)
+    if sizes.get("experts"):
+        why = "its sizes do not say how it routes tokens; give the model's config.json to train it"
+    elif not gated:
+        why = "weft train computes SwiGLU only, and this model has no gate"
+    heads = sizes["heads"]
+    usual = {"kv_heads": heads, "head_dim": sizes["embed"] // heads}
+    return UntrainableShape.model_construct(why=why, **usual | sizes)
