@@ -588,7 +588,7 @@ def be_relay(delay_s: float) -> None:
 @contextmanager
 def network(which: Network) -> Iterator[Any]:
     """Two hosts on this network."""
-    from weft.resilience.hosts import hosts
+    from hosts import hosts
 
     def ip(*words: str) -> None:
         subprocess.run(
@@ -999,7 +999,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.relay:
         return be_relay(options.relay)
-    from weft.resilience.hosts import unavailable
+    from hosts import unavailable
 
     if why := unavailable():
         raise SystemExit(why)

@@ -165,7 +165,7 @@ def be_replica(
 
 
 def run_torchft(python: str, mode: str, fault: str, place: str) -> dict[str, Any]:
-    from weft.resilience.hosts import hosts
+    from hosts import hosts
 
     with (
         tempfile.TemporaryDirectory() as name,
@@ -327,9 +327,9 @@ def be_rank(folder: Path, fault: str, place: str, rank: int) -> None:
 
 
 def run_weft(fault: str, place: str) -> dict[str, Any]:
-    from weft.resilience.campaign import start_on
-    from weft.resilience.chaos import DisturbedRun
-    from weft.resilience.hosts import hosts
+    from campaign import start_on
+    from hosts import hosts
+    from injector import DisturbedRun
 
     with (
         tempfile.TemporaryDirectory() as name,
@@ -408,7 +408,7 @@ def main() -> None:
     if options.be == "rank":
         folder, fault, place, rank = json.loads(options.words)
         return be_rank(Path(folder), fault, place, int(rank))
-    from weft.resilience.hosts import unavailable
+    from hosts import unavailable
 
     if why := unavailable():
         raise SystemExit(why)

@@ -22,7 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from weft.resilience.hosts import Host, hosts, unavailable
+from hosts import Host, hosts, unavailable
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "two_sites.json"

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from weft.resilience.hosts import unavailable
+from hosts import unavailable
 
 BENCH = Path(__file__).parents[1] / "bench"
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hosts import unavailable
 
 from tests.measured import until_true
 from weft.layout.layout import Layout
@@ -34,7 +35,6 @@ from weft.observe.rank_delays import (
     slow_computers,
     slow_links,
 )
-from weft.resilience.hosts import unavailable
 from weft.resilience.watching import Watching
 from weft.train.recorder import Recorder
 

@@ -13,12 +13,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from hosts import _run, _space, unavailable
 
 from tests.cases import write_corpus
 from tests.conftest import Command
 from weft.observe.metrics import read_metrics
 from weft.peers.invitation import invite
-from weft.resilience.hosts import _run, _space, unavailable
 
 pytest.importorskip("iroh")
 

@@ -13,33 +13,28 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import campaign
+import chaos
 import psutil
 import pytest
+from campaign import STAGES, Campaign, disturb, rows_of, start_here, wrong
+from hosts import unavailable
+from injector import KINDS, LASTS, DisturbedRun, Fault, Hit, Injector, schedule
 
 from tests.cases import write_corpus
 from tests.conftest import Command
 from tests.measured import until_true
+from weft.cli.app import app
 from weft.errors import WeftError
 from weft.recipe import load_recipe
-from weft.resilience import campaign, chaos
-from weft.resilience.campaign import (
-    STAGES,
-    Campaign,
-    disturb,
-    rows_of,
-    start_here,
-    wrong,
-)
-from weft.resilience.chaos import (
-    KINDS,
-    LASTS,
-    DisturbedRun,
-    Fault,
-    Hit,
-    Injector,
-    schedule,
-)
-from weft.resilience.hosts import unavailable
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command is one of weft's here, as it is in ``python bench/chaos.py``."""
+    monkeypatch.setattr(app, "registered_commands", [*app.registered_commands])
+    chaos.register()
+
 
 FAKE = str(Path(__file__).with_name("fake_run.py"))
 
@@ -170,7 +165,7 @@ def test_a_launcher_was_hit_if_all_of_its_ranks_were(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It fails with the last of them, although others that were added later go on."""
-    monkeypatch.setattr(chaos, "LEAST", 0)
+    monkeypatch.setattr("injector.LEAST", 0)
     ranks = [
         psutil.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(120)"])
         for _ in range(2)

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from hosts import Host, hosts, unavailable
 
 from weft.errors import WeftError
-from weft.resilience.hosts import Host, hosts, unavailable
 
 pytestmark = pytest.mark.skipif(bool(why := unavailable()), reason=why)
 

@@ -8,12 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from campaign import STAGES
+
 from tests.cases import recipe
 from tests.resilience.survivors import Ranks, losses, ranks, recorded_once
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.recipe import Recipe
-from weft.resilience.campaign import STAGES
 from weft.train.loop import train
 from weft.train.setup import prepare
 

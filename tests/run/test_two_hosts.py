@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hosts import Host, hosts, unavailable
 
 from tests.cases import write_corpus
 from tests.conftest import Command
 from weft.errors import WeftError
 from weft.observe.metrics import read_metrics
-from weft.resilience.hosts import Host, hosts, unavailable
 
 ROOT = Path(__file__).parents[2]
 SMALL = [

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hosts import Host, hosts, unavailable
 
 from tests.cases import recipe, write_corpus
 from tests.measured import until_true
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.recipe import Sync, build_recipe
-from weft.resilience.hosts import Host, hosts, unavailable
 from weft.sync.collectives import ring_sum
 from weft.sync.measure import WORTH, best_ring, measured_links, measured_ring
 from weft.sync.streams import Streams

@@ -10,7 +10,6 @@ from typer.core import TyperGroup
 import weft
 from weft.cli import Interrupted
 from weft.cli.bench import app as bench
-from weft.cli.chaos import chaos
 from weft.cli.chat import chat
 from weft.cli.checkpoint import app as checkpoint
 from weft.cli.data import app as data
@@ -87,7 +86,6 @@ for command in (
     schedule,
     probe,
     profile,
-    chaos,
     recipes,
     new,
     techniques,

@@ -1,7 +1,7 @@
 """Fault injection: ranks of a run are killed, frozen, slowed and cut off at random instants.
 
 The run is ``weft train`` as a user starts it, and observed by its files alone: ``ranks/members.json`` has the members
-(see :mod:`weft.resilience.roster`), ``metrics.jsonl`` what happens. :mod:`weft.resilience.campaign` judges it.
+(see :mod:`weft.resilience.roster`), ``metrics.jsonl`` what happens. ``bench/campaign.py`` judges it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from random import Random
 from typing import Any
 
 import psutil
+from hosts import Host
 
 from weft.observe.metrics import FILE, Record
-from weft.resilience.hosts import Host
 
 #: Kinds of faults, and what each does.
 KINDS = {

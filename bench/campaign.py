@@ -17,12 +17,12 @@ from random import Random
 from statistics import median
 
 import psutil
+from hosts import Host, hosts
+from injector import DisturbedRun, Fault, Hit, Injector
 
 from weft.errors import UsageError, WeftError
 from weft.observe.metrics import Record, read_metrics
 from weft.recipe import Recipe, load_recipe
-from weft.resilience.chaos import DisturbedRun, Fault, Hit, Injector
-from weft.resilience.hosts import Host, hosts
 
 #: The largest difference of losses from those of the undisturbed run, over the largest loss, that rounding explains.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-3}
@@ -190,7 +190,7 @@ def check_comparable(recipe: Path, overrides: Sequence[str], given: Recipe) -> N
     }  # fmt: skip
     if names := [name for name, is_set in unlike.items() if is_set]:
         raise UsageError(
-            f"weft chaos compares a run with one rank that nobody disturbs, which computes something else than ranks "
+            f"chaos compares a run with one rank that nobody disturbs, which computes something else than ranks "
             f"with {' and '.join(names)}; leave that out (--layout, --set)"
         )
     load_recipe(recipe, [*overrides, *OF_ONE_RANK], ONE_RANK)

@@ -1,17 +1,29 @@
-"""``weft chaos``: disturb a run on purpose, and show what became of every fault."""
+"""Disturb a run on purpose, and show what became of every fault.
 
+    python bench/chaos.py recipes/quickstart.toml --kill 20 --freeze 5 --minutes 20 --seed 1
+
+docs/resilience.md says what each fault does, and what is compared.
+"""
+
+import sys
+from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from campaign import TOLERANCE, Campaign, CampaignResult, carry_out, check_comparable
+from hosts import unavailable
+from injector import schedule
 from rich.console import Console
 
+from weft.api import with_planned_layout
+from weft.cli import main
+from weft.cli.app import app
 from weft.cli.arguments import AsJson, LayoutText, Overrides, RecipeFile
 from weft.cli.console import grid, plain_console
 from weft.errors import UsageError
-
-if TYPE_CHECKING:
-    from weft.resilience.campaign import CampaignResult
+from weft.recipe import RUNS, load_recipe
+from weft.train.runs import unused_folder
 
 _reference = "An undisturbed run of the same recipe; by default one is made afterwards, on one rank."
 _hosts = "Put the ranks on this many hosts: network namespaces of this machine (needs root on Linux)."
@@ -64,18 +76,6 @@ def chaos(
     json: AsJson = False,
 ) -> int:
     """Train with faults: ranks killed, frozen, cut off, slowed. Then compare with an undisturbed run."""
-    from weft.api import with_planned_layout
-    from weft.recipe import RUNS, load_recipe
-    from weft.resilience.campaign import (
-        TOLERANCE,
-        Campaign,
-        carry_out,
-        check_comparable,
-    )
-    from weft.resilience.chaos import schedule
-    from weft.resilience.hosts import unavailable
-    from weft.train.runs import unused_folder
-
     if hosts and (why := unavailable()):
         raise UsageError(f"{why}; leave out --hosts")
     if (link or host) and not hosts:
@@ -110,8 +110,6 @@ def chaos(
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     found = carry_out(campaign, console.print)
     if json:
-        from json import dumps
-
         print(
             dumps({"rows": found.rows, "medians": found.medians, "wrong": found.wrong})
         )
@@ -120,7 +118,7 @@ def chaos(
     return int(bool(found.wrong))
 
 
-def _show(found: "CampaignResult", out: Path) -> None:
+def _show(found: CampaignResult, out: Path) -> None:
     columns = {
         "fault": "fault", "at_s": "at s", "hit": "ranks hit", "lasts_s": "lasts s", "survivors": "survivors",
         "detect_s": "detect", "part_s": "part", "agree_s": "agree", "rebuild_s": "rebuild", "recover_s": "recover",
@@ -146,3 +144,14 @@ def _cell(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return "" if value is None else str(value)
+
+
+def register() -> None:
+    """Add the command to those of ``weft``, whose errors are one line as well."""
+    app.command()(chaos)
+
+
+if __name__ == "__main__":
+    register()
+    sys.argv.insert(1, "chaos")
+    main()
