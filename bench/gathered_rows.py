@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from step import machine
 
-from weft.memory.rows import Rows
+from examples.gnnpipe.rows import Rows
 from weft.memory.tiers import PAGE, TierFile
 
 T = torch.Tensor

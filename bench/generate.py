@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from travel import Arrival, Departure
 
 from weft.checkpoint.model import open_model, tokenizer_of
 from weft.data.tokenizer import Tokenizer
@@ -27,7 +28,6 @@ from weft.generate.engine import Engine
 from weft.generate.sampling import GREEDY, Sampling
 from weft.generate.speculation import Lookup
 from weft.generate.streams import hogwild
-from weft.generate.travel import Arrival, Departure
 from weft.models.products import read_only
 from weft.models.row_adapters import Factors, HostAdapter, layer_modules
 from weft.models.transformer import Transformer

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from weft.memory.rows import Rows
+from examples.gnnpipe.rows import Rows
 
 T = torch.Tensor
 

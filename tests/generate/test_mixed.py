@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from travel import Arrival, Departure
 
 from tests.generate.test_adapters import TARGETS, merged, write
 from tests.generate.test_many import PROMPTS, build
@@ -20,7 +21,6 @@ from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
 from weft.generate.search import Search
 from weft.generate.speculation import Lookup
-from weft.generate.travel import Arrival, Departure
 from weft.models.row_adapters import HostAdapter
 from weft.models.transformer import Transformer
 

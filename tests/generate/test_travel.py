@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from travel import Arrival, Departure
 
 from tests.generate.test_many import HOW, PROMPTS, build
 from weft.errors import UsageError, WeftError
@@ -15,7 +16,6 @@ from weft.generate.engine import Engine
 from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
 from weft.generate.speculation import Lookup
-from weft.generate.travel import Arrival, Departure
 from weft.models.transformer import Transformer
 
 NEW = 40

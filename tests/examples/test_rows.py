@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from weft.memory.rows import NEAR, Rows
+from examples.gnnpipe.rows import NEAR, Rows
 from weft.memory.tiers import PAGE, PIECE, TierError, TierFile
 
 
