@@ -12,21 +12,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from weft.checkpoint.best import best_checkpoint
-from weft.checkpoint.model import export_model
-from weft.checkpoint.store import model_of, open_checkpoint
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
-from weft.observe import trace
-from weft.observe.measured import FILE, append
-from weft.observe.report import write_report
-from weft.planner.choose import choose, local_cluster
-from weft.planner.engine import ENGINES
-from weft.planner.own import own_runs
 from weft.recipe import RUNS, Recipe, build_recipe
-from weft.resilience.islands import live
-from weft.resilience.run import survive
-from weft.resilience.watching import Watching
 from weft.run.failure import leave, report_failure
 from weft.run.launch import run_ranks
 from weft.run.ranks import in_ranks, own_device, rank_process
@@ -69,6 +57,11 @@ def with_planned_layout(recipe: Recipe, ranks: int | None) -> tuple[Recipe, list
 
     Its ranks are those that were started, else ``ranks``, else one per GPU; on a CPU alone it stays one.
     """
+    from weft.observe.measured import FILE
+    from weft.planner.choose import choose, local_cluster
+    from weft.planner.engine import ENGINES
+    from weft.planner.own import own_runs
+
     started = in_ranks()
     gpus = torch.cuda.device_count() if device_type(recipe) == "cuda" else 0
     world = int(os.environ["WORLD_SIZE"]) if started else ranks or gpus or 1
@@ -121,14 +114,7 @@ def be_rank(
             "change --layout"
         )
     try:
-        lives = (
-            live
-            if recipe.islands_come_and_go
-            else survive
-            if recipe.survives
-            else _live_once
-        )
-        outcome, main = lives(recipe, out, resume)
+        outcome, main = _life_of(recipe)(recipe, out, resume)
     except torch.OutOfMemoryError as error:
         raise WeftError(
             f"out of memory on the GPU: {str(error).splitlines()[0]}; lower train.micro_batch, "
@@ -140,6 +126,22 @@ def be_rank(
     return outcome
 
 
+Life = Callable[[Recipe, Path | None, str | None], tuple[Outcome | None, bool]]
+
+
+def _life_of(recipe: Recipe) -> Life:
+    """How a rank of ``recipe`` lives: with islands that come and go, with ranks that may be lost, or but once."""
+    if recipe.islands_come_and_go:
+        from weft.resilience.islands import live
+
+        return live
+    if recipe.survives:
+        from weft.resilience.run import survive
+
+        return survive
+    return _live_once
+
+
 def _live_once(
     recipe: Recipe, out: Path | None, resume: str | None
 ) -> tuple[Outcome, bool]:
@@ -147,6 +149,11 @@ def _live_once(
     device = device_type(recipe)
     with rank_process(device, recipe.train.timeout, recipe.train.threads):
         mesh = Mesh.create(recipe.layout, own_device(device))
+        if recipe.layout.world == 1:  # there are no others to be slower than
+            return train(prepare(recipe), mesh, out, resume), mesh.speaks
+        from weft.observe import trace
+        from weft.resilience.watching import Watching
+
         outcome = train(prepare(recipe), mesh, guard=Watching(out, resume))
         trace.stop(everyone=mesh.is_main)
         return outcome, mesh.speaks
@@ -163,16 +170,28 @@ class Finished:
 
 def finish(recipe: Recipe, outcome: Outcome) -> Finished:
     """Export a run's last checkpoint if the recipe asks for it, write its report, and add it to what is measured."""
+    from weft.observe.measured import append
+    from weft.observe.report import write_report
+
     exported = None
     if recipe.checkpoint.export and outcome.checkpoint and not outcome.interrupted:
         exported = outcome.run / "export"
-        if exported.exists():  # of an earlier end of the same run
-            shutil.rmtree(exported)
-        checkpoint = best_checkpoint(outcome.run) or str(outcome.checkpoint)
-        adapted = model_of(open_checkpoint(checkpoint)).adapter is not None
-        merge = recipe.checkpoint.export == "model" and adapted
-        export_model(checkpoint, exported, print, merge, recipe.optimizer.use_ema)
+        _export(recipe, outcome, exported)
     return Finished(write_report(outcome.run), exported, append(outcome.run))
+
+
+def _export(recipe: Recipe, outcome: Outcome, folder: Path) -> None:
+    """Write the best checkpoint of a run, or else its last, as ``checkpoint.export`` asks."""
+    from weft.checkpoint.best import best_checkpoint
+    from weft.checkpoint.model import export_model
+    from weft.checkpoint.store import model_of, open_checkpoint
+
+    if folder.exists():  # of an earlier end of the same run
+        shutil.rmtree(folder)
+    checkpoint = best_checkpoint(outcome.run) or str(outcome.checkpoint)
+    adapted = model_of(open_checkpoint(checkpoint)).adapter is not None
+    merge = recipe.checkpoint.export == "model" and adapted
+    export_model(checkpoint, folder, print, merge, recipe.optimizer.use_ema)
 
 
 def _in_ranks_of_its_own(

@@ -185,7 +185,10 @@ def test_the_best_checkpoint_stays_and_has_a_name(corpus: str, tmp_path: Path) -
         "step-000006",
         "step-000007",
     ]
-    with mock.patch("weft.api.export_model") as exported, mock.patch("weft.api.append"):
+    with (
+        mock.patch("weft.checkpoint.model.export_model") as exported,
+        mock.patch("weft.observe.measured.append"),
+    ):
         finish(export, outcome)
     assert exported.call_args.args[0] == str(moved / "checkpoints/step-000007")
     # A run that goes back to before its best looks for a new one.

@@ -1,20 +1,24 @@
 """The checkpoints that a run makes: saved to its levels while training goes on, reported, and thinned out."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from weft.checkpoint.best import Best, write_best
 from weft.checkpoint.format import ROOT
 from weft.checkpoint.levels import LevelStore, Thinning
 from weft.checkpoint.same import is_of_model
 from weft.checkpoint.save import Saver
-from weft.checkpoint.state import Progress
-from weft.checkpoint.storage import Storage
-from weft.layout.mesh import Mesh
-from weft.parallel.state import State
-from weft.recipe import ModelShape
+
+if TYPE_CHECKING:
+    from weft.checkpoint.state import Progress
+    from weft.checkpoint.storage import Storage
+    from weft.layout.mesh import Mesh
+    from weft.parallel.state import State
+    from weft.recipe import ModelShape
 
 
 class Listener(Protocol):

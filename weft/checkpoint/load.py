@@ -1,5 +1,7 @@
 """Loading: the blocks that a rank's boxes need, read once, verified, and put where they belong."""
 
+from __future__ import annotations
+
 import gc
 import time
 from collections import defaultdict
@@ -7,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,8 +27,10 @@ from weft.checkpoint.format import (
 from weft.checkpoint.pack import Elements, elements, grouped, move, within
 from weft.checkpoint.storage import MissingObject, Storage
 from weft.errors import WeftError
-from weft.layout.dims import Box, Tensor
 from weft.layout.parts import TORCH_DTYPES, Part
+
+if TYPE_CHECKING:
+    from weft.layout.dims import Box, Tensor
 
 
 @contextmanager

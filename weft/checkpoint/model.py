@@ -1,16 +1,17 @@
 """Open a trained model, wherever it is stored, and export it as a Hugging Face folder."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from weft.checkpoint.convert.gguf_write import export_gguf
 from weft.checkpoint.convert.peft import write_adapter
 from weft.checkpoint.hub import local_path
-from weft.checkpoint.load import StoredCheckpoint
-from weft.checkpoint.s3 import Where
 from weft.checkpoint.store import learned_length, load_newest, stored_files
 from weft.checkpoint.weights import (
     AVERAGE,
@@ -23,14 +24,18 @@ from weft.checkpoint.weights import (
 from weft.data.tokenizer import Tokenizer, tokenizer_from_files
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
-from weft.memory.experts import RestingExperts
 from weft.models.adapters import base_of, merged_parameters
 from weft.models.hf import export, exported_dtype
-from weft.models.transformer import Transformer
-from weft.models.values import Values
 from weft.new_folder import check_new
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
+
+if TYPE_CHECKING:
+    from weft.checkpoint.load import StoredCheckpoint
+    from weft.checkpoint.s3 import Where
+    from weft.memory.experts import RestingExperts
+    from weft.models.transformer import Transformer
+    from weft.models.values import Values
 
 
 def open_model(

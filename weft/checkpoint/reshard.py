@@ -6,21 +6,26 @@ turn. The bytes go in a few all-to-all exchanges of bounded size. Loading with s
 replica reads a different part of what all of them need from storage, and gets the rest from the others.
 """
 
+from __future__ import annotations
+
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from weft.checkpoint.format import meet, share, volume
-from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.pack import grouped, within
 from weft.checkpoint.storage import LocalStorage
 from weft.errors import WeftError
 from weft.layout.dims import Box, Tensor, extents
 from weft.layout.mesh import from_all
 from weft.layout.parts import TORCH_DTYPES, Part
+
+if TYPE_CHECKING:
+    from weft.checkpoint.load import StoredCheckpoint
 
 #: Bytes of the logical tensors that are exchanged at a time; a tensor is never cut for this.
 ROUND = 256 << 20

@@ -6,25 +6,29 @@ makes another model of the same parameters just as well. All else may change, an
 Checkpoints of an adapter's run hold the adapter alone, and say which model lies under it: its base.
 """
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import xxhash
 
 from weft.checkpoint.format import ROOT
 from weft.checkpoint.hub import local_path
-from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.s3 import open_storage
 from weft.checkpoint.storage import LocalStorage, Storage, StorageError
 from weft.checkpoint.store import candidates, model_of, open_checkpoint, stored_files
 from weft.data.tokenizer import Tokenizer, tokenizer_from_files
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh
-from weft.models.own_model import model_of_shape
+from weft.parallel.build import whole_model
 from weft.recipe import ModelShape, Optimizer, Recipe
+
+if TYPE_CHECKING:
+    from weft.checkpoint.load import StoredCheckpoint
 
 #: A foreign file's fingerprint is of its length and of so many pieces, of so many bytes each, spread over it.
 PIECES, PIECE = 64, 64 << 10
@@ -101,7 +105,7 @@ def check_goes_on(
         raise WeftError(
             f"{checkpoint} has another optimizer's state: {'; '.join(other)}; restore that, or {instead}"
         )
-    names = dict(model_of_shape(shape, Mesh.single()).logical_parameters())
+    names = dict(whole_model(shape, Mesh.single()).logical_parameters())
     known = re.compile(rf"(model|optimizer\..+)\.({'|'.join(map(re.escape, names))})")
     if extra := sorted(
         name for name in checkpoint.tensors if not known.fullmatch(name)

@@ -6,6 +6,8 @@ with the next forward and backward pass, as nothing changes before the optimizer
 DataStates-LLM).
 """
 
+from __future__ import annotations
+
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,9 @@ from weft.checkpoint.storage import Storage, StorageError
 from weft.checkpoint.writer import Commit, Report, WriteTask
 from weft.errors import WeftError
 from weft.layout.mesh import from_all
-from weft.layout.parts import Part
+
+if TYPE_CHECKING:
+    from weft.layout.parts import Part
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """What a rank keeps for saving: the list of pieces it writes, the process that writes them, and their shared memory."""
 
+from __future__ import annotations
+
 import mmap
 import os
 import subprocess
@@ -10,14 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from weft.checkpoint.format import share, volume
-from weft.checkpoint.writer import Report, WriteTask
 from weft.layout.dims import Box, extents
 from weft.layout.parts import TORCH_DTYPES, Part
 from weft.memory.tiers import nameless_file, reserve
+
+if TYPE_CHECKING:
+    from weft.checkpoint.writer import Report, WriteTask
 
 
 @dataclass(frozen=True)

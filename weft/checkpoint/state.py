@@ -4,13 +4,18 @@ Initial values are a function of seed and parameter, samples of seed and number.
 be a function of seed, sample and layer, so that nothing depends on which rank draws it.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from weft.checkpoint import reshard
-from weft.checkpoint.load import StoredCheckpoint
-from weft.parallel.state import State
+
+if TYPE_CHECKING:
+    from weft.checkpoint.load import StoredCheckpoint
+    from weft.parallel.state import State
 
 #: Slots that begin with the parameters.
 LIKE_PARAMETERS = ("ema", "anchor")

@@ -1,15 +1,17 @@
 """Load the weights of a model to start from: a Hugging Face folder or id, a GGUF file, or a Weft checkpoint."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from weft.checkpoint.convert.peft import CONFIG, PeftAdapter, is_adapter
 from weft.checkpoint.convert.sources import Foreign, kind_of, open_foreign
 from weft.checkpoint.hub import is_of_hub, local_path
-from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.s3 import Where, open_storage
 from weft.checkpoint.same import check_unchanged
 from weft.checkpoint.storage import LocalStorage
@@ -21,9 +23,12 @@ from weft.layout.parts import NAMES, TORCH_DTYPES, Part
 from weft.models.hf import check_stored, files_beside, hf_values
 from weft.models.hf_names import hf_names
 from weft.models.values import Values, grown, seeded_values, with_adapter
-from weft.recipe import ModelShape, Recipe
 from weft.shapes.config import shape_from_config
 from weft.shapes.parameters import of_adapter
+
+if TYPE_CHECKING:
+    from weft.checkpoint.load import StoredCheckpoint
+    from weft.recipe import ModelShape, Recipe
 
 #: What the names of parameters' averages begin with in a checkpoint.
 AVERAGE = "optimizer.ema."

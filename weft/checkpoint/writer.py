@@ -5,6 +5,8 @@ that training never waits for that. The committing rank's writer waits for the o
 storage, so a rank that fails never blocks another one's training, only the commit.
 """
 
+from __future__ import annotations
+
 import mmap
 import os
 import secrets
@@ -15,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,7 +26,9 @@ from weft.checkpoint.format import ROOT, StoredBlock, digest
 from weft.checkpoint.pack import elements, within
 from weft.checkpoint.storage import Storage, StorageError
 from weft.errors import WeftError
-from weft.layout.dims import Box, Tensor
+
+if TYPE_CHECKING:
+    from weft.layout.dims import Box, Tensor
 
 
 @dataclass(frozen=True)

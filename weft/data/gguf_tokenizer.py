@@ -26,8 +26,6 @@ from weft.recipe.named_templates import DEFAULT, listed
 from weft.shapes.carried_files import as_json
 
 G = "tokenizer.ggml."
-#: The file that says why there is no tokenizer, where there should be one.
-NO_TOKENIZER = "no-tokenizer.txt"
 #: What stands for a space in vocabularies of sentencepiece.
 SPACE = "\u2581"
 

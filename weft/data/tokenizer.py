@@ -12,7 +12,6 @@ import tokenizers
 
 from weft.data.cache import build_once, cache_root, digest
 from weft.data.corpora import documents, fingerprint
-from weft.data.gguf_tokenizer import NO_TOKENIZER
 from weft.encodable import encodable
 from weft.errors import UsageError, WeftError
 from weft.recipe import Source
@@ -27,6 +26,9 @@ from weft.recipe.named_templates import (
 from weft.shapes.carried_files import GENERATION, as_json
 
 _EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "[EOS]")
+
+#: The file that says why there is no tokenizer, where there should be one.
+NO_TOKENIZER = "no-tokenizer.txt"
 
 #: Training text of ``train:N``: at most this many characters, in pieces spread over the whole corpus.
 _SAMPLE, _PIECE = 8_000_000, 8192

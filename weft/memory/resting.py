@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from weft.memory.on_device import OnDevice
 from weft.memory.tiers import (
     BufferPool,
     Region,
@@ -177,7 +178,7 @@ def _let_all_leave(tiers: "weakref.ref[Tiers]") -> None:
         found._drain(0)
 
 
-class Tiers:
+class Tiers(OnDevice):
     """What rests outside the memory in which it is used, by its owner, a unit of the state, and its kind.
 
     ``places``: "device", "host" or "file" for each kind ("weights", "gradients", "moments"); what is not named is on
@@ -198,7 +199,7 @@ class Tiers:
             room,
         )
         self.pool = BufferPool(pinned=device.type == "cuda")
-        self.groups: dict[Hashable, dict[str, RestingGroup]] = defaultdict(dict)
+        self.groups = defaultdict(dict)
         self.order = AccessOrder()  # of updates that stand
         self.trials = AccessOrder()  # of those that may be taken back
         self.tried: list[RestingGroup] = []  # whose last version may be taken back
@@ -212,6 +213,14 @@ class Tiers:
         if self._file is None:
             self._file = TierFile(self.folder, self.timeout)
         return self._file
+
+    def file_of(self, kind: str) -> TierFile | None:
+        """The file where tensors of this kind rest; None if they do not rest in one."""
+        return self.file if self.places.get(kind) == "file" else None
+
+    @property
+    def pooled(self) -> int:
+        return self.pool.bytes
 
     @property
     def staging(self) -> Path | None:

@@ -570,11 +570,3 @@ class Mixture(Module):
             return routed + shared * logits.sigmoid()
         shares = logits.softmax(-1)
         return routed * shares[..., :1] + shared * shares[..., 1:]
-
-
-def feed_forward(shape: ModelShape, mesh: Mesh, layer: int) -> FeedForward | Mixture:
-    """What a layer has after its attention."""
-    if shape.experts_of(layer):
-        return Mixture(shape, mesh, layer)
-    assert shape.ffn
-    return FeedForward(shape, mesh, f"blocks.{layer}.ffn", shape.ffn, shape.adapter)

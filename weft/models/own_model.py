@@ -82,17 +82,6 @@ def cross_entropy(vocab: int) -> TokenLoss:
     )
 
 
-def model_of_shape(
-    shape: ModelShape, mesh: Mesh, loss_chunk: int = 1024
-) -> Transformer:
-    """A model on one device or all of it on every rank: Weft's, or a plugin's."""
-    return (
-        OwnModel(shape, mesh, loss_chunk)
-        if shape.kind
-        else Transformer(shape, mesh, loss_chunk)
-    )
-
-
 def own_values(shape: ModelShape, seed: int) -> Values:
     """What the plugin's module begins with, which it makes for itself under this seed."""
     with torch.random.fork_rng(devices=[]):

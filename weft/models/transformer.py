@@ -5,37 +5,41 @@ holds. Data changes hands only at ``gather_tokens`` / ``scatter_tokens`` (into a
 ``attend``; on one device these are identities. Shapes below are those of one rank.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from weft.data.batch import Batch
 from weft.layout.boundary import gather_tokens, gather_vocab, scatter_tokens
 from weft.layout.dims import Dim, Logical, part
-from weft.layout.mesh import Mesh
 from weft.models.adapters import Projections, TokenRows
 from weft.models.attention import Attend, local_attention
 from weft.models.dropout import drawing
-from weft.models.experts import EarlyMixture, Mixture, feed_forward
+from weft.models.feed_forward import FeedForward
 from weft.models.fused import Tape, current_tape, deferred, project
 from weft.models.invariant import is_invariant
-from weft.models.latent import LatentAttention
-from weft.models.linear_attention import linear_mixer, log_decay
 from weft.models.loss import Criterion, linear_cross_entropy
 from weft.models.module import Module, Norm
 from weft.models.parts import Steps, current_part, read
-from weft.models.preference import Objective, preference_loss, reward_loss
 from weft.models.rope import angles, frequencies, rotate, score_scales
-from weft.models.router import Loads, RouterPass, by_layer
 from weft.models.widened import is_widened
-from weft.recipe import ModelShape, VocabularyWeight
 from weft.shapes.parameters import VOCABULARY, row_tokens
+
+if TYPE_CHECKING:
+    from weft.data.batch import Batch
+    from weft.layout.mesh import Mesh
+    from weft.models.experts import EarlyMixture, Mixture
+    from weft.models.latent import LatentAttention
+    from weft.models.preference import Objective
+    from weft.models.router import Loads, RouterPass
+    from weft.recipe import ModelShape, VocabularyWeight
 
 T = torch.Tensor
 
@@ -159,6 +163,8 @@ class Attention(Projections):
         # Linear attention does not average: its outputs grow with what has been seen.
         self.o_norm = None
         if self.mixer != "softmax":
+            from weft.models.linear_attention import linear_mixer, log_decay
+
             self.decay = log_decay(self.mixer, shape.heads)[first:last]
             self.attend = linear_mixer(mesh, self.decay)
             self.o_norm = Norm(Dim("head_dim", shape.head_dim), shape.norm_eps, mesh)
@@ -188,6 +194,25 @@ class Attention(Projections):
         return self.project(out.flatten(-2), "wo")[0]
 
 
+def attention(shape: ModelShape, mesh: Mesh, layer: int) -> Attention | LatentAttention:
+    """What layer ``layer`` of a model attends by."""
+    if not shape.kv_rank:
+        return Attention(shape, mesh, layer)
+    from weft.models.latent import LatentAttention
+
+    return LatentAttention(shape, mesh, layer)
+
+
+def feed_forward(shape: ModelShape, mesh: Mesh, layer: int) -> FeedForward | Mixture:
+    """What a layer has after its attention."""
+    if not shape.experts_of(layer):
+        assert shape.ffn
+        return FeedForward(shape, mesh, f"blocks.{layer}.ffn", shape.ffn, shape.adapter)
+    from weft.models.experts import Mixture
+
+    return Mixture(shape, mesh, layer)
+
+
 class Block(Module):
     """Pre-norm block, with norms after attention and feed-forward too if the shape says so.
 
@@ -198,9 +223,7 @@ class Block(Module):
         super().__init__(mesh)
         embed = Dim("embed", shape.embed)
         self.attention_norm = Norm(embed, shape.norm_eps, mesh)
-        self.attention = (LatentAttention if shape.kv_rank else Attention)(
-            shape, mesh, layer
-        )
+        self.attention = attention(shape, mesh, layer)
         self.ffn_norm = Norm(embed, shape.norm_eps, mesh)
         self.ffn = feed_forward(shape, mesh, layer)
         self.attention_out_norm = (
@@ -258,8 +281,7 @@ class Block(Module):
         """:meth:`forward` without recomputation, which may be left where a mixture may be."""
         x, early = self._attended(x, rope, cu_seqlens, seen)
         before, normed = current_part(), self.ffn_norm(x)
-        mixes = isinstance(self.ffn, Mixture)
-        if mixes:
+        if not isinstance(self.ffn, FeedForward):
             y = yield from self.ffn.steps(normed, seen, early)
         else:
             with drawing(rope[2:]):
@@ -331,7 +353,11 @@ class Transformer(Module):
         # in place of the output layer's product (weft.models.products)
         self.logits: Callable[[T], T] | None = None
         self.freq = frequencies(shape)
-        self.loads = Loads(shape, mesh) if shape.mixtures else None
+        self.loads: Loads | None = None
+        if shape.mixtures:
+            from weft.models.router import Loads
+
+            self.loads = Loads(shape, mesh)
         if "embedding" in ends or (shape.tied and "head" in ends):
             self.embedding = Embedding(shape, mesh)
         held = range(shape.layers) if layers is None else sorted(layers)
@@ -437,6 +463,11 @@ class Transformer(Module):
 
     def learn_loads(self, loads: Sequence[int]) -> None:
         """Let every mixture take in how often its experts were chosen in a step (:class:`weft.models.router.Loads`)."""
+        if not self.shape.mixtures:
+            return
+        from weft.models.experts import Mixture
+        from weft.models.router import by_layer
+
         of_layers = by_layer(self.shape.mixtures, loads)
         for mixture in (
             module for module in self.modules() if isinstance(module, Mixture)
@@ -459,6 +490,8 @@ class Transformer(Module):
     def loss(self, normed: T, batch: Batch) -> T:
         """Weighted sum of the tokens' or pairs' losses, from the final norm's output ``[batch, seq/tp, embed]``."""
         if self.shape.output == "score":
+            from weft.models.preference import reward_loss
+
             assert self.objective is not None
             return reward_loss(normed, self.output, batch, self.objective, self.mesh)
         hidden = gather_tokens(normed, self.mesh).flatten(0, 1)  # [batch * seq, embed]
@@ -468,6 +501,8 @@ class Transformer(Module):
             else self.embedding.first
         )
         if batch.paired is not None and self.objective is not None:
+            from weft.models.preference import preference_loss
+
             return preference_loss(
                 hidden,
                 self.output,

@@ -1,28 +1,37 @@
 """``parallelize``: the one function that turns a model description and a mesh into a model that runs, and its state."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Container
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from weft.layout.layout import Layout
-from weft.layout.mesh import Mesh
-from weft.memory.activations import SavedActivations
-from weft.memory.resting import Tiers
-from weft.models.own_model import model_of_shape, own_values
+from weft.layout.layout import DATA_AXES
+from weft.memory.on_device import OnDevice
+from weft.models.attention import Attend, local_attention
 from weft.models.transformer import Block, Transformer
 from weft.models.values import Values, seeded_values, with_adapter
 from weft.models.widened import multiplies_slowly
-from weft.parallel.context import context_attention
-from weft.parallel.experts.connect import connect_experts
-from weft.parallel.experts.copies import let_experts_move
-from weft.parallel.hybrid import hybrid_attention
-from weft.parallel.pipeline import Pipeline
-from weft.parallel.sharded import is_sharded, shard_data_parallel, sharded_state
 from weft.parallel.state import Held, State, Unit, by_block
 from weft.recipe import Memory, ModelShape, Optimizer, Train
 from weft.recipe.conflicts import Asked, refuse
-from weft.schedule.build import BUILDERS
 from weft.shapes.parameters import learns
+
+if TYPE_CHECKING:
+    from weft.layout.layout import Layout
+    from weft.layout.mesh import Mesh
+
+
+#: What attends and moves, of which selective recomputation keeps the results. An operator is known once its file is.
+KEPT_OPS = (
+    "attention",
+    "tile_attention",
+    "exchange_heads",
+    "linear_attention",
+    "ring_self_attention",
+)
 
 
 def check_fits(
@@ -30,15 +39,19 @@ def check_fits(
     memory: Memory | None = None,
 ) -> None:  # fmt: skip
     """Raises :class:`Conflict` for what the table has; ``vocab`` may be 0, not yet known."""
+    known = ["layout", "shape", "train", "memory", "optimizer"]
     asked = Asked(
         layout,
         shape,
         train or Train(),
         optimizer or Optimizer(),
-        BUILDERS,
         memory=memory or Memory(),
     )
-    refuse(asked, "layout", "shape", "train", "memory", "optimizer", "schedules")
+    if layout.pp > 1:  # without a pipeline its schedule says nothing
+        from weft.schedule.build import BUILDERS
+
+        asked, known = replace(asked, schedules=BUILDERS), [*known, "schedules"]
+    refuse(asked, *known)
 
 
 def parallelize(
@@ -54,15 +67,13 @@ def parallelize(
     """
     memory = memory or Memory()
     check_fits(shape, mesh.layout, train, memory=memory)
-    tiers = Tiers(
-        memory.away, memory.folder, mesh.device, train.timeout, memory.buffer << 20
-    )
+    tiers = tiers_of(memory, mesh, train.timeout)
     pipeline = None
     if mesh.size("pp") > 1 or memory.weights == "file":
+        from weft.parallel.pipeline import Pipeline
+
         pipeline = Pipeline(shape, mesh, train.loss_chunk, seq_len, train.timeout)
-    model = (
-        pipeline.model if pipeline else model_of_shape(shape, mesh, train.loss_chunk)
-    )
+    model = pipeline.model if pipeline else whole_model(shape, mesh, train.loss_chunk)
     connect(model, mesh, train.recompute)
     if lift is not None:
         lift(model)
@@ -87,6 +98,8 @@ def parallelize(
             # no small updates that could get lost
             parameter.data = parameter.to(getattr(torch, train.dtype))
     if sharded:
+        from weft.parallel.sharded import shard_data_parallel, sharded_state
+
         shard_data_parallel(model, mesh, train, memory)
     place = "cpu" if sharded and memory.offloads_state else mesh.device
     if memory.weights == "file":
@@ -104,14 +117,61 @@ def parallelize(
         state = sharded_state(model, mesh) if sharded else resident_state(model, mesh)
     state.tiers = tiers
     if mesh.layout.placement == "moving":
+        from weft.parallel.experts.copies import let_experts_move
+
         let_experts_move(model, state)
     if memory.offloads_activations:
-        file = tiers.file if memory.activations == "file" else None
-        model.saved = SavedActivations(mesh.device, file, memory.blocks)
+        from weft.memory.activations import SavedActivations
+
+        model.saved = SavedActivations(
+            mesh.device, tiers.file_of("activations"), memory.blocks
+        )
     state.base_elsewhere = shape.adapter is not None
-    drawn = own_values(shape, train.seed) if shape.kind else seeded_values(train.seed)
-    state.fill(values or with_adapter(drawn, shape, train.seed))
+    if values is None:
+        values = with_adapter(initial_values(shape, train.seed), shape, train.seed)
+    state.fill(values)
     return model, state
+
+
+def tiers_of(memory: Memory, mesh: Mesh, timeout: float) -> OnDevice:
+    """Where the state rests, and what is saved for backward."""
+    if not memory.away:
+        return OnDevice()
+    from weft.memory.resting import Tiers
+
+    return Tiers(memory.away, memory.folder, mesh.device, timeout, memory.buffer << 20)
+
+
+def is_sharded(mesh: Mesh, train: Train, memory: Memory, summed: bool = True) -> bool:
+    """Whether state and parameters are different tensors: sharded, replicated, in another precision or offloaded.
+
+    Replicas whose gradients are not to be ``summed`` here can have one tensor for both.
+    """
+    replicas = mesh.size("dp") if summed else 1
+    apart = (
+        replicas * mesh.size("state") > 1
+        or train.dtype == "bfloat16"
+        or memory.offloads_state
+    )
+    return mesh.device_mesh is not None and apart
+
+
+def whole_model(shape: ModelShape, mesh: Mesh, loss_chunk: int = 1024) -> Transformer:
+    """A model on one device or all of it on every rank: Weft's, or a plugin's."""
+    if not shape.kind:
+        return Transformer(shape, mesh, loss_chunk)
+    from weft.models.own_model import OwnModel
+
+    return OwnModel(shape, mesh, loss_chunk)
+
+
+def initial_values(shape: ModelShape, seed: int) -> Values:
+    """What a model without an adapter begins with: seeded values, or those that a plugin's module makes itself."""
+    if not shape.kind:
+        return seeded_values(seed)
+    from weft.models.own_model import own_values
+
+    return own_values(shape, seed)
 
 
 def make_unheld(model: Transformer, device: torch.device, kept: Container[str]) -> None:
@@ -128,20 +188,31 @@ def make_unheld(model: Transformer, device: torch.device, kept: Container[str]) 
 
 def connect(model: Transformer, mesh: Mesh, recompute: str) -> None:
     """Have the blocks attend, and exchange rows of experts, over the ranks of ``mesh``, and say what they recompute."""
-    connect_experts(model, mesh)
-    attend, kept = (
-        hybrid_attention(mesh, context_attention(mesh, model.shape)),
-        torch.ops.weft,
-    )
+    if mesh.layout.ep > 1:
+        from weft.parallel.experts.connect import connect_experts
+
+        connect_experts(model, mesh)
+    attend, known = attention_over(mesh, model.shape), torch.ops.weft
+    kept = [getattr(known, op).default for op in KEPT_OPS if hasattr(known, op)]
     for block in model.blocks.values():
         assert isinstance(block, Block)
         if block.attention.mixer == "softmax":
             block.attention.attend = attend
-        block.recompute = recompute
-        block.kept_ops = [
-            kept.attention.default, kept.tile_attention.default, kept.exchange_heads.default,
-            kept.linear_attention.default, kept.ring_self_attention.default,
-        ]  # fmt: skip
+        block.recompute, block.kept_ops = recompute, kept
+
+
+def attention_over(mesh: Mesh, shape: ModelShape) -> Attend:
+    """How a layer attends over the ranks of ``mesh``; every rank calls this."""
+    attend: Attend = local_attention
+    if mesh.size("cp") > 1:
+        from weft.parallel.context import context_attention
+
+        attend = context_attention(mesh, shape)
+    if mesh.layout.balance and mesh.size(*DATA_AXES) > 1:
+        from weft.parallel.hybrid import HybridAttention
+
+        attend = HybridAttention(mesh, attend)
+    return attend
 
 
 def resident_state(model: Transformer, mesh: Mesh) -> State:

@@ -6,18 +6,22 @@
 first pass, and gradients are reduced in the last, which every rank has to itself.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from weft.data.batch import Batch, PassGroup
 from weft.errors import WeftError
-from weft.layout.layout import DATA_AXES
-from weft.layout.mesh import Mesh
 from weft.models.attention import Attend, T, local_attention
 from weft.models.transformer import Block, Transformer
 from weft.parallel.context import across
+
+if TYPE_CHECKING:
+    from weft.data.batch import Batch, PassGroup
+    from weft.layout.mesh import Mesh
 
 
 class HybridAttention:
@@ -43,12 +47,6 @@ class HybridAttention:
         )
 
 
-def hybrid_attention(mesh: Mesh, static: Attend) -> Attend:
-    """What ``layout.balance`` makes of the layout's attention; one for all layers."""
-    hybrid = mesh.layout.balance and mesh.size(*DATA_AXES) > 1
-    return HybridAttention(mesh, static) if hybrid else static
-
-
 def share_pass(model: Transformer, group: PassGroup | None) -> None:
     """From now on attention crosses the ranks of ``group``."""
     for block in model.blocks.values():
@@ -59,18 +57,16 @@ def share_pass(model: Transformer, group: PassGroup | None) -> None:
 
 
 @torch.no_grad()
-def check_plan(batches: Sequence[Batch], mesh: Mesh) -> bool:
-    """Whether the step is planned by length; sees that all ranks follow one plan. Collective.
+def check_plan(batches: Sequence[Batch], mesh: Mesh) -> None:
+    """See that all ranks follow one plan in a step that is planned by length. Collective.
 
     Raises :class:`WeftError` on all ranks where plans differ, which would otherwise end in a hang.
     """
     group = batches[0].group
-    if group is None:
-        return False
+    assert group is not None
     both = torch.tensor([group.plan, -group.plan], device=mesh.device)
     dist.all_reduce(both, dist.ReduceOp.MAX, group=mesh.step_group)
     if both[0] != -both[1]:
         raise WeftError(
             "the ranks have planned the step differently: they see other data, or run other versions"
         )
-    return True

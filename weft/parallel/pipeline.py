@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from weft.data.batch import Batch
 from weft.layout.mesh import Mesh
-from weft.memory.resting import Tiers
+from weft.memory.on_device import OnDevice
 from weft.models.fused import ImmediateTape, Tape, deferred, run_tape
 from weft.models.rope import angles
 from weft.models.router import RouterPass
@@ -133,7 +133,7 @@ class Pipeline:
             )
         return ends
 
-    def start(self, compute: torch.dtype, tiers: Tiers) -> State:
+    def start(self, compute: torch.dtype, tiers: OnDevice) -> State:
         """Take over the model's parameters, which are on the device by now, and connect to the other ranks.
 
         ``tiers``: where the state rests. Returns the state.

@@ -4,10 +4,12 @@ FSDP2 gathers parameters and reduces gradients from hooks of autograd, over repl
 in holding the state (``shard`` and ``cp``). ZeRO stages are a table of what it keeps between uses.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -25,11 +27,13 @@ from torch.distributed.tensor import DTensor
 
 from weft.errors import WeftError
 from weft.layout.layout import FOLDED
-from weft.layout.mesh import Mesh
 from weft.layout.placement import expert_table, rank_table
-from weft.models.transformer import Transformer
 from weft.parallel.state import Held, State, Unit, by_block
-from weft.recipe import Memory, Train
+
+if TYPE_CHECKING:
+    from weft.layout.mesh import Mesh
+    from weft.models.transformer import Transformer
+    from weft.recipe import Memory, Train
 
 
 class Kept(NamedTuple):
@@ -72,20 +76,6 @@ class HookUnit(Unit):
             last or not self.kept.parameters, recurse=False
         )
         self.module.set_is_last_backward(last)
-
-
-def is_sharded(mesh: Mesh, train: Train, memory: Memory, summed: bool = True) -> bool:
-    """Whether state and parameters are different tensors: sharded, replicated, in another precision or offloaded.
-
-    Replicas whose gradients are not to be ``summed`` here can have one tensor for both.
-    """
-    replicas = mesh.size("dp") if summed else 1
-    apart = (
-        replicas * mesh.size("state") > 1
-        or train.dtype == "bfloat16"
-        or memory.offloads_state
-    )
-    return mesh.device_mesh is not None and apart
 
 
 def shard_data_parallel(

@@ -5,12 +5,14 @@ layouts. Who holds the memory and when it is gathered is up to the units: those 
 from hooks of autograd, those of :mod:`weft.parallel.units` when a pipeline's table says so.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,9 +20,11 @@ from torch import nn
 
 from weft.layout.dims import Box, Logical, Tensor
 from weft.layout.parts import NAMES, Part
-from weft.layout.placement import Placement
-from weft.memory.resting import Tiers
-from weft.models.values import Values
+from weft.memory.on_device import OnDevice
+
+if TYPE_CHECKING:
+    from weft.layout.placement import Placement
+    from weft.models.values import Values
 
 T = torch.Tensor
 
@@ -148,7 +152,7 @@ class State:
     """
 
     base_elsewhere = False
-    tiers = Tiers({})
+    tiers = OnDevice()
     early: Sequence[Unit] = ()
     alternating: Alternate | None = None
     #: Brings all rows to where their boxes say. Collective.
@@ -267,11 +271,12 @@ class State:
 
     def fetch(self, unit: Unit) -> None:
         """Begin to bring what the next visit of a unit needs, and then the next update that is due."""
+        groups = self.tiers.groups
         self.tiers.fetch(
-            unit, *(self.tiers.groups[unit] if unit in self.due else ["weights"])
+            unit, *(groups.get(unit, ()) if unit in self.due else ["weights"])
         )
         for late in islice(self.due, 1):
-            self.tiers.fetch(late, *self.tiers.groups[late])
+            self.tiers.fetch(late, *groups.get(late, ()))
 
     def _alternate(
         self, grads: Callable[[Unit], Mapping[str, T]], lr: float, scale: float

@@ -4,19 +4,23 @@ Hooks of autograd (:mod:`weft.parallel.sharded`) work neither with a split backw
 Here the schedule says when: its ``GATHER``, ``RELEASE`` and ``REDUCE`` actions call these methods.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from weft.layout.dims import Logical, extents
-from weft.layout.mesh import Mesh
-from weft.layout.placement import Placement
-from weft.memory.resting import Tiers
 from weft.parallel.state import Held, Unit
+
+if TYPE_CHECKING:
+    from weft.layout.mesh import Mesh
+    from weft.layout.placement import Placement
+    from weft.memory.on_device import OnDevice
 
 # PyTorch 2.13 renamed these two and warns at every call by the old name, the only one that 2.11 has.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -55,7 +59,7 @@ class TableUnit(Unit):
     visited = True
 
     def __init__(
-        self, named: Sequence[Full], mesh: Mesh, compute: torch.dtype, tiers: Tiers
+        self, named: Sequence[Full], mesh: Mesh, compute: torch.dtype, tiers: OnDevice
     ) -> None:
         self.mesh, self.compute, self.tiers = mesh, compute, tiers
         self.replicas, self.sharing = mesh.sharing(named[0].logical)  # the same of all

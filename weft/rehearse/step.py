@@ -142,8 +142,7 @@ def watch(
         if group.region is not None
     ]
     away = (
-        sum(t.nbytes for group in resting for t in group.tensors)
-        - state.tiers.pool.bytes
+        sum(t.nbytes for group in resting for t in group.tensors) - state.tiers.pooled
     )
     return Rehearsal(quickest, before - away, ledger.peak - away)
 

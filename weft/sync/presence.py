@@ -4,11 +4,14 @@ Every island numbers its exchanges 0, 1, 2 and so on. Here all islands take part
 the run. :class:`weft.resilience.company.Company` has the same methods and lets islands come and go.
 """
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from weft.sync.streams import Streams
+if TYPE_CHECKING:
+    from weft.sync.streams import Streams
 
 R = TypeVar("R")
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from weft.checkpoint.state import Progress
-from weft.checkpoint.storage import Storage
-from weft.layout.mesh import Mesh
-from weft.models.transformer import Transformer
-from weft.parallel.state import State
 from weft.plugins import HOOKS, Registered, blame_plugin, find
-from weft.recipe import Recipe, Use
-from weft.train.recorder import Recorder
+
+if TYPE_CHECKING:
+    from weft.checkpoint.state import Progress
+    from weft.checkpoint.storage import Storage
+    from weft.layout.mesh import Mesh
+    from weft.models.transformer import Transformer
+    from weft.parallel.state import State
+    from weft.recipe import Recipe, Use
+    from weft.train.recorder import Recorder
 
 
 @dataclass

@@ -1,16 +1,21 @@
 """Evaluation between steps: the loss on held-out data, and tasks."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
-from weft.layout.mesh import Mesh
-from weft.models.transformer import Transformer
-from weft.parallel.state import State
-from weft.train.recorder import Recorder
 from weft.train.score import scores
-from weft.train.setup import Job
 from weft.train.step import evaluate
+
+if TYPE_CHECKING:
+    from weft.layout.mesh import Mesh
+    from weft.models.transformer import Transformer
+    from weft.parallel.state import State
+    from weft.train.recorder import Recorder
+    from weft.train.setup import Job
 
 #: The name of validation beside the names of tasks.
 VALIDATION = "validation"

@@ -1,18 +1,23 @@
 """Hooks around a run's steps for the case that ranks are lost; by default they do nothing."""
 
+from __future__ import annotations
+
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weft.checkpoint.lease import Lease
-from weft.layout.mesh import Mesh
-from weft.parallel.state import State
-from weft.recipe import Recipe
 from weft.run.signals import noted_signals, stop_signals
-from weft.sync.presence import Presence
 from weft.sync.streams import Streams, open_streams
-from weft.train.recorder import Recorder
 from weft.train.runs import Resumed, Run, open_run, resume_run
-from weft.train.setup import Job
+
+if TYPE_CHECKING:
+    from weft.layout.mesh import Mesh
+    from weft.parallel.state import State
+    from weft.recipe import Recipe
+    from weft.sync.presence import Presence
+    from weft.train.recorder import Recorder
+    from weft.train.setup import Job
 
 
 class Regroup(Exception):

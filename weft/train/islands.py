@@ -1,18 +1,17 @@
 """Steppers of islands: they sum gradients over all islands in every step, or exchange parameters between some steps."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.profiler import record_function
 
-from weft.data.batch import Batch
 from weft.layout.mesh import from_all
-from weft.parallel.state import Held, State
-from weft.recipe import Sync
 from weft.sync.collectives import compressed_mean, from_islands, power_mean, ring_sum
 from weft.sync.compress import Compressor, PerTensor, PowerSGD, build_compressor
 from weft.sync.greco import allocate_compressors, candidates
@@ -26,9 +25,7 @@ from weft.sync.methods import (
     shares,
 )
 from weft.sync.parity import made_same
-from weft.sync.presence import Presence
 from weft.sync.replicas import Replicas, replicas_of
-from weft.sync.streams import Streams
 from weft.train.step import (
     MARKS,
     SAMPLES,
@@ -41,6 +38,13 @@ from weft.train.step import (
     square_norm,
     step_sum,
 )
+
+if TYPE_CHECKING:
+    from weft.data.batch import Batch
+    from weft.parallel.state import Held, State
+    from weft.recipe import Sync
+    from weft.sync.presence import Presence
+    from weft.sync.streams import Streams
 
 T = torch.Tensor
 

@@ -9,16 +9,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weft.checkpoint.best import Best, read_best
 from weft.checkpoint.checkpoints import Checkpoints
-from weft.checkpoint.lease import Lease
 from weft.checkpoint.levels import check_hosts, open_levels
-from weft.checkpoint.state import Progress
-from weft.checkpoint.storage import Storage
 from weft.data.cache import digest
 from weft.data.order import marks
 from weft.errors import WeftError
@@ -29,15 +26,18 @@ from weft.run.signals import requests
 from weft.train.callbacks import Callbacks, Running
 from weft.train.evaluation import VALIDATION, Evaluation
 from weft.train.guard import Guard, Regroup
-from weft.train.islands import put_in_ring
 from weft.train.lowest import LowestLoss, comparable
 from weft.train.optim import learning_rate, short_of_warmup
 from weft.train.recorder import Recorder
-from weft.train.reference import with_cached_reference
 from weft.train.runs import checkpoint_size, open_for_island
 from weft.train.setup import Job, assemble
-from weft.train.step import Stepper, StepResult
 from weft.train.stepper import build_stepper
+
+if TYPE_CHECKING:
+    from weft.checkpoint.lease import Lease
+    from weft.checkpoint.state import Progress
+    from weft.checkpoint.storage import Storage
+    from weft.train.step import Stepper, StepResult
 
 #: A run whose last so many steps were all skipped, because they were not finite, ends.
 FRUITLESS = 5
@@ -93,7 +93,11 @@ def train(
             recipe.layout.world,
             int(os.environ.get("LOCAL_WORLD_SIZE", recipe.layout.world)),
         )
-        job, noted = with_cached_reference(job, mesh)
+        noted = list[str]()
+        if recipe.loss.of_pairs:
+            from weft.train.reference import with_cached_reference
+
+            job, noted = with_cached_reference(job, mesh)
         values = None
         if (
             recipe.model.origin is not None
@@ -144,8 +148,11 @@ def train(
             guard.before_update()
 
         streams = stack.enter_context(guard.streams(mesh, recipe.train.timeout))
-        if streams is not None and (said := put_in_ring(streams, state, recipe.sync)):
-            recorder.event(said)
+        if streams is not None:
+            from weft.train.islands import put_in_ring
+
+            if said := put_in_ring(streams, state, recipe.sync):
+                recorder.event(said)
         stepper = build_stepper(
             model, state, mesh, recipe, before_update, streams=streams, presence=guard.presence,
             begun=resumed.progress.step,

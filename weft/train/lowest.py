@@ -1,9 +1,14 @@
 """The lowest validation loss of a run: whether a new one is lower, and whether the run has waited long enough."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from weft.checkpoint.best import Best
-from weft.recipe import Validation
+
+if TYPE_CHECKING:
+    from weft.recipe import Validation
 
 
 def comparable(known: Best, data: str, step: int) -> tuple[Best, str]:

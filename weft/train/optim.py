@@ -1,22 +1,26 @@
 """The optimizer: which rule updates which parameter, and the learning rate of a step."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from weft.layout.mesh import Mesh
-from weft.layout.parts import Part
-from weft.parallel.state import Held
-from weft.recipe import Optimizer
 from weft.train.rules.elementwise import SGD, AdamW, Lion
 from weft.train.rules.factored import Adafactor
 from weft.train.rules.low_rank import GaLore
 from weft.train.rules.orthogonal import Muon
 from weft.train.rules.rule import RankSums, UpdateRule
 from weft.train.rules.small import InBfloat16, InBlocks, SmallAdamW
+
+if TYPE_CHECKING:
+    from weft.layout.mesh import Mesh
+    from weft.layout.parts import Part
+    from weft.parallel.state import Held
+    from weft.recipe import Optimizer
 
 #: AdamW by what its moments are kept in.
 STATES: dict[str, Callable[[Optimizer, RankSums], UpdateRule]] = {

@@ -1,5 +1,7 @@
 """Recording of a run: metrics, the display in the terminal, profiles and traces."""
 
+from __future__ import annotations
+
 import datetime
 import os
 import time
@@ -7,14 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.profiler import record_function
 
-from weft.checkpoint.state import Progress
-from weft.data.tasks import Answered
-from weft.layout.mesh import Mesh
 from weft.models.router import SENT, by_layer
 from weft.observe.display import Display
 from weft.observe.flops import memory_gib, parameter_count, peak_flops
@@ -23,8 +22,13 @@ from weft.observe.metrics import Metrics
 from weft.observe.split import TimeSplit, profile_step, trace
 from weft.shapes.parameters import learning_count
 from weft.shapes.shape import flops_per_token
-from weft.train.setup import Job
 from weft.train.step import StepResult
+
+if TYPE_CHECKING:
+    from weft.checkpoint.state import Progress
+    from weft.data.tasks import Answered
+    from weft.layout.mesh import Mesh
+    from weft.train.setup import Job
 
 Results = list[StepResult]
 

@@ -3,20 +3,20 @@
 They are checked before ranks are started; rank 0 then checks them again and leases them.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from pydantic import ValidationError
 
-from weft.checkpoint.checkpoints import Listener
 from weft.checkpoint.lease import FOLDER, Lease
 from weft.checkpoint.levels import LevelStore, check_levels, levels_of
-from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.s3 import open_storage
 from weft.checkpoint.same import (
     base_of_run,
@@ -38,11 +38,15 @@ from weft.checkpoint.store import (
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh, from_all
 from weft.observe.metrics import FILE
-from weft.parallel.state import State
 from weft.recipe import RUNS, Optimizer, Recipe
 from weft.shapes.parameters import learns, parameters
 from weft.train.optim import jump, slot_bytes
 from weft.train.setup import Job, prepare
+
+if TYPE_CHECKING:
+    from weft.checkpoint.checkpoints import Listener
+    from weft.checkpoint.load import StoredCheckpoint
+    from weft.parallel.state import State
 
 #: Bytes at the end of a run's records in which its latest step is looked for.
 TAIL = 1 << 16

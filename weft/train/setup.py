@@ -1,5 +1,7 @@
 """From a recipe to a :class:`Job`: data, model and shape are looked up and checked before a rank starts."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -10,29 +12,15 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from weft.checkpoint.same import base_of_run
-from weft.checkpoint.state import Progress
 from weft.data.early import check_sources
-from weft.data.gguf_tokenizer import NO_TOKENIZER
 from weft.data.loader import Corpus, Loader, open_data, shares_of, tokenizer_of_data
-from weft.data.order import Order
-from weft.data.tasks import OpenTask, open_tasks
-from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizer import NO_TOKENIZER
 from weft.errors import UsageError, WeftError, nearest
 from weft.layout.layout import BATCH_AXES, MODEL_AXES, Layout
-from weft.layout.mesh import Mesh
 from weft.layout.placement import Place
 from weft.memory.heap import passing_by_the_heap
-from weft.models.own_loss import own_loss
-from weft.models.preference import objective
-from weft.models.transformer import Transformer
-from weft.models.values import Values
 from weft.observe.flops import parameter_count
-from weft.parallel.alternating import Alternating
 from weft.parallel.build import check_fits, parallelize
-from weft.parallel.document_balance import costs_of
-from weft.parallel.state import State
-from weft.recipe import Adapter, ModelShape, Recipe, Train
 from weft.shapes.carried_files import context_length, files_of_run
 from weft.shapes.parameters import (
     PROJECTIONS,
@@ -41,15 +29,21 @@ from weft.shapes.parameters import (
     parameters,
     projections,
 )
-from weft.sync.coded import code_of
-from weft.sync.compress import build_compressor
-from weft.train.early import early_units
-from weft.train.islands import add_slots
 from weft.train.optim import RuleOptimizer, slot_bytes
 
 # a recipe without model.from does not wait for what reads checkpoints
 if TYPE_CHECKING:
+    from weft.checkpoint.state import Progress
     from weft.checkpoint.weights import Pretrained
+    from weft.data.order import Order
+    from weft.data.tasks import OpenTask
+    from weft.data.tokenizer import Tokenizer
+    from weft.layout.mesh import Mesh
+    from weft.models.transformer import Transformer
+    from weft.models.values import Values
+    from weft.parallel.state import State
+    from weft.recipe import Adapter, Loss, ModelShape, Recipe, Train
+    from weft.sync.coded import Code
 
 
 #: Settings of a model that are about how it learns: a recipe's count for a model that it starts from, too.
@@ -79,7 +73,7 @@ class Job:
         # each island has samples of its own to learn from, and all evaluate on the same
         if trains:
             layout = layout.model_copy(update={"island": mesh.islands})
-        code = code_of(self.recipe.resilience, layout.dp) if trains else None
+        code = self._code(layout.dp) if trains else None
         # samples are dealt to the parts of jobs, of which a rank has several
         if code is not None:
             layout = layout.model_copy(update={"dp": code.jobs * code.parts})
@@ -103,7 +97,11 @@ class Job:
                 passes, -(-max(shares_of(self.recipe.train.batch, speeds)) // rows)
             )
         # Only steps that train gather parameters once, which a balanced step needs.
-        costs = costs_of(self.shape) if mesh.layout.balance and trains else None
+        costs = None
+        if mesh.layout.balance and trains:
+            from weft.parallel.document_balance import costs_of
+
+            costs = costs_of(self.shape)
         return Loader(
             order, dealt, ranks[0], mesh.rank("cp"), self.recipe.train.batch, rows, passes, data.seq_len, costs,
             ends=self.shape.output == "score",
@@ -112,6 +110,14 @@ class Job:
             more=tuple(ranks[1:]), speeds=speeds,
             draws=self.recipe.train.seed if trains and self.shape.adapter and self.shape.adapter.dropout else None,
         )  # fmt: skip
+
+    def _code(self, ranks: int) -> Code | None:
+        """The code by which gradients are known before all of so many ranks have sent theirs, if there is one."""
+        if not self.recipe.resilience.code:
+            return None
+        from weft.sync.coded import code_of
+
+        return code_of(self.recipe.resilience, ranks)
 
     def batch_speeds(self, layout: Layout) -> tuple[float, ...]:
         """The speed of each place that sequences are dealt to, which is that of its slowest rank; none: all alike."""
@@ -142,7 +148,11 @@ class Job:
     def about(self) -> dict[str, Any]:
         """The facts about a run that its record and its checkpoints hold."""
         recipe = self.recipe.model_copy(update={"model": self.shape})
-        layout, base = self.recipe.layout, base_of_run(self.recipe, self.shape)
+        layout, base = self.recipe.layout, None
+        if self.shape.adapter is not None:
+            from weft.checkpoint.same import base_of_run
+
+            base = base_of_run(self.recipe, self.shape)
         about = {
             "recipe": recipe.model_dump(mode="json"),
             "layout": str(layout),
@@ -191,6 +201,8 @@ def prepare(recipe: Recipe) -> Job:
     check_fits(shape, recipe.layout, recipe.train, recipe.optimizer, recipe.memory)
     check_memory(recipe, shape)
     if recipe.layout.island > 1:
+        from weft.sync.compress import build_compressor
+
         for p in parameters(shape):
             build_compressor(recipe.sync.compress).check(p.name, p.shape)
     if corpus.validation is None and (
@@ -201,9 +213,13 @@ def prepare(recipe: Recipe) -> Job:
             f"validation.{name} waits for validations, and no document is held out for one; set data.validation to a "
             "share or a file"
         )
-    tasks = open_tasks(
-        recipe.tasks, corpus.tokenizer, recipe.model.origin or "the tokenizer"
-    )
+    tasks: tuple[OpenTask, ...] = ()
+    if recipe.tasks:
+        from weft.data.tasks import open_tasks
+
+        tasks = open_tasks(
+            recipe.tasks, corpus.tokenizer, recipe.model.origin or "the tokenizer"
+        )
     reference_model(recipe, corpus.tokenizer)
     notes = (*_tokenizer_notes(recipe, own, corpus.tokenizer), *corpus.notes)
     files = _files(pretrained, own, corpus.tokenizer)
@@ -237,14 +253,32 @@ def assemble(
             summed=not recipe.resilience.combines,
         )
         state.optimize(RuleOptimizer(recipe.optimizer, mesh))
-    model.objective = objective(recipe.loss)
-    model.criterion = own_loss(recipe.loss, shape.vocab) or model.criterion
-    state.early = early_units(state, memory, recipe.train.recompute)
-    if recipe.memory.alternate:
-        state.alternating = Alternating(mesh.device, recipe.memory.alternate)
+    set_loss(model, recipe.loss)
+    if memory.speculate != "none":
+        from weft.train.early import early_units
+
+        state.early = early_units(state, memory, recipe.train.recompute)
+    if memory.alternate:
+        from weft.parallel.alternating import Alternating
+
+        state.alternating = Alternating(mesh.device, memory.alternate)
     if mesh.islands > 1:
+        from weft.train.islands import add_slots
+
         add_slots(state, recipe.sync)
     return model, state
+
+
+def set_loss(model: Transformer, loss: Loss) -> None:
+    """Give ``model`` the loss that a recipe names, unless that is cross entropy, which it has."""
+    if loss.of_pairs:
+        from weft.models.preference import objective
+
+        model.objective = objective(loss)
+    elif loss.is_own:
+        from weft.models.own_loss import own_loss
+
+        model.criterion = own_loss(loss, model.shape.vocab) or model.criterion
 
 
 def check_names(shape: ModelShape, train: Train) -> None:

@@ -4,18 +4,19 @@ Gradients are reduced in two places only, both before clipping: the state's unit
 runs, and :func:`reduced` sums what ranks with the same data computed a share of.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from weft.data.batch import Batch
 from weft.data.order import marks
 from weft.layout.boundary import (
     BY_DATA,
@@ -35,13 +36,15 @@ from weft.layout.boundary import (
     untyped,
 )
 from weft.layout.layout import DATA_AXES, MODEL_AXES
-from weft.layout.mesh import Mesh
-from weft.models.preference import KtoLoss, divergence
 from weft.models.router import SENT
-from weft.models.transformer import Transformer
-from weft.parallel.hybrid import check_plan, share_pass
-from weft.parallel.state import State, Unit
 from weft.recipe import Optimizer
+
+if TYPE_CHECKING:
+    from weft.data.batch import Batch
+    from weft.layout.mesh import Mesh
+    from weft.models.preference import KtoLoss, Objective
+    from weft.models.transformer import Transformer
+    from weft.parallel.state import State, Unit
 
 #: Turns a sum over the ranks that step together into one over all islands, where their gradients become one update.
 Beyond = Callable[[torch.Tensor], torch.Tensor]
@@ -171,14 +174,19 @@ def accumulate(
         return model.pipeline.accumulate(
             batches, cache(lambda: divisor(beyond(total())))
         )
-    if check_plan(batches, mesh):
+    planned = batches[0].group is not None
+    if planned:
+        from weft.parallel.hybrid import check_plan, share_pass
+
+        check_plan(batches, mesh)
         state.gather()  # within a pass that not all ranks share it is too late
     if weight is None:
         weight = divisor(beyond(step_sum(share_of_weight(batches, mesh), mesh)))
     shares = []
     for i, batch in enumerate(batches):
         state.begin_pass(last=i == len(batches) - 1)
-        share_pass(model, batch.group)
+        if planned:
+            share_pass(model, batch.group)
         model.route = routes[i % len(routes)] if routes else None
         share = pass_loss(model, batch.to(mesh.device), weight, mesh)
         shares.append(share.detach())
@@ -189,8 +197,18 @@ def accumulate(
         if model.passed is not None:
             model.passed(i + 1, len(batches))
     model.route = None
-    share_pass(model, None)
+    if planned:
+        share_pass(model, None)
     return torch.stack(shares).sum()
+
+
+def compares_with_a_point(objective: Objective | None) -> TypeGuard[KtoLoss]:
+    """Whether a loss on pairs is KTO's, which :func:`set_reference_point` is for."""
+    if objective is None:
+        return False
+    from weft.models.preference import KtoLoss
+
+    return isinstance(objective, KtoLoss)
 
 
 def set_reference_point(
@@ -205,8 +223,10 @@ def set_reference_point(
     Of any other loss nothing is done.
     """
     loss = model.objective
-    if not isinstance(loss, KtoLoss):
+    if not compares_with_a_point(loss):
         return
+    from weft.models.preference import divergence
+
     model.objective = divergence
     try:
         moved, weight = beyond(
@@ -552,7 +572,7 @@ def evaluate(
     model: Transformer, state: State, steps: Iterable[Sequence[Batch]], mesh: Mesh
 ) -> float:
     """Mean loss, by the labels' weights, over some steps' batches; the same on all ranks."""
-    if isinstance(model.objective, KtoLoss):
+    if compares_with_a_point(model.objective):
         shares = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         for batches in steps:
             set_reference_point(model, state, batches, mesh)

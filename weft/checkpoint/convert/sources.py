@@ -39,7 +39,8 @@ from weft.checkpoint.store import (
     open_checkpoint,
     stored_files,
 )
-from weft.data.gguf_tokenizer import NO_TOKENIZER, gguf_tokenizer
+from weft.data.gguf_tokenizer import gguf_tokenizer
+from weft.data.tokenizer import NO_TOKENIZER
 from weft.errors import UsageError, WeftError, nearest
 from weft.layout.dims import Logical, whole_box
 from weft.layout.mesh import Mesh

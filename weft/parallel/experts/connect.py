@@ -37,9 +37,9 @@ DISPATCHERS: dict[str, Callable[[ExpertRanks], Dispatcher]] = {
 
 
 def connect_experts(model: Transformer, mesh: Mesh) -> None:
-    """Let tokens get to the experts of other ranks, where there are some (``ep``)."""
+    """Let tokens get to the experts of other ranks (``ep``)."""
     for module in model.modules():
-        if isinstance(module, Mixture) and mesh.layout.ep > 1:
+        if isinstance(module, Mixture):
             assert model.loads is not None
             module.copies = connect(
                 module, DISPATCHERS[mesh.layout.dispatch], model.loads.sent
