@@ -17,7 +17,6 @@ from weft.layout.mesh import Mesh
 from weft.models import experts
 from weft.models.experts import (
     Mixture,
-    feed_forward,
     feed_forwards,
     gradient,
     grouped_runs,
@@ -26,7 +25,7 @@ from weft.models.experts import (
 from weft.models.feed_forward import ACTIVATE
 from weft.models.init import initial_values
 from weft.models.router import Loads, RouterPass
-from weft.models.transformer import Transformer
+from weft.models.transformer import Transformer, feed_forward
 from weft.models.widened import is_widened
 from weft.observe.flops import parameter_count
 from weft.recipe import ModelShape, build_recipe
