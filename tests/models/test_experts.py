@@ -15,13 +15,7 @@ from weft.data.batch import Batch
 from weft.errors import UsageError
 from weft.layout.mesh import Mesh
 from weft.models import experts
-from weft.models.experts import (
-    Mixture,
-    feed_forwards,
-    gradient,
-    grouped_runs,
-    product,
-)
+from weft.models.experts import Mixture, feed_forwards, gradient, grouped_runs, product
 from weft.models.feed_forward import ACTIVATE
 from weft.models.init import initial_values
 from weft.models.router import Loads, RouterPass

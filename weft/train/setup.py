@@ -331,7 +331,7 @@ def _check_patterns(adapter: Adapter, adapted: Sequence[str]) -> None:
                 )
 
 
-def pretrained_of(recipe: Recipe) -> "Pretrained | None":
+def pretrained_of(recipe: Recipe) -> Pretrained | None:
     """The model that ``model.from`` names, opened."""
     if recipe.model.origin is None:
         return None
@@ -340,7 +340,7 @@ def pretrained_of(recipe: Recipe) -> "Pretrained | None":
     return open_pretrained(recipe.model.origin)
 
 
-def reference_model(recipe: Recipe, tokenizer: Tokenizer) -> "Pretrained | None":
+def reference_model(recipe: Recipe, tokenizer: Tokenizer) -> Pretrained | None:
     """The model that ``loss.reference`` names, opened; refused if it knows other tokens than the run."""
     if (name := recipe.loss.reference) is None:
         return None
@@ -365,7 +365,7 @@ def model_shape(recipe: Recipe) -> ModelShape:
     return _completed(recipe, pretrained_of(recipe))
 
 
-def _completed(recipe: Recipe, pretrained: "Pretrained | None") -> ModelShape:
+def _completed(recipe: Recipe, pretrained: Pretrained | None) -> ModelShape:
     shape = _base_shape(recipe.model, pretrained)
     if recipe.loss.kind == "reward":
         shape = shape.model_copy(update={"output": "score", "tied": False})
@@ -387,7 +387,7 @@ def _completed(recipe: Recipe, pretrained: "Pretrained | None") -> ModelShape:
 
 
 def _with_tokens(
-    adapter: Adapter, shape: ModelShape, pretrained: "Pretrained | None"
+    adapter: Adapter, shape: ModelShape, pretrained: Pretrained | None
 ) -> Adapter:
     """``adapter`` with the ids of the tokens whose rows it learns; refused where there are no such rows."""
     if shape.tied and "lm_head" in adapter.whole:
@@ -411,7 +411,7 @@ def _with_tokens(
     return adapter
 
 
-def _base_shape(given: ModelShape, pretrained: "Pretrained | None") -> ModelShape:
+def _base_shape(given: ModelShape, pretrained: Pretrained | None) -> ModelShape:
     if pretrained is None:
         return given
     shape = pretrained.shape
@@ -443,7 +443,7 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
     return tokenizer_of_data(recipe.data, _own_tokenizer(recipe, pretrained_of(recipe)))
 
 
-def _own_tokenizer(recipe: Recipe, pretrained: "Pretrained | None") -> Tokenizer | None:
+def _own_tokenizer(recipe: Recipe, pretrained: Pretrained | None) -> Tokenizer | None:
     """The tokenizer that comes with the weights to start from; refused if there is none and the recipe names none."""
     if pretrained is None:
         return None
@@ -483,7 +483,7 @@ def _tokenizer_notes(
 
 
 def _files(
-    pretrained: "Pretrained | None", own: Tokenizer | None, tokenizer: Tokenizer
+    pretrained: Pretrained | None, own: Tokenizer | None, tokenizer: Tokenizer
 ) -> dict[str, bytes]:
     """What checkpoints hold beside the state; ``own``: the tokenizer of the model to start from."""
     files = tokenizer.files()
