@@ -13,11 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from weft.layout.mesh import Mesh
-from weft.models.hf_names import hf_name
 from weft.models.rope import frequencies
 from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
 from weft.shapes.config import config_from_shape
+from weft.shapes.foreign_names import hf_name
 
 Weights = Mapping[str, torch.Tensor]
 

@@ -158,7 +158,7 @@ def sharded(folder: str, tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.slow
 def test_dcp_of_several_ranks(pool: Any, tmp_path: Path) -> None:
-    from weft.models.hf_names import hf_name
+    from weft.shapes.foreign_names import hf_name
 
     weights = write.weights_of(SHAPES["qwen3"])
     pool.run(4, sharded, str(tmp_path), {hf_name(n): w for n, w in weights.items()})
@@ -318,7 +318,7 @@ def test_forms_of_replicas_and_experts() -> None:
     shape, a, b = SHAPES["llama"], torch.ones(4, 2), torch.full((4, 2), 3.0)
     assert torch.equal(
         logical_tensor(
-            TensorSource("w", [fixed(a), fixed(b)], NameRule("", (), averaged), 0),
+            TensorSource("w", [fixed(a), fixed(b)], NameRule((), averaged), 0),
             (4, 2),
             shape,
         ),
@@ -326,7 +326,7 @@ def test_forms_of_replicas_and_experts() -> None:
     )
     assert torch.equal(
         logical_tensor(
-            TensorSource("w", [fixed(a), fixed(b)], NameRule("", (), expert), 0),
+            TensorSource("w", [fixed(a), fixed(b)], NameRule((), expert), 0),
             (2, 4, 2),
             shape,
         ),
@@ -336,7 +336,7 @@ def test_forms_of_replicas_and_experts() -> None:
         WeftError, match="tensor w should be the same on every rank but is not"
     ):
         logical_tensor(
-            TensorSource("w", [fixed(a), fixed(b)], NameRule("", (), replicated), 0),
+            TensorSource("w", [fixed(a), fixed(b)], NameRule((), replicated), 0),
             (4, 2),
             shape,
         )

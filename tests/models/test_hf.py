@@ -18,11 +18,11 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.placement import Place
 from weft.models.hf import INDEX, SINGLE, export, hf_values, tokenizer_files
-from weft.models.hf_names import hf_name
 from weft.models.transformer import Transformer
 from weft.parallel.build import parallelize, resident_state
 from weft.recipe import ModelShape, RopeScaling, Train
 from weft.shapes.config import config_from_shape, shape_from_config
+from weft.shapes.foreign_names import hf_name
 
 transformers = pytest.importorskip("transformers")
 

@@ -497,7 +497,7 @@ def by_weft(
     folder: Path, name: str, given: dict[str, Any]
 ) -> tuple[float, dict[str, float], Batch]:
     """Weft's loss and gradient norms (by Hugging Face's names) on the recorded rows."""
-    from weft.models.hf_names import hf_name
+    from weft.shapes.foreign_names import hf_name
 
     kind = {"conservative": "dpo", "reward with margin": "reward"}.get(name, name)
     rows = [

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from weft.errors import WeftError
 from weft.layout.dims import Box, Logical, extents, slices
 from weft.layout.mesh import Mesh
-from weft.models.hf_names import fused_name, hf_names, norm_offset
 from weft.models.transformer import Transformer
 from weft.new_folder import new_folder
 from weft.recipe import ModelShape
@@ -28,6 +27,7 @@ from weft.shapes.carried_files import (
     exported_config,
 )
 from weft.shapes.config import read_json, weight_blocks
+from weft.shapes.foreign_names import fused_name, hf_names, norm_offset
 
 AGAIN = "download or export the model again"
 #: A tensor whose type is that of the model: scales of norms may be wider.

@@ -1,4 +1,4 @@
-"""The ``config.json`` of Hugging Face models in and out, without a weight; :mod:`.mixture_config` has their experts."""
+"""The ``config.json`` of Hugging Face models in and out, without a weight; :mod:`.mixture` has their experts."""
 
 import json
 from collections.abc import Mapping

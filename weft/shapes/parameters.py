@@ -11,22 +11,9 @@ from typing import NamedTuple
 
 from weft.plugins import made_model
 from weft.recipe import Adapter, ModelShape, VocabularyWeight
+from weft.shapes.foreign_names import projection_name
 from weft.shapes.untrainable import has_gate
 
-#: The weights that can have an adapter, by module, and what Hugging Face calls them; those of latent attention last.
-PROJECTIONS = {
-    "attention": {
-        "wq": "q_proj",
-        "wk": "k_proj",
-        "wv": "v_proj",
-        "wo": "o_proj",
-        "wq_a": "q_a_proj",
-        "wq_b": "q_b_proj",
-        "wkv_a": "kv_a_proj_with_mqa",
-        "wkv_b": "kv_b_proj",
-    },
-    "ffn": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
-}
 #: In the names of parameters, what stands between a module and a weight's adapter, or the stored form of a weight.
 ADAPTERS, QUANTIZED = ".adapters.", ".quantized."
 #: The parameters with a row for each token, by what PEFT calls them; and where rows of some tokens learn beside them.
@@ -63,9 +50,9 @@ def is_target(pattern: str, path: str) -> bool:
 
     By its last part, as Weft or as Hugging Face calls it (``wq``, ``q_proj``), or by its whole path.
     """
-    module, name = path.split(".")[-2:]
+    name = path.rpartition(".")[2]
     return any(
-        fnmatchcase(known, pattern) for known in (name, PROJECTIONS[module][name], path)
+        fnmatchcase(known, pattern) for known in (name, projection_name(path), path)
     )
 
 
@@ -126,7 +113,7 @@ def projections(shape: ModelShape) -> Iterator[str]:
         )
         yield from (f"blocks.{layer}.attention.{name}" for name in names)
         if not shape.experts_of(layer):
-            yield from (f"blocks.{layer}.ffn.{name}" for name in PROJECTIONS["ffn"])
+            yield from (f"blocks.{layer}.ffn.{name}" for name in ("gate", "up", "down"))
 
 
 def learns(name: str, shape: ModelShape, frozen: Sequence[str]) -> bool:

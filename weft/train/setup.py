@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -22,13 +22,8 @@ from weft.memory.heap import passing_by_the_heap
 from weft.observe.flops import parameter_count
 from weft.parallel.build import check_fits, parallelize
 from weft.shapes.carried_files import context_length, files_of_run
-from weft.shapes.parameters import (
-    PROJECTIONS,
-    is_target,
-    learns,
-    parameters,
-    projections,
-)
+from weft.shapes.foreign_names import projection_name
+from weft.shapes.parameters import is_target, learns, parameters, projections
 from weft.train.optim import RuleOptimizer, slot_bytes
 
 # a recipe without model.from does not wait for what reads checkpoints
@@ -286,12 +281,7 @@ def check_names(shape: ModelShape, train: Train) -> None:
     adapter = shape.adapter
     for pattern in adapter.targets if adapter else ():
         if not any(is_target(pattern, path) for path in projections(shape)):
-            paths = {tuple(path.split(".")[-2:]) for path in projections(shape)}
-            known = [
-                name
-                for module, ours in sorted(paths)
-                for name in (ours, PROJECTIONS[module][ours])
-            ]
+            known = _projection_names(projections(shape))
             raise UsageError(
                 f"adapter.targets: {pattern!r} matches no weight of this model; {nearest(pattern, known)}, or a path "
                 "such as blocks.0.attention.*"
@@ -317,12 +307,19 @@ def check_names(shape: ModelShape, train: Train) -> None:
         raise UsageError("train.freeze leaves nothing to learn; leave out a pattern")
 
 
+def _projection_names(paths: Iterable[str]) -> list[str]:
+    """What Weft and what Hugging Face call the weights ``paths``, each name once."""
+    inside = sorted({".".join(path.split(".")[-2:]) for path in paths})
+    return [
+        name
+        for path in inside
+        for name in (path.rpartition(".")[2], projection_name(path))
+    ]
+
+
 def _check_patterns(adapter: Adapter, adapted: Sequence[str]) -> None:
     """Refuse ranks and alphas for weights that are not among those ``adapted``."""
-    paths = sorted({tuple(path.split(".")[-2:]) for path in adapted})
-    names = [
-        name for module, ours in paths for name in (ours, PROJECTIONS[module][ours])
-    ]
+    names = _projection_names(adapted)
     for setting in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(adapter, setting):
             if not any(is_target(pattern, path) for path in adapted):

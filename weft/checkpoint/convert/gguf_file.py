@@ -13,21 +13,13 @@ from weft.checkpoint.convert.shards import ByteRun, read_runs
 from weft.errors import WeftError
 from weft.models.rope import frequencies
 from weft.recipe import ModelShape, RopeScaling
-from weft.shapes.config import lacking
+from weft.shapes import config
 
-#: Architectures, as GGUF names them (``llama`` is Mistral's and SmolLM's too), and what they stand for.
-SETTINGS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {"qkv_bias": True},
-    "qwen3": {"qk_norm": True},
-    "gemma3": {
-        "qk_norm": True,
-        "norm_after": True,
-        "scaled_embedding": True,
-        "activation": "gelu",
-        "full_every": 6,
-    },
-}
+#: Architectures as GGUF names them (``llama`` is Mistral's and SmolLM's too), and as Hugging Face does.
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}  # fmt: skip
 #: Defaults of sampling that a file may have, by what ``generation_config.json`` calls them.
 SAMPLING = {
     "general.sampling.temp": "temperature", "general.sampling.top_k": "top_k", "general.sampling.top_p": "top_p",
@@ -79,27 +71,29 @@ def gguf_shape(
         if name.startswith(f"{arch}.")
     }
     about |= {LLAMA3: fields[LLAMA3]} if LLAMA3 in fields else {}
-    if arch not in SETTINGS:
-        known = ", ".join(SETTINGS)
+    if arch not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
         raise WeftError(
-            f"{file}: architecture {arch!r} is not supported: {lacking(about)}; Weft has {known}"
+            f"{file}: architecture {arch!r} is not supported: {config.lacking(about)}; Weft has {known}"
         )
     if about.get("expert_count"):
         raise WeftError(
-            f"{file}: architecture {arch!r} with experts is not supported: {lacking(about)}"
+            f"{file}: architecture {arch!r} with experts is not supported: {config.lacking(about)}"
         )
     try:
         heads, embed = about["attention.head_count"], about["embedding_length"]
         tree = {
+            **config.ARCHITECTURES[ARCHITECTURES[arch]][1],
             "vocab": tensors["token_embd.weight"][0].shape[0], "layers": about["block_count"], "embed": embed,
             "heads": heads, "kv_heads": about.get("attention.head_count_kv", heads),
             "ffn": about["feed_forward_length"], "tied": "output.weight" not in tensors,
             "head_dim": about.get("attention.key_length", embed // heads),
             "rope_theta": about.get("rope.freq_base", 1e6 if arch == "gemma3" else 1e4),
             "norm_eps": about["attention.layer_norm_rms_epsilon"],
-            "window": about.get("attention.sliding_window") or 0, **SETTINGS[arch],
+            "window": about.get("attention.sliding_window") or 0,
         }  # fmt: skip
         if arch == "gemma3":
+            tree |= {"activation": "gelu", "full_every": 6}
             tree["window_theta"] = about.get("rope.freq_base_swa", 1e4)
             # The one size whose queries are not scaled by head_dim; GGUF does not say it.
             tree["query_dim"] = (

@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.checkpoint.convert.gguf_file import LLAMA3, SAMPLING, SETTINGS, gguf_shape
+from weft.checkpoint.convert.gguf_file import (
+    ARCHITECTURES,
+    LLAMA3,
+    SAMPLING,
+    gguf_shape,
+)
 from weft.checkpoint.convert.rules import Shard
 from weft.data.gguf_vocabulary import gguf_vocabulary
 from weft.data.tokenizer import tokenizer_from_files
@@ -19,6 +24,7 @@ from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
 from weft.shapes.carried_files import GENERATION, exported_config
 from weft.shapes.config import architecture, config_from_shape
+from weft.shapes.foreign_names import gguf_name
 
 #: Kinds of weights by the words for them, with GGUF's name and the number of the file's kind.
 KINDS = {
@@ -28,22 +34,9 @@ KINDS = {
     "q8_0": ("Q8_0", 7),
 }
 #: GGUF's names of the architectures that Weft reads in it.
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3", "Gemma3ForCausalLM": "gemma3",
-}  # fmt: skip
-#: What GGUF calls the parameters; ``{}`` is the number of the block.
-NAMES = {
-    "embedding.table": "token_embd.weight", "norm.scale": "output_norm.weight", "head": "output.weight",
-    "blocks.{}.attention_norm.scale": "blk.{}.attn_norm.weight", "blocks.{}.ffn_norm.scale": "blk.{}.ffn_norm.weight",
-    "blocks.{}.attention_out_norm.scale": "blk.{}.post_attention_norm.weight",
-    "blocks.{}.ffn_out_norm.scale": "blk.{}.post_ffw_norm.weight",
-    **{f"blocks.{{}}.attention.w{x}": f"blk.{{}}.attn_{x}.weight" for x in "qkv"},
-    **{f"blocks.{{}}.attention.b{x}": f"blk.{{}}.attn_{x}.bias" for x in "qkv"},
-    **{f"blocks.{{}}.attention.{x}_norm.scale": f"blk.{{}}.attn_{x}_norm.weight" for x in "qk"},
-    "blocks.{}.attention.wo": "blk.{}.attn_output.weight",
-    **{f"blocks.{{}}.ffn.{x}": f"blk.{{}}.ffn_{x}.weight" for x in ("gate", "up", "down")},
-}  # fmt: skip
+NAMES = {name: kind for kind, name in ARCHITECTURES.items()} | {
+    "MistralForCausalLM": "llama"
+}
 #: Elements of a row that share a scale in Q8_0; weights with other rows stay in float16.
 BLOCK = 32
 #: The largest finite number in float16.
@@ -80,7 +73,7 @@ def export_gguf(
         arch,
         fields,
         extra,
-        {_name(name): one.shape for name, one in logical.items()},
+        {gguf_name(name): one.shape for name, one in logical.items()},
     )
     fields |= {"general.name": file.stem, "general.file_type": KINDS[kind][1]}
     if "tokenizer.json" in files:
@@ -95,7 +88,7 @@ def export_gguf(
             _add(writer, name, value)
         planned = {name: _kind_of(one.shape, kind) for name, one in logical.items()}
         for name, theirs in planned.items():
-            _announce(writer, _name(name), logical[name].shape, theirs)
+            _announce(writer, gguf_name(name), logical[name].shape, theirs)
         for name, values in extra.items():
             _announce(writer, name, tuple(values.shape), "F32")
         writer.write_header_to_file()
@@ -116,26 +109,19 @@ def export_gguf(
     return file
 
 
-def _name(ours: str) -> str:
-    parts = ours.split(".")
-    if parts[0] != "blocks":
-        return NAMES[ours]
-    return NAMES[".".join(["blocks", "{}", *parts[2:]])].format(parts[1])
-
-
 def _architecture(shape: ModelShape) -> str:
     name = architecture(shape)
-    if name not in ARCHITECTURES or shape.output == "score":
+    if name not in NAMES or shape.output == "score":
         what = (
             "a model that scores"
             if shape.output == "score"
             else name.removesuffix("ForCausalLM")
         )
-        known = ", ".join(one.removesuffix("ForCausalLM") for one in ARCHITECTURES)
+        known = ", ".join(one.removesuffix("ForCausalLM") for one in NAMES)
         raise WeftError(
             f"GGUF is not written of {what}; of {known} it is: leave out --format gguf"
         )
-    return ARCHITECTURES[name]
+    return NAMES[name]
 
 
 def _fields(
@@ -226,7 +212,7 @@ def _check_said(
         for n, value in own.items()
         if theirs.get(n) != value and n not in lengths
     ]:
-        settings = ", ".join(SETTINGS)
+        settings = ", ".join(ARCHITECTURES)
         raise WeftError(
             f"GGUF has no word for {wrong[0]} in its architecture {arch} (of {settings}); {remedy}"
         )

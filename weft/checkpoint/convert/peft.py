@@ -15,16 +15,15 @@ from weft.layout.dims import Box, Logical, slices
 from weft.layout.mesh import Mesh
 from weft.models.adapters import base_weight
 from weft.models.hf import TOKENIZER_FILES
-from weft.models.hf_names import hf_name
 from weft.models.row_adapters import HostAdapter, laid_out, layer_modules
 from weft.models.transformer import Transformer
 from weft.models.values import Values
 from weft.new_folder import new_folder
 from weft.recipe import Adapter, ModelShape, VocabularyWeight
 from weft.shapes.config import read_json
+from weft.shapes.foreign_names import ADAPTED, hf_name, inside_layer
 from weft.shapes.parameters import (
     ADAPTERS,
-    PROJECTIONS,
     ROWS,
     VOCABULARY,
     adapter_alpha,
@@ -37,7 +36,6 @@ from weft.shapes.parameters import (
 )
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-MODULES = {"self_attn": "attention", "mlp": "ffn"}
 PARTS = {
     "a": "lora_A.weight",
     "b": "lora_B.weight",
@@ -124,21 +122,15 @@ class PeftAdapter:
     def _targets(self) -> dict[str, str]:
         """The paths of the weights that the adapter has tensors for, each with the name of the first factor."""
         found = {}
-        ours = {f"{module}.{theirs}": f"{module}.{ours}" for module, names in PROJECTIONS.items()
-                for ours, theirs in names.items()}  # fmt: skip
         for name in self.sizes:
             if name.endswith(PARTS["a"]):
-                layer, module, theirs = [
-                    "",
-                    "",
-                    *name.removesuffix("." + PARTS["a"]).split("."),
-                ][-3:]
-                known = ours.get(f"{MODULES.get(module)}.{theirs}")
-                if known is None:
+                path = name.removesuffix("." + PARTS["a"])
+                layer, inside = inside_layer(path.removeprefix("base_model."))
+                if inside not in ADAPTED:
                     raise WeftError(
-                        f"{self.folder / TENSORS} adapts {theirs}, which Weft has no adapter for"
+                        f"{self.folder / TENSORS} adapts {path.rpartition('.')[2]}, which Weft has no adapter for"
                     )
-                found[f"blocks.{layer}.{known}"] = name
+                found[f"blocks.{layer}.{ADAPTED[inside]}"] = name
         return found
 
     def _vocabulary(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -353,13 +345,12 @@ def read_adapter(folder: Path, model: Transformer) -> HostAdapter:
     for number, modules in enumerate(layer_modules(whole)):
         factors = []
         for module, weights in modules.items():
-            for name in PROJECTIONS.get(module, ()):
-                logical = weights.logical.get(name)
+            for name, logical in weights.logical.items():
                 names = [
                     peft_name(f"blocks.{number}.{module}{ADAPTERS}{name}.{part}")
                     for part in "ab"
                 ]
-                if names[0] not in unread or logical is None or name in ABSORBED:
+                if names[0] not in unread or name in ABSORBED:
                     continue
                 sizes = [unread.pop(each) for each in names]
                 rank = sizes[0][0]

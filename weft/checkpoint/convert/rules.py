@@ -9,8 +9,17 @@ from math import prod
 import torch
 
 from weft.errors import WeftError
-from weft.models.hf_names import DEEPSEEK, EXPERTS, LATENT, MIXTRAL
 from weft.recipe import ModelShape
+from weft.shapes.foreign_names import (
+    DEEPSEEK,
+    FUSED,
+    GGUF,
+    HUGGING_FACE,
+    MEGATRON,
+    META,
+    MIXTRAL,
+    inside_layer,
+)
 
 #: Rows are read and put into place this many bytes at a time.
 CHUNK = 16 << 20
@@ -120,92 +129,59 @@ def fused_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsC
     return replicated(shards, shape, part)
 
 
-def unknown_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Experts in a form that is not supported."""
-    raise NotImplementedError
-
-
 @dataclass(frozen=True)
 class NameRule:
-    """How foreign tensors are read whose names match the regular expression ``pattern``.
+    """How a foreign tensor is read: ``names`` of Weft's tensors in it, one or several, and the ``layout`` of each.
 
-    ``names``: of Weft's tensors in it, one, or several that are fused; ``layout`` says where the elements of each are.
     ``pairs``: the rows of q or k are in Meta's order, where elements that rotate together are neighbours; in Hugging
     Face's and Weft's order they are half a head apart.
     """
 
-    pattern: str
     names: tuple[str, ...]
     layout: ShardLayout
     pairs: bool = False
 
 
-#: In front of a name, as wrappers leave it there.
-PREFIX = r"(?:(?:module|model|_orig_mod|_fsdp_wrapped_module|model_state_dict|language_model|decoder)\.)*"
-LAYER = r"(?:layers|blk|blocks)\.(\d+)\."
+#: The parameters that ranks cut in rows of the vocabulary, in rows and in columns.
+VOCABULARY = r"embedding\.table|head"
+COLUMN = r"attention\.[wb][qkv]|ffn\.(?:gate|up)"
+ROW = r"attention\.wo|ffn\.down"
 
 
-def _inverse(ours: str, theirs: str) -> NameRule:
-    """The rule for a name of Hugging Face's as :mod:`weft.models.hf_names` has it, with a number in each bracket."""
-    of_experts = "{{}}" in theirs
-    pattern = (
-        theirs.removeprefix("model.")
-        .replace(".", r"\.")
-        .replace("{{}}", "{}")
-        .replace("{}", r"(\d+)")
-    )
-    return NameRule(
-        pattern, (ours.replace("{}", "{0}"),), expert if of_experts else replicated
-    )
+def _rule(ours: str, theirs: str, rotates: bool = False) -> NameRule:
+    """``rotates``: the program whose name it is has queries and keys in Meta's order."""
+    layouts = {VOCABULARY: padded, COLUMN: column, ROW: row}
+    layout = next((k for p, k in layouts.items() if re.fullmatch(p, ours)), replicated)
+    pairs = rotates and ours in ("attention.wq", "attention.wk")
+    return NameRule((ours,), expert if "{}" in theirs else layout, pairs)
 
 
-#: Names of Hugging Face, torchtitan, Megatron-core, GGUF and Weft itself. The first rule that matches holds.
-TABLE = (
-    NameRule(r"(?:embed_tokens|tok_embeddings|embedding\.word_embeddings|token_embd)\.weight|embedding\.table",
-         ("embedding.table",), padded),
-    NameRule(r"(?:lm_head|output|output_layer)\.weight|head", ("head",), padded),
-    NameRule(r"(?:norm|final_layernorm|output_norm)\.weight|norm\.scale", ("norm.scale",), replicated),
-    NameRule(LAYER + r"(?:(?:input_layernorm|attention_norm|attn_norm)\.weight|attention_norm\.scale"
-         r"|self_attention\.linear_qkv\.layer_norm_weight)", ("blocks.{}.attention_norm.scale",), replicated),
-    NameRule(LAYER + r"(?:(?:post_attention_layernorm|ffn_norm|pre_mlp_layernorm)\.weight|ffn_norm\.scale"
-         r"|mlp\.linear_fc1\.layer_norm_weight)", ("blocks.{}.ffn_norm.scale",), replicated),
-    NameRule(LAYER + r"(?:post_attention_norm\.weight|attention_out_norm\.scale)",
-         ("blocks.{}.attention_out_norm.scale",), replicated),
-    NameRule(LAYER + r"(?:post_ffw_norm\.weight|ffn_out_norm\.scale)",
-         ("blocks.{}.ffn_out_norm.scale",), replicated),
-    NameRule(LAYER + r"(?:(?:self_attn|attention)\.([qk])_norm\.weight|attn_([qk])_norm\.weight"
-         r"|self_attention\.([qk])_layernorm\.weight|attention\.([qk])_norm\.scale)",
-         ("blocks.{}.attention.{}_norm.scale",), replicated),
-    NameRule(LAYER + r"(?:self_attn\.([qkv])_proj\.weight|attention\.w([qkv])"
-         r"|attention\.w(v)\.weight|attn_(v)\.weight)", ("blocks.{}.attention.w{}",), column),
-    NameRule(LAYER + r"(?:attention\.w([qk])\.weight|attn_([qk])\.weight)", ("blocks.{}.attention.w{}",), column, True),
-    NameRule(LAYER + r"(?:self_attn\.([qkv])_proj\.bias|attention\.b([qkv])"
-         r"|attention\.w([qkv])\.bias|attn_([qkv])\.bias)", ("blocks.{}.attention.b{}",), column),
-    NameRule(LAYER + r"self_attention\.linear_qkv\.weight", tuple(f"blocks.{{}}.attention.w{x}" for x in "qkv"), qkv),
-    NameRule(LAYER + r"self_attention\.linear_qkv\.bias", tuple(f"blocks.{{}}.attention.b{x}" for x in "qkv"), qkv),
-    NameRule(LAYER + r"(?:(?:self_attn\.o_proj|attn_output|self_attention\.linear_proj)\.weight"
-         r"|attention\.wo(?:\.weight)?)", ("blocks.{}.attention.wo",), row),
-    NameRule(LAYER + r"(?:mlp\.(gate|up)_proj\.weight|ffn_(gate|up)\.weight|ffn\.(gate|up))",
-         ("blocks.{}.ffn.{}",), column),
-    NameRule(LAYER + r"feed_forward\.w1\.weight", ("blocks.{}.ffn.gate",), column),
-    NameRule(LAYER + r"feed_forward\.w3\.weight", ("blocks.{}.ffn.up",), column),
-    NameRule(LAYER + r"mlp\.linear_fc1\.weight", ("blocks.{}.ffn.gate", "blocks.{}.ffn.up"), gate_up),
-    NameRule(LAYER + r"(?:(?:mlp\.down_proj|feed_forward\.w2|ffn_down|mlp\.linear_fc2)\.weight|ffn\.down)",
-         ("blocks.{}.ffn.down",), row),
-    NameRule(LAYER + r"(attention\.w(?:q|kv)_[ab]|attention\.(?:q|kv)_a_norm\.scale|ffn\.router\.(?:table|bias|load)"
-         r"|ffn\.(?:shared|experts)\.(?:gate|up|down)|ffn\.shared_gate)", ("blocks.{}.{}",), replicated),
-    *(_inverse(ours, theirs) for names in (LATENT, EXPERTS, MIXTRAL, DEEPSEEK) for ours, theirs in names.items()),
-    NameRule(LAYER + r"mlp\.experts\.gate_up_proj", ("blocks.{}.ffn.experts.gate", "blocks.{}.ffn.experts.up"),
-             fused_experts),
-    NameRule(LAYER + r"mlp\.experts\.down_proj", ("blocks.{}.ffn.experts.down",), fused_experts),
-    NameRule(LAYER + r"(?:mlp\.experts|feed_forward\.experts|moe|block_sparse_moe|ffn_(?:gate|up|down)_exps)\..*",
-         ("blocks.{}.ffn.experts",), unknown_experts),
-)  # fmt: skip
+def _table() -> dict[str, NameRule]:
+    """The rule for each name of Hugging Face, GGUF, torchtitan, Megatron-core and Weft itself."""
+    meta = {theirs: ours for ours, theirs in GGUF.items()} | META
+    found = {
+        theirs.removeprefix("model."): _rule(ours, theirs)
+        for names in (DEEPSEEK, MIXTRAL, HUGGING_FACE)
+        for ours, theirs in names.items()
+    }
+    own = (*HUGGING_FACE, *GGUF, "ffn.router.load")
+    found |= {theirs: _rule(ours, theirs, True) for theirs, ours in meta.items()}
+    found |= {theirs: _rule(ours, theirs) for theirs, ours in MEGATRON.items()}
+    found |= {name: _rule(name, name) for name in own}
+    layouts = (qkv, qkv, gate_up, fused_experts, fused_experts)
+    fused = zip(FUSED.items(), layouts, strict=True)
+    return found | {theirs: NameRule(ours, layout) for (theirs, ours), layout in fused}
 
-EXPERTS_RULE = NameRule("", (), expert)
+
+TABLE = _table()
+#: The parameters that are in no layer.
+OUTSIDE = ("embedding.table", "norm.scale", "head")
+#: What begins the names of experts in forms that are not read.
+UNKNOWN_EXPERTS = r"(?:mlp\.experts|feed_forward\.experts|moe|block_sparse_moe|ffn_(?:gate|up|down)_exps)\..*"
+EXPERTS_RULE = NameRule((), expert)
 
 #: Tensors that follow from the configuration, or hold no weights.
-DERIVED = r".*_extra_state(?:/.*)?|.*rotary_emb\.inv_freq|.*freqs_cis|rope_freqs\.weight|rope\.cache"
+DERIVED = r".*_extra_state(?:/.*)?|.*rotary_emb\.inv_freq|.*freqs_cis|(?:.*\.)?(?:rope_freqs\.weight|rope\.cache)"
 
 
 @dataclass(frozen=True)
@@ -225,13 +201,22 @@ class TensorSource:
 
 def rule_and_names(name: str) -> tuple[NameRule, tuple[str, ...]] | None:
     """The rule for a foreign name and the Weft names that it gives, or None for what holds no weights."""
-    if re.fullmatch(PREFIX + f"(?:{DERIVED})", name):
+    if re.fullmatch(DERIVED, name):
         return None
-    for rule in TABLE:
-        if found := re.fullmatch(PREFIX + f"(?:{rule.pattern})", name):
-            groups = [group for group in found.groups() if group is not None]
-            return rule, tuple(one.format(*groups) for one in rule.names)
+    layer, inside = inside_layer(name)
+    rule = TABLE.get(inside)
+    if rule is not None and bool(layer) != (rule.names[0] in OUTSIDE):
+        before = f"blocks.{layer}." if layer else ""
+        return rule, tuple(before + one for one in rule.names)
+    if layer and re.fullmatch(UNKNOWN_EXPERTS, inside):
+        raise _unread(name)
     raise WeftError(f"tensor {name} is of no model that Weft knows")
+
+
+def _unread(name: str) -> WeftError:
+    return WeftError(
+        f"tensor {name} is of experts in a form that Weft does not read; save them as a Hugging Face folder"
+    )
 
 
 def sources_by_name(
@@ -251,11 +236,8 @@ def sources_by_name(
         if (found := rule_and_names(name)) is None:
             continue
         rule, names = found
-        if rule.layout is unknown_experts or (
-            rule.layout in (expert, fused_experts) and len(shards) > 1
-        ):
-            raise WeftError(f"tensor {name} is of experts in a form that Weft does not read; save them as a Hugging "
-                            "Face folder")  # fmt: skip
+        if rule.layout in (expert, fused_experts) and len(shards) > 1:
+            raise _unread(name)
         if rule.layout is expert:
             experts[names[0]][int(re.findall(r"\.(\d+)\.", name)[-1])] = name, shards
             continue
@@ -272,7 +254,7 @@ def sources_by_name(
         if rule.layout is replicated and any(
             re.match(pattern, name) for pattern in averages
         ):
-            rule = NameRule(rule.pattern, rule.names, averaged)
+            rule = NameRule(rule.names, averaged)
         for part, one in enumerate(names):
             if one in made:
                 raise WeftError(f"tensors {made[one].name} and {name} are both {one}")

@@ -12,7 +12,6 @@ import torch
 
 from weft.checkpoint.convert.gguf_file import SAMPLING, gguf_shape, read_gguf
 from weft.checkpoint.convert.rules import (
-    LAYER,
     Shard,
     TensorSource,
     logical_tensor,
@@ -57,6 +56,7 @@ from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
 from weft.shapes.carried_files import CONFIG, GENERATION, TOKEN_IDS, as_json
 from weft.shapes.config import config_from_shape, shape_from_config
+from weft.shapes.foreign_names import LAYER
 
 #: The name of a moment in PyTorch's flattened optimizer state: it contains the parameter's name.
 MOMENT = r"(?:(?:optimizer|optim|optimizers|optimizer_state_dict)\.)?state\.(.+)\.(exp_avg|exp_avg_sq)"

@@ -110,7 +110,7 @@ def upcycled(foreign: Foreign, text: str, seed: int = 0) -> Foreign:
     return replace(foreign, model=shape, made=made, moments={}, step=0)
 
 
-ROUTER = NameRule("", (), replicated)
+ROUTER = NameRule((), replicated)
 
 
 def down_scale(shape: ModelShape, count: int) -> float:

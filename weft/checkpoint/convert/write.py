@@ -24,10 +24,10 @@ from weft.errors import UsageError, WeftError, nearest
 from weft.layout.dims import Tensor, slices, whole_box
 from weft.layout.parts import NAMES, TORCH_DTYPES
 from weft.models.hf import TYPICAL, as_hf, export, exported_dtype
-from weft.models.hf_names import hf_names
 from weft.new_folder import new_folder
 from weft.recipe import Recipe
 from weft.shapes.carried_files import CONFIG, as_json, carried_config, exported_config
+from weft.shapes.foreign_names import hf_names
 
 #: Files of a Hugging Face export hold at least this much, if a tensor is not larger.
 FILE_BYTES = 128 << 20
