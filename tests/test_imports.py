@@ -122,7 +122,7 @@ def test_no_two_public_classes_share_a_name() -> None:
 #: measurements, whose columns are those of published ones; words of other programs; what the planner prices as they do.
 BACKENDS = {
     "parallel/sharded.py",
-    "checkpoint/convert/rules.py",
+    "shapes/foreign_names.py",
     "observe/measured.py",
     "recipe/elsewhere.py",
 }

@@ -3,7 +3,6 @@
 import re
 
 from weft.recipe import ModelShape
-from weft.shapes.config import architecture
 
 #: Hugging Face's names by Weft's: of what is in no layer, and in a layer; ``{}`` is the number of an expert.
 HUGGING_FACE = {
@@ -141,10 +140,16 @@ def hf_name(name: str, shape: ModelShape | None = None) -> str:
     if shape is not None:
         names = names | (FOUR_NORMS if shape.norm_after else {})
         names |= DEEPSEEK if shape.kv_rank else {}
-        mixtral = shape.mixtures and architecture(shape) == "MixtralForCausalLM"
-        names |= MIXTRAL if mixtral else {}
+        names |= MIXTRAL if _is_mixtral(shape) else {}
     layer, inside = split_layer(name)
     return f"model.layers.{layer}.{names[inside]}" if layer else names[inside]
+
+
+def _is_mixtral(shape: ModelShape) -> bool:
+    # which only what exports or reads foreign weights needs
+    from weft.shapes.config import architecture
+
+    return bool(shape.mixtures) and architecture(shape) == "MixtralForCausalLM"
 
 
 def hf_names(name: str, shape: ModelShape | None = None) -> list[str]:
