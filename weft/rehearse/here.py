@@ -18,7 +18,15 @@ from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.planner.planned_model import SECTIONS, vocab_of
 from weft.planner.tiers import exposed_seconds
-from weft.recipe import Adapter, Memory, ModelShape, Recipe, build_recipe, load_recipe
+from weft.recipe import (
+    Adapter,
+    Memory,
+    ModelShape,
+    Optimizer,
+    Recipe,
+    build_recipe,
+    load_recipe,
+)
 from weft.recipe.shipped import find_recipe
 from weft.rehearse.pieces import Piece, measure
 from weft.rehearse.transfers import bytes_per_s, disk_curves
@@ -350,8 +358,10 @@ def command(model: str, chosen: Estimate, recipe: Recipe) -> str:
     values |= {f"memory.{kind}": place for kind, place in kinds.items()}
     if "adapter" not in sections and (file is None or recipe.adapter is not None):
         words.append("--set adapter=none")
-    if chosen.method == "galore":
-        values["optimizer.rank"] = changed.optimizer.rank
+    technique = type(changed.optimizer).model_fields.keys() - Optimizer.model_fields
+    values |= {
+        f"optimizer.{name}": getattr(changed.optimizer, name) for name in technique
+    }
     words += [f"--set {name}={str(value).lower()}" for name, value in values.items()]
     return " ".join(words)
 
