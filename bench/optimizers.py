@@ -109,12 +109,14 @@ def main() -> None:
     torch.set_num_threads(1)
     recipe: Recipe = load_recipe(ROOT / "recipes" / "optimizers.toml")
     job, rows = prepare(recipe), {}
-    plain = {"warmup": recipe.optimizer.warmup}
+    adamw = recipe.optimizer.model_copy(
+        update={"kind": "adamw", "ema": 0.0, "groups": ()}
+    )
     for name, way in WAYS.items():
         factor = FACTORS.get(name, 1.0)
         runs = {
             rate * factor: trained(
-                job, Optimizer(**plain, **way, lr=rate * factor), steps
+                job, adamw.model_copy(update={**way, "lr": rate * factor}), steps
             )
             for rate in rates
         }

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from weft.shapes.dim import Dim
+
 #: Half-open ranges, one per tensor dimension, in logical (single-device) coordinates.
 Box = tuple[tuple[int, int], ...]
 
@@ -34,19 +36,6 @@ def ceil_part(count: int, parts: int, index: int) -> tuple[int, int]:
     """Share as :func:`torch.chunk` cuts it (and rows of state): all shares full, then a short one, then empty ones."""
     size = -(-count // parts)
     return min(index * size, count), min((index + 1) * size, count)
-
-
-@dataclass(frozen=True)
-class Dim:
-    """One named dimension: ``count`` units of ``unit`` elements (a head of ``head_dim`` rows is never cut)."""
-
-    name: str
-    count: int
-    unit: int = 1
-
-    @property
-    def size(self) -> int:
-        return self.count * self.unit
 
 
 @dataclass(frozen=True)

@@ -17,22 +17,20 @@ import torch.nn.functional as F
 from torch import nn
 
 from weft.layout.boundary import own, total_of_shares
-from weft.layout.dims import Dim
 from weft.layout.mesh import Mesh
 from weft.models.dropout import current_draws, dropped
 from weft.models.fused import project
 from weft.models.module import Module
 from weft.models.nf4 import Quantized
 from weft.models.widened import multiply
-from weft.recipe import Adapter, ModelShape
+from weft.recipe import ModelShape
 from weft.shapes.parameters import (
     ADAPTERS,
     QUANTIZED,
     ROWS,
     VOCABULARY,
-    adapter_rank,
+    Table,
     adapter_scale,
-    is_target,
 )
 
 T = torch.Tensor
@@ -48,33 +46,33 @@ class LowRank(Module):
     """
 
     def __init__(
-        self, adapter: Adapter, path: str, out: Dim, into: Dim, whole: bool, mesh: Mesh
+        self, mesh: Mesh, table: Table, path: str, scale: float, whole: bool
     ) -> None:
-        super().__init__(mesh)
-        rank = Dim("rank", adapter_rank(adapter, path))
-        self.scale = adapter_scale(adapter, path)
-        # The variance of the uniform values that LoRA and PEFT begin with.
-        self.weight("a", rank, into, std=(3 * into.size) ** -0.5, whole=whole)
-        self.weight("b", out, rank, std=0, whole=whole)
-        self.has_magnitude = adapter.kind == "dora"
+        super().__init__(mesh, table, path)
+        self.scale = scale
+        self.weight("a", whole)
+        self.weight("b", whole)
+        self.has_magnitude = self.inside("magnitude") in table
         if self.has_magnitude:
-            self.weight("magnitude", out, std=None, whole=whole)
+            self.weight("magnitude", whole)
 
 
 class TokenRows(Module):
     """Rows of a weight ``[vocab, embed]`` that learn, for ``tokens`` in ascending order; they stand for its own.
 
-    ``first`` and ``last``: the tokens that this rank's part of the weight has rows for. Every rank of ``tp`` has all
-    rows that learn, and uses those of its part.
+    ``part``: the first and last of the tokens that this rank's part of the weight has rows for. Every rank of ``tp``
+    has all rows that learn, and uses those of its part.
     """
 
     def __init__(
-        self, tokens: Sequence[int], embed: Dim, first: int, last: int, mesh: Mesh
-    ) -> None:
-        super().__init__(mesh)
+        self, tokens: Sequence[int], part: tuple[int, int], mesh: Mesh, table: Table,
+        path: str,
+    ) -> None:  # fmt: skip
+        super().__init__(mesh, table, path)
+        first, last = part
         self.tokens, self.first = torch.tensor(tokens), first
         self.own_rows = bisect_left(tokens, first), bisect_left(tokens, last)
-        self.weight("rows", Dim("tokens", len(tokens)), embed, std=0, whole=True)
+        self.weight("rows", whole=True)
 
     def looked_up(self, tokens: T, x: T) -> T:
         """``x``, what the weight has for ``tokens`` (``[..., embed]``), with the rows that learn in its place."""
@@ -104,14 +102,14 @@ class TokenRows(Module):
 
 
 class Projections(Module):
-    """A module whose weights project, each with an adapter if ``adapter`` targets it. ``path``: its own name."""
+    """A module whose weights project, each with an adapter if the model's ``adapter`` targets it."""
 
     #: Names of the weights that may be one product each time, as they have the same input.
     TOGETHER: tuple[tuple[str, ...], ...] = ()
 
-    def __init__(self, mesh: Mesh, adapter: Adapter | None, path: str) -> None:
-        super().__init__(mesh)
-        self.adapter, self.path = adapter, path
+    def __init__(self, shape: ModelShape, mesh: Mesh, table: Table, path: str) -> None:
+        super().__init__(mesh, table, path)
+        self.adapter = shape.adapter
         self.own_rows: dict[str, tuple[int, int]] = {}
         self.adapters, self.quantized = nn.ModuleDict(), nn.ModuleDict()
         # in place of weights (weft.models.products)
@@ -119,27 +117,20 @@ class Projections(Module):
         # Adds other adapters to what weights of some names made of an input, if set (weft.models.row_adapters).
         self.beside: Callable[[T, tuple[str, ...], tuple[T, ...]], None] | None = None
 
-    def projection(
-        self,
-        name: str,
-        out: Dim,
-        into: Dim,
-        std: float,
-        own_rows: tuple[int, int] | None = None,
-    ) -> None:
+    def projection(self, name: str, own_rows: tuple[int, int] | None = None) -> None:
         """Register the weight ``name``. ``own_rows``: it is held whole, and this rank uses these rows of it."""
-        whole = own_rows is not None
-        if self.adapter is not None and self.adapter.quantizes:
-            self.quantized[name] = Quantized(out, into, whole, self.mesh)
+        whole, path = own_rows is not None, self.inside(name)
+        stored, beside = (self.path + part + name for part in (QUANTIZED, ADAPTERS))
+        if path in self.described:
+            self.weight(name, whole)
         else:
-            self.weight(name, out, into, std=std, whole=whole)
+            self.quantized[name] = Quantized(self.mesh, self.described, stored, whole)
         if own_rows is not None:
             self.own_rows[name] = own_rows
-        if self.adapter is not None and any(
-            is_target(p, f"{self.path}.{name}") for p in self.adapter.targets
-        ):
+        if self.adapter is not None and f"{beside}.a" in self.described:
+            scale = adapter_scale(self.adapter, path)
             self.adapters[name] = LowRank(
-                self.adapter, f"{self.path}.{name}", out, into, whole, self.mesh
+                self.mesh, self.described, beside, scale, whole
             )
 
     def merged(self, name: str) -> T:

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from spmd_types import rules
 
 from weft.layout.boundary import gather_tokens, scatter_tokens, untyped
-from weft.layout.dims import Dim
 from weft.layout.mesh import Mesh
 from weft.models.feed_forward import ACTIVATE, SLOPE, FeedForward
 from weft.models.fused import Tape, current_tape
@@ -19,6 +18,7 @@ from weft.models.parts import Steps, current_part, read, result_of
 from weft.models.router import Choice, Router, RouterPass
 from weft.models.widened import is_widened, multiply, widened
 from weft.recipe import ModelShape
+from weft.shapes.parameters import Table, layer_table
 
 T = torch.Tensor
 
@@ -416,20 +416,11 @@ class _FeedForwards(torch.autograd.Function):
 class Experts(Module):
     """A stack of feed-forwards of width ``expert_ffn``; this rank computes with those that are its own."""
 
-    def __init__(self, shape: ModelShape, mesh: Mesh, count: int) -> None:
-        super().__init__(mesh)
+    def __init__(self, shape: ModelShape, mesh: Mesh, table: Table, path: str) -> None:
+        super().__init__(mesh, table, path)
         self.activation = shape.activation
-        assert shape.expert_ffn
-        expert, ffn, embed = (
-            Dim("expert", count),
-            Dim("ffn", shape.expert_ffn),
-            Dim("embed", shape.embed),
-        )
-        self.weight("gate", expert, ffn, embed, std=shape.init_std)
-        self.weight("up", expert, ffn, embed, std=shape.init_std)
-        self.weight(
-            "down", expert, embed, ffn, std=shape.init_std / (2 * shape.layers) ** 0.5
-        )
+        for name in ("gate", "up", "down"):
+            self.weight(name)
 
     @property
     def own(self) -> tuple[T, T, T]:
@@ -467,27 +458,21 @@ class Mixture(Module):
     """Experts, and those that see all tokens, whose share of the sum ``shared_mix`` says."""
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
-        super().__init__(mesh)
-        self.shape, count = shape, shape.experts_of(layer)
-        self.router = Router(shape, mesh, layer)
-        self.experts = Experts(shape, mesh, count)
-        self.dispatcher: Dispatcher = LocalExperts(
-            range(count), others=shape.capacity > 0
-        )
+        path = f"blocks.{layer}.ffn"
+        super().__init__(mesh, layer_table(shape, layer), path)
+        self.shape = shape
+        self.router = Router(shape, mesh, layer, self.described)
+        self.experts = Experts(shape, mesh, self.described, f"{path}.experts")
+        here = range(shape.experts_of(layer))
+        self.dispatcher: Dispatcher = LocalExperts(here, others=shape.capacity > 0)
         # that set out one behind the other
         self.pieces: Callable[[T, Choice], int] = lambda tokens, choice: 1
         self.copies: Lender | None = None
         self.shared = None
         if shape.shared_experts:
-            width = shape.shared_experts * (shape.expert_ffn or 0)
-            self.shared = FeedForward(
-                shape, mesh, f"blocks.{layer}.ffn.shared", width, adapter=None
-            )
+            self.shared = FeedForward(shape, mesh, self.described, f"{path}.shared")
             if shape.shared_mix != "add":
-                rows = Dim("share", 1 if shape.shared_mix == "gate" else 2)
-                self.weight(
-                    "shared_gate", rows, Dim("embed", shape.embed), std=shape.init_std
-                )
+                self.weight("shared_gate")
 
     def early(self, x: T, whole: T, seen: RouterPass | None) -> EarlyMixture:
         """What can begin before attention; its input is ``x``, and ``whole`` over ``tp``."""

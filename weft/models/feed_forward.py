@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from weft.layout.boundary import gather_tokens, scatter_tokens
-from weft.layout.dims import Dim
 from weft.layout.mesh import Mesh
 from weft.models.adapters import Projections
-from weft.recipe import Adapter, ModelShape
+from weft.recipe import ModelShape
+from weft.shapes.parameters import Table
 
 T = torch.Tensor
 
@@ -28,24 +28,15 @@ SLOPE: dict[str, Callable[[T, T], T]] = {
 
 
 class FeedForward(Projections):
-    """``down(activate(gate(x)) * up(x))``, of ``width`` hidden units."""
+    """``down(activate(gate(x)) * up(x))``."""
 
     TOGETHER = (("gate", "up"), ("down",))
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        mesh: Mesh,
-        path: str,
-        width: int,
-        adapter: Adapter | None,
-    ) -> None:
-        super().__init__(mesh, adapter, path)
+    def __init__(self, shape: ModelShape, mesh: Mesh, table: Table, path: str) -> None:
+        super().__init__(shape, mesh, table, path)
         self.activate = ACTIVATE[shape.activation]
-        embed, ffn = Dim("embed", shape.embed), Dim("ffn", width)
-        self.projection("gate", ffn, embed, shape.init_std)
-        self.projection("up", ffn, embed, shape.init_std)
-        self.projection("down", embed, ffn, shape.init_std / (2 * shape.layers) ** 0.5)
+        for name in ("gate", "up", "down"):
+            self.projection(name)
 
     def early(self, x: T, whole: T, seen: object) -> None:
         """What this wants to know of the attention's input: nothing."""

@@ -10,13 +10,12 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 
-from weft.layout.dims import Dim
 from weft.layout.mesh import Mesh
 from weft.models.adapters import Projections
 from weft.models.attention import local_attention
-from weft.models.module import Norm
 from weft.models.rope import rotate, score_scales
 from weft.recipe import ModelShape
+from weft.shapes.parameters import layer_table
 
 T = torch.Tensor
 
@@ -44,7 +43,8 @@ class LatentAttention(Projections):
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
-        super().__init__(mesh, shape.adapter, f"blocks.{layer}.attention")
+        path = f"blocks.{layer}.attention"
+        super().__init__(shape, mesh, layer_table(shape, layer), path)
         assert shape.head_dim
         self.plain, self.rope_dim, self.value_dim = (
             shape.head_dim,
@@ -52,27 +52,12 @@ class LatentAttention(Projections):
             shape.value_dim,
         )
         self.kv_rank, self.interleaved = shape.kv_rank, shape.rope_interleaved
-        embed, kv_rank = Dim("embed", shape.embed), Dim("kv_rank", shape.kv_rank)
-        queries = Dim("heads", shape.heads, shape.score_width)
-        self.q_a_norm = None
-        if shape.q_rank:
-            q_rank = Dim("q_rank", shape.q_rank)
-            self.projection("wq_a", q_rank, embed, shape.init_std)
-            self.q_a_norm = Norm(q_rank, EPS, mesh)
-            self.projection("wq_b", queries, q_rank, shape.init_std)
-        else:
-            self.projection("wq", queries, embed, shape.init_std)
-        self.projection(
-            "wkv_a",
-            Dim("latent", shape.kv_rank + shape.rope_dim),
-            embed,
-            shape.init_std,
-        )
-        self.kv_a_norm = Norm(kv_rank, EPS, mesh)
-        of_head = Dim("heads", shape.heads, shape.head_dim + shape.value_dim)
-        self.projection("wkv_b", of_head, kv_rank, shape.init_std)
-        values = Dim("heads", shape.heads, shape.value_dim)
-        self.projection("wo", embed, values, shape.init_std / (2 * shape.layers) ** 0.5)
+        for name in ("wq_a", "wq_b") if shape.q_rank else ("wq",):
+            self.projection(name)
+        self.q_a_norm = self.norm_of("q_a_norm", EPS)
+        for name in ("wkv_a", "wkv_b", "wo"):
+            self.projection(name)
+        self.kv_a_norm = self.norm_of("kv_a_norm", EPS)
         self.scale, self.rotated_scale = score_scales(shape)
         self.mixer = "softmax"
         self.attend = local_attention

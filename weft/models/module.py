@@ -5,48 +5,64 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from weft.layout.dims import Dim, Logical
+from weft.layout.dims import Logical
 from weft.layout.mesh import Mesh
 from weft.models.fused import rms_norm
+from weft.shapes.parameters import Table
 
 
 class Module(nn.Module):
-    """A module whose parameters are created on the meta device with their logical description beside them."""
+    """A module whose parameters are created on the meta device with their logical description beside them.
 
-    def __init__(self, mesh: Mesh) -> None:
+    ``path``: its name in the model; ``table`` has the parameters of the model, or of its layer (see
+    :mod:`weft.shapes.parameters`).
+    """
+
+    def __init__(self, mesh: Mesh, table: Table | None = None, path: str = "") -> None:
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.described, self.path = mesh, table or {}, path
         self.logical: dict[str, Logical] = {}
 
     if TYPE_CHECKING:  # registered parameters are tensors
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def weight(
-        self, name: str, *dims: Dim, std: float | None, whole: bool = False, everywhere: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> Logical:  # fmt: skip
-        """Register parameter ``name`` with this rank's part of the tensor that ``dims`` describe.
+    def inside(self, name: str) -> str:
+        """The name in the model of what this module calls ``name``."""
+        return f"{self.path}.{name}" if self.path else name
 
-        ``everywhere``: every rank holds all of that as its state, and no gradient changes it. ``dtype``,
-        where it is not one to compute in: such a parameter cannot learn.
+    def weight(self, name: str, whole: bool = False) -> Logical:
+        """Register parameter ``name`` with this rank's part of the tensor that the table describes.
+
+        ``whole``: of all ranks that share the work on the same data, each has all of it. What no gradient changes is
+        held by every rank as its state.
         """
-        self.logical[name] = logical = self.mesh.place.logical(
-            dims, std, whole, everywhere
-        )
+        row = self.described[self.inside(name)]
+        fixed = row.kind == "statistic"
+        place = self.mesh.place
+        logical = place.logical(row.dims, row.std, whole or fixed, everywhere=fixed)
+        self.logical[name] = logical
+        dtype = torch.uint8 if row.is_bytes else None
         values = torch.empty(logical.local_shape, device="meta", dtype=dtype)
-        learns = values.is_floating_point() and not everywhere
+        learns = values.is_floating_point() and not fixed
         self.register_parameter(name, nn.Parameter(values, requires_grad=learns))
         return logical
+
+    def norm_of(self, name: str, eps: float) -> Any:
+        """The norm called ``name``; None if the model has none there."""
+        path = self.inside(name)
+        if f"{path}.scale" not in self.described:
+            return None
+        return Norm(self.mesh, self.described, path, eps)
 
 
 class Norm(Module):
     """RMSNorm (Zhang & Sennrich 2019)."""
 
-    def __init__(self, dim: Dim, eps: float, mesh: Mesh) -> None:
-        super().__init__(mesh)
+    def __init__(self, mesh: Mesh, table: Table, path: str, eps: float) -> None:
+        super().__init__(mesh, table, path)
         self.eps = eps
-        self.weight("scale", dim, std=None)
+        self.weight("scale")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.scale, self.eps)

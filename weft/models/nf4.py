@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from spmd_types import rules
 
-from weft.layout.dims import Box, Dim, Logical
-from weft.layout.layout import CUTS
+from weft.layout.dims import Box, Logical
 from weft.layout.mesh import Mesh
 from weft.models.fused import times
 from weft.models.module import Module
-from weft.shapes.parameters import BLOCK, SCALES
+from weft.shapes.parameters import BLOCK, SCALES, Table, is_turned
 
 T = torch.Tensor
 
@@ -29,11 +28,6 @@ LEVELS = (
 )  # fmt: skip
 #: Gives rows ``lo:hi`` of a weight as :func:`is_turned` says that they are stored.
 Rows = Callable[[int, int], T]
-
-
-def is_turned(out: Dim) -> bool:
-    """Whether a weight ``[out, in]`` is stored as ``[in, out]``, as no axis cuts ``out``."""
-    return out.name not in CUTS
 
 
 @cache
@@ -108,22 +102,14 @@ def dequantized(
 class Quantized(Module):
     """The stored form of a frozen weight ``[out, into]``: ``codes``, ``scales`` and what is common to 256 scales."""
 
-    def __init__(self, out: Dim, into: Dim, whole: bool, mesh: Mesh) -> None:
-        super().__init__(mesh)
+    def __init__(self, mesh: Mesh, table: Table, path: str, whole: bool) -> None:
+        super().__init__(mesh, table, path)
+        out, into = table[f"{path}.codes"].weight
         self.turned = is_turned(out)
-        rows, along = (into, out) if self.turned else (out, into)
-        self.width, blocks = along.size, Dim("blocks", -(-along.size // BLOCK))
-        common = Dim("scale_blocks", -(-rows.size * blocks.count // SCALES))
-        self.weight(
-            "codes",
-            rows,
-            Dim("pairs", -(-along.size // 2)),
-            std=0,
-            whole=whole,
-            dtype=torch.uint8,
-        )
-        self.weight("scales", rows, blocks, std=0, whole=whole, dtype=torch.uint8)
-        self.weight("about", common, Dim("mean_and_step", 8), std=0, dtype=torch.uint8)
+        self.width = (out if self.turned else into).size
+        self.weight("codes", whole)
+        self.weight("scales", whole)
+        self.weight("about")
         self.first = self.logical["codes"].box[0][0]
 
     def dense(self, dtype: torch.dtype) -> T:

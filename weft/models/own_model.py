@@ -23,9 +23,8 @@ from weft.models.module import Module
 from weft.models.own_loss import TokenLoss
 from weft.models.transformer import Transformer
 from weft.models.values import Values
-from weft.plugins import blaming, made_model
+from weft.plugins import find, made_model
 from weft.recipe import ModelShape
-from weft.registry import find
 
 T = torch.Tensor
 
@@ -34,7 +33,7 @@ class OwnModel(Transformer):
     """A plugin's module in the place of embedding, blocks and output layer; the rest of Weft sees no difference."""
 
     def __init__(self, shape: ModelShape, mesh: Mesh, loss_chunk: int = 1024) -> None:
-        Module.__init__(self, mesh)
+        Module.__init__(self, mesh, {})
         self.shape, self.loss_chunk = shape, loss_chunk
         self.pipeline, self.route, self.loads, self.objective, self.saved = (
             None,
@@ -58,7 +57,7 @@ class OwnModel(Transformer):
     ) -> T:  # fmt: skip
         """As of :class:`Transformer`."""
         who = find("model", self.shape.kind)
-        logits: T = blaming(who, self.net)(tokens, positions, cu_seqlens)
+        logits: T = who.blaming(self.net)(tokens, positions, cu_seqlens)
         if logits.shape != (*tokens.shape, self.shape.vocab):
             wanted = [*tokens.shape, self.shape.vocab]
             raise WeftError(

@@ -27,10 +27,10 @@ from weft.layout.boundary import (
     share_of_sum,
     untyped,
 )
-from weft.layout.dims import Dim
 from weft.layout.mesh import Mesh
 from weft.models.module import Module
 from weft.recipe import ModelShape
+from weft.shapes.parameters import Table
 
 T = torch.Tensor
 
@@ -191,18 +191,14 @@ class Router(Module):
     choices. ``own``: each rank of ``tp`` routes its own tokens, and not all of them.
     """
 
-    def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
-        super().__init__(mesh)
+    def __init__(self, shape: ModelShape, mesh: Mesh, layer: int, table: Table) -> None:
+        super().__init__(mesh, table, f"blocks.{layer}.ffn.router")
         self.shape, self.layer, self.count = shape, layer, shape.experts_of(layer)
         self.own = mesh.layout.folds_tp
-        expert = Dim("expert", self.count)
-        self.weight(
-            "table", expert, Dim("embed", shape.embed), std=shape.init_std, whole=True
-        )
-        if shape.router == "sigmoid":
-            self.weight("bias", expert, std=0, whole=True, everywhere=True)
-        if shape.balance == "step":
-            self.weight("load", expert, std=0, whole=True, everywhere=True)
+        self.weight("table", whole=True)
+        for statistic in ("bias", "load"):
+            if self.inside(statistic) in table:
+                self.weight(statistic)
 
     def forward(self, x: T, seen: RouterPass | None) -> Choice:
         """``x``: ``[tokens, embed]``."""

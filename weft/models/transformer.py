@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from weft.layout.boundary import gather_tokens, gather_vocab, scatter_tokens
-from weft.layout.dims import Dim, Logical, part
+from weft.layout.dims import Logical, part
 from weft.models.adapters import Projections, TokenRows
 from weft.models.attention import Attend, local_attention
 from weft.models.dropout import drawing
@@ -30,7 +30,7 @@ from weft.models.module import Module, Norm
 from weft.models.parts import Steps, current_part, read
 from weft.models.rope import angles, frequencies, rotate, score_scales
 from weft.models.widened import is_widened
-from weft.shapes.parameters import VOCABULARY, row_tokens
+from weft.shapes.parameters import ROWS, Table, layer_table, outer_table, row_tokens
 
 if TYPE_CHECKING:
     from weft.data.batch import Batch
@@ -45,20 +45,15 @@ T = torch.Tensor
 
 
 class Embedding(Module):
-    def __init__(self, shape: ModelShape, mesh: Mesh) -> None:
-        super().__init__(mesh)
-        logical = self.weight(
-            "table",
-            Dim("vocab", shape.vocab),
-            Dim("embed", shape.embed),
-            std=shape.init_std,
-        )
+    def __init__(self, shape: ModelShape, mesh: Mesh, table: Table) -> None:
+        super().__init__(mesh, table, "embedding")
+        logical = self.weight("table")
         self.first, self.last = logical.box[0]
         self.vocab, self.scale = (
             shape.vocab,
             shape.embed**0.5 if shape.scaled_embedding else 1.0,
         )
-        self.adapters = token_rows(shape, "embed_tokens", (self.first, self.last), mesh)
+        self.adapters = token_rows(shape, "embed_tokens", logical, mesh, table)
 
     @property
     def rows(self) -> Any:
@@ -87,16 +82,16 @@ class Embedding(Module):
 
 
 def token_rows(
-    shape: ModelShape, weight: VocabularyWeight, part: tuple[int, int], mesh: Mesh
-) -> nn.ModuleDict:
-    """The rows of ``weight`` that learn, of which this rank has the tokens ``part``; empty if there are none."""
-    tokens = row_tokens(shape, weight)
-    name = VOCABULARY[weight].rpartition(".")[2]
-    return nn.ModuleDict(
-        {name: TokenRows(tokens, Dim("embed", shape.embed), *part, mesh)}
-        if tokens
-        else {}
-    )
+    shape: ModelShape, weight: VocabularyWeight, logical: Logical, mesh: Mesh,
+    table: Table,
+) -> nn.ModuleDict:  # fmt: skip
+    """The rows of ``weight`` that learn, by the name of the weight; empty if there are none."""
+    tokens, found = row_tokens(shape, weight), nn.ModuleDict()
+    if tokens:
+        path = ROWS[weight].removesuffix(".rows")
+        rows = TokenRows(tokens, logical.box[0], mesh, table, path)
+        found[path.rpartition(".")[2]] = rows
+    return found
 
 
 class Attention(Projections):
@@ -105,11 +100,9 @@ class Attention(Projections):
     TOGETHER = (("wq", "wk", "wv"), ("wo",))
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
-        super().__init__(mesh, shape.adapter, f"blocks.{layer}.attention")
+        path = f"blocks.{layer}.attention"
+        super().__init__(shape, mesh, layer_table(shape, layer), path)
         assert shape.kv_heads and shape.head_dim
-        embed = Dim("embed", shape.embed)
-        heads = Dim("heads", shape.heads, shape.head_dim)
-        kv = Dim("kv_heads", shape.kv_heads, shape.head_dim)
         # Query heads this rank computes, and the key/value heads they read. When these do not fall on equal cuts (fewer
         # key/value heads than ranks, odd head counts), every rank holds wk and wv whole and uses the rows it needs.
         tp = mesh.size("tp")
@@ -123,31 +116,22 @@ class Attention(Projections):
             1, (last - first) // (self.kv_last - self.kv_first)
         )
         self.kv_index = None if torch.equal(needed, even) else needed.tolist()
-        out_std = shape.init_std / (2 * shape.layers) ** 0.5
         own_rows = (
             (self.kv_first * shape.head_dim, self.kv_last * shape.head_dim)
             if self.shared_kv
             else None
         )
-        self.projection("wq", heads, embed, shape.init_std)
-        self.projection("wk", kv, embed, shape.init_std, own_rows)
-        self.projection("wv", kv, embed, shape.init_std, own_rows)
-        self.projection("wo", embed, heads, out_std)
+        self.projection("wq")
+        self.projection("wk", own_rows)
+        self.projection("wv", own_rows)
+        self.projection("wo")
         self.bias = shape.qkv_bias
         if self.bias:
-            self.weight("bq", heads, std=0)
-            self.weight("bk", kv, std=0, whole=self.shared_kv)
-            self.weight("bv", kv, std=0, whole=self.shared_kv)
-        self.q_norm = (
-            Norm(Dim("head_dim", shape.head_dim), shape.norm_eps, mesh)
-            if shape.qk_norm
-            else None
-        )
-        self.k_norm = (
-            Norm(Dim("head_dim", shape.head_dim), shape.norm_eps, mesh)
-            if shape.qk_norm
-            else None
-        )
+            self.weight("bq")
+            self.weight("bk", self.shared_kv)
+            self.weight("bv", self.shared_kv)
+        self.q_norm = self.norm_of("q_norm", shape.norm_eps)
+        self.k_norm = self.norm_of("k_norm", shape.norm_eps)
         self.mixer = shape.mixer_of(layer)
         self.attend: Attend = local_attention
         self.window = (shape.window_of(layer),) if shape.window_of(layer) else ()
@@ -161,13 +145,12 @@ class Attention(Projections):
         )
         self.interleaved = shape.rope_interleaved
         # Linear attention does not average: its outputs grow with what has been seen.
-        self.o_norm = None
+        self.o_norm = self.norm_of("o_norm", shape.norm_eps)
         if self.mixer != "softmax":
             from weft.models.linear_attention import linear_mixer, log_decay
 
             self.decay = log_decay(self.mixer, shape.heads)[first:last]
             self.attend = linear_mixer(mesh, self.decay)
-            self.o_norm = Norm(Dim("head_dim", shape.head_dim), shape.norm_eps, mesh)
 
     def forward(self, x: T, rope: tuple[T, ...], cu_seqlens: T) -> T:
         """``x``: ``[batch, seq, embed]``; returns this rank's share of a sum over ``tp``, shaped alike."""
@@ -206,8 +189,9 @@ def attention(shape: ModelShape, mesh: Mesh, layer: int) -> Attention | LatentAt
 def feed_forward(shape: ModelShape, mesh: Mesh, layer: int) -> FeedForward | Mixture:
     """What a layer has after its attention."""
     if not shape.experts_of(layer):
-        assert shape.ffn
-        return FeedForward(shape, mesh, f"blocks.{layer}.ffn", shape.ffn, shape.adapter)
+        return FeedForward(
+            shape, mesh, layer_table(shape, layer), f"blocks.{layer}.ffn"
+        )
     from weft.models.experts import Mixture
 
     return Mixture(shape, mesh, layer)
@@ -220,18 +204,13 @@ class Block(Module):
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
-        super().__init__(mesh)
-        embed = Dim("embed", shape.embed)
-        self.attention_norm = Norm(embed, shape.norm_eps, mesh)
+        super().__init__(mesh, layer_table(shape, layer), f"blocks.{layer}")
+        self.attention_norm = self.norm_of("attention_norm", shape.norm_eps)
         self.attention = attention(shape, mesh, layer)
-        self.ffn_norm = Norm(embed, shape.norm_eps, mesh)
+        self.ffn_norm = self.norm_of("ffn_norm", shape.norm_eps)
         self.ffn = feed_forward(shape, mesh, layer)
-        self.attention_out_norm = (
-            Norm(embed, shape.norm_eps, mesh) if shape.norm_after else None
-        )
-        self.ffn_out_norm = (
-            Norm(embed, shape.norm_eps, mesh) if shape.norm_after else None
-        )
+        self.attention_out_norm = self.norm_of("attention_out_norm", shape.norm_eps)
+        self.ffn_out_norm = self.norm_of("ffn_out_norm", shape.norm_eps)
         self.recompute = "none"
         self.kept_ops: list[torch._ops.OpOverload] = [torch.ops.weft.attention.default]
 
@@ -339,7 +318,8 @@ class Transformer(Module):
         layers: Collection[int] | None = None,
         ends: Collection[str] = ("embedding", "norm", "head"),
     ) -> None:
-        super().__init__(mesh)
+        table = outer_table(shape)
+        super().__init__(mesh, table)
         self.shape, self.loss_chunk = shape, loss_chunk
         self.criterion: Criterion = linear_cross_entropy
         # what runs this rank's stages, if it has some only (weft.parallel.pipeline)
@@ -359,22 +339,15 @@ class Transformer(Module):
 
             self.loads = Loads(shape, mesh)
         if "embedding" in ends or (shape.tied and "head" in ends):
-            self.embedding = Embedding(shape, mesh)
+            self.embedding = Embedding(shape, mesh, table)
         held = range(shape.layers) if layers is None else sorted(layers)
         self.blocks = nn.ModuleDict({str(i): Block(shape, mesh, i) for i in held})
         if "norm" in ends:
-            self.norm = Norm(Dim("embed", shape.embed), shape.norm_eps, mesh)
+            self.norm = Norm(mesh, table, "norm", shape.norm_eps)
         if "head" in ends and not shape.tied:
-            rows = (
-                Dim("score", 1)
-                if shape.output == "score"
-                else Dim("vocab", shape.vocab)
-            )
-            head = self.weight(
-                "head", rows, Dim("embed", shape.embed), std=shape.init_std
-            )
+            head = self.weight("head")
             self.outputs: Any = nn.Module()
-            self.outputs.adapters = token_rows(shape, "lm_head", head.box[0], mesh)
+            self.outputs.adapters = token_rows(shape, "lm_head", head, mesh, table)
 
     def forward(
         self,

@@ -13,7 +13,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Protocol
 
-from weft.registry import find
+from weft.plugins import find
 
 Values = dict[str, Any]
 

@@ -1,16 +1,18 @@
-"""Every parameter of a model in the order of a forward pass: shape, whether it learns, and share of the products.
+"""Every parameter of a model in the order of a forward pass: the table that modules, planner and checkpoints share.
 
-Without PyTorch, as the planner reads it too. A test holds the list against the modules' own.
+Modules make their weights from it, the planner counts it, and foreign names are those of its rows.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import count
 from math import prod
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from weft.layout.layout import CUTS
 from weft.plugins import made_model
 from weft.recipe import Adapter, ModelShape, VocabularyWeight
+from weft.shapes.dim import Dim
 from weft.shapes.foreign_names import projection_name
 from weft.shapes.untrainable import has_gate
 
@@ -29,20 +31,38 @@ BLOCK, SCALES = 64, 256
 
 
 class Parameter(NamedTuple):
-    """A parameter's name and shape, and its ``step``: its place in a forward pass; equal where the input is the same.
+    """A parameter's name, dimensions and initial standard deviation ``std`` (None: all ones, 0: all zeros).
 
-    ``products``: how many weights each token is multiplied with. ``is_bytes``: a stored form, which cannot learn.
+    ``step``: its place in a forward pass; equal where the input is the same. ``products``: how many weights each token
+    is multiplied with. ``kind``: a ``statistic`` of a router changes without a gradient, and a ``stored`` form in bytes
+    cannot learn. ``weight``: the dimensions ``[out, in]`` of the weight that ``codes`` are the stored form of.
     """
 
     name: str
-    shape: tuple[int, ...]
+    dims: tuple[Dim, ...]
     step: int
+    std: float | None = None
     products: int = 0
-    is_bytes: bool = False
+    kind: Literal["vector", "matrix", "expert", "adapter", "statistic", "stored"] = (
+        "vector"
+    )
+    weight: tuple[Dim, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(dim.size for dim in self.dims)
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def is_bytes(self) -> bool:
+        return self.kind == "stored"
+
+
+#: Parameters by name.
+Table = Mapping[str, Parameter]
 
 
 def is_target(pattern: str, path: str) -> bool:
@@ -104,16 +124,10 @@ def of_adapter(name: str, shape: ModelShape) -> bool:
 
 def projections(shape: ModelShape) -> Iterator[str]:
     """The paths of all weights that can have an adapter."""
-    for layer in range(shape.layers):
-        queries = ("wq_a", "wq_b") if shape.q_rank else ("wq",)
-        names = (
-            (*queries, "wkv_a", "wkv_b", "wo")
-            if shape.kv_rank
-            else ("wq", "wk", "wv", "wo")
-        )
-        yield from (f"blocks.{layer}.attention.{name}" for name in names)
-        if not shape.experts_of(layer):
-            yield from (f"blocks.{layer}.ffn.{name}" for name in ("gate", "up", "down"))
+    for row in parameters(shape.model_copy(update={"adapter": None})):
+        module = row.name.split(".")[2:-1]
+        if row.kind == "matrix" and module in (["attention"], ["ffn"]):
+            yield row.name
 
 
 def learns(name: str, shape: ModelShape, frozen: Sequence[str]) -> bool:
@@ -124,195 +138,205 @@ def learns(name: str, shape: ModelShape, frozen: Sequence[str]) -> bool:
     return not is_base and not any(fnmatchcase(name, pattern) for pattern in frozen)
 
 
-def parameters(model: ModelShape, vocab: int = 0) -> Iterator[Parameter]:
+def parameters(model: ModelShape, vocab: int = 0) -> list[Parameter]:
     """All of them; ``vocab``: of the tokenizer, if the model leaves it to that.
 
     Of a plugin's model nobody knows which input they read, nor how often: each has a place of its own, and matrices are
     taken to multiply every token once.
     """
     if model.kind:
-        made = made_model(model.kind, model.settings, model.vocab or vocab)
-        for step_of, (name, values) in enumerate(made.named_parameters()):
-            yield Parameter(
-                f"net.{name}",
-                tuple(values.shape),
-                step_of,
-                values.numel() * (values.dim() > 1),
-            )
-        return
-    step, table = count(), (model.vocab or vocab, model.embed)
-    first = next(step)
-    yield Parameter("embedding.table", table, first)
-    if tokens := row_tokens(model, "embed_tokens"):
-        yield Parameter(ROWS["embed_tokens"], (len(tokens), model.embed), first)
+        return _of_plugin(model, model.vocab or vocab)
+    rows = _Rows(model)
+    scores = model.output == "score"
+    entries = Dim("vocab", model.vocab or vocab)
+    rows.vocabulary("embed_tokens", entries)
     for layer in range(model.layers):
-        yield from _block(model, layer, step)
-    yield Parameter("norm.scale", (model.embed,), next(step))
+        rows.block(layer)
+    rows.norm("norm", rows.embed)
     if not model.tied:
-        table = (1, model.embed) if model.output == "score" else table
-        last = next(step)
-        yield Parameter("head", table, last, prod(table))
-        if tokens := row_tokens(model, "lm_head"):
-            yield Parameter(ROWS["lm_head"], (len(tokens), model.embed), last)
+        rows.vocabulary("lm_head", Dim("score", 1) if scores else entries)
+    return rows.found
 
 
-def _block(model: ModelShape, layer: int, step: Iterator[int]) -> Iterator[Parameter]:
-    assert model.ffn
-    attention, ffn, d = f"blocks.{layer}.attention", f"blocks.{layer}.ffn", model.embed
-
-    def scale(name: str, size: int = d) -> Parameter:
-        return Parameter(f"{name}.scale", (size,), next(step))
-
-    yield scale(f"{attention}_norm")
-    yield from (_latent if model.kv_rank else _attention)(
-        model, layer, attention, scale, step
-    )
-    if model.norm_after:
-        yield scale(f"{attention}_out_norm")
-    yield scale(f"{ffn}_norm")
-    if model.experts_of(layer):
-        yield from _mixture(model, ffn, model.experts_of(layer), step)
-    else:
-        yield from _feed_forward(model, ffn, model.ffn, step)
-    if model.norm_after:
-        yield scale(f"{ffn}_out_norm")
+def layer_table(model: ModelShape, layer: int) -> Table:
+    """The parameters of one layer."""
+    rows = _Rows(model)
+    rows.block(layer)
+    return {row.name: row for row in rows.found}
 
 
-def _attention(
-    model: ModelShape,
-    layer: int,
-    attention: str,
-    scale: Callable[[str, int], Parameter],
-    step: Iterator[int],
-) -> Iterator[Parameter]:
-    assert model.kv_heads and model.head_dim
-    d, q, kv = (
-        model.embed,
-        model.heads * model.head_dim,
-        model.kv_heads * model.head_dim,
-    )
-    yield from _projected(
-        model, attention, {"wq": (q, d), "wk": (kv, d), "wv": (kv, d)}, step
-    )
-    if model.qkv_bias:
-        yield from (
-            Parameter(f"{attention}.b{n}", (size,), next(step))
-            for n, size in zip("qkv", (q, kv, kv), strict=True)
+def outer_table(model: ModelShape) -> Table:
+    """The parameters that are in no layer."""
+    outside = parameters(model.model_copy(update={"layers": 0}))
+    return {row.name: row for row in outside}
+
+
+def _of_plugin(model: ModelShape, vocab: int) -> list[Parameter]:
+    named = made_model(model.kind, model.settings, vocab).named_parameters()
+    return [
+        Parameter(
+            f"net.{name}",
+            tuple(Dim(f"d{i}", size) for i, size in enumerate(values.shape)),
+            step,
+            products=values.numel() * (values.dim() > 1),
         )
-    if model.qk_norm:
-        yield from (scale(f"{attention}.{n}_norm", model.head_dim) for n in "qk")
-    if model.mixer_of(layer) != "softmax":
-        yield scale(f"{attention}.o_norm", model.head_dim)
-    yield from _projected(model, attention, {"wo": (d, q)}, step)
+        for step, (name, values) in enumerate(named)
+    ]
 
 
-def _latent(
-    model: ModelShape,
-    layer: int,
-    attention: str,
-    scale: Callable[[str, int], Parameter],
-    step: Iterator[int],
-) -> Iterator[Parameter]:
-    """Of latent attention: what makes the latent vectors, their norms, and what makes heads of them."""
-    d, q, latent = (
-        model.embed,
-        model.heads * model.score_width,
-        model.kv_rank + model.rope_dim,
-    )
-    first = {"wq_a": (model.q_rank, d)} if model.q_rank else {"wq": (q, d)}
-    yield from _projected(model, attention, first | {"wkv_a": (latent, d)}, step)
-    if model.q_rank:
-        yield scale(f"{attention}.q_a_norm", model.q_rank)
-        yield from _projected(model, attention, {"wq_b": (q, model.q_rank)}, step)
-    yield scale(f"{attention}.kv_a_norm", model.kv_rank)
-    made = model.heads * ((model.head_dim or 0) + model.value_dim)
-    yield from _projected(model, attention, {"wkv_b": (made, model.kv_rank)}, step)
-    yield from _projected(
-        model, attention, {"wo": (d, model.heads * model.value_dim)}, step
-    )
+class _Rows:
+    """Rows of a table, as they are added in the order of a forward pass."""
 
+    def __init__(self, model: ModelShape) -> None:
+        self.model, self.found, self.steps = model, list[Parameter](), count()
+        self.embed, self.std = Dim("embed", model.embed), model.init_std
+        # of what is added to the residual stream
+        self.out_std = model.init_std / (2 * max(model.layers, 1)) ** 0.5
 
-def _feed_forward(
-    model: ModelShape, path: str, width: int, step: Iterator[int]
-) -> Iterator[Parameter]:
-    hidden = {name: (width, model.embed) for name in _into_hidden(model)}
-    yield from _projected(model, path, hidden, step)
-    yield from _projected(model, path, {"down": (model.embed, width)}, step)
+    def add(self, name: str, *dims: Dim, step: int | None = None, **about: Any) -> None:
+        """Add a row; a matrix multiplies each token, if ``about`` says nothing else, and a vector none."""
+        if len(dims) > 1:
+            used = prod(dim.size for dim in dims)
+            about = {"kind": "matrix", "products": used} | about
+        step = next(self.steps) if step is None else step
+        self.found.append(Parameter(name, dims, step, **about))
 
+    def norm(self, path: str, dim: Dim) -> None:
+        self.add(f"{path}.scale", dim)
 
-def _into_hidden(model: ModelShape) -> tuple[str, ...]:
-    """The weights that hidden units are made with."""
-    return ("gate", "up") if has_gate(model) else ("up",)
+    def vocabulary(self, weight: VocabularyWeight, entries: Dim) -> None:
+        name, step = VOCABULARY[weight], next(self.steps)
+        about: dict[str, Any] = {"products": 0} if weight == "embed_tokens" else {}
+        self.add(name, entries, self.embed, step=step, std=self.std, **about)
+        if tokens := row_tokens(self.model, weight):
+            learning = Dim("tokens", len(tokens))
+            about = {"std": 0, "kind": "adapter", "products": 0}
+            self.add(ROWS[weight], learning, self.embed, step=step, **about)
 
-
-def _mixture(
-    model: ModelShape, path: str, count: int, step: Iterator[int]
-) -> Iterator[Parameter]:
-    """Router, experts and what sees all tokens; a token goes through some experts only."""
-    now, width, d = next(step), model.expert_ffn or 0, model.embed
-    yield Parameter(f"{path}.router.table", (count, d), now, count * d)
-    for name, kept in (
-        ("bias", model.router == "sigmoid"),
-        ("load", model.balance == "step"),
-    ):
-        if kept:
-            yield Parameter(f"{path}.router.{name}", (count,), now)
-    each = model.experts_per_token * width * d
-    for name in _into_hidden(model):
-        yield Parameter(f"{path}.experts.{name}", (count, width, d), now, each)
-    yield Parameter(f"{path}.experts.down", (count, d, width), next(step), each)
-    if model.shared_experts:
-        if model.shared_mix != "add":
-            rows = 1 if model.shared_mix == "gate" else 2
-            yield Parameter(f"{path}.shared_gate", (rows, d), now, rows * d)
-        plain = model.model_copy(update={"adapter": None})
-        yield from _feed_forward(
-            plain, f"{path}.shared", model.shared_experts * width, step
-        )
-
-
-def _projected(
-    model: ModelShape,
-    path: str,
-    weights: Mapping[str, tuple[int, int]],
-    step: Iterator[int],
-) -> Iterator[Parameter]:
-    """Weights ``[out, in]`` of one input, and their adapters."""
-    adapter, first, second = model.adapter, next(step), next(step)
-    for name, (out, into) in weights.items():
-        if adapter is not None and adapter.quantizes:
-            # Along the dimension that no axis cuts.
-            rows, width = (
-                (into, out) if name in ("wo", "down", "wq_a", "wkv_a") else (out, into)
-            )
-            stored, blocks = f"{path}{QUANTIZED}{name}", -(-width // BLOCK)
-            yield Parameter(
-                f"{stored}.codes",
-                (rows, -(-width // 2)),
-                first,
-                out * into,
-                is_bytes=True,
-            )
-            yield Parameter(f"{stored}.scales", (rows, blocks), first, is_bytes=True)
-            yield Parameter(
-                f"{stored}.about",
-                (-(-rows * blocks // SCALES), 8),
-                first,
-                is_bytes=True,
-            )
+    def block(self, layer: int) -> None:
+        model, path = self.model, f"blocks.{layer}"
+        self.norm(f"{path}.attention_norm", self.embed)
+        (self.latent if model.kv_rank else self.attention)(layer, f"{path}.attention")
+        if model.norm_after:
+            self.norm(f"{path}.attention_out_norm", self.embed)
+        self.norm(f"{path}.ffn_norm", self.embed)
+        if experts := model.experts_of(layer):
+            self.mixture(f"{path}.ffn", experts)
         else:
-            yield Parameter(f"{path}.{name}", (out, into), first, out * into)
-        if adapter is not None and any(
-            is_target(target, f"{path}.{name}") for target in adapter.targets
-        ):
-            low, beside = (
-                adapter_rank(adapter, f"{path}.{name}"),
-                f"{path}{ADAPTERS}{name}",
-            )
-            yield Parameter(f"{beside}.a", (low, into), first, low * into)
-            yield Parameter(f"{beside}.b", (out, low), second, low * out)
+            self.feed_forward(f"{path}.ffn", model.ffn or 0, model.adapter)
+        if model.norm_after:
+            self.norm(f"{path}.ffn_out_norm", self.embed)
+
+    def attention(self, layer: int, path: str) -> None:
+        model, width = self.model, self.model.head_dim or 0
+        heads, of_head = Dim("heads", model.heads, width), Dim("head_dim", width)
+        kv = Dim("kv_heads", model.kv_heads or 0, width)
+        adapter = model.adapter
+        self.projected(path, {"wq": heads, "wk": kv, "wv": kv}, self.embed, adapter)
+        if model.qkv_bias:
+            for name, dim in (("bq", heads), ("bk", kv), ("bv", kv)):
+                self.add(f"{path}.{name}", dim, std=0)
+        if model.qk_norm:
+            self.norm(f"{path}.q_norm", of_head)
+            self.norm(f"{path}.k_norm", of_head)
+        if model.mixer_of(layer) != "softmax":
+            self.norm(f"{path}.o_norm", of_head)
+        self.projected(path, {"wo": self.embed}, heads, adapter)
+
+    def latent(self, layer: int, path: str) -> None:
+        """Of latent attention: what makes the latent vectors, their norms, and what makes heads of them."""
+        model, plain, adapter = self.model, self.model.head_dim or 0, self.model.adapter
+        queries = Dim("heads", model.heads, model.score_width)
+        q_rank, kv_rank = Dim("q_rank", model.q_rank), Dim("kv_rank", model.kv_rank)
+        latent = {"wkv_a": Dim("latent", model.kv_rank + model.rope_dim)}
+        first = {"wq_a": q_rank} if model.q_rank else {"wq": queries}
+        self.projected(path, first | latent, self.embed, adapter)
+        if model.q_rank:
+            self.norm(f"{path}.q_a_norm", q_rank)
+            self.projected(path, {"wq_b": queries}, q_rank, adapter)
+        self.norm(f"{path}.kv_a_norm", kv_rank)
+        both = Dim("heads", model.heads, plain + model.value_dim)
+        self.projected(path, {"wkv_b": both}, kv_rank, adapter)
+        values = Dim("heads", model.heads, model.value_dim)
+        self.projected(path, {"wo": self.embed}, values, adapter)
+
+    def feed_forward(self, path: str, width: int, adapter: Adapter | None) -> None:
+        hidden = Dim("ffn", width)
+        into = dict.fromkeys(self.into_hidden, hidden)
+        self.projected(path, into, self.embed, adapter)
+        self.projected(path, {"down": self.embed}, hidden, adapter)
+
+    @property
+    def into_hidden(self) -> tuple[str, ...]:
+        """The weights that hidden units are made with."""
+        return ("gate", "up") if has_gate(self.model) else ("up",)
+
+    def mixture(self, path: str, experts: int) -> None:
+        """Router, experts and what sees all tokens; a token goes through some experts only."""
+        model, embed, first = self.model, self.embed, next(self.steps)
+        expert, hidden = Dim("expert", experts), Dim("ffn", model.expert_ffn or 0)
+        self.add(f"{path}.router.table", expert, embed, step=first, std=self.std)
+        kept = {"bias": model.router == "sigmoid", "load": model.balance == "step"}
+        for name in filter(kept.__getitem__, kept):
+            name = f"{path}.router.{name}"
+            self.add(name, expert, step=first, std=0, kind="statistic")
+        chosen = model.experts_per_token * hidden.size * embed.size
+        about: dict[str, Any] = {"products": chosen, "kind": "expert"}
+        into = about | {"step": first, "std": self.std}
+        for name in self.into_hidden:
+            self.add(f"{path}.experts.{name}", expert, hidden, embed, **into)
+        about["std"] = self.out_std
+        self.add(f"{path}.experts.down", expert, embed, hidden, **about)
+        if not model.shared_experts:
+            return
+        if model.shared_mix != "add":
+            share = Dim("share", 1 if model.shared_mix == "gate" else 2)
+            about = {"step": first, "std": self.std, "kind": "vector"}
+            self.add(f"{path}.shared_gate", share, embed, **about)
+        self.feed_forward(f"{path}.shared", model.shared_experts * hidden.size, None)
+
+    def projected(
+        self, path: str, weights: Mapping[str, Dim], into: Dim, adapter: Adapter | None
+    ) -> None:
+        """Weights ``[out, in]`` of one input, by the dimension ``out``, and their adapters."""
+        first, second = next(self.steps), next(self.steps)
+        for name, out in weights.items():
+            weight = f"{path}.{name}"
+            if adapter is not None and adapter.quantizes:
+                self.stored(f"{path}{QUANTIZED}{name}", out, into, first)
+            else:
+                std = self.out_std if name in ("wo", "down") else self.std
+                self.add(weight, out, into, step=first, std=std)
+            if adapter is None or not any(
+                is_target(target, weight) for target in adapter.targets
+            ):
+                continue
+            rank = Dim("rank", adapter_rank(adapter, weight))
+            beside = f"{path}{ADAPTERS}{name}"
+            # The variance of the uniform values that LoRA and PEFT begin with.
+            std = (3 * into.size) ** -0.5
+            self.add(f"{beside}.a", rank, into, step=first, std=std, kind="adapter")
+            self.add(f"{beside}.b", out, rank, step=second, std=0, kind="adapter")
             if adapter.kind == "dora":
-                yield Parameter(f"{beside}.magnitude", (out,), second)
+                self.add(f"{beside}.magnitude", out, step=second, kind="adapter")
+
+    def stored(self, path: str, out: Dim, into: Dim, step: int) -> None:
+        """What a weight ``[out, in]`` in four bits consists of, along the dimension that no axis cuts."""
+        rows, along = (into, out) if is_turned(out) else (out, into)
+        blocks = Dim("blocks", -(-along.size // BLOCK))
+        common = Dim("scale_blocks", -(-rows.size * blocks.count // SCALES))
+        about: dict[str, Any] = {
+            "step": step, "std": 0, "kind": "stored", "products": 0,
+        }  # fmt: skip
+        used = about | {"products": out.size * into.size, "weight": (out, into)}
+        self.add(f"{path}.codes", rows, Dim("pairs", -(-along.size // 2)), **used)
+        self.add(f"{path}.scales", rows, blocks, **about)
+        self.add(f"{path}.about", common, Dim("mean_and_step", 8), **about)
+
+
+def is_turned(out: Dim) -> bool:
+    """Whether a weight ``[out, in]`` is stored as ``[in, out]``, as no axis cuts ``out``."""
+    return out.name not in CUTS
 
 
 def learning_count(model: ModelShape, vocab: int, freeze: Sequence[str] = ()) -> int:

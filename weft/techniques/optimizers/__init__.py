@@ -1,1 +1,0 @@
-"""Update rules (:class:`weft.train.rules.rule.UpdateRule`), which ``optimizer.kind`` names."""
