@@ -25,6 +25,7 @@ from weft.checkpoint.state import Progress
 from weft.data.batch import Batch
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
+from weft.net.endpoint import process_endpoint
 from weft.observe.flops import parameter_count
 from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.resilience.snapshots import Snapshots
@@ -45,7 +46,9 @@ def on_rank(rank: int, job: Job, rounds: int) -> dict[str, Any]:
         data=Data(seq_len=job.length),
     )
     model, state = assemble(job.shape, mesh, recipe)
-    snapshots = Snapshots(state, ["here"] * RANKS, "127.0.0.1", "bench")
+    snapshots = Snapshots(
+        state, ["here"] * RANKS, process_endpoint("127.0.0.1"), "bench"
+    )
     mine = tokens_of(job).chunk(2)[mesh.batch_rank]
     rows, length = len(mine), job.length
     positions = torch.arange(length).repeat(rows, 1)

@@ -24,12 +24,19 @@ class Doomed(Membership):
 
     dies: list[Any] | None = None
 
-    def _send(self, wire: Any, message: dict[str, Any]) -> None:
-        if self.dies and message["t"] == self.dies[0]:
+    def _count(self, what: str) -> None:
+        if self.dies and what == self.dies[0]:
             self.dies[1] -= 1
             if self.dies[1] < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
+
+    def _send(self, wire: Any, message: dict[str, Any]) -> None:
+        self._count(message["t"])
         super()._send(wire, message)
+
+    def _dial(self, link: Any, now: float) -> None:
+        self._count("dial")
+        super()._dial(link, now)
 
 
 class CutOff(Doomed):
@@ -38,15 +45,15 @@ class CutOff(Doomed):
     unreachable: frozenset[int] = frozenset()  # ports
 
     def _send(self, wire: Any, message: dict[str, Any]) -> None:
-        if wire.address is None or wire.address[1] not in self.unreachable:
+        if wire.address[1] not in self.unreachable:
             super()._send(wire, message)
 
+    def _dial(self, link: Any, now: float) -> None:
+        if link.member.port not in self.unreachable:
+            super()._dial(link, now)
+
     def _hear(self, wire: Any, message: dict[str, Any], now: float) -> None:
-        if (
-            message["t"] == "hello"
-            or wire.address is None
-            or wire.address[1] not in self.unreachable
-        ):
+        if wire.address[1] not in self.unreachable:
             super()._hear(wire, message, now)
 
 

@@ -244,7 +244,7 @@ def test_joining_and_leaving(crew: Crew) -> None:
     crew.agree([2, 3, 4])
 
 
-@pytest.mark.parametrize("dies", [["hello", 2], ["ack", 0]])
+@pytest.mark.parametrize("dies", [["dial", 2], ["ack", 0]])
 def test_newcomer_lost_while_it_joins(crew: Crew, dies: list[Any]) -> None:
     crew.newcomer(dies=dies)
     third = crew.newcomer()

@@ -15,6 +15,7 @@ from weft.checkpoint.format import volume
 from weft.checkpoint.state import Progress
 from weft.layout.layout import Layout
 from weft.layout.mesh import from_all
+from weft.net.endpoint import process_endpoint
 from weft.resilience.recover import newest, restore
 from weft.resilience.snapshots import Snapshots
 
@@ -86,7 +87,13 @@ def go_through(
             )
             fixed = fixed.union(*from_all(fixed))
             kept.append(
-                Snapshots(state, ["here"] * olds, "127.0.0.1", "token", epoch=3)
+                Snapshots(
+                    state,
+                    ["here"] * olds,
+                    process_endpoint("127.0.0.1"),
+                    "token",
+                    epoch=3,
+                )
             )
             for step in (1, 2):
                 fill(state.tensors(), step, fixed)
@@ -177,13 +184,20 @@ def leave(
     """Ranks that go on purpose, neighbours too, hand what they have to those that stay; the bytes that this one got."""
     groups, state = Groups(), start(before).state
     world = Layout(**before["layout"]).world
-    usual = Snapshots(state, ["here"] * world, "127.0.0.1", "token", epoch=1)
+    usual = Snapshots(
+        state, ["here"] * world, process_endpoint("127.0.0.1"), "token", epoch=1
+    )
     fill(state.tensors(), 1)
     usual.begin(Progress(step=1))
     usual.complete()
     fill(state.tensors(), 2)
     last = Snapshots(
-        state, ["here"] * world, "127.0.0.1", "token", epoch=2, leaving=leaving
+        state,
+        ["here"] * world,
+        process_endpoint("127.0.0.1"),
+        "token",
+        epoch=2,
+        leaving=leaving,
     )
     last.begin(Progress(step=2))
     last.complete()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import struct
 import threading
 import time
 from pathlib import Path
@@ -17,9 +15,8 @@ from tests.resilience.rejoin import fill, said, wrong
 from weft.checkpoint.state import Progress
 from weft.layout.dims import Tensor
 from weft.layout.mesh import from_all
-from weft.net.hangup import HangUp
+from weft.net.endpoint import process_endpoint
 from weft.net.lost import PeerLost
-from weft.resilience.links import CHALLENGE, KEPT, Inbox, LinkBroken, Outbox
 from weft.resilience.recover import FACT, newest, restore
 from weft.resilience.snapshots import Snapshots, buddies, segments_of, why_none
 
@@ -79,101 +76,12 @@ def test_what_is_on_another_machine_already_is_not_sent() -> None:
     assert senders([A] * 4, leaving=(1, 3)) == nobody | {(False, (1, 3)): 1}
 
 
-def linked(keep: Any = lambda sender, head: True) -> tuple[Inbox, bytearray]:
-    memory = bytearray(1 << 20)
-    inbox = Inbox(
-        "127.0.0.1",
-        "token",
-        lambda sender, head: memoryview(memory)[: head["size"]],
-        keep,
-    )
-    inbox.start()
-    return inbox, memory
-
-
-def test_a_message_arrives_and_is_acknowledged() -> None:
-    seen: list[Any] = []
-    inbox, memory = linked(lambda sender, head: not seen.append((sender, head["step"])))
-    outbox = Outbox(inbox.address, "token", 3, 5)
-    payload = bytes(range(256)) * 4096
-    outbox.send({"step": 7}, [memoryview(payload)])
-    assert memory == payload and seen == [(3, 7)]
-    outbox.close()
-    inbox.close()
-
-
-def test_strangers_and_garbage_change_nothing() -> None:
-    inbox, memory = linked()
-    for garbage in (
-        b"",
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"\xff" * 64,
-        struct.pack("!I", 9) + b"[1, 2, 3]",
-    ):
-        with socket.create_connection(inbox.address, 5) as stranger:
-            stranger.sendall(garbage)
-    with pytest.raises(LinkBroken):
-        Outbox(inbox.address, "another run's", 0, 5).send({}, [memoryview(b"x" * 100)])
-    Outbox(inbox.address, "token", 0, 5).send({}, [memoryview(b"y" * 100)])
-    assert memory[:101] == b"y" * 100 + b"\0"
-    inbox.close()
-
-
-def test_what_is_refused_or_cut_short_raises() -> None:
-    inbox, _ = linked(lambda sender, head: False)
-    with pytest.raises(LinkBroken, match="not what was sent"):
-        Outbox(inbox.address, "token", 0, 5).send({}, [memoryview(b"x")])
-    inbox.close()
-    for challenge in (b"", bytes(CHALLENGE)):
-        # as a frozen rank: it takes what fits into its buffers
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            outbox = Outbox(silent.getsockname()[:2], "token", 0, 5)
-            sender = threading.Thread(target=fails, args=(outbox,))
-            sender.start()
-            with silent.accept()[0] as connection:
-                connection.sendall(challenge)
-                sender.join(0.2)
-                assert sender.is_alive()
-                outbox.close()
-                sender.join(5)
-            assert not sender.is_alive()
-
-
-def fails(outbox: Outbox) -> None:
-    with pytest.raises(LinkBroken):
-        outbox.send({}, [memoryview(bytearray(64 << 20))])
-
-
-def test_the_secret_stays_here_and_what_is_overheard_opens_nothing() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        outbox = Outbox(other.getsockname()[:2], "token", 0, 5)
-        sender = threading.Thread(target=outbox.send, args=({}, [memoryview(b"x")]))
-        sender.start()
-        with other.accept()[0] as overheard:
-            overheard.sendall(bytes(CHALLENGE))
-            size = overheard.recv(4, socket.MSG_WAITALL)
-            hello = size + overheard.recv(
-                *struct.unpack("!I", size), socket.MSG_WAITALL
-            )
-            message = overheard.recv(4096)
-            overheard.sendall(KEPT)
-        sender.join()
-    assert b"token" not in hello + message
-    inbox, memory = linked()
-    with socket.create_connection(inbox.address, 5) as stranger:
-        stranger.sendall(hello + message)
-        assert (
-            len(stranger.recv(CHALLENGE, socket.MSG_WAITALL)) == CHALLENGE
-            and stranger.recv(1) == b""
-        )
-    assert not memory[0]
-    inbox.close()
-
-
 def keeps_two(tree: dict[str, Any]) -> None:
     """Two whole copies at most are here; one that is not whole at the buddy sends all back to the one before."""
     job = start(tree)
-    mine = Snapshots(job.state, ["here"] * 4, "127.0.0.1", "token", every=2)
+    mine = Snapshots(
+        job.state, ["here"] * 4, process_endpoint("127.0.0.1"), "token", every=2
+    )
     for step in range(7):  # the first, and then every second
         fill(job.state.tensors(), step)
         mine.begin(Progress(step=step, updates=step))
@@ -206,22 +114,25 @@ def test_a_copy_that_not_all_have_does_not_count(pool: Any, tmp_path: Path) -> N
 
 def loses_buddy(tree: dict[str, Any], how: str) -> str:
     """What rank 0 says when its buddy, rank 1, is gone or does nothing; the seconds until then."""
-    job, hang_up = start(tree), HangUp()
+    job = start(tree)
     rank = job.mesh.batch_rank
     # who is gone itself waits for nothing
     short = how == "is frozen" or (how == "is gone" and rank == 1)
     mine = Snapshots(
-        job.state, ["here"] * 2, "127.0.0.1", "token", limit=1 if short else 60
+        job.state,
+        ["here"] * 2,
+        process_endpoint("127.0.0.1"),
+        "token",
+        limit=1 if short else 60,
     )
     if rank == 1 and how == "is gone":
         mine.stop()
     if rank == 1 and how != "is gone":
         mine._keep = lambda sender, head: time.sleep(30) or False  # type: ignore[method-assign]
-        mine._inbox._keep = mine._keep
     from_all(None)
     begun = time.monotonic()
     if how == "is given up":
-        threading.Timer(0.5, hang_up.hang_up).start()
+        threading.Timer(0.5, mine.break_off).start()
     try:
         mine.begin(Progress(step=1))
         mine.complete()
@@ -229,9 +140,7 @@ def loses_buddy(tree: dict[str, Any], how: str) -> str:
         assert time.monotonic() - begun < 40
         return str(error)
     finally:
-        if how == "is given up":
-            hang_up.close()
-        else:
+        if how != "is given up":
             from_all(None)
         mine.stop()
     return ""
@@ -256,7 +165,12 @@ def test_nobody_waits_for_a_lost_buddy(
 def disagree(tree: dict[str, Any], odd: list[int]) -> tuple[Any, ...]:
     """Replicas of which some have another state: what all go back to, and who is named."""
     job = start(tree)
-    mine = Snapshots(job.state, ["here"] * job.mesh.layout.world, "127.0.0.1", "token")
+    mine = Snapshots(
+        job.state,
+        ["here"] * job.mesh.layout.world,
+        process_endpoint("127.0.0.1"),
+        "token",
+    )
     for step in (1, 2):
         fill(job.state.tensors(), step)
         if step == 2 and job.mesh.batch_rank in odd:
@@ -300,7 +214,7 @@ def test_nothing_is_held_of_two_that_are_lost() -> None:
 def moved_experts(tree: dict[str, Any]) -> int:
     """Experts that are not where their boxes say come back, too; how many tensors there were of such."""
     job = start(tree)
-    mine = Snapshots(job.state, ["here"] * 4, "127.0.0.1", "token")
+    mine = Snapshots(job.state, ["here"] * 4, process_endpoint("127.0.0.1"), "token")
     rows = {0: (3, 0), 1: (1, 2), 2: (6, 5), 3: (4, 7)}[job.mesh.batch_rank]
     experts = [h for h in job.state.held if h.logical.cut_by("ep")]
     for h in experts:

@@ -21,10 +21,11 @@ from tests.cases import recipe, write_corpus
 from tests.measured import until_true
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
+from weft.net.endpoint import Endpoint
 from weft.recipe import Sync, build_recipe
 from weft.sync.collectives import ring_sum
 from weft.sync.measure import WORTH, best_ring, measured_links, measured_ring
-from weft.sync.streams import Streams
+from weft.sync.streams import Streams, streams_by_store
 from weft.train.loop import train
 from weft.train.setup import prepare
 
@@ -37,7 +38,8 @@ def on_hosts(at: Sequence[Host], work: Callable[[Streams], Any]) -> list[Any]:
 
     def live(island: int) -> Any:
         at[island].enter()
-        streams = Streams(island, len(at), 0, store, at[island].address, 60)
+        endpoint = Endpoint(at[island].address)
+        streams = streams_by_store(island, len(at), 0, store, endpoint, 60)
         try:
             return work(streams)
         finally:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import socket
-import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -16,9 +14,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.net.endpoint import Endpoint
 from weft.sync.collectives import compressed_mean, from_islands, power_mean, ring_sum
 from weft.sync.compress import build_compressor, encoded
-from weft.sync.streams import IslandLost, Streams
+from weft.sync.streams import IslandLost, Streams, streams_by_store
 
 
 @contextmanager
@@ -26,9 +25,12 @@ def islands(count: int, limit: float = 20) -> Iterator[list[Streams]]:
     """The streams of so many islands of one rank, all in this process."""
     store = dist.HashStore()
     with ExitStack() as stack:
-        found = [Streams(i, count, 0, store, "127.0.0.1", limit) for i in range(count)]
-        for streams in found:
-            stack.callback(streams.close, flush=False)
+        found = []
+        for i in range(count):
+            endpoint = Endpoint("127.0.0.1")
+            stack.callback(endpoint.close)
+            found.append(streams_by_store(i, count, 0, store, endpoint, limit))
+            stack.callback(found[-1].close, flush=False)
         yield found
 
 
@@ -70,21 +72,16 @@ def test_every_element_is_added_exactly_once_per_island(
 
 def test_what_is_not_sealed_names_its_sender_and_strangers_are_not_heard() -> None:
     with islands(3) as (first, second, third):
-        stranger = socket.create_connection(
-            json.loads(first.store.get("weft/streams/0/0"))
-        )
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 9)
-        hello = json.dumps({"from": 2, "to": 0, "place": 0, "epoch": 0}).encode()
-        forger = socket.create_connection(
-            json.loads(first.store.get("weft/streams/0/0"))
-        )
-        forger.sendall(struct.pack("!H", len(hello)) + hello + bytes(16))
-        third.send(0, "x", torch.tensor([3.0]))
-        assert first.receive(2, "x", torch.float32).tolist() == [3.0]
+        address = first.address_of(0)
+        assert address
+        with socket.create_connection(address) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 9)
+            third.send(0, "x", torch.tensor([3.0]))
+            assert first.receive(2, "x", torch.float32).tolist() == [3.0]
         # An island that has shown that it is one, and whose message is changed on the way.
         connection = second._dial(0, 0)
-        second._introduce(connection, 0, 0)
-        connection.sendall(struct.pack("!HQQ", 1, 4, 0) + b"x" + bytes(16) + bytes(4))
+        head, _, seal = connection.session.encode({"tag": "x"}, [memoryview(b"abcd")])
+        connection.socket.sendall(b"".join([head, b"abce", seal]))
         with pytest.raises(
             IslandLost,
             match=r"island 1 has sent a message that is not what was sealed .*'x'",
@@ -92,8 +89,6 @@ def test_what_is_not_sealed_names_its_sender_and_strangers_are_not_heard() -> No
             first.receive(1, "x", torch.float32)
         third.send(0, "y", torch.tensor([4.0]))
         assert first.receive(2, "y", torch.float32).tolist() == [4.0]
-        stranger.close()
-        forger.close()
 
 
 def test_an_island_that_is_late_or_gone_is_named() -> None:

@@ -2,9 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable
 from contextlib import suppress
-from threading import Thread
 
 #: What others name in annotations, and the kind of an address for datagrams.
 Socket = socket.socket
@@ -26,43 +24,9 @@ def family_of(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def serve_each(
-    listener: socket.socket, serve: Callable[[socket.socket], None], name: str
-) -> None:
-    """From now on every connection is served in a thread of this name, until the listener is closed."""
-
-    def accept() -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            Thread(target=serve, args=(connection,), name=name, daemon=True).start()
-
-    Thread(target=accept, name=name, daemon=True).start()
-
-
 def send_at_once(connection: socket.socket) -> None:
     """Have short messages sent without waiting for more bytes to send with them."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def read(connection: socket.socket, size: int, most: int | None = None) -> bytearray:
-    """The next ``size`` bytes. Raises EOFError if the other end closes before, ValueError if ``size > most``."""
-    if most is not None and size > most:
-        raise ValueError(size)
-    found = bytearray(size)
-    read_into(connection, memoryview(found))
-    return found
-
-
-def read_into(connection: socket.socket, view: memoryview) -> None:
-    """Fill ``view`` with the next bytes. Raises EOFError if the other end closes before."""
-    while view:
-        count = connection.recv_into(view, len(view), socket.MSG_WAITALL)
-        if not count:
-            raise EOFError
-        view = view[count:]
 
 
 def end(connection: socket.socket) -> None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 from weft.checkpoint.state import Progress
 from weft.errors import WeftError
 from weft.recipe import Sync
-from weft.resilience.members import GONE, LeftOut, View
+from weft.resilience.members import GONE, Address, LeftOut, View
 from weft.resilience.membership import Membership
 from weft.run.failure import report_failure
 from weft.run.ranks import LEFT_OUT
@@ -69,11 +69,10 @@ class Stay(NamedTuple):
 
 
 class Company(Presence):
-    """The islands that are present. ``mine`` has this rank's ``island``, ``place`` in it, ``life``, and its streams'
-    address (``at``).
+    """The islands that are present. ``mine`` has this rank's ``island``, ``place`` in it, and ``life``.
 
     There are ``islands`` of ``ranks`` each. ``events``: records (kind, values) of what has changed, for
-    :meth:`take_events`.
+    :meth:`take_events`. ``addresses``: for each island, of the endpoint of its rank with this rank's place.
     """
 
     def __init__(
@@ -101,6 +100,7 @@ class Company(Presence):
         # numbers of members, by island and place
         self.members: dict[int, dict[int, int]] = {}
         self.known: dict[int, Facts] = {}  # the facts of each member, by its number
+        self.addresses: dict[int, Address] = {}
         self.waiting: list[Stay] = []  # of islands that have no state yet
         self.giver = 0  # the island that hands its state to those
         # numbers of the last exchange that was begun here, and that is over
@@ -233,11 +233,11 @@ class Company(Presence):
         self.giver = min(here, default=0)
         self.stays = stays + self.waiting
         self.members = {stay.island: numbers[stay.start] for stay in self.present}
+        mates = {member.number: member.address for member in view.members}
         place = int(self.mine["place"])
-        for stay in self.present:
-            self.streams.store.set(
-                f"weft/streams/{stay.island}/{place}", whole[stay.start][place]["at"]
-            )
+        self.addresses = {
+            island: mates[at[place]] for island, at in self.members.items()
+        }
         self.streams.begin(view.epoch)
         self._say(went, lacks, lost)
         if self._start not in whole:

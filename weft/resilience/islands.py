@@ -17,6 +17,7 @@ from weft.checkpoint.levels import levels_of
 from weft.checkpoint.state import Progress
 from weft.layout.mesh import Mesh, from_all
 from weft.layout.placement import island_ranks
+from weft.net.endpoint import process_endpoint
 from weft.net.sockets import own_address
 from weft.observe import trace
 from weft.parallel.state import State
@@ -119,27 +120,21 @@ class Islander(Watching):
         self.folder = Path()
         self.device, limit = device_type(recipe), recipe.train.timeout
         settle_in(self.device, recipe.train.threads)
-        ranks, host, detect = (
-            recipe.layout.inside.world,
-            own_address(),
-            recipe.resilience.detect,
-        )
-        addresses = dist.HashStore()
-        addresses.set("weft/streams/token", token)
+        ranks, detect = recipe.layout.inside.world, recipe.resilience.detect
+        self.endpoint = process_endpoint(own_address(), own_port(place))
         self.own_streams = Streams(
-            island, recipe.layout.island, place, addresses, host, limit
+            island,
+            recipe.layout.island,
+            place,
+            self.endpoint,
+            token,
+            lambda other: self.company.addresses.get(other),
+            limit,
         )
         life = inside.compare_set("weft/life", "", secrets.token_hex(8)).decode()
-        at = addresses.get(f"weft/streams/{island}/{place}").decode()
-        port = own_port(ranks + place) if own_port(place) else 0
-        mine = {"island": island, "place": place, "life": life, "at": at}
+        mine = {"island": island, "place": place, "life": life}
         self.membership = Membership(
-            detect,
-            token,
-            lambda why: self.company.on_break(why),
-            host,
-            number,
-            port=port,
+            detect, token, lambda why: self.company.on_break(why), self.endpoint, number
         )
         self.company = Company(
             self.membership,
@@ -156,6 +151,7 @@ class Islander(Watching):
 
     def __exit__(self, *problem: Any) -> None:
         self.company.close()
+        self.endpoint.close()
 
     def train(self, shore: dist.Store | None) -> tuple[Outcome, bool]:
         """Train to the end. ``shore``: the store by which all islands have met; None: this one joins later."""

@@ -1,8 +1,9 @@
 """The agent of a member: a thread that watches the other members and agrees with them on views.
 
-Every member has one, which listens on a port of its own and works beside whatever the process's main thread does;
-there is no central process. Each agent connects to all others, sends its state with every heartbeat, and finds out who
-is gone, stopped or silent. What follows from that is decided in :mod:`weft.resilience.agreement`;
+Every member has one, which works beside whatever the process's main thread does; there is no central process. Each
+agent connects to all others, over a channel of the processes' endpoints (:mod:`weft.net.endpoint`), sends its state
+with every heartbeat, and finds out who is gone, stopped or silent. What follows from that is decided in
+:mod:`weft.resilience.agreement`;
 ``docs/resilience.md`` says what is promised.
 """
 
@@ -10,21 +11,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import selectors
-import socket
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from weft.net.hangup import spare
+from weft.net.endpoint import Endpoint
+from weft.net.poller import PolledConnection, Poller
 from weft.net.process import look_at
-from weft.net.sockets import listen
+from weft.net.wire import SealedConnection
 from weft.resilience.agreement import Agreement, Message
 from weft.resilience.members import (
     GONE,
@@ -37,7 +34,6 @@ from weft.resilience.members import (
     View,
     this_process,
 )
-from weft.resilience.wires import Connection, WireCut, key_of
 
 #: Heartbeats in the time after which a silent member is lost.
 BEATS = 6
@@ -51,8 +47,10 @@ DIAL_S, PAUSE_S = 0.01, 0.05
 #: Seconds for which a newcomer tries addresses where nobody listens, and for which a process that has been told to
 #: end still waits for others.
 REFUSED_S, LEAVES_S = 5.0, 10.0
-#: Seconds within which a new connection must say whose it is, and for which the last messages are sent at the end.
-HELLO_S, GOODBYE_S = 5.0, 1.0
+#: Seconds for which the last messages are sent at the end.
+GOODBYE_S = 1.0
+#: The channel of agents.
+CHANNEL = "members"
 
 
 @dataclass
@@ -62,7 +60,7 @@ class _Link:
     member: Member
     # when its last message came; before the first one, a time in the future that allows for its start
     heard: float
-    wire: Connection | None = None  # the connection that this agent dialled
+    wire: PolledConnection | None = None  # the connection that this agent dialled
     dialled: float = 0.0
     cut: bool = False  # a connection has ended since it was heard last
     sure: bool = True  # it was heard since this process itself did not run for a while
@@ -75,8 +73,9 @@ class Membership:
     """The agent of this process. ``detect``: seconds of silence after which a member counts as lost.
 
     ``on_break(why)`` is called from the agent's thread when the view can do no further step; it must return soon, as no
-    heartbeats are sent meanwhile. ``token``: the run's secret. ``host``: the address at which the others reach this
-    process. ``interrupted()``: whether the process is to end, so that it does not wait for others much longer.
+    heartbeats are sent meanwhile. ``token``: the run's secret. ``endpoint``: where the others reach this process; by
+    default one of its own on this machine. ``interrupted()``: whether the process is to end, so that it does not wait
+    for others much longer.
     """
 
     def __init__(
@@ -84,39 +83,28 @@ class Membership:
         detect: float,
         token: str,
         on_break: Callable[[str], None],
-        host: str = "127.0.0.1",
+        endpoint: Endpoint | None = None,
         number: int = NEWCOMER,
         interrupted: Callable[[], object] = lambda: False,
-        port: int = 0,
     ) -> None:
-        self._listener = listen(host, port, backlog=256)
-        self._listener.setblocking(False)
-        spare(self._listener)
-        me = this_process(number, (host, self._listener.getsockname()[1]))
+        self._endpoint = endpoint or Endpoint("127.0.0.1")
+        self._owns = endpoint is None
+        me = this_process(number, self._endpoint.address)
         self.published: dict[int, dict[str, Any]] = {}
-        self._detect, self._beat, self._key, self._on_break = (
-            detect,
-            detect / BEATS,
-            key_of(token),
-            on_break,
-        )
+        self._detect, self._beat, self._on_break = detect, detect / BEATS, on_break
         self._interrupted = interrupted
         # guards all that follows; notified of anything that may be new
         self._lock = self.news = threading.Condition()
         self._agreement = Agreement(me, self._send_to)
         self._links: dict[Address, _Link] = {}
-        self._incoming: set[Connection] = set()  # connections that others dialled
+        # connections that others dialled
+        self._incoming: set[PolledConnection] = set()
         self._facts: dict[str, Any] = {}  # published
         self._said: Message = {}  # to all, last
         self._closing = False
         self._last = self._next_beat = time.monotonic()
-        self._selector = selectors.DefaultSelector()
-        self._poke, self._poked = socket.socketpair()
-        for one in (self._poke, self._poked):
-            one.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._poked, selectors.EVENT_READ)
-        _agents.add(self)
+        self._poller = Poller()
+        self._channel = self._endpoint.open(CHANNEL, token, self._take_in)
         self._thread = threading.Thread(
             target=self._run, name="weft-members", daemon=True
         )
@@ -299,7 +287,7 @@ class Membership:
         self._closing = True
         self._wake()
         self._thread.join(GOODBYE_S)
-        self._close_sockets()
+        self._close_connections()
 
     def _flush(self) -> None:
         deadline = time.monotonic() + GOODBYE_S
@@ -313,18 +301,24 @@ class Membership:
             time.sleep(DIAL_S)
 
     def _wake(self) -> None:
-        # full: it wakes anyway; closed: nobody is there to be woken
-        with suppress(OSError):
-            self._poke.send(b"!")
+        self._poller.wake()
 
-    def _close_sockets(self) -> None:
-        """Also called in a forked child, which must not hold connections open on behalf of its parent."""
-        for wire in [link.wire for link in self._links.values() if link.wire] + list(
-            self._incoming
-        ):
-            wire.socket.close()
-        for one in (self._listener, self._poke, self._poked, self._selector):
-            one.close()
+    def _take_in(self, connection: SealedConnection) -> None:
+        """In a thread of the endpoint: another agent has dialled this one."""
+        host, port = connection.hello["host"], connection.hello["port"]
+        with self._lock:
+            if not self._closing:
+                wire = PolledConnection(connection.socket, self._poller, (host, port))
+                self._incoming.add(wire)
+                wire.begin(connection.session)
+        self._wake()
+
+    def _close_connections(self) -> None:
+        self._channel.close()
+        if self._owns:
+            self._endpoint.close()
+        with self._lock:
+            self._poller.close()
 
     # The agent's thread.
 
@@ -340,7 +334,7 @@ class Membership:
                 )
                 self._agreement.break_view(self._agreement.fatal)
             self._call_on_break()
-            self._close_sockets()
+            self._close_connections()
         with self._lock:
             self._lock.notify_all()
 
@@ -350,14 +344,14 @@ class Membership:
             for link in self._links.values()
         )
         pause = max(0.0, self._next_beat - time.monotonic())
-        events = self._selector.select(
+        events = self._poller.wait(
             min(pause, DIAL_S) if dials or self._agreement.held else pause
         )
         with self._lock:
             now = time.monotonic()
             self._note_absence(now)
-            for key, mask in events:
-                self._handle(key, mask, now)
+            for wire, readable, writable in events:
+                self._handle(wire, readable, writable, now)
             self._follow(now)
             self._watch(now)
             self._agreement.step()
@@ -385,45 +379,33 @@ class Membership:
                 link.sure = link.member.machine == self.me.machine
         self._last = now
 
-    def _handle(self, key: selectors.SelectorKey, mask: int, now: float) -> None:
-        if isinstance(key.data, Connection):
-            if key.data.closed:  # by what came in the same moment
-                return
-            try:
-                if mask & selectors.EVENT_WRITE:
-                    key.data.flush()
-                if mask & selectors.EVENT_READ:
-                    for message in key.data.receive():
-                        self._hear(key.data, message, now)
-            except (OSError, WireCut) as error:
-                self._cut(key.data, error)
-        elif key.fileobj is self._poked:
-            with suppress(BlockingIOError):
-                self._poked.recv(1 << 12)
-        else:
-            with suppress(OSError):
-                self._incoming.add(
-                    Connection(
-                        self._listener.accept()[0], self._key, self._selector, now
-                    )
-                )
+    def _handle(
+        self, wire: PolledConnection, readable: bool, writable: bool, now: float
+    ) -> None:
+        if wire.closed:  # by what came in the same moment
+            return
+        try:
+            if writable:
+                wire.flush()
+            if readable:
+                for message in wire.receive():
+                    self._hear(wire, message, now)
+        except OSError as error:
+            self._cut(wire, error)
 
-    def _hear(self, wire: Connection, message: Message, now: float) -> None:
-        if message["t"] == "hello":
-            wire.address = (message["host"], message["port"])
-        elif wire.address:
-            self._agreement.hear(
-                wire.address, message, lambda answer: self._send(wire, answer)
-            )
-            if link := self._links.get(wire.address):
-                link.heard, link.cut, link.sure, link.refused = now, False, True, 0.0
-                if message["t"] == "stand":
-                    self.published[message["from"]] = message["facts_published"]
+    def _hear(self, wire: PolledConnection, message: Message, now: float) -> None:
+        self._agreement.hear(
+            wire.address, message, lambda answer: self._send(wire, answer)
+        )
+        if link := self._links.get(wire.address):
+            link.heard, link.cut, link.sure, link.refused = now, False, True, 0.0
+            if message["t"] == "stand":
+                self.published[message["from"]] = message["facts_published"]
 
-    def _send(self, wire: Connection, message: Message) -> None:
+    def _send(self, wire: PolledConnection, message: Message) -> None:
         try:
             wire.send(message | {"from": self.me.number})
-        except (OSError, WireCut) as error:
+        except OSError as error:
             self._cut(wire, error)
 
     def _send_to(self, address: Address, message: Message) -> None:
@@ -445,11 +427,11 @@ class Membership:
             self._agreement.repeat()
             self._next_beat = now + self._beat
 
-    def _cut(self, wire: Connection, error: Exception) -> None:
+    def _cut(self, wire: PolledConnection, error: Exception) -> None:
         """Close a connection that has ended with ``error``. If its process then refuses a new one, it is gone."""
         wire.close()
         self._incoming.discard(wire)
-        link = self._links.get(wire.address) if wire.address else None
+        link = self._links.get(wire.address)
         if link is None:
             return
         if link.wire is wire:
@@ -493,23 +475,20 @@ class Membership:
                 self._dial(link, now)
             if now - link.heard > self._detect / 2 and now - link.looked > self._beat:
                 self._look(link, now)
-        for wire in [
-            wire
-            for wire in self._incoming
-            if wire.address is None and now - wire.made > HELLO_S
-        ]:
-            self._cut(wire, WireCut("a stranger"))
 
     def _dial(self, link: _Link, now: float) -> None:
         link.dialled = now
         try:
-            wire = Connection.to(link.member.address, self._key, self._selector, now)
+            wire = self._channel.dial_polled(
+                link.member.address,
+                {"host": self.me.host, "port": self.me.port},
+                self._poller,
+            )
         except OSError as error:
             if isinstance(error, ConnectionRefusedError):
                 self._refused(link)
             return
         link.wire = wire
-        self._send(wire, {"t": "hello", "host": self.me.host, "port": self.me.port})
         self._send(wire, {**self._agreement.stand(), "facts_published": self._facts})
 
     def _look(self, link: _Link, now: float) -> None:
@@ -535,15 +514,3 @@ class Membership:
     def _lose(self, link: _Link, why: str, proved: bool) -> None:
         if link.member.address in self._agreement.peers:
             self._agreement.lose(link.member.address, why, proved)
-
-
-_agents: weakref.WeakSet[Membership] = weakref.WeakSet()
-
-
-def _leave_to_parent() -> None:
-    for agent in list(_agents):
-        with suppress(Exception):
-            agent._close_sockets()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)

@@ -34,6 +34,7 @@ from weft.layout.layout import BATCH_AXES, Layout
 from weft.layout.mesh import Mesh, from_all
 from weft.layout.placement import Place
 from weft.net import lost
+from weft.net.endpoint import process_endpoint
 from weft.net.hangup import HangUp
 from weft.net.lost import PeerLost
 from weft.net.sockets import own_address
@@ -181,10 +182,10 @@ class Survivor(Watching):
 
     def appear(self, token: str, host: str, number: int = NEWCOMER) -> None:
         """Start this rank's agent, which watches the others and is watched by them."""
-        self.token = token
+        self.token, self.endpoint = token, process_endpoint(host)
         detect = self.recipe.resilience.detect
         self.membership = Membership(
-            detect, token, self.on_break, host, number, lambda: self.received
+            detect, token, self.on_break, self.endpoint, number, lambda: self.received
         )
         lost.watch.append(lambda: self.membership.why)
         # after the present step
@@ -390,9 +391,11 @@ class Survivor(Watching):
         """New copies of the state, which are made after steps from now on. Collective."""
         machines = [member.machine for member in self.view.members[: mesh.layout.world]]
         self.snapshots.append(Snapshots(
-            self.state, machines, self.membership.me.host, self.token, 2 * self.view.epoch + bool(leaving),
+            self.state, machines, self.endpoint, self.token, 2 * self.view.epoch + bool(leaving),
             self.recipe.resilience.snapshot_every, self.limit.total_seconds(), mesh.step_group, leaving,
         ))  # fmt: skip
+        if self.membership.why:  # this has not been told to them
+            self.snapshots[-1].break_off()
         return self.snapshots[-1]
 
     def join_groups(self, rank: int, world: int, device: str) -> None:
@@ -423,6 +426,8 @@ class Survivor(Watching):
         """In the agent's thread: the view can do no further step."""
         if self._hang_up is not None:
             self._hang_up.hang_up()
+        for copies in list(self.snapshots):
+            copies.break_off()
 
     def end_stuck(self) -> None:
         """Called in another thread: end the process, as the main thread waits in a collective that does not end."""
@@ -540,6 +545,7 @@ class Survivor(Watching):
             copies.stop()
         if hasattr(self, "membership"):
             self.membership.close()
+            self.endpoint.close()
 
     # --- what the loop asks and says ---
 

@@ -10,7 +10,9 @@ Parts that other ranks hold as well (on another host, if there are several) are 
 the memory of other hosts; ElasWave, 2025, one for every step.)
 """
 
+import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import InitVar, asdict, dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -26,10 +28,11 @@ from weft.checkpoint.state import Progress
 from weft.layout.dims import Box, Tensor, extents
 from weft.layout.mesh import from_all
 from weft.layout.parts import TORCH_DTYPES, Part
+from weft.net.endpoint import Endpoint
 from weft.net.lost import PeerLost
+from weft.net.wire import Head, SealedConnection, WireBroken
 from weft.parallel.state import State
 from weft.recipe import Recipe
-from weft.resilience.links import Head, Inbox, LinkBroken, Outbox
 
 T = torch.Tensor
 
@@ -202,13 +205,13 @@ def digest(views: Iterable[memoryview]) -> str:
 class Snapshots:
     """The copies of one view: this rank's, and those that it keeps for others. Making it is collective over ``group``.
 
-    ``machines``: of every rank of the group; ``host``: the address at which this rank listens; ``token``: the run's
-    secret. A copy is made after every ``every``-th step, and waited for at most ``limit`` seconds. If there are ranks
-    ``leaving``, they send what only they have to those that stay, which send nothing.
+    ``machines``: of every rank of the group; ``endpoint``: of this process; ``token``: the run's secret. A copy is
+    made after every ``every``-th step, and waited for at most ``limit`` seconds. If there are ranks ``leaving``, they
+    send what only they have to those that stay, which send nothing.
     """
 
     def __init__(
-        self, state: State, machines: Sequence[str], host: str, token: str, epoch: int = 0, every: int = 1,
+        self, state: State, machines: Sequence[str], endpoint: Endpoint, token: str, epoch: int = 0, every: int = 1,
         limit: float = 600, group: dist.ProcessGroup | None = None, leaving: Collection[int] = (),
     ) -> None:  # fmt: skip
         self.state, self.epoch, self.every, self.limit = state, epoch, every, limit
@@ -221,12 +224,14 @@ class Snapshots:
         }
         parts = state.parts()
         self._live = {name: parts[name].values.detach() for name in fixed}
-        self._inbox = Inbox(host, token, self._place, self._keep)
+        self._ready = Event()
+        name = f"copies/{secrets.token_hex(8)}"
+        self._channel = endpoint.open(name, token, self._receive)
         mine = {
             name: (part.tensor, part.box, name in fixed) for name, part in parts.items()
         }
-        found = from_all((self._inbox.address, mine), group)
-        self.segments = segments_of([table for _, table in found], machines, leaving)
+        found = from_all((endpoint.address, name, mine), group)
+        self.segments = segments_of([table for _, _, table in found], machines, leaving)
         pinned = any(part.values.is_cuda for part in parts.values())
         self._own = [
             SnapshotCopy(self._segments_of(self.rank, fixed=False), pinned)
@@ -240,14 +245,13 @@ class Snapshots:
         self._turn, self._begun, self._sent_fixed = 0, -1, False
         self._problem, self._done = "", Event()
         self._done.set()
-        sends = any(s.sender == self.rank for s in self.segments)
-        self._outbox = (
-            Outbox(found[self.buddy][0], token, self.rank, limit) if sends else None
-        )
+        self._sends = any(s.sender == self.rank for s in self.segments)
+        self._buddy_at, self._buddy_name, _ = found[self.buddy]
+        self._connection: SealedConnection | None = None
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name="weft-snapshots", daemon=True)
         self._thread.start()
-        self._inbox.start()
+        self._ready.set()
 
     @property
     def nbytes(self) -> int:
@@ -305,11 +309,14 @@ class Snapshots:
                 f"rank {self.buddy} has not kept the state of rank {self.rank}: {problem}"
             )
 
+    def break_off(self) -> None:
+        """Make a call that waits for another rank raise: nothing is sent or received any more. Returns at once."""
+        self._ready.set()
+        self._channel.close()
+
     def stop(self) -> None:
         """Send and receive nothing more; complete copies stay. May be called by any thread, and more than once."""
-        self._inbox.close()
-        if self._outbox is not None:
-            self._outbox.close()
+        self.break_off()
         self._jobs.put(None)
         self._thread.join(STOP_S)
 
@@ -367,8 +374,8 @@ class Snapshots:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except LinkBroken as error:
-                self._problem = str(error)
+            except OSError as error:
+                self._problem = error.strerror or str(error)
             except (
                 Exception
             ) as error:  # whatever it is, the main thread must not wait for its end
@@ -399,7 +406,7 @@ class Snapshots:
             if segment.sender == self.rank
         }
         copy.whole = True
-        if self._outbox is None:
+        if not self._sends:
             return
         if not self._sent_fixed:
             views = {
@@ -424,10 +431,28 @@ class Snapshots:
     def _send(
         self, head: Head, digests: Mapping[int, str], payload: Sequence[memoryview]
     ) -> None:
-        assert self._outbox is not None
-        self._outbox.send(head | {"digests": _by_text(digests)}, payload)
+        if self._connection is None:
+            self._connection = self._channel.dial(
+                self._buddy_at,
+                {"rank": self.rank},
+                self.limit,
+                self.limit,
+                self._buddy_name,
+            )
+        self._connection.send(head | {"digests": _by_text(digests)}, payload)
+        if not self._connection.receive(limit=self.limit).head["kept"]:
+            raise WireBroken("what came is not what was sent")
 
     # --- in the threads that receive ---
+
+    def _receive(self, connection: SealedConnection) -> None:
+        self._ready.wait()
+        sender = int(connection.hello["rank"])
+        with suppress(OSError):
+            while True:
+                head, _ = connection.receive(lambda head, _: self._place(sender, head))
+                connection.send({"kept": self._keep(sender, head)})
+        connection.close()
 
     def _place(self, sender: int, head: Head) -> memoryview:
         """Memory for what ``sender`` sends; the copy that was there before counts no more."""

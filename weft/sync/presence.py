@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from weft.sync.streams import Streams
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 R = TypeVar("R")
 
 #: Does an exchange with these islands; its messages have tags that begin with the given text.
@@ -47,12 +50,16 @@ class Presence:
 
     def wish(self, number: int) -> None:
         """Ask all islands to end the run with round ``number``."""
-        self.streams.store.compare_set("weft/stop", "", str(number))
+        self._store().compare_set("weft/stop", "", str(number))
 
     def wished(self) -> int | None:
         """The last round of the run, if an island has asked to end it."""
-        store = self.streams.store
+        store = self._store()
         return int(store.get("weft/stop")) if store.check(["weft/stop"]) else None
+
+    def _store(self) -> dist.Store:
+        assert self.streams.shared is not None
+        return self.streams.shared
 
     def note_odd(self, odd: Sequence[int], step: int) -> None:
         """Report that these islands had another state than the others after a step, and now have theirs."""

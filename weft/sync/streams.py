@@ -1,38 +1,32 @@
 """Streams between islands: messages from a rank to the one with the same place in another island.
 
-They are TCP connections of their own, made when there is something to send, and not part of a process group, so that
-an island that is gone stops nobody else. A message is a tag and bytes, with a keyed hash (its *seal*). Both ends derive
-the key from the run's token and a handshake. Nothing that arrives is unpickled. If a seal is wrong, the connection is
-closed and the error names the island; a connection that fails the handshake is closed without a word.
+They are connections of a channel of the process's endpoint (:mod:`weft.net.endpoint`), made when there is something to
+send, and not part of a process group, so that an island that is gone stops nobody else. A message is a tag and bytes.
+If it is not what its sender sealed, the connection is closed and the error names the island.
 """
 
-import hashlib
-import hmac
 import json
 import os
 import secrets
-import socket
-import struct
 import time
 from collections import defaultdict, deque
-from collections.abc import Container, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from queue import Queue
 from threading import Condition, Thread
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
-from weft.net.hangup import spare
-from weft.net.sockets import end, listen, own_address, read, send_at_once, serve_each
+from weft.net.endpoint import Address, Endpoint, process_endpoint
+from weft.net.sockets import own_address
+from weft.net.wire import SealedConnection, WireForged
 
-#: Bytes of a seal and of a challenge, and of a message's fixed head; longest introduction and tag.
-SEAL, HEAD, LONGEST = 16, 18, 1024
-#: Seconds for the handshake of a connection, and at the end of a run for the messages that are still to be sent.
-HELLO_S, END_S = 10.0, 30.0
+#: Seconds at the end of a run for the messages that are still to be sent.
+END_S = 30.0
 #: Seconds of one wait at most: Python refuses to wait for as long as a ``limit`` may say.
 MOST_S = 3600.0
 
@@ -41,16 +35,23 @@ class IslandLost(WeftError):
     """Another island is gone, late, or has sent a message with a wrong seal; the error names it."""
 
 
+class _Message(NamedTuple):
+    epoch: int
+    tag: str
+    view: memoryview
+    control: bool
+
+
 class Streams:
     """This rank's streams to the rank with the same ``place`` in each other island.
 
-    ``host``: the address to listen on; ``limit``: seconds that a message may take. The ``store`` holds the address of
-    every rank that listens, and the run's secret. Where islands come and go, time is divided into *epochs*, in which
+    ``secret``: the run's; ``limit``: seconds that a message may take. ``address_of(island)`` is where that rank's
+    endpoint listens, None while that is not known. Where islands come and go, time is divided into *epochs*, in which
     the set of islands does not change: :meth:`break_off` ends the exchanges of an epoch, and :meth:`begin` starts the
     next, which sees no message of an earlier one.
 
     ``sent`` and ``received`` count the bytes of messages' tensors. ``around`` counts the other bytes sent: seals, tags,
-    handshakes, and messages that are sent as ``control``.
+    and messages that are sent as ``control``. ``shared``: the store that all islands share, while there is one.
     """
 
     def __init__(
@@ -58,34 +59,30 @@ class Streams:
         island: int,
         islands: int,
         place: int,
-        store: dist.Store,
-        host: str,
+        endpoint: Endpoint,
+        secret: str,
+        address_of: Callable[[int], Address | None],
         limit: float,
+        shared: dist.Store | None = None,
     ) -> None:
         self.island, self.islands, self.limit = island, islands, limit
         self.sent = self.received = self.around = 0
-        self.place, self.store = place, store
-        #: The store that all islands share, while there is one.
-        self.shared: dist.Store | None = store
+        self.place, self.address_of, self.shared = place, address_of, shared
         #: The islands in the order of the ring that sums go around.
         self.order = list(range(islands))
-        self._key = store.compare_set("weft/streams/token", "", secrets.token_hex(32))
         self.epoch = 0
-        self._came: dict[tuple[int, int, str], deque[bytearray]] = defaultdict(deque)
+        self._came: dict[tuple[int, int, str], deque[memoryview]] = defaultdict(deque)
         self._news, self._closed, self._broken = Condition(), False, ""
         self._lost: dict[int, str] = {}
-        self._outboxes: dict[int, Queue[Any]] = {}
+        self._outboxes: dict[int, Queue[_Message | None]] = {}
         self._waiting = 0  # messages of this epoch that are still to be sent
         self._threads: list[Thread] = []
-        self._sockets: list[socket.socket] = []
-        self._to: dict[int, socket.socket] = {}
-        self._listener = listen(host, own_port(place))
-        self._sockets.append(self._listener)
-        store.set(
-            f"weft/streams/{island}/{place}",
-            json.dumps(self._listener.getsockname()[:2]),
-        )
-        serve_each(self._listener, self._serve, "weft-streams")
+        self._to: dict[int, SealedConnection] = {}
+        self._channel = endpoint.open(self._name_of(island), secret, self._hear)
+
+    def _name_of(self, island: int) -> str:
+        """The channel of the rank with this rank's place in an island."""
+        return f"streams/{island}/{self.place}"
 
     def ring(self, islands: Container[int]) -> list[int]:
         """These islands, in the order of the ring."""
@@ -108,7 +105,8 @@ class Streams:
             self._threads[-1].start()
         with self._news:
             self._waiting += 1
-            item = (self.epoch, tag, tensor.view(torch.uint8).numpy().data, control)
+            view = tensor.view(torch.uint8).numpy().data
+            item = _Message(self.epoch, tag, view, control)
         self._outboxes[island].put(item)
 
     def flush(self) -> None:
@@ -174,8 +172,7 @@ class Streams:
             self._news.notify_all()
         # a thread may be about to send there, to one who does not read
         for connection in before:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
     def close(self, flush: bool = True) -> None:
         """End all streams; with ``flush`` after the messages that are still to be sent."""
@@ -186,8 +183,7 @@ class Streams:
         with self._news:
             self._closed = True
             self._news.notify_all()
-        for connection in self._sockets:
-            end(connection)
+        self._channel.close()
 
     def _loses(self, island: int, why: str) -> None:
         with self._news:
@@ -196,146 +192,70 @@ class Streams:
 
     def _deliver(self, island: int) -> None:
         """The body of the thread that sends to one island. Once the island is lost, its messages are dropped."""
-        outbox, connection, number = self._outboxes[island], None, 0
-        key = b""
+        outbox, connection = self._outboxes[island], None
         while (item := outbox.get()) is not None:
             epoch, tag, view, control = item
             try:
                 if connection is None or self._to.get(island) is not connection:
-                    self._drop(connection)
+                    if connection is not None:
+                        connection.close()
                     connection = None
                     if epoch == self.epoch and island not in self._lost:
-                        connection, number = self._dial(island, epoch), 0
-                        key = self._introduce(connection, island, epoch)
+                        connection = self._dial(island, epoch)
                 if connection is not None and epoch == self.epoch:
-                    head = (
-                        struct.pack("!HQQ", len(tag), len(view), epoch) + tag.encode()
-                    )
-                    connection.sendall(head + _seal(key, number, head, view))
-                    connection.sendall(view)
-                    number += 1
-                    self.sent += 0 if control else len(view)
-                    self.around += len(head) + SEAL + (len(view) if control else 0)
-            except (
-                OSError,
-                RuntimeError,
-                EOFError,
-            ) as error:  # of the store, if it has gone
-                self._drop(connection)
+                    count = connection.send({"tag": tag}, [view])
+                    size = 0 if control else len(view)
+                    self.sent += size
+                    self.around += count - size
+            except (OSError, RuntimeError) as error:  # of the store, if it has gone
+                if connection is not None:
+                    connection.close()
                 connection = None
                 if not self._closed and epoch == self.epoch:
-                    self._loses(
-                        island, f"is gone ({getattr(error, 'strerror', None) or error})"
-                    )
+                    why = getattr(error, "strerror", None) or error
+                    self._loses(island, f"is gone ({why})")
             with self._news:
                 self._waiting -= epoch == self.epoch
                 self._news.notify_all()
         if connection is not None:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_WR)
-
-    def _drop(self, connection: socket.socket | None) -> None:
-        if connection is not None:
             connection.close()
-            with suppress(ValueError):
-                self._sockets.remove(connection)
 
-    def _dial(self, island: int, epoch: int) -> socket.socket:
-        name = f"weft/streams/{island}/{self.place}"
+    def _dial(self, island: int, epoch: int) -> SealedConnection:
         deadline = time.monotonic() + self.limit
-        # a wait in the store would hold other threads of this rank up
-        while not self.store.check([name]):
+        # a wait in a store would hold other threads of this rank up
+        while (address := self.address_of(island)) is None:
             if time.monotonic() > deadline:
                 raise OSError(0, f"it has not said where it is for {self.limit:g} s")
             time.sleep(0.05)
-        connection = socket.create_connection(
-            json.loads(self.store.get(name)), self.limit
+        hello = {"from": self.island, "epoch": epoch}
+        connection = self._channel.dial(
+            address, hello, self.limit, self.limit, self._name_of(island)
         )
-        connection.settimeout(self.limit)
-        self._adopt(connection)
         with self._news:
             if epoch != self.epoch:
+                connection.close()
                 raise OSError(0, "it is of an epoch before")
             self._to[island] = connection
         return connection
 
-    def _introduce(self, connection: socket.socket, island: int, epoch: int) -> bytes:
-        """The dialling end of the handshake: answer the other end's challenge, and return the connection's key."""
-        challenge = read(connection, SEAL)
-        hello = json.dumps(
-            {"from": self.island, "to": island, "place": self.place, "epoch": epoch}
-        ).encode()
-        key = hashlib.blake2b(challenge + hello, key=self._key[:64]).digest()
-        connection.sendall(
-            struct.pack("!H", len(hello)) + hello + _seal(key, 0, hello, b"")
-        )
-        self.around += len(hello) + SEAL + 2
-        return key
-
-    def _adopt(self, connection: socket.socket) -> None:
-        send_at_once(connection)
-        spare(connection)
-        self._sockets.append(connection)
-
-    def _serve(self, connection: socket.socket) -> None:
+    def _hear(self, connection: SealedConnection) -> None:
         """The body of the thread that reads one connection."""
+        hello = connection.hello
+        island, epoch, why = int(hello["from"]), int(hello["epoch"]), "is gone"
         try:
-            self._adopt(connection)
-            connection.settimeout(HELLO_S)
-            challenge = secrets.token_bytes(SEAL)
-            connection.sendall(challenge)
-            hello = bytes(
-                read(connection, struct.unpack("!H", read(connection, 2))[0], LONGEST)
-            )
-            key = hashlib.blake2b(challenge + hello, key=self._key[:64]).digest()
-            if not hmac.compare_digest(
-                read(connection, SEAL), _seal(key, 0, hello, b"")
-            ):
-                raise ValueError
-            said = json.loads(hello)
-            island, epoch = int(said["from"]), int(said["epoch"])
-            if (said["to"], said["place"]) != (self.island, self.place):
-                raise ValueError
-            connection.settimeout(None)
-        except (OSError, ValueError, KeyError, TypeError, EOFError):
-            # a stranger's bytes may be anything; who it was does not matter
-            self._drop(connection)
-            return
-        why = "is gone"
-        try:
-            self._hear(connection, island, key)
-        except ValueError:
+            while True:
+                head, payload = connection.receive()
+                with self._news:
+                    if epoch >= self.epoch:
+                        self._came[epoch, island, head["tag"]].append(payload)
+                        self._news.notify_all()
+        except WireForged:
             why = "has sent a message that is not what was sealed (it is broken or forged)"
-        except (OSError, EOFError):
+        except OSError:
             pass
+        connection.close()
         if epoch == self.epoch:
             self._loses(island, why)
-        self._drop(connection)
-
-    def _hear(self, connection: socket.socket, island: int, key: bytes) -> None:
-        number = 0
-        while True:
-            fixed = read(connection, HEAD)
-            length, size, epoch = struct.unpack("!HQQ", fixed)
-            head = bytes(fixed + read(connection, length, LONGEST))
-            seal, found = read(connection, SEAL), read(connection, size)
-            if not hmac.compare_digest(seal, _seal(key, number, head, found)):
-                raise ValueError
-            number += 1
-            with self._news:
-                if epoch >= self.epoch:
-                    self._came[epoch, island, head[HEAD:].decode()].append(found)
-                    self._news.notify_all()
-
-
-def _seal(
-    key: bytes, number: int, head: bytes, payload: bytes | bytearray | memoryview
-) -> bytes:
-    """The keyed hash of a message and of its ``number`` in its connection, so that no message can be left out, repeated
-    or exchanged for another."""
-    found = hashlib.blake2b(struct.pack("!Q", number) + head, key=key, digest_size=SEAL)
-    found.update(payload)
-    return found.digest()
 
 
 def own_port(place: int) -> int:
@@ -349,6 +269,30 @@ def own_port(place: int) -> int:
     return int(text) + place if int(text) else 0
 
 
+def streams_by_store(
+    island: int,
+    islands: int,
+    place: int,
+    store: dist.Store,
+    endpoint: Endpoint,
+    limit: float,
+) -> Streams:
+    """Streams of islands that all share a ``store``, by which they find each other and agree on a secret."""
+    token = secrets.token_hex(32)
+    secret = store.compare_set("weft/streams/token", "", token).decode()
+    own = f"weft/streams/{island}/{place}"
+    store.set(own, json.dumps(endpoint.address))
+
+    def address_of(other: int) -> Address | None:
+        name = f"weft/streams/{other}/{place}"
+        if not store.check([name]):
+            return None
+        host, port = json.loads(store.get(name))
+        return host, port
+
+    return Streams(island, islands, place, endpoint, secret, address_of, limit, store)
+
+
 @contextmanager
 def open_streams(mesh: Mesh, limit: float) -> Iterator[Streams | None]:
     """A context in which this rank has streams to the other islands. It gives None if there are no other islands."""
@@ -356,8 +300,9 @@ def open_streams(mesh: Mesh, limit: float) -> Iterator[Streams | None]:
         yield None
         return
     place = dist.get_rank() if dist.is_initialized() else 0
-    streams = Streams(
-        mesh.island, mesh.islands, place, mesh.shore, own_address(), limit
+    endpoint = process_endpoint(own_address(), own_port(place))
+    streams = streams_by_store(
+        mesh.island, mesh.islands, place, mesh.shore, endpoint, limit
     )
     try:
         yield streams

@@ -1,0 +1,314 @@
+"""The endpoint of a process: one listener, and by name the channels to other processes that share it.
+
+A thread of the endpoint takes the handshakes of all who connect, without ever waiting for one of them. A connection
+that has proved that it knows the secret of its channel is handed to that channel, in a thread of its own. Others are
+closed without a word. Connections to other endpoints are dialled through the channel that they are to belong to.
+"""
+
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from weft.errors import UsageError
+from weft.net.hangup import spare
+from weft.net.poller import PolledConnection, Poller
+from weft.net.sockets import end, family_of, listen, own_address, send_at_once
+from weft.net.wire import (
+    STALL_S,
+    Encryption,
+    Head,
+    Incoming,
+    SealedConnection,
+    Session,
+    WireBroken,
+    encrypts,
+    fill,
+    greet,
+    introduce,
+    key_of,
+    require_cipher,
+    send_all,
+)
+
+Address = tuple[str, int]
+#: Serves a connection that another process has dialled, in a thread of its own.
+Serve = Callable[[SealedConnection], None]
+
+#: Seconds within which whoever connects must have proved that it belongs to a channel, and how many may try at a time.
+HELLO_S, STRANGERS = 10.0, 256
+#: The longest wait that the system can be asked for.
+LONGEST_WAIT_S = 1e6
+#: Connections that the system keeps until they are taken.
+BACKLOG = 256
+
+
+@dataclass(eq=False)
+class _Stranger:
+    """Somebody who has connected, and whose handshake is not over."""
+
+    socket: socket.socket
+    incoming: Incoming[tuple[str, Session]]
+    since: float
+
+
+class Endpoint:
+    """Listens at one address for all channels of this process. ``port`` 0: any that is free.
+
+    ``encrypt``: which connections are encrypted; see :func:`weft.net.wire.encrypts`.
+    """
+
+    def __init__(self, host: str, port: int = 0, encrypt: Encryption = "auto") -> None:
+        if encrypts(encrypt, host, ""):
+            require_cipher()
+        try:
+            self._listener = listen(host, port, BACKLOG)
+        except OSError as error:
+            raise UsageError(
+                f"cannot listen at {host} port {port}: {error.strerror}"
+            ) from None
+        self._listener.setblocking(False)
+        self.address: Address = self._listener.getsockname()[:2]
+        self.encrypt = encrypt
+        self._channels: dict[str, Channel] = {}
+        self._lock, self.closed = threading.Lock(), False
+        self._strangers: dict[_Stranger, None] = {}  # the oldest one first
+        self._poller = Poller()
+        self._poller.watch(self._listener, None)
+        _endpoints.add(self)
+        self._thread = threading.Thread(
+            target=self._accept, name="weft-endpoint", daemon=True
+        )
+        self._thread.start()
+
+    def open(self, name: str, secret: str | bytes, serve: Serve) -> "Channel":
+        """Open a channel: from now on ``serve`` is called for each connection that names it and knows its secret."""
+        with self._lock:
+            if name in self._channels:
+                raise ValueError(f"the channel {name} is open already")
+            channel = self._channels[name] = Channel(self, name, key_of(secret), serve)
+        return channel
+
+    def forget(self, channel: "Channel") -> None:
+        """Take no further connections for this channel."""
+        with self._lock:
+            if self._channels.get(channel.name) is channel:
+                del self._channels[channel.name]
+
+    def close(self) -> None:
+        """Close all channels and stop to listen."""
+        self.closed = True
+        self._poller.wake()
+        for channel in list(self._channels.values()):
+            channel.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(HELLO_S)
+        self.close_sockets()
+
+    def close_sockets(self) -> None:
+        """Also called in a forked child, which must not hold connections open on behalf of its parent."""
+        with suppress(OSError):
+            self._listener.close()
+        for stranger in list(self._strangers):
+            stranger.socket.close()
+        self._poller.close()
+        for channel in list(self._channels.values()):
+            channel.close_sockets()
+
+    # The endpoint's thread.
+
+    def _accept(self) -> None:
+        while not self.closed:
+            oldest = next(iter(self._strangers), None)
+            left = oldest.since + HELLO_S - time.monotonic() if oldest else 0.0
+            limit = max(0.0, left) if oldest else None
+            for stranger, *_ in self._poller.wait(limit):
+                if stranger is None:
+                    self._meet()
+                elif stranger in self._strangers:
+                    self._listen_to(stranger)
+            now = time.monotonic()
+            for stranger in list(self._strangers):
+                if now - stranger.since >= HELLO_S:
+                    self._part_with(stranger)
+
+    def _meet(self) -> None:
+        with suppress(OSError):
+            sock, (host, *_) = self._listener.accept()
+            spare(sock)
+            sock.setblocking(False)
+            own = sock.getsockname()[0]
+
+            def allows(encrypted: bool) -> bool:
+                return encrypted or not encrypts(self.encrypt, host, own)
+
+            def key_for(name: str) -> bytes | None:
+                channel = self._channels.get(name)
+                return channel.key if channel else None
+
+            incoming = Incoming(greet(key_for, allows, sock.send))
+            stranger = _Stranger(sock, incoming, time.monotonic())
+            self._strangers[stranger] = None
+            self._poller.watch(sock, stranger)
+            if len(self._strangers) > STRANGERS:
+                self._part_with(next(iter(self._strangers)))
+
+    def _listen_to(self, stranger: _Stranger) -> None:
+        try:
+            if not stranger.incoming.take(stranger.socket):
+                return
+        # what strangers send may be anything; who it was does not matter
+        except (OSError, UsageError):
+            return self._part_with(stranger)
+        assert stranger.incoming.result is not None
+        name, session = stranger.incoming.result
+        del self._strangers[stranger]
+        self._poller.forget(stranger.socket)
+        channel = self._channels.get(name)
+        if channel is None:
+            return end(stranger.socket)
+        channel.take_in(stranger.socket, session)
+
+    def _part_with(self, stranger: _Stranger) -> None:
+        del self._strangers[stranger]
+        self._poller.forget(stranger.socket)
+        end(stranger.socket)
+
+
+class Channel:
+    """A named channel of an endpoint: takes connections in, and dials channels of other endpoints."""
+
+    def __init__(self, endpoint: Endpoint, name: str, key: bytes, serve: Serve) -> None:
+        self.endpoint, self.name, self.key, self._serve = endpoint, name, key, serve
+        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._lock, self._closed = threading.Lock(), False
+
+    def dial(
+        self,
+        address: Address,
+        hello: Head,
+        limit: float,
+        stall: float = STALL_S,
+        name: str = "",
+    ) -> SealedConnection:
+        """Connect with the endpoint at ``address``, in at most ``limit`` seconds. Raises OSError.
+
+        ``name``: of the channel there, if that has another one than this.
+        """
+        sock = self._socket(address)
+        deadline = time.monotonic() + limit
+
+        def left() -> float:
+            return max(0.0, deadline - time.monotonic())
+
+        try:
+            # a limit of 0 would mean none, and one of centuries is refused
+            sock.settimeout(min(max(0.001, left()), LONGEST_WAIT_S))
+            sock.connect(address)
+            sock.setblocking(False)
+            steps = introduce(
+                name or self.name,
+                self.key,
+                hello,
+                self._encrypted(address),
+                lambda data: send_all(sock, data, left()),
+            )
+            return SealedConnection(sock, fill(sock, steps, left(), left()), stall)
+        except BaseException:
+            end(sock)
+            raise
+
+    def dial_polled(
+        self, address: Address, hello: Head, poller: Poller
+    ) -> PolledConnection:
+        """Begin to connect; what is sent meanwhile waits. Raises OSError if nobody listens there, and that is known."""
+        sock = self._socket(address)
+        sock.setblocking(False)
+        try:
+            with suppress(BlockingIOError):
+                sock.connect(address)
+        except OSError:
+            sock.close()
+            raise
+        connection = PolledConnection(sock, poller, address)
+        encrypted = self._encrypted(address)
+        connection.begin(
+            introduce(self.name, self.key, hello, encrypted, connection.put)
+        )
+        return connection
+
+    def take_in(self, sock: socket.socket, session: Session) -> None:
+        """Hand a connection that was dialled elsewhere to who serves this channel."""
+        try:
+            self._adopt(sock)
+        except OSError:
+            return
+        threading.Thread(
+            target=self._serve,
+            args=(SealedConnection(sock, session),),
+            name=f"weft-{self.name.partition('/')[0]}",
+            daemon=True,
+        ).start()
+
+    def close(self) -> None:
+        """Take no connection any more, and end all that there are; calls that wait in other threads raise."""
+        self.endpoint.forget(self)
+        with self._lock:
+            self._closed = True
+            sockets = list(self._sockets)
+        for sock in sockets:
+            end(sock)
+
+    def close_sockets(self) -> None:
+        for sock in list(self._sockets):
+            sock.close()
+
+    def _encrypted(self, address: Address) -> bool:
+        endpoint = self.endpoint
+        encrypted = encrypts(endpoint.encrypt, address[0], endpoint.address[0])
+        if encrypted:
+            require_cipher()
+        return encrypted
+
+    def _socket(self, address: Address) -> socket.socket:
+        sock = socket.socket(family_of(address[0]))
+        self._adopt(sock)
+        return sock
+
+    def _adopt(self, sock: socket.socket) -> None:
+        spare(sock)
+        with suppress(OSError):
+            send_at_once(sock)
+        with self._lock:
+            if self._closed:
+                sock.close()
+                raise WireBroken(f"the channel {self.name} is closed")
+            self._sockets.add(sock)
+
+
+_endpoints: weakref.WeakSet[Endpoint] = weakref.WeakSet()
+_own: dict[int, Endpoint] = {}
+
+
+def process_endpoint(
+    host: str = "", port: int = 0, encrypt: Encryption = "auto"
+) -> Endpoint:
+    """The endpoint of this process. Who asks first decides where it listens: by default at :func:`own_address`."""
+    pid = os.getpid()
+    if pid not in _own or _own[pid].closed:
+        _own.clear()
+        _own[pid] = Endpoint(host or own_address(), port, encrypt)
+    return _own[pid]
+
+
+def _leave_to_parent() -> None:
+    for endpoint in list(_endpoints):
+        with suppress(Exception):
+            endpoint.close_sockets()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

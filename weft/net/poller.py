@@ -1,0 +1,145 @@
+"""One thread that waits for many connections at once, none of which it may wait for alone."""
+
+import os
+import selectors
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from weft.net.wire import (
+    ENDED,
+    LONGEST_HEAD,
+    Frame,
+    Head,
+    Incoming,
+    Session,
+    Steps,
+    WireBroken,
+)
+
+
+class Poller:
+    """Sockets that are waited for, each with something that stands for it; other threads may wake who waits."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._poke, self._poked = socket.socketpair()
+        for end in (self._poke, self._poked):
+            end.setblocking(False)
+        self._selector.register(self._poked, selectors.EVENT_READ)
+
+    def watch(self, sock: socket.socket, means: Any, writing: bool = False) -> None:
+        """Wait for this socket from now on; ``writing``: also until it can be written."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0)
+        known = self._selector.get_map().get(sock)
+        if known is None:
+            self._selector.register(sock, events, means)
+        elif known.events != events:
+            self._selector.modify(sock, events, means)
+
+    def forget(self, sock: socket.socket) -> None:
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(sock)
+
+    def wait(self, limit: float | None) -> list[tuple[Any, bool, bool]]:
+        """What can be read or written within ``limit`` seconds: what it means, whether readable, whether writable."""
+        ready = []
+        for key, mask in self._selector.select(limit):
+            if key.fileobj is self._poked:
+                with suppress(BlockingIOError):
+                    self._poked.recv(1 << 12)
+            else:
+                reads, writes = selectors.EVENT_READ, selectors.EVENT_WRITE
+                ready.append((key.data, bool(mask & reads), bool(mask & writes)))
+        return ready
+
+    def wake(self) -> None:
+        # full: it wakes anyway; closed: nobody is there to be woken
+        with suppress(OSError):
+            self._poke.send(b"!")
+
+    def close(self) -> None:
+        for end in (self._poke, self._poked, self._selector):
+            end.close()
+
+
+class PolledConnection:
+    """A connection of a thread with a :class:`Poller`. What is sent before its handshake is over waits for that.
+
+    ``address``: of the endpoint of the process at its other end.
+    """
+
+    def __init__(
+        self, sock: socket.socket, poller: Poller, address: tuple[str, int]
+    ) -> None:
+        self.socket, self._poller, self.address = sock, poller, address
+        self.closed = False
+        self._session: Session | None = None
+        self._opening: Incoming[Session] | None = None
+        self._reading: Incoming[Frame] | None = None
+        self._out, self._early = bytearray(), list[Head]()
+
+    def begin(self, opening: Session | Steps[Session]) -> None:
+        """Wait for this connection: it has a session, or a handshake is to lead to one."""
+        if isinstance(opening, Session):
+            self._session = opening
+        else:
+            self._opening = Incoming(opening)
+        self._watch()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is still to be sent."""
+        return bool(self._out or self._early)
+
+    def put(self, data: bytes) -> None:
+        """Send bytes of the handshake."""
+        self._out += data
+
+    def send(self, head: Head) -> None:
+        """Send a frame without payload, now or later. Raises OSError."""
+        if self._session is None:
+            self._early.append(head)
+        elif len(self._out) < LONGEST_HEAD:  # else the other end does not read any more
+            self._out += b"".join(self._session.encode(head))
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what can be sent. Raises OSError if a connection was refused or lost."""
+        if error := self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(error, os.strerror(error))
+        with suppress(BlockingIOError, InterruptedError):
+            while self._out:
+                del self._out[: self.socket.send(self._out)]
+        self._watch()
+
+    def receive(self) -> Iterator[Head]:
+        """The heads of the frames that have come; raises OSError after the last one of a connection."""
+        while True:
+            if self._session is None:
+                assert self._opening is not None
+                if not self._opening.take(self.socket):
+                    # the answer to a challenge
+                    return self.flush() if self._out else None
+                self._session = self._opening.result
+                early, self._early = self._early, []
+                for head in early:
+                    self.send(head)
+            assert self._session is not None
+            self._reading = self._reading or Incoming(self._session.decode())
+            if not self._reading.take(self.socket):
+                return
+            frame, self._reading = self._reading.result, None
+            assert frame is not None
+            if len(frame.payload):
+                raise WireBroken(ENDED)
+            yield frame.head
+
+    def close(self) -> None:
+        self.closed = True
+        self._poller.forget(self.socket)
+        self.socket.close()
+
+    def _watch(self) -> None:
+        self._poller.watch(self.socket, self, bool(self._out))

@@ -1,0 +1,385 @@
+"""Sealed connections: one handshake, and frames that nobody else can make, change, leave out, repeat or reorder.
+
+The listener begins with a random challenge. The dialler answers with a nonce, the name of a channel and a text about
+itself. From these four and the channel's secret both ends derive the keys of the connection, one for each direction.
+The dialler proves that it knows them in the same message, and the listener in its answer, so that nothing is said to
+a stranger, and nothing that was overheard opens another connection.
+
+A frame is a head in JSON and a raw payload. Head, and every :data:`PIECE` of the payload, are records: numbered, and
+sealed with a keyed hash (HMAC-SHA256, 128 bits), or encrypted (AES-256-GCM) where both ends have agreed on that. A
+head is opened before memory is given to its payload. Nothing that arrives is unpickled.
+
+Whatever reads is a generator here, which yields the memory that it wants filled and knows nothing of sockets. So one
+implementation serves threads that wait for one connection and threads that wait for many (:mod:`weft.net.poller`).
+"""
+
+import hmac
+import ipaddress
+import json
+import math
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+from weft.errors import UsageError
+from weft.net.sockets import end
+
+R = TypeVar("R")
+Head = dict[str, Any]
+Buffer = bytes | bytearray | memoryview
+#: Yields memory to be filled with the next bytes that arrive, and returns what they mean.
+Steps = Generator[memoryview, None, R]
+#: Gives the memory for a payload of so many bytes.
+Place = Callable[[Head, int], memoryview]
+Encryption = Literal["auto", "always", "never"]
+
+#: Bytes of a challenge and of a nonce, of a seal, and of a record of the payload at most.
+NONCE, SEAL, PIECE = 32, 16, 1 << 20
+#: Most bytes of what a dialler says of itself, of a head, and of a payload.
+LONGEST_HELLO, LONGEST_HEAD, LONGEST = 1 << 12, 1 << 26, 1 << 40
+#: Seconds that each record of a frame may take once the frame has begun.
+STALL_S = 600.0
+
+_HELLO = struct.Struct(f"!{NONCE}sBBH")  # nonce, encrypted, bytes of channel and text
+_FRAME = struct.Struct("!IQ")  # bytes of head and payload
+ENDED = "the connection has ended"
+
+
+class WireBroken(ConnectionError):
+    """The other end is gone, has stalled, or is none of this channel; the message says which."""
+
+
+class WireForged(WireBroken):
+    """What came is not what was sealed."""
+
+
+class Frame(NamedTuple):
+    head: Head
+    payload: memoryview
+
+
+def key_of(secret: str | bytes) -> bytes:
+    """The key that a channel's secret stands for."""
+    text = secret.encode() if isinstance(secret, str) else secret
+    return hmac.digest(b"weft channel", text, "sha256")
+
+
+def encrypts(how: Encryption, host: str, own: str) -> bool:
+    """Whether a connection of this process, at ``own``, with the address ``host`` is encrypted.
+
+    "auto": if ``host`` is neither this machine nor in a network that the internet does not reach.
+    """
+    if how != "auto":
+        return how == "always"
+    if host in (own, "localhost"):
+        return False
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:  # a name, which may stand for anything
+        return True
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_global)
+
+
+def require_cipher() -> Callable[[bytes], Any]:
+    """The cipher of encrypted connections. Raises :class:`UsageError` where its package is missing."""
+    try:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    except ImportError:
+        raise UsageError(
+            "an encrypted connection needs the package cryptography: pip install 'weft[secure]' on every machine, or "
+            'set net.encrypt = "never" where the network between them is your own'
+        ) from None
+    return AESGCM
+
+
+@dataclass
+class _Records:
+    """One direction of a connection: numbers its records, and seals or opens them."""
+
+    key: bytes
+    encrypted: bool
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        self._hash = hmac.new(self.key, digestmod="sha256")
+        self._cipher = require_cipher()(self.key) if self.encrypted else None
+
+    def seal(self, views: Sequence[Buffer], context: bytes) -> list[Buffer]:
+        """The record of these bytes as it is sent; ``context``: what it must be received with."""
+        number = self._next()
+        if self._cipher is not None:
+            return [self._cipher.encrypt(number, b"".join(views), context)]
+        return [*views, self._seal(number, views, context)]
+
+    def open(self, text: memoryview, seal: Buffer, context: bytes) -> None:
+        """Check a record, and decrypt it in place. Raises :class:`WireForged`."""
+        number = self._next()
+        if self._cipher is None:
+            if not hmac.compare_digest(seal, self._seal(number, [text], context)):
+                raise WireForged("what came is not what was sealed")
+            return
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            text[:] = self._cipher.decrypt(number, b"".join([text, seal]), context)
+        except InvalidTag:
+            raise WireForged("what came is not what was encrypted") from None
+
+    def _next(self) -> bytes:
+        self.number += 1
+        return self.number.to_bytes(12)
+
+    def _seal(self, number: bytes, views: Iterable[Buffer], context: bytes) -> bytes:
+        found = self._hash.copy()
+        found.update(number + context)
+        for view in views:
+            found.update(view)
+        return found.digest()[:SEAL]
+
+
+@dataclass
+class Session:
+    """What both ends of a connection agree on: its keys, and what the dialler has said of itself, the ``hello``."""
+
+    outgoing: _Records
+    incoming: _Records
+    hello: Head = field(default_factory=dict)
+
+    def encode(
+        self, head: Head, payload: Sequence[memoryview] = ()
+    ) -> Iterator[Buffer]:
+        """A frame, in the pieces in which it is sent."""
+        text = json.dumps(head, separators=(",", ":")).encode()
+        fixed = _FRAME.pack(len(text), sum(view.nbytes for view in payload))
+        yield b"".join([fixed, *self.outgoing.seal([text], fixed)])
+        for piece in _pieces(payload):
+            yield from self.outgoing.seal(piece, b"")
+
+    def decode(self, place: Place | None = None) -> Steps[Frame]:
+        """Read the next frame. ``place`` gives the memory for its payload; by default that is new."""
+        yield (fixed := memoryview(bytearray(_FRAME.size)))
+        length, size = _FRAME.unpack(fixed)
+        if length > LONGEST_HEAD or size > LONGEST:
+            raise WireForged(f"a frame of {length} and {size} bytes is too long")
+        yield (text := memoryview(bytearray(length + SEAL)))
+        self.incoming.open(text[:length], text[length:], bytes(fixed))
+        head = _head(bytes(text[:length]))
+        memory = place(head, size) if place else memoryview(bytearray(size))
+        if len(memory) != size:
+            raise WireBroken("a message of another size than there is room for")
+        seal = memoryview(bytearray(SEAL))
+        for at in range(0, size, PIECE):
+            yield (piece := memory[at : at + PIECE])
+            yield seal
+            self.incoming.open(piece, seal, b"")
+        return Frame(head, memory)
+
+
+def _head(text: bytes) -> Head:
+    try:
+        head = json.loads(text)
+    except (ValueError, RecursionError):
+        head = None
+    if not isinstance(head, dict):
+        raise WireBroken("a message has no head in JSON")
+    return head
+
+
+def _pieces(payload: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """The bytes of these views, cut into :data:`PIECE` each."""
+    piece, room = list[memoryview](), PIECE
+    for view in payload:
+        rest = view.cast("B") if view.nbytes else view[:0]
+        while len(rest):
+            piece.append(rest[:room])
+            room -= len(piece[-1])
+            rest = rest[len(piece[-1]) :]
+            if not room:
+                yield piece
+                piece, room = [], PIECE
+    if piece:
+        yield piece
+
+
+# --- the handshake ---
+
+
+def greet(
+    key_for: Callable[[str], bytes | None],
+    allows: Callable[[bool], bool],
+    send: Callable[[bytes], object],
+) -> Steps[tuple[str, Session]]:
+    """The listening end of the handshake; returns the channel and the session. Raises :class:`WireForged`.
+
+    ``key_for(channel)`` is None if there is no such channel; ``allows(encrypted)``: whether a connection may be so.
+    """
+    challenge = secrets.token_bytes(NONCE)
+    send(challenge)
+    yield (fixed := memoryview(bytearray(_HELLO.size)))
+    _, encrypted, name, size = _HELLO.unpack(fixed)
+    if encrypted > 1 or size > LONGEST_HELLO:
+        raise WireForged("no hello of Weft's")
+    yield (rest := memoryview(bytearray(name + size + SEAL)))
+    text, seal = bytes(rest[:-SEAL]), rest[-SEAL:]
+    channel = text[:name].decode(errors="replace")
+    # strangers are told no difference between a wrong name and a wrong secret
+    key = key_for(channel) or secrets.token_bytes(NONCE)
+    master = hmac.digest(key, challenge + bytes(fixed) + text, "sha256")
+    if not hmac.compare_digest(seal, _proof(master, b"dialler")):
+        raise WireForged("a stranger")
+    if not allows(bool(encrypted)):
+        raise WireForged("it does not encrypt what it sends")
+    session = _session(master, bool(encrypted), dials=False)
+    session.hello = _head(text[name:])
+    send(_proof(master, b"listener"))
+    return channel, session
+
+
+def introduce(
+    channel: str,
+    key: bytes,
+    hello: Head,
+    encrypted: bool,
+    send: Callable[[bytes], object],
+) -> Steps[Session]:
+    """The dialling end of the handshake. Raises :class:`WireForged` if the other end does not know the key."""
+    name, words = channel.encode(), json.dumps(hello).encode()
+    fixed = _HELLO.pack(secrets.token_bytes(NONCE), encrypted, len(name), len(words))
+    yield (challenge := memoryview(bytearray(NONCE)))
+    text = fixed + name + words
+    master = hmac.digest(key, bytes(challenge) + text, "sha256")
+    send(text + _proof(master, b"dialler"))
+    yield (answer := memoryview(bytearray(SEAL)))
+    if not hmac.compare_digest(answer, _proof(master, b"listener")):
+        raise WireForged("who answers does not know the channel's secret")
+    session = _session(master, encrypted, dials=True)
+    session.hello = hello
+    return session
+
+
+def _proof(master: bytes, who: bytes) -> bytes:
+    return hmac.digest(master, b"proof of the " + who, "sha256")[:SEAL]
+
+
+def _session(master: bytes, encrypted: bool, dials: bool) -> Session:
+    up, down = (
+        _Records(hmac.digest(master, way, "sha256"), encrypted)
+        for way in (b"from the dialler", b"from the listener")
+    )
+    return Session(up, down) if dials else Session(down, up)
+
+
+# --- connections ---
+
+
+class Incoming(Generic[R]):
+    """Fills, from a socket that never blocks, the memory that ``steps`` asks for."""
+
+    def __init__(self, steps: Steps[R]) -> None:
+        self._steps, self._left = steps, next(steps)
+        self.begun = False  # something has come
+        self.filled = 0  # how many pieces of memory are full
+        self.result: R | None = None
+
+    def take(self, sock: socket.socket) -> bool:
+        """Read what is there; returns whether ``result`` is complete. Raises OSError, also where a connection ends."""
+        while True:
+            while len(self._left):
+                try:
+                    count = sock.recv_into(self._left)
+                except (BlockingIOError, InterruptedError):
+                    return False
+                if not count:
+                    raise WireBroken(ENDED)
+                self.begun = True
+                self._left = self._left[count:]
+            self.filled += 1
+            try:
+                self._left = next(self._steps)
+            except StopIteration as over:
+                self.result = over.value
+                return True
+
+
+class SealedConnection:
+    """A connection whose handshake is over, for threads that wait for it: one may send while another receives.
+
+    ``stall``: seconds that each record of a frame may take once the frame has begun.
+    """
+
+    def __init__(
+        self, sock: socket.socket, session: Session, stall: float = STALL_S
+    ) -> None:
+        self.socket, self.session, self.stall = sock, session, stall
+
+    @property
+    def hello(self) -> Head:
+        return self.session.hello
+
+    def send(self, head: Head, payload: Sequence[memoryview] = ()) -> int:
+        """Send a frame; returns the bytes that it takes. Raises OSError, of which :class:`WireBroken` is one."""
+        count = 0
+        for buffer in self.session.encode(head, payload):
+            send_all(self.socket, buffer, self.stall)
+            count += len(buffer)
+        return count
+
+    def receive(self, place: Place | None = None, limit: float = math.inf) -> Frame:
+        """The next frame; raises TimeoutError if none has begun in ``limit`` seconds, else as :meth:`send` does."""
+        return fill(self.socket, self.session.decode(place), limit, self.stall)
+
+    def poll(self, limit: float = 0.0) -> bool:
+        """Whether a frame, or the end of the connection, comes within ``limit`` seconds."""
+        return await_ready(self.socket, limit)
+
+    def close(self) -> None:
+        """End the connection; a call that waits in another thread raises."""
+        end(self.socket)
+
+
+def await_ready(sock: socket.socket, limit: float, writing: bool = False) -> bool:
+    """Wait until a socket can be read or written, or has ended; False after ``limit`` seconds."""
+    waiting = select.poll()
+    try:
+        waiting.register(sock, select.POLLOUT if writing else select.POLLIN)
+    except ValueError as error:  # it was closed by another thread
+        raise WireBroken(ENDED) from error
+    # the system counts milliseconds in 32 bits
+    return bool(waiting.poll(min(max(0.0, limit), 1e6) * 1000))
+
+
+def send_all(sock: socket.socket, buffer: Buffer, stall: float) -> None:
+    """Send all bytes, on a socket that never blocks, in at most ``stall`` seconds."""
+    rest, deadline = memoryview(buffer), time.monotonic() + stall
+    while len(rest):
+        try:
+            rest = rest[sock.send(rest) :]
+        except (BlockingIOError, InterruptedError):
+            left = deadline - time.monotonic()
+            if left <= 0 or not await_ready(sock, left, writing=True):
+                raise WireBroken(f"it has taken nothing for {stall:g} s") from None
+
+
+def fill(sock: socket.socket, steps: Steps[R], limit: float, stall: float) -> R:
+    """Wait for what ``steps`` reads: ``limit`` seconds for its first byte, ``stall`` for each piece of memory then."""
+    incoming, begun, filled = Incoming(steps), False, 0
+    deadline = time.monotonic() + limit
+    while not incoming.take(sock):
+        if (incoming.begun, incoming.filled) != (begun, filled):
+            begun, filled = incoming.begun, incoming.filled
+            deadline = time.monotonic() + stall
+        left = deadline - time.monotonic()
+        if left <= 0 or not await_ready(sock, left):
+            if time.monotonic() < deadline:
+                continue
+            if not begun:
+                raise TimeoutError(f"nothing has come for {limit:g} s")
+            raise WireBroken(f"it has stalled for {stall:g} s in a message")
+    assert incoming.result is not None
+    return incoming.result
