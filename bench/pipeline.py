@@ -207,15 +207,20 @@ def torch_step(work: Work, schedule: str, placed: str, split: str) -> Step:
     )
     hidden = torch.empty(rows, job.length, job.shape.embed, requires_grad=True)
     stages = []
-    for s in pipeline.held:
+    for s in pipeline.place.held:
         tape: Tape | None = [] if split == "tape" else None
         stages.append(
             torch_pipelining.PipelineStage(
                 StageModule(
-                    model, pipeline.stages[s], job, rows, tape, plain=split == "graph"
+                    model,
+                    pipeline.place.stages[s],
+                    job,
+                    rows,
+                    tape,
+                    plain=split == "graph",
                 ),
                 s,
-                len(pipeline.stages),
+                len(pipeline.place.stages),
                 mesh.device,
                 # with shapes given, it has no need to find them out
                 input_args=hidden if s else tokens[:rows],
@@ -235,7 +240,10 @@ def torch_step(work: Work, schedule: str, placed: str, split: str) -> Step:
 
     run = torch_schedule(schedule, stages, work.microbatches, loss)
     optimizer = adamw(model)
-    first, last = 0 in pipeline.held, len(pipeline.stages) - 1 in pipeline.held
+    first, last = (
+        0 in pipeline.place.held,
+        len(pipeline.place.stages) - 1 in pipeline.place.held,
+    )
 
     def step() -> tuple[float, float]:
         losses: list[torch.Tensor] = []

@@ -14,7 +14,7 @@ import torch
 
 from weft.data.batch import Batch
 from weft.errors import WeftError
-from weft.parallel.pipeline import EarlyUpdates
+from weft.parallel.pipeline_pass import EarlyUpdates
 from weft.parallel.state import State, Unit
 from weft.parallel.tried import Tried
 from weft.parallel.units import TableUnit
