@@ -109,14 +109,12 @@ def main() -> None:
     torch.set_num_threads(1)
     recipe: Recipe = load_recipe(ROOT / "recipes" / "optimizers.toml")
     job, rows = prepare(recipe), {}
-    adamw = recipe.optimizer.model_copy(
-        update={"kind": "adamw", "ema": 0.0, "groups": ()}
-    )
+    plain = {"warmup": recipe.optimizer.warmup}
     for name, way in WAYS.items():
         factor = FACTORS.get(name, 1.0)
         runs = {
             rate * factor: trained(
-                job, adamw.model_copy(update={**way, "lr": rate * factor}), steps
+                job, Optimizer(**plain, **way, lr=rate * factor), steps
             )
             for rate in rates
         }

@@ -18,26 +18,15 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 from weft.errors import UsageError, WeftError, nearest
+from weft.registry import KINDS, Registered, find, names, register
 
-Kind = Literal["callback", "loss", "model", "dataset", "tracker"]
-F = TypeVar("F", bound=Callable[..., Any])
-
-#: What a plugin of each kind is called with, by position.
-KINDS: dict[Kind, tuple[str, ...]] = {
-    "callback": (),
-    "loss": ("logits", "labels"),
-    "model": ("vocab",),
-    "dataset": ("path",),
-    "tracker": ("run",),
-}
-
+__all__ = ["Callback", "register"]
 
 #: What a callback may have, each with what it is called with. ``after_step`` runs every ``every`` steps, else never.
 HOOKS: dict[str, tuple[str, ...]] = {
@@ -73,74 +62,25 @@ class PluginError(Exception):
     """What a plugin raised while it was at work, and where; the cause has the traceback."""
 
 
-@dataclass(frozen=True)
-class Registered:
-    """Something of a plugin's, and the module that it is from."""
-
-    kind: Kind
-    name: str
-    module: str
-    made: Callable[..., Any]
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.name!r} of plugin {self.module}"
-
-    def call(self, settings: Mapping[str, Any]) -> Callable[..., Any]:
-        """What to call with what the kind gives; what it raises names the plugin."""
-        return self.blaming(partial(self.made, **settings))
-
-    def blaming(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """``work`` of the plugin's; what it raises names the plugin."""
-
-        def called(*given: Any) -> Any:
-            with blame_plugin(str(self)):
-                return work(*given)
-
-        return called
+def call(technique: Registered, settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return what to call with what the kind gives; what it raises names the plugin."""
+    return blaming(technique, partial(technique.made, **settings))
 
 
-#: All that is registered, by kind and name.
-_REGISTERED: dict[tuple[Kind, str], Registered] = {}
+def blaming(technique: Registered, work: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``work`` of a plugin's; what it raises names the plugin."""
 
+    def called(*given: Any) -> Any:
+        with blame_plugin(str(technique)):
+            return work(*given)
 
-def register(kind: Kind, name: str) -> Callable[[F], F]:
-    """Offer what is decorated, a function or a class, to recipes under ``name``."""
-    if kind not in KINDS:
-        raise UsageError(
-            f"register({kind!r}, {name!r}): there is no such kind; {nearest(kind, KINDS)}"
-        )
-
-    def keep(made: F) -> F:
-        if not callable(made):
-            raise UsageError(
-                f"register({kind!r}, {name!r}): {type(made).__name__} cannot be called"
-            )
-        module = getattr(made, "__module__", None) or "?"
-        before = _REGISTERED.get((kind, name))
-        if before is not None and before.module != module:
-            raise UsageError(
-                f"register({kind!r}, {name!r}): {before.module} has registered one already; rename one"
-            )
-        _REGISTERED[kind, name] = Registered(kind, name, module, made)
-        return made
-
-    return keep
-
-
-def names(kind: Kind) -> list[str]:
-    """What is registered of a kind."""
-    return [name for of, name in _REGISTERED if of == kind]
-
-
-def find(kind: Kind, name: str) -> Registered:
-    """What is registered under this name."""
-    return _REGISTERED[kind, name]
+    return called
 
 
 def made_model(name: str, settings: Mapping[str, Any], vocab: int) -> Any:
     """The ``torch.nn.Module`` that a plugin makes; :class:`WeftError` if it is none that can be trained."""
     who = find("model", name)
-    made = who.call(settings)(vocab)
+    made = call(who, settings)(vocab)
     if not hasattr(made, "named_parameters"):
         raise WeftError(
             f"{who} returned {type(made).__name__}, which is no torch.nn.Module"
@@ -157,7 +97,7 @@ def made_model(name: str, settings: Mapping[str, Any], vocab: int) -> Any:
 
 def check(
     setting: str,
-    kind: Kind,
+    kind: str,
     name: str,
     settings: Mapping[str, Any],
     known: Iterable[str] = (),
@@ -173,7 +113,7 @@ def check(
         hint = nearest(name, choices) if choices else "no plugin has registered any"
         raise ValueError(f"{setting} = {name!r} is not possible; {hint}")
     found = find(kind, name)
-    _check_call(str(found), found.made, KINDS[kind], settings)
+    _check_call(str(found), found.made, KINDS[kind].called, settings)
     if kind == "callback" and inspect.isclass(found.made):
         nothing = {hook: getattr(Callback, hook) for hook in HOOKS}
         own = {hook: getattr(found.made, hook, nothing[hook]) for hook in HOOKS}

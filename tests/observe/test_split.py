@@ -203,11 +203,3 @@ def test_profiled_steps_leave_no_memory_behind() -> None:
         if enabled:
             gc.enable()
     assert resident[-1] - resident[39] < 4, "MB in 80 profiled steps"
-
-
-def test_no_trace(tmp_path: Path) -> None:
-    with trace(None, 3) as step:
-        assert step() is False
-    with trace(tmp_path / "x.json", 0) as step:
-        assert step() is False
-    assert not list(tmp_path.iterdir())

@@ -16,7 +16,7 @@ from weft.prove import fuzz
 from weft.prove.fuzz import Case, CaseResult, Fuzzer, command, words
 from weft.prove.pool import WorkerDied
 from weft.recipe import load_recipe
-from weft.recipe.conflicts import RULES
+from weft.recipe.conflicts import every_rule
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 
@@ -28,7 +28,7 @@ def test_random_cases_equal_one_device(pool: Any) -> None:
     bad = [(c, v) for c, v in found if v.kind not in ("equal", "refused")]
     assert not bad, [command(QUICKSTART, c, fuzzer.dtype, fuzzer.steps) for c, _ in bad]
     assert {v.why for _, v in found if v.kind == "refused"} <= {
-        rule.name for rule in RULES
+        rule.name for rule in every_rule()
     }
     assert sum(v.kind == "equal" for _, v in found) >= 5
 

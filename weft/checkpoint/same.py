@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -35,12 +35,6 @@ PIECES, PIECE = 64, 64 << 10
 
 #: Fields that say where a model's first values come from. Once it is trained, they change nothing.
 ORIGIN = ("origin", "init_std")
-
-#: Settings of ``[optimizer]`` that say what it keeps with a parameter, and the kinds that heed them.
-KEPT: dict[str, tuple[str, ...]] = {
-    "kind": get_args(Optimizer.model_fields["kind"].annotation), "state": ("adamw",), "block": ("adamw",),
-    "rank": ("galore", "natural-galore"), "history": ("natural-galore",),
-}  # fmt: skip
 
 #: Settings of ``[train]`` that change what a run computes.
 SETTINGS = ("steps", "batch", "dtype")
@@ -91,11 +85,7 @@ def check_goes_on(
             "another run with another --out"
         )
     stored_optimizer = checkpoint.meta.get("recipe", {}).get("optimizer", {})
-    kept = [
-        name
-        for name in KEPT
-        if stored_optimizer.get("kind") in KEPT[name] or optimizer.kind in KEPT[name]
-    ]
+    kept = [*optimizer.hosts, *getattr(optimizer.update_rule, "shaping", ())]
     if other := _differing(
         "optimizer",
         {"optimizer": stored_optimizer},
@@ -129,7 +119,7 @@ def other_differences(
     ``fingerprint``: of the recipe's data.
     """
     stored, mine = checkpoint.meta.get("recipe", {}), recipe.model_dump(mode="json")
-    found = _differing("optimizer", stored, mine, Optimizer.model_fields)
+    found = _differing("optimizer", stored, mine, type(recipe.optimizer).model_fields)
     found += _differing("train", stored, mine, SETTINGS)
     if stored.get("adapter") and recipe.adapter:
         found += _differing("adapter", stored, mine, ("dropout",))

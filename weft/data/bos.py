@@ -4,17 +4,21 @@ The rule stands in the tokenizer itself, which a run saves with its checkpoints 
 validation, questions, prompts, other programs that read the export: all begin alike.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import tokenizers
 
 from weft.data.cache import digest
-from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError
+
+if TYPE_CHECKING:
+    from weft.data.tokenizer import Tokenizer
 
 #: As ``data.bos`` has it.
 Bos = bool | Literal["auto", "prompts"]

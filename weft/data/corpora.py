@@ -12,8 +12,9 @@ from weft.data.reading import opened, reading
 from weft.data.report import SourceReport
 from weft.encodable import encodable
 from weft.errors import WeftError, nearest
-from weft.plugins import blame_plugin, find
+from weft.plugins import blame_plugin, call
 from weft.recipe import SOURCES, Source
+from weft.registry import find
 
 
 def documents(source: Source, report: SourceReport | None = None) -> Iterator[str]:
@@ -43,7 +44,7 @@ def _plugin(source: Source) -> Iterator[str]:
     found = find("dataset", source.kind)
     given = source.path and str(Path(source.path).expanduser())
     with blame_plugin(str(found)):
-        for number, text in enumerate(found.call(source.settings)(given), 1):
+        for number, text in enumerate(call(found, source.settings)(given), 1):
             if not isinstance(text, str):
                 raise WeftError(
                     f"{found}: document {number} is {type(text).__name__}, not a text"

@@ -5,7 +5,6 @@ from itertools import islice
 from pathlib import Path
 
 from weft.data.apart import validation_source
-from weft.data.chat.samples import samples
 from weft.data.corpora import documents
 from weft.data.files import files, format_of
 from weft.data.kinds import check_kind, documents_of
@@ -43,8 +42,12 @@ def _check(source: Source) -> None:
                 _check_begins(file, source)
     elif _is_large(files(source)[0]):
         return
+    elif chats:
+        from weft.data.chat.samples import samples
+
+        first = [*islice(samples(source), FIRST)]
     else:
-        first = [*islice(samples(source) if chats else documents(source), FIRST)]
+        first = [*islice(documents(source), FIRST)]
     if not any(first):
         what = (
             "conversation"

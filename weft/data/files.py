@@ -1,5 +1,7 @@
 """Files of a source: which there are, in which format each is, and the records that it holds."""
 
+from __future__ import annotations
+
 import csv
 import glob
 import io
@@ -10,13 +12,13 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from weft.data.arrow import rows
-from weft.data.docstrings import docstrings
 from weft.data.reading import PACKED, opened
 from weft.errors import WeftError
-from weft.recipe import Source
+
+if TYPE_CHECKING:
+    from weft.recipe import Source
 
 #: Folders below the standard library that are not its own code.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -176,8 +178,12 @@ def records(
     """
     form = format_of(file)
     if form == ".py":
+        from weft.data.docstrings import docstrings
+
         yield from docstrings(file)
     elif form in (".parquet", ".arrow"):
+        from weft.data.arrow import rows
+
         yield from rows(file)
     elif form in (".csv", ".tsv"):
         yield from _table(file, wrong)

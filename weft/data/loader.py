@@ -1,12 +1,14 @@
 """The loader: deals the samples of a step out to the ranks, and cuts their rows as the layout cuts sequences."""
 
+from __future__ import annotations
+
 import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,16 +17,16 @@ from weft.data.apart import validation_source
 from weft.data.batch import IGNORE, Batch, PairedRows, Pairs, PassGroup
 from weft.data.bos import begins_otherwise, document_opening, with_bos
 from weft.data.cache import digest
-from weft.data.chat.source import fitted, open_chats
 from weft.data.corpora import unread_files
 from weft.data.order import Listed, Order, Row, Stream, hashed, held_out
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.data.tokens import open_source
 from weft.layout.layout import BATCH_AXES, DATA_AXES, Layout
 from weft.layout.sequence import chunk_owners, owned_ranges, padded_length
-from weft.models.dropout import token_draws
-from weft.parallel.document_balance import DocumentTimes, Pass, in_rounds, make_plan
 from weft.recipe import CONVERSATIONS, Data
+
+if TYPE_CHECKING:
+    from weft.parallel.document_balance import DocumentTimes, Pass
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
     apart = validation_source(data)
     for number, source in enumerate([*data.sources, *([apart] if apart else [])]):
         if source.kind in CONVERSATIONS:
+            from weft.data.chat.source import open_chats
+
             tokens = open_chats(source, data.chat, tokenizer, data.cache)
         else:
             tokens = open_source(source, tokenizer, data.cache, opening)
@@ -87,6 +91,8 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
         how: dict[str, Any] = {}
         pairs = None
         if tokens.weights is not None:
+            from weft.data.chat.source import fitted
+
             starts, lengths, note, pairs, records = fitted(
                 tokens, data.seq_len, data.chat.truncation
             )
@@ -341,11 +347,11 @@ class Loader:
     def _drawn(self, sample: int, row: Row) -> np.ndarray:
         """Random numbers of a sample's tokens; zeros where nothing follows them."""
         count = len(row.tokens)
-        return (
-            np.zeros(count, np.int64)
-            if self.draws is None
-            else token_draws(self.draws, sample, count).numpy()
-        )
+        if self.draws is None:
+            return np.zeros(count, np.int64)
+        from weft.models.dropout import token_draws
+
+        return token_draws(self.draws, sample, count).numpy()
 
     def _row(self, sample: int) -> Row:
         row = self.order.row(sample)
@@ -363,6 +369,8 @@ class Loader:
 
         All ranks make the same plan. A pass of a rank has at most as many tokens as without balance.
         """
+        from weft.parallel.document_balance import in_rounds, make_plan
+
         rows = [self.order.row(sample) for sample in samples]
         sizes = np.cumsum([0, *(len(row.tokens) for row in rows)])
         edges = np.append(

@@ -1,11 +1,13 @@
 """Tokenizers: plain bytes, a Hugging Face ``tokenizer.json``, or a byte-level BPE trained on the corpus itself."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
@@ -14,7 +16,6 @@ from weft.data.cache import build_once, cache_root, digest
 from weft.data.corpora import documents, fingerprint
 from weft.encodable import encodable
 from weft.errors import UsageError, WeftError
-from weft.recipe import Source
 from weft.recipe.named_templates import (
     CONFIG_FILE,
     DEFAULT,
@@ -24,6 +25,9 @@ from weft.recipe.named_templates import (
     with_named_templates,
 )
 from weft.shapes.carried_files import GENERATION, as_json
+
+if TYPE_CHECKING:
+    from weft.recipe import Source
 
 _EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "[EOS]")
 
@@ -128,7 +132,7 @@ class Tokenizer:
         # it has no token for such a text
         return [i for i in shown.ids if i != self.eos or i == self.bos]
 
-    def has_ids_of(self, other: "Tokenizer") -> bool:
+    def has_ids_of(self, other: Tokenizer) -> bool:
         """Whether ids mean the same text to both. What they begin a text with may differ."""
         return self.fingerprint == other.fingerprint or self._meaning == other._meaning
 

@@ -4,13 +4,15 @@ A folder holds ``tokens.bin`` (little-endian uint16, or uint32 if the vocabulary
 ``[documents + 1]``: document ``i`` is ``tokens[offsets[i] : offsets[i + 1]]``) and ``meta.json``.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,9 +21,11 @@ from weft.data.cache import build_once, cache_root, digest
 from weft.data.corpora import documents, fingerprint
 from weft.data.files import files
 from weft.data.report import SourceReport
-from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
-from weft.recipe import Source
+
+if TYPE_CHECKING:
+    from weft.data.tokenizer import Tokenizer
+    from weft.recipe import Source
 
 
 @dataclass(frozen=True)

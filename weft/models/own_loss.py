@@ -13,8 +13,9 @@ from weft.models.fused import times
 from weft.models.loss import SummedLoss, scale_of
 from weft.models.numbers import has_numbers
 from weft.models.widened import multiply
-from weft.plugins import find
+from weft.plugins import call
 from weft.recipe import Loss
+from weft.registry import find
 
 T = torch.Tensor
 
@@ -79,7 +80,7 @@ def _wide(hidden: T) -> torch.dtype:
 def own_loss(settings: Loss, vocab: int) -> TokenLoss | None:
     """The loss of a plugin, if it is one that the recipe's ``settings`` name."""
     return (
-        TokenLoss(find("loss", settings.kind).call(settings.settings), vocab)
+        TokenLoss(call(find("loss", settings.kind), settings.settings), vocab)
         if settings.is_own
         else None
     )

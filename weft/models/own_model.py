@@ -23,8 +23,9 @@ from weft.models.module import Module
 from weft.models.own_loss import TokenLoss
 from weft.models.transformer import Transformer
 from weft.models.values import Values
-from weft.plugins import find, made_model
+from weft.plugins import blaming, made_model
 from weft.recipe import ModelShape
+from weft.registry import find
 
 T = torch.Tensor
 
@@ -57,7 +58,7 @@ class OwnModel(Transformer):
     ) -> T:  # fmt: skip
         """As of :class:`Transformer`."""
         who = find("model", self.shape.kind)
-        logits: T = who.blaming(self.net)(tokens, positions, cu_seqlens)
+        logits: T = blaming(who, self.net)(tokens, positions, cu_seqlens)
         if logits.shape != (*tokens.shape, self.shape.vocab):
             wanted = [*tokens.shape, self.shape.vocab]
             raise WeftError(

@@ -118,15 +118,12 @@ def claim(step: TraceEvent, *layers: Sequence[TraceEvent]) -> list[float]:
 
 
 @contextmanager
-def trace(path: Path | None, steps: int) -> Iterator[Callable[[], bool]]:
+def trace(path: Path, steps: int) -> Iterator[Callable[[], bool]]:
     """Write a Chrome/Perfetto trace of ``steps`` steps; the body calls the yielded function after every step.
 
     It returns True as long as the trace records: until then no :func:`profile_step`. The first step is skipped as
-    warm-up; a run that ends early writes what it has. With ``path = None`` nothing happens.
+    warm-up; a run that ends early writes what it has.
     """
-    if path is None or steps < 1:
-        yield lambda: False
-        return
     path.parent.mkdir(parents=True, exist_ok=True)
     actions = [
         ProfilerAction.NONE,

@@ -13,7 +13,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Protocol
 
-from weft.plugins import find
+from weft.registry import find
 
 Values = dict[str, Any]
 

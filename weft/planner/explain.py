@@ -24,6 +24,7 @@ from weft.planner.finalists import Final, refine
 from weft.planner.planned_model import PlannedModel
 from weft.planner.search import NAMES, SearchResult, describe, text_of
 from weft.schedule.exchange import Beside
+from weft.shapes.shape import Shape
 
 #: Parts of a step in words.
 PARTS = {
@@ -236,6 +237,32 @@ def exchanges(found: SearchResult, final: Final) -> dict[str, Any]:
     load, dispatch = float(final.shape.busiest(plan.ep)), layout_tree(final)["dispatch"]
     return {"sent": {way: size for size, way in sent}, "dispatch": dispatch, "load": load, "beside": beside.value,
             "save": save}  # fmt: skip
+
+
+def exchange_words(sent: dict[str, Any]) -> str:
+    """What :func:`exchanges` says of the first layout, in words."""
+    ways = ", ".join(
+        f"{size / 2**20:,.3g} by {way}" for way, size in sent["sent"].items()
+    )
+    text = f"1 sends {ways} MiB each way of a microbatch and layer; dispatch = {sent['dispatch']}"
+    text += f"; busiest rank {sent['load']:.2f}x the mean"
+    if (sent["save"] or 0) > 0.005:
+        how = (
+            "overlap = 'passes'" if sent["beside"] == "other pass" else "not run so yet"
+        )
+        text += f"; beside the {sent['beside']} of another microbatch a step takes -{sent['save']:.0%} ({how})"
+    return text
+
+
+def sizes(shape: Shape) -> str:
+    """Parameters in words, and what generation keeps of a token."""
+    active = (
+        f", {float(shape.active_parameters) / 1e9:.3g} B active"
+        if shape.experts
+        else ""
+    )
+    cached = f"{float(shape.cache_bytes) / 1024:,.3g} KiB per token cached"
+    return f"{float(shape.parameters) / 1e9:.3g} B parameters{active}, {cached}"
 
 
 def untrainable(model: PlannedModel, bits: int) -> str:

@@ -7,6 +7,7 @@ First, how many sequences memory lets be under way, which bounds the rate howeve
 after pass, how prompts come in at that rate, beside the new tokens of those before, and how the last ones run out.
 """
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,17 @@ class Workload:
     @property
     def prompt(self) -> float:
         return float(self.prompts.mean())
+
+
+def read_workload(text: str) -> Workload:
+    """From ``PROMPTSxTOKENS+NEW``."""
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)\+([1-9]\d*)", text)
+    if found is None:
+        raise UsageError(
+            f"--generate {text!r} is not of the form PROMPTSxTOKENS+NEW, such as 1000x512+128"
+        )
+    prompts, prompt, new = map(int, found.groups())
+    return Workload(np.full(prompts, prompt), new)
 
 
 @dataclass(frozen=True)

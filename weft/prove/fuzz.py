@@ -22,8 +22,9 @@ from weft.prove.pool import ProcessPool
 from weft.prove.verify import compare, run_layout
 from weft.recipe import Recipe, load_recipe
 from weft.recipe.conflicts import Asked, Conflict
+from weft.recipe.section import HostSection
+from weft.registry import declared, names
 from weft.schedule.build import BUILDERS
-from weft.train.optim import KINDS, STATES
 from weft.train.setup import prepare
 
 #: Settings of one case by their full names, of those that were drawn.
@@ -132,6 +133,27 @@ def _if_update(*names: str, values: Sequence[Any]) -> Choices:
     )
 
 
+def _named(kind: str) -> Choices:
+    """All techniques of a kind, those of the recipe's plugins as well."""
+    return lambda recipe, case, rng: names(kind)
+
+
+def _of_techniques(recipe: Recipe, case: Case) -> dict[str, list[Any]]:
+    """What the techniques that a case names want to have drawn of their own settings."""
+    values: dict[str, list[Any]] = {}
+    for name in type(recipe).model_fields:
+        section = getattr(recipe, name)
+        if not isinstance(section, HostSection):
+            continue
+        for field_name, kind in section.hosts.items():
+            asked = case.get(f"{name}.{field_name}", getattr(section, field_name))
+            for technique in declared(kind):
+                if technique.name == asked:
+                    for key, drawn in technique.draws.items():
+                        values[f"{name}.{key}"] = list(drawn)
+    return values
+
+
 #: What can be drawn, in this order.
 DRAWN: dict[str, Choices] = {
     "model.experts": _any(2, 5, 6),
@@ -196,9 +218,9 @@ DRAWN: dict[str, Choices] = {
     ),
     "optimizer.post_validation": _after("layout.pp", True),
     "optimizer.clip": _any(0.0, 0.1),
-    "optimizer.kind": _any(*KINDS),
+    "optimizer.kind": _named("optimizer"),
     "optimizer.state": lambda recipe, case, rng: (
-        list(STATES) if "optimizer.kind" not in case else []
+        names("moments") if "optimizer.kind" not in case else []
     ),
     "optimizer.ema": _any(0.5),
     "optimizer.estimate": _any("zeroth-order"),
@@ -304,7 +326,7 @@ SMALL: Case = {
     "memory.blocks": 0, "memory.buffer": 0, "memory.speculate": "none", "memory.alternate": 0.0,
     "memory.folder": str(FOLDER),
     "train.recompute": "none", "train.loss_chunk": 64, "optimizer.post_validation": False, "optimizer.lr": 3e-4,
-    "optimizer.kind": "adamw", "optimizer.state": "float32", "optimizer.ema": 0.0, "optimizer.rank": 3,
+    "optimizer.kind": "adamw", "optimizer.state": "float32", "optimizer.ema": 0.0,
     "optimizer.estimate": "backward", "optimizer.pairs": False,
     "sync.every": 1, "sync.update": "average", "sync.partner": "all", "sync.fragments": 1, "sync.delay": 0,
     "sync.compress": "none", "sync.compress_back": "",
@@ -359,6 +381,8 @@ def draw(recipe: Recipe, rng: random.Random, ranks: int) -> Case:
         found = values(recipe, case, rng)
         if found and rng.random() < OFTEN.get(name, SELDOM):
             case[name] = rng.choice(found)
+    for name, drawn in _of_techniques(recipe, case).items():
+        case[name] = rng.choice(drawn)
     return case
 
 

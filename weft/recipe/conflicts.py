@@ -6,13 +6,14 @@ of a layout alone when that is made, the others with the recipe, or when the mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import UsageError, nearest
 from weft.layout.dims import part
 from weft.recipe.compressor_word import UNSETTABLE, compressor_word
+from weft.registry import KINDS, declared
 
 if TYPE_CHECKING:
     from weft.layout.layout import Layout
@@ -100,14 +101,11 @@ class Asked:
         return min(found)
 
     @property
-    def odd_width(self) -> int:
-        """The first of them that ``tp`` cuts at an odd column."""
-        return next(
-            w
-            for w in self.widths
-            for i in range(self.layout.tp)
-            if part(w, self.layout.tp, i)[0] % 2
-        )
+    def odd_width(self) -> int | None:
+        """The first of them that ``tp`` cuts at an odd column; None if it cuts none there."""
+        tp = self.layout.tp
+        odd = (w for w in self.widths for i in range(tp) if part(w, tp, i)[0] % 2)
+        return next(odd, None)
 
     @property
     def learns_loads(self) -> bool:
@@ -210,7 +208,7 @@ RULES: tuple[Rule, ...] = (
          "memory.alternate out"),
     Rule("alternating updates that ask other ranks", "layout memory optimizer",
          lambda a: a.memory.alternate != 0 and a.layout.world > 1 and (
-             a.optimizer.kind not in ("adamw", "sgd", "lion") or a.optimizer.state in ("8bit", "4bit")),
+             not a.optimizer.elementwise),
          "memory.alternate updates units in an order of each rank's own, and optimizer.kind = {0.optimizer.kind!r} "
          "with state = {0.optimizer.state!r} asks other ranks",
          "use adamw, sgd or lion, or leave memory.alternate out"),
@@ -238,10 +236,6 @@ RULES: tuple[Rule, ...] = (
          "memory.speculate = {0.memory.speculate!r} updates what backward has completed and may take that back, and "
          "optimizer.estimate = 'zeroth-order', optimizer.post_validation, optimizer.in_backward, layout.island and "
          "layout.balance update at other times", "leave memory.speculate out, or the others"),
-    Rule("speculation with directions", "memory optimizer",
-         lambda a: a.memory.speculate != "none" and a.optimizer.kind in ("galore", "natural-galore"),
-         "optimizer.kind = {0.optimizer.kind!r} factors gradients, which must be known to be finite, and "
-         "memory.speculate updates before they are", "leave memory.speculate out, or use another kind"),
     Rule("speculation with combined replicas", "recipe",
          lambda a: a.recipe.memory.speculate != "none" and a.recipe.resilience.combines,
          "memory.speculate updates by what backward leaves, and resilience.aggregate or resilience.code make the "
@@ -358,11 +352,6 @@ RULES: tuple[Rule, ...] = (
          "resilience puts together gradients after backward, in their full precision and on the device, and "
          "train.dtype = 'bfloat16', [memory], optimizer.in_backward, optimizer.estimate = 'zeroth-order' and "
          "layout.balance have them otherwise", "leave these out"),
-    Rule("4bit moments at odd columns", "layout shape optimizer",
-         lambda a: a.optimizer.state == "4bit"
-         and any(part(width, a.layout.tp, i)[0] % 2 for width in a.widths for i in range(a.layout.tp)),
-         "optimizer.state = '4bit' keeps numbers in pairs, and tp={0.layout.tp} cuts the ffn of {0.odd_width} at "
-         "an odd column", "use '8bit', another layout.tp or an even model.ffn and model.expert_ffn"),
     Rule("balance with pairs", "layout recipe", lambda a: bool(a.layout.balance) and a.recipe.loss.of_pairs,
          "layout.balance = {0.layout.balance!r} places documents one by one, and loss.kind = {0.recipe.loss.kind!r} "
          "compares two of them", "leave layout.balance out"),
@@ -472,18 +461,13 @@ RULES: tuple[Rule, ...] = (
          "use placement = 'sharded'"),
     Rule("moving experts with such an optimizer", "layout optimizer",
          lambda a: a.layout.placement == "moving"
-         and (a.optimizer.kind not in ("adamw", "sgd", "lion") or a.optimizer.state != "float32"),
+         and (a.optimizer.state != "float32" or not a.optimizer.elementwise),
          "placement = 'moving' takes rows of an expert's state along, and optimizer.kind = {0.optimizer.kind!r} with "
          "state = {0.optimizer.state!r} keeps other things, too",
          "use placement = 'sharded', or 'adamw', 'lion' or 'sgd' in float32"),
     Rule("ep above experts", "layout shape", lambda a: a.narrowest_expert < 1,
          "ep = {0.layout.ep} cuts the {0.least_experts} experts of a layer, {0.shape.expert_ffn} wide, in no equal "
          "number of pieces each", "use ep <= {0.least_experts}, or a multiple of it"),
-    Rule("pieces of experts with rows and columns", "layout shape optimizer",
-         lambda a: bool(a.shape.mixtures) and a.least_experts < a.layout.ep
-         and (a.optimizer.kind == "adafactor" or a.optimizer.state in ("8bit", "4bit")),
-         "ep = {0.layout.ep} cuts experts in pieces, and the optimizer keeps something of their whole rows and columns",
-         "use optimizer.kind = 'adamw' in float32 or bfloat16, or ep <= {0.least_experts}"),
     Rule("ep with secondary", "layout", lambda a: a.layout.ep > 1 and a.layout.secondary > 0,
          "layout.secondary = {0.layout.secondary} is about neighbours that share all state, and with ep = "
          "{0.layout.ep} they have other experts", "leave out one of them"),
@@ -619,8 +603,27 @@ def connected(edges: Sequence[tuple[int, int]], count: int) -> bool:
     return found == {*range(count)} == named and all(a != b for a, b in edges)
 
 
+def every_rule() -> list[Rule]:
+    """The rules of the table, and those that techniques declare."""
+    declared_rules = [
+        rule
+        for kind in KINDS
+        for technique in declared(kind)
+        for rule in technique.rules
+    ]
+    return [*RULES, *dict.fromkeys(declared_rules)]
+
+
+def _declared_rules(asked: Asked) -> Iterator[Rule]:
+    """The rules of the techniques that the settings name."""
+    for section in vars(asked).values():
+        if named := getattr(section, "named", None):
+            for technique in named():
+                yield from technique.rules
+
+
 def refuse(asked: Asked, *given: str) -> None:
     """Raise :class:`Conflict` for the first entry whose condition holds, of those that read only fields ``given``."""
-    for rule in RULES:
+    for rule in (*RULES, *_declared_rules(asked)):
         if set(rule.needs.split()) <= set(given) and rule.meets(asked):
             raise Conflict(f"{rule.why}; {rule.remedy}".format(asked), rule.name)

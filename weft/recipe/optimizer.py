@@ -1,10 +1,11 @@
 """The section ``[optimizer]``: how parameters are updated."""
 
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, field_validator
 
-from weft.recipe.section import Section
+from weft.recipe.section import HostSection, Section
+from weft.registry import find
 
 
 class ParameterGroup(Section):
@@ -18,7 +19,7 @@ class ParameterGroup(Section):
     weight_decay: float | None = Field(None, ge=0)
 
 
-class Optimizer(Section):
+class Optimizer(HostSection):
     """How parameters are updated.
 
     The learning rate rises to ``lr`` in ``warmup`` steps, or in that share of the run if it is below 1. Left out, the
@@ -29,29 +30,20 @@ class Optimizer(Section):
     ``estimate``: how gradients are computed; ``zeroth-order`` estimates them from the losses at two points, ``epsilon``
     times a random direction away, without backward and unclipped (MeZO, Malladi et al. 2023). ``pairs``: each of two
     ranks along ``dp`` evaluates one of the points, on the same sequences (DistZO2, Wang et al. 2025). ``kind``:
-    ``adamw`` (Loshchilov & Hutter 2019), ``sgd``, ``lion`` (Chen et al. 2023), ``adafactor`` (Shazeer & Stern 2018),
-    ``muon`` (Jordan et al. 2024), ``galore`` (Zhao et al. 2024) or ``natural-galore`` (Das 2024). The last three update
-    the matrices of blocks, and AdamW the rest. ``state``: the type of AdamW's moments; ``block``: elements of a row
-    that share a scale in 8 or 4 bits. ``momentum`` is for Muon. ``rank``, ``refresh`` (updates between two sets of
-    directions), ``scale`` and ``history`` (past gradients of ``natural-galore``) are for GaLore. ``ema``: decay of a
+    the update rule, by its name; ``weft techniques`` lists them, and each brings settings of its own. Rules for the
+    matrices of blocks leave the rest to AdamW. ``state``: how AdamW's moments rest between updates. ``ema``: decay of a
     moving average of the parameters that is kept beside them; 0 keeps none. ``use_ema``: validate, sample and export
     this average instead of the parameters. ``in_backward``: every block is updated as soon as backward has its
     gradients, which are then freed (LOMO, Lv et al. 2023); needs ``clip = 0``.
     """
 
+    hosts: ClassVar = {"kind": "optimizer", "state": "moments"}
+
     estimate: Literal["backward", "zeroth-order"] = "backward"
     epsilon: PositiveFloat = 1e-3
     pairs: bool = False
-    kind: Literal[
-        "adamw", "sgd", "lion", "adafactor", "muon", "galore", "natural-galore"
-    ] = "adamw"
-    state: Literal["float32", "bfloat16", "8bit", "4bit"] = "float32"
-    block: PositiveInt = 256
-    momentum: float = Field(0.95, ge=0, lt=1)
-    rank: PositiveInt = 128
-    refresh: PositiveInt = 200
-    scale: PositiveFloat = 0.25
-    history: PositiveInt = 4
+    kind: str = "adamw"
+    state: str = "float32"
     ema: float = Field(0.0, ge=0, lt=1)
     use_ema: bool = False
     in_backward: bool = False
@@ -75,6 +67,18 @@ class Optimizer(Section):
         False,
         description="pipelines: update at once, check the global norm a step later",
     )
+
+    @property
+    def update_rule(self) -> Any:
+        """What makes the update rule: the way in which moments rest, if not as the state does, or else the rule."""
+        if self.state == "float32":
+            return find("optimizer", self.kind).made
+        return find("moments", self.state).made
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether a rank can update what it holds by itself."""
+        return bool(getattr(self.update_rule, "elementwise", False))
 
     @field_validator("warmup")
     @classmethod

@@ -1,5 +1,7 @@
 """Recipes from TOML files, with overrides of ``section.key=value``."""
 
+import os
+import sys
 import tomllib
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -10,6 +12,7 @@ from weft.errors import UsageError, WeftError
 from weft.layout.layout import Layout
 from weft.recipe.data_section import Source
 from weft.recipe.recipe import Recipe
+from weft.recipe.section import HostSection, unused_settings
 from weft.recipe.shipped import find_recipe, shipped_recipes
 from weft.recipe.toml import read_toml
 from weft.recipe.validation import validated
@@ -74,12 +77,27 @@ def load_recipe(
             f"{path}: unknown section [model.adapter]; adapters have a section of their own, [adapter]"
         )
     tree.setdefault("name", file.stem)
-    return build_recipe(tree, str(path))
+    recipe = build_recipe(tree, str(path))
+    # of several ranks one, and not those that a launcher has started after it has said so itself
+    if "WEFT_LAUNCHED" not in os.environ and os.environ.get("RANK", "0") == "0":
+        for line in settings_without_use(tree, recipe):
+            print(f"{path}: {line}", file=sys.stderr)
+    return recipe
 
 
 def build_recipe(tree: dict[str, Any], origin: str = "recipe") -> Recipe:
     """Validate a nested dictionary into a :class:`Recipe`; one line per :class:`UsageError`."""
     return validated(Recipe, tree, origin)
+
+
+def settings_without_use(tree: dict[str, Any], recipe: Recipe) -> list[str]:
+    """Name the settings of a recipe that none of the techniques which it names reads."""
+    lines = []
+    for name in Recipe.model_fields:
+        section, values = getattr(recipe, name), tree.get(name)
+        if isinstance(section, HostSection) and isinstance(values, dict):
+            lines += unused_settings(name, type(section).hosting(), values)
+    return lines
 
 
 def _with_data(section: dict[str, Any], path: str) -> dict[str, Any]:

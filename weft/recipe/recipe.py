@@ -1,9 +1,9 @@
 """The recipe: all sections of a run, and what holds between them."""
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializeAsAny, model_validator
 
 from weft.layout.layout import BATCH_AXES, Layout
 from weft.plugins import check, load_plugins
@@ -18,7 +18,7 @@ from weft.recipe.model_shape import ModelShape
 from weft.recipe.observe import TRACKERS, Observe
 from weft.recipe.optimizer import Optimizer
 from weft.recipe.resilience import Resilience
-from weft.recipe.section import Section
+from weft.recipe.section import Section, with_techniques
 from weft.recipe.sync import Sync
 from weft.recipe.train_section import Train
 from weft.recipe.validation_section import Task, Validation
@@ -56,7 +56,9 @@ class Recipe(Section):
     train: Train = Train()
     memory: Memory = Memory()
     loss: Loss = Loss()
-    optimizer: Optimizer = Optimizer()
+    optimizer: Annotated[SerializeAsAny[Optimizer], with_techniques(Optimizer)] = (
+        Optimizer()
+    )
     validation: Validation = Validation()
     tasks: tuple[Task, ...] = ()
     checkpoint: Checkpoint = Checkpoint()
@@ -65,10 +67,20 @@ class Recipe(Section):
     sync: Sync = Sync()
     generate: Generate | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _plug(cls, tree: Any) -> Any:
+        """Import the plugins first: sections name what they register."""
+        modules = tree.get("plugins", ()) if isinstance(tree, dict) else ()
+        if isinstance(modules, list | tuple) and all(
+            isinstance(m, str) for m in modules
+        ):
+            load_plugins(modules)
+        return tree
+
     @model_validator(mode="after")
     def _plugged(self) -> Self:
-        """Import the plugins, and look for all that they are to offer."""
-        load_plugins(self.plugins)
+        """Look for all that plugins are to offer."""
         for use in self.callbacks:
             check("callbacks", "callback", use.name, use.settings)
         for name in self.observe.trackers:

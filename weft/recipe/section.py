@@ -1,11 +1,151 @@
-"""The base of all sections of a recipe."""
+"""The base of all sections of a recipe, and of those whose techniques bring settings of their own."""
 
-from pydantic import BaseModel, ConfigDict
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, ClassVar, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticKnownError
 
 from weft.recipe.validation import OneLine
+from weft.registry import KINDS, Registered, declared, find, names
+
+S = TypeVar("S", bound="Section")
 
 
 class Section(BaseModel, metaclass=OneLine):
     """Base of every section: unknown keys are errors and values never change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class HostSection(Section):
+    """A section that names techniques, whose settings stand beside its own.
+
+    ``hosts`` maps a field to the kind of technique that it names. A section that names ``muon`` is an instance of a
+    class with the fields of both: :meth:`with_settings` makes it.
+    """
+
+    hosts: ClassVar[Mapping[str, str]] = {}
+
+    @field_validator("*")
+    @classmethod
+    def _is_known(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse a name that no technique has."""
+        kind = cls.hosts.get(info.field_name or "")
+        if kind is not None:
+            choices = KINDS[kind].choices(names(kind))
+            if value not in choices:
+                expected = ", ".join(map(repr, choices))
+                raise PydanticKnownError("literal_error", {"expected": expected})
+        return value
+
+    @classmethod
+    def with_settings(cls, values: Mapping[str, Any]) -> type[Self]:
+        """Return the class of a section with these values: this one, with the settings of each technique named."""
+        bases: list[type[Section]] = []
+        for name, kind in cls.hosts.items():
+            value = values.get(name, cls.model_fields[name].default)
+            if isinstance(value, str) and value in names(kind):
+                settings = find(kind, value).settings
+                if settings is not None and not issubclass(cls, settings):
+                    bases.append(settings)
+        return _combined(cls, tuple(bases)) if bases else cls
+
+    @classmethod
+    def split(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Divide values into those of the techniques that are named, and settings of techniques that are not."""
+        fields = cls.with_settings(values).model_fields
+        known = {*fields, *(field.alias for field in fields.values())}
+        others = {key: value for key, value in values.items() if key not in known}
+        unused = {key: value for key, value in others.items() if cls.owners(key)}
+        return {k: v for k, v in values.items() if k not in unused}, unused
+
+    @classmethod
+    def owners(cls, key: str) -> list[Registered]:
+        """The techniques that this section could name and that have a setting ``key``."""
+        kinds = cls.hosts.values()
+        every = (technique for kind in kinds for technique in declared(kind))
+        return [t for t in every if t.settings and key in t.settings.model_fields]
+
+    @classmethod
+    def technique_settings(cls) -> list[str]:
+        """Settings of all techniques that this section could name."""
+        every = (t for kind in cls.hosts.values() for t in declared(kind) if t.settings)
+        return [key for t in every if t.settings for key in t.settings.model_fields]
+
+    def own(self, settings: type[S]) -> S:
+        """This section as the settings of the technique that it names."""
+        assert isinstance(self, settings)
+        return self
+
+    def named(self) -> Iterator[Registered]:
+        """The techniques that this section names."""
+        for name, kind in self.hosts.items():
+            if (value := getattr(self, name)) in names(kind):
+                yield find(kind, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by values, as combined classes have no name that another process could import."""
+        return type(self).hosting().rebuilt, (self.model_dump(by_alias=True),)
+
+    @classmethod
+    def hosting(cls) -> type[HostSection]:
+        """The section's own class, without settings of techniques."""
+        return next(base for base in cls.__mro__ if "hosts" in vars(base))
+
+    @classmethod
+    def rebuilt(cls, values: dict[str, Any]) -> HostSection:
+        return section_of(cls, values)
+
+
+@cache
+def _combined(section: Any, settings: tuple[type[Section], ...]) -> Any:
+    """A class with the fields of a section and of its techniques' settings."""
+    about = {"__module__": section.__module__, "__doc__": section.__doc__}
+    return type(section)(section.__name__, (section, *settings), about)
+
+
+def section_of(section: type[HostSection], values: Any) -> Any:
+    """Validate a dictionary as the section with the settings of the techniques that it names; pass on anything else.
+
+    Settings of techniques that are not named are left out: :func:`unused_settings` tells which.
+    """
+    if not isinstance(values, Mapping):
+        return values
+    used, _ = section.split(values)
+    return section.with_settings(used).model_validate(used)
+
+
+def with_techniques(section: type[HostSection]) -> BeforeValidator:
+    """What a field of type ``section`` is annotated with, beside ``SerializeAsAny``."""
+    return BeforeValidator(lambda values: section_of(section, values))
+
+
+def unused_settings(
+    name: str, section: type[HostSection], values: Mapping[str, Any]
+) -> list[str]:
+    """Say of each setting whose technique is not named that it is not used, if it asks for anything."""
+    lines = []
+    for key, value in section.split(values)[1].items():
+        owners = section.owners(key)
+        if any(
+            o.settings.model_fields[key].default == value for o in owners if o.settings
+        ):
+            continue
+        of = ", ".join(repr(owner.name) for owner in owners)
+        what = KINDS[owners[0].kind]
+        field = what.setting.rpartition(".")[2]
+        asked = values.get(field, section.model_fields[field].default)
+        lines.append(
+            f"{name}.{key} = {value!r} is not used: it is a setting of {of}, and {what.setting} = {asked!r}"
+        )
+    return lines

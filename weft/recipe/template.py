@@ -7,7 +7,9 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from weft.recipe import Recipe, Section, build_recipe
+from weft.recipe.section import HostSection
 from weft.recipe.toml import toml_value
+from weft.registry import KINDS, names
 
 _HEAD = """\
 # A line with '#' and no space after it is a setting at its default: take the '#' away to change it.
@@ -72,19 +74,23 @@ def _defaults(section: Section, given: dict[str, Any]) -> str:
     lines = [
         # "..." where there is no default, and the user must say something.
         f"#{name} = {toml_value(values[name]) if name in values else '...'}".ljust(34)
-        + _note(field)
+        + _note(section, name, field)
         for name, field in settings.items()
         if name not in given
     ]
     return "".join(line.rstrip() + "\n" for line in lines)
 
 
-def _note(field: FieldInfo) -> str:
+def _note(section: Section, name: str, field: FieldInfo) -> str:
     """What a setting means, and what else it can be."""
-    choices = [
-        str(c)
-        for c in get_args(field.annotation)
-        if isinstance(c, str | int) and str(c)
-    ]
+    if isinstance(section, HostSection) and name in section.hosts:
+        kind = section.hosts[name]
+        choices = KINDS[kind].choices(names(kind))
+    else:
+        choices = [
+            str(c)
+            for c in get_args(field.annotation)
+            if isinstance(c, str | int) and str(c)
+        ]
     notes = [field.description or "", ", ".join(choices)]
     return " # " + "; ".join(filter(None, notes)) if any(notes) else ""

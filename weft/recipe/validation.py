@@ -37,8 +37,11 @@ class OneLine(ModelMetaclass):
     """The class of models that a program makes: a wrong value is one line, and not pydantic's report."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:
+        model: Any = cls
+        if with_settings := getattr(cls, "with_settings", None):
+            model = with_settings(values)
         try:
-            return super().__call__(*args, **values)
+            return super(OneLine, model).__call__(*args, **values)
         except ValidationError as error:
             refusal = _refusal(error, cls, cls.__name__)  # type: ignore[arg-type]  # a class of models
             raise (
@@ -166,4 +169,6 @@ def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
             (o for o in options if isinstance(o, type) and issubclass(o, BaseModel)),
             model,
         )
-    return [field.alias or name for name, field in model.model_fields.items()]
+    own = [field.alias or name for name, field in model.model_fields.items()]
+    every = getattr(model, "technique_settings", list)
+    return [*own, *(name for name in every() if name not in own)]

@@ -14,10 +14,19 @@ import psutil
 import torch
 
 from weft.checkpoint.weights import shape_named
+from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.planner.planned_model import SECTIONS, vocab_of
 from weft.planner.tiers import exposed_seconds
-from weft.recipe import Adapter, Memory, ModelShape, Recipe, build_recipe, load_recipe
+from weft.recipe import (
+    Adapter,
+    Memory,
+    ModelShape,
+    Optimizer,
+    Recipe,
+    build_recipe,
+    load_recipe,
+)
 from weft.recipe.shipped import find_recipe
 from weft.rehearse.pieces import Piece, measure
 from weft.rehearse.transfers import bytes_per_s, disk_curves
@@ -289,19 +298,26 @@ def _runtime(device: torch.device) -> tuple[float, float]:
 
 
 def subject(
-    model: str, batch: int | None, seq: int | None
+    model: str, batch: int | None, seq: int | None, tokens: int | None = None
 ) -> tuple[Recipe, ModelShape]:
-    """The recipe that is to be estimated, and its model without an adapter: of a recipe, or of a model by its name."""
+    """The recipe that is to be estimated, and its model without an adapter: of a recipe, or of a model by its name.
+
+    It trains for so many ``tokens``, or else for its own steps.
+    """
     if (file := find_recipe(model)) is not None:
         recipe = load_recipe(file)
         shape = model_shape(recipe)
     else:
         shape = SECTIONS[model] if model in SECTIONS else shape_named(model)
         recipe = load_recipe("finetune", origin=model)
-    train = {"batch": batch or recipe.train.batch} | (
-        {"dtype": "bfloat16"} if torch.cuda.is_available() else {}
-    )
-    data = recipe.data.model_copy(update={"seq_len": seq or recipe.data.seq_len})
+    if not (tokens or recipe.train.steps):
+        raise UsageError(f"{model} trains for data.epochs = {recipe.data.epochs}, and how many steps these are is not "
+                         "planned; say --tokens")  # fmt: skip
+    batch, seq = batch or recipe.train.batch, seq or recipe.data.seq_len
+    steps = -(-tokens // (batch * seq)) if tokens else recipe.train.steps
+    train: dict[str, Any] = {"batch": batch, "steps": steps}
+    train |= {"dtype": "bfloat16"} if torch.cuda.is_available() else {}
+    data = recipe.data.model_copy(update={"seq_len": seq})
     recipe = recipe.model_copy(update={
         "train": recipe.train.model_copy(update=train), "data": data, "layout": Layout(),
         "model": shape.model_copy(update={"adapter": None, "origin": None}), "generate": None,
@@ -342,8 +358,10 @@ def command(model: str, chosen: Estimate, recipe: Recipe) -> str:
     values |= {f"memory.{kind}": place for kind, place in kinds.items()}
     if "adapter" not in sections and (file is None or recipe.adapter is not None):
         words.append("--set adapter=none")
-    if chosen.method == "galore":
-        values["optimizer.rank"] = changed.optimizer.rank
+    technique = type(changed.optimizer).model_fields.keys() - Optimizer.model_fields
+    values |= {
+        f"optimizer.{name}": getattr(changed.optimizer, name) for name in technique
+    }
     words += [f"--set {name}={str(value).lower()}" for name, value in values.items()]
     return " ".join(words)
 

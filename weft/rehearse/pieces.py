@@ -23,7 +23,7 @@ from weft.rehearse.journal import processor_seconds
 from weft.rehearse.ledger import AllocationWatch, Ledger
 from weft.shapes.parameters import parameters
 from weft.shapes.shape import flops_per_token
-from weft.train.rules.low_rank import singular_directions
+from weft.train.rules.rule import RankSums
 from weft.train.setup import assemble
 from weft.train.zeroth import direction
 
@@ -264,15 +264,5 @@ def _update_seconds(
         state.update(unit, grads, 0.0)
 
     seconds = _seconds(update, device)
-    if recipe.optimizer.kind == "galore":
-        square = torch.randn(256, 256, device=device)
-        each = _seconds(lambda: singular_directions(square, 0, 8), device) / 256**3
-        sizes = [
-            h.logical.shape
-            for h in held
-            if any(slot == "directions" for slot in h.slots)
-        ]
-        seconds += (
-            sum(each * m * n * min(m, n) for m, n in sizes) / recipe.optimizer.refresh
-        )
-    return seconds
+    rule = recipe.optimizer.update_rule(recipe.optimizer, RankSums(Mesh.single()))
+    return seconds + rule.rare_seconds(held, lambda work: _seconds(work, device))

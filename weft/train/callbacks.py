@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.plugins import HOOKS, Registered, blame_plugin, find
+from weft.plugins import HOOKS, blame_plugin, call
+from weft.registry import Registered, find
 
 if TYPE_CHECKING:
     from weft.checkpoint.state import Progress
@@ -64,7 +65,7 @@ class Callbacks:
         self._callbacks: list[tuple[Registered, Any]] = []
         for use in uses:
             found = find("callback", use.name)
-            self._callbacks.append((found, found.call(use.settings)()))
+            self._callbacks.append((found, call(found, use.settings)()))
 
     def call(self, hook: str, *given: Any) -> None:
         """Call the method ``hook`` (:data:`weft.plugins.HOOKS`) of each callback that has it, with run and ``given``.

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from weft.train.score import scores
 from weft.train.step import evaluate
 
 if TYPE_CHECKING:
@@ -94,6 +93,8 @@ class Evaluation:
         return loss
 
     def _ask(self, name: str) -> float | None:
+        from weft.train.score import scores
+
         task = next(task for task in self.job.tasks if task.name == name)
         rows, passes = self.job.recipe.rows_per_pass(self.mesh.layout)
         seq_len = self.job.recipe.data.seq_len

@@ -3,75 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from weft.train.rules.elementwise import SGD, AdamW, Lion
-from weft.train.rules.factored import Adafactor
-from weft.train.rules.low_rank import GaLore
-from weft.train.rules.orthogonal import Muon
-from weft.train.rules.rule import RankSums, UpdateRule
-from weft.train.rules.small import InBfloat16, InBlocks, SmallAdamW
+from weft.registry import find
+from weft.train.rules.rule import RankSums
 
 if TYPE_CHECKING:
     from weft.layout.mesh import Mesh
     from weft.layout.parts import Part
     from weft.parallel.state import Held
     from weft.recipe import Optimizer
-
-#: AdamW by what its moments are kept in.
-STATES: dict[str, Callable[[Optimizer, RankSums], UpdateRule]] = {
-    "float32": lambda settings, ranks: AdamW(settings),
-    "bfloat16": lambda settings, ranks: SmallAdamW(settings, InBfloat16()),
-    "8bit": lambda settings, ranks: SmallAdamW(
-        settings, InBlocks(8, settings.block, ranks)
-    ),
-    "4bit": lambda settings, ranks: SmallAdamW(
-        settings, InBlocks(4, settings.block, ranks)
-    ),
-}
-
-#: The rule of each kind, and whether it is for the matrices of blocks only, so that AdamW takes the rest.
-KINDS: dict[str, tuple[Callable[[Optimizer, RankSums], UpdateRule], bool]] = {
-    "adamw": (lambda settings, ranks: STATES[settings.state](settings, ranks), False),
-    "sgd": (lambda settings, ranks: SGD(), False),
-    "lion": (lambda settings, ranks: Lion(settings), False),
-    "adafactor": (lambda settings, ranks: Adafactor(ranks), False),
-    "muon": (lambda settings, ranks: Muon(settings.momentum, ranks), True),
-    "galore": (GaLore, True),
-    "natural-galore": (GaLore, True),
-}
-
-#: Bytes per parameter of the moments in each state, as a multiple of the state's own precision.
-SLOTS = {
-    "float32": 2.0,
-    "bfloat16": 1.0,
-    "8bit": 0.5,
-    "4bit": 0.25,
-    "lion": 1.0,
-    "muon": 1.0,
-}
+    from weft.train.rules.update_rule import UpdateRule
 
 
 def slot_bytes(settings: Optimizer, width: int) -> float:
     """About how many bytes the optimizer keeps per parameter of ``width`` bytes; scales and the like are left out."""
-    return width * (
-        SLOTS.get(settings.state if settings.kind == "adamw" else settings.kind, 0.0)
-        + bool(settings.ema)
-    )
-
-
-#: Kinds and states whose updates are elementwise, so that ranks need nothing from each other.
-ELEMENTWISE = {"adamw", "sgd", "lion"}, {"float32", "bfloat16"}
-
-
-def is_elementwise(settings: Optimizer) -> bool:
-    """Whether a rank can update what it holds by itself."""
-    kinds, states = ELEMENTWISE
-    return settings.kind in kinds and settings.state in states
+    return width * (settings.update_rule.kept + bool(settings.ema))
 
 
 class Assignment(NamedTuple):
@@ -89,10 +40,11 @@ class RuleOptimizer:
     """
 
     def __init__(self, settings: Optimizer, mesh: Mesh) -> None:
-        make, blocks_only = KINDS[settings.kind]
         self.settings, ranks = settings, RankSums(mesh)
-        self.rule = make(settings, ranks)
-        self.rest: UpdateRule = AdamW(settings) if blocks_only else self.rule
+        self.rule: UpdateRule = settings.update_rule(settings, ranks)
+        self.rest = self.rule
+        if self.rule.for_matrices:
+            self.rest = find("optimizer", "adamw").made(settings, ranks)
         self.assigned: dict[str, Assignment] = {}  # by the parameter's name
 
     def assignment(self, held: Held) -> Assignment:
@@ -106,9 +58,7 @@ class RuleOptimizer:
         matrix = len(held.logical.dims) > 1
         inner = matrix and all(dim.name != "vocab" for dim in held.logical.dims)
         # its directions are one's
-        inner = inner and not (
-            isinstance(self.rule, GaLore) and len(held.logical.dims) > 2
-        )
+        inner = inner and (self.rule.for_stacks or len(held.logical.dims) == 2)
         lr, decay = 1.0, self.settings.weight_decay if matrix else 0.0
         for group in self.settings.groups:
             if fnmatchcase(held.name, group.match):

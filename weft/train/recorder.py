@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.profiler import record_function
 
-from weft.models.router import SENT, by_layer
 from weft.observe.display import Display
 from weft.observe.flops import memory_gib, parameter_count, peak_flops
 from weft.observe.host import HardwareLoad, environment
 from weft.observe.metrics import Metrics
-from weft.observe.split import TimeSplit, profile_step, trace
 from weft.shapes.parameters import learning_count
 from weft.shapes.shape import flops_per_token
 from weft.train.step import StepResult
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
     from weft.checkpoint.state import Progress
     from weft.data.tasks import Answered
     from weft.layout.mesh import Mesh
+    from weft.observe.split import TimeSplit
     from weft.train.setup import Job
 
 Results = list[StepResult]
@@ -92,16 +91,12 @@ class Recorder:
         self._display = Display(job.steps(progress), title, enabled=mesh.speaks)
         self._hardware = HardwareLoad(mesh.device)
         self._stack, self._tracing = ExitStack(), job.recipe.observe.trace > 0
+        self._traced: Callable[[], bool] = lambda: False
         self._begun, self._seconds, self._data_s = time.perf_counter(), 0.0, 0.0
         self._split: TimeSplit | None = None  # of the step that has just been taken
 
     def __enter__(self) -> Self:
         observe = self._recipe.observe
-        path = (
-            self._folder / f"trace/rank-{os.environ.get('RANK', 0)}.json"
-            if self._tracing
-            else None
-        )
         with ExitStack() as stack:
             stack.enter_context(self._display)
             folder = self._folder if self._mesh.is_main else None
@@ -110,7 +105,11 @@ class Recorder:
             self.log(
                 "run", **self._about, **(environment() if self._mesh.is_main else {})
             )
-            self._traced = stack.enter_context(trace(path, observe.trace))
+            if self._tracing:
+                from weft.observe.split import trace
+
+                path = self._folder / f"trace/rank-{os.environ.get('RANK', 0)}.json"
+                self._traced = stack.enter_context(trace(path, observe.trace))
             self._stack = stack.pop_all()
         return self
 
@@ -182,6 +181,8 @@ class Recorder:
         if self._tracing or not every or number % every != min(2, every - 1):
             self._split = None
             return take_step()
+        from weft.observe.split import profile_step
+
         results, split = profile_step(take_step)
         self._split = split if results else None
         return results
@@ -244,6 +245,8 @@ class Recorder:
 
     def _experts(self, result: StepResult) -> None:
         """Record the loads of a step's experts, and what was sent for them."""
+        from weft.models.router import SENT, by_layer
+
         sent = dict(zip(SENT, result.sent, strict=True))
         self._moved += sent["moves"]
         if self._progress.step % self._recipe.observe.every:

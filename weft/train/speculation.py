@@ -19,7 +19,6 @@ from weft.parallel.state import State, Unit
 from weft.parallel.tried import Tried
 from weft.parallel.units import TableUnit
 from weft.train.arrivals import Arrivals
-from weft.train.optim import is_elementwise
 from weft.train.step import (
     Stepper,
     StepResult,
@@ -49,7 +48,7 @@ class Speculation(Stepper):
         self.arrivals = (
             Arrivals(early, self._complete) if self.model.pipeline is None else None
         )
-        alone = self.mesh.layout.world == 1 or is_elementwise(self.settings)
+        alone = self.mesh.layout.world == 1 or self.settings.elementwise
         self.thread = (
             ThreadPoolExecutor(1, "weft-update")
             if alone and not self.streamed

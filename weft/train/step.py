@@ -36,7 +36,6 @@ from weft.layout.boundary import (
     untyped,
 )
 from weft.layout.layout import DATA_AXES, MODEL_AXES
-from weft.models.router import SENT
 from weft.recipe import Optimizer
 
 if TYPE_CHECKING:
@@ -355,7 +354,11 @@ def summed_over_axes(
 def result_of(sums: torch.Tensor) -> StepResult:
     """The result of a step from its sums over all ranks (:meth:`Stepper.shares_of_sums`)."""
     loss, square, stops, tokens, samples, marked, *counts = sums.tolist()
-    sent, loads = counts[: len(SENT)], counts[len(SENT) :]
+    sent, loads = list[float](), list[float]()
+    if counts:
+        from weft.models.router import SENT
+
+        sent, loads = counts[: len(SENT)], counts[len(SENT) :]
     norm = math.sqrt(square) if square >= 0 else math.nan
     skipped = not (math.isfinite(norm) and math.isfinite(loss))
     return StepResult(

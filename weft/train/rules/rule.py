@@ -1,4 +1,4 @@
-"""The interface of update rules, and sums over the ranks that hold the other parts of a parameter.
+"""What update rules need of the other ranks: sums over those that hold the other parts of a parameter.
 
 A rule sees the part of each parameter that this rank holds. What it needs of the rest it gets by sums over the ranks
 among which a dimension is cut, so that its update equals that of one device under every layout. All ranks that hold
@@ -7,7 +7,7 @@ parts of the same parameters call a rule with these in the same order, also thos
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,18 +19,6 @@ from weft.layout.parts import NAMES, Part
 from weft.parallel.state import Held
 
 T = torch.Tensor
-
-
-class UpdateRule(Protocol):
-    """Updates parameters in place."""
-
-    def slots(self, held: Held) -> dict[str, Part]:
-        """The initial optimizer state of this parameter, by slot."""
-
-    def update(
-        self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float
-    ) -> None:
-        """One update at learning rate ``lr``, with weight decay ``decay`` (times ``lr``, decoupled)."""
 
 
 class Extent(NamedTuple):

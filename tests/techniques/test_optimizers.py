@@ -29,19 +29,20 @@ from weft.memory.quantised import (
 from weft.models.nf4 import packed
 from weft.parallel.state import Held, State, Unit
 from weft.recipe import Optimizer
+from weft.registry import names
+from weft.techniques.optimizers.galore import projection
+from weft.techniques.optimizers.muon import orthogonal
 from weft.train import optim
-from weft.train.optim import KINDS, STATES, RuleOptimizer, slot_bytes
-from weft.train.rules import low_rank, small
-from weft.train.rules.orthogonal import orthogonal
+from weft.train.optim import RuleOptimizer, slot_bytes
+from weft.train.rules import small
 from weft.train.setup import assemble, prepare
 from weft.train.step import gradients
 from weft.train.zeroth import ZerothOrder, direction
 
 T = torch.Tensor
 WAYS = [{"estimate": "zeroth-order", "kind": "sgd"}]
-WAYS += [{"kind": kind} for kind in KINDS] + [
-    {"state": state} for state in STATES if state != "float32"
-]
+WAYS += [{"kind": kind} for kind in names("optimizer")]
+WAYS += [{"state": state} for state in names("moments")]
 
 
 def name(way: dict[str, Any]) -> str:
@@ -197,11 +198,11 @@ def test_galore_in_the_whole_space_is_adam(monkeypatch: pytest.MonkeyPatch) -> N
             torch.randperm(rank, generator=torch.Generator().manual_seed(0))
         ]
 
-    monkeypatch.setattr(low_rank, "singular_directions", permutation)
-    way = {"rank": 99, "scale": 1.0, "eps": 1e-30, "weight_decay": 0.0}
+    monkeypatch.setattr(projection, "singular_directions", permutation)
+    way: dict[str, Any] = {"eps": 1e-30, "weight_decay": 0.0}
+    whole = {"kind": "galore", "rank": 99, "scale": 1.0}
     state, full = (
-        one_state((7, 5), (3, 8), way=way | {"kind": kind})
-        for kind in ("galore", "adamw")
+        one_state((7, 5), (3, 8), way=way | kind) for kind in (whole, {"kind": "adamw"})
     )
     run(state, 6)
     run(full, 6)
@@ -210,7 +211,7 @@ def test_galore_in_the_whole_space_is_adam(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_natural_galore_inverts_the_fisher_matrix() -> None:
     state = one_state((6, 4), way={"kind": "natural-galore", "rank": 3, "history": 2})
-    rule, held = state._optimizer.rule, state.held[0]  # type: ignore[union-attr]
+    rule, held = state._optimizer.rule.adam, state.held[0]  # type: ignore[union-attr]
     lows = [
         torch.randn(
             6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(i)
@@ -220,7 +221,7 @@ def test_natural_galore_inverts_the_fisher_matrix() -> None:
     for count, low in enumerate(lows, 1):
         found = rule._natural(held, low, count)
     past = torch.stack([low.flatten() for low in lows[-2:]], dim=1)
-    dense = low_rank.DAMPING * torch.eye(18, dtype=torch.float64) + past @ past.mT
+    dense = projection.DAMPING * torch.eye(18, dtype=torch.float64) + past @ past.mT
     torch.testing.assert_close(
         found.flatten(),
         torch.linalg.solve(dense, lows[-1].flatten()),
@@ -236,11 +237,11 @@ def test_natural_galore_inverts_the_fisher_matrix() -> None:
 def test_natural_galore_keeps_its_figures_where_gradients_are_large() -> None:
     """As estimates of zeroth order are: their squares are 1e12 times the damping."""
     state = one_state((6, 4), way={"kind": "natural-galore", "rank": 3, "history": 1})
-    rule, held = state._optimizer.rule, state.held[0]  # type: ignore[union-attr]
+    rule, held = state._optimizer.rule.adam, state.held[0]  # type: ignore[union-attr]
     low = 1e4 * torch.randn(
         6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
-    expected = low / (low_rank.DAMPING + low.square().sum())
+    expected = low / (projection.DAMPING + low.square().sum())
     torch.testing.assert_close(
         rule._natural(held, low, 1), expected, rtol=1e-12, atol=0.0
     )
@@ -251,8 +252,8 @@ def test_directions_have_one_sign() -> None:
         9, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
     for side in (0, 1):
-        found = low_rank.singular_directions(x, side, 4)
-        torch.testing.assert_close(found, low_rank.singular_directions(-x, side, 4))
+        found = projection.singular_directions(x, side, 4)
+        torch.testing.assert_close(found, projection.singular_directions(-x, side, 4))
         torch.testing.assert_close(found @ found.mT, torch.eye(4, dtype=torch.float64))
 
 
@@ -263,7 +264,7 @@ def test_directions_of_opposite_rows_have_one_sign() -> None:
     )
     for noise in (1 + 1e-14, 1 - 1e-14):
         for sign in (1, -1):
-            found = low_rank.singular_directions(
+            found = projection.singular_directions(
                 torch.stack((row * noise, -row)) * sign, 0, 1
             )
             torch.testing.assert_close(
@@ -279,13 +280,15 @@ def test_directions_that_a_gradient_has_not_are_none(dtype: torch.dtype) -> None
         for n in (9, 6)
     ]
     for side in (0, 1):
-        found = low_rank.singular_directions(ends[0] @ ends[1].mT, side, 4)
-        other = low_rank.singular_directions((3 * ends[0]) @ (ends[1].mT / 3), side, 4)
+        found = projection.singular_directions(ends[0] @ ends[1].mT, side, 4)
+        other = projection.singular_directions(
+            (3 * ends[0]) @ (ends[1].mT / 3), side, 4
+        )
         torch.testing.assert_close(found, other)
         assert not found[2:].any() and torch.allclose(
             found[:2] @ found[:2].mT, torch.eye(2, dtype=dtype), atol=1e-5
         )
-    assert not low_rank.singular_directions(torch.zeros(4, 3), 0, 2).any()
+    assert not projection.singular_directions(torch.zeros(4, 3), 0, 2).any()
 
 
 def test_groups_and_the_average() -> None:

@@ -11,7 +11,7 @@ import torch
 from weft.checkpoint.format import MOMENTS
 from weft.layout.parts import Part
 from weft.parallel.state import Held
-from weft.recipe import Optimizer
+from weft.techniques.optimizers.galore import GaLoreSettings
 from weft.train.rules.rule import Extent, RankSums, count_update
 
 T = torch.Tensor
@@ -20,16 +20,23 @@ T = torch.Tensor
 DAMPING = 1e-3
 
 
-class GaLore:
+class ProjectedAdam:
     """Adam in the space of the projected gradients.
 
     With ``history`` above 0 these are first multiplied by the inverse of an empirical Fisher matrix of so many of the
     last ones (Natural GaLore), of which each takes as much room as a moment.
     """
 
-    def __init__(self, settings: Optimizer, ranks: RankSums) -> None:
-        self.settings, self.ranks = settings, ranks
-        self.history = settings.history if settings.kind == "natural-galore" else 0
+    def __init__(
+        self,
+        settings: GaLoreSettings,
+        betas: tuple[float, float],
+        eps: float,
+        ranks: RankSums,
+        history: int = 0,
+    ) -> None:
+        self.settings, self.betas, self.eps, self.ranks = settings, betas, eps, ranks
+        self.history = history
 
     def slots(self, held: Held) -> dict[str, Part]:
         rank, short = self._rank(held), self._short(held)
@@ -49,7 +56,7 @@ class GaLore:
     def update(
         self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float
     ) -> None:
-        count, (beta1, beta2) = count_update(held), self.settings.betas
+        count, (beta1, beta2) = count_update(held), self.betas
         for h, g in zip(held, grads, strict=True):
             short = self._short(h)
             if (count - 1) % self.settings.refresh == 0:
@@ -67,7 +74,7 @@ class GaLore:
             first.lerp_(low, 1 - beta1)
             second.lerp_(low.square(), 1 - beta2)
             size = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
-            step = first / (second.sqrt() + self.settings.eps)
+            step = first / (second.sqrt() + self.eps)
             h.local.sub_(
                 step @ mine if short == 1 else mine.mT @ step,
                 alpha=size * self.settings.scale,

@@ -3,27 +3,44 @@
 A stack of matrices (experts) is as many of these.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
+from weft.registry import register
+from weft.train.rules.update_rule import WHOLE_ROWS, UpdateRule
 
-from weft.layout.parts import Part
-from weft.parallel.state import Held
-from weft.train.rules.rule import Extent, RankSums, count_update, like
+if TYPE_CHECKING:
+    from torch import Tensor
 
-T = torch.Tensor
+    from weft.layout.parts import Part
+    from weft.parallel.state import Held
+    from weft.recipe import Optimizer
+    from weft.train.rules.rule import RankSums
 
 #: How fast the moments' decay goes to one, least size of a parameter for the step's, and where an update is clipped.
 DECAY, LEAST, CLIP = -0.8, 1e-3, 1.0
 
 
-class Adafactor:
+@register(
+    "optimizer",
+    "adafactor",
+    rules=(WHOLE_ROWS,),
+    title="Adafactor",
+    paper="Shazeer & Stern 2018",
+    recipe="optimizers.toml --set optimizer.kind=adafactor",
+    proof="tests/techniques/test_optimizers.py",
+)
+class Adafactor(UpdateRule):
     """As PyTorch's: steps are relative to the size of the parameter, and there is no first moment."""
 
-    def __init__(self, ranks: RankSums) -> None:
+    def __init__(self, settings: Optimizer, ranks: RankSums) -> None:
         self.ranks = ranks
 
     def slots(self, held: Held) -> dict[str, Part]:
+        from weft.train.rules.rule import Extent, like
+
         if len(held.logical.dims) < 2:
             return {"exp_avg_sq": like(held)}
         *stack, row, column = (Extent(i) for i in range(len(held.logical.dims)))
@@ -33,8 +50,10 @@ class Adafactor:
         }
 
     def update(
-        self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float
+        self, held: Sequence[Held], grads: Sequence[Tensor], lr: float, decay: float
     ) -> None:
+        from weft.train.rules.rule import count_update
+
         step = count_update(held)
         for h, g in zip(held, grads, strict=True):
             rate = self._root_mean_square(h.local, h).clamp(min=LEAST) * min(
@@ -47,8 +66,10 @@ class Adafactor:
                 * (rate / (self._root_mean_square(update, h) / CLIP).clamp(min=1))
             )
 
-    def _second_moment(self, held: Held, grad: T, weight: float) -> T:
+    def _second_moment(self, held: Held, grad: Tensor, weight: float) -> Tensor:
         """The estimate for every element that is held here, after it has taken in ``grad``."""
+        import torch
+
         least = torch.finfo(grad.dtype).eps ** 2
         square = grad.square()
         if "exp_avg_sq" in held.slots:
@@ -66,7 +87,7 @@ class Adafactor:
         mean = mean.clamp(min=torch.finfo(grad.dtype).eps)[..., None, None]
         return (rows[..., None] * columns[..., None, :] / mean).clamp(min=least)
 
-    def _root_mean_square(self, x: T, held: Held) -> T:
+    def _root_mean_square(self, x: Tensor, held: Held) -> Tensor:
         """Of the logical tensor of which this is the part that is held here."""
         return (
             self.ranks.sum(x.square().sum(), held, *range(x.dim())) / held.logical.numel

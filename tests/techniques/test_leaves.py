@@ -1,0 +1,141 @@
+"""Every technique is a leaf: it is imported when it is named, and nothing misses a file that is gone."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft import registry
+from weft.errors import UsageError
+from weft.recipe import build_recipe
+from weft.registry import KINDS, declared, find, names
+
+PACKAGE = Path(__file__).parents[2] / "weft"
+#: Every technique of Weft's own, as its kind and its name.
+OWN = [(kind, name) for kind in KINDS for name in registry._own_names(kind)]
+
+
+def tree(kind: str, name: str) -> dict[str, object]:
+    """A recipe that names a technique, and nothing else."""
+    section, _, field = KINDS[kind].setting.partition(".")
+    return {section: {field: name}}
+
+
+def test_there_are_leaves() -> None:
+    assert ("optimizer", "muon") in OWN and ("moments", "8bit") in OWN
+
+
+@pytest.mark.parametrize(("kind", "name"), OWN)
+def test_each_file_declares_its_name(kind: str, name: str) -> None:
+    technique = find(kind, name)
+    assert technique.module == registry._own_module(kind, name)
+    assert technique.made.__doc__
+
+
+def test_nothing_imports_a_leaf() -> None:
+    """But another leaf, whose file then needs the first one's."""
+    for path in PACKAGE.rglob("*.py"):
+        if path.is_relative_to(PACKAGE / "techniques"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            assert not (module or "").startswith("weft.techniques"), path
+
+
+def test_a_declaration_does_without_pytorch() -> None:
+    """Recipes are read by commands that do without: ``weft plan`` would wait a second and a half."""
+    words = "import sys\nfrom weft.registry import KINDS, declared\n"
+    words += "[*map(list, map(declared, KINDS))]\nprint('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", words], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [leaf for leaf in OWN if leaf != ("optimizer", "adamw")]
+)
+def test_without_its_file_all_else_works(
+    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Naming a technique that is not there is one line; recipes that do not name it never look for it."""
+    before = {
+        entry: value
+        for entry, value in registry._REGISTERED.items()
+        if entry != (kind, name)
+    }
+    monkeypatch.setattr(registry, "_REGISTERED", before)
+    monkeypatch.setitem(sys.modules, registry._own_module(kind, name), None)  # type: ignore[arg-type]
+    build_recipe({})
+    for other in KINDS:
+        assert (kind, name) not in {(t.kind, t.name) for t in declared(other)}
+    with pytest.raises(UsageError, match="cannot be imported") as refused:
+        build_recipe(tree(kind, name))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.slow(8)
+def test_a_run_without_any_other_leaf(tmp_path: Path) -> None:
+    """The quickstart trains in a process that can import no technique but those that it names."""
+    recipe = build_recipe({})
+    named = {t.module for section in vars(recipe).values() for t in named_by(section)}
+    hidden = [registry._own_module(*leaf) for leaf in OWN]
+    words = f"import sys\nfor name in {[*set(hidden) - named]!r}: sys.modules[name] = None\n"
+    words += "from weft import load_recipe, train\n"
+    settings = ["train.steps=2", "validation.every=0", f"data.cache='{tmp_path}/cache'"]
+    words += f"print(train(load_recipe('quickstart', {settings!r}), out={str(tmp_path / 'run')!r}).checkpoint)"
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def named_by(section: object) -> list[registry.Registered]:
+    named = getattr(section, "named", None)
+    return list(named()) if named else []
+
+
+def test_a_setting_of_another_technique_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from weft.recipe import load_recipe
+
+    file = tmp_path / "mine.toml"
+    file.write_text('[optimizer]\nkind = "lion"\nmomentum = 0.5\n')
+    assert load_recipe(file).optimizer.kind == "lion"
+    said = capsys.readouterr().err
+    assert said == (
+        f"{file}: optimizer.momentum = 0.5 is not used: it is a setting of 'muon', and optimizer.kind = 'lion'\n"
+    )
+
+
+def test_old_recipes_name_settings_of_all_techniques() -> None:
+    """Checkpoints of before hold every setting of the section at its default."""
+    old = {"kind": "adamw", "momentum": 0.95, "rank": 128, "block": 256, "history": 4}
+    assert build_recipe({"optimizer": old}) == build_recipe({})
+
+
+def test_what_a_user_adds_is_one_of_them() -> None:
+    from weft.recipe.section import Section
+    from weft.train.rules.update_rule import UpdateRule
+
+    class Settings(Section):
+        """What the rule is set by."""
+
+        push: float = 2.0
+
+    try:
+
+        @registry.register("optimizer", "pushed", settings=Settings)
+        class Pushed(UpdateRule):
+            """A rule of a user's."""
+
+        assert "pushed" in names("optimizer")
+        recipe = build_recipe({"optimizer": {"kind": "pushed", "push": 3.0}})
+        assert recipe.optimizer.own(Settings).push == 3.0
+        with pytest.raises(UsageError, match="push"):
+            build_recipe({"optimizer": {"kind": "pushed", "push": "far"}})
+    finally:
+        registry._REGISTERED.pop(("optimizer", "pushed"), None)

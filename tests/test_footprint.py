@@ -1,0 +1,18 @@
+"""What a run does not use it does not import: the size of the core is held here."""
+
+from __future__ import annotations
+
+import pytest
+from footprint import imported
+
+
+@pytest.mark.parametrize(("layout", "most"), [
+    ("", 152_000),
+    pytest.param("dp=4", 240_000, marks=pytest.mark.slow(20)),
+])  # fmt: skip
+def test_a_run_imports_no_more_than_it_uses(layout: str, most: int) -> None:
+    modules = imported(layout)
+    assert {"api.py", "train/loop.py", "observe/report.py"} <= modules.keys()
+    assert ("resilience/run.py" in modules) == bool(layout)
+    total = sum(modules.values())
+    assert total <= most, f"{total:,}; python bench/footprint.py has them by room"

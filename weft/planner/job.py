@@ -1,0 +1,263 @@
+"""What is planned, a model's steps on a cluster, and the layouts that are best for it."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from weft.errors import UsageError, nearest
+from weft.planner.engine import ENGINES, EngineConstants
+from weft.planner.explain import (
+    exchange_words,
+    exchanges,
+    record,
+    title,
+    untrainable,
+    verdict,
+)
+from weft.planner.finalists import Final, finalists
+from weft.planner.island_price import Islands, islands_of
+from weft.planner.machine import Cluster, find_device, load_cluster
+from weft.planner.own import Own, calibrated, own_runs
+from weft.planner.planned_model import SHAPES, PlannedModel, load_model, swept
+from weft.planner.search import Pin, SearchResult, search
+from weft.recipe import ModelShape, load_recipe
+from weft.recipe.shipped import find_recipe
+from weft.shapes.shape import Shape
+
+#: Bits of a product's factors.
+PRECISIONS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "fp4": 4}
+#: Percent; the 90th percentile of the presets' error, sources counted alike (docs/planner.md).
+BAND = 12
+#: Devices with published runs among those.
+MEASURED = ("A100", "H100", "B200", "GB200")
+#: Layouts that are looked at closely.
+FINALISTS = 10
+
+
+@dataclass(frozen=True)
+class PlanJob:
+    """Steps of ``batch`` sequences of ``seq`` tokens, of a ``model`` that ``name`` names, on the ``machines``.
+
+    ``engine``: the class of program whose constants count. ``hottest``: how often the busiest expert is chosen, over
+    the mean.
+    """
+
+    name: str
+    model: PlannedModel
+    machines: Cluster
+    engine: str
+    batch: int
+    seq: int
+    precision: str
+    pins: tuple[Pin, ...]
+    hottest: float = 1.0
+
+    @cached_property
+    def shape(self) -> Shape:
+        return replace(self.model.shape, hottest=self.hottest)
+
+    @property
+    def bits(self) -> int:
+        return PRECISIONS[self.precision]
+
+    @property
+    def untrainable(self) -> str:
+        """Why ``weft train`` cannot train this yet; empty if it can."""
+        return untrainable(self.model, self.bits)
+
+    def search(
+        self, engine: EngineConstants, shape: Shape | None = None
+    ) -> SearchResult:
+        """Every layout, scored; of a model of another ``shape`` if one is given."""
+        return search(
+            shape or self.shape, self.machines, engine, self.batch, self.seq, self.bits,
+            self.pins,
+        )  # fmt: skip
+
+    def islands(self, engine: EngineConstants) -> Islands | None:
+        """The sites of the cluster as islands, if it has any."""
+        return islands_of(
+            self.shape, self.machines, engine, self.batch, self.seq, self.bits,
+            self.pins,
+        )  # fmt: skip
+
+
+def read_job(
+    model: str, cluster: str, gpus: int | None, batch: int | None, seq: int | None, precision: str | None, engine: str,
+    pins: list[str], hottest: float, shape_named: Callable[[str], ModelShape],
+) -> PlanJob:  # fmt: skip
+    """Check what a user asks for. A recipe has a batch, a length and a precision of its own.
+
+    ``shape_named`` knows the shapes that only PyTorch can read.
+    """
+    if engine not in ENGINES:
+        raise UsageError(
+            f"--engine {engine!r} is not known; {nearest(engine, ENGINES)}"
+        )
+    name = model if model in SHAPES else str(find_recipe(model) or model)
+    if Path(name).suffix == ".toml":
+        own = load_recipe(name)
+        batch, seq = batch or own.train.batch, seq or own.data.seq_len
+        precision = precision or {"bfloat16": "bf16"}.get(own.train.dtype, "fp32")
+    precision = precision or "bf16"
+    if precision not in PRECISIONS:
+        raise UsageError(
+            f"--precision {precision!r} is not possible; {nearest(precision, PRECISIONS)}"
+        )
+    if batch is None or seq is None:
+        missing = (
+            "--batch (sequences per step)"
+            if batch is None
+            else "--seq (tokens per sequence)"
+        )
+        raise UsageError(f"{missing} is missing; only a recipe has its own")
+    subject = load_model(name, shape_named)
+    if subject.recipe.get("optimizer", {}).get("post_validation"):
+        pins = [*pins, "pp>=2"]
+    demanded = tuple(Pin.parse(text) for text in pins)
+    job = PlanJob(
+        name, subject, load_cluster(cluster, gpus), engine, batch, seq, precision, demanded, hottest
+    )  # fmt: skip
+    shape = subject.shape
+    most = max(1.0, float(shape.experts / max(shape.top_k, 1)))
+    if not 1 <= hottest <= most:
+        raise UsageError(f"--hottest {hottest:g} is not possible: an expert of {float(shape.experts):g}, {shape.top_k} "
+                         f"per token, is chosen at most {most:g} times as often as the mean")  # fmt: skip
+    return job
+
+
+@dataclass(frozen=True)
+class RankedLayouts:
+    """Every layout of a job, the best as ``finals``, and how far to trust their times: ``margin`` in words, ``band`` in
+    percent (None where nothing was compared)."""
+
+    searched: SearchResult
+    finals: list[Final]
+    margin: str
+    band: int | None
+    islands: Islands | None = None
+
+    def record(self, job: PlanJob, top: int) -> dict[str, Any]:
+        """As JSON, with ``top`` layouts."""
+        return {
+            "candidates": self.searched.count, "fitting": len(self.searched.order), "finalists": len(self.finals),
+            "calibration": self.margin, "layouts": [record(final) for final in self.finals[:top]],
+            "rejected": [str(line) for line in self.searched.rejected(top)],
+            "refused": [vars(rule) for rule in self.searched.refused],
+            "islands": self.islands.record() if self.islands else None,
+            "experts": exchanges(self.searched, self.finals[0]) or None, "not_trainable": job.untrainable or None,
+        }  # fmt: skip
+
+    def lines(self, job: PlanJob, top: int) -> list[str]:
+        """What is to be said of the first ``top`` layouts: how each differs from the first, which then is described."""
+        first = self.finals[0]
+        lines = [
+            f"{rank:<7} {verdict(first, final)}"
+            for rank, final in enumerate(self.finals[1:top], 2)
+        ]
+        if abs(off := first.seconds / first.closed - 1) > 0.02:
+            lines.append(f"        1 is simulated: {off:+.1%} against the closed form")
+        parts = {
+            field.name: float(getattr(first.memory, field.name)) / 2**30
+            for field in fields(first.memory)
+        }
+        held = ", ".join(f"{k} {v:.2g}" for k, v in parts.items() if v > 0.005)
+        lines.append(f"\nmemory  {held} GiB on the fullest rank of 1")
+        if sent := exchanges(self.searched, first):
+            lines.append(f"experts {exchange_words(sent)}")
+        if self.islands:
+            lines += [f"islands {way}" for way in self.islands.lines(first.seconds)]
+        lines.append(f"margin  {self.margin}")
+        if job.untrainable:
+            lines.append(f"train   not trainable yet: {job.untrainable}")
+        return lines
+
+
+def rank_layouts(
+    job: PlanJob, calibration: Path | None, runs: Path, top: int
+) -> RankedLayouts:
+    """The layouts of a job by predicted time, ``top`` of them or more seen closely.
+
+    ``calibration``: rows of runs, or factors, that move the constants; without it the rows in ``runs``, if any.
+    """
+    device, base = find_device(job.machines.device).name, ENGINES[job.engine]
+    own = None
+    if calibration is not None:
+        own = calibrated(calibration, device, base)
+    elif job.engine == "weft":
+        own = own_runs(runs, device)
+    engine = own.engine if own else ENGINES[job.engine]
+    searched = job.search(engine)
+    finals = finalists(searched, max(top, FINALISTS), vocabulary=job.engine == "weft")
+    return RankedLayouts(
+        searched, finals, *_margin(job.machines.device, finals[0], own), job.islands(engine)
+    )  # fmt: skip
+
+
+def _margin(device: str, first: Final, own: Own | None) -> tuple[str, int | None]:
+    band = BAND if device.upper().startswith(MEASURED) else None
+    if first.plan.moves:
+        return (
+            "what travels to and from host or files was compared with no run: take the order",
+            None,
+        )
+    if own is not None:
+        return own.message, round(own.error) if math.isfinite(own.error) else band
+    if band is not None:
+        return (
+            f"presets, not calibrated: times within {band} % for nine published runs in ten",
+            band,
+        )
+    return (
+        f"no published run on {device} has been compared: take the order, not the times",
+        None,
+    )
+
+
+@dataclass(frozen=True)
+class SweptModel:
+    """A model with some ``fields`` of its own, and the best layout for it, or why there is none."""
+
+    fields: dict[str, Any]
+    shape: Shape
+    best: Final | None
+    refused: str = ""
+
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        if self.best is None:
+            return {"model": self.fields, "refused": self.refused}
+        sizes = {
+            "parameters": float(self.shape.parameters),
+            "active": float(self.shape.active_parameters),
+        }
+        return {"model": self.fields, **sizes, **record(self.best)}
+
+    def cells(self) -> list[str]:
+        """A row of a table: model, parameters, active ones (billions), then what the layout takes."""
+        row = [" ".join(f"{name}={value}" for name, value in self.fields.items())]
+        row += [
+            f"{float(n) / 1e9:.3g}"
+            for n in (self.shape.parameters, self.shape.active_parameters)
+        ]
+        if (best := self.best) is None:
+            return [*row, "-", "-", "-", "-", self.refused.partition(":")[0]]
+        return [*row, f"{best.seconds:.3g}", f"{best.tokens_per_s:,.0f}", f"{best.utilisation:.1%}", f"{best.gib:.3g}",
+                title(best)]  # fmt: skip
+
+
+def sweep(job: PlanJob, asked: list[str]) -> Iterator[SweptModel]:
+    """The best layout of every model with the values that ``asked`` names, such as ``experts=64,128``."""
+    if job.model.untrainable:
+        raise UsageError(
+            "--sweep needs a model that Weft can train: a recipe, a config.json or a trained built-in"
+        )
+    for values, shape in swept(job.model.section, asked, job.model.vocab):
+        try:
+            best = finalists(job.search(ENGINES[job.engine], shape), 3)[0]
+            yield SweptModel(values, shape, best)
+        except UsageError as error:
+            yield SweptModel(values, shape, None, str(error))

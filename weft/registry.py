@@ -1,0 +1,212 @@
+"""The one way to extend Weft: whatever a recipe can name declares itself here, Weft's own techniques and plugins alike.
+
+A declaration is a decorator on what it declares::
+
+    @register("optimizer", "muon", paper="Jordan et al. 2024", recipe="optimizers.toml")
+    class Muon(UpdateRule): ...
+
+Weft's own techniques stand in ``weft/techniques/``, one file for each name: ``muon`` of kind ``optimizer`` is
+``weft/techniques/optimizers/muon.py``. A file is imported when a recipe names it and not before, so that a technique
+whose file is deleted is gone, and nothing else notices. A user's techniques stand in the modules that ``plugins`` of a
+recipe names. Recipe reader, table of conflicts, fuzzer, planner, resume check and catalogue ask this registry.
+
+A declaration must not import PyTorch when its file is imported, as recipes are read by commands that do without; what
+computes imports it inside its functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from weft.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from weft.recipe.conflicts import Rule
+    from weft.recipe.section import Section
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class TechniqueKind:
+    """A kind of technique. ``called``: what a technique of this kind is called with, by position.
+
+    ``setting``: where a recipe names it. ``folder``: of ``weft/techniques/``, where Weft's own ones are; empty where
+    Weft has none of its own. ``noun``: what one is called in an error line. ``plain``: values of the setting that name
+    no technique, as the core does without.
+    """
+
+    noun: str
+    setting: str
+    called: tuple[str, ...] = ()
+    folder: str = ""
+    plain: tuple[str, ...] = ()
+
+    def choices(self, names: Sequence[str]) -> list[str]:
+        """All values of the setting, of which ``names`` are techniques."""
+        return [*self.plain, *(name for name in names if name not in self.plain)]
+
+
+#: Every kind of technique that a recipe can name.
+KINDS: dict[str, TechniqueKind] = {
+    "callback": TechniqueKind("callback", "callbacks.name"),
+    "loss": TechniqueKind("loss", "loss.kind", ("logits", "labels")),
+    "model": TechniqueKind("model", "model.kind", ("vocab",)),
+    "dataset": TechniqueKind("dataset", "data.kind", ("path",)),
+    "tracker": TechniqueKind("tracker", "observe.trackers", ("run",)),
+    "optimizer": TechniqueKind("update rule", "optimizer.kind", ("settings", "ranks"), "optimizers"),
+    "moments": TechniqueKind("storage of moments", "optimizer.state", ("settings", "ranks"), "moments", ("float32",)),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A declared technique: what it is made by, and what is said of it.
+
+    ``settings``: the recipe's fields that are this technique's alone; they stand in the section that names it.
+    ``rules``: what it cannot be combined with (:class:`weft.recipe.conflicts.Rule`), asked only where it is named.
+    ``draws``: values of its settings that the fuzzer may draw. ``title``, ``paper``, ``recipe``, ``proof``, ``figure``:
+    its row of the catalogue.
+    """
+
+    kind: str
+    name: str
+    module: str
+    made: Callable[..., Any]
+    settings: type[Section] | None = None
+    rules: Sequence[Rule] = ()
+    draws: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    title: str = ""
+    paper: str = ""
+    recipe: str = ""
+    proof: str = ""
+    figure: str = ""
+
+    def __str__(self) -> str:
+        owner = "" if self.module.startswith("weft.") else f" of plugin {self.module}"
+        return f"{KINDS[self.kind].noun} {self.name!r}{owner}"
+
+
+#: All that is registered so far, by kind and name.
+_REGISTERED: dict[tuple[str, str], Registered] = {}
+
+
+def register(
+    kind: str,
+    name: str,
+    *,
+    settings: type[Section] | None = None,
+    rules: Sequence[Rule] = (),
+    draws: Mapping[str, Sequence[Any]] | None = None,
+    title: str = "",
+    paper: str = "",
+    recipe: str = "",
+    proof: str = "",
+    figure: str = "",
+) -> Callable[[F], F]:
+    """Declare what is decorated, a function or a class, as the technique ``name`` of a kind (:data:`KINDS`).
+
+    The other arguments are those of :class:`Registered`; a plugin may leave out all of them.
+    """
+    if kind not in KINDS:
+        raise UsageError(
+            f"register({kind!r}, {name!r}): there is no such kind; {nearest(kind, KINDS)}"
+        )
+
+    def keep(made: F) -> F:
+        if not callable(made):
+            raise UsageError(
+                f"register({kind!r}, {name!r}): {type(made).__name__} cannot be called"
+            )
+        module = getattr(made, "__module__", None) or "?"
+        before = _REGISTERED.get((kind, name))
+        owner = before.module if before else _own_module(kind, name) or module
+        if owner != module:
+            raise UsageError(
+                f"register({kind!r}, {name!r}): {owner} has registered one already; rename one"
+            )
+        _REGISTERED[kind, name] = Registered(
+            kind,
+            name,
+            module,
+            made,
+            settings,
+            tuple(rules),
+            dict(draws or {}),
+            title,
+            paper,
+            recipe,
+            proof,
+            figure,
+        )
+        return made
+
+    return keep
+
+
+@cache
+def _own_names(kind: str) -> tuple[str, ...]:
+    """Names of Weft's own techniques of a kind, by the files in its folder; nothing is imported."""
+    folder = Path(__file__).parent / "techniques" / KINDS[kind].folder
+    if not KINDS[kind].folder or not folder.is_dir():
+        return ()
+    stems = [path.stem for path in folder.iterdir() if _is_module(path)]
+    return tuple(sorted(stem.removeprefix("_").replace("_", "-") for stem in stems))
+
+
+def _is_module(path: Path) -> bool:
+    if path.is_dir():
+        return (path / "__init__.py").is_file()
+    return path.suffix == ".py" and path.stem != "__init__"
+
+
+def _own_module(kind: str, name: str) -> str:
+    """The module of Weft's own technique of this name, or an empty string."""
+    if name not in _own_names(kind):
+        return ""
+    stem = name.replace("-", "_")
+    # a module's name cannot begin with a digit
+    stem = f"_{stem}" if stem[0].isdigit() else stem
+    return f"weft.techniques.{KINDS[kind].folder}.{stem}"
+
+
+def names(kind: str) -> list[str]:
+    """Names of all techniques of a kind: Weft's own, then those of the plugins that are loaded."""
+    own = _own_names(kind)
+    return [*own, *(name for of, name in _REGISTERED if of == kind and name not in own)]
+
+
+def find(kind: str, name: str) -> Registered:
+    """The technique of this kind and name, whose file is imported now if it was not before.
+
+    Raises :class:`UsageError` if there is none, or if its file cannot be imported.
+    """
+    if (kind, name) not in _REGISTERED:
+        what = KINDS[kind]
+        module = _own_module(kind, name)
+        if not module:
+            raise UsageError(
+                f"{what.setting} = {name!r} is not possible; {nearest(name, names(kind))}"
+            )
+        try:
+            import_module(module)
+        except ImportError as error:
+            raise UsageError(
+                f"{what.setting} = {name!r}: the {what.noun} cannot be imported ({error}); "
+                f"choose another, or install Weft again"
+            ) from None
+    return _REGISTERED[kind, name]
+
+
+def declared(kind: str) -> Iterator[Registered]:
+    """Every technique of a kind, its file imported; those whose file cannot be imported are left out."""
+    for name in names(kind):
+        try:
+            yield find(kind, name)
+        except UsageError:
+            continue

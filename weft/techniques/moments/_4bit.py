@@ -1,0 +1,56 @@
+"""Moments in 4 bits, with a scale for each block of a row (Li et al. 2023)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field, PositiveInt
+
+from weft.recipe.conflicts import Rule
+from weft.recipe.section import Section
+from weft.registry import register
+from weft.train.rules.small import SmallAdamW
+from weft.train.rules.update_rule import WHOLE_ROWS
+
+if TYPE_CHECKING:
+    from weft.recipe import Optimizer
+    from weft.train.rules.rule import RankSums
+
+#: Two numbers of four bits share a byte.
+ODD_COLUMNS = Rule(
+    "4bit moments at odd columns",
+    "layout shape optimizer",
+    lambda a: a.odd_width is not None,
+    "optimizer.state = '4bit' keeps numbers in pairs, and tp={0.layout.tp} cuts the ffn of {0.odd_width} at an odd "
+    "column",
+    "use '8bit', another layout.tp or an even model.ffn and model.expert_ffn",
+)
+
+
+class FourBitSettings(Section):
+    """What moments of 4 bits are set by."""
+
+    block: PositiveInt = Field(256, description="Elements of a row that share a scale.")
+
+
+@register(
+    "moments",
+    "4bit",
+    settings=FourBitSettings,
+    rules=(WHOLE_ROWS, ODD_COLUMNS),
+    title="AdamW with moments of 4 bits, in blocks of the logical rows",
+    paper="Li et al. 2023",
+    recipe="optimizers.toml --set optimizer.kind=adamw --set optimizer.state=4bit",
+    proof="tests/techniques/test_optimizers.py",
+)
+class FourBitAdamW(SmallAdamW):
+    """AdamW with moments of 4 bits."""
+
+    kept = 0.25
+    shaping = ("block",)
+
+    def __init__(self, settings: Optimizer, ranks: RankSums) -> None:
+        from weft.train.rules.in_blocks import InBlocks
+
+        block = settings.own(FourBitSettings).block
+        super().__init__(settings, ranks, InBlocks(4, block, ranks))

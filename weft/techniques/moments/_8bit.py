@@ -1,0 +1,45 @@
+"""Moments in 8 bits, with a scale for each block of a row (Dettmers et al. 2021)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field, PositiveInt
+
+from weft.recipe.section import Section
+from weft.registry import register
+from weft.train.rules.small import SmallAdamW
+from weft.train.rules.update_rule import WHOLE_ROWS
+
+if TYPE_CHECKING:
+    from weft.recipe import Optimizer
+    from weft.train.rules.rule import RankSums
+
+
+class EightBitSettings(Section):
+    """What moments of 8 bits are set by."""
+
+    block: PositiveInt = Field(256, description="Elements of a row that share a scale.")
+
+
+@register(
+    "moments",
+    "8bit",
+    settings=EightBitSettings,
+    rules=(WHOLE_ROWS,),
+    title="AdamW with moments of 8 bits, in blocks of the logical rows",
+    paper="Dettmers et al. 2021",
+    recipe="optimizers.toml --set optimizer.kind=adamw --set optimizer.state=8bit",
+    proof="tests/techniques/test_optimizers.py",
+)
+class EightBitAdamW(SmallAdamW):
+    """AdamW with moments of 8 bits."""
+
+    kept = 0.5
+    shaping = ("block",)
+
+    def __init__(self, settings: Optimizer, ranks: RankSums) -> None:
+        from weft.train.rules.in_blocks import InBlocks
+
+        block = settings.own(EightBitSettings).block
+        super().__init__(settings, ranks, InBlocks(8, block, ranks))

@@ -1,0 +1,1 @@
+"""Update rules (:class:`weft.train.rules.rule.UpdateRule`), which ``optimizer.kind`` names."""

@@ -1,0 +1,92 @@
+"""GaLore (Zhao et al. 2024): Adam on a projection of a matrix's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from weft.recipe.conflicts import Rule
+from weft.recipe.section import Section
+from weft.registry import register
+from weft.train.rules.update_rule import Timer, UpdateRule
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.layout.parts import Part
+    from weft.parallel.state import Held
+    from weft.recipe import Optimizer
+    from weft.train.rules.rule import RankSums
+
+#: Gradients are factored, and these may not be finite.
+DIRECTIONS = Rule(
+    "speculation with directions",
+    "memory optimizer",
+    lambda a: a.memory.speculate != "none",
+    "optimizer.kind = {0.optimizer.kind!r} factors gradients, which must be known to be finite, and "
+    "memory.speculate updates before they are",
+    "leave memory.speculate out, or use another kind",
+)
+
+
+class GaLoreSettings(Section):
+    """What GaLore and its variant are set by."""
+
+    rank: PositiveInt = Field(
+        128, description="Directions that a matrix's gradient is projected on."
+    )
+    refresh: PositiveInt = Field(
+        200, description="Updates between two sets of directions."
+    )
+    scale: PositiveFloat = Field(0.25, description="Factor of every update.")
+
+
+@register(
+    "optimizer",
+    "galore",
+    settings=GaLoreSettings,
+    rules=(DIRECTIONS,),
+    draws={"rank": (3,)},
+    title="GaLore",
+    paper="Zhao et al. 2024",
+    recipe="optimizers.toml --set optimizer.kind=galore",
+    proof="tests/test_optimizers.py",
+)
+class GaLore(UpdateRule):
+    """Adam in the space of the projected gradients (:mod:`weft.techniques.optimizers.galore.projection`)."""
+
+    for_matrices = True
+    for_stacks = False
+    shaping: ClassVar[tuple[str, ...]] = ("rank",)
+
+    def __init__(self, settings: Optimizer, ranks: RankSums, history: int = 0) -> None:
+        from weft.techniques.optimizers.galore.projection import ProjectedAdam
+
+        own = settings.own(GaLoreSettings)
+        self.adam = ProjectedAdam(own, settings.betas, settings.eps, ranks, history)
+
+    def slots(self, held: Held) -> dict[str, Part]:
+        return self.adam.slots(held)
+
+    def update(
+        self,
+        held: Sequence[Held],
+        grads: Sequence[torch.Tensor],
+        lr: float,
+        decay: float,
+    ) -> None:
+        self.adam.update(held, grads, lr, decay)
+
+    def rare_seconds(self, held: Sequence[Held], timed: Timer) -> float:
+        """The singular vectors of every matrix, once in ``refresh`` updates."""
+        import torch
+
+        from weft.techniques.optimizers.galore.projection import singular_directions
+
+        square = torch.randn(256, 256, device=held[0].local.device)
+        each = timed(lambda: singular_directions(square, 0, 8)) / 256**3
+        sizes = [h.logical.shape for h in held if "directions" in h.slots]
+        work = sum(m * n * min(m, n) for m, n in sizes)
+        return each * work / self.adam.settings.refresh

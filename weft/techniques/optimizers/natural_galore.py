@@ -1,0 +1,42 @@
+"""Natural GaLore (Das 2024): GaLore whose gradients are multiplied by the inverse of an empirical Fisher matrix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field, PositiveInt
+
+from weft.registry import register
+from weft.techniques.optimizers.galore import DIRECTIONS, GaLore, GaLoreSettings
+
+if TYPE_CHECKING:
+    from weft.recipe import Optimizer
+    from weft.train.rules.rule import RankSums
+
+
+class NaturalGaLoreSettings(GaLoreSettings):
+    """What Natural GaLore is set by."""
+
+    history: PositiveInt = Field(
+        4, description="Past gradients that the Fisher matrix is estimated from."
+    )
+
+
+@register(
+    "optimizer",
+    "natural-galore",
+    settings=NaturalGaLoreSettings,
+    rules=(DIRECTIONS,),
+    draws={"rank": (3,), "history": (2,)},
+    title="Natural GaLore",
+    paper="Das 2024",
+    recipe="optimizers.toml --set optimizer.kind=natural-galore",
+    proof="tests/techniques/test_optimizers.py",
+)
+class NaturalGaLore(GaLore):
+    """GaLore by the last few gradients' directions."""
+
+    shaping = ("rank", "history")
+
+    def __init__(self, settings: Optimizer, ranks: RankSums) -> None:
+        super().__init__(settings, ranks, settings.own(NaturalGaLoreSettings).history)

@@ -1,0 +1,92 @@
+"""Moments in codes of 8 or 4 bits with one scale for each block of a row (Dettmers et al. 2021; Li et al. 2023).
+
+Blocks are counted from the beginning of the logical row: ranks that share a block agree on its scale, so that the
+update does not depend on the layout, and another layout can go on with the same state.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from weft.checkpoint.format import MOMENTS
+from weft.layout.parts import Part
+from weft.memory.quantised import (
+    Blocks,
+    decoded,
+    dynamic_map,
+    encoded,
+    linear_map,
+    unpacked,
+)
+from weft.models.nf4 import packed
+from weft.parallel.state import Held
+from weft.train.rules.rule import Extent, RankSums
+
+T = torch.Tensor
+
+
+class InBlocks:
+    """Codes of ``bits`` bits, and as scale of a block of ``size`` elements the largest in magnitude, with its sign."""
+
+    def __init__(self, bits: int, size: int, ranks: RankSums) -> None:
+        self.bits, self.size, self.ranks = bits, size, ranks
+        eight = dynamic_map(True, 7, 8), dynamic_map(False, 7, 8)
+        self.maps = eight if bits == 8 else (dynamic_map(True, 3, 4), linear_map(4))
+
+    def slots(self, held: Held) -> dict[str, Part]:
+        last, per = len(held.logical.dims) - 1, 8 // self.bits
+        # The table of conflicts refuses cuts that would part a pair.
+        assert all(
+            edge % per == 0 or edge == held.logical.shape[-1] for edge in held.box[-1]
+        ), held.name
+        rows = [Extent(i) for i in range(last)]
+        found = {}
+        for moment in MOMENTS:
+            found[f"{moment}.codes"] = self.ranks.slot(
+                held, *rows, Extent(last, per=per), dtype=torch.uint8
+            )
+            found[f"{moment}.scale"] = self.ranks.slot(
+                held, *rows, Extent(None, self._blocks(held).count)
+            )
+        # with scales of 0 any code is 0; this one stays it
+        for moment, values in zip(MOMENTS, self.maps, strict=True):
+            found[f"{moment}.codes"].values.copy_(
+                self._packed(torch.full_like(held.local, int(values.abs().argmin())))
+            )
+        return found
+
+    def load(self, held: Held) -> list[T]:
+        blocks, n, found = self._blocks(held), held.local.size(-1), []
+        for moment, values in zip(MOMENTS, self.maps, strict=True):
+            codes, scale = (
+                held.slots[f"{moment}.{what}"].values for what in ("codes", "scale")
+            )
+            codes = unpacked(codes)[..., :n] if self.bits == 4 else codes
+            found.append(decoded(codes, blocks.spread(scale, n), values))
+        return found
+
+    def store(self, held: Held, moments: Sequence[T]) -> None:
+        blocks, n, last = (
+            self._blocks(held),
+            held.local.size(-1),
+            len(held.logical.dims) - 1,
+        )
+        for moment, values, x in zip(MOMENTS, self.maps, moments, strict=True):
+            # [2, ..., blocks]
+            ends = torch.stack((blocks.largest(x), blocks.largest(-x)))
+            above, below = self.ranks.largest(ends, held, last)
+            scale = torch.where(above >= below, above, -below)
+            held.slots[f"{moment}.scale"].values.copy_(scale)
+            held.slots[f"{moment}.codes"].values.copy_(
+                self._packed(encoded(x, blocks.spread(scale, n), values))
+            )
+
+    def _blocks(self, held: Held) -> Blocks:
+        return Blocks(self.size, held.logical.shape[-1], held.box[-1][0])
+
+    def _packed(self, codes: T) -> T:
+        codes = codes.to(torch.uint8)
+        return (
+            packed(F.pad(codes, (0, codes.size(-1) % 2))) if self.bits == 4 else codes
+        )

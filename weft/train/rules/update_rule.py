@@ -1,0 +1,62 @@
+"""The interface of update rules, and what the rest of Weft asks of one before PyTorch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from weft.recipe.conflicts import Rule
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.layout.parts import Part
+    from weft.parallel.state import Held
+
+
+#: Times a piece of work, in seconds.
+Timer = Callable[[Callable[[], object]], float]
+
+#: For rules that keep something of whole rows or columns of an expert's matrix.
+WHOLE_ROWS = Rule(
+    "pieces of experts with rows and columns",
+    "layout shape optimizer",
+    lambda a: bool(a.shape.mixtures) and a.least_experts < a.layout.ep,
+    "ep = {0.layout.ep} cuts experts in pieces, and the optimizer keeps something of their whole rows and columns",
+    "use optimizer.kind = 'adamw' in float32 or bfloat16, or ep <= {0.least_experts}",
+)
+
+
+class UpdateRule:
+    """Updates parameters in place. A rule is made with the section ``[optimizer]`` and the ranks' sums.
+
+    ``for_matrices``: the rule is for the matrices of blocks (two dimensions or more, none of them the vocabulary);
+    AdamW updates all other parameters. ``for_stacks``: also for stacks of matrices, as experts are.
+    ``elementwise``: an element's update needs nothing but that element's gradient and slots, so that a rank asks no
+    other. ``shaping``: settings that say what a rule keeps, so that a run cannot go on with others.
+    ``kept``: elements of all slots per element of a parameter, about; what is small is left out.
+    """
+
+    for_matrices: ClassVar[bool] = False
+    for_stacks: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = False
+    kept: ClassVar[float] = 0.0
+    shaping: ClassVar[tuple[str, ...]] = ()
+
+    def rare_seconds(self, held: Sequence[Held], timed: Timer) -> float:
+        """Estimate the seconds per update of work that few updates do, by what ``timed`` says of a piece of it."""
+        return 0.0
+
+    def slots(self, held: Held) -> dict[str, Part]:
+        """Make the initial optimizer state of this parameter, by slot."""
+        return {}
+
+    def update(
+        self,
+        held: Sequence[Held],
+        grads: Sequence[torch.Tensor],
+        lr: float,
+        decay: float,
+    ) -> None:
+        """Update once at learning rate ``lr``, with weight decay ``decay`` (times ``lr``, decoupled)."""
+        raise NotImplementedError
