@@ -10,7 +10,6 @@ from typing import Any
 
 from weft.errors import WeftError
 from weft.recipe import ModelShape
-from weft.shapes.config import config_from_shape, shape_from_fields
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 #: Ids of special tokens, which stand in both of these files.
@@ -127,6 +126,9 @@ def exported_config(
     Where these have a ``config.json``, it is that, with the fields that stand for what has changed since. Otherwise it
     is made from ``shape``; ``max_positions`` is the context length then, as far as one is known.
     """
+    # which a run that keeps what it was given does not need
+    from weft.shapes.config import config_from_shape, shape_from_fields
+
     tokens = {
         key: value
         for key, value in _object(files, GENERATION).items()
@@ -172,6 +174,8 @@ def exported_config(
 
 def _meaning(config: Mapping[str, Any], *more: Any) -> dict[str, Any]:
     """What Weft would write for the model that ``config`` describes; empty if it describes none."""
+    from weft.shapes.config import config_from_shape, shape_from_fields
+
     try:
         return config_from_shape(shape_from_fields(config, CONFIG), *more)
     except WeftError:

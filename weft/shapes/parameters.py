@@ -13,7 +13,6 @@ from weft.layout.layout import CUTS
 from weft.plugins import made_model
 from weft.recipe import Adapter, ModelShape, VocabularyWeight
 from weft.shapes.dim import Dim
-from weft.shapes.foreign_names import projection_name
 from weft.shapes.untrainable import has_gate
 
 #: In the names of parameters, what stands between a module and a weight's adapter, or the stored form of a weight.
@@ -70,6 +69,9 @@ def is_target(pattern: str, path: str) -> bool:
 
     By its last part, as Weft or as Hugging Face calls it (``wq``, ``q_proj``), or by its whole path.
     """
+    # which a run without an adapter does not need
+    from weft.shapes.foreign_names import projection_name
+
     name = path.rpartition(".")[2]
     return any(
         fnmatchcase(known, pattern) for known in (name, projection_name(path), path)
