@@ -232,105 +232,148 @@ def larger(a: Num, b: Num) -> Num:
     return (a**SHARP + b**SHARP) ** (1 / SHARP)
 
 
+@dataclass(frozen=True)
+class Roofline:
+    """What the parts of a step read: the model, the machine, how the step is laid out, and the program's constants."""
+
+    shape: Shape
+    machine: Machine
+    plan: Plan
+    engine: EngineConstants
+
+    @property
+    def tokens(self) -> Num:
+        """Tokens of a rank and microbatch."""
+        return self.plan.micro_batch * self.plan.seq / self.plan.cp
+
+    @property
+    def width(self) -> Num:
+        """Bytes of a product's factors."""
+        return self.plan.bits / 8
+
+    @property
+    def routed(self) -> Num:
+        """Rows that arrive at the experts of the busiest rank.
+
+        Where experts are whole, the ranks of tp route different tokens, as in sequence-parallel regions.
+        """
+        own = self.tokens * expert_cut(self.plan, self.engine) / self.plan.tp
+        return own * self.shape.top_k * self.shape.busiest(self.plan.ep)
+
+    def product(self, m: Num, n: Num, k: Num) -> Num:
+        """Seconds of one forward product; each of the two backward products takes as long."""
+        rate = self.machine.peak * self.machine.clock * self.engine.matmul
+        moved = self.width * (m * k + n * k) + 2 * m * n
+        return 2 * m * n * k / rate + moved / self.machine.hbm
+
+    def feed_forward(self, tokens: Num, ffn: Num) -> Num:
+        """Seconds of the products of a feed-forward of width ``ffn``."""
+        up = (1 + self.shape.gated) * ffn
+        embed = self.shape.embed
+        return self.product(tokens, up, embed) + self.product(tokens, embed, ffn)
+
+    def products(self) -> Num:
+        """Seconds of the products of a layer, forward."""
+        shape, tokens, tp = self.shape, self.tokens, self.plan.tp
+        matmuls = self.product(tokens, shape.qkv_width / tp, shape.embed)
+        matmuls = matmuls + self.product(
+            tokens, shape.embed, shape.heads * shape.head_dim / tp
+        )
+        local_experts = np.maximum(shape.experts / self.plan.ep, 1)
+        share = np.maximum(self.routed / local_experts, 1)
+        width = np.maximum(shape.expert_ffn, 1) / expert_cut(self.plan, self.engine)
+        experts = local_experts * self.feed_forward(share, width)
+        shared = self.feed_forward(tokens, np.maximum(shape.shared_ffn, 1) / tp)
+        mixture = (shape.experts > 0) * experts + (shape.shared_ffn > 0) * shared
+        return (
+            matmuls
+            + shape.dense_share * self.feed_forward(tokens, shape.ffn / tp)
+            + (1 - shape.dense_share) * mixture
+        )
+
+    def attention(self) -> Num:
+        """Seconds of a layer's attention, forward: the masked half of scores included."""
+        shape, machine = self.shape, self.machine
+        score = self.tokens * self.plan.seq * shape.heads / self.plan.tp
+        # fused kernels skip what windows leave out
+        near = score * shape.reach(self.plan.seq) / self.plan.seq
+        fused = 2 * near * shape.score_dim / (machine.peak16 * self.engine.attention)
+        split = (
+            4 * score * shape.score_dim / (machine.peak16 * 0.5)
+            + SCORE_BYTES * score / machine.hbm
+        )
+        return np.where(self.engine.flash > 0, fused, split)
+
+    def pointwise(self) -> Num:
+        """Seconds of norms, residuals, rotary embedding and activation of a layer, forward."""
+        shape, engine, tp = self.shape, self.engine, self.plan.tp
+        moe = 1 - shape.dense_share
+        norms = shape.embed / np.where(engine.sequence > 0, tp, 1.0)
+        # lower precisions read once more to scale and to cast
+        casts = 1 + CASTS * (self.width < 2)
+        inner = (shape.qkv_width + (1 + shape.gated) * shape.inner_width()) / tp
+        inner = (
+            inner + moe * shape.clamped * engine.rough * shape.top_k * shape.expert_ffn
+        )
+        routing = moe * engine.moe * shape.top_k * shape.embed
+        moved = engine.elementwise * (norms + routing) + engine.inner * inner
+        return casts * self.tokens * moved / self.machine.hbm
+
+    def exchanges(self) -> tuple[Num, Num, Num]:
+        """Seconds of what a layer sends forward along tp, cp and ep."""
+        shape, machine, plan, engine = self.shape, self.machine, self.plan, self.engine
+        tokens, tp, cp = self.tokens, plan.tp, plan.cp
+        along_tp = 2 * reduce(
+            tp, 2 * tokens * shape.embed, axis(machine, engine, 1, tp)
+        )
+        kv = 2 * 2 * tokens * shape.kv_heads * shape.head_dim / tp
+        heads = (
+            2 * tokens * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim / tp
+        )
+        ring = gather(cp, kv * cp, axis(machine, engine, tp, cp))
+        along_cp = np.where(
+            plan.context == ULYSSES, exchange(machine, engine, tp, cp, heads), ring
+        )
+        # A token crosses to a domain once, however many of its experts are there.
+        domains = np.maximum(1, plan.ep / np.minimum(machine.domain, plan.ep))
+        apart = np.where(
+            domains > 1, np.minimum(1.0, domains / np.maximum(shape.top_k, 1)), 1.0
+        )
+        rows = 2 * self.routed * shape.embed * apart
+        cut = expert_cut(plan, engine)
+        along_ep = (
+            (1 - shape.dense_share) * 2 * exchange(machine, engine, cut, plan.ep, rows)
+        )
+        return along_tp, along_cp, along_ep
+
+    def hop(self) -> Num:
+        """Seconds of a microbatch from one stage to the next; every tp rank sends its part."""
+        machine, plan = self.machine, self.plan
+        stride = plan.world / plan.pp / np.where(plan.outer > 0, plan.dp, 1)
+        pair, _, start = axis(machine, self.engine, stride, np.minimum(plan.pp, 2))
+        # one of the hops does, and every microbatch waits for it
+        leaves = stride * plan.pp > machine.site
+        between = np.minimum(pair, machine.between * self.engine.network)
+        pair = np.minimum(np.where(leaves, between, pair), machine.link)
+        start = start + leaves * machine.between_latency
+        hop = 2 * self.tokens * self.shape.embed / plan.tp / pair + start
+        return (plan.pp > 1) * hop
+
+
 def passes(
     shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants
 ) -> MicrobatchSeconds:
     """What one microbatch takes in one layer, in the output layer and between stages."""
-    tokens = plan.micro_batch * plan.seq / plan.cp  # of a rank and microbatch
-    rate = machine.peak * machine.clock * engine.matmul
-    memory = machine.hbm
-    width = plan.bits / 8
-    dense, moe = shape.dense_share, 1 - shape.dense_share
-
-    def product(m: Num, n: Num, k: Num) -> Num:
-        """Seconds of one forward product; each of the two backward products takes as long."""
-        moved = width * (m * k + n * k) + 2 * m * n
-        return 2 * m * n * k / rate + moved / memory
-
-    # --- one layer, forward
-    tp = plan.tp
-    matmuls = product(tokens, shape.qkv_width / tp, shape.embed)
-    matmuls = matmuls + product(tokens, shape.embed, shape.heads * shape.head_dim / tp)
-    up = 1 + shape.gated
-    ffn = product(tokens, up * shape.ffn / tp, shape.embed) + product(
-        tokens, shape.embed, shape.ffn / tp
+    parts = Roofline(shape, machine, plan, engine)
+    matmuls, attention = parts.products(), parts.attention()
+    pointwise = parts.pointwise()
+    tp, cp, ep = parts.exchanges()
+    cp = engine.exposed_cp * cp + np.maximum(
+        0, (1 - engine.exposed_cp) * cp - attention
     )
-    local_experts = np.maximum(shape.experts / plan.ep, 1)
-    # Where experts are whole, the ranks of tp route different tokens, as in sequence-parallel regions.
-    width_cut = expert_cut(plan, engine)
-    own = tokens * width_cut / tp  # tokens that a rank routes
-    # rows that arrive at the experts of the busiest rank
-    routed = own * shape.top_k * shape.busiest(plan.ep)
-    share = np.maximum(routed / local_experts, 1)
-    expert_ffn = np.maximum(shape.expert_ffn, 1) / width_cut
-    experts = local_experts * (
-        product(share, up * expert_ffn, shape.embed)
-        + product(share, shape.embed, expert_ffn)
-    )
-    shared = np.maximum(shape.shared_ffn, 1) / tp
-    shared_time = product(tokens, up * shared, shape.embed) + product(
-        tokens, shape.embed, shared
-    )
-    matmuls = (
-        matmuls
-        + dense * ffn
-        + moe * ((shape.experts > 0) * experts + (shape.shared_ffn > 0) * shared_time)
-    )
-
-    # entries of the score matrix, masked half included
-    score = tokens * plan.seq * shape.heads / tp
-    # fused kernels skip what windows leave out
-    near = score * shape.reach(plan.seq) / plan.seq
-    fused = 2 * near * shape.score_dim / (machine.peak16 * engine.attention)
-    split = (
-        4 * score * shape.score_dim / (machine.peak16 * 0.5)
-        + SCORE_BYTES * score / memory
-    )
-    attention = np.where(engine.flash > 0, fused, split)
-    # Norms, residuals, rotary embedding and activation; lower precisions read once more to scale and to cast.
-    norms = shape.embed / np.where(engine.sequence > 0, tp, 1.0)
-    casts = 1 + CASTS * (width < 2)
-    inner = (shape.qkv_width + up * shape.inner_width()) / tp
-    inner = inner + moe * shape.clamped * engine.rough * shape.top_k * shape.expert_ffn
-    routing = moe * engine.moe * shape.top_k * shape.embed
-    pointwise = (
-        casts
-        * tokens
-        * (engine.elementwise * (norms + routing) + engine.inner * inner)
-        / memory
-    )
-
-    # --- communication of one layer, forward
-    hidden = 2 * tokens * shape.embed
-    link_tp = axis(machine, engine, 1, tp)
-    tp_layer = 2 * reduce(tp, hidden, link_tp)
-    cp = plan.cp
-    kv = 2 * 2 * tokens * shape.kv_heads * shape.head_dim / tp
-    heads = 2 * tokens * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim / tp
-    ring = gather(cp, kv * cp, axis(machine, engine, tp, cp))
-    cp_layer = np.where(
-        plan.context == ULYSSES, exchange(machine, engine, tp, cp, heads), ring
-    )
-    # A token crosses to a domain once, however many of its experts are there.
-    domains = np.maximum(1, plan.ep / np.minimum(machine.domain, plan.ep))
-    apart = np.where(
-        domains > 1, np.minimum(1.0, domains / np.maximum(shape.top_k, 1)), 1.0
-    )
-    ep_layer = (
-        moe
-        * 2
-        * exchange(
-            machine, engine, width_cut, plan.ep, 2 * routed * shape.embed * apart
-        )
-    )
-
-    exposed_tp, exposed_ep = tp_layer, ep_layer
-    exposed_cp = engine.exposed_cp * cp_layer + np.maximum(
-        0, (1 - engine.exposed_cp) * cp_layer - attention
-    )
-
     # The processor that launches can be slower than the device: a smooth maximum of the two, so that layouts of which
     # both are bound by launches still differ by their work. What communication adds is what it makes this maximum grow.
+    moe = 1 - shape.dense_share
     floor = engine.kernels * LAUNCH * (1 + engine.dispatch * moe)
     busy = matmuls + attention + pointwise
     forward = larger(busy, floor)
@@ -341,7 +384,7 @@ def passes(
         + 2 * pointwise
     )
     backward = larger(work, 2 * floor)
-    exposed = exposed_tp + exposed_cp + exposed_ep
+    exposed = tp + cp + ep
     seen = (
         larger(busy + exposed, floor)
         - forward
@@ -349,11 +392,6 @@ def passes(
         - backward
     ) / 2
     seen = np.where(exposed > 0, seen / np.maximum(exposed, 1e-12), 1.0)
-    exposed_tp, exposed_cp, exposed_ep = (
-        seen * exposed_tp,
-        seen * exposed_cp,
-        seen * exposed_ep,
-    )
     full = plan.recompute == Recompute.FULL
     again = np.where(full, forward, 0.0)
     # Selective: scores again where they are written; under fused attention, half of the products.
@@ -361,28 +399,14 @@ def passes(
         engine.flash > 0, (1 - 0.5 * engine.products) * matmuls + pointwise, attention
     )
     again = again + (plan.recompute == Recompute.SELECTIVE) * selective
-    logits = LOGIT_BYTES * tokens * shape.vocab / tp / memory
-    head = (3 - shape.frozen) * product(tokens, shape.vocab / tp, shape.embed) + logits
-    stride = plan.world / plan.pp / np.where(plan.outer > 0, plan.dp, 1)
-    pair, _, start = axis(machine, engine, stride, np.minimum(plan.pp, 2))
-    # one of the hops does, and every microbatch waits for it
-    leaves = stride * plan.pp > machine.site
-    pair = np.where(leaves, np.minimum(pair, machine.between * engine.network), pair)
-    start = start + leaves * machine.between_latency
-    pair = np.minimum(pair, machine.link)
-    hop = hidden / tp / pair + start  # every tp rank sends its part
+    tokens, vocab = parts.tokens, shape.vocab
+    logits = LOGIT_BYTES * tokens * vocab / plan.tp / machine.hbm
+    head = (3 - shape.frozen) * parts.product(
+        tokens, vocab / plan.tp, shape.embed
+    ) + logits
     return MicrobatchSeconds(
-        forward,
-        backward,
-        matmuls,
-        again,
-        exposed_tp,
-        exposed_cp,
-        exposed_ep,
-        2.0 + full,
-        head,
-        (plan.pp > 1) * hop,
-    )
+        forward, backward, matmuls, again, seen * tp, seen * cp, seen * ep, 2.0 + full, head, parts.hop()
+    )  # fmt: skip
 
 
 def expert_cut(plan: Plan, engine: EngineConstants) -> Num:
