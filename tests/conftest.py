@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
+from tests import started
 from weft.cli import main
 from weft.prove.pool import ProcessPool
 from weft.run.signals import requests
@@ -102,7 +103,7 @@ Command = Callable[..., tuple[int, str, str]]
 @pytest.fixture(scope="session")
 def pool() -> Iterator[ProcessPool]:
     """The worker processes of this session, or of this half of it; see :mod:`weft.prove.pool`."""
-    pool = ProcessPool(["pytest"])
+    pool = ProcessPool(started.PRELOAD)
     yield pool
     pool.close()
 
@@ -112,28 +113,27 @@ def command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Command:
     """Runs ``weft`` in this process, which no mistake may end with a traceback."""
-    return _command(capsys, monkeypatch)
 
-
-@pytest.fixture
-def launched(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Command:
-    """As :func:`command`, with what the ranks say that it starts."""
-    return _command(capfd, monkeypatch)
-
-
-def _command(
-    captured: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Command:
     def run(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["weft", *map(str, words)])
         threads = torch.get_num_threads()
         with pytest.raises(SystemExit) as ended:
             main()
         torch.set_num_threads(threads)  # a run takes all cores
-        out, err = captured.readouterr()
+        out, err = capsys.readouterr()
         assert isinstance(ended.value.code, int) and "Traceback" not in out + err
         return ended.value.code, out, err
+
+    return run
+
+
+@pytest.fixture
+def launched() -> Command:
+    """Runs ``weft`` in a process of its own, which may start ranks; see :mod:`tests.started`."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        done = started.run(*words)
+        assert "Traceback" not in done.stdout + done.stderr
+        return done.returncode, done.stdout, done.stderr
 
     return run

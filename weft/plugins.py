@@ -145,6 +145,10 @@ def _check_call(
         raise ValueError(f"{who} cannot be called with ({shown}): {error}") from None
 
 
+#: The modules that recipes of this process have named.
+loaded = set[str]()
+
+
 def load_plugins(modules: Sequence[str]) -> None:
     """Import ``modules``, which register what they offer. Raises :class:`ValueError` in one line that names the module.
 
@@ -154,6 +158,7 @@ def load_plugins(modules: Sequence[str]) -> None:
     if modules and here not in sys.path:
         sys.path.append(here)
     for module in modules:
+        loaded.add(module)
         try:
             import_module(module)
         except UsageError as error:

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import namedtuple
 from pathlib import Path
@@ -21,6 +20,7 @@ from tests.cases import write_corpus
 from tests.checkpoint.test_resume import go, series, state_of, tree
 from tests.cli.test_commands import TINY
 from tests.conftest import Command
+from tests.started import Started
 from weft.checkpoint.convert import convert
 from weft.checkpoint.levels import (
     LevelStore,
@@ -333,24 +333,14 @@ def test_a_killed_run_goes_on_from_memory(
         "[generate]", f"{levels}[generate]"
     )
     (tmp_path / "tiny.toml").write_text(text)
-    words = [
-        sys.executable,
-        "-m",
-        "weft",
-        "train",
-        "tiny.toml",
-        "--layout",
-        "shard=2",
-        "--out",
-        "run",
-    ]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    words = ["train", "tiny.toml", "--layout", "shard=2", "--out", "run"]
     memory = memory_of(tmp_path / "run")
-    process = subprocess.Popen(
-        [*words, "--set", "train.steps=5000"],
-        cwd=tmp_path,
-        env=env,
+    process = Started(
+        *words,
+        "--set",
+        "train.steps=5000",
         start_new_session=True,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     try:

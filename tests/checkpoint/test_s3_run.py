@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from tests.checkpoint.test_resume import HOME, go, series
 from tests.checkpoint.test_s3 import Proxy
 from tests.cli.test_commands import TINY
 from tests.conftest import Command
+from tests.started import Started
 from weft.checkpoint.s3 import open_storage
 from weft.checkpoint.store import candidates, open_checkpoint, prune, verify
 from weft.errors import WeftError
@@ -196,7 +196,6 @@ def test_train_stop_resume_and_the_commands(
     (tmp_path / "tiny.toml").write_text(
         TINY.format(corpus=corpus, cache=tmp_path / "cache")
     )
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     shown: list[str] = []
 
     def weft(*words: str, code: int = 0) -> str:
@@ -206,22 +205,8 @@ def test_train_stop_resume_and_the_commands(
         return out + err
 
     to = ["--set", f"checkpoint.to={bucket}", "--set", "checkpoint.every=2"]
-    train = [
-        sys.executable,
-        "-m",
-        "weft",
-        "train",
-        "tiny.toml",
-        "--layout",
-        "shard=2",
-        "--out",
-        "run",
-        *to,
-    ]
-    process = subprocess.Popen(
-        [*train, "--set", "train.steps=5000"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True,
-    )  # fmt: skip
+    train = ["train", "tiny.toml", "--layout", "shard=2", "--out", "run", *to]
+    process = Started(*train, "--set", "train.steps=5000", stderr=subprocess.STDOUT)
     deadline = time.monotonic() + 300
     while not names(bucket):
         assert process.poll() is None and time.monotonic() < deadline

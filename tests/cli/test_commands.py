@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 
 from tests.cases import write_corpus
 from tests.conftest import Command
+from tests.started import Started
 from weft.checkpoint.store import committed
 from weft.cli import main
 from weft.errors import UsageError
@@ -61,15 +61,6 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     )
     monkeypatch.chdir(tmp_path)
     return str(path)
-
-
-def weft(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "weft", *words],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
 
 
 @pytest.mark.parametrize(("words", "code", "said"), [
@@ -320,14 +311,7 @@ def test_a_double_signal_saves_and_resume_goes_on(
         "--set",
         "validation.every=0",
     ]
-    words = [sys.executable, "-m", "weft", *run, "--set", "train.steps=100000"]
-    process = subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = Started(*run, "--set", "train.steps=100000", start_new_session=True)
     metrics = tmp_path / "run/metrics.jsonl"
     until = time.monotonic() + 240
     while time.monotonic() < until and not (

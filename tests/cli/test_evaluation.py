@@ -8,10 +8,10 @@ import subprocess
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.net.test_lost import TIMEOUT, lives, small
+from tests.started import Started
 from weft.checkpoint.store import committed
 
 
@@ -44,20 +44,18 @@ def test_while_questions_are_asked(
         tmp_path / "stderr",
     )
     with errors.open("w") as stderr:
-        parent = subprocess.Popen(
-            command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=stderr
+        parent = Started(
+            *command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=stderr
         )
     metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 240
     while not (metrics.exists() and '"validation"' in metrics.read_text()):
         assert parent.poll() is None and time.monotonic() < deadline, errors.read_text()
         time.sleep(0.1)
-    ranks = [
-        p for p in psutil.Process(parent.pid).children() if p.environ().get("RANK")
-    ]
+    ranks = parent.ranks()
     if way == signal.SIGINT:
         parent.send_signal(way)
     else:
-        next(p for p in ranks if p.environ()["RANK"] == "1").send_signal(way)
+        ranks[1].send_signal(way)
     assert parent.wait(10 * TIMEOUT) == code, errors.read_text()
     text = errors.read_text()
     assert said in text and text.count("weft: error") == (code == 1), text

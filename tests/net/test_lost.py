@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.cases import recipe, start, write_corpus
+from tests.started import Started
 from weft.layout.layout import Layout
 from weft.net.groups import limit
 from weft.net.lost import PeerLost, peer_lost
@@ -111,7 +111,7 @@ def test_peer_lost_is_told_from_other_errors() -> None:
 
 
 def small(folder: Path, layout: str, *more: str) -> list[str]:
-    """``weft train`` with a tiny model, whose ranks end with each other."""
+    """Words of ``weft`` that train a tiny model, whose ranks end with each other."""
     values = (
         "model.layers=4", "model.embed=16", "model.heads=4", "model.kv_heads=2", "model.head_dim=4", "model.ffn=21",
         "data.seq_len=16", f"data.sources=[{{kind='jsonl',path='{write_corpus(folder)}'}}]", "data.tokenizer='bytes'",
@@ -119,17 +119,11 @@ def small(folder: Path, layout: str, *more: str) -> list[str]:
         "observe.trackers=[]", "validation.every=0", "generate.tokens=1", f"train.timeout={TIMEOUT}",
         "resilience.survive=false", *more,
     )  # fmt: skip
-    command = [
-        sys.executable,
-        "-m",
-        "weft",
+    return [
         "train",
         str(ROOT / "recipes/quickstart.toml"),
         "--layout",
         layout,
-    ]
-    return [
-        *command,
         "--out",
         str(folder / "run"),
         *(word for value in values for word in ("--set", value)),
@@ -141,9 +135,7 @@ def freeze(folder: Path, layout: str, victim: int) -> None:
     command = small(folder, layout, "train.steps=1000000", "checkpoint.every=5")
     said, metrics = folder / "stderr", folder / "run/metrics.jsonl"
     with said.open("w") as stderr:
-        parent = subprocess.Popen(
-            command, cwd=folder, stdout=subprocess.DEVNULL, stderr=stderr
-        )
+        parent = Started(*command, cwd=folder, stdout=subprocess.DEVNULL, stderr=stderr)
     deadline = time.monotonic() + 300
     while parent.poll() is None and not (
         metrics.exists() and metrics.read_text().count('"train"') > 3
@@ -151,9 +143,8 @@ def freeze(folder: Path, layout: str, victim: int) -> None:
         assert time.monotonic() < deadline, said.read_text()
         time.sleep(0.2)
     assert parent.poll() is None, said.read_text()
-    ranks = psutil.Process(parent.pid).children()
     everyone = psutil.Process(parent.pid).children(recursive=True)
-    next(p for p in ranks if p.environ().get("RANK") == str(victim)).suspend()
+    parent.ranks()[victim].suspend()
     begun = time.monotonic()
     parent.wait(10 * TIMEOUT)
     took, err = time.monotonic() - begun, said.read_text()

@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.run.rank import launch_forks, launch_interpreters
+from tests.started import Started
 from weft.errors import UsageError, WeftError
 from weft.run import signals
 from weft.run.failure import (
@@ -30,76 +32,21 @@ from weft.run.launch import launch
 from weft.run.ranks import in_ranks, slurm_ranks
 
 ROOT = Path(__file__).parents[2]
+LAUNCHERS = {"forks": launch_forks, "interpreters": launch_interpreters}
 
-# A rank that joins the others (unless it only waits), notes its pid and then does as it is told.
-RANK = """
-import os, signal, sys, time
-from pathlib import Path
-sys.path.insert(0, {root!r})
-from weft.run.failure import report_failure
-from weft.run.ranks import init_ranks
-from weft.errors import UsageError
-
-folder, deed = Path(sys.argv[1]), sys.argv[2]
-try:
-    rank = int(os.environ["RANK"])
-    if deed not in ("wait", "stubborn"):
-        init_ranks("cpu", 60)
-        import torch, torch.distributed as dist
-        total = torch.ones(1)
-        dist.all_reduce(total)
-    stopped = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: stopped.append(number))
-    (folder / f"pid-{{rank}}").write_text(str(os.getpid()))
-    if deed == "print":
-        sys.stdout.write(f"{{rank}} {{total.item()}} {{os.environ['OMP_NUM_THREADS']}} {{sys.argv[3]}}\\n")
-    if rank == 1 and deed == "usage":
-        raise UsageError("layout axis 'tq' is unknown")
-    if rank == 1 and deed == "bug":
-        raise ValueError("an oversight\\nwith details")
-    if rank == 1 and deed == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if deed in ("stuck", "stopped", "aborted"):
-        if rank == 0:
-            os.kill(os.getpid(), signal.SIGSTOP if deed != "stuck" else signal.SIGTERM)
-            deed = "stubborn"
-        else:
-            time.sleep(0.5)
-            if deed == "aborted":
-                os.abort()
-            raise RuntimeError("[gloo/transport] Timed out waiting 60000ms for recv operation to complete")
-    while deed == "stubborn" or (deed in ("wait", "meet") and not stopped):
-        time.sleep(0.05)
-    if stopped:
-        time.sleep(0.5)
-        (folder / f"saved-{{rank}}").write_text(signal.Signals(stopped[0]).name)
-    elif deed != "wait":
-        dist.all_reduce(total)
-        dist.destroy_process_group()
-except BaseException as error:
-    sys.exit(report_failure(error))
-"""
+both = pytest.mark.parametrize("how", LAUNCHERS)
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> list[str]:
-    path = tmp_path / "rank.py"
-    path.write_text(RANK.format(root=str(ROOT)))
-    return [sys.executable, str(path), str(tmp_path)]
+    return [sys.executable, str(Path(__file__).with_name("rank.py")), str(tmp_path)]
 
 
-def start_parent(command: list[str], ranks: int) -> subprocess.Popen[str]:
-    code = f"import sys; from weft.run.launch import launch; sys.exit(launch([], {ranks}, {command!r}))"
-    # a launcher that is killed leaves its folder behind
-    env = os.environ | {"TMPDIR": command[2]}
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=env,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def launch_ranks(folder: Path, how: str, deed: str, ranks: int = 2) -> Started:
+    """A launcher of ranks that do ``deed``; they are forks of it, or interpreters of their own."""
+    # one that is killed leaves its folder behind
+    env = os.environ | {"TMPDIR": str(folder)}
+    return Started(ranks, folder, deed, cwd=ROOT, env=env, main=LAUNCHERS[how])
 
 
 def wait_for(folder: Path, pattern: str, count: int) -> list[str]:
@@ -172,18 +119,16 @@ def test_ranks_run_and_get_their_arguments_as_written(
         ),
     ],
 )
+@pytest.mark.sampled(4)
+@both
 def test_one_failing_rank_ends_all_with_one_line(
-    script: list[str],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    deed: str,
-    code: int,
-    line: str,
+    tmp_path: Path, how: str, deed: str, code: int, line: str
 ) -> None:
-    assert launch([], 2, [*script, deed]) == code
+    parent = launch_ranks(tmp_path, how, deed)
+    _, err = parent.communicate(timeout=240)
+    assert parent.returncode == code, err
     ready = max(path.stat().st_mtime for path in tmp_path.glob("pid-*"))
     assert time.time() - ready < 40, "they were not waited for until the limit of 60 s"
-    err = capfd.readouterr().err
     assert err.startswith(line)
     assert err.count("\n") == 1
     if oom_kills() is not None:
@@ -196,13 +141,16 @@ def test_one_failing_rank_ends_all_with_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@both
 def test_a_signal_lets_ranks_finish(
-    script: list[str], tmp_path: Path, number: signal.Signals
+    tmp_path: Path, how: str, number: signal.Signals
 ) -> None:
-    parent = start_parent([*script, "wait"], 2)
+    parent = launch_ranks(tmp_path, how, "wait")
     pids = wait_for(tmp_path, "pid-*", 2)
+    same = psutil.Process(parent.pid).cmdline() == parent.ranks()[0].cmdline()
+    assert same == (how == "forks")
     parent.send_signal(number)
     _, err = parent.communicate(timeout=120)
     assert (parent.returncode, err) == (128 + number, "")
@@ -211,10 +159,11 @@ def test_a_signal_lets_ranks_finish(
 
 
 @pytest.mark.slow
+@both
 def test_a_repeated_signal_is_one_wish_and_a_later_one_ends_ranks_at_once(
-    script: list[str], tmp_path: Path
+    tmp_path: Path, how: str
 ) -> None:
-    parent = start_parent([*script, "stubborn"], 2)
+    parent = launch_ranks(tmp_path, how, "stubborn")
     pids = wait_for(tmp_path, "pid-*", 2)
     for _ in range(2):
         parent.send_signal(signal.SIGINT)
@@ -335,10 +284,9 @@ def test_a_rank_that_cannot_be_killed_is_left_behind_and_named(
 
 
 @pytest.mark.slow
-def test_killing_the_launcher_leaves_no_orphans(
-    script: list[str], tmp_path: Path
-) -> None:
-    parent = start_parent([*script, "wait"], 2)
+@both
+def test_killing_the_launcher_leaves_no_orphans(tmp_path: Path, how: str) -> None:
+    parent = launch_ranks(tmp_path, how, "wait")
     pids = wait_for(tmp_path, "pid-*", 2)
     parent.kill()
     parent.communicate()
@@ -346,13 +294,13 @@ def test_killing_the_launcher_leaves_no_orphans(
 
 
 @pytest.mark.soak
-def test_two_launches_do_not_meet(script: list[str], tmp_path: Path) -> None:
+@both
+def test_two_launches_do_not_meet(tmp_path: Path, how: str) -> None:
     ranks = {tmp_path / "a": 2, tmp_path / "b": 1}
     for folder in ranks:
         folder.mkdir()
     parents = [
-        start_parent([*script[:2], str(folder), "meet"], count)
-        for folder, count in ranks.items()
+        launch_ranks(folder, how, "meet", count) for folder, count in ranks.items()
     ]
     pids = [
         pid

@@ -7,8 +7,6 @@ import contextlib
 import json
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
@@ -24,6 +22,7 @@ import torch
 from tests.conftest import Command
 from tests.generate.test_adapters import merged, write
 from tests.serve.running import Running, build, until
+from tests.started import Started
 from weft.checkpoint.convert.peft import read_adapter
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import WeftError
@@ -455,12 +454,7 @@ def test_the_command_serves_and_ends_with_its_last_answer(
     write(tmp_path / "adapters" / "spoken", build(), 3, 0)
     beside = ["--layout", layout, "--adapters", tmp_path / "adapters"]
     words += beside if layout else ["--policy", "chunked:4", "--invariant"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "weft", *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = Started(*words)
     request.addfinalizer(process.kill)
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -523,12 +517,7 @@ def test_a_rank_that_is_gone_is_named_and_all_end(
         "--layout",
         layout,
     ]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "weft", *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = Started(*words)
     request.addfinalizer(process.kill)
     assert process.stdout is not None and process.stderr is not None
     (address,) = re.findall(
@@ -547,9 +536,7 @@ def test_a_rank_that_is_gone_is_named_and_all_end(
         lines = answer.iter_lines()
         next(lines)
         ranks = psutil.Process(process.pid).children(recursive=True)
-        next(one for one in ranks if one.environ().get("RANK") == "1").send_signal(
-            number
-        )
+        process.ranks()[1].send_signal(number)
         with contextlib.suppress(httpx.RemoteProtocolError):
             assert "rank 1 is gone" in "".join(lines)
     assert process.wait(60) == 1 and process.stderr.read().startswith(

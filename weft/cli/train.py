@@ -11,6 +11,7 @@ from rich.console import Console
 from weft.cli.arguments import DataPath, FromModel, LayoutText, Overrides, RecipeFile
 from weft.cli.console import plain_console, print_table
 from weft.errors import UsageError
+from weft.run.forked import TRAINING
 from weft.run.launch import launch
 from weft.run.ranks import in_ranks
 
@@ -89,7 +90,11 @@ def train(
         if given.layout.world > 1:
             survive = given.survives or given.islands_come_and_go
             return launch(
-                argv, given.layout.world, threads=given.train.threads, survive=survive
+                argv,
+                given.layout.world,
+                threads=given.train.threads,
+                survive=survive,
+                shared=TRAINING,
             )
     from weft.api import be_rank
 

@@ -10,6 +10,7 @@ import typer
 
 from weft.cli.arguments import AsJson, FromModel, LayoutText, Overrides, RecipeFile
 from weft.errors import UsageError, WeftError, nearest
+from weft.run.forked import TRAINING
 from weft.run.launch import launch
 from weft.run.ranks import in_ranks
 
@@ -68,7 +69,12 @@ def verify(
 
         prepare(given)
         if given.layout.world > 1:
-            return launch(sys.argv[1:], given.layout.world, threads=given.train.threads)
+            return launch(
+                sys.argv[1:],
+                given.layout.world,
+                threads=given.train.threads,
+                shared=TRAINING,
+            )
     return _numbers(given, steps, as_json)
 
 

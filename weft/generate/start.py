@@ -9,6 +9,7 @@ import torch.distributed as dist
 from weft.checkpoint.weights import open_pretrained
 from weft.generate.ranks import check_layout
 from weft.layout.layout import Layout
+from weft.run.forked import GENERATING
 from weft.run.launch import launch
 from weft.run.ranks import in_ranks, own_device, rank_process
 
@@ -28,7 +29,7 @@ def launch_ranks(layout: Layout, checkpoint: str) -> int | None:
     if layout.world == 1 or in_ranks():
         return None
     check_layout(layout, open_pretrained(checkpoint).shape)
-    return launch(sys.argv[1:], layout.world, patience=STOPPED_S)
+    return launch(sys.argv[1:], layout.world, patience=STOPPED_S, shared=GENERATING)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import psutil
 import torch.distributed as dist
 
 from weft.net.groups import limit
-from weft.net.process import look_at
+from weft.net.process import PIDS, look_at
 
 #: Seconds that a rank which gave up looks for others that did. Waits end apart, by up to as long as a step takes.
 PATIENCE_S = 5.0
@@ -97,10 +97,14 @@ def _place(error: BaseException) -> str:
 def stopped_ranks() -> list[int]:
     """Ranks on this machine, children of the parent of this one, that are stopped by a signal or a debugger."""
     found = []
+    forks = os.environ.get(PIDS, "").split(",")
     with suppress(psutil.Error):
         for process in psutil.Process(os.getppid()).children():
             with suppress(psutil.Error, KeyError):
                 if look_at(process.pid).state == "stopped":
+                    if str(process.pid) in forks:
+                        found.append(forks.index(str(process.pid)))
+                        continue
                     given = process.environ()
                     found.append(
                         int(given["RANK"] if "RANK" in given else given["SLURM_PROCID"])

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 PROC = Path("/proc")
+#: The variable by which ranks that are forks of one process know the processes of all, in the order of ranks.
+PIDS = "WEFT_RANK_PIDS"
 
 
 def machine_id(*namespaces: str) -> str:

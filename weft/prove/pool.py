@@ -50,6 +50,17 @@ class RankResult:
     leaving: bool = False  # the worker ends after this call
 
 
+def fork_server(preload: Sequence[str] = ()) -> Any:
+    """What starts processes: forks, in milliseconds, of a server that has imported PyTorch, Weft and ``preload``."""
+    if sys.platform != "linux":
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    # The first operator of our own imports torch._dynamo, which every worker would do again.
+    usual = ["torch", "torch._dynamo", "torch.distributed.tensor"]
+    context.set_forkserver_preload([*usual, *preload, "weft.train.loop"])
+    return context
+
+
 @dataclass(frozen=True)
 class Worker:
     process: mp.process.BaseProcess
@@ -64,14 +75,7 @@ class ProcessPool:
         """``preload``: modules that the workers need, besides PyTorch's and Weft's."""
         import torch.distributed as dist
 
-        # Forking from a server that has imported PyTorch starts a worker in milliseconds.
-        self._context: Any = mp.get_context(
-            "forkserver" if sys.platform == "linux" else "spawn"
-        )
-        if sys.platform == "linux":
-            # The first operator of our own imports torch._dynamo, which every worker would do again.
-            usual = ["torch", "torch._dynamo", "torch.distributed.tensor"]
-            self._context.set_forkserver_preload([*usual, *preload, "weft.train.loop"])
+        self._context = fork_server(preload)
         self._folder = Path(tempfile.mkdtemp(prefix="weft-pool-"))
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False

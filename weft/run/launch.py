@@ -12,14 +12,16 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import psutil
 
-from weft.net.process import look_at
+from weft.net.process import PIDS, look_at
 from weft.run.failure import Exit, Failure, Grade, oom_kills, root_cause, show
+from weft.run.forked import ForkedRank, fork_ranks
 from weft.run.ranks import LEFT_OUT, MEMBERS, threads_per_rank
 from weft.run.signals import (
     RUN_FILE,
@@ -33,6 +35,8 @@ from weft.run.signals import (
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+#: A rank as its launcher sees it.
+Process: TypeAlias = "psutil.Popen | ForkedRank"
 #: Seconds that ranks get, after Ctrl-C or SIGTERM, to save and stop before they are killed.
 GRACE_S = 60
 #: Seconds that the others get to end when a rank has failed.
@@ -64,10 +68,12 @@ os.execv(command[0], command)
 
 def launch(
     argv: list[str], ranks: int, command: list[str] | None = None, threads: int = 0, survive: bool = False,
-    patience: float = math.inf,
+    patience: float = math.inf, shared: Sequence[str] = (),
 ) -> int:  # fmt: skip
     """Run ``weft *argv`` (or ``command``) as ``ranks`` local processes, print why they failed, if they did, or what a
     signal has left unsaid, and return the exit code. See :func:`run_ranks`.
+
+    Ranks that share imports with this process (:mod:`weft.run.forked`) find the modules ``shared`` imported.
     """
     ended = run_ranks(
         command or [sys.executable, "-m", "weft", *argv],
@@ -75,6 +81,7 @@ def launch(
         threads,
         survive,
         patience,
+        partial(fork_ranks, argv, ranks, shared) if shared and not command else list,
     )
     if ended.cause is not None:
         show(ended.cause)
@@ -97,8 +104,10 @@ def run_ranks(
     threads: int = 0,
     survive: bool = False,
     patience: float = math.inf,
+    fork: Callable[[], list[ForkedRank]] = list,
 ) -> RanksEnded:
-    """Run ``command`` as ``ranks`` local processes, and return how they have ended.
+    """Run ``command`` as ``ranks`` local processes, and return how they have ended. What ``fork`` returns are the ranks
+    instead, unless it is empty.
 
     Ctrl-C, SIGTERM and SIGHUP are passed on; ranks then have :data:`GRACE_S` seconds to stop. Another signal ends them
     at once, unless it is a repetition (:mod:`weft.run.signals`). The code is 128 + signal. If a rank fails the others
@@ -110,13 +119,11 @@ def run_ranks(
     # an import has swallowed the exception: nobody need be started for that
     if requests.asked:
         raise Stopped
-    # Where the ranks meet: at a port that the store itself picks, so that no other run can have it.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     folders = tempfile.TemporaryDirectory(
         prefix="weft-ranks-", ignore_cleanup_errors=True
     )
     started, stopped, failed, before = (
-        list[psutil.Popen](),
+        list[Process](),
         list[int](),
         dict[int, Exit](),
         oom_kills(),
@@ -124,11 +131,22 @@ def run_ranks(
     entry = [sys.executable, "-I", "-S", "-c", _ENTRY, str(os.getpid())]
     with folders as folder, noted_signals(stop_signals(), _kill_all) as received:
         try:
+            started += fork()
+            forked = started.copy()
+            pids = ",".join(str(process.pid) for process in forked)
+            # Where the ranks meet: at a port that the store itself picks, so that no other run can have it. It has
+            # threads, so it comes after the forks.
+            store = dist.TCPStore(
+                "127.0.0.1", 0, is_master=True, wait_for_workers=False
+            )
             for rank in range(ranks):
                 env = rank_environment(rank, ranks, threads) | {
                     "MASTER_PORT": str(store.port), "TORCHELASTIC_ERROR_FILE": f"{folder}/{rank}.json",
-                    RUN_FILE: f"{folder}/run",
+                    RUN_FILE: f"{folder}/run", PIDS: pids,
                 }  # fmt: skip
+                if forked:
+                    forked[rank].begin(env)
+                    continue
                 # In a session of its own: a terminal's Ctrl-C comes to it through this process alone.
                 with ctrl_c_held_back():
                     started.append(
@@ -172,7 +190,7 @@ def run_ranks(
     return RanksEnded(code if code > 128 else cause.exit_code, cause)
 
 
-def _unsaid(folder: Path, started: Sequence[psutil.Popen]) -> str:
+def _unsaid(folder: Path, started: Sequence[Process]) -> str:
     """What ranks that a signal has ended have not said themselves; empty if they came to a regular end."""
     file = folder / "run"
     run = file.read_text() if file.is_file() else None
@@ -181,7 +199,7 @@ def _unsaid(folder: Path, started: Sequence[psutil.Popen]) -> str:
     return requests.words(Path(os.path.relpath(run)) if run else None)
 
 
-def _over(started: Sequence[psutil.Popen], survive: bool) -> bool:
+def _over(started: Sequence[Process], survive: bool) -> bool:
     """Whether there is nothing more to wait for: a rank has failed, or all are done, or nobody is left to go on.
 
     Among ranks that ``survive`` others, those that were stopped do not keep the launcher once the rest is done.
@@ -199,7 +217,7 @@ def _over(started: Sequence[psutil.Popen], survive: bool) -> bool:
     )
 
 
-def _stuck(folder: Path, started: Sequence[psutil.Popen]) -> list[int]:
+def _stuck(folder: Path, started: Sequence[Process]) -> list[int]:
     """Ranks that said :data:`END_S` seconds ago why they end, and have not: the kernel waits for a device of theirs."""
     said = {
         rank: folder / f"{rank}.json"
@@ -218,7 +236,7 @@ def _is_lost(code: int) -> bool:
     return code < 0 or code == LEFT_OUT
 
 
-def _is_stopped(process: psutil.Popen) -> bool:
+def _is_stopped(process: Process) -> bool:
     return look_at(process.pid).state == "stopped"
 
 
@@ -252,11 +270,11 @@ def rank_environment(rank: int, ranks: int, threads: int) -> dict[str, str]:
     )
 
 
-def _living(started: Sequence[psutil.Popen]) -> list[psutil.Popen]:
+def _living(started: Sequence[Process]) -> list[Process]:
     return [process for process in started if process.poll() is None]
 
 
-def _end(started: Sequence[psutil.Popen], received: Sequence[int]) -> list[int]:
+def _end(started: Sequence[Process], received: Sequence[int]) -> list[int]:
     """End the ranks that are left, and return those that were found stopped after another one's failure.
 
     They have :data:`END_S` seconds then. If all are asked to stop they have :data:`GRACE_S`, or :data:`AFTER_FAILURE_S`
@@ -279,7 +297,7 @@ def _end(started: Sequence[psutil.Popen], received: Sequence[int]) -> list[int]:
     return stopped
 
 
-def _kill(started: Sequence[psutil.Popen]) -> None:
+def _kill(started: Sequence[Process]) -> None:
     """Kill the ranks that are left. One that waits in the kernel, for a dead disk perhaps, may stay, and is named."""
     for process in _living(started):
         process.kill()

@@ -1,0 +1,136 @@
+"""Ranks that are forks of their launcher, which has imported PyTorch and Weft for all of them.
+
+A rank that is started as a new interpreter imports for seconds of processor time. A fork shares what its launcher has
+imported, its memory too. It is safe while no other thread runs, which could hold a lock that the fork then never gets.
+"""
+
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from ctypes import CDLL
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+
+from weft import plugins
+from weft.run.signals import requests, stop_signals
+
+#: The variable that says 0 where every rank shall be an interpreter of its own.
+FORK = "WEFT_FORK"
+#: What ranks that train import.
+TRAINING = ("weft.api", "weft.train.loop", "torch._dynamo", "torch.distributed.tensor")
+#: What ranks that generate import.
+GENERATING = ("weft.generate.ranks", "torch._dynamo")
+
+
+class ForkedRank(psutil.Process):
+    """A fork that waits for its environment and is then a rank; for the rest it is used as :class:`psutil.Popen`."""
+
+    returncode: int | None = None
+
+    def __init__(self, pid: int, environment: int) -> None:
+        super().__init__(pid)
+        self._environment = environment
+
+    def begin(self, environment: Mapping[str, str]) -> None:
+        """Let the fork go on, with these variables as its environment."""
+        with suppress(BrokenPipeError), os.fdopen(self._environment, "w") as pipe:
+            json.dump(dict(environment), pipe)
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the rank runs."""
+        if self.returncode is None:
+            with suppress(psutil.TimeoutExpired):
+                self.returncode = self.wait(0)
+        return self.returncode
+
+
+def fork_ranks(
+    argv: Sequence[str], ranks: int, modules: Sequence[str]
+) -> list[ForkedRank]:
+    """Import ``modules`` and fork ``ranks`` processes that will run ``weft *argv``; none where a fork is not safe.
+
+    It is safe on Linux, in a process of Weft's own command, without a GPU, without plugins (which may look at their
+    rank as they are imported), and with one thread.
+    """
+    import torch
+
+    if (
+        sys.platform != "linux"
+        or os.environ.get(FORK) == "0"
+        or not requests.owns_process
+        or plugins.loaded
+        or torch.cuda.is_available()
+    ):
+        return []
+    for module in modules:
+        importlib.import_module(module)
+    if _other_threads():
+        return []
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    gc.freeze()  # so that no collection touches, and thereby copies, what is shared
+    parent, forked = os.getpid(), list[ForkedRank]()
+    # What is sent to the launcher meanwhile is not for its handlers in a fork, which has none yet.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
+    try:
+        for _ in range(ranks):
+            reading, writing = os.pipe()
+            if (pid := os.fork()) == 0:
+                for other in (writing, *(rank._environment for rank in forked)):
+                    os.close(other)
+                _be_rank(argv, parent, reading)
+            os.close(reading)
+            forked.append(ForkedRank(pid, writing))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return forked
+
+
+def _other_threads() -> bool:
+    """Whether a fork would leave threads behind. Those of OpenBLAS end, and begin anew, wherever a process forks."""
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return sum(1 for _ in Path("/proc/self/task").iterdir()) > 1
+
+
+def _be_rank(argv: Sequence[str], parent: int, reading: int) -> NoReturn:
+    """Run ``weft *argv`` once its environment has come through the pipe, as an interpreter of its own would."""
+    code = 1
+    try:
+        for number in stop_signals():
+            signal.signal(number, signal.SIG_DFL)
+        os.setsid()  # a terminal's Ctrl-C comes through the launcher alone
+        CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
+        with os.fdopen(reading) as pipe:
+            environment = pipe.read()
+        if not environment:  # the launcher has given up
+            os._exit(1)
+        os.environ.clear()
+        os.environ.update(json.loads(environment))
+        sys.argv = [sys.argv[0], *argv]
+        requests.reset()
+        from weft.__main__ import main
+
+        main()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
