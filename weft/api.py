@@ -1,13 +1,14 @@
 """Training from Python: ``train(recipe)`` trains in this process, or starts the ranks that the layout asks for."""
 
+import json
 import os
-import pickle
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -200,7 +201,12 @@ def _in_ranks_of_its_own(
     """Start local ranks, each of which runs :func:`main`; the first one writes the outcome to a file."""
     with tempfile.TemporaryDirectory(prefix="weft-train-") as folder:
         task, done = Path(folder) / "task", Path(folder) / "outcome"
-        task.write_bytes(pickle.dumps((recipe.model_dump(mode="json"), out, resume)))
+        words = [
+            recipe.model_dump(mode="json"),
+            out and str(out),
+            resume and str(resume),
+        ]
+        task.write_text(json.dumps(words))
         command = [sys.executable, "-m", "weft.api", str(task), str(done)]
         ended = run_ranks(
             command,
@@ -209,8 +215,7 @@ def _in_ranks_of_its_own(
             recipe.survives or recipe.islands_come_and_go,
         )
         if done.exists():
-            outcome: Outcome = pickle.loads(done.read_bytes())
-            return outcome
+            return _outcome_of(json.loads(done.read_text()))
     if ended.code > 128:
         raise KeyboardInterrupt(ended.unsaid)
     raise WeftError(
@@ -220,18 +225,44 @@ def _in_ranks_of_its_own(
     )
 
 
+def _words_of(outcome: Outcome) -> dict[str, Any]:
+    """An outcome as JSON."""
+    place = outcome.checkpoint
+    return {
+        "run": str(outcome.run),
+        "checkpoint": place and str(place),
+        "progress": asdict(outcome.progress),
+        "validations": outcome.validations,
+        "interrupted": outcome.interrupted,
+    }
+
+
+def _outcome_of(words: dict[str, Any]) -> Outcome:
+    from weft.checkpoint.s3 import open_storage
+    from weft.checkpoint.state import Progress
+
+    place = words["checkpoint"]
+    return Outcome(
+        Path(words["run"]),
+        place and open_storage(place),
+        Progress(**words["progress"]),
+        words["validations"],
+        words["interrupted"],
+    )
+
+
 def main(task: str, done: str) -> int:
     """Be one of the ranks; returns the exit code."""
-    recipe, out, resume = pickle.loads(Path(task).read_bytes())
+    recipe, out, resume = json.loads(Path(task).read_text())
 
     def conclude(recipe: Recipe, outcome: Outcome) -> None:
         finish(recipe, outcome)
-        Path(done).write_bytes(pickle.dumps(outcome))
+        Path(done).write_text(json.dumps(_words_of(outcome)))
 
     try:
         requests.watch()
         take_ctrl_c()
-        be_rank(build_recipe(recipe), out, resume, conclude)
+        be_rank(build_recipe(recipe), out and Path(out), resume, conclude)
     except Exception as error:
         return report_failure(error)
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 """The engine over several ranks, each of which has a part of the model, of the cache and of every step.
 
 The first rank schedules and samples as a single process would. It describes every step in a numbered ticket, which the
-others get from the store that all ranks share. Each rank then computes its part: along ``tp`` its heads of all tokens,
+others read from a channel of its endpoint. Each rank then computes its part: along ``tp`` its heads of all tokens,
 along ``cp`` its tokens (:mod:`weft.parallel.striped`), with ``ep`` its experts, along ``pp`` its layers. As many steps
 as there are stages are under way at once, so that no stage waits for a later one (EnergonAI, Du et al. 2022,
 2209.02341). The first rank receives the logits. The model is that of training, cut and loaded in the same way, except
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from weft.errors import UsageError
 from weft.generate.reader import PackedRow, pack, parts_of, pooled
 from weft.generate.scheduler import ScheduledStep
-from weft.generate.tickets import Tickets
+from weft.generate.tickets import TicketReader, TicketWriter, open_tickets
 from weft.layout.boundary import gather_tokens
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
@@ -227,8 +227,10 @@ class Leader(RankReader):
     """The reader of the first rank, which the others :func:`follow`."""
 
     def __init__(self, model: Transformer, size: int) -> None:
-        self.tickets = Tickets()
-        self.tickets.give(size)
+        tickets = open_tickets()
+        assert isinstance(tickets, TicketWriter)
+        self.tickets = tickets
+        self.tickets.give([size])
         super().__init__(model, size)
 
     def start(self, step: ScheduledStep) -> Callable[[], T]:
@@ -248,8 +250,6 @@ class Leader(RankReader):
                     found[owner == place] = (
                         own if rank == 0 else self.take("logits", number, rank)
                     )
-            if row.wanted:  # all ranks had to do with them
-                self.tickets.forget(number)
             return found
 
         return logits
@@ -270,7 +270,7 @@ class Leader(RankReader):
 
     def close(self) -> None:
         """Let the other ranks end."""
-        self.tickets.give(None)
+        self.tickets.close()
 
 
 @contextmanager
@@ -289,10 +289,14 @@ def follow(model: Transformer) -> RankReader:
 
     Ctrl-C is left to the first rank, which may have answers to finish.
     """
-    tickets = Tickets()
+    tickets = open_tickets()
+    assert isinstance(tickets, TicketReader)
     with noted_signals(stop_signals()):
-        reader = RankReader(model, tickets.next())
+        (size,) = tickets.next()
+        reader = RankReader(model, size)
         while (ticket := tickets.next()) is not None:
             what, *given = ticket
+            if what == "run":
+                given[0] = PackedRow.of(given[0])
             getattr(reader, what)(tickets.number, *given)
     return reader

@@ -6,7 +6,7 @@ those that the scheduler's tables list (:mod:`weft.generate.pool`).
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -100,6 +100,21 @@ class PackedRow(NamedTuple):
     spans: list[Span]
     wanted: list[int]  # the indices of tokens whose logits are wanted
     adapters: list[Lent | None]  # of the spans
+
+    @classmethod
+    def of(cls, said: Sequence[Any]) -> "PackedRow":
+        """The row that was sent as JSON, which knows only lists."""
+        ids, positions, spans, wanted, adapters = said
+        return cls(
+            ids,
+            positions,
+            [
+                Span(first, last, past, table, [PrefixTile(*tile) for tile in context])
+                for first, last, past, table, context in spans
+            ],
+            wanted,
+            [Lent(lent[0], tuple(lent[1])) if lent else None for lent in adapters],
+        )
 
 
 def pack(parts: Iterable[TextSlice]) -> PackedRow:

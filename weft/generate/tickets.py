@@ -1,48 +1,97 @@
-"""Messages from one rank to all others, in order, through the store that they share."""
+"""Messages from one rank to all others, in order, over a channel of the first rank's endpoint."""
 
-import pickle
-from datetime import timedelta
+import json
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
 
-#: How long a rank waits for a ticket before it does so again; the end of the store it hears of at once.
-IDLE = timedelta(days=1)
+from weft.net.endpoint import process_endpoint
+from weft.net.groups import limit
+from weft.net.lost import PeerLost
+from weft.net.wire import SealedConnection
+
+#: Seconds that the first rank waits at its end until the others have its last message.
+END_S = 10.0
 
 
-class Tickets:
-    """A queue that the first rank writes and every other rank reads; messages are numbered from 1. All ranks make it.
+def open_tickets() -> "TicketWriter | TicketReader":
+    """The writer on the first rank, a reader on every other. All ranks call this."""
+    # The store of the default process group; PyTorch has no public way to it.
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    # the same on all ranks
+    book = store.add(f"weft/tickets/{rank}", 1)
+    key = f"weft/tickets/book-{book}"
+    if rank:
+        return TicketReader(rank, *json.loads(store.get(key)))
+    writer = TicketWriter(dist.get_world_size())
+    store.set(key, json.dumps(writer.place))
+    return writer
 
-    Writing never waits for a reader; reading waits for the next message, however long that takes.
+
+class TicketWriter:
+    """Writes for all other ranks, and never waits for a reader. Messages are JSON and numbered from 1.
+
+    ``place``: what readers need to find the writer.
     """
 
-    def __init__(self) -> None:
-        # The store of the default process group; PyTorch has no public way to it.
-        self.store = dist.distributed_c10d._get_default_store()
-        # the same on all ranks
-        book = self.store.add(f"weft/tickets/{dist.get_rank()}", 1)
-        self.name, self.number = f"weft/tickets/{book}", 0
-        self.oldest = 1
+    def __init__(self, ranks: int) -> None:
+        name, secret = f"tickets/{secrets.token_hex(8)}", secrets.token_hex(16)
+        endpoint = process_endpoint()
+        self.place = (endpoint.address, name, secret)
+        self.number = 0
+        self._waiting = {rank: SimpleQueue[Any]() for rank in range(1, ranks)}
+        self._ended = {rank: threading.Event() for rank in range(1, ranks)}
+        self._channel = endpoint.open(name, secret, self._deliver)
 
-    def give(self, message: Any) -> int:
+    def give(self, message: Sequence[Any]) -> int:
         """Write ``message`` for all; returns its number."""
         self.number += 1
-        self.store.set(f"{self.name}/{self.number}", pickle.dumps(message))  # type: ignore[arg-type]
+        for queue in self._waiting.values():
+            queue.put(message)
         return self.number
 
-    def forget(self, number: int) -> None:
-        """Delete the messages up to this number, which all ranks have read."""
-        for read in range(self.oldest, number + 1):
-            self.store.delete_key(f"{self.name}/{read}")
-        self.oldest = number + 1
+    def close(self) -> None:
+        """Let all readers end, once they have read what there is."""
+        for queue in self._waiting.values():
+            queue.put(None)
+        deadline = time.monotonic() + END_S
+        for ended in self._ended.values():
+            ended.wait(max(0.0, deadline - time.monotonic()))
+        self._channel.close()
+
+    def _deliver(self, connection: SealedConnection) -> None:
+        """In a thread of its own: send one rank its messages."""
+        rank, message = int(connection.hello["rank"]), object()
+        with suppress(OSError):  # who is gone is missed in the next collective
+            while message is not None:
+                message = self._waiting[rank].get()
+                connection.send({"message": message})
+        self._ended[rank].set()
+        connection.close()
+
+
+class TicketReader:
+    """Reads what the first rank writes."""
+
+    def __init__(
+        self, rank: int, address: Sequence[Any], name: str, secret: str
+    ) -> None:
+        self.number, (host, port) = 0, address
+        patience = limit()
+        seconds = patience.total_seconds() if patience else 600.0
+        channel = process_endpoint().join(name, secret)
+        self._connection = channel.dial((host, port), {"rank": rank}, seconds)
 
     def next(self) -> Any:
-        """The next message, as soon as there is one."""
+        """The next message, as soon as there is one; None if there are no more."""
         self.number += 1
-        key = f"{self.name}/{self.number}"
-        while True:
-            try:
-                self.store.wait([key], IDLE)
-            except dist.DistStoreError:  # nothing to do so far
-                continue
-            return pickle.loads(self.store.get(key))
+        try:
+            return self._connection.receive().head["message"]
+        except OSError as error:
+            raise PeerLost("rank 0, which hands out the steps, is gone") from error

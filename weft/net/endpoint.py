@@ -93,6 +93,10 @@ class Endpoint:
             channel = self._channels[name] = Channel(self, name, key_of(secret), serve)
         return channel
 
+    def join(self, name: str, secret: str | bytes) -> "Channel":
+        """A channel of other endpoints, which takes no connections here."""
+        return Channel(self, name, key_of(secret), SealedConnection.close)
+
     def forget(self, channel: "Channel") -> None:
         """Take no further connections for this channel."""
         with self._lock:
@@ -254,9 +258,13 @@ class Channel:
             daemon=True,
         ).start()
 
+    def shut(self) -> None:
+        """Take no further connections; those that there are go on."""
+        self.endpoint.forget(self)
+
     def close(self) -> None:
         """Take no connection any more, and end all that there are; calls that wait in other threads raise."""
-        self.endpoint.forget(self)
+        self.shut()
         with self._lock:
             self._closed = True
             sockets = list(self._sockets)

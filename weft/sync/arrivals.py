@@ -8,25 +8,22 @@ results and goes on with the round that the others are in. Messages carry the nu
 an earlier one are dropped.
 """
 
-import os
 import queue
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 
+from weft.net.endpoint import Channel, process_endpoint
 from weft.net.lost import PeerLost
-from weft.net.sockets import send_at_once
+from weft.net.wire import Frame, Head, SealedConnection
 from weft.sync.coded import Code, CodedTask, Result
 
 #: Messages of ended rounds, with whole gradients among them, that may wait for a late rank. Then all wait for it.
@@ -40,6 +37,28 @@ class Sum(NamedTuple):
     numbers: np.ndarray
 
 
+def _about(found: Sum) -> list[str | int]:
+    """The type of a sum's vector and the numbers of elements, by which :func:`_sums_of` reads its bytes."""
+    return [found.vector.dtype.str, found.vector.size, found.numbers.size]
+
+
+def _views(sums: Iterable[Sum]) -> list[memoryview]:
+    return [np.ascontiguousarray(array).data for found in sums for array in found]
+
+
+def _sums_of(about: Iterable[Sequence[Any]], payload: memoryview) -> list[Sum]:
+    """The sums whose bytes are one behind the other in ``payload``."""
+    sums, at = [], 0
+    for kind, elements, count in about:
+        dtype, arrays = np.dtype(str(kind)), list[np.ndarray]()
+        for each, size in ((dtype, int(elements)), (np.dtype(np.float64), int(count))):
+            end = at + each.itemsize * size
+            arrays.append(np.frombuffer(payload[at:end], each))
+            at = end
+        sums.append(Sum(*arrays))
+    return sums
+
+
 class RoundMessage(NamedTuple):
     """What a rank sends in a round: its sums, by job. ``flag``: whether it raises the run's common flag."""
 
@@ -47,6 +66,23 @@ class RoundMessage(NamedTuple):
     round: int
     flag: bool
     sums: dict[int, Sum]
+
+    def frame(self) -> tuple[Head, list[memoryview]]:
+        about = [[job, *_about(found)] for job, found in self.sums.items()]
+        head = {"step": self.step, "round": self.round, "flag": self.flag}
+        return head | {"sums": about}, _views(self.sums.values())
+
+    @classmethod
+    def of(cls, frame: Frame) -> "RoundMessage":
+        head, about = frame.head, frame.head["sums"]
+        sums = _sums_of([rest for _, *rest in about], frame.payload)
+        jobs = [int(job) for job, *_ in about]
+        return cls(
+            head["step"],
+            head["round"],
+            head["flag"],
+            dict(zip(jobs, sums, strict=True)),
+        )
 
 
 class Ended(NamedTuple):
@@ -60,12 +96,28 @@ class Ended(NamedTuple):
     flag: bool = False
     failed: str = ""
 
+    def frame(self) -> tuple[Head, list[memoryview]]:
+        totals = [] if self.total is None else [self.total]
+        head = {"arrived": sorted(self.arrived), "flag": self.flag}
+        about = {"totals": [_about(total) for total in totals], "failed": self.failed}
+        return head | about, _views(totals)
+
+    @classmethod
+    def of(cls, frame: Frame) -> "Ended":
+        head, totals = frame.head, _sums_of(frame.head["totals"], frame.payload)
+        return cls(
+            frozenset(head["arrived"]),
+            totals[0] if totals else None,
+            head["flag"],
+            head["failed"],
+        )
+
 
 @dataclass
 class Link:
     """A rank's end of its connection to rank 0. ``limit``: seconds of a wait; ``step``: the steps it has taken."""
 
-    connection: Any
+    connection: SealedConnection
     rank: int
     limit: float
     step: int = 0
@@ -115,16 +167,16 @@ class Link:
     def _send(self, message: RoundMessage) -> None:
         # rank 0 is gone, or has said why it ended: the next read tells
         with suppress(OSError):
-            self.connection.send(message)
+            self.connection.send(*message.frame())
 
     def _next(self) -> Ended:
         try:
-            if not self.connection.poll(self.limit):
-                raise PeerLost(
-                    f"rank 0, which puts gradients together, has not answered for {self.limit:g} s"
-                )
-            word: Ended = self.connection.recv()
-        except (EOFError, OSError):
+            word = Ended.of(self.connection.receive(limit=self.limit))
+        except TimeoutError:
+            raise PeerLost(
+                f"rank 0, which puts gradients together, has not answered for {self.limit:g} s"
+            ) from None
+        except OSError:
             raise PeerLost("rank 0, which puts gradients together, is gone") from None
         if word.failed:
             raise PeerLost(word.failed)
@@ -139,31 +191,19 @@ def connect_ranks(
     ``limit``: seconds that anybody waits; ``patience``: see :class:`weft.recipe.Resilience`. The threads end when the
     links are closed, as they are when nobody refers to them any more.
     """
-    rank, given = group.rank(), [("", 0, b"")]
+    rank, endpoint = group.rank(), process_endpoint()
+    given = [(("", 0), "", "")]
     if rank == 0:
-        # Ranks that are started on several hosts know the first one's by this name.
-        name, key = os.environ.get("MASTER_ADDR", "127.0.0.1"), secrets.token_bytes(16)
-        listener = Listener(
-            (name if name in ("127.0.0.1", "localhost") else "", 0),
-            backlog=code.ranks,
-            authkey=key,
-        )
-        given = [(name, listener.address[1], key)]
+        name, secret = f"gradients/{secrets.token_hex(8)}", secrets.token_hex(16)
         gathering = Gathering(code, patience, limit)
-        threading.Thread(target=gathering.run, args=(listener,), daemon=True).start()
+        channel = endpoint.open(name, secret, gathering.admit)
+        given = [(endpoint.address, name, secret)]
+        threading.Thread(target=gathering.run, args=(channel,), daemon=True).start()
     dist.broadcast_object_list(given, group_src=0, group=group)
-    (name, port, key) = given[0]
-    connection = Client((name, port), authkey=key)
-    send_without_delay(connection)
-    connection.send(rank)
+    address, name, secret = given[0]
+    connection = endpoint.join(name, secret).dial(address, {"rank": rank}, limit, limit)
     # the other end names those that it waits for, and is to be the first
     return Link(connection, rank, 2 * limit)
-
-
-def send_without_delay(connection: Connection) -> None:
-    """Have short messages sent at once."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as own:
-        send_at_once(own)
 
 
 @dataclass
@@ -179,44 +219,50 @@ class Gathering:
     outboxes: dict[int, queue.Queue[Ended | None]] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     flag: bool = False
+    news: threading.Condition = field(default_factory=threading.Condition)
 
-    def run(self, listener: Listener) -> None:
-        """Let all ranks in, and take one step after the other until they have left."""
-        with listener:
-            while len(self.outboxes) < self.code.ranks:
-                with suppress(AuthenticationError, EOFError, OSError):  # a stranger
-                    self._admit(listener.accept())
+    def run(self, channel: Channel) -> None:
+        """Wait for all ranks, and take one step after the other until they have left."""
+        with self.news:
+            everybody = self.news.wait_for(
+                lambda: len(self.outboxes) == self.code.ranks, self.limit
+            )
         step = 0
-        while len(self.gone) < self.code.ranks:
+        while everybody and len(self.gone) < self.code.ranks:
             try:
                 self._take_step(step)
             except PeerLost as error:
                 self._tell(Ended(failed=str(error)))
                 break
             step += 1
+        channel.shut()
         for outbox in self.outboxes.values():
             with suppress(queue.Full):
                 outbox.put(None, timeout=1)
 
-    def _admit(self, connection: Connection) -> None:
-        rank = connection.recv()
-        send_without_delay(connection)
-        self.outboxes[rank] = queue.Queue(BEHIND)
-        for work in (self._read, self._write):
-            threading.Thread(target=work, args=(rank, connection), daemon=True).start()
-
-    def _read(self, rank: int, connection: Connection) -> None:
-        with suppress(EOFError, OSError):
+    def admit(self, connection: SealedConnection) -> None:
+        """In a thread of its own: read what a rank sends."""
+        rank = int(connection.hello["rank"])
+        outbox = queue.Queue[Ended | None](BEHIND)
+        with self.news:
+            self.outboxes[rank] = outbox
+            self.news.notify_all()
+        threading.Thread(
+            target=self._write, args=(outbox, connection), daemon=True
+        ).start()
+        with suppress(OSError):
             while True:
-                self.inbox.put((rank, connection.recv()))
+                message = RoundMessage.of(connection.receive())
+                self.inbox.put((rank, message))
         self.inbox.put((rank, None))
 
-    def _write(self, rank: int, connection: Connection) -> None:
-        outbox = self.outboxes[rank]
+    def _write(
+        self, outbox: "queue.Queue[Ended | None]", connection: SealedConnection
+    ) -> None:
         while (word := outbox.get()) is not None:
             # it is gone; what is for it is dropped, so that nobody waits
             with suppress(OSError):
-                connection.send(word)
+                connection.send(*word.frame())
         connection.close()
 
     def _tell(self, word: Ended) -> None:
