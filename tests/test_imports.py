@@ -142,3 +142,42 @@ def test_steps_and_checkpoints_do_not_ask_for_tp() -> None:
     named = [path for each in ("train", "checkpoint") for path in (PACKAGE / each).rglob("*.py")
              if '"tp"' in path.read_text()]  # fmt: skip
     assert not named
+
+
+#: What opens connections, or makes objects of bytes that arrive.
+WIRES = (
+    "socket",
+    "selectors",
+    "pickle",
+    "marshal",
+    "shelve",
+    "multiprocessing.connection",
+)
+#: Who may, beside ``net``: HTTP, a reader of foreign checkpoints that lets in nothing that runs, and pipes between a
+#: process and its own children.
+BESIDE_NET = {
+    "serve/front.py": {"socket"},
+    "checkpoint/convert/shards.py": {"pickle"},
+    "prove/pool.py": {"pickle", "multiprocessing.connection"},
+    "checkpoint/writer.py": {"multiprocessing.connection"},
+}
+
+
+def test_connections_are_made_in_net_alone() -> None:
+    """Every other byte between processes goes through an endpoint, or PyTorch's groups; nothing there is unpickled."""
+    users: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        file = path.relative_to(PACKAGE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                names.add(node.module)
+            else:
+                continue
+            if room(file) != "net" and not names.isdisjoint(WIRES):
+                users.setdefault(file, set()).update(names.intersection(WIRES))
+    assert users == BESIDE_NET
+    text = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    assert "weights_only=False" not in text and "allow_pickle" not in text
