@@ -42,7 +42,7 @@ from weft.observe.flops import parameter_count
 from weft.parallel.state import State
 from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.schedule.actions import Action
-from weft.schedule.build import BUILDERS, build
+from weft.schedule.build import build, builders
 from weft.schedule.execute import execute
 from weft.schedule.lower import lower
 from weft.schedule.simulate import Costs, simulate
@@ -274,7 +274,7 @@ def torch_step(work: Work, schedule: str, placed: str, split: str) -> Step:
 
 def sides_of(work: Work, schedule: str) -> dict[str, Step]:
     sides = {"weft": weft_step(work, schedule)}
-    if not BUILDERS[schedule].splits:
+    if not builders()[schedule].splits:
         return sides | {"PyTorch": torch_step(work, schedule, schedule, "none")}
     sides["PyTorch"] = torch_step(work, schedule, schedule, "tape")
     if schedule == "zb-h1":  # which its class for it is made to interleave
@@ -379,7 +379,7 @@ def torch_sleeping(schedule: str, microbatches: int) -> Callable[[], list[float]
     log: list[float] = []
     stages = []
     for s in table.held(dist.get_rank()):
-        tape: Tape | None = [] if BUILDERS[schedule].splits else None
+        tape: Tape | None = [] if builders()[schedule].splits else None
         x, y = (
             torch.empty(1, 1, requires_grad=s > 0),
             torch.empty(1, 1, requires_grad=True),

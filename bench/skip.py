@@ -31,7 +31,7 @@ from weft.errors import WeftError
 from weft.observe.metrics import read_metrics
 from weft.recipe import load_recipe
 from weft.schedule.actions import Table, Value
-from weft.schedule.build import BUILDERS, build
+from weft.schedule.build import build, builders
 from weft.schedule.build.greedy import list_schedule
 from weft.schedule.draw import ticks
 from weft.schedule.kinds import kind_of
@@ -82,7 +82,7 @@ def full_tables(
 
     Not the ones that hold parameters twice.
     """
-    for name, builder in BUILDERS.items():
+    for name, builder in builders().items():
         if (
             builder.splits <= split
             and not builder.twice

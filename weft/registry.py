@@ -61,6 +61,7 @@ KINDS: dict[str, TechniqueKind] = {
     "tracker": TechniqueKind("tracker", "observe.trackers", ("run",)),
     "optimizer": TechniqueKind("update rule", "optimizer.kind", ("settings", "ranks"), "optimizers"),
     "moments": TechniqueKind("storage of moments", "optimizer.state", ("settings", "ranks"), "moments", ("float32",)),
+    "schedule": TechniqueKind("pipeline schedule", "layout.schedule", (), "schedules"),
 }  # fmt: skip
 
 

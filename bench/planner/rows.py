@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from weft.errors import UsageError, WeftError
-from weft.planner.cost import AWAY, CONTEXT, SCHEDULES, Plan
+from weft.planner.cost import AWAY, CONTEXT, Plan, schedule_number, schedules
 from weft.planner.engine import ENGINES
 from weft.planner.fit import Measurement
 from weft.planner.machine import Machine, find_device, machine_of
 from weft.planner.planned_model import SHAPES
 from weft.recipe import PLACES
-from weft.schedule.build import BUILDERS
+from weft.schedule.build import builders
 from weft.shapes.shape import Shape
 
 NEEDED = (
@@ -204,11 +204,11 @@ def parse(r: dict[str, str]) -> Measurement:
     )
     # as weft.observe.measured writes it
     said = dict(re.findall(r"(\w+)=([\w-]+)", notes)) if family == "weft" else {}
-    schedule = said["schedule"] if said.get("schedule") in SCHEDULES else schedule
+    schedule = said["schedule"] if said.get("schedule") in schedules() else schedule
     part = re.search(r"shard=(\d+)", sharding)  # copies of sharded groups
     shard = min(float(part[1]), data) if part else data if zero == 3 else 1.0
     virtual = number("vpp", 1)
-    if schedule != "1f1b" and not BUILDERS[schedule].free:
+    if schedule != "1f1b" and not builders()[schedule].free:
         virtual = 1
     elif (
         pp > 1 and not r.get("vpp") and "interleaved" in f"{framework} {notes}".lower()
@@ -223,7 +223,7 @@ def parse(r: dict[str, str]) -> Measurement:
         cp=cp,
         pp=pp,
         virtual=virtual,
-        schedule=SCHEDULES.index(schedule),
+        schedule=schedule_number(schedule),
         ep=min(number("ep", 1), data * cp * tp),
         micro_batch=micro,
         batch=batch,

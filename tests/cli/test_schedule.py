@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.conftest import Command
-from weft.schedule.build import BUILDERS, build
+from weft.schedule.build import build, builders
 from weft.schedule.lanes import timeline
 from weft.schedule.simulate import simulate, uniform
 
@@ -111,11 +111,11 @@ def test_files_are_written(weft: Any, tmp_path: Path) -> None:
 def test_all_schedules_are_listed(weft: Any) -> None:
     code, out, _ = weft()
     assert code == 0 and all(
-        name in out and builder.paper in out for name, builder in BUILDERS.items()
+        name in out and builder.paper in out for name, builder in builders().items()
     )
     code, out, _ = weft("--json")
     assert code == 0 and [entry["schedule"] for entry in json.loads(out)] == list(
-        BUILDERS
+        builders()
     )
 
 

@@ -18,7 +18,7 @@ from weft.layout.mesh import Mesh
 from weft.parallel.build import check_fits, parallelize
 from weft.prove.verify import Difference, compare, run_layout
 from weft.recipe import ModelShape, build_recipe
-from weft.schedule.build import BUILDERS
+from weft.schedule.build import builders
 from weft.schedule.simulate import simulate, uniform
 from weft.train.later import PostValidation
 from weft.train.setup import Job, assemble, prepare
@@ -106,7 +106,7 @@ def mostly_slow(*quick: str) -> list[Any]:
     """All schedules as parameters; those that are not ``quick`` are slow."""
     return [
         pytest.param(name, marks=[] if name in quick else [pytest.mark.slow])
-        for name in BUILDERS
+        for name in builders()
     ]
 
 
@@ -143,7 +143,7 @@ WHERE = {True: pytest.mark.slow, False: pytest.mark.soak}
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("schedule", "beside"), [
     pytest.param(schedule, beside, marks=[] if j == 2 and schedule == "v-half" else WHERE[i % 2 == j])
-    for i, schedule in enumerate(BUILDERS)
+    for i, schedule in enumerate(builders())
     for j, beside in enumerate(["shard=2", "tp=2", "shard=2,tp=2"])
     if (schedule == "v-half") <= (j == 2)
 ])  # fmt: skip

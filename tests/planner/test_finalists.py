@@ -18,7 +18,7 @@ from tests.browser import CHROMIUM, measured
 from tests.conftest import Command
 from tests.measured import until_true
 from weft.parallel.build import check_fits
-from weft.planner.cost import SCHEDULES, Plan
+from weft.planner.cost import Plan, schedule_number
 from weft.planner.engine import ENGINES
 from weft.planner.explain import best_alternatives, differences, recipe_tree, verdict
 from weft.planner.finalists import Final, finalists, refine
@@ -65,7 +65,7 @@ def test_simulation_agrees_with_the_closed_form_where_stages_are_alike() -> None
             tp=2,
             pp=4,
             zero=1,
-            schedule=SCHEDULES.index(schedule),
+            schedule=schedule_number(schedule),
             virtual=virtual,
             batch=64,
             seq=4096,
@@ -92,7 +92,7 @@ def test_few_simulated_microbatches_stand_for_many(
             tp=8,
             pp=4,
             zero=1,
-            schedule=SCHEDULES.index(schedule),
+            schedule=schedule_number(schedule),
             batch=512,
             seq=8192,
         )

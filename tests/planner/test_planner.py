@@ -21,7 +21,7 @@ from script import run
 from tests.conftest import Command
 from tests.measured import until_true
 from weft.errors import UsageError, WeftError
-from weft.planner.cost import SCHEDULES, Cost, Plan, axis, gather, step_time
+from weft.planner.cost import Cost, Plan, axis, gather, schedule_number, step_time
 from weft.planner.engine import ENGINES, EngineConstants, stack
 from weft.planner.fit import KNOBS, PRIORS, Measurement, fit, predict
 from weft.planner.machine import (
@@ -191,7 +191,7 @@ def test_bubbles_equal_the_simulator(schedule: str, virtual: int, m: int) -> Non
     if virtual > 1 and m < ranks:
         pytest.skip("the looped schedule wants a microbatch per rank")
     shape = replace(GPT3, layers=96, vocab=1)
-    plan = Plan(pp=ranks, batch=m, virtual=virtual, schedule=SCHEDULES.index(schedule))
+    plan = Plan(pp=ranks, batch=m, virtual=virtual, schedule=schedule_number(schedule))
     engine = replace(IDEAL, attention=1e9)
     cost = step_time(
         shape,
@@ -318,7 +318,7 @@ def test_microbatches_in_flight_equal_the_simulator(schedule: str) -> None:
     ranks, m = 8, 24
     table = build(schedule, ranks, m)
     peaks = simulate(table, uniform(table)).peaks
-    plan = Plan(pp=ranks, batch=m, schedule=SCHEDULES.index(schedule))
+    plan = Plan(pp=ranks, batch=m, schedule=schedule_number(schedule))
     assert float(in_flight(plan, 0)) == peaks[0]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from weft.errors import UsageError
 from weft.schedule.actions import Action
-from weft.schedule.build import BUILDERS, Times, build
+from weft.schedule.build import Times, build, builders
 from weft.schedule.build.greedy import TAPE
 from weft.schedule.simulate import Costs, Simulation, simulate, uniform
 
@@ -37,7 +37,7 @@ def bubble(
 
 SIZES = [
     (name, ranks, virtual)
-    for name, builder in BUILDERS.items()
+    for name, builder in builders().items()
     for ranks in (1, 2, 3, 4, 8)
     for virtual in ((1, 2, 3) if builder.free else (None,))
     if not (builder.twice and ranks % 2)
@@ -60,7 +60,7 @@ def test_every_size_is_legal(name: str, ranks: int, virtual: int | None) -> None
         2 * ranks,
         3 * ranks,
     } - {0}
-    builder = BUILDERS[name]
+    builder = builders()[name]
     chunks = virtual or builder.chunks
     for microbatches in sorted(counts):
         for times in (EQUAL, UNEQUAL)[: 1 + (name[0] in "zv" and microbatches == 11)]:
@@ -94,10 +94,10 @@ ROUGH = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", builders())
 def test_closed_forms_agree_with_the_simulator(name: str) -> None:
     """Bubble and activations held, as the builder states them, on a grid of sizes, chunks and times."""
-    builder = BUILDERS[name]
+    builder = builders()[name]
     for ranks, rounds in ((2, 2), (3, 4), (4, 3), (5, 2), (8, 2)):
         if (builder.twice and ranks % 2) or (name in ("zb-1p", "zb-2p") and ranks > 4):
             continue
@@ -166,7 +166,7 @@ def test_closed_forms_hold_for_few_microbatches(name: str) -> None:
             Times(1.0, 1.0, 0.5),
             Times(0.8, 1.3, 1.0),
         ):
-            found = m * (times.forward + times.backward) + BUILDERS[name].bubble(
+            found = m * (times.forward + times.backward) + builders()[name].bubble(
                 ranks, m, 1, times
             )
             assert found == pytest.approx(
@@ -177,7 +177,7 @@ def test_closed_forms_hold_for_few_microbatches(name: str) -> None:
 def test_closed_forms_take_arrays() -> None:
     """A planner asks for all its layouts at once."""
     ranks, chunks = np.array([2, 4, 8]), np.array([2, 2, 4])
-    for builder in BUILDERS.values():
+    for builder in builders().values():
         bubbles = builder.bubble(ranks, 4 * ranks, chunks, UNEQUAL) + 0 * ranks
         held = np.minimum(4 * ranks, builder.in_flight(ranks, chunks, 0))
         for i, (p, v) in enumerate(zip(ranks, chunks, strict=True)):
@@ -212,7 +212,7 @@ STATED = {
 
 @pytest.mark.parametrize("name", STATED)
 def test_closed_forms_are_those_of_the_papers(name: str) -> None:
-    builder = BUILDERS[name]
+    builder = builders()[name]
     for p in (2, 3, 4, 8, 9):
         found = (
             builder.bubble(p, 3 * p, builder.chunks, EQUAL),
@@ -325,7 +325,7 @@ def test_unequal_times_keep_the_ranking_and_the_peaks() -> None:
 
 
 def test_tables_do_not_depend_on_luck() -> None:
-    for name in BUILDERS:
+    for name in builders():
         assert build(name, 4, 9, times=UNEQUAL) == build(name, 4, 9, times=UNEQUAL)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from weft.schedule import draw
 from weft.schedule.actions import forward_half
-from weft.schedule.build import BUILDERS, build
+from weft.schedule.build import build, builders
 from weft.schedule.exchange import Beside, best_turns, with_exchanges
 from weft.schedule.kinds import Clock
 from weft.schedule.simulate import simulate, uniform
@@ -43,11 +43,11 @@ def test_two_microbatches_of_deepseek_v3_take_as_long_as_published() -> None:
     assert decoding(2, Beside.SAME_PASS, slow) == pytest.approx(61 * 800e-6, rel=0.01)
 
 
-@pytest.mark.parametrize("name", list(BUILDERS))
+@pytest.mark.parametrize("name", list(builders()))
 def test_one_after_the_other_they_make_passes_longer(name: str) -> None:
     """The same makespan as of a table whose forwards and backwards contain them, and the same activations."""
     times = Times(1.0, 1.5, 0.5, dispatch=0.25, combine=0.5)
-    table = build(name, 4, 8, 2 if BUILDERS[name].free else None, times)
+    table = build(name, 4, 8, 2 if builders()[name].free else None, times)
     longer = replace(times, forward=1.75, backward_input=2.25)
     plain = simulate(table, uniform(table, longer))
     apart = with_exchanges(table, [2] * table.stages)
@@ -73,7 +73,7 @@ def test_a_forward_and_a_backward_hide_each_others_exchanges(
 ) -> None:
     """Of what exchanges add to a step that does not overlap them, so large a share is left."""
     times = Times(2.0, 2.0, 2.0, dispatch=0.5, combine=0.5)
-    table = build(name, 4, 24, 2 if BUILDERS[name].free else None, times)
+    table = build(name, 4, 24, 2 if builders()[name].free else None, times)
     layers = [4] * table.stages
     costs = uniform(with_exchanges(table, layers), times)
     found = best_turns(table, layers, costs)

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.schedule.actions import ScheduleError, Table, Value, assemble
-from weft.schedule.build import build
+from weft.schedule.build import build, builder_of
 from weft.schedule.build.greedy import TAPE, list_schedule
-from weft.schedule.build.plain import zb_h1
 from weft.schedule.simulate import Costs, simulate
 from weft.schedule.times import Times
 
@@ -204,7 +203,10 @@ def test_as_good_as_the_handmade(ranks: int) -> None:
     costs = Costs(lambda a: 1.0)
     for microbatches in (1, 2, 5, ranks, 24):
         made = assemble(
-            "zb-h1", zb_h1(ranks, microbatches), ranks, [range(ranks)] * microbatches
+            "zb-h1",
+            builder_of("zb-h1").orders(ranks, microbatches, 1, Times()),
+            ranks,
+            [range(ranks)] * microbatches,
         )
         found = build("zb-1p", ranks, microbatches)
         complete(found, split=True)

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from weft.errors import UsageError
 from weft.schedule.actions import Table, Value, assemble
+from weft.schedule.build import builder_of
 from weft.schedule.build.greedy import list_schedule
-from weft.schedule.build.plain import one_forward_one_backward, zb_h1, zb_h2
 from weft.schedule.simulate import Costs, Simulation, simulate
 from weft.schedule.skip import Holders, plan_paths, stage_lengths
+from weft.schedule.times import EQUAL
 
 RANKS = 8
 HOLDERS = [[r] for r in range(RANKS)]
@@ -58,8 +59,9 @@ def best_full(microbatches: int, wan: float, limit: float, split: bool) -> float
             "full", HOLDERS, paths, costs, ranks=RANKS, limit=limit, split=split
         )
     ]
-    for builder in (one_forward_one_backward, *((zb_h1, zb_h2) if split else ())):
-        tables.append(assemble("full", builder(RANKS, microbatches), RANKS, paths))
+    for name in ("1f1b", *(("zb-h1", "zb-h2") if split else ())):
+        orders = builder_of(name).orders(RANKS, microbatches, 1, EQUAL)
+        tables.append(assemble("full", orders, RANKS, paths))
     ran = [simulate(table, costs) for table in tables]
     return min(s.makespan for s in ran if max(s.peaks) <= limit + 1e-6)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bench.modelled import sleeping
 from weft.schedule.actions import Action, ScheduleError, Table, Value, assemble
-from weft.schedule.build import BUILDERS, build
+from weft.schedule.build import build, builders
 from weft.schedule.execute import replay
 from weft.schedule.lower import lower
 from weft.schedule.simulate import simulate, uniform
@@ -20,7 +20,7 @@ from weft.schedule.vocab import with_vocabulary
 
 tables = st.builds(
     lambda name, half, count: build(name, 2 * half, count),
-    st.sampled_from(sorted(BUILDERS)),
+    st.sampled_from(sorted(builders())),
     st.integers(1, 3),
     st.integers(1, 9),
 )
@@ -181,7 +181,7 @@ def test_dependencies_between_ranks_become_messages() -> None:
 
 
 @pytest.mark.sampled(13)
-@pytest.mark.parametrize("name", sorted(BUILDERS))
+@pytest.mark.parametrize("name", sorted(builders()))
 @pytest.mark.parametrize("barriers", [1, 2])
 def test_vocabulary_passes_fit_into_any_schedule(name: str, barriers: int) -> None:
     for ranks, count in ((2, 1), (2, 5), (4, 3), (4, 8), (8, 16)):

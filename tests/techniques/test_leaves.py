@@ -18,11 +18,14 @@ PACKAGE = Path(__file__).parents[2] / "weft"
 #: Every technique of Weft's own, as its kind and its name.
 OWN = [(kind, name) for kind in KINDS for name in registry._own_names(kind)]
 
+#: What a recipe says beside a technique of some kinds, without which it is not asked for.
+BESIDE = {"schedule": {"pp": 2}}
+
 
 def tree(kind: str, name: str) -> dict[str, object]:
     """A recipe that names a technique, and nothing else."""
     section, _, field = KINDS[kind].setting.partition(".")
-    return {section: {field: name}}
+    return {section: {field: name} | BESIDE.get(kind, {})}
 
 
 def test_there_are_leaves() -> None:
@@ -139,3 +142,27 @@ def test_what_a_user_adds_is_one_of_them() -> None:
             build_recipe({"optimizer": {"kind": "pushed", "push": "far"}})
     finally:
         registry._REGISTERED.pop(("optimizer", "pushed"), None)
+
+
+def test_a_schedule_of_a_plugin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its name in a recipe and on the command line; the planner's table has it as well."""
+    from weft.recipe import load_recipe
+    from weft.schedule.build import build, builders
+
+    (tmp_path / "backwards.py").write_text(
+        "from weft import register\n"
+        "from weft.techniques.schedules.gpipe import GPipe\n"
+        "@register('schedule', 'mine')\n"
+        "class Mine(GPipe):\n"
+        "    about = 'a user writes this'\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(registry, "_REGISTERED", {**registry._REGISTERED})
+    Path("recipe.toml").write_text('plugins = ["backwards"]\n')
+    recipe = load_recipe("recipe.toml", layout="pp=2,schedule=mine")
+    assert recipe.layout.schedule == "mine"
+    assert len(list(build("mine", 2, 4))) == len(list(build("gpipe", 2, 4)))
+    assert builders()["mine"].about == "a user writes this"

@@ -13,7 +13,7 @@ from weft.cli.console import print_table
 from weft.errors import UsageError
 from weft.pages import write
 from weft.schedule import draw
-from weft.schedule.build import BUILDERS, Times, build
+from weft.schedule.build import Times, build, builder_of, builders
 from weft.schedule.exchange import best_turns, with_exchanges
 from weft.schedule.lanes import timeline
 from weft.schedule.simulate import Simulation, simulate, uniform
@@ -88,7 +88,7 @@ def schedule(
         turns = best_turns(table, inside, uniform(with_exchanges(table, inside), times))
         simulation = min(turns.values(), key=lambda found: found.makespan)
     bubble = (simulation.makespan - microbatches * work) / simulation.makespan
-    note = f"{BUILDERS[name].about} · {_paper(name)}"
+    note = f"{builder_of(name).about} · {_paper(name)}"
     for kind, path in files.items():
         if path is not None:
             write(path, _content(kind, simulation, note), f"--{kind}")
@@ -148,7 +148,7 @@ def _show(
 
 
 def _paper(name: str) -> str:
-    paper = BUILDERS[name].paper
+    paper = builder_of(name).paper
     return f"arXiv {paper}" if paper[:4].isdigit() else paper
 
 
@@ -172,20 +172,20 @@ def _list(files: dict[str, Path | None], as_json: bool) -> int:
     given = [f"--{kind}" for kind, path in files.items() if path is not None]
     if given:
         raise UsageError(
-            f"{given[0]} needs the name of a schedule; choose from: {', '.join(BUILDERS)}"
+            f"{given[0]} needs the name of a schedule; choose from: {', '.join(builders())}"
         )
     if as_json:
         print(
             json.dumps(
                 [
                     {"schedule": n, "about": b.about, "paper": b.paper}
-                    for n, b in BUILDERS.items()
+                    for n, b in builders().items()
                 ]
             )
         )
         return 0
     print_table(
         ("schedule", "what it does", "paper"),
-        ((n, b.about, b.paper) for n, b in BUILDERS.items()),
+        ((n, b.about, b.paper) for n, b in builders().items()),
     )
     return 0

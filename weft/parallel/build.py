@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,10 +46,6 @@ def check_fits(
         optimizer or Optimizer(),
         memory=memory or Memory(),
     )
-    if layout.pp > 1:  # without a pipeline its schedule says nothing
-        from weft.schedule.build import BUILDERS
-
-        asked, known = replace(asked, schedules=BUILDERS), [*known, "schedules"]
     refuse(asked, *known)
 
 

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from weft.errors import UsageError
 from weft.layout.layout import Layout
-from weft.planner.cost import AWAY, FILE, SCHEDULES, ULYSSES, Plan, Recompute
+from weft.planner.cost import AWAY, FILE, ULYSSES, Plan, Recompute, schedule_number
 from weft.planner.machine import Machine
 from weft.recipe import PLACES, Memory
+from weft.schedule.build import builders
 from weft.shapes.shape import Shape
 
 #: Fields of a plan that the search chooses first, in the order in which they are named.
@@ -292,22 +293,9 @@ def _near(values: Sequence[int], wanted: int) -> int:
 def _schedules(pp: int, microbatches: int, layers: int) -> list[tuple[int, int]]:
     """``(schedule, virtual)`` worth looking at for a pipeline of ``pp`` ranks."""
     if microbatches < pp or pp == 1:
-        return [(SCHEDULES.index("1f1b"), 1)]
-    whole = [v for v in (2, 3, 4, 6, 8) if layers // (pp * v) >= 1]
-    looped = [
-        v for v in whole if layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0
+        return [(schedule_number("1f1b"), 1)]
+    return [
+        (number, chunks)
+        for number, builder in enumerate(builders().values())
+        for chunks in builder.offers(pp, microbatches, layers)
     ]
-    found = [
-        (SCHEDULES.index("interleaved-1f1b"), v)
-        for v in looped
-        if microbatches % pp == 0
-    ]
-    found += [(SCHEDULES.index(name), 1) for name in ("1f1b", "zb-h1")]
-    if layers >= 2 * pp - 2:  # two stages per rank; the ends of the model may fill one
-        found += [
-            (SCHEDULES.index(name), 1)
-            for name in ("zb-v", "v-half", "v-min", "dualpipe-v")
-        ]
-    if pp % 2 == 0 and microbatches >= 2 * pp:
-        found.append((SCHEDULES.index("dualpipe"), 1))
-    return found

@@ -9,13 +9,15 @@ Thakur et al. 2005 (collectives).
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from functools import cache
 
 import numpy as np
 
 from weft.planner.engine import EngineConstants
 from weft.planner.machine import Machine
 from weft.recipe import PLACES
-from weft.schedule.build import BUILDERS, Builder, Times
+from weft.schedule.build import Times, builder_of, builders
+from weft.schedule.builder import ScheduleBuilder
 from weft.shapes.shape import Num, Shape
 
 
@@ -33,11 +35,6 @@ ULYSSES = CONTEXT.index("ulysses")
 #: What can rest away from the device, and where, by index into :data:`weft.recipe.PLACES`.
 AWAY = ("weights", "moments", "activations")
 HOST, FILE = (PLACES.index(place) for place in ("host", "file"))
-#: Schedules by index; what is known of them stands in their builders.
-SCHEDULES = (
-    "1f1b", "gpipe", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "interleaved-1f1b", "breadth-first", "v-half",
-    "v-min", "dualpipe", "dualpipe-v",
-)  # fmt: skip
 #: Bits of the products in a precision of a recipe.
 BITS = {"float64": 32, "float32": 32, "bfloat16": 16}
 #: Seconds of one launch.
@@ -476,17 +473,30 @@ def gradients(
     return moved - np.minimum(hideable, np.where(sharded, cover, turn)), updated
 
 
-def by_schedule(plan: Plan, form: Callable[[Builder], Num]) -> Num:
+@cache
+def schedules() -> tuple[str, ...]:
+    """All schedules; a plan names one by its number here."""
+    return tuple(builders())
+
+
+def schedule_number(name: str) -> int:
+    return schedules().index(name)
+
+
+def builder_numbered(number: Num) -> ScheduleBuilder:
+    """The builder of the schedule that a plan names."""
+    return builder_of(schedules()[int(number)])
+
+
+def by_schedule(plan: Plan, form: Callable[[ScheduleBuilder], Num]) -> Num:
     """What ``form`` says of every plan's schedule. 1F1B over several chunks per rank is the interleaved one."""
-    looped = (plan.schedule == SCHEDULES.index("1f1b")) & (plan.virtual > 1)
+    looped = (plan.schedule == schedule_number("1f1b")) & (plan.virtual > 1)
     schedule, found = (
-        np.where(looped, SCHEDULES.index("interleaved-1f1b"), plan.schedule),
+        np.where(looped, schedule_number("interleaved-1f1b"), plan.schedule),
         np.zeros(()),
     )
     for index in np.unique(schedule):
-        found = np.where(
-            schedule == index, form(BUILDERS[SCHEDULES[int(index)]]), found
-        )
+        found = np.where(schedule == index, form(builder_numbered(index)), found)
     return found
 
 

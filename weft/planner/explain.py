@@ -15,10 +15,10 @@ from weft.planner.cost import (
     BITS,
     CONTEXT,
     RECOMPUTE,
-    SCHEDULES,
     Plan,
     Recompute,
     expert_cut,
+    schedules,
 )
 from weft.planner.finalists import Final, refine
 from weft.planner.planned_model import PlannedModel
@@ -306,7 +306,7 @@ def layout_tree(final: Final) -> dict[str, Any]:
     layout |= {"zero": max(1, int(plan.zero)), "context": CONTEXT[int(plan.context)]}
     layout |= {"secondary": int(plan.secondary)} if plan.secondary else {}
     if plan.pp > 1:
-        layout["schedule"] = SCHEDULES[int(plan.schedule)]
+        layout["schedule"] = schedules()[int(plan.schedule)]
         layout |= {"virtual": int(plan.virtual)} if plan.virtual > 1 else {}
         layout |= {"vocab_barriers": final.barriers} if final.barriers else {}
     order = final.order or ("dp pp shard cp tp" if plan.outer else "")

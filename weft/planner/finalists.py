@@ -14,13 +14,14 @@ import numpy as np
 from weft.errors import WeftError
 from weft.planner.cost import (
     AWAY,
-    SCHEDULES,
     Cost,
     MicrobatchSeconds,
     Plan,
+    builder_numbered,
     gradients,
     passes,
     rest,
+    schedules,
 )
 from weft.planner.machine import Machine
 from weft.planner.memory import (
@@ -33,7 +34,7 @@ from weft.planner.memory import (
 from weft.planner.search import USABLE, SearchResult, at
 from weft.planner.tiers import planned_time, with_tiers
 from weft.schedule.actions import Table
-from weft.schedule.build import BUILDERS, build
+from weft.schedule.build import build, builder_of
 from weft.schedule.exchange import Beside, with_exchanges
 from weft.schedule.simulate import Costs, Simulation, simulate
 from weft.schedule.stages import Stage, cut_stages, stage_costs
@@ -196,7 +197,7 @@ def finalists(
 
 def chunks_of(plan: Plan) -> int:
     """Stages that a pipeline rank holds for a microbatch."""
-    builder = BUILDERS[SCHEDULES[int(plan.schedule)]]
+    builder = builder_numbered(plan.schedule)
     return int(plan.virtual) if builder.free else builder.chunks
 
 
@@ -217,7 +218,10 @@ def refine(
         return Final(shape, machine, plan, at(cost, 0), (at(memory, 0),), closed)
     one = at(passes(shape, machine, plan, engine), 0)
     m, p, virtual = int(plan.microbatches), int(plan.pp), int(plan.virtual)
-    name, chunks = SCHEDULES[int(plan.schedule)] if p > 1 else "gpipe", chunks_of(plan)
+    name, chunks = (
+        schedules()[int(plan.schedule)] if p > 1 else "gpipe",
+        chunks_of(plan),
+    )
     look_up = (one.forward + one.backward) * 4 * shape.embed / shape.active_weights
     most = (
         VOCABULARY // p
@@ -241,7 +245,7 @@ def refine(
         ):
             key = (name, p, size, virtual, barriers, stages if barriers else None)
             if key not in known:
-                table = build(name, p, size, virtual if BUILDERS[name].free else None)
+                table = build(name, p, size, virtual if builder_of(name).free else None)
                 known[key] = (
                     with_vocabulary(table, barriers, costs.compute)
                     if barriers
@@ -325,7 +329,7 @@ def _final(
     numbers = [table.held(r) for r in range(len(run.timeline))]
     held = [stages[s] for s in numbers[busiest]]
     # each flow has half of the microbatches
-    share = 0.5 if BUILDERS[SCHEDULES[int(plan.schedule)]].twice else 1.0
+    share = 0.5 if builder_numbered(plan.schedule).twice else 1.0
     layers = share * sum(len(s.layers) for s in held)
     recompute, tp, cp, ep = (m * layers * x for x in (one.again, one.count * one.tp, one.count * one.cp,
                                                      one.count * one.ep))  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from weft.errors import UsageError, WeftError
-from weft.planner.cost import AWAY, CONTEXT, RECOMPUTE, SCHEDULES, Plan
+from weft.planner.cost import AWAY, CONTEXT, RECOMPUTE, Plan, schedule_number
 from weft.planner.engine import ENGINES, EngineConstants, scaled
 from weft.planner.fit import KNOBS, Measurement, constants, fit, predict
 from weft.planner.machine import find_device, machine_of
@@ -54,7 +54,7 @@ def _row(cells: dict[str, str]) -> Measurement:
         **{kind: PLACES.index(notes.get(kind, "device")) for kind in AWAY},
         dp=float(cells["dp"]) / shard, shard=shard, zero=3 if "FSDP" in sharding else int(sharding != "none"),
         context=CONTEXT.index(notes["context"]) if notes["context"] in CONTEXT else 0,
-        schedule=SCHEDULES.index(notes["schedule"]), recompute=RECOMPUTE.index(cells["recompute"]),
+        schedule=schedule_number(notes["schedule"]), recompute=RECOMPUTE.index(cells["recompute"]),
         bits=16 if cells["precision"] == "bf16" else 32,
     )  # fmt: skip
     sizes = {field: float(cells[column]) for column, field in SHAPE.items()}

@@ -30,9 +30,9 @@ from weft.planner.cost import (
     FILE,
     HOST,
     RECOMPUTE,
-    SCHEDULES,
     Cost,
     Plan,
+    schedules,
     step_time,
 )
 from weft.planner.engine import EngineConstants
@@ -48,7 +48,7 @@ USABLE = 0.93
 WORTH = {"secondary": 0.98} | dict.fromkeys(AWAY, 0.9)
 NAMES = {
     "context": CONTEXT,
-    "schedule": SCHEDULES,
+    "schedule": schedules(),
     "recompute": RECOMPUTE,
 } | dict.fromkeys(AWAY, PLACES)
 

@@ -24,7 +24,6 @@ from weft.recipe import Recipe, load_recipe
 from weft.recipe.conflicts import Asked, Conflict
 from weft.recipe.section import HostSection
 from weft.registry import declared, names
-from weft.schedule.build import BUILDERS
 from weft.train.setup import prepare
 
 #: Settings of one case by their full names, of those that were drawn.
@@ -202,7 +201,9 @@ DRAWN: dict[str, Choices] = {
     ),
     "layout.ulysses": _after("layout.cp", 2),
     "layout.scan": _after("layout.cp", "pass"),
-    "layout.schedule": _after("layout.pp", *BUILDERS),
+    "layout.schedule": lambda recipe, case, rng: (
+        names("schedule") if "layout.pp" in case else []
+    ),
     "layout.virtual": _after("layout.pp", 2, 3),
     "layout.vocab_barriers": _after("layout.pp", 1, 2),
     "layout.skip": _after("layout.pp", 0.25),

@@ -6,14 +6,14 @@ of a layout alone when that is made, the others with the recipe, or when the mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import UsageError, nearest
 from weft.layout.dims import part
 from weft.recipe.compressor_word import UNSETTABLE, compressor_word
-from weft.registry import KINDS, declared
+from weft.registry import KINDS, declared, find, names
 
 if TYPE_CHECKING:
     from weft.layout.layout import Layout
@@ -33,7 +33,8 @@ class Conflict(UsageError, ValueError):
 
 @dataclass(frozen=True)
 class Asked:
-    """The settings to be combined; None for what is not known yet. ``schedules``: builders of schedules, by name.
+    """The settings to be combined; None for what is not known yet. ``staged``: the schedule is asked for, of
+    however few ranks.
 
     The properties are what conditions and texts of the table need of them.
     """
@@ -42,7 +43,7 @@ class Asked:
     shape: ModelShape = None  # type: ignore[assignment]
     train: Train = None  # type: ignore[assignment]
     optimizer: Optimizer = None  # type: ignore[assignment]
-    schedules: Mapping[str, Any] = None  # type: ignore[assignment]
+    staged: bool = False
     recipe: Recipe = None  # type: ignore[assignment]
     memory: Memory = None  # type: ignore[assignment]
 
@@ -117,11 +118,10 @@ class Asked:
     @property
     def builder(self) -> Any:
         """The builder of the schedule; None without a pipeline, or if there is no such schedule."""
-        return (
-            self.schedules.get(self.layout.schedule)
-            if self.shape is None or self.layout.pp > 1
-            else None
-        )
+        name = self.layout.schedule
+        if not (self.staged or self.layout.pp > 1) or name not in names("schedule"):
+            return None
+        return find("schedule", name).made()
 
     @property
     def chunks(self) -> int:
@@ -146,13 +146,11 @@ class Asked:
 
     @property
     def near_schedule(self) -> str:
-        return nearest(self.layout.schedule, self.schedules)
+        return nearest(self.layout.schedule, names("schedule"))
 
     @property
     def free_schedules(self) -> str:
-        return ", ".join(
-            name for name, builder in self.schedules.items() if builder.free
-        )
+        return ", ".join(each.name for each in declared("schedule") if each.made.free)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -517,18 +515,17 @@ RULES: tuple[Rule, ...] = (
          lambda a: a.layout.skip > 0 and a.layout.skip > a.most_skipped * (1 + 1e-9),
          "skipping {0.layout.skip:.0%} of pp={0.layout.pp} stages leaves too little of those that may be skipped (the "
          "first and the last are always run)", "skip at most {0.most_skipped:.0%}"),
-    Rule("no such schedule", "layout schedules",
-         lambda a: a.layout.schedule not in a.schedules and (a.shape is None or a.layout.pp > 1),
+    Rule("no such schedule", "layout", lambda a: a.layout.schedule not in names("schedule"),
          "no pipeline schedule {0.layout.schedule!r}", "{0.near_schedule}"),
-    Rule("odd pp with two flows", "layout schedules",
+    Rule("odd pp with two flows", "layout",
          lambda a: bool(a.builder) and a.builder.twice and a.layout.pp % 2 > 0,
          "schedule {0.layout.schedule} needs an even number of ranks, got {0.layout.pp}",
          "add a rank or use {0.layout.schedule}-v"),
-    Rule("virtual stages of a fixed schedule", "layout schedules",
+    Rule("virtual stages of a fixed schedule", "layout",
          lambda a: bool(a.builder) and not a.builder.free and a.layout.virtual not in (None, a.builder.chunks),
          "schedule {0.layout.schedule} has {0.builder.chunks} chunk(s) per rank, not {0.layout.virtual}",
          "leave it out, or use {0.free_schedules}"),
-    Rule("more stages than layers", "layout shape schedules",
+    Rule("more stages than layers", "layout shape",
          lambda a: bool(a.builder) and a.shape.layers < a.least_layers,
          "schedule {0.layout.schedule} on pp={0.layout.pp} has {0.stages} stages, too many for a model of "
          "{0.shape.layers} layers", "it needs {0.least_layers}, so use fewer ranks, fewer virtual stages or more "

@@ -26,13 +26,12 @@ from weft.layout.layout import AXES, BATCH_AXES, FOLDED, Layout
 from weft.layout.mesh import LIVE_AXES
 from weft.layout.placement import expert_sizes
 from weft.planner.choose import local_cluster
-from weft.planner.cost import BITS, CONTEXT, RECOMPUTE, SCHEDULES, Plan, step_time
+from weft.planner.cost import BITS, CONTEXT, RECOMPUTE, Plan, schedule_number, step_time
 from weft.planner.engine import ENGINES
 from weft.planner.machine import Cluster
 from weft.planner.planned_model import vocab_of
 from weft.recipe import ModelShape, Optimizer, Recipe
 from weft.recipe.conflicts import Asked, refuse
-from weft.schedule.build import BUILDERS
 from weft.shapes.shape import shape_of
 
 #: A layout is about as fast as another if, by the estimate, it takes at most so many times as long.
@@ -151,18 +150,9 @@ def _tried(
         layout, optimizer = Layout(**trees["layout"]), Optimizer(**trees["optimizer"])
         found = recipe.model_copy(update={"layout": layout, "optimizer": optimizer})
         asked = Asked(
-            layout, shape, recipe.train, optimizer, BUILDERS, found, recipe.memory
+            layout, shape, recipe.train, optimizer, recipe=found, memory=recipe.memory
         )
-        refuse(
-            asked,
-            "layout",
-            "shape",
-            "train",
-            "optimizer",
-            "schedules",
-            "recipe",
-            "memory",
-        )
+        refuse(asked, "layout", "shape", "train", "optimizer", "recipe", "memory")
         return found
     except ValueError as error:  # of the table, by itself or among pydantic's
         return getattr(error, "rule", str(error))
@@ -200,7 +190,7 @@ def _seconds(
         layout, (rows, passes) = recipe.layout, recipe.rows_per_pass(recipe.layout)
         plan = {axis: getattr(layout, axis) for axis in (*LIVE_AXES, FOLDED, "zero", "secondary")} | {
             "context": CONTEXT.index(layout.context) if layout.context in CONTEXT else 0,
-            "schedule": SCHEDULES.index(layout.schedule) if layout.schedule in SCHEDULES else 0,
+            "schedule": schedule_number(layout.schedule),
             "virtual": layout.virtual or 1, "micro_batch": rows, "batch": rows * passes * layout.size(*BATCH_AXES),
             "seq": recipe.data.seq_len, "recompute": RECOMPUTE.index(recipe.train.recompute),
             "bits": BITS[recipe.train.dtype],

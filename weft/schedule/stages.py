@@ -8,7 +8,7 @@ from weft.recipe import ModelShape
 from weft.schedule.actions import LOCAL, Table, Value, assemble
 from weft.schedule.build import build
 from weft.schedule.build.greedy import list_schedule
-from weft.schedule.build.interleaved import vertical
+from weft.schedule.build.vertical import vertical
 from weft.schedule.partition import partition
 from weft.schedule.simulate import Costs, by_kind
 from weft.schedule.skip import plan_paths, stage_lengths

@@ -7,44 +7,10 @@ the forward's result leaves early and less of that bubble is left: half of it if
 
 from collections import Counter
 
-from weft.schedule.actions import Entry, Order
+from weft.schedule.actions import Entry
 
 
-def dualpipe(ranks: int, microbatches: int) -> list[Order]:
-    """DualPipe: ``ranks`` stages, each on two ranks; the second half of the microbatches enters at the last rank.
-
-    Peak ``ranks + 1``. The recipe wants ``2 * ranks`` microbatches, in pairs; what is missing is left out of it.
-    """
-    first = -(-microbatches // 2)
-    counts = (first, microbatches - first)
-    orders: list[Order] = []
-    for r in range(ranks):
-        direction = (0, 1) if r < ranks // 2 else (1, 0)  # of flows 0 and 1
-        stage = (r, ranks - 1 - r)  # of directions 0 and 1
-        order: list[Entry] = []
-        for kind, flow, m in recipe(
-            ranks // 2, min(r, ranks - 1 - r), max(first, ranks)
-        ):
-            d = direction[flow]
-            if m < counts[d]:
-                order.append((kind, stage[d], m + d * first))
-        orders.append(order)
-    return orders
-
-
-def dualpipe_v(ranks: int, microbatches: int) -> list[Order]:
-    """DualPipeV ("cut in half", Sea AI Lab 2025): a microbatch goes down the ranks (flow 0) and up again (flow 1)."""
-    return [
-        [
-            (kind, 2 * ranks - 1 - r if flow else r, m)
-            for kind, flow, m in recipe(ranks, r, max(microbatches, 2 * ranks))
-            if m < microbatches
-        ]
-        for r in range(ranks)
-    ]
-
-
-def recipe(half: int, near: int, count: int) -> list[Entry]:
+def two_flows(half: int, near: int, count: int) -> list[Entry]:
     """``(kind, flow, number)`` for ``count >= 2 * half`` microbatches in each flow; a backward may be B, or I and W.
 
     ``half``: ranks from the end to the turn; ``near``: the rank's distance from its end.

@@ -60,19 +60,13 @@ def list_schedule(
     )[1]
 
 
-def zb_1p(ranks: int, microbatches: int, times: Times) -> list[Order]:
-    """The automatic zero-bubble schedule in the memory of 1F1B: that of ``ranks`` microbatches (2401.10241, 3.1)."""
-    return _zero_bubble("zb-1p", ranks, microbatches, times, ranks, tape=1.0)
-
-
-def zb_2p(ranks: int, microbatches: int, times: Times) -> list[Order]:
-    """The same in twice the memory, which is enough for almost no bubble. Tapes count :data:`TAPE` of what is saved."""
-    return _zero_bubble("zb-2p", ranks, microbatches, times, 2 * ranks, tape=TAPE)
-
-
-def _zero_bubble(
+def zero_bubble(
     name: str, ranks: int, microbatches: int, times: Times, limit: int, tape: float
 ) -> list[Order]:
+    """Return the orders of the automatic zero-bubble schedule within the memory of ``limit`` microbatches a rank.
+
+    ``tape``: what a kept weight gradient still needs of a microbatch's saved activations, as a share.
+    """
     took = {"F": times.forward, "I": times.backward_input, "W": times.backward_weight}
     costs = Costs(
         lambda action: took[action.kind],

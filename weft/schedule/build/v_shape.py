@@ -30,33 +30,6 @@ class Pattern:
     pull: bool = True
 
 
-def zb_v(ranks: int, microbatches: int, times: Times) -> list[Order]:
-    """ZB-V (2401.10241, section 6): no bubble if F = I = W, peak ``ranks``."""
-    return repeat(
-        Pattern((3, 3, 3, 3), (1, 1, 1), 2 * ranks), ranks, microbatches, times
-    )
-
-
-def v_half(ranks: int, microbatches: int, times: Times) -> list[Order]:
-    """V-Half (2405.15362): under half of 1F1B's bubble, peak ``ranks / 2 + 1``, or ``(ranks + 3) / 2`` if odd."""
-    odd = ranks % 2
-    turns = (1, 1, 2) if odd else (4, 1, 5)  # other turns put two actions into one slot
-    return repeat(
-        Pattern((1, 2, 1, 2), turns, ranks + 2 + odd), ranks, microbatches, times
-    )
-
-
-def v_min(ranks: int, microbatches: int, times: Times) -> list[Order]:
-    """V-Min (2405.15362): a third of 1F1B's peak, ``(ranks + 4) / 3`` at most, and two thirds of its bubble."""
-    turns = (1, 1, 1) if ranks % 3 else (3, 1, 3)
-    return repeat(
-        Pattern((1, 1, 1, 1), turns, -(-2 * ranks // 3) + 2, pull=False),
-        ranks,
-        microbatches,
-        times,
-    )
-
-
 def repeat(
     pattern: Pattern, ranks: int, microbatches: int, times: Times
 ) -> list[Order]:

@@ -1,0 +1,93 @@
+"""The interface of pipeline schedules: the order of every rank, and closed forms for the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from weft.schedule.actions import Order
+    from weft.schedule.times import Times
+
+#: A number, or an array of them: closed forms take both, so that a planner asks for thousands of layouts at once.
+Number = Any
+
+
+class ScheduleBuilder:
+    """A pipeline schedule for any number of ranks and microbatches.
+
+    ``about``: what it does, in a few words; ``paper``: its source, by arXiv's number where there is one.
+    ``chunks``: stages that a rank holds for a microbatch; ``free``: the caller may choose another number of them.
+    ``splits``: backward is divided into I (input gradient) and W (weight gradient), by some schedules only in part.
+    ``twice``: a stage is held by two ranks. ``falls``: by how many forwards each rank further down runs less ahead of
+    its backwards; the memory that it holds falls with that, if the little that kept weight gradients need is not
+    counted. ``place``: where the planner lists the schedule, which decides between equals.
+    """
+
+    about: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    chunks: ClassVar[int] = 1
+    free: ClassVar[bool] = False
+    splits: ClassVar[bool] = False
+    twice: ClassVar[bool] = False
+    falls: ClassVar[int] = 0
+    place: ClassVar[int] = 100
+
+    def orders(
+        self, ranks: int, microbatches: int, chunks: int, times: Times
+    ) -> Sequence[Order]:
+        """List the actions of every rank in their order, as ``(kind, stage, microbatch)``.
+
+        ``times`` are for schedules that fill holes by the clock.
+        """
+        raise NotImplementedError
+
+    def bubble(
+        self, ranks: Number, microbatches: Number, chunks: Number, times: Times
+    ) -> Number:
+        """Return the time of a step in which a rank does not compute, in closed form.
+
+        Schedules that fill holes by the clock state it for ``2 * ranks`` microbatches or more only.
+        """
+        raise NotImplementedError
+
+    def in_flight(self, ranks: Number, chunks: Number, rank: Number) -> Number:
+        """Return how many microbatches' activations a rank holds at once, in units of all its stages.
+
+        Infinity stands for all microbatches that there are.
+        """
+        raise NotImplementedError
+
+    def offers(self, ranks: int, microbatches: int, layers: int) -> Sequence[int]:
+        """List the chunks per rank with which the planner should look at this schedule.
+
+        It asks for pipelines of several ranks that are full: of ``ranks`` microbatches or more. By default none.
+        """
+        return ()
+
+
+def larger(a: Number, b: Number) -> Number:
+    """Return the larger of two numbers, or of two arrays entry by entry."""
+    return (a + b + abs(a - b)) / 2
+
+
+def ramp(ranks: Number, times: Times) -> Number:
+    """Return the time to fill and drain a pipeline that has nothing else to do meanwhile."""
+    return (ranks - 1) * (times.forward + times.backward)
+
+
+def filled(times: Times) -> Number:
+    """Return what is left of a hop down the ranks and back where a forward and a weight gradient fill it."""
+    return times.backward_input + larger(times.forward - times.backward_weight, 0)
+
+
+def held_back(
+    ranks: Number, microbatches: Number, most: Number, times: Times
+) -> Number:
+    """Return what is left where at most ``most`` microbatches fill the wait for the first gradient.
+
+    Each but the first shortens it by its forward, or by its weight gradient at the end, whichever takes less.
+    """
+    ahead = -larger(-microbatches, -most)
+    shorter = times.forward - larger(times.forward - times.backward_weight, 0)
+    return larger((ranks - 1) * filled(times) + (ranks - ahead) * shorter, 0)

@@ -1,0 +1,1 @@
+"""Pipeline schedules (:class:`weft.schedule.builder.ScheduleBuilder`), which ``layout.schedule`` names."""

@@ -1,0 +1,44 @@
+"""ZB-1p (Qi et al. 2023, section 3.1): listed by measured times, in the memory of 1F1B."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from weft.registry import register
+from weft.schedule.builder import Number, ScheduleBuilder, held_back
+
+if TYPE_CHECKING:
+    from weft.schedule.actions import Order
+    from weft.schedule.times import Times
+
+
+@register(
+    "schedule",
+    "zb-1p",
+    title="Zero bubble from measured times (ZB-1p)",
+    paper="Qi et al. 2023",
+    recipe="zero-bubble.toml --layout pp=4,schedule=zb-1p",
+    proof="tests/parallel/test_pipeline.py",
+)
+class ZeroBubble1P(ScheduleBuilder):
+    """The automatic schedule in the memory of ``ranks`` microbatches."""
+
+    about = "list-scheduled by the times, peak P"
+    paper = "2401.10241"
+    splits = True
+
+    def orders(
+        self, ranks: int, microbatches: int, chunks: int, times: Times
+    ) -> Sequence[Order]:
+        from weft.schedule.build.greedy import zero_bubble
+
+        return zero_bubble("zb-1p", ranks, microbatches, times, ranks, tape=1.0)
+
+    def bubble(
+        self, ranks: Number, microbatches: Number, chunks: Number, times: Times
+    ) -> Number:
+        return held_back(ranks, microbatches, ranks, times)
+
+    def in_flight(self, ranks: Number, chunks: Number, rank: Number) -> Number:
+        return ranks
