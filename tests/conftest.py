@@ -29,7 +29,11 @@ from weft.run.signals import requests
 
 @pytest.hookimpl(trylast=True)  # after the plugin of reruns
 def pytest_configure(config: pytest.Config) -> None:
-    """A half of a run tells the other process about each test in two messages: the second need not wait 40 ms."""
+    """Save time: no circles are looked for while tests are collected, and half of a run does not wait for the other.
+
+    It tells the other process about each test in two messages, of which the second need not wait 40 ms.
+    """
+    gc.disable()
     notes = getattr(getattr(config, "failures_db", None), "sock", None)
     if notes is not None:
         notes.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -64,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What tests are made of stays; halves of a run share the cores, and threads that wait for a core only spin."""
-    gc.collect()
+    gc.enable()
     gc.freeze()
     torch.set_num_threads(1)
     # A job in the background ignores Ctrl-C, and so would all that it starts, of which tests expect that it stops.

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import tokenizers
 
+from tests import started
 from tests.checkpoint import foreign as write
-from tests.cli.test_commands import tiny, weft
+from tests.cli.test_commands import tiny
 from tests.conftest import Command
 from tests.models.test_hf import write_config
 from weft.data.tokenizer import Tokenizer, load_tokenizer
@@ -148,7 +149,9 @@ def test_a_read_only_disk_and_a_full_one(
             "--set",
             "observe.trackers=[]",
         ]
-        done = weft("train", tiny, "--layout", "shard=2", "--out", "disk/run", *more)
+        done = started.run(
+            "train", tiny, "--layout", "shard=2", "--out", "disk/run", *more
+        )
         said = done.stdout + done.stderr
         assert "was not saved: cannot" in said and "No space left on device" in said, (
             said

@@ -127,7 +127,7 @@ def test_the_loss_is_the_weighted_mean(values: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_verify_takes_chat_recipes(
-    command: Command, values: dict[str, Any], tmp_path: Path
+    launched: Command, values: dict[str, Any], tmp_path: Path
 ) -> None:
     file = tmp_path / "chat.toml"
     data = values["data"]
@@ -136,7 +136,7 @@ def test_verify_takes_chat_recipes(
         f"path = {data['sources'][0]['path']!r}\nseq_len = 41\ncache = {data['cache']!r}\n"
         f"[data.chat]\ntemplate = {json.dumps(TEMPLATE)}\n"
     )
-    code, out, err = command("verify", file, "--layout", "shard=2", "--steps", 2)
+    code, out, err = launched("verify", file, "--layout", "shard=2", "--steps", 2)
     assert code == 0, out + err
-    assert command("verify", file, "--layout", "shard=2,tp=2", "--types")[0] == 0
+    assert launched("verify", file, "--layout", "shard=2,tp=2", "--types")[0] == 0
     assert "60 conversations" in open_data(build_recipe(values).data).description

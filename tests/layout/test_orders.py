@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ def ordered_layouts() -> list[dict[str, Any]]:
     """Every number of ranks per axis with at most eight in all, in every order of the axes that are larger than one."""
     found = []
     for sizes in itertools.product(range(1, MAX_WORLD + 1), repeat=len(LIVE_AXES)):
+        if math.prod(sizes) > MAX_WORLD:
+            continue
         axes = {
             axis: size for axis, size in zip(LIVE_AXES, sizes, strict=True) if size > 1
         }
-        if len(axes) > 1 and Layout(**axes).world <= MAX_WORLD:
+        if len(axes) > 1:
             found += [
                 {**axes, "order": " ".join(order)}
                 for order in itertools.permutations(axes)
