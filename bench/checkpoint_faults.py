@@ -42,7 +42,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from watched_disk import Fault, Journal, Watch, put
 
-from weft.checkpoint.format import ROOT
+from weft.checkpoint.boxes import ROOT
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.save import Saver
 from weft.checkpoint.storage import LocalStorage

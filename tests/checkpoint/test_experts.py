@@ -17,7 +17,7 @@ import torch
 from tests.cases import recipe, start, write_corpus
 from tests.checkpoint.test_reshard import train_across
 from tests.checkpoint.test_resume import go, series
-from weft.checkpoint.format import meet, volume
+from weft.checkpoint.boxes import meet, volume
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.reshard import moves, redistribute
 from weft.checkpoint.save import Saver

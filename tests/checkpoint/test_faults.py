@@ -17,12 +17,13 @@ from unittest import mock
 import pytest
 import torch
 
-from weft.checkpoint.format import ROOT
+from weft.checkpoint.boxes import ROOT
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.staging import plan
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import committed, load_newest, prune, verify
-from weft.checkpoint.writer import Commit, WriteTask, finish, write
+from weft.checkpoint.task import Commit, WriteTask
+from weft.checkpoint.writer import finish, write
 from weft.layout.dims import Tensor
 from weft.layout.parts import Part
 

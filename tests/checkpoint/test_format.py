@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from weft.checkpoint.format import BLOCK, Manifest, index, meet, share, tiles, volume
+from weft.checkpoint.boxes import BLOCK, meet, share, volume
+from weft.checkpoint.format import Manifest, index, tiles
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.save import Saver
 from weft.checkpoint.staging import plan

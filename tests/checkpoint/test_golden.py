@@ -12,13 +12,14 @@ from pathlib import Path
 
 import torch
 
-from weft.checkpoint.format import digest, volume
+from weft.checkpoint.boxes import digest, volume
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.pack import within
 from weft.checkpoint.staging import plan
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import verify
-from weft.checkpoint.writer import Commit, WriteTask, commit, write
+from weft.checkpoint.task import Commit, WriteTask
+from weft.checkpoint.writer import commit, write
 from weft.layout.dims import Box, Tensor, part
 from weft.layout.parts import NAMES, Part
 

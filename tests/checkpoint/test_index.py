@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.measured import until_true
-from weft.checkpoint.format import DamagedCheckpoint, StoredBlock, index, volume
+from weft.checkpoint.boxes import DamagedCheckpoint, volume
+from weft.checkpoint.format import StoredBlock, index
 from weft.layout.dims import Box, Tensor, part
 
 

@@ -18,8 +18,8 @@ import pytest
 from tests.cases import write_corpus
 from tests.checkpoint.test_resume import go, tree
 from weft.checkpoint import lease as module
+from weft.checkpoint.address import open_storage
 from weft.checkpoint.lease import Lease, PlaceInUse
-from weft.checkpoint.s3 import open_storage
 from weft.checkpoint.storage import LocalStorage, StorageError
 from weft.errors import WeftError
 from weft.observe.metrics import read_metrics

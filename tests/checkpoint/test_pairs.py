@@ -18,7 +18,8 @@ import torch
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.staging import plan
 from weft.checkpoint.storage import LocalStorage
-from weft.checkpoint.writer import Commit, WriteTask, commit, write
+from weft.checkpoint.task import Commit, WriteTask
+from weft.checkpoint.writer import commit, write
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh

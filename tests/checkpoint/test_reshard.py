@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import recipe, write_corpus
-from weft.checkpoint.format import volume
+from weft.checkpoint.boxes import volume
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.reshard import load, moves, redistribute
 from weft.checkpoint.save import Saver

@@ -21,9 +21,10 @@ import torch
 
 from bench.checkpoint_s3 import KEY, SECRET
 from tests.checkpoint.test_format import locals_of, state
-from weft.checkpoint.format import ROOT
+from weft.checkpoint.address import open_storage
+from weft.checkpoint.boxes import ROOT
 from weft.checkpoint.load import StoredCheckpoint
-from weft.checkpoint.s3 import PART, S3Storage, open_storage
+from weft.checkpoint.s3 import PART, S3Storage
 from weft.checkpoint.save import Saver
 from weft.checkpoint.storage import LocalStorage, Storage, StorageError
 from weft.checkpoint.store import verify

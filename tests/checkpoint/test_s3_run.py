@@ -22,7 +22,7 @@ from tests.checkpoint.test_s3 import Proxy
 from tests.cli.test_commands import TINY
 from tests.conftest import Command
 from tests.started import Started
-from weft.checkpoint.s3 import open_storage
+from weft.checkpoint.address import open_storage
 from weft.checkpoint.store import candidates, open_checkpoint, prune, verify
 from weft.errors import WeftError
 from weft.observe.metrics import read_metrics

@@ -15,13 +15,14 @@ import torch
 
 from tests.checkpoint.test_golden import GOLDEN
 from tests.conftest import Command
-from weft.checkpoint.format import ROOT
+from weft.checkpoint.boxes import ROOT
 from weft.checkpoint.lease import Lease
 from weft.checkpoint.pack import within
 from weft.checkpoint.staging import plan
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import PLACES, committed, open_checkpoint, retained
-from weft.checkpoint.writer import Commit, WriteTask, commit, write
+from weft.checkpoint.task import Commit, WriteTask
+from weft.checkpoint.writer import commit, write
 from weft.layout.dims import Tensor
 from weft.layout.parts import NAMES, Part
 from weft.observe.metrics import Metrics

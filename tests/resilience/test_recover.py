@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.cases import recipe, start, write_corpus
 from tests.resilience.rejoin import Groups, fill, said, wrong
-from weft.checkpoint.format import volume
+from weft.checkpoint.boxes import volume
 from weft.checkpoint.state import Progress
 from weft.layout.layout import Layout
 from weft.layout.mesh import from_all

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from weft.checkpoint.best import Best, write_best
-from weft.checkpoint.format import ROOT
+from weft.checkpoint.boxes import ROOT
 from weft.checkpoint.levels import LevelStore, Thinning
-from weft.checkpoint.same import is_of_model
 from weft.checkpoint.save import Saver
 
 if TYPE_CHECKING:
@@ -59,7 +58,13 @@ class Checkpoints:
             listener,
         )
         self._about, self._files, self._mesh = about, files, mesh
-        self._thinning = Thinning(lambda place: is_of_model(place, shape))
+
+        def is_own(place: Storage) -> bool:
+            from weft.checkpoint.same import is_of_model
+
+            return is_of_model(place, shape)
+
+        self._thinning = Thinning(is_own)
         self._folder, self._best, self._coming = folder, best, Best()
         resumed = [
             level.last for level in levels if level.last is not None and mesh.is_main

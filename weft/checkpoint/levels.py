@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
-from weft.checkpoint.s3 import open_storage
+from weft.checkpoint.address import open_storage
 from weft.checkpoint.storage import LocalStorage, Storage, StorageError
 from weft.checkpoint.store import (
     PLACES,

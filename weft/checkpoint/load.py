@@ -14,16 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from weft.checkpoint.format import (
-    ROOT,
-    DamagedCheckpoint,
-    Manifest,
-    StoredBlock,
-    digest,
-    meet,
-    read_tensor,
-    unseal,
-)
+from weft.checkpoint.boxes import ROOT, DamagedCheckpoint, digest, meet
+from weft.checkpoint.format import Manifest, StoredBlock, read_tensor, unseal
 from weft.checkpoint.pack import Elements, elements, grouped, move, within
 from weft.checkpoint.storage import MissingObject, Storage
 from weft.errors import WeftError

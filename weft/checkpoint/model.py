@@ -31,8 +31,8 @@ from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
 
 if TYPE_CHECKING:
+    from weft.checkpoint.address import Where
     from weft.checkpoint.load import StoredCheckpoint
-    from weft.checkpoint.s3 import Where
     from weft.memory.experts import RestingExperts
     from weft.models.transformer import Transformer
     from weft.models.values import Values

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.checkpoint.format import meet, volume
+from weft.checkpoint.boxes import meet, volume
 from weft.layout.dims import Box, extents
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from weft.checkpoint.format import meet, share, volume
+from weft.checkpoint.boxes import meet, share, volume
 from weft.checkpoint.pack import grouped, within
 from weft.checkpoint.storage import LocalStorage
 from weft.errors import WeftError

@@ -14,12 +14,11 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 from urllib.parse import urlsplit
 
-from weft.checkpoint.storage import LocalStorage, MissingObject, Storage, StorageError
-from weft.errors import UsageError, WeftError
+from weft.checkpoint.storage import MissingObject, StorageError
+from weft.errors import WeftError
 
 T = TypeVar("T")
 
@@ -41,35 +40,6 @@ MOST_PARTS = 9_000
 
 #: Answers after which the same request may well succeed: too slow, two at once, too many, and any fault of the server.
 TRANSIENT = {408, 409, 425, 429, *range(500, 600)}
-
-
-#: A place, or the address of one: a folder, ``s3://bucket/prefix`` or ``peer://path``.
-Where = str | Path | Storage
-
-
-def open_storage(where: Where) -> Storage:
-    """``s3://bucket/prefix``, ``peer://path`` or a folder. Raises :class:`UsageError` for anything else."""
-    if not isinstance(where, (str, Path)):
-        return where
-    text = str(where)
-    # a Path has one slash left
-    if found := re.fullmatch(r"s3:/{1,2}([^/]*)/*(.*?)/*", text):
-        bucket, prefix = found.groups()
-        # nor key:secret@bucket
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", bucket):
-            raise UsageError(
-                "an object store is given as s3://bucket/prefix; credentials go into AWS_* variables"
-            )
-        return S3Storage(bucket, re.sub("/+", "/", prefix))
-    if found := re.fullmatch(r"peer:/{1,2}(.*?)/*", text):
-        from weft.checkpoint.peer import PeerStorage
-
-        return PeerStorage(found[1])
-    if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text):
-        raise UsageError(
-            f"{scheme[1]}:// is no storage that Weft knows; give a folder, s3://bucket/prefix or peer://path"
-        )
-    return LocalStorage(Path(where))
 
 
 @dataclass(frozen=True)

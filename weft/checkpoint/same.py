@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from weft.checkpoint.format import ROOT
+from weft.checkpoint.address import open_storage
+from weft.checkpoint.boxes import ROOT
 from weft.checkpoint.hub import local_path
-from weft.checkpoint.s3 import open_storage
 from weft.checkpoint.storage import LocalStorage, Storage, StorageError
 from weft.checkpoint.store import candidates, model_of, open_checkpoint, stored_files
 from weft.data.tokenizer import Tokenizer, tokenizer_from_files

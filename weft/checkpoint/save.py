@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from weft.checkpoint.format import ROOT, digest
+from weft.checkpoint.boxes import ROOT, digest
 from weft.checkpoint.pack import within
 from weft.checkpoint.staging import SavedPiece, WriterProcess, elements_of, plan
 from weft.checkpoint.storage import Storage, StorageError
-from weft.checkpoint.writer import Commit, Report, WriteTask
+from weft.checkpoint.task import Commit, Report, WriteTask
 from weft.errors import WeftError
 from weft.layout.mesh import from_all
 

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.checkpoint.format import share, volume
+from weft.checkpoint.boxes import share, volume
 from weft.layout.dims import Box, extents
 from weft.layout.parts import TORCH_DTYPES, Part
 from weft.memory.tiers import nameless_file, reserve
 
 if TYPE_CHECKING:
-    from weft.checkpoint.writer import Report, WriteTask
+    from weft.checkpoint.task import Report, WriteTask
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from weft.checkpoint import reshard
-
 if TYPE_CHECKING:
     from weft.checkpoint.load import StoredCheckpoint
     from weft.parallel.state import State
@@ -46,6 +44,8 @@ def load_state(
     Averages of the parameters that the checkpoint has not got begin with the parameters, and so does what islands agree
     by. Collective over ``group`` (default: all ranks).
     """
+    from weft.checkpoint import reshard
+
     wanted, late = (
         state.saved(),
         (*LIKE_PARAMETERS, "outer", "own", "answer", "up", "down"),

@@ -1,27 +1,31 @@
 """The checkpoints of a run: which there are, which is the last that verifies, and which are kept."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from pydantic import ValidationError
 
-from weft.checkpoint.format import ROOT, DamagedCheckpoint, StoredBlock, entry
-from weft.checkpoint.load import StoredCheckpoint
-from weft.checkpoint.s3 import Where, open_storage
+from weft.checkpoint.address import Where, open_storage
+from weft.checkpoint.boxes import ROOT, DamagedCheckpoint
 from weft.checkpoint.storage import MissingObject, Storage, StorageError
-from weft.checkpoint.writer import write_whole
 from weft.errors import WeftError
 from weft.layout.dims import extents
 from weft.layout.layout import Layout
 from weft.layout.mesh import from_all
 from weft.plugins import check, load_plugins
 from weft.recipe import ModelShape
+
+if TYPE_CHECKING:
+    from weft.checkpoint.format import StoredBlock
+    from weft.checkpoint.load import StoredCheckpoint
 
 T = TypeVar("T")
 
@@ -30,6 +34,8 @@ PLACES = "checkpoints.json"
 
 
 def open_checkpoint(where: Where) -> StoredCheckpoint:
+    from weft.checkpoint.load import StoredCheckpoint
+
     return StoredCheckpoint(open_storage(where))
 
 
@@ -345,6 +351,8 @@ def _check_head(
     checkpoint: StoredCheckpoint, file: str, blocks: Sequence[StoredBlock]
 ) -> None:
     """Raise :class:`DamagedCheckpoint` unless a data file's head, for readers of safetensors, describes its blocks."""
+    from weft.checkpoint.format import entry
+
     head = bytearray(blocks[0].offset)
     checkpoint.storage.read_into(file, 0, memoryview(head))
     begin = 8 + int.from_bytes(head[:8], "little")
@@ -366,6 +374,8 @@ def _check_head(
 
 def rewrite(source: StoredCheckpoint, target: Storage) -> None:
     """Write a checkpoint again as if a single rank had saved it: one data file with the same blocks, each verified."""
+    from weft.checkpoint.writer import write_whole
+
     blocks = sorted(source.all_blocks(), key=lambda b: (b.tensor, b.box))
     meta = {
         k: v

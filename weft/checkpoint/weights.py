@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weft.checkpoint.address import Where, open_storage
 from weft.checkpoint.convert.peft import CONFIG, PeftAdapter, is_adapter
 from weft.checkpoint.convert.sources import Foreign, kind_of, open_foreign
 from weft.checkpoint.hub import is_of_hub, local_path
-from weft.checkpoint.s3 import Where, open_storage
 from weft.checkpoint.same import check_unchanged
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import candidates, model_of, open_checkpoint, stored_files

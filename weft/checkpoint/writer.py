@@ -15,52 +15,21 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from weft.checkpoint import format as layout
-from weft.checkpoint.format import ROOT, StoredBlock, digest
+from weft.checkpoint.boxes import ROOT, digest
+from weft.checkpoint.format import StoredBlock
 from weft.checkpoint.pack import elements, within
 from weft.checkpoint.storage import Storage, StorageError
+from weft.checkpoint.task import Commit, Report, WriteTask
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
     from weft.layout.dims import Box, Tensor
-
-
-@dataclass(frozen=True)
-class Commit:
-    """What the committing rank adds: the root's own contents, and the manifests that must be there first."""
-
-    manifests: tuple[str, ...]
-    meta: Mapping[str, Any]
-    files: Mapping[str, bytes]  # other files, by name
-    timeout: float
-
-
-@dataclass(frozen=True)
-class WriteTask:
-    """One rank's part of a save: its memory holds ``shares`` (tensor and box), one after the other, each row-major."""
-
-    storage: Storage
-    file: str
-    manifest: str
-    tensors: Mapping[str, Tensor]
-    shares: tuple[tuple[str, Box], ...]
-    commit: Commit | None
-
-
-@dataclass
-class Report:
-    """How a task went: seconds per stage, bytes, and what was wrong, if anything."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    bytes: int = 0
-    committed: bool = False
-    problem: str = ""
 
 
 def main() -> None:

@@ -53,7 +53,7 @@ def ls(path: AllCheckpoints, as_json: AsJson = False) -> int:
 
     One that seems whole may still hold damaged values; weft checkpoint verify reads them.
     """
-    from weft.checkpoint.format import ROOT
+    from weft.checkpoint.boxes import ROOT
     from weft.checkpoint.load import StoredCheckpoint
     from weft.checkpoint.store import check_files
 
@@ -162,7 +162,7 @@ def inspect(
 @app.command()
 def verify(path: AllCheckpoints) -> int:
     """Read checkpoints from end to end and check every digest. Exit code 0: whole, 1: damaged."""
-    from weft.checkpoint.s3 import open_storage
+    from weft.checkpoint.address import open_storage
 
     whole = True
     for place in _checkpoints(path):
@@ -222,7 +222,7 @@ def merge(
     out: Annotated[str, typer.Option(help="The folder to make, or s3://...")],
 ) -> int:
     """Rewrite a checkpoint of many ranks as one of a single rank, verified and bit by bit the same."""
-    from weft.checkpoint.s3 import open_storage
+    from weft.checkpoint.address import open_storage
     from weft.checkpoint.store import is_new, rewrite
 
     target = open_storage(out)
@@ -258,9 +258,9 @@ def prune(
 
     In each place of the run the newest checkpoint is read first, and those before it until one is whole.
     """
+    from weft.checkpoint.address import open_storage
     from weft.checkpoint.best import best_checkpoint
     from weft.checkpoint.lease import Lease
-    from weft.checkpoint.s3 import open_storage
     from weft.checkpoint.store import committed, places
     from weft.checkpoint.store import prune as delete
     from weft.observe.metrics import metric_by_step

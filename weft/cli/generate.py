@@ -17,7 +17,7 @@ from weft.cli.console import plain_console, warn
 from weft.errors import UsageError
 
 if TYPE_CHECKING:  # `weft --help` does not wait for PyTorch
-    from weft.checkpoint.s3 import Where
+    from weft.checkpoint.address import Where
     from weft.recipe import Recipe
 
 _chat = "The prompt is what a user says (or a .json file with messages): apply the chat template, print the answer."

@@ -42,7 +42,7 @@ class Checkpoint(Level):
 
     @model_validator(mode="after")
     def _places(self) -> Self:
-        from weft.checkpoint.s3 import open_storage
+        from weft.checkpoint.address import open_storage
 
         if self.levels and (self.to, self.every, self.keep) != ("", 0, 2):
             raise ValueError(

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import torch
 
-from weft.checkpoint.format import share
+from weft.checkpoint.boxes import share
 from weft.checkpoint.lease import Lease
 from weft.checkpoint.levels import LevelStore
 from weft.checkpoint.reshard import redistribute

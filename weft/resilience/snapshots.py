@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from weft.checkpoint.format import volume
+from weft.checkpoint.boxes import volume
 from weft.checkpoint.state import Progress
 from weft.layout.dims import Box, Tensor, extents
 from weft.layout.mesh import from_all

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
+from weft.checkpoint.address import Where
 from weft.checkpoint.model import open_model, tokenizer_of
-from weft.checkpoint.s3 import Where
 from weft.data.chat.encode import prompt_ids
 from weft.data.detokenizer import Writer
 from weft.data.tokenizer import Tokenizer

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from pydantic import ValidationError
 
+from weft.checkpoint.address import open_storage
 from weft.checkpoint.lease import FOLDER, Lease
 from weft.checkpoint.levels import LevelStore, check_levels, levels_of
-from weft.checkpoint.s3 import open_storage
 from weft.checkpoint.same import (
     base_of_run,
     check_goes_on,

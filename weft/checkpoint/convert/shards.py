@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from weft.checkpoint.boxes import meet
 from weft.checkpoint.convert.rules import Shard
-from weft.checkpoint.format import meet
 from weft.checkpoint.pack import within
 from weft.checkpoint.storage import LocalStorage, StorageError
 from weft.errors import WeftError

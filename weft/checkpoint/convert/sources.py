@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from weft.checkpoint.address import Where, open_storage
+from weft.checkpoint.boxes import MOMENTS, ROOT
 from weft.checkpoint.convert.gguf_file import SAMPLING, gguf_shape, read_gguf
 from weft.checkpoint.convert.rules import (
     Shard,
@@ -27,9 +29,7 @@ from weft.checkpoint.convert.shards import (
     load_tree,
     stored,
 )
-from weft.checkpoint.format import MOMENTS, ROOT
 from weft.checkpoint.hub import local_path
-from weft.checkpoint.s3 import Where, open_storage
 from weft.checkpoint.storage import LocalStorage, Storage
 from weft.checkpoint.store import (
     candidates,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from weft.checkpoint.format import MOMENTS
+from weft.checkpoint.boxes import MOMENTS
 from weft.registry import register
 from weft.train.rules.update_rule import UpdateRule
 

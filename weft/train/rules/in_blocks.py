@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from weft.checkpoint.format import MOMENTS
+from weft.checkpoint.boxes import MOMENTS
 from weft.layout.parts import Part
 from weft.memory.quantised import (
     Blocks,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from weft.checkpoint.format import MOMENTS
+from weft.checkpoint.boxes import MOMENTS
 from weft.layout.parts import Part
 from weft.parallel.state import Held
 from weft.techniques.optimizers.galore import GaLoreSettings
