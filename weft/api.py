@@ -16,8 +16,6 @@ import torch
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
 from weft.recipe import RUNS, Recipe, build_recipe
-from weft.run.failure import leave, report_failure
-from weft.run.launch import run_ranks
 from weft.run.ranks import in_ranks, own_device, rank_process
 from weft.run.signals import requests, take_ctrl_c
 from weft.train.loop import Outcome, train
@@ -199,6 +197,8 @@ def _in_ranks_of_its_own(
     recipe: Recipe, out: Path | None, resume: str | None
 ) -> Outcome:
     """Start local ranks, each of which runs :func:`main`; the first one writes the outcome to a file."""
+    from weft.run.launch import run_ranks
+
     with tempfile.TemporaryDirectory(prefix="weft-train-") as folder:
         task, done = Path(folder) / "task", Path(folder) / "outcome"
         words = [
@@ -238,7 +238,7 @@ def _words_of(outcome: Outcome) -> dict[str, Any]:
 
 
 def _outcome_of(words: dict[str, Any]) -> Outcome:
-    from weft.checkpoint.s3 import open_storage
+    from weft.checkpoint.address import open_storage
     from weft.checkpoint.state import Progress
 
     place = words["checkpoint"]
@@ -253,6 +253,8 @@ def _outcome_of(words: dict[str, Any]) -> Outcome:
 
 def main(task: str, done: str) -> int:
     """Be one of the ranks; returns the exit code."""
+    from weft.run.failure import leave, report_failure
+
     recipe, out, resume = json.loads(Path(task).read_text())
 
     def conclude(recipe: Recipe, outcome: Outcome) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from examples.gnnpipe.rows import NEAR, Rows
-from weft.memory.tiers import PAGE, PIECE, TierError, TierFile
+from weft.memory.nameless_file import TierError
+from weft.memory.tiers import PAGE, PIECE, TierFile
 
 
 @pytest.fixture

@@ -20,8 +20,9 @@ from weft.layout.mesh import Mesh
 from weft.memory import experts as memory_experts
 from weft.memory import tiers
 from weft.memory.experts import RestingExperts
+from weft.memory.nameless_file import TierError
 from weft.memory.records import Records, Slots
-from weft.memory.tiers import PAGE, TierError, TierFile
+from weft.memory.tiers import PAGE, TierFile
 from weft.models.transformer import Transformer
 from weft.models.values import Values, seeded_values
 from weft.parallel.build import parallelize

@@ -21,7 +21,8 @@ from weft.layout.layout import Layout
 from weft.memory import activations, tiers
 from weft.memory.activations import PROFILED, SavedActivations, Timing, bandwidth
 from weft.memory.amount import MOST_LEAVING, BlockCost, Profile
-from weft.memory.tiers import TierError, TierFile
+from weft.memory.nameless_file import TierError
+from weft.memory.tiers import TierFile
 from weft.observe.charts import saved_activations
 from weft.train.step import clear_gradients, train_step
 

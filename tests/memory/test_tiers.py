@@ -23,6 +23,7 @@ from tests.cases import recipe, write_corpus
 from weft.checkpoint.staging import WriterProcess
 from weft.layout.mesh import Mesh
 from weft.memory import tiers
+from weft.memory.nameless_file import TierError
 from weft.memory.resting import Tiers
 from weft.memory.tiers import (
     COMMON,
@@ -31,7 +32,6 @@ from weft.memory.tiers import (
     SMALL,
     THREADS,
     BufferPool,
-    TierError,
     TierFile,
     page_buffer,
     whole_pages,
@@ -121,7 +121,8 @@ def test_a_disk_that_does_not_answer_keeps_no_process(tmp_path: Path) -> None:
     code = f"""
 import os, sys, time
 from pathlib import Path
-from weft.memory.tiers import PAGE, TierError, TierFile, page_buffer
+from weft.memory.nameless_file import TierError
+from weft.memory.tiers import PAGE, TierFile, page_buffer
 from weft.run.failure import report_failure
 os.preadv = lambda *ask: time.sleep(300)
 try:

@@ -18,7 +18,8 @@ from tests.measured import until_true
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.memory.tiers import TierError, TierFile
+from weft.memory.nameless_file import TierError
+from weft.memory.tiers import TierFile
 from weft.planner.machine import load_cluster
 from weft.recipe.toml import write_toml
 from weft.rehearse.choose import traffic_of

@@ -14,7 +14,7 @@ from tests.checkpoint.test_resume import go, state_of
 from tests.checkpoint.test_resume import tree as save_tree
 from tests.memory.test_tiers import disk_that_fails
 from weft.memory.balance import Sizes, even, step_traffic
-from weft.memory.tiers import TierError
+from weft.memory.nameless_file import TierError
 from weft.parallel.state import State
 from weft.train.speculation import Speculation
 from weft.train.step import Stepper, StepResult

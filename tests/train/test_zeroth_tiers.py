@@ -15,8 +15,9 @@ from tests.checkpoint.test_resume import go, series, state_of
 from tests.memory.test_tiers import disk_that_fails, regions
 from tests.prove.test_equality import difference
 from weft.layout.mesh import Mesh
+from weft.memory.nameless_file import TierError
 from weft.memory.resting import RestingGroup
-from weft.memory.tiers import BufferPool, TierError
+from weft.memory.tiers import BufferPool
 from weft.parallel.state import State
 from weft.parallel.units import TableUnit
 from weft.recipe import Recipe

@@ -19,7 +19,7 @@ import torch
 from weft.checkpoint.boxes import share, volume
 from weft.layout.dims import Box, extents
 from weft.layout.parts import TORCH_DTYPES, Part
-from weft.memory.tiers import nameless_file, reserve
+from weft.memory.nameless_file import nameless_file, reserve
 
 if TYPE_CHECKING:
     from weft.checkpoint.task import Report, WriteTask

@@ -291,7 +291,8 @@ def prune(
     """
     place = open_storage(root)
     there = committed(place)
-    found = [p for p in there if mine(p)]
+    # Whose each one is does not matter where all of them stay.
+    found = [p for p in there if mine(p)] if 0 < keep < len(there) else there
     kept = retained(found, keep, every, scores) if keep else found
     gone, damaged = [p for p in found if p not in kept], list[Storage]()
     for one in reversed(found if gone else []):

@@ -26,12 +26,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft.memory.amount import BlockCost, Profile, most_leaving
+from weft.memory.nameless_file import TierError
 from weft.memory.tiers import (
     PAGE,
     PIECE,
     THREADS,
     Region,
-    TierError,
     TierFile,
     Transfer,
     page_buffer,
@@ -188,7 +188,7 @@ class SavedActivations:
         """In here ``module`` runs forward on ``x``. What it saves leaves, except its parameters and ``shared``.
 
         Runs with the same ``shared`` are of one pass: backward comes to them in the opposite order. Raises
-        :class:`weft.memory.tiers.TierError` where a file cannot be written; what comes back raises it in backward.
+        :class:`TierError` where a file cannot be written; what comes back raises it in backward.
         """
         if not torch.is_grad_enabled():
             yield

@@ -130,7 +130,7 @@ class Slots:
         """Those of these that are there, or else the one that comes first, each with its memory; then those left.
 
         Memory, uint8 ``[size]``, is theirs until the next are asked for. They have been chosen. Raises
-        :class:`weft.memory.tiers.TierError` if one cannot be read.
+        :class:`weft.memory.nameless_file.TierError` if one cannot be read.
         """
         self.expect(records)
         left = list(records)

@@ -360,7 +360,7 @@ class Tiers(OnDevice):
     def check(self) -> None:
         """Read what transfers have written to the file and compare it, as who looks at the memory does not.
 
-        Everything has settled. Raises :class:`weft.memory.tiers.TierError` where it is damaged or cannot be read.
+        Everything has settled. Raises :class:`TierError` where it is damaged or cannot be read.
         """
         written = [
             group

@@ -8,7 +8,6 @@ What happens in every step goes by transfers between regions and page-aligned bu
 import errno
 import mmap
 import os
-import tempfile
 import threading
 import weakref
 from collections import Counter, defaultdict
@@ -24,8 +23,8 @@ import numpy as np
 import psutil
 import torch
 
-from weft.errors import WeftError
 from weft.memory.heap import give_heap_back
+from weft.memory.nameless_file import TierError, nameless_file, reserve
 from weft.memory.transfer_threads import Threads
 
 T = torch.Tensor
@@ -44,10 +43,6 @@ COMMON = 3
 
 #: Before so many bytes are taken anew, what is idle is handed back: mapping that again is little beside them.
 LARGE = 64 << 20
-
-
-class TierError(WeftError):
-    """A tier's file could not be made, read or written."""
 
 
 class DiskHangs(TierError):
@@ -362,20 +357,6 @@ class TierFile:
         )
 
 
-def reserve(descriptor: int, start: int, size: int, where: str) -> mmap.mmap:
-    """So many bytes of a file from ``start`` on as memory of this process.
-
-    A full disk is known now: later it would be a signal that ends the process, wherever it writes to that memory.
-    """
-    try:
-        os.posix_fallocate(descriptor, start, size)
-        return mmap.mmap(descriptor, size, offset=start)
-    except OSError as error:
-        raise TierError(
-            f"no room for {size:,} bytes {where}: {error.strerror or error}; free some, or choose another folder"
-        ) from None
-
-
 def _close(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
@@ -388,27 +369,3 @@ def _kind_of(folder: Path) -> str:
     }
     places = [str(folder.resolve()), *map(str, folder.resolve().parents)]
     return next((mounted[place] for place in places if place in mounted), "")
-
-
-def nameless_file(folder: Path, name: str) -> int:
-    """A new file without a name, by its descriptor; the folder is made if there is none. ``name``: its, in errors."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-        except (
-            OSError,
-            AttributeError,
-        ):  # some file systems and systems have no such thing
-            descriptor, path = tempfile.mkstemp(".weft-tier", dir=folder)
-            os.unlink(path)
-            return descriptor
-    except OSError as error:
-        why = (
-            "it is a file"
-            if isinstance(error, FileExistsError)
-            else error.strerror or error
-        )
-        raise TierError(
-            f"{name} cannot be used: {why}; choose a folder on a local disk"
-        ) from None

@@ -28,7 +28,7 @@ def disk_curves(
     """``{"write": [[bytes, seconds]], "read": ...}`` of a file of ``room`` bytes in ``folder``, and its ``note``.
 
     The file is gone afterwards. ``called``: what the user knows the folder by. Raises
-    :class:`weft.memory.tiers.TierError` where there can be none.
+    :class:`weft.memory.nameless_file.TierError` where there can be none.
     """
     file, buffers = (
         TierFile(folder, called=called),

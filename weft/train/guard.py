@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from weft.checkpoint.lease import Lease
 from weft.run.signals import noted_signals, stop_signals
-from weft.sync.streams import Streams, open_streams
 from weft.train.runs import Resumed, Run, open_run, resume_run
 
 if TYPE_CHECKING:
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from weft.parallel.state import State
     from weft.recipe import Recipe
     from weft.sync.presence import Presence
+    from weft.sync.streams import Streams
     from weft.train.recorder import Recorder
     from weft.train.setup import Job
 
@@ -62,6 +62,10 @@ class Guard:
 
         ``presence`` then says which islands are there, if that is not always all of them.
         """
+        if mesh.shore is None:
+            return nullcontext()
+        from weft.sync.streams import open_streams
+
         return open_streams(mesh, limit)
 
     def begin(

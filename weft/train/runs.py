@@ -18,12 +18,6 @@ from pydantic import ValidationError
 from weft.checkpoint.address import open_storage
 from weft.checkpoint.lease import FOLDER, Lease
 from weft.checkpoint.levels import LevelStore, check_levels, levels_of
-from weft.checkpoint.same import (
-    base_of_run,
-    check_goes_on,
-    check_same_base,
-    other_differences,
-)
 from weft.checkpoint.state import Progress, load_state
 from weft.checkpoint.storage import LocalStorage, Storage, StorageError
 from weft.checkpoint.store import (
@@ -128,6 +122,8 @@ def as_recorded(recipe: Recipe, out: Path | None, resume: str | None) -> Recipe:
 
 def _check(checkpoint: StoredCheckpoint, job: Job) -> None:
     """Refuse to resume from a checkpoint of another model, of an adapter of another base, or of another tokenizer."""
+    from weft.checkpoint.same import base_of_run, check_goes_on, check_same_base
+
     check_goes_on(checkpoint, job.shape, job.corpus.tokenizer, job.recipe.optimizer)
     check_same_base(checkpoint, base_of_run(job.recipe, job.shape))
 
@@ -237,6 +233,8 @@ def resume_run(run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
     if shore is not None and mesh.speaks:
         shore.set("weft/resumed", str(checkpoint.storage))
     notes.append(f"resumed from {checkpoint} at step {progress.step}")
+    from weft.checkpoint.same import other_differences
+
     differences = other_differences(checkpoint, job.recipe, job.corpus.fingerprint)
     notes += [f"resumed with {difference}" for difference in differences]
     notes += filter(None, [_jump_of_rate(checkpoint, job, progress)])
