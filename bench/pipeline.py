@@ -38,7 +38,6 @@ from weft.layout.mesh import Mesh
 from weft.models.fused import Tape, deferred
 from weft.models.rope import angles
 from weft.models.transformer import Transformer
-from weft.observe.flops import parameter_count
 from weft.parallel.state import State
 from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.schedule.actions import Action
@@ -48,6 +47,7 @@ from weft.schedule.lower import lower
 from weft.schedule.simulate import Costs, simulate
 from weft.schedule.stages import Stage
 from weft.schedule.wire import Wire
+from weft.shapes.parameters import parameter_count
 from weft.train.setup import assemble
 from weft.train.step import train_step
 

@@ -26,9 +26,9 @@ from weft.data.batch import Batch
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.net.endpoint import process_endpoint
-from weft.observe.flops import parameter_count
 from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.resilience.snapshots import Snapshots
+from weft.shapes.parameters import parameter_count
 from weft.train.setup import assemble
 from weft.train.step import Stepper
 

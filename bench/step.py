@@ -45,8 +45,9 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.memory.heap import keep_heap
 from weft.models.rope import angles, frequencies
-from weft.observe.flops import measured_flops, parameter_count
+from weft.observe.flops import measured_flops
 from weft.recipe import ModelShape, Optimizer, Recipe, Train
+from weft.shapes.parameters import parameter_count
 from weft.shapes.shape import flops_per_token
 from weft.train.setup import assemble
 from weft.train.step import train_step

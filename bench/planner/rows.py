@@ -13,7 +13,7 @@ from weft.planner.machine import Machine, find_device, machine_of
 from weft.planner.planned_model import SHAPES
 from weft.recipe import PLACES
 from weft.schedule.build import builders
-from weft.shapes.shape import Shape
+from weft.shapes.shape import Shape, shape_of_sizes
 
 NEEDED = (
     "id",
@@ -345,14 +345,14 @@ def _shape(r: dict[str, str], number, assumed: list[str]) -> Shape:  # type: ign
     if min(embed, heads, number("layers")) < 1:
         raise ValueError("layers, hidden or heads is zero")
     gated = number("gated_mlp", 0)
-    shape = Shape(
+    shape = shape_of_sizes(
         number("layers"),
-        embed,
-        heads,
-        number("kv_heads", heads),
-        embed / heads,
-        number("ffn", round(8 * embed / 3) if gated else 4 * embed),
-        number("vocab", 51200),
+        embed=embed,
+        heads=heads,
+        kv_heads=number("kv_heads", heads),
+        head_dim=embed / heads,
+        ffn=number("ffn", round(8 * embed / 3) if gated else 4 * embed),
+        vocab=number("vocab", 51200),
         gated=gated,
         tied=number("tied_embeddings", 1 - gated),
     )

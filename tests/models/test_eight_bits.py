@@ -21,9 +21,9 @@ from tests.models.test_hf import (
 from weft.checkpoint.convert import convert, open_foreign
 from weft.checkpoint.weights import open_pretrained
 from weft.errors import WeftError
-from weft.observe.flops import parameter_count
 from weft.recipe import RopeScaling
 from weft.shapes.config import shape_from_config
+from weft.shapes.parameters import parameter_count
 
 transformers = pytest.importorskip("transformers")
 

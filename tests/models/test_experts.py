@@ -21,8 +21,8 @@ from weft.models.init import initial_values
 from weft.models.router import Loads, RouterPass
 from weft.models.transformer import Transformer, feed_forward
 from weft.models.widened import is_widened
-from weft.observe.flops import parameter_count
 from weft.recipe import ModelShape, build_recipe
+from weft.shapes.parameters import parameter_count
 
 T = torch.Tensor
 SMALL = {

@@ -21,10 +21,16 @@ from transformers import (
 from weft.data.batch import Batch
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
-from weft.observe.flops import measured_flops, memory_gib, parameter_count, peak_flops
+from weft.observe.flops import measured_flops, memory_gib, peak_flops
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
-from weft.shapes.parameters import STATISTICS, learning_count, learns, parameters
+from weft.shapes.parameters import (
+    STATISTICS,
+    learning_count,
+    learns,
+    parameter_count,
+    parameters,
+)
 from weft.shapes.shape import flops_per_token, shape_of
 
 SIZES = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,

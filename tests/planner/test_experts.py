@@ -23,7 +23,7 @@ from weft.recipe import Data, ModelShape, Recipe, Train, load_recipe
 from weft.rehearse.peak import peak_of
 from weft.schedule.exchange import Beside
 from weft.shapes.config import shape_from_fields
-from weft.shapes.shape import Shape, shape_of
+from weft.shapes.shape import shape_of
 
 LLAMA = {"hidden_act": "silu", "tie_word_embeddings": False}
 #: What the published config.json say, of what matters here.
@@ -140,9 +140,13 @@ def test_rows_of_dispatchers_are_those_of_all_choices(
     copies = sum(len({slot // each for slot in slots}) for slots in choices) / len(
         choices
     )
-    found = Shape(
-        2, 10**9, 8, 8, 8, 0, 100, experts=experts, top_k=k, expert_ffn=8, moe_layers=2
-    ).rows_sent(ranks)
+    shape = shape_of(
+        ModelShape(
+            vocab=100, layers=2, embed=10**9, heads=8, head_dim=8, ffn=8,
+            experts=experts, experts_per_token=k,
+        )
+    )  # fmt: skip
+    found = shape.rows_sent(ranks)
     assert found["all-to-all"] == rows and found["all-gather"] == pytest.approx(ranks)
     assert found["per-rank"] == pytest.approx(copies, rel=1e-6 if pieces == 1 else 0.15)
 

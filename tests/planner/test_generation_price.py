@@ -24,7 +24,8 @@ from weft.planner.generation_price import (
     together,
 )
 from weft.planner.machine import DEVICES, Machine, machine_of
-from weft.shapes.shape import Shape
+from weft.recipe import ModelShape
+from weft.shapes.shape import Shape, shape_of
 
 Key = tuple[str | int, ...]
 
@@ -163,9 +164,10 @@ def drawn_setting(seed: int) -> tuple[Shape, Machine, Workload]:
     """A mixture on a machine of which now link, now device, now host is the slowest."""
     drawn = random.Random(seed)
     experts = drawn.choice((4, 8, 32))
-    shape = Shape(drawn.randint(4, 8), 1024, 16, drawn.choice((2, 8)), 64, 0, 32000, experts=experts, top_k=2,
-                  expert_ffn=drawn.choice((1024, 2048)), moe_layers=0)  # fmt: skip
-    shape = replace(shape, moe_layers=shape.layers)
+    shape = shape_of(ModelShape(
+        layers=drawn.randint(4, 8), embed=1024, heads=16, kv_heads=drawn.choice((2, 8)), vocab=32000, experts=experts,
+        expert_ffn=drawn.choice((1024, 2048)),
+    ))  # fmt: skip
     prompt = drawn.randint(40, 400)
     prompts = [
         round(prompt * drawn.uniform(0.5, 1.5)) for _ in range(drawn.randint(120, 400))

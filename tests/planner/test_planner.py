@@ -95,6 +95,10 @@ def test_a_config_gives_the_built_in_shape(tmp_path: Path) -> None:
     assert load_model(str(tmp_path)).shape == SHAPES["llama3-8b"]
     with pytest.raises(WeftError, match="x has no vocab_size; it is not a complete"):
         shape_from_fields({**config, "vocab_size": None}, "x", planned=True)
+    with pytest.raises(
+        WeftError, match="num_hidden_layers = '1000000000' is not supported"
+    ):
+        shape_from_fields({**config, "num_hidden_layers": 10**9}, "x", planned=True)
     with pytest.raises(WeftError, match="did you mean 'llama3-70b'"):
         load_model("llama3-70")
 

@@ -1,4 +1,4 @@
-"""What a step costs and what the device could do: the two sides of model flops utilisation (MFU)."""
+"""What a device could do, and how much memory is in use; flops of a model are in :mod:`weft.shapes.shape`."""
 
 import contextlib
 import re
@@ -10,10 +10,6 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from weft.recipe import ModelShape
-from weft.shapes.parameters import learning_count
-from weft.shapes.shape import shape_of
-
 #: Dense peaks in TFLOP/s (bfloat16, float32 without tensor cores) from NVIDIA's data sheets, no sparsity. The first
 #: that is a word of the device's name counts.
 PEAKS: dict[str, tuple[float, float]] = {
@@ -21,15 +17,6 @@ PEAKS: dict[str, tuple[float, float]] = {
     "L40S": (362, 91.6), "L40": (181, 90.5), "L4": (121, 30.3), "A10G": (70, 31.5), "A10": (125, 31.2),
     "RTX 4090": (165.2, 82.6),
 }  # fmt: skip
-
-
-def parameter_count(shape: ModelShape, vocab: int) -> int:
-    """Number of parameters without adapters, a tied embedding counted once."""
-    return (
-        learning_count(shape, vocab)
-        if shape.kind
-        else round(shape_of(shape, vocab).parameters)
-    )
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -19,7 +19,7 @@ from weft.planner.engine import ENGINES, EngineConstants, scaled
 from weft.planner.fit import KNOBS, Measurement, constants, fit, predict
 from weft.planner.machine import find_device, machine_of
 from weft.recipe import PLACES
-from weft.shapes.shape import Shape
+from weft.shapes.shape import shape_of_sizes
 
 #: What plans and shapes call the columns that they take as they are.
 PLAN = {"tp": "tp", "cp": "cp", "pp": "pp", "vpp": "virtual", "micro_batch": "micro_batch", "global_batch": "batch",
@@ -58,7 +58,7 @@ def _row(cells: dict[str, str]) -> Measurement:
         bits=16 if cells["precision"] == "bf16" else 32,
     )  # fmt: skip
     sizes = {field: float(cells[column]) for column, field in SHAPE.items()}
-    shape = Shape(**sizes, head_dim=sizes["embed"] / sizes["heads"])
+    shape = shape_of_sizes(**sizes, head_dim=sizes["embed"] / sizes["heads"])
     device, node = find_device(cells["hardware"]), int(cells["gpus_per_node"])
     rack = node < device.domain and device.domain > 8
     machine = machine_of(device, int(plan.bits), domain=device.domain if rack else node)

@@ -58,6 +58,9 @@ ONLY = {
     "truncate": True,
 }  # fmt: skip
 
+#: As many layers as a recipe can have.
+MOST_LAYERS = 100_000
+
 #: The context length of a model of which nobody has said one: transformers needs a number.
 UNKNOWN_LENGTH = 8192
 
@@ -200,6 +203,8 @@ def _planned(config: Mapping[str, Any], path: Path | str, why: str) -> Untrainab
     sizes = _sizes(config, path, "vocab", "layers", "embed", "heads")
     gpt = "n_embd" in config
     activation = config.get("hidden_act") or config.get("activation_function") or "silu"
+    if sizes["layers"] > MOST_LAYERS:
+        refuse(path, "num_hidden_layers", sizes["layers"], f"at most {MOST_LAYERS:,}")
     sizes = {"tied": gpt, "ffn": 4 * sizes["embed"]} | sizes
     sizes |= mixture_sizes(path, config, sizes["layers"], sizes["ffn"])
     if config.get("kv_lora_rank"):

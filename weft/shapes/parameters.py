@@ -341,6 +341,12 @@ def is_turned(out: Dim) -> bool:
     return out.name not in CUTS
 
 
+def parameter_count(model: ModelShape, vocab: int) -> int:
+    """How many parameters there are without adapters and statistics, a tied embedding counted once."""
+    base = parameters(model.model_copy(update={"adapter": None}), vocab)
+    return sum(row.numel for row in base if row.kind != "statistic")
+
+
 def learning_count(model: ModelShape, vocab: int, freeze: Sequence[str] = ()) -> int:
     """How many parameters are trained."""
     return sum(

@@ -1,15 +1,16 @@
 """The model as the few numbers that time and memory depend on: read by flops, planner, balancer and partition."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from weft.errors import UsageError
 from weft.recipe import ModelShape
-from weft.shapes.parameters import ADAPTERS, QUANTIZED, learns, parameters
-from weft.shapes.untrainable import UntrainableShape, has_gate
+from weft.shapes.parameters import learns, parameters
+from weft.shapes.untrainable import UntrainableShape, has_gate, untrainable
 
 #: A number, or an array with one entry per row or candidate: everything here works on both without change.
 Num = Any
@@ -19,17 +20,18 @@ Num = Any
 class Shape:
     """A decoder; every field may be an array with one entry per row.
 
-    ``gated``: 1 for SwiGLU (three matrices), 0 for two. ``experts`` of width ``expert_ffn``, ``top_k`` of them per
-    token, and a shared one of ``shared_ffn``, in ``moe_layers`` of the layers. ``qkv``: width of the projections into
-    attention where it is not ``(heads + 2 kv_heads) head_dim`` (latent attention). ``qk``: width of a head's queries
-    and keys, if it is not that of its values. ``windowed``: share of the layers whose attention reaches back ``window``
-    tokens. ``clamped``: 1 if experts have biases and a clamped gate (GPT-OSS), which grouped kernels do not fuse.
-    ``linear``: share of the layers with linear attention, whose tokens are added to a state and read from it.
-    ``cached``: numbers that generation keeps of a token in a layer, if not the keys and values of all heads.
-    ``hottest``: how often the busiest expert of a layer is chosen, as a multiple of the mean.
-    ``extras``: parameters of a layer beside its matrices and its two norms, as the mean over the layers.
-    ``frozen`` 1: only adapters learn, of ``adapters`` weights per layer (LoRA, 2106.09685), and the weights of layers
-    take ``stored`` bytes each.
+    Weights are the table's (:func:`shape_of`), as means over the layers: ``dense_weights`` are the matrices of
+    attention, dense and shared feed-forward and router, ``expert_weights`` those of all experts, ``chosen_weights``
+    those that a token goes through, ``extras`` all else. ``outside``: parameters of no layer, without tables.
+    ``qkv_width``: of the projections into attention. ``qk``: width of a head's queries and keys, if it is not that of
+    its values. ``gated``: 1 for SwiGLU (three matrices), 0 for two. ``experts`` of width ``expert_ffn``, ``top_k`` of
+    them per token, and a shared one of ``shared_ffn``, in ``moe_layers`` of the layers. ``windowed``: share of the
+    layers whose attention reaches back ``window`` tokens. ``clamped``: 1 if experts have biases and a clamped gate
+    (GPT-OSS), which grouped kernels do not fuse. ``linear``: share of the layers with linear attention, whose tokens
+    are added to a state and read from it. ``cached``: numbers that generation keeps of a token in a layer, if not the
+    keys and values of all heads. ``hottest``: how often the busiest expert of a layer is chosen, as a multiple of the
+    mean. ``frozen`` 1: only adapters learn, of ``adapters`` weights per layer (LoRA, 2106.09685), and the weights of
+    layers take ``stored`` bytes each.
     """
 
     layers: Num
@@ -39,6 +41,13 @@ class Shape:
     head_dim: Num
     ffn: Num
     vocab: Num
+    dense_weights: Num
+    expert_weights: Num
+    chosen_weights: Num
+    extras: Num
+    outside: Num
+    qkv_width: Num
+    qk: Num = 0
     gated: Num = 1
     tied: Num = 0
     experts: Num = 0
@@ -46,25 +55,15 @@ class Shape:
     expert_ffn: Num = 0
     shared_ffn: Num = 0
     moe_layers: Num = 0
-    qkv: Num = 0
-    qk: Num = 0
     window: Num = 0
     windowed: Num = 0
     clamped: Num = 0
     linear: Num = 0
-    extras: Num = 0
     frozen: Num = 0
     adapters: Num = 0
     stored: Num = 2
     cached: Num = 0
     hottest: Num = 1
-
-    @property
-    def qkv_width(self) -> Num:
-        return (
-            self.qkv
-            + (self.qkv == 0) * (self.heads + 2 * self.kv_heads) * self.head_dim
-        )
 
     @property
     def score_dim(self) -> Num:
@@ -84,10 +83,6 @@ class Shape:
         )
 
     @property
-    def attention_weights(self) -> Num:
-        return self.embed * (self.qkv_width + self.heads * self.head_dim)
-
-    @property
     def dense_share(self) -> Num:
         """Share of the layers whose feed-forward is dense."""
         return 1 - self.moe_layers / self.layers
@@ -99,33 +94,9 @@ class Shape:
         return self.dense_share * self.ffn + (1 - self.dense_share) * moe
 
     @property
-    def dense_weights(self) -> Num:
-        """Per layer, averaged over the layers: attention, dense and shared feed-forward, router; no experts."""
-        mlp = (2 + self.gated) * self.embed
-        moe = self.shared_ffn * mlp + self.experts * self.embed
-        return (
-            self.attention_weights
-            + self.dense_share * self.ffn * mlp
-            + (1 - self.dense_share) * moe
-        )
-
-    @property
-    def expert_weights(self) -> Num:
-        """Weights of all experts, averaged over the layers."""
-        return (
-            (1 - self.dense_share)
-            * self.experts
-            * self.expert_ffn
-            * (2 + self.gated)
-            * self.embed
-        )
-
-    @property
     def active_weights(self) -> Num:
         """Per layer, what a token is multiplied with."""
-        return self.dense_weights + (
-            1 - self.dense_share
-        ) * self.top_k * self.expert_ffn * (2 + self.gated) * (self.embed)
+        return self.dense_weights + self.chosen_weights
 
     @property
     def table(self) -> Num:
@@ -134,15 +105,14 @@ class Shape:
     @property
     def parameters(self) -> Num:
         """All parameters."""
-        layer = self.dense_weights + self.expert_weights + 2 * self.embed + self.extras
-        return self.layers * layer + (2 - self.tied) * self.table + self.embed
+        layer = self.dense_weights + self.expert_weights + self.extras
+        return self.layers * layer + (2 - self.tied) * self.table + self.outside
 
     @property
     def active_parameters(self) -> Num:
         """The parameters that a token passes through: all but the experts that it does not choose."""
-        return self.parameters - self.layers * (
-            self.dense_weights + self.expert_weights - self.active_weights
-        )
+        unused = self.expert_weights - self.chosen_weights
+        return self.parameters - self.layers * unused
 
     @property
     def cache_bytes(self) -> Num:
@@ -187,9 +157,7 @@ class Shape:
 
     def expert_share(self, seq: Num) -> Num:
         """Share of a layer's forward that chosen experts compute, as the mean over the layers."""
-        return (
-            2 * (self.active_weights - self.dense_weights) / self.forward_flops(seq)[1]
-        )
+        return 2 * self.chosen_weights / self.forward_flops(seq)[1]
 
     def flops_per_token(self, seq: Num, causal: float = 0.5) -> Num:
         """Model flops of forward and backward per token (Chowdhery et al. 2022): three times the forward's products.
@@ -217,50 +185,40 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
     if model.kind:
         raise UsageError(f"what is inside of a plugin's model ({model.kind!r}) is not known, so it cannot be planned; "
                          "write the [layout], of dp and shard")  # fmt: skip
-    kv_heads, head_dim = model.kv_heads or model.heads, model.head_dim or 0
-    linear = (
-        sum(model.mixer_of(layer) != "softmax" for layer in range(model.layers))
-        / model.layers
-    )
-    windowed = (
-        sum(model.window_of(layer) > 0 for layer in range(model.layers)) / model.layers
-    )
-    scores = model.output == "score"
-    biases = (model.heads + 2 * kv_heads) * model.qkv_bias
-    qkv: Num = 0
-    qk, latent_norms, cached = 0, 0, 0
-    if model.kv_rank:
-        qk, q_rank, head_dim = model.score_width, model.q_rank, model.value_dim
-        made = (
-            model.kv_rank * (model.head_dim or 0)
-            + model.kv_rank * head_dim
-            + q_rank * qk
-        )
-        into = model.kv_rank + model.rope_dim + (q_rank or model.heads * qk)
-        qkv, latent_norms = (
-            into + model.heads * made / model.embed,
-            model.kv_rank + q_rank,
-        )
-        cached = model.kv_rank + model.rope_dim
-    mixtures = model.mixtures
+    layers, mixtures = model.layers, model.mixtures
     experts = sum(mixtures.values()) / len(mixtures) if mixtures else 0
-    # What learns of a mixture and is no matrix of experts, and no router's.
-    mixing = (
-        1.0
-        * {"add": 0, "gate": 1, "residual": 2}[model.shared_mix]
-        * model.embed
-        * bool(model.shared_experts)
+    linear = sum(model.mixer_of(layer) != "softmax" for layer in range(layers))
+    windowed = sum(model.window_of(layer) > 0 for layer in range(layers))
+    scores, latent = model.output == "score", bool(model.kv_rank)
+    table = parameters(model, vocab)
+    inside = [row for row in table if row.name.startswith("blocks.")]
+    products, sizes = Counter[str](), Counter[str]()
+    for row in inside:
+        products[row.kind] += row.products
+        sizes[row.kind] += row.numel
+    into_attention = sum(
+        row.products
+        for row in inside
+        if ".attention." in row.name
+        and row.kind in ("matrix", "stored")
+        and not row.name.endswith((".wo", ".wo.codes"))
     )
-    found = list(parameters(model, vocab)) if model.adapter else []
-    stored = [p for p in found if QUANTIZED in p.name]
+    adapters = sum(row.numel for row in table if row.kind == "adapter")
     return Shape(
-        model.layers,
+        layers,
         model.embed,
         model.heads,
-        kv_heads,
-        head_dim,
+        model.kv_heads,
+        model.value_dim if latent else model.head_dim,
         model.ffn or 0,
         model.vocab or vocab,
+        dense_weights=(products["matrix"] + products["stored"]) / layers,
+        expert_weights=sizes["expert"] / layers,
+        chosen_weights=products["expert"] / layers,
+        extras=sizes["vector"] / layers,
+        outside=(1 + scores) * model.embed,
+        qkv_width=into_attention / model.embed / layers,
+        qk=model.score_width if latent else 0,
         gated=int(has_gate(model)),
         tied=int(model.tied or scores),  # a score has no table
         experts=experts,
@@ -268,24 +226,20 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
         expert_ffn=model.expert_ffn or 0,
         shared_ffn=model.shared_experts * (model.expert_ffn or 0),
         moe_layers=len(mixtures),
-        qkv=qkv,
-        qk=qk,
-        linear=linear,
         window=model.window,
-        windowed=windowed,
+        windowed=windowed / layers,
         clamped=int(isinstance(model, UntrainableShape) and model.clamped),
-        # Linear attention has a norm of its own.
-        extras=(2 * model.qk_norm + biases + linear) * head_dim
-        + latent_norms
-        + (2 * model.norm_after + scores / model.layers) * model.embed
-        + mixing * len(mixtures) / model.layers,
+        linear=linear / layers,
         frozen=int(model.adapter is not None),
-        adapters=sum(p.numel for p in found if ADAPTERS in p.name) / model.layers,
-        stored=sum(p.numel for p in stored) / sum(p.products for p in stored)
-        if stored
-        else 2,
-        cached=cached,
+        adapters=adapters / layers,
+        stored=sizes["stored"] / products["stored"] if sizes["stored"] else 2,
+        cached=model.kv_rank + model.rope_dim if latent else 0,
     )
+
+
+def shape_of_sizes(layers: float, **sizes: Any) -> Shape:
+    """The numbers of a decoder whose ``layers`` are alike, from fields of :class:`UntrainableShape`."""
+    return replace(shape_of(untrainable(layers=1, **sizes)), layers=layers)
 
 
 def flops_per_token(

@@ -15,10 +15,10 @@ import torch
 from torch.profiler import record_function
 
 from weft.observe.display import Display
-from weft.observe.flops import memory_gib, parameter_count, peak_flops
+from weft.observe.flops import memory_gib, peak_flops
 from weft.observe.host import HardwareLoad, environment
 from weft.observe.metrics import Metrics
-from weft.shapes.parameters import learning_count
+from weft.shapes.parameters import learning_count, parameter_count
 from weft.shapes.shape import flops_per_token
 from weft.train.step import StepResult
 

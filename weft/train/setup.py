@@ -19,11 +19,16 @@ from weft.errors import UsageError, WeftError, nearest
 from weft.layout.layout import BATCH_AXES, MODEL_AXES, Layout
 from weft.layout.placement import Place
 from weft.memory.heap import passing_by_the_heap
-from weft.observe.flops import parameter_count
 from weft.parallel.build import check_fits, parallelize
 from weft.shapes.carried_files import context_length, files_of_run
 from weft.shapes.foreign_names import projection_name
-from weft.shapes.parameters import is_target, learns, parameters, projections
+from weft.shapes.parameters import (
+    is_target,
+    learns,
+    parameter_count,
+    parameters,
+    projections,
+)
 from weft.train.optim import RuleOptimizer, slot_bytes
 
 # a recipe without model.from does not wait for what reads checkpoints
