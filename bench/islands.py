@@ -726,8 +726,9 @@ def wait(ranks: list[int], folder: Path, name: str) -> None:
 def outer(sync: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Of torchft what our DiLoCo has."""
     from weft.recipe import Sync
+    from weft.sync.outer import OuterSettings
 
-    how = Sync.model_validate(dict(SIDES["DiLoCo"].sync))
+    how = Sync(**SIDES["DiLoCo"].sync).own(OuterSettings)
     return (
         {"lr": how.lr, "momentum": how.momentum, **sync}
         if kind == "torchft"

@@ -62,6 +62,7 @@ KINDS: dict[str, TechniqueKind] = {
     "optimizer": TechniqueKind("update rule", "optimizer.kind", ("settings", "ranks"), "optimizers"),
     "moments": TechniqueKind("storage of moments", "optimizer.state", ("settings", "ranks"), "moments", ("float32",)),
     "schedule": TechniqueKind("pipeline schedule", "layout.schedule", (), "schedules"),
+    "sync": TechniqueKind("sync method", "sync.update", ("settings",), "sync"),
 }  # fmt: skip
 
 

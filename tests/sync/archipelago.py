@@ -26,7 +26,6 @@ from weft.prove.simulated import agree
 from weft.prove.verify import walk
 from weft.recipe import Recipe, build_recipe
 from weft.run.ranks import LEFT_OUT
-from weft.sync.methods import method_of, shared_slots
 from weft.train.setup import prepare
 
 #: The steps of a run, and the one that islands go no further than before a lost one has been let in again.
@@ -82,7 +81,7 @@ def simulated(
     }
     agreed = {i: members_of(told[i].get("agreed", []), count) for i in told}
     stayed = next(i for i in present if i not in came)
-    gossips = how.partner != "all" or how.update == "noloco"
+    gossips = how.partnership != "all"
 
     def members(number: int, island: int) -> Collection[int]:
         return agreed[island if gossips else stayed](number)
@@ -142,8 +141,8 @@ def simulated(
 def shared_state(asked: Recipe, run: Path, island: int) -> dict[str, torch.Tensor]:
     """What all islands have alike, as in an island's last checkpoint."""
     checkpoint = open_checkpoint(committed(folder_of(run, island) / "checkpoints")[-1])
-    names = [f"optimizer.{slot}." for slot in shared_slots(asked.sync)]
-    if not asked.sync.delay and not method_of(asked.sync).late:
+    names = [f"optimizer.{slot}." for slot in asked.sync.method.shared]
+    if not asked.sync.delay and not asked.sync.method.late:
         names.append("model.")
     about = {
         name: tensor
@@ -243,7 +242,7 @@ def trial(
         )
     present = sorted({*there, victim}) if returns else there
     told = [read_metrics(folder_of(out, i)) for i in there]
-    if asked.sync.partner == "all" and asked.sync.update != "noloco":
+    if asked.sync.partnership == "all":
         said = [
             [(r["number"], r["members"]) for r in one.get("agreed", [])] for one in told
         ]
@@ -266,7 +265,7 @@ def trial(
                 f"island {island} is not what one process simulates: {list(off.items())[:3]}"
             )
     states = [shared_state(asked, out, island) for island in present]
-    if shared_slots(asked.sync) and not all(
+    if asked.sync.method.shared and not all(
         states[0]
         and one.keys() == states[0].keys()
         and all(torch.equal(one[k], states[0][k]) for k in one)

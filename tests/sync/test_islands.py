@@ -28,7 +28,7 @@ from weft.recipe import Sync, build_recipe
 from weft.recipe.conflicts import connected
 from weft.shapes.parameters import parameters
 from weft.sync.compress import Compressor, build_compressor
-from weft.sync.methods import begins, fragment_of, partners, shares
+from weft.sync.rounds import begins, fragment_of, partners, shares
 from weft.sync.streams import Streams, open_streams
 from weft.train.islands import Apart
 from weft.train.loop import train

@@ -59,8 +59,12 @@ def test_a_declaration_does_without_pytorch() -> None:
     assert done.stdout == "False\n"
 
 
+#: Techniques that an empty recipe names.
+DEFAULTS = [("optimizer", "adamw"), ("sync", "average")]
+
+
 @pytest.mark.parametrize(
-    ("kind", "name"), [leaf for leaf in OWN if leaf != ("optimizer", "adamw")]
+    ("kind", "name"), [leaf for leaf in OWN if leaf not in DEFAULTS]
 )
 def test_without_its_file_all_else_works(
     kind: str, name: str, monkeypatch: pytest.MonkeyPatch

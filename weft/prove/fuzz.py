@@ -23,7 +23,7 @@ from weft.prove.verify import compare, run_layout
 from weft.recipe import Recipe, load_recipe
 from weft.recipe.conflicts import Asked, Conflict
 from weft.recipe.section import HostSection
-from weft.registry import declared, names
+from weft.registry import find, names
 from weft.train.setup import prepare
 
 #: Settings of one case by their full names, of those that were drawn.
@@ -126,10 +126,9 @@ def _plain_replicas(case: Case) -> bool:
     )
 
 
-def _if_update(*names: str, values: Sequence[Any]) -> Choices:
-    return lambda recipe, case, rng: (
-        list(values) if case.get("sync.update") in names else []
-    )
+def _sync_method(case: Case) -> Any:
+    """The class of the case's sync method."""
+    return find("sync", (SMALL | case)["sync.update"]).made
 
 
 def _named(kind: str) -> Choices:
@@ -145,11 +144,11 @@ def _of_techniques(recipe: Recipe, case: Case) -> dict[str, list[Any]]:
         if not isinstance(section, HostSection):
             continue
         for field_name, kind in section.hosts.items():
-            asked = case.get(f"{name}.{field_name}", getattr(section, field_name))
-            for technique in declared(kind):
-                if technique.name == asked:
-                    for key, drawn in technique.draws.items():
-                        values[f"{name}.{key}"] = list(drawn)
+            key = f"{name}.{field_name}"
+            asked = (SMALL | case).get(key, getattr(section, field_name))
+            if asked in names(kind):
+                for setting, drawn in find(kind, asked).draws.items():
+                    values[f"{name}.{setting}"] = list(drawn)
     return values
 
 
@@ -163,12 +162,14 @@ DRAWN: dict[str, Choices] = {
     "layout.placement": _after("layout.ep", "sharded", "moving"),
     "layout.spare": _after("layout.ep", 1, 3),
     "sync.every": _after("layout.island", 2),
-    "sync.update": _after(
-        "layout.island", "nesterov", "streaming", "eager", "co2", "noloco"
+    "sync.update": lambda recipe, case, rng: (
+        [name for name in names("sync") if name != SMALL["sync.update"]]
+        if "layout.island" in case
+        else []
     ),
     "sync.partner": lambda recipe, case, rng: (
         ["ring", "pairs", "graph"]
-        if "layout.island" in case and case.get("sync.update", "noloco") == "noloco"
+        if "layout.island" in case and len(_sync_method(case).partners) > 1
         else []
     ),
     "sync.graph": lambda recipe, case, rng: (
@@ -176,16 +177,12 @@ DRAWN: dict[str, Choices] = {
         if case.get("sync.partner") == "graph"
         else []
     ),
-    "sync.fragments": _if_update("streaming", values=(2, 3)),
+    "sync.fragments": lambda recipe, case, rng: (
+        [2, 3] if _sync_method(case).in_fragments else []
+    ),
     "sync.delay": lambda recipe, case, rng: (
         [1] if "sync.fragments" in case and "sync.every" in case else []
     ),
-    "sync.mix": _if_update("streaming", values=(0.0, 0.25)),
-    "sync.momentum": _if_update(
-        "nesterov", "streaming", "eager", "co2", "noloco", values=(0.0, 0.3)
-    ),
-    "sync.penalty": _if_update("co2", values=(2.0,)),
-    "sync.clip": _if_update("co2", values=(1e-4,)),
     "layout.order": lambda recipe, case, rng: [_order(case, rng)],
     "layout.zero": _any(1, 2, 3),
     "layout.secondary": _after("layout.shard", 2, 3),

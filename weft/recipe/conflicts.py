@@ -145,6 +145,10 @@ class Asked:
         return max(0, self.layout.pp - 2) * 2 / 3 / self.layout.pp
 
     @property
+    def possible_partners(self) -> str:
+        return " or ".join(map(repr, self.recipe.sync.method.partners))
+
+    @property
     def near_schedule(self) -> str:
         return nearest(self.layout.schedule, names("schedule"))
 
@@ -391,17 +395,16 @@ RULES: tuple[Rule, ...] = (
          "optimizer.pairs and resilience.code deal samples to several replicas, and islands have samples of their own",
          "leave one of them out"),
     Rule("fragments of what goes whole", "recipe",
-         lambda a: a.recipe.sync.update != "streaming" and (a.recipe.sync.fragments > 1 or a.recipe.sync.delay > 0),
+         lambda a: not a.recipe.sync.method.in_fragments and (a.recipe.sync.fragments > 1 or a.recipe.sync.delay > 0),
          "sync.fragments and sync.delay are about update = 'streaming', and it is {0.recipe.sync.update!r}",
          "leave them out"),
     Rule("an answer after the next question", "recipe", lambda a: a.recipe.sync.delay >= a.recipe.sync.every > 0,
          "sync.delay = {0.recipe.sync.delay} steps after a round began the next one has begun, with every = "
          "{0.recipe.sync.every}", "set delay below every"),
     Rule("neighbours that make one model", "recipe",
-         lambda a: (a.recipe.sync.partner != "all" and a.recipe.sync.update not in ("average", "noloco"))
-         or (a.recipe.sync.partner in ("ring", "graph") and a.recipe.sync.update == "noloco"),
-         "sync.update = {0.recipe.sync.update!r} does not go with partner = {0.recipe.sync.partner!r}: 'average' goes "
-         "with any, 'noloco' with 'pairs', the others with 'all'", "change one of them"),
+         lambda a: a.recipe.sync.partner not in a.recipe.sync.method.partners,
+         "sync.update = {0.recipe.sync.update!r} does not go with partner = {0.recipe.sync.partner!r}: it goes with "
+         "{0.possible_partners}", "change one of them"),
     Rule("a graph of other islands", "layout recipe",
          lambda a: a.layout.island > 1 and a.recipe.sync.partner == "graph"
          and not connected(a.recipe.sync.graph, a.layout.island),
@@ -411,7 +414,7 @@ RULES: tuple[Rule, ...] = (
          "sync.graph is about partner = 'graph', and it is {0.recipe.sync.partner!r}", "set sync.partner = 'graph'"),
     Rule("compressed neighbours", "recipe",
          lambda a: a.recipe.sync.compress != "none"
-         and (a.recipe.sync.partner != "all" or a.recipe.sync.update == "noloco"),
+         and a.recipe.sync.partnership != "all",
          "sync.compress = {0.recipe.sync.compress!r} is for differences from an anchor that all islands share, and "
          "neighbours have anchors of their own", "leave it out"),
     Rule("a way back without one there", "recipe",

@@ -21,7 +21,7 @@ from weft.recipe.read import build_recipe, load_recipe
 from weft.recipe.recipe import RUNS, Recipe, Use
 from weft.recipe.resilience import REPLICAS_NEEDED, Resilience
 from weft.recipe.section import Section
-from weft.recipe.sync import OUTER, Sync
+from weft.recipe.sync import Sync
 from weft.recipe.train_section import Dtype, Train
 from weft.recipe.validation_section import Task, Validation
 
@@ -39,7 +39,6 @@ __all__ = [
     "MEMORY",
     "Memory",
     "ModelShape",
-    "OUTER",
     "Observe",
     "Optimizer",
     "PAIR_LOSSES",

@@ -64,7 +64,7 @@ class Recipe(Section):
     checkpoint: Checkpoint = Checkpoint()
     observe: Observe = Observe()
     resilience: Resilience = Resilience()
-    sync: Sync = Sync()
+    sync: Annotated[SerializeAsAny[Sync], with_techniques(Sync)] = Sync()
     generate: Generate | None = None
 
     @model_validator(mode="before")

@@ -16,16 +16,9 @@ from weft.sync.collectives import compressed_mean, from_islands, power_mean, rin
 from weft.sync.compress import Compressor, PerTensor, PowerSGD, build_compressor
 from weft.sync.greco import allocate_compressors, candidates
 from weft.sync.measure import measured_ring
-from weft.sync.methods import (
-    begins,
-    fragment_of,
-    method_of,
-    partners,
-    shared_slots,
-    shares,
-)
 from weft.sync.parity import made_same
 from weft.sync.replicas import Replicas, replicas_of
+from weft.sync.rounds import begins, fragment_of, partners, shares
 from weft.train.step import (
     MARKS,
     SAMPLES,
@@ -45,6 +38,7 @@ if TYPE_CHECKING:
     from weft.recipe import Sync
     from weft.sync.presence import Presence
     from weft.sync.streams import Streams
+    from weft.sync.sync_method import SyncMethod
 
 T = torch.Tensor
 
@@ -59,7 +53,7 @@ def slots_of(how: Sync) -> tuple[str, ...]:
     They are the method's own; ``answer``, the result of an exchange that is not applied yet; and with compression what
     the messages left out (error feedback): of those that were sent ``up``, and of the means sent back ``down``.
     """
-    method, (there, back) = method_of(how), compressors(how)
+    method, (there, back) = how.method, compressors(how)
     found = [*method.slots, *(["answer"] if method.late or how.delay else [])]
     if how.compress != "none":
         found += ["up"] * (not there.unbiased) + ["down"] * (
@@ -184,7 +178,8 @@ class Apart(Stepper):
     stops: bool = False
 
     def __post_init__(self) -> None:
-        self.method, count = method_of(self.how), self.how.fragments
+        self.method: SyncMethod = self.how.method
+        count = self.how.fragments
         self.streams = self.presence.streams
         self.there, self.back = compressors(self.how)
         #: By parameter: the factor of PowerSGD from the last round.
@@ -289,7 +284,7 @@ class Apart(Stepper):
             {name: self.flat(held, name) for name in self.method.slots},
         )
         mine = self.method.sent(theta, slots) if starts else theta
-        shared = {name: slots[name] for name in shared_slots(self.how)}
+        shared = {name: slots[name] for name in self.method.shared}
         if starts and not later:
             found = self.whole(
                 f,
@@ -299,7 +294,7 @@ class Apart(Stepper):
             answer = self.keep_exchanged(f, found)
             slots |= {name: found.kept[name] for name in shared if name in found.kept}
         if answer is not None:
-            theta = self.method.applied(theta, slots, answer[0], self.how, answer[1])
+            theta = self.method.applied(theta, slots, *answer)
             for name, values in slots.items():
                 self.keep(name, held, values)
             self.keep("", held, theta)

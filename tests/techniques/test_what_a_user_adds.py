@@ -1,0 +1,84 @@
+"""A technique of a user's, outside of the package, does all that Weft's own of its kind do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.cases import write_corpus
+from tests.sync.test_islands import in_threads, tree
+from weft import registry
+from weft.errors import UsageError
+from weft.recipe.section import Section
+from weft.registry import register
+from weft.sync.simulated_round import Round
+from weft.sync.sync_method import Slots, SyncMethod
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """What a test registers is gone after it."""
+    before = dict(registry._REGISTERED)
+    yield
+    registry._REGISTERED.clear()
+    registry._REGISTERED.update(before)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+class PartWay(Section):
+    """How far islands go."""
+
+    share: float = 0.5
+
+
+def test_a_sync_method(corpus: str) -> None:
+    """Islands that go part of the way to the mean, in fragments whose answers are late: as one process simulates."""
+
+    @register("sync", "part-way", settings=PartWay, draws={"share": (0.0, 0.5)})
+    class GoPartWay(SyncMethod):
+        """Islands go a share of the way to the mean of all."""
+
+        in_fragments = True
+
+        def applied(
+            self, theta: torch.Tensor, slots: Slots, answer: torch.Tensor, islands: int
+        ) -> torch.Tensor:
+            slots["anchor"].sub_(answer, alpha=self.settings.own(PartWay).share)
+            return slots["anchor"]
+
+        def simulate(self, at: Round) -> None:
+            if at.is_due:
+                at.past.append(at.mean(at.differences()))
+            if at.past and at.step % at.how.every == at.how.delay:
+                mean = at.past.pop()
+                for one in at.ones.values():
+                    one.kept["anchor"] -= self.settings.own(PartWay).share * mean
+                    one.now.copy_(one.kept["anchor"])
+
+    sync = {"every": 2, "update": "part-way", "share": 0.25, "fragments": 2, "delay": 1}
+    values = tree(corpus, "island=2", train__steps=20) | {"sync": sync}
+    assert in_threads(values, 5).ok
+    refused = {"update": "part-way", "partner": "ring"}
+    with pytest.raises(UsageError, match="it goes with 'all'"):
+        in_threads(values | {"sync": refused}, 1)
+
+
+def test_a_sync_method_that_nobody_simulates(corpus: str) -> None:
+    @register("sync", "stay")
+    class Stay(SyncMethod):
+        """Islands stay where they are."""
+
+        def applied(
+            self, theta: torch.Tensor, slots: Slots, answer: torch.Tensor, islands: int
+        ) -> torch.Tensor:
+            return theta
+
+    values = tree(corpus, "island=2") | {"sync": {"every": 2, "update": "stay"}}
+    with pytest.raises(UsageError, match="there is nothing to compare"):
+        in_threads(values, 4)

@@ -1,0 +1,44 @@
+"""Nesterov's momentum on the mean difference, which several sync methods build on (DiLoCo, Douillard et al. 2023)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field, PositiveFloat
+
+from weft.recipe.section import Section
+from weft.sync.sync_method import SyncMethod
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.recipe import Sync
+    from weft.sync.sync_method import Slots
+
+
+class OuterSettings(Section):
+    """The outer update's settings."""
+
+    lr: PositiveFloat = Field(0.7, description="Learning rate of the outer update.")
+    momentum: float = Field(
+        0.9, ge=0, lt=1, description="Momentum of the outer update."
+    )
+
+
+class OuterMomentum(SyncMethod):
+    """Stochastic gradient descent with Nesterov's momentum, whose gradient is the mean difference."""
+
+    slots: tuple[str, ...] = ("anchor", "outer")
+    shared: tuple[str, ...] = ("anchor", "outer")
+
+    def __init__(self, settings: Sync) -> None:
+        super().__init__(settings)
+        outer = settings.own(OuterSettings)
+        self.lr, self.momentum = outer.lr, outer.momentum
+
+    def applied(
+        self, theta: torch.Tensor, slots: Slots, answer: torch.Tensor, islands: int
+    ) -> torch.Tensor:
+        slots["outer"].mul_(self.momentum).add_(answer)
+        slots["anchor"].sub_(self.lr * (answer + self.momentum * slots["outer"]))
+        return slots["anchor"]

@@ -1,0 +1,65 @@
+"""When rounds of islands begin and end, of which parameters they are, and which islands exchange with each other."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from weft.recipe import Sync
+from weft.sync.compress import shared_permutation
+
+
+def begins(step: int, fragment: int, how: Sync) -> bool:
+    """Whether a round of a fragment ends, and the next begins, after ``step`` (from 1)."""
+    return step > 0 and (step - how.every * fragment // how.fragments) % how.every == 0
+
+
+def fragment_of(name: str, count: int) -> int:
+    """Which of ``count`` fragments a parameter is in. Blocks take turns: each fragment has early and late ones."""
+    kind, _, rest = name.partition(".")
+    return (int(rest.partition(".")[0]) + 1) % count if kind == "blocks" else 0
+
+
+def partners(island: int, among: Sequence[int], how: Sync, number: int) -> list[int]:
+    """The islands with which ``island`` exchanges in exchange ``number``, itself included.
+
+    ``among``: the islands that are there. Random pairs follow from the number, so that all islands draw the same.
+    """
+    count, me = len(among), list(among).index(island)
+    if how.partner == "ring":
+        return sorted({among[(me + step) % count] for step in (-1, 0, 1)})
+    if how.partner == "graph":
+        return sorted(
+            {
+                island,
+                *(
+                    one
+                    for edge in how.graph
+                    if island in edge
+                    for one in edge
+                    if one in among
+                ),
+            }
+        )
+    if how.partnership == "all":
+        return list(among)
+    order = shared_permutation(count, number).tolist()
+    first = order.index(me) // 2 * 2
+    return sorted(among[i] for i in order[first : first + 2])
+
+
+def shares(island: int, members: Sequence[int], how: Sync) -> list[float]:
+    """The weights of ``members`` in the mean that ``island``, one of them, computes; they add up to 1.
+
+    In a graph they are Metropolis weights: both ends of an edge give each other the same weight, so that the mean over
+    all islands does not change, however many edges each has (Xiao & Boyd 2004).
+    """
+    if how.partner != "graph":
+        return [1 / len(members)] * len(members)
+    degree = Counter(
+        one for edge in {tuple(sorted(edge)) for edge in how.graph} for one in edge
+    )
+    found = {
+        one: 1 / (1 + max(degree[island], degree[one]))
+        for one in members
+        if one != island
+    }
+    return [found.get(one, 1 - sum(found.values())) for one in members]

@@ -1,0 +1,64 @@
+"""The mean of the parameters of all islands, or of neighbours who need not have begun with the same (gossip)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.registry import register
+from weft.sync.sync_method import SyncMethod
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.recipe import Sync
+    from weft.sync.simulated_round import Round
+    from weft.sync.sync_method import Slots
+
+
+@register(
+    "sync",
+    "average",
+    title="Gossip: parameters averaged with neighbours on a ring or in a graph, or in random pairs",
+    paper="Lian et al. 2017; Xiao & Boyd 2004",
+    recipe="islands.toml --layout island=4 --set sync.compress=none --set sync.update=average --set sync.partner=pairs",
+    proof="tests/sync/test_islands.py",
+)
+class Average(SyncMethod):
+    """The mean of all parameters; with partners of each island its own, and no anchor."""
+
+    partners = ("all", "ring", "pairs", "graph")
+    is_mean = True
+
+    def __init__(self, settings: Sync) -> None:
+        super().__init__(settings)
+        if settings.partner != "all":
+            self.slots = self.shared = ()
+
+    def sent(self, theta: torch.Tensor, slots: Slots) -> torch.Tensor:
+        return super().sent(theta, slots) if self.slots else theta.clone()
+
+    def applied(
+        self, theta: torch.Tensor, slots: Slots, answer: torch.Tensor, islands: int
+    ) -> torch.Tensor:
+        return slots["anchor"].sub_(answer) if self.slots else answer
+
+    def simulate(self, at: Round) -> None:
+        import torch
+
+        if not at.is_due:
+            return
+        before = {i: one.now.clone() for i, one in at.ones.items()}
+        for i, one in at.ones.items():
+            if self.settings.partner == "graph":
+                for j in at.near(i):
+                    one.now.add_(self.weight(i, j) * (before[j] - before[i]))
+            else:
+                near = [before[j] for j in sorted(at.near(i))]
+                one.now.copy_(torch.stack(near).mean(0))
+            if self.slots:
+                one.kept["anchor"].copy_(one.now)
+
+    def weight(self, i: int, j: int) -> float:
+        """Island ``j``'s weight in the average of island ``i`` (Metropolis): one over the larger degree plus one."""
+        edges = {frozenset(edge) for edge in self.settings.graph}
+        return 1 / max(sum(k in edge for edge in edges) + 1 for k in (i, j))

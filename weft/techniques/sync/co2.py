@@ -1,0 +1,75 @@
+"""CO2: exchange a round late, with a penalty for staleness and a momentum that is clipped (Sun et al. 2024)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field, PositiveFloat
+
+from weft.registry import register
+from weft.sync.outer import OuterMomentum, OuterSettings
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.recipe import Sync
+    from weft.sync.simulated_round import Round
+    from weft.sync.sync_method import Slots
+
+
+class CO2Settings(OuterSettings):
+    """The outer update's settings, as published for CO2, and its own."""
+
+    lr: PositiveFloat = Field(1.0, description="Learning rate of the outer update.")
+    momentum: float = Field(
+        0.2, ge=0, lt=1, description="Momentum of the outer update."
+    )
+    penalty: PositiveFloat = Field(
+        1.0, description="What late differences are divided by."
+    )
+    clip: PositiveFloat = Field(
+        1.0, description="The most that an element of the momentum can be."
+    )
+
+
+@register(
+    "sync",
+    "co2",
+    settings=CO2Settings,
+    draws={"momentum": (0.0, 0.3), "penalty": (1.0, 2.0), "clip": (1.0, 1e-4)},
+    title="CO2: exchange a round late, penalty for staleness, momentum that is clipped",
+    paper="Sun et al. 2024",
+    recipe="islands.toml --set sync.compress=none --set sync.update=co2",
+    proof="tests/sync/test_islands.py",
+)
+class CO2(OuterMomentum):
+    """Momentum on the last round's differences, made smaller for being late and clipped."""
+
+    late = True
+
+    def __init__(self, settings: Sync) -> None:
+        super().__init__(settings)
+        own = settings.own(CO2Settings)
+        self.penalty, self.clip = own.penalty, own.clip
+
+    def applied(
+        self, theta: torch.Tensor, slots: Slots, answer: torch.Tensor, islands: int
+    ) -> torch.Tensor:
+        momentum = slots["outer"].mul_(self.momentum).add_(answer / self.penalty)
+        momentum.clamp_(-self.clip, self.clip)
+        slots["anchor"].sub_(self.lr * momentum)
+        return slots["anchor"]
+
+    def simulate(self, at: Round) -> None:
+        import torch
+
+        if not at.is_due:
+            return
+        mean = at.mean(at.differences())
+        late = at.past.pop() if at.past else torch.zeros_like(mean)
+        at.past.append(mean)
+        for one in at.ones.values():
+            pushed = self.momentum * one.kept["outer"] + late / self.penalty
+            one.kept["outer"].copy_(pushed.clip(-self.clip, self.clip))
+            one.kept["anchor"].sub_(self.lr * one.kept["outer"])
+            one.now.copy_(one.kept["anchor"])

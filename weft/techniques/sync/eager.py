@@ -1,0 +1,58 @@
+"""Eager updates: the own difference of now, the others' of the last round (Kale et al. 2025)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.registry import register
+from weft.sync.outer import OuterMomentum, OuterSettings
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.sync.simulated_round import Round
+    from weft.sync.sync_method import Slots
+
+
+@register(
+    "sync",
+    "eager",
+    settings=OuterSettings,
+    draws={"momentum": (0.0, 0.3, 0.9)},
+    title="Eager updates: the own difference of now, the others' of the last round",
+    paper="Kale et al. 2025",
+    recipe="islands.toml --set sync.compress=none --set sync.update=eager --set sync.momentum=0.5",
+    proof="tests/sync/test_islands.py",
+)
+class Eager(OuterMomentum):
+    """Nesterov's momentum on the own difference of this round and those of the others in the last."""
+
+    slots = ("anchor", "outer", "own")
+    shared = ()
+    late = True
+
+    def applied(
+        self, theta: torch.Tensor, slots: Slots, answer: torch.Tensor, islands: int
+    ) -> torch.Tensor:
+        own = self.sent(theta, slots)
+        both = answer + (own - slots["own"]) / islands
+        slots["own"].copy_(own)
+        return super().applied(theta, slots, both, islands)
+
+    def simulate(self, at: Round) -> None:
+        import torch
+
+        from weft.sync.simulated_round import step_anchor
+
+        if not at.is_due:
+            return
+        now = at.differences()
+        nothing = torch.zeros_like(next(iter(now.values()))), len(at.ones)
+        mean, count = at.past.pop() if at.past else nothing
+        at.past.append((at.mean(now), len(at.near(min(at.ones)))))
+        # the own difference of now in the place of the last
+        for i, one in at.ones.items():
+            late = mean + (now[i] - one.kept["own"]) / count
+            step_anchor(one, late, self.lr, self.momentum)
+            one.now.copy_(one.kept["anchor"])
+            one.kept["own"].copy_(now[i])

@@ -1,0 +1,34 @@
+"""Local updates with an outer Nesterov momentum (DiLoCo, Douillard et al. 2023)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.registry import register
+from weft.sync.outer import OuterMomentum, OuterSettings
+
+if TYPE_CHECKING:
+    from weft.sync.simulated_round import Round
+
+
+@register(
+    "sync",
+    "nesterov",
+    settings=OuterSettings,
+    draws={"momentum": (0.0, 0.3, 0.9)},
+    title="Local updates with an outer Nesterov momentum (DiLoCo)",
+    paper="Douillard et al. 2023",
+    recipe="islands.toml --set sync.compress=none",
+    proof="tests/sync/test_islands.py",
+)
+class Nesterov(OuterMomentum):
+    """Nesterov's momentum on the mean difference of all islands."""
+
+    def simulate(self, at: Round) -> None:
+        from weft.sync.simulated_round import step_anchor
+
+        if at.is_due:
+            mean = at.mean(at.differences())
+            for one in at.ones.values():
+                step_anchor(one, mean, self.lr, self.momentum)
+                one.now.copy_(one.kept["anchor"])

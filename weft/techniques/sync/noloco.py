@@ -1,0 +1,74 @@
+"""NoLoCo: random pairs with a modified Nesterov momentum, and no collective (Kolehmainen et al. 2025)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from weft.registry import register
+from weft.sync.outer import OuterMomentum, OuterSettings
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.sync.simulated_round import Round
+    from weft.sync.sync_method import Slots
+
+
+class NoLoCoSettings(OuterSettings):
+    """The outer update's settings, as published for NoLoCo."""
+
+    momentum: float = Field(
+        0.5, ge=0, lt=1, description="Momentum of the outer update."
+    )
+
+
+@register(
+    "sync",
+    "noloco",
+    settings=NoLoCoSettings,
+    draws={"momentum": (0.0, 0.3, 0.5)},
+    title="NoLoCo: random pairs with a modified Nesterov momentum, no collective",
+    paper="Kolehmainen et al. 2025",
+    recipe="islands.toml --layout island=4 --set sync.compress=none --set sync.update=noloco",
+    proof="tests/sync/test_islands.py",
+)
+class NoLoCo(OuterMomentum):
+    """Momentum by what two islands have learned, and how far their anchors are."""
+
+    shared = ()
+    partners = ("all", "pairs")
+    in_pairs = True
+
+    def sent(self, theta: torch.Tensor, slots: Slots) -> torch.Tensor:
+        import torch
+
+        return torch.cat((super().sent(theta, slots), slots["anchor"]))
+
+    def applied(
+        self, theta: torch.Tensor, slots: Slots, answer: torch.Tensor, islands: int
+    ) -> torch.Tensor:
+        learned, anchor = answer.chunk(2)
+        slots["outer"].mul_(self.momentum).sub_(self.lr * learned).add_(
+            self.lr * (anchor - slots["anchor"])
+        )
+        slots["anchor"].add_(slots["outer"])
+        return slots["anchor"]
+
+    def simulate(self, at: Round) -> None:
+        import torch
+
+        if not at.is_due:
+            return
+        learned = {i: -one for i, one in at.differences().items()}
+        anchors = {i: one.kept["anchor"].clone() for i, one in at.ones.items()}
+        for i, one in at.ones.items():
+            pair = sorted(at.near(i))
+            mean, middle = (
+                torch.stack([of[j] for j in pair]).mean(0) for of in (learned, anchors)
+            )
+            pushed = self.momentum * one.kept["outer"] + self.lr * mean
+            one.kept["outer"].copy_(pushed + self.lr * (middle - anchors[i]))
+            one.kept["anchor"].add_(one.kept["outer"])
+            one.now.copy_(one.kept["anchor"])

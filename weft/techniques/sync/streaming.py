@@ -1,0 +1,65 @@
+"""Streaming DiLoCo: fragments in turn, whose answers come later and are mixed (Douillard et al. 2025)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from weft.registry import register
+from weft.sync.outer import OuterMomentum, OuterSettings
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.recipe import Sync
+    from weft.sync.simulated_round import Round
+    from weft.sync.sync_method import Slots
+
+
+class StreamingSettings(OuterSettings):
+    """What streaming adds to the outer update's settings."""
+
+    mix: float = Field(
+        0.5, ge=0, le=1, description="Share of the local parameters in the result."
+    )
+
+
+@register(
+    "sync",
+    "streaming",
+    settings=StreamingSettings,
+    draws={"momentum": (0.0, 0.3, 0.9), "mix": (0.0, 0.25, 0.5)},
+    title="Streaming DiLoCo: fragments in turn, answers later, mixed",
+    paper="Douillard et al. 2025",
+    recipe="islands.toml --set sync.compress=none --set sync.update=streaming --set sync.fragments=3 "
+    "--set sync.delay=2",
+    proof="tests/sync/test_islands.py",
+)
+class Streaming(OuterMomentum):
+    """Nesterov's momentum for a fragment, mixed with what the island has learned meanwhile."""
+
+    in_fragments = True
+
+    def __init__(self, settings: Sync) -> None:
+        super().__init__(settings)
+        self.mix = settings.own(StreamingSettings).mix
+
+    def applied(
+        self, theta: torch.Tensor, slots: Slots, answer: torch.Tensor, islands: int
+    ) -> torch.Tensor:
+        import torch
+
+        anchor = super().applied(theta, slots, answer, islands)
+        return torch.lerp(anchor, theta, self.mix)
+
+    def simulate(self, at: Round) -> None:
+        from weft.sync.simulated_round import step_anchor
+
+        if at.is_due:
+            at.past.append((at.step + self.settings.delay, at.mean(at.differences())))
+        if at.past and at.past[0][0] == at.step:
+            _, mean = at.past.pop(0)
+            for one in at.ones.values():
+                step_anchor(one, mean, self.lr, self.momentum)
+                one.now.copy_(self.mix * one.now + (1 - self.mix) * one.kept["anchor"])
