@@ -11,6 +11,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -22,6 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 
 from tests import started
+from weft import registry
 from weft.cli import main
 from weft.prove.pool import ProcessPool
 from weft.run.signals import requests
@@ -141,3 +143,20 @@ def launched() -> Command:
         return done.returncode, done.stdout, done.stderr
 
     return run
+
+
+@pytest.fixture
+def no_plugins() -> Iterator[None]:
+    """Nothing that plugins have registered, neither by tests before nor by this one once it is over."""
+    registered = registry._REGISTERED
+
+    def take_out() -> dict[Any, registry.Registered]:
+        plugged = [
+            key for key, t in registered.items() if not t.module.startswith("weft.")
+        ]
+        return {key: registered.pop(key) for key in plugged}
+
+    before = take_out()
+    yield
+    take_out()
+    registered.update(before)

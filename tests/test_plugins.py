@@ -101,13 +101,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_plugins: None
+) -> Iterator[Path]:
     """A folder with the module ``mine``, in which commands run; nothing of it stays."""
     (tmp_path / "mine.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
-    own = registry._REGISTERED.items()
-    own = {key: t for key, t in own if t.module.startswith("weft.")}
-    monkeypatch.setattr(registry, "_REGISTERED", own)
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = set(sys.modules)
     yield tmp_path

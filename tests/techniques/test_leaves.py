@@ -70,12 +70,8 @@ def test_without_its_file_all_else_works(
     kind: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Naming a technique that is not there is one line; recipes that do not name it never look for it."""
-    before = {
-        entry: value
-        for entry, value in registry._REGISTERED.items()
-        if entry != (kind, name)
-    }
-    monkeypatch.setattr(registry, "_REGISTERED", before)
+    find(kind, name)
+    monkeypatch.delitem(registry._REGISTERED, (kind, name))
     monkeypatch.setitem(sys.modules, registry._own_module(kind, name), None)  # type: ignore[arg-type]
     build_recipe({})
     for other in KINDS:
@@ -124,7 +120,7 @@ def test_old_recipes_name_settings_of_all_techniques() -> None:
     assert build_recipe({"optimizer": old}) == build_recipe({})
 
 
-def test_what_a_user_adds_is_one_of_them() -> None:
+def test_what_a_user_adds_is_one_of_them(no_plugins: None) -> None:
     from weft.recipe.section import Section
     from weft.train.rules.update_rule import UpdateRule
 
@@ -133,23 +129,19 @@ def test_what_a_user_adds_is_one_of_them() -> None:
 
         push: float = 2.0
 
-    try:
+    @registry.register("optimizer", "pushed", settings=Settings)
+    class Pushed(UpdateRule):
+        """A rule of a user's."""
 
-        @registry.register("optimizer", "pushed", settings=Settings)
-        class Pushed(UpdateRule):
-            """A rule of a user's."""
-
-        assert "pushed" in names("optimizer")
-        recipe = build_recipe({"optimizer": {"kind": "pushed", "push": 3.0}})
-        assert recipe.optimizer.own(Settings).push == 3.0
-        with pytest.raises(UsageError, match="push"):
-            build_recipe({"optimizer": {"kind": "pushed", "push": "far"}})
-    finally:
-        registry._REGISTERED.pop(("optimizer", "pushed"), None)
+    assert "pushed" in names("optimizer")
+    recipe = build_recipe({"optimizer": {"kind": "pushed", "push": 3.0}})
+    assert recipe.optimizer.own(Settings).push == 3.0
+    with pytest.raises(UsageError, match="push"):
+        build_recipe({"optimizer": {"kind": "pushed", "push": "far"}})
 
 
 def test_a_schedule_of_a_plugin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_plugins: None
 ) -> None:
     """By its name in a recipe and on the command line; the planner's table has it as well."""
     from weft.recipe import load_recipe
@@ -164,7 +156,6 @@ def test_a_schedule_of_a_plugin(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(registry, "_REGISTERED", {**registry._REGISTERED})
     Path("recipe.toml").write_text('plugins = ["backwards"]\n')
     recipe = load_recipe("recipe.toml", layout="pp=2,schedule=mine")
     assert recipe.layout.schedule == "mine"

@@ -16,6 +16,7 @@ import numpy as np
 from weft.planner.engine import EngineConstants
 from weft.planner.machine import Machine
 from weft.recipe import PLACES
+from weft.registry import names
 from weft.schedule.build import Times, builder_of, builders
 from weft.schedule.builder import ScheduleBuilder
 from weft.shapes.shape import Num, Shape
@@ -473,9 +474,13 @@ def gradients(
     return moved - np.minimum(hideable, np.where(sharded, cover, turn)), updated
 
 
-@cache
 def schedules() -> tuple[str, ...]:
-    """All schedules; a plan names one by its number here."""
+    """All schedules, those of plugins as well; a plan names one by its number here."""
+    return _in_order(tuple(names("schedule")))
+
+
+@cache
+def _in_order(registered: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(builders())
 
 
