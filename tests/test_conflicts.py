@@ -10,7 +10,8 @@ from tests.conftest import Command
 from weft.parallel.build import check_fits
 from weft.prove.types import check_types
 from weft.recipe import load_recipe
-from weft.recipe.conflicts import Conflict, every_rule
+from weft.recipe.conflicts import every_rule
+from weft.refusal import Conflict
 
 ROOT = Path(__file__).parents[1]
 

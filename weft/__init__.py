@@ -7,6 +7,8 @@ has all names: the sections of a recipe, what plugins need, and errors.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from weft.version import VERSION
+
 if TYPE_CHECKING:
     from weft.api import start as train
     from weft.errors import UsageError, WeftError
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     )
     from weft.train.loop import Outcome
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "Recipe", "load_recipe", "build_recipe", "train", "Outcome",
     "ModelShape", "RopeScaling", "Adapter", "Data", "Source", "Chat", "Layout", "Train", "Memory", "Loss", "Optimizer",

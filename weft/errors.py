@@ -1,4 +1,4 @@
-"""The two errors that reach a user as one line instead of a traceback."""
+"""The errors that reach a user as one line instead of a traceback."""
 
 import difflib
 from collections.abc import Iterable
@@ -20,6 +20,10 @@ class UsageError(WeftError):
     """The request itself cannot be met (unknown key, layout that does not divide). Exit code 2."""
 
     exit_code = 2
+
+
+class Interrupted(Exception):
+    """Ctrl-C in a command. Typer itself would end with the exit code alone, and say nothing."""
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weft.errors import UsageError, nearest
 
 if TYPE_CHECKING:
-    from weft.recipe.conflicts import Rule
-    from weft.recipe.section import Section
+    from weft.refusal import Rule
+    from weft.section import Section
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -71,7 +71,7 @@ class Registered:
     """A declared technique: what it is made by, and what is said of it.
 
     ``settings``: the recipe's fields that are this technique's alone; they stand in the section that names it.
-    ``rules``: what it cannot be combined with (:class:`weft.recipe.conflicts.Rule`), asked only where it is named.
+    ``rules``: what it cannot be combined with (:class:`weft.refusal.Rule`), asked only where it is named.
     ``draws``: values of its settings that the fuzzer may draw. ``title``, ``paper``, ``recipe``, ``proof``, ``figure``:
     its row of the catalogue.
     """

@@ -8,6 +8,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from weft.errors import UsageError
+from weft.layout.axes import CUTS, DATA_AXES, MODEL_AXES
 from weft.layout.boundary import (
     I,
     P,
@@ -18,7 +19,7 @@ from weft.layout.boundary import (
     state_types,
 )
 from weft.layout.dims import Box, Dim
-from weft.layout.layout import CUTS, DATA_AXES, MODEL_AXES, Layout
+from weft.layout.layout import Layout
 from weft.layout.placement import Place, Placement, pieces_of_experts
 
 NAMES = (*CUTS, "embed", "head_dim")

@@ -130,7 +130,7 @@ def test_the_cache_has_the_published_size() -> None:
 
 def test_latent_attention_is_not_combined_with_other_kinds() -> None:
     from weft.parallel.build import check_fits
-    from weft.recipe.conflicts import Conflict
+    from weft.refusal import Conflict
 
     with pytest.raises(Conflict, match="kv_rank = 10 is softmax attention"):
         check_fits(ModelShape(**V2, qk_norm=True), Layout())

@@ -12,7 +12,7 @@ from weft.planner.finalists import Final, chunks_of
 from weft.planner.machine import Cluster
 from weft.planner.search import Pin, search
 from weft.recipe import Memory, ModelShape, Optimizer, Train
-from weft.recipe.conflicts import Asked, refuse
+from weft.recipe.conflicts import AskedRecipe, refuse_conflicts
 from weft.shapes.shape import shape_of
 
 SHAPES = {
@@ -66,8 +66,14 @@ def test_no_candidate_stands_in_the_table(
             train = Train(recompute=RECOMPUTE[int(plan.recompute)])  # type: ignore[arg-type]
             memory = Memory(**plan.away)  # type: ignore[arg-type]
             optimizer = Optimizer(post_validation=plan.pp > 1 and not pin)
-            asked = Asked(layout, model, train, optimizer, memory=memory)
-            refuse(asked, "layout", "shape", "train", "memory", "optimizer")
+            asked = AskedRecipe(
+                layout=layout,
+                shape=model,
+                train=train,
+                optimizer=optimizer,
+                memory=memory,
+            )
+            refuse_conflicts(asked)
             assert layout.world == world
             layouts.add(layout)
     assert len(layouts) > world // 2

@@ -16,7 +16,7 @@ from weft.cli.app import app
 from weft.errors import UsageError, WeftError
 from weft.recipe import Recipe, Source, build_recipe, load_recipe
 from weft.recipe.elsewhere import EQUIVALENTS, Equivalent, here_called, here_it_is
-from weft.recipe.validation import _fields_at
+from weft.section import fields_at
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -48,7 +48,7 @@ def test_what_others_are_told_exists(name: str) -> None:
         assert name in options
         return
     *sections, key = name.split(".")
-    known = _fields_at(Recipe, sections) + (
+    known = fields_at(Recipe, sections) + (
         list(Source.model_fields) if sections == ["data"] else []
     )
     assert key in known

@@ -121,7 +121,7 @@ def test_old_recipes_name_settings_of_all_techniques() -> None:
 
 
 def test_what_a_user_adds_is_one_of_them(no_plugins: None) -> None:
-    from weft.recipe.section import Section
+    from weft.section import Section
     from weft.train.rules.update_rule import UpdateRule
 
     class Settings(Section):

@@ -11,8 +11,8 @@ from tests.cases import write_corpus
 from tests.sync.test_islands import in_threads, tree
 from weft import registry
 from weft.errors import UsageError
-from weft.recipe.section import Section
 from weft.registry import register
+from weft.section import Section
 from weft.sync.simulated_round import Round
 from weft.sync.sync_method import Slots, SyncMethod
 

@@ -4,14 +4,10 @@ import gc
 import os
 import sys
 
-from weft.errors import WeftError
+from weft.errors import Interrupted, WeftError
 from weft.recipe.elsewhere import here_it_is
 from weft.run.failure import leave, report_failure
 from weft.run.signals import requests
-
-
-class Interrupted(Exception):
-    """Ctrl-C in a command. Typer itself would end with the exit code alone, and say nothing."""
 
 
 def main() -> None:
@@ -60,7 +56,7 @@ def _as_setting(option: str) -> str:
     """Words that say how a recipe sets what somebody has given as an option; empty if it is no setting."""
     if elsewhere := here_it_is(option, as_option=True):
         return elsewhere
-    from weft.recipe.validation import settings_called
+    from weft.recipe.unknown_key import settings_called
 
     section, _, key = option.strip("-").replace("-", "_").rpartition(".")
     named = [

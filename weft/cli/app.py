@@ -8,7 +8,6 @@ import typer
 from typer.core import TyperGroup
 
 import weft
-from weft.cli import Interrupted
 from weft.cli.bench import app as bench
 from weft.cli.chat import chat
 from weft.cli.checkpoint import app as checkpoint
@@ -30,6 +29,7 @@ from weft.cli.serve import serve
 from weft.cli.techniques import techniques
 from weft.cli.train import train
 from weft.cli.verify import verify
+from weft.errors import Interrupted
 
 
 class Commands(TyperGroup):

@@ -21,7 +21,8 @@ from weft.data.corpora import unread_files
 from weft.data.order import Listed, Order, Row, Stream, hashed, held_out
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.data.tokens import open_source
-from weft.layout.layout import BATCH_AXES, DATA_AXES, Layout
+from weft.layout.axes import BATCH_AXES, DATA_AXES
+from weft.layout.layout import Layout
 from weft.layout.sequence import chunk_owners, owned_ranges, padded_length
 from weft.recipe import CONVERSATIONS, Data
 
@@ -177,7 +178,7 @@ def shares_of(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:
 class Loader:
     """The batches of one rank.
 
-    Samples of a step are dealt out to *places*, the ranks along :data:`weft.layout.layout.BATCH_AXES`; ``batch_rank``
+    Samples of a step are dealt out to *places*, the ranks along :data:`weft.layout.axes.BATCH_AXES`; ``batch_rank``
     is this rank's. ``more``: further places whose batches this rank computes, after its own. ``speeds``: relative
     speeds of the places, of which slower ones get fewer samples; none: all are alike. With ``costs`` of documents, and
     ``layout.balance``, every step is planned by the documents' lengths instead (:mod:`weft.parallel.document_balance`).

@@ -13,8 +13,8 @@ import spmd_types as spmd
 import torch
 from spmd_types import I, P, R, S, V
 
+from weft.layout.axes import DATA_AXES, FOLDED, MODEL_AXES
 from weft.layout.dims import Logical
-from weft.layout.layout import DATA_AXES, FOLDED, MODEL_AXES
 from weft.layout.mesh import LIVE_AXES, Mesh
 
 #: A type on one mesh axis.

@@ -4,38 +4,12 @@ import re
 from math import prod
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from weft.errors import UsageError, nearest
-from weft.recipe.conflicts import Asked, refuse
-from weft.recipe.validation import OneLine, validated
-
-#: Mesh axes from the slowest links to the fastest: neighbours along ``tp`` have consecutive ranks. Their sizes multiply
-#: to the number of ranks. Ranks of different islands do not take a step together.
-AXES = ("island", "pp", "dp", "shard", "cp", "tp")
-
-#: An axis that is folded over the data axes: its ranks are some of theirs, so it adds none.
-FOLDED = "ep"
-
-#: Which axes cut which named dimension of a parameter. Everything else (``embed``, ``head_dim``) stays whole over them;
-#: the rows of what is left are cut once more over the ranks that share in holding the state.
-CUTS: dict[str, tuple[str, ...]] = {
-    "vocab": ("tp",),
-    "heads": ("tp",),
-    "kv_heads": ("tp",),
-    "ffn": ("tp",),
-    "expert": ("ep",),
-}
-
-#: Axes over which the sequences of a step are dealt out.
-BATCH_AXES = ("island", "dp", "shard")
-
-#: Axes whose ranks see different data, so that parameter gradients are summed over them.
-DATA_AXES = ("dp", "shard", "cp")
-
-#: Axes whose ranks share the work on the same data: what they do not cut, each computes a part of the gradient of.
-MODEL_AXES = ("tp",)
-
+from weft.layout.axes import AXES, FOLDED
+from weft.refusal import Asked, Rule, refuse
+from weft.section import Section, validated
 
 #: How tokens reach their experts; the last two choose a way themselves, by bytes or by time.
 Dispatch = Literal[
@@ -43,7 +17,7 @@ Dispatch = Literal[
 ]
 
 
-class Layout(BaseModel, metaclass=OneLine):
+class Layout(Section):
     """Ranks per mesh axis.
 
     ``zero``: the ZeRO stage (Rajbhandari et al. 2020) of ``shard``. ``secondary``, with stage 3: after the forward pass
@@ -82,8 +56,6 @@ class Layout(BaseModel, metaclass=OneLine):
     ``order``: the axes from the slowest links to the fastest, e.g. ``"tp pp"``, if neighbouring ranks should be
     neighbours along another axis than ``tp``; every axis above 1 must be named (``weft.rehearse.mapping`` chooses one).
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     dp: int = Field(1, ge=1)
     shard: int = Field(1, ge=1)
@@ -143,7 +115,7 @@ class Layout(BaseModel, metaclass=OneLine):
 
     @model_validator(mode="after")
     def _together(self) -> Self:
-        refuse(Asked(layout=self), "layout")
+        refuse(AskedLayout(layout=self), LAYOUT_RULES)
         return self
 
     @property
@@ -225,3 +197,71 @@ class Layout(BaseModel, metaclass=OneLine):
             if getattr(self, axis) > 1
         ]
         return ",".join(axes) or "one device"
+
+
+class AskedLayout(Asked):
+    """A layout that is asked for."""
+
+    layout: Layout
+
+    @property
+    def nearby(self) -> str:
+        """The possible values of ``layout.secondary``, in words."""
+        state = self.layout.size("shard", "cp")
+        fit = [n for n in range(2, state) if state % n == 0]
+        return f"use one of {', '.join(map(str, fit))}" if fit else "leave it out"
+
+    @property
+    def folding(self) -> list[int]:
+        """The possible values of ``layout.ep``: so many neighbours among the data ranks, or that many times ``tp``."""
+        data = [
+            n
+            for n in range(1, self.layout.size("dp", "shard", "cp") + 1)
+            if self.layout.folds(n)
+        ]
+        return sorted({*data, *(self.layout.tp * n for n in data)})
+
+    @property
+    def foldable(self) -> str:
+        return f"use one of {', '.join(map(str, self.folding))}"
+
+
+#: What a layout cannot combine, whatever is laid out by it.
+LAYOUT_RULES: tuple[Rule[AskedLayout], ...] = (
+    Rule("secondary without ZeRO-3", "layout", lambda a: a.layout.secondary > 0 and a.layout.zero != 3,
+         "secondary = {0.layout.secondary} is about what zero = 3 gathers for backward, and zero = {0.layout.zero} "
+         "gathers once a step", "use zero = 3 or leave secondary out"),
+    Rule("secondary that does not divide", "layout",
+         lambda a: a.layout.secondary > 0
+         and (a.layout.size("shard", "cp") % a.layout.secondary > 0
+              or not 1 < a.layout.secondary < a.layout.size("shard", "cp")),
+         "secondary = {0.layout.secondary} does not cut the ranks of shard={0.layout.shard} x cp={0.layout.cp} into "
+         "groups", "{0.nearby}"),
+    Rule("experts that do not fold", "layout", lambda a: a.layout.ep > 1 and a.layout.ep not in a.folding,
+         "ep = {0.layout.ep} does not fold over the ranks of dp={0.layout.dp}, shard={0.layout.shard}, "
+         "cp={0.layout.cp}, tp={0.layout.tp}", "{0.foldable}"),
+    Rule("islands with balance", "layout", lambda a: a.layout.island > 1 and bool(a.layout.balance),
+         "layout.balance = {0.layout.balance!r} places a step's documents on all ranks, and islands step by themselves",
+         "leave one of them out"),
+    Rule("placement without ep", "layout", lambda a: a.layout.ep == 1 and a.layout.placement != "static",
+         "placement = {0.layout.placement!r} is about experts that ep spreads over ranks", "set ep, or leave it out"),
+    Rule("moving experts with shared state", "layout",
+         lambda a: a.layout.placement == "moving" and a.layout.size("shard", "cp") > a.layout.fold,
+         "placement = 'moving' lets owners swap experts, and with ep = {0.layout.ep} each is owned by several of "
+         "shard={0.layout.shard} x cp={0.layout.cp}", "use placement = 'sharded', more ep, or dp for shard"),
+    Rule("ep with secondary", "layout", lambda a: a.layout.ep > 1 and a.layout.secondary > 0,
+         "layout.secondary = {0.layout.secondary} is about neighbours that share all state, and with ep = "
+         "{0.layout.ep} they have other experts", "leave out one of them"),
+    Rule("means of tokens that go nowhere", "layout",
+         lambda a: (a.layout.lsh > 0 and a.layout.ep == 1) or (a.layout.lsh_residual and not a.layout.lsh),
+         "layout.lsh and lsh_residual are about tokens that travel as means, and lsh = {0.layout.lsh} with "
+         "ep = {0.layout.ep} sends none", "set ep and lsh, or leave them out"),
+    Rule("overlap with other tables", "layout",
+         lambda a: bool(a.layout.overlap and (a.layout.skip or a.layout.vocab_barriers)),
+         "layout.overlap cuts a schedule of its own, and layout.skip and layout.vocab_barriers bring others",
+         "leave one of them out"),
+    Rule("overlap of sharded parameters", "layout",
+         lambda a: bool(a.layout.overlap) and a.layout.zero == 3 and a.layout.size("shard", "cp") > 1,
+         "layout.overlap = {0.layout.overlap!r} goes to and fro between layers, whose parameters layout.zero = 3 would "
+         "gather each time", "set layout.zero = 2"),
+)  # fmt: skip

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.errors import UsageError, WeftError
+from weft.layout.axes import AXES, BATCH_AXES, FOLDED
 from weft.layout.dims import Logical
-from weft.layout.layout import AXES, BATCH_AXES, FOLDED, Layout
+from weft.layout.layout import Layout
 from weft.layout.placement import (
     EXPERT_AXES,
     Place,

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from weft.layout.axes import AXES, CUTS, FOLDED, MODEL_AXES
 from weft.layout.dims import Box, Dim, Logical, ceil_part, part
-from weft.layout.layout import AXES, CUTS, FOLDED, MODEL_AXES, Layout
+
+if TYPE_CHECKING:
+    from weft.layout.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import time
 import psutil
 import torch
 
-import weft
+from weft.version import VERSION
 
 Sample = dict[str, float]
 
@@ -22,7 +22,7 @@ def environment() -> dict[str, str]:
         f"{psutil.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
     )
     versions = {
-        "Weft": weft.__version__,
+        "Weft": VERSION,
         "PyTorch": torch.__version__,
         "Python": platform.python_version(),
     }

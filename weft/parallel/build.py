@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.layout.layout import DATA_AXES
+from weft.layout.axes import DATA_AXES
 from weft.memory.on_device import OnDevice
 from weft.models.attention import Attend, local_attention
 from weft.models.transformer import Block, Transformer
@@ -15,7 +15,7 @@ from weft.models.values import Values, seeded_values, with_adapter
 from weft.models.widened import multiplies_slowly
 from weft.parallel.state import Held, State, Unit, by_block
 from weft.recipe import Memory, ModelShape, Optimizer, Train
-from weft.recipe.conflicts import Asked, refuse
+from weft.recipe.conflicts import AskedRecipe, refuse_conflicts
 from weft.shapes.parameters import learns
 
 if TYPE_CHECKING:
@@ -38,15 +38,14 @@ def check_fits(
     memory: Memory | None = None,
 ) -> None:  # fmt: skip
     """Raises :class:`Conflict` for what the table has; ``vocab`` may be 0, not yet known."""
-    known = ["layout", "shape", "train", "memory", "optimizer"]
-    asked = Asked(
-        layout,
-        shape,
-        train or Train(),
-        optimizer or Optimizer(),
+    asked = AskedRecipe(
+        layout=layout,
+        shape=shape,
+        train=train or Train(),
+        optimizer=optimizer or Optimizer(),
         memory=memory or Memory(),
     )
-    refuse(asked, *known)
+    refuse_conflicts(asked)
 
 
 def parallelize(

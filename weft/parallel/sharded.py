@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from weft.errors import WeftError
-from weft.layout.layout import FOLDED
+from weft.layout.axes import FOLDED
 from weft.layout.placement import expert_table, rank_table
 from weft.parallel.state import Held, State, Unit, by_block
 

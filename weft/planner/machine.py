@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from weft.errors import UsageError, WeftError, nearest
 from weft.recipe import Section
 from weft.recipe.toml import read_toml
-from weft.recipe.validation import validated
+from weft.section import validated
 from weft.shapes.shape import Num
 
 #: Share of the 4-bit peak that a large product reaches.

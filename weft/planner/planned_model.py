@@ -11,7 +11,7 @@ from typing import Any
 from weft.errors import UsageError, WeftError, nearest
 from weft.recipe import ModelShape, Recipe, build_recipe
 from weft.recipe.toml import read_toml
-from weft.recipe.validation import validated
+from weft.section import validated
 from weft.shapes.config import shape_from_config
 from weft.shapes.shape import Shape, shape_of
 from weft.shapes.untrainable import UntrainableShape, untrainable

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import UsageError, WeftError
-from weft.layout.layout import Layout
+from weft.layout.layout import AskedLayout, Layout
 from weft.layout.mesh import LIVE_AXES, Mesh
 from weft.prove.pool import ProcessPool
 from weft.prove.verify import compare, run_layout
 from weft.recipe import Recipe, load_recipe
-from weft.recipe.conflicts import Asked, Conflict
-from weft.recipe.section import HostSection
+from weft.recipe.host_section import HostSection
+from weft.refusal import Conflict
 from weft.registry import find, names
 from weft.train.setup import prepare
 
@@ -76,7 +76,9 @@ def _experts(recipe: Recipe, case: Case) -> int:
 def _folding(recipe: Recipe, case: Case, rng: random.Random) -> list[int]:
     """What ``ep`` can be."""
     layout = Layout(**{axis: case.get(f"layout.{axis}", 1) for axis in AXES})
-    return [n for n in Asked(layout).folding if 1 < n <= _experts(recipe, case)]
+    return [
+        n for n in AskedLayout(layout=layout).folding if 1 < n <= _experts(recipe, case)
+    ]
 
 
 def _dispatchers(recipe: Recipe, case: Case, rng: random.Random) -> list[str]:

@@ -17,6 +17,7 @@ from torch import nn
 from weft.data.batch import Batch, PairedRows, Pairs
 from weft.errors import UsageError
 from weft.layout import boundary
+from weft.layout.axes import DATA_AXES, MODEL_AXES
 from weft.layout.boundary import (
     BY_DATA,
     SAME,
@@ -30,7 +31,7 @@ from weft.layout.boundary import (
     state_types,
 )
 from weft.layout.dims import Logical
-from weft.layout.layout import DATA_AXES, MODEL_AXES, Layout
+from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.own_loss import own_loss
 from weft.models.preference import objective

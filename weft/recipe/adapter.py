@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from weft.recipe.section import Section
+from weft.section import Section
 
 #: Weights with a row for each token, as PEFT calls them.
 VocabularyWeight = Literal["embed_tokens", "lm_head"]

@@ -5,7 +5,8 @@ from typing import Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from weft.errors import UsageError
-from weft.recipe.section import Section
+from weft.recipe.storage_address import storage_address
+from weft.section import Section
 
 #: The value of ``checkpoint.levels.to`` that means a folder in this host's memory.
 MEMORY = "memory"
@@ -42,8 +43,6 @@ class Checkpoint(Level):
 
     @model_validator(mode="after")
     def _places(self) -> Self:
-        from weft.checkpoint.address import open_storage
-
         if self.levels and (self.to, self.every, self.keep) != ("", 0, 2):
             raise ValueError(
                 "give every level its own to, every and keep, or leave checkpoint.levels out"
@@ -51,10 +50,8 @@ class Checkpoint(Level):
         found = [level.to for level in self.all_levels]
         for to in found:
             try:
-                open_storage(to)
-            except (
-                UsageError
-            ) as error:  # without the value, which may have a credential in it
+                storage_address(to)
+            except UsageError as error:
                 raise ValueError(str(error)) from None
         if len({to.rstrip("/") for to in found}) < len(found):
             raise ValueError("two levels have the same 'to'")

@@ -6,72 +6,49 @@ of a layout alone when that is made, the others with the recipe, or when the mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from weft.errors import UsageError, nearest
+from weft.errors import nearest
 from weft.layout.dims import part
+from weft.layout.layout import LAYOUT_RULES, AskedLayout
+from weft.recipe.adapter import Adapter
+from weft.recipe.checkpoint_section import Checkpoint
 from weft.recipe.compressor_word import UNSETTABLE, compressor_word
+from weft.recipe.generate_section import Generate
+from weft.recipe.loss_section import Loss
+from weft.recipe.memory_section import MEMORY_RULES, AskedMemory
+from weft.recipe.model_shape import ModelShape
+from weft.recipe.optimizer import Optimizer
+from weft.recipe.resilience import Resilience
+from weft.recipe.sync import Sync
+from weft.recipe.train_section import Train
+from weft.recipe.validation_section import Task, Validation
+from weft.refusal import Rule, refuse
 from weft.registry import KINDS, declared, find, names
 
-if TYPE_CHECKING:
-    from weft.layout.layout import Layout
-    from weft.recipe import Memory, ModelShape, Optimizer, Recipe, Train
 
+class AskedRecipe(AskedLayout, AskedMemory):
+    """The settings to be combined. ``shape``: the complete model; ``staged``: even one rank is asked for a schedule."""
 
-class Conflict(UsageError, ValueError):
-    """A refusal that stands in the table, under ``rule``; a :class:`ValueError` too, as validators must raise."""
-
-    def __init__(self, message: str, rule: str) -> None:
-        super().__init__(message, rule)
-        self.message, self.rule = message, rule
-
-    def __str__(self) -> str:
-        return self.message
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The settings to be combined; None for what is not known yet. ``staged``: the schedule is asked for, of
-    however few ranks.
-
-    The properties are what conditions and texts of the table need of them.
-    """
-
-    layout: Layout = None  # type: ignore[assignment]
-    shape: ModelShape = None  # type: ignore[assignment]
-    train: Train = None  # type: ignore[assignment]
-    optimizer: Optimizer = None  # type: ignore[assignment]
+    model: ModelShape
+    shape: ModelShape
+    adapter: Adapter | None
+    train: Train
+    loss: Loss
+    optimizer: Optimizer
+    validation: Validation
+    tasks: tuple[Task, ...]
+    checkpoint: Checkpoint
+    resilience: Resilience
+    sync: Sync
+    generate: Generate | None
     staged: bool = False
-    recipe: Recipe = None  # type: ignore[assignment]
-    memory: Memory = None  # type: ignore[assignment]
-
-    @property
-    def nearby(self) -> str:
-        """The possible values of ``layout.secondary``, in words."""
-        state = self.layout.size("shard", "cp")
-        fit = [n for n in range(2, state) if state % n == 0]
-        return f"use one of {', '.join(map(str, fit))}" if fit else "leave it out"
-
-    @property
-    def folding(self) -> list[int]:
-        """The possible values of ``layout.ep``: so many neighbours among the data ranks, or that many times ``tp``."""
-        data = [
-            n
-            for n in range(1, self.layout.size("dp", "shard", "cp") + 1)
-            if self.layout.folds(n)
-        ]
-        return sorted({*data, *(self.layout.tp * n for n in data)})
-
-    @property
-    def foldable(self) -> str:
-        return f"use one of {', '.join(map(str, self.folding))}"
 
     @property
     def ranks_in_node(self) -> int:
         """Of the ranks of ``ep``, those that share a node; 0 if that is not known or not the same everywhere."""
-        # which needs layouts, and so this
+        # with NumPy, which a command that only reads a recipe does without
         from weft.layout.placement import experts_per_node
 
         return experts_per_node(self.layout) if self.layout.node else 0
@@ -146,7 +123,7 @@ class Asked:
 
     @property
     def possible_partners(self) -> str:
-        return " or ".join(map(repr, self.recipe.sync.method.partners))
+        return " or ".join(map(repr, self.sync.method.partners))
 
     @property
     def near_schedule(self) -> str:
@@ -157,67 +134,23 @@ class Asked:
         return ", ".join(each.name for each in declared("schedule") if each.made.free)  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True)
-class Rule:
-    """An entry: if ``meets`` is true, the request is refused with ``why`` and ``remedy``.
-
-    ``meets`` reads those fields of :class:`Asked` that ``needs`` names; ``{0}`` in the texts is the :class:`Asked`.
-    """
-
-    name: str
-    needs: str
-    meets: Callable[[Asked], bool]
-    why: str
-    remedy: str
-
-
-def _linear(a: Asked) -> bool:
+def _linear(a: AskedRecipe) -> bool:
     return any(a.shape.mixer_of(i) != "softmax" for i in range(a.shape.layers))
 
 
-RULES: tuple[Rule, ...] = (
-    Rule("secondary without ZeRO-3", "layout", lambda a: a.layout.secondary > 0 and a.layout.zero != 3,
-         "secondary = {0.layout.secondary} is about what zero = 3 gathers for backward, and zero = {0.layout.zero} "
-         "gathers once a step", "use zero = 3 or leave secondary out"),
-    Rule("secondary that does not divide", "layout",
-         lambda a: a.layout.secondary > 0
-         and (a.layout.size("shard", "cp") % a.layout.secondary > 0
-              or not 1 < a.layout.secondary < a.layout.size("shard", "cp")),
-         "secondary = {0.layout.secondary} does not cut the ranks of shard={0.layout.shard} x cp={0.layout.cp} into "
-         "groups", "{0.nearby}"),
-    Rule("experts that do not fold", "layout", lambda a: a.layout.ep > 1 and a.layout.ep not in a.folding,
-         "ep = {0.layout.ep} does not fold over the ranks of dp={0.layout.dp}, shard={0.layout.shard}, "
-         "cp={0.layout.cp}, tp={0.layout.tp}", "{0.foldable}"),
-    Rule("moments nearer than the weights", "memory",
-         lambda a: a.memory.distance("moments") < min(a.memory.distance("weights"), 1),
-         "memory.weights = {0.memory.weights!r} says where the update runs, and memory.moments = "
-         "{0.memory.moments!r} is nearer to the device", "leave memory.moments out"),
-    Rule("gradients away from the weights", "memory",
-         lambda a: a.memory.distance("gradients") not in (
-             (1, 2) if a.memory.weights == "file" else (a.memory.distance("weights"),)),
-         "memory.gradients = {0.memory.gradients!r} is not where the update needs them, with memory.weights = "
-         "{0.memory.weights!r}", "leave memory.gradients out"),
-    Rule("room for weights that do not leave", "memory", lambda a: a.memory.buffer > 0 and a.memory.weights != "file",
-         "memory.buffer = {0.memory.buffer} is room for weights that come from a file, and memory.weights = "
-         "{0.memory.weights!r}", "set memory.weights = 'file', or leave memory.buffer out"),
-    Rule("blocks of what stays", "memory", lambda a: a.memory.blocks > 0 and not a.memory.offloads_activations,
-         "memory.blocks = {0.memory.blocks} says how many blocks' activations leave, and memory.activations = 'device' "
-         "keeps all", "set memory.activations to 'host' or 'file', or leave memory.blocks out"),
-    Rule("alternating updates away from the host", "memory",
-         lambda a: a.memory.alternate != 0 and {a.memory.place_of(k) for k in ("weights", "moments")} != {"host"},
-         "memory.alternate = {0.memory.alternate!r} shares updates of what rests on the host with the device, and here "
-         "weights are in {0.memory.weights!r}", "set memory.weights = 'host' and leave memory.moments out, or leave "
-         "memory.alternate out"),
+RULES: tuple[Rule[AskedRecipe], ...] = (
+    *LAYOUT_RULES,
+    *MEMORY_RULES,
+    Rule("two levels without nodes", "layout",
+         lambda a: a.layout.dispatch in ("two-level", "per-node") and a.layout.ep > 1 and not a.ranks_in_node,
+         "dispatch = {0.layout.dispatch!r} needs equally many of the ranks of ep = {0.layout.ep} on every node, and "
+         "layout.node = {0.layout.node} ranks share one (0: not said)", "set layout.node, or dispatch = 'per-rank'"),
     Rule("alternating updates that ask other ranks", "layout memory optimizer",
          lambda a: a.memory.alternate != 0 and a.layout.world > 1 and (
              not a.optimizer.elementwise),
          "memory.alternate updates units in an order of each rank's own, and optimizer.kind = {0.optimizer.kind!r} "
          "with state = {0.optimizer.state!r} asks other ranks",
          "use adamw, sgd or lion, or leave memory.alternate out"),
-    Rule("alternating updates that are tried", "memory",
-         lambda a: a.memory.alternate != 0 and a.memory.speculate != "none",
-         "memory.speculate = {0.memory.speculate!r} updates units during backward, and memory.alternate shares what is "
-         "updated after it", "leave one of them out"),
     Rule("alternating updates without reduced gradients", "memory optimizer",
          lambda a: a.memory.alternate != 0 and (
              a.optimizer.post_validation or a.optimizer.estimate == "zeroth-order"),
@@ -238,8 +171,8 @@ RULES: tuple[Rule, ...] = (
          "memory.speculate = {0.memory.speculate!r} updates what backward has completed and may take that back, and "
          "optimizer.estimate = 'zeroth-order', optimizer.post_validation, optimizer.in_backward, layout.island and "
          "layout.balance update at other times", "leave memory.speculate out, or the others"),
-    Rule("speculation with combined replicas", "recipe",
-         lambda a: a.recipe.memory.speculate != "none" and a.recipe.resilience.combines,
+    Rule("speculation with combined replicas", "memory resilience",
+         lambda a: a.memory.speculate != "none" and a.resilience.combines,
          "memory.speculate updates by what backward leaves, and resilience.aggregate or resilience.code make the "
          "gradients of the step after it", "leave one of them out"),
     Rule("offloaded activations with selective recompute", "train memory",
@@ -255,14 +188,14 @@ RULES: tuple[Rule, ...] = (
          "{0.optimizer.kind!r}", "leave optimizer.state out, or use kind = 'adamw'"),
     Rule("use of no average", "optimizer", lambda a: a.optimizer.use_ema and not a.optimizer.ema,
          "optimizer.use_ema asks for an average that is not kept", "set optimizer.ema = 0.999, say, or leave it out"),
-    Rule("export of no adapter", "recipe",
-         lambda a: a.recipe.checkpoint.export == "adapter" and a.recipe.adapter is None,
+    Rule("export of no adapter", "adapter checkpoint",
+         lambda a: a.checkpoint.export == "adapter" and a.adapter is None,
          "checkpoint.export = 'adapter', but there is none", "use 'model', or add [adapter]"),
-    Rule("before without an origin", "recipe",
-         lambda a: bool(a.recipe.generate and a.recipe.generate.before and a.recipe.model.origin is None),
+    Rule("before without an origin", "generate model",
+         lambda a: bool(a.generate and a.generate.before and a.model.origin is None),
          "generate.before is for models that start from another", "set model.from, or leave it out"),
-    Rule("tasks with vocabulary passes", "layout recipe",
-         lambda a: bool(a.recipe.tasks) and a.layout.vocab_barriers > 0,
+    Rule("tasks with vocabulary passes", "layout tasks",
+         lambda a: bool(a.tasks) and a.layout.vocab_barriers > 0,
          "tasks ask the output layer for more than the loss, which is all that passes of layout.vocab_barriers compute",
          "leave one of them out"),
     Rule("a plugin's model cut within", "layout shape",
@@ -276,19 +209,19 @@ RULES: tuple[Rule, ...] = (
          "train.recompute, train.compile, memory.activations, memory.weights = 'file' and [adapter] are for the blocks "
          "of Weft's own models, "
          "and model.kind = {0.shape.kind!r} is a plugin's", "leave them out"),
-    Rule("export of a plugin's model", "recipe",
-         lambda a: bool(a.recipe.model.kind and (a.recipe.checkpoint.export or a.recipe.model.origin)),
+    Rule("export of a plugin's model", "checkpoint model",
+         lambda a: bool(a.model.kind and (a.checkpoint.export or a.model.origin)),
          "model.from and checkpoint.export are about models that others know, and model.kind = "
-         "{0.recipe.model.kind!r} is a plugin's", "leave them out"),
-    Rule("a plugin's model with pairs", "recipe", lambda a: bool(a.recipe.model.kind) and a.recipe.loss.of_pairs,
-         "loss.kind = {0.recipe.loss.kind!r} compares pairs of answers by Weft's own models, and model.kind = "
-         "{0.recipe.model.kind!r} is a plugin's", "leave one of them out"),
-    Rule("a plugin's loss with vocabulary passes", "layout recipe",
-         lambda a: a.recipe.loss.is_own and a.layout.vocab_barriers > 0,
-         "loss.kind = {0.recipe.loss.kind!r} of a plugin sees whole rows of logits, and layout.vocab_barriers computes "
+         "{0.model.kind!r} is a plugin's", "leave them out"),
+    Rule("a plugin's model with pairs", "loss model", lambda a: bool(a.model.kind) and a.loss.of_pairs,
+         "loss.kind = {0.loss.kind!r} compares pairs of answers by Weft's own models, and model.kind = "
+         "{0.model.kind!r} is a plugin's", "leave one of them out"),
+    Rule("a plugin's loss with vocabulary passes", "layout loss",
+         lambda a: a.loss.is_own and a.layout.vocab_barriers > 0,
+         "loss.kind = {0.loss.kind!r} of a plugin sees whole rows of logits, and layout.vocab_barriers computes "
          "with parts of them on every stage", "leave layout.vocab_barriers out"),
-    Rule("tasks of a model that scores", "recipe",
-         lambda a: bool(a.recipe.tasks) and a.recipe.loss.kind == "reward",
+    Rule("tasks of a model that scores", "loss tasks",
+         lambda a: bool(a.tasks) and a.loss.kind == "reward",
          "[[tasks]] ask what a model writes, and loss.kind = 'reward' trains one that scores", "leave tasks out"),
     Rule("zeroth order with what needs backward", "layout optimizer",
          lambda a: a.optimizer.estimate == "zeroth-order"
@@ -316,127 +249,124 @@ RULES: tuple[Rule, ...] = (
          lambda a: a.optimizer.in_backward and a.memory.offloads_state,
          "optimizer.in_backward frees gradients, and with memory.weights = {0.memory.weights!r} these wait there",
          "leave one of them out"),
-    Rule("faulty replicas of a mean", "recipe",
-         lambda a: a.recipe.resilience.faulty > 0 and a.recipe.resilience.aggregate == "mean",
-         "resilience.faulty = {0.recipe.resilience.faulty} replicas sway a mean as they like",
+    Rule("faulty replicas of a mean", "resilience",
+         lambda a: a.resilience.faulty > 0 and a.resilience.aggregate == "mean",
+         "resilience.faulty = {0.resilience.faulty} replicas sway a mean as they like",
          "set resilience.aggregate to a rule that they cannot sway, or leave faulty out"),
-    Rule("too few replicas for so many faulty", "layout recipe",
-         lambda a: a.layout.dp < a.recipe.resilience.replicas_needed,
-         "resilience.aggregate = {0.recipe.resilience.aggregate!r} with faulty = {0.recipe.resilience.faulty} needs "
-         "{0.recipe.resilience.replicas_needed} replicas, and dp={0.layout.dp}", "raise layout.dp, or lower faulty"),
-    Rule("a code without stragglers", "layout recipe",
-         lambda a: bool(a.recipe.resilience.code) != (a.recipe.resilience.stragglers > 0)
-         or a.recipe.resilience.stragglers >= a.layout.dp > 1,
-         "resilience.code = {0.recipe.resilience.code!r} is about stragglers = {0.recipe.resilience.stragglers} of "
+    Rule("too few replicas for so many faulty", "layout resilience",
+         lambda a: a.layout.dp < a.resilience.replicas_needed,
+         "resilience.aggregate = {0.resilience.aggregate!r} with faulty = {0.resilience.faulty} needs "
+         "{0.resilience.replicas_needed} replicas, and dp={0.layout.dp}", "raise layout.dp, or lower faulty"),
+    Rule("a code without stragglers", "layout resilience",
+         lambda a: bool(a.resilience.code) != (a.resilience.stragglers > 0)
+         or a.resilience.stragglers >= a.layout.dp > 1,
+         "resilience.code = {0.resilience.code!r} is about stragglers = {0.resilience.stragglers} of "
          "dp={0.layout.dp} replicas", "set code and stragglers, below layout.dp, or leave both out"),
-    Rule("bursts that do not fit the window", "recipe",
-         lambda a: a.recipe.resilience.code in ("sr-sgc", "m-sgc")
-         and (a.recipe.resilience.burst >= a.recipe.resilience.window
-              or (a.recipe.resilience.code == "sr-sgc"
-                  and (a.recipe.resilience.window - 1) % a.recipe.resilience.burst > 0)),
-         "resilience.burst = {0.recipe.resilience.burst} does not go with window = {0.recipe.resilience.window}",
+    Rule("bursts that do not fit the window", "resilience",
+         lambda a: a.resilience.code in ("sr-sgc", "m-sgc")
+         and (a.resilience.burst >= a.resilience.window
+              or (a.resilience.code == "sr-sgc"
+                  and (a.resilience.window - 1) % a.resilience.burst > 0)),
+         "resilience.burst = {0.resilience.burst} does not go with window = {0.resilience.window}",
          "make window - 1 a multiple of burst"),
-    Rule("a code with a rule", "recipe",
-         lambda a: bool(a.recipe.resilience.code) and a.recipe.resilience.aggregate != "mean",
-         "resilience.code gives the sum of all gradients, and aggregate = {0.recipe.resilience.aggregate!r} wants to "
+    Rule("a code with a rule", "resilience",
+         lambda a: bool(a.resilience.code) and a.resilience.aggregate != "mean",
+         "resilience.code gives the sum of all gradients, and aggregate = {0.resilience.aggregate!r} wants to "
          "see them one by one", "leave one of them out"),
-    Rule("a code with experts", "recipe",
-         lambda a: bool(a.recipe.resilience.code) and bool(a.recipe.model.mixtures),
+    Rule("a code with experts", "model resilience",
+         lambda a: bool(a.resilience.code) and bool(a.model.mixtures),
          "resilience.code computes samples several times, and routers of model.experts would count them so",
          "leave one of them out"),
-    Rule("combined replicas that are cut", "layout recipe",
-         lambda a: a.recipe.resilience.combines and a.layout.world > a.layout.dp,
+    Rule("combined replicas that are cut", "layout resilience",
+         lambda a: a.resilience.combines and a.layout.world > a.layout.dp,
          "resilience puts together gradients of whole replicas, and {0.layout} cuts these", "use layout.dp alone"),
-    Rule("combined replicas with a state apart", "train memory optimizer recipe",
-         lambda a: a.recipe.resilience.combines
+    Rule("combined replicas with a state apart", "train memory optimizer layout resilience",
+         lambda a: a.resilience.combines
          and (a.train.dtype == "bfloat16" or bool(a.memory.away) or a.optimizer.in_backward
-              or a.optimizer.estimate == "zeroth-order" or bool(a.recipe.layout.balance)),
+              or a.optimizer.estimate == "zeroth-order" or bool(a.layout.balance)),
          "resilience puts together gradients after backward, in their full precision and on the device, and "
          "train.dtype = 'bfloat16', [memory], optimizer.in_backward, optimizer.estimate = 'zeroth-order' and "
          "layout.balance have them otherwise", "leave these out"),
-    Rule("balance with pairs", "layout recipe", lambda a: bool(a.layout.balance) and a.recipe.loss.of_pairs,
-         "layout.balance = {0.layout.balance!r} places documents one by one, and loss.kind = {0.recipe.loss.kind!r} "
+    Rule("balance with pairs", "layout loss", lambda a: bool(a.layout.balance) and a.loss.of_pairs,
+         "layout.balance = {0.layout.balance!r} places documents one by one, and loss.kind = {0.loss.kind!r} "
          "compares two of them", "leave layout.balance out"),
-    Rule("vocabulary passes without a vocabulary", "layout recipe",
-         lambda a: a.layout.vocab_barriers > 0 and a.recipe.loss.kind == "reward",
+    Rule("vocabulary passes without a vocabulary", "layout loss",
+         lambda a: a.layout.vocab_barriers > 0 and a.loss.kind == "reward",
          "layout.vocab_barriers cuts the output layer, and a reward model has one number there",
          "leave layout.vocab_barriers out"),
-    Rule("adapter under a new head", "recipe",
-         lambda a: a.recipe.loss.kind == "reward" and a.recipe.adapter is not None,
+    Rule("adapter under a new head", "adapter loss",
+         lambda a: a.loss.kind == "reward" and a.adapter is not None,
          "loss.kind = 'reward' learns an output layer of its own, and what is stored of [adapter] has adapters alone",
          "leave [adapter] out; train.freeze keeps layers as they are"),
-    Rule("dropout without backward", "optimizer recipe",
-         lambda a: a.optimizer.estimate == "zeroth-order" and bool(a.recipe.adapter and a.recipe.adapter.dropout),
+    Rule("dropout without backward", "optimizer adapter",
+         lambda a: a.optimizer.estimate == "zeroth-order" and bool(a.adapter and a.adapter.dropout),
          "adapter.dropout drops where gradients are computed, and optimizer.estimate = 'zeroth-order' computes none",
          "leave one of them out"),
-    Rule("rows of tokens with vocabulary passes", "layout recipe",
-         lambda a: a.layout.vocab_barriers > 0 and bool(a.recipe.adapter and a.recipe.adapter.tokens),
+    Rule("rows of tokens with vocabulary passes", "layout adapter",
+         lambda a: a.layout.vocab_barriers > 0 and bool(a.adapter and a.adapter.tokens),
          "adapter.tokens are rows beside embedding and output layer, of which layout.vocab_barriers gives every stage "
          "a part", "use adapter.whole, or leave layout.vocab_barriers out"),
-    Rule("dropout with compile", "train recipe",
-         lambda a: a.train.compile and bool(a.recipe.adapter and a.recipe.adapter.dropout),
+    Rule("dropout with compile", "train adapter",
+         lambda a: a.train.compile and bool(a.adapter and a.adapter.dropout),
          "adapter.dropout draws by the numbers of tokens, which train.compile does not see", "leave one of them out"),
-    Rule("islands with balance", "layout", lambda a: a.layout.island > 1 and bool(a.layout.balance),
-         "layout.balance = {0.layout.balance!r} places a step's documents on all ranks, and islands step by themselves",
-         "leave one of them out"),
     Rule("islands with weights that rest or move", "layout memory",
          lambda a: a.layout.island > 1 and (a.memory.weights == "file" or a.layout.placement == "moving"),
          "islands compare weights between steps, and memory.weights = 'file' or layout.placement = 'moving' have them "
          "elsewhere then", "leave one of them out"),
-    Rule("islands with gradients that nobody sees", "layout optimizer recipe",
-         lambda a: a.layout.island > 1 and a.recipe.sync.of_gradients
+    Rule("islands with gradients that nobody sees", "layout optimizer resilience sync",
+         lambda a: a.layout.island > 1 and a.sync.of_gradients
          and (a.optimizer.post_validation or a.optimizer.in_backward or a.optimizer.estimate == "zeroth-order"
-              or a.recipe.resilience.combines),
+              or a.resilience.combines),
          "islands that agree in every step exchange gradients between backward and update, and "
          "optimizer.post_validation, optimizer.in_backward, optimizer.estimate = 'zeroth-order', resilience.aggregate "
          "and resilience.code have no such moment", "set sync.every above 1, or leave these out"),
-    Rule("islands with pairs or codes", "layout optimizer recipe",
-         lambda a: a.layout.island > 1 and (a.optimizer.pairs or bool(a.recipe.resilience.code)),
+    Rule("islands with pairs or codes", "layout optimizer resilience",
+         lambda a: a.layout.island > 1 and (a.optimizer.pairs or bool(a.resilience.code)),
          "optimizer.pairs and resilience.code deal samples to several replicas, and islands have samples of their own",
          "leave one of them out"),
-    Rule("fragments of what goes whole", "recipe",
-         lambda a: not a.recipe.sync.method.in_fragments and (a.recipe.sync.fragments > 1 or a.recipe.sync.delay > 0),
-         "sync.fragments and sync.delay are about update = 'streaming', and it is {0.recipe.sync.update!r}",
+    Rule("fragments of what goes whole", "sync",
+         lambda a: not a.sync.method.in_fragments and (a.sync.fragments > 1 or a.sync.delay > 0),
+         "sync.fragments and sync.delay are about update = 'streaming', and it is {0.sync.update!r}",
          "leave them out"),
-    Rule("an answer after the next question", "recipe", lambda a: a.recipe.sync.delay >= a.recipe.sync.every > 0,
-         "sync.delay = {0.recipe.sync.delay} steps after a round began the next one has begun, with every = "
-         "{0.recipe.sync.every}", "set delay below every"),
-    Rule("neighbours that make one model", "recipe",
-         lambda a: a.recipe.sync.partner not in a.recipe.sync.method.partners,
-         "sync.update = {0.recipe.sync.update!r} does not go with partner = {0.recipe.sync.partner!r}: it goes with "
+    Rule("an answer after the next question", "sync", lambda a: a.sync.delay >= a.sync.every > 0,
+         "sync.delay = {0.sync.delay} steps after a round began the next one has begun, with every = "
+         "{0.sync.every}", "set delay below every"),
+    Rule("neighbours that make one model", "sync",
+         lambda a: a.sync.partner not in a.sync.method.partners,
+         "sync.update = {0.sync.update!r} does not go with partner = {0.sync.partner!r}: it goes with "
          "{0.possible_partners}", "change one of them"),
-    Rule("a graph of other islands", "layout recipe",
-         lambda a: a.layout.island > 1 and a.recipe.sync.partner == "graph"
-         and not connected(a.recipe.sync.graph, a.layout.island),
+    Rule("a graph of other islands", "layout sync",
+         lambda a: a.layout.island > 1 and a.sync.partner == "graph"
+         and not connected(a.sync.graph, a.layout.island),
          "sync.partner = 'graph' links all of island={0.layout.island}, from 0 on, with each other by way of some, and "
-         "sync.graph = {0.recipe.sync.graph} does not", "give pairs of islands, as sync.graph = [[0, 1], [1, 2]]"),
-    Rule("a graph for nobody", "recipe", lambda a: bool(a.recipe.sync.graph) and a.recipe.sync.partner != "graph",
-         "sync.graph is about partner = 'graph', and it is {0.recipe.sync.partner!r}", "set sync.partner = 'graph'"),
-    Rule("compressed neighbours", "recipe",
-         lambda a: a.recipe.sync.compress != "none"
-         and a.recipe.sync.partnership != "all",
-         "sync.compress = {0.recipe.sync.compress!r} is for differences from an anchor that all islands share, and "
+         "sync.graph = {0.sync.graph} does not", "give pairs of islands, as sync.graph = [[0, 1], [1, 2]]"),
+    Rule("a graph for nobody", "sync", lambda a: bool(a.sync.graph) and a.sync.partner != "graph",
+         "sync.graph is about partner = 'graph', and it is {0.sync.partner!r}", "set sync.partner = 'graph'"),
+    Rule("compressed neighbours", "sync",
+         lambda a: a.sync.compress != "none"
+         and a.sync.partnership != "all",
+         "sync.compress = {0.sync.compress!r} is for differences from an anchor that all islands share, and "
          "neighbours have anchors of their own", "leave it out"),
-    Rule("a way back without one there", "recipe",
-         lambda a: bool(a.recipe.sync.compress_back)
-         and (a.recipe.sync.compress == "none" or "powersgd" in (a.recipe.sync.compress + a.recipe.sync.compress_back)),
-         "sync.compress_back is about the answer to what sync.compress = {0.recipe.sync.compress!r} has made small, "
+    Rule("a way back without one there", "sync",
+         lambda a: bool(a.sync.compress_back)
+         and (a.sync.compress == "none" or "powersgd" in (a.sync.compress + a.sync.compress_back)),
+         "sync.compress_back is about the answer to what sync.compress = {0.sync.compress!r} has made small, "
          "and 'none' and 'powersgd' have none of its own", "leave it out"),
-    Rule("judged answers without a whole step's passes", "optimizer recipe",
-         lambda a: a.recipe.loss.kind == "kto" and (a.optimizer.estimate == "zeroth-order"
-         or a.optimizer.post_validation or a.recipe.resilience.combines),
+    Rule("judged answers without a whole step's passes", "optimizer loss resilience",
+         lambda a: a.loss.kind == "kto" and (a.optimizer.estimate == "zeroth-order"
+         or a.optimizer.post_validation or a.resilience.combines),
          "loss.kind = 'kto' first passes over a whole step to see how far the model has moved, which zeroth order, "
          "post-validation, gradient codes and aggregation of replicas have no place for", "leave these out"),
-    Rule("settings for what has none", "recipe",
-         lambda a: a.recipe.sync.allocate > 0 and compressor_word(a.recipe.sync.compress).name in UNSETTABLE,
-         "sync.allocate chooses ranks, shares or bits, and sync.compress = {0.recipe.sync.compress!r} has none",
+    Rule("settings for what has none", "sync",
+         lambda a: a.sync.allocate > 0 and compressor_word(a.sync.compress).name in UNSETTABLE,
+         "sync.allocate chooses ranks, shares or bits, and sync.compress = {0.sync.compress!r} has none",
          "leave it out, or set sync.compress = 'powersgd:4', 'topk:0.01' or 'int6'"),
-    Rule("islands that never agree", "layout train recipe",
-         lambda a: a.layout.island > 1 and a.recipe.sync.every > a.train.steps > 0,
-         "sync.every = {0.recipe.sync.every} is beyond the run's train.steps = {0.train.steps}, so that islands would "
+    Rule("islands that never agree", "layout train sync",
+         lambda a: a.layout.island > 1 and a.sync.every > a.train.steps > 0,
+         "sync.every = {0.sync.every} is beyond the run's train.steps = {0.train.steps}, so that islands would "
          "never agree", "lower sync.every"),
-    Rule("islands that end early", "layout recipe",
-         lambda a: a.layout.island > 1 and a.recipe.validation.patience > 0,
+    Rule("islands that end early", "layout validation",
+         lambda a: a.layout.island > 1 and a.validation.patience > 0,
          "validation.patience ends an island when its own loss gets no lower, and the others would wait for it",
          "leave it out"),
     Rule("tp above heads", "layout shape", lambda a: a.shape.heads < a.layout.tp,
@@ -446,16 +376,10 @@ RULES: tuple[Rule, ...] = (
     Rule("ep without experts", "layout shape", lambda a: a.layout.ep > 1 and not a.shape.mixtures,
          "ep = {0.layout.ep} spreads experts over ranks, and the model has none",
          "leave ep out, or set model.experts"),
-    Rule("placement without ep", "layout", lambda a: a.layout.ep == 1 and a.layout.placement != "static",
-         "placement = {0.layout.placement!r} is about experts that ep spreads over ranks", "set ep, or leave it out"),
     Rule("placement with post-validation", "layout optimizer",
          lambda a: a.layout.placement != "static" and a.optimizer.post_validation,
          "optimizer.post_validation knows a step's loads when the next one has been taken, and layout.placement = "
          "{0.layout.placement!r} is planned from them", "leave out one of them"),
-    Rule("moving experts with shared state", "layout",
-         lambda a: a.layout.placement == "moving" and a.layout.size("shard", "cp") > a.layout.fold,
-         "placement = 'moving' lets owners swap experts, and with ep = {0.layout.ep} each is owned by several of "
-         "shard={0.layout.shard} x cp={0.layout.cp}", "use placement = 'sharded', more ep, or dp for shard"),
     Rule("moving experts in pieces", "layout shape",
          lambda a: a.layout.placement == "moving" and bool(a.shape.mixtures) and a.least_experts < a.layout.ep,
          "placement = 'moving' moves whole experts, and ep = {0.layout.ep} cuts {0.least_experts} in pieces",
@@ -469,17 +393,6 @@ RULES: tuple[Rule, ...] = (
     Rule("ep above experts", "layout shape", lambda a: a.narrowest_expert < 1,
          "ep = {0.layout.ep} cuts the {0.least_experts} experts of a layer, {0.shape.expert_ffn} wide, in no equal "
          "number of pieces each", "use ep <= {0.least_experts}, or a multiple of it"),
-    Rule("ep with secondary", "layout", lambda a: a.layout.ep > 1 and a.layout.secondary > 0,
-         "layout.secondary = {0.layout.secondary} is about neighbours that share all state, and with ep = "
-         "{0.layout.ep} they have other experts", "leave out one of them"),
-    Rule("means of tokens that go nowhere", "layout",
-         lambda a: (a.layout.lsh > 0 and a.layout.ep == 1) or (a.layout.lsh_residual and not a.layout.lsh),
-         "layout.lsh and lsh_residual are about tokens that travel as means, and lsh = {0.layout.lsh} with "
-         "ep = {0.layout.ep} sends none", "set ep and lsh, or leave them out"),
-    Rule("two levels without nodes", "layout",
-         lambda a: a.layout.dispatch in ("two-level", "per-node") and a.layout.ep > 1 and not a.ranks_in_node,
-         "dispatch = {0.layout.dispatch!r} needs equally many of the ranks of ep = {0.layout.ep} on every node, and "
-         "layout.node = {0.layout.node} ranks share one (0: not said)", "set layout.node, or dispatch = 'per-rank'"),
     Rule("tp above expert ffn", "layout shape", lambda a: bool(a.shape.mixtures) and min(a.widths) < a.layout.tp,
          "tp={0.layout.tp} is more than the experts' {0.shape.expert_ffn} expert_ffn",
          "use tp <= {0.shape.expert_ffn}"),
@@ -499,14 +412,6 @@ RULES: tuple[Rule, ...] = (
          lambda a: bool(a.layout.overlap) and (a.layout.pp == 1 or not a.shape.mixtures),
          "layout.overlap = {0.layout.overlap!r} is about exchanges of experts in a pipeline",
          "set pp and model.experts, or leave it out"),
-    Rule("overlap with other tables", "layout",
-         lambda a: bool(a.layout.overlap and (a.layout.skip or a.layout.vocab_barriers)),
-         "layout.overlap cuts a schedule of its own, and layout.skip and layout.vocab_barriers bring others",
-         "leave one of them out"),
-    Rule("overlap of sharded parameters", "layout",
-         lambda a: bool(a.layout.overlap) and a.layout.zero == 3 and a.layout.size("shard", "cp") > 1,
-         "layout.overlap = {0.layout.overlap!r} goes to and fro between layers, whose parameters layout.zero = 3 would "
-         "gather each time", "set layout.zero = 2"),
     Rule("overlap with recomputation", "layout train memory",
          lambda a: bool(a.layout.overlap)
          and (a.train.recompute != "none" or a.memory.offloads_activations or a.memory.weights == "file"),
@@ -614,7 +519,7 @@ def every_rule() -> list[Rule]:
     return [*RULES, *dict.fromkeys(declared_rules)]
 
 
-def _declared_rules(asked: Asked) -> Iterator[Rule]:
+def _declared_rules(asked: AskedRecipe) -> Iterator[Rule]:
     """The rules of the techniques that the settings name."""
     for section in vars(asked).values():
         if named := getattr(section, "named", None):
@@ -622,8 +527,6 @@ def _declared_rules(asked: Asked) -> Iterator[Rule]:
                 yield from technique.rules
 
 
-def refuse(asked: Asked, *given: str) -> None:
-    """Raise :class:`Conflict` for the first entry whose condition holds, of those that read only fields ``given``."""
-    for rule in (*RULES, *_declared_rules(asked)):
-        if set(rule.needs.split()) <= set(given) and rule.meets(asked):
-            raise Conflict(f"{rule.why}; {rule.remedy}".format(asked), rule.name)
+def refuse_conflicts(asked: AskedRecipe) -> None:
+    """Raise a conflict for the first rule that ``asked`` breaks, of those that it knows enough for."""
+    refuse(asked, (*RULES, *_declared_rules(asked)))

@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
-from weft.recipe.section import Section
+from weft.section import Section
 
 #: Weft's own kinds of sources; plugins bring others.
 SOURCES = (

@@ -2,7 +2,7 @@
 
 from pydantic import Field, PositiveInt
 
-from weft.recipe.section import Section
+from weft.section import Section
 
 
 class Generate(Section):

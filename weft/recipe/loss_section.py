@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import Field, PositiveFloat
 
-from weft.recipe.section import Section
+from weft.section import Section
 
 #: Losses that compare pairs of answers; plugins bring other losses.
 PAIR_LOSSES = (

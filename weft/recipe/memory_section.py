@@ -4,8 +4,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from weft.recipe.conflicts import Asked, refuse
-from weft.recipe.section import Section
+from weft.refusal import Asked, Rule, refuse
+from weft.section import Section
 
 #: Where tensors can rest while they are not in use, the nearest first.
 PLACES = ("device", "host", "file")
@@ -77,5 +77,40 @@ class Memory(Section):
 
     @model_validator(mode="after")
     def _together(self) -> Self:
-        refuse(Asked(memory=self), "memory")
+        refuse(AskedMemory(memory=self), MEMORY_RULES)
         return self
+
+
+class AskedMemory(Asked):
+    """Places that are asked for."""
+
+    memory: Memory
+
+
+#: What places cannot combine, whatever else is asked for.
+MEMORY_RULES: tuple[Rule[AskedMemory], ...] = (
+    Rule("moments nearer than the weights", "memory",
+         lambda a: a.memory.distance("moments") < min(a.memory.distance("weights"), 1),
+         "memory.weights = {0.memory.weights!r} says where the update runs, and memory.moments = "
+         "{0.memory.moments!r} is nearer to the device", "leave memory.moments out"),
+    Rule("gradients away from the weights", "memory",
+         lambda a: a.memory.distance("gradients") not in (
+             (1, 2) if a.memory.weights == "file" else (a.memory.distance("weights"),)),
+         "memory.gradients = {0.memory.gradients!r} is not where the update needs them, with memory.weights = "
+         "{0.memory.weights!r}", "leave memory.gradients out"),
+    Rule("room for weights that do not leave", "memory", lambda a: a.memory.buffer > 0 and a.memory.weights != "file",
+         "memory.buffer = {0.memory.buffer} is room for weights that come from a file, and memory.weights = "
+         "{0.memory.weights!r}", "set memory.weights = 'file', or leave memory.buffer out"),
+    Rule("blocks of what stays", "memory", lambda a: a.memory.blocks > 0 and not a.memory.offloads_activations,
+         "memory.blocks = {0.memory.blocks} says how many blocks' activations leave, and memory.activations = 'device' "
+         "keeps all", "set memory.activations to 'host' or 'file', or leave memory.blocks out"),
+    Rule("alternating updates away from the host", "memory",
+         lambda a: a.memory.alternate != 0 and {a.memory.place_of(k) for k in ("weights", "moments")} != {"host"},
+         "memory.alternate = {0.memory.alternate!r} shares updates of what rests on the host with the device, and here "
+         "weights are in {0.memory.weights!r}", "set memory.weights = 'host' and leave memory.moments out, or leave "
+         "memory.alternate out"),
+    Rule("alternating updates that are tried", "memory",
+         lambda a: a.memory.alternate != 0 and a.memory.speculate != "none",
+         "memory.speculate = {0.memory.speculate!r} updates units during backward, and memory.alternate shares what is "
+         "updated after it", "leave one of them out"),
+)  # fmt: skip

@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from weft.recipe.adapter import Adapter
-from weft.recipe.section import Section
+from weft.section import Section
 
 
 class RopeScaling(Section):

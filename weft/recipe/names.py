@@ -20,10 +20,10 @@ from weft.recipe.optimizer import Optimizer, ParameterGroup
 from weft.recipe.read import build_recipe, load_recipe
 from weft.recipe.recipe import RUNS, Recipe, Use
 from weft.recipe.resilience import REPLICAS_NEEDED, Resilience
-from weft.recipe.section import Section
 from weft.recipe.sync import Sync
 from weft.recipe.train_section import Dtype, Train
 from weft.recipe.validation_section import Task, Validation
+from weft.section import Section
 
 __all__ = [
     "ANSWER_PAIRS",

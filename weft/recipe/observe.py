@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 from pydantic import Field, PositiveInt
 
-from weft.recipe.section import Section
+from weft.section import Section
 
 #: Weft's own trackers; plugins bring others.
 TRACKERS = ("tensorboard", "wandb", "mlflow")

@@ -4,8 +4,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, field_validator
 
-from weft.recipe.section import HostSection, Section
+from weft.recipe.host_section import HostSection
 from weft.registry import find
+from weft.section import Section
 
 
 class ParameterGroup(Section):

@@ -12,11 +12,11 @@ from weft.errors import UsageError, WeftError
 from weft.layout.layout import Layout
 from weft.plugins import load_plugins
 from weft.recipe.data_section import Source
+from weft.recipe.host_section import HostSection, unused_settings
 from weft.recipe.recipe import Recipe
-from weft.recipe.section import HostSection, unused_settings
 from weft.recipe.shipped import find_recipe, shipped_recipes
 from weft.recipe.toml import read_toml
-from weft.recipe.validation import validated
+from weft.section import validated
 
 
 def load_recipe(

@@ -5,23 +5,25 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, SerializeAsAny, model_validator
 
-from weft.layout.layout import BATCH_AXES, Layout
+from weft.layout.axes import BATCH_AXES
+from weft.layout.layout import Layout
 from weft.plugins import check, load_plugins
 from weft.recipe.adapter import Adapter
 from weft.recipe.checkpoint_section import Checkpoint
-from weft.recipe.conflicts import Asked, refuse
+from weft.recipe.conflicts import AskedRecipe, refuse_conflicts
 from weft.recipe.data_section import ANSWER_PAIRS, SOURCES, Data
 from weft.recipe.generate_section import Generate
+from weft.recipe.host_section import with_techniques
 from weft.recipe.loss_section import PAIR_LOSSES, Loss
 from weft.recipe.memory_section import Memory
 from weft.recipe.model_shape import ModelShape
 from weft.recipe.observe import TRACKERS, Observe
 from weft.recipe.optimizer import Optimizer
 from weft.recipe.resilience import Resilience
-from weft.recipe.section import Section, with_techniques
 from weft.recipe.sync import Sync
 from weft.recipe.train_section import Train
 from weft.recipe.validation_section import Task, Validation
+from weft.section import Section
 
 #: Where runs go, each in a folder of its own.
 RUNS = Path("runs")
@@ -121,14 +123,7 @@ class Recipe(Section):
             raise ValueError(
                 "model.adapter is that of model.from; a new one is the recipe's own: adapter = Adapter(...)"
             )
-        asked = Asked(
-            self.layout,
-            train=self.train,
-            optimizer=self.optimizer,
-            recipe=self,
-            memory=self.memory,
-        )
-        refuse(asked, "layout", "train", "memory", "optimizer", "recipe")
+        refuse_conflicts(AskedRecipe(**dict(self)))
         self._check_loss()
         return self
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from weft.recipe.section import Section
+from weft.section import Section
 
 #: How many replicas a rule of ``resilience.aggregate`` needs: (for each faulty one, and so many more).
 REPLICAS_NEEDED = {

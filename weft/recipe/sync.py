@@ -6,7 +6,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from weft.errors import UsageError
 from weft.recipe.compressor_word import compressor_word
-from weft.recipe.section import HostSection
+from weft.recipe.host_section import HostSection
 from weft.registry import find
 
 

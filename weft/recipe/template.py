@@ -7,7 +7,7 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from weft.recipe import Recipe, Section, build_recipe
-from weft.recipe.section import HostSection
+from weft.recipe.host_section import HostSection
 from weft.recipe.toml import toml_value
 from weft.registry import KINDS, names
 

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from weft.recipe.section import Section
+from weft.section import Section
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 

@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from weft.recipe.section import Section
+from weft.section import Section
 
 
 class Validation(Section):

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.layout.layout import AXES, Layout
+from weft.layout.axes import AXES
+from weft.layout.layout import Layout
 from weft.layout.placement import rank_table
 from weft.rehearse.links import WorkerLinks
 

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from weft.errors import UsageError
-from weft.layout.layout import AXES, BATCH_AXES, FOLDED, Layout
+from weft.layout.axes import AXES, BATCH_AXES, FOLDED
+from weft.layout.layout import Layout
 from weft.layout.mesh import LIVE_AXES
 from weft.layout.placement import expert_sizes
 from weft.planner.choose import local_cluster
@@ -31,7 +32,7 @@ from weft.planner.engine import ENGINES
 from weft.planner.machine import Cluster
 from weft.planner.planned_model import vocab_of
 from weft.recipe import ModelShape, Optimizer, Recipe
-from weft.recipe.conflicts import Asked, refuse
+from weft.recipe.conflicts import AskedRecipe, refuse_conflicts
 from weft.shapes.shape import shape_of
 
 #: A layout is about as fast as another if, by the estimate, it takes at most so many times as long.
@@ -149,10 +150,8 @@ def _tried(
     try:
         layout, optimizer = Layout(**trees["layout"]), Optimizer(**trees["optimizer"])
         found = recipe.model_copy(update={"layout": layout, "optimizer": optimizer})
-        asked = Asked(
-            layout, shape, recipe.train, optimizer, recipe=found, memory=recipe.memory
-        )
-        refuse(asked, "layout", "shape", "train", "optimizer", "recipe", "memory")
+        asked = AskedRecipe(**dict(found), shape=shape)
+        refuse_conflicts(asked)
         return found
     except ValueError as error:  # of the table, by itself or among pydantic's
         return getattr(error, "rule", str(error))

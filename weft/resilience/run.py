@@ -30,7 +30,8 @@ from weft.checkpoint.levels import levels_of
 from weft.checkpoint.state import Progress
 from weft.data.loader import shares_of
 from weft.errors import WeftError
-from weft.layout.layout import BATCH_AXES, Layout
+from weft.layout.axes import BATCH_AXES
+from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh, from_all
 from weft.layout.placement import Place
 from weft.net import lost

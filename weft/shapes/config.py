@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from weft.errors import WeftError
 from weft.recipe import ModelShape
-from weft.recipe.validation import explain
+from weft.section import explain
 from weft.shapes.mixture import (
     LIMITS,
     latent_sizes,

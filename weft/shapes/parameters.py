@@ -9,7 +9,7 @@ from itertools import count
 from math import prod
 from typing import Any, Literal, NamedTuple
 
-from weft.layout.layout import CUTS
+from weft.layout.axes import CUTS
 from weft.plugins import made_model
 from weft.recipe import Adapter, ModelShape, VocabularyWeight
 from weft.shapes.dim import Dim

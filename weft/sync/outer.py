@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, PositiveFloat
 
-from weft.recipe.section import Section
+from weft.section import Section
 from weft.sync.sync_method import SyncMethod
 
 if TYPE_CHECKING:

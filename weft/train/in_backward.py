@@ -12,8 +12,8 @@ import torch
 
 from weft.data.batch import Batch
 from weft.errors import WeftError
+from weft.layout.axes import MODEL_AXES
 from weft.layout.boundary import I, share_of_sum, step_sum
-from weft.layout.layout import MODEL_AXES
 from weft.parallel.state import State, Unit
 from weft.train.arrivals import Arrivals
 from weft.train.step import (

@@ -20,7 +20,7 @@ from weft.data.batch import Batch, Pairs
 from weft.data.cache import build_once, cache_root, digest
 from weft.data.order import Order, Stream
 from weft.errors import WeftError
-from weft.layout.layout import MODEL_AXES
+from weft.layout.axes import MODEL_AXES
 from weft.layout.mesh import Mesh
 from weft.models.preference import needs_reference
 from weft.models.values import Values

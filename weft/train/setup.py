@@ -16,7 +16,8 @@ from weft.data.early import check_sources
 from weft.data.loader import Corpus, Loader, open_data, shares_of, tokenizer_of_data
 from weft.data.tokenizer import NO_TOKENIZER
 from weft.errors import UsageError, WeftError, nearest
-from weft.layout.layout import BATCH_AXES, MODEL_AXES, Layout
+from weft.layout.axes import BATCH_AXES, MODEL_AXES
+from weft.layout.layout import Layout
 from weft.layout.placement import Place
 from weft.memory.heap import passing_by_the_heap
 from weft.parallel.build import check_fits, parallelize

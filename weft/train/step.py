@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from weft.data.order import marks
+from weft.layout.axes import DATA_AXES, MODEL_AXES
 from weft.layout.boundary import (
     BY_DATA,
     OWN,
@@ -35,7 +36,6 @@ from weft.layout.boundary import (
     sum_over,
     untyped,
 )
-from weft.layout.layout import DATA_AXES, MODEL_AXES
 from weft.recipe import Optimizer
 
 if TYPE_CHECKING:
@@ -345,7 +345,7 @@ def reduced(
 def summed_over_axes(
     grads: dict[str, torch.Tensor], state: State, mesh: Mesh
 ) -> dict[str, torch.Tensor]:
-    """The gradients with :func:`sum_over_axis` done for each of :data:`weft.layout.layout.MODEL_AXES`."""
+    """The gradients with :func:`sum_over_axis` done for each of :data:`weft.layout.axes.MODEL_AXES`."""
     for axis in MODEL_AXES:
         grads = sum_over_axis(axis, grads, state, mesh)
     return grads

@@ -26,7 +26,7 @@ from weft.layout.mesh import Mesh
 from weft.models.init import initial_values
 from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
-from weft.recipe.validation import validated
+from weft.section import validated
 
 #: The settings of the new experts that ``--upcycle`` takes; the others have the defaults of :class:`ModelShape`.
 SETTINGS = (

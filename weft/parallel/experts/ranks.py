@@ -7,9 +7,9 @@ from itertools import accumulate, pairwise
 import torch
 import torch.distributed as dist
 
+from weft.layout.axes import FOLDED
 from weft.layout.boundary import declare, untyped
 from weft.layout.dims import Dim, part
-from weft.layout.layout import FOLDED
 from weft.layout.mesh import Mesh
 from weft.layout.placement import Place, expert_blocks
 from weft.models.numbers import has_numbers

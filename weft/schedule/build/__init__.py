@@ -7,7 +7,7 @@ from functools import cache
 
 from weft.errors import UsageError
 from weft.layout.layout import Layout
-from weft.recipe.conflicts import Asked, refuse
+from weft.recipe.conflicts import AskedRecipe, refuse_conflicts
 from weft.registry import find, names
 from weft.schedule.actions import Table, assemble
 from weft.schedule.builder import ScheduleBuilder
@@ -57,8 +57,8 @@ def build(
             f"schedule {name} needs at least 1 chunk per rank, got {virtual}; the usual number is 2"
         )
     layout = Layout(pp=ranks, schedule=name, virtual=virtual)
-    asked = Asked(layout, staged=True)
-    refuse(asked, "layout")
+    asked = AskedRecipe(layout=layout, staged=True)
+    refuse_conflicts(asked)
     builder, chunks = builder_of(name), asked.chunks
     stages = ranks * chunks
     if stages * microbatches > LARGEST:

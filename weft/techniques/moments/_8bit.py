@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, PositiveInt
 
-from weft.recipe.section import Section
 from weft.registry import register
+from weft.section import Section
 from weft.train.rules.small import SmallAdamW
 from weft.train.rules.update_rule import WHOLE_ROWS
 

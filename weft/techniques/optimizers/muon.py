@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from weft.recipe.section import Section
 from weft.registry import register
+from weft.section import Section
 from weft.train.rules.update_rule import UpdateRule
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from weft.layout.axes import MODEL_AXES
 from weft.layout.dims import Tensor, slices
-from weft.layout.layout import MODEL_AXES
 from weft.layout.mesh import Mesh
 from weft.layout.parts import NAMES, Part
 from weft.parallel.state import Held

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from weft.recipe.conflicts import Rule
+from weft.refusal import Rule
 
 if TYPE_CHECKING:
     import torch

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from weft.recipe.conflicts import Rule
-from weft.recipe.section import Section
+from weft.refusal import Rule
 from weft.registry import register
+from weft.section import Section
 from weft.train.rules.update_rule import Timer, UpdateRule
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The base of all sections of a recipe, and of those whose techniques bring settings of their own."""
+"""Sections whose techniques bring settings of their own."""
 
 from __future__ import annotations
 
@@ -6,25 +6,13 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, ClassVar, Self, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BeforeValidator, ValidationInfo, field_validator
 from pydantic_core import PydanticKnownError
 
-from weft.recipe.validation import OneLine
 from weft.registry import KINDS, Registered, declared, find, names
+from weft.section import Section
 
 S = TypeVar("S", bound="Section")
-
-
-class Section(BaseModel, metaclass=OneLine):
-    """Base of every section: unknown keys are errors and values never change after validation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class HostSection(Section):

@@ -1,14 +1,13 @@
-"""Turn user input into a validated object, or into one line that says what is wrong with it."""
+"""Sections: frozen objects made of what a user gives, or one line that says what is wrong with it."""
 
 import re
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from weft.errors import UsageError, nearest
-from weft.recipe.conflicts import Conflict
-from weft.recipe.elsewhere import here_it_is
+from weft.refusal import Conflict
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
@@ -49,6 +48,12 @@ class OneLine(ModelMetaclass):
             ) from None
 
 
+class Section(BaseModel, metaclass=OneLine):
+    """Base of every section: unknown keys are errors and values never change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
 def validated(model: type[M], values: dict[str, Any], origin: str) -> M:
     """``values`` as a ``model``; one line per :class:`UsageError`, beginning with ``origin``."""
     try:
@@ -70,27 +75,10 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     path = _path(first)
     key = ".".join(path)
     if first["type"] == "extra_forbidden":
-        below = first["input"] if isinstance(first["input"], dict) else {}
-        # of an unknown section also what stands in it
-        for name in (key, *(f"{key}.{inner}" for inner in below)):
-            if elsewhere := here_it_is(name):
-                return f"unknown key {name!r}; {elsewhere}"
-        near, last = nearest(path[-1], _fields_at(model, path[:-1])), path[-1]
-        settings = [
-            name
-            for name in settings_called(last, model)
-            if name.partition(".")[0] not in path
-        ]
-        # a section that a program makes
-        if not settings and not near.startswith("did"):
-            settings = settings_called(last)
-        if settings and (
-            len(path) == 1 or (len(path) == 2 and not near.startswith("did"))
-        ):
-            return (
-                f"unknown key {key!r}; did you mean {' or '.join(map(repr, settings))}?"
-            )
-        return f"unknown key {key!r}; {near}"
+        # read for whoever has made a mistake only
+        from weft.recipe.unknown_key import unknown_key
+
+        return unknown_key(path, first["input"], model)
     if first["type"] == "missing":
         return f"{key} is missing"
     if first["type"] == "literal_error":
@@ -120,27 +108,6 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     return f"{where}{message}{more}"
 
 
-def settings_called(name: str, model: type[BaseModel] | None = None) -> list[str]:
-    """The settings (``section.key``) of a recipe, or another ``model``, whose key is ``name``.
-
-    Settings of islands, as ``sync.lr``, are left out where a plain run has one of that name.
-    """
-    if model is None:
-        from weft.recipe import Recipe
-
-        model = Recipe
-    sections = [
-        section
-        for section in model.model_fields
-        if name in _fields_at(model, [section])
-    ]
-    return [
-        f"{section}.{name}"
-        for section in sections
-        if section != "sync" or sections == ["sync"]
-    ]
-
-
 def _shown(value: object) -> str:
     """A value in an error line: of what is long the beginning, of an object its class."""
     if isinstance(value, BaseModel):
@@ -158,7 +125,7 @@ def _path(error: ErrorDetails) -> list[str]:
     ]
 
 
-def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
+def fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
     """Field names of the (nested) section that ``path`` leads to; none if that is no section."""
     for part in path:
         if part.isdigit():

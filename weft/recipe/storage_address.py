@@ -1,0 +1,34 @@
+"""Parses where checkpoints are: a folder, ``s3://bucket/prefix`` or ``peer://path``."""
+
+import re
+from typing import Literal, NamedTuple
+
+from weft.errors import UsageError
+
+
+class StorageAddress(NamedTuple):
+    """A ``path`` in storage of a kind: a folder's, the prefix in an S3 bucket, or what peers call it."""
+
+    kind: Literal["folder", "s3", "peer"]
+    path: str
+    bucket: str = ""
+
+
+def storage_address(text: str) -> StorageAddress:
+    """The address that ``text`` is. Raises :class:`UsageError`, without the text, which may have a credential in it."""
+    # a Path has one slash left
+    if found := re.fullmatch(r"s3:/{1,2}([^/]*)/*(.*?)/*", text):
+        bucket, prefix = found.groups()
+        # nor key:secret@bucket
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", bucket):
+            raise UsageError(
+                "an object store is given as s3://bucket/prefix; credentials go into AWS_* variables"
+            )
+        return StorageAddress("s3", re.sub("/+", "/", prefix), bucket)
+    if found := re.fullmatch(r"peer:/{1,2}(.*?)/*", text):
+        return StorageAddress("peer", found[1])
+    if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text):
+        raise UsageError(
+            f"{scheme[1]}:// is no storage that Weft knows; give a folder, s3://bucket/prefix or peer://path"
+        )
+    return StorageAddress("folder", text)

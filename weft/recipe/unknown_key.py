@@ -1,0 +1,50 @@
+"""Says what an unknown key of a recipe should have been."""
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from weft.errors import nearest
+from weft.recipe.elsewhere import here_it_is
+from weft.section import fields_at
+
+
+def unknown_key(path: list[str], value: Any, model: type[BaseModel]) -> str:
+    """The line for the key at ``path`` of ``model``, which is given ``value`` and does not exist."""
+    key, last = ".".join(path), path[-1]
+    below = value if isinstance(value, dict) else {}
+    # of an unknown section also what stands in it
+    for name in (key, *(f"{key}.{inner}" for inner in below)):
+        if elsewhere := here_it_is(name):
+            return f"unknown key {name!r}; {elsewhere}"
+    near = nearest(last, fields_at(model, path[:-1]))
+    settings = [
+        name
+        for name in settings_called(last, model)
+        if name.partition(".")[0] not in path
+    ]
+    # a section that a program makes
+    if not settings and not near.startswith("did"):
+        settings = settings_called(last)
+    if settings and (len(path) == 1 or (len(path) == 2 and not near.startswith("did"))):
+        near = f"did you mean {' or '.join(map(repr, settings))}?"
+    return f"unknown key {key!r}; {near}"
+
+
+def settings_called(name: str, model: type[BaseModel] | None = None) -> list[str]:
+    """The settings (``section.key``) of a recipe, or another ``model``, whose key is ``name``.
+
+    Settings of islands, as ``sync.lr``, are left out where a plain run has one of that name.
+    """
+    if model is None:
+        from weft.recipe.recipe import Recipe
+
+        model = Recipe
+    sections = [
+        section for section in model.model_fields if name in fields_at(model, [section])
+    ]
+    return [
+        f"{section}.{name}"
+        for section in sections
+        if section != "sync" or sections == ["sync"]
+    ]

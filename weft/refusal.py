@@ -1,0 +1,59 @@
+"""Refuses what cannot be combined: a rule is a condition, the reason for the refusal, and a remedy."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic
+
+from weft.errors import UsageError
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    #: What a rule reads; a rule that stands alone may read anything.
+    A = TypeVar("A", contravariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    A = TypeVar("A")
+
+
+class Conflict(UsageError, ValueError):
+    """A refusal by the rule with the name ``rule``; a :class:`ValueError` too, as validators must raise."""
+
+    def __init__(self, message: str, rule: str) -> None:
+        super().__init__(message, rule)
+        self.message, self.rule = message, rule
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Asked:
+    """Settings that are asked for, as attributes: those that are known have a value.
+
+    Subclasses say which there are, and have as properties what conditions and texts of rules need of them.
+    """
+
+    def __init__(self, **known: Any) -> None:
+        vars(self).update(known)
+
+
+@dataclass(frozen=True)
+class Rule(Generic[A]):
+    """If ``meets`` is true, the request is refused with ``why`` and ``remedy``.
+
+    ``needs`` names the attributes that ``meets`` reads; ``{0}`` in the texts is what ``meets`` is given.
+    """
+
+    name: str
+    needs: str
+    meets: Callable[[A], bool]
+    why: str
+    remedy: str
+
+
+def refuse(asked: A, rules: Iterable[Rule[A]]) -> None:
+    """Raise :class:`Conflict` for the first rule whose condition holds, of those for which ``asked`` knows enough."""
+    for rule in rules:
+        if set(rule.needs.split()) <= vars(asked).keys() and rule.meets(asked):
+            raise Conflict(f"{rule.why}; {rule.remedy}".format(asked), rule.name)
