@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import random
 import socket
 import threading
@@ -108,7 +109,7 @@ def break_in(kind: str, encrypted: bool, rng: random.Random) -> None:
     """Try to become, or to pretend to be, an end of a channel."""
     before = shake(encrypted)
     tries: dict[str, dict[str, Any]] = {
-        "stranger": {"key": key_of(rng.randbytes(16))},
+        "stranger": {"key": key_of(rng.randbytes(16).hex())},
         "other channel": {"channel": "other"},
         "noise": {"on_hello": lambda hello: rng.randbytes(rng.randrange(200, 400))},
         "replay of a hello": {"on_hello": lambda hello: before.hello},
@@ -319,3 +320,26 @@ def test_what_leaves_the_private_network_is_encrypted(
 ) -> None:
     assert encrypts("auto", host, own) == encrypted
     assert encrypts("always", host, own) and not encrypts("never", host, own)
+
+
+def test_a_secret_of_the_user_keeps_out_who_overheard_that_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = [key_of("the run's secret")]
+    for given in ("a", "b", "a"):
+        monkeypatch.setenv("WEFT_SECRET", given)
+        keys.append(key_of("the run's secret"))
+    assert len(set(keys)) == 3 and keys[1] == keys[3]
+
+
+def test_a_share_that_fixes_the_secret_is_refused() -> None:
+    """Zeros as a public share would make every secret zero; only who knows the channel's key can send them."""
+    pytest.importorskip("cryptography")
+    sent, words = bytearray(), b"{}"
+    listening = greet(lambda name: KEY, lambda encrypted: True, sent.extend)
+    view = next(listening)
+    fixed = wire._HELLO.pack(bytes(32), 1, 1, len(words))
+    master = hmac.digest(KEY, bytes(sent) + fixed + b"x" + words, "sha256")
+    hello = fixed + b"x" + words + wire._proof(master, b"dialler")
+    with pytest.raises(WireForged, match="Diffie-Hellman"):
+        drive(_after(view, listening), bytearray(hello))

@@ -15,19 +15,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.net.endpoint import Endpoint
+from weft.net.wire import Encryption
 from weft.sync.collectives import compressed_mean, from_islands, power_mean, ring_sum
 from weft.sync.compress import build_compressor, encoded
 from weft.sync.streams import IslandLost, Streams, streams_by_store
 
 
 @contextmanager
-def islands(count: int, limit: float = 20) -> Iterator[list[Streams]]:
+def islands(
+    count: int, limit: float = 20, encrypt: Encryption = "auto"
+) -> Iterator[list[Streams]]:
     """The streams of so many islands of one rank, all in this process."""
     store = dist.HashStore()
     with ExitStack() as stack:
         found = []
         for i in range(count):
-            endpoint = Endpoint("127.0.0.1")
+            endpoint = Endpoint("127.0.0.1", 0, encrypt)
             stack.callback(endpoint.close)
             found.append(streams_by_store(i, count, 0, store, endpoint, limit))
             stack.callback(found[-1].close, flush=False)
@@ -68,6 +71,24 @@ def test_every_element_is_added_exactly_once_per_island(
             assert {s.sent for s in found} <= set(
                 range(8 * (count - 1) * size // count + 1 + 8 * count)
             )
+
+
+def test_what_is_encrypted_adds_up_in_as_many_bytes() -> None:
+    pytest.importorskip("cryptography")
+    values = torch.arange(600_000).float()
+
+    def work(streams: Streams) -> tuple[torch.Tensor, int]:
+        total = ring_sum(streams, values * (1 + streams.island), [0, 1, 2], "x", 9999)
+        streams.flush()
+        return total, streams.sent
+
+    found = []
+    for how in ("never", "always"):
+        with islands(3, encrypt=how) as every:
+            found.append(on_all(every, work))
+    for plain, encrypted in zip(*found, strict=True):
+        assert torch.equal(plain[0], encrypted[0]) and plain[1] == encrypted[1]
+        assert torch.equal(plain[0], values * 6)
 
 
 def test_what_is_not_sealed_names_its_sender_and_strangers_are_not_heard() -> None:

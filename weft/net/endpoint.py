@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -63,7 +63,7 @@ class Endpoint:
     """
 
     def __init__(self, host: str, port: int = 0, encrypt: Encryption = "auto") -> None:
-        if encrypts(encrypt, host, ""):
+        if encrypt == "always":
             require_cipher()
         try:
             self._listener = listen(host, port, BACKLOG)
@@ -85,7 +85,16 @@ class Endpoint:
         )
         self._thread.start()
 
-    def open(self, name: str, secret: str | bytes, serve: Serve) -> "Channel":
+    def check(self, addresses: Iterable[Address]) -> None:
+        """Raise :class:`UsageError` if a connection with one of these is to be encrypted and cannot be."""
+        if any(self.encrypts(address) for address in addresses):
+            require_cipher()
+
+    def encrypts(self, address: Address) -> bool:
+        """Whether what is said to the endpoint at this address is encrypted."""
+        return encrypts(self.encrypt, address[0], self.address[0])
+
+    def open(self, name: str, secret: str, serve: Serve) -> "Channel":
         """Open a channel: from now on ``serve`` is called for each connection that names it and knows its secret."""
         with self._lock:
             if name in self._channels:
@@ -93,7 +102,7 @@ class Endpoint:
             channel = self._channels[name] = Channel(self, name, key_of(secret), serve)
         return channel
 
-    def join(self, name: str, secret: str | bytes) -> "Channel":
+    def join(self, name: str, secret: str) -> "Channel":
         """A channel of other endpoints, which takes no connections here."""
         return Channel(self, name, key_of(secret), SealedConnection.close)
 
@@ -166,7 +175,7 @@ class Endpoint:
             if not stranger.incoming.take(stranger.socket):
                 return
         # what strangers send may be anything; who it was does not matter
-        except (OSError, UsageError):
+        except OSError:
             return self._part_with(stranger)
         assert stranger.incoming.result is not None
         name, session = stranger.incoming.result
@@ -218,7 +227,7 @@ class Channel:
                 name or self.name,
                 self.key,
                 hello,
-                self._encrypted(address),
+                self.endpoint.encrypts(address),
                 lambda data: send_all(sock, data, left()),
             )
             return SealedConnection(sock, fill(sock, steps, left(), left()), stall)
@@ -239,7 +248,7 @@ class Channel:
             sock.close()
             raise
         connection = PolledConnection(sock, poller, address)
-        encrypted = self._encrypted(address)
+        encrypted = self.endpoint.encrypts(address)
         connection.begin(
             introduce(self.name, self.key, hello, encrypted, connection.put)
         )
@@ -274,13 +283,6 @@ class Channel:
     def close_sockets(self) -> None:
         for sock in list(self._sockets):
             sock.close()
-
-    def _encrypted(self, address: Address) -> bool:
-        endpoint = self.endpoint
-        encrypted = encrypts(endpoint.encrypt, address[0], endpoint.address[0])
-        if encrypted:
-            require_cipher()
-        return encrypted
 
     def _socket(self, address: Address) -> socket.socket:
         sock = socket.socket(family_of(address[0]))

@@ -5,6 +5,9 @@ itself. From these four and the channel's secret both ends derive the keys of th
 The dialler proves that it knows them in the same message, and the listener in its answer, so that nothing is said to
 a stranger, and nothing that was overheard opens another connection.
 
+An encrypted connection's keys also come from a Diffie-Hellman exchange (X25519) in the same messages, so that who
+learns the secret later, or overhears how it is handed out, reads nothing.
+
 A frame is a head in JSON and a raw payload. Head, and every :data:`PIECE` of the payload, are records: numbered, and
 sealed with a keyed hash (HMAC-SHA256, 128 bits), or encrypted (AES-256-GCM) where both ends have agreed on that. A
 head is opened before memory is given to its payload. Nothing that arrives is unpickled.
@@ -17,13 +20,14 @@ import hmac
 import ipaddress
 import json
 import math
+import os
 import secrets
 import select
 import socket
 import struct
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from weft.errors import UsageError
@@ -63,10 +67,14 @@ class Frame(NamedTuple):
     payload: memoryview
 
 
-def key_of(secret: str | bytes) -> bytes:
-    """The key that a channel's secret stands for."""
-    text = secret.encode() if isinstance(secret, str) else secret
-    return hmac.digest(b"weft channel", text, "sha256")
+class CipherMissing(UsageError, WireBroken):
+    """A connection is to be encrypted, and the package for that is not installed."""
+
+
+def key_of(secret: str) -> bytes:
+    """The key that a channel's secret stands for, together with the one that the user may have given all processes."""
+    given = os.environ.get("WEFT_SECRET", "")
+    return hmac.digest(b"weft channel" + given.encode(), secret.encode(), "sha256")
 
 
 def encrypts(how: Encryption, host: str, own: str) -> bool:
@@ -86,16 +94,25 @@ def encrypts(how: Encryption, host: str, own: str) -> bool:
     return bool((mapped or address).is_global)
 
 
-def require_cipher() -> Callable[[bytes], Any]:
-    """The cipher of encrypted connections. Raises :class:`UsageError` where its package is missing."""
+class _Cipher(NamedTuple):
+    """What of the package ``cryptography`` encrypted connections use."""
+
+    aead: Callable[[bytes], Any]
+    private_key: Any
+    public_key: Any
+
+
+def require_cipher() -> _Cipher:
+    """Raises :class:`CipherMissing` where the package is not installed."""
     try:
+        from cryptography.hazmat.primitives.asymmetric import x25519
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError:
-        raise UsageError(
+        raise CipherMissing(
             "an encrypted connection needs the package cryptography: pip install 'weft[secure]' on every machine, or "
-            'set net.encrypt = "never" where the network between them is your own'
+            'set resilience.encrypt = "never" if the network between them is your own'
         ) from None
-    return AESGCM
+    return _Cipher(AESGCM, x25519.X25519PrivateKey, x25519.X25519PublicKey)
 
 
 @dataclass
@@ -108,7 +125,7 @@ class _Records:
 
     def __post_init__(self) -> None:
         self._hash = hmac.new(self.key, digestmod="sha256")
-        self._cipher = require_cipher()(self.key) if self.encrypted else None
+        self._cipher = require_cipher().aead(self.key) if self.encrypted else None
 
     def seal(self, views: Sequence[Buffer], context: bytes) -> list[Buffer]:
         """The record of these bytes as it is sent; ``context``: what it must be received with."""
@@ -149,7 +166,7 @@ class Session:
 
     outgoing: _Records
     incoming: _Records
-    hello: Head = field(default_factory=dict)
+    hello: Head
 
     def encode(
         self, head: Head, payload: Sequence[memoryview] = ()
@@ -222,7 +239,7 @@ def greet(
     challenge = secrets.token_bytes(NONCE)
     send(challenge)
     yield (fixed := memoryview(bytearray(_HELLO.size)))
-    _, encrypted, name, size = _HELLO.unpack(fixed)
+    nonce, encrypted, name, size = _HELLO.unpack(fixed)
     if encrypted > 1 or size > LONGEST_HELLO:
         raise WireForged("no hello of Weft's")
     yield (rest := memoryview(bytearray(name + size + SEAL)))
@@ -235,10 +252,12 @@ def greet(
         raise WireForged("a stranger")
     if not allows(bool(encrypted)):
         raise WireForged("it does not encrypt what it sends")
-    session = _session(master, bool(encrypted), dials=False)
-    session.hello = _head(text[name:])
-    send(_proof(master, b"listener"))
-    return channel, session
+    hello, share, secret = _head(text[name:]), b"", b""
+    if encrypted:
+        private = require_cipher().private_key.generate()
+        share, secret = private.public_key().public_bytes_raw(), _shared(private, nonce)
+    send(share + _proof(master, b"listener" + share))
+    return channel, _session(master + share + secret, bool(encrypted), hello, False)
 
 
 def introduce(
@@ -250,29 +269,47 @@ def introduce(
 ) -> Steps[Session]:
     """The dialling end of the handshake. Raises :class:`WireForged` if the other end does not know the key."""
     name, words = channel.encode(), json.dumps(hello).encode()
-    fixed = _HELLO.pack(secrets.token_bytes(NONCE), encrypted, len(name), len(words))
+    private = require_cipher().private_key.generate() if encrypted else None
+    nonce = (
+        private.public_key().public_bytes_raw()
+        if private
+        else secrets.token_bytes(NONCE)
+    )
+    fixed = _HELLO.pack(nonce, encrypted, len(name), len(words))
     yield (challenge := memoryview(bytearray(NONCE)))
     text = fixed + name + words
     master = hmac.digest(key, bytes(challenge) + text, "sha256")
     send(text + _proof(master, b"dialler"))
-    yield (answer := memoryview(bytearray(SEAL)))
-    if not hmac.compare_digest(answer, _proof(master, b"listener")):
+    yield (answer := memoryview(bytearray(NONCE * encrypted + SEAL)))
+    share, secret = bytes(answer[:-SEAL]), b""
+    if not hmac.compare_digest(answer[-SEAL:], _proof(master, b"listener" + share)):
         raise WireForged("who answers does not know the channel's secret")
-    session = _session(master, encrypted, dials=True)
-    session.hello = hello
-    return session
+    if private:
+        secret = _shared(private, share)
+    return _session(master + share + secret, encrypted, hello, True)
 
 
 def _proof(master: bytes, who: bytes) -> bytes:
     return hmac.digest(master, b"proof of the " + who, "sha256")[:SEAL]
 
 
-def _session(master: bytes, encrypted: bool, dials: bool) -> Session:
+def _shared(private: Any, share: bytes) -> bytes:
+    """The secret that two ends of an exchange have in common, by the public share of the other one."""
+    try:
+        secret: bytes = private.exchange(
+            require_cipher().public_key.from_public_bytes(share)
+        )
+    except ValueError:  # a share that makes every secret the same
+        raise WireForged("no share of a Diffie-Hellman exchange") from None
+    return secret
+
+
+def _session(secret: bytes, encrypted: bool, hello: Head, dials: bool) -> Session:
     up, down = (
-        _Records(hmac.digest(master, way, "sha256"), encrypted)
+        _Records(hmac.digest(secret, way, "sha256"), encrypted)
         for way in (b"from the dialler", b"from the listener")
     )
-    return Session(up, down) if dials else Session(down, up)
+    return Session(up, down, hello) if dials else Session(down, up, hello)
 
 
 # --- connections ---

@@ -55,6 +55,13 @@ class Resilience(Section):
     burst: PositiveInt = 1
     window: int = Field(2, ge=2)
     patience: PositiveFloat = 1.0
+    encrypt: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description=(
+            "What of ranks' connections of Weft's own is encrypted (docs/security.md): auto, what leaves the machine "
+            "and its private network; always; or never. It takes the package cryptography (weft[secure])."
+        ),
+    )
 
     @property
     def replicas_needed(self) -> int:

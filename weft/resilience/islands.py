@@ -72,11 +72,11 @@ def live(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Outcome,
             return islander.train(None)
         store.set(names[rank], mine)
         met = [json.loads(store.get(name)) for name in names]
+        everybody = [Member(**one["member"]) for one in met]
+        islander.endpoint.check([member.address for member in everybody])
         store.set("weft/islands/met", "")
         about = {"recipe": recipe.model_dump(mode="json"), "islands": True}
-        view = islander.membership.begin(
-            [Member(**one["member"]) for one in met], about
-        )
+        view = islander.membership.begin(everybody, about)
         islander.company.begin_with(view, [one["facts"] for one in met])
         return islander.train(store)
 
@@ -121,7 +121,9 @@ class Islander(Watching):
         self.device, limit = device_type(recipe), recipe.train.timeout
         settle_in(self.device, recipe.train.threads)
         ranks, detect = recipe.layout.inside.world, recipe.resilience.detect
-        self.endpoint = process_endpoint(own_address(), own_port(place))
+        self.endpoint = process_endpoint(
+            own_address(), own_port(place), recipe.resilience.encrypt
+        )
         self.own_streams = Streams(
             island,
             recipe.layout.island,
@@ -210,7 +212,7 @@ class Islander(Watching):
         return run
 
     @contextmanager
-    def streams(self, mesh: Mesh, limit: float) -> Iterator[Streams | None]:
+    def streams(self, mesh: Mesh, recipe: Recipe) -> Iterator[Streams | None]:
         self.presence, self.own_streams.shared = self.company, mesh.shore
         yield self.own_streams
 
@@ -219,6 +221,7 @@ class Islander(Watching):
         self.company.folder, self.folder = str(base), run.folder
         if not self.contacts:
             return super().fill(run, job, state, mesh)
+        self.endpoint.check(self.contacts)
         self.company.come(self.contacts, self.recipe.train.timeout)
 
         def take(giver: int, number: int) -> list[int]:

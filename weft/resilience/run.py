@@ -177,13 +177,15 @@ class Survivor(Watching):
             Member(**json.loads(self.store.get(f"{MEMBERS}/{one}")))
             for one in range(world)
         ]
+        self.endpoint.check([member.address for member in members])
         return self.membership.begin(
             members, {"recipe": self.recipe.model_dump(mode="json")}
         )
 
     def appear(self, token: str, host: str, number: int = NEWCOMER) -> None:
         """Start this rank's agent, which watches the others and is watched by them."""
-        self.token, self.endpoint = token, process_endpoint(host)
+        self.token, encrypt = token, self.recipe.resilience.encrypt
+        self.endpoint = process_endpoint(host, encrypt=encrypt)
         detect = self.recipe.resilience.detect
         self.membership = Membership(
             detect, token, self.on_break, self.endpoint, number, lambda: self.received
@@ -198,9 +200,9 @@ class Survivor(Watching):
             store, rank, _ = next(dist.rendezvous("env://", timeout=self.limit))
             store.set(f"{MEMBERS}/{rank}", "")
         self.appear(roster.token, own_address(roster.members[0].host))
-        self.membership.join(
-            [member.address for member in roster.members], self.limit.total_seconds()
-        )
+        contacts = [member.address for member in roster.members]
+        self.endpoint.check(contacts)
+        self.membership.join(contacts, self.limit.total_seconds())
         return self.next_view()
 
     def live(self, view: View) -> tuple[Outcome | None, bool]:

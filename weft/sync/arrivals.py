@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from weft.net.endpoint import Channel, process_endpoint
 from weft.net.lost import PeerLost
-from weft.net.wire import Frame, Head, SealedConnection
+from weft.net.wire import Encryption, Frame, Head, SealedConnection
 from weft.sync.coded import Code, CodedTask, Result
 
 #: Messages of ended rounds, with whole gradients among them, that may wait for a late rank. Then all wait for it.
@@ -184,14 +184,18 @@ class Link:
 
 
 def connect_ranks(
-    code: Code, group: dist.ProcessGroup, limit: float, patience: float
+    code: Code,
+    group: dist.ProcessGroup,
+    limit: float,
+    patience: float,
+    encrypt: Encryption = "auto",
 ) -> Link:
     """This rank's link, and on the first rank of ``group`` the threads at the other ends of all. Collective.
 
-    ``limit``: seconds that anybody waits; ``patience``: see :class:`weft.recipe.Resilience`. The threads end when the
-    links are closed, as they are when nobody refers to them any more.
+    ``limit``: seconds that anybody waits; ``patience`` and ``encrypt``: see :class:`weft.recipe.Resilience`. The
+    threads end when the links are closed, as they are when nobody refers to them any more.
     """
-    rank, endpoint = group.rank(), process_endpoint()
+    rank, endpoint = group.rank(), process_endpoint(encrypt=encrypt)
     given = [(("", 0), "", "")]
     if rank == 0:
         name, secret = f"gradients/{secrets.token_hex(8)}", secrets.token_hex(16)

@@ -23,7 +23,7 @@ from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
 from weft.net.endpoint import Address, Endpoint, process_endpoint
 from weft.net.sockets import own_address
-from weft.net.wire import SealedConnection, WireForged
+from weft.net.wire import Encryption, SealedConnection, WireForged
 
 #: Seconds at the end of a run for the messages that are still to be sent.
 END_S = 30.0
@@ -294,13 +294,15 @@ def streams_by_store(
 
 
 @contextmanager
-def open_streams(mesh: Mesh, limit: float) -> Iterator[Streams | None]:
+def open_streams(
+    mesh: Mesh, limit: float, encrypt: Encryption = "auto"
+) -> Iterator[Streams | None]:
     """A context in which this rank has streams to the other islands. It gives None if there are no other islands."""
     if mesh.shore is None:
         yield None
         return
     place = dist.get_rank() if dist.is_initialized() else 0
-    endpoint = process_endpoint(own_address(), own_port(place))
+    endpoint = process_endpoint(own_address(), own_port(place), encrypt)
     streams = streams_by_store(
         mesh.island, mesh.islands, place, mesh.shore, endpoint, limit
     )

@@ -43,7 +43,11 @@ class Coding(Stepper):
         self.code, self.rank = code, self.mesh.rank("dp")
         seconds = waits.total_seconds() if waits else 600.0
         self.link: Link = connect_ranks(
-            code, self.mesh.group("dp"), seconds, self.resilience.patience
+            code,
+            self.mesh.group("dp"),
+            seconds,
+            self.resilience.patience,
+            self.resilience.encrypt,
         )
 
     def gradients(self, batches: Sequence[Batch], stop: bool) -> tuple[dict[str, T], T]:

@@ -56,9 +56,9 @@ class Guard:
         return resume_run(run, job, state, mesh)
 
     def streams(
-        self, mesh: Mesh, limit: float
+        self, mesh: Mesh, recipe: Recipe
     ) -> AbstractContextManager[Streams | None]:
-        """This rank's streams to other islands; None where there are none. ``limit``: seconds that a message may take.
+        """This rank's streams to other islands; None where there are none.
 
         ``presence`` then says which islands are there, if that is not always all of them.
         """
@@ -66,7 +66,7 @@ class Guard:
             return nullcontext()
         from weft.sync.streams import open_streams
 
-        return open_streams(mesh, limit)
+        return open_streams(mesh, recipe.train.timeout, recipe.resilience.encrypt)
 
     def begin(
         self, state: State, mesh: Mesh, resumed: Resumed, recorder: Recorder

@@ -147,7 +147,7 @@ def train(
             checkpoints.wait_for_copy()
             guard.before_update()
 
-        streams = stack.enter_context(guard.streams(mesh, recipe.train.timeout))
+        streams = stack.enter_context(guard.streams(mesh, recipe))
         if streams is not None:
             from weft.train.islands import put_in_ring
 
