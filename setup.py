@@ -49,7 +49,7 @@ setup(
             "*/*.html",
             "*/*.svg",
             "*/*.css",
-            "planner/*.toml",
+            "*/*.toml",
             "planner/*.txt",
         ]
     },

@@ -15,7 +15,7 @@ from tests.conftest import Command
 from weft.cli.app import app
 from weft.errors import UsageError, WeftError
 from weft.recipe import Recipe, Source, build_recipe, load_recipe
-from weft.recipe.elsewhere import EQUIVALENTS, Equivalent, here_called, here_it_is
+from weft.recipe.elsewhere import Equivalent, equivalents, here_called, here_it_is
 from weft.section import fields_at
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -37,7 +37,7 @@ def row(one: Equivalent) -> str:
     )
 
 
-@pytest.mark.parametrize("name", [one.weft for one in EQUIVALENTS])
+@pytest.mark.parametrize("name", [one.weft for one in equivalents()])
 def test_what_others_are_told_exists(name: str) -> None:
     if name.startswith("--"):
         options = [
@@ -55,19 +55,19 @@ def test_what_others_are_told_exists(name: str) -> None:
 
 
 def test_no_word_has_two_answers_and_none_is_a_setting_of_the_same_name() -> None:
-    for one in EQUIVALENTS:
+    for one in equivalents():
         for word in one.words:
             assert here_called(word) in [
-                other for other in EQUIVALENTS if word in other.words
+                other for other in equivalents() if word in other.words
             ]
             assert word != one.weft
-    words = [word for one in EQUIVALENTS for word in set(one.words)]
+    words = [word for one in equivalents() for word in set(one.words)]
     assert [word for word in words if words.count(word) > 1] == []
 
 
 def test_the_page_has_the_table() -> None:
     lines = (DOCS / "coming-from.md").read_text().splitlines()
-    missing = [row(one) for one in EQUIVALENTS if row(one) not in lines]
+    missing = [row(one) for one in equivalents() if row(one) not in lines]
     assert not missing, "\n".join(["docs/coming-from.md lacks:", *missing])
 
 
