@@ -173,13 +173,8 @@ def test_no_two_public_classes_share_a_name() -> None:
 
 
 #: Who may name FSDP2 or DTensor: the backend of the state; what foreign checkpoints put before names; rows of
-#: measurements, whose columns are those of published ones; words of other programs; what the planner prices as they do.
-BACKENDS = {
-    "parallel/sharded.py",
-    "shapes/foreign_names.py",
-    "observe/measured.py",
-    "recipe/elsewhere.py",
-}
+#: measurements, whose columns are those of published ones; what the planner prices as they do.
+BACKENDS = {"parallel/sharded.py", "shapes/foreign_names.py", "observe/measured.py"}
 
 
 def test_only_the_backend_knows_who_holds_the_state() -> None:

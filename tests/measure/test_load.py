@@ -1,4 +1,4 @@
-"""``weft bench serve``: arrivals, figures by hand, and what it says about a server whose times are known."""
+"""``bench/load.py``: arrivals, figures by hand, and what it says about a server whose times are known."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import load
 import pytest
+from load import Target, run
 
 from tests.conftest import Command
 from tests.serve.running import Running, until
+from weft.cli.app import app
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError
 from weft.measure.asks import (
@@ -26,7 +29,13 @@ from weft.measure.asks import (
     sharegpt_asks,
     summary,
 )
-from weft.measure.load import Target, run
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command is one of weft's here, as it is in ``python bench/load.py``."""
+    monkeypatch.setattr(app, "registered_commands", [*app.registered_commands])
+    load.register()
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +125,7 @@ def test_times_are_those_of_the_server(server: Running, monkeypatch: Any) -> Non
 
 @pytest.mark.slow
 def test_the_command(server: Running, command: Command, tmp_path: Path) -> None:
-    url = ["bench", "serve", "--base-url", f"{server.client.base_url}/v1"]
+    url = ["load", "--base-url", f"{server.client.base_url}/v1"]
     words = ["--num-prompts", "6", "--random-input-len", "9", "--random-output-len", "5", "--ignore-eos",
              "--request-rate", "200", "--burstiness", "0.5", "--goodput", "e2el:60000"]  # fmt: skip
     code, out, _ = command(*url, *words, "--json", "--metric-percentiles", "99")
@@ -148,7 +157,7 @@ def test_the_command(server: Running, command: Command, tmp_path: Path) -> None:
     (["--dataset-name", "custom", "--dataset-path", "none"], 2, "is no file"), (["--api-key", "none"], 2, "--api-key"),
 ])  # fmt: skip
 def test_mistakes(command: Command, words: list[str], code: int, said: str) -> None:
-    found, _, error = command("bench", "serve", *words)
+    found, _, error = command("load", *words)
     assert found == code and said in error and "Traceback" not in error
 
 

@@ -1,6 +1,5 @@
-"""``weft bench``: how fast a server answers under load, and which policy would answer a load best."""
+"""``weft bench policies``: which policy of a server would answer a load best."""
 
-import asyncio
 import json
 import math
 from pathlib import Path
@@ -8,19 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from weft.cli.arguments import AsJson, ModelName, Weights, read_keys
+from weft.cli.arguments import AsJson, ModelName, Weights
 from weft.cli.console import print_table, warn
-from weft.errors import UsageError, WeftError
+from weft.errors import UsageError
 
 if TYPE_CHECKING:
     from weft.measure.choose import Candidate
 
-app = typer.Typer(
-    help="Measure a server under load, or choose how to serve one.",
-    no_args_is_help=True,
-)
+app = typer.Typer(help="Choose how to serve a load.", no_args_is_help=True)
 
 _data = "random: ids, lengths as given. sharegpt: ids, lengths as people's talks have. custom: a JSONL file."
 DatasetName = Annotated[str, typer.Option(help=_data)]
@@ -43,77 +38,6 @@ _limits = "Count the requests that meet all limits, in ms, e.g. --goodput ttft:5
 Goodput = Annotated[list[str] | None, typer.Option(metavar="METRIC:MS", help=_limits)]
 Percentiles = Annotated[str, typer.Option(help="Percentiles of all times.")]
 Seed = Annotated[int, typer.Option(help="Of lengths, prompts and arrivals.")]
-
-
-@app.command()
-def serve(
-    base_url: Annotated[
-        str, typer.Option(help="The server, also one that is not Weft's.")
-    ] = "http://127.0.0.1:8000",
-    model: Annotated[
-        str | None,
-        typer.Option(help="A name that the server knows; without it its first one."),
-    ] = None,
-    api_key: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A file whose first line is a key."),
-    ] = None,
-    dataset_name: DatasetName = "random",
-    dataset_path: DatasetPath = None,
-    num_prompts: Requests = 100,
-    request_rate: Rate = float("inf"),
-    burstiness: Burstiness = 1.0,
-    max_concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Requests at a time at most.")
-    ] = None,
-    random_input_len: InputLength = 256,
-    random_output_len: OutputLength = 64,
-    random_range_ratio: RangeRatio = 0.0,
-    random_prefix_len: PrefixLength = 0,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Answers of the whole length.")
-    ] = False,
-    goodput: Goodput = None,
-    metric_percentiles: Percentiles = "50,90,99",
-    num_warmups: Annotated[
-        int, typer.Option(min=0, help="Requests before, which do not count.")
-    ] = 1,
-    seed: Seed = 0,
-    as_json: AsJson = False,
-) -> int:
-    """Ask a server many times and say how long it takes, in the words of vllm bench serve."""
-    try:
-        from weft.measure import asks, load
-    except ImportError as error:
-        raise UsageError(
-            f"measuring a server needs the package {error.name}: pip install 'weft[serve]'"
-        ) from None
-    limits = asks.read_limits(goodput or [])
-    percentiles = asks.read_percentiles(metric_percentiles)
-    asked = asks.make_asks(
-        dataset_name, num_prompts + num_warmups, dataset_path, random_input_len, random_output_len, random_range_ratio,
-        random_prefix_len, seed,
-    )  # fmt: skip
-    key = read_keys(api_key)[0] if api_key else None
-    target = load.Target(
-        base_url.rstrip("/").removesuffix("/v1"), model, key, ignore_eos
-    )
-    waits = asks.pauses(len(asked[:num_prompts]), request_rate, burstiness, seed)
-
-    async def measure() -> tuple[list[asks.RequestOutcome], float]:
-        # other ones, so that no prefix of those that count is known
-        early = asked[num_prompts:]
-        await load.run(target, early, [0.0] * len(early), 1)
-        return await load.run(target, asked[:num_prompts], waits, max_concurrency)
-
-    found = asks.summary(*asyncio.run(measure()), percentiles, limits)
-    if as_json:
-        print(json.dumps(found))
-    else:
-        _show(found)
-    if not found["completed"]:
-        raise WeftError(f"no request was answered: {'; '.join(found['errors'][:3])}")
-    return 0
 
 
 @app.command()
@@ -236,15 +160,3 @@ def _show_candidates(found: "list[Candidate]", percentile: float) -> None:
         for one, its in zip(found, figures, strict=True)
     ]
     print_table(["policy", "budget", *names.values()], rows)
-
-
-def _show(found: dict[str, object]) -> None:
-    table = Table(show_header=False)
-    for name, value in found.items():
-        if name != "errors":
-            table.add_row(
-                name, f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
-            )
-    Console().print(table)
-    for error in found["errors"][:3]:  # type: ignore[index]
-        print(f"an error: {error}")

@@ -24,7 +24,7 @@ Build = Callable[[str, int], Engine]
 
 
 class Candidate(NamedTuple):
-    """A policy and a budget, with the statistics that a load would have, as ``weft bench serve`` names them."""
+    """A policy and a budget, with the statistics that a load would have, as ``vllm bench serve`` names them."""
 
     policy: str
     budget: int

@@ -1,14 +1,42 @@
-"""Put load on a server, Weft's or any other with OpenAI's interface, and measure its latencies."""
+"""Put load on a server, Weft's or any other with OpenAI's interface, and measure its latencies.
+
+    python bench/load.py --base-url http://127.0.0.1:8000 --num-prompts 100 --request-rate 4
+
+docs/generation.md says what is measured.
+"""
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import httpx
+import typer
+from rich.console import Console
+from rich.table import Table
 
+from weft.cli import main
+from weft.cli.app import app
+from weft.cli.arguments import AsJson, read_keys
+from weft.cli.bench import (
+    Burstiness,
+    DatasetName,
+    DatasetPath,
+    Goodput,
+    InputLength,
+    OutputLength,
+    Percentiles,
+    PrefixLength,
+    RangeRatio,
+    Rate,
+    Requests,
+    Seed,
+)
 from weft.errors import WeftError
+from weft.measure import asks
 from weft.measure.asks import LoadRequest, RequestOutcome
 
 
@@ -102,3 +130,88 @@ async def run(
             tasks.append(asyncio.create_task(one(ask)))
         outcomes = await asyncio.gather(*tasks)
         return outcomes, time.perf_counter() - began
+
+
+def load(
+    base_url: Annotated[
+        str, typer.Option(help="The server, also one that is not Weft's.")
+    ] = "http://127.0.0.1:8000",
+    model: Annotated[
+        str | None,
+        typer.Option(help="A name that the server knows; without it its first one."),
+    ] = None,
+    api_key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A file whose first line is a key."),
+    ] = None,
+    dataset_name: DatasetName = "random",
+    dataset_path: DatasetPath = None,
+    num_prompts: Requests = 100,
+    request_rate: Rate = float("inf"),
+    burstiness: Burstiness = 1.0,
+    max_concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Requests at a time at most.")
+    ] = None,
+    random_input_len: InputLength = 256,
+    random_output_len: OutputLength = 64,
+    random_range_ratio: RangeRatio = 0.0,
+    random_prefix_len: PrefixLength = 0,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Answers of the whole length.")
+    ] = False,
+    goodput: Goodput = None,
+    metric_percentiles: Percentiles = "50,90,99",
+    num_warmups: Annotated[
+        int, typer.Option(min=0, help="Requests before, which do not count.")
+    ] = 1,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> int:
+    """Ask a server many times and say how long it takes, in the words of vllm bench serve."""
+    limits = asks.read_limits(goodput or [])
+    percentiles = asks.read_percentiles(metric_percentiles)
+    asked = asks.make_asks(
+        dataset_name, num_prompts + num_warmups, dataset_path, random_input_len, random_output_len, random_range_ratio,
+        random_prefix_len, seed,
+    )  # fmt: skip
+    key = read_keys(api_key)[0] if api_key else None
+    target = Target(base_url.rstrip("/").removesuffix("/v1"), model, key, ignore_eos)
+    waits = asks.pauses(len(asked[:num_prompts]), request_rate, burstiness, seed)
+
+    async def measure() -> tuple[list[RequestOutcome], float]:
+        # other ones, so that no prefix of those that count is known
+        early = asked[num_prompts:]
+        await run(target, early, [0.0] * len(early), 1)
+        return await run(target, asked[:num_prompts], waits, max_concurrency)
+
+    found = asks.summary(*asyncio.run(measure()), percentiles, limits)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        _show(found)
+    if not found["completed"]:
+        raise WeftError(f"no request was answered: {'; '.join(found['errors'][:3])}")
+    return 0
+
+
+def _show(found: dict[str, object]) -> None:
+    table = Table(show_header=False)
+    for name, value in found.items():
+        if name != "errors":
+            table.add_row(
+                name, f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
+            )
+    Console().print(table)
+    for error in found["errors"][:3]:  # type: ignore[index]
+        print(f"an error: {error}")
+
+
+def register() -> None:
+    """Add the command to those of ``weft``, whose errors are one line as well."""
+    app.command()(load)
+
+
+if __name__ == "__main__":
+    register()
+    sys.argv.insert(1, "load")
+    main()
