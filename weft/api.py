@@ -57,8 +57,9 @@ def with_planned_layout(recipe: Recipe, ranks: int | None) -> tuple[Recipe, list
     Its ranks are those that were started, else ``ranks``, else one per GPU; on a CPU alone it stays one.
     """
     from weft.observe.measured import FILE
-    from weft.planner.choose import choose, local_cluster
+    from weft.planner.choose import choose
     from weft.planner.engine import ENGINES
+    from weft.planner.machine import local_cluster
     from weft.planner.own import own_runs
 
     started = in_ranks()

@@ -12,8 +12,8 @@ from tests.conftest import Command
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.parallel.build import check_fits
-from weft.planner.choose import choose, local_cluster
-from weft.planner.machine import Cluster
+from weft.planner.choose import choose
+from weft.planner.machine import Cluster, local_cluster
 from weft.recipe import Recipe, build_recipe, load_recipe
 
 RECIPE = """

@@ -10,7 +10,7 @@ from weft.planner.cost import AWAY, BITS, FILE, HOST, RECOMPUTE
 from weft.planner.engine import ENGINES, EngineConstants
 from weft.planner.explain import layout_tree, title, verdict
 from weft.planner.finalists import Final, finalists
-from weft.planner.machine import DEVICES, Cluster, find_device
+from weft.planner.machine import Cluster
 from weft.planner.planned_model import vocab_of
 from weft.planner.search import Pin, search
 from weft.recipe import ModelShape, Recipe
@@ -24,22 +24,6 @@ class ChosenLayout:
     recipe: Recipe
     overrides: tuple[str, ...]
     line: str
-
-
-def local_cluster(device: str, memory: float, world: int, per_node: int) -> Cluster:
-    """Ranks on devices of this name with ``memory`` bytes each; what is not a preset counts as the nearest one."""
-    try:
-        name = find_device(device, memory / 1e9).name
-    except UsageError:
-        gpus = [d for d in DEVICES.values() if d.name != "CPU"]
-        name = min(gpus, key=lambda d: abs(d.memory - memory / 1e9)).name
-    return Cluster(
-        device=name,
-        count=world,
-        per_node=per_node,
-        domain=per_node,
-        memory=memory / 1e9,
-    )
 
 
 def demands(recipe: Recipe, cluster: Cluster) -> list[Pin]:

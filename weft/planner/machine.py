@@ -237,3 +237,19 @@ def machine_of(device: Device, bits: int = 16, **given: Any) -> Machine:
         clocks[bits],
         **{n: SI[n] * numbers[n] for n in SI},
     )
+
+
+def local_cluster(device: str, memory: float, world: int, per_node: int) -> Cluster:
+    """Ranks on devices of this name with ``memory`` bytes each; what is not a preset counts as the nearest one."""
+    try:
+        name = find_device(device, memory / 1e9).name
+    except UsageError:
+        gpus = [d for d in DEVICES.values() if d.name != "CPU"]
+        name = min(gpus, key=lambda d: abs(d.memory - memory / 1e9)).name
+    return Cluster(
+        device=name,
+        count=world,
+        per_node=per_node,
+        domain=per_node,
+        memory=memory / 1e9,
+    )

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.checkpoint.reshard import redistribute
 from weft.checkpoint.state import Progress
 from weft.layout.parts import Part
 from weft.parallel.state import State
@@ -128,6 +127,8 @@ def restore(
     ``snapshots``: this rank's copies of earlier views; none if it was in no view before. Returns the bytes that this
     rank sent to others.
     """
+    from weft.checkpoint.reshard import redistribute
+
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     sent = redistribute(
         list(parts_to_give(recovery, snapshots, rank)), state.tensors(), group

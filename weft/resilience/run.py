@@ -18,7 +18,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import NoReturn
 
 import psutil
@@ -42,11 +44,9 @@ from weft.net.sockets import own_address
 from weft.observe import trace
 from weft.parallel.state import State
 from weft.recipe import Recipe, build_recipe
-from weft.resilience.layouts import recipe_for
 from weft.resilience.members import NEWCOMER, Fatal, LeftOut, Member, TooFew, View
 from weft.resilience.membership import Membership
 from weft.resilience.recover import FACT, Recovery, newest, restore
-from weft.resilience.rescue import save_copies
 from weft.resilience.roster import Roster, asked_to_leave, read_roster, write_roster
 from weft.resilience.snapshots import Snapshots, why_none
 from weft.resilience.watching import Watching
@@ -265,6 +265,8 @@ class Survivor(Watching):
 
     def recipe_now(self) -> Recipe:
         """The recipe for as many ranks as there are; if they are too few, save their state and raise the error."""
+        from weft.resilience.layouts import recipe_for
+
         assert self.job is not None
         count, least = len(self.view.members), self.recipe.resilience.min_ranks
         try:
@@ -300,6 +302,8 @@ class Survivor(Watching):
         self.join_groups(mine, world, "cpu")
         mesh = Mesh.create(Layout(dp=world), "cpu")
         with self.lease() as lease:
+            from weft.resilience.rescue import save_copies
+
             place = save_copies(
                 self.recovery, self.snapshots, self.job, self.run, lease, mesh
             )
@@ -467,6 +471,11 @@ class Survivor(Watching):
         """Leave the process groups; ``broken``: others may never finish what they do in them."""
         hang_up, self._hang_up = self._hang_up, None
         trace.end()
+        if (
+            broken
+        ):  # a run that loses no rank imports neither; leaving the groups takes longer
+            for module in ("weft.resilience.layouts", "weft.checkpoint.reshard"):
+                Thread(target=import_module, args=(module,), daemon=True).start()
         if broken and hang_up is not None:
             hang_up.hang_up()
         gc.collect()
