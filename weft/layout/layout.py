@@ -20,63 +20,82 @@ Dispatch = Literal[
 class Layout(Section):
     """Ranks per mesh axis.
 
-    ``zero``: the ZeRO stage (Rajbhandari et al. 2020) of ``shard``. ``secondary``, with stage 3: after the forward pass
-    parameters stay sharded over only this many neighbouring ranks, so that backward's gather stays on fast links
-    (ZeRO++ hpZ, Wang et al. 2023; Frontier, Dash et al. 2023); 0: over all ranks of ``shard`` and ``cp``.
-
-    With ``cp``: ``context`` says how attention crosses it (a table of :mod:`weft.parallel.context.tables`, or heads
-    exchanged among all its ranks). With ``ulysses`` > 1, heads are exchanged among that many neighbours, and the table
-    of ``context`` runs over the rest. ``scan`` says how states of linear attention cross ``cp``: all ranks ``gather``
-    them, or each rank can ``pass`` the running state on.
-
-    With ``pp``: ``schedule`` (see ``weft schedule``) and the number of ``virtual`` stages per rank, if the schedule
-    leaves it open. ``vocab_barriers``: 1 or 2 cut embedding and output layer over all pipeline ranks, with that many
-    barriers between their passes; 0 keeps them on the first and last stage. ``skip``: the share of stages that each
-    microbatch skips.
-
-    ``overlap``: other microbatches compute while rows travel to experts. ``passes``: a forward pass alternates with
-    another microbatch's backward, layer by layer, where the schedule has one after the other; ``pairs``: two forwards
-    or two backwards alternate (:mod:`weft.schedule.exchange`).
-
-    ``balance``: the documents of a step are dealt to the data ranks by length instead of row by row, long ones to
-    several ranks (:mod:`weft.parallel.document_balance`); needs ``zero = 1``. Loss and gradients stay the same.
-
-    ``ep``: experts are spread over this many neighbouring data ranks, so it divides dp x shard x cp; or else over the
-    ranks of ``tp`` too, each of which then routes its own tokens to whole experts. ``dispatch``: how tokens reach their
-    experts (:mod:`weft.parallel.experts.dispatch`). ``placement = "sharded"`` gives each rank ``spare`` slots for
-    copies of busy experts (:mod:`weft.parallel.experts.copies`); with ``"moving"`` experts also change their owners.
-    ``node``: ranks per node, for dispatchers that save traffic between nodes (0: not given). ``pieces``: tokens are
-    sent in this many pieces, one of which travels while experts compute another (0: as many as leave messages of a
-    MiB). ``lsh``: in training, tokens with the same hash under this many random rotations travel as their mean;
-    ``lsh_residual`` adds their differences from it (:mod:`weft.parallel.experts.hashed`). This is not what one device
-    computes.
-
-    ``island``: groups of ranks that train by themselves and synchronise as the recipe's [sync] says (docs/islands.md).
-
-    ``order``: the axes from the slowest links to the fastest, e.g. ``"tp pp"``, if neighbouring ranks should be
-    neighbours along another axis than ``tp``; every axis above 1 must be named (``weft.rehearse.mapping`` chooses one).
+    ZeRO (Rajbhandari et al. 2020), ZeRO++ hpZ (Wang et al. 2023; Frontier, Dash et al. 2023). Tables of attention
+    are in :mod:`weft.parallel.context.tables`, dispatchers in :mod:`weft.parallel.experts.dispatch`. With ``lsh`` a
+    run does not compute what one device does.
     """
 
-    dp: int = Field(1, ge=1)
-    shard: int = Field(1, ge=1)
-    cp: int = Field(1, ge=1)
-    tp: int = Field(1, ge=1)
-    pp: int = Field(1, ge=1)
-    ep: int = Field(1, ge=1)
-    island: int = Field(1, ge=1)
-    zero: Literal[1, 2, 3] = 3
-    secondary: int = Field(0, ge=0)
+    dp: int = Field(1, ge=1, description="Replicas.")
+    shard: int = Field(1, ge=1, description="Ranks that share the state (ZeRO).")
+    cp: int = Field(1, ge=1, description="Ranks that share a sequence.")
+    tp: int = Field(1, ge=1, description="Ranks that share every matrix.")
+    pp: int = Field(1, ge=1, description="Pipeline ranks.")
+    ep: int = Field(
+        1,
+        ge=1,
+        description="Neighbouring data ranks over which experts are spread: a divisor of dp "
+        "x shard x cp, or that times tp, where ranks of tp route their own "
+        "tokens to whole experts.",
+    )
+    island: int = Field(
+        1,
+        ge=1,
+        description="Groups of ranks that train by themselves and synchronise as [sync] "
+        "says (docs/islands.md).",
+    )
+    zero: Literal[1, 2, 3] = Field(3, description="ZeRO stage of shard.")
+    secondary: int = Field(
+        0,
+        ge=0,
+        description="With stage 3, parameters stay sharded over only so many neighbours "
+        "after the forward pass, so that backward's gather stays on fast links; "
+        "0: over all of shard and cp.",
+    )
     context: Literal[
         "zigzag", "ring", "lightseq", "tokenring", "gather", "rsa", "ulysses"
-    ] = "zigzag"
-    ulysses: int = Field(1, ge=1)
-    scan: Literal["gather", "pass"] = "gather"
-    schedule: str = "1f1b"
-    virtual: int | None = Field(None, ge=1)
-    vocab_barriers: Literal[0, 1, 2] = 0
-    skip: float = Field(0.0, ge=0, lt=1)
-    overlap: Literal["", "passes", "pairs"] = ""
-    balance: Literal["", "greedy", "flexsp"] = ""
+    ] = Field(
+        "zigzag",
+        description="How attention crosses cp: a table of tiles, or heads exchanged among "
+        "all its ranks.",
+    )
+    ulysses: int = Field(
+        1,
+        ge=1,
+        description="Heads are exchanged among so many neighbours of cp, and the table of "
+        "'context' runs over the rest.",
+    )
+    scan: Literal["gather", "pass"] = Field(
+        "gather",
+        description="How states of linear attention cross cp: all ranks gather them, or "
+        "each passes the running state on.",
+    )
+    schedule: str = Field(
+        "1f1b", description="Schedule of the pipeline (see weft schedule)."
+    )
+    virtual: int | None = Field(
+        None,
+        ge=1,
+        description="Stages per pipeline rank, if the schedule leaves it open.",
+    )
+    vocab_barriers: Literal[0, 1, 2] = Field(
+        0,
+        description="1 or 2 cut embedding and output layer over all pipeline ranks, with so "
+        "many barriers between their passes; 0 keeps them on the first and last "
+        "stage.",
+    )
+    skip: float = Field(
+        0.0, ge=0, lt=1, description="Share of stages that each microbatch skips."
+    )
+    overlap: Literal["", "passes", "pairs"] = Field(
+        "",
+        description="Other microbatches compute while rows travel to experts: a forward "
+        "beside a backward (passes), or two alike (pairs).",
+    )
+    balance: Literal["", "greedy", "flexsp"] = Field(
+        "",
+        description="Documents of a step are dealt to the data ranks by length instead of "
+        "row by row; needs zero = 1.",
+    )
     dispatch: Literal[
         "all-to-all",
         "per-rank",
@@ -85,14 +104,45 @@ class Layout(Section):
         "per-node",
         "adaptive",
         "timed",
-    ] = "all-to-all"
-    node: int = Field(0, ge=0)
-    pieces: int = Field(1, ge=0)
-    lsh: int = Field(0, ge=0)
-    lsh_residual: bool = False
-    placement: Literal["static", "sharded", "moving"] = "static"
-    spare: int = Field(2, ge=1)
-    order: str = ""
+    ] = Field(
+        "all-to-all",
+        description="How tokens reach their experts; adaptive and timed choose a way by "
+        "bytes or by time.",
+    )
+    node: int = Field(
+        0,
+        ge=0,
+        description="Ranks per node, for dispatchers that save traffic between nodes; 0: "
+        "not given.",
+    )
+    pieces: int = Field(
+        1,
+        ge=0,
+        description="Tokens are sent in so many pieces, one of which travels while experts "
+        "compute another; 0: as many as leave messages of a MiB.",
+    )
+    lsh: int = Field(
+        0,
+        ge=0,
+        description="In training, tokens with the same hash under so many random rotations "
+        "travel as their mean; 0: each by itself.",
+    )
+    lsh_residual: bool = Field(
+        False, description="Add each token's difference from the mean to its result."
+    )
+    placement: Literal["static", "sharded", "moving"] = Field(
+        "static",
+        description="Where experts are: with their owners, also as copies in spare slots, "
+        "or with owners that change.",
+    )
+    spare: int = Field(
+        2, ge=1, description="Slots of each rank for copies of busy experts."
+    )
+    order: str = Field(
+        "",
+        description="Axes from the slowest links to the fastest, e.g. 'tp pp'; every axis "
+        "above 1 must be named.",
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

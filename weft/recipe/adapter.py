@@ -13,27 +13,53 @@ VocabularyWeight = Literal["embed_tokens", "lm_head"]
 class Adapter(Section):
     """Low-rank adapters that are trained in place of the model's weights, which are frozen.
 
-    ``kind``: ``lora`` (Hu et al. 2021), ``dora``, which also learns the norms of the weights' rows (Liu et al. 2024),
-    or ``qlora``: beside weights in four bits (Dettmers et al. 2023).
-    ``targets`` are weights by name (``wq`` or ``q_proj``, ``*``) or path (``blocks.3.attention.*``). What an adapter
-    adds is multiplied by ``alpha / rank``, or by ``alpha / sqrt(rank)`` if ``rank_stabilised`` (Kalajdzievski 2023).
-    ``rank_pattern`` and ``alpha_pattern``: other values for weights by name or path, of which the first that fits
-    counts. ``dropout``: this share of what an adapter reads is set to zero while it learns.
-    ``whole``: of embedding and output layer, which learn all of their weight. ``tokens``: ids whose rows learn there,
-    or ``new``, those by which ``model.vocab`` is larger than in the model to start from; ``tokens_of``: in which.
+    LoRA (Hu et al. 2021), DoRA (Liu et al. 2024), QLoRA (Dettmers et al. 2023), rsLoRA (Kalajdzievski 2023).
     """
 
-    kind: Literal["lora", "dora", "qlora"] = "lora"
-    rank: PositiveInt = 8
-    alpha: PositiveFloat = 16.0
-    targets: tuple[str, ...] = Field(("*",), min_length=1)
-    rank_stabilised: bool = False
-    rank_pattern: dict[str, PositiveInt] = Field({})
-    alpha_pattern: dict[str, PositiveFloat] = Field({})
-    dropout: float = Field(0.0, ge=0, lt=1)
-    whole: tuple[VocabularyWeight, ...] = ()
-    tokens: tuple[int, ...] | Literal["new"] = ()
-    tokens_of: tuple[VocabularyWeight, ...] = ("embed_tokens", "lm_head")
+    kind: Literal["lora", "dora", "qlora"] = Field(
+        "lora",
+        description="lora; dora, which also learns the norms of the weights' rows; or "
+        "qlora, beside weights in four bits.",
+    )
+    rank: PositiveInt = Field(8, description="Rank of an adapter.")
+    alpha: PositiveFloat = Field(
+        16.0, description="What an adapter adds is multiplied by alpha / rank."
+    )
+    targets: tuple[str, ...] = Field(
+        ("*",),
+        min_length=1,
+        description="Weights by name ('wq' or 'q_proj', '*') or path "
+        "('blocks.3.attention.*').",
+    )
+    rank_stabilised: bool = Field(
+        False, description="Multiply by alpha / sqrt(rank) instead."
+    )
+    rank_pattern: dict[str, PositiveInt] = Field(
+        {},
+        description="Other ranks for weights by name or path; the first that fits counts.",
+    )
+    alpha_pattern: dict[str, PositiveFloat] = Field(
+        {},
+        description="Other alphas for weights by name or path; the first that fits counts.",
+    )
+    dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Share of what an adapter reads that is set to zero while it learns.",
+    )
+    whole: tuple[VocabularyWeight, ...] = Field(
+        (),
+        description="Of embedding and output layer, those that learn all of their weight.",
+    )
+    tokens: tuple[int, ...] | Literal["new"] = Field(
+        (),
+        description="Ids whose rows learn; 'new': those by which model.vocab is larger than "
+        "in the model to start from.",
+    )
+    tokens_of: tuple[VocabularyWeight, ...] = Field(
+        ("embed_tokens", "lm_head"), description="Where the rows of 'tokens' learn."
+    )
 
     @field_validator("tokens")
     @classmethod

@@ -13,29 +13,38 @@ MEMORY = "memory"
 
 
 class Level(Section):
-    """One place for checkpoints with a cadence of its own.
+    """One place for checkpoints with a cadence of its own."""
 
-    ``to``: "" (the run folder's ``checkpoints``), a folder, ``s3://bucket/prefix``, or "memory" (this host's /dev/shm).
-    """
-
-    to: str = ""
-    every: int = Field(
-        0, ge=0, description="steps between checkpoints; 0 saves only at the end"
+    to: str = Field(
+        "",
+        description="A folder, s3://bucket/prefix, or 'memory' (this host's /dev/shm); left "
+        "out: the run folder's 'checkpoints'.",
     )
-    keep: PositiveInt = 2
+    every: int = Field(
+        0, ge=0, description="Steps between checkpoints; 0 saves only at the end."
+    )
+    keep: PositiveInt = Field(2, description="Checkpoints that are kept.")
 
 
 class Checkpoint(Level):
-    """``levels``, fastest first, instead of ``to``, ``every`` and ``keep``; the last gets the final checkpoint.
+    """Where checkpoints go, and what other programs get at the end."""
 
-    ``on_error``: when a save in the background fails, the run goes on with a warning or stops at the next save.
-    ``export``: what the run's folder gets at the end for other programs, in ``export``: the ``model`` as Hugging Face's
-    transformers reads it, with an adapter merged into it, or the ``adapter`` as PEFT does.
-    """
-
-    export: Literal["", "model", "adapter"] = ""
-    on_error: Literal["warn", "stop"] = "warn"
-    levels: tuple[Level, ...] = ()
+    export: Literal["", "model", "adapter"] = Field(
+        "",
+        description="What the run's folder gets at the end: the model as Hugging Face's "
+        "transformers reads it, with an adapter merged into it, or the adapter "
+        "as PEFT does.",
+    )
+    on_error: Literal["warn", "stop"] = Field(
+        "warn",
+        description="When a save in the background fails, the run goes on with a warning, "
+        "or stops at the next save.",
+    )
+    levels: tuple[Level, ...] = Field(
+        (),
+        description="Places, fastest first, instead of to, every and keep; the last gets "
+        "the final checkpoint.",
+    )
 
     @property
     def all_levels(self) -> tuple[Level, ...]:

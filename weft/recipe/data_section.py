@@ -33,32 +33,46 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class Source(Section):
-    """One corpus. ``kind`` says how to read ``path`` (a file, a folder or a glob; none for ``stdlib``).
+    """One corpus.
 
-    ``tokens`` reads memory-mapped token ids (see ``weft.data.tokens``); ``huggingface`` a dataset saved to disk;
-    ``chat`` conversations, of which only the assistant's words are learned (docs/chat.md): ``form`` is their form, if
-    it is not to be seen from each record, ``field`` the messages' name, if it is none of the usual. Of the form
-    ``docstrings`` are questions about Python code, without ``path`` about the standard library. ``preference`` reads
-    pairs of answers, ``chosen`` and ``rejected``, and ``feedback`` answers with a ``label`` each (docs/preference.md).
-    Any other kind is a plugin's, which is called with ``path`` and ``settings``.
-
-    Of conversations and pairs ``columns`` says what the data's own names mean: ``{ ask = "prompt", note = "" }``, where
-    nothing leaves a column out, and ``dialogue.speaker`` is a field of the turns in ``dialogue``; ``roles`` says who
-    speaks: ``{ Teacher = "user" }``. ``on_error``: a record that cannot be read ends the run (``stop``), or is left out
-    and counted (``skip``).
+    Files of records are read by the endings of their names: JSON lines, CSV, TSV, Parquet.
     """
 
-    kind: str = "stdlib"
-    path: str | None = None
-    field: str = "text"
-    weight: PositiveFloat = 1.0
-    settings: dict[str, Any] = Field({})
+    kind: str = Field(
+        "stdlib",
+        description="How to read 'path'; chat, preference and feedback are conversations "
+        "(docs/chat.md, docs/preference.md), tokens are memory-mapped ids, "
+        "huggingface a dataset saved to disk; others are a plugin's.",
+    )
+    path: str | None = Field(
+        None, description="A file, a folder or a glob; none for stdlib."
+    )
+    field: str = Field("text", description="Column that has the text, or the messages.")
+    weight: PositiveFloat = Field(
+        1.0, description="How often this source is drawn, relative to the others."
+    )
+    settings: dict[str, Any] = Field(
+        {}, description="Keywords that a plugin's source is called with."
+    )
     form: Literal[
         "auto", "messages", "prompt", "sharegpt", "alpaca", "adp", "atif", "docstrings"
-    ] = "auto"
-    columns: dict[str, str] = Field({})
-    roles: dict[str, Role] = Field({})
-    on_error: Literal["stop", "skip"] = "stop"
+    ] = Field(
+        "auto",
+        description="Form of conversations; auto: it is seen from each record. Questions of "
+        "docstrings are about Python code, without 'path' about the standard "
+        "library.",
+    )
+    columns: dict[str, str] = Field(
+        {},
+        description="What the data's own names mean: { ask = 'prompt', note = '' }; an "
+        "empty text leaves a column out, and 'dialogue.speaker' is a field of "
+        "turns.",
+    )
+    roles: dict[str, Role] = Field({}, description="Who speaks: { Teacher = 'user' }.")
+    on_error: Literal["stop", "skip"] = Field(
+        "stop",
+        description="A record that cannot be read ends the run, or is left out and counted.",
+    )
 
     @property
     def skips(self) -> bool:
@@ -101,53 +115,77 @@ class Source(Section):
 
 
 class Chat(Section):
-    """How sources of kind ``chat`` become tokens (docs/chat.md).
+    """How sources of kind ``chat`` become tokens (docs/chat.md)."""
 
-    ``template``: a file with a Jinja template, or the template; the tokenizer's own if left out. ``learn``: from the
-    assistant's turns, the ``last`` of them, ``all`` tokens, or the turns of a list of roles. ``truncation``: what
-    becomes of conversations longer than ``data.seq_len``. ``pack``: rows hold several whole conversations. ``control``:
-    names of special tokens in somebody's words become these tokens. ``variables`` are handed to the template; ``date``
-    (2026-01-31) is what it takes for today. ``reasoning``: of turns that the ``template`` leaves it out of, it is not
-    learned, or the conversation is ``split`` into samples that each end with the turns of one question.
-    """
-
-    template: str = ""
-    learn: Literal["assistant", "last", "all"] | tuple[Role, ...] = "assistant"
-    truncation: Literal["keep_start", "keep_end", "drop", "error"] = "keep_start"
-    pack: bool = True
-    control: bool = False
-    variables: dict[str, Any] = Field({})
-    date: str = Field("", pattern=r"^(\d{4}-\d\d-\d\d)?$")
-    reasoning: Literal["template", "split"] = "template"
+    template: str = Field(
+        "",
+        description="A Jinja template, or a file with one; the tokenizer's own if left out.",
+    )
+    learn: Literal["assistant", "last", "all"] | tuple[Role, ...] = Field(
+        "assistant",
+        description="What is learned: the assistant's turns, the last of them, all tokens, "
+        "or the turns of a list of roles.",
+    )
+    truncation: Literal["keep_start", "keep_end", "drop", "error"] = Field(
+        "keep_start",
+        description="What becomes of conversations longer than data.seq_len.",
+    )
+    pack: bool = Field(True, description="Rows hold several whole conversations.")
+    control: bool = Field(
+        False,
+        description="Names of special tokens in somebody's words become these tokens.",
+    )
+    variables: dict[str, Any] = Field(
+        {}, description="Variables that the template gets."
+    )
+    date: str = Field(
+        "",
+        pattern=r"^(\d{4}-\d\d-\d\d)?$",
+        description="What the template takes for today (2026-01-31).",
+    )
+    reasoning: Literal["template", "split"] = Field(
+        "template",
+        description="Of turns whose reasoning the template leaves out it is not learned, or "
+        "the conversation is split into samples that each end with the turns of "
+        "one question.",
+    )
 
 
 class Data(Section):
-    """What is read and in which order. ``epochs = 0`` repeats for ever; otherwise the run ends with the data, or after
-    ``train.steps`` if these are given and fewer.
+    """What is read and in which order.
 
     Keys of a source may stand here themselves, where there is one source only; ``columns``, ``roles`` and ``on_error``
     also beside ``sources``, for all of these.
-
-    ``tokenizer`` is ``bytes``, a path to a ``tokenizer.json`` (or a folder with one), or ``train:N``: a byte-level
-    BPE of N entries trained on the corpus itself. Left out, it is that of ``model.from``, or else ``bytes``.
-
-    ``validation``: the share of the documents that is held out for validation, or the path of a file, folder or glob
-    with others, which is read as the (first) source is.
-
-    ``bos``: whether texts begin with the tokenizer's BOS token, documents as well as prompts and questions. ``auto``:
-    if its post-processor says so. ``prompts``: as ``auto``, but documents begin without, as in runs of before there was
-    this setting. Conversations begin as the chat template writes them.
     """
 
-    sources: tuple[Source, ...] = Field((Source(),), min_length=1)
-    tokenizer: str = ""
-    seq_len: int = Field(256, gt=0, lt=2**31)
-    seed: int = 0
-    epochs: int = Field(0, ge=0)
-    validation: float | str = 0.02
-    cache: Path | None = None
-    bos: bool | Literal["auto", "prompts"] = "auto"
-    chat: Chat = Chat()
+    sources: tuple[Source, ...] = Field(
+        (Source(),), min_length=1, description="The corpora."
+    )
+    tokenizer: str = Field(
+        "",
+        description="bytes, a tokenizer.json (or a folder with one), or train:N for a byte- "
+        "level BPE of N entries; left out: that of model.from, or else bytes.",
+    )
+    seq_len: int = Field(256, gt=0, lt=2**31, description="Tokens in a row.")
+    seed: int = Field(0, description="Seed of the order of samples.")
+    epochs: int = Field(
+        0,
+        ge=0,
+        description="Passes over the data, after which the run ends; 0 repeats for ever.",
+    )
+    validation: float | str = Field(
+        0.02,
+        description="Share of the documents that is held out for validation, or the path of "
+        "a file, folder or glob with others.",
+    )
+    cache: Path | None = Field(None, description="Folder that keeps tokenized data.")
+    bos: bool | Literal["auto", "prompts"] = Field(
+        "auto",
+        description="Whether texts begin with the tokenizer's BOS token; auto: if its post- "
+        "processor says so; prompts: documents begin without, as in earlier "
+        "runs.",
+    )
+    chat: Chat = Field(Chat(), description="How conversations become tokens.")
 
     @property
     def held_out(self) -> float:

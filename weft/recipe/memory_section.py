@@ -15,37 +15,52 @@ Place = Literal["device", "host", "file"]
 
 
 class Memory(Section):
-    """Where tensors rest while they are not in use: on the ``device``, in the ``host``'s memory, or in a ``file``.
+    """Where tensors rest while they are not in use: on the device, in the host's memory, or in a file.
 
-    ``weights``: the rank's own rows of the parameters, in full precision. They are updated where they rest, or on the
-    host if that is a file (ZeRO-Offload, Ren et al. 2021). ``gradients``, once reduced, and the optimizer's ``moments``
-    rest with the weights by default; moments may be further away. ``activations``: what backward needs of the first
-    ``blocks`` blocks of every pass; 0 takes as many as transfers can hide, by a profile of passes. ``folder`` is where
-    the files are. They have no names, and disappear with the run however it ends. ``speculate``: which units are
-    updated during backward, before the global norm decides about clipping, and undone if it clips (SuperOffload, Lian
-    et al. 2025): "all", or with "even" as many as balance a step's transfers. ``alternate``: with weights and moments
-    on the host, this share of the units is updated on the device meanwhile (Deep Optimizer States, Maurya et al. 2024);
-    "auto": the fastest share, by rates measured in the first steps. ``buffer``: MiB of weights from a file that stay in
-    memory from forward to backward, beyond what a step needs in any case.
+    ZeRO-Offload (Ren et al. 2021), SuperOffload (Lian et al. 2025), Deep Optimizer States (Maurya et al. 2024).
     """
 
-    weights: Place = "device"
-    gradients: Literal["", "device", "host", "file"] = ""
-    moments: Literal["", "device", "host", "file"] = ""
-    activations: Place = "device"
+    weights: Place = Field(
+        "device",
+        description="Where the rank's rows of the parameters rest, in full precision; they "
+        "are updated there, or on the host if that is a file.",
+    )
+    gradients: Literal["", "device", "host", "file"] = Field(
+        "", description="Where reduced gradients rest; left out: with the weights."
+    )
+    moments: Literal["", "device", "host", "file"] = Field(
+        "",
+        description="Where the optimizer's moments rest; left out: with the weights.",
+    )
+    activations: Place = Field(
+        "device", description="Where what backward needs of the first blocks rests."
+    )
     blocks: int = Field(
         0,
         ge=0,
-        description="how many blocks' activations leave; 0: as many as travel hidden",
+        description="How many blocks' activations leave; 0: as many as transfers can hide.",
     )
-    folder: str = "."
+    folder: str = Field(
+        ".",
+        description="Folder of the files, which have no names and disappear with the run.",
+    )
     buffer: int = Field(
         0,
         ge=0,
-        description="MiB of weights from files that stay from forward to backward",
+        description="MiB of weights from files that stay in memory from forward to "
+        "backward, beyond what a step needs in any case.",
     )
-    speculate: Literal["none", "even", "all"] = "none"
-    alternate: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 0.0
+    speculate: Literal["none", "even", "all"] = Field(
+        "none",
+        description="Units that are updated during backward, and undone if the global norm "
+        "clips; even: as many as balance a step's transfers.",
+    )
+    alternate: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = Field(
+        0.0,
+        description="Share of the units that is updated on the device while the host "
+        "updates the others; auto: the fastest, by rates measured in the first "
+        "steps.",
+    )
 
     def place_of(self, kind: str) -> str:
         """Where weights, gradients, moments or activations rest."""

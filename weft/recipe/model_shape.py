@@ -9,120 +9,247 @@ from weft.section import Section
 
 
 class RopeScaling(Section):
-    """Scaling of rotary frequencies: of Llama 3 (its report, section 3.4), ``linear``, or ``yarn`` (Peng et al. 2023).
+    """Rotary frequencies, scaled: as in Llama 3 (its report, 3.4), ``linear``, or ``yarn`` (Peng et al. 2023)."""
 
-    ``linear`` uses ``factor`` alone. The last five are for yarn: frequencies with more than ``beta_fast`` turns in the
-    original length are kept, those with fewer than ``beta_slow`` are stretched. Rotated queries and keys are multiplied
-    by ``attention_factor``, which follows from ``factor`` if it is 0; with ``mscale`` and ``mscale_all_dim`` it is the
-    ratio of the factors that these give, and with latent attention the latter scales all scores (DeepSeek).
-    """
-
-    kind: Literal["llama3", "linear", "yarn"] = "llama3"
-    factor: PositiveFloat = 1.0
-    low_freq_factor: PositiveFloat = 1.0
-    high_freq_factor: PositiveFloat = 4.0
-    original_max_position: PositiveInt = 8192
-    beta_fast: PositiveFloat = 32.0
-    beta_slow: PositiveFloat = 1.0
-    attention_factor: float = Field(0.0, ge=0)
-    mscale: float = Field(0.0, ge=0)
-    mscale_all_dim: float = Field(0.0, ge=0)
+    kind: Literal["llama3", "linear", "yarn"] = Field(
+        "llama3", description="The rule by which frequencies are scaled."
+    )
+    factor: PositiveFloat = Field(
+        1.0,
+        description="How many times longer the context becomes; 'linear' uses this alone.",
+    )
+    low_freq_factor: PositiveFloat = Field(
+        1.0,
+        description="Llama 3: wavelengths above the original length divided by this are "
+        "stretched.",
+    )
+    high_freq_factor: PositiveFloat = Field(
+        4.0,
+        description="Llama 3: wavelengths below the original length divided by this are "
+        "kept.",
+    )
+    original_max_position: PositiveInt = Field(
+        8192, description="Length that the model was trained for before."
+    )
+    beta_fast: PositiveFloat = Field(
+        32.0,
+        description="yarn: frequencies with more turns than this in the original length are "
+        "kept.",
+    )
+    beta_slow: PositiveFloat = Field(
+        1.0, description="yarn: frequencies with fewer turns than this are stretched."
+    )
+    attention_factor: float = Field(
+        0.0,
+        ge=0,
+        description="yarn: factor of rotated queries and keys; 0: it follows from 'factor'.",
+    )
+    mscale: float = Field(
+        0.0,
+        ge=0,
+        description="yarn: with mscale_all_dim, the attention factor is the ratio of what "
+        "both give.",
+    )
+    mscale_all_dim: float = Field(
+        0.0,
+        ge=0,
+        description="yarn: see mscale; with latent attention it scales all scores "
+        "(DeepSeek).",
+    )
 
 
 class ModelShape(Section):
-    """A decoder-only transformer.
-
-    ``from`` (in Python ``origin``) names a model to start from, which then defines every field here: a Hugging Face or
-    Weft folder, a GGUF file, or an id of the Hugging Face hub; from a ``config.json`` alone, weights are initialised
-    anew. ``vocab = 0`` means the size of the tokenizer's vocabulary, or of that model's; a larger one than that grows
-    embedding and output layer by rows that are the mean of the old ones. ``kind``: a plugin's model (docs/plugins.md),
-    which is built with ``settings`` and has none of the other fields.
-
-    ``mixer``: ``softmax`` attention, ``linear`` attention, or ``retention`` (linear with decay). With the last two,
-    ``softmax_every = n`` keeps softmax attention in every n-th layer (a hybrid; 0: in none).
-
-    ``window``: a token sees this many tokens, including itself (0: all), except in every ``full_every``-th layer, which
-    sees all; ``window_theta`` is ``rope_theta`` of windowed layers. The following are for Gemma 3: scores divided by
-    the root of ``query_dim`` instead of ``head_dim``, embeddings multiplied by the root of ``embed``
-    (``scaled_embedding``), and norms after attention and feed-forward as well as before (``norm_after``).
-    ``rope_interleaved``: neighbouring elements of a head rotate together, instead of elements half a head apart.
-
-    ``kv_rank``: latent attention (DeepSeek-V2). Keys and values of all heads are computed from one vector of this
-    width, which together with a rotated key of ``rope_dim`` is all that generation caches. Queries are computed from a
-    vector of ``q_rank`` (0: directly). ``head_dim`` is the width of the part of a head's query that is not rotated,
-    ``value_dim`` that of its values.
-
-    ``experts``: a layer has this many feed-forwards of width ``expert_ffn``, and each token goes through
-    ``experts_per_token`` of them; a list gives the number for each layer (0: dense). The first ``first_dense`` layers
-    are dense, and so are all but every ``moe_every``-th. ``shared_experts`` of that width see all tokens;
-    ``shared_mix`` says how their output is added: as it is (``add``), through a sigmoid ``gate`` (Qwen2-MoE), or with
-    what is left of the experts' share (``residual``, PR-MoE, Rajbhandari et al. 2022).
-    ``router``: a token's experts are those with the largest logits, weighted by the softmax of these (``post-softmax``,
-    Mixtral) or of all logits (``pre-softmax``), or those with the largest sigmoid plus a bias, which moves by
-    ``bias_rate`` each step towards equal loads (``sigmoid``, DeepSeek-V3). ``router_norm`` makes the weights add up to
-    1, ``router_scale`` multiplies them. A token chooses only from the ``router_top_groups`` best of ``router_groups``
-    groups of experts. ``router_early``: the router reads the input of attention (SmallThinker).
-    ``capacity``: in training an expert takes from each document at most this many times its mean share of the choices,
-    the earliest first; the others are dropped (0: none).
-    ``balance_loss`` and ``z_loss`` are added to the training loss. The first is the mean over documents of how unequal
-    the loads are: of each layer (``balance = "sequence"``), against the loads of the whole previous step (``step``), or
-    of all layers together and not divided by ``experts_per_token`` (``huggingface``).
-    ``output``: ``tokens`` of the vocabulary, or the ``score`` of a reward model; ``loss.kind`` sets it.
-    """
+    """A decoder-only transformer. Fields that are left out follow from the others."""
 
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
-    origin: str | None = Field(None, alias="from")
-    kind: str = ""
-    settings: dict[str, Any] = Field({})
-    vocab: int = Field(0, ge=0)
-    layers: int = Field(4, gt=0, le=100_000)
-    embed: PositiveInt = 256
-    heads: PositiveInt = 4
-    kv_heads: PositiveInt | None = None
-    head_dim: PositiveInt | None = None
-    ffn: PositiveInt | None = None
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    tied: bool = False
-    norm_eps: PositiveFloat = 1e-5
-    rope_theta: PositiveFloat = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    init_std: PositiveFloat = 0.02
-    mixer: Literal["softmax", "linear", "retention"] = "softmax"
-    softmax_every: int = Field(0, ge=0)
-    window: int = Field(0, ge=0)
-    full_every: int = Field(0, ge=0)
-    window_theta: PositiveFloat | None = None
-    query_dim: PositiveFloat | None = None
-    activation: Literal["silu", "gelu", "relu"] = "silu"
-    scaled_embedding: bool = False
-    norm_after: bool = False
-    rope_interleaved: bool = False
-    kv_rank: int = Field(0, ge=0)
-    q_rank: int = Field(0, ge=0)
-    rope_dim: int = Field(0, ge=0)
-    value_dim: int = Field(0, ge=0)
-    experts: PositiveInt | Literal[0] | tuple[int, ...] = 0
-    experts_per_token: PositiveInt = 2
-    shared_experts: int = Field(0, ge=0)
-    shared_mix: Literal["add", "gate", "residual"] = "add"
-    expert_ffn: PositiveInt | None = None
-    first_dense: int = Field(0, ge=0)
-    moe_every: PositiveInt = 1
-    router: Literal["post-softmax", "pre-softmax", "sigmoid"] = "post-softmax"
-    router_norm: bool = False
-    router_scale: PositiveFloat = 1.0
-    router_groups: PositiveInt = 1
-    router_top_groups: PositiveInt = 1
-    router_early: bool = False
-    capacity: float = Field(0.0, ge=0)
-    bias_rate: float = Field(1e-3, ge=0)
-    balance: Literal["sequence", "step", "huggingface"] = "sequence"
-    balance_loss: float = Field(0.0, ge=0)
-    z_loss: float = Field(0.0, ge=0)
-    output: Literal["tokens", "score"] = "tokens"
-    adapter: Adapter | None = None
+    origin: str | None = Field(
+        None,
+        alias="from",
+        description="Model to start from, which then defines all fields: a Hugging Face or "
+        "Weft folder, a GGUF file or an id of the hub; of a config.json alone, "
+        "weights are initialised anew.",
+    )
+    kind: str = Field(
+        "",
+        description="A plugin's model (docs/plugins.md), which has none of the fields but "
+        "'settings' and 'vocab'.",
+    )
+    settings: dict[str, Any] = Field(
+        {}, description="Keywords that a plugin's model is called with."
+    )
+    vocab: int = Field(
+        0,
+        ge=0,
+        description="Size of the vocabulary; 0: the tokenizer's, or that of 'from', whose "
+        "embedding a larger one grows by rows that are the mean of the old "
+        "ones.",
+    )
+    layers: int = Field(4, gt=0, le=100_000, description="Number of layers.")
+    embed: PositiveInt = Field(256, description="Width of the residual stream.")
+    heads: PositiveInt = Field(4, description="Heads of queries.")
+    kv_heads: PositiveInt | None = Field(
+        None, description="Heads of keys and values; left out: as many as 'heads'."
+    )
+    head_dim: PositiveInt | None = Field(
+        None,
+        description="Width of a head; with latent attention, of the part of a query that is "
+        "not rotated. Left out: embed / heads.",
+    )
+    ffn: PositiveInt | None = Field(
+        None,
+        description="Hidden width of the feed-forward; left out: 8/3 of embed, rounded up "
+        "to a multiple of 32.",
+    )
+    qk_norm: bool = Field(False, description="Norms of queries and keys in each head.")
+    qkv_bias: bool = Field(
+        False, description="Biases of the projections to queries, keys and values."
+    )
+    tied: bool = Field(
+        False, description="The output layer shares the embedding's weights."
+    )
+    norm_eps: PositiveFloat = Field(
+        1e-5, description="Added to the mean square in norms."
+    )
+    rope_theta: PositiveFloat = Field(
+        10_000.0, description="Base of rotary frequencies."
+    )
+    rope_scaling: RopeScaling | None = Field(
+        None, description="Scaling of rotary frequencies, for longer contexts."
+    )
+    init_std: PositiveFloat = Field(
+        0.02, description="Standard deviation of initial weights."
+    )
+    mixer: Literal["softmax", "linear", "retention"] = Field(
+        "softmax",
+        description="What mixes tokens: softmax attention, linear attention, or retention "
+        "(linear with decay).",
+    )
+    softmax_every: int = Field(
+        0,
+        ge=0,
+        description="With another mixer, every n-th layer keeps softmax attention (a "
+        "hybrid); 0: none does.",
+    )
+    window: int = Field(
+        0, ge=0, description="Tokens that a token sees, including itself; 0: all."
+    )
+    full_every: int = Field(
+        0, ge=0, description="With a window, every n-th layer sees all tokens."
+    )
+    window_theta: PositiveFloat | None = Field(
+        None, description="rope_theta of windowed layers, if it differs."
+    )
+    query_dim: PositiveFloat | None = Field(
+        None,
+        description="Scores are divided by the root of this instead of head_dim (Gemma 3).",
+    )
+    activation: Literal["silu", "gelu", "relu"] = Field(
+        "silu", description="Activation of the feed-forward's gate."
+    )
+    scaled_embedding: bool = Field(
+        False, description="Embeddings are multiplied by the root of embed (Gemma 3)."
+    )
+    norm_after: bool = Field(
+        False,
+        description="Norms after attention and feed-forward as well as before (Gemma 3).",
+    )
+    rope_interleaved: bool = Field(
+        False,
+        description="Neighbouring elements of a head rotate together, instead of elements "
+        "half a head apart.",
+    )
+    kv_rank: int = Field(
+        0,
+        ge=0,
+        description="Latent attention (DeepSeek-V2): width of the vector from which keys "
+        "and values of all heads are computed, which generation caches; 0: "
+        "none.",
+    )
+    q_rank: int = Field(
+        0,
+        ge=0,
+        description="Latent attention: width of the vector from which queries are computed; "
+        "0: directly.",
+    )
+    rope_dim: int = Field(
+        0,
+        ge=0,
+        description="Latent attention: width of the rotated key that all heads share.",
+    )
+    value_dim: int = Field(
+        0, ge=0, description="Latent attention: width of a head's values."
+    )
+    experts: PositiveInt | Literal[0] | tuple[int, ...] = Field(
+        0,
+        description="Feed-forwards of width expert_ffn in a layer; a list gives the number "
+        "for each layer (0: dense).",
+    )
+    experts_per_token: PositiveInt = Field(
+        2, description="Experts that each token goes through."
+    )
+    shared_experts: int = Field(0, ge=0, description="Experts that see all tokens.")
+    shared_mix: Literal["add", "gate", "residual"] = Field(
+        "add",
+        description="How the output of shared experts is added: as it is, through a sigmoid "
+        "gate (Qwen2-MoE), or with what is left of the experts' share (PR-MoE, "
+        "Rajbhandari et al. 2022).",
+    )
+    expert_ffn: PositiveInt | None = Field(
+        None, description="Hidden width of an expert; left out: ffn."
+    )
+    first_dense: int = Field(0, ge=0, description="The first so many layers are dense.")
+    moe_every: PositiveInt = Field(1, description="All but every n-th layer are dense.")
+    router: Literal["post-softmax", "pre-softmax", "sigmoid"] = Field(
+        "post-softmax",
+        description="Experts by the largest logits, weighted by the softmax of these "
+        "(Mixtral) or of all logits, or by the largest sigmoid plus a bias that "
+        "learns (DeepSeek-V3).",
+    )
+    router_norm: bool = Field(False, description="A token's weights add up to 1.")
+    router_scale: PositiveFloat = Field(1.0, description="Factor of a token's weights.")
+    router_groups: PositiveInt = Field(
+        1, description="Groups of experts; a token chooses only from the best of them."
+    )
+    router_top_groups: PositiveInt = Field(
+        1, description="Groups that a token may choose from."
+    )
+    router_early: bool = Field(
+        False, description="The router reads the input of attention (SmallThinker)."
+    )
+    capacity: float = Field(
+        0.0,
+        ge=0,
+        description="In training an expert takes from a document at most this many times "
+        "its mean share of choices, the earliest first; 0: all.",
+    )
+    bias_rate: float = Field(
+        1e-3,
+        ge=0,
+        description="How much the bias of a sigmoid router moves in a step towards equal "
+        "loads.",
+    )
+    balance: Literal["sequence", "step", "huggingface"] = Field(
+        "sequence",
+        description="What balance_loss compares: loads of a layer in a document, with those "
+        "of the whole previous step, or of all layers together (not divided by "
+        "experts_per_token).",
+    )
+    balance_loss: float = Field(
+        0.0, ge=0, description="Weight of the loss for unequal loads of experts."
+    )
+    z_loss: float = Field(
+        0.0, ge=0, description="Weight of the loss for large router logits."
+    )
+    output: Literal["tokens", "score"] = Field(
+        "tokens",
+        description="What the model gives: logits of tokens, or the score of a reward "
+        "model; loss.kind sets it.",
+    )
+    adapter: Adapter | None = Field(
+        None,
+        description="Adapter of the model in 'from'; a new one is the recipe's own section.",
+    )
 
     def experts_of(self, layer: int) -> int:
         """Experts of this layer; 0 if its feed-forward is dense."""

@@ -11,20 +11,19 @@ TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 
 class Observe(Section):
-    """``trackers``: who gets the records: ``tensorboard``, ``wandb``, ``mlflow``, or a plugin's.
+    """What is recorded, and who gets it."""
 
-    By default TensorBoard does if its package is installed.
-    """
-
-    every: PositiveInt = 1
+    every: PositiveInt = Field(1, description="Steps between records.")
     trackers: tuple[str, ...] = Field(
-        default_factory=lambda: ("tensorboard",) * bool(find_spec("tensorboard"))
+        default_factory=lambda: ("tensorboard",) * bool(find_spec("tensorboard")),
+        description="Who gets the records: tensorboard, wandb, mlflow, or a plugin's; by "
+        "default tensorboard, if it is installed.",
     )
     split_every: int = Field(
         25,
         ge=0,
-        description="steps between profiled steps for the time split; 0 turns it off",
+        description="Steps between profiled steps for the time split; 0 turns it off.",
     )
     trace: int = Field(
-        0, ge=0, description="number of steps to write as a Chrome/Perfetto trace"
+        0, ge=0, description="Number of steps to write as a Chrome/Perfetto trace."
     )

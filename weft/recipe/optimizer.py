@@ -10,63 +10,100 @@ from weft.section import Section
 
 
 class ParameterGroup(Section):
-    """Settings for the parameters whose names match ``match`` (with ``*`` and ``?``).
+    """Settings for the parameters whose names match a pattern."""
 
-    ``lr`` multiplies the learning rate; ``weight_decay`` replaces the optimizer's.
-    """
-
-    match: str
-    lr: float = Field(1.0, ge=0)
-    weight_decay: float | None = Field(None, ge=0)
+    match: str = Field(description="Pattern of names, with * and ?.")
+    lr: float = Field(1.0, ge=0, description="Factor of the learning rate.")
+    weight_decay: float | None = Field(
+        None, ge=0, description="Replaces the optimizer's weight decay."
+    )
 
 
 class Optimizer(HostSection):
-    """How parameters are updated.
+    """How parameters are updated. ``weft techniques`` lists update rules; each brings settings of its own.
 
-    The learning rate rises to ``lr`` in ``warmup`` steps, or in that share of the run if it is below 1. Left out, the
-    warm-up takes a tenth of the run, and at most 100 steps. After it, ``schedule``: ``cosine``, ``linear``, ``wsd``
-    (stable, and a linear decay at the end; Hu et al. 2024) or ``constant``. Both end where the run does: at
-    ``train.steps``, or where ``data.epochs`` are over.
-
-    ``estimate``: how gradients are computed; ``zeroth-order`` estimates them from the losses at two points, ``epsilon``
-    times a random direction away, without backward and unclipped (MeZO, Malladi et al. 2023). ``pairs``: each of two
-    ranks along ``dp`` evaluates one of the points, on the same sequences (DistZO2, Wang et al. 2025). ``kind``:
-    the update rule, by its name; ``weft techniques`` lists them, and each brings settings of its own. Rules for the
-    matrices of blocks leave the rest to AdamW. ``state``: how AdamW's moments rest between updates. ``ema``: decay of a
-    moving average of the parameters that is kept beside them; 0 keeps none. ``use_ema``: validate, sample and export
-    this average instead of the parameters. ``in_backward``: every block is updated as soon as backward has its
-    gradients, which are then freed (LOMO, Lv et al. 2023); needs ``clip = 0``.
+    Zeroth order: MeZO (Malladi et al. 2023), in pairs DistZO2 (Wang et al. 2025). ``wsd``: Hu et al. 2024.
+    ``in_backward``: LOMO (Lv et al. 2023).
     """
 
     hosts: ClassVar = {"kind": "optimizer", "state": "moments"}
 
-    estimate: Literal["backward", "zeroth-order"] = "backward"
-    epsilon: PositiveFloat = 1e-3
-    pairs: bool = False
-    kind: str = "adamw"
-    state: str = "float32"
-    ema: float = Field(0.0, ge=0, lt=1)
-    use_ema: bool = False
-    in_backward: bool = False
-    groups: tuple[ParameterGroup, ...] = ()
-    lr: PositiveFloat = 3e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: float = Field(0.1, ge=0)
-    clip: float = Field(
-        1.0, ge=0, description="global gradient norm; 0 turns clipping off"
+    estimate: Literal["backward", "zeroth-order"] = Field(
+        "backward",
+        description="How gradients are computed; zeroth-order estimates them from the "
+        "losses at two points, without backward and unclipped.",
     )
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    warmup: int | float | None = Field(None, ge=0)
+    epsilon: PositiveFloat = Field(
+        1e-3,
+        description="zeroth-order: distance of the points, as a multiple of a random "
+        "direction.",
+    )
+    pairs: bool = Field(
+        False,
+        description="zeroth-order: each of two ranks along dp evaluates one of the points, "
+        "on the same sequences.",
+    )
+    kind: str = Field(
+        "adamw",
+        description="The update rule; rules for the matrices of blocks leave the rest to "
+        "AdamW.",
+    )
+    state: str = Field(
+        "float32", description="How AdamW's moments rest between updates."
+    )
+    ema: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Decay of a moving average of the parameters that is kept beside them; "
+        "0 keeps none.",
+    )
+    use_ema: bool = Field(
+        False,
+        description="Validate, sample and export the average instead of the parameters.",
+    )
+    in_backward: bool = Field(
+        False,
+        description="Every block is updated as soon as backward has its gradients, which "
+        "are then freed; needs clip = 0.",
+    )
+    groups: tuple[ParameterGroup, ...] = Field(
+        (), description="Other settings for parameters by name."
+    )
+    lr: PositiveFloat = Field(3e-4, description="Learning rate after warm-up.")
+    betas: tuple[float, float] = Field(
+        (0.9, 0.95), description="Decays of AdamW's two moments."
+    )
+    eps: PositiveFloat = Field(
+        1e-8, description="Added to the root of AdamW's second moment."
+    )
+    weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay.")
+    clip: float = Field(
+        1.0, ge=0, description="Largest global gradient norm; 0 turns clipping off."
+    )
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
+        "cosine",
+        description="How the learning rate falls until the run ends; wsd: it stays, and "
+        "falls linearly at the end.",
+    )
+    warmup: int | float | None = Field(
+        None,
+        ge=0,
+        description="Steps in which the learning rate rises, or a share of the run if below "
+        "1; left out: a tenth of the run, at most 100 steps.",
+    )
     decay: int = Field(
         0,
         ge=0,
-        description="steps of the final decay of 'wsd', at most all after warm-up; 0: a fifth of all",
+        description="Steps of the final decay of wsd, at most all after warm-up; 0: a fifth "
+        "of all.",
     )
-    min_lr: float = Field(0.1, ge=0, le=1, description="floor as a fraction of lr")
+    min_lr: float = Field(
+        0.1, ge=0, le=1, description="Learning rate at the end, as a fraction of lr."
+    )
     post_validation: bool = Field(
         False,
-        description="pipelines: update at once, check the global norm a step later",
+        description="Pipelines: update at once, and check the global norm a step later.",
     )
 
     @property

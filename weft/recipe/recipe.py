@@ -32,8 +32,10 @@ RUNS = Path("runs")
 class Use(Section):
     """A plugin's registration by name, with the ``settings`` that it is called with; a text is the name alone."""
 
-    name: str
-    settings: dict[str, Any] = Field({})
+    name: str = Field(description="Name that the plugin has registered.")
+    settings: dict[str, Any] = Field(
+        {}, description="Keywords that the plugin is called with."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -42,32 +44,54 @@ class Use(Section):
 
 
 class Recipe(Section):
-    """Everything one run needs.
+    """Everything one run needs."""
 
-    ``plugins``: modules of the user's, which register what the recipe then names (docs/plugins.md); ``callbacks`` are
-    such. Both end the run if they fail.
-    """
-
-    name: str = "run"
-    plugins: tuple[str, ...] = ()
-    callbacks: tuple[Use, ...] = ()
-    model: ModelShape = ModelShape()
-    adapter: Adapter | None = None
-    data: Data = Data()
-    layout: Layout = Layout()
-    train: Train = Train()
-    memory: Memory = Memory()
-    loss: Loss = Loss()
-    optimizer: Annotated[SerializeAsAny[Optimizer], with_techniques(Optimizer)] = (
-        Optimizer()
+    name: str = Field("run", description="Name of the run.")
+    plugins: tuple[str, ...] = Field(
+        (),
+        description="Modules of the user's that register what the recipe then names "
+        "(docs/plugins.md).",
     )
-    validation: Validation = Validation()
-    tasks: tuple[Task, ...] = ()
-    checkpoint: Checkpoint = Checkpoint()
-    observe: Observe = Observe()
-    resilience: Resilience = Resilience()
-    sync: Annotated[SerializeAsAny[Sync], with_techniques(Sync)] = Sync()
-    generate: Generate | None = None
+    callbacks: tuple[Use, ...] = Field(
+        (),
+        description="Plugins that are called before, during and after the run; one that "
+        "fails ends it.",
+    )
+    model: ModelShape = Field(ModelShape(), description="The model.")
+    adapter: Adapter | None = Field(
+        None, description="Adapters that learn in place of the model's weights."
+    )
+    data: Data = Field(Data(), description="What is read, and in which order.")
+    layout: Layout = Field(Layout(), description="Ranks along each mesh axis.")
+    train: Train = Field(Train(), description="Length of the run, and how it computes.")
+    memory: Memory = Field(
+        Memory(), description="Where tensors rest while they are not in use."
+    )
+    loss: Loss = Field(Loss(), description="What training minimises.")
+    optimizer: Annotated[SerializeAsAny[Optimizer], with_techniques(Optimizer)] = Field(
+        Optimizer(), description="How parameters are updated."
+    )
+    validation: Validation = Field(
+        Validation(), description="How the loss on held-out data is measured."
+    )
+    tasks: tuple[Task, ...] = Field(
+        (), description="Files of questions that the model is asked."
+    )
+    checkpoint: Checkpoint = Field(
+        Checkpoint(), description="Where checkpoints go, and how often."
+    )
+    observe: Observe = Field(
+        Observe(), description="What is recorded, and who gets it."
+    )
+    resilience: Resilience = Field(
+        Resilience(), description="What happens when ranks die, stall or crawl."
+    )
+    sync: Annotated[SerializeAsAny[Sync], with_techniques(Sync)] = Field(
+        Sync(), description="How islands agree."
+    )
+    generate: Generate | None = Field(
+        None, description="What the model writes at the end."
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -14,31 +14,35 @@ REPLICAS_NEEDED = {
 
 
 class Resilience(Section):
-    """What a run of several ranks does when one of them dies, stalls or crawls (docs/resilience.md).
+    """What a run of several ranks does when one of them dies, stalls, crawls or lies (docs/resilience.md).
 
-    ``survive``: the others finish the step, or with islands the round; otherwise the run ends and continues from its
-    last checkpoint, as do islands that synchronise in every step. Every ``snapshot_every`` steps each rank copies its
-    state into another rank's memory; with 0 there are no copies, and a loss goes back to the last checkpoint.
-    ``detect``: seconds after which a silent rank counts as lost. With fewer than ``min_ranks`` left the run saves and
-    ends. ``actions`` on a slow rank: ``say`` names it, ``rebalance`` gives it less to do, ``leave-out`` removes it.
-
-    ``aggregate``: how the gradients of replicas (``layout.dp``) are combined. Every rule but the mean tolerates
-    ``faulty`` replicas that send anything: ``flag`` (Almasi et al. 2024), ``krum`` or ``multi-krum`` (Blanchard et al.
-    2017), ``bulyan`` (El Mhamdi et al. 2018), ``geometric-median`` (Pillutla et al. 2019) or ``trimmed-mean`` (Yin et
-    al. 2018).
-
-    ``code``: replicas compute some of each other's samples, so that the sum of all gradients is known before up to
-    ``stragglers`` late replicas are done (:mod:`weft.sync.coded`): by ``gradient`` coding (Tandon et al. 2017), or,
-    with a step cut into ``jobs``, by one of the sequential codes (Krishnan et al. 2023), which need less redundancy:
-    ``sr-sgc`` or ``m-sgc``, made for that many stragglers in any ``window`` jobs, each late for at most ``burst`` of
-    them. A rank is late after 1 + ``patience`` times as long as the first.
+    Aggregation: ``flag`` (Almasi et al. 2024), ``krum`` and ``multi-krum`` (Blanchard et al. 2017), ``bulyan`` (El
+    Mhamdi et al. 2018), ``geometric-median`` (Pillutla et al. 2019), ``trimmed-mean`` (Yin et al. 2018). Codes:
+    ``gradient`` (Tandon et al. 2017), ``sr-sgc`` and ``m-sgc`` (Krishnan et al. 2023), see :mod:`weft.sync.coded`.
     """
 
-    survive: bool = True
-    snapshot_every: int = Field(1, ge=0)
-    detect: float = Field(1.5, gt=0)
-    min_ranks: PositiveInt = 1
-    actions: Literal["say", "rebalance", "leave-out"] = "say"
+    survive: bool = Field(
+        True,
+        description="The others finish the step, or with islands the round; otherwise the "
+        "run ends and continues from its last checkpoint.",
+    )
+    snapshot_every: int = Field(
+        1,
+        ge=0,
+        description="Steps between copies of a rank's state into another rank's memory; 0: "
+        "none, and a loss goes back to the last checkpoint.",
+    )
+    detect: float = Field(
+        1.5, gt=0, description="Seconds after which a silent rank counts as lost."
+    )
+    min_ranks: PositiveInt = Field(
+        1, description="With fewer ranks left the run saves and ends."
+    )
+    actions: Literal["say", "rebalance", "leave-out"] = Field(
+        "say",
+        description="What happens to a slow rank: it is named, gets less to do, or is left "
+        "out.",
+    )
     aggregate: Literal[
         "mean",
         "flag",
@@ -47,14 +51,38 @@ class Resilience(Section):
         "bulyan",
         "geometric-median",
         "trimmed-mean",
-    ] = "mean"
-    faulty: int = Field(0, ge=0)
-    code: Literal["", "gradient", "sr-sgc", "m-sgc"] = ""
-    stragglers: int = Field(0, ge=0)
-    jobs: PositiveInt = 1
-    burst: PositiveInt = 1
-    window: int = Field(2, ge=2)
-    patience: PositiveFloat = 1.0
+    ] = Field(
+        "mean",
+        description="How the gradients of replicas (layout.dp) are combined; every rule but "
+        "the mean tolerates faulty ones.",
+    )
+    faulty: int = Field(0, ge=0, description="Replicas that may send anything.")
+    code: Literal["", "gradient", "sr-sgc", "m-sgc"] = Field(
+        "",
+        description="Replicas compute some of each other's samples, so that the sum is "
+        "known before the slowest are done.",
+    )
+    stragglers: int = Field(
+        0, ge=0, description="Late replicas that a code does without."
+    )
+    jobs: PositiveInt = Field(
+        1,
+        description="Parts that sequential codes cut a step into, which need less "
+        "redundancy.",
+    )
+    burst: PositiveInt = Field(
+        1,
+        description="Sequential codes: jobs of a window in which a straggler is late.",
+    )
+    window: int = Field(
+        2,
+        ge=2,
+        description="Sequential codes: jobs in which at most so many replicas are late.",
+    )
+    patience: PositiveFloat = Field(
+        1.0,
+        description="A rank is late after 1 + this many times as long as the first.",
+    )
     encrypt: Literal["auto", "always", "never"] = Field(
         "auto",
         description=(

@@ -13,35 +13,48 @@ from weft.registry import find
 class Sync(HostSection):
     """How islands (``layout.island``) agree: docs/islands.md.
 
-    Islands synchronise after ``every`` steps, with all others or with some (``partner``): ring neighbours, random
-    pairs, or those that a ``graph`` of pairs such as [[0, 1], [1, 2]] links. ``update`` says how, by the name of a
-    method; ``weft techniques`` lists them, and each brings settings of its own: the ``average`` of all parameters, with
-    any partners; ``nesterov`` momentum on the mean difference (DiLoCo); the same for ``fragments`` in turn, whose
-    result is applied ``delay`` steps later and mixed (``streaming``); with the others' differences of the last round
-    (``eager``, ``co2``); or in pairs (``noloco``). Where all average in every step they exchange gradients, and compute
-    exactly what one island would.
-
-    ``compress``: the compressor of what is sent: ``int8`` to ``int4``, ``topk:0.01``, ``randk:0.1``, ``powersgd:4``,
-    ``sign`` or ``cocktail`` (:mod:`weft.sync.compress`); ``compress_back`` is that of what comes back, if it differs.
-    The error of a message is added to the next one. With ``allocate`` each tensor has a rank, share or number of
-    bits of its own, chosen anew every that many rounds for the smallest total size with no more error than one setting
-    for all (L-GreCo).
-
-    Sums go around a ring of the islands: in the order measured to be fastest, or as numbered.
+    ``weft techniques`` lists the methods; each brings settings of its own. Where all average in every step they
+    exchange gradients, and compute exactly what one island would. The error of a compressed message is added to the
+    next one.
     """
 
     hosts: ClassVar = {"update": "sync"}
 
-    every: PositiveInt = 1
-    partner: Literal["all", "ring", "pairs", "graph"] = "all"
-    graph: tuple[tuple[int, int], ...] = ()
-    update: str = "average"
-    fragments: PositiveInt = 1
-    delay: int = Field(0, ge=0)
-    compress: str = "none"
-    compress_back: str = ""
-    allocate: int = Field(0, ge=0)
-    order: Literal["measured", "numbered"] = "measured"
+    every: PositiveInt = Field(1, description="Steps between synchronisations.")
+    partner: Literal["all", "ring", "pairs", "graph"] = Field(
+        "all",
+        description="Whom an island exchanges with: all others, ring neighbours, random "
+        "pairs, or those that a graph links.",
+    )
+    graph: tuple[tuple[int, int], ...] = Field(
+        (), description="Pairs of islands, such as [[0, 1], [1, 2]]."
+    )
+    update: str = Field("average", description="The method by which islands agree.")
+    fragments: PositiveInt = Field(
+        1, description="Fragments that are synchronised in turn."
+    )
+    delay: int = Field(
+        0, ge=0, description="Steps after which a fragment's result is applied."
+    )
+    compress: str = Field(
+        "none",
+        description="Compressor of what is sent: int8 to int4, topk:0.01, randk:0.1, "
+        "powersgd:4, sign or cocktail.",
+    )
+    compress_back: str = Field(
+        "", description="Compressor of what comes back, if it differs."
+    )
+    allocate: int = Field(
+        0,
+        ge=0,
+        description="Each tensor gets a rank, share or number of bits of its own, chosen "
+        "anew every so many rounds (L-GreCo); 0: one for all.",
+    )
+    order: Literal["measured", "numbered"] = Field(
+        "measured",
+        description="Order of the islands in a ring: the one measured to be fastest, or as "
+        "numbered.",
+    )
 
     @model_validator(mode="after")
     def _compressors(self) -> Self:

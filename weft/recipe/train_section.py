@@ -10,31 +10,50 @@ Dtype = Literal["float64", "float32", "bfloat16"]
 
 
 class Train(Section):
-    """One training run.
+    """One training run. It ends at ``steps`` or ``data.epochs``, whichever is earlier."""
 
-    ``steps``: the run ends after so many; left out, 100, or where ``data.epochs`` are over. Of the two the earlier end
-    counts. ``batch`` counts sequences per step over all ranks; ``micro_batch`` per rank and pass.
-    """
-
-    steps: int = Field(100, ge=0, description="0: as many as data.epochs need")
-    batch: int = Field(8, gt=0, le=10_000_000)
-    micro_batch: int | None = Field(None, gt=0, le=10_000_000)
-    dtype: Dtype = "float32"
-    recompute: Literal["none", "selective", "full"] = "none"
-    compile: bool = False
-    freeze: tuple[str, ...] = Field(
-        (), description="patterns of parameters that do not learn, e.g. 'embedding.*'"
+    steps: int = Field(
+        100,
+        ge=0,
+        description="The run ends after so many steps; 0: as many as data.epochs need. Left "
+        "out: 100, or where data.epochs are over.",
     )
-    loss_chunk: PositiveInt = 1024
-    seed: int = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    batch: int = Field(
+        8, gt=0, le=10_000_000, description="Sequences per step over all ranks."
+    )
+    micro_batch: int | None = Field(
+        None,
+        gt=0,
+        le=10_000_000,
+        description="Sequences per rank and pass; left out: all of a rank's, with pp their 2 pp-th part.",
+    )
+    dtype: Dtype = Field(
+        "float32",
+        description="Type that is computed in; weights are kept in float32 beside bfloat16.",
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="What backward computes again instead of keeping it."
+    )
+    compile: bool = Field(False, description="Compile blocks with torch.compile.")
+    freeze: tuple[str, ...] = Field(
+        (), description="Patterns of parameters that do not learn, e.g. 'embedding.*'."
+    )
+    loss_chunk: PositiveInt = Field(
+        1024, description="Tokens whose logits are computed at once."
+    )
+    seed: int = Field(
+        0, description="Seed of initial weights and of all that is drawn in training."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Device that ranks compute on."
+    )
     threads: int = Field(
         0,
         ge=0,
-        description="threads per rank; 0 divides the cores among the local ranks",
+        description="Threads per rank; 0 divides the cores among the local ranks.",
     )
     timeout: PositiveInt = Field(
-        600, description="seconds a rank waits for the others in a collective"
+        600, description="Seconds a rank waits for the others in a collective."
     )
 
     @model_validator(mode="before")

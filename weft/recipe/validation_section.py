@@ -8,23 +8,24 @@ from weft.section import Section
 
 
 class Validation(Section):
-    """How the loss on ``data.validation`` is measured, and what follows from it (docs/training.md).
-
-    ``keep_best``: the checkpoint of the lowest loss is kept beside the newest ones, is called ``best`` in the run's
-    folder, and is what ``checkpoint.export`` exports.
-    """
+    """How the loss on ``data.validation`` is measured, and what follows from it (docs/training.md)."""
 
     every: int = Field(
-        50, ge=0, description="steps between validations; 0 turns them off"
+        50, ge=0, description="Steps between validations; 0 turns them off."
     )
     batches: int = Field(
-        4, ge=0, description="of train.batch sequences; 0: all there are"
+        4, ge=0, description="Batches of train.batch sequences; 0: all there are."
     )
-    keep_best: bool = False
+    keep_best: bool = Field(
+        False,
+        description="Keep the checkpoint of the lowest loss beside the newest ones; it is "
+        "called 'best', and is what checkpoint.export exports.",
+    )
     patience: int = Field(
         0,
         ge=0,
-        description="validations without a lower loss that end the run; 0: it never ends so",
+        description="Validations without a lower loss that end the run; 0: it never ends "
+        "so.",
     )
 
     @model_validator(mode="after")
@@ -38,19 +39,19 @@ class Validation(Section):
 
 
 class Task(Section):
-    """A file of questions that the model is asked before the first step, every so many, and at the end.
+    """A file of questions that the model is asked (docs/evaluation.md)."""
 
-    docs/evaluation.md has the file's form. ``chat``: prompts are what a user says, and the chat template is applied.
-    """
-
-    path: str
+    path: str = Field(description="File of questions.")
     name: str = Field(
-        "", pattern=r"^[\w.-]*$", description="in records; the file's if left out"
+        "", pattern=r"^[\w.-]*$", description="Name in records; left out: the file's."
     )
     every: int = Field(
         0,
         ge=0,
-        description="steps between; 0 asks at the beginning and at the end alone",
+        description="Steps between; 0 asks at the beginning and at the end alone.",
     )
-    chat: bool = False
-    limit: int = Field(0, ge=0, description="the first so many questions; 0 for all")
+    chat: bool = Field(
+        False,
+        description="Prompts are what a user says, and the chat template is applied.",
+    )
+    limit: int = Field(0, ge=0, description="The first so many questions; 0 for all.")
