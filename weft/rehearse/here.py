@@ -100,9 +100,8 @@ def with_method(
     tree["adapter"] = (tree["adapter"] or {}) | adapter if adapter else None
     tree["optimizer"] |= sections["optimizer"]
     if method == "galore":
-        tree["optimizer"]["rank"] = min(
-            tree["optimizer"]["rank"], max(4, recipe.model.embed // 4)
-        )
+        usual = build_recipe(tree).model_dump(mode="json")["optimizer"]["rank"]
+        tree["optimizer"]["rank"] = min(usual, max(4, recipe.model.embed // 4))
     tree["train"] |= train
     tree["memory"] |= places or {}
     return build_recipe(tree)
