@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import my_plugins
+from tests import my_plugins, started
 from tests.cases import recipe, write_corpus
 from tests.checkpoint.test_resume import go, series
 from tests.conftest import Command
@@ -149,7 +149,7 @@ def toml(value: Any) -> str:
 
 
 @pytest.mark.slow
-def test_a_run_with_plugins(command: Command, here: Path, corpus: str) -> None:
+def test_a_run_with_plugins(here: Path, corpus: str) -> None:
     """On two ranks: hooks at their moments, a tracker, a data set, and an end that one rank alone asks for."""
     diary = {"name": "diary", "settings": {"file": str(here / "diary")}}
     file = written(
@@ -157,7 +157,8 @@ def test_a_run_with_plugins(command: Command, here: Path, corpus: str) -> None:
         observe__trackers=["notes"], data__sources=[{"kind": "counting", "settings": {"upto": 30}}], layout__shard=2,
         train__steps=9, checkpoint__export="model",
     )  # fmt: skip
-    code, out, err = command("train", file, "--out", "run")
+    done = started.run("train", file, "--out", "run", main=started.trusting_plugins)
+    code, out, err = done.returncode, done.stdout, done.stderr
     assert code == 0, err
     lines = [json.loads(line) for line in (here / "diary").read_text().splitlines()]
     assert [line[:2] for line in lines] == [
@@ -181,16 +182,16 @@ def test_a_run_with_plugins(command: Command, here: Path, corpus: str) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.slow
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("rank", "way", "reason"), [
     (0, "fails_on", "ValueError: no ink"), (1, "leaves_on", "SystemExit: no paper"),
 ])  # fmt: skip
 def test_a_callback_that_fails_on_one_rank_is_named(
-    command: Command, here: Path, corpus: str, rank: int, way: str, reason: str
+    here: Path, corpus: str, rank: int, way: str, reason: str
 ) -> None:
     diary = {"name": "diary", "settings": {"file": str(here / "diary"), way: rank}}
     file = written(here, corpus, plugins=["mine"], callbacks=[diary], layout__shard=2)
-    code, _, err = command("train", file, "--out", "run")
+    done = started.run("train", file, "--out", "run", main=started.trusting_plugins)
+    code, err = done.returncode, done.stderr
     said = " ".join(err.split())
     wanted = f"rank {rank}: callback 'diary' of plugin mine, after_step at step 2, failed: {reason}"
     assert (

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.test_plugins import train_and_ask
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -116,33 +118,10 @@ def test_the_wheel_is_all_there(python: Path, tmp_path: Path) -> None:
     assert (tmp_path / "runs/mine/report.html").stat().st_size > 1_000_000
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_plugins_of_the_example_train(python: Path, tmp_path: Path) -> None:
-    """From a folder with the example alone: a model, a loss, a data set, a callback and a tracker, on two ranks."""
-    shutil.copytree(ROOT / "examples/plugins", tmp_path / "mine")
-    small = [
-        "train.steps=4",
-        "validation.every=2",
-        "tasks=[{path='questions.jsonl'}]",
-        "data.settings={largest=9}",
-    ]
-    words = [word for setting in small for word in ("--set", setting)]
-    said = run(python, tmp_path / "mine", "-m", "weft", "train", "recipe.toml", *words)
-    assert (
-        "the best loss was" in said
-        and "step 4: questions:" in said
-        and "on shard=2" in said
-    )
-    rows = (tmp_path / "mine/runs/recipe/losses.csv").read_text().splitlines()
-    assert [row.split(",")[:2] for row in rows].count(["train", "4"]) == 1
-    asked = run(
-        python,
+    """From the wheel, with an interpreter for each rank; every day: tests/examples/test_plugins.py."""
+    train_and_ask(
         tmp_path / "mine",
-        "-m",
-        "weft",
-        "eval",
-        "questions.jsonl",
-        "--from",
-        "runs/recipe",
+        lambda folder, *words: run(python, folder, "-m", "weft", *words),
     )
-    assert asked.splitlines()[1].startswith("questions\t10\t")

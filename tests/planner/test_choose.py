@@ -2,13 +2,13 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.conftest import Command
+from tests.started import Started
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.parallel.build import check_fits
@@ -99,22 +99,30 @@ def test_unknown_devices_count_as_the_nearest_in_memory() -> None:
     assert local_cluster("Some Accelerator", 24e9, 2, 2).memory == 24
 
 
-def torchrun(folder: Path, ranks: int) -> subprocess.CompletedProcess[str]:
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [
-        sys.executable,
-        *start,
-        "-m",
-        "weft",
-        "train",
-        "recipe.toml",
-        "--out",
-        "run",
+def torchrun(folder: Path, ranks: int) -> list[str]:
+    """What each of these ranks says, which are started with the variables and the store of torchrun."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    usual = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    processes = [
+        Started(
+            *("train", "recipe.toml", "--out", "run"),
+            cwd=folder,
+            env=usual | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(ranks)
     ]
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=120, env=env
-    )
+    said = [process.communicate(240) for process in processes]
+    assert [process.returncode for process in processes] == [0] * ranks, said
+    return [out for out, _ in said]
 
 
 def written(folder: Path) -> str:
@@ -139,9 +147,8 @@ def test_train_plans_for_the_ranks_it_is_given(
 @pytest.mark.slow
 def test_train_plans_for_the_ranks_of_torchrun(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    done = torchrun(tmp_path, 2)
-    assert done.returncode == 0, done.stderr
-    assert sum(line.startswith("layout  ") for line in done.stdout.splitlines()) == 1
+    lines = "".join(torchrun(tmp_path, 2)).splitlines()
+    assert sum(line.startswith("layout  ") for line in lines) == 1
 
 
 @pytest.mark.slow

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
-import multiprocessing as mp
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +14,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.started import PRELOAD
 from weft.api import be_rank
 from weft.observe.metrics import FILE, Record, read_metrics
+from weft.prove.pool import fork_server
 from weft.recipe import Recipe
 from weft.resilience.company import Company
 from weft.resilience.islands import come_back
@@ -32,6 +34,7 @@ HUNG = 240
 def _be(
     rank: int, world: int, port: int, recipe: Recipe, out: str, joins: bool, row_s: float, gate: int | None
 ) -> None:  # fmt: skip
+    gc.freeze()  # what the server has imported need not be looked at again
     os.environ |= rank_environment(rank, world, 1)
     os.environ |= {
         "MASTER_PORT": str(port),
@@ -111,10 +114,7 @@ class Ranks:
         gate: int | None = None,
     ) -> None:
         # Forking from a server that has imported PyTorch starts a rank in milliseconds.
-        context: Any = mp.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["torch", "torch._dynamo", "torch.distributed.tensor", __name__]
-        )
+        context = fork_server((*PRELOAD, __name__))
         self.recipe, self.out, self._context, self._row_s, self._gate = (
             recipe,
             out,

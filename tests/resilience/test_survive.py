@@ -86,7 +86,7 @@ def test_a_lost_rank_costs_a_step_and_nothing_else(
 @pytest.mark.slow
 def test_ranks_join_and_leave(corpus: str, tmp_path: Path) -> None:
     """Two ranks become four, three, by a file, and two, by a scheduler's signal; all that are left end well."""
-    out, alone, steps = tmp_path / "run", tmp_path / "alone", 80
+    out, alone, steps = tmp_path / "run", tmp_path / "alone", 50
     train(
         prepare(job(corpus, "", train__steps=steps, validation__every=0)),
         Mesh.single(),
@@ -138,7 +138,7 @@ def test_a_slow_rank_gets_less_to_do_or_is_left_out(
     corpus: str, tmp_path: Path, actions: str
 ) -> None:
     """A rank that takes three times as long: who stays, who has how many rows, and the losses of one device."""
-    out, alone, steps = tmp_path / "run", tmp_path / "alone", 60
+    out, alone, steps = tmp_path / "run", tmp_path / "alone", 40
     change = {
         "train__steps": steps,
         "train__batch": 16,
