@@ -92,5 +92,5 @@ def _note(section: Section, name: str, field: FieldInfo) -> str:
             for c in get_args(field.annotation)
             if isinstance(c, str | int) and str(c)
         ]
-    notes = [field.description or "", ", ".join(choices)]
-    return " # " + "; ".join(filter(None, notes)) if any(notes) else ""
+    notes = [field.description or "", f"({', '.join(choices)})" * bool(choices)]
+    return " # " + " ".join(filter(None, notes)) if any(notes) else ""
