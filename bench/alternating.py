@@ -14,15 +14,21 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from step import machine
 
 from weft.layout.mesh import Mesh
 from weft.memory.heap import keep_heap
-from weft.parallel.alternating import PROFILED, Alternating, UnitUpdate
+from weft.parallel.alternating import (
+    PROFILED,
+    Alternating,
+    UnitUpdate,
+    update_alternating,
+)
 from weft.parallel.build import parallelize
 from weft.parallel.state import State
 from weft.recipe import Memory, ModelShape, Optimizer, Train
@@ -39,8 +45,19 @@ BLOCK, FASTER = 0.04, 10
 LINKS = (0.5, 1.0, 2.0, 4.0)
 
 
-def built(share: float | str, paced: bool) -> State:
-    """A state at rest on the host, of which a share is updated elsewhere."""
+class Shared(NamedTuple):
+    """A state at rest on the host, and what updates a share of it elsewhere."""
+
+    state: State
+    alternating: Alternating
+
+
+def built(
+    share: float | str,
+    paced: bool,
+    report: Callable[[dict[str, Any]], None] = lambda chosen: None,
+) -> Shared:
+    """A new state whose updates are shared."""
     layers, wide = SHAPES[paced]
     shape = ModelShape(
         vocab=256, layers=layers, embed=wide, heads=4, kv_heads=4, ffn=3 * wide
@@ -49,15 +66,15 @@ def built(share: float | str, paced: bool) -> State:
         shape, Mesh.single(), Train(dtype="float32"), memory=Memory(weights="host")
     )
     state.optimize(RuleOptimizer(Optimizer(), Mesh.single()))
-    state.alternating = Alternating(torch.device("cpu"), share)
-    return state
+    return Shared(state, Alternating(torch.device("cpu"), share, report))
 
 
-def updated(state: State) -> float:
+def updated(shared: Shared) -> float:
     """Seconds for an update of all units."""
+    state, alternating = shared
     grads = {h.name: torch.full_like(h.local, 0.01) for h in state.learning}
     begun = time.perf_counter()
-    state.update_later(lambda unit: grads, 1e-3)
+    update_alternating(state, alternating, lambda unit: grads, 1e-3)
     return time.perf_counter() - begun
 
 
@@ -67,9 +84,9 @@ def sizes_of(state: State) -> list[int]:
     ]
 
 
-def pace(state: State, link: float | None) -> dict[str, float]:
+def pace(shared: Shared, link: float | None) -> dict[str, float]:
     """Have every action take what its rate says, if it is not slower by itself. Returns the rates, seconds per byte."""
-    sizes = sizes_of(state)
+    sizes = sizes_of(shared.state)
     host = BLOCK / statistics.median(sizes)
     rates = {
         ON_HOST: host,
@@ -86,20 +103,18 @@ def pace(state: State, link: float | None) -> dict[str, float]:
         )
 
     if link is not None:
-        assert isinstance(state.alternating, Alternating)
-        state.alternating.wrap = paced
+        shared.alternating.wrap = paced
     return rates
 
 
 def compared(link: float | None, rounds: int) -> dict[str, Any]:
     """Times of every number of units, the fastest of the rounds. ``link`` None: nobody sleeps."""
-    auto, found = built("auto", link is not None), list[dict[str, Any]]()
-    assert isinstance(auto.alternating, Alternating)
-    auto.alternating.report = found.append
+    found: list[dict[str, Any]] = []
+    auto = built("auto", link is not None, found.append)
     pace(auto, link)
     for _ in range(PROFILED + 1):
         updated(auto)
-    units = len(auto.units)
+    units = len(auto.state.units)
     states = {
         count: built(count / units, link is not None) for count in range(units + 1)
     }
@@ -112,7 +127,7 @@ def compared(link: float | None, rounds: int) -> dict[str, Any]:
             if turn:
                 times[count].append(seconds)
     for state in states.values():
-        mine, first = state.tensors(), states[0].tensors()
+        mine, first = state.state.tensors(), states[0].state.tensors()
         assert all(
             torch.equal(part.values, first[name].values) for name, part in mine.items()
         )
@@ -120,7 +135,7 @@ def compared(link: float | None, rounds: int) -> dict[str, Any]:
     best, chosen = min(fastest, key=fastest.__getitem__), found[0]["device"]
     rates = found[0]["rates"]
     predicted = {
-        count: simulated(count, sizes_of(auto), rates).elapsed for count in states
+        count: simulated(count, sizes_of(auto.state), rates).elapsed for count in states
     }
     return {
         "link": link, "units": units, "chosen": chosen, "best": best, "seconds": fastest, "predicted": predicted,

@@ -336,9 +336,9 @@ def be_weft(run: Run) -> None:
     from weft.recipe import Optimizer, Recipe
     from weft.run.ranks import init_ranks
     from weft.sync.streams import open_streams
+    from weft.train.build_step import build_step
     from weft.train.setup import assemble
     from weft.train.step import evaluate
-    from weft.train.stepper import build_stepper
 
     def batch(rows: torch.Tensor) -> Batch:
         ends = torch.arange(0, len(rows) * LENGTH + 1, LENGTH, dtype=torch.int32)
@@ -368,7 +368,7 @@ def be_weft(run: Run) -> None:
     waits: list[float] = []
     with open_streams(mesh, LIMIT) as streams:
         settings = Optimizer(lr=LR, weight_decay=DECAY, clip=CLIP)
-        stepper = build_stepper(
+        stepper = build_step(
             model,
             state,
             mesh,
@@ -378,7 +378,7 @@ def be_weft(run: Run) -> None:
         if hasattr(stepper, "exchanged"):
             count_waits(stepper, waits)
         log.train(
-            lambda number, lr: stepper.step([batch(rows[number])], lr)[0].loss,
+            lambda number, lr: stepper.take([batch(rows[number])], lr)[0].loss,
             lambda: evaluate(
                 model, state, [[batch(part)] for part in unseen.split(32)], mesh
             ),
@@ -1021,7 +1021,7 @@ def main() -> None:
     import step  # noqa: F401  what ranks need is imported once
 
     import weft.sync.streams
-    import weft.train.stepper  # noqa: F401
+    import weft.train.build_step  # noqa: F401
 
     bench = Bench(
         options.seed,

@@ -30,7 +30,7 @@ from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.resilience.snapshots import Snapshots
 from weft.shapes.parameters import parameter_count
 from weft.train.setup import assemble
-from weft.train.step import Stepper
+from weft.train.step import StepContext, plain_step
 
 RANKS = 4
 RESULTS = Path(__file__).parent / "results" / "snapshot.json"
@@ -58,11 +58,12 @@ def on_rank(rank: int, job: Job, rounds: int) -> dict[str, Any]:
             mine[:, :-1].contiguous(), mine[:, 1:].contiguous(), positions, cu_seqlens
         )
     ]
-    stepper = Stepper(model, state, mesh, SETTINGS, before_update=snapshots.complete)
+    context = StepContext(model, state, mesh, before_update=snapshots.complete)
+    stepper = plain_step(context, SETTINGS.clip)
     progress = Progress()
 
     def without() -> tuple[float, float]:
-        (done,) = stepper.step(batches, SETTINGS.lr)
+        (done,) = stepper.take(batches, SETTINGS.lr)
         progress.step += 1
         return done.loss, done.grad_norm
 

@@ -48,9 +48,11 @@ from weft.memory.heap import keep_heap
 from weft.memory.tiers import BufferPool, Region, Transfer
 from weft.models.hf import export
 from weft.recipe import build_recipe
+from weft.train.build_step import build_step
 from weft.train.setup import assemble, prepare
+from weft.train.speculated_units import early_units
 from weft.train.step import clear_gradients
-from weft.train.stepper import build_stepper
+from weft.train.step_values import StepInput
 
 Transfers = list[tuple[Region, int, int, bool]]
 FILES, LR = {"weights": "file"}, 1e-4
@@ -87,10 +89,11 @@ class Side:
         self.shape, self.settings = job.shape, recipe.optimizer
         self.model, self.state = assemble(job.shape, self.mesh, recipe)
         self.loader = job.loader(job.corpus.train, self.mesh)
-        self.stepper = build_stepper(self.model, self.state, self.mesh, recipe)
+        self.stepper = build_step(self.model, self.state, self.mesh, recipe)
+        self.early = early_units(self.state, recipe.memory, recipe.train.recompute)
 
     def step(self) -> float:
-        return self.stepper.step(self.batches(), LR)[0].loss
+        return self.stepper.take(self.batches(), LR)[0].loss
 
     def batches(self) -> list[Batch]:
         """The microbatches of the next step."""
@@ -99,9 +102,9 @@ class Side:
 
     def passes(self) -> None:
         """A step without its update."""
-        self.stepper.gradients(
-            self.loader.step(self.steps * self.rows) or [], stop=False
-        )
+        given = StepInput(self.loader.step(self.steps * self.rows) or [], LR)
+        shares = self.stepper.gradients.gradients(given, self.stepper.agree)
+        self.stepper.agree.agree(given, shares)
         clear_gradients(self.model, self.state)
 
     def formula(self) -> dict[str, int]:
@@ -112,7 +115,7 @@ class Side:
                 kind: group.region.size
                 for kind, group in self.state.tiers.groups[unit].items()
             }
-            early, every = unit in self.state.early, sum(size.values())
+            early, every = unit in self.early, sum(size.values())
             found["read"] += size["weights"] * (
                 (i < len(units) - 2) + (early and i >= 2)
             )
@@ -351,7 +354,7 @@ def measured(
         one / floor for one, floor in zip(taken[name], floors, strict=True)
     )
     found = {
-        "over floor": over, "fill over floor": fill / statistics.median(floors), "early": len(side.state.early),
+        "over floor": over, "fill over floor": fill / statistics.median(floors), "early": len(side.early),
         "blocking over it": statistics.median(b / f for b, f in zip(taken["blocking"], taken[name], strict=True)),
         "within": over <= 1.15 + fill / statistics.median(floors), "bytes": moved, "formula": side.formula(),
         "buffers over one unit": side.state.tiers.pool.most / max(map(sum, units)), "bandwidth": rate,

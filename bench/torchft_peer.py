@@ -305,13 +305,13 @@ def be_rank(folder: Path, fault: str, place: str, rank: int) -> None:
         taken[0] += 1
         return sums
 
-    take = module.Stepper.step
+    take = module.Step.take
 
     def step(*words: Any) -> Any:
         fate.at(PLACES[1], taken[0])
         return take(*words)
 
-    module.step_sum, module.Stepper.step = step_sum, step  # type: ignore[method-assign]
+    module.step_sum, module.Step.take = step_sum, step  # type: ignore[method-assign]
     recipe = str(Path(__file__).parents[1] / "recipes/quickstart.toml")
     sys.argv = [
         "weft",

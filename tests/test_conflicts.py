@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+from itertools import combinations
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from tests.conftest import Command
+from weft.layout.mesh import Mesh
 from weft.parallel.build import check_fits
 from weft.prove.types import check_types
 from weft.recipe import load_recipe
 from weft.recipe.conflicts import every_rule
+from weft.recipe.step_techniques import STEP_TECHNIQUES, StepTechnique
 from weft.refusal import Conflict
+from weft.train.build_step import build_step
+from weft.train.setup import assemble
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,14 +40,10 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "alternating updates away from the host": ("", "memory.alternate=0.5"),
     "alternating updates that ask other ranks": (
         "shard=2", "memory.weights=host memory.alternate=0.5 optimizer.kind=muon"),
-    "alternating updates that are tried": ("", "memory.weights=host memory.alternate=0.5 memory.speculate=all"),
-    "alternating updates without reduced gradients": (
-        "", "memory.weights=host memory.alternate=0.5 optimizer.estimate=zeroth-order"),
     "weights in files with balance": ("cp=2,zero=1,balance=greedy", "memory.weights=file"),
     "files with post-validation": ("pp=2", "memory.moments=file optimizer.post_validation=true"),
-    "speculation with other updates": ("", "memory.speculate=all optimizer.estimate=zeroth-order"),
+    "speculation with islands or balance": ("island=2", "memory.speculate=all sync.every=2"),
     "speculation with directions": ("", "memory.speculate=all optimizer.kind=galore"),
-    "speculation with combined replicas": ("dp=4", "memory.speculate=all resilience.aggregate=krum"),
     "offloaded activations with selective recompute": ("", "memory.activations=host train.recompute=selective"),
     "post-validation without pp": ("", "optimizer.post_validation=true"),
     "small moments without AdamW": ("", "optimizer.state=8bit optimizer.kind=lion"),
@@ -53,7 +57,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "a plugin's model with pairs": ("", f"{PLUGGED} model={{kind='mixed'}} {PAIRS} loss.kind=dpo"),
     "a plugin's loss with vocabulary passes": ("pp=2,vocab_barriers=1", f"{PLUGGED} loss.kind=focal"),
     "tasks of a model that scores": ("", f"{PAIRS} loss.kind=reward tasks=[{{path='questions.jsonl'}}]"),
-    "zeroth order with what needs backward": ("pp=2", "optimizer.estimate=zeroth-order optimizer.post_validation=true"),
+    "zeroth order with other passes": ("pp=4,skip=0.25", "optimizer.estimate=zeroth-order"),
     "pairs without zeroth order": ("dp=2", "optimizer.pairs=true"),
     "pairs with a rank left over": ("dp=3", "optimizer.pairs=true optimizer.estimate=zeroth-order"),
     "update in backward with clipping": ("", "optimizer.in_backward=true"),
@@ -67,7 +71,6 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "too few replicas for so many faulty": ("dp=4", "resilience.faulty=1 resilience.aggregate=krum"),
     "a code without stragglers": ("dp=2", "resilience.code=gradient"),
     "bursts that do not fit the window": ("dp=2", "resilience.code=m-sgc resilience.stragglers=1 resilience.burst=2"),
-    "a code with a rule": ("dp=2", "resilience.code=gradient resilience.stragglers=1 resilience.aggregate=flag"),
     "a code with experts": ("dp=2", "resilience.code=gradient resilience.stragglers=1 model.experts=2"),
     "combined replicas that are cut": ("dp=3,tp=2", "resilience.faulty=1 resilience.aggregate=flag"),
     "combined replicas with a state apart": ("dp=1", "resilience.aggregate=flag memory.weights=host"),
@@ -86,7 +89,6 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "dropout with compile": ("", "adapter.dropout=0.1 train.compile=true"),
     "islands with balance": ("island=2,dp=2,zero=1,balance=greedy", ""),
     "islands with weights that rest or move": ("island=2", "memory.weights=file"),
-    "islands with gradients that nobody sees": ("island=2", "optimizer.in_backward=true optimizer.clip=0"),
     "islands with pairs or codes": (
         "island=2,dp=2", "optimizer.pairs=true optimizer.estimate=zeroth-order sync.every=2"),
     "fragments of what goes whole": ("island=2", "sync.fragments=2"),
@@ -159,6 +161,69 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
         "[model]\nlayers = 2\nembed = 16\nheads = 4\nffn = 8\n[data]\nseq_len = 8\n"
     )
     return str(path)
+
+
+#: How each technique that fills phases of a step is asked for: a layout and settings.
+ASKED = {
+    "zeroth order": ("", "optimizer.estimate=zeroth-order"),
+    "post-validation": ("pp=2", "optimizer.post_validation=true"),
+    "update in backward": ("", "optimizer.in_backward=true optimizer.clip=0"),
+    "speculation": ("", "memory.speculate=all"),
+    "alternating updates": ("", "memory.weights=host memory.alternate=0.5"),
+    "gradient code": ("dp=4", "resilience.code=gradient resilience.stragglers=1"),
+    "aggregation of replicas": ("dp=4", "resilience.aggregate=flag"),
+    "islands that agree in every step": ("island=2", ""),
+    "islands that agree between steps": ("island=2", "sync.every=2"),
+}
+
+
+def asked_together(a: StepTechnique, b: StepTechnique) -> tuple[str, str]:
+    """A layout and settings that ask for both."""
+    pair = [ASKED[a.name], ASKED[b.name]]
+    layout, settings = ([each[i] for each in pair if each[i]] for i in (0, 1))
+    return ",".join(dict.fromkeys(layout)), " ".join(settings)
+
+
+PAIRED = [
+    (a, b)
+    for a, b in combinations(STEP_TECHNIQUES, 2)
+    if "between" not in b.name or "every" not in a.name
+]
+
+
+@pytest.mark.parametrize(("a", "b"), PAIRED, ids=lambda each: each.name)
+def test_two_techniques_that_fill_one_phase_are_refused_in_one_line(
+    tiny: str, a: StepTechnique, b: StepTechnique
+) -> None:
+    """Whichever two: the line names the settings of both and the phase; those that share no phase have no such line."""
+    layout, settings = asked_together(a, b)
+    try:
+        load_recipe(tiny, settings.split(), layout)
+    except Conflict as refusal:
+        assert (refusal.rule == f"{a.name} with {b.name}") is bool(a.fills & b.fills)
+        if a.fills & b.fills:
+            for each in (a, b):
+                keys = [word.split("=")[0] for word in ASKED[each.name][1].split()]
+                assert any(key in str(refusal) for key in keys or ["islands"])
+            assert "; leave one of them out" in str(refusal)
+    else:
+        assert not a.fills & b.fills
+
+
+def test_a_technique_is_imported_where_it_is_asked_for_only(tiny: str) -> None:
+    """Every other leaf may be missing."""
+    others = {each.module: None for each in STEP_TECHNIQUES}
+    for name in ("update in backward", "zeroth order", "alternating updates", ""):
+        recipe = load_recipe(tiny, ASKED[name][1].split() if name else [])
+        asked = {each.module for each in STEP_TECHNIQUES if each.name == name}
+        for module in asked:
+            import_module(module)
+        missing = {module: None for module in others if module not in asked}
+        mesh, shape = Mesh.single(), recipe.model.model_copy(update={"vocab": 257})
+        built = assemble(shape, mesh, recipe)
+        with mock.patch.dict(sys.modules, missing):
+            step = build_step(*built, mesh, recipe)
+            assert [type(filler).__module__ for filler in step.fillers] == [*asked]
 
 
 def test_every_entry_has_a_smallest_layout() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,9 +19,12 @@ from weft.checkpoint.storage import LocalStorage
 from weft.layout.dims import Tensor
 from weft.layout.mesh import Mesh
 from weft.layout.parts import Part
+from weft.train import loop
+from weft.train.build_step import build_step
 from weft.train.loop import train
 from weft.train.setup import prepare
-from weft.train.step import Stepper, StepResult
+from weft.train.step import Step
+from weft.train.step_values import StepResult
 
 SLOW = 0.3  # seconds before a copy begins
 copy = Saver._copy
@@ -86,16 +88,23 @@ def copy_after_update(updated: threading.Event) -> Callable[..., Callable[[], fl
     return late
 
 
-def without_waiting(updated: threading.Event) -> Callable[..., list[StepResult]]:
+def without_waiting(updated: threading.Event) -> Callable[..., Step]:
     """A step that changes the state whatever is being copied."""
-    plain = Stepper.step
 
-    def step(self: Stepper, *args: Any) -> list[StepResult]:
-        result = plain(replace(self, before_update=lambda: None), *args)
-        updated.set()
-        return result
+    def build(*given: Any, **named: Any) -> Step:
+        model, state, mesh, settings, _ = given
+        step = build_step(model, state, mesh, settings, **named)
+        plain = step.take
 
-    return step
+        def take(*args: Any) -> list[StepResult]:
+            result = plain(*args)
+            updated.set()
+            return result
+
+        step.take = take  # type: ignore[method-assign]
+        return step
+
+    return build
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -116,7 +125,7 @@ def test_training_waits_for_the_copy_before_it_changes_the_state(
     updated = threading.Event()
     with (
         mock.patch.object(Saver, "_copy", copy_after_update(updated)),
-        mock.patch.object(Stepper, "step", without_waiting(updated)),
+        mock.patch.object(loop, "build_step", without_waiting(updated)),
     ):
         found = states(tmp_path / "impatient", corpus)
     assert not same(found["step-000002"], expected["step-000002"])

@@ -39,8 +39,8 @@ from weft.memory.tiers import (
 from weft.memory.transfer_threads import Threads
 from weft.parallel.state import State
 from weft.parallel.units import TableUnit
+from weft.train.build_step import build_step
 from weft.train.setup import assemble, prepare
-from weft.train.stepper import build_stepper
 
 EVERYTHING = {"weights": "file", "gradients": "file", "moments": "file"}
 
@@ -383,14 +383,14 @@ def run(
     job, mesh = prepare(settings), Mesh.single()
     model, state = assemble(job.shape, mesh, settings)
     stepper, loader = (
-        build_stepper(model, state, mesh, settings),
+        build_step(model, state, mesh, settings),
         job.loader(job.corpus.train, mesh),
     )
     results: list[Any] = []
     if seen is not None:
         seen.append(state)
     for step in range(steps):
-        results += stepper.step(loader.step(step * settings.train.batch) or [], 1e-3)
+        results += stepper.take(loader.step(step * settings.train.batch) or [], 1e-3)
     return results + stepper.finish(), state
 
 

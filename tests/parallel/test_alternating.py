@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,12 @@ import torch
 from tests.cases import recipe, write_corpus
 from tests.memory.test_tiers import run
 from weft.errors import UsageError
-from weft.parallel.alternating import PROFILED, Alternating, UnitUpdate
+from weft.parallel.alternating import (
+    PROFILED,
+    Alternating,
+    UnitUpdate,
+    update_alternating,
+)
 from weft.parallel.state import State
 from weft.schedule.actions import Action
 from weft.schedule.alternate import (
@@ -26,6 +32,7 @@ from weft.schedule.alternate import (
     update_table,
 )
 from weft.schedule.draw import svg
+from weft.train import alternation
 
 CPU = torch.device("cpu")
 
@@ -49,13 +56,20 @@ def test_no_bit_depends_on_where_a_unit_is_updated(
 ) -> None:
     plain, resident = run(corpus, {}, 5, **change)
     memory: Any = {"weights": "host", "alternate": share}
-    found, state = run(corpus, memory, 5, **change)
+    shares: list[float | None] = []
+
+    class Watched(Alternating):
+        def __call__(self, units: Any, update: Any) -> None:
+            super().__call__(units, update)
+            shares.append(self.share)
+
+    with mock.patch.object(alternation, "Alternating", Watched):
+        found, state = run(corpus, memory, 5, **change)
     assert [r[:4] for r in found] == [r[:4] for r in plain]
     wanted = resident.tensors()
     for name, part in state.tensors().items():
         assert torch.equal(part.values, wanted[name].values), name
-    assert isinstance(state.alternating, Alternating)
-    assert state.alternating.share == share or share == "auto"
+    assert len(shares) == 5 and (shares[-1] == share or share == "auto")
 
 
 def test_units_are_updated_where_and_when_the_table_says(corpus: str) -> None:
@@ -72,10 +86,10 @@ def test_units_are_updated_where_and_when_the_table_says(corpus: str) -> None:
 
     memory: Any = {"weights": "host", "alternate": 0.5}
     _, state = run(corpus, memory, 0, model__layers=9)
-    assert isinstance(state.alternating, Alternating)
-    state.alternating.wrap = watched
+    alternating = Alternating(CPU, 0.5)
+    alternating.wrap = watched
     grads = {h.name: torch.ones_like(h.local) for h in state.learning}
-    state.update_later(lambda unit: grads, 1e-3)
+    update_alternating(state, alternating, lambda unit: grads, 1e-3)
     assert [unit for kind, unit, _ in seen if kind == ON_HOST] == [0, 2, 4, 6, 8]
     assert [unit for kind, unit, _ in seen if kind == RETURN] == [1, 3, 5, 7, 9]
     main = threading.get_ident()
@@ -95,11 +109,11 @@ def test_an_update_that_fails_is_raised_and_nobody_saves_what_is_left(
         work()
 
     _, state = run(corpus, memory, 1, states)
-    assert isinstance(state.alternating, Alternating)
-    state.alternating.wrap = failing
+    alternating = Alternating(CPU, 0.5)
+    alternating.wrap = failing
     grads = {h.name: torch.ones_like(h.local) for h in state.learning}
     with pytest.raises(OSError, match="the device is lost"):
-        state.update_later(lambda unit: grads, 1e-3)
+        update_alternating(state, alternating, lambda unit: grads, 1e-3)
     with pytest.raises(OSError, match="the device is lost"):
         state.tensors()
 
@@ -152,16 +166,16 @@ def test_the_share_is_that_of_measured_rates(corpus: str) -> None:
 
     memory: Any = {"weights": "host", "alternate": "auto"}
     _, state = run(corpus, memory, 0, model__layers=8)
-    assert isinstance(state.alternating, Alternating)
-    state.alternating.wrap, state.alternating.report = paced, found.append
+    alternating = Alternating(CPU, "auto", found.append)
+    alternating.wrap = paced
     grads = {h.name: torch.ones_like(h.local) for h in state.learning}
     units = [[h for h in unit.held if h.learns] for unit in state.units]
     sizes = [UnitUpdate(held, [grads[h.name] for h in held]).size for held in units]
     for _ in range(PROFILED + 1):
-        state.update_later(lambda unit: grads, 1e-3)
+        update_alternating(state, alternating, lambda unit: grads, 1e-3)
     wanted = splits(sizes, pace)[0].device
     assert 0 < wanted < len(sizes) - 1 and abs(found[0]["device"] - wanted) <= 1, found
-    assert state.alternating.share == found[0]["device"] / len(sizes)
+    assert alternating.share == found[0]["device"] / len(sizes)
 
 
 def test_words(corpus: str) -> None:

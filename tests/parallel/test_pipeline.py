@@ -20,10 +20,10 @@ from weft.prove.verify import Difference, compare, run_layout
 from weft.recipe import ModelShape, build_recipe
 from weft.schedule.build import builders
 from weft.schedule.simulate import simulate, uniform
-from weft.train.later import PostValidation
+from weft.train.build_step import build_step
+from weft.train.post_validation import PostValidation
 from weft.train.setup import Job, assemble, prepare
 from weft.train.step import evaluate, gradients
-from weft.train.stepper import build_stepper
 
 
 @pytest.fixture(scope="session")
@@ -290,14 +290,15 @@ def later_and_at_once(values: dict[str, Any], clip: float) -> tuple[bool, int, i
             update={"post_validation": post, "clip": clip}
         )
         asked = settings.model_copy(update={"optimizer": optimizer})
-        stepper = build_stepper(model, state, mesh, asked)
+        stepper = build_step(model, state, mesh, asked)
         loader, results = job.loader(job.corpus.train, mesh), []
         for step in range(8):
             batches = loader.step(step * settings.train.batch)
             assert batches is not None
-            results += stepper.step(batches, 1e-2)
+            results += stepper.take(batches, 1e-2)
         runs.append((results + stepper.finish(), [h.local.clone() for h in state.held]))
-        repeated = stepper.repeated if isinstance(stepper, PostValidation) else 0
+        validated = stepper.agree
+        repeated = validated.repeated if isinstance(validated, PostValidation) else 0
     same = runs[0][0] == runs[1][0] and all(
         torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True)
     )

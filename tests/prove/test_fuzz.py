@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shlex
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from weft.prove.fuzz import Case, CaseResult, Fuzzer, command, words
 from weft.prove.pool import WorkerDied
 from weft.recipe import load_recipe
 from weft.recipe.conflicts import every_rule
+from weft.recipe.step_techniques import STEP_TECHNIQUES
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 
@@ -28,7 +30,8 @@ def test_random_cases_equal_one_device(pool: Any) -> None:
     bad = [(c, v) for c, v in found if v.kind not in ("equal", "refused")]
     assert not bad, [command(QUICKSTART, c, fuzzer.dtype, fuzzer.steps) for c, _ in bad]
     assert {v.why for _, v in found if v.kind == "refused"} <= {
-        rule.name for rule in every_rule()
+        *(rule.name for rule in every_rule()),
+        *(f"{a.name} with {b.name}" for a, b in combinations(STEP_TECHNIQUES, 2)),
     }
     assert sum(v.kind == "equal" for _, v in found) >= 5
 

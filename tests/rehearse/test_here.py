@@ -27,8 +27,8 @@ from weft.rehearse.here import (
 from weft.rehearse.ledger import AllocationWatch, Ledger
 from weft.rehearse.step import plain_batches
 from weft.shapes.shape import shape_of
+from weft.train.build_step import build_step
 from weft.train.setup import assemble
-from weft.train.stepper import build_stepper
 
 SHAPES = {
     "deep": (
@@ -76,19 +76,19 @@ def measured(recipe: Recipe, shape: ModelShape) -> tuple[float, float]:
     model, state = assemble(adapted, mesh, recipe)
     batches, stepper = (
         plain_batches(recipe, shape)(mesh),
-        build_stepper(model, state, mesh, recipe),
+        build_step(model, state, mesh, recipe),
     )
     state.updates = 1  # GaLore's directions are new every 200 steps
     begun = time.process_time()
-    stepper.step(batches, 1e-6)
+    stepper.take(batches, 1e-6)
     taken = [time.process_time() - begun]
     ledger.hold(
         (*model.parameters(), *(part.values for part in state.tensors().values()))
     )
     with AllocationWatch(ledger):
-        stepper.step(batches, 1e-6)
+        stepper.take(batches, 1e-6)
     begun = time.process_time()
-    stepper.step(batches, 1e-6)
+    stepper.take(batches, 1e-6)
     taken.append(time.process_time() - begun)
     return ledger.peak, min(taken)
 

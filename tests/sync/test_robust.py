@@ -21,8 +21,8 @@ from weft.prove.verify import compare, run_layout
 from weft.recipe import REPLICAS_NEEDED, Recipe, build_recipe
 from weft.sync import robust
 from weft.sync.robust import DIFFERENCES, FLAG_TURNS, RULES, aggregated
+from weft.train.build_step import build_step
 from weft.train.setup import prepare
-from weft.train.stepper import build_stepper
 
 T = torch.Tensor
 
@@ -253,9 +253,9 @@ def losses(cases: list[tuple[dict[str, Any], str, int, int]]) -> list[float]:
         settings, mesh, model, state, loader = start(tree)
         for parameter in model.parameters() if mesh.rank("dp") < liars else ():
             parameter.register_hook(LIES[lie])
-        stepper = build_stepper(model, state, mesh, settings)
+        stepper = build_step(model, state, mesh, settings)
         seen = [
-            stepper.step(
+            stepper.take(
                 loader.step(i * settings.train.batch) or [], settings.optimizer.lr
             )[0]
             for i in range(steps)

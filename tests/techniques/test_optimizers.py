@@ -33,11 +33,12 @@ from weft.registry import names
 from weft.techniques.optimizers.galore import projection
 from weft.techniques.optimizers.muon import orthogonal
 from weft.train import optim
+from weft.train.build_step import build_step
 from weft.train.optim import RuleOptimizer, slot_bytes
 from weft.train.rules import small
 from weft.train.setup import assemble, prepare
 from weft.train.step import gradients
-from weft.train.zeroth import ZerothOrder, direction
+from weft.train.zeroth import direction
 
 T = torch.Tensor
 WAYS = [{"estimate": "zeroth-order", "kind": "sgd"}]
@@ -211,7 +212,7 @@ def test_galore_in_the_whole_space_is_adam(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_natural_galore_inverts_the_fisher_matrix() -> None:
     state = one_state((6, 4), way={"kind": "natural-galore", "rank": 3, "history": 2})
-    rule, held = state._optimizer.rule.adam, state.held[0]  # type: ignore[union-attr]
+    rule, held = state.optimizer.rule.adam, state.held[0]  # type: ignore[union-attr]
     lows = [
         torch.randn(
             6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(i)
@@ -237,7 +238,7 @@ def test_natural_galore_inverts_the_fisher_matrix() -> None:
 def test_natural_galore_keeps_its_figures_where_gradients_are_large() -> None:
     """As estimates of zeroth order are: their squares are 1e12 times the damping."""
     state = one_state((6, 4), way={"kind": "natural-galore", "rank": 3, "history": 1})
-    rule, held = state._optimizer.rule.adam, state.held[0]  # type: ignore[union-attr]
+    rule, held = state.optimizer.rule.adam, state.held[0]  # type: ignore[union-attr]
     low = 1e4 * torch.randn(
         6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
@@ -396,11 +397,12 @@ def test_the_estimate_is_the_slope_along_its_direction(corpus: str) -> None:
         name: g.clone() for name, g in gradients(model, state, batches, mesh)[0].items()
     }
     state.clear_gradients()
-    found = ZerothOrder(model, state, mesh, settings.optimizer).step(batches, lr=0.0)[0]
+    step = build_step(model, state, mesh, settings)
+    found = step.take(batches, lr=0.0)[0]
     slope = sum((exact[h.name] * direction(h, 0)).sum().item() for h in state.held)
     assert found.grad_norm == pytest.approx(abs(slope), rel=1e-6)
     assert all(torch.equal(h.local, x) for h, x in zip(state.held, before, strict=True))
-    ZerothOrder(model, state, mesh, settings.optimizer).step(batches, lr=1e-3)
+    step.take(batches, lr=1e-3)
     estimated = {h.name: (x - h.local) for h, x in zip(state.held, before, strict=True)}
     assert sum((exact[n] * estimated[n]).sum().item() for n in exact) > 0  # downhill
 

@@ -16,9 +16,10 @@ from tests.memory.test_tiers import disk_that_fails
 from weft.memory.balance import Sizes, even, step_traffic
 from weft.memory.nameless_file import TierError
 from weft.parallel.state import State
+from weft.train.build_step import build_step
 from weft.train.speculation import Speculation
-from weft.train.step import Stepper, StepResult
-from weft.train.stepper import build_stepper
+from weft.train.step import Step
+from weft.train.step_values import StepResult
 
 FILES = {"weights": "file"}
 
@@ -33,7 +34,7 @@ class Ran(NamedTuple):
 
     results: list[StepResult]
     state: State
-    stepper: Stepper
+    stepper: Step
 
 
 def spoiled(block: Any, given: Any, output: torch.Tensor) -> None:
@@ -49,18 +50,16 @@ def run(
     settings, mesh, model, state, loader = start(values)
     if seen is not None:
         seen.append(state)
-    stepper = build_stepper(model, state, mesh, settings)
+    stepper = build_step(model, state, mesh, settings)
     results: list[StepResult] = []
     for step, clip in enumerate(clips):
-        stepper.settings = stepper.settings.model_copy(
-            update={"clip": clip if clip == clip else 0.0}
-        )
+        stepper.clip = clip if clip == clip else 0.0
         broken = [
             block.register_forward_hook(spoiled)
             for block in model.blocks.values()
             if clip != clip
         ]
-        results += stepper.step(loader.step(step * settings.train.batch) or [], 1e-3)
+        results += stepper.take(loader.step(step * settings.train.batch) or [], 1e-3)
         for hook in broken:
             hook.remove()
     return Ran(results + stepper.finish(), state, stepper)
@@ -108,10 +107,11 @@ def test_no_bit_is_that_of_another_run(
     found, state, stepper = run(tree(corpus, memory, **change), CLIPS)
     assert [repr(r[:4]) for r in found] == [repr(r[:4]) for r in plain]
     same(state, waiting)
-    assert isinstance(stepper, Speculation) and len(state.early) > 0
+    speculation = stepper.update
+    assert isinstance(speculation, Speculation) and len(speculation.early) > 0
     assert [r.undone for r in found] == [not c > 0.6 and c != 0.0 for c in CLIPS]
     assert (
-        stepper.undone == 4
+        speculation.undone == 4
         and f"4 of {len(CLIPS)} steps were undone" in stepper.summary()
     )
 
@@ -137,10 +137,10 @@ def beside(values: dict[str, Any], clips: list[float]) -> tuple[float, int, list
         for a, b in zip(found, plain, strict=True)
         if b.loss == b.loss
     )
-    assert [r.skipped for r in found] == [r.skipped for r in plain] and isinstance(
-        stepper, Speculation
-    )
-    return max(worst, losses), len(state.early), [r.undone for r in found]
+    assert [r.skipped for r in found] == [r.skipped for r in plain]
+    assert isinstance(stepper.update, Speculation)
+    early = len(stepper.update.early)
+    return max(worst, losses), early, [r.undone for r in found]
 
 
 #: The first two are the quick ones.
@@ -222,8 +222,9 @@ def test_bytes_are_those_of_the_formula(corpus: str, tmp_path: Path, how: str) -
             corpus, FILES | {"folder": str(tmp_path), "speculate": how}, model__layers=6
         ),
     )
-    _, state, _ = run(values, [0.0] * steps)
-    units = list(state.units)
+    _, state, stepper = run(values, [0.0] * steps)
+    assert isinstance(stepper.update, Speculation)
+    units, updated_early = list(state.units), stepper.update.early
     read = written = 0
     for i, unit in enumerate(units):
         size = {
@@ -232,14 +233,14 @@ def test_bytes_are_those_of_the_formula(corpus: str, tmp_path: Path, how: str) -
             if group.region
         }
         every, weights = sum(size.values()), size["weights"]
-        early, first, last = unit in state.early, i < 2, i >= len(units) - 2
+        early, first, last = unit in updated_early, i < 2, i >= len(units) - 2
         read += weights * (
             1 if early and first else steps if early else 1
         ) + weights * steps * (not last)
         read += steps * (size["moments"] if early else every)
         written += steps * every
     assert state.tiers.bytes == {"read": read, "written": written}
-    assert len(state.early) == (len(units) if how == "all" else 6)
+    assert len(updated_early) == (len(units) if how == "all" else 6)
 
 
 def test_buffers_do_not_grow_with_blocks(corpus: str, tmp_path: Path) -> None:
@@ -304,9 +305,9 @@ def test_a_step_that_fails_is_as_if_it_had_not_begun(
     )
     _, wanted, _ = run(values, [9.0])
     settings, mesh, model, state, loader = start(values)
-    stepper = build_stepper(model, state, mesh, settings)
-    stepper.settings = settings.optimizer.model_copy(update={"clip": 9.0})
-    stepper.step(loader.step(0) or [], 1e-3)
+    stepper = build_step(model, state, mesh, settings)
+    stepper.clip = 9.0
+    stepper.take(loader.step(0) or [], 1e-3)
     stepper.finish()
 
     def fails(block: Any, given: Any, output: torch.Tensor) -> None:
@@ -314,7 +315,7 @@ def test_a_step_that_fails_is_as_if_it_had_not_begun(
 
     model.blocks["1"].register_forward_hook(fails)
     with pytest.raises(IndexError):
-        stepper.step(loader.step(settings.train.batch) or [], 1e-3)
+        stepper.take(loader.step(settings.train.batch) or [], 1e-3)
     same(state, wanted)
 
 

@@ -16,7 +16,8 @@ from weft.layout.mesh import Mesh
 from weft.recipe import Optimizer
 from weft.train.optim import learning_rate
 from weft.train.setup import assemble, prepare
-from weft.train.step import StepResult, accumulate, train_step, update
+from weft.train.step import accumulate, train_step, update
+from weft.train.step_values import StepResult
 
 
 @pytest.fixture(scope="module")

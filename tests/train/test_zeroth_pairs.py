@@ -19,8 +19,8 @@ from weft.parallel.state import Held
 from weft.recipe import Recipe
 from weft.rehearse.ledger import AllocationWatch, Ledger, tensors_in
 from weft.train import zeroth
+from weft.train.build_step import build_step
 from weft.train.rules.rule import logical_positions
-from weft.train.stepper import build_stepper
 
 LAYOUTS: list[Case] = [
     {"dp": 2},
@@ -99,9 +99,9 @@ class Sent(TorchDispatchMode):
 
 def counted(values: dict[str, Any]) -> tuple[list[int], int, int]:
     settings, mesh, model, state, loader = start(values)
-    stepper, batches = build_stepper(model, state, mesh, settings), loader.step(0)
+    stepper, batches = build_step(model, state, mesh, settings), loader.step(0)
     with Sent() as sent:
-        result = stepper.step(batches or [], 1e-6)[0]
+        result = stepper.take(batches or [], 1e-6)[0]
     return sent.bytes, sent.losses, result.tokens
 
 

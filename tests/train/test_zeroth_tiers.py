@@ -21,9 +21,9 @@ from weft.memory.tiers import BufferPool
 from weft.parallel.state import State
 from weft.parallel.units import TableUnit
 from weft.recipe import Recipe
+from weft.train.build_step import build_step
 from weft.train.setup import assemble, prepare
-from weft.train.step import StepResult
-from weft.train.stepper import build_stepper
+from weft.train.step_values import StepResult
 from weft.train.zeroth import ZerothOrder
 
 LAYOUTS: list[Case] = [
@@ -62,12 +62,12 @@ def run(
     if seen is not None:
         seen.append(state)
     stepper, loader = (
-        build_stepper(model, state, mesh, settings),
+        build_step(model, state, mesh, settings),
         job.loader(job.corpus.train, mesh),
     )
     results: list[StepResult] = []
     for step in range(steps):
-        results += stepper.step(loader.step(step * settings.train.batch) or [], 1e-3)
+        results += stepper.take(loader.step(step * settings.train.batch) or [], 1e-3)
     return results + (stepper.finish() if finish else []), state
 
 
@@ -103,9 +103,9 @@ def test_an_update_without_a_slope_decays_weights(corpus: str, tmp_path: Path) -
     for each in (settings, in_memory(settings)):
         _, state = run(each, 0)
         job, mesh = prepare(each), Mesh.single()
-        stepper = build_stepper(*assemble(job.shape, mesh, each), mesh, each)
-        assert isinstance(stepper, ZerothOrder)
-        stepper._update(0.0, 0, lr=0.5)
+        stepper = build_step(*assemble(job.shape, mesh, each), mesh, each)
+        assert isinstance(stepper.update, ZerothOrder)
+        stepper.update._update(0.0, 0, lr=0.5)
         stepper.finish()
         before, after = state.tensors(), stepper.state.tensors()
         weight, norm = "model.blocks.0.attention.wq", "model.norm.scale"
@@ -235,12 +235,13 @@ def test_equal_to_one_device(
 def weights_after(values: dict[str, Any], slopes: list[float]) -> dict[str, Any]:
     """Every part of the weights after updates by these slopes, each but the last made on a visit."""
     settings, mesh, model, state, loader = start(values)
-    stepper = build_stepper(model, state, mesh, settings)
-    assert isinstance(stepper, ZerothOrder)
+    stepper = build_step(model, state, mesh, settings)
+    zeroth = stepper.update
+    assert isinstance(zeroth, ZerothOrder)
     for number, slope in enumerate(slopes):
         batches = loader.step(number * settings.train.batch) or []
-        stepper._shares(batches, number)
-        stepper._update(slope, number, 1e-2)
+        zeroth._shares(batches, number)
+        zeroth._update(slope, number, 1e-2)
     return {
         h.name: (h.part(h.local.clone()).index, h.local.clone())
         for h in state.held

@@ -16,7 +16,7 @@ import torch
 
 from weft.memory.resting import ALIGNED
 from weft.memory.tiers import page_buffer
-from weft.parallel.state import Held
+from weft.parallel.state import Held, State, Unit
 from weft.schedule.actions import Action, Key, Table
 from weft.schedule.alternate import (
     BRING,
@@ -34,6 +34,7 @@ T = torch.Tensor
 
 #: Updates of a whole state by whose fastest rates a share is chosen; the first ones touch memory anew.
 PROFILED = 3
+
 
 #: Updates these parameters and what belongs to them in place, by these gradients.
 Update = Callable[[Sequence[Held], Sequence[T]], None]
@@ -112,40 +113,33 @@ class Alternating:
     a CPU in the place of the device that is a second thread. ``wrap`` is called with each action and what it does.
     """
 
-    def __init__(self, device: torch.device, share: float | str) -> None:
-        self.device = device
+    def __init__(
+        self,
+        device: torch.device,
+        share: float | str,
+        report: Callable[[dict[str, Any]], None] = lambda found: None,
+    ) -> None:
+        self.device, self.report = device, report
         self.share = None if share == "auto" else float(share)
-        self.report: Callable[[dict[str, Any]], None] = lambda found: None
         self.wrap: Callable[[Action, Callable[[], None]], None] = lambda a, work: work()
         self.rates: dict[str, float] = {}  # seconds per byte, the fastest
         self._profiled = 0
         self._lanes: dict[tuple[int, Clock], Lane] = defaultdict(lambda: Lane(device))
         self._rooms: list[T] = []
-        self._failed: BaseException | None = None
 
     def __call__(
         self, units: Sequence[tuple[Sequence[Held], Sequence[T]]], update: Update
     ) -> None:
-        """Update all of these. What fails is raised, and raised again by whoever asks later (:meth:`check`)."""
-        self.check()
+        """Update all of these."""
         jobs = [UnitUpdate(held, grads) for held, grads in units]
         sizes = [job.size for job in jobs]
         if self.share is None and self._profiled >= PROFILED:
             self._choose(sizes)
         count = round((0.5 if self.share is None else self.share) * len(jobs))
         self._make_room(max(sizes, default=0) if count else 0)
-        try:
-            times = self._run(update_table(len(jobs), count), jobs, update)
-        except BaseException as error:
-            self._failed = error
-            raise
+        times = self._run(update_table(len(jobs), count), jobs, update)
         if self.share is None:
             self._note(times, sizes)
-
-    def check(self) -> None:
-        """Raise what an update has failed with, which may have left some units as they were."""
-        if self._failed is not None:
-            raise self._failed
 
     def _make_room(self, size: int) -> None:
         """Have memory on the device for the units that are there at a time, each of at most so many bytes."""
@@ -234,3 +228,32 @@ class Alternating:
             "device": found[0].device, "units": len(sizes), "rates": self.rates,
             "seconds": [split.seconds for split in sorted(found)],
         })  # fmt: skip
+
+
+def update_alternating(
+    state: State,
+    alternating: Alternating,
+    grads: Callable[[Unit], Mapping[str, T]],
+    lr: float,
+    scale: float = 1.0,
+) -> None:
+    """Have ``alternating`` update all units of ``state`` by what ``grads`` says of each, times ``scale``."""
+    optimizer, units = state.optimizer, []
+    assert optimizer is not None, "State.optimize says how"
+    state.settle()
+    for unit in state.units:
+        if held := [h for h in unit.held if h.learns]:
+            own = grads(unit)
+            units.append((held, [own[h.name] for h in held]))
+
+    def update(held: Sequence[Held], own: Sequence[T]) -> None:
+        if scale != 1.0:
+            torch._foreach_mul_(list(own), scale)
+        optimizer(held, own, lr)
+
+    try:
+        alternating(units, update)
+    except BaseException as error:
+        state.failed = error
+        raise
+    state.settle()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -126,35 +126,17 @@ class Updater(Protocol):
         """Update these parameters and their slots in place, by these gradients, at this learning rate. Collective."""
 
 
-class Alternate(Protocol):
-    """Updates several units at once, some of them elsewhere (:class:`weft.parallel.alternating.Alternating`)."""
-
-    report: Callable[[dict[str, Any]], None]
-
-    def __call__(
-        self,
-        units: Sequence[tuple[Sequence[Held], Sequence[T]]],
-        update: Callable[[Sequence[Held], Sequence[T]], None],
-    ) -> None:
-        """Have ``update`` called on what every unit holds and its gradients, or on copies, which are taken back."""
-
-    def check(self) -> None:
-        """Raise what an update has failed with, which may have left some units as they were."""
-
-
 class State:
     """All that this rank holds. ``copies``: parameters that ranks of other stages hold too, by the group of these.
 
     ``learning`` are those of ``held`` that are not frozen; with ``base_elsewhere`` checkpoints leave out the others.
     What ``tiers`` keep of a unit is brought in while the unit is updated. ``due`` are updates that wait until a unit is
-    visited: who looks at tensors, a checkpoint or a proof, has the state settle first. Those of ``early`` units do not
-    wait, not even for the global norm.
+    visited: who looks at tensors, a checkpoint or a proof, has the state settle first. An update that has ``failed``
+    may have left some units as they were, and is raised again by then.
     """
 
     base_elsewhere = False
     tiers = OnDevice()
-    early: Sequence[Unit] = ()
-    alternating: Alternate | None = None
     #: Brings all rows to where their boxes say. Collective.
     go_home: Callable[[], None] = staticmethod(lambda: None)
 
@@ -170,11 +152,12 @@ class State:
         self.due: dict[
             Unit, tuple[Callable[[Unit], Mapping[str, T]], float, float]
         ] = {}
-        self._optimizer: Updater | None = None
+        self.optimizer: Updater | None = None
+        self.failed: BaseException | None = None
 
     def optimize(self, optimizer: Updater) -> None:
         """From now on :meth:`update` is the ``optimizer``'s, which finds its slots with every parameter that learns."""
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         for unit in self.units:
             for h in unit.held:
                 if h.learns:
@@ -237,12 +220,12 @@ class State:
     def _update(
         self, unit: Unit, grads: Mapping[str, T], lr: float, scale: float = 1.0
     ) -> None:
-        assert self._optimizer is not None, "State.optimize says how"
+        assert self.optimizer is not None, "State.optimize says how"
         held = [h for h in unit.held if h.learns]
         mine = [grads[h.name] for h in held]
         if scale != 1.0:
             torch._foreach_mul_(mine, scale)
-        self._optimizer(held, mine, lr)
+        self.optimizer(held, mine, lr)
 
     def update_later(
         self,
@@ -253,13 +236,8 @@ class State:
     ) -> None:
         """Update every unit by what ``grads`` says of it: when it is visited next, or else when the state settles.
 
-        Units that nobody visits are updated now, and so are all where the device takes its turns. Those in ``but`` have
-        been.
+        Units that nobody visits are updated now. Those in ``but`` have been.
         """
-        if self.alternating is not None:
-            self.settle()
-            self._alternate(grads, lr, scale)
-            return
         self._make_due()
         for unit in self.units:
             if unit in but:
@@ -278,24 +256,6 @@ class State:
         for late in islice(self.due, 1):
             self.tiers.fetch(late, *groups.get(late, ()))
 
-    def _alternate(
-        self, grads: Callable[[Unit], Mapping[str, T]], lr: float, scale: float
-    ) -> None:
-        """Update all units, some of them on the device."""
-        assert self.alternating is not None and self._optimizer is not None
-        units, optimizer = [], self._optimizer
-        for unit in self.units:
-            if held := [h for h in unit.held if h.learns]:
-                found = grads(unit)
-                units.append((held, [found[h.name] for h in held]))
-
-        def update(held: Sequence[Held], mine: Sequence[T]) -> None:
-            if scale != 1.0:
-                torch._foreach_mul_(list(mine), scale)
-            optimizer(held, mine, lr)
-
-        self.alternating(units, update)
-
     def visit(self, unit: Unit) -> None:
         """Have the unit be up to date, and its weights be at hand for the next use if it was not."""
         if due := self.due.pop(unit, None):
@@ -312,8 +272,8 @@ class State:
         self.tiers.settle()
 
     def _make_due(self) -> None:
-        if self.alternating is not None:
-            self.alternating.check()
+        if self.failed is not None:
+            raise self.failed
         self.tiers.restart()
         for unit in list(self.due):
             grads, lr, scale = self.due.pop(unit)

@@ -22,10 +22,10 @@ from weft.recipe import Memory, Recipe
 from weft.run.ranks import rank_process
 from weft.schedule.stages import routes
 from weft.sync.streams import open_streams
+from weft.train.build_step import build_step
 from weft.train.reference import with_reference
 from weft.train.setup import Job, assemble, device_type, prepare
-from weft.train.step import StepResult
-from weft.train.stepper import build_stepper
+from weft.train.step_values import StepResult
 
 #: Largest relative difference that rounding explains. Linear attention over six layers loses two digits of float32.
 TOLERANCE = {"float64": 1e-10, "float32": 5e-5}
@@ -129,7 +129,7 @@ def walk(
 
     # none for islands that are simulated
     with open_streams(mesh, job.recipe.train.timeout) as streams:
-        stepper = build_stepper(
+        training_step = build_step(
             model, state, mesh, job.recipe, inspect=keep, routes=taken, streams=streams
         )
         for step in range(begun, steps):
@@ -139,9 +139,9 @@ def walk(
                     f"the data ends after {step} steps; use fewer --steps or a smaller train.batch"
                 )
             trace.grads.append({})
-            results += stepper.step(batches, job.recipe.optimizer.lr)
+            results += training_step.take(batches, job.recipe.optimizer.lr)
             yield state, trace
-        results += stepper.finish()
+        results += training_step.finish()
     for result in results:
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)

@@ -11,24 +11,22 @@ from typing import Any
 
 from weft.errors import nearest
 from weft.layout.dims import part
-from weft.layout.layout import LAYOUT_RULES, AskedLayout
+from weft.layout.layout import LAYOUT_RULES
 from weft.recipe.adapter import Adapter
 from weft.recipe.checkpoint_section import Checkpoint
 from weft.recipe.compressor_word import UNSETTABLE, compressor_word
 from weft.recipe.generate_section import Generate
 from weft.recipe.loss_section import Loss
-from weft.recipe.memory_section import MEMORY_RULES, AskedMemory
+from weft.recipe.memory_section import MEMORY_RULES
 from weft.recipe.model_shape import ModelShape
-from weft.recipe.optimizer import Optimizer
-from weft.recipe.resilience import Resilience
-from weft.recipe.sync import Sync
+from weft.recipe.step_techniques import AskedStep, asked_techniques, refuse_filled_twice
 from weft.recipe.train_section import Train
 from weft.recipe.validation_section import Task, Validation
 from weft.refusal import Rule, refuse
 from weft.registry import KINDS, declared, find, names
 
 
-class AskedRecipe(AskedLayout, AskedMemory):
+class AskedRecipe(AskedStep):
     """The settings to be combined. ``shape``: the complete model; ``staged``: even one rank is asked for a schedule."""
 
     model: ModelShape
@@ -36,12 +34,9 @@ class AskedRecipe(AskedLayout, AskedMemory):
     adapter: Adapter | None
     train: Train
     loss: Loss
-    optimizer: Optimizer
     validation: Validation
     tasks: tuple[Task, ...]
     checkpoint: Checkpoint
-    resilience: Resilience
-    sync: Sync
     generate: Generate | None
     staged: bool = False
 
@@ -151,11 +146,6 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
          "memory.alternate updates units in an order of each rank's own, and optimizer.kind = {0.optimizer.kind!r} "
          "with state = {0.optimizer.state!r} asks other ranks",
          "use adamw, sgd or lion, or leave memory.alternate out"),
-    Rule("alternating updates without reduced gradients", "memory optimizer",
-         lambda a: a.memory.alternate != 0 and (
-             a.optimizer.post_validation or a.optimizer.estimate == "zeroth-order"),
-         "memory.alternate is for updates by reduced gradients of the whole step, and optimizer.post_validation and "
-         "estimate = 'zeroth-order' update in other ways", "leave one of them out"),
     Rule("weights in files with balance", "layout memory",
          lambda a: a.memory.weights == "file" and bool(a.layout.balance),
          "memory.weights = 'file' takes all microbatches through a block together, and layout.balance = "
@@ -164,17 +154,10 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
          lambda a: a.optimizer.post_validation and "file" in a.memory.away.values(),
          "optimizer.post_validation keeps a copy of the state in memory, and [memory] says it does not fit",
          "leave one of them out"),
-    Rule("speculation with other updates", "layout memory optimizer",
-         lambda a: a.memory.speculate != "none"
-         and (a.optimizer.estimate == "zeroth-order" or a.optimizer.post_validation or a.optimizer.in_backward
-              or a.layout.island > 1 or bool(a.layout.balance)),
+    Rule("speculation with islands or balance", "layout memory",
+         lambda a: a.memory.speculate != "none" and (a.layout.island > 1 or bool(a.layout.balance)),
          "memory.speculate = {0.memory.speculate!r} updates what backward has completed and may take that back, and "
-         "optimizer.estimate = 'zeroth-order', optimizer.post_validation, optimizer.in_backward, layout.island and "
-         "layout.balance update at other times", "leave memory.speculate out, or the others"),
-    Rule("speculation with combined replicas", "memory resilience",
-         lambda a: a.memory.speculate != "none" and a.resilience.combines,
-         "memory.speculate updates by what backward leaves, and resilience.aggregate or resilience.code make the "
-         "gradients of the step after it", "leave one of them out"),
+         "layout.island and layout.balance update at other times", "leave memory.speculate out, or the others"),
     Rule("offloaded activations with selective recompute", "train memory",
          lambda a: a.memory.offloads_activations and a.train.recompute == "selective",
          "memory.activations = {0.memory.activations!r} does not see what train.recompute = 'selective' keeps",
@@ -223,11 +206,10 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
     Rule("tasks of a model that scores", "loss tasks",
          lambda a: bool(a.tasks) and a.loss.kind == "reward",
          "[[tasks]] ask what a model writes, and loss.kind = 'reward' trains one that scores", "leave tasks out"),
-    Rule("zeroth order with what needs backward", "layout optimizer",
-         lambda a: a.optimizer.estimate == "zeroth-order"
-         and bool(a.layout.balance or a.layout.skip or a.optimizer.post_validation or a.optimizer.in_backward),
-         "optimizer.estimate = 'zeroth-order' evaluates plain passes, and layout.balance, layout.skip, "
-         "optimizer.post_validation and optimizer.in_backward are about others", "leave these out"),
+    Rule("zeroth order with other passes", "layout optimizer",
+         lambda a: a.optimizer.estimate == "zeroth-order" and bool(a.layout.balance or a.layout.skip),
+         "optimizer.estimate = 'zeroth-order' evaluates plain passes, and layout.balance and layout.skip are about "
+         "others", "leave these out"),
     Rule("pairs without zeroth order", "optimizer",
          lambda a: a.optimizer.pairs and a.optimizer.estimate != "zeroth-order",
          "optimizer.pairs is about the two points that zeroth-order estimates evaluate",
@@ -269,10 +251,6 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
                   and (a.resilience.window - 1) % a.resilience.burst > 0)),
          "resilience.burst = {0.resilience.burst} does not go with window = {0.resilience.window}",
          "make window - 1 a multiple of burst"),
-    Rule("a code with a rule", "resilience",
-         lambda a: bool(a.resilience.code) and a.resilience.aggregate != "mean",
-         "resilience.code gives the sum of all gradients, and aggregate = {0.resilience.aggregate!r} wants to "
-         "see them one by one", "leave one of them out"),
     Rule("a code with experts", "model resilience",
          lambda a: bool(a.resilience.code) and bool(a.model.mixtures),
          "resilience.code computes samples several times, and routers of model.experts would count them so",
@@ -280,13 +258,11 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
     Rule("combined replicas that are cut", "layout resilience",
          lambda a: a.resilience.combines and a.layout.world > a.layout.dp,
          "resilience puts together gradients of whole replicas, and {0.layout} cuts these", "use layout.dp alone"),
-    Rule("combined replicas with a state apart", "train memory optimizer layout resilience",
+    Rule("combined replicas with a state apart", "layout train memory resilience",
          lambda a: a.resilience.combines
-         and (a.train.dtype == "bfloat16" or bool(a.memory.away) or a.optimizer.in_backward
-              or a.optimizer.estimate == "zeroth-order" or bool(a.layout.balance)),
+         and (a.train.dtype == "bfloat16" or bool(a.memory.away) or bool(a.layout.balance)),
          "resilience puts together gradients after backward, in their full precision and on the device, and "
-         "train.dtype = 'bfloat16', [memory], optimizer.in_backward, optimizer.estimate = 'zeroth-order' and "
-         "layout.balance have them otherwise", "leave these out"),
+         "train.dtype = 'bfloat16', [memory] and layout.balance have them otherwise", "leave these out"),
     Rule("balance with pairs", "layout loss", lambda a: bool(a.layout.balance) and a.loss.of_pairs,
          "layout.balance = {0.layout.balance!r} places documents one by one, and loss.kind = {0.loss.kind!r} "
          "compares two of them", "leave layout.balance out"),
@@ -313,13 +289,6 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
          lambda a: a.layout.island > 1 and (a.memory.weights == "file" or a.layout.placement == "moving"),
          "islands compare weights between steps, and memory.weights = 'file' or layout.placement = 'moving' have them "
          "elsewhere then", "leave one of them out"),
-    Rule("islands with gradients that nobody sees", "layout optimizer resilience sync",
-         lambda a: a.layout.island > 1 and a.sync.of_gradients
-         and (a.optimizer.post_validation or a.optimizer.in_backward or a.optimizer.estimate == "zeroth-order"
-              or a.resilience.combines),
-         "islands that agree in every step exchange gradients between backward and update, and "
-         "optimizer.post_validation, optimizer.in_backward, optimizer.estimate = 'zeroth-order', resilience.aggregate "
-         "and resilience.code have no such moment", "set sync.every above 1, or leave these out"),
     Rule("islands with pairs or codes", "layout optimizer resilience",
          lambda a: a.layout.island > 1 and (a.optimizer.pairs or bool(a.resilience.code)),
          "optimizer.pairs and resilience.code deal samples to several replicas, and islands have samples of their own",
@@ -528,5 +497,9 @@ def _declared_rules(asked: AskedRecipe) -> Iterator[Rule]:
 
 
 def refuse_conflicts(asked: AskedRecipe) -> None:
-    """Raise a conflict for the first rule that ``asked`` breaks, of those that it knows enough for."""
+    """Raise a conflict for the first rule that ``asked`` breaks, of those that it knows enough for.
+
+    What fills a phase of a step twice is refused before rules are looked at.
+    """
+    refuse_filled_twice(asked, asked_techniques(asked))
     refuse(asked, (*RULES, *_declared_rules(asked)))

@@ -124,8 +124,4 @@ MEMORY_RULES: tuple[Rule[AskedMemory], ...] = (
          "memory.alternate = {0.memory.alternate!r} shares updates of what rests on the host with the device, and here "
          "weights are in {0.memory.weights!r}", "set memory.weights = 'host' and leave memory.moments out, or leave "
          "memory.alternate out"),
-    Rule("alternating updates that are tried", "memory",
-         lambda a: a.memory.alternate != 0 and a.memory.speculate != "none",
-         "memory.speculate = {0.memory.speculate!r} updates units during backward, and memory.alternate shares what is "
-         "updated after it", "leave one of them out"),
 )  # fmt: skip

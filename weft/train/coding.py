@@ -1,7 +1,10 @@
 """Gradient coding: a step's gradient is decoded from the sums of the ranks that are first (:mod:`weft.sync.coded`)."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -9,10 +12,21 @@ from weft.data.batch import Batch
 from weft.data.order import marks
 from weft.errors import UsageError
 from weft.net.groups import limit
-from weft.recipe import Resilience
+from weft.recipe import Recipe, Resilience
 from weft.sync.arrivals import Link, Sum, connect_ranks
 from weft.sync.coded import CodedTask, code_of
-from weft.train.step import Stepper, accumulate, clear_gradients, split_like
+from weft.train.step import (
+    Filler,
+    StepContext,
+    accumulate,
+    clear_gradients,
+    result_of,
+    split_like,
+)
+from weft.train.step_values import Agreed, StepInput
+
+if TYPE_CHECKING:
+    from weft.train.phases import AgreePhase
 
 T = torch.Tensor
 
@@ -20,9 +34,13 @@ T = torch.Tensor
 ROUNDING = 1e-7
 
 
-@dataclass
-class Coding(Stepper):
-    """A stepper that ends a step as soon as enough ranks have answered for its gradient to be decoded.
+def fill(context: StepContext, recipe: Recipe) -> Coding | None:
+    replicas = context.mesh.size("dp")
+    return Coding(context, recipe.resilience) if replicas > 1 else None
+
+
+class Coding(Filler):
+    """Ends a step as soon as enough ranks have answered for its gradient to be decoded.
 
     A step consists of jobs, and a job of parts, each computed by several ranks. ``batches`` of a step are those of all
     parts that this rank may have to compute, job after job. Nothing in a step waits for all ranks: loss, tokens and
@@ -30,32 +48,37 @@ class Coding(Stepper):
     the same parameters; the update waits for the last one.
     """
 
-    resilience: Resilience = field(default_factory=Resilience)
-
-    def __post_init__(self) -> None:
-        if self.model.loads is not None:
+    def __init__(self, context: StepContext, resilience: Resilience) -> None:
+        self.context = context
+        if context.model.loads is not None:
             raise UsageError(
                 "resilience.code computes samples several times, and routers of experts would count them so"
             )
-        code = code_of(self.resilience, self.mesh.size("dp"))
+        code = code_of(resilience, context.mesh.size("dp"))
         assert code is not None
         waits = limit()
-        self.code, self.rank = code, self.mesh.rank("dp")
+        self.code, self.rank = code, context.mesh.rank("dp")
         seconds = waits.total_seconds() if waits else 600.0
         self.link: Link = connect_ranks(
             code,
-            self.mesh.group("dp"),
+            context.mesh.group("dp"),
             seconds,
-            self.resilience.patience,
-            self.resilience.encrypt,
+            resilience.patience,
+            resilience.encrypt,
         )
 
-    def gradients(self, batches: Sequence[Batch], stop: bool) -> tuple[dict[str, T], T]:
+    def gradients(self, given: StepInput, agree: AgreePhase) -> T:
+        """Compute nothing yet: which parts are computed follows from the answers that come."""
+        return torch.zeros(())
+
+    def agree(self, given: StepInput, shares: T) -> Agreed:
+        """Compute parts and send their sums, until the step's gradient can be decoded."""
+        model, state = self.context.model, self.context.state
         parts = self.code.parts_of(self.rank)
         places = [(job, part) for job in range(self.code.jobs) for part in parts]
-        passes = len(batches) // len(places)
+        passes = len(given.batches) // len(places)
         of = {
-            place: batches[i * passes : (i + 1) * passes]
+            place: given.batches[i * passes : (i + 1) * passes]
             for i, place in enumerate(places)
         }
 
@@ -64,24 +87,26 @@ class Coding(Stepper):
             for part, coefficient in zip(task.parts, task.coefficients, strict=True):
                 for batch in of[task.job, part]:
                     if over():
-                        clear_gradients(self.model, self.state)
+                        clear_gradients(model, state)
                         return None
                     numbers += self._pass(batch, coefficient)
             vector = (
-                torch.cat([grad.flatten() for grad in self.state.gradients().values()])
+                torch.cat([grad.flatten() for grad in state.gradients().values()])
                 .cpu()
                 .numpy()
             )
-            clear_gradients(self.model, self.state)
+            clear_gradients(model, state)
             return Sum(vector, numbers.numpy())
 
-        last = self.link.take_step(self.code, compute, stop)
-        self.before_update()
+        last = self.link.take_step(self.code, compute, given.stop)
+        self.context.before_update()
         assert last.total is not None
         loss, weight, *counts = last.total.numbers.tolist()
         weight = weight if abs(weight) > ROUNDING else 1.0
-        vector = torch.from_numpy(last.total.vector).to(self.mesh.device) / weight
-        grads = split_like(vector, {h.name: h.local for h in self.state.learning})
+        vector = (
+            torch.from_numpy(last.total.vector).to(self.context.mesh.device) / weight
+        )
+        grads = split_like(vector, {h.name: h.local for h in state.learning})
         tokens, samples, low, high = map(round, counts)
         sums = [
             loss / weight,
@@ -91,7 +116,9 @@ class Coding(Stepper):
             samples,
             low + (high << 16),
         ]
-        return grads, torch.tensor(sums, dtype=torch.float64)
+        return Agreed(
+            grads, partial(result_of, torch.tensor(sums, dtype=torch.float64))
+        )
 
     def _pass(self, batch: Batch, coefficient: float) -> T:
         """Forward and backward of a batch, which add ``coefficient`` times its gradient to the parameters' gradients.
@@ -99,11 +126,17 @@ class Coding(Stepper):
         Returns the batch's numbers, likewise times ``coefficient``: float64 ``[6]``, loss, weight of labels, tokens,
         samples, and the sums of the lower and the upper half of their marks.
         """
+        context = self.context
         divisor = torch.tensor(
-            1 / coefficient, dtype=torch.float64, device=self.mesh.device
+            1 / coefficient, dtype=torch.float64, device=context.mesh.device
         )
         loss = accumulate(
-            self.model, self.state, [batch], self.mesh, self.routes, weight=divisor
+            context.model,
+            context.state,
+            [batch],
+            context.mesh,
+            context.routes,
+            weight=divisor,
         )
         # in halves: their sums are whole numbers, and must be told from each other
         marked = marks(batch.samples)

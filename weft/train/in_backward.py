@@ -4,73 +4,92 @@ So the gradients of one unit, a block mostly, exist at a time instead of the who
 before the first update cannot be had: clipping by the global norm, and skipping a step whose gradients are not finite.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
-from weft.data.batch import Batch
 from weft.errors import WeftError
 from weft.layout.axes import MODEL_AXES
 from weft.layout.boundary import I, share_of_sum, step_sum
 from weft.parallel.state import State, Unit
-from weft.train.arrivals import Arrivals
+from weft.recipe import Recipe
+from weft.train.ready_units import ReadyUnits
 from weft.train.step import (
-    Stepper,
-    StepResult,
+    Filler,
+    StepContext,
     accumulate,
     reduced,
     result_of,
+    shares_of_sums,
     square_norm,
 )
+from weft.train.step_values import Agreed, StepInput, StepResult
+
+if TYPE_CHECKING:
+    from weft.train.phases import AgreePhase
 
 T = torch.Tensor
 
 
-@dataclass
-class InBackward(Stepper):
-    """A stepper that updates every unit when its last gradient of the step is there.
+def fill(context: StepContext, recipe: Recipe) -> InBackward:
+    return InBackward(context)
+
+
+class InBackward(Filler):
+    """Updates every unit when its last gradient of the step is there.
 
     ``inspect`` sees the reduced gradients, a unit's at a time. A step whose loss is not finite is skipped. One whose
     loss is, but not its gradients, ends the run with a :class:`WeftError`, as units have been updated by then.
     """
 
-    def __post_init__(self) -> None:
+    def __init__(self, context: StepContext) -> None:
+        self.context, self.mesh = context, context.mesh
         # Each unit that learns as a state of its own, for sums and norm.
         self.parts = {
             unit: State([unit])
-            for unit in self.state.units
+            for unit in context.state.units
             if any(h.learns for h in unit.held)
         }
-        self.arrivals, self.skipped = Arrivals(self.parts, self._update), False
-        self.lr, self.square = (
-            0.0,
-            torch.zeros((), dtype=torch.float64, device=self.mesh.device),
-        )
+        self.ready = ReadyUnits(self.parts, self._update)
+        self.skipped, self.lr = False, 0.0
+        self.square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
 
-    def step(
-        self, batches: Sequence[Batch], lr: float, stop: bool = False
-    ) -> list[StepResult]:
-        self.lr = lr
+    def gradients(self, given: StepInput, agree: AgreePhase) -> T:
+        """Run the passes, and update units meanwhile."""
+        self.lr = given.lr
         self.square.zero_()
-        self.before_update()
+        context = self.context
+        context.before_update()
         loss = accumulate(
-            self.model, self.state, batches, self.mesh, before_last=self._agree
+            context.model,
+            context.state,
+            given.batches,
+            self.mesh,
+            before_last=self._agree,
         )
-        for unit in self.arrivals.end():
+        for unit in self.ready.end():
             self._update(unit)
-        self.state.settle()
-        result = result_of(
-            step_sum(self.shares_of_sums(loss, self.square, batches, stop), self.mesh)
-        )
+        context.state.settle()
+        return loss
+
+    def agree(self, given: StepInput, shares: T) -> Agreed:
+        shares = shares_of_sums(self.context, given, shares, self.square)
+        return Agreed({}, partial(result_of, step_sum(shares, self.mesh)))
+
+    def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
+        """Learn from the experts' loads: parameters have been updated by now."""
+        result = agreed.result()
         if math.isfinite(result.loss) and result.skipped:
             raise WeftError(
                 "a gradient was not finite, and optimizer.in_backward had updated other parameters by then: go on from "
                 "the last checkpoint (weft train RECIPE --resume auto) with a lower optimizer.lr or without in_backward"
             )
         if not result.skipped:
-            self.model.learn_loads(result.loads)
+            self.context.model.learn_loads(result.loads)
         return [result]
 
     def _agree(self, share: T) -> None:
@@ -79,7 +98,7 @@ class InBackward(Stepper):
             share_of_sum(share, self.mesh, **dict.fromkeys(MODEL_AXES, I)), self.mesh
         )
         self.skipped = not math.isfinite(loss.item())
-        self.arrivals.expect()
+        self.ready.expect()
 
     def _update(self, unit: Unit) -> None:
         """Update a unit by the gradients that it has, and free them."""
@@ -87,7 +106,7 @@ class InBackward(Stepper):
         if not self.skipped:
             grads = reduced(part, self.mesh)
             self.square += square_norm(grads, part, self.mesh)
-            if self.inspect is not None:
-                self.inspect(grads)
-            self.state.update(unit, grads, self.lr)
+            if self.context.inspect is not None:
+                self.context.inspect(grads)
+            self.context.state.update(unit, grads, self.lr)
         part.clear_gradients()

@@ -1,15 +1,13 @@
-"""Steppers of islands: they sum gradients over all islands in every step, or exchange parameters between some steps."""
+"""Islands that take steps by themselves, and exchange parameters between some of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.profiler import record_function
 
 from weft.layout.mesh import from_all
 from weft.sync.collectives import compressed_mean, from_islands, power_mean, ring_sum
@@ -17,34 +15,20 @@ from weft.sync.compress import Compressor, PerTensor, PowerSGD, build_compressor
 from weft.sync.greco import allocate_compressors, candidates
 from weft.sync.measure import measured_ring
 from weft.sync.parity import made_same
+from weft.sync.presence import Presence
 from weft.sync.replicas import Replicas, replicas_of
 from weft.sync.rounds import begins, fragment_of, partners, shares
-from weft.train.step import (
-    MARKS,
-    SAMPLES,
-    SQUARE_NORM,
-    Stepper,
-    StepResult,
-    accumulate,
-    in_one,
-    reduced,
-    square_norm,
-    step_sum,
-)
+from weft.train.step import Filler
 
 if TYPE_CHECKING:
-    from weft.data.batch import Batch
     from weft.parallel.state import Held, State
-    from weft.recipe import Sync
-    from weft.sync.presence import Presence
+    from weft.recipe import Recipe, Sync
     from weft.sync.streams import Streams
     from weft.sync.sync_method import SyncMethod
+    from weft.train.step import StepContext
+    from weft.train.step_values import StepResult
 
 T = torch.Tensor
-
-#: Of a step's sums those that each island knows by itself: the norm, which is of gradients that all islands have by
-#: then, and which samples were seen.
-OWN = [SQUARE_NORM, SAMPLES, MARKS]
 
 
 def slots_of(how: Sync) -> tuple[str, ...]:
@@ -93,62 +77,6 @@ def put_in_ring(streams: Streams, state: State, how: Sync) -> str:
     return measured_ring(streams, 4.0 * elements / how.fragments)
 
 
-@dataclass
-class Together(Stepper):
-    """A stepper for islands that agree in every step: their gradients are summed before the update.
-
-    This is data parallelism over streams: every label counts alike, whichever island it is on, and clipping goes by the
-    norm of the whole gradient.
-    """
-
-    streams: Streams = field(kw_only=True)
-    steps: int = 0
-
-    def __post_init__(self) -> None:
-        self.replicas = replicas_of(self.state.learning, self.mesh)
-
-    def gradients(self, batches: Sequence[Batch], stop: bool) -> tuple[dict[str, T], T]:
-        self.steps += 1
-        model, state, mesh = self.model, self.state, self.mesh
-        loss = accumulate(model, state, batches, mesh, self.routes, beyond=self.of_all)
-        with record_function("weft:optimizer"):
-            grads = self.summed(reduced(state, mesh))
-            square = square_norm(grads, state, mesh)
-            self.before_update()
-            mine = step_sum(self.shares_of_sums(loss, square, batches, stop), mesh)
-            sums = self.of_all(mine)
-            sums[OWN] = mine[OWN]
-            return grads, sums
-
-    def of_all(self, number: T) -> T:
-        """The elementwise sum of ``number``, any tensor, over all islands."""
-        mine = number.detach().reshape(-1).cpu()
-        found = from_islands(
-            self.streams,
-            mine,
-            range(self.mesh.islands),
-            f"numbers of step {self.steps}",
-        )
-        return torch.stack(found).sum(0).view_as(number).to(number.device)
-
-    def summed(self, grads: Mapping[str, T]) -> dict[str, T]:
-        """The gradients of all islands, added up."""
-        if not grads:
-            return {}
-
-        def over_ring(flat: T) -> T:
-            mine = flat[self.replicas.part(flat.numel())]
-            ring_sum(
-                self.streams,
-                mine,
-                self.streams.order,
-                f"gradients of step {self.steps}",
-            )
-            return self.replicas.whole(mine, flat.numel())
-
-        return in_one(list(grads), grads, torch.device("cpu"), over_ring)
-
-
 class Exchanged(NamedTuple):
     """The result of one exchange of a fragment: ``answer``, the mean of what ``islands`` islands have sent.
 
@@ -162,24 +90,27 @@ class Exchanged(NamedTuple):
     warm: Mapping[str, T] = {}
 
 
-@dataclass
-class Apart(Stepper):
-    """A stepper for islands that take steps by themselves, by ``inner``, and agree every ``how.every`` steps.
+def fill(context: StepContext, recipe: Recipe) -> Apart | None:
+    if context.streams is None:
+        return None
+    presence = context.presence or Presence(context.streams)
+    return Apart(context, presence, recipe.sync)
+
+
+class Apart(Filler):
+    """Islands take steps by themselves, and agree every ``how.every`` steps.
 
     A *round* is what happens every so many steps; in it, each *fragment* of the parameters is exchanged once with the
     partners. ``presence`` says which islands take part; ``steps`` counts the steps so far. A wish to end the run is
     passed on in the next round and ends it with the one after, so that all islands end after the same step.
     """
 
-    inner: Stepper = field(kw_only=True)
-    presence: Presence = field(kw_only=True)
-    how: Sync = field(kw_only=True)
-    steps: int = 0
-    stops: bool = False
-
-    def __post_init__(self) -> None:
-        self.method: SyncMethod = self.how.method
-        count = self.how.fragments
+    def __init__(self, context: StepContext, presence: Presence, how: Sync) -> None:
+        self.context, self.presence, self.how = context, presence, how
+        self.state, self.mesh = context.state, context.mesh
+        self.steps, self.stops = context.begun, False
+        self.method: SyncMethod = how.method
+        count = how.fragments
         self.streams = self.presence.streams
         self.there, self.back = compressors(self.how)
         #: By parameter: the factor of PowerSGD from the last round.
@@ -202,20 +133,19 @@ class Apart(Stepper):
         self.counts: dict[int, int] = dict(enumerate(self.presence.counts))
         self.exchanging = ThreadPoolExecutor(1, "weft-islands")
 
-    def step(
-        self, batches: Sequence[Batch], lr: float, stop: bool = False
+    def after(
+        self, results: list[StepResult], finish: Callable[[], list[StepResult]]
     ) -> list[StepResult]:
-        results = self.inner.step(batches, lr, stop)
         self.steps += 1
         due = [f for f in range(len(self.fragments)) if self.is_due(f)]
         if due:
-            results += self.inner.finish()
+            results += finish()
         results = self.without_wish(results)
         if due:
             number = self.steps // self.how.every  # of the round
             if self.stops:
                 self.presence.wish(number + 1)
-            self.before_update()
+            self.context.before_update()
             self.state.expose()
             for f in due:
                 self.agree(f)
@@ -228,16 +158,16 @@ class Apart(Stepper):
                     results[-1] = results[-1]._replace(stop=True)
         return results
 
-    def finish(self) -> list[StepResult]:
-        """As every stepper's; exchanges under way are waited for, and their answers become slots of the state."""
-        results = self.without_wish(self.inner.finish())
+    def end(self, results: list[StepResult]) -> list[StepResult]:
+        """Wait for exchanges under way, whose answers become slots of the state."""
+        results = self.without_wish(results)
         self.keep_answers()
         return results
 
     def keep_answers(self) -> None:
         """Wait for the exchanges under way, and keep their answers in slots."""
         if self.under_way:
-            self.before_update()
+            self.context.before_update()
         for f in list(self.under_way):
             answer, self.counts[f] = self.answer(f)
             self.keep("answer", self.fragments[f], answer)
@@ -245,8 +175,7 @@ class Apart(Stepper):
     def summary(self) -> str:
         sent = (self.streams.sent + self.streams.around) / 2**20
         times = self.steps // self.how.every
-        said = f"islands agreed {times} time{'s' * (times != 1)}; this rank has sent {sent:.3g} MiB to others"
-        return "; ".join(filter(None, (self.inner.summary(), said)))
+        return f"islands agreed {times} time{'s' * (times != 1)}; this rank has sent {sent:.3g} MiB to others"
 
     def news(self) -> list[str]:
         return self.presence.take_news()

@@ -23,6 +23,7 @@ from weft.layout.mesh import Mesh, from_all
 from weft.models.widened import widened_note
 from weft.observe.metrics import read_metrics
 from weft.run.signals import requests
+from weft.train.build_step import build_step
 from weft.train.callbacks import Callbacks, Running
 from weft.train.evaluation import VALIDATION, Evaluation
 from weft.train.guard import Guard, Regroup
@@ -31,13 +32,13 @@ from weft.train.optim import learning_rate, short_of_warmup
 from weft.train.recorder import Recorder
 from weft.train.runs import checkpoint_size, open_for_island
 from weft.train.setup import Job, assemble
-from weft.train.stepper import build_stepper
 
 if TYPE_CHECKING:
     from weft.checkpoint.lease import Lease
     from weft.checkpoint.state import Progress
     from weft.checkpoint.storage import Storage
-    from weft.train.step import Stepper, StepResult
+    from weft.train.step import Step
+    from weft.train.step_values import StepResult
 
 #: A run whose last so many steps were all skipped, because they were not finite, ends.
 FRUITLESS = 5
@@ -126,8 +127,6 @@ def train(
         model.passed = recorder.passes
         if model.saved is not None:
             model.saved.report = recorder.activations
-        if state.alternating is not None:
-            state.alternating.report = recorder.alternating
         wider = widened_note(recipe.train.dtype, mesh.device)
         for note in (
             *noted,
@@ -153,9 +152,9 @@ def train(
 
             if said := put_in_ring(streams, state, recipe.sync):
                 recorder.event(said)
-        stepper = build_stepper(
+        step = build_step(
             model, state, mesh, recipe, before_update, streams=streams, presence=guard.presence,
-            begun=resumed.progress.step,
+            begun=resumed.progress.step, report=recorder.report,
         )  # fmt: skip
         evaluation = Evaluation(
             job,
@@ -175,7 +174,7 @@ def train(
         if resumed.progress.step >= steps and not (run.fresh or run.in_memory):
             recorder.event(nothing_left(job, resumed.progress.step))
         loop = Loop(
-            job, mesh, steps, stepper, resumed.progress, recorder, checkpoints, evaluation, callbacks, signals, lease,
+            job, mesh, steps, step, resumed.progress, recorder, checkpoints, evaluation, callbacks, signals, lease,
             guard, LowestLoss(recipe.validation, best, measured), again=run.in_memory,
         )  # fmt: skip
         loop.run()
@@ -215,7 +214,7 @@ class Loop:
     job: Job
     mesh: Mesh
     steps: int
-    stepper: Stepper
+    step: Step
     progress: Progress
     recorder: Recorder
     checkpoints: Checkpoints
@@ -262,9 +261,9 @@ class Loop:
             self.stopped = any(result.stop for result in results)
             last = self.stopped or self.begun == self.steps
             if to_save or to_evaluate or last or self.guard.due(self.begun):
-                results += self.stepper.finish()
+                results += self.step.finish()
             self.account(results)
-            for news in self.stepper.news():
+            for news in self.step.news():
                 self.recorder.event(news)
             self.guard.after_step()
             self.recorder.end_step()
@@ -284,7 +283,7 @@ class Loop:
             batches = self.loader.step(self.position)
         assert batches is not None  # the run has no more steps than its data
         lr = learning_rate(self.job.recipe.optimizer, self.begun, self.steps)
-        return self.stepper.step(batches, lr, self.wants_to_stop)
+        return self.step.take(batches, lr, self.wants_to_stop)
 
     def account(self, results: list[StepResult]) -> None:
         """Count and record the steps that have become final."""
@@ -346,12 +345,12 @@ class Loop:
 
         Raises :class:`Regroup` if it does not end, but ranks were about to leave or to join.
         """
-        self.account(self.stepper.finish())
+        self.account(self.step.finish())
         if self.stopped and self.regroups():
             if not self.guard.remembers:
                 self.checkpoints.finish(save=True)
             raise Regroup
-        if summary := self.stepper.summary():
+        if summary := self.step.summary():
             self.recorder.event(summary)
         if self.stopped and not self.complete():
             who = (

@@ -20,7 +20,7 @@ from weft.observe.host import HardwareLoad, environment
 from weft.observe.metrics import Metrics
 from weft.shapes.parameters import learning_count, parameter_count
 from weft.shapes.shape import flops_per_token
-from weft.train.step import StepResult
+from weft.train.step_values import StepResult
 
 if TYPE_CHECKING:
     from weft.checkpoint.state import Progress
@@ -158,14 +158,10 @@ class Recorder:
             f"nobody waits ({found['write'] / 1e9:.2g} GB/s, {found['read'] / 1e9:.2g} back); memory.blocks sets it"
         )
 
-    def alternating(self, found: Mapping[str, Any]) -> None:
-        """Record and print how many units are updated on the device; ``found`` has the time of every such number."""
-        self.log("alternating", **found)
-        count, units, seconds = found["device"], found["units"], found["seconds"]
-        self.event(
-            f"{count} of {units} units are updated on the device: {seconds[count]:.3g} s by measured rates, "
-            f"{seconds[0]:.3g} on the host alone; memory.alternate sets it"
-        )
+    def report(self, kind: str, line: str, values: Mapping[str, Any]) -> None:
+        """Record ``values`` under this kind, and print the line that says what they are."""
+        self.log(kind, **values)
+        self.event(line)
 
     @contextmanager
     def fetching(self) -> Iterator[None]:

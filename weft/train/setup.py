@@ -255,14 +255,6 @@ def assemble(
         )
         state.optimize(RuleOptimizer(recipe.optimizer, mesh))
     set_loss(model, recipe.loss)
-    if memory.speculate != "none":
-        from weft.train.early import early_units
-
-        state.early = early_units(state, memory, recipe.train.recompute)
-    if memory.alternate:
-        from weft.parallel.alternating import Alternating
-
-        state.alternating = Alternating(mesh.device, memory.alternate)
     if mesh.islands > 1:
         from weft.train.islands import add_slots
 

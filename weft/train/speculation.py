@@ -5,107 +5,119 @@ and its update is computed beside the backward of the units before it. If the no
 skipped, these updates are undone to the last bit, and the units are updated with all others.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from weft.data.batch import Batch
 from weft.errors import WeftError
 from weft.parallel.pipeline_pass import EarlyUpdates
 from weft.parallel.state import State, Unit
 from weft.parallel.tried import Tried
 from weft.parallel.units import TableUnit
-from weft.train.arrivals import Arrivals
+from weft.recipe import Recipe
+from weft.train.ready_units import ReadyUnits
+from weft.train.speculated_units import early_units
 from weft.train.step import (
-    Stepper,
-    StepResult,
+    Filler,
+    StepContext,
     accumulate,
     clip_scale,
+    reduced_and_sums,
     result_of,
     summed_over_axes,
+    update_unless_skipped,
 )
+from weft.train.step_values import Agreed, StepInput, StepResult
+
+if TYPE_CHECKING:
+    from weft.train.phases import AgreePhase
+    from weft.train.step import UnitGradients
 
 T = torch.Tensor
 
 
-@dataclass
-class Speculation(Stepper):
-    """A stepper that updates the state's ``early`` units during backward; the results equal those of the plain stepper.
+def fill(context: StepContext, recipe: Recipe) -> Speculation | None:
+    early = early_units(context.state, recipe.memory, recipe.train.recompute)
+    elementwise = recipe.optimizer.elementwise
+    return Speculation(context, early, elementwise) if early else None
+
+
+class Speculation(Filler):
+    """Updates the ``early`` units during backward; the results equal those of the plain step.
 
     Units in files are updated where the schedule completes their gradients. Others are updated in a thread, which makes
-    the copies to go back to during forward, unless their rule needs other ranks. ``undone`` counts the steps whose
-    early updates had to be undone.
+    the copies to go back to during forward, unless their rule needs other ranks (it is not ``elementwise``). ``undone``
+    counts the steps whose early updates had to be undone.
     """
 
-    def __post_init__(self) -> None:
-        early = self.state.early
-        self.tried = Tried(self.state, early)
+    def __init__(
+        self, context: StepContext, early: Sequence[Unit], elementwise: bool
+    ) -> None:
+        self.context, self.early = context, early
+        self.tried = Tried(context.state, early)
         # each as a state of its own, for sums over axes
         self.parts = {unit: State([unit]) for unit in early}
-        self.arrivals = (
-            Arrivals(early, self._complete) if self.model.pipeline is None else None
+        self.ready = (
+            ReadyUnits(early, self._complete)
+            if context.model.pipeline is None
+            else None
         )
-        alone = self.mesh.layout.world == 1 or self.settings.elementwise
+        alone = context.mesh.layout.world == 1 or elementwise
         self.thread = (
             ThreadPoolExecutor(1, "weft-update")
-            if alone and not self.streamed
+            if alone and not context.streamed
             else None
         )
         self.running: list[Future[None]] = []
-        self.lr, self.begun, self.wrong, self.steps, self.undone = (
-            0.0,
-            False,
-            False,
-            0,
-            0,
-        )
+        self.lr, self.begun, self.wrong = 0.0, False, False
+        self.steps = self.undone = 0
 
-    def step(
-        self, batches: Sequence[Batch], lr: float, stop: bool = False
-    ) -> list[StepResult]:
-        self.lr, self.begun, self.steps = lr, False, self.steps + 1
-        (result,) = super().step(batches, lr, stop)
-        self.tried.stand()
-        return [result._replace(undone=self.wrong)]
+    def gradients(self, given: StepInput, agree: AgreePhase) -> T:
+        """Run the passes of the plain step; early units are updated meanwhile."""
+        self.lr, self.begun, self.steps = given.lr, False, self.steps + 1
+        context = self.context
+        with self._restoring(), self._watching():
+            return accumulate(
+                context.model,
+                context.state,
+                given.batches,
+                context.mesh,
+                context.routes,
+                before_last=lambda share: self._expect(),
+            )
 
-    def gradients(self, batches: Sequence[Batch], stop: bool) -> tuple[dict[str, T], T]:
-        """As of the plain stepper; early units are updated meanwhile, and restored if the step must be clipped."""
-        try:
-            with self._watching():
-                loss = accumulate(
-                    self.model,
-                    self.state,
-                    batches,
-                    self.mesh,
-                    self.routes,
-                    before_last=lambda share: self._expect(),
-                )
+    def agree(self, given: StepInput, shares: T) -> Agreed:
+        """As of the plain step; early units are restored if the step must be clipped."""
+        with self._restoring():
             # otherwise the norm is computed beside the last updates
-            if any(self.state.tiers.groups.values()):
+            if any(self.context.state.tiers.groups.values()):
                 self._wait()
-            found = self.reduced_and_sums(loss, batches, stop, self._wait)
-        except BaseException:
-            self._take_back()
-            raise
-        result = result_of(found[1])
+            grads, sums = reduced_and_sums(self.context, given, shares, self._wait)
+        result = result_of(sums)
         self.wrong = bool(self.tried.done) and (
-            result.skipped or clip_scale(result.grad_norm, self.settings.clip) != 1.0
+            result.skipped or clip_scale(result.grad_norm, given.clip) != 1.0
         )
         if self.wrong:
             self.undone += 1
             self.tried.undo()
-        return found
+        return Agreed(grads, lambda: result)
 
-    def update(
-        self, grads: Callable[[Unit], Mapping[str, T]], lr: float, scale: float = 1.0
-    ) -> None:
+    def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
         """Update the units that have not been updated early."""
-        self.state.update_later(grads, lr, scale, but=tuple(self.tried.done))
-        if not self.streamed:
-            self.state.settle()
+        result = update_unless_skipped(self.context, given, agreed, self._update_others)
+        self.tried.stand()
+        return [result._replace(undone=self.wrong)]
+
+    def _update_others(self, grads: UnitGradients, lr: float, scale: float) -> None:
+        state = self.context.state
+        state.update_later(grads, lr, scale, but=tuple(self.tried.done))
+        if not self.context.streamed:
+            state.settle()
 
     def summary(self) -> str:
         often = self.undone > self.steps / 4
@@ -124,6 +136,15 @@ class Speculation(Stepper):
         )
 
     @contextmanager
+    def _restoring(self) -> Iterator[None]:
+        """A context that restores the state of before the step if something fails in it."""
+        try:
+            yield
+        except BaseException:
+            self._take_back()
+            raise
+
+    @contextmanager
     def _watching(self) -> Iterator[None]:
         """A context in which early units are updated as their gradients become complete."""
         self.running = (
@@ -131,11 +152,9 @@ class Speculation(Stepper):
             if self.thread is None
             else [self.thread.submit(self.tried.keep, *self.tried.units)]
         )
-        pipeline = self.model.pipeline
+        pipeline = self.context.model.pipeline
         streamed = [
-            unit
-            for unit in self.state.early
-            if isinstance(unit, TableUnit) and unit.reduced
+            unit for unit in self.early if isinstance(unit, TableUnit) and unit.reduced
         ]
         for unit in streamed:
             unit.fresh = {}
@@ -148,18 +167,18 @@ class Speculation(Stepper):
                 unit.fresh = None
             if pipeline is not None:
                 pipeline.early = None
-            if self.arrivals is not None:
-                self.arrivals.end()
+            if self.ready is not None:
+                self.ready.end()
 
     def _expect(self) -> None:
-        if self.arrivals is not None:
-            self.arrivals.expect()
+        if self.ready is not None:
+            self.ready.expect()
 
     def _begin(self) -> None:
         """Call ``before_update``, once in a step."""
         if not self.begun:
             self.begun = True
-            self.before_update()
+            self.context.before_update()
 
     def _wait(self) -> None:
         """Wait for the updates that are under way."""
@@ -175,14 +194,14 @@ class Speculation(Stepper):
         grads = self.parts[unit].gradients() if fresh is None else fresh
         if isinstance(unit, TableUnit) and fresh is not None:
             unit.fresh = {}
-        grads = summed_over_axes(grads, self.parts[unit], self.mesh)
+        grads = summed_over_axes(grads, self.parts[unit], self.context.mesh)
         if self.thread is None:
             self.tried.keep(unit)
             self.tried.update(unit, grads, self.lr)
         else:
             ready = (
                 torch.cuda.current_stream().record_event()
-                if self.mesh.device.type == "cuda"
+                if self.context.mesh.device.type == "cuda"
                 else None
             )
             self.running.append(

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from weft.layout.boundary import (
     sum_over,
     untyped,
 )
-from weft.recipe import Optimizer
+from weft.train.step_values import Agreed, StepInput, StepResult
 
 if TYPE_CHECKING:
     from weft.data.batch import Batch
@@ -44,6 +44,12 @@ if TYPE_CHECKING:
     from weft.models.preference import KtoLoss, Objective
     from weft.models.transformer import Transformer
     from weft.parallel.state import State, Unit
+    from weft.sync.presence import Presence
+    from weft.sync.streams import Streams
+    from weft.train.phases import AfterPhase, AgreePhase, GradientPhase, UpdatePhase
+
+    #: The reduced local gradients by which a unit is updated, by name.
+    UnitGradients = Callable[[Unit], Mapping[str, torch.Tensor]]
 
 #: Turns a sum over the ranks that step together into one over all islands, where their gradients become one update.
 Beyond = Callable[[torch.Tensor], torch.Tensor]
@@ -53,29 +59,8 @@ def same(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-#: Where the sums of a step (:meth:`Stepper.shares_of_sums`) stand in their vector; those of experts follow.
+#: Where the sums of a step (:func:`shares_of_sums`) stand in their vector; those of experts follow.
 LOSS, SQUARE_NORM, STOPS, TOKENS, SAMPLES, MARKS = range(6)
-
-
-class StepResult(NamedTuple):
-    """What a step did, over all ranks that took it. A ``skipped`` step changed nothing.
-
-    ``loss``: the weighted mean over the step's real ``tokens``. ``stop``: whether some rank wishes to end the run.
-    ``loads``: how often each expert was chosen, layer after layer; with a capacity, then how many choices each dropped.
-    ``sent``: bytes that ranks sent each other for the experts, in the order of :data:`weft.models.router.SENT`.
-    ``samples``: how many samples the step has seen and the sum of their marks (:func:`weft.data.order.marks`); None if
-    nobody counts them. ``undone``: updates made before the norm was known had to be taken back.
-    """
-
-    loss: float
-    grad_norm: float
-    tokens: int
-    skipped: bool
-    stop: bool
-    loads: tuple[int, ...] = ()
-    sent: tuple[int, ...] = ()
-    samples: tuple[int, int] | None = None
-    undone: bool = False
 
 
 def share_of_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
@@ -320,15 +305,6 @@ def square_norm(
     return declare(square, mesh, **SHARE)
 
 
-def gradients(
-    model: Transformer, state: State, batches: Sequence[Batch], mesh: Mesh
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Everything of a plain step up to the clip, for callers that read the gradients: :meth:`Stepper.gradients`."""
-    return Stepper(
-        model, state, mesh, Optimizer(), inspect=lambda grads: None
-    ).gradients(batches, stop=False)
-
-
 def reduced(
     state: State, mesh: Mesh, looked_at: bool = True
 ) -> dict[str, torch.Tensor]:
@@ -352,7 +328,7 @@ def summed_over_axes(
 
 
 def result_of(sums: torch.Tensor) -> StepResult:
-    """The result of a step from its sums over all ranks (:meth:`Stepper.shares_of_sums`)."""
+    """The result of a step from its sums over all ranks (:func:`shares_of_sums`)."""
     loss, square, stops, tokens, samples, marked, *counts = sums.tolist()
     sent, loads = list[float](), list[float]()
     if counts:
@@ -386,121 +362,52 @@ def clip_scale(norm: float, clip: float) -> float:
     return clip / (norm + 1e-6) if clip and norm > clip else 1.0
 
 
-@dataclass
-class Stepper:
-    """How the batches of a step become an update of the state: the plain way, from which others are derived.
+@dataclass(frozen=True)
+class StepContext:
+    """What the steps of a run work on, and whom they call.
 
-    Every step has one result, which may become final only while later steps run. A loss or gradient norm that is not
-    finite skips the update, on all ranks alike. ``before_update`` returns when parameters and optimizer state may
-    change. It is called before a rank gives its share to the step's sums, so whoever has these knows that it has
-    returned on all ranks. ``inspect`` sees the reduced, unclipped local gradients; ``routes``: see :func:`accumulate`.
+    ``before_update`` returns when parameters and optimizer state may change. It is called before a rank gives its share
+    to the step's sums, so whoever has these knows that it has returned on all ranks. ``inspect`` sees the reduced,
+    unclipped local gradients; ``routes``: see :func:`accumulate`. ``streams``: to the other islands, if there are any,
+    ``presence``: which of them are there, if not always all, and ``begun``: how many steps have been taken before.
+    ``report`` is called with what a technique has chosen: a kind of record, a line, and the record's values.
     """
 
     model: Transformer
     state: State
     mesh: Mesh
-    settings: Optimizer
     before_update: Callable[[], None] = lambda: None
     inspect: Callable[[dict[str, torch.Tensor]], None] | None = None
     routes: Sequence[Sequence[int]] = ()
-
-    def step(
-        self, batches: Sequence[Batch], lr: float, stop: bool = False
-    ) -> list[StepResult]:
-        """Take a step, and return the results that are final now, oldest first.
-
-        ``stop`` is this rank's wish to end the run; the step's result says whether any rank has it.
-        """
-        grads, sums = self.gradients(batches, stop)
-        with record_function("weft:optimizer"):
-            result = result_of(sums)
-            if self.inspect is not None:
-                self.inspect(grads)
-            if not result.skipped:
-                self.update(
-                    lambda unit: grads,
-                    lr,
-                    clip_scale(result.grad_norm, self.settings.clip),
-                )
-                self.model.learn_loads(result.loads)
-            clear_gradients(self.model, self.state)
-        return [result]
-
-    def gradients(
-        self, batches: Sequence[Batch], stop: bool
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Everything of a step up to the clip: reduced local gradients, and sums over the step's ranks.
-
-        The sums are one vector of float64 from one all-reduce, see :meth:`shares_of_sums`. Calls ``before_update`` when
-        this rank has computed its share of them.
-        """
-        loss = accumulate(self.model, self.state, batches, self.mesh, self.routes)
-        return self.reduced_and_sums(loss, batches, stop, self.before_update)
-
-    def reduced_and_sums(
-        self,
-        loss: torch.Tensor,
-        batches: Sequence[Batch],
-        stop: bool,
-        before_sums: Callable[[], None],
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """The same after all passes, of which this rank's share of the loss is ``loss``."""
-        with record_function("weft:optimizer"):
-            grads = reduced(self.state, self.mesh, looked_at=self.inspect is not None)
-            square = square_norm(grads, self.state, self.mesh)
-            before_sums()
-            return grads, step_sum(
-                self.shares_of_sums(loss, square, batches, stop), self.mesh
-            )
-
-    def shares_of_sums(
-        self,
-        loss: torch.Tensor,
-        square: torch.Tensor,
-        batches: Sequence[Batch],
-        stop: bool,
-    ) -> torch.Tensor:
-        """This rank's shares of the step's sums, from which :func:`result_of` reads the step's result.
-
-        They are mean loss, squared gradient norm (of which ``square`` is its share), ranks that wish to stop, real
-        tokens, samples and the sum of their marks; with experts also the bytes sent for them, and their loads. Float64
-        ``[6]``, or ``[9 + experts]``.
-        """
-        shares = (
-            share_of_sum(loss, self.mesh, **dict.fromkeys(MODEL_AXES, I)),
-            square,
-            own_share(stop, self.mesh, **OWN),
-            share_of_tokens(batches, self.mesh),
-        )
-        found, loads = (
-            torch.cat((torch.stack(shares), share_of_samples(batches, self.mesh))),
-            self.model.loads,
-        )
-        return (
-            found
-            if loads is None
-            else torch.cat((found, loads.share_of_bytes(), loads.share()))
-        )
+    streams: Streams | None = None
+    presence: Presence | None = None
+    begun: int = 0
+    report: Callable[[str, str, Mapping[str, Any]], None] = lambda kind, line, values: (
+        None
+    )
 
     @property
     def streamed(self) -> bool:
         """Whether the units of the model pass memory one by one, as their weights rest in files."""
         return self.model.pipeline is not None and self.model.pipeline.streamed
 
-    def update(
-        self,
-        grads: Callable[[Unit], Mapping[str, torch.Tensor]],
-        lr: float,
-        scale: float = 1.0,
-    ) -> None:
-        """Update every unit by what ``grads`` says of it, times ``scale``; of streamed ones in the next forward."""
-        self.state.update_later(grads, lr, scale)
-        if not self.streamed:
-            self.state.settle()
+
+class Filler:
+    """What fills phases of a step (:mod:`weft.recipe.step_techniques`): a base that fills none.
+
+    A technique adds the methods of the phases that it declares (:mod:`weft.train.phases`).
+    """
+
+    def label_weight(self, batches: Sequence[Batch]) -> torch.Tensor | None:
+        """What plain passes divide the summed loss by; None: the weight of the labels of all ranks."""
+        return None
+
+    def beyond(self, number: torch.Tensor) -> torch.Tensor:
+        """A sum over the ranks that step together, as one over all whose gradients become one update."""
+        return number
 
     def finish(self) -> list[StepResult]:
-        """Make the state that after the last step, and return the results that were still due."""
-        self.state.settle()
+        """Make the last step final, and return the results that were still due."""
         return []
 
     def summary(self) -> str:
@@ -512,6 +419,148 @@ class Stepper:
         return []
 
 
+class PlainStep(Filler):
+    """The plain way to fill the phases of a step, for those that no technique fills."""
+
+    def __init__(self, context: StepContext) -> None:
+        self.context = context
+
+    def gradients(self, given: StepInput, agree: AgreePhase) -> torch.Tensor:
+        of = self.context
+        weight = agree.label_weight(given.batches)
+        return accumulate(
+            of.model, of.state, given.batches, of.mesh, of.routes, weight=weight, beyond=agree.beyond
+        )  # fmt: skip
+
+    def agree(self, given: StepInput, shares: torch.Tensor) -> Agreed:
+        context = self.context
+        grads, sums = reduced_and_sums(context, given, shares, context.before_update)
+        return Agreed(grads, partial(result_of, sums))
+
+    def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
+        return [update_unless_skipped(self.context, given, agreed, self._update)]
+
+    def _update(self, grads: UnitGradients, lr: float, scale: float) -> None:
+        """Update every unit by what ``grads`` says of it, times ``scale``; streamed units in the next forward."""
+        self.context.state.update_later(grads, lr, scale)
+        if not self.context.streamed:
+            self.context.state.settle()
+
+
+def update_unless_skipped(
+    context: StepContext,
+    given: StepInput,
+    agreed: Agreed,
+    update: Callable[[UnitGradients, float, float], None],
+) -> StepResult:
+    """Call ``update`` with gradients, learning rate and the factor that clips, unless the step is skipped."""
+    with record_function("weft:optimizer"):
+        result = agreed.result()
+        if context.inspect is not None:
+            context.inspect(agreed.grads)
+        if not result.skipped:
+            scale = clip_scale(result.grad_norm, given.clip)
+            update(lambda unit: agreed.grads, given.lr, scale)
+            context.model.learn_loads(result.loads)
+        clear_gradients(context.model, context.state)
+    return result
+
+
+def reduced_and_sums(
+    context: StepContext,
+    given: StepInput,
+    loss: torch.Tensor,
+    before_sums: Callable[[], None],
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The reduced local gradients after all passes, and the sums over the step's ranks.
+
+    ``loss``: this rank's share of it. The sums are one vector of float64 from one all-reduce (:func:`shares_of_sums`).
+    """
+    state, mesh = context.state, context.mesh
+    with record_function("weft:optimizer"):
+        grads = reduced(state, mesh, looked_at=context.inspect is not None)
+        square = square_norm(grads, state, mesh)
+        before_sums()
+        return grads, step_sum(shares_of_sums(context, given, loss, square), mesh)
+
+
+def shares_of_sums(
+    context: StepContext, given: StepInput, loss: torch.Tensor, square: torch.Tensor
+) -> torch.Tensor:
+    """This rank's shares of the step's sums, from which :func:`result_of` reads the step's result.
+
+    They are mean loss, squared gradient norm (of which ``square`` is its share), ranks that wish to stop, real
+    tokens, samples and the sum of their marks; with experts also the bytes sent for them, and their loads. Float64
+    ``[6]``, or ``[9 + experts]``.
+    """
+    mesh, loads = context.mesh, context.model.loads
+    shares = (
+        share_of_sum(loss, mesh, **dict.fromkeys(MODEL_AXES, I)),
+        square,
+        own_share(given.stop, mesh, **OWN),
+        share_of_tokens(given.batches, mesh),
+    )
+    plain = torch.cat((torch.stack(shares), share_of_samples(given.batches, mesh)))
+    if loads is None:
+        return plain
+    return torch.cat((plain, loads.share_of_bytes(), loads.share()))
+
+
+@dataclass
+class Step:
+    """How the batches of a step become an update of the state: phases, each filled by one thing.
+
+    Every step has one result, which may become final only while later steps run. A loss or gradient norm that is not
+    finite skips the update, on all ranks alike. ``clip``: the largest global norm that gradients keep; 0: any.
+    ``fillers``: what fills the phases, each once.
+    """
+
+    state: State
+    gradients: GradientPhase
+    agree: AgreePhase
+    update: UpdatePhase
+    after: AfterPhase | None
+    fillers: Sequence[Filler]
+    clip: float = 0.0
+
+    def take(
+        self, batches: Sequence[Batch], lr: float, stop: bool = False
+    ) -> list[StepResult]:
+        """Take a step, and return the results that are final now, oldest first.
+
+        ``stop`` is this rank's wish to end the run; the step's result says whether any rank has it.
+        """
+        given = StepInput(batches, lr, self.clip, stop)
+        shares = self.gradients.gradients(given, self.agree)
+        agreed = self.agree.agree(given, shares)
+        results = self.update.update(given, agreed)
+        return results if self.after is None else self.after.after(results, self.settle)
+
+    def settle(self) -> list[StepResult]:
+        """Make the state that after the last step, and return the results that were still due."""
+        self.state.settle()
+        return [r for filler in self.fillers for r in filler.finish()]
+
+    def finish(self) -> list[StepResult]:
+        """As :meth:`settle`, and wait for what happens after steps, as the run may end here."""
+        results = self.settle()
+        return results if self.after is None else self.after.end(results)
+
+    def summary(self) -> str:
+        """What there is to say of all steps at the end of a run; mostly nothing."""
+        return "; ".join(filter(None, (filler.summary() for filler in self.fillers)))
+
+    def news(self) -> list[str]:
+        """Lines for whoever watches the run, since this was asked last."""
+        return [line for filler in self.fillers for line in filler.news()]
+
+
+def plain_step(context: StepContext, clip: float) -> Step:
+    """The step in which no technique fills a phase."""
+    plain = PlainStep(context)
+    return Step(context.state, plain, plain, plain, None, [], clip)
+
+
 def train_step(
     model: Transformer,
     state: State,
@@ -521,8 +570,18 @@ def train_step(
     clip: float,
     stop: bool = False,
 ) -> StepResult:
-    """One plain optimizer step (see :class:`Stepper`)."""
-    return Stepper(model, state, mesh, Optimizer(clip=clip)).step(batches, lr, stop)[0]
+    """Take one plain step (:class:`PlainStep`)."""
+    plain = plain_step(StepContext(model, state, mesh), clip)
+    return plain.take(batches, lr, stop)[0]
+
+
+def gradients(
+    model: Transformer, state: State, batches: Sequence[Batch], mesh: Mesh
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Everything of a plain step up to the clip, for callers that read the gradients, and the step's sums."""
+    context = StepContext(model, state, mesh, inspect=lambda grads: None)
+    loss = accumulate(model, state, batches, mesh)
+    return reduced_and_sums(context, StepInput(batches, 0.0), loss, lambda: None)
 
 
 @torch.no_grad()

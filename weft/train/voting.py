@@ -1,56 +1,73 @@
 """Steps with a gradient aggregated from all replicas, some of which may be garbage (:mod:`weft.sync.robust`)."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from weft.data.batch import Batch
 from weft.layout.boundary import step_sum
-from weft.recipe import Resilience
+from weft.recipe import Recipe, Resilience
 from weft.sync.robust import RULES, aggregated
-from weft.train.step import LOSS, SQUARE_NORM, Stepper, accumulate, divisor, split_like
+from weft.train.step import (
+    LOSS,
+    SQUARE_NORM,
+    Filler,
+    StepContext,
+    divisor,
+    result_of,
+    shares_of_sums,
+    split_like,
+)
+from weft.train.step_values import Agreed, StepInput
 
 T = torch.Tensor
 
 
-@dataclass
-class Voting(Stepper):
-    """A stepper that takes from every replica the mean gradient of its own tokens, one vote each.
+def fill(context: StepContext, recipe: Recipe) -> Voting | None:
+    replicas = context.mesh.size("dp")
+    return Voting(context, recipe.resilience) if replicas > 1 else None
+
+
+class Voting(Filler):
+    """Takes from every replica the mean gradient of its own tokens, one vote each.
 
     A replica whose gradient is not finite, or that has no tokens, has no part in the step, nor in its loss. The other
     losses are weighted by tokens, as ever.
     """
 
-    resilience: Resilience = field(default_factory=Resilience)
+    def __init__(self, context: StepContext, resilience: Resilience) -> None:
+        self.context, self.resilience = context, resilience
 
-    def gradients(self, batches: Sequence[Batch], stop: bool) -> tuple[dict[str, T], T]:
-        weight = torch.tensor(
+    def own_weight(self, batches: Sequence[Batch]) -> T:
+        """The weight of this replica's labels. Scalar, float64."""
+        return torch.tensor(
             sum(b.label_weight for b in batches),
             dtype=torch.float64,
-            device=self.mesh.device,
+            device=self.context.mesh.device,
         )
-        loss = accumulate(
-            self.model,
-            self.state,
-            batches,
-            self.mesh,
-            self.routes,
-            weight=divisor(weight),
-        )
-        grads = self.state.gradients()
+
+    def label_weight(self, batches: Sequence[Batch]) -> T:
+        return divisor(self.own_weight(batches))
+
+    def agree(self, given: StepInput, shares: T) -> Agreed:
+        context, loss = self.context, shares
+        weight = self.own_weight(given.batches)
+        grads = context.state.gradients()
         vote = torch.cat([grad.flatten() for grad in grads.values()])
         if not (weight > 0 and loss.isfinite()):
             vote.fill_(torch.nan)
-        rule, group = RULES[self.resilience.aggregate], self.mesh.group("dp")
+        rule, group = RULES[self.resilience.aggregate], context.mesh.group("dp")
         vote, counted = aggregated(vote, rule, self.resilience.faulty, group)
-        if not counted[self.mesh.rank("dp")]:
+        if not counted[context.mesh.rank("dp")]:
             loss, weight = torch.zeros_like(loss), torch.zeros_like(weight)
-        self.before_update()
+        context.before_update()
         sums = step_sum(
-            self.shares_of_sums(loss * weight, weight, batches, stop), self.mesh
+            shares_of_sums(context, given, loss * weight, weight), context.mesh
         )
         # where the weights were summed
         sums[LOSS] = sums[LOSS] / divisor(sums[SQUARE_NORM])
         sums[SQUARE_NORM] = vote.double().square().sum()
-        return split_like(vote, grads), sums
+        return Agreed(split_like(vote, grads), partial(result_of, sums))

@@ -9,8 +9,11 @@ Weights that rest in files pass memory once per step, unit by unit (ZO2, Wang et
 update of the step before is made, both points of it are evaluated, and it leaves again.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 import torch
@@ -19,15 +22,20 @@ from weft.data.batch import Batch
 from weft.layout.boundary import OWN, own_share, step_sum
 from weft.memory.noise import normal
 from weft.parallel.state import Held, Unit
+from weft.recipe import Optimizer, Recipe
 from weft.train.rules.rule import logical_positions
 from weft.train.step import (
-    Stepper,
-    StepResult,
+    Filler,
+    StepContext,
     loss_shares,
     own_weight,
     share_of_passes,
     share_of_tokens,
 )
+from weft.train.step_values import Agreed, StepInput, StepResult
+
+if TYPE_CHECKING:
+    from weft.train.phases import AgreePhase
 
 T = torch.Tensor
 
@@ -35,42 +43,54 @@ T = torch.Tensor
 ROWS_OF = 1 << 16
 
 
-class ZerothOrder(Stepper):
-    """A stepper that evaluates twice instead of computing gradients.
+def fill(context: StepContext, recipe: Recipe) -> ZerothOrder:
+    return ZerothOrder(context, recipe.optimizer)
+
+
+class ZerothOrder(Filler):
+    """Evaluates twice instead of computing gradients.
 
     The gradient norm of a step's result is the size of the slope, and nothing is clipped. Parameters are copied before
     they are perturbed and copied back, or perturbed in what is gathered of them: adding and subtracting in place would
     let them drift. ``inspect`` sees the estimated gradients.
     """
 
+    def __init__(self, context: StepContext, settings: Optimizer) -> None:
+        self.context, self.settings = context, settings
+        self.state, self.mesh = context.state, context.mesh
+        self.slope = 0.0
+
     @torch.no_grad()
-    def step(
-        self, batches: Sequence[Batch], lr: float, stop: bool = False
-    ) -> list[StepResult]:
-        number, epsilon = self.state.updates, self.settings.epsilon
-        self.before_update()
-        stops = own_share(stop, self.mesh, **OWN)
-        mine = (
-            *self._shares(batches, number),
-            torch.stack((share_of_tokens(batches, self.mesh), stops)),
-        )
+    def gradients(self, given: StepInput, agree: AgreePhase) -> T:
+        """This rank's shares of loss and weight at both points, of tokens and wishes to stop. Float64 ``[3, 2]``."""
+        self.context.before_update()
+        stops = own_share(given.stop, self.mesh, **OWN)
+        tokens = share_of_tokens(given.batches, self.mesh)
+        points = self._shares(given.batches, self.state.updates)
+        return torch.stack((*points, torch.stack((tokens, stops))))
+
+    @torch.no_grad()
+    def agree(self, given: StepInput, shares: T) -> Agreed:
         (above, weight), (below, same), (tokens, stopped) = step_sum(
-            torch.stack(mine), self.mesh
+            shares, self.mesh
         ).tolist()
         above, below = above / (weight or 1.0), below / (same or 1.0)
-        slope, loss = (above - below) / (2 * epsilon), (above + below) / 2
-        skipped = not math.isfinite(slope)
-        if not skipped:
-            self._update(slope, number, lr)
-        return [
-            StepResult(
-                loss,
-                abs(slope),
-                round(tokens) // (1 + self.paired),
-                skipped,
-                stopped > 0,
-            )
-        ]
+        self.slope = (above - below) / (2 * self.settings.epsilon)
+        result = StepResult(
+            (above + below) / 2,
+            abs(self.slope),
+            round(tokens) // (1 + self.paired),
+            not math.isfinite(self.slope),
+            stopped > 0,
+        )
+        return Agreed({}, lambda: result)
+
+    @torch.no_grad()
+    def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
+        result = agreed.result()
+        if not result.skipped:
+            self._update(self.slope, self.state.updates, given.lr)
+        return [result]
 
     @property
     def paired(self) -> bool:
@@ -89,7 +109,7 @@ class ZerothOrder(Stepper):
         distances = [
             (self.settings.epsilon, -self.settings.epsilon)[side] for side in sides
         ]
-        evaluate = self._evaluate_streamed if self.streamed else self._evaluate
+        evaluate = self._evaluate_streamed if self.context.streamed else self._evaluate
         for side, found in zip(
             sides, evaluate(batches, number, distances), strict=True
         ):
@@ -104,7 +124,9 @@ class ZerothOrder(Stepper):
             for h, x in zip(self.state.learning, before, strict=True):
                 torch.add(x, direction(h, number), alpha=distance, out=h.local)
             self.state.release()
-            shares.append(loss_shares(self.model, self.state, [batches], self.mesh))
+            shares.append(
+                loss_shares(self.context.model, self.state, [batches], self.mesh)
+            )
         for h, x in zip(self.state.learning, before, strict=True):
             h.local.copy_(x)
         self.state.release()
@@ -116,7 +138,9 @@ class ZerothOrder(Stepper):
         def at(distance: float) -> Callable[[Held], T]:
             return lambda h: torch.add(h.local, direction(h, number), alpha=distance)
 
-        losses = self.model.pipeline.evaluate_at(list(map(at, distances)), batches)
+        losses = self.context.model.pipeline.evaluate_at(
+            list(map(at, distances)), batches
+        )
         weight = own_weight(batches, self.mesh)
         return [
             share_of_passes(torch.stack((loss, weight)), self.state, self.mesh)
@@ -126,16 +150,18 @@ class ZerothOrder(Stepper):
     def _update(self, slope: float, number: int, lr: float) -> None:
         """Unit by unit, so that the whole direction never exists at once, unless it is to be looked at."""
         seen: dict[str, T] = {}
-        if self.inspect is not None:
+        if self.context.inspect is not None:
             seen = {h.name: slope * direction(h, number) for h in self.state.learning}
-            self.inspect(seen)
+            self.context.inspect(seen)
 
         def gradients(unit: Unit) -> dict[str, T]:
             return seen or {
                 h.name: slope * direction(h, number) for h in unit.held if h.learns
             }
 
-        self.update(gradients, lr)
+        self.state.update_later(gradients, lr)
+        if not self.context.streamed:
+            self.state.settle()
 
 
 def direction(held: Held, number: int) -> T:

@@ -9,7 +9,7 @@ from torch import nn
 from weft.parallel.state import Unit
 
 
-class Arrivals:
+class ReadyUnits:
     """Calls ``complete(unit)`` as soon as every parameter of the unit that learns has its gradient.
 
     It watches from :meth:`expect` to :meth:`end`, one backward pass. The gradients are autograd's own or, where units
@@ -44,9 +44,9 @@ class Arrivals:
 
 
 def _arrived(
-    arrivals: weakref.ref[Arrivals], unit: Unit, parameter: nn.Parameter
+    watching: weakref.ref[ReadyUnits], unit: Unit, parameter: nn.Parameter
 ) -> None:
-    if (mine := arrivals()) is not None and mine.watching:
+    if (mine := watching()) is not None and mine.watching:
         mine.missing[unit] -= 1
         if not mine.missing[unit] and (complete := mine.complete()) is not None:
             complete(unit)

@@ -1,0 +1,41 @@
+"""Updates of a state on the host that the device shares (:mod:`weft.parallel.alternating`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from weft.parallel.alternating import Alternating, update_alternating
+from weft.recipe import Recipe
+from weft.train.step import Filler, StepContext, update_unless_skipped
+from weft.train.step_values import Agreed, StepInput, StepResult
+
+if TYPE_CHECKING:
+    from weft.train.step import UnitGradients
+
+
+def fill(context: StepContext, recipe: Recipe) -> Alternation | None:
+    share = recipe.memory.alternate
+    return Alternation(context, share) if share else None
+
+
+class Alternation(Filler):
+    """Updates a ``share`` of the units on the device and meanwhile the others on the host."""
+
+    def __init__(self, context: StepContext, share: float | str) -> None:
+        self.context = context
+        self.alternating = Alternating(context.mesh.device, share, self._report)
+
+    def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
+        return [update_unless_skipped(self.context, given, agreed, self._update)]
+
+    def _update(self, grads: UnitGradients, lr: float, scale: float) -> None:
+        update_alternating(self.context.state, self.alternating, grads, lr, scale)
+
+    def _report(self, chosen: dict[str, Any]) -> None:
+        """Report how many units are updated on the device, with the time of every such number."""
+        count, units, seconds = chosen["device"], chosen["units"], chosen["seconds"]
+        line = (
+            f"{count} of {units} units are updated on the device: {seconds[count]:.3g} s by measured rates, "
+            f"{seconds[0]:.3g} on the host alone; memory.alternate sets it"
+        )
+        self.context.report("alternating", line, chosen)

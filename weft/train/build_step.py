@@ -1,0 +1,76 @@
+"""Compose the training step of the techniques that a recipe asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft.recipe.conflicts import AskedRecipe
+from weft.recipe.step_techniques import (
+    STEP,
+    Phase,
+    StepTechnique,
+    asked_techniques,
+    refuse_filled_twice,
+)
+from weft.train.step import Filler, PlainStep, Step, StepContext
+
+if TYPE_CHECKING:
+    from weft.layout.mesh import Mesh
+    from weft.models.transformer import Transformer
+    from weft.parallel.state import State
+    from weft.recipe import Recipe
+    from weft.sync.presence import Presence
+    from weft.sync.streams import Streams
+
+
+def build_step(
+    model: Transformer,
+    state: State,
+    mesh: Mesh,
+    recipe: Recipe,
+    before_update: Callable[[], None] = lambda: None,
+    inspect: Callable[[dict[str, torch.Tensor]], None] | None = None,
+    routes: Sequence[Sequence[int]] = (),
+    streams: Streams | None = None,
+    presence: Presence | None = None,
+    begun: int = 0,
+    report: Callable[[str, str, Mapping[str, Any]], None] = lambda kind, line, values: (
+        None
+    ),
+) -> Step:
+    """Compose the step that the recipe asks for; the other arguments are those of :class:`StepContext`.
+
+    Raises :class:`weft.recipe.conflicts.Conflict` if two techniques fill one phase.
+    """
+    context = StepContext(
+        model,
+        state,
+        mesh,
+        before_update,
+        inspect,
+        routes,
+        streams,
+        presence,
+        begun,
+        report,
+    )
+    asked = AskedRecipe(**dict(recipe))
+    fillers: dict[StepTechnique, Filler] = {}
+    for technique in asked_techniques(asked):
+        # a technique is imported where it is asked for only
+        filler = import_module(technique.module).fill(context, recipe)
+        if filler is not None:
+            fillers[technique] = filler
+    refuse_filled_twice(asked, fillers)
+    # that they have the methods of these phases is what they declare
+    chosen: dict[Phase, Any] = dict.fromkeys(STEP, PlainStep(context))
+    chosen[Phase.AFTER] = None
+    for technique, filler in fillers.items():
+        chosen |= dict.fromkeys(technique.fills, filler)
+    gradients, agree, update, after = (chosen[phase] for phase in Phase)
+    clip = recipe.optimizer.clip
+    return Step(state, gradients, agree, update, after, [*fillers.values()], clip)

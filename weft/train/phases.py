@@ -1,0 +1,52 @@
+"""The phases of a training step: what has these methods can fill them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from weft.data.batch import Batch
+    from weft.train.step_values import Agreed, StepInput, StepResult
+
+
+class AgreePhase(Protocol):
+    """Ranks combine their gradients, and learn the step's result."""
+
+    def label_weight(self, batches: Sequence[Batch]) -> torch.Tensor | None:
+        """As of :class:`Filler`, asked by plain passes."""
+
+    def beyond(self, number: torch.Tensor) -> torch.Tensor:
+        """As of :class:`Filler`, asked by plain passes."""
+
+    def agree(self, given: StepInput, shares: torch.Tensor) -> Agreed:
+        """``shares``: what the gradients phase has returned. Calls ``before_update`` before this rank's sums."""
+
+
+class GradientPhase(Protocol):
+    """Passes over the batches leave gradients on this rank."""
+
+    def gradients(self, given: StepInput, agree: AgreePhase) -> torch.Tensor:
+        """Run the passes. Returns this rank's share of the mean loss, or of what the agree phase sums instead."""
+
+
+class UpdatePhase(Protocol):
+    """Parameters and optimizer state change, on all ranks alike."""
+
+    def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
+        """Update, unless the step is skipped. Returns the results that are final now, oldest first."""
+
+
+class AfterPhase(Protocol):
+    """Something happens between this step and the next one."""
+
+    def after(
+        self, results: list[StepResult], finish: Callable[[], list[StepResult]]
+    ) -> list[StepResult]:
+        """Returns the step's results. ``finish`` makes the step final, and returns the results that were still due."""
+
+    def end(self, results: list[StepResult]) -> list[StepResult]:
+        """Wait for what is under way, as the run may end here. Returns these results of the last steps."""

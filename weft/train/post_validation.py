@@ -1,0 +1,147 @@
+"""Optimizer steps that are validated later (post-validation, Qi et al. 2023, section 4).
+
+Clipping by the global norm makes every rank of a pipeline wait for the last one at the end of each step, which costs
+the time by which their schedules are shifted against each other. Here each rank updates its parameters at once, as if
+nothing were to be clipped, and goes on; the norm arrives while the next step runs. If it then turns out that the
+update must be clipped or skipped, all ranks take it back from a copy, do it right and repeat the step that used it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.profiler import record_function
+
+from weft.recipe import Recipe
+from weft.train.step import (
+    Filler,
+    PendingSum,
+    StepContext,
+    clear_gradients,
+    clip_scale,
+    count_loads,
+    divisor,
+    reduced,
+    result_of,
+    share_of_weight,
+    shares_of_sums,
+    square_norm,
+    update,
+)
+from weft.train.step_values import Agreed, StepInput, StepResult
+
+if TYPE_CHECKING:
+    from weft.train.phases import AgreePhase
+
+T = torch.Tensor
+
+
+class PendingUpdate(NamedTuple):
+    """A step whose parameters have been updated before its norm was known."""
+
+    lr: float
+    clip: float
+    agreed: Agreed
+
+
+def fill(context: StepContext, recipe: Recipe) -> PostValidation | None:
+    return None if context.model.pipeline is None else PostValidation(context)
+
+
+class PostValidation(Filler):
+    """The results of the plain step of a pipelined model, a step later.
+
+    Holds a copy of parameters and optimizer state. ``repeated`` counts the steps that had to be run again.
+    """
+
+    def __init__(self, context: StepContext) -> None:
+        self.context = context
+        self.changing: list[T] = []
+        for h in context.state.learning:
+            self.changing += [
+                h.local,
+                *(slot.values for slot in h.slots.values()),
+                h.updates,
+            ]
+        self.copy = [torch.empty_like(x) for x in self.changing]
+        self.pending: PendingUpdate | None = None
+        #: The weight of the present step's labels, and the results that have become final in it.
+        self.weight: PendingSum
+        self.final: list[StepResult] = []
+        self.steps = self.repeated = 0
+
+    def gradients(self, given: StepInput, agree: AgreePhase) -> T:
+        self.steps += 1
+        mesh = self.context.mesh
+        self.weight = PendingSum(share_of_weight(given.batches, mesh), mesh)
+        return self._run(given)
+
+    def agree(self, given: StepInput, shares: T) -> Agreed:
+        """Finish the step before; if its update was wrong, run this step's passes again. The new norm is under way."""
+        context, loss = self.context, shares
+        context.before_update()
+        self.final, right = self._finish_pending()
+        if not right:
+            self.repeated += 1
+            clear_gradients(context.model, context.state)
+            loss = self._run(given)
+        with record_function("weft:optimizer"):
+            grads = reduced(context.state, context.mesh)
+            if context.inspect is not None:
+                context.inspect(grads)
+            square = square_norm(grads, context.state, context.mesh)
+            sums = PendingSum(
+                shares_of_sums(context, given, loss, square), context.mesh
+            )
+        return Agreed(grads, lambda: result_of(sums()))
+
+    def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
+        """Update as if nothing were to be clipped. Returns the result of the step before; nothing after the first."""
+        context = self.context
+        with record_function("weft:optimizer"):
+            if self.changing:  # there may be nothing on this rank that learns
+                torch._foreach_copy_(self.copy, self.changing)
+            update(context.state, agreed.grads, given.lr)
+            clear_gradients(context.model, context.state)
+        self.pending = PendingUpdate(given.lr, given.clip, agreed)
+        return self.final
+
+    def finish(self) -> list[StepResult]:
+        """The result of the last step, whose update is final afterwards; nothing if that has been returned."""
+        return self._finish_pending()[0]
+
+    def summary(self) -> str:
+        hint = (
+            "; they are clipped too often, raise optimizer.clip"
+            if self.repeated > self.steps / 4
+            else ""
+        )
+        return f"post-validation: {self.repeated} of {self.steps} steps were run again{hint}"
+
+    def _run(self, given: StepInput) -> T:
+        context, weight = self.context, self.weight
+        count_loads(context.model, given.batches, context.mesh)
+        loss: T = context.model.pipeline.accumulate(
+            given.batches, lambda: divisor(weight())
+        )
+        return loss
+
+    def _finish_pending(self) -> tuple[list[StepResult], bool]:
+        """The result of the pending step, if there is one, and whether its update was right.
+
+        If it was not, as it must be clipped or skipped, it is taken back and done right.
+        """
+        if self.pending is None:
+            return [], True
+        lr, clip, agreed = self.pending
+        self.pending = None
+        result = agreed.result()
+        if not result.skipped and not (clip and result.grad_norm > clip):
+            return [result], True
+        if self.changing:
+            torch._foreach_copy_(self.changing, self.copy)
+        if not result.skipped:
+            scale = clip_scale(result.grad_norm, clip)
+            update(self.context.state, agreed.grads, lr, scale)
+        return [result], False

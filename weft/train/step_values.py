@@ -1,0 +1,49 @@
+"""What a step begins with, what its ranks agree on, and what it ends with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from weft.data.batch import Batch
+
+
+class StepResult(NamedTuple):
+    """What a step did, over all ranks that took it. A ``skipped`` step changed nothing.
+
+    ``loss``: the weighted mean over the step's real ``tokens``. ``stop``: whether some rank wishes to end the run.
+    ``loads``: how often each expert was chosen, layer after layer; with a capacity, then how many choices each dropped.
+    ``sent``: bytes that ranks sent each other for the experts, in the order of :data:`weft.models.router.SENT`.
+    ``samples``: how many samples the step has seen and the sum of their marks (:func:`weft.data.order.marks`); None if
+    nobody counts them. ``undone``: updates made before the norm was known had to be taken back.
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    skipped: bool
+    stop: bool
+    loads: tuple[int, ...] = ()
+    sent: tuple[int, ...] = ()
+    samples: tuple[int, int] | None = None
+    undone: bool = False
+
+
+class StepInput(NamedTuple):
+    """What a step begins with. ``stop`` is this rank's wish to end the run; ``clip``: see :class:`Step`."""
+
+    batches: Sequence[Batch]
+    lr: float
+    clip: float = 0.0
+    stop: bool = False
+
+
+class Agreed(NamedTuple):
+    """What the ranks of a step agree on: reduced local gradients by name, and the result, which may be waited for."""
+
+    grads: dict[str, torch.Tensor]
+    result: Callable[[], StepResult]
