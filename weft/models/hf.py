@@ -26,7 +26,8 @@ from weft.shapes.carried_files import (
     carried_dtype,
     exported_config,
 )
-from weft.shapes.config import read_json, weight_blocks
+from weft.shapes.config import weight_blocks
+from weft.shapes.config_fields import read_json
 from weft.shapes.foreign_names import fused_name, hf_names, norm_offset
 
 AGAIN = "download or export the model again"

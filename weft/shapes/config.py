@@ -1,6 +1,5 @@
 """The ``config.json`` of Hugging Face models in and out, without a weight; :mod:`.mixture` has their experts."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from pydantic import ValidationError
 from weft.errors import WeftError
 from weft.recipe import ModelShape
 from weft.section import explain
+from weft.shapes.config_fields import ConfigFields, read_json
 from weft.shapes.mixture import (
     LIMITS,
     latent_sizes,
@@ -17,7 +17,6 @@ from weft.shapes.mixture import (
     mixture_fields,
     mixture_settings,
     mixture_sizes,
-    refuse,
 )
 from weft.shapes.untrainable import UntrainableShape, untrainable
 
@@ -44,6 +43,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepseekV2ForCausalLM": ("deepseek_v2", {}),
     "DeepseekV3ForCausalLM": ("deepseek_v3", {}),
 }  # fmt: skip
+
+#: What ``layer_types`` calls layers that see all tokens, and those with a window.
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 #: The end of an architecture's name: a language model, and one with a single score.
 WRITES, SCORES = "ForCausalLM", "ForSequenceClassification"
@@ -107,241 +109,201 @@ def shape_from_fields(
     config: Mapping[str, Any], path: Path | str, planned: bool = False
 ) -> ModelShape:
     """:func:`shape_from_config` of the fields themselves; ``path`` says in errors where they stand."""
+    fields = ConfigFields(config, path)
     try:
-        return _computed(config, path)
+        return _computed(fields)
     except WeftError as error:
         if planned:
-            return _planned(config, path, str(error))
+            return _planned(fields, str(error))
         raise
 
 
-def _computed(config: Mapping[str, Any], path: Path | str) -> ModelShape:
+def _computed(config: ConfigFields) -> ModelShape:
     """The model of which Weft computes just what transformers would."""
-    name, scores = _known(config, path)
-    weight_blocks(path, config)
-    rope, local = _rope(path, config)
+    name, scores = _known(config)
+    _weight_blocks(config)
+    gemma = name == "Gemma3ForCausalLM"
+    rope, local = _rope(config)
     for field, supported in ONLY.items():
         value = {**config, **rope}.get(field)
         if value not in (None, supported):
-            refuse(path, field, value, repr(supported))
+            config.refuse(field, repr(supported), value)
     tree = {
         "norm_eps": 1e-6,
         **ARCHITECTURES[name][1],
-        **_sizes(config, path, "vocab", "layers", "embed", "heads", "ffn"),
+        **_sizes(config, "vocab", "layers", "embed", "heads", "ffn"),
         "rope_theta": rope.get("rope_theta", 1e4),
-        **_scaling(config, path, rope),
+        **_scaling(config, rope),
     }
     activation = config.get("hidden_activation") or config.get("hidden_act")
-    if activation is not None and activation not in ACTIVATIONS:
-        refuse(path, "hidden_act", activation, " and ".join(map(repr, ACTIVATIONS)))
-    gemma = name == "Gemma3ForCausalLM"
-    tree["activation"] = ACTIVATIONS[
-        activation or ("gelu_pytorch_tanh" if gemma else "silu")
-    ]
-    tree |= _windows(path, name, config, tree["layers"])
+    activation = activation or ("gelu_pytorch_tanh" if gemma else "silu")
+    if activation not in ACTIVATIONS:
+        config.refuse("hidden_act", " and ".join(map(repr, ACTIVATIONS)), activation)
+    tree["activation"] = ACTIVATIONS[activation]
+    tree |= _windows(name, config, tree["layers"])
     if name in LIMITS:
-        tree |= mixture_settings(path, name, config, tree["layers"])
+        tree |= mixture_settings(name, config, tree["layers"])
     if scores:
         tree |= {"output": "score", "tied": False}
     if gemma:
-        tree["query_dim"] = config.get("query_pre_attn_scalar", 256)
-        tree["window_theta"] = (
-            local.get("rope_theta", 1e4) if tree.get("window") else None
-        )
+        theta = local.get("rope_theta", 1e4) if tree.get("window") else None
+        scalar = config.get("query_pre_attn_scalar", 256)
+        tree |= {"query_dim": scalar, "window_theta": theta}
     try:
         return ModelShape.model_validate(tree)
     except ValidationError as error:
         key = str(next(iter(error.errors()[0]["loc"]), ""))
-        theirs = FIELDS.get(key, (key,))[0]
-        raise WeftError(
-            f"{path}: {explain(error, ModelShape).replace(key, theirs, 1)}"
-        ) from None
+        said = explain(error, ModelShape).replace(key, FIELDS.get(key, (key,))[0], 1)
+        raise WeftError(f"{config.path}: {said}") from None
 
 
-def _known(config: Mapping[str, Any], path: Path | str) -> tuple[str, bool]:
+def _known(config: ConfigFields) -> tuple[str, bool]:
     """The architecture, a key of :data:`ARCHITECTURES`, and whether it scores."""
     kinds = {kind: architecture for architecture, (kind, _) in ARCHITECTURES.items()}
     by_kind = kinds.get(config.get("model_type", ""))
     name = next(iter(config.get("architectures") or ()), by_kind)
     scores = str(name).endswith(SCORES)
     if scores:
-        labels = config.get("id2label")
-        if len(labels or "two") != 1:
-            refuse(
-                path, "id2label", labels, "a single label, the score of a reward model"
-            )
+        if len(config.get("id2label") or "two") != 1:
+            config.refuse("id2label", "a single label, the score of a reward model")
         name = by_kind or name
     if name not in ARCHITECTURES:
-        known = ", ".join(one.removesuffix(WRITES) for one in ARCHITECTURES)
+        known = ", ".join(each.removesuffix(WRITES) for each in ARCHITECTURES)
         raise WeftError(
-            f"{path}: architectures = {str(name)[:60]!r} is not supported: {lacking(config)}; Weft has {known}"
+            f"{config.path}: architectures = {str(name)[:60]!r} is not supported: {lacking(config)}; Weft has {known}"
         )
     return name, scores
 
 
-def _sizes(config: Mapping[str, Any], path: Path | str, *needed: str) -> dict[str, Any]:
+def _sizes(config: ConfigFields, *needed: str) -> dict[str, Any]:
     """What the configuration says of :data:`FIELDS`, of which it must say those that are ``needed``."""
-    given = {
-        ours: next(
-            (config[name] for name in names if config.get(name) is not None), None
-        )
-        for ours, names in FIELDS.items()
-    }
-    _complete(path, [FIELDS[ours][0] for ours in needed if given[ours] is None])
-    return {ours: value for ours, value in given.items() if value is not None}
+    sizes = {ours: config.given(*names) for ours, names in FIELDS.items()}
+    config.check_complete([FIELDS[ours][0] for ours in needed if sizes[ours] is None])
+    return {ours: value for ours, value in sizes.items() if value is not None}
 
 
-def _complete(path: Path | str, missing: list[str]) -> None:
-    if missing:
-        raise WeftError(
-            f"{path} has no {', '.join(missing)}; it is not a complete config.json"
-        )
-
-
-def _planned(config: Mapping[str, Any], path: Path | str, why: str) -> UntrainableShape:
+def _planned(config: ConfigFields, why: str) -> UntrainableShape:
     """The sizes that any configuration gives, dense or with experts, as far as time and memory depend on them."""
-    sizes = _sizes(config, path, "vocab", "layers", "embed", "heads")
+    sizes = _sizes(config, "vocab", "layers", "embed", "heads")
     gpt = "n_embd" in config
-    activation = config.get("hidden_act") or config.get("activation_function") or "silu"
+    activation = config.given("hidden_act", "activation_function") or "silu"
     if sizes["layers"] > MOST_LAYERS:
-        refuse(path, "num_hidden_layers", sizes["layers"], f"at most {MOST_LAYERS:,}")
+        config.refuse(FIELDS["layers"][0], f"at most {MOST_LAYERS:,}", sizes["layers"])
     sizes = {"tied": gpt, "ffn": 4 * sizes["embed"]} | sizes
-    sizes |= mixture_sizes(path, config, sizes["layers"], sizes["ffn"])
+    sizes |= mixture_sizes(config, sizes["layers"], sizes["ffn"])
     if config.get("kv_lora_rank"):
-        sizes |= latent_sizes(path, config)
+        sizes |= latent_sizes(config)
     kinds = config.get("layer_types") or ()
     return untrainable(
         why,
         gated=not gpt and activation in (*ACTIVATIONS, "swiglu"),
         window=config.get("sliding_window") or 0,
-        windowed=tuple(kind == "sliding_attention" for kind in kinds),
+        windowed=tuple(kind == SLIDING for kind in kinds),
         clamped=bool(sizes["experts"]) and config.get("swiglu_limit") is not None,
         **sizes,
     )
 
 
-def _scaling(
-    config: Mapping[str, Any], path: Path | str, rope: Mapping[str, Any]
-) -> dict[str, Any]:
+def _scaling(config: ConfigFields, rope: Mapping[str, Any]) -> dict[str, Any]:
     """The setting ``rope_scaling``, if there is any."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {}
     original = "original_max_position_embeddings"
-    length = (
-        config.get(original)
-        or rope.get(original)
-        or config.get("max_position_embeddings")
-    )
+    length = config.get(original) or rope.get(original)
     needed = {"linear": (), "llama3": LLAMA3, "yarn": ("factor",)}.get(kind)
     if needed is None:
-        refuse(path, "rope_type", kind, "'default', 'linear', 'llama3' and 'yarn'")
-    _complete(path, [f"rope_scaling.{key}" for key in needed if rope.get(key) is None])
+        config.refuse("rope_type", "'default', 'linear', 'llama3' and 'yarn'", kind)
+    missing = [f"rope_scaling.{key}" for key in needed if rope.get(key) is None]
+    config.check_complete(missing)
+    scaling = {"kind": kind, "factor": rope.get("factor")}
     if kind == "linear":
-        return {"rope_scaling": {"kind": kind, "factor": rope.get("factor")}}
-    keys = LLAMA3 if kind == "llama3" else ("factor", *YARN)
-    given = {key: rope[key] for key in keys if rope.get(key) is not None}
-    return {"rope_scaling": {"kind": kind, "original_max_position": length} | given}
+        return {"rope_scaling": scaling}
+    scaling["original_max_position"] = length or config.get("max_position_embeddings")
+    others = LLAMA3 if kind == "llama3" else YARN
+    scaling |= {key: rope[key] for key in others if rope.get(key) is not None}
+    return {"rope_scaling": scaling}
 
 
 def weight_blocks(path: Path | str, config: Mapping[str, Any]) -> list[int]:
     """Rows and columns of a block of weights that share a scale, where weights are stored in 8 bits; else none."""
-    given = config.get("quantization_config")
-    if not given:
+    return _weight_blocks(ConfigFields(config, path))
+
+
+def _weight_blocks(config: ConfigFields) -> list[int]:
+    stored = config.get("quantization_config")
+    if not stored:
         return []
-    match given:
+    match stored:
         case {
             "quant_method": "fp8",
             "weight_block_size": [int(rows), int(columns)],
         } if min(rows, columns) > 0:
-            if given.get("fmt", "e4m3") == "e4m3":
+            if stored.get("fmt", "e4m3") == "e4m3":
                 return [rows, columns]
-    refuse(
-        path,
+    config.refuse(
         "quantization_config",
-        given,
         "quant_method 'fp8' with a weight_block_size of two numbers",
     )
 
 
-def _rope(
-    path: Path | str, config: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _rope(config: ConfigFields) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rotary embedding of layers that see all tokens, and of windowed ones, each as one flat set of fields.
 
     transformers 5 writes ``rope_parameters``, of Gemma 3 a set per kind of layer; 4 wrote ``rope_scaling`` beside
     ``rope_theta`` and ``rope_local_base_freq``.
     """
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(given, dict):
-        refuse(path, "rope_parameters", given, "a set of values")
-    gemma = config.get("model_type") == "gemma3_text" or "Gemma3ForCausalLM" in (
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = config.get("model_type")
+    if not isinstance(rope, dict):
+        config.refuse("rope_parameters", "a set of values", rope)
+    gemma = kind == "gemma3_text" or "Gemma3ForCausalLM" in (
         config.get("architectures") or ()
     )
     local = {"rope_theta": config.get("rope_local_base_freq", 1e4)}
-    if any(isinstance(value, dict) for value in given.values()):
-        if not gemma or given.keys() - {"full_attention", "sliding_attention"}:
-            refuse(path, "rope_parameters", given, "one set of values for all layers")
-        local |= given.get("sliding_attention") or {}
-        given = given.get("full_attention") or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        if not gemma or rope.keys() - {"full_attention", "sliding_attention"}:
+            config.refuse("rope_parameters", "one set of values for all layers", rope)
+        local |= rope.get("sliding_attention") or {}
+        rope = rope.get("full_attention") or {}
         if local.get("rope_type", "default") != "default":
-            refuse(
-                path,
-                "rope_parameters.sliding_attention.rope_type",
-                local["rope_type"],
-                "'default'",
-            )
-    theta = config.get(
-        "rope_theta", 1e6 if gemma or config.get("model_type") == "mixtral" else 1e4
-    )
-    return {"rope_theta": theta, **given}, local
+            field = "rope_parameters.sliding_attention.rope_type"
+            config.refuse(field, "'default'", local["rope_type"])
+    theta = config.get("rope_theta", 1e6 if gemma or kind == "mixtral" else 1e4)
+    return {"rope_theta": theta, **rope}, local
 
 
-def _windows(
-    path: Path | str, name: str, config: Mapping[str, Any], layers: int
-) -> dict[str, Any]:
+def _windows(name: str, config: ConfigFields, layers: int) -> dict[str, Any]:
     """``window`` and ``full_every`` of the layers; refuses an order of layers that these two cannot say."""
-    window, kinds = (
-        config.get("sliding_window", 4096),
-        list(config.get("layer_types") or ()),
-    )
-    if name.startswith("Mixtral"):
-        window = config.get("sliding_window")
+    usual = None if name.startswith("Mixtral") else 4096
+    window = config.get("sliding_window", usual)
+    kinds = list(config.get("layer_types") or ())
     if name.startswith(("Llama", "Mi", "Deepseek")):
-        if "sliding_attention" in kinds:
-            refuse(path, "layer_types", kinds, "'full_attention'")
-        kinds = [
-            "sliding_attention" if name.startswith("Mi") else "full_attention"
-        ] * layers
+        if SLIDING in kinds:
+            config.refuse("layer_types", repr(FULL))
+        kinds = [SLIDING if name.startswith("Mi") else FULL] * layers
     elif name == "Gemma3ForCausalLM":
         every = config.get("sliding_window_pattern") or 6
-        kinds = kinds or [
-            ("full" if (i + 1) % every == 0 else "sliding") + "_attention"
-            for i in range(layers)
-        ]
+        kinds = kinds or layer_types(layers, every)
     elif not config.get("use_sliding_window"):
         window = 0
     else:
         first = config.get("max_window_layers", 28)
-        kinds = kinds or [
-            ("full" if i < first else "sliding") + "_attention" for i in range(layers)
-        ]
-    if not window or "sliding_attention" not in kinds:
-        if set(kinds) - {"full_attention", "sliding_attention"}:
-            refuse(
-                path, "layer_types", kinds, "'full_attention' and 'sliding_attention'"
-            )
+        kinds = kinds or [FULL if i < first else SLIDING for i in range(layers)]
+    if not window or SLIDING not in kinds:
+        if set(kinds) - {FULL, SLIDING}:
+            config.refuse("layer_types", f"{FULL!r} and {SLIDING!r}", kinds)
         return {}
     for every in range(layers + 1):
         if kinds == layer_types(layers, every):
             return {"window": window, "full_every": every}
-    refuse(path, "layer_types", kinds, "full attention in every n-th layer")
+    config.refuse("layer_types", "full attention in every n-th layer", kinds)
 
 
 def layer_types(layers: int, full_every: int) -> list[str]:
     """What Hugging Face calls the layers of a model with windows."""
     full = [bool(full_every) and (i + 1) % full_every == 0 for i in range(layers)]
-    return ["full_attention" if one else "sliding_attention" for one in full]
+    return [FULL if is_full else SLIDING for is_full in full]
 
 
 def architecture(shape: ModelShape) -> str:
@@ -449,9 +411,9 @@ def _gemma(shape: ModelShape, config: dict[str, Any]) -> dict[str, Any]:
     """What Gemma's configuration calls by other names; both bases, as transformers 4 and 5 look for them."""
     scalar = shape.query_dim or shape.head_dim or 0
     local = shape.window_theta or shape.rope_theta
-    types = config.get("layer_types") or ["full_attention"] * shape.layers
-    both = {"full_attention": config["rope_parameters"],
-            "sliding_attention": {"rope_type": "default", "rope_theta": local}}  # fmt: skip
+    types = config.get("layer_types") or [FULL] * shape.layers
+    both = {FULL: config["rope_parameters"],
+            SLIDING: {"rope_type": "default", "rope_theta": local}}  # fmt: skip
     return {
         "hidden_activation": config["hidden_act"],
         "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
@@ -460,18 +422,3 @@ def _gemma(shape: ModelShape, config: dict[str, Any]) -> dict[str, Any]:
         "rope_local_base_freq": local,
         "rope_parameters": {kind: both[kind] for kind in both if kind in types},
     }
-
-
-def read_json(path: Path, hint: str) -> dict[str, Any]:
-    """The object that a JSON file holds; :class:`WeftError` with ``hint`` if it holds none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("it is not a JSON object")
-        return content
-    except UnicodeDecodeError:
-        raise WeftError(f"cannot read {path}: it is not JSON; {hint}") from None
-    except (OSError, ValueError) as error:
-        raise WeftError(
-            f"cannot read {path}: {getattr(error, 'strerror', None) or error}; {hint}"
-        ) from None

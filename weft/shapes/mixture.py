@@ -1,12 +1,10 @@
 """What ``config.json`` says of experts and of latent attention: Mixtral, Qwen's mixtures, DeepSeek-V2 and V3."""
 
-from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from weft.errors import WeftError
 from weft.recipe import ModelShape
+from weft.shapes.config_fields import ConfigFields
 
 #: What each of these architectures can be of a :class:`ModelShape`; anything else it computes differently.
 LIMITS: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -36,167 +34,121 @@ LATENT = {
 }  # fmt: skip
 
 
-def refuse(path: Path | str, field: str, value: Any, supported: str) -> NoReturn:
-    raise WeftError(
-        f"{path}: {field} = {str(value)[:60]!r} is not supported; Weft supports {supported}"
-    )
-
-
-def _number(
-    path: Path | str, config: Mapping[str, Any], *names: str, default: int | None = None
-) -> int:
-    """The whole number that stands under one of ``names``."""
-    given = [name for name in names if config.get(name) is not None]
-    name = given[0] if given else names[0]
-    value = config[name] if given else default
-    if other := [one for one in given if config[one] != value]:
-        refuse(path, other[0], config[other[0]], f"that of {name}, {value}")
-    if value is None:
-        raise WeftError(f"{path} has no {name}; it is not a complete config.json")
-    if not isinstance(value, int) or value < 0:
-        refuse(path, name, value, "whole numbers")
-    return value
-
-
-def latent_sizes(path: Path | str, config: Mapping[str, Any]) -> dict[str, int]:
+def latent_sizes(config: ConfigFields) -> dict[str, int]:
     """The sizes of latent attention (DeepSeek-V2)."""
     return {
-        ours: _number(path, config, theirs, default=0 if ours == "q_rank" else None)
+        ours: config.number(theirs, default=0 if ours == "q_rank" else None)
         for ours, theirs in LATENT.items()
     }
 
 
-def mixture_sizes(
-    path: Path | str, config: Mapping[str, Any], layers: int, ffn: int
-) -> dict[str, Any]:
+def mixture_sizes(config: ConfigFields, layers: int, ffn: int) -> dict[str, Any]:
     """The sizes of experts, by fields of :class:`ModelShape`, of a model of any architecture."""
-    number = partial(_number, path, config)
-    experts = number(*EXPERTS, default=0)
+    experts = config.number(*EXPERTS, default=0)
     if not experts:
         return {"experts": 0}
-    width = number("moe_intermediate_size", default=ffn)
-    shared = number(
+    width = config.number("moe_intermediate_size", default=ffn)
+    shared = config.number(
         "shared_expert_intermediate_size",
-        default=number("n_shared_experts", default=0) * width,
+        default=config.number("n_shared_experts", default=0) * width,
     )
     return {
-        "experts": tuple(experts * mixed for mixed in _mixed(path, config, layers)),
-        "experts_per_token": number("num_experts_per_tok", default=0),
+        "experts": tuple(experts * mixed for mixed in _mixed(config, layers)),
+        "experts_per_token": config.number("num_experts_per_tok", default=0),
         "expert_ffn": width,
         "shared_experts": shared / max(width, 1),
     }
 
 
-def _mixed(path: Path | str, config: Mapping[str, Any], layers: int) -> list[bool]:
+def _mixed(config: ConfigFields, layers: int) -> list[bool]:
     """Whether each layer has experts."""
-    first = _number(path, config, "first_k_dense_replace", default=0)
-    every = _number(path, config, "decoder_sparse_step", default=1)
+    first = config.number("first_k_dense_replace", default=0)
+    every = config.number("decoder_sparse_step", default=1)
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list):
-        refuse(path, "mlp_only_layers", dense, "a list of layers")
+        config.refuse("mlp_only_layers", "a list of layers")
     return [
         bool(every) and (i + 1) % every == 0 and i >= first and i not in dense
         for i in range(layers)
     ]
 
 
-def mixture_settings(
-    path: Path | str, name: str, config: Mapping[str, Any], layers: int
-) -> dict[str, Any]:
+def mixture_settings(name: str, config: ConfigFields, layers: int) -> dict[str, Any]:
     """The settings of :class:`ModelShape` about experts and latent attention that a configuration stands for."""
     width = (
         "intermediate_size" if name.startswith("Mixtral") else "moe_intermediate_size"
     )
     tree: dict[str, Any] = {
-        "experts": _number(path, config, *EXPERTS),
-        "experts_per_token": _number(path, config, "num_experts_per_tok"),
-        "expert_ffn": _number(path, config, width),
+        "experts": config.number(*EXPERTS),
+        "experts_per_token": config.number("num_experts_per_tok"),
+        "expert_ffn": config.number(width),
     }
     scores, ways = ROUTERS.get(name, PLAIN)
-    if (given := config.get("scoring_func", scores)) != scores:
-        refuse(path, "scoring_func", given, repr(scores))
-    if (way := config.get("topk_method") or ways[0]) not in ways:
-        refuse(path, "topk_method", way, " and ".join(map(repr, ways)))
+    if config.get("scoring_func", scores) != scores:
+        config.refuse("scoring_func", repr(scores))
+    if (config.get("topk_method") or ways[0]) not in ways:
+        config.refuse("topk_method", " and ".join(map(repr, ways)))
     if config.get("router_jitter_noise"):
-        refuse(path, "router_jitter_noise", config["router_jitter_noise"], "0")
-    if config.get("output_router_logits") and config.get("router_aux_loss_coef"):
-        tree |= {
-            "balance": "huggingface",
-            "balance_loss": config["router_aux_loss_coef"],
-        }
+        config.refuse("router_jitter_noise", "0")
+    weight = config.get("router_aux_loss_coef")
+    if config.get("output_router_logits") and weight:
+        tree |= {"balance": "huggingface", "balance_loss": weight}
     if name.startswith("Qwen"):
-        tree |= _qwen(path, name, config, layers, tree)
+        tree |= _qwen(name, config, layers, tree)
     elif name.startswith("Deepseek"):
-        tree |= _deepseek(path, name, config, layers)
+        tree |= _deepseek(name, config, layers)
     # nothing else is of experts that no layer has
     if tree.get("first_dense") == layers:
-        return {
-            name: value
-            for name, value in tree.items()
-            if name in (*LATENT, "rope_interleaved", "qkv_bias")
-        }
+        kept = (*LATENT, "rope_interleaved", "qkv_bias")
+        return {name: value for name, value in tree.items() if name in kept}
     return tree
 
 
 def _qwen(
-    path: Path | str,
-    name: str,
-    config: Mapping[str, Any],
-    layers: int,
-    tree: dict[str, Any],
+    name: str, config: ConfigFields, layers: int, tree: dict[str, Any]
 ) -> dict[str, Any]:
     if config.get("use_sliding_window"):
-        refuse(path, "use_sliding_window", True, "False")
-    mixed = _mixed(path, config, layers)
+        config.refuse("use_sliding_window", "False")
+    mixed = _mixed(config, layers)
     first = mixed.index(True) if True in mixed else layers
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "router": "pre-softmax",
         "router_norm": bool(config.get("norm_topk_prob")),
     }
     if mixed == [i >= first for i in range(layers)]:
-        found["first_dense"] = first
+        settings["first_dense"] = first
     elif config.get("mlp_only_layers"):
-        found["experts"] = tuple(tree["experts"] * one for one in mixed)
+        settings["experts"] = tuple(tree["experts"] * is_mixed for is_mixed in mixed)
     else:
-        found["moe_every"] = config["decoder_sparse_step"]
-    if name.startswith("Qwen2"):
-        shared, width = (
-            _number(path, config, "shared_expert_intermediate_size", default=5632),
-            tree["expert_ffn"],
-        )
-        if not width or shared % width or not shared:
-            refuse(
-                path,
-                "shared_expert_intermediate_size",
-                shared,
-                f"multiples of moe_intermediate_size = {width}",
-            )
-        found |= {
-            "shared_experts": shared // width,
-            "shared_mix": "gate",
-            "qkv_bias": config.get("qkv_bias", True),
-        }
-    return found
+        settings["moe_every"] = config["decoder_sparse_step"]
+    if not name.startswith("Qwen2"):
+        return settings
+    field, width = "shared_expert_intermediate_size", tree["expert_ffn"]
+    shared = config.number(field, default=5632)
+    if not width or shared % width or not shared:
+        supported = f"multiples of moe_intermediate_size = {width}"
+        config.refuse(field, supported, shared)
+    return settings | {
+        "shared_experts": shared // width,
+        "shared_mix": "gate",
+        "qkv_bias": config.get("qkv_bias", True),
+    }
 
 
-def _deepseek(
-    path: Path | str, name: str, config: Mapping[str, Any], layers: int
-) -> dict[str, Any]:
+def _deepseek(name: str, config: ConfigFields, layers: int) -> dict[str, Any]:
     third = name.startswith("DeepseekV3")
     way = config.get("topk_method") or ROUTERS[name][1][0]
     if config.get("moe_layer_freq", 1) != 1:
-        refuse(path, "moe_layer_freq", config["moe_layer_freq"], "1")
+        config.refuse("moe_layer_freq", "1")
     norm = bool(config.get("norm_topk_prob", third))
     if norm and not third:
-        refuse(path, "norm_topk_prob", True, "False, as transformers computes it")
+        config.refuse("norm_topk_prob", "False, as transformers computes it")
     grouped = third or way == "group_limited_greedy"
-    return {
-        **latent_sizes(path, config),
+    dense = config.number("first_k_dense_replace", default=3 * third)
+    return latent_sizes(config) | {
         "rope_interleaved": bool(config.get("rope_interleave", True)),
-        "first_dense": min(
-            layers, _number(path, config, "first_k_dense_replace", default=3 * third)
-        ),
-        "shared_experts": _number(path, config, "n_shared_experts"),
+        "first_dense": min(layers, dense),
+        "shared_experts": config.number("n_shared_experts"),
         "router": "sigmoid" if third else "pre-softmax",
         "router_norm": norm,
         "router_scale": config.get("routed_scaling_factor", 2.5 if third else 1.0),

@@ -20,6 +20,20 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
 }  # fmt: skip
+#: Fields of :class:`ModelShape` by what comes after the architecture in GGUF's, and those that a file must have.
+FIELDS = {
+    "layers": "block_count",
+    "embed": "embedding_length",
+    "ffn": "feed_forward_length",
+    "heads": "attention.head_count",
+    "kv_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "window": "attention.sliding_window",
+    "window_theta": "rope.freq_base_swa",
+}
+NEEDED = ("layers", "embed", "ffn", "heads", "norm_eps")
 #: Defaults of sampling that a file may have, by what ``generation_config.json`` calls them.
 SAMPLING = {
     "general.sampling.temp": "temperature", "general.sampling.top_k": "top_k", "general.sampling.top_p": "top_p",
@@ -81,23 +95,23 @@ def gguf_shape(
             f"{file}: architecture {arch!r} with experts is not supported: {config.lacking(about)}"
         )
     try:
-        heads, embed = about["attention.head_count"], about["embedding_length"]
+        sizes = {ours: about[name] for ours, name in FIELDS.items() if name in about}
+        embed = about["embedding_length"]
         tree = {
             **config.ARCHITECTURES[ARCHITECTURES[arch]][1],
-            "vocab": tensors["token_embd.weight"][0].shape[0], "layers": about["block_count"], "embed": embed,
-            "heads": heads, "kv_heads": about.get("attention.head_count_kv", heads),
-            "ffn": about["feed_forward_length"], "tied": "output.weight" not in tensors,
-            "head_dim": about.get("attention.key_length", embed // heads),
-            "rope_theta": about.get("rope.freq_base", 1e6 if arch == "gemma3" else 1e4),
-            "norm_eps": about["attention.layer_norm_rms_epsilon"],
-            "window": about.get("attention.sliding_window") or 0,
-        }  # fmt: skip
+            "vocab": tensors["token_embd.weight"][0].shape[0],
+            "tied": "output.weight" not in tensors,
+            "head_dim": embed // about["attention.head_count"],
+            "rope_theta": 1e6 if arch == "gemma3" else 1e4,
+            **{name: about[FIELDS[name]] for name in NEEDED},
+            **sizes,
+        }
         if arch == "gemma3":
             tree |= {"activation": "gelu", "full_every": 6}
-            tree["window_theta"] = about.get("rope.freq_base_swa", 1e4)
+            tree["window_theta"] = about.get(FIELDS["window_theta"], 1e4)
             # The one size whose queries are not scaled by head_dim; GGUF does not say it.
             tree["query_dim"] = (
-                embed / heads if tree["layers"] == 62 else tree["head_dim"]
+                embed / tree["heads"] if tree["layers"] == 62 else tree["head_dim"]
             )
         shape = ModelShape.model_validate(tree)
         scaling = _scaling(file, about, shape, tensors)

@@ -10,6 +10,7 @@ import torch
 
 from weft.checkpoint.convert.gguf_file import (
     ARCHITECTURES,
+    FIELDS,
     LLAMA3,
     SAMPLING,
     gguf_shape,
@@ -130,17 +131,13 @@ def _fields(
     """What a file says of its model, by name."""
     config = exported_config(shape, "float32", files, length)
     about: dict[str, Any] = {
-        "vocab_size": shape.vocab, "context_length": int(config["max_position_embeddings"]),
-        "embedding_length": shape.embed, "block_count": shape.layers, "feed_forward_length": shape.ffn,
-        "attention.head_count": shape.heads, "attention.head_count_kv": shape.kv_heads,
-        "attention.key_length": shape.head_dim, "attention.value_length": shape.head_dim,
-        "attention.layer_norm_rms_epsilon": float(shape.norm_eps), "rope.dimension_count": shape.head_dim,
-        "rope.freq_base": float(shape.rope_theta),
-    }  # fmt: skip
-    if shape.window:
-        about["attention.sliding_window"] = shape.window
-    if shape.window_theta:
-        about["rope.freq_base_swa"] = float(shape.window_theta)
+        "vocab_size": shape.vocab,
+        "context_length": int(config["max_position_embeddings"]),
+        "attention.value_length": shape.head_dim,
+        "rope.dimension_count": shape.head_dim,
+        # what is 0 is not there
+        **{theirs: getattr(shape, ours) or None for ours, theirs in FIELDS.items()},
+    }
     scaling = shape.rope_scaling
     if scaling is not None and scaling.kind == "linear":
         about |= {

@@ -20,7 +20,7 @@ from weft.models.transformer import Transformer
 from weft.models.values import Values
 from weft.new_folder import new_folder
 from weft.recipe import Adapter, ModelShape, VocabularyWeight
-from weft.shapes.config import read_json
+from weft.shapes.config_fields import read_json
 from weft.shapes.foreign_names import ADAPTED, hf_name, inside_layer
 from weft.shapes.parameters import (
     ADAPTERS,
