@@ -2,16 +2,19 @@
 
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from typing import TYPE_CHECKING, Any
 
 from weft.errors import WeftError
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 
 @cache
-def templates() -> Environment:
+def templates() -> "Environment":
     """Templates by their path in the package; what they show is escaped, and a value that is missing is an error."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     loader = PackageLoader("weft", package_path="")
     return Environment(
         loader=loader,

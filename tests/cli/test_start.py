@@ -51,7 +51,7 @@ def unstarted(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(*words: Any, **more: Any) -> int:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("weft.cli.train.launch", launch)
+    monkeypatch.setattr("weft.run.launch.launch", launch)
 
 
 def load(path: str, *overrides: str) -> Recipe:

@@ -9,7 +9,6 @@ from rich.console import Console
 
 from weft.cli.arguments import AsJson
 from weft.cli.console import grid
-from weft.run.launch import launch
 from weft.run.ranks import in_ranks
 
 app = typer.Typer(
@@ -77,6 +76,8 @@ def add(
             if "island" in about
             else ranks
         )
+        from weft.run.launch import launch
+
         return launch(sys.argv[1:], count, survive=True)
     from weft.cli.train import conclude
     from weft.resilience.islands import come_back

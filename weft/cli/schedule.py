@@ -1,22 +1,11 @@
 """``weft schedule``: the clock of a pipeline schedule before anything runs, as text, picture, page or trace."""
 
-import json
-import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from weft.cli.arguments import AsJson
-from weft.cli.console import print_table
-from weft.errors import UsageError
-from weft.pages import write
-from weft.schedule import draw
-from weft.schedule.build import Times, build, builder_of, builders
-from weft.schedule.exchange import best_turns, with_exchanges
-from weft.schedule.lanes import timeline
-from weft.schedule.simulate import Simulation, simulate, uniform
 
 _exchange = "Tokens of a microbatch to experts of other ranks and back, in all layers of a rank; as much in backward."
 _ms = "{} of a microbatch on a rank, all its stages."
@@ -65,127 +54,18 @@ def schedule(
     Makespan: the longest time from a rank's first action to its last, what a step takes in a run of many.
     Activations are counted in microbatches: 1 is what all stages of a rank save of one microbatch.
     """
-    times = Times(
-        forward, backward_input, backward_weight, comm, exchange / 2, exchange / 2
-    )
+    from weft.cli.schedule_view import list_schedules, show_schedule
+
     files = {"svg": svg, "html": html, "trace": trace}
     if name is None:
-        return _list(files, as_json)
-    given = {"forward": forward, "backward-input": backward_input, "backward-weight": backward_weight, "comm": comm,
-             "exchange": exchange}  # fmt: skip
-    for option, value in given.items():
-        if not math.isfinite(value):
-            raise UsageError(f"--{option} {value} is not possible; give a time in ms")
-    work = times.forward + times.backward
-    if work <= 0:
-        raise UsageError(
-            "nothing takes any time; give --forward, --backward-input or --backward-weight above 0"
-        )
-    table = build(name, stages, microbatches, virtual, times)
-    simulation, turns = simulate(table, uniform(table, times)), {}
-    if exchange:
-        inside = [layers] * table.stages
-        turns = best_turns(table, inside, uniform(with_exchanges(table, inside), times))
-        simulation = min(turns.values(), key=lambda found: found.makespan)
-    bubble = (simulation.makespan - microbatches * work) / simulation.makespan
-    note = f"{builder_of(name).about} · {_paper(name)}"
-    for kind, path in files.items():
-        if path is not None:
-            write(path, _content(kind, simulation, note), f"--{kind}")
-    if as_json:
-        record = {
-            "schedule": name,
-            "stages": stages,
-            "microbatches": microbatches,
-            "makespan": simulation.makespan,
-            "elapsed": simulation.elapsed,
-            "bubble_rate": bubble,
-            "peak_activations": list(simulation.peaks),
-        }
-        record |= (
-            {
-                "exchanges_beside": {
-                    way.value: found.makespan for way, found in turns.items()
-                }
-            }
-            if turns
-            else {}
-        )
-        print(json.dumps(record))
-    else:
-        beside = ", ".join(
-            f"{way.value} {draw.number(found.makespan)} ms"
-            for way, found in turns.items()
-        )
-        facts = {"exchanges beside": beside} if turns else {}
-        facts |= {k: str(path) for k, path in files.items() if path}
-        _show(simulation, bubble, f"[bold]{name}[/]  {note}", facts)
-    return 0
-
-
-def _show(
-    simulation: Simulation, bubble: float, title: str, more: dict[str, str]
-) -> None:
-    """The figures in words, ``more`` facts and the lanes where the terminal has room for them."""
-    table, console = simulation.table, Console(highlight=False)
-    console.print(title, soft_wrap=True)
-    elapsed = f", first to last action {draw.number(simulation.elapsed)} ms"
-    facts = {
-        "table": f"{len(table.ranks)} ranks, {table.microbatches} microbatches, {table.stages} stages",
-        "makespan": f"{draw.number(simulation.makespan)} ms"
-        + (elapsed if simulation.elapsed > simulation.makespan * (1 + 1e-9) else ""),
-        "bubble rate": f"{bubble:z.2%}",
-        "peak activations": f"{_peaks(simulation.peaks)}  (in microbatches of a rank)",
-    } | more
-    for key, fact in facts.items():
-        console.print(f"{key:<17} {fact}", soft_wrap=True, markup=False)
-    if lanes := timeline(
-        simulation, console.width, console.color_system in ("256", "truecolor")
-    ):
-        console.print()
-        for lane in lanes:
-            console.print(lane, no_wrap=True, overflow="crop")
-
-
-def _paper(name: str) -> str:
-    paper = builder_of(name).paper
-    return f"arXiv {paper}" if paper[:4].isdigit() else paper
-
-
-def _peaks(peaks: tuple[float, ...]) -> str:
-    """The peak of every rank, or once if they are alike."""
-    shown = [draw.number(peak) for peak in peaks]
-    return (
-        f"{shown[0]} on every rank"
-        if len(shown) > 1 and len(set(shown)) == 1
-        else " ".join(shown)
+        return list_schedules(files, as_json)
+    milliseconds = {
+        "forward": forward,
+        "backward-input": backward_input,
+        "backward-weight": backward_weight,
+        "comm": comm,
+        "exchange": exchange,
+    }
+    return show_schedule(
+        name, stages, microbatches, virtual, milliseconds, layers, files, as_json
     )
-
-
-def _content(kind: str, simulation: Simulation, note: str) -> str:
-    if kind == "trace":
-        return json.dumps(draw.perfetto(simulation))
-    return (draw.svg if kind == "svg" else draw.html)(simulation, note=note, unit="ms")
-
-
-def _list(files: dict[str, Path | None], as_json: bool) -> int:
-    given = [f"--{kind}" for kind, path in files.items() if path is not None]
-    if given:
-        raise UsageError(
-            f"{given[0]} needs the name of a schedule; choose from: {', '.join(builders())}"
-        )
-    if as_json:
-        print(
-            json.dumps(
-                [
-                    {"schedule": n, "about": b.about, "paper": b.paper}
-                    for n, b in builders().items()
-                ]
-            )
-        )
-        return 0
-    print_table(
-        ("schedule", "what it does", "paper"),
-        ((n, b.about, b.paper) for n, b in builders().items()),
-    )
-    return 0

@@ -11,8 +11,6 @@ from rich.console import Console
 from weft.cli.arguments import DataPath, FromModel, LayoutText, Overrides, RecipeFile
 from weft.cli.console import plain_console, print_table
 from weft.errors import UsageError
-from weft.run.forked import TRAINING
-from weft.run.launch import launch
 from weft.run.ranks import in_ranks
 
 if TYPE_CHECKING:  # `weft --help` does not wait for what reads a recipe
@@ -88,6 +86,9 @@ def train(
         with Console(stderr=True).status("preparing the data"):
             prepare_run(given, out, resume)
         if given.layout.world > 1:
+            from weft.run.forked import TRAINING
+            from weft.run.launch import launch
+
             survive = given.survives or given.islands_come_and_go
             return launch(
                 argv,

@@ -10,8 +10,6 @@ import typer
 
 from weft.cli.arguments import AsJson, FromModel, LayoutText, Overrides, RecipeFile
 from weft.errors import UsageError, WeftError, nearest
-from weft.run.forked import TRAINING
-from weft.run.launch import launch
 from weft.run.ranks import in_ranks
 
 if TYPE_CHECKING:
@@ -69,6 +67,9 @@ def verify(
 
         prepare(given)
         if given.layout.world > 1:
+            from weft.run.forked import TRAINING
+            from weft.run.launch import launch
+
             return launch(
                 sys.argv[1:],
                 given.layout.world,
