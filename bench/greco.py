@@ -26,7 +26,7 @@ from step import machine
 from weft.layout.mesh import Mesh
 from weft.observe.metrics import read_metrics
 from weft.recipe import load_recipe
-from weft.sync.compress import TopK, build_compressor
+from weft.sync.compress import build_compressor
 from weft.sync.greco import allocate_compressors, squared_error
 from weft.train.setup import assemble, prepare
 from weft.train.step import accumulate, clear_gradients, train_step
@@ -67,7 +67,7 @@ def tensors(steps: int = 20) -> dict[str, dict[str, T]]:
 def compared(kind: dict[str, T], word: str) -> dict[str, float]:
     """Bytes and errors of one setting for all tensors, and of L-GreCo's choice; of top-k also over all at once."""
     usual = build_compressor(word).for_feedback
-    flat = isinstance(usual, TopK)
+    flat = word.startswith("topk")
     given = (
         {name: x.flatten() for name, x in kind.items()}
         if not word.startswith("powersgd")
@@ -92,7 +92,7 @@ def compared(kind: dict[str, T], word: str) -> dict[str, float]:
             sum(chosen[name].share * x.numel() for name, x in given.items())
             / whole.numel()
         )  # type: ignore[attr-defined]
-        together = TopK(share=share)
+        together = build_compressor(f"topk:{share}")
         found["bytes of the largest of all"] = together.nbytes(whole.shape)
         found["error of the largest of all over that chosen"] = (
             squared_error(together, whole) / errors["chosen"]

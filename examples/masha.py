@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.sync.compress import Compressor, build_compressor, encoded
+from weft.sync.compress import build_compressor, encoded
+from weft.sync.compressor import Compressor
 
 T = torch.Tensor
 

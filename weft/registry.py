@@ -63,6 +63,7 @@ KINDS: dict[str, TechniqueKind] = {
     "moments": TechniqueKind("storage of moments", "optimizer.state", ("settings", "ranks"), "moments", ("float32",)),
     "schedule": TechniqueKind("pipeline schedule", "layout.schedule", (), "schedules"),
     "sync": TechniqueKind("sync method", "sync.update", ("settings",), "sync"),
+    "compressor": TechniqueKind("compressor", "sync.compress", (), "compressors", ("none",)),
 }  # fmt: skip
 
 

@@ -12,10 +12,11 @@ from weft.planner.engine import ENGINES
 from weft.planner.island_price import (
     EVERY,
     EXPOSED,
-    SENT,
     Islands,
     agreement,
     islands_of,
+    sent,
+    words,
 )
 from weft.planner.machine import Cluster
 from weft.planner.planned_model import SHAPES
@@ -127,7 +128,7 @@ def test_the_command_tells(command: Command, tmp_path: Path) -> None:
     assert "2 sites as islands of " in out and 'compress = "int4": ' in out
 
 
-@pytest.mark.parametrize("word", SENT)
+@pytest.mark.parametrize("word", words())
 def test_a_parameter_takes_the_bytes_that_its_compressor_sends(word: str) -> None:
     count = 1 << 12
-    assert build_compressor(word).nbytes((count,)) == SENT[word] * count
+    assert build_compressor(word).nbytes((count,)) == sent(word) * count

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import UsageError, WeftError
-from weft.sync.compress import Compressor, PowerSGD, TopK, build_compressor, encoded
+from weft.sync.compress import build_compressor, encoded
+from weft.sync.compressor import Compressor
 
 T = torch.Tensor
 WORDS = ("none", "int8", "int7", "int6", "int5", "int4", "int8:random", "int5:random", "int4:random", "topk:0.01",
@@ -164,7 +165,7 @@ def test_linear_ones_average_payloads(word: str) -> None:
     mean, mine = islands_agreed(compressor, given_, seed=5)
     assert (mean - sum(mine) / 4).abs().max() < 1e-12
     # the product that the mean matrix itself has with the same random start
-    if isinstance(compressor, PowerSGD):
+    if compressor.in_rings:
         alone = decoded(compressor, sum(given_) / 4, 5)
         assert (mean - alone).abs().max() < 1e-12
 
@@ -277,7 +278,7 @@ def test_garbage_is_not_decoded(word: str) -> None:
     ):
         with pytest.raises(WeftError, match="came as"):
             compressor.decode(wrong, (12, 31), 0)
-    if isinstance(compressor, TopK):
+    if word.startswith("topk"):
         payload[1].fill_(-1)
         with pytest.raises(WeftError, match="positions"):
             compressor.decode(payload, (12, 31), 0)
@@ -309,7 +310,7 @@ def test_nothing_and_zeros_go_through(word: str) -> None:
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("topq:0.1", "did you mean 'topk'"), ("", "choose from: none, int8"), ("none:3", "write 'none'"),
+        ("topq:0.1", "did you mean 'topk'"), ("", "choose from: none"), ("none:3", "write 'none'"),
         ("cocktail:0.1", "write 'cocktail'"), ("topk", "share of elements"), ("topk:0", "above 0 and at most 1"),
         ("topk:1.5", "above 0"), ("randk:nan", "above 0"), ("randk:-1", "above 0"), ("powersgd", "'powersgd:4'"),
         ("powersgd:0", "at least 1"), ("powersgd:2.5", "at least 1"), ("powersgd:inf", "at least 1"),

@@ -27,7 +27,8 @@ from weft.prove.verify import Difference, compare, run_layout
 from weft.recipe import Sync, build_recipe
 from weft.recipe.conflicts import connected
 from weft.shapes.parameters import parameters
-from weft.sync.compress import Compressor, build_compressor
+from weft.sync.compress import build_compressor
+from weft.sync.compressor import Compressor
 from weft.sync.rounds import begins, fragment_of, partners, shares
 from weft.sync.streams import Streams, open_streams
 from weft.train.islands import Apart

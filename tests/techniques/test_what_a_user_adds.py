@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from weft import registry
 from weft.errors import UsageError
 from weft.registry import register
 from weft.section import Section
+from weft.sync.compressor import Compressor, Payload
 from weft.sync.simulated_round import Round
 from weft.sync.sync_method import Slots, SyncMethod
 
@@ -82,3 +84,39 @@ def test_a_sync_method_that_nobody_simulates(corpus: str) -> None:
     values = tree(corpus, "island=2") | {"sync": {"every": 2, "update": "stay"}}
     with pytest.raises(UsageError, match="there is nothing to compare"):
         in_threads(values, 4)
+
+
+def test_a_compressor(corpus: str) -> None:
+    """A word of a user's, with an argument, as messages of islands and with what is wrong with it in one line."""
+
+    @register("compressor", "times")
+    @dataclass(frozen=True)
+    class Times(Compressor):
+        """Sends every element so many times as large."""
+
+        by: float = 2.0
+        linear = False
+        exact = True
+
+        @classmethod
+        def of_word(cls, word: str, argument: str | None) -> Times:
+            if argument not in ("2", "4"):
+                raise UsageError(f"compressor {word!r} needs 2 or 4, as in 'times:4'")
+            return cls(by=float(argument))
+
+        def encode(
+            self, x: torch.Tensor, seed: int, warm: torch.Tensor | None = None
+        ) -> Payload:
+            return [x * self.by]
+
+        def decode(
+            self, payload: Payload, shape: Sequence[int], seed: int
+        ) -> torch.Tensor:
+            return self._checked(payload, shape)[0] / self.by
+
+    sync = {"every": 2, "update": "nesterov", "compress": "times:4"}
+    values = tree(corpus, "island=2", train__steps=20) | {"sync": sync}
+    assert in_threads(values, 4).ok
+    for word, said in ("times:3", "needs 2 or 4"), ("tomes:4", "did you mean 'times'"):
+        with pytest.raises(UsageError, match=said):
+            in_threads(values | {"sync": sync | {"compress": word}}, 1)

@@ -18,11 +18,10 @@ from weft.planner.explain import record, title
 from weft.planner.finalists import Final, finalists
 from weft.planner.machine import Cluster
 from weft.planner.search import Pin, search
-from weft.recipe.compressor_word import BLOCK
+from weft.recipe.compressor_word import NONE, compressor_of
+from weft.registry import declared
 from weft.shapes.shape import Shape
 
-#: Bytes per parameter of what is sent one way: float32, or codes and a bfloat16 scale for each block.
-SENT = {"none": 4.0, "int8": 1 + 2 / BLOCK, "int4": 0.5 + 2 / BLOCK}
 #: Share of the time that agreements may take, and how rarely islands can agree with little loss (Charles et al. 2025).
 EXPOSED, EVERY = 0.05, (1, 5, 10, 20, 50, 100, 200, 500)
 
@@ -105,8 +104,20 @@ def islands_of(
         )[0]
     except UsageError:
         return None  # no layout of the model fits one site
-    ways = [agreement(shape, cluster, inside, count, compress) for compress in SENT]
+    ways = [agreement(shape, cluster, inside, count, word) for word in words()]
     return Islands(count, inside, tuple(ways))
+
+
+def words() -> list[str]:
+    """The compressors that plans look at, by their words in a recipe."""
+    techniques: list[Any] = [technique.made for technique in declared("compressor")]
+    return [NONE, *(word for made in techniques for word in made.planned)]
+
+
+def sent(word: str) -> float:
+    """Bytes per parameter of what is sent one way."""
+    compressor = compressor_of(word)
+    return float(compressor.bytes_per_element) if compressor else 4.0
 
 
 def agreement(
@@ -121,7 +132,7 @@ def agreement(
     assert cluster.between is not None
     # each agrees on a part
     shared = math.ceil(float(np.asarray(shape.parameters)) / float(inside.plan.world))
-    nbytes = 2 * (count - 1) / count * SENT[compress] * shared
+    nbytes = 2 * (count - 1) / count * sent(compress) * shared
     # around a ring, or to all at once and back
     hops = 2 * (count - 1) if compress == "none" else 2
     exchange = nbytes / (cluster.between * 1e9) + hops * cluster.between_latency * 1e-6

@@ -21,6 +21,7 @@ from weft.prove.simulated import agree
 from weft.recipe import Memory, Recipe
 from weft.run.ranks import rank_process
 from weft.schedule.stages import routes
+from weft.sync.compress import build_compressor
 from weft.sync.streams import open_streams
 from weft.train.build_step import build_step
 from weft.train.reference import with_reference
@@ -202,7 +203,7 @@ def worst_island(mine: Difference, mesh: Mesh) -> Difference | None:
 
 def _against_simulated(traces: Sequence[StepTrace], job: Job, mesh: Mesh) -> Difference:
     """This island compared with itself in a simulation: one process that has all islands, each on one device."""
-    if job.recipe.sync.compress not in ("none", "topk:1"):
+    if not build_compressor(job.recipe.sync.compress).exact:
         raise UsageError(
             f"sync.compress = {job.recipe.sync.compress!r} loses a part of what is sent, so that no two layouts are "
             "equal; verify with --set sync.compress=none"

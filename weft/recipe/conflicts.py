@@ -14,7 +14,6 @@ from weft.layout.dims import part
 from weft.layout.layout import LAYOUT_RULES
 from weft.recipe.adapter import Adapter
 from weft.recipe.checkpoint_section import Checkpoint
-from weft.recipe.compressor_word import UNSETTABLE, compressor_word
 from weft.recipe.generate_section import Generate
 from weft.recipe.loss_section import Loss
 from weft.recipe.memory_section import MEMORY_RULES
@@ -318,7 +317,7 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
          "neighbours have anchors of their own", "leave it out"),
     Rule("a way back without one there", "sync",
          lambda a: bool(a.sync.compress_back)
-         and (a.sync.compress == "none" or "powersgd" in (a.sync.compress + a.sync.compress_back)),
+         and (a.sync.compress == "none" or any(c and c.in_rings for c in a.sync.compressors)),
          "sync.compress_back is about the answer to what sync.compress = {0.sync.compress!r} has made small, "
          "and 'none' and 'powersgd' have none of its own", "leave it out"),
     Rule("judged answers without a whole step's passes", "optimizer loss resilience",
@@ -327,7 +326,7 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
          "loss.kind = 'kto' first passes over a whole step to see how far the model has moved, which zeroth order, "
          "post-validation, gradient codes and aggregation of replicas have no place for", "leave these out"),
     Rule("settings for what has none", "sync",
-         lambda a: a.sync.allocate > 0 and compressor_word(a.sync.compress).name in UNSETTABLE,
+         lambda a: a.sync.allocate > 0 and not getattr(a.sync.compressors[0], "adjustable", False),
          "sync.allocate chooses ranks, shares or bits, and sync.compress = {0.sync.compress!r} has none",
          "leave it out, or set sync.compress = 'powersgd:4', 'topk:0.01' or 'int6'"),
     Rule("islands that never agree", "layout train sync",

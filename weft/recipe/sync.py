@@ -1,13 +1,14 @@
 """The section ``[sync]``: how islands agree."""
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
 from weft.errors import UsageError
-from weft.recipe.compressor_word import compressor_word
+from weft.recipe.compressor_word import NONE, compressor_of, technique_of
 from weft.recipe.host_section import HostSection
-from weft.registry import find
+from weft.registry import Registered, find
 
 
 class Sync(HostSection):
@@ -58,12 +59,9 @@ class Sync(HostSection):
 
     @model_validator(mode="after")
     def _compressors(self) -> Self:
-        for field, word in (
-            ("compress", self.compress),
-            ("compress_back", self.compress_back),
-        ):
+        for field in ("compress", "compress_back"):
             try:
-                compressor_word(word or "none")
+                compressor_of(getattr(self, field) or NONE)
             except UsageError as error:
                 raise ValueError(f"{field}: {error}") from None
         return self
@@ -83,6 +81,17 @@ class Sync(HostSection):
         return find("sync", self.update).made(self)
 
     @property
+    def compressors(self) -> tuple[Any, Any]:
+        """The compressor of what is sent, and that of what comes back; None for what goes as it is."""
+        back = self.compress_back or self.compress
+        return compressor_of(self.compress), compressor_of(back)
+
+    def named(self) -> Iterator[Registered]:
+        words = dict.fromkeys((self.compress, self.compress_back))
+        yield from super().named()
+        yield from filter(None, map(technique_of, words))
+
+    @property
     def partnership(self) -> str:
         """Who exchanges with whom: as ``partner`` says, or in pairs where the method is for pairs alone."""
         return "pairs" if self.method.in_pairs else self.partner
@@ -96,7 +105,5 @@ class Sync(HostSection):
     @property
     def in_ring(self) -> bool:
         """Whether sums of all islands go around a ring."""
-        return self.partnership == "all" and self.compress.split(":")[0] in (
-            "none",
-            "powersgd",
-        )
+        compressor = self.compressors[0]
+        return self.partnership == "all" and (not compressor or compressor.in_rings)

@@ -6,8 +6,8 @@ from math import prod
 
 import torch
 
-from weft.recipe.compressor_word import BLOCK
-from weft.sync.compress import Compressor, Payload, Spec, encoded
+from weft.sync.compress import encoded
+from weft.sync.compressor import BLOCK, Compressor, Payload, Spec
 from weft.sync.streams import IslandLost, Streams
 
 T = torch.Tensor
@@ -188,7 +188,7 @@ def power_mean(
 ) -> Payload:  # fmt: skip
     """The payload of the mean of ``x`` over ``members``, by a linear compressor whose parts are summed over rings.
 
-    ``up``: this island's residual, updated in place; ``warm``: see :mod:`weft.sync.compress`; the rest is as in
+    ``up``: this island's residual, updated in place; ``warm``: see :mod:`weft.sync.compressor`; the rest is as in
     :func:`compressed_mean`.
     """
     turns, every = iter(range(4)), members or range(streams.islands)

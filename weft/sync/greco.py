@@ -8,20 +8,17 @@ on which they have agreed need to say nothing to each other, and can call it aga
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 
-from weft.sync.compress import Compressor, PowerSGD, RandomK, Rounded, TopK
+from weft.sync.compressor import Compressor
 
 T = torch.Tensor
 
 #: Choices for the first tensors that are kept beside each other while the next one is looked at. Fewer than these are
 #: all that matter; of more, those that differ least in their errors are thinned out.
 KEPT = 4_000
-#: Candidates: so many times the default's share.
-FACTORS = (0.125, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 8.0)
 
 
 def allocate_compressors(
@@ -49,22 +46,7 @@ def allocate_compressors(
 
 def candidates(default: Compressor, shape: Sequence[int]) -> list[Compressor]:
     """The default and its like for a tensor of this shape: other ranks, shares or bits."""
-    found: list[Compressor] = [default]
-    if isinstance(default, PowerSGD) and len(default.specs(shape)) == 2:
-        ranks = range(max(1, default.rank // 2), 2 * default.rank + 1)
-        found += [
-            one
-            for rank in ranks
-            if len((one := replace(default, rank=rank)).specs(shape)) == 2
-        ]
-    elif isinstance(default, TopK | RandomK):
-        found += [
-            replace(default, share=min(1.0, default.share * factor))
-            for factor in FACTORS
-        ]
-    elif isinstance(default, Rounded):
-        found += [replace(default, bits=bits) for bits in range(4, 9)]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(default.alternatives(shape)))
 
 
 def squared_error(compressor: Compressor, x: T, seed: int = 0) -> float:

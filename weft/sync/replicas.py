@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from weft.layout.mesh import Mesh
 from weft.parallel.state import Held
-from weft.recipe.compressor_word import BLOCK
+from weft.sync.compressor import BLOCK
 
 T = torch.Tensor
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from weft.recipe import Sync
-from weft.sync.compress import shared_permutation
+from weft.sync.payloads import shared_permutation
 
 
 def begins(step: int, fragment: int, how: Sync) -> bool:

@@ -11,7 +11,8 @@ import torch
 
 from weft.layout.mesh import from_all
 from weft.sync.collectives import compressed_mean, from_islands, power_mean, ring_sum
-from weft.sync.compress import Compressor, PerTensor, PowerSGD, build_compressor
+from weft.sync.compress import PerTensor, build_compressor
+from weft.sync.compressor import Compressor
 from weft.sync.greco import allocate_compressors, candidates
 from weft.sync.measure import measured_ring
 from weft.sync.parity import made_same
@@ -41,7 +42,7 @@ def slots_of(how: Sync) -> tuple[str, ...]:
     found = [*method.slots, *(["answer"] if method.late or how.delay else [])]
     if how.compress != "none":
         found += ["up"] * (not there.unbiased) + ["down"] * (
-            not back.unbiased and not isinstance(there, PowerSGD)
+            not back.unbiased and not there.in_rings
         )
     return tuple(found)
 
@@ -122,7 +123,7 @@ class Apart(Filler):
             for f in range(count)
         ]
         #: The replicas of this island that each exchange a part of a fragment; PowerSGD's matrices are not cut so.
-        alone = isinstance(self.there, PowerSGD)
+        alone = self.there.in_rings
         self.replicas = [
             Replicas() if alone else replicas_of(held, self.mesh)
             for held in self.fragments
@@ -333,7 +334,7 @@ class Apart(Filler):
             for name in ("up", "down")
             if name in held[0].slots
         }
-        if not isinstance(self.there, PowerSGD):
+        if not self.there.in_rings:
             there, back = self.there, self.back
             if self.how.allocate:
                 wanted = mine + left["up"] if "up" in left else mine

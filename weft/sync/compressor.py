@@ -1,0 +1,155 @@
+"""Compressors: fewer bytes per tensor, so that islands can synchronise over slow links.
+
+A compressor is a frozen value without state. :func:`weft.sync.compress.build_compressor` makes one of a recipe's word.
+What it makes of a tensor is a *payload*: a list of contiguous tensors whose shapes and types :meth:`Compressor.specs`
+tells beforehand, so that a receiver knows how much to read and :meth:`Compressor.nbytes` is exact. How a round uses
+one::
+
+    payload, residual = encoded(compressor, x, seed, residual)  # everybody's payload goes to everybody
+    mean = sum(compressor.decode(p, x.shape, seed) for p in payloads) / len(payloads)
+
+    payload, residual = encoded(compressor, x, seed, residual, warm, average)  # if compressor.linear, over a ring
+    mean = compressor.decode(payload, x.shape, seed)
+    warm = compressor.warm(payload)
+
+``x`` is float32 or float64. ``seed`` is a number that sender and receivers know without saying it. Successive rounds of
+a tensor have successive seeds (the rolling mask of ``cocktail`` walks by them). Islands have the same one where
+``linear`` exchange is used; else they may have different ones, so that random errors of theirs cancel. ``average`` is
+the mean over islands of a plain tensor, by whoever has the connections; a linear compressor calls it once or twice.
+``warm`` is what makes PowerSGD begin where it ended: a slot of the state, ``None`` at first.
+
+*Contractive* compressors lose a part of the tensor: ``E|C(x) - x|^2 <= error |x|^2``, with :meth:`Compressor.error`
+below 1. They must have the loss fed back, which :func:`encoded` does when it is given a residual (zeros at first).
+*Unbiased* ones lose nothing on average over seeds and need no residual; their error may be above 1. ``for_feedback`` is
+a compressor's contractive relative. A number that is not finite makes what it shares a scale or matrix with not finite.
+Tensors come back in the type they had, or as float32 where the payload does not tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from weft.errors import UsageError, WeftError
+
+if TYPE_CHECKING:
+    import torch
+
+    T = torch.Tensor
+
+Payload = list["torch.Tensor"]
+#: Shape and type of one tensor of a payload.
+Spec = tuple[tuple[int, ...], "torch.dtype"]
+#: The mean over islands of a plain tensor, the same on all of them to the last bit.
+Average = Callable[["torch.Tensor"], "torch.Tensor"]
+
+#: Elements of a tensor that share a scale, which is a bfloat16.
+BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """What all compressors have; this one sends everything as it is.
+
+    ``unbiased``: the mean over seeds of what is decoded is the tensor. ``linear``: payloads of one seed can be averaged
+    in place of the tensors, see :meth:`agreed`. ``in_rings``: this is how islands exchange them, of whole matrices over
+    rings. ``words``: how recipes name the compressor, if not by its name. ``planned``: those of them that ``weft plan``
+    looks at. ``adjustable``: it has a setting that could differ from tensor to tensor, see :meth:`alternatives`.
+    """
+
+    unbiased: bool = True
+    linear: ClassVar[bool] = True
+    in_rings: ClassVar[bool] = False
+    words: ClassVar[tuple[str, ...]] = ()
+    planned: ClassVar[tuple[str, ...]] = ()
+    adjustable: ClassVar[bool] = False
+
+    @classmethod
+    def of_word(cls, word: str, argument: str | None) -> Self:
+        """Return the compressor that ``word`` names, with ``argument`` behind its colon if it has one.
+
+        Raises :class:`UsageError` if there cannot be such an argument.
+        """
+        if argument is not None:
+            raise UsageError(
+                f"compressor '{word}:{argument}' takes nothing after its name; write {word!r}"
+            )
+        return cls()
+
+    @property
+    def exact(self) -> bool:
+        """Whether a payload has everything."""
+        return type(self) is Compressor
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Bytes of the payload of a large float32 tensor per element of it."""
+        return 4.0
+
+    def specs(self, shape: Sequence[int], dtype: torch.dtype) -> list[Spec]:
+        """Shape and type of each tensor of the payload of a tensor of this ``shape`` and ``dtype``."""
+        return [(tuple(shape), dtype)]
+
+    def nbytes(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> int:
+        """Bytes of the payload; of a float32 tensor if no type is given."""
+        import torch
+
+        specs = self.specs(shape, dtype or torch.float32)
+        return sum(prod(size) * kind.itemsize for size, kind in specs)
+
+    def error(self, shape: Sequence[int]) -> float:
+        """The least known ``e`` with ``E|C(x) - x|^2 <= e |x|^2`` for all ``x`` of this shape, over seeds."""
+        return 0.0
+
+    def encode(self, x: T, seed: int, warm: T | None = None) -> Payload:
+        """The payload of ``x``."""
+        return self.agreed(x, seed, lambda mine: mine, warm)[1]
+
+    def agreed(
+        self, x: T, seed: int, average: Average, warm: T | None = None
+    ) -> tuple[Payload, Payload]:
+        """The payload of all islands' mean, and the one of this island's part in it. Of linear compressors only."""
+        return [average(x.contiguous())], [x.contiguous()]
+
+    def decode(self, payload: Payload, shape: Sequence[int], seed: int) -> T:
+        """The tensor that a payload stands for. One that cannot be of this shape is a :class:`WeftError`."""
+        return self._checked(payload, shape)[0]
+
+    def warm(self, payload: Payload) -> T | None:
+        """What the next round of the tensor can begin with; of a linear exchange the same on all islands."""
+        return None
+
+    @property
+    def for_feedback(self) -> Self:
+        """The contractive compressor of the same kind, which is the one to use with a residual."""
+        return replace(self, unbiased=False)
+
+    def check(self, name: str, shape: Sequence[int]) -> None:
+        """Raise :class:`UsageError` if a tensor of this name and shape cannot be compressed so."""
+
+    def alternatives(self, shape: Sequence[int]) -> list[Compressor]:
+        """This compressor and its like for a tensor of this shape, with other ranks, shares or bits."""
+        return [self]
+
+    def cut(self, part: slice) -> Compressor:
+        """The compressor of the elements ``part`` of a flat tensor that this one is for."""
+        return self
+
+    def _checked(self, payload: Payload, shape: Sequence[int]) -> Payload:
+        import torch
+
+        float_type = next(
+            (x.dtype for x in payload if x.dtype in (torch.float32, torch.float64)),
+            torch.float32,
+        )
+        wanted, found = (
+            self.specs(shape, float_type),
+            [(tuple(x.shape), x.dtype) for x in payload],
+        )
+        if wanted != found:
+            raise WeftError(
+                f"a compressed tensor of shape {tuple(shape)} came as {found} in the place of {wanted}"
+            )
+        return payload

@@ -1,0 +1,115 @@
+"""What the payloads of compressors are made of: scales of blocks, positions, and numbers of few bits in bytes."""
+
+import torch
+import torch.nn.functional as F
+
+from weft.errors import WeftError
+from weft.sync.compressor import BLOCK, Spec
+
+T = torch.Tensor
+
+
+def in_blocks(x: T) -> T:
+    """``[blocks, 128]``, filled up with zeros."""
+    return F.pad(x.flatten(), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
+
+
+def spread(values: T, scales: T) -> T:
+    """Each of the ``values [n]`` times its block's scale."""
+    return values * scales.to(values.dtype).repeat_interleave(BLOCK)[: values.numel()]
+
+
+def rounded_up(x: T) -> T:
+    """``x``, not negative, as bfloat16 that are not below it."""
+    near = x.bfloat16()
+    return torch.where(
+        near.to(x.dtype) < x,
+        torch.nextafter(near, torch.full_like(near, torch.inf)),
+        near,
+    )
+
+
+def divisor(scales: T, dtype: torch.dtype) -> T:
+    """``scales`` to divide by: those that are 0 have nothing but zeros to scale."""
+    return torch.where(scales == 0, 1.0, scales.to(dtype))
+
+
+def largest(flat: T, count: int) -> T:
+    """Where the so many largest magnitudes are, in ascending order."""
+    return flat.abs().topk(count, sorted=False).indices.sort().values
+
+
+def shared_permutation(count: int, seed: int) -> T:
+    """A permutation that is the same everywhere, whatever the device."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+
+
+def positions_spec(kept: int, count: int) -> Spec:
+    bitmap = -(-count // 8)
+    return ((kept,), torch.int32) if kept * 4 < bitmap else ((bitmap,), torch.uint8)
+
+
+def positions_sent(kept: T, count: int) -> T:
+    """Ascending positions ``kept`` among so many, as :func:`positions_spec` says."""
+    (_, dtype) = positions_spec(kept.numel(), count)
+    if dtype == torch.int32:
+        return kept.int()
+    return bits_packed(
+        torch.zeros(count, dtype=torch.bool, device=kept.device).index_fill_(
+            0, kept, True
+        )
+    )
+
+
+def positions_found(sent: T, kept: int, count: int) -> T:
+    """The positions that :func:`positions_sent` was given."""
+    found = (
+        sent.long()
+        if sent.dtype == torch.int32
+        else bits_unpacked(sent, count).nonzero().flatten()
+    )
+    if found.numel() != kept or (
+        kept and not bool(((found >= 0) & (found < count)).all())
+    ):
+        raise WeftError(
+            f"a compressed tensor names positions that are not {kept} among {count}"
+        )
+    return found
+
+
+def codes_packed(codes: T, bits: int) -> T:
+    """Numbers ``[n]`` of so many ``bits`` each, below 8, one after the other in bytes."""
+    eights = F.pad(codes.to(torch.int64), (0, -codes.numel() % 8)).view(-1, 8)
+    # [n / 8], 8 x bits of 64 are used
+    words = (eights << torch.arange(0, 8 * bits, bits, device=codes.device)).sum(1)
+    return (
+        words.view(torch.uint8)
+        .view(-1, 8)[:, :bits]
+        .flatten()[: -(-codes.numel() * bits // 8)]
+        .contiguous()
+    )
+
+
+def codes_unpacked(sent: T, bits: int, count: int) -> T:
+    """The first so many of the numbers that :func:`codes_packed` was given, int8."""
+    groups = F.pad(sent, (0, -sent.numel() % bits)).view(-1, bits)
+    words = F.pad(groups, (0, 8 - bits)).contiguous().view(torch.int64)  # [n / 8, 1]
+    codes = words >> torch.arange(0, 8 * bits, bits, device=sent.device) & (2**bits - 1)
+    return codes.flatten()[:count].to(torch.int8)
+
+
+def bits_packed(bits: T) -> T:
+    """Eight of the booleans ``[n]`` in a byte, the first in its lowest bit."""
+    eights = F.pad(bits.to(torch.uint8), (0, -bits.numel() % 8)).view(-1, 8)
+    return (eights << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(
+        1, dtype=torch.uint8
+    )
+
+
+def bits_unpacked(sent: T, count: int) -> T:
+    """The first so many of the booleans."""
+    return (
+        (sent[:, None] >> torch.arange(8, dtype=torch.uint8, device=sent.device) & 1)
+        .flatten()[:count]
+        .bool()
+    )

@@ -1,0 +1,98 @@
+"""Integers of few bits with a scale for each block: how tensors are sent in 4 to 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from weft.sync.compressor import BLOCK, Compressor
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.sync.compressor import Payload, Spec
+
+    T = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Rounded(Compressor):
+    """Integers of 4 to 8 bits and a scale for each block of 128 elements.
+
+    Scales are bfloat16, rounded up so that no element is cut off. To the nearest is contractive; at random, up or down
+    with such probability that the mean is right, is unbiased.
+    """
+
+    unbiased: bool = False
+    bits: int = 8
+    linear = False
+
+    @property
+    def bytes_per_element(self) -> float:
+        return self.bits / 8 + 2 / BLOCK
+
+    @property
+    def levels(self) -> int:
+        return 2 ** (self.bits - 1) - 1
+
+    def specs(self, shape: Sequence[int], dtype: torch.dtype) -> list[Spec]:
+        import torch
+
+        count = prod(shape)
+        codes = (
+            ((count,), torch.int8)
+            if self.bits == 8
+            else ((-(-count * self.bits // 8),), torch.uint8)
+        )
+        return [codes, ((-(-count // BLOCK),), torch.bfloat16)]
+
+    def error(self, shape: Sequence[int]) -> float:
+        # An error is half a step for the nearest, and has at most the variance of half a step at random.
+        return min(prod(shape), BLOCK) * ((1 + 2**-7) / (2 * self.levels)) ** 2
+
+    def encode(self, x: T, seed: int, warm: T | None = None) -> Payload:
+        import torch
+        import torch.nn.functional as F
+
+        from weft.models.nf4 import packed
+        from weft.sync.payloads import codes_packed, divisor, in_blocks, rounded_up
+
+        blocks = in_blocks(x)  # [blocks, 128]
+        scales = rounded_up(blocks.abs().amax(1) / self.levels)
+        steps = blocks / divisor(scales, x.dtype)[:, None]
+        if self.unbiased:
+            noise = torch.rand(
+                steps.shape,
+                generator=torch.Generator().manual_seed(seed),
+                dtype=x.dtype,
+            )
+            codes = (steps + noise.to(x.device)).floor()
+        else:
+            codes = steps.round()
+        codes = (
+            codes.clamp(-self.levels, self.levels)
+            .nan_to_num()
+            .to(torch.int8)
+            .flatten()[: x.numel()]
+        )
+        if self.bits == 4:
+            codes = packed(F.pad((codes + 8).to(torch.uint8), (0, codes.numel() % 2)))
+        elif self.bits < 8:
+            codes = codes_packed(codes + 2 ** (self.bits - 1), self.bits)
+        return [codes, scales]
+
+    def decode(self, payload: Payload, shape: Sequence[int], seed: int) -> T:
+        import torch
+
+        from weft.memory.quantised import unpacked
+        from weft.sync.payloads import codes_unpacked, spread
+
+        codes, scales = self._checked(payload, shape)
+        whole = codes
+        if self.bits == 4:
+            whole = unpacked(codes).to(torch.int8) - 8
+        elif self.bits < 8:
+            whole = codes_unpacked(codes, self.bits, prod(shape)) - 2 ** (self.bits - 1)
+        return spread(whole[: prod(shape)].float(), scales).view(*shape)

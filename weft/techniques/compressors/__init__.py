@@ -1,0 +1,1 @@
+"""Compressors (:class:`weft.sync.compressor.Compressor`), which ``sync.compress`` names."""

@@ -1,0 +1,42 @@
+"""Agreements in 8 to 4 bits (``int8`` to ``int4``), to the nearest number or, as ``int6:random``, at random."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Self
+
+from weft.errors import UsageError
+from weft.registry import register
+from weft.sync.rounded import Rounded
+
+if TYPE_CHECKING:
+    from weft.sync.compressor import Compressor
+
+
+@register(
+    "compressor",
+    "int",
+    title="Agreements in 8 to 4 bits",
+    paper="Karimireddy et al. 2019",
+    recipe="islands.toml",
+    proof="tests/sync/test_streams.py",
+)
+class Integers(Rounded):
+    """Integers of as many bits as the word ends with."""
+
+    words = ("int8", "int7", "int6", "int5", "int4")
+    planned = ("int8", "int4")
+    adjustable = True
+
+    @classmethod
+    def of_word(cls, word: str, argument: str | None) -> Self:
+        if argument not in (None, "random"):
+            raise UsageError(
+                f"compressor '{word}:{argument}' rounds to the nearest, or at random; write {word!r} or "
+                f"'{word}:random'"
+            )
+        return cls(unbiased=argument == "random", bits=int(word[3:]))
+
+    def alternatives(self, shape: Sequence[int]) -> list[Compressor]:
+        return [self, *(replace(self, bits=bits) for bits in range(4, 9))]

@@ -1,0 +1,127 @@
+"""PowerSGD between islands: a matrix as two thin ones, over rings (Vogels et al. 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Self
+
+from weft.errors import UsageError
+from weft.registry import register
+from weft.sync.compressor import Compressor
+from weft.sync.kept_share import number_in
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.sync.compressor import Average, Payload, Spec
+
+    T = torch.Tensor
+
+
+@register(
+    "compressor",
+    "powersgd",
+    title="PowerSGD between islands: a matrix as two thin ones, over rings",
+    paper="Vogels et al. 2019",
+    recipe="islands.toml --set sync.compress=powersgd:2",
+    proof="tests/sync/test_streams.py",
+)
+@dataclass(frozen=True)
+class PowerSGD(Compressor):
+    """A matrix as a product of two thin ones, by one turn of the power method.
+
+    With ``M`` the matrix of a tensor ``[m, ...]`` it is ``P (M^T P)^T``, ``P`` an orthonormal basis of ``M Q``. ``Q``
+    is what ``M^T P`` was in the last round, or random. Means over islands of ``M Q`` and ``M^T P`` are those of the
+    mean matrix, so that two rings of thin matrices do. What would not become less (a vector) is sent as it is.
+    :meth:`error` is that of a random ``Q``; a warm one is better if matrices of successive rounds are alike.
+    """
+
+    unbiased: bool = False
+    rank: int = 1
+    in_rings = True
+    adjustable = True
+
+    @classmethod
+    def of_word(cls, word: str, argument: str | None) -> Self:
+        rank = number_in(argument)
+        if not (rank >= 1 and rank == int(rank)):
+            whole = word if argument is None else f"{word}:{argument}"
+            raise UsageError(
+                f"compressor {whole!r} needs a rank of at least 1, as in '{word}:4'"
+            )
+        return cls(rank=int(rank))
+
+    def _factors(self, shape: Sequence[int]) -> tuple[int, int] | None:
+        """Height and width of the matrix that is replaced by factors; None if it is sent as it is."""
+        height, width = (
+            (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
+        )
+        return (
+            (height, width) if self.rank * (height + width) < height * width else None
+        )
+
+    def specs(self, shape: Sequence[int], dtype: torch.dtype) -> list[Spec]:
+        factors = self._factors(shape)
+        return (
+            [((size, self.rank), dtype) for size in factors]
+            if factors
+            else [(tuple(shape), dtype)]
+        )
+
+    def error(self, shape: Sequence[int]) -> float:
+        return (
+            1 - self.rank / min(factors) if (factors := self._factors(shape)) else 0.0
+        )
+
+    def agreed(
+        self, x: T, seed: int, average: Average, warm: T | None = None
+    ) -> tuple[Payload, Payload]:
+        if not self._factors(x.shape):
+            return super().agreed(x, seed, average)
+        import torch
+
+        matrix = x.flatten(1)  # [m, n]
+        start = torch.randn(
+            matrix.shape[1],
+            self.rank,
+            generator=torch.Generator().manual_seed(seed),
+            dtype=x.dtype,
+        )
+        start = start.to(x.device)
+        if warm is not None:  # of whatever rank it was
+            start[:, : warm.shape[1]] = warm[:, : self.rank]
+        basis = orthonormal(average(matrix @ start))  # [m, rank]
+        mine = matrix.mT @ basis  # [n, rank]
+        return [basis, average(mine)], [basis, mine]
+
+    def decode(self, payload: Payload, shape: Sequence[int], seed: int) -> T:
+        sent = self._checked(payload, shape)
+        return (sent[0] @ sent[1].mT).view(*shape) if len(sent) == 2 else sent[0]
+
+    def warm(self, payload: Payload) -> T | None:
+        return payload[1] if len(payload) == 2 else None
+
+    def alternatives(self, shape: Sequence[int]) -> list[Compressor]:
+        ranks = range(max(1, self.rank // 2), 2 * self.rank + 1)
+        others = [replace(self, rank=rank) for rank in ranks]
+        return [
+            self,
+            *(o for o in others if self._factors(shape) and o._factors(shape)),
+        ]
+
+    def check(self, name: str, shape: Sequence[int]) -> None:
+        most = min(shape[0], prod(shape[1:])) if len(shape) > 1 else 1
+        if 1 < most < self.rank:
+            above = f"a rank above the {shape[0]} x {prod(shape[1:])} matrix {name}"
+            raise UsageError(
+                f"compressor 'powersgd:{self.rank}' has {above}; use at most 'powersgd:{most}'"
+            )
+
+
+def orthonormal(x: T) -> T:
+    """An orthonormal basis ``[m, r]`` of a space that contains the columns of ``x [m, r]``."""
+    import torch
+
+    return torch.linalg.qr(x).Q.contiguous()

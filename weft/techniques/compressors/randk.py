@@ -1,0 +1,58 @@
+"""Some elements that a seed chooses, so that nobody needs to say which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from weft.registry import register
+from weft.sync.kept_share import KeptShare, kept_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.sync.compressor import Average, Payload, Spec
+
+    T = torch.Tensor
+
+
+@register(
+    "compressor",
+    "randk",
+    title="Agreements by elements that a seed chooses",
+    paper="Karimireddy et al. 2019",
+    recipe="islands.toml --set sync.compress=randk:0.1",
+    proof="tests/sync/test_compress.py",
+)
+@dataclass(frozen=True)
+class RandomK(KeptShare):
+    """Some elements that the seed chooses, so that nobody needs to say which, scaled so that the mean is right."""
+
+    def specs(self, shape: Sequence[int], dtype: torch.dtype) -> list[Spec]:
+        return [((kept_of(prod(shape), self.share),), dtype)]
+
+    def error(self, shape: Sequence[int]) -> float:
+        count, kept = prod(shape), kept_of(prod(shape), self.share)
+        return (count / max(1, kept) - 1) if self.unbiased else 1 - kept / max(1, count)
+
+    def agreed(
+        self, x: T, seed: int, average: Average, warm: T | None = None
+    ) -> tuple[Payload, Payload]:
+        mine = x.flatten()[self._chosen(x.numel(), seed).to(x.device)]
+        return [average(mine)], [mine]
+
+    def decode(self, payload: Payload, shape: Sequence[int], seed: int) -> T:
+        (values,) = self._checked(payload, shape)
+        count = prod(shape)
+        scale = count / max(1, values.numel()) if self.unbiased else 1.0
+        chosen = self._chosen(count, seed).to(values.device)
+        return (
+            values.new_zeros(count).index_put_((chosen,), values * scale).view(*shape)
+        )
+
+    def _chosen(self, count: int, seed: int) -> T:
+        from weft.sync.payloads import shared_permutation
+
+        return shared_permutation(count, seed)[: kept_of(count, self.share)]
