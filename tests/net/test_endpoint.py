@@ -225,11 +225,14 @@ other = Endpoint("127.0.0.1")
 mine = other.open("x", "secret", print).dial(endpoint.address, {}, 20)
 while not opened: time.sleep(0.01)
 read, write = os.pipe()
+begun, begins = os.pipe()
 if not (child := os.fork()):
     fresh = process_endpoint("127.0.0.1")
     assert fresh is not endpoint and fresh.address != endpoint.address
+    os.write(begins, b"!")
     os.read(read, 1)
     os._exit(0)
+os.read(begun, 1)
 endpoint.close()
 try:
     print("ended" if mine.poll(20) and not mine.socket.recv(1) else "open")
