@@ -15,6 +15,7 @@ import torch
 
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
+from weft.layout.placement import island_ranks
 from weft.recipe import RUNS, Recipe, build_recipe
 from weft.run.ranks import in_ranks, own_device, rank_process
 from weft.run.signals import requests, take_ctrl_c
@@ -113,6 +114,8 @@ def be_rank(
             f"layout {recipe.layout} has {places} places but {started} ranks were started; start {places} ranks or "
             "change --layout"
         )
+    if os.environ.get("MASTER_ADDR", "").startswith("peer://"):
+        _meet_over_peers(recipe)
     try:
         outcome, main = _life_of(recipe)(recipe, out, resume)
     except torch.OutOfMemoryError as error:
@@ -124,6 +127,18 @@ def be_rank(
         conclude(recipe, outcome)
         requests.open_run(None)
     return outcome
+
+
+def _meet_over_peers(recipe: Recipe) -> None:
+    from weft.peers.rendezvous import meet_over_peers
+    from weft.sync.streams import own_port
+
+    if recipe.layout.island == 1:
+        raise UsageError(
+            "MASTER_ADDR=peer://... joins islands; ranks of one island need a network of their own"
+        )
+    _, members = island_ranks(recipe.layout, rank := int(os.environ["RANK"]))
+    meet_over_peers(recipe.resilience.encrypt, own_port(members.index(rank)))
 
 
 Life = Callable[[Recipe, Path | None, str | None], tuple[Outcome | None, bool]]

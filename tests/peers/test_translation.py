@@ -286,48 +286,24 @@ def test_islands_behind_translation_train_through_the_relay(
     code, _, err = command(*words[2:], "--layout", "dp=1", "--out", tmp_path / "one")
     assert code == 0, err
 
-    ranks = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "LOCAL_RANK": "0",
-             "LOCAL_WORLD_SIZE": "1", "TORCH_GLOO_LAZY_INIT": "1", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+    ranks = {"MASTER_ADDR": "peer://home", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "LOCAL_RANK": "0",
+             "LOCAL_WORLD_SIZE": "1"}  # fmt: skip
+    layout = ["--layout", "island=2", "--set", "sync.every=1"]
     with circle(tmp_path, "--random-fully") as at:
-        ways = {"a": ["--expose", "store=29500", "--expose", "side=7100", "--reach", "b:side=7200"],
-                "b": ["--reach", "a:store=29500", "--reach", "a:side=7100", "--expose", "side=7200"]}  # fmt: skip
-        for name, way in ways.items():
-            at.start(
-                name,
-                "-m",
-                "weft",
-                "peer",
-                "join",
-                "--name",
-                name,
-                *way,
-                said=f"peer-{name}",
-            )
-        at.wait_for("peer-a", "b is here")
-        runs = []
-        for rank, (name, port) in enumerate((("a", "7100"), ("b", "7200"))):
-            at.variables |= ranks | {"RANK": str(rank), "WEFT_STREAMS_PORT": port}
-            layout = [
-                "--layout",
-                "island=2",
-                "--set",
-                "sync.every=1",
-                "--set",
-                "resilience.survive=false",
-            ]
-            runs.append(
-                at.start(
-                    name,
-                    *words,
-                    *layout,
-                    "--out",
-                    str(tmp_path / "two"),
-                    said=f"train-{name}",
-                )
-            )
+        at.start("a", "-m", "weft", "peer", "join", "--name", "watcher", said="watcher")
+        runs, ways = [], ("a", "b")
+        for rank, name in enumerate(ways):
+            at.variables |= ranks | {"RANK": str(rank)}
+            out = ["--out", str(tmp_path / "two")]
+            runs.append(at.start(name, *words, *layout, *out, said=f"train-{name}"))
         for run, name in zip(runs, ways, strict=True):
             assert run.wait(400) == 0, (tmp_path / f"train-{name}").read_text()
-        assert "direct" not in (tmp_path / "peer-a").read_text()
+        here = [
+            line
+            for line in (tmp_path / "watcher").read_text().splitlines()
+            if "home-1 is here" in line
+        ]
+        assert here and "direct" not in here[0]
     alone, apart = (read_metrics(tmp_path / run)["train"] for run in ("one", "two"))
     assert len(alone) == len(apart) == 6
     assert [r["loss"] for r in apart] == pytest.approx(

@@ -13,12 +13,14 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 from weft.errors import UsageError
 from weft.net.hangup import spare
 from weft.net.poller import PolledConnection, Poller
 from weft.net.sockets import end, family_of, listen, own_address, send_at_once
 from weft.net.wire import (
+    PEER,
     STALL_S,
     Encryption,
     Head,
@@ -47,6 +49,16 @@ LONGEST_WAIT_S = 1e6
 BACKLOG = 256
 
 
+class Dialler(Protocol):
+    """Another way than TCP between endpoints, for addresses that begin with :data:`PEER`."""
+
+    def expose(self, port: int) -> str:
+        """Lead others to the endpoint that listens at this port; returns the host of its address."""
+
+    def connect(self, address: Address) -> socket.socket:
+        """A socket that leads to another endpoint, or ends if that cannot be reached. Does not wait."""
+
+
 @dataclass(eq=False)
 class _Stranger:
     """Somebody who has connected, and whose handshake is not over."""
@@ -59,10 +71,17 @@ class _Stranger:
 class Endpoint:
     """Listens at one address for all channels of this process. ``port`` 0: any that is free.
 
-    ``encrypt``: which connections are encrypted; see :func:`weft.net.wire.encrypts`.
+    With a ``dialler`` the endpoint has an address of that one's, and reaches others' by it. ``encrypt``: which
+    connections are encrypted; see :func:`weft.net.wire.encrypts`.
     """
 
-    def __init__(self, host: str, port: int = 0, encrypt: Encryption = "auto") -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int = 0,
+        encrypt: Encryption = "auto",
+        dialler: Dialler | None = None,
+    ) -> None:
         if encrypt == "always":
             require_cipher()
         try:
@@ -73,7 +92,9 @@ class Endpoint:
             ) from None
         self._listener.setblocking(False)
         self.address: Address = self._listener.getsockname()[:2]
-        self.encrypt = encrypt
+        if dialler is not None:
+            self.address = (dialler.expose(self.address[1]), self.address[1])
+        self.encrypt, self.dialler = encrypt, dialler
         self._channels: dict[str, Channel] = {}
         self._lock, self.closed = threading.Lock(), False
         self._strangers: dict[_Stranger, None] = {}  # the oldest one first
@@ -219,9 +240,10 @@ class Channel:
             return max(0.0, deadline - time.monotonic())
 
         try:
-            # a limit of 0 would mean none, and one of centuries is refused
-            sock.settimeout(min(max(0.001, left()), LONGEST_WAIT_S))
-            sock.connect(address)
+            if not address[0].startswith(PEER):
+                # a limit of 0 would mean none, and one of centuries is refused
+                sock.settimeout(min(max(0.001, left()), LONGEST_WAIT_S))
+                sock.connect(address)
             sock.setblocking(False)
             steps = introduce(
                 name or self.name,
@@ -242,8 +264,9 @@ class Channel:
         sock = self._socket(address)
         sock.setblocking(False)
         try:
-            with suppress(BlockingIOError):
-                sock.connect(address)
+            if not address[0].startswith(PEER):
+                with suppress(BlockingIOError):
+                    sock.connect(address)
         except OSError:
             sock.close()
             raise
@@ -285,7 +308,13 @@ class Channel:
             sock.close()
 
     def _socket(self, address: Address) -> socket.socket:
-        sock = socket.socket(family_of(address[0]))
+        """A socket for a connection with another endpoint; over peers it leads there already."""
+        if not address[0].startswith(PEER):
+            sock = socket.socket(family_of(address[0]))
+        elif self.endpoint.dialler is None:
+            raise WireBroken(f"{address[0]} is reached over peers alone")
+        else:
+            sock = self.endpoint.dialler.connect(address)
         self._adopt(sock)
         return sock
 
@@ -305,13 +334,16 @@ _own: dict[int, Endpoint] = {}
 
 
 def process_endpoint(
-    host: str = "", port: int = 0, encrypt: Encryption = "auto"
+    host: str = "",
+    port: int = 0,
+    encrypt: Encryption = "auto",
+    dialler: Dialler | None = None,
 ) -> Endpoint:
     """The endpoint of this process. Who asks first decides where it listens: by default at :func:`own_address`."""
     pid = os.getpid()
     if pid not in _own or _own[pid].closed:
         _own.clear()
-        _own[pid] = Endpoint(host or own_address(), port, encrypt)
+        _own[pid] = Endpoint(host or own_address(), port, encrypt, dialler)
     return _own[pid]
 
 

@@ -19,6 +19,17 @@ def listen(host: str, port: int = 0, backlog: int | None = None) -> socket.socke
     return socket.create_server((host, port), family=family_of(host), backlog=backlog)
 
 
+def connected(host: str, port: int) -> Socket:
+    """A socket that is connected with this address, of IPv4 or IPv6."""
+    sock = socket.socket(family_of(host))
+    try:
+        sock.connect((host, port))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
 def family_of(host: str) -> socket.AddressFamily:
     """The family of a numeric address, or of a host's name, which is looked up as IPv4."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -42,6 +42,8 @@ Steps = Generator[memoryview, None, R]
 Place = Callable[[Head, int], memoryview]
 Encryption = Literal["auto", "always", "never"]
 
+#: What stands before a public key in the host of an address that is reached over peers.
+PEER = "peer:"
 #: Bytes of a challenge and of a nonce, of a seal, and of a record of the payload at most.
 NONCE, SEAL, PIECE = 32, 16, 1 << 20
 #: Most bytes of what a dialler says of itself, of a head, and of a payload.
@@ -84,7 +86,8 @@ def encrypts(how: Encryption, host: str, own: str) -> bool:
     """
     if how != "auto":
         return how == "always"
-    if host in (own, "localhost"):
+    # peers encrypt what they carry
+    if host in (own, "localhost") or host.startswith(PEER):
         return False
     try:
         address = ipaddress.ip_address(host.partition("%")[0])

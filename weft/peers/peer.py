@@ -221,6 +221,17 @@ class Peer:
         self._run(open_(), LIMIT)
         return ours
 
+    def lead(self, who: str, service: str) -> Socket:
+        """As :meth:`connect`, without waiting: the socket ends if there is no way."""
+        ours, theirs = socket_pair()
+
+        async def open_() -> None:
+            reader, writer = await asyncio.open_connection(sock=theirs)
+            await self._carry(who, service, reader, writer)
+
+        self._loop.call_soon_threadsafe(lambda: self._task(open_()))
+        return ours
+
     # Blocks.
 
     def fetch(

@@ -17,7 +17,7 @@ from weft.checkpoint.levels import levels_of
 from weft.checkpoint.state import Progress
 from weft.layout.mesh import Mesh, from_all
 from weft.layout.placement import island_ranks
-from weft.net.endpoint import process_endpoint
+from weft.net.endpoint import PEER, process_endpoint
 from weft.net.sockets import own_address
 from weft.observe import trace
 from weft.parallel.state import State
@@ -85,6 +85,10 @@ def come_back(folder: Path) -> tuple[Recipe, Outcome, bool]:
     """Join a run again, as a rank of the island of this folder. Returns the recipe, and what :func:`live` does."""
     roster = read_roster(folder)
     recipe = build_recipe(roster.about["recipe"])
+    if roster.members[0].host.startswith(PEER):
+        from weft.peers.rendezvous import join_peers
+
+        join_peers(recipe.resilience.encrypt)
     store, rank, _ = next(
         dist.rendezvous("env://", timeout=timedelta(seconds=recipe.train.timeout))
     )
