@@ -1,19 +1,25 @@
-"""More than one machine: the README's torchrun command on two emulated hosts, stopped and resumed."""
+"""More than one machine: the README's command on two emulated hosts, stopped and resumed.
+
+Every day its ranks are processes with the variables that torchrun sets; ``make soak`` runs torchrun itself.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hosts import Host, hosts, unavailable
 
 from tests.cases import write_corpus
 from tests.conftest import Command
+from tests.started import Started
 from weft.errors import WeftError
 from weft.observe.metrics import read_metrics
 
@@ -46,6 +52,41 @@ def settings(corpus: str) -> list[str]:
     return [word for setting in (*SMALL, *data) for word in ("--set", setting)]
 
 
+def on_host(name: str, *words: str) -> None:
+    """Be ``weft`` on this host."""
+    from weft import __main__
+
+    Host(name, "", "", "").enter()
+    sys.argv = [__main__.__file__, *words]
+    __main__.main()
+
+
+def as_torchrun(
+    on: tuple[Host, ...], host: int, out: Path, port: int, small: list[str]
+) -> Started:
+    """The rank of one host, of which each has one."""
+    env = os.environ | {
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "RANK": str(host),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": on[0].address,
+        "MASTER_PORT": str(port),
+    }
+    words = ["train", str(ROOT / "recipes/quickstart.toml"), "--out", str(out)]
+    more = ["--resume", "auto", "--layout", "dp=2", *small]
+    return Started(
+        on[host].name,
+        *words,
+        *more,
+        cwd=out.parent,
+        env=env,
+        stderr=subprocess.STDOUT,
+        main=on_host,
+    )
+
+
 def torchrun(
     on: tuple[Host, ...], host: int, out: Path, port: int, each: int, small: list[str]
 ) -> subprocess.Popen[str]:
@@ -73,30 +114,35 @@ def losses(run: Path) -> dict[int, float]:
 
 
 @pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[str]]]:
+def started() -> Iterator[list[Any]]:
     """Processes that must not outlive the test."""
-    processes: list[subprocess.Popen[str]] = []
+    processes = list[Any]()
     yield processes
     for process in processes:
         if process.poll() is None:
-            process.terminate()
+            process.send_signal(signal.SIGTERM)
             process.wait(120)
 
 
 @pytest.mark.parametrize("each", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_two_hosts_train_stop_resume_like_one(
-    tmp_path: Path, started: list[subprocess.Popen[str]], command: Command, each: int
+    tmp_path: Path, started: list[Any], launched: Command, each: int
 ) -> None:
     """So many ranks on each host, after the stop one on each, or (every day) one alone; and one from the beginning."""
     small = settings(write_corpus(tmp_path))
-    code, _, err = command(
+    code, _, err = launched(
         "train", ROOT / "recipes/quickstart.toml", "--out", tmp_path / "one", *small
     )
     assert code == 0, err
 
     run = tmp_path / "two"
     with hosts(2, rate="1gbit") as two:
-        first = [torchrun(two, i, run, 29501, each, small) for i in range(2)]
+        first: list[Any] = [
+            as_torchrun(two, i, run, 29501, small)
+            if each == 1
+            else torchrun(two, i, run, 29501, each, small)
+            for i in range(2)
+        ]
         started += first
         until = time.monotonic() + 300
         while (
@@ -121,7 +167,7 @@ def test_two_hosts_train_stop_resume_like_one(
             assert [p.returncode for p in second] == [0, 0], said
     if each == 1:
         quickstart = ROOT / "recipes/quickstart.toml"
-        code, out, err = command(
+        code, out, err = launched(
             "train",
             quickstart,
             "--out",
