@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Container
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -48,53 +50,67 @@ def check_fits(
     refuse_conflicts(asked)
 
 
+class Built(NamedTuple):
+    """What computes on this rank, and what it computes with. Nothing is added to either afterwards."""
+
+    model: Transformer
+    state: State
+
+
 def parallelize(
     shape: ModelShape, mesh: Mesh, train: Train, values: Values | None = None, seq_len: int = 1024,
     memory: Memory | None = None, lift: Callable[[Transformer], None] | None = None, summed: bool = True,
-) -> tuple[Transformer, State]:  # fmt: skip
-    """Build ``shape`` under ``mesh``: stages, attention across ranks, recompute, compile, data parallelism, values.
+) -> Built:  # fmt: skip
+    """Build ``shape`` under ``mesh``, step by step; each step is logged by its name.
 
-    Returns what computes and what it computes with. ``values`` default to the seeded initial values, which are the same
-    under every layout; ``seq_len`` weighs attention where layers are dealt to stages. What ``train.freeze`` names is
-    frozen, and so is all but the adapter of a model with one. ``memory``: where all that rests; on the device.
-    ``lift`` takes out what is to have no memory here. Without ``summed`` a gradient stays that of its replica (``dp``).
+    ``values`` default to the seeded initial values, which are the same under every layout; ``seq_len`` weighs attention
+    where layers are dealt to stages. What ``train.freeze`` names is frozen, and so is all but the adapter of a model
+    with one. ``memory``: where all that rests; on the device. ``lift`` takes out what is to have no memory here.
+    Without ``summed`` a gradient stays that of its replica (``dp``).
     """
     memory = memory or Memory()
+    dtype = getattr(torch, train.dtype)
     check_fits(shape, mesh.layout, train, memory=memory)
+
+    log("where tensors rest")
     tiers = tiers_of(memory, mesh, train.timeout)
+
     pipeline = None
     if mesh.size("pp") > 1 or memory.weights == "file":
+        log("stages")
         from weft.parallel.pipeline import Pipeline
 
         pipeline = Pipeline(shape, mesh, train.loss_chunk, seq_len, train.timeout)
     model = pipeline.model if pipeline else whole_model(shape, mesh, train.loss_chunk)
+
+    log("attention and experts over ranks")
     connect(model, mesh, train.recompute)
+
     if lift is not None:
+        log("parts without memory")
         lift(model)
+
     if train.compile:
+        log("compile")
         # before a compiler looks for the answer
-        multiplies_slowly(getattr(torch, train.dtype))
+        multiplies_slowly(dtype)
         for block in model.blocks.values():
             block.compile()
-    model.to(torch.float64 if train.dtype == "float64" else torch.float32)
+
+    log("types, and what learns")
     sharded = pipeline is None and is_sharded(mesh, train, memory, summed)
     everywhere = {
         name for name, logical in model.logical_parameters() if logical.everywhere
     }
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(learns(name, shape, train.freeze))
-        if (
-            sharded
-            and not parameter.requires_grad
-            and parameter.is_floating_point()
-            and name not in everywhere
-        ):
-            # no small updates that could get lost
-            parameter.data = parameter.to(getattr(torch, train.dtype))
+    freeze(model, shape, train, narrow=dtype if sharded else None, kept=everywhere)
+
     if sharded:
+        log("data parallelism")
         from weft.parallel.sharded import shard_data_parallel, sharded_state
 
         shard_data_parallel(model, mesh, train, memory)
+
+    log("memory")
     place = "cpu" if sharded and memory.offloads_state else mesh.device
     if memory.weights == "file":
         make_unheld(model, mesh.device, kept=everywhere)
@@ -104,27 +120,61 @@ def parallelize(
     model.freq = model.freq.to(mesh.device)
     for name in everywhere:
         model.get_parameter(name).data = model.get_parameter(name).to(mesh.device)
-    if pipeline is not None:
-        state = pipeline.start(getattr(torch, train.dtype), tiers)
-        model.pipeline = pipeline
-    else:
-        state = sharded_state(model, mesh) if sharded else resident_state(model, mesh)
-    state.tiers = tiers
-    if mesh.layout.placement == "moving":
-        from weft.parallel.experts.copies import let_experts_move
 
-        let_experts_move(model, state)
+    log("state")
+    make = partial(State, tiers=tiers, base_elsewhere=shape.adapter is not None)
+    if mesh.layout.placement == "moving":
+        from weft.parallel.experts import copies
+
+        layers = copies.moving_layers(model)
+        make = partial(make, go_home=partial(copies.bring_experts_home, layers))
+    if pipeline is not None:
+        state = pipeline.start(dtype, tiers, make)
+        model.pipeline = pipeline
+    elif sharded:
+        state = sharded_state(model, mesh, make)
+    else:
+        state = resident_state(model, mesh, make)
+    if mesh.layout.placement == "moving":
+        copies.let_experts_move(layers, state)
+
     if memory.offloads_activations:
+        log("saved activations")
         from weft.memory.activations import SavedActivations
 
         model.saved = SavedActivations(
             mesh.device, tiers.file_of("activations"), memory.blocks
         )
-    state.base_elsewhere = shape.adapter is not None
+
+    log("values")
     if values is None:
         values = with_adapter(initial_values(shape, train.seed), shape, train.seed)
     state.fill(values)
-    return model, state
+    return Built(model, state)
+
+
+def log(step: str) -> None:
+    """Name the step of :func:`parallelize` that begins."""
+    logging.getLogger("weft.parallelize").debug(step)
+
+
+def freeze(
+    model: Transformer,
+    shape: ModelShape,
+    train: Train,
+    narrow: torch.dtype | None,
+    kept: Container[str],
+) -> None:
+    """Give parameters their types, and freeze those that do not learn.
+
+    Frozen ones, but for those in ``kept``, are in the type ``narrow``: no small updates could get lost.
+    """
+    model.to(torch.float64 if train.dtype == "float64" else torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(learns(name, shape, train.freeze))
+        frozen = not parameter.requires_grad and parameter.is_floating_point()
+        if narrow is not None and frozen and name not in kept:
+            parameter.data = parameter.to(narrow)
 
 
 def tiers_of(memory: Memory, mesh: Mesh, timeout: float) -> OnDevice:
@@ -209,8 +259,10 @@ def attention_over(mesh: Mesh, shape: ModelShape) -> Attend:
     return attend
 
 
-def resident_state(model: Transformer, mesh: Mesh) -> State:
-    """The state of a model whose parameters are all here, a unit per block and one for the rest."""
+def resident_state(
+    model: Transformer, mesh: Mesh, make: Callable[..., State] = State
+) -> State:
+    """The state, made by ``make``, of a model whose parameters are all here: a unit per block, one for the rest."""
     described = dict(model.logical_parameters())
     held = {
         name: Held(
@@ -222,4 +274,4 @@ def resident_state(model: Transformer, mesh: Mesh) -> State:
         )
         for name, parameter in model.named_parameters()
     }
-    return State(Unit(of_block) for of_block in by_block(held).values())
+    return make(Unit(of_block) for of_block in by_block(held).values())

@@ -54,10 +54,12 @@ class Pipeline:
         self.last: Executed | None = None
         self.wire: Wire | None = None
 
-    def start(self, compute: torch.dtype, tiers: OnDevice) -> State:
+    def start(
+        self, compute: torch.dtype, tiers: OnDevice, make: Callable[..., State]
+    ) -> State:
         """Take over the model's parameters, which are on the device by now, and connect to the other ranks.
 
-        ``tiers``: where the state rests. Returns the state.
+        ``tiers``: where the state rests. Returns the state, made by ``make``.
         """
         self.tiers, self.streamed = tiers, tiers.places.get("weights") == "file"
         described = dict(self.model.logical_parameters())
@@ -117,10 +119,9 @@ class Pipeline:
             for ranks in sorted(shared)
         }
         units: list[Unit] = [*self.units, *([Unit(whole)] if whole else [])]
-        state = State(
+        state = make(
             units, {groups[ranks]: sorted(names) for ranks, names in shared.items()}
         )
-        state.tiers = tiers
         self.visit, self.fetch = state.visit, state.fetch
         return state
 

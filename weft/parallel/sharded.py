@@ -176,8 +176,10 @@ def _expert_placement(model: Transformer, mesh: Mesh) -> Callable[[nn.Parameter]
     )
 
 
-def sharded_state(model: Transformer, mesh: Mesh) -> State:
-    """The state of a model that :func:`shard_data_parallel` has been at, once its memory exists."""
+def sharded_state(
+    model: Transformer, mesh: Mesh, make: Callable[..., State] = State
+) -> State:
+    """The state of a model that :func:`shard_data_parallel` has been at, once its memory exists. Made by ``make``."""
     described = dict(model.logical_parameters())
     held: dict[str, Held] = {}
     whole = []
@@ -209,7 +211,7 @@ def sharded_state(model: Transformer, mesh: Mesh) -> State:
         module = modules.get(block, model)
         assert isinstance(module, FSDPModule)
         units.append(HookUnit(of_block, module, STAGES[mesh.layout.zero]))
-    return State(units)
+    return make(units)
 
 
 def _local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:

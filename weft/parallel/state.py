@@ -129,22 +129,23 @@ class Updater(Protocol):
 class State:
     """All that this rank holds. ``copies``: parameters that ranks of other stages hold too, by the group of these.
 
+    ``go_home`` brings all rows to where their boxes say, and returns whether any were elsewhere. Collective.
     ``learning`` are those of ``held`` that are not frozen; with ``base_elsewhere`` checkpoints leave out the others.
     What ``tiers`` keep of a unit is brought in while the unit is updated. ``due`` are updates that wait until a unit is
     visited: who looks at tensors, a checkpoint or a proof, has the state settle first. An update that has ``failed``
     may have left some units as they were, and is raised again by then.
     """
 
-    base_elsewhere = False
-    tiers = OnDevice()
-    #: Brings all rows to where their boxes say. Collective.
-    go_home: Callable[[], None] = staticmethod(lambda: None)
-
     def __init__(
         self,
         units: Iterable[Unit],
         copies: Mapping[dist.ProcessGroup, Sequence[str]] | None = None,
+        tiers: OnDevice | None = None,
+        base_elsewhere: bool = False,
+        go_home: Callable[[], bool] = lambda: False,
     ) -> None:
+        self.tiers, self.base_elsewhere = tiers or OnDevice(), base_elsewhere
+        self._go_home = go_home
         self.units: list[Unit] = list(units)
         self.held = [held for unit in self.units for held in unit.held]
         self.learning = [held for held in self.held if held.learns]
@@ -322,9 +323,14 @@ class State:
         for h in self.learning:
             h.updates.fill_(count)
 
+    def bring_home(self) -> None:
+        """Bring all rows to where their boxes say. Collective."""
+        if self._go_home():
+            self.release()  # what was gathered is of other rows
+
     def tensors(self) -> dict[str, Part]:
         """Every tensor of the state as this rank's part of a logical one; slots go by parameter name. Collective."""
-        self.go_home()
+        self.bring_home()
         self.expose()
         return self.parts()
 
@@ -339,7 +345,7 @@ class State:
 
     def saved(self) -> dict[str, Part]:
         """Of :meth:`tensors` those that a checkpoint holds; what a disk has damaged is no such thing."""
-        self.go_home()
+        self.bring_home()
         self.settle()
         self.tiers.check()
         frozen = {

@@ -20,7 +20,7 @@ from weft.layout.axes import BATCH_AXES, MODEL_AXES
 from weft.layout.layout import Layout
 from weft.layout.placement import Place
 from weft.memory.heap import passing_by_the_heap
-from weft.parallel.build import check_fits, parallelize
+from weft.parallel.build import Built, check_fits, parallelize
 from weft.shapes.carried_files import context_length, files_of_run
 from weft.shapes.foreign_names import projection_name
 from weft.shapes.parameters import (
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from weft.layout.mesh import Mesh
     from weft.models.transformer import Transformer
     from weft.models.values import Values
-    from weft.parallel.state import State
     from weft.recipe import Adapter, Loss, ModelShape, Recipe, Train
     from weft.sync.coded import Code
 
@@ -234,7 +233,7 @@ def prepare(recipe: Recipe) -> Job:
 
 def assemble(
     shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | None = None
-) -> tuple[Transformer, State]:
+) -> Built:
     """The model under ``mesh`` and its state, ready for the first step; ``values`` as of :func:`parallelize`."""
     memory = recipe.memory
     if (
@@ -259,7 +258,7 @@ def assemble(
         from weft.train.islands import add_slots
 
         add_slots(state, recipe.sync)
-    return model, state
+    return Built(model, state)
 
 
 def set_loss(model: Transformer, loss: Loss) -> None:

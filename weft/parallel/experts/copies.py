@@ -7,7 +7,7 @@ attention, and these get a part of the experts' tokens. Their gradients come bac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -171,24 +171,29 @@ class Copies:
         return arrived
 
 
-def let_experts_move(model: Transformer, state: State) -> None:
-    """Let the experts of ``state`` change their owners after steps, and return before the state is read."""
+def moving_layers(model: Transformer) -> dict[str, Copies]:
+    """The mixtures of ``model`` whose experts may change their owners, by name."""
+    return {
+        name: module.copies
+        for name, module in model.named_modules()
+        if isinstance(module, Mixture) and isinstance(module.copies, Copies)
+    }
+
+
+def let_experts_move(layers: Mapping[str, Copies], state: State) -> None:
+    """Let the experts of ``state`` change their owners after steps (:func:`bring_experts_home`)."""
     held = {h.name: h for h in state.held}
-    layers: list[Copies] = []
-    for name, module in model.named_modules():
-        if isinstance(module, Mixture) and isinstance(module.copies, Copies):
-            layers.append(module.copies)
-            module.copies.expose = state.expose
-            module.copies.state = [
-                held[f"{name}.experts.{weight}"] for weight in ("gate", "up", "down")
-            ]
+    for name, copies in layers.items():
+        copies.expose = state.expose
+        copies.state = [
+            held[f"{name}.experts.{weight}"] for weight in ("gate", "up", "down")
+        ]
 
-    def go_home() -> None:
-        moved = [copies for copies in layers if (copies.order != copies.home).any()]
-        for copies in moved:
-            move(copies, copies.home)
-            copies.replan()
-        if moved:
-            state.release()  # what was gathered is of other experts
 
-    state.go_home = go_home
+def bring_experts_home(layers: Mapping[str, Copies]) -> bool:
+    """Have all experts be with the owners that the layout gives them; returns whether any were not. Collective."""
+    away = [c for c in layers.values() if (c.order != c.home).any()]
+    for copies in away:
+        move(copies, copies.home)
+        copies.replan()
+    return bool(away)
