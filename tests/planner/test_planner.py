@@ -93,7 +93,7 @@ def test_a_config_gives_the_built_in_shape(tmp_path: Path) -> None:
               "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert load_model(str(tmp_path)).shape == SHAPES["llama3-8b"]
-    with pytest.raises(WeftError, match="x has no vocab_size; it is not a complete"):
+    with pytest.raises(UsageError, match="vocab_size is missing"):
         shape_from_fields({**config, "vocab_size": None}, "x", planned=True)
     with pytest.raises(
         WeftError, match="num_hidden_layers = '1000000000' is not supported"

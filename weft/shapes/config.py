@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
 from weft.recipe import ModelShape
 from weft.section import explain
 from weft.shapes.config_fields import ConfigFields, read_json
@@ -184,7 +184,12 @@ def _sizes(config: ConfigFields, *needed: str) -> dict[str, Any]:
 
 def _planned(config: ConfigFields, why: str) -> UntrainableShape:
     """The sizes that any configuration gives, dense or with experts, as far as time and memory depend on them."""
-    sizes = _sizes(config, "vocab", "layers", "embed", "heads")
+    for ours in ("layers", "embed", "heads", "vocab"):
+        if config.given(*FIELDS[ours]) is None:
+            raise UsageError(
+                f"{config.path}: {FIELDS[ours][0]} is missing; give a complete config.json or a built-in shape"
+            )
+    sizes = _sizes(config)
     gpt = "n_embd" in config
     activation = config.given("hidden_act", "activation_function") or "silu"
     if sizes["layers"] > MOST_LAYERS:
