@@ -37,7 +37,8 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models import attention
 from weft.models.segments import Segment
-from weft.parallel.context import context_attention, execute
+from weft.parallel.context import execute
+from weft.parallel.context.attend import context_attention
 from weft.parallel.context.execute import Trip
 from weft.parallel.context.tables import build
 from weft.parallel.document_balance import DocumentTimes, costs_of, finish, make_plan

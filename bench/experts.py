@@ -43,9 +43,9 @@ from weft.layout.mesh import Mesh
 from weft.models.hf import export
 from weft.observe.flops import measured_flops
 from weft.parallel.experts import affinity
-from weft.parallel.experts.timed import TRIALS
 from weft.recipe import ModelShape, load_recipe
 from weft.shapes.parameters import parameters
+from weft.techniques.dispatch.timed.trials import TRIALS
 from weft.train.optim import learning_rate
 from weft.train.setup import assemble, prepare
 from weft.train.step import train_step

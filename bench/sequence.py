@@ -47,7 +47,7 @@ from weft.layout.sequence import chunk_owners, owned_ranges
 from weft.models.attention import attend_backward, attend_forward, attention, join, wide
 from weft.models.segments import Segment
 from weft.parallel.build import parallelize
-from weft.parallel.context import context_attention
+from weft.parallel.context.attend import context_attention
 from weft.parallel.context.tables import TileTable, build
 from weft.recipe import ModelShape, Train
 from weft.schedule.draw import ticks

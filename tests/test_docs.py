@@ -11,7 +11,6 @@ import pytest
 import typer.main
 
 from weft.cli.app import app
-from weft.parallel.context import tables
 from weft.recipe import load_recipe
 from weft.recipe.shipped import find_recipe
 
@@ -73,9 +72,6 @@ def parse(command: object, args: list[str]) -> None:
 
 def test_the_walk_through_shows_the_code_that_runs() -> None:
     (code,) = re.findall(
-        r"(?s)```python\n(def lightseq.*?)```", (ROOT / "CONTRIBUTING.md").read_text()
+        r"(?s)```python\n(@register.*?)```", (ROOT / "CONTRIBUTING.md").read_text()
     )
-    written = dict(vars(tables))
-    exec(code, written)
-    for ranks in range(1, 8):
-        assert written["lightseq"](ranks) == tables.lightseq(ranks)
+    assert code in (ROOT / "weft/techniques/context/lightseq.py").read_text()

@@ -23,6 +23,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pydantic_core import PydanticKnownError
+
 from weft.errors import UsageError, nearest
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ KINDS: dict[str, TechniqueKind] = {
     "optimizer": TechniqueKind("update rule", "optimizer.kind", ("settings", "ranks"), "optimizers"),
     "moments": TechniqueKind("storage of moments", "optimizer.state", ("settings", "ranks"), "moments", ("float32",)),
     "schedule": TechniqueKind("pipeline schedule", "layout.schedule", (), "schedules"),
+    "context": TechniqueKind("attention scheme", "layout.context", (), "context", ("ulysses",)),
+    "dispatch": TechniqueKind("dispatcher", "layout.dispatch", (), "dispatch"),
     "sync": TechniqueKind("sync method", "sync.update", ("settings",), "sync"),
     "compressor": TechniqueKind("compressor", "sync.compress", (), "compressors", ("none",)),
 }  # fmt: skip
@@ -80,7 +84,7 @@ class Registered:
     kind: str
     name: str
     module: str
-    made: Callable[..., Any]
+    made: Any
     settings: type[Section] | None = None
     rules: Sequence[Rule] = ()
     draws: Mapping[str, Sequence[Any]] = field(default_factory=dict)
@@ -204,6 +208,14 @@ def find(kind: str, name: str) -> Registered:
                 f"choose another, or install Weft again"
             ) from None
     return _REGISTERED[kind, name]
+
+
+def check_name(kind: str, name: object) -> None:
+    """Refuse a name that no technique of a kind has, as pydantic refuses what is not among a field's choices."""
+    choices = KINDS[kind].choices(names(kind))
+    if name not in choices:
+        expected = ", ".join(map(repr, choices))
+        raise PydanticKnownError("literal_error", {"expected": expected})
 
 
 def declared(kind: str) -> Iterator[Registered]:

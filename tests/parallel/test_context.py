@@ -23,23 +23,18 @@ from weft.layout.sequence import chunk_owners, owned_ranges, padded_length
 from weft.models.attention import attend_forward, attention
 from weft.net.groups import fake_rank
 from weft.parallel.build import check_fits
-from weft.parallel.context import context_attention, tile_attention
-from weft.parallel.context.execute import Trip, tile_pieces
+from weft.parallel.context.attend import context_attention
+from weft.parallel.context.execute import Trip, tile_attention, tile_pieces
 from weft.parallel.context.heads import head_index, head_ranges
-from weft.parallel.context.rsa import ring_self_attention
-from weft.parallel.context.tables import (
-    SCHEMES,
-    TableError,
-    Tile,
-    TileTable,
-    build,
-    validate,
-)
+from weft.parallel.context.tables import TableError, Tile, TileTable, build, validate
 from weft.recipe import ModelShape
+from weft.registry import names
+from weft.techniques.context.rsa.operator import ring_self_attention
 
 EXECUTE = "weft.parallel.context.execute"
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 #: name: context and ulysses of the layout; of the last ones the second is half of cp.
+SCHEMES = names("context")
 WAYS = [(scheme, 1) for scheme in SCHEMES] + [
     ("ulysses", 1),
     ("zigzag", 2),
@@ -507,7 +502,7 @@ def test_bad_input_is_refused_before_any_rank_computes() -> None:
     ):
         Trip(table, (0, 8), (2, 2, 2, 2), (0, 1, 2), 0)
     with pytest.raises(
-        UsageError, match="unknown attention scheme 'zig'; did you mean 'zigzag'"
+        UsageError, match="layout.context = 'zig' is not possible; did you mean 'zigzag'"
     ):
         build("zig", 2)
     with pytest.raises(

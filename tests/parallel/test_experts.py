@@ -21,14 +21,18 @@ from weft.layout.layout import Layout
 from weft.models.feed_forward import FeedForward
 from weft.models.router import Choice, Router
 from weft.parallel.experts import rows
-from weft.parallel.experts.adaptive import Adaptive, numbers_sent, weights_sent
 from weft.parallel.experts.connect import pieces
 from weft.parallel.experts.hashed import Hashed
 from weft.parallel.experts.ranks import Members
-from weft.parallel.experts.timed import OptionTimes, TimedDispatch
 from weft.parallel.units import all_gather, reduce_scatter
 from weft.prove.types import check_types
 from weft.recipe import ModelShape, Train
+from weft.techniques.dispatch.adaptive.options import (
+    Adaptive,
+    numbers_sent,
+    weights_sent,
+)
+from weft.techniques.dispatch.timed.trials import OptionTimes, TimedDispatch
 from weft.train.step import train_step
 
 FACTORS: dict[str, list[Any]] = {
@@ -498,7 +502,9 @@ def timed_steps(
         trials.seconds[4] += late * (dist.get_rank() == dist.get_world_size() - 1)
         agree(self, trials, device)
 
-    rare = mock.patch.multiple("weft.parallel.experts.timed", TRIALS=1, KEPT=2)
+    rare = mock.patch.multiple(
+        "weft.techniques.dispatch.timed.trials", TRIALS=1, KEPT=2
+    )
     with (
         rare,
         mock.patch.object(TimedDispatch, "_by", noted),

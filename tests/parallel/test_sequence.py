@@ -15,9 +15,9 @@ from tests.prove.test_equality import difference, name, tree
 from tests.train.test_step import steps
 from tests.train.test_step import tree as job
 from weft.layout.layout import Layout
-from weft.parallel.context.tables import SCHEMES
 from weft.prove.types import check_types
 from weft.recipe import ModelShape, Train
+from weft.registry import names
 
 USP: list[Case] = [
     {"layout": {"cp": 4, "ulysses": 2}, "context": "zigzag", "recompute": "selective"},
@@ -42,12 +42,12 @@ ULYSSES: list[Case] = [
 ]
 QUICK: list[Case] = [
     {"layout": {"cp": 3}, "context": scheme, "recompute": "selective"}
-    for scheme in SCHEMES
+    for scheme in names("context")
 ]
 #: Every scheme under every layout.
 CUTS: list[Case] = [
     {"layout": layout, "context": scheme, "recompute": recompute, "kv_heads": kv_heads, "extras": True}
-    for scheme in SCHEMES
+    for scheme in names("context")
     for layout, recompute, kv_heads in [
         ({"cp": 8}, "none", 2), ({"cp": 4}, "full", 1), ({"cp": 2, "tp": 2, "shard": 2}, "selective", 1),
         ({"cp": 2, "pp": 2}, "selective", 4),

@@ -19,7 +19,11 @@ PACKAGE = Path(__file__).parents[2] / "weft"
 OWN = [(kind, name) for kind in KINDS for name in registry._own_names(kind)]
 
 #: What a recipe says beside a technique of some kinds, without which it is not asked for.
-BESIDE = {"schedule": {"pp": 2}}
+BESIDE: dict[str, dict[str, object]] = {
+    "schedule": {"pp": 2},
+    "context": {"cp": 2},
+    "dispatch": {"dp": 2, "ep": 2, "node": 1},
+}
 
 
 def tree(kind: str, name: str) -> dict[str, object]:

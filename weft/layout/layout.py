@@ -1,21 +1,17 @@
 """A layout: how many ranks stand along each mesh axis, and which named dimension each axis cuts."""
 
 import re
+from collections.abc import Iterator
 from math import prod
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from weft.errors import UsageError, nearest
 from weft.layout.axes import AXES, FOLDED
 from weft.refusal import Asked, Rule, refuse
+from weft.registry import Registered, check_name, find, names
 from weft.section import Section, validated
-
-#: How tokens reach their experts; the last two choose a way themselves, by bytes or by time.
-Dispatch = Literal[
-    "all-to-all", "per-rank", "all-gather", "two-level", "per-node", "adaptive", "timed"
-]
-
 
 class Layout(Section):
     """Ranks per mesh axis.
@@ -51,9 +47,7 @@ class Layout(Section):
         "after the forward pass, so that backward's gather stays on fast links; "
         "0: over all of shard and cp.",
     )
-    context: Literal[
-        "zigzag", "ring", "lightseq", "tokenring", "gather", "rsa", "ulysses"
-    ] = Field(
+    context: str = Field(
         "zigzag",
         description="How attention crosses cp: a table of tiles, or heads exchanged among "
         "all its ranks.",
@@ -96,15 +90,7 @@ class Layout(Section):
         description="Documents of a step are dealt to the data ranks by length instead of "
         "row by row; needs zero = 1.",
     )
-    dispatch: Literal[
-        "all-to-all",
-        "per-rank",
-        "all-gather",
-        "two-level",
-        "per-node",
-        "adaptive",
-        "timed",
-    ] = Field(
+    dispatch: str = Field(
         "all-to-all",
         description="How tokens reach their experts; adaptive and timed choose a way by "
         "bytes or by time.",
@@ -144,6 +130,12 @@ class Layout(Section):
         "above 1 must be named.",
     )
 
+    @field_validator("context", "dispatch")
+    @classmethod
+    def _is_known(cls, name: str, info: ValidationInfo) -> str:
+        check_name(info.field_name or "", name)
+        return name
+
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         named = re.findall(r"\w+", self.order)
@@ -167,6 +159,17 @@ class Layout(Section):
     def _together(self) -> Self:
         refuse(AskedLayout(layout=self), LAYOUT_RULES)
         return self
+
+    def named(self) -> Iterator[Registered]:
+        """The techniques that this layout uses: those whose axis has more than one rank."""
+        uses = {
+            "schedule": (self.schedule, self.pp),
+            "context": (self.context, self.cp),
+            "dispatch": (self.dispatch, self.ep),
+        }
+        for kind, (name, ranks) in uses.items():
+            if ranks > 1 and name in names(kind):
+                yield find(kind, name)
 
     @property
     def axis_order(self) -> tuple[str, ...]:

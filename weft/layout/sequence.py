@@ -1,9 +1,7 @@
 """How a sequence is cut over ``cp``: the loader slices by this rule and attention reads it back."""
 
 from weft.layout.layout import Layout
-
-#: Schemes in which a rank owns an early and a late block; in the others it owns one.
-ZIGZAG = ("zigzag", "tokenring", "gather")
+from weft.registry import find
 
 
 def chunk_owners(layout: Layout) -> list[tuple[int, ...]]:
@@ -14,7 +12,7 @@ def chunk_owners(layout: Layout) -> list[tuple[int, ...]]:
     """
     inner = layout.head_ranks
     tables = layout.cp // inner
-    pairs = tables > 1 and layout.context in ZIGZAG
+    pairs = tables > 1 and find("context", layout.context).made.paired
     blocks = [(r, 2 * tables - 1 - r) if pairs else (r,) for r in range(tables)]
     owners: list[tuple[int, ...]] = []
     for owned in blocks:

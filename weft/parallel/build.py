@@ -249,7 +249,7 @@ def attention_over(mesh: Mesh, shape: ModelShape) -> Attend:
     """How a layer attends over the ranks of ``mesh``; every rank calls this."""
     attend: Attend = local_attention
     if mesh.size("cp") > 1:
-        from weft.parallel.context import context_attention
+        from weft.parallel.context.attend import context_attention
 
         attend = context_attention(mesh, shape)
     if mesh.layout.balance and mesh.size(*DATA_AXES) > 1:

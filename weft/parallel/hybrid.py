@@ -17,7 +17,7 @@ import torch.distributed as dist
 from weft.errors import WeftError
 from weft.models.attention import Attend, T, local_attention
 from weft.models.transformer import Block, Transformer
-from weft.parallel.context import across
+from weft.parallel.context.attend import across
 
 if TYPE_CHECKING:
     from weft.data.batch import Batch, PassGroup

@@ -23,7 +23,7 @@ from weft.prove.verify import compare, run_layout
 from weft.recipe import Recipe, load_recipe
 from weft.recipe.host_section import HostSection
 from weft.refusal import Conflict
-from weft.registry import find, names
+from weft.registry import KINDS, declared, find, names
 from weft.train.setup import prepare
 
 #: Settings of one case by their full names, of those that were drawn.
@@ -82,12 +82,11 @@ def _folding(recipe: Recipe, case: Case, rng: random.Random) -> list[int]:
 
 
 def _dispatchers(recipe: Recipe, case: Case, rng: random.Random) -> list[str]:
-    levels = ["two-level", "per-node"] if "layout.node" in case else []
-    return (
-        [*levels, "per-rank", "all-gather", "adaptive", "timed"]
-        if _experts(recipe, case)
-        else []
-    )
+    """All ways, but those by node only where ranks stand on nodes."""
+    if not _experts(recipe, case):
+        return []
+    ways = declared("dispatch")
+    return [w.name for w in ways if not w.made.by_node or "layout.node" in case]
 
 
 def _targets(recipe: Recipe, case: Case, rng: random.Random) -> list[list[str]]:
@@ -188,15 +187,8 @@ DRAWN: dict[str, Choices] = {
     "layout.order": lambda recipe, case, rng: [_order(case, rng)],
     "layout.zero": _any(1, 2, 3),
     "layout.secondary": _after("layout.shard", 2, 3),
-    "layout.context": _after(
-        "layout.cp",
-        "zigzag",
-        "ring",
-        "lightseq",
-        "tokenring",
-        "gather",
-        "rsa",
-        "ulysses",
+    "layout.context": lambda recipe, case, rng: (
+        KINDS["context"].choices(names("context")) if "layout.cp" in case else []
     ),
     "layout.ulysses": _after("layout.cp", 2),
     "layout.scan": _after("layout.cp", "pass"),

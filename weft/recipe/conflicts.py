@@ -135,10 +135,6 @@ def _linear(a: AskedRecipe) -> bool:
 RULES: tuple[Rule[AskedRecipe], ...] = (
     *LAYOUT_RULES,
     *MEMORY_RULES,
-    Rule("two levels without nodes", "layout",
-         lambda a: a.layout.dispatch in ("two-level", "per-node") and a.layout.ep > 1 and not a.ranks_in_node,
-         "dispatch = {0.layout.dispatch!r} needs equally many of the ranks of ep = {0.layout.ep} on every node, and "
-         "layout.node = {0.layout.node} ranks share one (0: not said)", "set layout.node, or dispatch = 'per-rank'"),
     Rule("alternating updates that ask other ranks", "layout memory optimizer",
          lambda a: a.memory.alternate != 0 and a.layout.world > 1 and (
              not a.optimizer.elementwise),
@@ -453,11 +449,6 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
          and (a.learns_loads or a.shape.balance_loss + a.shape.z_loss > 0),
          "optimizer.estimate = 'zeroth-order' sees the model's own loss alone, and routers would never be balanced",
          "set model.balance_loss, model.z_loss and model.bias_rate to 0"),
-    Rule("timed dispatch with recompute", "layout train",
-         lambda a: a.layout.ep > 1 and a.layout.dispatch == "timed" and a.train.recompute != "none",
-         "layout.dispatch = 'timed' tries another way in each of its first passes, and train.recompute = "
-         "{0.train.recompute!r} would repeat a pass in another way",
-         "use dispatch = 'adaptive', or recompute = 'none'"),
     Rule("experts with compile", "shape train", lambda a: a.train.compile and bool(a.shape.mixtures),
          "train.compile does not go together with model.experts: how many rows each gets is known when it runs only",
          "leave train.compile out"),

@@ -7,9 +7,8 @@ from functools import cache
 from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BeforeValidator, ValidationInfo, field_validator
-from pydantic_core import PydanticKnownError
 
-from weft.registry import KINDS, Registered, declared, find, names
+from weft.registry import KINDS, Registered, check_name, declared, find, names
 from weft.section import Section
 
 S = TypeVar("S", bound="Section")
@@ -30,10 +29,7 @@ class HostSection(Section):
         """Refuse a name that no technique has."""
         kind = cls.hosts.get(info.field_name or "")
         if kind is not None:
-            choices = KINDS[kind].choices(names(kind))
-            if value not in choices:
-                expected = ", ".join(map(repr, choices))
-                raise PydanticKnownError("literal_error", {"expected": expected})
+            check_name(kind, value)
         return value
 
     @classmethod

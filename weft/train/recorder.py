@@ -18,6 +18,7 @@ from weft.observe.display import Display
 from weft.observe.flops import memory_gib, peak_flops
 from weft.observe.host import HardwareLoad, environment
 from weft.observe.metrics import Metrics
+from weft.registry import find
 from weft.shapes.parameters import learning_count, parameter_count
 from weft.shapes.shape import flops_per_token
 from weft.train.step_values import StepResult
@@ -260,7 +261,7 @@ class Recorder:
             }
         layout, sent["moves"], self._moved = self._recipe.layout, self._moved, 0
         travels = {"tokens": layout.ep > 1, "moves": layout.placement == "moving",
-                   "copies": layout.placement != "static" or layout.dispatch in ("adaptive", "timed")}  # fmt: skip
+                   "copies": layout.placement != "static" or find("dispatch", layout.dispatch).made.copies}  # fmt: skip
         record |= {f"{what}_mib": sent[what] / 2**20 for what in SENT if travels[what]}
         self.log("experts", **record)
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from weft.errors import UsageError, WeftError, nearest
+from weft.errors import WeftError
+from weft.registry import find
 
 
 class Tile(NamedTuple):
@@ -208,9 +209,10 @@ def contiguous_owners(ranks: int) -> tuple[tuple[int, ...], ...]:
     return tuple((r,) for r in range(ranks))
 
 
-def _between(
+def tiles_between(
     step: int, rank: int, queries: Collection[int], keys: Collection[int]
 ) -> list[Tile]:
+    """Return the tiles of these blocks of queries with these blocks of keys that causal attention needs."""
     return [
         Tile(step, rank, q, k, "causal" if q == k else "full")
         for q in queries
@@ -219,7 +221,7 @@ def _between(
     ]
 
 
-def _circle(
+def circle(
     name: str, owners: tuple[tuple[int, ...], ...], travels: str, buffers: int
 ) -> TileTable:
     """At step ``t`` what ``travels`` of rank ``r - t`` is at rank ``r``."""
@@ -227,58 +229,13 @@ def _circle(
     for step in range(size):
         for rank in range(size):
             here, passing = owners[rank], owners[(rank - step) % size]
-            tiles += _between(
+            tiles += tiles_between(
                 step, rank, *((here, passing) if travels == "kv" else (passing, here))
             )
     return TileTable(name, owners, tuple(tiles), buffers)
 
 
-def lightseq(ranks: int) -> TileTable:
-    """LightSeq (Li et al. 2023, 2310.03294): early ranks, which run out of keys, compute for late ones.
-
-    In ``ranks // 2 + 1`` steps. An even number of ranks leaves half of them idle in the last one.
-    """
-    owners, tiles = contiguous_owners(ranks), []
-    for step in range(ranks // 2 + 1):
-        for rank in range(ranks):
-            if rank >= step:
-                tiles += _between(step, rank, (rank,), (rank - step,))
-            elif 2 * step < ranks:
-                tiles += _between(step, rank, (rank - step + ranks,), (rank,))
-    return TileTable("lightseq", owners, tuple(tiles), buffers=2)
-
-
-def gather(ranks: int) -> TileTable:
-    """All-gather of keys and values (Llama 3, 2407.21783) while own tiles are computed, then all the others."""
-    owners, tiles = zigzag_owners(ranks), []
-    for rank in range(ranks):
-        for other in range(ranks):
-            tiles += _between(int(rank != other), rank, owners[rank], owners[other])
-    return TileTable("gather", owners, tuple(tiles), buffers=2 * (ranks - 1))
-
-
-#: Schemes by the name that a layout gives them.
-SCHEMES: dict[str, Callable[[int], TileTable]] = {
-    # Ring attention (Liu et al. 2023, 2310.01889) over contiguous blocks: the last rank computes in every step.
-    "ring": lambda ranks: _circle("ring", contiguous_owners(ranks), "kv", buffers=2),
-    # The ring with an early and a late block per rank: two tiles per rank and step.
-    "zigzag": lambda ranks: _circle("zigzag", zigzag_owners(ranks), "kv", buffers=4),
-    "lightseq": lightseq,
-    # TokenRing (Wang et al. 2024, 2412.20501): queries travel, partial results go straight home, keys stay.
-    "tokenring": lambda ranks: _circle(
-        "tokenring", zigzag_owners(ranks), "q", buffers=4
-    ),
-    "gather": gather,
-    # Ring Self-Attention (Li et al. 2021, 2105.13120) takes the ring twice, see weft.parallel.context.rsa.
-    "rsa": lambda ranks: _circle("rsa", contiguous_owners(ranks), "kv", buffers=2),
-}
-
-
 @lru_cache(maxsize=64)
 def build(scheme: str, ranks: int) -> TileTable:
     """The table of a scheme, found to be right before any rank computes."""
-    if scheme not in SCHEMES:
-        raise UsageError(
-            f"unknown attention scheme {scheme!r}; {nearest(scheme, SCHEMES)}"
-        )
-    return validate(SCHEMES[scheme](ranks))
+    return validate(find("context", scheme).made().table(ranks))

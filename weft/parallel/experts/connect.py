@@ -1,4 +1,4 @@
-"""The dispatchers by name, and the function that gives a model's mixtures theirs."""
+"""Give a model's mixtures of experts their dispatcher."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -11,29 +11,15 @@ from weft.layout.mesh import Mesh
 from weft.models.experts import Dispatcher, Mixture
 from weft.models.router import Choice
 from weft.models.transformer import Transformer
-from weft.parallel.experts.adaptive import Adaptive
-from weft.parallel.experts.dispatch import (
-    AllGather,
-    AllToAll,
-    Placing,
-    per_node,
-    per_rank,
-    two_level,
-)
+from weft.parallel.experts.dispatch import Placing
 from weft.parallel.experts.hashed import Hashed
 from weft.parallel.experts.ranks import ExpertRanks
-from weft.parallel.experts.timed import TimedDispatch
+from weft.registry import find
 
 T = torch.Tensor
 
 #: Bytes of rows that a message has at least, and pieces at most, where their number follows from bytes.
 LEAST, MOST = 2**20, 8
-
-#: By ``layout.dispatch``.
-DISPATCHERS: dict[str, Callable[[ExpertRanks], Dispatcher]] = {
-    "all-to-all": AllToAll, "per-rank": per_rank, "all-gather": AllGather, "two-level": two_level,
-    "per-node": per_node, "adaptive": Adaptive, "timed": TimedDispatch,
-}  # fmt: skip
 
 
 def connect_experts(model: Transformer, mesh: Mesh) -> None:
@@ -42,7 +28,9 @@ def connect_experts(model: Transformer, mesh: Mesh) -> None:
         if isinstance(module, Mixture):
             assert model.loads is not None
             module.copies = connect(
-                module, DISPATCHERS[mesh.layout.dispatch], model.loads.sent
+                module,
+                find("dispatch", mesh.layout.dispatch).made().make,
+                model.loads.sent,
             ).copies
             module.pieces = partial(pieces, mesh.layout)
 

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from weft.layout.boundary import untyped
-from weft.layout.placement import experts_per_node
 from weft.models.experts import (
     Arriving,
     Dispatched,
@@ -190,25 +189,6 @@ def local_experts(members: Members) -> LocalExperts:
 def per_rank(members: Members) -> Dispatcher:
     """One copy of a token to each rank that has any of its experts."""
     return PerMember(members, local_experts(members))
-
-
-def per_node(ranks: ExpertRanks) -> Dispatcher:
-    """One copy of a token to each node that has any of its experts, and from there to each such rank."""
-    near = experts_per_node(ranks.mesh.layout)
-    return PerMember(
-        ranks.across(near), PerMember(ranks.within(near), local_experts(ranks))
-    )
-
-
-def two_level(ranks: ExpertRanks) -> Dispatcher:
-    """A row for each choice to this node's rank that stands where its expert's does, and then to that one."""
-    near = experts_per_node(ranks.mesh.layout)
-    return EachChoice(
-        PerMember(
-            ranks.within(near, from_anywhere=True),
-            PerMember(ranks.across(near), local_experts(ranks)),
-        )
-    )
 
 
 class Placing:

@@ -1,9 +1,9 @@
 """Choose by measured time the way to move tokens or experts (after Tutel, Hwang et al. 2023).
 
 Fewer bytes are not always less time: messages have a start, ranks of one machine share its memory, and whose tokens
-stay has other experts to compute. So every option of :mod:`weft.parallel.experts.adaptive` is tried out in a run's own
-first passes, for each size of pass, and the fastest is kept. Later on each is tried again now and then, and replaces
-the present one if it is faster by a margin.
+stay has other experts to compute. So every option of :mod:`weft.techniques.dispatch.adaptive.options` is tried out in
+a run's own first passes, for each size of pass, and the fastest is kept. Later on each is tried again now and then,
+and replaces the present one if it is faster by a margin.
 """
 
 import time
@@ -17,9 +17,9 @@ import torch.distributed as dist
 from weft.models.experts import Arriving, Dispatched
 from weft.models.numbers import has_numbers
 from weft.models.router import Choice
-from weft.parallel.experts.adaptive import Adaptive, part_of
 from weft.parallel.experts.ranks import ExpertRanks
 from weft.parallel.experts.rows import Awaited
+from weft.techniques.dispatch.adaptive.options import Adaptive, part_of
 
 T = torch.Tensor
 

@@ -1,0 +1,72 @@
+"""Attention over ``cp`` as the layout asks for it."""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from weft.layout.mesh import Mesh
+from weft.models.attention import Attend, T, local_attention
+from weft.net.groups import new_group
+from weft.parallel.context.execute import tile_attention
+from weft.parallel.context.heads import exchange_heads, head_index, head_ranges
+from weft.recipe import ModelShape
+from weft.registry import find
+
+
+def context_attention(mesh: Mesh, shape: ModelShape) -> Attend:
+    """The attention that the layout asks for; every rank of ``cp`` calls this."""
+    layout = mesh.layout
+    if mesh.size("cp") == 1:
+        return local_attention
+    inner, rank, ranks = (
+        layout.head_ranks,
+        mesh.rank("cp"),
+        dist.get_process_group_ranks(mesh.group("cp")),
+    )
+    attend = local_attention
+    if inner < layout.cp:
+        peers, index, scheme = (
+            ranks[rank % inner :: inner],
+            rank // inner,
+            layout.context,
+        )
+
+        def attend(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
+            return across(q, k, v, cu_seqlens, scheme, peers, index, [], window)
+
+    if inner == 1:
+        return attend
+    group = mesh.group("cp")
+    if inner < layout.cp:
+        first = rank - rank % inner
+        group = new_group(ranks[first : first + inner], "ulysses")
+    return ulysses(attend, group.group_name, inner, rank % inner)
+
+
+def across(
+    q: T, k: T, v: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int],
+    window: int = 0,
+) -> T:  # fmt: skip
+    """Attention by a scheme over ``peers``; arguments as of :func:`tile_attention`, of which it is the ``out``."""
+    if operator := find("context", scheme).made().operator():
+        out: T = operator(q, k, v, cu_seqlens, peers, index, lengths, window)[0]
+        return out
+    return tile_attention(q, k, v, cu_seqlens, scheme, peers, index, lengths, window)[0]
+
+
+def ulysses(attend: Attend, group: str, ranks: int, index: int) -> Attend:
+    """``attend`` for a share of the heads of all tokens of the group's ``ranks``."""
+
+    def exchanged(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
+        heads, kv_heads = q.shape[2], k.shape[2]
+        own, read = head_ranges(heads, kv_heads, ranks)
+        which = head_index(heads, kv_heads, ranks, index)
+        q = exchange_heads(q, group, own, index, True)
+        k, v = (exchange_heads(x, group, read, index, True) for x in (k, v))
+        if which is not None:
+            k, v = k[:, :, which], v[:, :, which]
+        return exchange_heads(
+            attend(q, k, v, cu_seqlens, window), group, own, index, False
+        )
+
+    return exchanged

@@ -1,0 +1,29 @@
+"""The interface of schemes for attention over a sequence that is cut along ``cp``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from weft.parallel.context.tables import TileTable
+
+
+class AttentionScheme:
+    """Which rank computes which tile of the score matrix, and when.
+
+    ``paired``: a rank owns an early and a late block of the sequence, so that causal work is even, and not one block.
+    """
+
+    paired: ClassVar[bool] = False
+
+    def table(self, ranks: int) -> TileTable:
+        """Return the table of tiles for so many ranks."""
+        raise NotImplementedError
+
+    def operator(self) -> Callable[..., Any] | None:
+        """Return what runs the table in the place of :func:`weft.parallel.context.execute.tile_attention`, if anything.
+
+        It is called with the arguments of that function but ``scheme``, and its first result is the attention.
+        """
+        return None

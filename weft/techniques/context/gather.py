@@ -1,0 +1,35 @@
+"""All-gather of keys and values (Llama 3, 2407.21783) while own tiles are computed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.parallel.context.scheme import AttentionScheme
+from weft.registry import register
+
+if TYPE_CHECKING:
+    from weft.parallel.context.tables import TileTable
+
+
+@register(
+    "context",
+    "gather",
+    title="All-gather of keys and values",
+    paper="Llama team 2024",
+    recipe="zigzag.toml --layout cp=4,context=gather",
+    proof="tests/parallel/test_context.py",
+)
+class Gather(AttentionScheme):
+    """Own tiles first, then all the others."""
+
+    paired = True
+
+    def table(self, ranks: int) -> TileTable:
+        from weft.parallel.context.tables import TileTable, tiles_between, zigzag_owners
+
+        owners, tiles = zigzag_owners(ranks), []
+        for rank in range(ranks):
+            for other in range(ranks):
+                step = int(rank != other)
+                tiles += tiles_between(step, rank, owners[rank], owners[other])
+        return TileTable("gather", owners, tuple(tiles), buffers=2 * (ranks - 1))

@@ -1,0 +1,39 @@
+"""LightSeq (Li et al. 2023, 2310.03294): early ranks, which run out of keys, compute for late ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.parallel.context.scheme import AttentionScheme
+from weft.registry import register
+
+if TYPE_CHECKING:
+    from weft.parallel.context.tables import TileTable
+
+
+@register(
+    "context",
+    "lightseq",
+    title="LightSeq",
+    paper="Li et al. 2023",
+    recipe="lightseq.toml",
+    proof="tests/parallel/test_context.py",
+)
+class LightSeq(AttentionScheme):
+    """In ``ranks // 2 + 1`` steps. An even number of ranks leaves half of them idle in the last one."""
+
+    def table(self, ranks: int) -> TileTable:
+        from weft.parallel.context.tables import (
+            TileTable,
+            contiguous_owners,
+            tiles_between,
+        )
+
+        owners, tiles = contiguous_owners(ranks), []
+        for step in range(ranks // 2 + 1):
+            for rank in range(ranks):
+                if rank >= step:
+                    tiles += tiles_between(step, rank, (rank,), (rank - step,))
+                elif 2 * step < ranks:
+                    tiles += tiles_between(step, rank, (rank - step + ranks,), (rank,))
+        return TileTable("lightseq", owners, tuple(tiles), buffers=2)

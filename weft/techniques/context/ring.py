@@ -1,0 +1,28 @@
+"""Ring attention (Liu et al. 2023, 2310.01889) over contiguous blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.parallel.context.scheme import AttentionScheme
+from weft.registry import register
+
+if TYPE_CHECKING:
+    from weft.parallel.context.tables import TileTable
+
+
+@register(
+    "context",
+    "ring",
+    title="Ring attention",
+    paper="Liu et al. 2023",
+    recipe="ring.toml",
+    proof="tests/parallel/test_context.py",
+)
+class RingAttention(AttentionScheme):
+    """The last rank computes in every step."""
+
+    def table(self, ranks: int) -> TileTable:
+        from weft.parallel.context.tables import circle, contiguous_owners
+
+        return circle("ring", contiguous_owners(ranks), "kv", buffers=2)

@@ -1,0 +1,34 @@
+"""Ring Self-Attention (Li et al. 2021, 2105.13120), which takes the ring twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from weft.parallel.context.scheme import AttentionScheme
+from weft.registry import register
+
+if TYPE_CHECKING:
+    from weft.parallel.context.tables import TileTable
+
+
+@register(
+    "context",
+    "rsa",
+    title="Ring Self-Attention",
+    paper="Li et al. 2021",
+    recipe="rsa.toml",
+    proof="tests/parallel/test_context.py",
+)
+class RingSelfAttention(AttentionScheme):
+    """Whole rows of scores, without online softmax: the baseline of all later schemes."""
+
+    def table(self, ranks: int) -> TileTable:
+        from weft.parallel.context.tables import circle, contiguous_owners
+
+        return circle("rsa", contiguous_owners(ranks), "kv", buffers=2)
+
+    def operator(self) -> Callable[..., Any]:
+        from weft.techniques.context.rsa.operator import ring_self_attention
+
+        return ring_self_attention

@@ -1,0 +1,30 @@
+"""TokenRing (Wang et al. 2024, 2412.20501): queries travel, partial results go straight home, keys stay."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.parallel.context.scheme import AttentionScheme
+from weft.registry import register
+
+if TYPE_CHECKING:
+    from weft.parallel.context.tables import TileTable
+
+
+@register(
+    "context",
+    "tokenring",
+    title="TokenRing",
+    paper="Wang et al. 2024",
+    recipe="tokenring.toml",
+    proof="tests/parallel/test_context.py",
+)
+class TokenRing(AttentionScheme):
+    """The zigzag ring with queries in the place of keys and values."""
+
+    paired = True
+
+    def table(self, ranks: int) -> TileTable:
+        from weft.parallel.context.tables import circle, zigzag_owners
+
+        return circle("tokenring", zigzag_owners(ranks), "q", buffers=4)

@@ -1,0 +1,29 @@
+"""All tokens to all ranks, in fixed sizes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.parallel.experts.way import DispatchWay
+from weft.registry import register
+
+if TYPE_CHECKING:
+    from weft.models.experts import Dispatcher
+    from weft.parallel.experts.ranks import ExpertRanks
+
+
+@register(
+    "dispatch",
+    "all-gather",
+    title="All-gather of tokens",
+    paper="Rajbhandari et al. 2022 (DeepSpeed-MoE)",
+    recipe="experts.toml --layout dp=2,ep=2,dispatch=all-gather",
+    proof="tests/parallel/test_experts.py",
+)
+class AllTokensToAll(DispatchWay):
+    """``T (P - 1)`` rows a rank and direction."""
+
+    def make(self, ranks: ExpertRanks) -> Dispatcher:
+        from weft.parallel.experts.dispatch import AllGather
+
+        return AllGather(ranks)

@@ -1,0 +1,29 @@
+"""A row for each choice of a token, to the rank that has its expert."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.parallel.experts.way import DispatchWay
+from weft.registry import register
+
+if TYPE_CHECKING:
+    from weft.models.experts import Dispatcher
+    from weft.parallel.experts.ranks import ExpertRanks
+
+
+@register(
+    "dispatch",
+    "all-to-all",
+    title="All-to-all of experts",
+    paper="Lepikhin et al. 2020 (GShard)",
+    recipe="experts.toml --layout dp=2,ep=2,dispatch=all-to-all",
+    proof="tests/parallel/test_experts.py",
+)
+class RowForEachChoice(DispatchWay):
+    """About ``T k (P - 1) / P`` rows a rank and direction."""
+
+    def make(self, ranks: ExpertRanks) -> Dispatcher:
+        from weft.parallel.experts.dispatch import AllToAll
+
+        return AllToAll(ranks)

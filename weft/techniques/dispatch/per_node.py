@@ -1,0 +1,36 @@
+"""One copy of a token to each node that has any of its experts, and from there to each such rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.parallel.experts.by_node import NODES
+from weft.parallel.experts.way import DispatchWay
+from weft.registry import register
+
+if TYPE_CHECKING:
+    from weft.models.experts import Dispatcher
+    from weft.parallel.experts.ranks import ExpertRanks
+
+
+@register(
+    "dispatch",
+    "per-node",
+    rules=(NODES,),
+    title="One copy of a token to each node",
+    paper="DeepSeek-AI 2024 (DeepEP)",
+    recipe="experts.toml --layout dp=2,ep=2,dispatch=per-node",
+    proof="tests/parallel/test_experts.py",
+)
+class CopyForEachNode(DispatchWay):
+    """The links between nodes carry a token once."""
+
+    by_node = True
+
+    def make(self, ranks: ExpertRanks) -> Dispatcher:
+        from weft.layout.placement import experts_per_node
+        from weft.parallel.experts.dispatch import PerMember, local_experts
+
+        near = experts_per_node(ranks.mesh.layout)
+        within = PerMember(ranks.within(near), local_experts(ranks))
+        return PerMember(ranks.across(near), within)

@@ -1,0 +1,29 @@
+"""One copy of a token to each rank that has any of its experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.parallel.experts.way import DispatchWay
+from weft.registry import register
+
+if TYPE_CHECKING:
+    from weft.models.experts import Dispatcher
+    from weft.parallel.experts.ranks import ExpertRanks
+
+
+@register(
+    "dispatch",
+    "per-rank",
+    title="One copy of a token to each rank",
+    paper="DeepSeek-AI 2024 (DeepEP)",
+    recipe="experts.toml --layout dp=2,ep=2,dispatch=per-rank",
+    proof="tests/parallel/test_experts.py",
+)
+class CopyForEachRank(DispatchWay):
+    """A rank adds up what its experts make of a token before it goes back."""
+
+    def make(self, ranks: ExpertRanks) -> Dispatcher:
+        from weft.parallel.experts.dispatch import per_rank
+
+        return per_rank(ranks)

@@ -1,0 +1,43 @@
+"""The way that was fastest in trials of the run itself, moving tokens or experts (after Tutel, Hwang et al. 2023)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.parallel.experts.way import DispatchWay
+from weft.refusal import Rule
+from weft.registry import register
+
+if TYPE_CHECKING:
+    from weft.models.experts import Dispatcher
+    from weft.parallel.experts.ranks import ExpertRanks
+
+#: A pass that is computed again must take the way that it took.
+RECOMPUTED = Rule(
+    "timed dispatch with recompute",
+    "layout train",
+    lambda a: a.layout.ep > 1 and a.train.recompute != "none",
+    "layout.dispatch = 'timed' tries another way in each of its first passes, and train.recompute = "
+    "{0.train.recompute!r} would repeat a pass in another way",
+    "use dispatch = 'adaptive', or recompute = 'none'",
+)
+
+
+@register(
+    "dispatch",
+    "timed",
+    rules=(RECOMPUTED,),
+    title="Adaptive dispatch by measured time",
+    paper="Hwang et al. 2023 (Tutel)",
+    recipe="experts.toml --layout dp=2,ep=2,dispatch=timed",
+    proof="tests/parallel/test_experts.py",
+)
+class FastestInTrials(DispatchWay):
+    """Tries every option in the first passes, and now and then again."""
+
+    copies = True
+
+    def make(self, ranks: ExpertRanks) -> Dispatcher:
+        from weft.techniques.dispatch.timed.trials import TimedDispatch
+
+        return TimedDispatch(ranks)

@@ -1,0 +1,36 @@
+"""A row for each choice to this node's rank that stands where its expert's does, and then to that one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.parallel.experts.by_node import NODES
+from weft.parallel.experts.way import DispatchWay
+from weft.registry import register
+
+if TYPE_CHECKING:
+    from weft.models.experts import Dispatcher
+    from weft.parallel.experts.ranks import ExpertRanks
+
+
+@register(
+    "dispatch",
+    "two-level",
+    rules=(NODES,),
+    title="Two-level all-to-all",
+    paper="Hwang et al. 2023 (Tutel); Nie et al. 2022 (HetuMoE)",
+    recipe="experts.toml --layout dp=2,ep=2,dispatch=two-level",
+    proof="tests/parallel/test_experts.py",
+)
+class TwoLevel(DispatchWay):
+    """Fewer and larger messages: ``g + n - 2`` of them for ``n`` nodes of ``g`` ranks."""
+
+    by_node = True
+
+    def make(self, ranks: ExpertRanks) -> Dispatcher:
+        from weft.layout.placement import experts_per_node
+        from weft.parallel.experts.dispatch import EachChoice, PerMember, local_experts
+
+        near = experts_per_node(ranks.mesh.layout)
+        across = PerMember(ranks.across(near), local_experts(ranks))
+        return EachChoice(PerMember(ranks.within(near, from_anywhere=True), across))
