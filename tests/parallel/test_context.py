@@ -502,7 +502,8 @@ def test_bad_input_is_refused_before_any_rank_computes() -> None:
     ):
         Trip(table, (0, 8), (2, 2, 2, 2), (0, 1, 2), 0)
     with pytest.raises(
-        UsageError, match="layout.context = 'zig' is not possible; did you mean 'zigzag'"
+        UsageError,
+        match=r"layout\.context = 'zig' is not possible; did you mean 'zigzag'",
     ):
         build("zig", 2)
     with pytest.raises(

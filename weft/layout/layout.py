@@ -13,6 +13,7 @@ from weft.refusal import Asked, Rule, refuse
 from weft.registry import Registered, check_name, find, names
 from weft.section import Section, validated
 
+
 class Layout(Section):
     """Ranks per mesh axis.
 

@@ -125,7 +125,7 @@ class AskedRecipe(AskedStep):
 
     @property
     def free_schedules(self) -> str:
-        return ", ".join(each.name for each in declared("schedule") if each.made.free)  # type: ignore[attr-defined]
+        return ", ".join(each.name for each in declared("schedule") if each.made.free)
 
 
 def _linear(a: AskedRecipe) -> bool:
