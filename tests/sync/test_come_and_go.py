@@ -44,7 +44,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("kill", "island=3", NESTEROV, {"victim": 0}),  # the one that speaks
     pytest.param("return", "island=3", NESTEROV, {}, marks=pytest.mark.soak),
     pytest.param("thaw", "island=3", STREAMING, {}, marks=pytest.mark.soak),
-    ("return", "island=3,shard=2", {"every": 4, "update": "co2"}, {"one_rank": True}),
+    ("return", "island=2,shard=2", CO2, {"one_rank": True}),
 ])  # fmt: skip
 def test_an_island_that_is_lost_costs_nobody_else_a_step(
     corpus: str,
