@@ -70,7 +70,9 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "faulty replicas of a mean": ("dp=2", "resilience.faulty=1"),
     "too few replicas for so many faulty": ("dp=4", "resilience.faulty=1 resilience.aggregate=krum"),
     "a code without stragglers": ("dp=2", "resilience.code=gradient"),
-    "bursts that do not fit the window": ("dp=2", "resilience.code=m-sgc resilience.stragglers=1 resilience.burst=2"),
+    "bursts that do not fit the window": (
+        "dp=2", "resilience.code=sr-sgc resilience.stragglers=1 resilience.burst=2 resilience.window=4"),
+    "bursts beyond the window": ("dp=2", "resilience.code=m-sgc resilience.stragglers=1 resilience.burst=2"),
     "a code with experts": ("dp=2", "resilience.code=gradient resilience.stragglers=1 model.experts=2"),
     "combined replicas that are cut": ("dp=3,tp=2", "resilience.faulty=1 resilience.aggregate=flag"),
     "combined replicas with a state apart": ("dp=1", "resilience.aggregate=flag memory.weights=host"),

@@ -68,6 +68,8 @@ KINDS: dict[str, TechniqueKind] = {
     "dispatch": TechniqueKind("dispatcher", "layout.dispatch", (), "dispatch"),
     "sync": TechniqueKind("sync method", "sync.update", ("settings",), "sync"),
     "compressor": TechniqueKind("compressor", "sync.compress", (), "compressors", ("none",)),
+    "aggregator": TechniqueKind("rule of aggregation", "resilience.aggregate", ("settings",), "aggregators", ("mean",)),
+    "code": TechniqueKind("gradient code", "resilience.code", ("settings", "ranks"), "codes", ("",)),
 }  # fmt: skip
 
 

@@ -24,13 +24,9 @@ from weft.prove.verify import compare, run_layout
 from weft.recipe import Resilience, build_recipe
 from weft.resilience.layouts import recipe_for
 from weft.sync.arrivals import Gathering, Link, Sum, connect_ranks
-from weft.sync.coded import (
-    Code,
-    GradientCode,
-    Multiplexed,
-    SelectiveRepetition,
-    code_of,
-)
+from weft.sync.coded import Code, GradientCode, code_of
+from weft.techniques.codes.m_sgc import Multiplexed
+from weft.techniques.codes.sr_sgc import SelectiveRepetition
 from weft.train.setup import prepare
 
 SIZE = 5

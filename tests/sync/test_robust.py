@@ -18,13 +18,18 @@ import torch.distributed as dist
 from tests.cases import recipe, start, write_corpus
 from weft.layout.mesh import Mesh
 from weft.prove.verify import compare, run_layout
-from weft.recipe import REPLICAS_NEEDED, Recipe, build_recipe
+from weft.recipe import Recipe, Resilience, build_recipe
+from weft.registry import find, names
 from weft.sync import robust
-from weft.sync.robust import DIFFERENCES, FLAG_TURNS, RULES, aggregated
+from weft.sync.robust import aggregated
+from weft.techniques.aggregators.flag import DIFFERENCES, FLAG_TURNS
 from weft.train.build_step import build_step
 from weft.train.setup import prepare
 
 T = torch.Tensor
+RULES: dict[str, Any] = {
+    name: find("aggregator", name).made(Resilience()) for name in names("aggregator")
+}
 
 
 # Each rule as its paper has it, with all gradients at hand: [replicas, elements] -> [elements].
@@ -163,9 +168,7 @@ def aggregate_all(
 
 @pytest.mark.parametrize("ranks", [4, 7])
 def test_equal_to_plain_programs_with_the_bytes_of_a_sum(pool: Any, ranks: int) -> None:
-    most = {
-        rule: (ranks - more) // each for rule, (each, more) in REPLICAS_NEEDED.items()
-    }
+    most = {name: (ranks - rule.more) // rule.each for name, rule in RULES.items()}
     cases = [(rule, f) for rule in RULES for f in range(most[rule] + 1)]
     assert ranks < 7 or max(f for _, f in cases) == 3
     found = pool.run(ranks, aggregate_all, cases)
@@ -212,7 +215,7 @@ def test_equal_gradients_come_out_as_they_are() -> None:
     )
     same = one.repeat(7, 1)
     for name, rule in RULES.items():
-        out = rule(same, same @ same.T, 1)
+        out = rule.combined(same, same @ same.T, 1)
         assert (out - one).norm() <= 1e-9 * one.norm(), name
 
 
@@ -291,8 +294,7 @@ def test_a_run_is_that_without_lies(
     """Within 5 % of the loss of a run in which nobody lies, beside as many liars as each rule allows for."""
     cases = []
     for rule, lie in faced:
-        each, more = REPLICAS_NEEDED[rule]
-        liars = (REPLICAS - more) // each
+        liars = (REPLICAS - RULES[rule].more) // RULES[rule].each
         cases.append(
             (
                 settings_of(corpus, rule, liars).model_dump(mode="json"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,11 +13,16 @@ from tests.cases import write_corpus
 from tests.sync.test_islands import in_threads, tree
 from weft import registry
 from weft.errors import UsageError
+from weft.recipe import Resilience, build_recipe
 from weft.registry import register
 from weft.section import Section
+from weft.sync.aggregator import Aggregator
+from weft.sync.coded import Arrived, Code, CodedTask, Result, code_of
 from weft.sync.compressor import Compressor, Payload
 from weft.sync.simulated_round import Round
 from weft.sync.sync_method import Slots, SyncMethod
+from weft.train.step import StepContext
+from weft.train.voting import Voting
 
 
 @pytest.fixture(autouse=True)
@@ -120,3 +126,54 @@ def test_a_compressor(corpus: str) -> None:
     for word, said in ("times:3", "needs 2 or 4"), ("tomes:4", "did you mean 'times'"):
         with pytest.raises(UsageError, match=said):
             in_threads(values | {"sync": sync | {"compress": word}}, 1)
+
+
+def test_an_aggregator(corpus: str) -> None:
+    """Of a user's: what it makes of replicas, one of which lies, and how many replicas it needs."""
+
+    @register("aggregator", "middle")
+    class Middle(Aggregator):
+        """In each coordinate the median."""
+
+        def combined(
+            self, chunks: torch.Tensor, gram: torch.Tensor, faulty: int
+        ) -> torch.Tensor:
+            return chunks.median(dim=0).values
+
+    asked = {"aggregate": "middle", "faulty": 1}
+    with pytest.raises(UsageError, match="needs 3 replicas, and dp=2"):
+        build_recipe(tree(corpus, "dp=2") | {"resilience": asked})
+    recipe = build_recipe(tree(corpus, "dp=3") | {"resilience": asked})
+    context = Mock(spec=StepContext)
+    voting = Voting(context, recipe.resilience)
+    votes = torch.tensor([[1.0, 2.0], [1.5, 1e9], [2.0, 3.0]])
+    voted = voting.rule.combined(votes, votes @ votes.T, 1)
+    assert voted.tolist() == [1.5, 3.0]
+
+
+def test_a_gradient_code(corpus: str) -> None:
+    """Of a user's: every replica computes all, so that the first answer is enough."""
+
+    class Everything(Code):
+        parts, delay = 1, 0
+
+        def parts_of(self, rank: int) -> tuple[int, ...]:
+            return (0,)
+
+        def tasks(self, rank: int, number: int, arrived: Arrived) -> list[CodedTask]:
+            return [CodedTask(number, (0,), (1.0,))] * (number < self.jobs)
+
+        def decoding(self, job: int, arrived: Arrived) -> dict[Result, float] | None:
+            came = sorted(arrived[job]) if job < len(arrived) else []
+            return {Result(came[0], job): 1.0} if came else None
+
+    @register("code", "all-of-it")
+    def everything(settings: Resilience, ranks: int) -> Everything:
+        """Of all replicas all but the first may be late."""
+        return Everything(ranks, settings.stragglers, settings.jobs)
+
+    asked = {"code": "all-of-it", "stragglers": 1}
+    recipe = build_recipe(tree(corpus, "dp=2") | {"resilience": asked})
+    code = code_of(recipe.resilience, 2)
+    assert code is not None and code.parts == 1
+    assert code.decoding(0, [{1}]) == {Result(1, 0): 1.0}

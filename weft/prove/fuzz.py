@@ -291,7 +291,7 @@ DRAWN: dict[str, Choices] = {
     "model.q_rank": _after("model.kv_rank", 7),
     "model.value_dim": _after("model.kv_rank", 3, 14),
     "resilience.code": lambda recipe, case, rng: (
-        ["gradient", "sr-sgc", "m-sgc"] if _plain_replicas(case) else []
+        names("code") if _plain_replicas(case) else []
     ),
     "resilience.stragglers": _after("resilience.code", 1),
     "resilience.jobs": _after("resilience.code", 2, 3),

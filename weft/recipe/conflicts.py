@@ -239,13 +239,6 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
          or a.resilience.stragglers >= a.layout.dp > 1,
          "resilience.code = {0.resilience.code!r} is about stragglers = {0.resilience.stragglers} of "
          "dp={0.layout.dp} replicas", "set code and stragglers, below layout.dp, or leave both out"),
-    Rule("bursts that do not fit the window", "resilience",
-         lambda a: a.resilience.code in ("sr-sgc", "m-sgc")
-         and (a.resilience.burst >= a.resilience.window
-              or (a.resilience.code == "sr-sgc"
-                  and (a.resilience.window - 1) % a.resilience.burst > 0)),
-         "resilience.burst = {0.resilience.burst} does not go with window = {0.resilience.window}",
-         "make window - 1 a multiple of burst"),
     Rule("a code with experts", "model resilience",
          lambda a: bool(a.resilience.code) and bool(a.model.mixtures),
          "resilience.code computes samples several times, and routers of model.experts would count them so",

@@ -19,7 +19,7 @@ from weft.recipe.observe import TRACKERS, Observe
 from weft.recipe.optimizer import Optimizer, ParameterGroup
 from weft.recipe.read import build_recipe, load_recipe
 from weft.recipe.recipe import RUNS, Recipe, Use
-from weft.recipe.resilience import REPLICAS_NEEDED, Resilience
+from weft.recipe.resilience import Resilience
 from weft.recipe.sync import Sync
 from weft.recipe.train_section import Dtype, Train
 from weft.recipe.validation_section import Task, Validation
@@ -45,7 +45,6 @@ __all__ = [
     "PLACES",
     "ParameterGroup",
     "Place",
-    "REPLICAS_NEEDED",
     "RUNS",
     "Recipe",
     "Resilience",

@@ -83,8 +83,8 @@ class Recipe(Section):
     observe: Observe = Field(
         Observe(), description="What is recorded, and who gets it."
     )
-    resilience: Resilience = Field(
-        Resilience(), description="What happens when ranks die, stall or crawl."
+    resilience: Annotated[SerializeAsAny[Resilience], with_techniques(Resilience)] = (
+        Field(Resilience(), description="What happens when ranks die, stall or crawl.")
     )
     sync: Annotated[SerializeAsAny[Sync], with_techniques(Sync)] = Field(
         Sync(), description="How islands agree."

@@ -1,25 +1,21 @@
 """The section ``[resilience]``: what happens when ranks die, stall, crawl or lie."""
 
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from weft.section import Section
-
-#: How many replicas a rule of ``resilience.aggregate`` needs: (for each faulty one, and so many more).
-REPLICAS_NEEDED = {
-    "flag": (2, 1), "krum": (2, 3), "multi-krum": (2, 3), "bulyan": (4, 3), "geometric-median": (2, 1),
-    "trimmed-mean": (2, 1),
-}  # fmt: skip
+from weft.recipe.host_section import HostSection
+from weft.registry import find
 
 
-class Resilience(Section):
+class Resilience(HostSection):
     """What a run of several ranks does when one of them dies, stalls, crawls or lies (docs/resilience.md).
 
-    Aggregation: ``flag`` (Almasi et al. 2024), ``krum`` and ``multi-krum`` (Blanchard et al. 2017), ``bulyan`` (El
-    Mhamdi et al. 2018), ``geometric-median`` (Pillutla et al. 2019), ``trimmed-mean`` (Yin et al. 2018). Codes:
-    ``gradient`` (Tandon et al. 2017), ``sr-sgc`` and ``m-sgc`` (Krishnan et al. 2023), see :mod:`weft.sync.coded`.
+    ``weft techniques`` lists rules of aggregation and codes; each brings settings of its own. What codes do says
+    :mod:`weft.sync.coded`.
     """
+
+    hosts: ClassVar = {"aggregate": "aggregator", "code": "code"}
 
     survive: bool = Field(
         True,
@@ -43,21 +39,13 @@ class Resilience(Section):
         description="What happens to a slow rank: it is named, gets less to do, or is left "
         "out.",
     )
-    aggregate: Literal[
-        "mean",
-        "flag",
-        "krum",
-        "multi-krum",
-        "bulyan",
-        "geometric-median",
-        "trimmed-mean",
-    ] = Field(
+    aggregate: str = Field(
         "mean",
         description="How the gradients of replicas (layout.dp) are combined; every rule but "
         "the mean tolerates faulty ones.",
     )
     faulty: int = Field(0, ge=0, description="Replicas that may send anything.")
-    code: Literal["", "gradient", "sr-sgc", "m-sgc"] = Field(
+    code: str = Field(
         "",
         description="Replicas compute some of each other's samples, so that the sum is "
         "known before the slowest are done.",
@@ -69,15 +57,6 @@ class Resilience(Section):
         1,
         description="Parts that sequential codes cut a step into, which need less "
         "redundancy.",
-    )
-    burst: PositiveInt = Field(
-        1,
-        description="Sequential codes: jobs of a window in which a straggler is late.",
-    )
-    window: int = Field(
-        2,
-        ge=2,
-        description="Sequential codes: jobs in which at most so many replicas are late.",
     )
     patience: PositiveFloat = Field(
         1.0,
@@ -93,8 +72,11 @@ class Resilience(Section):
 
     @property
     def replicas_needed(self) -> int:
-        each, more = REPLICAS_NEEDED.get(self.aggregate, (0, 1))
-        return each * self.faulty + more
+        """The fewest replicas with so many faulty ones of which a recipe's rule can make a gradient."""
+        if self.aggregate == "mean":
+            return 1
+        rule: Any = find("aggregator", self.aggregate).made
+        return int(rule.each * self.faulty + rule.more)
 
     @property
     def combines(self) -> bool:

@@ -88,9 +88,8 @@ def _note(section: Section, name: str, field: FieldInfo) -> str:
         choices = KINDS[kind].choices(names(kind))
     else:
         choices = [
-            str(c)
-            for c in get_args(field.annotation)
-            if isinstance(c, str | int) and str(c)
+            str(c) for c in get_args(field.annotation) if isinstance(c, str | int)
         ]
+    choices = [choice for choice in choices if choice]
     notes = [field.description or "", f"({', '.join(choices)})" * bool(choices)]
     return " # " + " ".join(filter(None, notes)) if any(notes) else ""

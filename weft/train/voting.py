@@ -10,7 +10,9 @@ import torch
 from weft.data.batch import Batch
 from weft.layout.boundary import step_sum
 from weft.recipe import Recipe, Resilience
-from weft.sync.robust import RULES, aggregated
+from weft.registry import find
+from weft.sync.aggregator import Aggregator
+from weft.sync.robust import aggregated
 from weft.train.step import (
     LOSS,
     SQUARE_NORM,
@@ -40,6 +42,9 @@ class Voting(Filler):
 
     def __init__(self, context: StepContext, resilience: Resilience) -> None:
         self.context, self.resilience = context, resilience
+        self.rule: Aggregator = find("aggregator", resilience.aggregate).made(
+            resilience
+        )
 
     def own_weight(self, batches: Sequence[Batch]) -> T:
         """The weight of this replica's labels. Scalar, float64."""
@@ -59,8 +64,8 @@ class Voting(Filler):
         vote = torch.cat([grad.flatten() for grad in grads.values()])
         if not (weight > 0 and loss.isfinite()):
             vote.fill_(torch.nan)
-        rule, group = RULES[self.resilience.aggregate], context.mesh.group("dp")
-        vote, counted = aggregated(vote, rule, self.resilience.faulty, group)
+        group = context.mesh.group("dp")
+        vote, counted = aggregated(vote, self.rule, self.resilience.faulty, group)
         if not counted[context.mesh.rank("dp")]:
             loss, weight = torch.zeros_like(loss), torch.zeros_like(weight)
         context.before_update()

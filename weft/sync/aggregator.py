@@ -1,0 +1,38 @@
+"""The interface of aggregators: rules by which the gradients of replicas are combined."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.recipe import Resilience
+
+
+class Aggregator:
+    """Combines gradients of which some may be garbage (``resilience.aggregate``). It is made with ``[resilience]``.
+
+    An aggregator that makes a weighted sum has :meth:`weights`; any other has :meth:`combined` in its place.
+    ``each`` and ``more``: it needs so many replicas for each faulty one, and so many more.
+    """
+
+    each: ClassVar[int] = 2
+    more: ClassVar[int] = 1
+
+    def __init__(self, settings: Resilience) -> None:
+        self.settings = settings
+
+    def combined(
+        self, chunks: torch.Tensor, gram: torch.Tensor, faulty: int
+    ) -> torch.Tensor:
+        """Return a chunk of the outcome ``[elements]``.
+
+        ``chunks``: those of the replicas, ``[replicas, elements]``. ``gram``: inner products of the whole gradients,
+        ``[replicas, replicas]``, float64, on the CPU. ``faulty``: how many of these replicas may be faulty.
+        """
+        return self.weights(gram, faulty).to(chunks) @ chunks
+
+    def weights(self, gram: torch.Tensor, faulty: int) -> torch.Tensor:
+        """Return the weights ``[replicas]`` of the gradients in the outcome, which follow from their inner products."""
+        raise NotImplementedError

@@ -1,0 +1,87 @@
+"""Flag Aggregator: the mean direction in the subspace that replicas agree on (Almasi et al. 2024)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.registry import register
+from weft.sync.aggregator import Aggregator
+
+if TYPE_CHECKING:
+    import torch
+
+
+#: Turns of reweighting, and the weight of the differences between gradients in the subspace.
+FLAG_TURNS, DIFFERENCES = 5, 1.0
+
+
+@register(
+    "aggregator",
+    "flag",
+    title="Flag Aggregator: the mean direction in the subspace that replicas agree on",
+    paper="Almasi et al. 2024",
+    recipe="robust.toml --set resilience.aggregate=flag",
+    proof="tests/sync/test_robust.py",
+)
+class Flag(Aggregator):
+    """The mean of the gradients' directions within a subspace that most of them agree on.
+
+    The subspace has about half as many dimensions as there are gradients, and the least sum of roots of what it leaves
+    out of each direction, and of each direction of a difference. It is found by weighting these again and again; its
+    basis is a sum of gradients, so that inner products are all that is needed.
+
+    The authors' program forgets how long gradients are, and divides by the number of dimensions: the outcome is no
+    gradient any more. Here it has the gradients' median length, so that equal gradients come out as they went in, and a
+    gradient that is scaled up does not count for more.
+    """
+
+    def weights(self, gram: torch.Tensor, faulty: int) -> torch.Tensor:
+        import torch
+
+        from weft.sync.robust import squared_distances
+
+        count, rank = len(gram), len(gram) // 2 + 1
+        norms = gram.diag().sqrt()
+        lengths = norms.clamp(min=1e-300)
+        cosines = gram / lengths[:, None] / lengths[None]
+        apart = squared_distances(cosines)  # between directions
+        by_own, by_pair = (
+            torch.ones(count, dtype=torch.float64),
+            torch.ones_like(cosines),
+        )
+        sums = seen = torch.empty(0)
+        for _ in range(FLAG_TURNS):
+            pairs = (
+                DIFFERENCES
+                / (count * max(1, count - 1))
+                * by_pair
+                / apart.clamp(min=1e-300)
+            )
+            pairs = torch.where(apart > 1e-20, pairs, 0.0)
+            spread = torch.diag(by_own + 2 * pairs.sum(1)) - 2 * pairs
+            sums = subspace(cosines, spread, rank)
+            # [replicas, rank], what the subspace has of each direction
+            seen = cosines @ sums
+            within = seen @ seen.T
+            by_own = ((within.diag() - 1).abs() + 1e-7).rsqrt()
+            by_pair = (
+                (squared_distances(within) / apart.clamp(min=1e-300) - 1).abs() + 1e-7
+            ).rsqrt()
+        return sums @ seen.mean(0) * norms.median() / lengths
+
+
+def subspace(inner: torch.Tensor, spread: torch.Tensor, rank: int) -> torch.Tensor:
+    """An orthonormal basis of what some vectors with these ``inner`` products agree on, ``[vectors, rank]``.
+
+    With the vectors as columns of ``X`` it is the first ``rank`` left singular vectors of ``X C``, where ``spread`` is
+    ``C C^T``, and given as the sums of vectors that they are.
+    """
+    import torch
+
+    values, vectors = torch.linalg.eigh(spread)
+    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
+    # squared singular values, the smallest first
+    squares, turned = torch.linalg.eigh(root @ inner @ root)
+    squares, turned = squares[-rank:], turned[:, -rank:]
+    found = squares > 1e-12 * squares[-1]
+    return root @ turned[:, found] / squares[found].sqrt()

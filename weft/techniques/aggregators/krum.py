@@ -1,0 +1,32 @@
+"""Krum: the replica's gradient nearest to its neighbours (Blanchard et al. 2017)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.registry import register
+from weft.sync.aggregator import Aggregator
+
+if TYPE_CHECKING:
+    import torch
+
+
+@register(
+    "aggregator",
+    "krum",
+    title="Krum: the replica's gradient nearest to its neighbours",
+    paper="Blanchard et al. 2017",
+    recipe="robust.toml",
+    proof="tests/sync/test_robust.py",
+)
+class Krum(Aggregator):
+    """The one gradient that is nearest to its neighbours."""
+
+    more = 3
+
+    def weights(self, gram: torch.Tensor, faulty: int) -> torch.Tensor:
+        from weft.sync.robust import krum_scores, mean_of, squared_distances
+
+        return mean_of(
+            krum_scores(squared_distances(gram), faulty).argmin()[None], len(gram)
+        )

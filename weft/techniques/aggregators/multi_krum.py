@@ -1,0 +1,31 @@
+"""Multi-Krum: the mean of the best of Krum's (Blanchard et al. 2017)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.registry import register
+from weft.sync.aggregator import Aggregator
+
+if TYPE_CHECKING:
+    import torch
+
+
+@register(
+    "aggregator",
+    "multi-krum",
+    title="Multi-Krum: the mean of the best of Krum's",
+    paper="Blanchard et al. 2017",
+    recipe="robust.toml --set resilience.aggregate=multi-krum",
+    proof="tests/sync/test_robust.py",
+)
+class MultiKrum(Aggregator):
+    """The mean of the ``p - faulty - 2`` best of Krum's."""
+
+    more = 3
+
+    def weights(self, gram: torch.Tensor, faulty: int) -> torch.Tensor:
+        from weft.sync.robust import krum_scores, mean_of, squared_distances
+
+        best = krum_scores(squared_distances(gram), faulty).argsort(stable=True)
+        return mean_of(best[: max(1, len(gram) - faulty - 2)], len(gram))

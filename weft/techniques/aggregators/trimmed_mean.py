@@ -1,0 +1,29 @@
+"""Trimmed mean of the replicas' gradients, by coordinate (Yin et al. 2018)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.registry import register
+from weft.sync.aggregator import Aggregator
+
+if TYPE_CHECKING:
+    import torch
+
+
+@register(
+    "aggregator",
+    "trimmed-mean",
+    title="Trimmed mean of the replicas' gradients, by coordinate",
+    paper="Yin et al. 2018",
+    recipe="robust.toml --set resilience.aggregate=trimmed-mean",
+    proof="tests/sync/test_robust.py",
+)
+class TrimmedMean(Aggregator):
+    """In each coordinate the mean without the ``faulty`` largest and smallest."""
+
+    def combined(
+        self, chunks: torch.Tensor, gram: torch.Tensor, faulty: int
+    ) -> torch.Tensor:
+        among = chunks.sort(dim=0).values
+        return among[faulty : len(among) - faulty].mean(0)

@@ -1,0 +1,1 @@
+"""Gradient codes (:class:`weft.sync.coded.Code`), which ``resilience.code`` names."""

@@ -1,0 +1,24 @@
+"""Gradient coding: a step ends without its stragglers (Tandon et al. 2017)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.registry import register
+from weft.sync.coded import GradientCode
+
+if TYPE_CHECKING:
+    from weft.recipe import Resilience
+
+
+@register(
+    "code",
+    "gradient",
+    title="Gradient coding: a step ends without its stragglers",
+    paper="Tandon et al. 2017",
+    recipe="coded.toml",
+    proof="tests/sync/test_coded.py",
+)
+def gradient(settings: Resilience, ranks: int) -> GradientCode:
+    """Every job in a code of its own."""
+    return GradientCode(ranks, settings.stragglers, settings.jobs)

@@ -1,0 +1,147 @@
+"""Multiplexed sequential gradient coding (M-SGC, Krishnan et al. 2023)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from weft.refusal import Rule
+from weft.registry import register
+from weft.sync.coded import (
+    Arrived,
+    Code,
+    CodedTask,
+    GradientCode,
+    Result,
+    SequentialSettings,
+)
+
+if TYPE_CHECKING:
+    from weft.recipe import Resilience
+
+
+#: A window must be longer than a burst.
+SHORT_BURSTS = Rule(
+    "bursts beyond the window",
+    "resilience",
+    lambda a: a.resilience.burst >= a.resilience.window,
+    "resilience.burst = {0.resilience.burst} does not go with window = {0.resilience.window}",
+    "make window - 1 a multiple of burst",
+)
+
+
+@dataclass(frozen=True)
+class Multiplexed(Code):
+    """M-SGC: most parts are one rank's own and in no code, and only what is worked on last is coded.
+
+    A rank works on ``window - 1 + burst`` jobs in a round, a small task of each. Of a job the first ``window - 1`` are
+    its own parts. Then it repeats what was late of these, and if there is no such thing, sends its sum of the next of
+    ``burst`` groups of parts, each in a gradient code of its own.
+    """
+
+    burst: int = 1
+    window: int = 2
+
+    @property
+    def delay(self) -> int:
+        return self.window - 2 + self.burst
+
+    @property
+    def own(self) -> int:
+        """Parts of a rank's own task: as many as in one of its coded sums."""
+        return self.stragglers + 1
+
+    @property
+    def parts(self) -> int:
+        return self.ranks * ((self.window - 1) * self.own + self.burst)
+
+    @cached_property
+    def code(self) -> GradientCode:
+        """The code of a group of parts."""
+        return GradientCode(self.ranks, self.stragglers)
+
+    def own_task(self, rank: int, job: int, which: int) -> CodedTask:
+        first = (rank * (self.window - 1) + which) * self.own
+        return CodedTask(job, tuple(range(first, first + self.own)), (1.0,) * self.own)
+
+    def coded_task(self, rank: int, job: int, group: int) -> CodedTask:
+        before = self.ranks * ((self.window - 1) * self.own + group)
+        _, parts, weights = self.code.task(rank, job)
+        return CodedTask(job, tuple(before + part for part in parts), weights)
+
+    def parts_of(self, rank: int) -> tuple[int, ...]:
+        tasks = [self.own_task(rank, 0, which) for which in range(self.window - 1)]
+        tasks += [self.coded_task(rank, 0, group) for group in range(self.burst)]
+        return tuple(part for task in tasks for part in task.parts)
+
+    def slots(self, rank: int, job: int, arrived: Arrived) -> list[int | None]:
+        """For each of a job's rounds, which of the rank's own tasks it does there; None: the round's coded task."""
+        found: list[int | None] = list(range(self.window - 1))
+        done = {
+            which
+            for which in range(self.window - 1)
+            if in_time(rank, job + which, arrived)
+        }
+        for slot in range(self.window - 1, self.delay + 1):
+            owed = [which for which in range(self.window - 1) if which not in done]
+            found.append(owed[0] if owed else None)
+            if owed and in_time(rank, job + slot, arrived):
+                done.add(owed[0])
+        return found
+
+    def tasks(self, rank: int, number: int, arrived: Arrived) -> list[CodedTask]:
+        found = []
+        for slot in range(self.delay + 1):
+            if 0 <= (job := number - slot) < self.jobs:
+                which = self.slots(rank, job, arrived)[slot]
+                coded = (
+                    self.coded_task(rank, job, slot - self.window + 1)
+                    if which is None
+                    else None
+                )
+                found.append(coded or self.own_task(rank, job, which or 0))
+        return found
+
+    def decoding(self, job: int, arrived: Arrived) -> dict[Result, float] | None:
+        found: dict[Result, float] = {}
+        groups: list[list[Result]] = [[] for _ in range(self.burst)]
+        for rank in range(self.ranks):
+            done = set()
+            for slot, which in enumerate(self.slots(rank, job, arrived)):
+                result = Result(rank, job + slot)
+                if not in_time(rank, job + slot, arrived):
+                    continue
+                if which is None:
+                    groups[slot - self.window + 1].append(result)
+                elif which not in done:
+                    done.add(which)
+                    found[result] = 1.0
+            if len(done) < self.window - 1:
+                return None
+        for group in groups:
+            weights = self.code._decoded(group)
+            if weights is None:
+                return None
+            found |= weights
+        return found
+
+
+def in_time(rank: int, number: int, arrived: Arrived) -> bool:
+    return number < len(arrived) and rank in arrived[number]
+
+
+@register(
+    "code",
+    "m-sgc",
+    settings=SequentialSettings,
+    rules=(SHORT_BURSTS,),
+    title="Multiplexed sequential gradient coding (M-SGC)",
+    paper="Krishnan et al. 2023",
+    recipe="coded.toml --set resilience.code=m-sgc --set resilience.jobs=4",
+    proof="tests/sync/test_coded.py",
+)
+def multiplexed(settings: Resilience, ranks: int) -> Multiplexed:
+    """So many jobs at a time as a window and a burst have rounds."""
+    own = settings.own(SequentialSettings)
+    return Multiplexed(ranks, settings.stragglers, settings.jobs, own.burst, own.window)
