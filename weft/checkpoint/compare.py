@@ -39,20 +39,20 @@ class Comparison:
         return not (self.missing or self.extra or self.changed or self.values)
 
 
-def compare(one: StoredCheckpoint, two: StoredCheckpoint) -> Comparison:
+def compare(left: StoredCheckpoint, right: StoredCheckpoint) -> Comparison:
     """Read both from end to end."""
     fields = ("step", "layout", "world", "data", "progress")
     meta = {
-        k: [one.meta.get(k), two.meta.get(k)]
+        k: [left.meta.get(k), right.meta.get(k)]
         for k in fields
-        if one.meta.get(k) != two.meta.get(k)
+        if left.meta.get(k) != right.meta.get(k)
     }
-    missing = [name for name in one.tensors if name not in two.tensors]
-    extra = [name for name in two.tensors if name not in one.tensors]
+    missing = [name for name in left.tensors if name not in right.tensors]
+    extra = [name for name in right.tensors if name not in left.tensors]
     common = [
-        (name, t, two.tensors[name])
-        for name, t in one.tensors.items()
-        if name in two.tensors
+        (name, t, right.tensors[name])
+        for name, t in left.tensors.items()
+        if name in right.tensors
     ]
     alike = {
         name: t
@@ -64,18 +64,18 @@ def compare(one: StoredCheckpoint, two: StoredCheckpoint) -> Comparison:
         for n, s, t in common
         if n not in alike
     }
-    found = {name: _difference(name, t, one, two) for name, t in alike.items()}
+    differences = {name: _difference(name, t, left, right) for name, t in alike.items()}
     return Comparison(
         meta,
         missing,
         extra,
         changed,
-        {name: d for name, d in found.items() if d.different},
+        {name: d for name, d in differences.items() if d.different},
     )
 
 
 def _difference(
-    name: str, tensor: Tensor, one: StoredCheckpoint, two: StoredCheckpoint
+    name: str, tensor: Tensor, left: StoredCheckpoint, right: StoredCheckpoint
 ) -> TensorDifference:
     count, largest, apart, norm = 0, 0.0, 0.0, 0.0
     rows = (*tensor.shape, 1)[0]
@@ -86,13 +86,13 @@ def _difference(
         x, y = (
             torch.empty(extents(box), dtype=TORCH_DTYPES[tensor.dtype]) for _ in "xy"
         )
-        one.load({name: Part(x, box, tensor)})
-        two.load({name: Part(y, box, tensor)})
+        left.load({name: Part(x, box, tensor)})
+        right.load({name: Part(y, box, tensor)})
         unequal = x.view(BITS[tensor.itemsize]) != y.view(BITS[tensor.itemsize])
         norm += float(x.double().square().sum())
-        if found := int(unequal.sum()):
+        if differing := int(unequal.sum()):
             gap = (x[unequal].double() - y[unequal].double()).abs()
-            count, apart = count + found, apart + float(gap.square().sum())
+            count, apart = count + differing, apart + float(gap.square().sum())
             largest = max(largest, float(gap.max()), key=lambda v: (math.isnan(v), v))
     return TensorDifference(
         count, largest, math.sqrt(apart / norm) if norm else math.inf

@@ -172,9 +172,9 @@ class Manifest:
 
 
 def _tensor(t: Tensor) -> dict[str, Any]:
-    found: dict[str, Any] = {"shape": list(t.shape), "dtype": t.dtype}
+    about: dict[str, Any] = {"shape": list(t.shape), "dtype": t.dtype}
     return (
-        found
+        about
         | ({"dims": list(t.dims)} if t.dims else {})
         | ({"tied": t.tied} if t.tied else {})
     )
@@ -251,14 +251,14 @@ def _check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None
     if dict(more) != dict(less):
         # At the first corner where they differ no other one counts: that element is covered wrongly.
         first = min(c for c in more.keys() | less.keys() if more[c] != less[c])
-        found, what = (
+        covered, what = (
             sum(map(volume, boxes)),
             "more than once" if more[first] > less[first] else "in none",
         )
         if not all(0 <= at < n for at, n in zip(first, shape, strict=True)):
             what = "outside of the tensor"
         raise DamagedCheckpoint(
-            f"the blocks of {name} have {found} elements, the tensor has {math.prod(shape)}; {list(first)} is {what}"
+            f"the blocks of {name} have {covered} elements, the tensor has {math.prod(shape)}; {list(first)} is {what}"
         )
 
 

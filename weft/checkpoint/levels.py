@@ -77,7 +77,7 @@ def levels_of(settings: Checkpoint, run: Path, apart: str = "") -> list[LevelSto
 
     ``apart``: a subfolder to use in places outside of the run's folder, which several islands share.
     """
-    found = []
+    levels = []
     for level in settings.all_levels:
         place: Storage = LocalStorage(run / "checkpoints")
         if level.to == MEMORY:
@@ -91,8 +91,8 @@ def levels_of(settings: Checkpoint, run: Path, apart: str = "") -> list[LevelSto
                 else place
             )
             place = place / apart if apart else place
-        found.append(LevelStore(place, level.every, level.keep, level.to == MEMORY))
-    return found
+        levels.append(LevelStore(place, level.every, level.keep, level.to == MEMORY))
+    return levels
 
 
 def check_levels(levels: Sequence[LevelStore], size: int, fresh: bool) -> None:
@@ -166,9 +166,9 @@ def check_hosts(levels: Sequence[LevelStore], ranks: int, local: int) -> None:
 def _is_visible(place: Storage, name: str) -> bool:
     """Whether an object is visible here; network file systems may take a moment."""
     deadline = time.monotonic() + VISIBLE_S
-    while not (found := place.holds(name)) and time.monotonic() < deadline:
+    while not (visible := place.holds(name)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return found
+    return visible
 
 
 def open_levels(levels: Sequence[LevelStore], run: Path, fresh: bool) -> None:
@@ -186,16 +186,16 @@ def open_levels(levels: Sequence[LevelStore], run: Path, fresh: bool) -> None:
                 ) from None
     home = LocalStorage(run / "checkpoints")
     known = [place for place in places(run) if place not in (home, LocalStorage(run))]
-    found = list(
+    listed = list(
         dict.fromkeys(
             [*(level.place for level in levels if level.place != home), *known]
         )
     )
-    if found != known:
+    if listed != known:
         draft = run / f".{PLACES}"
         try:
             draft.write_text(
-                json.dumps({"places": list(map(str, found))}, indent=1) + "\n"
+                json.dumps({"places": list(map(str, listed))}, indent=1) + "\n"
             )
             draft.replace(run / PLACES)
         except OSError as error:

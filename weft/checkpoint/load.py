@@ -145,9 +145,9 @@ class StoredCheckpoint:
         self.seconds["read"] += time.perf_counter() - begun
         for block, data in zip(group, buffers, strict=True):
             begun = time.perf_counter()
-            found = digest(data)
+            checksum = digest(data)
             self.seconds["verify"] += time.perf_counter() - begun
-            if found != block.digest:
+            if checksum != block.digest:
                 raise self.damaged(
                     f"{block.file} is not what was saved (tensor {block.tensor})"
                 )
@@ -239,8 +239,8 @@ class StoredCheckpoint:
 def memory_of(values: torch.Tensor) -> Elements:
     """The elements of a tensor in the CPU's memory, which they share."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    found: Elements = values.detach().view(kinds[values.element_size()]).numpy()
-    return found.view(f"u{values.element_size()}")
+    elements: Elements = values.detach().view(kinds[values.element_size()]).numpy()
+    return elements.view(f"u{values.element_size()}")
 
 
 def _whole(target: Elements, target_box: Box, box: Box) -> memoryview | None:

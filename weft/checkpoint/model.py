@@ -63,8 +63,8 @@ def _opened(
         return parallelize(shape, mesh, Train(), values, lift=lift, summed=False)[0]
 
     if is_foreign(where):
-        found = open_pretrained(where)
-        if found.values is None:
+        pretrained = open_pretrained(where)
+        if pretrained.values is None:
             raise WeftError(
                 f"{where} is a configuration without weights; give the folder that has them"
             )
@@ -72,15 +72,15 @@ def _opened(
             raise WeftError(
                 f"{where} is no checkpoint of a run of Weft's, which alone have averages; leave out --ema"
             )
-        return made(found.shape, found.values), dict(found.files), None
+        return made(pretrained.shape, pretrained.values), dict(pretrained.files), None
 
     def load(checkpoint: StoredCheckpoint) -> Transformer:
-        found = of_checkpoint(checkpoint, ema=ema)
-        assert found.values is not None
-        if found.shape.adapter is not None or experts is not None:
-            return made(found.shape, found.values)
+        pretrained = of_checkpoint(checkpoint, ema=ema)
+        assert pretrained.values is not None
+        if pretrained.shape.adapter is not None or experts is not None:
+            return made(pretrained.shape, pretrained.values)
         model, state = parallelize(
-            found.shape,
+            pretrained.shape,
             mesh,
             Train(),
             lambda name, logical, box: torch.zeros(()),

@@ -82,12 +82,12 @@ class PeerStorage:
 
     def list(self, prefix: str = "") -> dict[str, int]:
         inside = f"{self.prefix}/" if self.prefix else ""
-        found = {
+        sizes = {
             path[len(inside) :]: s.size
             for path, s in self._files("list").items()
             if path.startswith(inside)
         }
-        return {name: size for name, size in found.items() if name.startswith(prefix)}
+        return {name: size for name, size in sizes.items() if name.startswith(prefix)}
 
     def folders(self) -> Sequence[str]:
         return sorted({name.split("/")[0] for name in self.list() if "/" in name})
@@ -179,12 +179,12 @@ _kept: OrderedDict[bytes, bytes] = OrderedDict()
 def _blocks(path: str, shared: "Shared", first: int, end: int) -> list[bytes]:
     """Blocks ``first`` up to ``end`` of a file; the last ones that were read are kept."""
     peer, names = _circle(os.getpid()), _index(path, shared)[first:end]
-    found = {name: _kept[name] for name in names if name in _kept}
-    if missing := [name for name in dict.fromkeys(names) if name not in found]:
-        found |= zip(
+    blocks = {name: _kept[name] for name in names if name in _kept}
+    if missing := [name for name in dict.fromkeys(names) if name not in blocks]:
+        blocks |= zip(
             missing, peer.fetch(missing, peer.having(path, shared)), strict=True
         )
-    _kept.update(found)
+    _kept.update(blocks)
     while len(_kept) > KEPT:
         _kept.popitem(last=False)
-    return [found[name] for name in names]
+    return [blocks[name] for name in names]

@@ -83,10 +83,10 @@ _Parts = dict[str, dict[Box, Part]]
 
 
 def _by_box(parts: Iterable[tuple[str, Part]]) -> _Parts:
-    found: _Parts = {}
+    boxes: _Parts = {}
     for name, part in parts:
-        found.setdefault(name, {})[part.box] = part
-    return found
+        boxes.setdefault(name, {})[part.box] = part
+    return boxes
 
 
 def redistribute(
@@ -249,9 +249,9 @@ def load(
         checkpoint.load(mine)
     except WeftError as error:
         problem = error
-    for found in from_all(problem, group):
-        if found is not None:
-            raise found
+    for failure in from_all(problem, group):
+        if failure is not None:
+            raise failure
     if shared:
         redistribute(mine.items(), locals_, group)
 

@@ -177,23 +177,23 @@ class S3Storage:
 
     def folders(self) -> Sequence[str]:
         prefix = self._key("")
-        found = self._retried(
+        prefixes = self._retried(
             "list",
             prefix,
             lambda: _obstore().list_with_delimiter(self._store, prefix=prefix or None),
         )["common_prefixes"]
-        return sorted(path.strip("/").rpartition("/")[2] for path in found)
+        return sorted(path.strip("/").rpartition("/")[2] for path in prefixes)
 
     def modified(self, name: str = "") -> float:
         key = self._key(name)
-        found = (
+        entries = (
             [self._retried("read", key, lambda: _obstore().head(self._store, key))]
             if name
             else self._listed()
         )
-        if not found:
+        if not entries:
             raise self._problem("read", key, "it does not exist")
-        return float(max(entry["last_modified"] for entry in found).timestamp())
+        return float(max(entry["last_modified"] for entry in entries).timestamp())
 
     def clear(self) -> None:
         self.delete(self.list())
@@ -342,8 +342,8 @@ def _slices(
                 # sent later, when the chunk may have changed
                 yield bytes(view[at : at + part])
 
-    with closing(slices()) as found, ThreadPoolExecutor(1) as thread:
-        while (piece := thread.submit(next, found, None).result()) is not None:
+    with closing(slices()) as pieces, ThreadPoolExecutor(1) as thread:
+        while (piece := thread.submit(next, pieces, None).result()) is not None:
             yield piece
 
 

@@ -79,10 +79,10 @@ def check_goes_on(
         raise WeftError(
             f"{checkpoint} was converted (from {kind}) and has no position in the data; {instead}"
         )
-    if found := model_differences(model_of(checkpoint), shape):
+    if differences := model_differences(model_of(checkpoint), shape):
         raise WeftError(
-            f"{checkpoint} is of another model: it has {'; it has '.join(found)}; restore what was changed, or start "
-            "another run with another --out"
+            f"{checkpoint} is of another model: it has {'; it has '.join(differences)}; restore what was changed, or "
+            "start another run with another --out"
         )
     stored_optimizer = checkpoint.meta.get("recipe", {}).get("optimizer", {})
     kept = [*optimizer.hosts, *getattr(optimizer.update_rule, "shaping", ())]
@@ -119,22 +119,24 @@ def other_differences(
     ``fingerprint``: of the recipe's data.
     """
     stored, mine = checkpoint.meta.get("recipe", {}), recipe.model_dump(mode="json")
-    found = _differing("optimizer", stored, mine, type(recipe.optimizer).model_fields)
-    found += _differing("train", stored, mine, SETTINGS)
+    differences = _differing(
+        "optimizer", stored, mine, type(recipe.optimizer).model_fields
+    )
+    differences += _differing("train", stored, mine, SETTINGS)
     if stored.get("adapter") and recipe.adapter:
-        found += _differing("adapter", stored, mine, ("dropout",))
+        differences += _differing("adapter", stored, mine, ("dropout",))
     if checkpoint.meta["data"] != fingerprint:
         position = f"{checkpoint.meta['progress']['position']:,}"
         data = _differing(
             "data", stored, mine, ("sources", "seq_len", "seed", "validation", "bos")
         )
-        found += data or [
+        differences += data or [
             "the documents of data.sources are not those that the checkpoint was trained on"
         ]
-        found.append(
+        differences.append(
             f"other data is read on from sample {position} of its order: some may come twice, some never"
         )
-    return found
+    return differences
 
 
 def _differing(section: str, stored: Any, mine: Any, names: Any) -> list[str]:

@@ -100,8 +100,8 @@ def _numbered(root: Storage) -> list[str]:
 
 
 def _number(name: str) -> tuple[int, int] | None:
-    found = re.fullmatch(r"step-(\d+)(?:-(\d+))?", name)
-    return (int(found[1]), int(found[2] or 1)) if found else None
+    match = re.fullmatch(r"step-(\d+)(?:-(\d+))?", name)
+    return (int(match[1]), int(match[2] or 1)) if match else None
 
 
 def step_of(place: Storage) -> int:
@@ -141,27 +141,27 @@ def candidates(
     the one in the place that is searched first comes first. ``warn``, if given, is called for every place that cannot
     be read while others can. Raises :class:`WeftError` if there is no checkpoint.
     """
-    found: list[Storage] = []
+    checkpoints: list[Storage] = []
     problems: list[StorageError] = []
     if len(where) == 1 and (place := open_storage(where[0])).holds(ROOT):
         return [place]
-    for one in where:
+    for each in where:
         try:
-            within = places(one)
+            within = places(each)
         except StorageError as error:
             problems.append(error)
             continue
         for place in within:
             try:
-                found += committed(place)
+                checkpoints += committed(place)
             except StorageError as error:
                 problems.append(error)
-    if problems and (warn is None or not found):
+    if problems and (warn is None or not checkpoints):
         raise problems[0]
     for problem in problems:
         assert warn is not None
         warn(f"{problem}; looking elsewhere")
-    if not found:
+    if not checkpoints:
         named, fix = (
             " and ".join(map(str, where)),
             f"give a run folder or a checkpoint (a folder with {ROOT})",
@@ -170,7 +170,7 @@ def candidates(
             raise WeftError(f"{named} does not exist; {fix}")
         raise WeftError(f"no checkpoint in {named}; {fix}")
     return sorted(
-        dict.fromkeys(found), key=lambda p: _number(p.name) or (), reverse=True
+        dict.fromkeys(checkpoints), key=lambda p: _number(p.name) or (), reverse=True
     )
 
 
@@ -235,22 +235,25 @@ def load_newest(
 
 
 def retained(
-    found: Sequence[Storage],
+    checkpoints: Sequence[Storage],
     last: int,
     every: int = 0,
     scores: Mapping[int, float] | None = None,
 ) -> list[Storage]:
-    """Which of the checkpoints ``found`` (oldest first) are kept: the ``last`` ones, one every ``every`` steps, and the
-    one with the best score.
+    """Which of the ``checkpoints`` (oldest first) are kept: the ``last`` ones, one every ``every`` steps, and the one
+    with the best score.
 
     ``scores``: by step; lower is better. Of several checkpoints of one step only the newest counts for ``every`` and
     ``scores``. The one that was committed last is always kept: after a run has gone back to an earlier step, it is not
     the one of the highest step.
     """
-    newest = {step_of(p): p for p in found}
+    newest = {step_of(p): p for p in checkpoints}
     kept = (
-        {*found[-last:], max(reversed(found), key=lambda p: p.modified(ROOT))}
-        if found
+        {
+            *checkpoints[-last:],
+            max(reversed(checkpoints), key=lambda p: p.modified(ROOT)),
+        }
+        if checkpoints
         else set()
     )
     kept |= {p for step, p in newest.items() if every and step % every == 0}
@@ -258,7 +261,7 @@ def retained(
         step: score for step, score in (scores or {}).items() if step in newest
     }:
         kept.add(newest[min(known, key=lambda step: (known[step], -step))])
-    return [p for p in found if p in kept]
+    return [p for p in checkpoints if p in kept]
 
 
 class Pruned(NamedTuple):
@@ -292,16 +295,16 @@ def prune(
     place = open_storage(root)
     there = committed(place)
     # Whose each one is does not matter where all of them stay.
-    found = [p for p in there if mine(p)] if 0 < keep < len(there) else there
-    kept = retained(found, keep, every, scores) if keep else found
-    gone, damaged = [p for p in found if p not in kept], list[Storage]()
-    for one in reversed(found if gone else []):
+    checkpoints = [p for p in there if mine(p)] if 0 < keep < len(there) else there
+    kept = retained(checkpoints, keep, every, scores) if keep else checkpoints
+    gone, damaged = [p for p in checkpoints if p not in kept], list[Storage]()
+    for checkpoint in reversed(checkpoints if gone else []):
         try:
-            check(one)
+            check(checkpoint)
         except WeftError:
-            damaged.append(one)
+            damaged.append(checkpoint)
         else:
-            gone = [p for p in gone if p != one]
+            gone = [p for p in gone if p != checkpoint]
             break
     else:
         gone = []
@@ -317,13 +320,15 @@ def prune(
     return Pruned(gone, damaged)
 
 
-def _abandoned(place: Storage, found: Sequence[Storage]) -> bool:
+def _abandoned(place: Storage, checkpoints: Sequence[Storage]) -> bool:
     """Whether a folder without a root belongs to a save that has failed, and not to one under way.
 
     A run saves one checkpoint at a time, so a save under way has written something since the last commit.
     """
     try:
-        return bool(found) and place.modified() < max(p.modified(ROOT) for p in found)
+        return bool(checkpoints) and place.modified() < max(
+            p.modified(ROOT) for p in checkpoints
+        )
     except MissingObject:  # something is being written or deleted right now
         return False
 
@@ -343,8 +348,8 @@ def verify(checkpoint: StoredCheckpoint) -> int:
     blocks = sorted(checkpoint.all_blocks(), key=lambda b: (b.file, b.offset))
     for _ in checkpoint.read_all(blocks):
         pass
-    for file, found in groupby(blocks, key=lambda b: b.file):
-        _check_head(checkpoint, file, list(found))
+    for file, of_file in groupby(blocks, key=lambda b: b.file):
+        _check_head(checkpoint, file, list(of_file))
     return checkpoint.bytes_read - before
 
 

@@ -101,8 +101,8 @@ def base_name(name: Where) -> str | None:
     if is_adapter(Path(where)):
         return PeftAdapter(Path(where)).base
     base = open_checkpoint(candidates(open_storage(where))[0]).meta.get("base") or {}
-    found: str | None = base.get("from")
-    return found
+    name_of_base: str | None = base.get("from")
+    return name_of_base
 
 
 def shape_named(name: str) -> ModelShape:
@@ -181,19 +181,19 @@ def of_checkpoint(
 
 
 def _of_peft(name: str, folder: Path) -> Pretrained:
-    found = PeftAdapter(folder)
-    if found.base is None:
+    adapter = PeftAdapter(folder)
+    if adapter.base is None:
         raise WeftError(
             f"{folder} does not say which model it is for; set base_model_name_or_path in its {CONFIG}"
         )
-    base = open_pretrained(found.base)
+    base = open_pretrained(adapter.base)
     if base.values is None or base.shape.adapter is not None:
         raise WeftError(
-            f"{folder} is an adapter for {found.base}, which has no weights of its own"
+            f"{folder} is an adapter for {adapter.base}, which has no weights of its own"
         )
-    vocab = max(base.shape.vocab, found.vocab)
+    vocab = max(base.shape.vocab, adapter.vocab)
     shape = base.shape.model_copy(
-        update={"adapter": found.adapter, "origin": name, "vocab": vocab}
+        update={"adapter": adapter.adapter, "origin": name, "vocab": vocab}
     )
     values = (
         base.values
@@ -201,7 +201,7 @@ def _of_peft(name: str, folder: Path) -> Pretrained:
         else grown(base.values, base.shape, vocab)
     )
     return Pretrained(
-        name, shape, _beside(values, found.values(shape), shape), base.files
+        name, shape, _beside(values, adapter.values(shape), shape), base.files
     )
 
 

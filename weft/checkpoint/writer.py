@@ -216,17 +216,22 @@ def commit(
             )
         time.sleep(pause)
         pause = min(0.2, pause * 1.5)
-    found, listed = {}, []
+    manifests, listed = {}, []
     for name in wanted.manifests:
         data = storage.read(name)
         described = layout.Manifest(data, name)
-        found[name] = described.tensors, list(described)
+        manifests[name] = described.tensors, list(described)
         listed.append([name, len(data), digest(data)])
     files = {}
     for name, data in wanted.files.items():
         storage.write(name, [data])
         files[name] = [len(data), digest(data)]
-    root = {**wanted.meta, **layout.index(found), "manifests": listed, "files": files}
+    root = {
+        **wanted.meta,
+        **layout.index(manifests),
+        "manifests": listed,
+        "files": files,
+    }
     if not storage.create(ROOT, layout.seal(root)):
         raise StorageError(
             f"{storage}/{ROOT} exists: this checkpoint has been committed before"

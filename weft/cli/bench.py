@@ -105,15 +105,20 @@ def policies(
     ) as status:
         curve = choose.time_steps(build, few)
         status.update("simulating every policy")
-        found = choose.compare(build, load, curve, percentiles, limits)
+        candidates = choose.compare(build, load, curve, percentiles, limits)
         most = (
-            choose.most_requests(build, found[0], load, curve, limits)
+            choose.most_requests(build, candidates[0], load, curve, limits)
             if limits
             else math.nan
         )
     if as_json:
         rows = [
-            {"policy": one.policy, "budget": one.budget, **one.figures} for one in found
+            {
+                "policy": candidate.policy,
+                "budget": candidate.budget,
+                **candidate.figures,
+            }
+            for candidate in candidates
         ]
         print(
             json.dumps(
@@ -124,8 +129,8 @@ def policies(
             )
         )
         return 0
-    _show_candidates(found, percentiles[-1])
-    best = found[0]
+    _show_candidates(candidates, percentiles[-1])
+    best = candidates[0]
     print(
         f"weft serve --checkpoint {checkpoint} --policy {best.policy} --budget {best.budget} --requests {requests}"
     )
@@ -139,7 +144,7 @@ def policies(
     return 0
 
 
-def _show_candidates(found: "list[Candidate]", percentile: float) -> None:
+def _show_candidates(candidates: "list[Candidate]", percentile: float) -> None:
     last = f"p{percentile:g}"
     names = {"request_goodput": "good/s", "output_throughput": "tok/s"}
     names |= {
@@ -149,14 +154,16 @@ def _show_candidates(found: "list[Candidate]", percentile: float) -> None:
         f"{last}_itl_ms": last,
     }
     names["mean_e2el_ms"] = "e2el ms"
-    names = {name: head for name, head in names.items() if name in found[0].figures}
-    values = [[one.figures[name] for name in names] for one in found]
+    names = {
+        name: head for name, head in names.items() if name in candidates[0].figures
+    }
+    values = [[candidate.figures[name] for name in names] for candidate in candidates]
     figures = [
         [f"{value:.4g}" if value < 1000 else f"{value:,.0f}" for value in its]
         for its in values
     ]
     rows = [
-        [one.policy, str(one.budget), *its]
-        for one, its in zip(found, figures, strict=True)
+        [candidate.policy, str(candidate.budget), *its]
+        for candidate, its in zip(candidates, figures, strict=True)
     ]
     print_table(["policy", "budget", *names.values()], rows)

@@ -58,9 +58,9 @@ def ls(path: AllCheckpoints, as_json: AsJson = False) -> int:
     from weft.checkpoint.store import check_files
 
     records = []
-    found = _checkpoints(path)
-    spread = len({str(place).removesuffix(place.name) for place in found}) > 1
-    for place in found:
+    checkpoints = _checkpoints(path)
+    spread = len({str(place).removesuffix(place.name) for place in checkpoints}) > 1
+    for place in checkpoints:
         checkpoint, problem, meta = StoredCheckpoint(place), None, {}
         try:
             meta = checkpoint.meta
@@ -120,11 +120,13 @@ def inspect(
             for key, value in meta.items()
             if key not in ("tensors", "places")
         }
-        found = {
+        described = {
             n: asdict(t := tensors[n]) | {"blocks": blocks[n], "bytes": _size(t)}
             for n in names
         }
-        print(json.dumps({"checkpoint": str(checkpoint), **about, "tensors": found}))
+        print(
+            json.dumps({"checkpoint": str(checkpoint), **about, "tensors": described})
+        )
         return 0
     facts = {
         "checkpoint": checkpoint,
@@ -185,35 +187,39 @@ def diff(
     """Compare the tensors of two checkpoints, of whatever layout. Exit code 0: equal bit by bit, 1: not."""
     from weft.checkpoint.compare import compare
 
-    with _reading(_checkpoints(a)[-1], _checkpoints(b)[-1]) as (one, two):
-        found = compare(one, two)
+    with _reading(_checkpoints(a)[-1], _checkpoints(b)[-1]) as (left, right):
+        comparison = compare(left, right)
     if as_json:
         finite = {
             name: {key: x if math.isfinite(x) else None for key, x in asdict(v).items()}
-            for name, v in found.values.items()
+            for name, v in comparison.values.items()
         }
-        print(json.dumps({"equal": found.equal} | asdict(found) | {"values": finite}))
-        return 0 if found.equal else 1
-    rows = [(key, *map(str, pair)) for key, pair in found.meta.items()]
+        print(
+            json.dumps(
+                {"equal": comparison.equal} | asdict(comparison) | {"values": finite}
+            )
+        )
+        return 0 if comparison.equal else 1
+    rows = [(key, *map(str, pair)) for key, pair in comparison.meta.items()]
     rows += [
         (name, *(f"{dtype} {list(shape)}" for dtype, shape in pair))
-        for name, pair in found.changed.items()
+        for name, pair in comparison.changed.items()
     ]
-    rows += [(name, "there", "missing") for name in found.missing] + [
-        (n, "missing", "there") for n in found.extra
+    rows += [(name, "there", "missing") for name in comparison.missing] + [
+        (n, "missing", "there") for n in comparison.extra
     ]
     _print_table([("", "A", "B"), *rows] if rows else [])
     table = [("tensor", "different elements", "largest difference", "relative 2-norm")]
-    for name, v in found.values.items():
-        count = f"{v.different:,} of {one.tensors[name].numel:,}"
+    for name, v in comparison.values.items():
+        count = f"{v.different:,} of {left.tensors[name].numel:,}"
         table.append((name, count, f"{v.max:.3g}", f"{v.relative:.3g}"))
-    _print_table(table if found.values else [])
+    _print_table(table if comparison.values else [])
     print(
-        f"all {len(one.tensors)} tensors are equal"
-        if found.equal
+        f"all {len(left.tensors)} tensors are equal"
+        if comparison.equal
         else "the tensors differ"
     )
-    return 0 if found.equal else 1
+    return 0 if comparison.equal else 1
 
 
 @app.command()
@@ -265,8 +271,8 @@ def prune(
     from weft.checkpoint.store import prune as delete
     from weft.observe.metrics import metric_by_step
 
-    found = _checkpoints(run)
-    if found == [open_storage(run)]:
+    checkpoints = _checkpoints(run)
+    if checkpoints == [open_storage(run)]:
         raise UsageError(f"{run} is one checkpoint; give the folder of its run")
     scores = metric_by_step(Path(run), best) if best else None
     kept = best_checkpoint(Path(run))
@@ -302,7 +308,7 @@ def prune(
             deleted += len(pruned.deleted)
             damaged += [place.name for place in pruned.damaged]
     print(
-        f"{len(found) - deleted} of {len(found)} kept"
+        f"{len(checkpoints) - deleted} of {len(checkpoints)} kept"
         + (f"; damaged: {', '.join(damaged)}" if damaged else "")
     )
     return 0
@@ -320,7 +326,7 @@ def _reading(*places: "Storage") -> "Iterator[list[StoredCheckpoint]]":
     """Open checkpoints, with a bar for how much of them has been read."""
     from weft.checkpoint.load import StoredCheckpoint
 
-    console, found = Console(stderr=True), []
+    console, opened = Console(stderr=True), []
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -332,9 +338,9 @@ def _reading(*places: "Storage") -> "Iterator[list[StoredCheckpoint]]":
     ) as bar:
         for place in places:
             task = bar.add_task(place.name, total=None)
-            found.append(StoredCheckpoint(place, partial(bar.advance, task)))
-            bar.update(task, total=sum(map(_size, found[-1].tensors.values())))
-        yield found
+            opened.append(StoredCheckpoint(place, partial(bar.advance, task)))
+            bar.update(task, total=sum(map(_size, opened[-1].tensors.values())))
+        yield opened
 
 
 def _verify(place: "Storage") -> int:

@@ -45,7 +45,7 @@ def convert(
 
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype!r} is not possible; {nearest(dtype, DTYPES)}")
-    found = write(
+    written = write(
         source,
         out,
         kind,
@@ -55,11 +55,11 @@ def convert(
         optimizer,
         upcycle,
     )
-    count = sum(logical.numel for logical in found.logical.values())
+    count = sum(logical.numel for logical in written.logical.values())
     moments = (
-        ", with optimizer state" if found.moments and optimizer and to != "hf" else ""
+        ", with optimizer state" if written.moments and optimizer and to != "hf" else ""
     )
     typer.echo(
-        f"{out}: {len(found.logical)} tensors, {count:,} parameters from {found.kind}{moments}"
+        f"{out}: {len(written.logical)} tensors, {count:,} parameters from {written.kind}{moments}"
     )
     return 0

@@ -22,15 +22,15 @@ def doctor(
     """Say who makes a run wait: a slow computer, sender, receiver or link, or a rank that hangs and where."""
     from weft.observe.doctor import examine, tables
 
-    found = examine(run)
+    examination = examine(run)
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=2))
+        typer.echo(json.dumps(examination.as_json(), indent=2))
         return 0
-    for columns, rows in tables(found):
+    for columns, rows in tables(examination):
         print_table(columns, rows)
         typer.echo()
-    for verdict in found.verdicts:
+    for verdict in examination.verdicts:
         typer.echo(verdict.text)
-    if not found.verdicts:
+    if not examination.verdicts:
         typer.echo("nobody is slow, and nobody hangs")
     return 0

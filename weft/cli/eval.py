@@ -45,7 +45,7 @@ def evaluate(
     tasks = [Task(path=str(file), chat=chat, limit=limit) for file in files]
     opened = open_tasks(tasks, tokenizer_of(contents, checkpoint), checkpoint)
     score = partial(scores, model, None, model.mesh)
-    found = {
+    answers = {
         task.name: answered
         for task in opened
         if (answered := task.answered(score)) is not None
@@ -54,8 +54,8 @@ def evaluate(
         print(
             json.dumps(
                 {
-                    name: asdict(one) | {"accuracy": one.accuracy}
-                    for name, one in found.items()
+                    name: asdict(result) | {"accuracy": result.accuracy}
+                    for name, result in answers.items()
                 },
                 indent=2,
             )
@@ -63,7 +63,7 @@ def evaluate(
         return 0
     rows = [
         (name, str(a.questions), str(a.right), f"{a.accuracy:.1%}", f"{a.loss:.3f}")
-        for name, a in found.items()
+        for name, a in answers.items()
     ]
     print_table(("task", "questions", "right", "accuracy", "loss"), rows)
     return 0

@@ -246,25 +246,27 @@ def say_samples(checkpoint: "Where", recipe: "Recipe") -> list[dict[str, str]]:
     settings, origin = recipe.generate, recipe.model.origin
     assert settings is not None
     written = samples(checkpoint, settings, warn, recipe.optimizer.use_ema)
-    found = [
+    shown_samples = [
         {"prompt": p, "text": t}
         for p, t in zip(settings.all_prompts, written, strict=True)
     ]
     if settings.before and origin is not None:
-        for shown, before in zip(found, samples(origin, settings, warn), strict=True):
+        for shown, before in zip(
+            shown_samples, samples(origin, settings, warn), strict=True
+        ):
             shown["before"] = before
         table = Table("asked", f"before, by {origin}", "after", show_lines=True)
-        for shown in found:
+        for shown in shown_samples:
             table.add_row(
                 *(Text(shown[key].strip()) for key in ("prompt", "before", "text"))
             )
         Console(highlight=False).print(table)
-        return found
+        return shown_samples
     between = "\n" if settings.chat else ""
     _show(
         [
             ("the model writes", shown["prompt"] + between + shown["text"])
-            for shown in found
+            for shown in shown_samples
         ]
     )
-    return found
+    return shown_samples

@@ -20,16 +20,16 @@ def new(
     from weft.recipe.template import template
 
     out = Path(name if name.endswith(".toml") else f"{name}.toml")
-    found = find_recipe(source)
+    path = find_recipe(source)
     if not out.name.removesuffix(".toml"):
         raise UsageError("the new recipe has no name; say: weft new NAME")
     if out.exists():
         raise UsageError(f"{out} exists already; choose another name")
-    if found is None:
+    if path is None:
         load_recipe(source)  # says which one may have been meant
         raise UsageError(f"--from {source} is not a .toml file")
     try:
-        out.write_text(template(found.read_text(), str(out)))
+        out.write_text(template(path.read_text(), str(out)))
     except OSError as error:
         raise WeftError(
             f"cannot write {out}: {error.strerror}; choose another folder"

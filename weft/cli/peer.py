@@ -191,8 +191,8 @@ def _say(text: str) -> None:
 
 
 def _parse(text: str, form: str, usage: str) -> tuple[str, ...]:
-    if (found := re.fullmatch(form, text)) is None or not 0 < int(
-        found.groups()[-1]
+    if (match := re.fullmatch(form, text)) is None or not 0 < int(
+        match.groups()[-1]
     ) < 65536:
         raise UsageError(f"{text!r} is not of the form {usage}")
-    return found.groups()
+    return match.groups()

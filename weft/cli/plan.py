@@ -290,14 +290,14 @@ def _plan_here(
     steps = recipe.train.steps
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with Console(stderr=True).status("") as status:
-        found = estimates(
+        results = estimates(
             recipe, shape, methods or list(METHODS), device, status.update
         )
-    chosen = recommend(found)
+    chosen = recommend(results)
     line = None if chosen is None else command(model, chosen, recipe)
     if as_json:
-        print(json.dumps({"methods": [vars(e) | {"fits": e.fits} for e in found], "command": line,
-                          "recommended": chosen and chosen.method, "why": reasons(found, chosen)}))  # fmt: skip
+        print(json.dumps({"methods": [vars(e) | {"fits": e.fits} for e in results], "command": line,
+                          "recommended": chosen and chosen.method, "why": reasons(results, chosen)}))  # fmt: skip
         return 0
     console = plain_console(140)
     where = (
@@ -306,7 +306,7 @@ def _plan_here(
         else f"{torch.get_num_threads()} CPU threads"
     )
     console.print(
-        f"[bold]{model}[/] on {where}, {found[0].available / 2**30:.1f} GiB free: {steps:,} steps of "
+        f"[bold]{model}[/] on {where}, {results[0].available / 2**30:.1f} GiB free: {steps:,} steps of "
         f"{recipe.train.batch} x {recipe.data.seq_len} tokens\n"
     )
     parts = ("weights", "gradients", "optimizer", "copies", "activations", "runtime")
@@ -322,7 +322,7 @@ def _plan_here(
         "all steps",
     )
     table = grid(heads, ("", "method", "recompute"))
-    for e in found:
+    for e in results:
         name = f"{e.method}, files" if e.places else e.method
         sizes = [
             f"{e.memory[part] / 2**30:.2f}" if e.memory.get(part) else "-"
@@ -334,7 +334,7 @@ def _plan_here(
         )  # fmt: skip
     console.print(table)
     console.print()
-    for reason in reasons(found, chosen):
+    for reason in reasons(results, chosen):
         console.print(f"why   {reason}", markup=False)
     console.print(
         f"run   {line or 'nothing fits: a smaller model, --batch or --seq'}",

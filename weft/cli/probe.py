@@ -57,11 +57,11 @@ def _be_rank(out: Path, quick: bool, folder: Path) -> int:
         threads_per_rank(0, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     )
     begun = time.perf_counter()
-    found = measure(quick)
+    measured = measure(quick)
     if int(os.environ["RANK"]) == 0:
         moves = probe_storage(folder, quick)
         _write(
-            [found],
+            [measured],
             int(os.environ["WORLD_SIZE"]),
             moves,
             out,

@@ -50,24 +50,31 @@ def profile(
             record(model, int(batch), prompt, steps, out)
             for batch in batches.split(",")
         ]
-    found = [read_launches(trace) for trace in traces or ()]
+    traces_read = [read_launches(trace) for trace in traces or ()]
     if as_json:
-        print(json.dumps([asdict(one) | {"verdict": one.verdict} for one in found]))
+        print(
+            json.dumps(
+                [
+                    asdict(launches) | {"verdict": launches.verdict}
+                    for launches in traces_read
+                ]
+            )
+        )
         return 0
     rows = []
-    for one in found:
+    for launches in traces_read:
         times = (
-            f"{1e3 * one.seconds:.1f}",
-            f"{one.kernels:,}",
-            f"{one.waited / 1e3:.2f}",
-            f"{one.queued:.1f}",
+            f"{1e3 * launches.seconds:.1f}",
+            f"{launches.kernels:,}",
+            f"{launches.waited / 1e3:.2f}",
+            f"{launches.queued:.1f}",
         )
         rows.append(
             (
-                one.name,
+                launches.name,
                 *times,
-                f"{one.mean:.1f}",
-                f"{one.busy:.0%}" if one.kernels else "-",
+                f"{launches.mean:.1f}",
+                f"{launches.busy:.0%}" if launches.kernels else "-",
             )
         )
     print_table(
@@ -82,10 +89,10 @@ def profile(
         ),
         rows,
     )
-    for one in found:
-        print(f"{one.name}: {one.verdict}")
-    if len(found) > 1 and found[0].kernels:
-        at = knee(found)
+    for launches in traces_read:
+        print(f"{launches.name}: {launches.verdict}")
+    if len(traces_read) > 1 and traces_read[0].kernels:
+        at = knee(traces_read)
         print(
             f"compute-bound from {at.name} on" if at else "launch-bound in all of them"
         )

@@ -48,5 +48,5 @@ def _files_of(source: Source) -> set[Path]:
     if source.kind not in SOURCES or source.path is None:
         return set()
     path = Path(source.path).expanduser()
-    found = [path] if source.kind in ("huggingface", "tokens") else files(source)
-    return {file.resolve() for file in found}
+    paths = [path] if source.kind in ("huggingface", "tokens") else files(source)
+    return {file.resolve() for file in paths}

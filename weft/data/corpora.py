@@ -41,13 +41,13 @@ def documents(source: Source, report: SourceReport | None = None) -> Iterator[st
 
 
 def _plugin(source: Source) -> Iterator[str]:
-    found = find("dataset", source.kind)
+    plugin = find("dataset", source.kind)
     given = source.path and str(Path(source.path).expanduser())
-    with blame_plugin(str(found)):
-        for number, text in enumerate(call(found, source.settings)(given), 1):
+    with blame_plugin(str(plugin)):
+        for number, text in enumerate(call(plugin, source.settings)(given), 1):
             if not isinstance(text, str):
                 raise WeftError(
-                    f"{found}: document {number} is {type(text).__name__}, not a text"
+                    f"{plugin}: document {number} is {type(text).__name__}, not a text"
                 )
             yield encodable(text)
 

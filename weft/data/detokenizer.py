@@ -45,9 +45,9 @@ class Writer:
         if self.stopped:
             return ""
         text = self._held + piece
-        found = [(at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
-        if found:
-            at, self.stopped = min(found, key=lambda one: one[0])
+        stops = [(at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
+        if stops:
+            at, self.stopped = min(stops, key=lambda place: place[0])
             return text[:at]
         begun = [
             n

@@ -74,25 +74,25 @@ def selection(source: Source) -> Selection:
     ).expanduser()
     formats = (".py",) if stdlib else _FORMATS.get(source.kind, ())
     if path.is_dir():
-        found = Selection(*_split(_walk(path, stdlib), formats, source))
+        picked = Selection(*_split(_walk(path, stdlib), formats, source))
     else:
         chosen = (
             [path]
             if path.is_file()
             else [Path(name) for name in glob.glob(str(path), recursive=True)]
         )
-        found = Selection(sorted(file for file in chosen if file.is_file()), [])
-    if not found.read and not path.exists() and not glob.has_magic(str(path)):
+        picked = Selection(sorted(file for file in chosen if file.is_file()), [])
+    if not picked.read and not path.exists() and not glob.has_magic(str(path)):
         raise WeftError(
             f"data source {path}: there is no such file or folder; set 'path' to a file, a folder or a glob"
         )
-    if not found.read:
+    if not picked.read:
         wanted = " or ".join(formats) or source.kind
         found_none = f"no .py file at data source {path}, nor one of records"
         if source.form != "docstrings":
             found_none = f"no {wanted} file at data source {path}"
         raise WeftError(f"{found_none}; set 'path' to a file, a folder or a glob")
-    return found if not stdlib else found._replace(left=[])
+    return picked if not stdlib else picked._replace(left=[])
 
 
 def _split(
@@ -130,7 +130,7 @@ def _to_train_on(fitting: list[Path], folder: Path) -> list[Path]:
 
 def _walk(path: Path, stdlib: bool) -> list[Path]:
     """All files below a folder that are not hidden, sorted; of saved data sets those that hold their rows."""
-    found = []
+    paths = []
     for folder, below, names in os.walk(path):
         below[:] = [
             name
@@ -146,8 +146,8 @@ def _walk(path: Path, stdlib: bool) -> list[Path]:
         kept = [name for name in names if not name.startswith(".")]
         if {"state.json", "dataset_info.json"} <= set(names):
             kept = [*_parts(Path(folder), names), *sorted(_ABOUT & set(names))]
-        found += [Path(folder, name) for name in kept]
-    return sorted(file for file in found if file.is_file())
+        paths += [Path(folder, name) for name in kept]
+    return sorted(file for file in paths if file.is_file())
 
 
 def _parts(folder: Path, names: list[str]) -> list[str]:

@@ -112,9 +112,9 @@ def gguf_tokenizer(fields: Mapping[str, Any]) -> dict[str, bytes]:
         **({"chat_template": template} if template else {}),
     }
     stops = [
-        fields[f"{G}{one}_token_id"]
-        for one in ("eos", "eot", "eom")
-        if f"{G}{one}_token_id" in fields
+        fields[f"{G}{name_of_end}_token_id"]
+        for name_of_end in ("eos", "eot", "eom")
+        if f"{G}{name_of_end}_token_id" in fields
     ]
     files = {
         "tokenizer.json": model.to_str().encode(),
@@ -139,7 +139,7 @@ def _add_ends(
         return
     ids = [(token, tokens.index(token)) for token in (bos, eos) if token]
     first, second = (
-        [one for one in (bos, text, eos) if one] for text in ("$A", "$B:1")
+        [part for part in (bos, text, eos) if part] for text in ("$A", "$B:1")
     )
     ends = processors.TemplateProcessing(
         single=first, pair=first + second, special_tokens=ids
@@ -198,7 +198,7 @@ def _sentence_pieces(
 ) -> Tokenizer:
     """BPE of sentencepiece (Kudo & Richardson 2018), ``llama``: of all pairs that make a piece, the best one first."""
     vocab, scores = _used(tokens, kinds), fields[f"{G}scores"]
-    found = []
+    pairs = []
     for i, piece in enumerate(tokens):
         if kinds[i] == TokenKind.NORMAL and len(piece) > 1:
             for at in range(1, len(piece)):
@@ -208,10 +208,10 @@ def _sentence_pieces(
                     and right is not None
                     and kinds[left] == kinds[right] == TokenKind.NORMAL
                 ):
-                    found.append((-scores[i], left, right))
+                    pairs.append((-scores[i], left, right))
     merges = [
         (tokens[left], tokens[right])
-        for _, left, right in sorted(found, key=lambda pair: pair[0])
+        for _, left, right in sorted(pairs, key=lambda pair: pair[0])
     ]
     unknown = fields.get(f"{G}unknown_token_id")
     model = Tokenizer(models.BPE(

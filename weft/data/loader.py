@@ -223,14 +223,14 @@ class Loader:
             self.layout.island,
         )
         share, ranks = -(-self.batch // islands), len(self.shares) // islands
-        found: list[range] = []
+        places: list[range] = []
         for i in range(islands):
             first, last = (min(position + share * n, end) for n in (i, i + 1))
             bounds = accumulate(self.shares[ranks * i : ranks * (i + 1)], initial=first)
-            found += [
+            places += [
                 range(a, b) for a, b in pairwise(min(bound, last) for bound in bounds)
             ]
-        return found
+        return places
 
     def due(self, position: int) -> range:
         """The samples of the step that begins at ``position`` that this rank's island gets."""

@@ -50,10 +50,10 @@ class SourceReport:
 
     def lines(self) -> tuple[str, ...]:
         """What there is to say, a line each."""
-        found = []
+        lines = []
         if self.skipped:
             total = self.skipped + self.records
-            found.append(
+            lines.append(
                 f"{self.skipped:,} of {total:,} records left out, as data.on_error = 'skip'; the first: {self.first}"
             )
         if self.unread:
@@ -61,23 +61,23 @@ class SourceReport:
                 f"{name} ({count:,})"
                 for name, count in self.unread.most_common(_LISTED)
             ]
-            found.append(
+            lines.append(
                 f"fields that are not read, with how many records have them: {_joined(listed, self.unread)}"
             )
         if self.empty:
-            found.append(f"{self.empty:,} records without a text left out")
+            lines.append(f"{self.empty:,} records without a text left out")
         if self.left:
-            found.append(
+            lines.append(
                 f"files that are not read: {_joined([file.name for file in self.left[:_LISTED]], self.left)}"
             )
         if self.turns:
             said = ", ".join(
                 f"{count:,} of the {role}'s" for role, count in self.turns.most_common()
             )
-            found.append(
+            lines.append(
                 f"turns that it marks as learned and data.chat.learn leaves out: {said}"
             )
-        return tuple(found)
+        return tuple(lines)
 
 
 def _joined(listed: list[str], every: object) -> str:

@@ -59,24 +59,24 @@ def read_questions(path: str | Path, limit: int = 0) -> list[Question]:
 
     Raises :class:`WeftError` in one line, with the line of the first question that is none.
     """
-    file, found = Path(path).expanduser(), []
+    file, questions = Path(path).expanduser(), []
     with reading(file, "a file of questions"):
         for number, record in _toml(file) if file.suffix == ".toml" else records(file):
-            found.append(_question(record, f"{file}:{number}"))
-    if not found:
+            questions.append(_question(record, f"{file}:{number}"))
+    if not questions:
         raise WeftError(
             f"{file} has no question in it; a line is an object with 'prompt' and 'answer'"
         )
-    return found[:limit] if limit else found
+    return questions[:limit] if limit else questions
 
 
 def _toml(file: Path) -> Iterator[tuple[int, Any]]:
-    found = read_toml(file).get("questions")
-    if not isinstance(found, list):
+    questions = read_toml(file).get("questions")
+    if not isinstance(questions, list):
         raise WeftError(
             f"{file} has no question in it; write them as tables [[questions]]"
         )
-    yield from enumerate(found, 1)
+    yield from enumerate(questions, 1)
 
 
 def _question(record: Any, place: str) -> Question:
@@ -220,9 +220,9 @@ class OpenTask:
         scored = scores([text for texts in self.texts for text in texts])
         if not scored:
             return None
-        found, right, loss, tokens = iter(scored), 0, 0.0, 0
+        results, right, loss, tokens = iter(scored), 0, 0.0, 0
         for question, texts in zip(self.questions, self.texts, strict=True):
-            each = [next(found) for _ in texts]
+            each = [next(results) for _ in texts]
             best = max(range(len(each)), key=lambda i: each[i].log_probability)
             right += best == question.right if len(each) > 1 else each[0].greedy
             loss -= each[question.right].log_probability
@@ -244,10 +244,10 @@ def open_tasks(
     tasks: Sequence[Task], tokenizer: Tokenizer, name: str
 ) -> tuple[OpenTask, ...]:
     """The tasks of a recipe; no two may have one name."""
-    found = [open_task(task, tokenizer, name) for task in tasks]
-    names = [task.name for task in found]
+    opened = [open_task(task, tokenizer, name) for task in tasks]
+    names = [task.name for task in opened]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise WeftError(
             f"two tasks are called {twice[0]!r}; give one of them another name"
         )
-    return tuple(found)
+    return tuple(opened)

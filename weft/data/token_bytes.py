@@ -55,8 +55,8 @@ class TokenBytes:
             return b""
         if self._level:
             return b"".join(self._byte.get(char, char.encode()) for char in word)
-        if self._fallback and (found := BYTE.fullmatch(word)):
-            return bytes([int(found[1], 16)])
+        if self._fallback and (match := BYTE.fullmatch(word)):
+            return bytes([int(match[1], 16)])
         for old, new in self._replaced:
             word = word.replace(old, new)
         return (
@@ -67,11 +67,11 @@ class TokenBytes:
 
     def text(self, token: int) -> str:
         """A token as OpenAI names it: its text, or ``bytes:`` and the bytes where they are no text by themselves."""
-        found = self.bytes_of(token)
+        data = self.bytes_of(token)
         try:
-            return found.decode()
+            return data.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def names(self, chances: Mapping[int, float]) -> dict[int, str]:
         """A name for each token; of several with the same text the likeliest has it, and the others ``token_id:N``."""

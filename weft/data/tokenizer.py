@@ -106,7 +106,7 @@ class Tokenizer:
             return [self._bytes_of(text, special) for text in texts]
         self.model.encode_special_tokens = not special
         encoded = self.model.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(one.ids, np.int64) for one in encoded]
+        return [np.array(encoding.ids, np.int64) for encoding in encoded]
 
     def _bytes_of(self, text: str, special: bool) -> np.ndarray:
         parts = [
@@ -218,10 +218,10 @@ def load_tokenizer(
         raise WeftError(
             f"tokenizer {spec!r}: no file {path}; use 'bytes', 'train:N' or a tokenizer.json"
         )
-    found = {
+    beside = {
         name: path.with_name(name) for name in (CONFIG_FILE, TEMPLATE_FILE, GENERATION)
     }
-    files = {name: file.read_bytes() for name, file in found.items() if file.is_file()}
+    files = {name: file.read_bytes() for name, file in beside.items() if file.is_file()}
     files = with_named_templates(files, path.parent)
     return tokenizer_from_files(
         {"tokenizer.json": path.read_bytes()} | files, str(path)

@@ -53,7 +53,7 @@ def merge(pool: BlockPool, request: Request, best: Branch | None, right: int) ->
 
 def release(pool: BlockPool, request: Request) -> None:
     """Give back the blocks that only branches own."""
-    for one in request.branches:
-        if one.table is not request.table:
-            pool.release(one.table)
+    for branch in request.branches:
+        if branch.table is not request.table:
+            pool.release(branch.table)
     request.branches = []

@@ -87,22 +87,26 @@ class DraftModel:
     def propose(self, requests: Sequence[Generation]) -> None:
         made = self._made.result() if self._made is not None else {}
         texts = {
-            one: tuple(one.ids)
-            for one in requests
-            if len(one.ids) + self.most < self.tokens
+            generation: tuple(generation.ids)
+            for generation in requests
+            if len(generation.ids) + self.most < self.tokens
         }
         made |= self._guess(
-            [(one, text) for one, text in texts.items() if text not in made]
+            [
+                (generation, text)
+                for generation, text in texts.items()
+                if text not in made
+            ]
         )
-        for one, text in texts.items():
-            one.drafts, one.odds = (
-                [made[text].path[: one.most - len(text)]],
+        for generation, text in texts.items():
+            generation.drafts, generation.odds = (
+                [made[text].path[: generation.most - len(text)]],
                 made[text].odds,
             )
         if self.ahead:
             outcomes = [
-                (one, each)
-                for one, text in texts.items()
+                (generation, each)
+                for generation, text in texts.items()
                 for each in self._outcomes(text, made[text])
             ]
             self._made = self._thread.submit(self._guess, outcomes)
@@ -110,25 +114,25 @@ class DraftModel:
     def _guess(self, texts: Sequence[tuple[Generation, Text]]) -> dict[Text, Guessed]:
         """The small model's guesses behind texts, each of which a request has or may come to have."""
         asked: dict[Text, Generation] = {}
-        for one, text in texts:
+        for generation, text in texts:
             # Not by the numbers by which the large model draws.
-            seed = Random(f"draft {one.how.seed} {len(text)}").getrandbits(62)
+            seed = Random(f"draft {generation.how.seed} {len(text)}").getrandbits(62)
             count, top = (
                 self.most + bool(self.ahead),
                 self.ahead + 1 if self.ahead else None,
             )
             (asked[text],) = self.engine.submit(
-                text, count, replace(one.how, seed=seed), top=top
+                text, count, replace(generation.how, seed=seed), top=top
             )
-            asked[text].chances = [] if one.how.temperature else None
+            asked[text].chances = [] if generation.how.temperature else None
         self.engine.run()
         return {
             text: Guessed(
-                one.written[: self.most],
-                one.chances or [],
-                [list(top) for _, top in one.log_probabilities],
+                generation.written[: self.most],
+                generation.chances or [],
+                [list(top) for _, top in generation.log_probabilities],
             )
-            for text, one in asked.items()
+            for text, generation in asked.items()
         }
 
     def _outcomes(self, text: Text, guessed: Guessed) -> list[Text]:

@@ -127,16 +127,16 @@ class Engine:
                 f"a bias is for an id that the model does not have; it has {self.model.shape.vocab}"
             )
         # The last token that is written is not computed.
-        found = [
+        generations = [
             Generation(list(ids), len(ids) + count - 1, adapter, tenant, how=replace(how, seed=how.seed + i),
                        stops={*stops, *grammar.ends} if grammar else stops, prompt=len(ids), top=top,
                        grammar=grammar and grammar.copy(), least=least, finished="" if count > 0 else "length")
             for i in range(n)
         ]  # fmt: skip
         if count > 0:
-            self.scheduler.add(found[0])
-            found[0].siblings, found[0].scored = found[1:], scored
-        return found
+            self.scheduler.add(generations[0])
+            generations[0].siblings, generations[0].scored = generations[1:], scored
+        return generations
 
     def add_adapter(self, name: str, adapter: HostAdapter) -> None:
         """Let requests name ``adapter``. Adapters in use are copied into the cache, beside texts."""
@@ -173,7 +173,7 @@ class Engine:
     def cancel(self, generation: Generation) -> None:
         """End a request, whatever its state."""
         # it was to read the prompt for them
-        if left := [one for one in generation.siblings if not one.finished]:
+        if left := [sibling for sibling in generation.siblings if not sibling.finished]:
             left[0].siblings, generation.siblings = left[1:], []
             self.scheduler.add(left[0])
         if not generation.finished:
@@ -216,7 +216,7 @@ class Engine:
     def _receive(self, launched: LaunchedPass) -> list[Written]:
         """Choose tokens from a pass's logits; returns them in order."""
         self.scheduler.advance(launched.drawn)
-        found: list[Written] = []
+        written: list[Written] = []
         counts = [each.prompt + each.drawn for each in launched.rows]
         for (request, first, prompt, drawn), of_request in zip(
             launched.rows, launched.logits().cpu().split(counts), strict=True
@@ -241,9 +241,9 @@ class Engine:
             )
             for sibling in family[1:]:
                 self.scheduler.fork(request, sibling)
-            found += self._write_on(request, row, guessed)
-            found += [self._write(sibling, row) for sibling in family[1:]]
-        return found
+            written += self._write_on(request, row, guessed)
+            written += [self._write(sibling, row) for sibling in family[1:]]
+        return written
 
     def _write_on(
         self, request: Generation, row: torch.Tensor, guessed: list[list[torch.Tensor]]
@@ -252,7 +252,7 @@ class Engine:
 
         ``guessed[i]``: the logits behind each guessed token of the request's branch ``i``.
         """
-        found, right, best = list[Written](), 0, None
+        written, right, best = list[Written](), 0, None
         live = list(zip(request.branches, guessed, strict=True))
         drawn = [
             Guess(*each)
@@ -260,13 +260,13 @@ class Engine:
             for each in zip(b.path, request.odds, strict=False)
         ]
         while True:
-            found.append(
+            written.append(
                 self._write(request, row, drawn[right] if right < len(drawn) else None)
             )
             live = [
                 (b, rows)
                 for b, rows in live
-                if b.path[right : right + 1] == [found[-1].token]
+                if b.path[right : right + 1] == [written[-1].token]
             ]
             if request.finished or not live:
                 break
@@ -274,7 +274,7 @@ class Engine:
             row = rows[right - 1]
         if request.runs and not request.finished:  # nor has it lost its blocks
             self.scheduler.settle(request, best, right)
-        return found
+        return written
 
     def _write(
         self, request: Generation, row: torch.Tensor, guess: Guess | None = None

@@ -116,15 +116,15 @@ class Grammars:
                 source = getattr(self._matcher, f"grammar_from_{kind}")(text)
         except (ValueError, TypeError) as error:
             raise UsageError(f"the {kind} grammar cannot be read: {error}") from None
-        found = Grammar(
+        grammar = Grammar(
             self._matcher(self._tokens, source, log_level=0), self._vocab, self._ends
         )
-        possible = found.mask().any()
-        if found.failure or not possible:
+        possible = grammar.mask().any()
+        if grammar.failure or not possible:
             raise UsageError(
-                f"the {kind} grammar cannot be met: {found.failure or 'no token can begin it'}"
+                f"the {kind} grammar cannot be met: {grammar.failure or 'no token can begin it'}"
             )
-        return found
+        return grammar
 
 
 class _Bytes:

@@ -219,8 +219,8 @@ class RankReader:
     def take(self, what: str, number: int, source: int) -> T:
         """Receive what another rank has sent for step ``number``."""
         self.wire.ask(Value(what, 0, number), source)
-        found: T = self.wire.take(Value(what, 0, number), source, f"step {number}")
-        return found
+        received: T = self.wire.take(Value(what, 0, number), source, f"step {number}")
+        return received
 
 
 class Leader(RankReader):
@@ -240,17 +240,17 @@ class Leader(RankReader):
             stripes, own = self.run(number := self.tickets.give(("run", *work)), *work)
 
         def logits() -> T:
-            owner, found = (
+            owner, rows = (
                 stripes.owner[row.wanted],
                 own.new_empty(len(row.wanted), self.model.shape.vocab),
             )
             with naming_lost_rank():
                 for place in sorted(set(owner.tolist())):
                     rank = self.ends[place]
-                    found[owner == place] = (
+                    rows[owner == place] = (
                         own if rank == 0 else self.take("logits", number, rank)
                     )
-            return found
+            return rows
 
         return logits
 

@@ -152,8 +152,8 @@ class PagedReader:
 
     def start(self, step: ScheduledStep) -> Callable[[], T]:
         """Launch a step; returns a function that waits for logits ``[rows of all parts, vocab]``."""
-        found = self.read(parts_of(step), step.copies, step.loads)
-        return lambda: found
+        logits = self.read(parts_of(step), step.copies, step.loads)
+        return lambda: logits
 
     def add_adapter(self, name: str, adapter: HostAdapter) -> int:
         """Let requests name ``adapter``; returns how many blocks it needs."""

@@ -184,8 +184,8 @@ class Scheduler:
         root = root_key(self.version, request.adapter, request.tenant, seen)
         # one token is computed in any case
         keys = [root, *chained_keys(root, request.ids[:last], pool.size)]
-        found = [] if request.scored else pool.find(keys[1:])
-        known = len(found) * pool.size
+        blocks = [] if request.scored else pool.find(keys[1:])
+        known = len(blocks) * pool.size
         most = (
             request.most + 1
             if request.pinned
@@ -193,23 +193,23 @@ class Scheduler:
         )
         beside = self.adapter_keys[request.adapter]
         shelf = on_shelf if len(on_shelf := pool.find(beside)) == len(beside) else []
-        owned = sum(block in pool.owners for block in (*found, *shelf))
+        owned = sum(block in pool.owners for block in (*blocks, *shelf))
         if -(-most // pool.size) + len(beside) - owned > pool.free:
             return False
-        pool.hold([*shelf, *found])
+        pool.hold([*shelf, *blocks])
         if len(shelf) < len(beside):
             shelf = [pool.take(key) for key in beside]
             self._loads.append((request.adapter, shelf))
         request.shelf = list(shelf)
         request.table, request.keys, request.computed, request.hits = (
-            found,
-            keys[: len(found) + 1],
+            blocks,
+            keys[: len(blocks) + 1],
             known,
             known,
         )
         if request.pinned:
             request.table.extend(
-                pool.take() for _ in range(-(-most // pool.size) - len(found))
+                pool.take() for _ in range(-(-most // pool.size) - len(blocks))
             )
         self.waiting.remove(request)
         self.running.append(request)

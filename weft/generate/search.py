@@ -76,7 +76,7 @@ class Search:
                     # there is no room for all of them at once: these make way for the others
                     for beam in read:
                         scheduler.remove(beam)
-        return sorted(self.ended, key=lambda one: -one.score)[: self.width]
+        return sorted(self.ended, key=lambda ended: -ended.score)[: self.width]
 
     def _advance(self) -> None:
         """Extend the beams by the ``width`` likeliest of all their next tokens."""
@@ -85,13 +85,13 @@ class Search:
             [beam.logits for beam in self.beams if beam.logits is not None]
         )
         local = rows.to(wide(rows.dtype)).log_softmax(-1)
-        found = local + local.new_tensor(
+        scores = local + local.new_tensor(
             [[beam.log_probability] for beam in self.beams]
         )
-        found = found.masked_fill(
+        scores = scores.masked_fill(
             local < local.amax(-1, keepdim=True) - self.prune, -inf
         ).flatten()
-        best, places = found.topk(min(len(found), self.width * (1 + len(self.stops))))
+        best, places = scores.topk(min(len(scores), self.width * (1 + len(self.stops))))
         # of all beams, with the next one
         tokens = len(self.beams[0].ids) + 1 - self.prompt
         penalty = length_penalty(tokens, self.alpha)
@@ -113,7 +113,7 @@ class Search:
             ]
             kept = []
         least = penalty * (
-            max((one.score for one in self.ended), default=-inf) - self.prune
+            max((ended.score for ended in self.ended), default=-inf) - self.prune
         )
         self._continue([each for each in kept if each[2] >= least])
 
@@ -152,13 +152,13 @@ def vote(
     said, left = Counter[Hashable](), set(texts)
     while left:
         engine.step()
-        for one in [one for one in left if one.finished]:
-            left.discard(one)
-            if (found := answer(one.written)) is not None:
-                said[found] += 1
+        for generation in [generation for generation in left if generation.finished]:
+            left.discard(generation)
+            if (reply := answer(generation.written)) is not None:
+                said[reply] += 1
         (_, most), (_, second) = (*said.most_common(2), (None, 0), (None, 0))[:2]
         if most > second + len(left):
             break
-    for one in left:
-        engine.cancel(one)
+    for generation in left:
+        engine.cancel(generation)
     return (said.most_common(1)[0][0] if said else None), said

@@ -92,8 +92,10 @@ class Several:
 
         def answer_of(written: list[int]) -> str | None:
             assert self.answer is not None
-            found = list(_compiled(self.answer).finditer(text_of(written)))
-            return None if not found else found[-1][1 if found[-1].re.groups else 0]
+            matches = list(_compiled(self.answer).finditer(text_of(written)))
+            return (
+                None if not matches else matches[-1][1 if matches[-1].re.groups else 0]
+            )
 
         if self.beams:
             alpha = (
@@ -110,8 +112,11 @@ class Several:
             )
             best = search.run()[: self.texts]
             yield from (
-                (f"log-probability {one.log_probability:.2f}", text_of(one.ids))
-                for one in best
+                (
+                    f"log-probability {generation.log_probability:.2f}",
+                    text_of(generation.ids),
+                )
+                for generation in best
             )
         elif self.answer is not None:
             most, said = vote(
@@ -129,7 +134,9 @@ class Several:
                 [int(i) for i in tokenizer.encode(f"\n\n{name}:")] for name in names
             ]
             made = hogwild(engine, ids, openings, count, how, tokenizer.stops)
-            yield from zip(names, (text_of(one.written) for one in made), strict=True)
+            yield from zip(
+                names, (text_of(generation.written) for generation in made), strict=True
+            )
         elif self.paths:
             whole = multiverse(
                 engine, ids, tags_of(tokenizer), count, how, tokenizer.stops
@@ -140,8 +147,8 @@ class Several:
         else:
             made = engine.submit(ids, count, how, tokenizer.stops, self.texts)
             engine.run()
-            for number, one in enumerate(made, 1):
-                yield f"text {number} of {self.texts}", text_of(one.written)
+            for number, generation in enumerate(made, 1):
+                yield f"text {number} of {self.texts}", text_of(generation.written)
 
 
 def _compiled(answer: str) -> re.Pattern[str]:
@@ -155,12 +162,12 @@ def _compiled(answer: str) -> re.Pattern[str]:
 
 def tags_of(tokenizer: Tokenizer) -> Tags:
     """The tokens by which this model parts its text."""
-    found = {
+    tags = {
         tag: None if tokenizer.model is None else tokenizer.model.token_to_id(tag)
         for tag in TAGS
     }
-    if lacking := [tag for tag, i in found.items() if i is None]:
+    if lacking := [tag for tag, i in tags.items() if i is None]:
         raise UsageError(
             f"the tokenizer has no {', '.join(lacking)}, by which a model says where its text parts; leave out --paths"
         )
-    return Tags(*(i for i in found.values() if i is not None))
+    return Tags(*(i for i in tags.values() if i is not None))

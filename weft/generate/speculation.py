@@ -140,7 +140,9 @@ class Lookup:
         )
 
     def propose(self, requests: Sequence[Generation]) -> None:
-        for gone in [one for one in self._requests if one.finished]:
+        for gone in [
+            request_known for request_known in self._requests if request_known.finished
+        ]:
             self._keep(gone, self._requests.pop(gone))
         for request in requests:
             trust = self._requests.setdefault(request, Trust(NgramIndex(self.least)))
@@ -153,8 +155,8 @@ class Lookup:
             request.ids,
             [trust.text, *self._others[request.tenant, request.adapter]],
         )
-        found = [(*source.find(tail, DEPTH), source) for source in sources]
-        length, ends, source = max(found, key=lambda each: each[0])
+        matches = [(*source.find(tail, DEPTH), source) for source in sources]
+        length, ends, source = max(matches, key=lambda each: each[0])
         count = min(trust.most, length, request.most - len(tail))
         firsts = Counter(source.ids[end] for end in ends).most_common(self.width)
         return [

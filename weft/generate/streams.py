@@ -60,13 +60,13 @@ def hogwild(
                    turned=True, kept=True, pinned=True)
         for i, ids in enumerate(openings)
     ]  # fmt: skip
-    for one in workers:
-        one.context = [
+    for worker in workers:
+        worker.context = [
             PrefixView(root, len(prompt)),
-            *(PrefixView(other, None) for other in workers if other is not one),
+            *(PrefixView(other, None) for other in workers if other is not worker),
         ]
     with engine.holding([root, *workers]):
-        while not all(one.finished for one in workers):
+        while not all(worker.finished for worker in workers):
             engine.step()
     return workers
 
@@ -121,12 +121,12 @@ def multiverse(
         ends: Collection[int],
     ) -> Generation:
         own = replace(how, seed=how.seed + len(pieces))
-        one = Generation(ids, len(ids) + count - 1, prompt=len(ids), how=own, offset=offset, context=tuple(context),
-                         stops={tags.split, *ends}, kept=True)  # fmt: skip
-        pieces.append(one)
+        generation = Generation(ids, len(ids) + count - 1, prompt=len(ids), how=own, offset=offset,
+                                context=tuple(context), stops={tags.split, *ends}, kept=True)  # fmt: skip
+        pieces.append(generation)
         check_room(engine, [len(r.ids) if r.finished else r.most + 1 for r in pieces])
-        engine.scheduler.add(one)
-        return one
+        engine.scheduler.add(generation)
+        return generation
 
     def advance(thread: Thread, ends: Collection[int]) -> None:
         """Go on with a thread whose piece has ended, or all of whose paths have."""

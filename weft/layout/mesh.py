@@ -209,8 +209,8 @@ class Mesh:
 
 def from_all(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The values ``mine`` of all ranks of ``group`` (default: all), in rank order. Collective."""
-    found = [mine]
+    values = [mine]
     if dist.is_initialized() and dist.get_world_size(group) > 1:
-        found *= dist.get_world_size(group)
-        dist.all_gather_object(found, mine, group=group)
-    return found
+        values *= dist.get_world_size(group)
+        dist.all_gather_object(values, mine, group=group)
+    return values

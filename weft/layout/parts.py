@@ -45,8 +45,12 @@ class Part:
     @property
     def index(self) -> tuple[list[int] | slice, ...]:
         """Where in the logical tensor the values are."""
-        found = slices(self.box)
-        return found if self.rows is None else (list(self.rows), *found[1:])
+        slices_of_box = slices(self.box)
+        return (
+            slices_of_box
+            if self.rows is None
+            else (list(self.rows), *slices_of_box[1:])
+        )
 
 
 def _unpickled(

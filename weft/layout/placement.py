@@ -108,7 +108,7 @@ class Place:
         """
         expert, piece = divmod(self.along(*cuts[0]), pieces)
         axes = [axis for axis in cuts[1 + _width(dims[1:])] if axis not in cuts[0]]
-        found = [(expert * dims[0].unit, (expert + 1) * dims[0].unit)]
+        bounds = [(expert * dims[0].unit, (expert + 1) * dims[0].unit)]
         for i, dim in enumerate(dims[1:]):
             if i == _width(dims[1:]):
                 lo, hi = part(
@@ -116,10 +116,10 @@ class Place:
                     self.layout.size(*axes) * pieces,
                     self.along(*axes) * pieces + piece,
                 )
-                found.append((lo * dim.unit, hi * dim.unit))
+                bounds.append((lo * dim.unit, hi * dim.unit))
             else:
-                found.append(self._range(dim, cuts[1 + i]))
-        return tuple(found)
+                bounds.append(self._range(dim, cuts[1 + i]))
+        return tuple(bounds)
 
     def hold(self, logical: Logical, stages: Sequence[int] = (0,)) -> Placement:
         """What this rank holds as state: of its part, some rows of dimension 0.

@@ -141,31 +141,31 @@ def make_asks(
 def read_limits(words: Sequence[str]) -> dict[str, float]:
     """Limits in milliseconds by metric, from words ``METRIC:MS``."""
     try:
-        found = {
+        limits = {
             name: float(limit) for name, limit in (word.split(":") for word in words)
         }
     except ValueError:
         raise UsageError(
             f"--goodput {' '.join(words)}: give METRIC:MS, for instance ttft:500"
         ) from None
-    if unknown := found.keys() - set(METRICS):
+    if unknown := limits.keys() - set(METRICS):
         raise UsageError(
             f"--goodput knows no {sorted(unknown)[0]}; choose from: {', '.join(METRICS)}"
         )
-    return found
+    return limits
 
 
 def read_percentiles(words: str) -> list[float]:
     """Percentiles, from a text of numbers from 0 to 100 with commas between them."""
     try:
-        found = [float(word) for word in words.split(",")]
+        percentiles = [float(word) for word in words.split(",")]
     except ValueError:
-        found = []
-    if not found or not all(0 <= p <= 100 for p in found):
+        percentiles = []
+    if not percentiles or not all(0 <= p <= 100 for p in percentiles):
         raise UsageError(
             f"--metric-percentiles {words}: give numbers from 0 to 100, for instance 50,99"
         )
-    return found
+    return percentiles
 
 
 def pauses(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
@@ -186,36 +186,41 @@ def summary(
     limits: Mapping[str, float],
 ) -> dict[str, Any]:
     """Statistics under vLLM's names, times in milliseconds. ``limits``: milliseconds by metric, for the goodput."""
-    good = [one for one in outcomes if not one.error]
-    prompt, written = sum(one.prompt for one in good), sum(one.written for one in good)
-    found: dict[str, Any] = {
+    good = [outcome for outcome in outcomes if not outcome.error]
+    prompt, written = (
+        sum(outcome.prompt for outcome in good),
+        sum(outcome.written for outcome in good),
+    )
+    statistics: dict[str, Any] = {
         "completed": len(good), "failed": len(outcomes) - len(good), "duration": seconds,
         "total_input_tokens": prompt, "total_output_tokens": written, "request_throughput": len(good) / seconds,
         "output_throughput": written / seconds, "total_token_throughput": (prompt + written) / seconds,
-        "errors": sorted({one.error for one in outcomes if one.error}),
+        "errors": sorted({outcome.error for outcome in outcomes if outcome.error}),
     }  # fmt: skip
     if limits:
         within = [
             all(
                 1000 * x <= limits.get(m, math.inf)
                 for m in METRICS
-                for x in one.seconds[m]
+                for x in outcome.seconds[m]
             )
-            for one in good
+            for outcome in good
         ]
-        found["request_goodput"] = sum(within) / seconds
+        statistics["request_goodput"] = sum(within) / seconds
     for metric in METRICS if good else ():
-        times = 1000 * np.array([x for one in good for x in one.seconds[metric]])
+        times = 1000 * np.array(
+            [x for outcome in good for x in outcome.seconds[metric]]
+        )
         if len(times):
-            found |= {
+            statistics |= {
                 f"mean_{metric}_ms": times.mean(),
                 f"median_{metric}_ms": np.median(times),
             }
-            found |= {f"std_{metric}_ms": times.std()}
-            found |= {
+            statistics |= {f"std_{metric}_ms": times.std()}
+            statistics |= {
                 f"p{p:g}_{metric}_ms": np.percentile(times, p) for p in percentiles
             }
     return {
         name: float(value) if isinstance(value, np.floating) else value
-        for name, value in found.items()
+        for name, value in statistics.items()
     }

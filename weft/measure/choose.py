@@ -47,11 +47,11 @@ def requests_of(
         for each in asked
     ]
     times = list(accumulate(waits))
-    found = [
+    requests = [
         TimedRequest(time - times[first], [int(i) for i in prompt], each.tokens)
         for time, prompt, each in zip(times, prompts, asked, strict=True)
     ]
-    return found[:first], found[first:]
+    return requests[:first], requests[first:]
 
 
 def time_steps(build: Build, load: Sequence[TimedRequest]) -> Curve:
@@ -64,7 +64,7 @@ def time_steps(build: Build, load: Sequence[TimedRequest]) -> Curve:
         ("exact-fill", 512, 0.0),
         ("chunked:32", 128, 0.0),
     ):
-        coming = [one._replace(time=apart * i) for i, one in enumerate(load)]
+        coming = [request._replace(time=apart * i) for i, request in enumerate(load)]
         samples += measure(build(policy, budget), coming)[1]
     return Curve(samples)
 
@@ -78,7 +78,9 @@ def play_candidate(
     return Candidate(
         policy,
         budget,
-        summary(outcomes, max(one.end for one in outcomes), percentiles, limits),
+        summary(
+            outcomes, max(outcome.end for outcome in outcomes), percentiles, limits
+        ),
     )
 
 
@@ -93,16 +95,18 @@ def compare(
 
     Of candidates with equal results only the one with the smallest budget is kept.
     """
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     for policy, budget in product(POLICIES, BUDGETS):
-        one = play_candidate(build, policy, budget, load, curve, percentiles, limits)
-        if all(one.figures != other.figures for other in found):
-            found.append(one)
+        candidate = play_candidate(
+            build, policy, budget, load, curve, percentiles, limits
+        )
+        if all(candidate.figures != other.figures for other in candidates):
+            candidates.append(candidate)
     return sorted(
-        found,
-        key=lambda one: (
-            -one.figures.get("request_goodput", 0),
-            one.figures["mean_e2el_ms"],
+        candidates,
+        key=lambda candidate: (
+            -candidate.figures.get("request_goodput", 0),
+            candidate.figures["mean_e2el_ms"],
         ),
     )
 
@@ -123,16 +127,17 @@ def most_requests(
 
     def holds(rate: float) -> bool:
         places = [
-            one.time / whole if whole else i / len(load) for i, one in enumerate(load)
+            request.time / whole if whole else i / len(load)
+            for i, request in enumerate(load)
         ]
         coming = [
-            one._replace(time=place * len(load) / rate)
-            for one, place in zip(load, places, strict=True)
+            request._replace(time=place * len(load) / rate)
+            for request, place in zip(load, places, strict=True)
         ]
-        found = play_candidate(
+        played = play_candidate(
             build, best.policy, best.budget, coming, curve, (), limits
         ).figures
-        return found["request_goodput"] * found["duration"] >= SHARE * len(load)
+        return played["request_goodput"] * played["duration"] >= SHARE * len(load)
 
     low, high = 0.0, 1e-3
     while holds(high):

@@ -97,7 +97,7 @@ class WeftLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Pair], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        found: list[tuple[float, bool]] = []
+        results: list[tuple[float, bool]] = []
         for start in tqdm(
             range(0, len(requests), self.batch_size),
             disable=disable_tqdm,
@@ -116,8 +116,8 @@ class WeftLM(TemplateLM):
             for (asked, _, _), answer in zip(some, fresh, strict=True):
                 if asked is not None:
                     self.cache_hook.add_partial("loglikelihood", asked, answer)
-            found += fresh  # type: ignore[arg-type]
-        return found
+            results += fresh  # type: ignore[arg-type]
+        return results
 
     def _text(self, context: list[int], continuation: list[int]) -> Text:
         """What is scored, without the beginning of a context that is too long."""
@@ -143,10 +143,10 @@ class WeftLM(TemplateLM):
             [pair for pairs in windows for pair in pairs], disable_tqdm
         )
         ends = list(accumulate(map(len, windows), initial=0))
-        found = [sum(p for p, _ in each[a:b]) for a, b in pairwise(ends)]
-        for request, total in zip(requests, found, strict=True):
+        totals = [sum(p for p, _ in each[a:b]) for a, b in pairwise(ends)]
+        for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
-        return found
+        return totals
 
     def generate_until(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -159,13 +159,13 @@ class WeftLM(TemplateLM):
             texts = write_texts(
                 Engine(self.model, limit=self.batch_size), self.own, asks, bar.update
             )
-        found = [
+        answers = [
             str(postprocess_generated_text(text, list(a.until), None))
             for a, text in zip(asks, texts, strict=True)
         ]
-        for request, text in zip(requests, found, strict=True):
+        for request, text in zip(requests, answers, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
-        return found
+        return answers
 
     def _asked(self, context: str, settings: dict[str, Any]) -> TextRequest:
         """What is to be written after ``context``, up to a stop sequence."""

@@ -70,7 +70,7 @@ def play(
 
     ``step()`` returns its seconds, and the indices of the requests that got a token.
     """
-    found = [RequestOutcome(each.time, prompt=len(each.prompt)) for each in load]
+    outcomes = [RequestOutcome(each.time, prompt=len(each.prompt)) for each in load]
     order, clock, open_ = (
         sorted(range(len(load)), key=lambda i: load[i].time),
         0.0,
@@ -85,12 +85,12 @@ def play(
         seconds, numbers = step()
         clock += seconds
         for i in numbers:
-            one = found[i]
-            one.times.append(clock)
-            one.written, one.end = one.written + 1, clock
-            if one.written == load[i].tokens:
+            outcome = outcomes[i]
+            outcome.times.append(clock)
+            outcome.written, outcome.end = outcome.written + 1, clock
+            if outcome.written == load[i].tokens:
                 open_.remove(i)
-    return found
+    return outcomes
 
 
 def simulate(
@@ -142,14 +142,14 @@ def measure(
         return planned
 
     def add(i: int) -> None:
-        (one,) = engine.submit(load[i].prompt, load[i].tokens, GREEDY)
-        numbers[one] = i
+        (generation,) = engine.submit(load[i].prompt, load[i].tokens, GREEDY)
+        numbers[generation] = i
 
     def step() -> tuple[float, list[int]]:
         begun = clock()
         written = engine.step()
         samples.append((work[-1], clock() - begun))
-        return samples[-1][1], [numbers[one.request] for one in written]
+        return samples[-1][1], [numbers[generation.request] for generation in written]
 
     engine.scheduler.plan = planning  # type: ignore[method-assign]
     try:

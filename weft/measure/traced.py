@@ -18,11 +18,11 @@ def record(
         for number in range(batch)
     ]
     written = [engine.submit(ids, steps + 1, GREEDY)[0] for ids in texts]
-    while not all(one.written for one in written):
+    while not all(generation.written for generation in written):
         engine.step()
-    with quiet_profile() as found:
+    with quiet_profile() as profiler:
         engine.run()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"batch-{batch}.json"
-    found.export_chrome_trace(str(file))
+    profiler.export_chrome_trace(str(file))
     return file

@@ -169,7 +169,7 @@ class SavedActivations:
         }
         self.away = blocks or None  # not yet known
         self.sent = self.peak = self.length = 0  # blocks of the longest pass
-        self.report: Callable[[dict[str, Any]], None] = lambda found: None
+        self.report: Callable[[dict[str, Any]], None] = lambda record: None
         self.runs: weakref.WeakSet[BlockRun] = weakref.WeakSet()
         self.leaving: deque[BlockRun] = deque()
         # the latest run of each, by what its runs share
@@ -202,12 +202,12 @@ class SavedActivations:
             or len(self.leaving) > most_leaving(run.index, away, self.length)
         ):
             self._release(self.leaving.popleft())
-        found: dict[int, SavedStorage | None] = {}  # by storage; None stays as it is
+        storages: dict[int, SavedStorage | None] = {}  # by storage; None stays as it is
         versions: list[tuple[T, int]] = []
 
         def pack(tensor: T) -> T | SavedView:
-            if not found:  # now, when the gathered parameters are in place
-                found.update(
+            if not storages:  # now, when the gathered parameters are in place
+                storages.update(
                     {
                         p.untyped_storage()._cdata: None
                         for p in (*module.parameters(), *shared)
@@ -216,11 +216,13 @@ class SavedActivations:
             storage = tensor.untyped_storage()
             if tensor.device.type != self.device.type or not tensor.numel():
                 return tensor
-            if storage._cdata not in found:
-                found[storage._cdata] = stored = SavedStorage(self._bytes(storage), run)
+            if storage._cdata not in storages:
+                storages[storage._cdata] = stored = SavedStorage(
+                    self._bytes(storage), run
+                )
                 run.stored.add(stored)
                 versions.append((tensor, tensor._version))
-            if (there := found[storage._cdata]) is None:
+            if (there := storages[storage._cdata]) is None:
                 return tensor
             return SavedView(
                 there,

@@ -118,8 +118,8 @@ class Profile:
     def curve(self) -> dict[str, Any]:
         """For every number of blocks, what leaving and recomputing give: none of them is keeping everything."""
         numbers = range(len(self.blocks) + 1)
-        found: dict[str, Any] = {"offload": [self.offloaded(n) for n in numbers[:-1]]}
+        points: dict[str, Any] = {"offload": [self.offloaded(n) for n in numbers[:-1]]}
         # or else they are recomputed already
         if any(block.inputs < block.saved for block in self.blocks):
-            found["recompute"] = [self.recomputed(n) for n in numbers]
-        return found
+            points["recompute"] = [self.recomputed(n) for n in numbers]
+        return points

@@ -56,7 +56,7 @@ def even(sizes: Sequence[Sizes], backward: float) -> list[bool]:
     ]
 
     def longest(early: Sequence[bool]) -> float:
-        found = step_traffic(sizes, early)
-        return max(found.forward, found.backward / backward)
+        traffic = step_traffic(sizes, early)
+        return max(traffic.forward, traffic.backward / backward)
 
     return min(candidates, key=longest)

@@ -215,11 +215,11 @@ def _experts(
     """The matrices of these experts of a layer, as they are stored."""
     path = f"blocks.{mixture.router.layer}.ffn.experts."
     stacks = mixture.experts.logical.items()
-    found = (
+    matrices = (
         values(path + name, logical, ((start, end), *logical.box[1:]))
         for name, logical in stacks
     )
-    return [*zip(*found, strict=True)]
+    return [*zip(*matrices, strict=True)]
 
 
 def _records(first: int, router: Router, ids: T) -> list[int]:

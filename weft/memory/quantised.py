@@ -58,12 +58,12 @@ class Blocks:
         first = self.start // self.size
         before = self.start - first * self.size
         padded = F.pad(x.clamp(min=0), (before, -(before + x.size(-1)) % self.size))
-        found = (
+        largest = (
             padded.unflatten(-1, (-1, self.size)).amax(-1)
             if padded.numel()
             else padded[..., :0]
         )
-        return F.pad(found, (first, self.count - first - found.size(-1)))
+        return F.pad(largest, (first, self.count - first - largest.size(-1)))
 
     def spread(self, scale: T, n: int) -> T:
         """The scale of each of the ``n`` elements of the part: ``[..., n]``."""
@@ -95,5 +95,5 @@ def rounded_bf16(x: T, bits: T) -> T:
     raw = x.float().view(torch.int32).long()
     up = (raw + (bits & 0xFFFF)) & ~0xFFFF
     wrapped = torch.where(up >= 1 << 31, up - (1 << 32), up)
-    found = wrapped.int().view(torch.float32)
-    return torch.where(x.isfinite(), found, x.float()).to(torch.bfloat16)
+    rounded = wrapped.int().view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x.float()).to(torch.bfloat16)

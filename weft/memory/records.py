@@ -136,18 +136,18 @@ class Slots:
         left = list(records)
         while left:
             if not (
-                found := [
+                ready := [
                     r
                     for r in left
                     if (slot := self._there.get(r)) is not None and slot.coming.done
                 ]
             ):
-                found = [self._next(left)]
+                ready = [self._next(left)]
                 self.counts["awaited"] += 1
-            for record in found:
+            for record in ready:
                 self._there[record].coming.wait()
-            yield [(record, self._there[record].memory) for record in found]
-            for record in found:
+            yield [(record, self._there[record].memory) for record in ready]
+            for record in ready:
                 self._expected.discard(record)
                 self._there.move_to_end(record)
                 left.remove(record)
@@ -170,13 +170,13 @@ class Slots:
             for r, slot in self._there.items()
             if r not in self._expected and slot.coming.done
         )
-        found = next(idle, None)
-        return None if found is None else self._there.pop(found).memory
+        record = next(idle, None)
+        return None if record is None else self._there.pop(record).memory
 
     def _any_room(self, left: Collection[int]) -> T:
         """Memory of a slot of none of those that are ``left`` to be used, even if it must be waited for."""
-        if (found := self._room()) is not None:
-            return found
+        if (slot := self._room()) is not None:
+            return slot
         taken = min(
             (r for r in self._there if r not in left), key=self._expected.__contains__
         )

@@ -149,9 +149,9 @@ class RestingGroup:
         self.let_go()
 
     def _places(self, memory: T) -> list[T]:
-        found = zip(self.tensors, self.starts, strict=True)
+        tensors = zip(self.tensors, self.starts, strict=True)
         return [
-            memory[at : at + t.nbytes].view(t.dtype).view(t.shape) for t, at in found
+            memory[at : at + t.nbytes].view(t.dtype).view(t.shape) for t, at in tensors
         ]
 
     def _refer_to(self, memory: T) -> None:
@@ -174,8 +174,8 @@ class AccessOrder:
 
 def _let_all_leave(tiers: "weakref.ref[Tiers]") -> None:
     # a cycle would keep the file of tiers that nobody needs any more
-    if (found := tiers()) is not None:
-        found._drain(0)
+    if (held := tiers()) is not None:
+        held._drain(0)
 
 
 class Tiers(OnDevice):

@@ -75,18 +75,20 @@ def page_buffer(size: int, pinned: bool = False) -> T:
         # Direct I/O then looks up far fewer pages: twice as fast here, at a quarter of the processor time.
         with suppress(OSError):  # a system without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    found = torch.frombuffer(memory, dtype=torch.uint8)
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
     if pinned:
         try:
             torch.cuda.check_error(
-                torch.cuda.cudart().cudaHostRegister(found.data_ptr(), found.numel(), 0)
+                torch.cuda.cudart().cudaHostRegister(
+                    buffer.data_ptr(), buffer.numel(), 0
+                )
             )
         except RuntimeError as error:
             # Copies through other memory would go on, at a third of the speed, without a word.
             raise TierError(
                 f"{size:,} bytes of the host's memory cannot be pinned for copies: {error}"
             ) from None
-    return found[:size]
+    return buffer[:size]
 
 
 class BufferPool:
@@ -115,16 +117,16 @@ class BufferPool:
         if room >= LARGE and not self.pinned:
             self._let_go()
         try:
-            found = page_buffer(room, self.pinned)
+            buffer = page_buffer(room, self.pinned)
         except TierError:  # what is idle may be all that lacks
             if self.pinned:
                 raise
             self.when_short()
             self._let_go()
-            found = page_buffer(room, self.pinned)
+            buffer = page_buffer(room, self.pinned)
         self.bytes += room
         self.most = max(self.most, self.bytes)
-        return found
+        return buffer
 
     def _let_go(self) -> None:
         """Hand back what is idle, here and in the heap."""

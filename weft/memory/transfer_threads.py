@@ -17,24 +17,24 @@ class Threads:
         self._others: deque[Job] = deque()
 
     def submit(self, move: Callable[[], None], urgent: bool = True) -> Future[None]:
-        found: Future[None] = Future()
-        (self._urgent if urgent else self._others).append((move, found))
+        future: Future[None] = Future()
+        (self._urgent if urgent else self._others).append((move, future))
         # without a reference to this object
         self._executor.submit(_make_next, self._urgent, self._others)
-        return found
+        return future
 
 
 def _make_next(urgent: deque[Job], others: deque[Job]) -> None:
     """Make one transfer: there is at least one for every call of this."""
     try:
-        move, found = urgent.popleft()
+        move, future = urgent.popleft()
     except IndexError:
-        move, found = others.popleft()
-    if not found.set_running_or_notify_cancel():
+        move, future = others.popleft()
+    if not future.set_running_or_notify_cancel():
         return
     try:
         move()
     except BaseException as error:  # whoever waits gets it
-        found.set_exception(error)
+        future.set_exception(error)
     else:
-        found.set_result(None)
+        future.set_result(None)

@@ -189,18 +189,18 @@ class Projections(Module):
         )
         together = [self._adapter(name).a for name in adapted] if draws is None else []
         made = project(x, *weights, *together) if weights or together else ()
-        found = dict(zip(dense, made, strict=False))
+        outputs = dict(zip(dense, made, strict=False))
         for name in names:
             if name in self.quantized:
-                found[name] = self._project_quantized(name, x)
+                outputs[name] = self._project_quantized(name, x)
         lows = (
             made[len(dense) :]
             if draws is None
             else [self._project_dropped(name, x, draws) for name in adapted]
         )
         for name, low in zip(adapted, lows, strict=True):
-            found[name] = self._adapt(name, found[name], low)
-        return tuple(found[name] for name in names)
+            outputs[name] = self._adapt(name, outputs[name], low)
+        return tuple(outputs[name] for name in names)
 
     def _project_quantized(self, name: str, x: T) -> T:
         first, _ = self.own_rows.get(name, (0, 0))
@@ -254,7 +254,7 @@ def row_norms(weight: T) -> T:
 @torch.no_grad()
 def merged_parameters(model: nn.Module) -> dict[str, T]:
     """The parameters of a model on one device by their names without adapters, which are merged into the weights."""
-    found = {
+    merged = {
         n: p.detach()
         for n, p in model.named_parameters()
         if ADAPTERS not in n and QUANTIZED not in n
@@ -262,11 +262,11 @@ def merged_parameters(model: nn.Module) -> dict[str, T]:
     for path, module in model.named_modules():
         if isinstance(module, Projections) and module.adapter is not None:
             names = {*module.quantized, *module.adapters}
-            found |= {f"{path}.{name}": module.merged(name) for name in names}
+            merged |= {f"{path}.{name}": module.merged(name) for name in names}
         if isinstance(module, TokenRows):
             weight = base_weight(f"{path}.rows")
-            found[weight] = module.placed(found[weight])
-    return found
+            merged[weight] = module.placed(merged[weight])
+    return merged
 
 
 def base_of(shape: ModelShape) -> ModelShape:

@@ -88,10 +88,10 @@ class LocalExperts:
         order = ids.argsort(stable=True)
         counts = expert_counts(ids, count + 1)[:-1]
         rows = sum(sizes_of(counts, len(order))) if self.others else None
-        found = Dispatched(
+        dispatched = Dispatched(
             spread(x, order, choice.ids.shape[1], rows), counts, (order, choice.weights)
         )
-        return lambda: found
+        return lambda: dispatched
 
     def combine(self, rows: T, meta: Any) -> Callable[[], T]:
         return partial(weighted, rows, *meta)
@@ -197,8 +197,8 @@ def _sums(rows: T, order: T, k: int, places: int) -> T:
     """Each token's rows added up, in the order of its choices and not of the experts; of distinct ``places``, or 0."""
     if k > 1 and places == len(rows) and rows.dim() == 2 and rows.is_floating_point():
         return _bags(rows, order, k)
-    found = rows.new_empty if places == len(rows) else rows.new_zeros
-    each = found(places, *rows.shape[1:]).index_copy_(0, order, rows)
+    make = rows.new_empty if places == len(rows) else rows.new_zeros
+    each = make(places, *rows.shape[1:]).index_copy_(0, order, rows)
     return each.unflatten(0, (-1, k)).sum(1) if k > 1 else each
 
 
@@ -254,8 +254,8 @@ def product(x: T, weight: T, counts: T, out: T | None = None, add: bool = False)
     if weight.dim() == 2:
         return multiply(x, weight, plus=out if add else None, out=out)
     if grouped_runs(x, weight):
-        found = F.grouped_mm(x, weight, offs=counts.cumsum(0, dtype=torch.int32))
-        return found if out is None else out.add_(found) if add else out.copy_(found)
+        made = F.grouped_mm(x, weight, offs=counts.cumsum(0, dtype=torch.int32))
+        return made if out is None else out.add_(made) if add else out.copy_(made)
     sizes, out = (
         sizes_of(counts, len(x)),
         x.new_empty(len(x), weight.shape[2]) if out is None else out,
@@ -275,8 +275,10 @@ def gradient(grad: T, x: T, counts: T, out: T) -> None:
         gradient(some, rows, counts, w)
 
 
-def add_gradient(parameter: T, found: T) -> None:
-    parameter.grad = found if parameter.grad is None else parameter.grad.add_(found)
+def add_gradient(parameter: T, gradient: T) -> None:
+    parameter.grad = (
+        gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    )
 
 
 def together(rows: T) -> bool:
@@ -297,14 +299,16 @@ def forward_piece(
 ) -> tuple[T, T, T]:
     """What ``gate`` and ``up`` of one expert or all make of ``x``, and what comes of these; to where there is place."""
     gate, up, down = stacks
-    one, two = (
+    gate_out, up_out = (
         product(x, gate.mT, counts, places[0]),
         product(x, up.mT, counts, places[1]),
     )
     return (
-        one,
-        two,
-        product(ACTIVATE[activation](one).mul_(two), down.mT, counts, places[2]),
+        gate_out,
+        up_out,
+        product(
+            ACTIVATE[activation](gate_out).mul_(up_out), down.mT, counts, places[2]
+        ),
     )
 
 
@@ -315,24 +319,24 @@ def _forwards(
     if together(rows):
         return forward_piece(rows, counts, activation, stacks)
     sizes, (_, hidden, embed) = sizes_of(counts, len(rows)), stacks[0].shape
-    one, two, out = (
+    gate_out, up_out, out = (
         rows.new_empty(len(rows), width) for width in (hidden, hidden, embed)
     )
     experts, places = (
         zip(*stacks, strict=True),
-        zip(*(y.split(sizes) for y in (one, two, out)), strict=True),
+        zip(*(y.split(sizes) for y in (gate_out, up_out, out)), strict=True),
     )
     for x, weights, place in zip(rows.split(sizes), experts, places, strict=True):
         if len(x):
             forward_piece(x, counts, activation, weights, place)
-    return one, two, out
+    return gate_out, up_out, out
 
 
 def _backward(
     x: T,
     grad: T,
-    one: T,
-    two: T,
+    gate_out: T,
+    up_out: T,
     counts: T,
     activation: str,
     stacks: Sequence[T],
@@ -340,13 +344,13 @@ def _backward(
 ) -> tuple[T, tuple[tuple[T, T], ...]]:
     """The gradient of ``x``, to where there is place, and of each weight the two whose product its gradient is."""
     gate, up, down = stacks
-    active, d_hidden = ACTIVATE[activation](one), product(grad, down, counts)
-    d_two, hidden = active * d_hidden, active.mul_(two)
-    d_one = SLOPE[activation](d_hidden.mul_(two), one)
-    d_x = product(d_one, gate, counts, d_x)
-    return product(d_two, up, counts, d_x, add=True), (
-        (d_one, x),
-        (d_two, x),
+    active, d_hidden = ACTIVATE[activation](gate_out), product(grad, down, counts)
+    d_up, hidden = active * d_hidden, active.mul_(up_out)
+    d_gate = SLOPE[activation](d_hidden.mul_(up_out), gate_out)
+    d_x = product(d_gate, gate, counts, d_x)
+    return product(d_up, up, counts, d_x, add=True), (
+        (d_gate, x),
+        (d_up, x),
         (grad, hidden),
     )
 
@@ -358,20 +362,22 @@ class _FeedForwards(torch.autograd.Function):
     def spmd_typecheck(*, rows, counts, activation, later, stacks):  # type: ignore[no-untyped-def]
         rules.ignore(counts)
         gate, up, down = stacks
-        one, two = (rules.einsum("ri,eoi->ro", rows, w) for w in (gate, up))
-        return rules.einsum("ro,eio->ri", rules.einsum("ro,ro->ro", one, two), down)
+        gate_out, up_out = (rules.einsum("ri,eoi->ro", rows, w) for w in (gate, up))
+        return rules.einsum(
+            "ro,eio->ri", rules.einsum("ro,ro->ro", gate_out, up_out), down
+        )
 
     @staticmethod
     def forward(ctx, rows, counts, activation, later, *stacks):  # type: ignore[no-untyped-def]
-        one, two, out = _forwards(rows, counts, activation, stacks)
-        ctx.save_for_backward(rows, counts, one, two, *stacks)
+        gate_out, up_out, out = _forwards(rows, counts, activation, stacks)
+        ctx.save_for_backward(rows, counts, gate_out, up_out, *stacks)
         # the parameters themselves, as in weft.models.fused
         ctx.activation, ctx.later = activation, later
         return out
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        rows, counts, one, two, *stacks = ctx.saved_tensors
+        rows, counts, gate_out, up_out, *stacks = ctx.saved_tensors
         tape, parameters = ctx.later or (Tape(), stacks)
         learning = [
             torch.empty_like(w) if asked else None
@@ -387,7 +393,7 @@ class _FeedForwards(torch.autograd.Function):
                     tape.append(work) if waits else work()
 
         # of what is left for later no graph is made
-        given = rows.detach(), grad.contiguous(), one, two
+        given = rows.detach(), grad.contiguous(), gate_out, up_out
         if together(rows):
             d_rows, products = _backward(*given, counts, ctx.activation, stacks)
             learn(products, learning)
@@ -404,11 +410,11 @@ class _FeedForwards(torch.autograd.Function):
                     products,
                     [None if place is None else place[e] for place in learning],
                 )
-        for i, (p, found, waits) in enumerate(
+        for i, (p, learns, waits) in enumerate(
             zip(parameters, learning, waiting, strict=True)
         ):
-            if found is not None and waits:
-                tape.append(partial(add_gradient, p, found))
+            if learns is not None and waits:
+                tape.append(partial(add_gradient, p, learns))
                 learning[i] = None
         return d_rows, None, None, None, *learning
 
@@ -525,7 +531,7 @@ class Mixture(Module):
             *(each.tensor_split(count) for each in (tokens, *choice)), strict=True
         )
         arriving = [
-            way.dispatch(one, Choice(weights, ids)) for one, weights, ids in pieces
+            way.dispatch(piece, Choice(weights, ids)) for piece, weights, ids in pieces
         ]
         beside = None if shared is None else shared(x)
         leaving = current_part()

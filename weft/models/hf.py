@@ -44,19 +44,19 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
 
     Ids of special tokens, which old folders have in ``config.json`` alone, are always in ``generation_config.json``.
     """
-    found = {
+    files = {
         p.name: p.read_bytes()
         for p in sorted(folder.iterdir())
         if re.fullmatch(TOKENIZER_FILES, p.name)
     }
-    found = with_named_templates(found, folder)
-    if GENERATION not in found and (folder / "config.json").is_file():
+    files = with_named_templates(files, folder)
+    if GENERATION not in files and (folder / "config.json").is_file():
         config = read_json(folder / "config.json", AGAIN)
         if tokens := {
             key: config[key] for key in TOKEN_IDS if config.get(key) is not None
         }:
-            found[GENERATION] = as_json(tokens)
-    return found
+            files[GENERATION] = as_json(tokens)
+    return files
 
 
 def files_beside(config: Path, folder: Path | None = None) -> dict[str, bytes]:
@@ -180,10 +180,11 @@ class HuggingFaceFolder:
                 (count, parts * rows, width),
                 (box[0], (first + lo, first + hi), box[2]),
             )
-        found = [
-            self.read(one, (rows, width), box[1:]) for one in names[slice(*box[0])]
+        tensors = [
+            self.read(name_of_expert, (rows, width), box[1:])
+            for name_of_expert in names[slice(*box[0])]
         ]
-        return torch.stack(found) if found else torch.empty(extents(box))
+        return torch.stack(tensors) if tensors else torch.empty(extents(box))
 
 
 def hf_values(
@@ -198,12 +199,12 @@ def hf_values(
             return torch.zeros(extents(box))
         if ".experts." in name:
             return stored.experts(name, names, logical, box)
-        found = stored.read(names[0], logical.shape, box)
+        value = stored.read(names[0], logical.shape, box)
         offset = norm_offset(name, shape)
         return (
-            found
+            value
             if not offset
-            else found.to(torch.promote_types(found.dtype, torch.float32)) + offset
+            else value.to(torch.promote_types(value.dtype, torch.float32)) + offset
         )
 
     return values
@@ -217,9 +218,13 @@ def check_stored(folder: Path, shape: ModelShape) -> None:
     for name, logical in Transformer(shape, Mesh.single()).logical_parameters():
         fused = fused_name(name)
         names = [] if fused is not None and fused[0] in files else hf_names(name, shape)
-        missing = [one for one in names if one not in files]
-        if any(one + SCALES in files for one in names):
-            missing += [one + SCALES for one in names if one + SCALES not in files]
+        missing = [tensor_name for tensor_name in names if tensor_name not in files]
+        if any(tensor_name + SCALES in files for tensor_name in names):
+            missing += [
+                tensor_name + SCALES
+                for tensor_name in names
+                if tensor_name + SCALES not in files
+            ]
         if missing and len(names) > 1:
             some = f"{len(names) - len(missing)} of {len(names)} experts"
             raise WeftError(
@@ -291,7 +296,9 @@ def _write_tensors(
 ) -> None:
     """Write all tensors, in files of at most ``limit`` bytes with an index if one file cannot hold them."""
     described = Transformer(shape, Mesh.single()).logical_parameters()
-    logical = {name: one for name, one in described if hf_names(name, shape)}
+    logical = {
+        name: described_as for name, described_as in described if hf_names(name, shape)
+    }
     kept = get(TYPICAL).dtype
     width = (dtype or kept).itemsize
     groups: list[list[str]] = [[]]

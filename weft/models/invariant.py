@@ -87,8 +87,8 @@ def reaches(first: int, last: int, window: int) -> Iterator[Reach]:
             at // KEYS + 1
         ) * KEYS
 
-    for (low, high), found in groupby(range(first, last), key=keys):
-        places = list(found)
+    for (low, high), queries in groupby(range(first, last), key=keys):
+        places = list(queries)
         yield Reach(places[0], places[-1] + 1, low, high)
 
 

@@ -264,7 +264,7 @@ def linear_attention_backward(
         grads[0][s] = dq.add_((gs[s] @ earlier[s].mT).mul_(weights[s])).mul_(scale)
         grads[1][s] = dk.add_((vs[s] @ later[s].mT).mul_(into))
         grads[2][s] = dv.add_((ks[s] @ later[s]).mul_(into))
-    dq, dk, dv = (_joined(one, q.dtype) for one in grads)
+    dq, dk, dv = (_joined(grad_of, q.dtype) for grad_of in grads)
     kv_heads = k.shape[2]
     return (
         dq.contiguous(),

@@ -185,7 +185,7 @@ def token_scores(
     """
     group = mesh.group("tp") if mesh.size("tp") > 1 else None
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    found = torch.empty(len(hidden), 2, dtype=torch.float64, device=hidden.device)
+    scores = torch.empty(len(hidden), 2, dtype=torch.float64, device=hidden.device)
     for start in range(0, len(hidden), chunk):
         h, y = hidden[start : start + chunk], labels[start : start + chunk]
         # [chunk, vocab/tp]
@@ -200,6 +200,6 @@ def token_scores(
         )
         lse, target, top = from_shares(mine, group).unbind(-1)  # each [tp, chunk]
         target = target.sum(0)
-        found[start : start + chunk, 0] = target - lse.logsumexp(0)
-        found[start : start + chunk, 1] = target >= top.amax(0)
-    return found
+        scores[start : start + chunk, 0] = target - lse.logsumexp(0)
+        scores[start : start + chunk, 1] = target >= top.amax(0)
+    return scores

@@ -64,13 +64,15 @@ class TokenLoss:
 
     def losses(self, logits: T, labels: T) -> T:
         """What ``of`` says of some tokens, in float64: ``[tokens]``."""
-        found = self.of(logits, labels)
-        if not isinstance(found, T) or found.shape != labels.shape:
-            shape = list(found.shape) if isinstance(found, T) else type(found).__name__
+        losses = self.of(logits, labels)
+        if not isinstance(losses, T) or losses.shape != labels.shape:
+            shape = (
+                list(losses.shape) if isinstance(losses, T) else type(losses).__name__
+            )
             raise WeftError(
                 f"a plugin's loss returned {shape} for {len(labels)} tokens; it returns one loss for each"
             )
-        return found.double()
+        return losses.double()
 
 
 def _wide(hidden: T) -> torch.dtype:

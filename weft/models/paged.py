@@ -130,15 +130,15 @@ class KeyValuePages(Pages):
             self.reading.batches[window] = self._pieces(q, window)
         for piece in self.reading.batches[window]:
             if isinstance(piece, SpanBatch):
-                found = attend_batch(
+                attended = attend_batch(
                     q[0, piece.rows], *self.gather(piece.blocks), piece
                 )
-                out[0, piece.rows] = found[..., :width]
+                out[0, piece.rows] = attended[..., :width]
             elif isinstance(piece, Views):
-                found = attend_views(
+                attended = attend_views(
                     q[0, piece.rows], piece, lambda span: self.read(span, 0)[:2]
                 )
-                out[0, piece.rows] = found[..., :width]
+                out[0, piece.rows] = attended[..., :width]
             else:
                 rows, (keys, values, before) = (
                     slice(piece.first, piece.last),
@@ -157,10 +157,10 @@ class KeyValuePages(Pages):
             for sees in (False, True)
         )
         group = q.shape[2] // self.store.shape[3]
-        found: list[SpanBatch | Span | Views] = (
+        pieces: list[SpanBatch | Span | Views] = (
             [*batch_spans(plain, self.size, window, q, group)] if plain else []
         )
-        return [*found, views_of(others, self.freq, q)] if others else found
+        return [*pieces, views_of(others, self.freq, q)] if others else pieces
 
     def write(self, *new: T) -> None:
         """Put ``new``, ``[1, tokens, kv_heads, width]`` each, into their slots."""
@@ -177,14 +177,14 @@ class KeyValuePages(Pages):
         """Keys and values in ``blocks`` ``[texts, blocks]``: ``[texts, tokens, kv_heads, width]`` each."""
         assert self.store is not None
         kept = range(len(self.store))  # one part can be both
-        found = [
+        gathered = [
             self.store[i]
             .index_select(0, blocks.flatten())
             .unflatten(0, blocks.shape)
             .flatten(1, 2)
             for i in kept
         ]
-        return found[0], found[-1]
+        return gathered[0], gathered[-1]
 
     def read(self, span: Span, window: int) -> tuple[T, T, int]:
         """Keys and values that any of a span's tokens sees, ``[tokens, kv_heads, width]``, and how many come before."""
@@ -198,10 +198,10 @@ class KeyValuePages(Pages):
             b - a == 1 for a, b in pairwise(table)
         ):
             # side by side: nothing is copied
-            found = self.store[:, table[0] : table[-1] + 1]
+            rows = self.store[:, table[0] : table[-1] + 1]
         else:
-            found = self.store[:, torch.tensor(table, device=self.store.device)]
-        tokens = found.flatten(1, 2)[:, : end - first * self.size]
+            rows = self.store[:, torch.tensor(table, device=self.store.device)]
+        tokens = rows.flatten(1, 2)[:, : end - first * self.size]
         return tokens[0], tokens[-1], first * self.size
 
 

@@ -25,11 +25,13 @@ class GraphPart:
 
     def backward(self) -> None:
         """Go back through the part, when all that have read of it have been gone back through."""
-        found = [(made, leaf.grad) for made, leaf in self.read if leaf.grad is not None]
+        gradients = [
+            (made, leaf.grad) for made, leaf in self.read if leaf.grad is not None
+        ]
         self.read = []
-        if found:
+        if gradients:
             torch.autograd.backward(
-                [made for made, _ in found], [grad for _, grad in found]
+                [made for made, _ in gradients], [grad for _, grad in gradients]
             )
 
 
@@ -65,5 +67,5 @@ def result_of(steps: Steps) -> T:
         try:
             next(steps)
         except StopIteration as end:
-            found: T = end.value
-            return found
+            result: T = end.value
+            return result

@@ -175,9 +175,9 @@ def pair_losses(
             loss = (of(summed, lengths, rows.pairs) * weight).sum()
             (slopes,) = torch.autograd.grad(loss, summed)
         by_segment = sums.new_zeros(len(sums)).index_copy_(0, paired, slopes.flatten())
-        found = loss.detach() * rows.counted, by_segment[segment] * counts
-    return declare(found[0], mesh, **BY_DATA | {"tp": I}), declare(
-        found[1], mesh, **BY_DATA | dict.fromkeys(axes, V)
+        shares = loss.detach() * rows.counted, by_segment[segment] * counts
+    return declare(shares[0], mesh, **BY_DATA | {"tp": I}), declare(
+        shares[1], mesh, **BY_DATA | dict.fromkeys(axes, V)
     )
 
 

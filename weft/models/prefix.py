@@ -65,10 +65,10 @@ def _gather(states: dict[int, T], places: StretchOwners, group: str) -> dict[int
     peers = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     everyone = [torch.empty_like(mine) for _ in set(places.owner)]
     dist.all_gather(everyone, mine, group=peers)
-    found: dict[int, T] = {}
+    gathered: dict[int, T] = {}
     for who, theirs in enumerate(everyone):
-        found |= zip(places._replace(mine=who).own, theirs, strict=True)
-    return found
+        gathered |= zip(places._replace(mine=who).own, theirs, strict=True)
+    return gathered
 
 
 def _pass_on(

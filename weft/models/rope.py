@@ -17,10 +17,10 @@ def frequencies(shape: ModelShape) -> torch.Tensor:
     First those of layers that see all tokens, then those of windowed ones, if these have a base of their own (Gemma 3).
     """
     steps = -torch.arange(0, shape.rotated, 2, dtype=torch.float64) / shape.rotated
-    found = [_scaled(shape.rope_theta**steps, shape.rope_scaling, shape.rope_theta)]
+    bases = [_scaled(shape.rope_theta**steps, shape.rope_scaling, shape.rope_theta)]
     if shape.window_theta:
-        found.append(shape.window_theta**steps)
-    return torch.stack(found)
+        bases.append(shape.window_theta**steps)
+    return torch.stack(bases)
 
 
 def _scaled(

@@ -128,9 +128,9 @@ class Loads:
                 shares.append(
                     self._sum(
                         [
-                            one.own[layer].sum(0)
-                            for one in self.passes
-                            if layer in one.own
+                            seen.own[layer].sum(0)
+                            for seen in self.passes
+                            if layer in seen.own
                         ],
                         count,
                     )
@@ -139,9 +139,9 @@ class Loads:
                 shares.append(
                     self._sum(
                         [
-                            one.dropped[layer]
-                            for one in self.passes
-                            if layer in one.dropped
+                            seen.dropped[layer]
+                            for seen in self.passes
+                            if layer in seen.dropped
                         ],
                         1,
                     )
@@ -156,11 +156,11 @@ class Loads:
         self.sent.clear()
         return torch.stack(shares)
 
-    def _sum(self, found: list[T], count: int) -> T:
+    def _sum(self, counts: list[T], count: int) -> T:
         """Of the passes' ``count`` numbers each; zeros of a layer that other stages have."""
         return (
-            torch.stack(found).sum(0)
-            if found
+            torch.stack(counts).sum(0)
+            if counts
             else torch.zeros(count, device=self.mesh.device)
         )
 

@@ -62,12 +62,14 @@ class Alike(NamedTuple):
 
 def layer_modules(model: Transformer) -> list[dict[str, Projections]]:
     """Of every layer that this rank has, what an adapter may change, by name."""
-    found: dict[str, dict[str, Projections]] = {layer: {} for layer in model.blocks}
+    modules_by_layer: dict[str, dict[str, Projections]] = {
+        layer: {} for layer in model.blocks
+    }
     for module in model.modules():
         if isinstance(module, Projections):
             _, layer, name = module.path.split(".", 2)
-            found[layer][name] = module
-    return list(found.values())
+            modules_by_layer[layer][name] = module
+    return list(modules_by_layer.values())
 
 
 def laid_out(factors: Iterable[tuple[str, str, T, T]]) -> tuple[Form, T]:
@@ -87,20 +89,20 @@ def own_part(adapter: HostAdapter, model: Transformer) -> HostAdapter:
     Of a weight that is cut by rows, ``b`` is, and what is added too; of one that is cut by columns, ``a`` is, and what
     is added is a share of the sum that the weight's product is a share of.
     """
-    found = []
+    parts = []
     for layer, modules in zip(
         map(int, model.blocks), layer_modules(model), strict=True
     ):
         factors = []
-        for one in adapter.forms[layer]:
-            module, (a, b) = modules[one.module], one.of(adapter.values[layer])
-            rows, columns = module.logical[one.name].box
-            own_rows = module.own_rows.get(one.name, rows)
+        for form in adapter.forms[layer]:
+            module, (a, b) = modules[form.module], form.of(adapter.values[layer])
+            rows, columns = module.logical[form.name].box
+            own_rows = module.own_rows.get(form.name, rows)
             factors.append(
-                (one.module, one.name, a[:, slice(*columns)], b[slice(*own_rows)])
+                (form.module, form.name, a[:, slice(*columns)], b[slice(*own_rows)])
             )
-        found.append(laid_out(factors))
-    forms, values = zip(*found, strict=True)
+        parts.append(laid_out(factors))
+    forms, values = zip(*parts, strict=True)
     return HostAdapter(forms, values)
 
 
@@ -147,10 +149,10 @@ class StepAdapters:
     ) -> None:
         """Add to what the weights ``names`` made of ``x`` ``[1, tokens, in]``, in place."""
         for group, numbers in zip(self.groups, self._numbers_of(layer), strict=True):
-            for one in group.forms[layer]:
-                if one.module == module and one.name in names:
-                    a, b = (each.to(x.dtype) for each in one.of(numbers))
+            for form in group.forms[layer]:
+                if form.module == module and form.name in names:
+                    a, b = (each.to(x.dtype) for each in form.of(numbers))
                     low = x[0, group.rows] @ a.transpose(1, 2)  # [texts, tokens, rank]
-                    made[names.index(one.name)][0].index_add_(
+                    made[names.index(form.name)][0].index_add_(
                         0, group.rows.flatten(), (low @ b.transpose(1, 2)).flatten(0, 1)
                     )

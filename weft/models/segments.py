@@ -39,14 +39,14 @@ def document_segments(cu_seqlens: torch.Tensor, window: int = 0) -> list[Segment
 
 def windowed(a: int, b: int, window: int) -> list[Segment]:
     """Tokens ``a:b`` against themselves."""
-    step, found = window or b - a, []
+    step, segments = window or b - a, []
     for start in range(a, b, step):
         end = min(start + step, b)
-        found.append(Segment(start, end, start, end, True))
+        segments.append(Segment(start, end, start, end, True))
         if start > a:
             before = earlier_keys(start, end, start - step, start, window)
-            found += [segment._replace(joins=True) for segment in before]
-    return found
+            segments += [segment._replace(joins=True) for segment in before]
+    return segments
 
 
 def earlier_keys(q0: int, q1: int, k0: int, k1: int, window: int) -> list[Segment]:
@@ -62,13 +62,13 @@ def earlier_keys(q0: int, q1: int, k0: int, k1: int, window: int) -> list[Segmen
     if q0 >= q1 or k0 >= k1:
         return []
     edge = max(q0, min(q1, k0 + reach))
-    found = [Segment(q0, edge, k0, k1, False)] if edge > q0 else []
+    segments = [Segment(q0, edge, k0, k1, False)] if edge > q0 else []
     if edge < q1:
         first, seen = edge - reach, q1 - reach
-        found.append(Segment(edge, q1, first, seen, True, flipped=True))
+        segments.append(Segment(edge, q1, first, seen, True, flipped=True))
         if seen < k1:
-            found.append(Segment(edge, q1, seen, k1, False, joins=True))
-    return found
+            segments.append(Segment(edge, q1, seen, k1, False, joins=True))
+    return segments
 
 
 def cut(s: Segment, square: int = SQUARE) -> list[Segment]:

@@ -66,19 +66,19 @@ def batch_spans(
         first, last = columns(span, size, window)
         return span.last - span.first, last - first
 
-    found: list[SpanBatch | Span] = []
+    batches: list[SpanBatch | Span] = []
     alike: list[Span] = []
     for span in sorted(spans, key=measure):
         tokens, blocks = measure(span)
         if alike and (measure(alike[0])[0] != tokens or blocks > PADDED * measure(alike[0])[1]
                       or blocks * (len(alike) + 1) > MOST or tokens > SHORT):  # fmt: skip
-            found.append(
+            batches.append(
                 _batch(alike, size, window, q, group) if len(alike) > 1 else alike[0]
             )
             alike = []
         alike.append(span)
     return [
-        *found,
+        *batches,
         _batch(alike, size, window, q, group) if len(alike) > 1 else alike[0],
     ]
 
@@ -87,13 +87,15 @@ def batch_each_query(
     spans: Iterable[Span], size: int, window: int, q: T, group: int
 ) -> Iterator[SpanBatch]:
     """What is attended to in a call each where every query is for itself (:mod:`weft.models.invariant`)."""
-    found: dict[tuple[int, int, int], list[tuple[Span, Reach]]] = defaultdict(list)
+    reaches_by_size: dict[tuple[int, int, int], list[tuple[Span, Reach]]] = defaultdict(
+        list
+    )
     for span in spans:
         for reach in reaches(span.past, span.past + span.last - span.first, window):
             # several queries of one text share its keys
             alone = span.first if reach.last - reach.first > 1 else -1
-            found[reach.low, reach.high, alone].append((span, reach))
-    for (low, high, _), alike in found.items():
+            reaches_by_size[reach.low, reach.high, alone].append((span, reach))
+    for (low, high, _), alike in reaches_by_size.items():
         first, last = low // size, -(-high // size)
         tables = [
             [*s.table[first:last], *[s.table[-1]] * (last - max(first, len(s.table)))]
@@ -142,10 +144,10 @@ def attend_batch(q: T, k: T, v: T, batch: SpanBatch) -> T:
     The query heads that share a key head are so many queries of it, and its keys are read once for all of them.
     """
     if batch.keys is not None:
-        found, _ = attend_each(
+        attended, _ = attend_each(
             q.flatten(0, 1), k[:, batch.keys], v[:, batch.keys], batch.bias
         )
-        return found.view(q.shape)
+        return attended.view(q.shape)
     tokens, kv_heads = q.shape[1], k.shape[2]
     # [texts, kv_heads, tokens * group, width]
     shared = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(2, 3)

@@ -86,12 +86,12 @@ def token_rows(
     table: Table,
 ) -> nn.ModuleDict:  # fmt: skip
     """The rows of ``weight`` that learn, by the name of the weight; empty if there are none."""
-    tokens, found = row_tokens(shape, weight), nn.ModuleDict()
+    tokens, modules = row_tokens(shape, weight), nn.ModuleDict()
     if tokens:
         path = ROWS[weight].removesuffix(".rows")
         rows = TokenRows(tokens, logical.box[0], mesh, table, path)
-        found[path.rpartition(".")[2]] = rows
-    return found
+        modules[path.rpartition(".")[2]] = rows
+    return modules
 
 
 class Attention(Projections):

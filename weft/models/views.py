@@ -84,12 +84,12 @@ def attend_views(q: T, views: Views, read: Callable[[Span], tuple[T, T]]) -> T:
     total, lse = torch.cat(outs), torch.cat(logs)
     for table, tokens, places, turns in views.seen:
         asked = q[places] if turns is None else turned(q[places], *turns)
-        found = attend_forward(
+        attended = attend_forward(
             asked,
             *read(Span(0, tokens, 0, table)),
             [Segment(0, len(places), 0, tokens, False)],
         )
         some = total[places], lse[places]
-        join(*some, *found)
+        join(*some, *attended)
         total[places], lse[places] = some
     return total.to(q.dtype)

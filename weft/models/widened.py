@@ -53,12 +53,12 @@ def multiplies_slowly(dtype: torch.dtype) -> bool:
 
 def _least_seconds(call: Callable[[], object], turns: int = 6) -> float:
     """Processor seconds of the quickest of some calls; the first, which prepares kernels, does not count."""
-    found = []
+    seconds = []
     for _ in range(turns + 1):
         begun = time.thread_time()
         call()
-        found.append(time.thread_time() - begun)
-    return min(found[1:])
+        seconds.append(time.thread_time() - begun)
+    return min(seconds[1:])
 
 
 def is_widened(x: T) -> bool:

@@ -82,16 +82,16 @@ CHARTS = (
 
 def column(records: list[Record], name: str) -> tuple[list[int], list[float]]:
     """Steps and values of the records that have a (finite) value."""
-    found = [
+    points = [
         (r["step"], r[name]) for r in records if isinstance(r.get(name), (int, float))
     ]
-    return [s for s, _ in found], [v for _, v in found]
+    return [s for s, _ in points], [v for _, v in points]
 
 
 def charts(runs: Sequence[RecordedRun]) -> list[Record]:
     """Plotly figures as plain JSON; a chart without data is left out. Colors are names of CSS variables."""
     several = len(runs) > 1
-    found = []
+    drawn = []
     for chart in (CHARTS[0], *task_chart(runs), *CHARTS[1:]):
         traces = []
         for run, color in zip(runs, RUNS, strict=False):
@@ -116,7 +116,7 @@ def charts(runs: Sequence[RecordedRun]) -> list[Record]:
                 )
         if traces:
             layout = frame(chart, traces, runs)
-            found.append(
+            drawn.append(
                 {
                     "title": chart.title,
                     "note": chart.note,
@@ -130,7 +130,7 @@ def charts(runs: Sequence[RecordedRun]) -> list[Record]:
         expert_loads(single.get("experts", [])),
         saved_activations(single.get("activations", [])),
     )
-    return found[:3] + step_times(runs) + membership(single) + found[3:] + loads + saved
+    return drawn[:3] + step_times(runs) + membership(single) + drawn[3:] + loads + saved
 
 
 def expert_loads(records: list[Record]) -> list[Record]:
@@ -160,7 +160,7 @@ def expert_loads(records: list[Record]) -> list[Record]:
         "hovertemplate": "%{text}: %{z:.2f} of the mean<extra></extra>",
     }  # fmt: skip
     edges = [
-        sum(len(shown[0]["loads"][one]) for one in layers[:i])
+        sum(len(shown[0]["loads"][before]) for before in layers[:i])
         for i in range(len(layers))
     ]
     layout: Record = {
@@ -283,7 +283,7 @@ def frame(chart: Chart, traces: list[Record], runs: Sequence[RecordedRun]) -> Re
 def checkpoint_charts(records: Records) -> list[Record]:
     """The charts about checkpoints: seconds by rank and stage, and how long training waited. Empty without any."""
     saved, made = records.get("saved", []), records.get("checkpoint", [])
-    found = (
+    drawn = (
         [heat]
         if (heat := checkpoints.heat_map(saved, records.get("loaded", [])))
         else []
@@ -293,7 +293,7 @@ def checkpoint_charts(records: Records) -> list[Record]:
         layout: Record = {"yaxis": {"rangemode": "tozero", "ticksuffix": " s"}}
         note = "Seconds that training waited for a save, slowest rank"
         trace = style(steps, "Stall", "--c2", ".3~s", "s") | thin(steps, stall)
-        found.append(
+        drawn.append(
             {
                 "at": "stall",
                 "title": "Stall",
@@ -303,7 +303,7 @@ def checkpoint_charts(records: Records) -> list[Record]:
                 "layout": layout,
             }
         )
-    return found
+    return drawn
 
 
 def style(
@@ -352,14 +352,14 @@ def line(
 
 def minutes(rows: list[Record], attempts: list[Record]) -> list[float]:
     """For how long the run had been going at each of ``rows``; pauses between its attempts do not count."""
-    found, spent, last = [], 0.0, attempts[0]["time"] if attempts else rows[0]["time"]
+    elapsed, spent, last = [], 0.0, attempts[0]["time"] if attempts else rows[0]["time"]
     for row in rows:
         begun = max(
             (r["time"] for r in attempts if r["time"] <= row["time"]), default=last
         )
         spent, last = spent + row["time"] - max(last, begun), row["time"]
-        found.append(round(spent / 60, 3))
-    return found
+        elapsed.append(round(spent / 60, 3))
+    return elapsed
 
 
 def running_mean(values: list[float]) -> list[float]:

@@ -26,23 +26,23 @@ NOISE = 0.03
 
 def numbers(row: Record) -> dict[str, float]:
     """The stages of a row: ``write_s`` as ``write``."""
-    found = {
+    values = {
         k.removesuffix("_s"): v
         for k, v in row.items()
         if k.endswith("_s") and isinstance(v, (int, float))
     }
-    return {stage: float(v) for stage, v in found.items() if math.isfinite(v)}
+    return {stage: float(v) for stage, v in values.items() if math.isfinite(v)}
 
 
 def times(rows: Sequence[Record]) -> Times:
     """Median seconds by rank and stage; rows without a rank are the main one's."""
-    found: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    samples: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         for stage, seconds in numbers(row).items():
-            found[rank_of(row)][stage].append(seconds)
+            samples[rank_of(row)][stage].append(seconds)
     return {
-        rank: {stage: median(v) for stage, v in found[rank].items()}
-        for rank in sorted(found)
+        rank: {stage: median(v) for stage, v in samples[rank].items()}
+        for rank in sorted(samples)
     }
 
 
@@ -53,8 +53,8 @@ def rank_of(row: Record) -> int:
 
 def stages(of: Times, order: Sequence[str]) -> list[str]:
     """The stages that there are, in their order."""
-    found = {stage for seconds in of.values() for stage in seconds}
-    return [s for s in order if s in found] + sorted(found.difference(order))
+    names = {stage for seconds in of.values() for stage in seconds}
+    return [s for s in order if s in names] + sorted(names.difference(order))
 
 
 def over_ranks(of: Times) -> dict[str, float]:
@@ -290,31 +290,35 @@ def stalls(
     saved: Sequence[Record], checkpoints: Sequence[Record]
 ) -> tuple[list[int], list[float]]:
     """The steps with saves, and the seconds that training waited for each: the slowest rank's, where that is known."""
-    found: dict[int, float] = {}
+    seconds_by_step: dict[int, float] = {}
     for row in saved:
         seconds = numbers(row)
         # with ``wait``, the copy goes on beside training until it is waited for
         if "stage" in seconds:
             stall = seconds["stage"] + seconds.get("wait", seconds.get("copy", 0.0))
-            found[row["step"]] = max(stall, found.get(row["step"], 0.0))
+            seconds_by_step[row["step"]] = max(
+                stall, seconds_by_step.get(row["step"], 0.0)
+            )
     for row in checkpoints:
         stall_s = row.get("stall_s")
-        if row["step"] not in found and isinstance(stall_s, (int, float)):
-            found[row["step"]] = float(stall_s)
-    return sorted(found), [found[step] for step in sorted(found)]
+        if row["step"] not in seconds_by_step and isinstance(stall_s, (int, float)):
+            seconds_by_step[row["step"]] = float(stall_s)
+    return sorted(seconds_by_step), [
+        seconds_by_step[step] for step in sorted(seconds_by_step)
+    ]
 
 
 def facts(
     saved: Sequence[Record], loaded: Sequence[Record], checkpoints: Sequence[Record]
 ) -> list[tuple[str, str]]:
     """Rows of the table beside the heat map."""
-    found = []
+    lines = []
     steps, stall = stalls(saved, checkpoints)
     saves = len({row["step"] for row in saved} | set(steps))
     if saves:
-        found.append(("Saves", f"{saves:,}"))
+        lines.append(("Saves", f"{saves:,}"))
     if stall:
-        found.append(
+        lines.append(
             (
                 "Stall",
                 f"{duration(median(stall))} median · {duration(max(stall))} longest",
@@ -324,7 +328,7 @@ def facts(
         of = times(rows)
         if total := _bytes(rows):
             each = f" · {size(total / len(of))} a rank" if len(of) > 1 else ""
-            found.append(
+            lines.append(
                 (
                     "Bytes of a save" if what == "Save" else "Bytes read",
                     size(total) + each,
@@ -335,16 +339,16 @@ def facts(
             parts = [
                 f"{stage} {duration(middle[stage])}" for stage in stages(of, order)
             ]
-            found.append((f"{what}, median rank", " · ".join(parts)))
+            lines.append((f"{what}, median rank", " · ".join(parts)))
             if len(of) > 1:
                 rank = max(of, key=lambda r: work(of[r]))
-                found.append(
+                lines.append(
                     (
                         f"{what}, slowest rank",
                         f"rank {rank}, {duration(work(of[rank]))} without waiting",
                     )
                 )
-    return found
+    return lines
 
 
 def _bytes(rows: Sequence[Record]) -> float:

@@ -12,7 +12,7 @@ DRAWN = 32
 def periods(records: list[Record]) -> list[tuple[str, str]]:
     """Every verdict with its steps, ``("steps 100 to 200", text)``: from the record that first has it to the first that
     no longer has it."""
-    found, begun = list[tuple[int, str, str]](), dict[str, tuple[int, str]]()
+    lines, begun = list[tuple[int, str, str]](), dict[str, tuple[int, str]]()
     for record in records:
         step, said = (
             record["step"],
@@ -20,11 +20,11 @@ def periods(records: list[Record]) -> list[tuple[str, str]]:
         )
         for key in begun.keys() - said.keys():
             first, text = begun.pop(key)
-            found.append((first, f"steps {first:,} to {step:,}", text))
+            lines.append((first, f"steps {first:,} to {step:,}", text))
         for key in said.keys() - begun.keys():
             begun[key] = step, said[key]
-    found += [(first, f"since step {first:,}", text) for first, text in begun.values()]
-    return [(when, text) for _, when, text in sorted(found)]
+    lines += [(first, f"since step {first:,}", text) for first, text in begun.values()]
+    return [(when, text) for _, when, text in sorted(lines)]
 
 
 def card(records: list[Record]) -> Record:

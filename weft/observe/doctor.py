@@ -76,30 +76,30 @@ def examine(run: Path) -> Examination:
     record = records[-1] if records else {}
     try:
         said = [
-            Verdict(**one | {"ranks": tuple(one["ranks"])})
-            for one in record.get("verdicts", ())
+            Verdict(**item | {"ranks": tuple(item["ranks"])})
+            for item in record.get("verdicts", ())
         ]
         tables(Examination([], said, record))
     except (KeyError, TypeError, ValueError, AttributeError):
         raise WeftError(
             f"{run / FILE}: its last record of kind delays is damaged; remove that line"
         ) from None
-    states = {rank: process_of(found) for rank, found in traces.items()}
-    digests = [one for one in map(digest, traces.values()) if one.steps]
+    states = {rank: process_of(trace) for rank, trace in traces.items()}
+    digests = [item for item in map(digest, traces.values()) if item.steps]
     if digests and len(digests) == next(iter(traces.values())).about["world"]:
         said = slow_computers(digests, {}, {}) + [
-            one for one in said if one.kind != "computer"
+            item for item in said if item.kind != "computer"
         ]
-    rows = [row_of(found, states[rank], now) for rank, found in sorted(traces.items())]
+    rows = [row_of(trace, states[rank], now) for rank, trace in sorted(traces.items())]
     return Examination(rows, standstill(traces, states, now) or said, record)
 
 
-def row_of(found: Trace, process: str, now: int) -> RankStatus:
+def row_of(trace: Trace, process: str, now: int) -> RankStatus:
     """A rank's row in the table."""
-    about, short, inside = found.about, digest(found), held_in(found)
-    steps, last = found.steps, found.records[-1] if len(found.records) else None
+    about, short, inside = trace.about, digest(trace), held_in(trace)
+    steps, last = trace.steps, trace.records[-1] if len(trace.records) else None
     what = (
-        collective_text(found, inside)
+        collective_text(trace, inside)
         if inside is not None
         else "computes"
         if process == "running"
@@ -126,26 +126,26 @@ def standstill(
     In a chain of ranks that each wait for the next, it is about the last one.
     """
     inside = {
-        rank: one
-        for rank, found in traces.items()
-        if (one := held_in(found)) is not None
+        rank: record
+        for rank, verdicts in traces.items()
+        if (record := held_in(verdicts)) is not None
     }
     stuck = sorted(
         rank
-        for rank, one in inside.items()
-        if _is_stuck(traces[rank], states[rank], one, now)
+        for rank, record in inside.items()
+        if _is_stuck(traces[rank], states[rank], record, now)
     )
     if not stuck:
         return []
     if differing := _differing(traces, inside, stuck):
         return [differing]
-    missing = {rank: _missing(traces, rank, one) for rank, one in inside.items()}
+    missing = {rank: _missing(traces, rank, record) for rank, record in inside.items()}
     awaited, todo = set[int](), list(stuck)
     while todo:
         todo += (new := set(missing.get(todo.pop(), ())) - awaited)
         awaited |= new
     roots = sorted(rank for rank in awaited if not missing.get(rank)) or sorted(awaited)
-    found = []
+    verdicts = []
     for root in roots:
         waits = [rank for rank in sorted(inside) if root in missing[rank]]
         waits = [rank for rank in waits if _same(traces, inside, rank, waits[0])]
@@ -154,12 +154,12 @@ def standstill(
         )
         seconds = max(_seconds(inside[r], now) for r in waits)
         what = collective_text(traces[waits[0]], inside[waits[0]])
-        found.append(Verdict(
+        verdicts.append(Verdict(
             "hang", (root,), seconds,
             f"rank {root} {how}: it has not come to {what}, in which {ranks_text(waits)} waited {seconds:.1f} s; "
             f"it {standing(traces[root], now)}",
         ))  # fmt: skip
-    return found or _everyone_inside(traces, states, inside, stuck[0], now)
+    return verdicts or _everyone_inside(traces, states, inside, stuck[0], now)
 
 
 def _everyone_inside(
@@ -196,8 +196,8 @@ def _seconds(record: Any, now: int) -> float:
     return float((int(record["leave"]) or now) - int(record["begin"])) / 1e9
 
 
-def _is_stuck(found: Trace, state: str, record: Any, now: int) -> bool:
-    steps = digest(found).steps.values()
+def _is_stuck(trace: Trace, state: str, record: Any, now: int) -> bool:
+    steps = digest(trace).steps.values()
     usual = median(total for total, *_ in steps) if steps else 0.0
     return (
         state == "gone"
@@ -222,10 +222,12 @@ def _missing(traces: Mapping[int, Trace], rank: int, record: Any) -> list[int]:
     ]
 
 
-def _come(found: Trace, group: TracedGroup, kind: str | None, peer: int) -> int:
+def _come(trace: Trace, group: TracedGroup, kind: str | None, peer: int) -> int:
     """How many collectives of a group a rank has begun; with a ``kind``, how many messages to or from ``peer``."""
-    numbers = [number for number, one in enumerate(found.groups) if one.id == group.id]
-    calls = found.calls
+    numbers = [
+        number for number, known in enumerate(trace.groups) if known.id == group.id
+    ]
+    calls = trace.calls
     same = (
         calls["peer"] < 0
         if kind is None
@@ -240,14 +242,15 @@ def _same(
     traces: Mapping[int, Trace], inside: Mapping[int, Any], rank: int, other: int
 ) -> bool:
     """Whether two ranks wait in the same collective, by its group and number there (its kind may differ)."""
-    one, two = inside[rank], inside[other]
+    first, second = inside[rank], inside[other]
     group = (
-        traces[rank].groups[one["group"]].id == traces[other].groups[two["group"]].id
+        traces[rank].groups[first["group"]].id
+        == traces[other].groups[second["group"]].id
     )
     return rank == other or bool(
         group
-        and one["peer"] == two["peer"] == -1
-        and one["sequence"] == two["sequence"]
+        and first["peer"] == second["peer"] == -1
+        and first["sequence"] == second["sequence"]
     )
 
 
@@ -256,21 +259,21 @@ def _differing(
 ) -> Verdict | None:
     """The verdict on two ranks that called different collectives as the same number in their group; None if none."""
     for rank, other in product(stuck, inside):
-        one, two = inside[rank], inside[other]
-        if one["kind"] != two["kind"] and _same(traces, inside, rank, other):
+        first, second = inside[rank], inside[other]
+        if first["kind"] != second["kind"] and _same(traces, inside, rank, other):
             here, there = (
-                collective_text(traces[rank], one),
-                collective_text(traces[other], two),
+                collective_text(traces[rank], first),
+                collective_text(traces[other], second),
             )
             text = f"rank {rank} is in {here}, and rank {other} in {there}: they took different ways"
             return Verdict("mismatch", (rank, other), 0.0, text)
     return None
 
 
-def tables(found: Examination) -> list[tuple[list[str], list[list[str]]]]:
+def tables(examination: Examination) -> list[tuple[list[str], list[list[str]]]]:
     """Headings and rows of the table of ranks, and of that of probe times, if links were probed."""
     made = []
-    if found.rows:
+    if examination.rows:
         shown = [
             [
                 str(r.rank),
@@ -281,7 +284,7 @@ def tables(found: Examination) -> list[tuple[list[str], list[list[str]]]]:
                 r.now,
                 f"{r.since:.1f} s",
             ]
-            for r in found.rows
+            for r in examination.rows
         ]
         made.append(
             (
@@ -297,12 +300,12 @@ def tables(found: Examination) -> list[tuple[list[str], list[list[str]]]]:
                 shown,
             )
         )
-    elif rows := found.record.get("ranks"):
+    elif rows := examination.record.get("ranks"):
         shown = [[str(r["rank"]), _ms(r["compute"]), _ms(r["wait"])] for r in rows]
         made.append((["rank", "computes ms", "waits ms"], shown))
-    if matrix := found.record.get("matrix"):
+    if matrix := examination.record.get("matrix"):
         columns = [
-            f"ms of {found.record['size'] >> 10} KiB",
+            f"ms of {examination.record['size'] >> 10} KiB",
             *(f"to {i}" for i in range(len(matrix))),
         ]
         made.append(

@@ -75,9 +75,9 @@ def peak_resident() -> int:
     """Most bytes that this process has had resident."""
     # ru_maxrss starts at what the process that started this one had
     with contextlib.suppress(OSError):
-        if found := re.search(
+        if match := re.search(
             r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()
         ):
-            return int(found[1]) * 1024
+            return int(match[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -74,15 +74,15 @@ class HardwareLoad:
             return None
         self._sampled = now
         memory = psutil.virtual_memory()
-        found = {
+        load = {
             "cpu": psutil.cpu_percent() / 100,
             "host_gib": (memory.total - memory.available) / 2**30,
         }
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
-            found["gpu_gib"] = (total - free) / 2**30
+            load["gpu_gib"] = (total - free) / 2**30
             # NVIDIA's library may be missing, or not allowed to tell (its errors have no common base).
             with contextlib.suppress(Exception):
-                found["gpu"] = torch.cuda.utilization(self._device) / 100
-                found["gpu_watts"] = torch.cuda.power_draw(self._device) / 1000
-        return found
+                load["gpu"] = torch.cuda.utilization(self._device) / 100
+                load["gpu_watts"] = torch.cuda.power_draw(self._device) / 1000
+        return load

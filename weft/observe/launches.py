@@ -123,9 +123,10 @@ def _leaves(events: Sequence[dict[str, Any]]) -> Iterable[float]:
             yield event["dur"]
 
 
-def knee(found: Sequence[Launches]) -> Launches | None:
+def knee(traces: Sequence[Launches]) -> Launches | None:
     """Of traces with growing batches, the first in which kernels queue; None if they do in none."""
-    least = min((one.queued for one in found if one.kernels), default=0.0)
+    least = min((trace.queued for trace in traces if trace.kernels), default=0.0)
     return next(
-        (one for one in found if one.kernels and one.queued > QUEUED * least), None
+        (trace for trace in traces if trace.kernels and trace.queued > QUEUED * least),
+        None,
     )

@@ -102,30 +102,30 @@ class Verdict:
         return self.kind, self.ranks
 
 
-def digest(found: Trace, window: int = WINDOW) -> Digest:
+def digest(trace: Trace, window: int = WINDOW) -> Digest:
     """A summary of the last ``window`` steps that have ended, from a rank's trace."""
     steps = dict[int, StepTimes]()
-    done = found.steps[found.steps["leave"] > 0][-window:]
-    inside = found.calls[np.isin(found.calls["step"], done["sequence"])]
+    done = trace.steps[trace.steps["leave"] > 0][-window:]
+    inside = trace.calls[np.isin(trace.calls["step"], done["sequence"])]
     waits = inside[(inside["begin"] > 0) & (inside["leave"] > 0)]
-    for one in done:
+    for step in done:
         mine = waits[
-            (waits["step"] == one["sequence"]) & (waits["enter"] >= one["enter"])
+            (waits["step"] == step["sequence"]) & (waits["enter"] >= step["enter"])
         ]
         times = (
-            one["leave"] - one["enter"],
+            step["leave"] - step["enter"],
             (mine["leave"] - mine["begin"]).sum(),
-            one["size"],
+            step["size"],
         )
-        steps[int(one["sequence"])] = StepTimes(*(float(ns) / 1e9 for ns in times))
-    rank, messages = found.about["rank"], inside[inside["peer"] >= 0]
+        steps[int(step["sequence"])] = StepTimes(*(float(ns) / 1e9 for ns in times))
+    rank, messages = trace.about["rank"], inside[inside["peer"] >= 0]
     whither = Counter(
         zip(messages["kind"].tolist(), (messages["peer"] > rank).tolist(), strict=True)
     )
     shared = inside[inside["peer"] < 0]
-    calls = Counter((int(r["kind"]), found.groups[r["group"]].name) for r in shared)
+    calls = Counter((int(r["kind"]), trace.groups[r["group"]].name) for r in shared)
     return Digest(
-        rank, found.about["machine"], steps, str(sorted(whither.items()) + sorted(calls.items())),
+        rank, trace.about["machine"], steps, str(sorted(whither.items()) + sorted(calls.items())),
         float(inside["size"].sum()) / max(1, len(done)),
     )  # fmt: skip
 
@@ -147,14 +147,16 @@ def slow_computers(
     total, waited, lost = np.moveaxis(steps, -1, 0)
     length, compute = np.median(total, 0), (total - waited) / share
     own = np.maximum(compute - lost / share, 1e-9)
-    found = []
-    for i, one in enumerate(digests):
+    verdicts = []
+    for i, own_digest in enumerate(digests):
         like = [
-            j for j, other in enumerate(digests) if j != i and other.alike == one.alike
+            j
+            for j, other in enumerate(digests)
+            if j != i and other.alike == own_digest.alike
         ]
         others, best_own = (
             like or [j for j in range(len(digests)) if j != i],
-            best.get(one.rank, np.inf),
+            best.get(own_digest.rank, np.inf),
         )
         for times, least in ((own, SLOWER), (compute, TAKEN)):
             usual = np.median(times[others], 0)
@@ -173,14 +175,14 @@ def slow_computers(
                     else "it did"
                 )
                 taken = f"; for {np.median(lost[i]) * 1e3:.0f} ms of it other work had its processor"
-                found.append(Verdict(
-                    "computer", (one.rank,), factor,
-                    f"rank {one.rank} is a slow computer: it takes {factor:.1f} times as long as {whom}, "
+                verdicts.append(Verdict(
+                    "computer", (own_digest.rank,), factor,
+                    f"rank {own_digest.rank} is a slow computer: it takes {factor:.1f} times as long as {whom}, "
                     f"{np.median(compute[i] * share[i]) * 1e3:.0f} ms of a step of {np.median(length) * 1e3:.0f} ms, "
                     f"and the others wait for it{taken if times is compute else ''}",
                 ))  # fmt: skip
                 break
-    return found
+    return verdicts
 
 
 def slow_links(
@@ -233,12 +235,12 @@ def slow_links(
             text,
         )
 
-    found = []
+    verdicts = []
     for i in map(int, named):
         kind = (
             "network" if rows[i] and columns[i] else "sender" if rows[i] else "receiver"
         )
-        found.append(
+        verdicts.append(
             verdict(
                 kind,
                 SLOWLY[kind],
@@ -247,7 +249,7 @@ def slow_links(
             )
         )
     cells = [(int(i), int(j)) for i, j in np.argwhere(left)]
-    return found + [
+    return verdicts + [
         verdict("link", SLOWLY["link"], float(times[i, j]), i, j) for i, j in cells
     ]
 
@@ -275,13 +277,13 @@ def rounds_of(size: int) -> list[list[Pair]]:
     All pairs of up to 16 ranks are in it once; of more ranks, those whose numbers are a power of two apart. Two ranks
     send to each other in different rounds, as acknowledgements would wait behind what is sent.
     """
-    found = []
+    rounds = []
     for apart in (
         apart for apart in range(1, size) if size <= 16 or not apart & (apart - 1)
     ):
         pairs = [(rank, (rank + apart) % size) for rank in range(size)]
-        found += [pairs[:apart], pairs[apart:]] if 2 * apart == size else [pairs]
-    return found
+        rounds += [pairs[:apart], pairs[apart:]] if 2 * apart == size else [pairs]
+    return rounds
 
 
 def probe(
@@ -399,9 +401,9 @@ class DelayWatch:
         self.digests = from_all(digest(self.ring.read()), self.group)
         computers = slow_computers(self.digests, self._best, self.shares)
         if not computers:
-            for one in self.digests:
-                mine = one.compute / self.shares.get(one.rank, 1)
-                self._best[one.rank] = min(mine, self._best.get(one.rank, np.inf))
+            for each in self.digests:
+                mine = each.compute / self.shares.get(each.rank, 1)
+                self._best[each.rank] = min(mine, self._best.get(each.rank, np.inf))
         self._look_at_links()
         # it handles messages slowly, too
         slow = {rank for v in computers for rank in v.ranks}

@@ -139,12 +139,12 @@ def rows_side_by_side(runs: Sequence[dict[str, str]]) -> list[ReportRow]:
 
 def tiles(records: Records) -> list[tuple[str, str, str]]:
     """The headline numbers: name, value, explanation."""
-    found = []
+    shown = []
     for kind, title in (("train", "Loss"), ("validation", "Validation loss")):
         steps, values = column(records.get(kind, []), "loss")
         if values:
             ratio = f"ratio {values[-1] / values[0]:.3f} · " if values[0] else ""
-            found.append(
+            shown.append(
                 (
                     title,
                     f"{values[0]:.3f} → {values[-1]:.3f}",
@@ -156,27 +156,27 @@ def tiles(records: Records) -> list[tuple[str, str, str]]:
         ("mfu", "MFU", "{:.1%}".format),
     ):
         if values := column(records.get("train", []), name)[1]:
-            found.append(
+            shown.append(
                 (title, show(median(values)), f"median · last {show(values[-1])}")
             )
     if values := column(records.get("train", []), "memory_gib")[1]:
         now = column(records["train"], "memory_now_gib")[1]
         more = f" · last {now[-1]:.2f} GiB" if now else ""
-        found.append(
+        shown.append(
             ("Memory", f"{max(values):.2f} GiB", f"peak of the main rank{more}")
         )
     if split := records.get("split"):
         share = sum(r["communication"] for r in split) / (
             sum(r[part] for r in split for part in PARTS) or 1
         )
-        found.append(
+        shown.append(
             (
                 "Exposed communication",
                 f"{share:.1%}",
                 f"of the step · {len(split)} profiled",
             )
         )
-    return found
+    return shown
 
 
 def run_facts(run: RecordedRun) -> dict[str, str]:
@@ -225,9 +225,9 @@ def checkpoint_card(records: Records) -> Record:
     saved, loaded, made = (
         records.get(kind, []) for kind in ("saved", "loaded", "checkpoint")
     )
-    found = checkpoints.facts(saved, loaded, made)
+    rows = checkpoints.facts(saved, loaded, made)
     said = [
         checkpoints.verdict(checkpoints.times(r), what)
         for r, what in ((saved, "Saves"), (loaded, "Loads"))
     ]
-    return {"verdict": " ".join(filter(None, said)), "facts": found} if found else {}
+    return {"verdict": " ".join(filter(None, said)), "facts": rows} if rows else {}

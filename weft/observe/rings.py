@@ -84,11 +84,11 @@ def read_ring(path: Path) -> Trace:
     """Read a ring, also while its rank writes. Raises ``ValueError`` if the file is none."""
     with (
         path.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as found,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory,
     ):
-        if found[: len(MAGIC)] != MAGIC or len(found) != SIZE:
+        if memory[: len(MAGIC)] != MAGIC or len(memory) != SIZE:
             raise ValueError(f"{path} is not a ring")
-        return parse(found)
+        return parse(memory)
 
 
 def parse(ring: mmap.mmap) -> Trace:
@@ -114,40 +114,40 @@ def parse(ring: mmap.mmap) -> Trace:
 
 def newest(run: Path) -> dict[int, Trace]:
     """The rings of the run's last view, by rank."""
-    found = dict[tuple[int, int], Trace]()
+    rings = dict[tuple[int, int], Trace]()
     for path in rings_of(run).glob("*-*.ring"):
         with suppress(OSError, ValueError, KeyError):  # it has just ended, or is none
-            one = read_ring(path)
-            found[one.about["epoch"], one.about["rank"]] = one
-    if not found:
+            ring = read_ring(path)
+            rings[ring.about["epoch"], ring.about["rank"]] = ring
+    if not rings:
         return {}
     # an earlier run had more views, perhaps
-    last = max(found.values(), key=lambda one: one.about["started"]).about
+    last = max(rings.values(), key=lambda ring: ring.about["started"]).about
     same = [
-        one
-        for one in found.values()
-        if one.about["epoch"] == last["epoch"] and one.about["rank"] < last["world"]
+        ring
+        for ring in rings.values()
+        if ring.about["epoch"] == last["epoch"] and ring.about["rank"] < last["world"]
     ]
-    return {one.about["rank"]: one for one in same}
+    return {ring.about["rank"]: ring for ring in same}
 
 
-def process_of(found: Trace) -> str:
+def process_of(trace: Trace) -> str:
     """Whether the process of a ring is running, stopped or gone."""
-    state = look_at(found.about["pid"], found.about["created"]).state
+    state = look_at(trace.about["pid"], trace.about["created"]).state
     return state if state in ("gone", "stopped") else "running"
 
 
-def collective_text(found: Trace, record: Any) -> str:
+def collective_text(trace: Trace, record: Any) -> str:
     """A record in words, such as ``all_reduce 812 of dp (weft/train/step.py:164)``."""
-    group, peer = found.groups[record["group"]], int(record["peer"])
+    group, peer = trace.groups[record["group"]], int(record["peer"])
     kind = KINDS[record["kind"]]
     way = {"send": f" to rank {peer}", "recv": f" from rank {peer}"}.get(kind, "")
-    return f"{kind} {record['sequence']}{way} of {group.name} ({found.places[record['place']]})"
+    return f"{kind} {record['sequence']}{way} of {group.name} ({trace.places[record['place']]})"
 
 
-def held_in(found: Trace) -> Any:
+def held_in(trace: Trace) -> Any:
     """The record of the collective in which a rank waits, or has given up waiting; None if it computes."""
-    calls = found.calls
+    calls = trace.calls
     waits = calls[
         (calls["begin"] > 0) & ((calls["leave"] == 0) | (calls["failed"] > 0))
     ]
@@ -162,13 +162,13 @@ def held_in(found: Trace) -> Any:
     )
 
 
-def standing(found: Trace, now: int) -> str:
+def standing(trace: Trace, now: int) -> str:
     """Where a rank is or was last, as the end of a sentence that begins with "it"."""
     ago = lambda ns: f"{max(0, now - int(ns)) / 1e9:.1f} s ago"  # noqa: E731
-    if (inside := held_in(found)) is not None:
-        return f"went into {collective_text(found, inside)} {ago(inside['begin'])}"
-    if not len(found.calls):
+    if (inside := held_in(trace)) is not None:
+        return f"went into {collective_text(trace, inside)} {ago(inside['begin'])}"
+    if not len(trace.calls):
         return "has been in no collective"
-    last = found.calls[-1]
+    last = trace.calls[-1]
     what, when = ("left", last["leave"]) if last["leave"] else ("began", last["enter"])
-    return f"{what} {collective_text(found, last)} {ago(when)}, in step {last['step']}"
+    return f"{what} {collective_text(trace, last)} {ago(when)}, in step {last['step']}"

@@ -183,7 +183,7 @@ class Ring:
 
     def _group(self, group: dist.ProcessGroup) -> tuple[int, list[int]]:
         """A group's number in this ring, and its ranks in the world."""
-        if (found := self._groups.get(group.group_name)) is None:
+        if (entry := self._groups.get(group.group_name)) is None:
             ranks, name = dist.get_process_group_ranks(group), group.group_desc
             even = range(
                 ranks[0], ranks[-1] + 1, ranks[1] - ranks[0] if len(ranks) > 1 else 1
@@ -194,8 +194,8 @@ class Ring:
                 else {"ranks": ranks}
             )
             said = {"name": name, "id": group.group_name, **short}
-            self._groups[group.group_name] = found = self._name("group", said), ranks
-        return found
+            self._groups[group.group_name] = entry = self._name("group", said), ranks
+        return entry
 
     def _place(self) -> int:
         """The number of the name of the line of Weft that makes this call; else of the nearest one outside PyTorch."""
@@ -218,10 +218,10 @@ class Ring:
                 nearest = frame
             frame = frame.f_back
         line = nearest.f_code.co_filename, nearest.f_lineno
-        if (found := self._places.get(line)) is None:
+        if (number := self._places.get(line)) is None:
             name = f"{os.path.relpath(line[0], Path(_WEFT).parent)}:{line[1]}"
-            self._places[line] = found = self._name("place", name)
-        return found
+            self._places[line] = number = self._name("place", name)
+        return number
 
     def _name(self, kind: str, value: Any) -> int:
         """Write a name; returns its number from 1, or 0 if there is no room for it."""
@@ -316,10 +316,10 @@ def _sweep(place: Path) -> None:
             traces = list(map(rings.read_ring, paths))
             # A folder without rings may be that of a run which is about to make them.
             here = not traces or any(
-                Path(one.about.get("run", "/")).exists() for one in traces
+                Path(ring.about.get("run", "/")).exists() for ring in traces
             )
             if (late or not here) and all(
-                rings.process_of(one) == "gone" for one in traces
+                rings.process_of(ring) == "gone" for ring in traces
             ):
                 shutil.rmtree(folder)
 

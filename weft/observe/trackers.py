@@ -79,12 +79,12 @@ class WandB:
             self._tracked.config.update(
                 json.loads(json.dumps(values, default=str)), allow_val_change=True
             )
-        found = {
+        shown = {
             f"{kind}/{name}": value
             for name, value in values.items()
             if isinstance(value, (int, float, str))
         }
-        self._tracked.log({"step": step, **found})
+        self._tracked.log({"step": step, **shown})
 
     def close(self) -> None:
         self._tracked.finish()
@@ -103,9 +103,9 @@ class MLflow:
             or (run.absolute() / "mlruns").as_uri()
         )
         self._client = mlflow.MlflowClient(tracking_uri=uri)
-        found = self._client.get_experiment_by_name("weft")
+        known = self._client.get_experiment_by_name("weft")
         experiment = (
-            found.experiment_id if found else self._client.create_experiment("weft")
+            known.experiment_id if known else self._client.create_experiment("weft")
         )
         self._id = remembered(
             run,

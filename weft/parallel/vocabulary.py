@@ -96,8 +96,8 @@ class OutputShard:
             self.total(),
             bool(a.writes),
         )
-        one = training and self.barriers == 1
-        stats = torch.stack([r[0] if one else r for r in reads])  # [pp, tokens, 2]
+        early = training and self.barriers == 1
+        stats = torch.stack([r[0] if early else r for r in reads])  # [pp, tokens, 2]
         lse, target = stats[..., :1].logsumexp(0), stats[..., 1:].sum(0)
         labels = batch.labels
         nll = torch.where(labels.view(-1, 1) != IGNORE, lse - target, 0)[:, 0]
@@ -105,7 +105,7 @@ class OutputShard:
         self.losses[a.microbatch] = loss / total
         scale = (scale.double() / total).to(lse.dtype)[:, None]
         ends = torch.cat((lse, scale), dim=1)
-        if not one:
+        if not early:
             return [ends] if training else []
         grad = torch.zeros_like(reads[0][1])
         for share, (_, mean, row) in zip(stats[..., :1], reads, strict=True):

@@ -60,10 +60,10 @@ class BlockShelf:
 
     def scan(self) -> None:
         """Bring ``files`` up to date; files that have changed are read and hashed."""
-        found = dict(self._walk())
-        for path in self.files.keys() - found.keys():
+        files = dict(self._walk())
+        for path in self.files.keys() - files.keys():
             del self.files[path], self._seen[path]
-        for path, file in found.items():
+        for path, file in files.items():
             with suppress(OSError):  # deleted just now
                 about = file.stat()
                 seen = about.st_size, about.st_mtime_ns

@@ -20,10 +20,10 @@ def download(
     What has been broken off is gone on with: a file that is not whole has the ending ``.part``, and its blocks count
     only if they are what they should be. ``progress`` is told of every so many bytes that are there.
     """
-    found = {
+    files = {
         p: s for p, s in peer.files().items() if p == path or p.startswith(f"{path}/")
     }
-    if not found:
+    if not files:
         there = sorted({p.split("/")[0] for p in peer.files()})
         raise PeerError(
             f"nobody shares {path}; there is: {', '.join(there) or 'nothing'}"
@@ -31,7 +31,7 @@ def download(
     above = path.rpartition("/")[0]
     return {
         p: _download(peer, p, s, folder / p[len(above) :].lstrip("/"), progress)
-        for p, s in found.items()
+        for p, s in files.items()
     }
 
 

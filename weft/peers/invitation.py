@@ -64,16 +64,16 @@ def invite(where: str) -> tuple[Ticket, Invitation]:
     from weft.peers.transport import public_key
 
     if not (
-        found := re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):(\d{1,5})", where)
+        match := re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):(\d{1,5})", where)
     ):
         raise UsageError(
             f"{where!r} is no address of a relay; give host:port, as all peers can reach it"
         )
     key = secrets.token_bytes(32)
     invitation = Invitation(
-        found[1], int(found[2]), public_key(key), secrets.token_bytes(32)
+        match[1], int(match[2]), public_key(key), secrets.token_bytes(32)
     )
-    return Ticket(found[1], int(found[2]), key, invitation.token), invitation
+    return Ticket(match[1], int(match[2]), key, invitation.token), invitation
 
 
 def read_invitation(text: str | None = None) -> Invitation:
@@ -121,9 +121,9 @@ def _parts(text: str, scheme: str, what: str) -> tuple[str, str, str, str]:
             raise UsageError(
                 f"cannot read {what} from {text}: {getattr(error, 'strerror', error)}"
             ) from None
-    found = re.fullmatch(_FORM.format(scheme=scheme), text.strip())
-    if not found or not 0 < int(found[3]) < 65536:
+    match = re.fullmatch(_FORM.format(scheme=scheme), text.strip())
+    if not match or not 0 < int(match[3]) < 65536:
         raise UsageError(
             f"this is not {what}: it begins with {scheme}:// and is one whole line of `weft peer invite`"
         )
-    return found[1], found[2], found[3], found[4]
+    return match[1], match[2], match[3], match[4]

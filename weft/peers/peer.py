@@ -139,13 +139,13 @@ class Peer:
 
     def files(self) -> dict[str, Shared]:
         """All files that a peer of this invitation has shared and not taken back, by their paths."""
-        found = {
+        files = {
             path: shared_from(about)
             for path, about in sorted(self.table.under("file/"))
         }
         return {
             path: shared
-            for path, shared in found.items()
+            for path, shared in files.items()
             if shared is not None and is_inside(path)
         }
 
@@ -165,16 +165,16 @@ class Peer:
         """The public key of the peer that has this name, or whose key begins so. Waits until it is connected."""
         until = time.monotonic() + limit
         while True:
-            found = {
+            links = {
                 link
                 for link in list(self._links)
                 if self._name(link) == who or (who and link.startswith(who))
             }
-            if len(found) == 1:
-                return found.pop()
-            if len(found) > 1:
+            if len(links) == 1:
+                return links.pop()
+            if len(links) > 1:
                 raise PeerError(
-                    f"{len(found)} peers are called {who!r}; give the beginning of a key"
+                    f"{len(links)} peers are called {who!r}; give the beginning of a key"
                 )
             if time.monotonic() > until:
                 there = (
@@ -289,14 +289,14 @@ class Peer:
         where = self.invitation
         self.relay_url = f"http://{where.where}"
         try:
-            found = await self._loop.getaddrinfo(
+            addresses = await self._loop.getaddrinfo(
                 where.host.strip("[]"), where.port, type=DATAGRAM
             )
         except OSError as error:
             raise PeerError(
                 f"the relay {where.where} has no address: {error.strerror}"
             ) from None
-        hosts = [str(address[0]) for *_, address in found]
+        hosts = [str(address[0]) for *_, address in addresses]
         self._relay_addresses = [
             f"[{host}]:{where.port}" if ":" in host else f"{host}:{where.port}"
             for host in hosts

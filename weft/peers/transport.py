@@ -122,10 +122,10 @@ async def receive(
 
 
 async def _read(stream: Any, size: int) -> bytes:
-    found = bytearray()
-    while len(found) < size:
-        piece = await within(LIMIT, stream.read(min(PIECE, size - len(found))))
+    data = bytearray()
+    while len(data) < size:
+        piece = await within(LIMIT, stream.read(min(PIECE, size - len(data))))
         if not piece:
             raise PeerError("it has broken off")
-        found += piece
-    return bytes(found)
+        data += piece
+    return bytes(data)

@@ -108,11 +108,13 @@ class Rules:
         return None
 
     def refused(self) -> list[Refused]:
-        found: dict[str, list[tuple[str, str]]] = {}
+        examples: dict[str, list[tuple[str, str]]] = {}
         for way in self.ways():
             if broken := self.broken(*way):
-                found.setdefault(broken[0], []).append(broken[1:])
-        return [Refused(rule, len(cases), *cases[0]) for rule, cases in found.items()]
+                examples.setdefault(broken[0], []).append(broken[1:])
+        return [
+            Refused(rule, len(cases), *cases[0]) for rule, cases in examples.items()
+        ]
 
     def candidates(self, bits: int) -> Plan:
         """Everything that breaks no rule, of products of so many ``bits``. Raises :class:`UsageError` if all does."""
@@ -217,9 +219,9 @@ def variants(
     else:
         near = np.full(int(twice.sum()), float(wanted["secondary"]))
     cut = (near > 1) & (near < state[twice]) & (state[twice] % np.maximum(near, 1) == 0)
-    found = [replace(take(take(plans, twice), cut), secondary=near[cut])]
+    candidates = [replace(take(take(plans, twice), cut), secondary=near[cut])]
     asked = any(wanted.get(kind) for kind in AWAY)
-    bases = [plans, *found] if asked else [take(plans, cheap["away"] & ~fits)]
+    bases = [plans, *candidates] if asked else [take(plans, cheap["away"] & ~fits)]
     ways = [
         dict(zip(AWAY, way, strict=True))
         for way in product((0, *places), repeat=len(AWAY))
@@ -235,7 +237,7 @@ def variants(
         fitting = (base.recompute != Recompute.SELECTIVE) | (way["activations"] == 0)
         # One stage after the other comes from a file, with all microbatches: a pipeline takes turns.
         chosen = take(base, fitting & ((base.pp == 1) | (way["weights"] != FILE)))
-        found.append(
+        candidates.append(
             replace(
                 chosen,
                 **{kind: np.full(len(chosen.tp), float(way[kind])) for kind in AWAY},
@@ -244,10 +246,10 @@ def variants(
         # alone, a device can fetch its parameters block by block too
         if way["weights"]:
             alone = take(
-                found[-1], (chosen.zero == 0) & (chosen.cp == 1) & (chosen.pp == 1)
+                candidates[-1], (chosen.zero == 0) & (chosen.cp == 1) & (chosen.pp == 1)
             )
-            found.append(replace(alone, zero=alone.zero + 3))
-    return join(found)
+            candidates.append(replace(alone, zero=alone.zero + 3))
+    return join(candidates)
 
 
 def take(plans: Plan, which: Any) -> Plan:

@@ -57,15 +57,15 @@ def choose(
     train = recipe.train
     shape = shape_of(model, vocab_of(recipe))
     try:
-        found = search(shape, cluster, engine, train.batch, recipe.data.seq_len, BITS[train.dtype],
+        searched = search(shape, cluster, engine, train.batch, recipe.data.seq_len, BITS[train.dtype],
                        demands(recipe, cluster))  # fmt: skip
     except UsageError as error:
         raise UsageError(
             f"no layout for {cluster.count} ranks: {error}; or name one: --layout dp=N"
         ) from None
-    finals = finalists(found, 5, vocabulary=True)
+    finals = finalists(searched, 5, vocabulary=True)
     return choice_of(
-        recipe, finals, f"of {len(found.order):,} that fit {cluster.count} ranks"
+        recipe, finals, f"of {len(searched.order):,} that fit {cluster.count} ranks"
     )
 
 
@@ -100,7 +100,11 @@ def choice_of(recipe: Recipe, finals: Sequence[Final], among: str) -> ChosenLayo
         for section, change in new.items()
         for k, v in change.items()
     ]
-    overrides = ("--layout", text, *(word for one in sets for word in ("--set", one)))
+    overrides = (
+        "--layout",
+        text,
+        *(word for override in sets for word in ("--set", override)),
+    )
     line = f"layout  {title(finals[0])}: the planner's choice {among}"
     if len(finals) > 1:
         line += f" ({verdict(finals[0], finals[1])})"

@@ -496,13 +496,13 @@ def builder_numbered(number: Num) -> ScheduleBuilder:
 def by_schedule(plan: Plan, form: Callable[[ScheduleBuilder], Num]) -> Num:
     """What ``form`` says of every plan's schedule. 1F1B over several chunks per rank is the interleaved one."""
     looped = (plan.schedule == schedule_number("1f1b")) & (plan.virtual > 1)
-    schedule, found = (
+    schedule, values = (
         np.where(looped, schedule_number("interleaved-1f1b"), plan.schedule),
         np.zeros(()),
     )
     for index in np.unique(schedule):
-        found = np.where(schedule == index, form(builder_numbered(index)), found)
-    return found
+        values = np.where(schedule == index, form(builder_numbered(index)), values)
+    return values
 
 
 def copies(plan: Plan) -> Num:
@@ -544,28 +544,34 @@ def step_time(
     shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants
 ) -> Cost:
     """Time of one optimizer step, split by cause; of plans that offload, what they would take if they did not."""
-    one = passes(shape, machine, plan, engine)
-    layer = one.forward + one.backward
+    layer_seconds = passes(shape, machine, plan, engine)
+    layer = layer_seconds.forward + layer_seconds.backward
     # --- one stage, one microbatch
     stages = plan.pp
     first, most, last, level = stage_layers(shape, plan, engine)
     most = np.where(level, first, most)
-    tail = np.maximum(0, last * layer + one.head - most * layer) * (
+    tail = np.maximum(0, last * layer + layer_seconds.head - most * layer) * (
         stages > 1
-    ) + one.head * (stages == 1)
+    ) + layer_seconds.head * (stages == 1)
     tail = np.where(level, 0.0, tail)
     m = plan.microbatches
     compute = m * (most * layer + tail)
-    recompute = m * most * one.again
+    recompute = m * most * layer_seconds.again
     time_tp, time_cp, time_ep = (
-        m * most * one.count * each for each in (one.tp, one.cp, one.ep)
+        m * most * layer_seconds.count * each
+        for each in (layer_seconds.tp, layer_seconds.cp, layer_seconds.ep)
     )
 
     # --- pipeline
     v = np.maximum(1, plan.virtual)
     # of a rank and microbatch
-    turn = most * (layer + one.again + one.count * one.exposed)
-    ahead, weight = most * (one.forward + one.exposed), most * one.weight
+    turn = most * (
+        layer + layer_seconds.again + layer_seconds.count * layer_seconds.exposed
+    )
+    ahead, weight = (
+        most * (layer_seconds.forward + layer_seconds.exposed),
+        most * layer_seconds.weight,
+    )
     times = Times(ahead, turn - ahead - weight, weight)
     bubble = (stages > 1) * np.maximum(
         0.0, by_schedule(plan, lambda builder: builder.bubble(stages, m, v, times))
@@ -574,9 +580,9 @@ def step_time(
         plan,
         lambda builder: (v if builder.free else builder.chunks) * (1 + builder.twice),
     )
-    time_pp = (stages > 1) * 2 * one.hop * (m * chunks + stages)
+    time_pp = (stages > 1) * 2 * layer_seconds.hop * (m * chunks + stages)
     cover = compute + recompute + time_tp
-    time_dp, optimizer = gradients(shape, machine, plan, engine, most, cover, most * (layer + one.again),
+    time_dp, optimizer = gradients(shape, machine, plan, engine, most, cover, most * (layer + layer_seconds.again),
                                    copies(plan))  # fmt: skip
     known = (
         compute + recompute + time_tp + time_cp + time_ep + time_pp + time_dp + bubble

@@ -74,11 +74,11 @@ class EngineConstants:
 
 
 def _programs() -> dict[str, EngineConstants]:
-    found = {"": EngineConstants()}
+    programs = {"": EngineConstants()}
     for name, differs in read_toml(Path(__file__).with_name("programs.toml")).items():
-        found[name] = replace(found[differs.pop("like", "")], **differs)
-    del found[""]
-    return found
+        programs[name] = replace(programs[differs.pop("like", "")], **differs)
+    del programs[""]
+    return programs
 
 
 #: Classes of programs (``programs.toml``).

@@ -62,15 +62,15 @@ def changed_settings(first: Plan, other: Plan) -> dict[str, str]:
 
 def differences(first: Final, other: Final) -> list[str]:
     """What ``other`` does otherwise, as ``name=value``."""
-    found = [
+    changes = [
         f"{name}={value}"
         for name, value in changed_settings(first.plan, other.plan).items()
     ]
     if first.barriers != other.barriers:
-        found.append(
+        changes.append(
             "vocabulary over pp" if other.barriers else "vocabulary at the ends"
         )
-    return found or [title(other)]
+    return changes or [title(other)]
 
 
 def why(first: Final, other: Final) -> str:
@@ -128,31 +128,31 @@ class Alternative:
 
 
 def best_alternatives(
-    found: SearchResult, finals: Sequence[Final]
+    searched: SearchResult, finals: Sequence[Final]
 ) -> list[Alternative]:
     """For each thing that one can set: the best layout with another value, seen as closely as ``finals``."""
-    first, limit = finals[0], found.order
+    first, limit = finals[0], searched.order
     # What the simulator said about a schedule's closed form holds for its other layouts too, by and large.
-    total = np.array(found.cost.total)
+    total = np.array(searched.cost.total)
     for schedule in {final.plan.schedule for final in finals if final.simulation}:
         ratios = [
             final.seconds / final.closed
             for final in finals
             if final.plan.schedule == schedule
         ]
-        total[found.plans.schedule == schedule] *= max(1.0, min(ratios))
-    memory = np.asarray(found.memory.total) / 2**30
+        total[searched.plans.schedule == schedule] *= max(1.0, min(ratios))
+    memory = np.asarray(searched.memory.total) / 2**30
     tables: dict[Any, Any] = {}
     result = []
     for axis in ("tp", "pp", "cp", "zero", "ep", "micro_batch", "recompute", *ADDED):
-        column = getattr(found.plans, axis)
+        column = getattr(searched.plans, axis)
         own = getattr(first.plan, axis)
         values = sorted(
             set(column) - {own}, key=lambda v: (abs(np.log((v + 0.5) / (own + 0.5))), v)
         )[:3]
         for value in sorted(values):
             fit = limit[column[limit] == value]
-            if axis != "pp" and (quick := fit[found.plans.pp[fit] <= DEEP]).size:
+            if axis != "pp" and (quick := fit[searched.plans.pp[fit] <= DEEP]).size:
                 fit = quick
             if not len(fit):
                 result.append(
@@ -165,12 +165,16 @@ def best_alternatives(
                 )
                 continue
             best = int(fit[total[fit].argmin()])
-            final = refine(found, found.plan(best), found.seconds(best), 0, tables)
+            final = refine(
+                searched, searched.plan(best), searched.seconds(best), 0, tables
+            )
             # simulated, these may be quicker
-            known = [one for one in finals if getattr(one.plan, axis) == value]
+            known = [
+                final_of for final_of in finals if getattr(final_of.plan, axis) == value
+            ]
             known += [final] if final is not None and final.fits else []
             if known:
-                final = min(known, key=lambda one: one.seconds)
+                final = min(known, key=lambda final_of: final_of.seconds)
                 result.append(Alternative(axis, text_of(axis, value), final, final.gib))
     return result
 
@@ -210,7 +214,7 @@ def record(final: Final) -> dict[str, Any]:
     }
 
 
-def exchanges(found: SearchResult, final: Final) -> dict[str, Any]:
+def exchanges(searched: SearchResult, final: Final) -> dict[str, Any]:
     """Of a layout with ``ep``, as plain data: bytes that a rank has ``sent`` of a microbatch in a layer and direction,
     by dispatcher, the least first; the recipe's ``dispatch``; ``load`` of the busiest rank over the mean; the share of
     a step that exchanges would ``save`` if they ran ``beside`` that of another microbatch (None where they cannot).
@@ -219,7 +223,11 @@ def exchanges(found: SearchResult, final: Final) -> dict[str, Any]:
     if plan.ep <= 1:
         return {}
     tokens = (
-        plan.micro_batch * plan.seq / plan.cp * expert_cut(plan, found.engine) / plan.tp
+        plan.micro_batch
+        * plan.seq
+        / plan.cp
+        * expert_cut(plan, searched.engine)
+        / plan.tp
     )
     leaves = 2 * final.shape.embed * tokens * (plan.ep - 1) / plan.ep
     sent = sorted(
@@ -230,7 +238,7 @@ def exchanges(found: SearchResult, final: Final) -> dict[str, Any]:
         (None, Beside.OTHER_PASS) if plan.pp > 1 else (Beside.NOTHING, Beside.SAME_PASS)
     )
     alone, turns = (
-        None if final.barriers else refine(found, plan, final.closed, beside=b)
+        None if final.barriers else refine(searched, plan, final.closed, beside=b)
         for b in (plain, beside)
     )
     save = 1 - turns.seconds / alone.seconds if turns and alone else None

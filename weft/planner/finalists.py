@@ -130,24 +130,26 @@ class Final:
 
 
 def finalists(
-    found: SearchResult, count: int = 10, vocabulary: bool = False
+    searched: SearchResult, count: int = 10, vocabulary: bool = False
 ) -> list[Final]:
     """The first ``count`` layouts that fit, and the best of every near schedule, simulated and ranked again.
 
     ``vocabulary``: the program can cut embedding and output layer over all ranks of a pipeline (Yeung et al. 2024).
     """
-    total = np.asarray(found.cost.total)
-    columns = np.stack([getattr(found.plans, name) for name in FAMILY])
+    total = np.asarray(searched.cost.total)
+    columns = np.stack([getattr(searched.plans, name) for name in FAMILY])
     # One of each family, and of every schedule that is near: closed forms err, and not for all schedules alike.
     families: dict[tuple[float, ...], int] = {}
-    for i in found.order[:4000]:
+    for i in searched.order[:4000]:
         families.setdefault(tuple(columns[:, i]), int(i))
     members = list(families.values())
     schedules = {
         float(columns[FAMILY.index("schedule"), i]): i for i in reversed(members)
     }
     near = [
-        i for i in schedules.values() if total[i] <= (1 + NEAR) * total[found.order[0]]
+        i
+        for i in schedules.values()
+        if total[i] <= (1 + NEAR) * total[searched.order[0]]
     ]
     chosen = members[:count] + [
         i for i in members if i in near and i not in members[:count]
@@ -156,11 +158,11 @@ def finalists(
     finals, spent = list[Final](), 0
     ratios: dict[float, list[float]] = {}  # by schedule: simulated over closed form
     large = {
-        i: 2 * found.plan(i).pp ** 2 * chunks_of(found.plan(i)) > LARGEST
+        i: 2 * searched.plan(i).pp ** 2 * chunks_of(searched.plan(i)) > LARGEST
         for i in chosen
     }
     for i in sorted(chosen, key=lambda i: large[i]):
-        plan, closed = found.plan(i), found.seconds(i)
+        plan, closed = searched.plan(i), searched.seconds(i)
         first = min((final.seconds for final in finals), default=closed)
         # A large table takes long: it is worth it if the layout may win by a percent.
         known = ratios.get(plan.schedule, [1.0])
@@ -172,7 +174,7 @@ def finalists(
         enough = len(finals) >= min(count, SHOWN)
         if finals and (spent > BUDGET or (hopeless and (large[i] or enough))):
             continue
-        if final := refine(found, plan, closed, 0, tables):
+        if final := refine(searched, plan, closed, 0, tables):
             finals.append(final)
             ratios.setdefault(plan.schedule, []).append(final.seconds / closed)
             spent += (
@@ -181,16 +183,17 @@ def finalists(
     best = sorted(finals, key=lambda final: final.seconds)[:3]
     for final in best if vocabulary else ():
         cut = (
-            refine(found, final.plan, final.closed, 1, tables)
+            refine(searched, final.plan, final.closed, 1, tables)
             if final.plan.pp > 1
             else None
         )
         finals += [cut] if cut else []
     # no table of these schedules can be built: closed forms are all there is
     if not finals:
-        i = int(found.order[0])
-        finals = [Final(found.shape, found.machine, found.plan(i), at(found.cost, i), (at(found.memory, i),),
-                        found.seconds(i))]  # fmt: skip
+        i = int(searched.order[0])
+        finals = [Final(searched.shape, searched.machine, searched.plan(i), at(searched.cost, i),
+                        (at(searched.memory, i),),
+                        searched.seconds(i))]  # fmt: skip
     fit = [final for final in finals if final.fits] or finals
     return sorted(fit, key=lambda final: final.seconds)
 
@@ -202,27 +205,32 @@ def chunks_of(plan: Plan) -> int:
 
 
 def refine(
-    found: SearchResult, plan: Plan, closed: float, barriers: int = 0, tables: dict[Any, Table] | None = None,
+    searched: SearchResult, plan: Plan, closed: float, barriers: int = 0, tables: dict[Any, Table] | None = None,
     beside: Beside | None = None,
 ) -> Final | None:  # fmt: skip
     """``plan`` (of numbers) with its pipeline simulated; None where the schedule cannot be built, or not run.
 
     ``tables``: those built before, to be used again. ``beside``: exchanges of experts are actions, and run beside that.
     """
-    shape, machine, engine = found.shape, found.machine, found.engine
+    shape, machine, engine = searched.shape, searched.machine, searched.engine
     if plan.pp == 1 and beside is None:
         cost, memory = (
             planned_time(shape, machine, plan, engine),
             peak_memory(shape, plan, engine),
         )
         return Final(shape, machine, plan, at(cost, 0), (at(memory, 0),), closed)
-    one = at(passes(shape, machine, plan, engine), 0)
+    microbatch = at(passes(shape, machine, plan, engine), 0)
     m, p, virtual = int(plan.microbatches), int(plan.pp), int(plan.virtual)
     name, chunks = (
         schedules()[int(plan.schedule)] if p > 1 else "gpipe",
         chunks_of(plan),
     )
-    look_up = (one.forward + one.backward) * 4 * shape.embed / shape.active_weights
+    look_up = (
+        (microbatch.forward + microbatch.backward)
+        * 4
+        * shape.embed
+        / shape.active_weights
+    )
     most = (
         VOCABULARY // p
         if barriers
@@ -235,11 +243,18 @@ def refine(
         return None
     known, runs = {} if tables is None else tables, []
     try:
-        layer = one.forward + one.backward + one.again
+        layer = microbatch.forward + microbatch.backward + microbatch.again
         stages = cut_stages(
-            int(shape.layers), p * chunks, layer, look_up, one.head, ends=not barriers
+            int(shape.layers),
+            p * chunks,
+            layer,
+            look_up,
+            microbatch.head,
+            ends=not barriers,
         )
-        costs = _costs(found, plan, one, look_up, stages, barriers, beside is not None)
+        costs = _costs(
+            searched, plan, microbatch, look_up, stages, barriers, beside is not None
+        )
         for size in (
             {shown: 0} if shown == m else {shown: 0, max(p, shown // 2 // p * p): 0}
         ):
@@ -259,40 +274,56 @@ def refine(
             runs.append(simulate(table, costs))
     except WeftError:
         return None
-    return _final(found, plan, closed, barriers, one, stages, runs, known[key])
+    return _final(
+        searched, plan, closed, barriers, microbatch, stages, runs, known[key]
+    )
 
 
 def _costs(
-    found: SearchResult,
+    searched: SearchResult,
     plan: Plan,
-    one: MicrobatchSeconds,
+    microbatch: MicrobatchSeconds,
     look_up: float,
     stages: Sequence[Stage],
     barriers: int,
     apart: bool,
 ) -> Costs:
     """Seconds of every action and bytes of what is kept. ``apart``: of every layer, its exchanges by themselves."""
-    exposed = one.tp + one.cp + one.ep * (not apart)
+    exposed = microbatch.tp + microbatch.cp + microbatch.ep * (not apart)
     kept, routed = (
-        float(held_bytes(found.shape, plan, found.engine)),
-        float(found.shape.expert_share(plan.seq)),
+        float(held_bytes(searched.shape, plan, searched.engine)),
+        float(searched.shape.expert_share(plan.seq)),
     )
     times = []
     for s, stage in enumerate(stages):
         layers = len(stage.layers)
         # Output layer and loss make all their gradients with the loss, in forward, as Weft does.
-        ends = stage.embedding * look_up / 3 + stage.head * one.head
-        forward = layers * (one.forward + exposed) + ends + one.hop * (s > 0)
+        ends = stage.embedding * look_up / 3 + stage.head * microbatch.head
+        forward = (
+            layers * (microbatch.forward + exposed) + ends + microbatch.hop * (s > 0)
+        )
         back = (
-            layers * (one.backward + one.again + (one.count - 1) * exposed)
+            layers
+            * (
+                microbatch.backward
+                + microbatch.again
+                + (microbatch.count - 1) * exposed
+            )
             + stage.embedding * look_up / 1.5
         )
-        weight = layers * one.weight
-        half = layers * one.ep / 2
-        back += one.hop * (s < len(stages) - 1)
+        weight = layers * microbatch.weight
+        half = layers * microbatch.ep / 2
+        back += microbatch.hop * (s < len(stages) - 1)
         times.append(
             Times(
-                forward, back - weight, weight, 0.0, half, half, one.count - 1, routed
+                forward,
+                back - weight,
+                weight,
+                0.0,
+                half,
+                half,
+                microbatch.count - 1,
+                routed,
             )
         )
     if apart:
@@ -304,19 +335,19 @@ def _costs(
         stages = [Stage(range(1))] * len(times)
     ends_cut = (
         Times(look_up / 3, 0.0, look_up / 1.5),
-        output_times(one.head / 3, barriers),
+        output_times(microbatch.head / 3, barriers),
     )
     return stage_costs(
-        ModelTimes(times, *ends_cut, int(plan.pp)), stages, kept, one.hop
+        ModelTimes(times, *ends_cut, int(plan.pp)), stages, kept, microbatch.hop
     )
 
 
 def _final(
-    found: SearchResult, plan: Plan, closed: float, barriers: int, one: MicrobatchSeconds, stages: Sequence[Stage],
-    runs: list[Simulation], table: Table,
+    searched: SearchResult, plan: Plan, closed: float, barriers: int, microbatch: MicrobatchSeconds,
+    stages: Sequence[Stage], runs: list[Simulation], table: Table,
 ) -> Final:  # fmt: skip
     """``table``: one of those that ran, as it was built."""
-    shape, machine, engine = found.shape, found.machine, found.engine
+    shape, machine, engine = searched.shape, searched.machine, searched.engine
     run, m = runs[0], float(plan.microbatches)
     size = run.table.microbatches
     # Beyond what was simulated every microbatch takes as long as those before, and never less than a rank's work.
@@ -331,10 +362,13 @@ def _final(
     # each flow has half of the microbatches
     share = 0.5 if builder_numbered(plan.schedule).twice else 1.0
     layers = share * sum(len(s.layers) for s in held)
-    recompute, tp, cp, ep = (m * layers * x for x in (one.again, one.count * one.tp, one.count * one.cp,
-                                                     one.count * one.ep))  # fmt: skip
+    count = microbatch.count
+    recompute, tp, cp, ep = (
+        m * layers * x
+        for x in (microbatch.again, count * microbatch.tp, count * microbatch.cp, count * microbatch.ep)
+    )  # fmt: skip
     hops = m * share * sum((s > 0) + (s < len(stages) - 1) for s in numbers[busiest])
-    pp = hops * one.hop
+    pp = hops * microbatch.hop
     work = m * run.busy[busiest] / size
     # exchanges are not among what a rank computes: they are waited for, as far as that is seen
     if any(run.beside):
@@ -342,7 +376,7 @@ def _final(
         work += ep
     compute = work - recompute - tp - cp - ep - pp
     largest = max(sum(len(stages[s].layers) for s in here) for here in numbers)
-    turn = float(layers * (one.forward + one.backward + one.again))
+    turn = float(layers * (microbatch.forward + microbatch.backward + microbatch.again))
     dp, optimizer = gradients(
         shape, machine, plan, engine, largest, compute + recompute + tp, turn
     )
@@ -351,7 +385,9 @@ def _final(
     )
     cost = replace(cost, other=rest(plan, engine, cost.total))
     if plan.moves:
-        cost = with_tiers(cost, shape, machine, plan, engine, one, share * largest)
+        cost = with_tiers(
+            cost, shape, machine, plan, engine, microbatch, share * largest
+        )
     cost = at(cost, 0)
     ranks, before = [], runs[-1].peaks
     for r, peak in enumerate(run.peaks):

@@ -39,12 +39,12 @@ class Workload:
 
 def read_workload(text: str) -> Workload:
     """From ``PROMPTSxTOKENS+NEW``."""
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)\+([1-9]\d*)", text)
-    if found is None:
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)\+([1-9]\d*)", text)
+    if match is None:
         raise UsageError(
             f"--generate {text!r} is not of the form PROMPTSxTOKENS+NEW, such as 1000x512+128"
         )
-    prompts, prompt, new = map(int, found.groups())
+    prompts, prompt, new = map(int, match.groups())
     return Workload(np.full(prompts, prompt), new)
 
 
@@ -129,7 +129,7 @@ def generating(shape: Shape, machine: Machine, job: Workload) -> Throughput:
     stay = np.r_[0, np.ones(len(later))]
     under_way = np.convolve(begins, stay)
     seen = np.convolve(read, stay) + np.convolve(begins, np.r_[0, later])
-    read, scored = (np.pad(one, (0, len(later))) for one in (read, scored))
+    read, scored = (np.pad(column, (0, len(later))) for column in (read, scored))
     parts = passes(shape, machine, read, scored, under_way, seen)
     each = np.stack(np.broadcast_arrays(*parts.values()))
     longest, slowest = each.max(0), each.argmax(0)

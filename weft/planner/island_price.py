@@ -56,18 +56,18 @@ class Islands:
 
     def lines(self, together: float) -> list[str]:
         """In words, beside a layout over all sites that takes ``together`` seconds per step."""
-        found = [
+        lines = [
             f"{self.count} sites as islands of {title(self.inside)}; one layout over all: {together:.3g} s/step"
         ]
         for way in self.ways:
             words = f"every = {way.every}" + (
                 f', compress = "{way.compress}"' if way.compress != "none" else ""
             )
-            found.append(
+            lines.append(
                 f"{words}: {way.seconds:.3g} s/step, {way.exposed:.1%} of it exchange; {way.nbytes / 1e9:.3g} GB per "
                 "device and round"
             )
-        return found
+        return lines
 
     def record(self) -> dict[str, Any]:
         """As JSON."""

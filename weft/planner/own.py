@@ -32,12 +32,12 @@ NEWEST = 200
 
 def read_own(path: Path) -> list[Measurement]:
     """What runs have appended to ``path``, oldest first; lines that are cut short or not theirs are left out."""
-    found = []
+    rows = []
     with path.open(newline="", encoding="utf-8") as file:
         for cells in csv.DictReader(file):
             with suppress(KeyError, ValueError, TypeError, UsageError):
-                found.append(_row(cells))
-    return found
+                rows.append(_row(cells))
+    return rows
 
 
 def _row(cells: dict[str, str]) -> Measurement:
@@ -69,11 +69,13 @@ def _row(cells: dict[str, str]) -> Measurement:
 def load(path: Path) -> dict[str, Any]:
     """A calibration that ``bench/planner/calibrate.py`` wrote, as plain data."""
     try:
-        found = json.loads(path.read_text())
-        if found["version"] != 2 or not isinstance(found["all"]["factors"], list):
+        calibration = json.loads(path.read_text())
+        if calibration["version"] != 2 or not isinstance(
+            calibration["all"]["factors"], list
+        ):
             raise ValueError
-        found["sources"], found["memory"]
-        return found
+        calibration["sources"], calibration["memory"]
+        return calibration
     except OSError as error:
         raise WeftError(f"cannot read calibration {path}: {error.strerror}") from None
     except (KeyError, TypeError, AttributeError, ValueError):

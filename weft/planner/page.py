@@ -61,27 +61,27 @@ class BarSegment(NamedTuple):
 def write_page(
     path: Path,
     asked: PlanQuestion,
-    found: SearchResult,
+    searched: SearchResult,
     finals: Sequence[Final],
     top: int,
 ) -> None:
     """Write the page. Raises :class:`WeftError` if the file cannot be written."""
-    write(path, page(asked, found, finals, top), "--html")
+    write(path, page(asked, searched, finals, top), "--html")
 
 
 def page(
-    asked: PlanQuestion, found: SearchResult, finals: Sequence[Final], top: int
+    asked: PlanQuestion, searched: SearchResult, finals: Sequence[Final], top: int
 ) -> str:
-    first, limit = finals[0], gib(found.machine.memory)
+    first, limit = finals[0], gib(searched.machine.memory)
     others = (
         alternatives_among(finals)
         if asked.rehearsed
-        else best_alternatives(found, finals)
+        else best_alternatives(searched, finals)
     )
     # exchanges are actions of their own
     apart = first.simulation and first.plan.ep > 1 and not first.barriers
     drawn = timeline(
-        (apart and refine(found, first.plan, first.closed, beside=Beside.NOTHING))
+        (apart and refine(searched, first.plan, first.closed, beside=Beside.NOTHING))
         or first
     )
     used = {
@@ -92,9 +92,9 @@ def page(
     return render(
         "planner/plan.html",
         title=f"{asked.model} on {asked.cluster}",
-        subtitle=f"{short(float(found.shape.parameters))} parameters · {asked.batch:,} sequences of {asked.seq:,} "
-        f"tokens per step · {asked.precision} · {found.count:,} layouts compared, {len(found.order):,} fit",
-        asked=asked, found=found, finals=finals, first=first, shown=finals[:top], limit=limit, usable=USABLE,
+        subtitle=f"{short(float(searched.shape.parameters))} parameters · {asked.batch:,} sequences of {asked.seq:,} "
+        f"tokens per step · {asked.precision} · {searched.count:,} layouts compared, {len(searched.order):,} fit",
+        asked=asked, found=searched, finals=finals, first=first, shown=finals[:top], limit=limit, usable=USABLE,
         reasons=list(reasons(first, finals, others)), parts=used, instead=alternatives(others), held=HELD,
         memory=sorted(((gib(part(first.memory, name)), name) for name in HELD), reverse=True),
         stages=list(stages(first, limit)), timeline=drawn, kinds=drawn.get("kinds", []), name_of=title,
@@ -133,21 +133,21 @@ def reasons(
 
 def alternatives_among(finals: Sequence[Final]) -> list[Alternative]:
     """For each thing that one can set: the best of ``finals`` with another value."""
-    first, found = finals[0], dict[tuple[str, str], Alternative]()
+    first, alternatives = finals[0], dict[tuple[str, str], Alternative]()
     for final in finals[1:]:
         for key in changed_settings(first.plan, final.plan).items():
-            found.setdefault(key, Alternative(*key, final, final.gib))
-    return list(found.values())
+            alternatives.setdefault(key, Alternative(*key, final, final.gib))
+    return list(alternatives.values())
 
 
 def remarks(final: Final, first: Final) -> str:
     """What sets a layout of the list apart from the ``first``."""
-    found = [] if final is first else [verdict(first, final)]
+    lines = [] if final is first else [verdict(first, final)]
     if final.simulation is not None and abs(final.seconds / final.closed - 1) > 0.02:
-        found.append(
+        lines.append(
             f"Simulated {final.seconds / final.closed - 1:+.1%} against the closed form."
         )
-    return ". ".join(found)
+    return ". ".join(lines)
 
 
 def alternatives(others: Sequence[Alternative]) -> list[list[Alternative]]:

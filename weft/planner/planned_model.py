@@ -42,12 +42,12 @@ class PlannedModel:
 
 def _members(families: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The members of all ``families`` by name, each with what its family says of ``all``."""
-    found = {
+    members = {
         name: family["all"] | fields
         for family in families.values()
         for name, fields in family.items()
     }
-    return {name: fields for name, fields in found.items() if name != "all"}
+    return {name: fields for name, fields in members.items() if name != "all"}
 
 
 _KNOWN = {
@@ -145,12 +145,12 @@ def swept(
 ) -> Iterator[tuple[dict[str, str], Shape]]:
     """``model`` with every combination of the values in ``asked``, such as ``experts=64,128``, and what those are."""
     ways: dict[str, list[str]] = {}
-    for one in asked:
-        name, _, values = one.partition("=")
+    for text in asked:
+        name, _, values = text.partition("=")
         if name not in ModelShape.model_fields or not values:
             known = nearest(name, ModelShape.model_fields)
             raise UsageError(
-                f"--sweep {one!r} is not of the form field=value,value; {known}"
+                f"--sweep {text!r} is not of the form field=value,value; {known}"
             )
         ways[name] = values.split(",")
     for chosen in product(*ways.values()):

@@ -64,12 +64,12 @@ class Pin:
     @classmethod
     def parse(cls, text: str) -> "Pin":
         signs = text.replace("at most", "<=").replace("at least", ">=")
-        found = re.fullmatch(r"\s*(\w+)\s*(<=|>=|=)\s*([\w-]+)\s*", signs)
-        if not found:
+        match = re.fullmatch(r"\s*(\w+)\s*(<=|>=|=)\s*([\w-]+)\s*", signs)
+        if not match:
             raise UsageError(
                 f"--pin {text!r} is not of the form field=value, field<=value or field>=value"
             )
-        field, sign, value = found.groups()
+        field, sign, value = match.groups()
         if field not in CHOSEN:
             raise UsageError(
                 f"--pin {text!r}: unknown field {field!r}; {nearest(field, CHOSEN)}"
@@ -262,7 +262,7 @@ def search(
         plans, cost, memory = _scored(shape, machine, engine, _pinned(plans, added))
     fit = np.flatnonzero(np.asarray(memory.total) <= limit)
     order = fit[np.argsort(np.asarray(cost.total)[fit], kind="stable")]
-    found = SearchResult(
+    result = SearchResult(
         shape, machine, engine, plans, cost, memory, order, rules.refused()
     )
     if not len(fit):
@@ -272,11 +272,11 @@ def search(
             for name, size in vars(at(memory, least)).items()
         )
         raise UsageError(
-            f"memory rules out all {found.count} layouts: the leanest ({describe(found.plan(least))}) needs "
-            f"{found.gib(least):.0f} of {machine.memory * USABLE / 2**30:.0f} GiB per rank ({held}); take more "
+            f"memory rules out all {result.count} layouts: the leanest ({describe(result.plan(least))}) needs "
+            f"{result.gib(least):.0f} of {machine.memory * USABLE / 2**30:.0f} GiB per rank ({held}); take more "
             f"devices, a smaller batch or a shorter sequence"
         )
-    return found
+    return result
 
 
 def _pinned(plans: Plan, pins: Sequence[Pin]) -> Plan:

@@ -65,9 +65,9 @@ def planned_time(
     cost = step_time(shape, machine, plan, engine)
     if not np.any(plan.moves):
         return cost
-    one = passes(shape, machine, plan, engine)
+    microbatch = passes(shape, machine, plan, engine)
     return with_tiers(
-        cost, shape, machine, plan, engine, one, most_layers(shape, plan.pp)
+        cost, shape, machine, plan, engine, microbatch, most_layers(shape, plan.pp)
     )
 
 
@@ -77,12 +77,12 @@ def with_tiers(
     machine: Machine,
     plan: Plan,
     engine: EngineConstants,
-    one: MicrobatchSeconds,
+    microbatch: MicrobatchSeconds,
     layers: Num,
 ) -> Cost:
     """``cost`` of a plan whose fullest rank has so many ``layers``, with what its tiers add and save.
 
-    ``one``: of the plan (:func:`weft.planner.cost.passes`).
+    ``microbatch``: of the plan (:func:`weft.planner.cost.passes`).
     """
     state, saved, filed = plan.weights > 0, plan.activations > 0, plan.weights == FILE
     m, apart = plan.microbatches, machine.host_memory > 0  # else the device is the host
@@ -110,10 +110,10 @@ def with_tiers(
     )
     host = phase(
         state * gathers * wide + saved * kept, filed * wide, (plan.activations == FILE) * kept,
-        m * layers * one.forward,
+        m * layers * microbatch.forward,
     ) + phase(
         state * reduced * wide + saved * kept, filed * wide + (plan.activations == FILE) * kept,
-        filed * wide, m * layers * (one.backward + one.again),
+        filed * wide, m * layers * (microbatch.backward + microbatch.again),
     ) + phase(
         (plan.moments > 0) * (plan.weights == 0) * moments, (plan.moments == FILE) * moments + filed * 2 * wide,
         (plan.moments == FILE) * moments + filed * wide, updated,

@@ -370,9 +370,9 @@ def draw(recipe: Recipe, rng: random.Random, ranks: int) -> Case:
         if size > 1:
             case[f"layout.{axis}"], left = size, left // size
     for name, values in DRAWN.items():
-        found = values(recipe, case, rng)
-        if found and rng.random() < OFTEN.get(name, SELDOM):
-            case[name] = rng.choice(found)
+        choices = values(recipe, case, rng)
+        if choices and rng.random() < OFTEN.get(name, SELDOM):
+            case[name] = rng.choice(choices)
     for name, drawn in _of_techniques(recipe, case).items():
         case[name] = rng.choice(drawn)
     return case
@@ -443,8 +443,8 @@ def write_corpus() -> None:
 def compare_layout(recipe: Recipe, steps: int) -> dict[str, Any] | None:
     """On every rank: the recipe's layout against one device."""
     mesh, job = Mesh.create(recipe.layout, "cpu"), prepare(recipe)
-    found = compare(run_layout(job, mesh, steps), job, mesh)
-    return asdict(found) if found else None
+    difference = compare(run_layout(job, mesh, steps), job, mesh)
+    return asdict(difference) if difference else None
 
 
 @dataclass(frozen=True)
@@ -464,7 +464,7 @@ class Fuzzer:
                 self.path, [*sets, f'train.dtype="{self.dtype}"'], layout
             )
             prepare(recipe)
-            found = self.pool.run(
+            differences = self.pool.run(
                 recipe.layout.world,
                 compare_layout,
                 recipe,
@@ -482,7 +482,9 @@ class Fuzzer:
                 else ""
             )
             return CaseResult("crashed", f"{label}{type(error).__name__}: {error}")
-        return CaseResult("equal" if found["ok"] else "wrong", json.dumps(found))
+        return CaseResult(
+            "equal" if differences["ok"] else "wrong", json.dumps(differences)
+        )
 
     def shrunk(self, case: Case, kind: str) -> tuple[Case, CaseResult]:
         """The case without whatever it fails without."""
@@ -499,9 +501,9 @@ class Fuzzer:
                     a for a in case["layout.order"].split() if f"layout.{a}" in smaller
                 ]
                 smaller["layout.order"] = " ".join(axes)
-            found = self.verdict_of(smaller)
-            if found.kind == kind:
-                case, verdict = smaller, found
+            outcome = self.verdict_of(smaller)
+            if outcome.kind == kind:
+                case, verdict = smaller, outcome
         return case, verdict
 
     def campaign(

@@ -196,9 +196,12 @@ def worst_island(mine: Difference, mesh: Mesh) -> Difference | None:
         json.loads(mesh.shore.get(f"weft/difference/{island}"))
         for island in range(mesh.islands)
     )
-    found = [Difference(**one) for one in told]
-    bad = max(found, key=lambda one: (not one.ok, one.grad, one.param))
-    return dataclasses.replace(bad, ok=all(one.ok for one in found))
+    differences = [Difference(**difference) for difference in told]
+    bad = max(
+        differences,
+        key=lambda difference: (not difference.ok, difference.grad, difference.param),
+    )
+    return dataclasses.replace(bad, ok=all(difference.ok for difference in differences))
 
 
 def _against_simulated(traces: Sequence[StepTrace], job: Job, mesh: Mesh) -> Difference:
@@ -239,7 +242,7 @@ def _of_all_islands(mine: Gradients, mesh: Mesh, limit: float) -> list[Gradients
         for step, grads in enumerate(mine)
         for name, grad in grads.items()
     ]
-    found = [mine] * mesh.islands
+    gradients = [mine] * mesh.islands
     with open_streams(apart, limit) as streams:
         assert streams is not None
         others = [island for island in range(mesh.islands) if island != mesh.island]
@@ -247,7 +250,7 @@ def _of_all_islands(mine: Gradients, mesh: Mesh, limit: float) -> list[Gradients
             for tag, grad in sent:
                 streams.send(island, tag, grad.flatten(), control=True)
         for island in others:
-            found[island] = [
+            gradients[island] = [
                 {
                     name: streams.receive(island, f"{step}/{name}", own.dtype).view(
                         own.shape
@@ -256,7 +259,7 @@ def _of_all_islands(mine: Gradients, mesh: Mesh, limit: float) -> list[Gradients
                 }
                 for step, grads in enumerate(mine)
             ]
-    return found
+    return gradients
 
 
 def _against_one(traces: Sequence[StepTrace], job: Job, mesh: Mesh) -> Difference:
@@ -383,9 +386,9 @@ def _whole_gradients(traces: Sequence[StepTrace]) -> Gradients:
 
 def _whole(ranks: Sequence[Parts]) -> dict[str, torch.Tensor]:
     """Whole tensors from all ranks' parts of them; what no rank has is zero."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, part in (item for parts in ranks for item in parts.items()):
-        if name not in found:
-            found[name] = torch.zeros(part.tensor.shape, dtype=part.values.dtype)
-        found[name][part.index] = part.values
-    return found
+        if name not in tensors:
+            tensors[name] = torch.zeros(part.tensor.shape, dtype=part.values.dtype)
+        tensors[name][part.index] = part.values
+    return tensors

@@ -53,12 +53,12 @@ KIND = (
 )
 
 
-def shortlist(found: SearchResult, most: int) -> list[int]:
+def shortlist(searched: SearchResult, most: int) -> list[int]:
     """Candidates to rehearse: the best of every way to cut the model first, then the best kinds of all."""
     kinds: dict[tuple[float, ...], int] = {}
-    for i in found.order:
+    for i in searched.order:
         kinds.setdefault(
-            tuple(float(getattr(found.plans, name)[i]) for name in KIND), int(i)
+            tuple(float(getattr(searched.plans, name)[i]) for name in KIND), int(i)
         )
     ways: dict[tuple[float, ...], int] = {}
     for kind, i in kinds.items():
@@ -103,7 +103,7 @@ def traffic_of(
     events: Sequence[Event], rank: int, layout: Layout
 ) -> dict[str, Traffic]:
     """What ``rank`` sends along every axis in a rehearsed step. Small sums over the world are left out."""
-    found: dict[str, Traffic] = {}
+    traffic: dict[str, Traffic] = {}
     for e in events:
         if e.kind == "send":
             axis, *others = axes_along(layout, (rank, e.ranks[0]))
@@ -119,9 +119,9 @@ def traffic_of(
         else:
             continue
         if whole and not others:
-            known = found.get(axis, Traffic(0.0, 0.0))
-            found[axis] = Traffic(known.bytes + sent, known.messages + times)
-    return found
+            known = traffic.get(axis, Traffic(0.0, 0.0))
+            traffic[axis] = Traffic(known.bytes + sent, known.messages + times)
+    return traffic
 
 
 def held(
@@ -151,22 +151,25 @@ def at_hand(
     """
     finals: list[tuple[Final, SearchResult]] = []
     chosen = [
-        (found, i)
-        for found, (_, most) in zip(
+        (searched, i)
+        for searched, (_, most) in zip(
             founds, shares([int(f.plan(0).world) for f in founds]), strict=True
         )
-        for i in shortlist(found, most)
+        for i in shortlist(searched, most)
     ]
-    for n, (found, i) in enumerate(chosen, 1):
-        final = refine(found, found.plan(i), found.seconds(i))
+    for n, (searched, i) in enumerate(chosen, 1):
+        final = refine(searched, searched.plan(i), searched.seconds(i))
         if final is None:
             continue
         recipe = recipe_of(final)
         say(f"rehearsing {recipe.layout} ({n} of {len(chosen)})")
         finals.append(
-            (with_rehearsed_time(final, recipe.layout, rehearse(recipe), local), found)
+            (
+                with_rehearsed_time(final, recipe.layout, rehearse(recipe), local),
+                searched,
+            )
         )
-    fit = [(final, found) for final, found in finals if final.fits] or finals
+    fit = [(final, searched) for final, searched in finals if final.fits] or finals
     fit.sort(key=lambda pair: pair[0].seconds)
     return fit[0][1], [final for final, _ in fit]
 
@@ -255,11 +258,11 @@ def search_here(
             "no number of ranks was probed; run weft probe again"
         )
     paces = dict[int, float]()
-    found, finals = at_hand(
+    searched, finals = at_hand(
         founds, local, recipe_of, lambda recipe: rehearsals(recipe, local, paces), say
     )
     return (
-        found,
+        searched,
         finals,
         f"of {len(finals)} rehearsed layouts of {' or '.join(map(str, counts))} ranks",
     )
@@ -293,10 +296,10 @@ def rehearsals(
     keep_heap()  # as ranks that train do
     with threads_set(setting.threads):
         before = paces.pop(setting.threads, 0.0) or reference("dp=1", "large").seconds
-        found = every_rank(recipe, shape, lambda mesh: batches(mesh, 0))
+        rehearsed = every_rank(recipe, shape, lambda mesh: batches(mesh, 0))
         paces.clear()  # those of other numbers of threads are of long ago
         paces[setting.threads] = after = reference("dp=1", "large").seconds
-    return [seen.slower(setting.step / ((before + after) / 2)) for seen in found]
+    return [seen.slower(setting.step / ((before + after) / 2)) for seen in rehearsed]
 
 
 @contextmanager

@@ -101,18 +101,18 @@ def program(
     layout: Layout,
 ) -> list[Do]:
     """What ``rank`` does in a step, with its costs."""
-    found: list[Do] = []
+    actions: list[Do] = []
     met: dict[tuple[int, ...], int] = defaultdict(int)
     sent: dict[tuple[int, ...], int] = defaultdict(int)
     asked: dict[int, Do] = {}
     for e in events:
         if e.kind == "work":
-            found.append(Do("work", e.seconds, cause=e.name))
+            actions.append(Do("work", e.seconds, cause=e.name))
         elif e.kind == "collective":
             work, wait = setting.collective(e)
             wait = max(wait, far.collective(e) - work) if far else wait
             met[e.ranks] += 1
-            found.append(
+            actions.append(
                 Do(
                     "meet",
                     work,
@@ -130,12 +130,12 @@ def program(
             sent[*ends, tag] += 1
             key, cause = (*ends, tag, sent[*ends, tag]), axis_of(layout, ends)
             if e.kind == "send":
-                found.append(Do("post", work, wait, key, cause=cause))
+                actions.append(Do("post", work, wait, key, cause=cause))
             else:
                 asked[e.number] = Do("take", work, 0.0, key, cause=cause)
         elif e.kind == "wait" and e.name == "recv" and e.number in asked:
-            found.append(asked.pop(e.number))
-    return found
+            actions.append(asked.pop(e.number))
+    return actions
 
 
 def run(programs: Sequence[Sequence[Do]], cores: float, threads: int = 1) -> float:

@@ -83,11 +83,11 @@ class ProbedMachine:
             raise UsageError(
                 "the cluster file is of an older weft probe; run weft probe again"
             )
-        found = {int(n): Setting(**s) for n, s in calibration["settings"].items()}
+        settings = {int(n): Setting(**s) for n, s in calibration["settings"].items()}
         table = calibration.get("links")
         return cls(
             int(calibration["cores"]),
-            dict(sorted(found.items())),
+            dict(sorted(settings.items())),
             WorkerLinks.of(table) if table else None,
         )
 

@@ -123,7 +123,7 @@ def estimates(
         measured[method] = measure(with_method(recipe, method), shape, device, passes)
     gc.collect()
     runtime, available = _runtime(device)
-    found, disk = list[Estimate](), dict[str, Any]()
+    results, disk = list[Estimate](), dict[str, Any]()
     for method, (block, ends) in measured.items():
         given = recipe.train.micro_batch or recipe.train.batch
         sizes = (
@@ -144,15 +144,15 @@ def estimates(
             ]  # fmt: skip
             if any(e.fits for e in tried):
                 break
-        found.append(
+        results.append(
             next((e for e in tried if e.fits), min(tried, key=lambda e: e.total))
         )
-    return found
+    return results
 
 
-def recommend(found: Sequence[Estimate]) -> Estimate | None:
+def recommend(estimates: Sequence[Estimate]) -> Estimate | None:
     """The one to take, of those that fit; adapters where these can hold all that is learned."""
-    fitting = {e.method: e for e in found if e.fits}
+    fitting = {e.method: e for e in estimates if e.fits}
     small = (
         "lora" in fitting
         and fitting["lora"].tokens <= TOKENS_PER_PARAMETER * fitting["lora"].learning
@@ -365,10 +365,10 @@ def command(model: str, chosen: Estimate, recipe: Recipe) -> str:
     return " ".join(words)
 
 
-def reasons(found: Sequence[Estimate], chosen: Estimate | None) -> list[str]:
+def reasons(estimates: Sequence[Estimate], chosen: Estimate | None) -> list[str]:
     """Why it is that one: a sentence for each method."""
     lines = []
-    for e in found:
+    for e in estimates:
         most = max((m for m in e.memory if m != "runtime"), key=lambda m: e.memory[m])
         size = f"{e.total / 2**30:.2f} GiB, of which {e.memory[most] / 2**30:.2f} are {most}"
         if not e.fits:

@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     """All tensors of ``values``, also those in lists and tuples, in order."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += tensors_in(value)
-    return found
+            tensors += tensors_in(value)
+    return tensors
 
 
 class Ledger:

@@ -95,10 +95,10 @@ def measure(
     change = {"layers": 1, "vocab": some, "origin": None, "adapter": adapter}
     small = shape.model_copy(update=change)
     model, state = assemble(small, Mesh.single(device), recipe)
-    found = {}
+    held = {}
     for unit in state.units:
         slots = sum(part.values.nbytes for h in unit.held for part in h.slots.values())
-        found["block" if unit.held[0].name.startswith("blocks") else "ends"] = {
+        held["block" if unit.held[0].name.startswith("blocks") else "ends"] = {
             "update": _update_seconds(recipe, state, unit, device), "slots": slots,
             "weights": sum(h.local.nbytes for h in unit.held),
             "gradients": sum(h.local.nbytes for h in unit.held if h.learns),
@@ -108,7 +108,10 @@ def measure(
     if recipe.adapter not in passes:
         passes[recipe.adapter] = _passes(recipe, small, model, device)
     shared = passes[recipe.adapter]
-    block, ends = (replace(shared[name], **found[name]) for name in ("block", "ends"))  # type: ignore[arg-type]
+    block, ends = (
+        replace(shared[name], **held[name])  # type: ignore[arg-type]
+        for name in ("block", "ends")
+    )
     return block, ends.times(shape.vocab / some)
 
 
@@ -141,8 +144,8 @@ def _longer(small: ModelShape, length: int, wanted: int) -> float:
 
 
 def _block(model: Transformer, x: T, batch: Batch, rope: tuple[T, ...]) -> T:
-    found: T = model.blocks["0"](x, rope, batch.cu_seqlens)
-    return found
+    output: T = model.blocks["0"](x, rope, batch.cu_seqlens)
+    return output
 
 
 def _ends(model: Transformer, x: T, batch: Batch, rope: tuple[T, ...]) -> T:

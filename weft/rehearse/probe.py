@@ -46,12 +46,12 @@ MESSAGES = (64, 2**14, 2**17, 2**19, 2**21, 2**23)
 def time_call(call: Callable[[], Any]) -> float:
     """Processor seconds of one call by thread: the middle of some."""
     call()
-    found = []
+    samples = []
     for _ in range(5):
         begun = processor_seconds()
         call()
-        found.append(processor_seconds() - begun)
-    return statistics.median(found)
+        samples.append(processor_seconds() - begun)
+    return statistics.median(samples)
 
 
 def triad() -> float:
@@ -62,12 +62,12 @@ def triad() -> float:
 
 def peaks() -> dict[str, float]:
     """Multiply-adds twice per second of a large square product, by precision, as training computes it."""
-    found = {}
+    rates = {}
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.rand(768, 768).to(dtype)
         seconds = time_call(partial(multiply, a, a))
-        found[str(dtype).removeprefix("torch.")] = 2 * 768**3 / seconds
-    return found
+        rates[str(dtype).removeprefix("torch.")] = 2 * 768**3 / seconds
+    return rates
 
 
 # --- between ranks ---
@@ -91,7 +91,7 @@ def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
     from weft.parallel.units import all_gather, reduce_scatter
 
     a, b = torch.rand(256, 128), torch.rand(128, 512)
-    found: dict[str, Points] = {}
+    curves: dict[str, Points] = {}
     groups = {world: dist.group.WORLD}
     if world > 2 and world % 2 == 0:
         groups[2] = new_group([rank & ~1, rank | 1], "pairs")
@@ -118,7 +118,7 @@ def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
         call()
         wall, cpu = average(call, turns if size < 2**18 else max(2, turns // 4))
         besides = max(0.0, wall - share * cpu)
-        found.setdefault(name, []).append(
+        curves.setdefault(name, []).append(
             [float(size), max(1e-6, cpu - plain), besides]
         )
 
@@ -148,7 +148,7 @@ def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
                     work.wait()  # type: ignore[union-attr]
 
             measure("message.2", size, swap)
-    return found
+    return curves
 
 
 def links(turns: int = 3) -> dict[str, list[list[float]]]:
@@ -161,7 +161,7 @@ def links(turns: int = 3) -> dict[str, list[list[float]]]:
             dist.barrier()
             if rank not in (i, j):
                 continue
-            peer, found = j if rank == i else i, []
+            peer, samples = j if rank == i else i, []
             for tensor, count in ((small, 10), (large, turns)):
                 seen = []
                 for _ in range(count):
@@ -172,10 +172,10 @@ def links(turns: int = 3) -> dict[str, list[list[float]]]:
                         else:
                             dist.recv(tensor, peer)
                     seen.append((time.perf_counter() - begun) / 2)
-                found.append(min(seen))
+                samples.append(min(seen))
             if rank == i:
-                table[0, i, j] = table[0, j, i] = found[0]
-                speed = large.nbytes / max(found[1] - found[0], 1e-9)
+                table[0, i, j] = table[0, j, i] = samples[0]
+                speed = large.nbytes / max(samples[1] - samples[0], 1e-9)
                 table[1, i, j] = table[1, j, i] = speed
     dist.all_reduce(table)
     return {"latency": table[0].tolist(), "bandwidth": table[1].tolist()}
@@ -191,21 +191,21 @@ def measure(quick: bool) -> dict[str, Any]:
     """
     world = int(os.environ["WORLD_SIZE"])
     keep_heap()  # as ranks that train do
-    found: dict[str, Any] = {
+    measured: dict[str, Any] = {
         "ranks": world,
         "threads": torch.get_num_threads(),
         "memory": empty_memory(world),
     }
-    found["collectives"] = (
+    measured["collectives"] = (
         collectives(MESSAGES[:: 2 if quick else 1], 8 if quick else 20)
         if world > 1
         else {}
     )
-    found["links"] = links() if 1 < world <= 16 else {}
+    measured["links"] = links() if 1 < world <= 16 else {}
     dist.barrier()
     # what follows is each process's own, side by side with the others
     dist.destroy_process_group()
-    return found | {"step": usual_step(), "triad": triad(), "peaks": peaks()}
+    return measured | {"step": usual_step(), "triad": triad(), "peaks": peaks()}
 
 
 def setting(ranks: int, quick: bool) -> dict[str, Any]:
@@ -229,8 +229,8 @@ def setting(ranks: int, quick: bool) -> dict[str, Any]:
                 raise WeftError(
                     f"the probe's {ranks} processes did not end in {PATIENCE_S} s"
                 )
-        found: dict[str, Any] = json.loads((Path(folder) / "0").read_text())
-        return found
+        measured: dict[str, Any] = json.loads((Path(folder) / "0").read_text())
+        return measured
 
 
 def _worker(rank: int, threads: int, quick: bool, folder: str) -> None:
@@ -238,8 +238,8 @@ def _worker(rank: int, threads: int, quick: bool, folder: str) -> None:
 
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(threads)
-    found = measure(quick)
-    (Path(folder) / str(rank)).write_text(json.dumps(found))
+    measured = measure(quick)
+    (Path(folder) / str(rank)).write_text(json.dumps(measured))
     leave(0)
 
 
@@ -247,25 +247,25 @@ def empty_memory(world: int) -> dict[str, float]:
     """Resident bytes of a rank besides its tensors: ``plain``, ``per_byte`` of tensors at their peak (the heap has
     gaps), and with several ranks what kinds of layouts load and keep, the first as a peak that :func:`cluster` reads.
     """
-    found: dict[str, float] = {}
+    resident: dict[str, float] = {}
     if world == 1:
         small = reference("dp=1", "small", True).peak
         first = peak_resident()
         per_byte = (peak_of("dp=1", "large", True) - first) / (
             reference("dp=1", "large", True).peak - small
         )
-        found = {
+        resident = {
             "plain": first - max(1.0, per_byte) * small,
             "per_byte": max(1.0, per_byte),
         }
     init_ranks("cpu", JOIN_S)
     if world > 1:
         tensors = reference(f"tp={world}", "small", False).peak
-        found = {"peak": float(peak_resident()), "tensors": float(tensors)}
+        resident = {"peak": float(peak_resident()), "tensors": float(tensors)}
         for kind, axis in (("sharded", "shard"), ("message", "pp")):
             before = peak_resident()
-            found[kind] = float(peak_of(f"{axis}={world}", "small", False) - before)
-    return found
+            resident[kind] = float(peak_of(f"{axis}={world}", "small", False) - before)
+    return resident
 
 
 def peak_of(layout: str, size: str, alone: bool) -> int:
@@ -311,11 +311,11 @@ def cluster(
         {"plain": 3.6e8, "per_byte": 1.25},
     )
     for s in settings:
-        found = s["memory"]
-        if "peak" in found:  # of a rank under tensor parallelism
-            empty = base["plain"] + base["per_byte"] * found.pop("tensors")
+        memory = s["memory"]
+        if "peak" in memory:  # of a rank under tensor parallelism
+            empty = base["plain"] + base["per_byte"] * memory.pop("tensors")
             s["memory"] = (
-                base | {"functional": max(0.0, found.pop("peak") - empty)} | found
+                base | {"functional": max(0.0, memory.pop("peak") - empty)} | memory
             )
     speeds = [x for row in table.get("bandwidth", []) for x in row if x] or [1e9]
     delays = [x for row in table.get("latency", []) for x in row if x] or [5e-5]

@@ -71,7 +71,7 @@ def every_rank(
     all: the others' groups and peers are its own, moved along these axes.
     """
     layout = recipe.layout
-    found: dict[tuple[int, ...], Rehearsal] = {}
+    rehearsals: dict[tuple[int, ...], Rehearsal] = {}
     sizes = [layout.size(axis) for axis in layout.axis_order]
     alike = [axis in ("dp", "shard", "tp") for axis in layout.axis_order]
     ranks = []
@@ -79,10 +79,10 @@ def every_rank(
         place = np.array(np.unravel_index(rank, sizes))
         model = np.where(alike, 0, place)
         key = tuple(model.tolist())
-        if key not in found:
+        if key not in rehearsals:
             source = int(np.ravel_multi_index(key, sizes))
-            found[key] = rehearse(recipe, shape, batches, source)
-        ranks.append(_moved(found[key], place - model, sizes))
+            rehearsals[key] = rehearse(recipe, shape, batches, source)
+        ranks.append(_moved(rehearsals[key], place - model, sizes))
     return ranks
 
 

@@ -34,7 +34,7 @@ def disk_curves(
         TierFile(folder, called=called),
         [page_buffer(SIZES[-1]).random_() for _ in range(2)],
     )
-    region, found = file.region(room), dict[str, Any]()
+    region, curves = file.region(room), dict[str, Any]()
     # the first time a file system also marks what it has written
     _seconds(region.write, buffers, room, SIZES[-1])
     for name, move in (("write", region.write), ("read", region.read)):
@@ -43,11 +43,11 @@ def disk_curves(
             [_seconds(move, buffers, room, size) for size in SIZES]
             for _ in range(TURNS)
         ]
-        found[name] = [
+        curves[name] = [
             [float(size), min(seen)]
             for size, seen in zip(SIZES, zip(*turns, strict=True), strict=True)
         ]
-    return found | {"note": file.note}
+    return curves | {"note": file.note}
 
 
 def _seconds(
@@ -71,17 +71,17 @@ def link_curves() -> dict[str, Points]:
     """``{"to_device": [[bytes, seconds]], "to_host": ...}`` of copies of pinned memory; nothing without a GPU."""
     if not torch.cuda.is_available():
         return {}
-    found: dict[str, Points] = {}
+    curves: dict[str, Points] = {}
     for size in SIZES:
         here, there = (
             page_buffer(size, pinned=True),
             torch.empty(size, dtype=torch.uint8, device="cuda"),
         )
         for name, into, of in (("to_device", there, here), ("to_host", here, there)):
-            found.setdefault(name, []).append(
+            curves.setdefault(name, []).append(
                 [float(size), min(_copy_seconds(into, of) for _ in range(1 + TURNS))]
             )
-    return found
+    return curves
 
 
 def _copy_seconds(into: torch.Tensor, of: torch.Tensor, count: int = 20) -> float:

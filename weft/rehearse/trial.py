@@ -82,23 +82,23 @@ def run_trials(
             f"--probe runs layouts on this machine, which can hold {devices} ranks; {title(large)} has "
             f"{large.plan.world:.0f}: leave it out, or give --gpus {devices}"
         )
-    found: list[tuple[Final, Measured]] = []
+    trials: list[tuple[Final, Measured]] = []
     with tempfile.TemporaryDirectory() as folder:
         while waiting:
             final = waiting.pop(0)
             say(
-                f"running {title(final)} ({len(found) + 1} of {len(found) + 1 + len(waiting)})"
+                f"running {title(final)} ({len(trials) + 1} of {len(trials) + 1 + len(waiting)})"
             )
-            path = Path(folder) / f"{len(found)}.toml"
+            path = Path(folder) / f"{len(trials)}.toml"
             path.write_text(write_toml(recipe_tree(final, model)))
-            found.append((final, trial(path, int(final.plan.world))))
-            failed = [f for f, done in found if not done.seconds]
+            trials.append((final, trial(path, int(final.plan.world))))
+            failed = [f for f, done in trials if not done.seconds]
             kept = [f for f in finals if all(f is not x for x in failed)]
             ranked = correct_by_measured(
-                kept, [(f, done.seconds) for f, done in found if done.seconds]
+                kept, [(f, done.seconds) for f, done in trials if done.seconds]
             )
             # what comes first now is to have run, too
-            if not waiting and ranked and len(found) < 2 * count:
+            if not waiting and ranked and len(trials) < 2 * count:
                 first = next(
                     (
                         f
@@ -109,14 +109,14 @@ def run_trials(
                 )
                 waiting = (
                     [first]
-                    if first is not None and all(first is not f for f, _ in found)
+                    if first is not None and all(first is not f for f, _ in trials)
                     else []
                 )
     if not ranked:
         raise WeftError(
-            f"none of the {len(found)} layouts that were tried ran: {found[0][1].reason}"
+            f"none of the {len(trials)} layouts that were tried ran: {trials[0][1].reason}"
         )
-    return ranked, found
+    return ranked, trials
 
 
 def steps(recipe: Recipe) -> Iterator[Mesh]:

@@ -217,15 +217,15 @@ def oom_kills(root: Path = Path("/")) -> int | None:
             if (
                 (not kinds or where)
                 and path.is_file()
-                and (found := _oom_count(path)) is not None
+                and (count := _oom_count(path)) is not None
             ):
-                return found
+                return count
     return _oom_count(root / "proc/vmstat")
 
 
 def _oom_count(path: Path) -> int | None:
     """The number after ``oom_kill`` in a file of the kernel."""
     with contextlib.suppress(OSError):
-        if found := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
-            return int(found[1])
+        if match := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
+            return int(match[1])
     return None

@@ -98,7 +98,7 @@ def trials_of(asked: Sequence[str], folder: Path) -> list[Trial]:
         )
     last = [key.rpartition(".")[2] for key in values]
     short = last if len(set(last)) == len(last) else list(values)
-    found, names = [], set[str]()
+    trials, names = [], set[str]()
     for chosen in itertools.product(*values.values()):
         name = ",".join(
             f"{key}={value}" for key, value in zip(short, chosen, strict=True)
@@ -106,8 +106,8 @@ def trials_of(asked: Sequence[str], folder: Path) -> list[Trial]:
         name = re.sub(r"[^\w.=+,-]", "_", name)[:80]
         name = name if name not in names else f"{name}-{len(names) + 1}"
         names.add(name)
-        found.append(Trial(dict(zip(values, chosen, strict=True)), folder / name))
-    return found
+        trials.append(Trial(dict(zip(values, chosen, strict=True)), folder / name))
+    return trials
 
 
 def split_values(text: str) -> list[str]:

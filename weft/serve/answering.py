@@ -118,7 +118,7 @@ class Answering:
             await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not writing.done():
                 raise ClientDisconnect
-            found, thinking = writing.result()
+            written, thinking = writing.result()
         except WeftError as error:
             raise refusal_of(error) from None
         finally:
@@ -127,15 +127,15 @@ class Answering:
             await context.__aexit__(None, None, None)
         usage = self._usage(
             answers,
-            sum(event.token is not None for one in found for event in one.events),
+            sum(event.token is not None for part in written for event in part.events),
             thinking,
         )
         kept = list[Answer]()
-        for first in range(0, len(found), n):  # the best of each prompt's
+        for first in range(0, len(written), n):  # the best of each prompt's
             order = list(range(first, first + n))
             if n > self.asked.n:
                 order.sort(key=lambda i: -answers.generations[i].score)
-            kept += [found[i] for i in order[: self.asked.n]]
+            kept += [written[i] for i in order[: self.asked.n]]
         return JSONResponse(self.replies.whole(kept, usage))
 
     def _readers(self, answers: Answers) -> list[AnswerReader]:
@@ -177,7 +177,10 @@ class Answering:
 
     def _usage(self, answers: Answers, written: int, thinking: int) -> Usage:
         return usage_of(
-            self.prompt, written, sum(one.hits for one in answers.generations), thinking
+            self.prompt,
+            written,
+            sum(generation.hits for generation in answers.generations),
+            thinking,
         )
 
     async def _collect(self, answers: Answers) -> tuple[list[Answer], int]:

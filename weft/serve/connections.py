@@ -237,9 +237,9 @@ class GuardedProtocol(H11Protocol):
     def _make_room(self) -> bool:
         """End the connection that has waited longest for its client; returns whether there was one."""
         others = [
-            one
-            for one in self.connections
-            if one is not self and isinstance(one, GuardedProtocol) and one.waits
+            other
+            for other in self.connections
+            if other is not self and isinstance(other, GuardedProtocol) and other.waits
         ]
         if not others:
             return False

@@ -349,10 +349,10 @@ class Server:
     async def tokenize(self, request: Request) -> Response:
         asked = await self._question(request, Untokenized)
         if asked.messages:
-            found = (await self._conversation(request, asked)).ids
+            ids = (await self._conversation(request, asked)).ids
         else:
-            (found,) = await self.prompts.texts([asked.prompt or ""])
-        return JSONResponse({"tokens": found, "count": len(found)})
+            (ids,) = await self.prompts.texts([asked.prompt or ""])
+        return JSONResponse({"tokens": ids, "count": len(ids)})
 
     async def detokenize(self, request: Request) -> Response:
         asked = await self._question(request, Tokenized)
@@ -373,18 +373,18 @@ class Server:
             else request.headers.get("x-api-key", "")
         )
         sent = bearer.encode("latin-1")
-        found = [
+        tenants = [
             number
             for number, key in enumerate(self.keys)
             if hmac.compare_digest(key.encode(), sent)
         ]
-        if not found:
+        if not tenants:
             raise Refusal(
                 401,
                 "no valid API key; send the header Authorization: Bearer KEY",
                 "invalid_api_key",
             )
-        return f"key {found[0]}"
+        return f"key {tenants[0]}"
 
     async def _body(self, request: Request) -> bytes:
         body = bytearray()

@@ -50,18 +50,18 @@ def add_adapters(engine: Engine, folder: Path, model: str) -> list[str]:
     """
     if not folder.is_dir():
         raise UsageError(f"--adapters {folder} is no folder")
-    found = sorted(path for path in folder.iterdir() if is_adapter(path))
-    if not found:
+    folders = sorted(path for path in folder.iterdir() if is_adapter(path))
+    if not folders:
         raise UsageError(
             f"--adapters {folder} has no folder with an adapter as PEFT or `weft export` writes it"
         )
-    for path in found:
+    for path in folders:
         if path.name == model:
             raise UsageError(
                 f"the adapter {path} is named like the model; rename it, or give --name"
             )
         engine.add_adapter(path.name, read_adapter(path, engine.model))
-    return [path.name for path in found]
+    return [path.name for path in folders]
 
 
 class Busy(WeftError):
@@ -112,7 +112,9 @@ class Service:
         for answers in self._open:
             answers.end_early()
         return sum(
-            not one.finished for answers in self._open for one in answers.generations
+            not generation.finished
+            for answers in self._open
+            for generation in answers.generations
         )
 
     async def call(self, action: Callable[[], Any]) -> Any:
@@ -159,11 +161,11 @@ class Service:
                         future.set_exception(error)
             try:
                 for written in self.engine.step():
-                    one = written.request
+                    generation = written.request
                     if (
-                        tell := self._tell.pop(one, None)
+                        tell := self._tell.pop(generation, None)
                         if written.finished
-                        else self._tell.get(one)
+                        else self._tell.get(generation)
                     ):
                         tell(written)
             except Exception as error:  # what the engine has in hand is lost
@@ -198,16 +200,16 @@ class Answers:
         for wish in self.wishes:
             self.generations += service.engine.submit(*wish)
         service._tell |= {
-            one: partial(self._pass_on, index)
-            for index, one in enumerate(self.generations)
+            generation: partial(self._pass_on, index)
+            for index, generation in enumerate(self.generations)
         }
 
     def end(self, generations: Sequence[Generation] | None = None) -> None:
         """Stop ``generations`` (default: all) that have not ended. Called in the engine's thread."""
-        for one in self.generations if generations is None else generations:
-            self.service._tell.pop(one, None)
-            if not one.finished:
-                self.service.engine.cancel(one)
+        for generation in self.generations if generations is None else generations:
+            self.service._tell.pop(generation, None)
+            if not generation.finished:
+                self.service.engine.cancel(generation)
 
     def _pass_on(self, index: int, written: Written | None) -> None:
         event = (

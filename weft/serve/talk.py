@@ -163,12 +163,12 @@ def server_speaker(url: str, key: str, settings: dict[str, Any]) -> Speaker:
                 event = line.decode(errors="replace").strip()
                 if not event.startswith("data:") or event.endswith("[DONE]"):
                     continue
-                found = json.loads(event.removeprefix("data:"))
-                if "error" in found:
+                message = json.loads(event.removeprefix("data:"))
+                if "error" in message:
                     raise WeftError(
                         f"{url}: {_reason(event.removeprefix('data:').encode())}"
                     )
-                for choice in found.get("choices", ()):
+                for choice in message.get("choices", ()):
                     if piece := (choice.get("delta") or {}).get("content"):
                         yield piece
 
@@ -178,8 +178,8 @@ def server_speaker(url: str, key: str, settings: dict[str, Any]) -> Speaker:
 def _reason(body: bytes) -> str:
     """What an error of a server says, in one line."""
     try:
-        found = json.loads(body)
-        return " ".join(str(found["error"]["message"]).split())
+        answer = json.loads(body)
+        return " ".join(str(answer["error"]["message"]).split())
     except (ValueError, LookupError, TypeError):
         return (
             body.decode(errors="replace").strip().splitlines() or ["no reason given"]

@@ -36,18 +36,18 @@ def write_texts(
     }
     texts, left = (
         dict.fromkeys(writers, ""),
-        {one for one in writers if not one.finished},
+        {generation for generation in writers if not generation.finished},
     )
     while left:
-        for one, token, _, finished in engine.step():
-            if one not in left:
+        for generation, token, _, finished in engine.step():
+            if generation not in left:
                 continue  # written after its stop string had come
             if token is not None:
-                texts[one] += writers[one].add(token)
-            if finished or writers[one].stopped:
-                texts[one] += writers[one].end()
-                engine.cancel(one)
-                left.discard(one)
+                texts[generation] += writers[generation].add(token)
+            if finished or writers[generation].stopped:
+                texts[generation] += writers[generation].end()
+                engine.cancel(generation)
+                left.discard(generation)
                 done()
     return list(texts.values())
 

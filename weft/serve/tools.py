@@ -145,7 +145,7 @@ def call_form(template: ChatTemplate) -> CallForm | None:
     if _NAME not in told or arguments is None:
         return None
     for start in (
-        found.start() for found in re.finditer(r"\{", written[: arguments.start() + 1])
+        brace.start() for brace in re.finditer(r"\{", written[: arguments.start() + 1])
     ):
         try:
             value, end = json.JSONDecoder().raw_decode(written, start)
@@ -236,9 +236,9 @@ class CallFinder:
 
     def _next(self) -> int:
         """The index at which the next call begins, if there is one."""
-        found = self.form.between.match(self.kept, self._at)
-        assert found is not None  # it can be nothing
-        return found.end()
+        match = self.form.between.match(self.kept, self._at)
+        assert match is not None  # it can be nothing
+        return match.end()
 
     def _value(self, start: int) -> tuple[Any, int]:
         """The JSON value that begins at ``start``, and where it ends; None, and the text's end, if it is incomplete."""

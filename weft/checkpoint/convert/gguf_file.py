@@ -49,9 +49,9 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, list[Shard]]]:
         import gguf
 
         reader = gguf.GGUFReader(file)
-        fields = {name: _value(one) for name, one in reader.fields.items()}
+        fields = {name: _value(item) for name, item in reader.fields.items()}
         tensors: dict[str, list[Shard]] = {
-            one.name: [_dequantised(file, one)] for one in reader.tensors
+            item.name: [_dequantised(file, item)] for item in reader.tensors
         }
     except ImportError:
         raise WeftError(

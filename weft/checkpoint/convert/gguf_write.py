@@ -74,7 +74,7 @@ def export_gguf(
         arch,
         fields,
         extra,
-        {gguf_name(name): one.shape for name, one in logical.items()},
+        {gguf_name(name): of_tensor.shape for name, of_tensor in logical.items()},
     )
     fields |= {"general.name": file.stem, "general.file_type": KINDS[kind][1]}
     if "tokenizer.json" in files:
@@ -87,7 +87,9 @@ def export_gguf(
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         for name, value in fields.items():
             _add(writer, name, value)
-        planned = {name: _kind_of(one.shape, kind) for name, one in logical.items()}
+        planned = {
+            name: _kind_of(of_tensor.shape, kind) for name, of_tensor in logical.items()
+        }
         for name, theirs in planned.items():
             _announce(writer, gguf_name(name), logical[name].shape, theirs)
         for name, values in extra.items():
@@ -118,7 +120,9 @@ def _architecture(shape: ModelShape) -> str:
             if shape.output == "score"
             else name.removesuffix("ForCausalLM")
         )
-        known = ", ".join(one.removesuffix("ForCausalLM") for one in NAMES)
+        known = ", ".join(
+            known_name.removesuffix("ForCausalLM") for known_name in NAMES
+        )
         raise WeftError(
             f"GGUF is not written of {what}; of {known} it is: leave out --format gguf"
         )
@@ -144,13 +148,13 @@ def _fields(
             "rope.scaling.type": "linear",
             "rope.scaling.factor": float(scaling.factor),
         }
-    found = {
+    fields = {
         f"{arch}.{name}": value for name, value in about.items() if value is not None
     }
     if scaling is not None and scaling.kind == "llama3":
-        found[LLAMA3] = scaling.model_dump_json()
+        fields[LLAMA3] = scaling.model_dump_json()
     sampling = json.loads(files.get(GENERATION, b"{}"))
-    return found | {
+    return fields | {
         theirs: sampling[ours]
         for theirs, ours in SAMPLING.items()
         if sampling.get(ours) is not None
@@ -200,8 +204,8 @@ def _check_said(
             f"GGUF does not say all of rope_scaling = {shape.rope_scaling!r}; {remedy}"
         ) from None
     own, theirs = (
-        config_from_shape(one.model_copy(update={"init_std": 0.02}))
-        for one in (shape, again)
+        config_from_shape(each.model_copy(update={"init_std": 0.02}))
+        for each in (shape, again)
     )
     lengths = ("max_position_embeddings",)  # which follow from the scaling
     if wrong := [

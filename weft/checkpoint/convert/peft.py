@@ -121,7 +121,7 @@ class PeftAdapter:
 
     def _targets(self) -> dict[str, str]:
         """The paths of the weights that the adapter has tensors for, each with the name of the first factor."""
-        found = {}
+        targets = {}
         for name in self.sizes:
             if name.endswith(PARTS["a"]):
                 path = name.removesuffix("." + PARTS["a"])
@@ -130,8 +130,8 @@ class PeftAdapter:
                     raise WeftError(
                         f"{self.folder / TENSORS} adapts {path.rpartition('.')[2]}, which Weft has no adapter for"
                     )
-                found[f"blocks.{layer}.{ADAPTED[inside]}"] = name
-        return found
+                targets[f"blocks.{layer}.{ADAPTED[inside]}"] = name
+        return targets
 
     def _vocabulary(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The settings about embedding and output layer; PEFT also saves these whole where the vocabulary has grown."""
@@ -205,8 +205,8 @@ class PeftAdapter:
                 return file.get_tensor(under).index_copy(
                     0, torch.tensor(tokens), file.get_tensor(rows)
                 )
-            found = file.get_tensor(name)
-        return found[self.orders[name]] if name in self.orders else found
+            stored = file.get_tensor(name)
+        return stored[self.orders[name]] if name in self.orders else stored
 
     def values(self, shape: ModelShape) -> Values:
         """The values of the adapter's parameters in ``shape``; :class:`WeftError` if it is for another model."""
@@ -216,9 +216,9 @@ class PeftAdapter:
         twice = self._tied(shape)
         for theirs in (*named, *(name for name in self.sizes if name not in twice)):
             needed = wanted[named[theirs]].shape if theirs in named else None
-            if (found := self.sizes.get(theirs)) != needed:
+            if (stored := self.sizes.get(theirs)) != needed:
                 raise WeftError(
-                    f"{self.folder} is an adapter for another model: {theirs} is {found or 'missing'} there, and here "
+                    f"{self.folder} is an adapter for another model: {theirs} is {stored or 'missing'} there, and here "
                     f"{needed or 'there is no such weight'}; give the model for which it was trained"
                 )
         file = safe_open(self.folder / TENSORS, "pt")
@@ -235,11 +235,11 @@ class PeftAdapter:
         """The tensors of an output layer that is the embedding, which must be equal to those of that."""
         if not shape.tied:
             return set()
-        found = {
+        pairs = {
             peft_name(of["embed_tokens"]): peft_name(of["lm_head"])
             for of in (VOCABULARY, ROWS)
         }
-        for first, second in found.items():
+        for first, second in pairs.items():
             rows = first.endswith(DELTA)  # which PEFT ties itself
             one, other = ((name in self.sizes) for name in (first, second))
             if (one != other and not (rows and one)) or (
@@ -251,16 +251,20 @@ class PeftAdapter:
                     f"{self.folder} trains embed_tokens and lm_head apart, and this model has one weight for both "
                     "(tie_word_embeddings); train both with ensure_weight_tying, or untie the model first"
                 )
-        return set(found.values())
+        return set(pairs.values())
 
 
 def _tokens(shape: ModelShape) -> dict[str, list[int]] | list[int] | None:
     """The tokens whose rows learn, as PEFT has them: a list for the embedding alone, and what is tied to it."""
     names: tuple[VocabularyWeight, ...] = ("embed_tokens", "lm_head")
-    found = {
+    learned = {
         str(name): list(tokens) for name in names if (tokens := row_tokens(shape, name))
     }
-    return found["embed_tokens"] if found.keys() == {"embed_tokens"} else found or None
+    return (
+        learned["embed_tokens"]
+        if learned.keys() == {"embed_tokens"}
+        else learned or None
+    )
 
 
 def _of_pattern(pattern: Mapping[str, Any] | None, name: str, usual: Any) -> Any:
@@ -303,16 +307,16 @@ def write_adapter(
         "rank_pattern": {n: rank for p, n in named.items() if (rank := adapter_rank(adapter, p)) != adapter.rank},
         "alpha_pattern": {n: alpha for p, n in named.items() if (alpha := adapter_alpha(adapter, p)) != adapter.alpha},
     }  # fmt: skip
-    found = {
+    written = {
         peft_name(name): tensor.detach().cpu().contiguous()
         for name, tensor in tensors.items()
         if of_adapter(name, shape)
     }
     if shape.tied and adapter.whole:  # PEFT has a copy for each of the two
         config["modules_to_save"] = list(VOCABULARY)
-        found[peft_name("head")] = found[peft_name("embedding.table")].clone()
+        written[peft_name("head")] = written[peft_name("embedding.table")].clone()
     with new_folder(folder) as draft:
-        (draft / TENSORS).write_bytes(save(found, {"format": "pt"}))
+        (draft / TENSORS).write_bytes(save(written, {"format": "pt"}))
         for name, content in (files or {}).items():
             if re.fullmatch(TOKENIZER_FILES, name):
                 (draft / name).write_bytes(content)

@@ -31,10 +31,10 @@ TOKENS = 512
 @torch.inference_mode()
 def chosen_experts(model: Transformer, ids: Sequence[int]) -> list[np.ndarray]:
     """For each layer with experts, the numbers of those that each token of a text chooses, ``[tokens, k]``."""
-    found: dict[int, list[T]] = defaultdict(list)
+    chosen: dict[int, list[T]] = defaultdict(list)
 
     def keep(router: Router, given: object, choice: Choice) -> None:
-        found[router.layer].append(choice.ids.cpu())
+        chosen[router.layer].append(choice.ids.cpu())
 
     routers = [module for module in model.modules() if isinstance(module, Router)]
     hooks = [router.register_forward_hook(keep) for router in routers]
@@ -49,7 +49,7 @@ def chosen_experts(model: Transformer, ids: Sequence[int]) -> list[np.ndarray]:
         )
     for hook in hooks:
         hook.remove()
-    return [torch.cat(found[router.layer]).numpy() for router in routers]
+    return [torch.cat(chosen[router.layer]).numpy() for router in routers]
 
 
 def most_chosen(
@@ -65,9 +65,13 @@ def most_chosen(
         raise UsageError("--keep is for routers whose weights add up to one: in this model what is left would weigh "
                          "more than before; leave it out")  # fmt: skip
     often = affinity.loads_of(chosen, counts)
-    kept = [np.sort(np.argsort(-one, kind="stable")[:keep]) for one in often]
+    kept = [
+        np.sort(np.argsort(-layer_counts, kind="stable")[:keep])
+        for layer_counts in often
+    ]
     lost = sum(
-        int(one.sum() - one[ids].sum()) for one, ids in zip(often, kept, strict=True)
+        int(layer_counts.sum() - layer_counts[ids].sum())
+        for layer_counts, ids in zip(often, kept, strict=True)
     )
     said = f"{keep} of {max(counts)} experts kept in each layer; {lost:,} of {sum(map(np.size, chosen)):,} choices were"
     same = "" if lost else ", so that it computes the same for these texts"
@@ -106,14 +110,14 @@ def with_experts(
     values: Mapping[str, T], experts: Mapping[int, Sequence[int]]
 ) -> dict[str, T]:
     """A model's parameters ``values`` with only the given experts of each layer, in the given order."""
-    found = dict(values)
+    reordered = dict(values)
     for layer, ids in experts.items():
         for name in values:
             if name.startswith(
                 (f"blocks.{layer}.ffn.router.", f"blocks.{layer}.ffn.experts.")
             ):
-                found[name] = values[name][list(ids)]
-    return found
+                reordered[name] = values[name][list(ids)]
+    return reordered
 
 
 def export_for_texts(

@@ -159,18 +159,18 @@ def _rule(ours: str, theirs: str, rotates: bool = False) -> NameRule:
 def _table() -> dict[str, NameRule]:
     """The rule for each name of Hugging Face, GGUF, torchtitan, Megatron-core and Weft itself."""
     meta = {theirs: ours for ours, theirs in GGUF.items()} | META
-    found = {
+    rules = {
         theirs.removeprefix("model."): _rule(ours, theirs)
         for names in (DEEPSEEK, MIXTRAL, HUGGING_FACE)
         for ours, theirs in names.items()
     }
     own = (*HUGGING_FACE, *GGUF, "ffn.router.load")
-    found |= {theirs: _rule(ours, theirs, True) for theirs, ours in meta.items()}
-    found |= {theirs: _rule(ours, theirs) for theirs, ours in MEGATRON.items()}
-    found |= {name: _rule(name, name) for name in own}
+    rules |= {theirs: _rule(ours, theirs, True) for theirs, ours in meta.items()}
+    rules |= {theirs: _rule(ours, theirs) for theirs, ours in MEGATRON.items()}
+    rules |= {name: _rule(name, name) for name in own}
     layouts = (qkv, qkv, gate_up, fused_experts, fused_experts)
     fused = zip(FUSED.items(), layouts, strict=True)
-    return found | {theirs: NameRule(ours, layout) for (theirs, ours), layout in fused}
+    return rules | {theirs: NameRule(ours, layout) for (theirs, ours), layout in fused}
 
 
 TABLE = _table()
@@ -207,7 +207,7 @@ def rule_and_names(name: str) -> tuple[NameRule, tuple[str, ...]] | None:
     rule = TABLE.get(inside)
     if rule is not None and bool(layer) != (rule.names[0] in OUTSIDE):
         before = f"blocks.{layer}." if layer else ""
-        return rule, tuple(before + one for one in rule.names)
+        return rule, tuple(before + inner for inner in rule.names)
     if layer and re.fullmatch(UNKNOWN_EXPERTS, inside):
         raise _unread(name)
     raise WeftError(f"tensor {name} is of no model that Weft knows")
@@ -233,9 +233,9 @@ def sources_by_name(
     made: dict[str, TensorSource] = {}
     experts: dict[str, dict[int, tuple[str, Sequence[Shard]]]] = defaultdict(dict)
     for name, shards in stored.items():
-        if (found := rule_and_names(name)) is None:
+        if (translated := rule_and_names(name)) is None:
             continue
-        rule, names = found
+        rule, names = translated
         if rule.layout in (expert, fused_experts) and len(shards) > 1:
             raise _unread(name)
         if rule.layout is expert:
@@ -247,25 +247,27 @@ def sources_by_name(
                 for part in range(len(names))
             ]
             made |= {
-                one: TensorSource(name, [shard], rule, 0)
-                for one, shard in zip(names, shards, strict=True)
+                pattern_of_expert: TensorSource(name, [shard], rule, 0)
+                for pattern_of_expert, shard in zip(names, shards, strict=True)
             }
             continue
         if rule.layout is replicated and any(
             re.match(pattern, name) for pattern in averages
         ):
             rule = NameRule(rule.names, averaged)
-        for part, one in enumerate(names):
-            if one in made:
-                raise WeftError(f"tensors {made[one].name} and {name} are both {one}")
-            made[one] = TensorSource(name, shards, rule, part)
-    for one, found_experts in experts.items():
+        for part, pattern_of_expert in enumerate(names):
+            if pattern_of_expert in made:
+                raise WeftError(
+                    f"tensors {made[pattern_of_expert].name} and {name} are both {pattern_of_expert}"
+                )
+            made[pattern_of_expert] = TensorSource(name, shards, rule, part)
+    for pattern_of_expert, found_experts in experts.items():
         if missing := set(range(max(found_experts))) - found_experts.keys():
             raise WeftError(
-                f"expert {min(missing)} of {one} is missing; the checkpoint is not whole"
+                f"expert {min(missing)} of {pattern_of_expert} is missing; the checkpoint is not whole"
             )
         in_order = [found_experts[number] for number in sorted(found_experts)]
-        made[one] = TensorSource(
+        made[pattern_of_expert] = TensorSource(
             in_order[0][0], [shards[0] for _, shards in in_order], EXPERTS_RULE, 0
         )
     return made

@@ -64,17 +64,17 @@ def blank(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 def byte_range(runs: Sequence[ByteRun], lo: int, hi: int) -> tuple[ByteRun, ...]:
     """Bytes ``lo:hi`` of what ``runs`` hold together."""
-    found, at = [], 0
+    pieces, at = [], 0
     for run in runs:
         first, last = max(lo - at, 0), min(hi - at, run.size)
         if first < last:
-            found.append(ByteRun(run.file, run.offset + first, last - first))
+            pieces.append(ByteRun(run.file, run.offset + first, last - first))
         at += run.size
     if hi > at:
         raise WeftError(
             f"{runs[0].file if runs else 'a shard'} ends {hi - at} bytes too early; it is not whole"
         )
-    return tuple(found)
+    return tuple(pieces)
 
 
 def read_runs(runs: Sequence[ByteRun], name: str, out: torch.Tensor) -> None:
@@ -202,8 +202,8 @@ class Reader(dcp.FileSystemReader):
         file = Path(self.path) / ".metadata"
         try:
             with file.open("rb") as stream:
-                found = _MetadataUnpickler(stream).load()
-            if not isinstance(found, metadata.Metadata) or found.storage_data is None:
+                about = _MetadataUnpickler(stream).load()
+            if not isinstance(about, metadata.Metadata) or about.storage_data is None:
                 raise ValueError
         except FileNotFoundError:
             raise WeftError(
@@ -211,19 +211,19 @@ class Reader(dcp.FileSystemReader):
             ) from None
         except Exception as error:  # whatever a damaged pickle raises
             raise WeftError(f"{file} is damaged ({type(error).__name__})") from None
-        return found
+        return about
 
     def tensors(self) -> dict[str, Shard]:
         """The tensors; none is read."""
-        found = self.read_metadata()
+        stored = self.read_metadata()
         about = {
             n: t
-            for n, t in found.state_dict_metadata.items()
+            for n, t in stored.state_dict_metadata.items()
             if isinstance(t, metadata.TensorStorageMetadata)
         }
         return {
-            name: self._tensor(name, one, found.storage_data)
-            for name, one in about.items()
+            name: self._tensor(name, meta, stored.storage_data)
+            for name, meta in about.items()
         }
 
     def _tensor(

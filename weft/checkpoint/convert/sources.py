@@ -181,14 +181,14 @@ def _tagged(path: Path) -> Path:
 def _config(path: Path, config: Path | None) -> Path:
     """The ``config.json`` of the model that lies at ``path``."""
     folders = [path, path.parent] if path.is_dir() else [path.parent]
-    found = config or next(
+    file = config or next(
         (f / "config.json" for f in folders if (f / "config.json").is_file()), None
     )
-    if found is None:
+    if file is None:
         raise WeftError(
             f"{path} has no config.json that says which model it is of; give one with --config"
         )
-    return found
+    return file
 
 
 def _shape(path: Path, config: Path | None) -> ModelShape:
@@ -197,9 +197,9 @@ def _shape(path: Path, config: Path | None) -> ModelShape:
 
 def _files(path: Path, config: Path | None) -> dict[str, bytes]:
     """The model's files beside the weights at ``path``; ``config``: its ``config.json``, if it lies elsewhere."""
-    found = _config(path, config)
-    found = found / CONFIG if found.is_dir() else found
-    return files_beside(found) | (tokenizer_files(path) if path.is_dir() else {})
+    file = _config(path, config)
+    file = file / CONFIG if file.is_dir() else file
+    return files_beside(file) | (tokenizer_files(path) if path.is_dir() else {})
 
 
 def _hf(path: Path, config: Path | None) -> Foreign:
@@ -215,7 +215,9 @@ def _hf(path: Path, config: Path | None) -> Foreign:
     shape = _shape(path, config)
     check_stored(path, shape)
     names = dict(Transformer(shape, Mesh.single()).logical_parameters())
-    made = sources_by_name({name: [shard(name, one)] for name, one in names.items()})
+    made = sources_by_name(
+        {name: [shard(name, stored)] for name, stored in names.items()}
+    )
     return Foreign("hf", path, shape, made, files=_files(path, config))
 
 
@@ -250,7 +252,9 @@ def _weft(where: Where, config: Path | None) -> Foreign:
             "Face model, which can be converted"
         )
     moments = {
-        moment: found for moment in MOMENTS if (found := under(f"optimizer.{moment}."))
+        moment: values
+        for moment in MOMENTS
+        if (values := under(f"optimizer.{moment}."))
     }
     step = int(checkpoint.meta.get("progress", {}).get("step", 0))
     files = stored_files(checkpoint)
@@ -259,15 +263,15 @@ def _weft(where: Where, config: Path | None) -> Foreign:
 
 
 def _dcp(path: Path, config: Path | None) -> Foreign:
-    found: dict[str, Stores] = {"model": {}, **{moment: {} for moment in MOMENTS}}
+    contents: dict[str, Stores] = {"model": {}, **{moment: {} for moment in MOMENTS}}
     for name, shard in Reader(path).tensors().items():
         if moment := re.fullmatch(MOMENT, name):
-            found[moment[2]][moment[1]] = [shard]
+            contents[moment[2]][moment[1]] = [shard]
         elif shard.shape and not re.match(
             r"(?:optim|optimizers?|lr_scheduler|dataloader|train_state)\.", name
         ):
-            found["model"][name] = [shard]
-    model, *moments = (sources_by_name(stores) for stores in found.values())
+            contents["model"][name] = [shard]
+    model, *moments = (sources_by_name(stores) for stores in contents.values())
     kept = {moment: made for moment, made in zip(MOMENTS, moments, strict=True) if made}
     return Foreign(
         "dcp", path, _shape(path, config), model, kept, files=_files(path, config)
@@ -279,7 +283,7 @@ def _megatron(path: Path, config: Path | None) -> Foreign:
     folder = _tagged(path)
     ranks: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
     for file in sorted(folder.glob("mp_rank_*/model_optim_rng.pt")):
-        if not (found := re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", file.parent.name)):
+        if not (match := re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", file.parent.name)):
             raise WeftError(
                 f"{file.parent} is of expert parallelism, which Weft does not have"
             )
@@ -289,7 +293,7 @@ def _megatron(path: Path, config: Path | None) -> Foreign:
             for key in known
             if isinstance(tree, dict) and isinstance(tree.get(key), dict)
         }
-        ranks[int(found[1]), int(found[2] or 0)] = {
+        ranks[int(match[1]), int(match[2] or 0)] = {
             key: {
                 n: as_stored(n, t, file)
                 for n, t in part.items()
@@ -338,16 +342,19 @@ def _deepspeed(path: Path, config: Path | None) -> Foreign:
                 tensor = tree.get("param") if isinstance(tree, dict) else tree
                 if not isinstance(tensor, torch.Tensor):
                     raise WeftError(f"{file} holds no parameter")
-                name, one = file.parent.name, as_stored(file.parent.name, tensor, file)
+                name, shard = (
+                    file.parent.name,
+                    as_stored(file.parent.name, tensor, file),
+                )
                 (_, (ours, *_)) = rule_and_names(name) or (None, ("",))
                 if (
-                    one.shape == (prod(one.shape),)
+                    shard.shape == (prod(shard.shape),)
                     and ours in logical
-                    and logical[ours].numel == one.shape[0]
+                    and logical[ours].numel == shard.shape[0]
                 ):
                     # flat, where it was ZeRO 3
-                    one = stored(name, logical[ours].shape, one.dtype, one.runs)
-                stores[file.stem][name] = [one]
+                    shard = stored(name, logical[ours].shape, shard.dtype, shard.runs)
+                stores[file.stem][name] = [shard]
         averages: list[str] = []
     else:
         stores, averages = _zero(folder)
@@ -393,7 +400,7 @@ def _zero(folder: Path) -> tuple[dict[str, Stores], list[str]]:
             if grid.get(rank)
             else []
         )
-        found = (
+        tensors = (
             _unflatten(about, [grid[rank][i] for i in sorted(grid[rank])], parts)
             if parts
             else {}
@@ -403,12 +410,12 @@ def _zero(folder: Path) -> tuple[dict[str, Stores], list[str]]:
         )
         for name, tensor in (whole or {}).items():
             if isinstance(tensor, torch.Tensor):
-                found.setdefault("fp32", {})[name] = as_stored(name, tensor, file)
+                tensors.setdefault("fp32", {})[name] = as_stored(name, tensor, file)
         for one, other in (about.get("shared_params") or {}).items():
-            for values in found.values():
+            for values in tensors.values():
                 if other in values:
                     values.setdefault(one, values[other])
-        for key, values in found.items():
+        for key, values in tensors.items():
             for name, shard in values.items():
                 columns[key].setdefault(name, []).append(shard)
     if uneven := [
@@ -441,7 +448,7 @@ def _unflatten(
     if stage == 3:
         base, flats = "optimizer_state_dict", "fp32_flat_groups"
         groups = [{name: size for group in groups for name, size in group.items()}]
-    found: dict[str, dict[str, StoredShard]] = {"fp32": {}}
+    tensors: dict[str, dict[str, StoredShard]] = {"fp32": {}}
     for key in ("fp32", *MOMENTS):
         # of each rank, the flat tensors by group
         held: list[list[StoredShard]] = []
@@ -455,9 +462,9 @@ def _unflatten(
                     else dict(enumerate(state))
                 )
                 flat = [state.get(i, {}).get(key) for i in range(len(flat))]
-            if any(one is None for one in flat):
+            if any(piece is None for piece in flat):
                 break
-            held.append([as_stored(key, one, file) for one in flat])
+            held.append([as_stored(key, piece, file) for piece in flat])
         if len(held) != len(parts):
             continue
         for i, group in enumerate(groups):
@@ -471,18 +478,24 @@ def _unflatten(
             for name, size in group.items():
                 total = prod(size) * dtype.itemsize
                 if stage < 3:
-                    where = byte_range([r for one in runs for r in one], at, at + total)
+                    where = byte_range(
+                        [r for piece in runs for r in piece], at, at + total
+                    )
                     at += total
                 else:  # every rank has a part of every parameter, the last one's filled up
                     share = -(-prod(size) // len(parts)) * dtype.itemsize
                     where = byte_range(
-                        [r for one in runs for r in byte_range(one, at, at + share)],
+                        [
+                            r
+                            for piece in runs
+                            for r in byte_range(piece, at, at + share)
+                        ],
                         0,
                         total,
                     )
                     at += share
-                found.setdefault(key, {})[name] = stored(name, size, dtype, where)
-    return found
+                tensors.setdefault(key, {})[name] = stored(name, size, dtype, where)
+    return tensors
 
 
 def _gguf(path: Path, config: Path | None) -> Foreign:

@@ -71,7 +71,7 @@ def _plan(
     foreign: Foreign, dtype: torch.dtype | None, optimizer: bool
 ) -> dict[str, _Output]:
     """Every tensor to write, by the name that Weft's checkpoints have for it. Moments keep their types."""
-    found: dict[str, _Output] = {}
+    outputs: dict[str, _Output] = {}
     for moment in ("", *(foreign.moments if optimizer else ())):
         made = foreign.moments[moment] if moment else foreign.made
         for name, logical in foreign.logical.items():
@@ -80,10 +80,10 @@ def _plan(
                 about = Tensor(
                     logical.shape, NAMES[kept], tuple(d.name for d in logical.dims)
                 )
-                found[f"optimizer.{moment}.{name}" if moment else f"model.{name}"] = (
+                outputs[f"optimizer.{moment}.{name}" if moment else f"model.{name}"] = (
                     _Output(name, moment, about)
                 )
-    return found
+    return outputs
 
 
 def write_weft(

@@ -116,13 +116,13 @@ class ChatEncoder:
 def read_messages(text: str) -> tuple[Messages, Messages | None]:
     """Messages and tools of a JSON text: a list of messages, or an object with ``messages`` and ``tools``."""
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except ValueError as error:
         raise UsageError(f"the conversation is not JSON: {error}") from None
     messages, tools = (
-        (found.get("messages"), found.get("tools"))
-        if isinstance(found, dict)
-        else (found, None)
+        (parsed.get("messages"), parsed.get("tools"))
+        if isinstance(parsed, dict)
+        else (parsed, None)
     )
     if not isinstance(messages, list) or not messages:
         raise UsageError(
@@ -213,18 +213,18 @@ class _TemplateTokens:
     def encode(self, shown: Marked) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids of the text, and where in it each token begins and ends, int64 ``[tokens]`` each."""
         own = [
-            found
-            for found in self.names.finditer(shown.text)
-            if found.start() not in shown.plain
+            special
+            for special in self.names.finditer(shown.text)
+            if special.start() not in shown.plain
         ]
         if self.tokenizer.model is None:
             return self._bytes(shown.text, own)
         pieces, at, length = [], 0, 0
         # where each alias ends, and from there on the way from its text to the real one
         ends, shifts = [], [0]
-        for found in own:
-            pieces += [shown.text[at : found.start()], self.alias(found[0])]
-            at, length = found.end(), length + len(pieces[-2]) + len(pieces[-1])
+        for special in own:
+            pieces += [shown.text[at : special.start()], self.alias(special[0])]
+            at, length = special.end(), length + len(pieces[-2]) + len(pieces[-1])
             ends.append(length)
             shifts.append(at - length)
         encoded = self.model.encode(
@@ -252,15 +252,15 @@ class _TemplateTokens:
             [np.empty(0, np.int64)],
             [np.empty(0, np.int64)],
         )
-        for found, following in zip([None, *own], [*own, None], strict=True):
-            if found is not None:
+        for special, following in zip([None, *own], [*own, None], strict=True):
+            if special is not None:
                 for one, value in (
-                    (ids, self.tokenizer.specials[found[0]]),
-                    (starts, found.start()),
-                    (ends, found.end()),
+                    (ids, self.tokenizer.specials[special[0]]),
+                    (starts, special.start()),
+                    (ends, special.end()),
                 ):
                     one.append(np.array([value]))
-            first = found.end() if found else 0
+            first = special.end() if special else 0
             plain = text[first : following.start() if following else len(text)]
             at = first + np.repeat(
                 np.arange(len(plain)), [len(char.encode()) for char in plain]

@@ -142,7 +142,7 @@ def _stands(message: Message, part: str, text: str) -> bool:
     words = (
         content
         if isinstance(content, str)
-        else "\n".join(one["text"] for one in content or ())
+        else "\n".join(piece["text"] for piece in content or ())
     )
     lines = [line.strip() for line in words.splitlines() if line.strip()]
     return part != "content" or any(line in text for line in lines)

@@ -143,11 +143,11 @@ def form_of(
         if all(fields.record.get(name) is not None for name in known.needed)
     )
     alike = (known for known in forms if fields.has(*known.needed))
-    found = [
+    candidates = [
         known for known in (*exact, *alike) if known.name != "adp" or _is_list(fields)
     ]
     trajectory = any(known.name == "atif" for known in forms) and fields.has("steps")
-    return found[0] if found else FORMS[0] if trajectory else None
+    return candidates[0] if candidates else FORMS[0] if trajectory else None
 
 
 def _is_list(fields: Fields) -> bool:

@@ -145,7 +145,7 @@ def with_others(
             waiting = []
         waiting.append((place, judgement))
     for where, each in waiting:
-        other = next((one for one in first if one.answer != each.answer), None)
+        other = next((rival for rival in first if rival.answer != each.answer), None)
         if other is None:
             reason = "all answers are the same, and KTO compares each with another; give records with different ones"
             yield where, ConversationError(reason)

@@ -61,18 +61,19 @@ def mapped(change: Any, value: Any) -> Any:
     """A JSON list or object with ``change`` made to what is in it, keys included; any other value as it is."""
     if isinstance(value, JsonObject):
         return JsonObject(
-            {change(key): change(one) for key, one in value.items()}, change(value.text)
+            {change(key): change(item) for key, item in value.items()},
+            change(value.text),
         )
     if isinstance(value, dict):
-        return {change(key): change(one) for key, one in value.items()}
-    return [change(one) for one in value] if isinstance(value, list) else value
+        return {change(key): change(item) for key, item in value.items()}
+    return [change(item) for item in value] if isinstance(value, list) else value
 
 
 def protected(value: Any, names: re.Pattern[str]) -> Any:
     """A JSON value in which every one of ``names`` is marked as plain text."""
     if isinstance(value, str):
-        return names.sub(lambda found: _TEXT + found[0], value)
-    return mapped(lambda one: protected(one, names), value)
+        return names.sub(lambda match: _TEXT + match[0], value)
+    return mapped(lambda item: protected(item, names), value)
 
 
 def numbered(
@@ -99,21 +100,21 @@ def numbered(
             )
         if isinstance(value, JsonObject):
             return JsonObject(
-                {key: around(one, part) for key, one in value.items()},
+                {key: around(item, part) for key, item in value.items()},
                 around(value.text, part),
             )
         if isinstance(value, dict):
-            return {key: around(one, part) for key, one in value.items()}
+            return {key: around(item, part) for key, item in value.items()}
         return (
-            [around(one, part) for one in value] if isinstance(value, list) else value
+            [around(item, part) for item in value] if isinstance(value, list) else value
         )
 
     marked = dict(message)
     for key, part in _WORDS.items():
         if isinstance(content := message.get(key), list):
             marked[key] = [
-                one | {"text": around(one["text"], part)} if "text" in one else one
-                for one in content
+                item | {"text": around(item["text"], part)} if "text" in item else item
+                for item in content
             ]
         elif key in message:
             marked[key] = around(message[key], part)
@@ -143,7 +144,7 @@ def has_words(value: Any) -> bool:
         if isinstance(value, list)
         else ()
     )
-    return any(has_words(one) for one in inside)
+    return any(has_words(item) for item in inside)
 
 
 def count_marks(value: Any) -> int:
@@ -173,7 +174,7 @@ def parts_with_words(message: dict[str, Any]) -> list[str]:
 def _texts(content: Any) -> Any:
     """The texts of a content that may be a list of parts."""
     return (
-        [one.get("text") for one in content] if isinstance(content, list) else content
+        [part.get("text") for part in content] if isinstance(content, list) else content
     )
 
 
@@ -198,8 +199,8 @@ class Marked:
     def own_text(self, names: re.Pattern[str]) -> str:
         """The text with those of ``names`` blanked out that are somebody's words."""
         return names.sub(
-            lambda found: (
-                "\0" * len(found[0]) if found.start() in self.plain else found[0]
+            lambda match: (
+                "\0" * len(match[0]) if match.start() in self.plain else match[0]
             ),
             self.text,
         )
@@ -211,18 +212,18 @@ def read_marks(rendered: str) -> Marked:
     words: list[WordMark] = []
     generations, plain, opened = [], set(), []
     last = at = 0
-    for found in _MARK.finditer(rendered):
-        pieces.append(rendered[last : found.start()])
+    for mark in _MARK.finditer(rendered):
+        pieces.append(rendered[last : mark.start()])
         at += len(pieces[-1])
-        last = found.end()
-        if found[1]:
-            code = int("".join(f"{ord(digit) - _ZERO:x}" for digit in found[1]), 16)
+        last = mark.end()
+        if mark[1]:
+            code = int("".join(f"{ord(digit) - _ZERO:x}" for digit in mark[1]), 16)
             words.append(WordMark(code // len(PARTS), at, PARTS[code % len(PARTS)]))
-        elif found[0] == _TEXT:
+        elif mark[0] == _TEXT:
             plain.add(at)
-        elif found[0] == _OPEN:
+        elif mark[0] == _OPEN:
             opened.append(at)
-        elif found[0] == _CLOSE and opened:
+        elif mark[0] == _CLOSE and opened:
             generations.append((opened.pop(), at))
     pieces.append(rendered[last:])
     return Marked("".join(pieces), tuple(words), sorted(generations), frozenset(plain))

@@ -93,14 +93,14 @@ def samples(
             "conversations"
         )
     encoder = chat_encoder(data.chat, chat_template(data.chat, tokenizer))
-    found: list[Sample] = []
+    shown: list[Sample] = []
     notes, reports = (
         Notes(tuple(encoder.template.stops)),
         [SourceReport() for _ in sources],
     )
     for source, report in zip(sources, reports, strict=True):
         for place, encoded in islice(
-            _encoded(source, report, encoder), count - len(found)
+            _encoded(source, report, encoder), count - len(shown)
         ):
             notes.add(place, encoded.facts)
             size, row = (
@@ -125,7 +125,7 @@ def samples(
                 at = end
             learned = int(((encoded.weights > 0) & ~cut)[1:].sum())
             roles = tuple(message["role"] for message in encoded.followed.talk.messages)
-            found.append(
+            shown.append(
                 Sample(
                     str(place),
                     tuple(pieces),
@@ -141,7 +141,7 @@ def samples(
         for source, report in zip(sources, reports, strict=True)
         for line in (*unread_files(source), *report.lines())
     ]
-    return found, lines + notes.sentences()
+    return shown, lines + notes.sentences()
 
 
 def _encoded(

@@ -302,10 +302,10 @@ class ChatTemplate:
             raise TemplateError(
                 f"the chat template refuses it: {kind}{str(error).strip()}{where}"
             ) from None
-        for found in self.missing.finditer(shown.text):
-            if found.start() not in shown.plain:
+        for name in self.missing.finditer(shown.text):
+            if name.start() not in shown.plain:
                 raise TemplateError(
-                    f"the chat template writes {found[0]!r}, which the tokenizer lacks; use the tokenizer that "
+                    f"the chat template writes {name[0]!r}, which the tokenizer lacks; use the tokenizer that "
                     "belongs to the template, or set data.chat.template"
                 )
         return shown

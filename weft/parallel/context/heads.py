@@ -54,14 +54,14 @@ def exchange_heads(
     flat = x.new_empty(sum(sizes))
     there = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     dist.all_to_all_single(flat, sent, sizes, [p.numel() for p in parts], group=there)
-    received = [one.view(batch, seq, -1, dim) for one in flat.split(sizes)]
+    received = [part.view(batch, seq, -1, dim) for part in flat.split(sizes)]
     if inward:
         return torch.cat(received, dim=1)
     if sum(widths) == max(ranges):
         return torch.cat(received, dim=2)
     whole = x.new_zeros(batch, seq, max(ranges), dim)
-    for (a, b), one in zip(cuts, received, strict=True):
-        whole[:, :, a:b] += one
+    for (a, b), heads_of_rank in zip(cuts, received, strict=True):
+        whole[:, :, a:b] += heads_of_rank
     return whole
 
 
