@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,28 +13,32 @@ import torch
 
 from weft.checkpoint.best import Best, read_best
 from weft.checkpoint.checkpoints import Checkpoints
-from weft.checkpoint.levels import check_hosts, open_levels
-from weft.data.cache import digest
+from weft.checkpoint.levels import open_levels
 from weft.data.order import marks
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh, from_all
-from weft.models.widened import widened_note
 from weft.observe.metrics import read_metrics
-from weft.run.signals import requests
 from weft.train.build_step import build_step
 from weft.train.callbacks import Callbacks, Running
 from weft.train.evaluation import VALIDATION, Evaluation
 from weft.train.guard import Guard, Regroup
-from weft.train.lowest import LowestLoss, comparable
-from weft.train.optim import learning_rate, short_of_warmup
+from weft.train.opening import (
+    build_state,
+    lowest_so_far,
+    nothing_left,
+    open_folders,
+    opening_notes,
+    with_reference,
+)
+from weft.train.optim import learning_rate
 from weft.train.recorder import Recorder
-from weft.train.runs import checkpoint_size, open_for_island
-from weft.train.setup import Job, assemble
+from weft.train.setup import Job
 
 if TYPE_CHECKING:
     from weft.checkpoint.lease import Lease
     from weft.checkpoint.state import Progress
     from weft.checkpoint.storage import Storage
+    from weft.train.lowest import LowestLoss
     from weft.train.step import Step
     from weft.train.step_values import StepResult
 
@@ -81,64 +83,25 @@ def train(
         torch.set_float32_matmul_precision("high")
     with ExitStack() as stack:
         lease = stack.enter_context(guard.lease())
-        size = checkpoint_size(job)
-        run = mesh.on_main(
-            lambda: open_for_island(
-                mesh, partial(guard.open, recipe, lease, size), recipe, lease, size
-            )
-        )
-        if mesh.speaks:
-            requests.open_run(run.folder)
-        check_hosts(
-            run.levels,
-            recipe.layout.world,
-            int(os.environ.get("LOCAL_WORLD_SIZE", recipe.layout.world)),
-        )
-        noted = list[str]()
-        if recipe.loss.of_pairs:
-            from weft.train.reference import with_cached_reference
-
-            job, noted = with_cached_reference(job, mesh)
-        values = None
-        if (
-            recipe.model.origin is not None
-            and not run.in_memory
-            and (run.fresh or job.shape.adapter)
-        ):
-            # other runs need not import what reads all formats
-            from weft.checkpoint.weights import starting_values
-
-            values = starting_values(recipe, job.shape)
-        model, state = assemble(job.shape, mesh, recipe, values)
+        run = open_folders(job, mesh, guard, lease)
+        job, notes = with_reference(job, mesh)
+        model, state = build_state(job, mesh, run)
         resumed = guard.fill(run, job, state, mesh)
-        steps = job.steps(resumed.progress)
+        progress, steps = resumed.progress, job.steps(resumed.progress)
         about = job.about | {"steps": steps}
         mesh.on_main(lambda: open_levels(run.levels, run.folder, run.fresh))
-        known = mesh.on_main(lambda: read_best(run.folder))
-        measured = digest(
-            job.corpus.validated, recipe.validation.batches, recipe.train.batch
-        )
-        best, other = comparable(known, measured, resumed.progress.step)
+        known, lowest, note = lowest_so_far(job, mesh, run, progress.step)
         signals = stack.enter_context(guard.signals())
-        recorder = stack.enter_context(
-            Recorder(job, mesh, run.folder, resumed.progress, about)
-        )
+        recorder = stack.enter_context(Recorder(job, mesh, run.folder, progress, about))
         resumed.report(recorder)
         model.passed = recorder.passes
         if model.saved is not None:
             model.saved.report = recorder.activations
-        wider = widened_note(recipe.train.dtype, mesh.device)
-        for note in (
-            *noted,
-            other,
-            state.tiers.note,
-            wider,
-            short_of_warmup(recipe.optimizer, steps),
-        ):
-            if note:
-                recorder.event(note)
+        for text in (*notes, note, *opening_notes(job, mesh, state, steps)):
+            if text:
+                recorder.event(text)
         checkpoints = stack.enter_context(Checkpoints(
-            run.levels, state, resumed.progress, about, job.files, job.shape, mesh, recorder, run.folder, known,
+            run.levels, state, progress, about, job.files, job.shape, mesh, recorder, run.folder, known,
             strict=recipe.checkpoint.on_error == "stop", timeout=recipe.train.timeout,
         ))  # fmt: skip
 
@@ -154,51 +117,26 @@ def train(
                 recorder.event(said)
         step = build_step(
             model, state, mesh, recipe, before_update, streams=streams, presence=guard.presence,
-            begun=resumed.progress.step, report=recorder.report,
+            begun=progress.step, report=recorder.report,
         )  # fmt: skip
         evaluation = Evaluation(
-            job,
-            mesh,
-            model,
-            state,
-            recorder,
-            before_update,
-            lambda: bool(signals),
-            guard.validations,
-        )
-        running = Running(
-            recipe, run.folder, mesh, model, state, resumed.progress, recorder
-        )
+            job, mesh, model, state, recorder, before_update, lambda: bool(signals), guard.validations
+        )  # fmt: skip
+        running = Running(recipe, run.folder, mesh, model, state, progress, recorder)
         callbacks = Callbacks(recipe.callbacks, running)
         guard.begin(state, mesh, resumed, recorder)
-        if resumed.progress.step >= steps and not (run.fresh or run.in_memory):
-            recorder.event(nothing_left(job, resumed.progress.step))
+        if progress.step >= steps and not (run.fresh or run.in_memory):
+            recorder.event(nothing_left(job, progress.step))
         loop = Loop(
-            job, mesh, steps, step, resumed.progress, recorder, checkpoints, evaluation, callbacks, signals, lease,
-            guard, LowestLoss(recipe.validation, best, measured), again=run.in_memory,
+            job, mesh, steps, step, progress, recorder, checkpoints, evaluation, callbacks, signals, lease, guard,
+            lowest, again=run.in_memory,
         )  # fmt: skip
         loop.run()
     loop.check_fruitful()
     interrupted = [signal.SIGTERM, *signals][-1] if loop.stopped else 0
     return Outcome(
-        run.folder,
-        checkpoints.last,
-        resumed.progress,
-        evaluation.validations,
-        interrupted,
+        run.folder, checkpoints.last, progress, evaluation.validations, interrupted
     )
-
-
-def nothing_left(job: Job, step: int) -> str:
-    """What to say of a run that is resumed after its last step."""
-    train, data = job.recipe.train, job.recipe.data
-    limit = (
-        f"train.steps = {train.steps}"
-        if step >= train.steps > 0
-        else f"data.epochs = {data.epochs}"
-    )
-    more = f"raise {limit.partition(' ')[0]} to train on"
-    return f"the run is complete: it has taken {step} steps, and {limit} asks for no more; {more}"
 
 
 @dataclass
