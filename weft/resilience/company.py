@@ -1,15 +1,9 @@
-"""Islands that come and go: which of them take part in an exchange, agreed by all ranks of all islands.
+"""Islands that come and go: the threads that live by what :class:`Attendance` decides.
 
-All ranks are members of one view (:mod:`.membership`). A new view is agreed on as soon as a rank is lost or joins, by a
-thread of each rank and whatever its main thread does meanwhile. An island with a rank missing counts as absent.
-
-An exchange is over when all ranks that take part have published, in the same epoch, that they have received all they
-need for it. A rank that sees this from all of them goes on with the result. If a rank is lost before, the facts of the
-next view decide: if any rank has gone on, all have received what they need, and go on too; else they repeat the
-exchange without the lost island. A rank's facts do not change until the next view is there, so all decide alike.
-
-Exchanges are numbered, and islands join from the first round on that no rank has begun. At its beginning one of the
-islands that are present hands over its state.
+A new view is agreed on as soon as a rank is lost or joins, by a thread of each rank and whatever its main thread does
+meanwhile. A rank publishes that it has received all it needs for an exchange, and goes on with the result when it sees
+this from all that take part. At the beginning of a round one of the islands that are present hands its state to those
+that join.
 """
 
 import os
@@ -17,11 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from weft.checkpoint.state import Progress
 from weft.errors import WeftError
-from weft.recipe import Sync
+from weft.resilience.attendance import Attendance, Changes, Facts
 from weft.resilience.members import GONE, Address, LeftOut, View
 from weft.resilience.membership import Membership
 from weft.run.failure import report_failure
@@ -30,7 +24,6 @@ from weft.sync.presence import Draw, Presence, Work
 from weft.sync.streams import IslandLost, Streams
 
 R = TypeVar("R")
-Facts = dict[str, Any]
 
 #: How often an exchange is tried before the run ends, as what fails so often is not the loss of islands.
 ATTEMPTS = 8
@@ -48,67 +41,27 @@ class IslandLeftOut(WeftError):
     exit_code = LEFT_OUT
 
 
-#: One start of an island: its number, and a random word (its *life*), as an island that is started again has another.
-Start = tuple[int, str]
-
-
-class Stay(NamedTuple):
-    """An island takes part in the exchanges numbered above ``after``, up to ``until`` if it has been lost since."""
-
-    island: int
-    life: str
-    after: int
-    until: int | None
-
-    @property
-    def start(self) -> Start:
-        return self.island, self.life
-
-    def covers(self, number: int) -> bool:
-        return self.after < number and (self.until is None or number <= self.until)
-
-
 class Company(Presence):
-    """The islands that are present. ``mine`` has this rank's ``island``, ``place`` in it, and ``life``.
+    """The islands that are present, by what this rank's ``attendance`` decides.
 
-    There are ``islands`` of ``ranks`` each. ``events``: records (kind, values) of what has changed, for
-    :meth:`take_events`. ``addresses``: for each island, of the endpoint of its rank with this rank's place.
+    ``events``: records (kind, values) of what has changed, for :meth:`take_events`. ``addresses``: for each island, of
+    the endpoint of its rank with this rank's place.
     """
 
     def __init__(
         self,
         membership: Membership,
-        mine: Facts,
-        islands: int,
-        ranks: int,
-        how: Sync,
+        attendance: Attendance,
         streams: Streams,
         detect: float,
     ) -> None:
         super().__init__(streams)
-        self.membership, self.mine, self.islands, self.ranks, self.how = (
-            membership,
-            mine,
-            islands,
-            ranks,
-            how,
-        )
-        self.island, self.detect = int(mine["island"]), detect
-        self.changed = membership.news  # guards all that follows
+        self.membership, self.attendance = membership, attendance
+        self.island, self.detect = attendance.start[0], detect
+        # guards all that follows, and the attendance
+        self.changed = membership.news
         self.view: View | None = None
-        self.stays: list[Stay] = []
-        # numbers of members, by island and place
-        self.members: dict[int, dict[int, int]] = {}
-        self.known: dict[int, Facts] = {}  # the facts of each member, by its number
         self.addresses: dict[int, Address] = {}
-        self.waiting: list[Stay] = []  # of islands that have no state yet
-        self.giver = 0  # the island that hands its state to those
-        # numbers of the last exchange that was begun here, and that is over
-        self.begun = self.committed = -1
-        # an exchange for which this rank has received all it needs
-        self.pending: tuple[int, Draw] | None = None
-        # the exchange after which this rank has got its state; None: not yet
-        self.got: int | None = None
         self.changing, self.closing, self.ended = False, False, False
         self.fatal: Exception | None = None
         self.progress = Progress()
@@ -117,22 +70,15 @@ class Company(Presence):
         self._since, self._group = 0.0, list[int]()
         self._told: set[tuple[int, int, int]] = set()
 
-    @property
-    def present(self) -> list[Stay]:
-        """The stays of the islands that are present."""
-        return [stay for stay in self.stays if stay.until is None]
-
     # --- views ---
 
     def begin_with(self, view: View, facts: Sequence[Facts]) -> None:
         """Start with the run's first ``view``, in which all islands take part from the beginning."""
-        lives = {int(one["island"]): one["life"] for one in facts}
-        self.stays = [
-            Stay(island, life, -1, None) for island, life in sorted(lives.items())
-        ]
-        self.got = -1
         with self.changed:
-            self._adopt(view, [self._facts() | one for one in facts])
+            self.attendance.begin({int(one["island"]): one["life"] for one in facts})
+            own = self.attendance.facts()
+            begun = {key: own[key] for key in ("stays", "begun", "got", "committed")}
+            self._adopt(view, [one | begun for one in facts])
         self._follow_on()
 
     def come(self, contacts: Sequence[tuple[str, int]], limit: float) -> None:
@@ -152,7 +98,7 @@ class Company(Presence):
             with self.changed:
                 self.changed.wait(LOOK_S)
                 due = bool(self.membership.why) or self.membership.called
-                alone = self.got is None and self._all_ended()
+                alone = self.attendance.got is None and self._all_ended()
             if self.closing or (self.ended and self._all_ended()):
                 return
             try:
@@ -170,7 +116,7 @@ class Company(Presence):
     def _take_view(self, limit: float) -> None:
         with self.changed:
             self.changing, self._since = True, time.time()
-            facts = self._facts()
+            facts = self.attendance.facts()
         self.streams.break_off(self.membership.why)
         view = self.membership.next(facts, limit, max(ABSENT_S, KNOWN * self.detect))
         with self.changed:
@@ -178,117 +124,43 @@ class Company(Presence):
             self.changing = False
             self.changed.notify_all()
 
-    def _facts(self) -> Facts:
-        return {
-            **self.mine, "stays": [list(stay) for stay in self.stays], "begun": self.begun, "got": self.got,
-            "committed": self.committed,
-        }  # fmt: skip
-
     def _adopt(self, view: View, facts: Sequence[Facts]) -> None:
-        """Work out from the facts of all members which islands are present: the same on all ranks."""
-        lost = {one.member.number: one.why for one in view.lost}
-        self.view = view
-        found: dict[Start, dict[int, Facts]] = {}  # by place
-        numbers: dict[Start, dict[int, int]] = {}
-        for member, fact in zip(view.members, facts, strict=True):
-            self.known[member.number] = fact
-            start = (int(fact["island"]), str(fact["life"]))
-            found.setdefault(start, {})[int(fact["place"])] = fact
-            numbers.setdefault(start, {})[int(fact["place"])] = member.number
-        whole = {
-            start: places
-            for start, places in sorted(found.items())
-            if len(places) == self.ranks
-        }
-        stays = next(
-            [Stay(*stay) for stay in fact["stays"]] for fact in facts if fact["stays"]
-        )
-        begun = max(int(fact["begun"]) for fact in facts)
-        # by those who took part in it with this one, as things were then
-        if self.pending is not None:
-            number, draw = self.pending
-            with_whom = draw(population(stays, number))
-            if any(
-                int(one["island"]) in with_whom and int(one["committed"]) >= number
-                for one in facts
-            ):
-                self.committed = number
-        before = [stay for stay in stays if stay.until is None]
-        went = [stay for stay in before if stay.start not in whole]
-        lacks = [
-            stay for stay in before
-            if stay not in went and any(fact["got"] != stay.after for fact in whole[stay.start].values())
-        ]  # fmt: skip
-        stays = [
-            stay._replace(until=begun) if stay in went else stay
-            for stay in stays
-            if stay not in lacks
-        ]
-        here = {stay.island for stay in stays if stay.until is None}
-        came = {island: life for island, life in whole if island not in here}
-        self.waiting = [
-            Stay(island, life, self._end_of_round(begun), None)
-            for island, life in came.items()
-        ]
-        self.giver = min(here, default=0)
-        self.stays = stays + self.waiting
-        self.members = {stay.island: numbers[stay.start] for stay in self.present}
+        """Enter a view: start the epoch of its streams, and say what has changed."""
+        attendance, self.view = self.attendance, view
+        changes = attendance.adopt(view.members, facts)
         mates = {member.number: member.address for member in view.members}
-        place = int(self.mine["place"])
         self.addresses = {
-            island: mates[at[place]] for island, at in self.members.items()
+            island: mates[at[attendance.place]]
+            for island, at in attendance.members.items()
         }
         self.streams.begin(view.epoch)
-        self._say(went, lacks, lost)
-        if self._start not in whole:
-            others = [
-                fact
-                for (island, _), places in found.items()
-                if island == self.island
-                for fact in places
-            ]
-            if self.got is not None or len(others) >= self.ranks:
-                self.give_up(
-                    IslandLeftOut(
-                        f"island {self.island} cannot go on without all of its ranks"
-                    )
-                )
+        self._say(changes, {one.member.number: one.why for one in view.lost})
+        if changes.unable:
+            self.give_up(IslandLeftOut(changes.unable))
 
-    def _end_of_round(self, begun: int) -> int:
-        """The number of the last exchange at the beginning of the round that follows the one of exchange ``begun``."""
-        count, every = self.how.fragments, self.how.every
-        return (
-            count * (begun // count + 1)
-            + sum(every * f // count == 0 for f in range(count))
-            - 1
-        )
-
-    def _say(self, went: list[Stay], lacked: list[Stay], lost: dict[int, str]) -> None:
+    def _say(self, changes: Changes, lost: dict[int, str]) -> None:
         """Report islands that went or came, as text and in ``events``; ``lost``: why members are lost, by number."""
         assert self.view is not None
-        now, gone = time.time(), []
-        for stay in went:
-            ranks = {fact["place"]: why for number, why in lost.items() if (fact := self.known[number])
+        now, gone, attendance = time.time(), [], self.attendance
+        for stay in changes.went:
+            ranks = {fact["place"]: why for number, why in lost.items() if (fact := attendance.known[number])
                      and (fact["island"], fact["life"]) == stay.start}  # fmt: skip
             place, why = min(ranks.items(), default=(0, GONE))
-            who = f"island {stay.island}" + f" (its rank {place})" * (self.ranks > 1)
+            who = f"island {stay.island}" + f" (its rank {place})" * (
+                attendance.ranks > 1
+            )
             self.tell(
                 f"{who} {why}: the others go on without it; to bring it back: {self.way_back(stay.island)}"
             )
             gone.append({"island": stay.island, "why": why})
-        joined = [
-            stay.island
-            for stay in self.waiting
-            if stay.island not in [one.island for one in lacked]
-        ]
-        for island in joined:
+        for island in changes.joined:
             self.tell(
-                f"island {island} is back: it takes island {self.giver}'s state at the end of the next round"
+                f"island {island} is back: it takes island {attendance.giver}'s state at the end of the next round"
             )
-        if gone or joined:
-            here = sorted(stay.island for stay in self.present)
+        if gone or changes.joined:
+            here = sorted(stay.island for stay in attendance.present)
             self.events.append(("islands", {
-                "epoch": self.view.epoch, "here": here, "lost": gone, "joined": joined, "noticed": self._since,
+                "epoch": self.view.epoch, "here": here, "lost": gone, "joined": changes.joined, "noticed": self._since,
                 "agreed": now,
             }))  # fmt: skip
 
@@ -299,8 +171,8 @@ class Company(Presence):
     def tell(self, text: str) -> None:
         """Show a line of text: where the run's first island is away, the first present one prints it."""
         self._news.append(text)
-        first = min((stay.island for stay in self.present), default=0)
-        if first == self.island and self.island and not self.mine["place"]:
+        first = min((stay.island for stay in self.attendance.present), default=0)
+        if first == self.island and self.island and not self.attendance.place:
             print(f"weft: {text}", flush=True)
 
     # --- exchanges ---
@@ -317,19 +189,14 @@ class Company(Presence):
     def begin(self, number: int) -> None:
         with self.changed:
             self._steady()
-            self.begun = max(self.begun, number)
+            self.attendance.begun = max(self.attendance.begun, number)
 
     def exchange(self, number: int, draw: Draw, work: Work[R]) -> R:
         error: Exception | None = None
         for _ in range(ATTEMPTS):
             with self.changed:
                 epoch = self._steady().epoch
-                here = {stay.island for stay in self.present if stay.covers(number)}
-                group = [
-                    island
-                    for island in draw(population(self.stays, number))
-                    if island in here
-                ]
+                group = self.attendance.partners(number, draw)
             begun = time.monotonic()
             try:
                 found = work(group, str(number))
@@ -376,13 +243,13 @@ class Company(Presence):
         with self.changed:
             if self._steady().epoch != epoch:
                 return False
-            self.pending = (number, draw)
+            self.attendance.pending = (number, draw)
             self.membership.publish(done=number, epoch=epoch)
             me = self.membership.me.number
             others = [
                 one
                 for island in group
-                for one in self.members[island].values()
+                for one in self.attendance.members[island].values()
                 if one != me
             ]
 
@@ -405,9 +272,9 @@ class Company(Presence):
             while not is_over():
                 self.changed.wait()
             if self._steady().epoch == epoch and all_say_so():
-                self.committed = number
-            self.pending = None
-            return self.committed >= number
+                self.attendance.committed = number
+            self.attendance.pending = None
+            return self.attendance.committed >= number
 
     def _note(self, number: int, group: list[int]) -> None:
         with self.changed:
@@ -422,13 +289,7 @@ class Company(Presence):
     def newcomers(self, number: int) -> Sequence[int]:
         with self.changed:
             self._steady()
-            mine = self.giver == self.island
-            count = self.how.fragments
-            return [
-                stay.island
-                for stay in self.waiting
-                if mine and stay.after // count == number // count
-            ]
+            return self.attendance.newcomers(number)
 
     @property
     def tokens(self) -> int:
@@ -441,37 +302,27 @@ class Company(Presence):
 
         ``take(island, round)`` receives it. ``all_say(value)`` gathers a value from every rank of this island.
         """
+        attendance, fragments = self.attendance, self.attendance.how.fragments
         while True:
             with self.changed:
-                while not self._steady() or not any(
-                    stay.start == self._start for stay in self.waiting
-                ):
+                while not self._steady() or (stay := attendance.own_stay) is None:
                     self.changed.wait()
-                epoch, giver = self._steady().epoch, self.giver
-                after = next(
-                    stay.after for stay in self.waiting if stay.start == self._start
-                )
+                epoch, giver = self._steady().epoch, attendance.giver
+                after = stay.after
             tokens, done = 0, False
             try:
-                tokens, *rest = take(giver, after // self.how.fragments)
-                self.counts, self.streams.order = (
-                    rest[: self.how.fragments],
-                    rest[self.how.fragments :],
-                )
+                tokens, *rest = take(giver, after // fragments)
+                self.counts, self.streams.order = (rest[:fragments], rest[fragments:])
                 done = True
             except IslandLost as error:
                 self._await_change(epoch, str(error))
             with self.changed:
                 done = done and self._steady().epoch == epoch
                 if done:
-                    self.got = self.begun = self.committed = after
+                    attendance.got = attendance.begun = attendance.committed = after
             if all(said == (True, after) for said in all_say((done, after))):
                 self.membership.publish(waits=False)
-                return after // self.how.fragments, tokens
-
-    @property
-    def _start(self) -> Start:
-        return self.island, str(self.mine["life"])
+                return after // fragments, tokens
 
     # --- wishes, and the end ---
 
@@ -485,13 +336,13 @@ class Company(Presence):
             self._steady()
             said = [
                 self.membership.published.get(one, {})
-                for at in self.members.values()
+                for at in self.attendance.members.values()
                 for one in at.values()
             ]
         return min((int(one["stop"]) for one in said if "stop" in one), default=None)
 
     def note_odd(self, odd: Sequence[int], step: int) -> None:
-        place = int(self.mine["place"])
+        place = self.attendance.place
         self._note_odd(odd, step, place)
         if place:
             self.membership.publish(odd=[[island, step, place] for island in odd])
@@ -503,7 +354,7 @@ class Company(Presence):
 
     def take_news(self) -> list[str]:
         with self.changed:
-            mates = self.members.get(self.island, {})
+            mates = self.attendance.members.get(self.island, {})
             said = [
                 self.membership.published.get(one, {}).get("odd", [])
                 for one in mates.values()
@@ -545,7 +396,7 @@ class Company(Presence):
     def first(self) -> bool:
         """Whether this island is the first of those that are present."""
         with self.changed:
-            return self.island == min(stay.island for stay in self.present)
+            return self.island == min(stay.island for stay in self.attendance.present)
 
     def close(self) -> None:
         self.closing = True
@@ -556,7 +407,7 @@ class Company(Presence):
         with self.changed:
             if self.membership.why:  # else the next one is there already
                 self.streams.break_off(why)
-        mates = self.members.get(self.island, {})
+        mates = self.attendance.members.get(self.island, {})
         if self.view is not None and not self.ended:
             gone = {
                 place: number
@@ -593,11 +444,6 @@ class Company(Presence):
     def _end_process(self, error: Exception) -> None:
         with suppress(Exception):
             self.close()
-        if "WEFT_LAUNCHED" in os.environ and not self.mine["place"]:
+        if "WEFT_LAUNCHED" in os.environ and not self.attendance.place:
             print(f"weft: {error}", flush=True)
         os._exit(report_failure(error))
-
-
-def population(stays: Sequence[Stay], number: int) -> list[int]:
-    """The islands among which the partners of exchange ``number`` are drawn, whether they are still present or not."""
-    return sorted({stay.island for stay in stays if stay.covers(number)})

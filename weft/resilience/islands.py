@@ -22,6 +22,7 @@ from weft.net.sockets import own_address
 from weft.observe import trace
 from weft.parallel.state import State
 from weft.recipe import Recipe, build_recipe
+from weft.resilience.attendance import Attendance
 from weft.resilience.company import Company, IslandLeftOut
 from weft.resilience.members import NEWCOMER, Address, Member
 from weft.resilience.membership import Membership
@@ -55,7 +56,10 @@ def live(recipe: Recipe, out: Path | None, resume: str | None) -> tuple[Outcome,
         recipe, out, resume, island, members.index(rank), token, inside, rank
     ) as islander:
         mine = json.dumps(
-            {"member": asdict(islander.membership.me), "facts": islander.company.mine}
+            {
+                "member": asdict(islander.membership.me),
+                "facts": islander.company.attendance.facts(),
+            }
         )
         names = [f"{MEMBERS}/{one}" for one in range(recipe.layout.world)]
         if store.check(["weft/islands/met"]):
@@ -138,19 +142,11 @@ class Islander(Watching):
             limit,
         )
         life = inside.compare_set("weft/life", "", secrets.token_hex(8)).decode()
-        mine = {"island": island, "place": place, "life": life}
+        attendance = Attendance((island, life), place, ranks, recipe.sync)
         self.membership = Membership(
             detect, token, lambda why: self.company.on_break(why), self.endpoint, number
         )
-        self.company = Company(
-            self.membership,
-            mine,
-            recipe.layout.island,
-            ranks,
-            recipe.sync,
-            self.own_streams,
-            detect,
-        )
+        self.company = Company(self.membership, attendance, self.own_streams, detect)
 
     def __enter__(self) -> "Islander":
         return self
@@ -238,7 +234,9 @@ class Islander(Watching):
         progress = Progress(step, step * self.recipe.train.batch, tokens, step)
         return Resumed(
             progress,
-            [f"took the state after step {step} from island {self.company.giver}"],
+            [
+                f"took the state after step {step} from island {self.company.attendance.giver}"
+            ],
         )
 
     def begin(
@@ -248,7 +246,7 @@ class Islander(Watching):
         self.company.progress, self.recorder = resumed.progress, recorder
         if self.contacts:
             recorder.forget(resumed.progress.step)
-            recorder.log("came", giver=self.company.giver)
+            recorder.log("came", giver=self.company.attendance.giver)
         self.written = -1
         self.write(mesh.is_main)
 

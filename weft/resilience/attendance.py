@@ -1,0 +1,197 @@
+"""Which islands take part in which exchange: one rank's side of the protocol, without sockets and threads.
+
+All ranks of all islands are members of one view. An island with a rank missing counts as absent. Exchanges are
+numbered. One is over for a rank that has seen of all ranks which take part that they have received what they need.
+If a rank is lost before, the facts of the next view decide: if any rank has gone on, all have received what they need,
+and go on too; else they repeat the exchange without the lost island. A rank's facts do not change until the next view
+is there, so all decide alike. Islands join from the first round on that no rank has begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from weft.recipe import Sync
+from weft.resilience.members import Member
+from weft.sync.presence import Draw
+
+Facts = dict[str, Any]
+#: One start of an island: its number, and a random word (its *life*), as an island that is started again has another.
+Start = tuple[int, str]
+
+
+class Stay(NamedTuple):
+    """An island takes part in the exchanges numbered above ``after``, up to ``until`` if it has been lost since."""
+
+    island: int
+    life: str
+    after: int
+    until: int | None
+
+    @property
+    def start(self) -> Start:
+        return self.island, self.life
+
+    def covers(self, number: int) -> bool:
+        return self.after < number and (self.until is None or number <= self.until)
+
+
+class Changes(NamedTuple):
+    """What a view has changed: stays that have ended, and islands that are back. ``unable``: why this rank cannot
+    go on; empty if it can."""
+
+    went: list[Stay]
+    joined: list[int]
+    unable: str
+
+
+@dataclass
+class Attendance:
+    """What one rank knows: the rank at ``place`` of one ``start`` of an island, which has so many ``ranks``.
+
+    ``how``: fragments, and steps between rounds. ``members``: numbers of members, by island and place; ``known``: the
+    facts of each member, by its number. ``waiting``: stays of islands that have no state yet, and ``giver`` the island
+    that hands its own to those. ``begun`` and ``committed``: numbers of the last exchange that was begun here, and that
+    is over. ``pending``: an exchange for which this rank has received all it needs. ``got``: the exchange after which
+    this rank has got its state; None: not yet.
+    """
+
+    start: Start
+    place: int
+    ranks: int
+    how: Sync
+    stays: list[Stay] = field(default_factory=list)
+    members: dict[int, dict[int, int]] = field(default_factory=dict)
+    known: dict[int, Facts] = field(default_factory=dict)
+    waiting: list[Stay] = field(default_factory=list)
+    giver: int = 0
+    begun: int = -1
+    committed: int = -1
+    pending: tuple[int, Draw] | None = None
+    got: int | None = None
+
+    @property
+    def present(self) -> list[Stay]:
+        """The stays of the islands that are present."""
+        return [stay for stay in self.stays if stay.until is None]
+
+    @property
+    def own_stay(self) -> Stay | None:
+        """The stay that waits for this rank's island to take over another's state."""
+        return next((stay for stay in self.waiting if stay.start == self.start), None)
+
+    def begin(self, lives: Mapping[int, str]) -> None:
+        """Start with the run's first view, in which all islands take part from the beginning."""
+        self.stays = [
+            Stay(island, life, -1, None) for island, life in sorted(lives.items())
+        ]
+        self.got = -1
+
+    def facts(self) -> Facts:
+        """What this rank says when the next view is agreed on."""
+        island, life = self.start
+        return {
+            "island": island, "life": life, "place": self.place, "stays": [list(stay) for stay in self.stays],
+            "begun": self.begun, "got": self.got, "committed": self.committed,
+        }  # fmt: skip
+
+    def population(self, number: int) -> list[int]:
+        """The islands among which the partners of an exchange are drawn, whether they are still present or not."""
+        return sorted({stay.island for stay in self.stays if stay.covers(number)})
+
+    def partners(self, number: int, draw: Draw) -> list[int]:
+        """The islands that take part in exchange ``number`` now, of those with which this rank's is to exchange."""
+        here = {stay.island for stay in self.present if stay.covers(number)}
+        return [island for island in draw(self.population(number)) if island in here]
+
+    def newcomers(self, number: int) -> list[int]:
+        """The islands that first take part after exchange ``number``, and get their state from this one."""
+        count = self.how.fragments
+        if self.giver != self.start[0]:
+            return []
+        return [
+            stay.island
+            for stay in self.waiting
+            if stay.after // count == number // count
+        ]
+
+    def adopt(self, members: Sequence[Member], facts: Sequence[Facts]) -> Changes:
+        """Work out from the facts of all members of a view which islands are present: the same on all ranks."""
+        found: dict[Start, dict[int, Facts]] = {}  # by place
+        numbers: dict[Start, dict[int, int]] = {}
+        for member, fact in zip(members, facts, strict=True):
+            self.known[member.number] = fact
+            start = (int(fact["island"]), str(fact["life"]))
+            found.setdefault(start, {})[int(fact["place"])] = fact
+            numbers.setdefault(start, {})[int(fact["place"])] = member.number
+        whole = {
+            start: places
+            for start, places in sorted(found.items())
+            if len(places) == self.ranks
+        }
+        stays = next(
+            [Stay(*stay) for stay in fact["stays"]] for fact in facts if fact["stays"]
+        )
+        begun = max(int(fact["begun"]) for fact in facts)
+        self.stays = stays
+        self._commit_with(facts)
+        before = self.present
+        went = [stay for stay in before if stay.start not in whole]
+        lacks = [
+            stay for stay in before
+            if stay not in went and any(fact["got"] != stay.after for fact in whole[stay.start].values())
+        ]  # fmt: skip
+        stays = [
+            stay._replace(until=begun) if stay in went else stay
+            for stay in stays
+            if stay not in lacks
+        ]
+        here = {stay.island for stay in stays if stay.until is None}
+        came = {island: life for island, life in whole if island not in here}
+        self.waiting = [
+            Stay(island, life, self._end_of_round(begun), None)
+            for island, life in came.items()
+        ]
+        self.giver = min(here, default=0)
+        self.stays = stays + self.waiting
+        self.members = {stay.island: numbers[stay.start] for stay in self.present}
+        lacked = {stay.island for stay in lacks}
+        joined = [stay.island for stay in self.waiting if stay.island not in lacked]
+        return Changes(went, joined, self._why_unable(whole, found))
+
+    def _commit_with(self, facts: Sequence[Facts]) -> None:
+        """End a pending exchange if a rank that took part in it has, by who those were when it was drawn."""
+        if self.pending is None:
+            return
+        number, draw = self.pending
+        with_whom = draw(self.population(number))
+        if any(
+            int(fact["island"]) in with_whom and int(fact["committed"]) >= number
+            for fact in facts
+        ):
+            self.committed = number
+
+    def _why_unable(
+        self,
+        whole: Mapping[Start, Mapping[int, Facts]],
+        found: Mapping[Start, Mapping[int, Facts]],
+    ) -> str:
+        if self.start in whole:
+            return ""
+        island = self.start[0]
+        same = sum(len(places) for start, places in found.items() if start[0] == island)
+        # an island that comes is not whole until its last rank is there
+        if self.got is None and same < self.ranks:
+            return ""
+        return f"island {island} cannot go on without all of its ranks"
+
+    def _end_of_round(self, begun: int) -> int:
+        """The number of the last exchange at the beginning of the round that follows the one of exchange ``begun``."""
+        count, every = self.how.fragments, self.how.every
+        return (
+            count * (begun // count + 1)
+            + sum(every * f // count == 0 for f in range(count))
+            - 1
+        )
