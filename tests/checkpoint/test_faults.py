@@ -191,28 +191,33 @@ FAULTS = {
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_at_every_system_call(root: Path, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "exhaustive"),
+    [
+        *((fault, False) for fault in ("kill", "full")),
+        *(pytest.param(fault, True, marks=pytest.mark.soak) for fault in FAULTS),
+    ],
+)
+def test_a_fault_at_every_system_call(root: Path, fault: str, exhaustive: bool) -> None:
     count = Count(0, killed)
     with count.watching():
         assert not save(root / "step-000002", 2)
     seeds = {"step-000001": 1, "step-000002": 2}
     outcomes = []
-    # Half of a write is the end of a rank that is torn; at any other call it is just killed.
-    for at in [
+    # Half of a write is the end of a rank that is torn; at any other call it is just killed. Every day at every third.
+    calls = [
         n for n, name in enumerate(count.names, 1) if fault != "torn" or name == "write"
-    ]:
+    ]
+    for at in calls[:: 1 if exhaustive else 3]:
         shutil.rmtree(root / "step-000002", ignore_errors=True)
         code = ended(fault, root / "step-000002", at)
         found = check(root, seeds, "step-000001")
         outcomes.append(found)
         if code == 0:  # it said that it was saved
             assert found == "step-000002", at
-    assert outcomes[0] == "step-000001" and len(outcomes) >= (
-        8 if fault == "torn" else 30
-    )
+    assert outcomes[0] == "step-000001"
+    assert len(calls) >= (8 if fault == "torn" else 30)
     # What a fault has left is in nobody's way, and is cleared away once there is something newer.
     shutil.rmtree(root / "step-000002", ignore_errors=True)
     ended(fault, root / "step-000002", count.seen // 2)

@@ -103,7 +103,7 @@ GRIDS = [(), (2,), (4,), (1, 2), (2, 2), (1, 3), (3,), (1, 4)]
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     old=st.sampled_from(GRIDS),
     new=st.sampled_from(GRIDS),

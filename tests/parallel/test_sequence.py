@@ -96,8 +96,7 @@ def test_every_scheme_is_well_typed(case: Case) -> None:
     )
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.slow
+@pytest.mark.soak  # every day with cp alone: tests/train/test_step.py
 @pytest.mark.parametrize(
     "layout", [{"cp": 2, "context": "tokenring"}, {"cp": 4, "ulysses": 2}], ids=str
 )

@@ -26,14 +26,14 @@ QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 @pytest.mark.slow
 def test_random_cases_equal_one_device(pool: Any) -> None:
     fuzzer = Fuzzer(QUICKSTART, pool)
-    found = list(fuzzer.campaign(12, seed=8, ranks=4, minutes=None))
+    found = list(fuzzer.campaign(8, seed=8, ranks=4, minutes=None))
     bad = [(c, v) for c, v in found if v.kind not in ("equal", "refused")]
     assert not bad, [command(QUICKSTART, c, fuzzer.dtype, fuzzer.steps) for c, _ in bad]
     assert {v.why for _, v in found if v.kind == "refused"} <= {
         *(rule.name for rule in every_rule()),
         *(f"{a.name} with {b.name}" for a, b in combinations(STEP_TECHNIQUES, 2)),
     }
-    assert sum(v.kind == "equal" for _, v in found) >= 5
+    assert sum(v.kind == "equal" for _, v in found) >= 3
 
 
 @pytest.mark.soak

@@ -94,7 +94,8 @@ def test_a_run_without_any_other_leaf(tmp_path: Path) -> None:
     words = f"import sys\nfor name in {[*set(hidden) - named]!r}: sys.modules[name] = None\n"
     words += "from weft import load_recipe, train\n"
     settings = ["train.steps=2", "validation.every=0", f"data.cache='{tmp_path}/cache'"]
-    words += f"print(train(load_recipe('quickstart', {settings!r}), out={str(tmp_path / 'run')!r}).checkpoint)"
+    settings += ["model.layers=1", "model.embed=32", "data.tokenizer='bytes'"]
+    words += f"print(train(load_recipe('quickstart', {settings!r}, ''), out={str(tmp_path / 'run')!r}).checkpoint)"
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
