@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.test_own_techniques import train_and_verify
 from tests.examples.test_plugins import train_and_ask
 
 ROOT = Path(__file__).parents[1]
@@ -123,5 +124,14 @@ def test_the_plugins_of_the_example_train(python: Path, tmp_path: Path) -> None:
     """From the wheel, with an interpreter for each rank; every day: tests/examples/test_plugins.py."""
     train_and_ask(
         tmp_path / "mine",
+        lambda folder, *words: run(python, folder, "-m", "weft", *words),
+    )
+
+
+@pytest.mark.soak
+def test_the_techniques_of_the_example_train(python: Path, tmp_path: Path) -> None:
+    """Five techniques outside the package, with the wheel; every day: tests/examples/test_own_techniques.py."""
+    train_and_verify(
+        tmp_path / "own",
         lambda folder, *words: run(python, folder, "-m", "weft", *words),
     )

@@ -1,0 +1,40 @@
+"""Five techniques of a user's own, outside the package: they train, and are proved as Weft's own ones are."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import started
+
+EXAMPLE = Path(__file__).parents[2] / "examples/techniques"
+
+#: Layouts and settings under which ``weft verify`` compares the example with one device.
+PROVED = (
+    ("island=2,pp=2,schedule=early-1f1b", ("sync.compress=none", "sync.every=1")),
+    ("cp=3,context=upward-ring", ()),
+)
+
+
+def train_and_verify(folder: Path, weft: Callable[..., str]) -> None:
+    """Train on four ranks, and prove what is exact, by ``weft(folder, *words)``, which returns what is printed."""
+    shutil.copytree(EXAMPLE, folder)
+    said = weft(folder, "train", "recipe.toml")
+    assert "on island=2,pp=2" in said and "step 8/8" in said
+    for layout, settings in PROVED:
+        words = [word for setting in settings for word in ("--set", setting)]
+        said = weft(folder, "verify", "recipe.toml", "--layout", layout, *words)
+        assert "equal" in said, said
+
+
+@pytest.mark.slow(25)
+def test_the_techniques_of_the_example(tmp_path: Path) -> None:
+    def weft(folder: Path, *words: str) -> str:
+        done = started.run(*words, cwd=folder, main=started.trusting_plugins)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    train_and_verify(tmp_path / "own", weft)
