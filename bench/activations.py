@@ -32,10 +32,10 @@ from weft.memory.activations import PROFILED, SavedActivations
 from weft.memory.amount import HIDDEN
 from weft.memory.heap import keep_heap
 from weft.memory.tiers import TierFile
-from weft.models.transformer import Transformer
-from weft.parallel.state import State
+from weft.models.hooks import Hooks
+from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Recipe, Train
-from weft.train.setup import assemble
+from weft.train.optim import RuleOptimizer
 from weft.train.step import train_step
 
 RESULTS = Path(__file__).parent / "results" / "activations.json"
@@ -69,9 +69,12 @@ class Side:
     ) -> None:
         self.mesh, shape = Mesh.single(), shape_of(quick)
         recipe = Recipe(model=shape, train=Train(recompute=recompute))  # type: ignore[arg-type]
-        found: tuple[Transformer, State] = assemble(shape, self.mesh, recipe)
-        self.model, self.state = found
-        self.model.saved, self.times = saved, list[float]()
+        hooks = Hooks(saver=saved)
+        self.model, self.state = parallelize(
+            shape, self.mesh, recipe.train, hooks=hooks
+        )
+        self.state.optimize(RuleOptimizer(recipe.optimizer, self.mesh))
+        self.saved, self.times = saved, list[float]()
         rows, length = (2, 128) if quick else (1, 512)
         tokens = tokens_of(Job(shape, rows, length))
         positions = torch.arange(length).repeat(rows, 1)
@@ -182,12 +185,12 @@ def computing(folder: Path, rounds: int, quick: bool) -> dict[str, Any]:
         for _ in range(2 * PROFILED + 1):
             auto.step()
         fixed = {n: Side(quick, saved=saved(n)) for n in numbers}
-        assert fixed[0].model.saved is not None and auto.model.saved is not None
-        fixed[0].model.saved.away = 0
+        assert fixed[0].saved is not None and auto.saved is not None
+        fixed[0].saved.away = 0
         in_turns(fixed, rounds)
         times = {n: min(side.times) for n, side in fixed.items()}
         best = max(n for n, seconds in times.items() if seconds <= HIDDEN * times[0])
-        chosen = auto.model.saved.away or 0
+        chosen = auto.saved.away or 0
         found[name] = {
             "predicted": chosen,
             "best": best,

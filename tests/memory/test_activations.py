@@ -288,7 +288,7 @@ def states(values: dict[str, Any], folder: str) -> tuple[bool, list[int], list[i
             {name: tensor.values.clone() for name, tensor in state.tensors().items()}
         )
         if place == "file":
-            moved.append(model.saved.rooms.file.bytes)
+            moved.append(model.hooks.saver.rooms.file.bytes)
     plain = found.pop(0)
     same = all(torch.equal(one[name], plain[name]) for one in found for name in plain)
     return same, [one["written"] for one in moved], [one["read"] for one in moved]

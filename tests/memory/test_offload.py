@@ -112,9 +112,9 @@ def counted(values: dict[str, Any]) -> tuple[int, int, int, int]:
         settings, mesh, model, state, loader = start(values)
         batches = loader.step(0) or []
         train_step(model, state, batches, mesh, lr=1e-3, clip=1.0)
-        sent.append(model.saved.sent)
+        sent.append(model.hooks.saver.sent)
         evaluate(model, state, [batches], mesh)
-        assert model.saved.sent == sent[-1]  # without gradients nothing is saved
+        assert model.hooks.saver.sent == sent[-1]  # without gradients nothing is saved
     inputs = (
         8
         * settings.model.layers

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
 
 from weft.layout.mesh import Mesh
+from weft.models.hooks import Hooks
 from weft.parallel.build import parallelize
 from weft.recipe import Memory, ModelShape, Train
 
@@ -28,8 +30,18 @@ def test_steps_are_logged_in_their_order(
             SHAPE, Mesh.single(), Train(), memory=Memory(folder=str(tmp_path), **memory)
         )
     every = [
-        "where tensors rest", "stages", "attention and experts over ranks", "types, and what learns",
-        "memory", "state", "saved activations", "values",
+        "where tensors rest", "saved activations", "stages", "attention and experts over ranks",
+        "types, and what learns", "memory", "state", "values",
     ]  # fmt: skip
     optional = {"stages", "saved activations"} - {*more}
     assert caplog.messages == [step for step in every if step not in optional]
+
+
+def test_nothing_is_added_to_what_was_built() -> None:
+    hooks = Hooks(passed=lambda done, of: None)
+    built = parallelize(SHAPE, Mesh.single(), Train(), hooks=hooks)
+    assert built.model.hooks is hooks
+    with pytest.raises(AttributeError):
+        built.state = built.state  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        built.model.hooks.objective = None  # type: ignore[misc]

@@ -248,11 +248,12 @@ def counted(values: dict[str, Any]) -> list[tuple[int, int]]:
     """What a rank says of its passes in the second step."""
     settings = build_recipe(values)
     mesh, job = Mesh.create(settings.layout, "cpu"), prepare(settings)
-    model, state = assemble(job.shape, mesh, settings)
     loader, said = job.loader(job.corpus.train, mesh), list[tuple[int, int]]()
+    model, state = assemble(
+        job.shape, mesh, settings, passed=lambda done, of: said.append((done, of))
+    )
     for position in (0, settings.train.batch):
         said.clear()
-        model.passed = lambda done, of: said.append((done, of))
         gradients(model, state, loader.step(position) or [], mesh)
     return said
 

@@ -276,7 +276,7 @@ def test_kto_and_its_gradients_are_plain_pytorchs(pairs: str) -> None:
     )
     wanted = (each * weight).sum() / weight.sum()
     found = accumulate(model, state, batches, mesh)
-    assert model.objective.point == pytest.approx(point.item(), rel=1e-10)
+    assert model.hooks.objective.point == pytest.approx(point.item(), rel=1e-10)
     assert found.item() == pytest.approx(wanted.item(), rel=1e-10)
     assert evaluate(model, state, [batches], mesh) == pytest.approx(
         wanted.item(), rel=1e-10

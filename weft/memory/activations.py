@@ -159,7 +159,11 @@ class SavedActivations:
     """
 
     def __init__(
-        self, device: torch.device, file: TierFile | None = None, blocks: int = 0
+        self,
+        device: torch.device,
+        file: TierFile | None = None,
+        blocks: int = 0,
+        report: Callable[[dict[str, Any]], None] = lambda chosen: None,
     ) -> None:
         self.device, self.cuda = device, device.type == "cuda"
         self.rooms = Rooms(file, self.cuda)
@@ -169,7 +173,7 @@ class SavedActivations:
         }
         self.away = blocks or None  # not yet known
         self.sent = self.peak = self.length = 0  # blocks of the longest pass
-        self.report: Callable[[dict[str, Any]], None] = lambda record: None
+        self.report = report
         self.runs: weakref.WeakSet[BlockRun] = weakref.WeakSet()
         self.leaving: deque[BlockRun] = deque()
         # the latest run of each, by what its runs share

@@ -10,6 +10,8 @@ Layouts with ``dp`` and ``shard`` train it: they cut rows of parameters, of whic
 ``tp``, ``cp`` and ``pp`` would have to know what is inside.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from weft.data.batch import Batch
 from weft.errors import WeftError
 from weft.layout.dims import Box, Dim, Logical, slices
 from weft.layout.mesh import Mesh
+from weft.models.hooks import NO_HOOKS, Hooks
 from weft.models.module import Module
 from weft.models.own_loss import TokenLoss
 from weft.models.transformer import Transformer
@@ -33,17 +36,18 @@ T = torch.Tensor
 class OwnModel(Transformer):
     """A plugin's module in the place of embedding, blocks and output layer; the rest of Weft sees no difference."""
 
-    def __init__(self, shape: ModelShape, mesh: Mesh, loss_chunk: int = 1024) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        mesh: Mesh,
+        loss_chunk: int = 1024,
+        hooks: Hooks = NO_HOOKS,
+    ) -> None:
         Module.__init__(self, mesh, {})
         self.shape, self.loss_chunk = shape, loss_chunk
-        self.pipeline, self.route, self.loads, self.objective, self.saved = (
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
-        self.criterion = cross_entropy(shape.vocab)
+        self.pipeline, self.loads = None, None
+        criterion = hooks.criterion or cross_entropy(shape.vocab)
+        self.hooks = replace(hooks, criterion=criterion)
         self.freq = torch.zeros(0)
         self.blocks = nn.ModuleDict()
         with torch.random.fork_rng(devices=[]):
@@ -54,7 +58,7 @@ class OwnModel(Transformer):
 
     def forward(
         self, tokens: T, positions: T, cu_seqlens: T, learned: Batch | None = None, only: slice | T | None = None,
-        seen: Any = None,
+        seen: Any = None, hooks: Hooks | None = None, route: Sequence[int] | None = None,
     ) -> T:  # fmt: skip
         """As of :class:`Transformer`."""
         who = find("model", self.shape.kind)
@@ -68,9 +72,12 @@ class OwnModel(Transformer):
             return logits if only is None else logits[:, only]
         counts = None if learned.weights is None else learned.weights.flatten()
         labels = learned.labels.flatten()
-        return self.criterion(
+        criterion = (hooks or self.hooks).criterion
+        assert criterion is not None
+        loss: T = criterion(
             logits.flatten(0, 1), None, labels, 0, self.loss_chunk, self.mesh, counts
         )
+        return loss
 
 
 def cross_entropy(vocab: int) -> TokenLoss:

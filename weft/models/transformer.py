@@ -24,8 +24,9 @@ from weft.models.attention import Attend, local_attention
 from weft.models.dropout import drawing
 from weft.models.feed_forward import FeedForward
 from weft.models.fused import Tape, current_tape, deferred, project
+from weft.models.hooks import NO_HOOKS, Hooks
 from weft.models.invariant import is_invariant
-from weft.models.loss import Criterion, linear_cross_entropy
+from weft.models.loss import linear_cross_entropy
 from weft.models.module import Module, Norm
 from weft.models.parts import Steps, current_part, read
 from weft.models.rope import angles, frequencies, rotate, score_scales
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
     from weft.data.batch import Batch
     from weft.layout.mesh import Mesh
     from weft.models.experts import EarlyMixture, Mixture
+    from weft.models.hooks import Stages
     from weft.models.latent import LatentAttention
-    from weft.models.preference import Objective
     from weft.models.router import Loads, RouterPass
     from weft.recipe import ModelShape, VocabularyWeight
 
@@ -304,11 +305,9 @@ def _recompute_with(tape: Tape, kept: list[torch._ops.OpOverload]) -> tuple[Any,
 class Transformer(Module):
     """``shape`` at this rank's place on ``mesh``. Parameters are on the meta device until they are filled.
 
-    A pipeline rank makes the blocks ``layers`` only, and embedding, final norm or head only if ``ends`` names them.
+    A pipeline rank makes the blocks ``layers`` only, and embedding, final norm or head only if ``ends`` names them;
+    ``pipeline`` runs them.
     """
-
-    #: Called after each pass of a training step: how many of its passes are done, and how many it has.
-    passed: Callable[[int, int], None] | None = None
 
     def __init__(
         self,
@@ -317,19 +316,13 @@ class Transformer(Module):
         loss_chunk: int = 1024,
         layers: Collection[int] | None = None,
         ends: Collection[str] = ("embedding", "norm", "head"),
+        hooks: Hooks = NO_HOOKS,
+        pipeline: Stages | None = None,
     ) -> None:
         table = outer_table(shape)
         super().__init__(mesh, table)
         self.shape, self.loss_chunk = shape, loss_chunk
-        self.criterion: Criterion = linear_cross_entropy
-        # what runs this rank's stages, if it has some only (weft.parallel.pipeline)
-        self.pipeline: Any = None
-        # of pairs of answers; None: cross entropy of the labels
-        self.objective: Objective | None = None
-        # the blocks to run and their order, if not all (partial pipelines)
-        self.route: Sequence[int] | None = None
-        # what moves what blocks save for backward, if it does (weft.memory.activations)
-        self.saved: Any = None
+        self.hooks, self.pipeline = hooks, pipeline
         # in place of the output layer's product (weft.models.products)
         self.logits: Callable[[T], T] | None = None
         self.freq = frequencies(shape)
@@ -357,12 +350,15 @@ class Transformer(Module):
         learned: Batch | None = None,
         only: slice | T | None = None,
         seen: RouterPass | None = None,
+        hooks: Hooks | None = None,
+        route: Sequence[int] | None = None,
     ) -> T:
         """Logits ``[batch, seq, vocab]``, or the sum of the losses of a batch that is ``learned``, on this rank's data.
 
         ``tokens, positions``: ``[batch, seq]``; these and ``cu_seqlens`` as in :class:`weft.data.batch.Batch`. Of a
         model that scores there is one logit. ``only``: logits of these positions of each row; the output layer computes
-        nothing else. ``seen``: see :class:`Block`.
+        nothing else. ``seen``: see :class:`Block`. ``hooks``: whose losses count in the place of the model's own.
+        ``route``: the blocks to run and their order, if not all (partial pipelines).
         """
         hidden = self.hidden(
             tokens,
@@ -370,9 +366,10 @@ class Transformer(Module):
             cu_seqlens,
             seen,
             None if learned is None else learned.draws,
+            route,
         )
         return (
-            self.loss(hidden, learned)
+            self.loss(hidden, learned, hooks)
             if learned is not None
             else self.scores(hidden, only)
         )
@@ -409,11 +406,12 @@ class Transformer(Module):
         cu_seqlens: T,
         seen: RouterPass | None = None,
         draws: T | None = None,
+        route: Sequence[int] | None = None,
     ) -> T:
         """What the output layer reads: ``[batch, seq/tp, embed]``, normed. ``draws``: see :class:`Batch`."""
         x = self.embedding(tokens)  # [batch, seq/tp, embed]
         rope = angles(positions, self.freq, x.dtype, draws)
-        for i in range(len(self.blocks)) if self.route is None else self.route:
+        for i in range(len(self.blocks)) if route is None else route:
             x = self.run_block(i, x, rope, cu_seqlens, seen)
         return self.norm(x)
 
@@ -426,11 +424,9 @@ class Transformer(Module):
         seen: RouterPass | None = None,
     ) -> T:
         """Block ``i`` of ``[batch, seq/tp, embed]``."""
-        block = self.blocks[str(i)]
+        block, saver = self.blocks[str(i)], self.hooks.saver
         with (
-            nullcontext()
-            if self.saved is None
-            else self.saved.block(block, x, *rope, cu_seqlens)
+            nullcontext() if saver is None else saver.block(block, x, *rope, cu_seqlens)
         ):
             return block(x, rope, cu_seqlens, seen)
 
@@ -460,33 +456,29 @@ class Transformer(Module):
         """The rows of some tokens that learn in an output layer of its own, if there are any."""
         return self.outputs.adapters["head"] if len(self.outputs.adapters) else None
 
-    def loss(self, normed: T, batch: Batch) -> T:
+    def loss(self, normed: T, batch: Batch, hooks: Hooks | None = None) -> T:
         """Weighted sum of the tokens' or pairs' losses, from the final norm's output ``[batch, seq/tp, embed]``."""
+        hooks = hooks or self.hooks
+        objective = hooks.objective
         if self.shape.output == "score":
             from weft.models.preference import reward_loss
 
-            assert self.objective is not None
-            return reward_loss(normed, self.output, batch, self.objective, self.mesh)
+            assert objective is not None
+            return reward_loss(normed, self.output, batch, objective, self.mesh)
         hidden = gather_tokens(normed, self.mesh).flatten(0, 1)  # [batch * seq, embed]
         first = (
             self.logical["head"].box[0][0]
             if not self.shape.tied
             else self.embedding.first
         )
-        if batch.paired is not None and self.objective is not None:
+        if batch.paired is not None and objective is not None:
             from weft.models.preference import preference_loss
 
             return preference_loss(
-                hidden,
-                self.output,
-                batch,
-                first,
-                self.loss_chunk,
-                self.objective,
-                self.mesh,
+                hidden, self.output, batch, first, self.loss_chunk, objective, self.mesh
             )
         counts = None if batch.weights is None else batch.weights.flatten()
-        return self.criterion(
+        return (hooks.criterion or linear_cross_entropy)(
             hidden,
             self.output,
             batch.labels.flatten(),

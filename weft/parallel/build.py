@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from weft.layout.axes import DATA_AXES
 from weft.memory.on_device import OnDevice
 from weft.models.attention import Attend, local_attention
+from weft.models.hooks import NO_HOOKS, Hooks
 from weft.models.transformer import Block, Transformer
 from weft.models.values import Values, seeded_values, with_adapter
 from weft.models.widened import multiplies_slowly
@@ -60,13 +62,15 @@ class Built(NamedTuple):
 def parallelize(
     shape: ModelShape, mesh: Mesh, train: Train, values: Values | None = None, seq_len: int = 1024,
     memory: Memory | None = None, lift: Callable[[Transformer], None] | None = None, summed: bool = True,
+    hooks: Hooks = NO_HOOKS, report: Callable[[dict[str, Any]], None] = lambda chosen: None,
 ) -> Built:  # fmt: skip
     """Build ``shape`` under ``mesh``, step by step; each step is logged by its name.
 
     ``values`` default to the seeded initial values, which are the same under every layout; ``seq_len`` weighs attention
     where layers are dealt to stages. What ``train.freeze`` names is frozen, and so is all but the adapter of a model
     with one. ``memory``: where all that rests; on the device. ``lift`` takes out what is to have no memory here.
-    Without ``summed`` a gradient stays that of its replica (``dp``).
+    Without ``summed`` a gradient stays that of its replica (``dp``). ``hooks``: what passes call. ``report`` is told
+    how many blocks' activations leave the device.
     """
     memory = memory or Memory()
     dtype = getattr(torch, train.dtype)
@@ -75,13 +79,25 @@ def parallelize(
     log("where tensors rest")
     tiers = tiers_of(memory, mesh, train.timeout)
 
+    if memory.offloads_activations:
+        log("saved activations")
+        from weft.memory.activations import SavedActivations
+
+        file = tiers.file_of("activations")
+        saver = SavedActivations(mesh.device, file, memory.blocks, report)
+        hooks = replace(hooks, saver=saver)
+
     pipeline = None
     if mesh.size("pp") > 1 or memory.weights == "file":
         log("stages")
         from weft.parallel.pipeline import Pipeline
 
-        pipeline = Pipeline(shape, mesh, train.loss_chunk, seq_len, train.timeout)
-    model = pipeline.model if pipeline else whole_model(shape, mesh, train.loss_chunk)
+        pipeline = Pipeline(
+            shape, mesh, train.loss_chunk, seq_len, train.timeout, hooks
+        )
+        model = pipeline.model
+    else:
+        model = whole_model(shape, mesh, train.loss_chunk, hooks)
 
     log("attention and experts over ranks")
     connect(model, mesh, train.recompute)
@@ -130,21 +146,12 @@ def parallelize(
         make = partial(make, go_home=partial(copies.bring_experts_home, layers))
     if pipeline is not None:
         state = pipeline.start(dtype, tiers, make)
-        model.pipeline = pipeline
     elif sharded:
         state = sharded_state(model, mesh, make)
     else:
         state = resident_state(model, mesh, make)
     if mesh.layout.placement == "moving":
         copies.let_experts_move(layers, state)
-
-    if memory.offloads_activations:
-        log("saved activations")
-        from weft.memory.activations import SavedActivations
-
-        model.saved = SavedActivations(
-            mesh.device, tiers.file_of("activations"), memory.blocks
-        )
 
     log("values")
     if values is None:
@@ -200,13 +207,15 @@ def is_sharded(mesh: Mesh, train: Train, memory: Memory, summed: bool = True) ->
     return mesh.device_mesh is not None and apart
 
 
-def whole_model(shape: ModelShape, mesh: Mesh, loss_chunk: int = 1024) -> Transformer:
+def whole_model(
+    shape: ModelShape, mesh: Mesh, loss_chunk: int = 1024, hooks: Hooks = NO_HOOKS
+) -> Transformer:
     """A model on one device or all of it on every rank: Weft's, or a plugin's."""
     if not shape.kind:
-        return Transformer(shape, mesh, loss_chunk)
+        return Transformer(shape, mesh, loss_chunk, hooks=hooks)
     from weft.models.own_model import OwnModel
 
-    return OwnModel(shape, mesh, loss_chunk)
+    return OwnModel(shape, mesh, loss_chunk, hooks)
 
 
 def initial_values(shape: ModelShape, seed: int) -> Values:

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from weft.data.batch import Batch
 from weft.layout.mesh import Mesh
 from weft.memory.on_device import OnDevice
+from weft.models.hooks import EarlyUpdates, Hooks
 from weft.models.transformer import Transformer
 from weft.net.groups import new_group
 from weft.parallel.held_stages import hold_stages
-from weft.parallel.pipeline_pass import EarlyUpdates, PipelinePass, Point
+from weft.parallel.pipeline_pass import PipelinePass, Point
 from weft.parallel.state import Held, State, Unit
 from weft.parallel.units import Full, TableUnit, sum_over_replicas
 from weft.parallel.vocabulary import OutputShard
@@ -38,17 +39,17 @@ class Pipeline:
         loss_chunk: int,
         seq_len: int,
         timeout: float,
+        hooks: Hooks,
     ) -> None:
         self.mesh, self.rank, self.timeout = mesh, mesh.rank("pp"), timeout
         self.place = hold_stages(shape, mesh, seq_len)
         self.model = Transformer(
-            shape, mesh, loss_chunk, self.place.layers, self.place.ends
+            shape, mesh, loss_chunk, self.place.layers, self.place.ends, hooks, self
         )
         self.units: list[TableUnit] = []
         self.tables: dict[tuple[int, bool], Table] = {}
         self.visit: Callable[[Unit], None] = lambda unit: None
         self.fetch: Callable[[Unit], None] = lambda unit: None
-        self.early: EarlyUpdates | None = None
         self.live: set[int] = set()  # stages whose weights are gathered
         self.present: PipelinePass | None = None
         self.last: Executed | None = None
@@ -142,21 +143,27 @@ class Pipeline:
                 self.wire.connect(links(self.tables[key]))
         return self.tables[key]
 
-    def accumulate(self, batches: Sequence[Batch], total: Callable[[], T]) -> T:
+    def accumulate(
+        self,
+        batches: Sequence[Batch],
+        total: Callable[[], T],
+        early: EarlyUpdates | None = None,
+    ) -> T:
         """Forward and backward of every microbatch. Returns this rank's share of the mean loss, equal on ``tp``.
 
-        ``total``: the weight of the step's labels, asked for when the first loss is due.
+        ``total``: the weight of the step's labels, asked for when the first loss is due. ``early``: units to update
+        meanwhile.
         """
-        passed = self._run(self.table(len(batches)), batches, total)
+        passed = self._run(self.table(len(batches)), batches, total, early=early)
         sum_over_replicas(
             [unit for unit in self.units if unit not in passed.summed], self.mesh
         )
         return self._share(passed)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> T:
-        """This rank's share of the sum of the losses of some microbatches."""
-        return self._share(self._evaluated(batches, ()))
+    def evaluate(self, batches: Sequence[Batch], hooks: Hooks | None = None) -> T:
+        """This rank's share of the sum of the losses of some microbatches; ``hooks`` in the place of the model's."""
+        return self._share(self._evaluated(batches, (), hooks))
 
     @torch.no_grad()
     def evaluate_at(self, points: Sequence[Point], batches: Sequence[Batch]) -> list[T]:
@@ -172,17 +179,21 @@ class Pipeline:
         ]
 
     def _evaluated(
-        self, batches: Sequence[Batch], points: Sequence[Point]
+        self,
+        batches: Sequence[Batch],
+        points: Sequence[Point],
+        hooks: Hooks | None = None,
     ) -> PipelinePass:
         table = self.table(len(batches), forward_only=True)
         ones = torch.ones((), device=self.mesh.device)
-        return self._run(table, batches, lambda: ones, points)
+        return self._run(table, batches, lambda: ones, points, hooks)
 
     def _run(
         self, table: Table, batches: Sequence[Batch], total: Callable[[], T],
-        points: Sequence[Point] = (),
+        points: Sequence[Point] = (), hooks: Hooks | None = None, early: EarlyUpdates | None = None,
     ) -> PipelinePass:  # fmt: skip
-        self.present = passed = PipelinePass(self, table, batches, total, points)
+        passed = PipelinePass(self, table, batches, total, points, hooks, early)
+        self.present = passed
         try:
             self.last = passed.run()
         finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -10,6 +10,7 @@ import torch
 
 from weft.data.batch import Batch
 from weft.models.fused import ImmediateTape, Tape, deferred, run_tape
+from weft.models.hooks import EarlyUpdates, Hooks
 from weft.models.rope import angles
 from weft.models.router import RouterPass
 from weft.models.transformer import Block
@@ -31,13 +32,6 @@ Point = Callable[[Held], T]
 
 #: So many stages' weights stay between a step's end and the next one's begin, and one less where forward ends.
 KEPT = 2
-
-
-class EarlyUpdates(NamedTuple):
-    """Units to be updated during backward, and what does it when the gradient of one is complete."""
-
-    units: Container[Unit]
-    update: Callable[[TableUnit], None]
 
 
 class Turns(NamedTuple):
@@ -71,18 +65,19 @@ class PipelinePass:
     """One execution of a table by this rank's part of a ``pipeline``: what it computes with, and how far it is.
 
     ``total``: the weight of the step's labels, asked for when the first loss is due. With ``points``, microbatches are
-    computed at each of them in turn, with gradients of none.
+    computed at each of them in turn, with gradients of none. ``hooks``: in the place of the model's own.
     """
 
     def __init__(
         self, pipeline: Pipeline, table: Table, batches: Sequence[Batch], total: Callable[[], T],
-        points: Sequence[Point],
+        points: Sequence[Point], hooks: Hooks | None, early: EarlyUpdates | None,
     ) -> None:  # fmt: skip
         self.pipeline, self.table = pipeline, table
         self.total, self.points = total, points
         self.model, self.mesh = pipeline.model, pipeline.mesh
         self.tiers = pipeline.tiers
-        self.early, self.output = pipeline.early, pipeline.output
+        self.early, self.output = early, pipeline.output
+        self.hooks = hooks or self.model.hooks
         self.batches = [batch.to(self.mesh.device) for batch in batches]
         self.actions = table.ranks[pipeline.rank]
         self.losses: dict[int, T] = {}  # by microbatch
@@ -126,7 +121,9 @@ class PipelinePass:
                 self._pass_of, self.table, self.pipeline.rank
             )
         if self.output is not None:
-            ops |= self.output.ops(self.batches, self.total, self.losses)
+            ops |= self.output.ops(
+                self.batches, self.total, self.losses, self.hooks.objective
+            )
         ops = {
             kind: op if kind_of(kind).forward else self._then_fold(op)
             for kind, op in ops.items()
@@ -187,7 +184,8 @@ class PipelinePass:
             return x
         x = self.model.norm(x)
         if self.output is None:
-            x = self.model.loss(x, self.batches[a.microbatch]) / self.total()
+            x = self.model.loss(x, self.batches[a.microbatch], self.hooks)
+            x = x / self.total()
             self.losses[a.microbatch] = x.detach()
         return x
 
@@ -225,8 +223,8 @@ class PipelinePass:
             for unit in self._units_of(a.stage):
                 unit.fold()
             self.behind += Duty.INPUT_GRADIENT in a.declared.duty
-            if self.model.passed is not None and self.backwards:
-                self.model.passed(
+            if self.hooks.passed is not None and self.backwards:
+                self.hooks.passed(
                     self.behind * len(self.batches) // self.backwards, len(self.batches)
                 )
             return made

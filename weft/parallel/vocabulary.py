@@ -10,7 +10,7 @@ from weft.layout.boundary import gather_tokens, scatter_tokens
 from weft.layout.mesh import Mesh
 from weft.models.fused import add_product, times
 from weft.models.loss import merge
-from weft.models.preference import weigh
+from weft.models.preference import Objective, weigh
 from weft.models.transformer import Transformer
 from weft.schedule.actions import Action
 from weft.schedule.execute import Op
@@ -28,10 +28,18 @@ class OutputShard:
         self.group = mesh.group("tp") if mesh.size("tp") > 1 else None
 
     def ops(
-        self, batches: Sequence[Batch], total: Callable[[], T], losses: dict[int, T]
+        self,
+        batches: Sequence[Batch],
+        total: Callable[[], T],
+        losses: dict[int, T],
+        objective: Objective | None,
     ) -> dict[str, Op]:
-        """The passes as operations. ``total``: the weight of the step's labels, by which the loss is divided."""
+        """The passes as operations. ``total``: the weight of the step's labels, by which the loss is divided.
+
+        ``objective``: the loss of pairs of answers, if there are any.
+        """
         self.batches, self.total, self.losses = batches, total, losses
+        self.objective = objective
         return {"E": self._look_up, "S": self._output, "C": self._combine, "T": self._weights, "G": self._add_up,
                 "D": self._embedding_gradient}  # fmt: skip
 
@@ -101,7 +109,7 @@ class OutputShard:
         lse, target = stats[..., :1].logsumexp(0), stats[..., 1:].sum(0)
         labels = batch.labels
         nll = torch.where(labels.view(-1, 1) != IGNORE, lse - target, 0)[:, 0]
-        loss, scale = weigh(nll, batch, self.model.objective, self.mesh)
+        loss, scale = weigh(nll, batch, self.objective, self.mesh)
         self.losses[a.microbatch] = loss / total
         scale = (scale.double() / total).to(lse.dtype)[:, None]
         ends = torch.cat((lse, scale), dim=1)

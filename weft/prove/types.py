@@ -33,13 +33,12 @@ from weft.layout.boundary import (
 from weft.layout.dims import Logical
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.models.own_loss import own_loss
-from weft.models.preference import objective
 from weft.models.transformer import Transformer
 from weft.net.groups import fake_rank
 from weft.parallel.build import check_fits, connect, resident_state
 from weft.parallel.state import State
 from weft.recipe import Loss, Memory, ModelShape, Optimizer, Train
+from weft.train.setup import hooks_of
 from weft.train.step import gradients
 
 
@@ -90,15 +89,14 @@ def check_types(
         mesh = dataclasses.replace(
             Mesh.create(layout, "cpu"), device=torch.device("meta")
         )
-        model = Transformer(shape, mesh, train.loss_chunk)
+        hooks = hooks_of(loss or Loss(), shape.vocab)
+        model = Transformer(shape, mesh, train.loss_chunk, hooks=hooks)
         model.freq = model.freq.to("meta")
-        model.objective = objective(loss or Loss())
         connect(model, mesh, train.recompute)
-        model.criterion = own_loss(loss or Loss(), shape.vocab) or model.criterion
         try:
             state, batch = (
                 resident_state(model, mesh),
-                _meta_batch(mesh, of_pairs=model.objective is not None),
+                _meta_batch(mesh, of_pairs=hooks.objective is not None),
             )
             if mesh.device_mesh is None:
                 gradients(model, state, [batch], mesh)

@@ -85,7 +85,12 @@ def train(
         lease = stack.enter_context(guard.lease())
         run = open_folders(job, mesh, guard, lease)
         job, notes = with_reference(job, mesh)
-        model, state = build_state(job, mesh, run)
+        recorder: Recorder  # which there is by the first pass
+        model, state = build_state(
+            job, mesh, run,
+            passed=lambda done, of: recorder.passes(done, of),
+            report=lambda chosen: recorder.activations(chosen),
+        )  # fmt: skip
         resumed = guard.fill(run, job, state, mesh)
         progress, steps = resumed.progress, job.steps(resumed.progress)
         about = job.about | {"steps": steps}
@@ -94,9 +99,6 @@ def train(
         signals = stack.enter_context(guard.signals())
         recorder = stack.enter_context(Recorder(job, mesh, run.folder, progress, about))
         resumed.report(recorder)
-        model.passed = recorder.passes
-        if model.saved is not None:
-            model.saved.report = recorder.activations
         for text in (*notes, note, *opening_notes(job, mesh, state, steps)):
             if text:
                 recorder.event(text)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint.best import Best, read_best
 from weft.checkpoint.levels import check_hosts
@@ -47,8 +47,17 @@ def with_reference(job: Job, mesh: Mesh) -> tuple[Job, list[str]]:
     return with_cached_reference(job, mesh)
 
 
-def build_state(job: Job, mesh: Mesh, run: Run) -> Built:
-    """The model and its state, with the values of ``model.from`` where the run begins with these. Collective."""
+def build_state(
+    job: Job,
+    mesh: Mesh,
+    run: Run,
+    passed: Callable[[int, int], None],
+    report: Callable[[dict[str, Any]], None],
+) -> Built:
+    """The model and its state, with the values of ``model.from`` where the run begins with these. Collective.
+
+    ``passed`` and ``report`` as of :func:`weft.train.setup.assemble`.
+    """
     recipe, values = job.recipe, None
     from_origin = recipe.model.origin is not None and not run.in_memory
     if from_origin and (run.fresh or job.shape.adapter):
@@ -56,7 +65,7 @@ def build_state(job: Job, mesh: Mesh, run: Run) -> Built:
         from weft.checkpoint.weights import starting_values
 
         values = starting_values(recipe, job.shape)
-    return assemble(job.shape, mesh, recipe, values)
+    return assemble(job.shape, mesh, recipe, values, passed, report)
 
 
 def lowest_so_far(

@@ -122,10 +122,10 @@ class PostValidation(Filler):
     def _run(self, given: StepInput) -> T:
         context, weight = self.context, self.weight
         count_loads(context.model, given.batches, context.mesh)
-        loss: T = context.model.pipeline.accumulate(
+        assert context.model.pipeline is not None
+        return context.model.pipeline.accumulate(
             given.batches, lambda: divisor(weight())
         )
-        return loss
 
     def _finish_pending(self) -> tuple[list[StepResult], bool]:
         """The result of the pending step, if there is one, and whether its update was right.

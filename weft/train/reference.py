@@ -22,6 +22,7 @@ from weft.data.order import Order, Stream
 from weft.errors import WeftError
 from weft.layout.axes import MODEL_AXES
 from weft.layout.mesh import Mesh
+from weft.models.hooks import Hooks
 from weft.models.preference import needs_reference
 from weft.models.values import Values
 from weft.parallel.build import parallelize
@@ -101,8 +102,8 @@ def log_probabilities(
         values,
         job.recipe.data.seq_len,
         job.recipe.memory,
+        hooks=Hooks(objective=record),
     )
-    model.objective = record
     evaluate(model, state, steps, mesh)
     if mesh.layout.world > 1:
         table = table.to(mesh.device)

@@ -4,9 +4,8 @@ The passes are those of validation. The loss that these ask for is lent: instead
 what each text's tokens are to the model.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -42,16 +41,6 @@ class Scorer:
             found = token_scores(hidden[rows], weight, labels[rows], first, chunk, mesh)
             self.sums.index_add_(0, counts[rows].long() - 1, found)
         return torch.zeros((), dtype=torch.float64, device=hidden.device)
-
-
-@contextmanager
-def lent_loss(model: Transformer, scorer: Scorer) -> Iterator[None]:
-    """A context in which the loss of ``model`` is ``scorer``."""
-    before, model.criterion = model.criterion, scorer
-    try:
-        yield
-    finally:
-        model.criterion = before
 
 
 def rows_of(texts: Sequence[Text], room: int) -> Listed:
@@ -111,13 +100,12 @@ def scores(
         room,
     )
     scorer = Scorer(torch.zeros(len(texts), 2, dtype=torch.float64, device=mesh.device))
-    with lent_loss(model, scorer):
-        position = 0
-        while (batches := loader.step(position)) is not None:
-            if step_sum(own_share(not wanted(), mesh, **OWN), mesh) > 0:
-                return []
-            loss_sum(model, batches, mesh)
-            position += batch
+    hooks, position = replace(model.hooks, criterion=scorer), 0
+    while (batches := loader.step(position)) is not None:
+        if step_sum(own_share(not wanted(), mesh, **OWN), mesh) > 0:
+            return []
+        loss_sum(model, batches, mesh, hooks)
+        position += batch
     sums = scorer.sums if state is None else sum_over_passes(scorer.sums, state, mesh)
     return [
         Score(p, round(hits) == len(t.following))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -20,6 +20,7 @@ from weft.layout.axes import BATCH_AXES, MODEL_AXES
 from weft.layout.layout import Layout
 from weft.layout.placement import Place
 from weft.memory.heap import passing_by_the_heap
+from weft.models.hooks import Hooks
 from weft.parallel.build import Built, check_fits, parallelize
 from weft.shapes.carried_files import context_length, files_of_run
 from weft.shapes.foreign_names import projection_name
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from weft.data.tasks import OpenTask
     from weft.data.tokenizer import Tokenizer
     from weft.layout.mesh import Mesh
-    from weft.models.transformer import Transformer
     from weft.models.values import Values
     from weft.recipe import Adapter, Loss, ModelShape, Recipe, Train
     from weft.sync.coded import Code
@@ -232,9 +232,14 @@ def prepare(recipe: Recipe) -> Job:
 
 
 def assemble(
-    shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | None = None
-) -> Built:
-    """The model under ``mesh`` and its state, ready for the first step; ``values`` as of :func:`parallelize`."""
+    shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | None = None,
+    passed: Callable[[int, int], None] | None = None,
+    report: Callable[[dict[str, Any]], None] = lambda chosen: None,
+) -> Built:  # fmt: skip
+    """The model under ``mesh`` and its state, ready for the first step.
+
+    ``values`` and ``report`` as of :func:`parallelize`, ``passed`` as of :class:`Hooks`.
+    """
     memory = recipe.memory
     if (
         recipe.optimizer.estimate == "zeroth-order"
@@ -251,9 +256,10 @@ def assemble(
             recipe.data.seq_len,
             memory,
             summed=not recipe.resilience.combines,
+            hooks=hooks_of(recipe.loss, shape.vocab, passed),
+            report=report,
         )
         state.optimize(RuleOptimizer(recipe.optimizer, mesh))
-    set_loss(model, recipe.loss)
     if mesh.islands > 1:
         from weft.train.islands import add_slots
 
@@ -261,16 +267,19 @@ def assemble(
     return Built(model, state)
 
 
-def set_loss(model: Transformer, loss: Loss) -> None:
-    """Give ``model`` the loss that a recipe names, unless that is cross entropy, which it has."""
+def hooks_of(
+    loss: Loss, vocab: int, passed: Callable[[int, int], None] | None = None
+) -> Hooks:
+    """What passes call: the loss that a recipe names, unless that is cross entropy, which a model has by itself."""
     if loss.of_pairs:
         from weft.models.preference import objective
 
-        model.objective = objective(loss)
-    elif loss.is_own:
+        return Hooks(objective=objective(loss), passed=passed)
+    if loss.is_own:
         from weft.models.own_loss import own_loss
 
-        model.criterion = own_loss(loss, model.shape.vocab) or model.criterion
+        return Hooks(own_loss(loss, vocab), passed=passed)
+    return Hooks(passed=passed)
 
 
 def check_names(shape: ModelShape, train: Train) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.errors import WeftError
-from weft.parallel.pipeline_pass import EarlyUpdates
+from weft.models.hooks import EarlyUpdates
 from weft.parallel.state import State, Unit
 from weft.parallel.tried import Tried
 from weft.parallel.units import TableUnit
@@ -89,6 +89,7 @@ class Speculation(Filler):
                 context.mesh,
                 context.routes,
                 before_last=lambda share: self._expect(),
+                early=EarlyUpdates(self.parts, self._complete),
             )
 
     def agree(self, given: StepInput, shares: T) -> Agreed:
@@ -152,21 +153,16 @@ class Speculation(Filler):
             if self.thread is None
             else [self.thread.submit(self.tried.keep, *self.tried.units)]
         )
-        pipeline = self.context.model.pipeline
         streamed = [
             unit for unit in self.early if isinstance(unit, TableUnit) and unit.reduced
         ]
         for unit in streamed:
             unit.fresh = {}
-        if pipeline is not None:
-            pipeline.early = EarlyUpdates(self.parts, self._complete)
         try:
             yield
         finally:
             for unit in streamed:
                 unit.fresh = None
-            if pipeline is not None:
-                pipeline.early = None
             if self.ready is not None:
                 self.ready.end()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -41,6 +41,7 @@ from weft.train.step_values import Agreed, StepInput, StepResult
 if TYPE_CHECKING:
     from weft.data.batch import Batch
     from weft.layout.mesh import Mesh
+    from weft.models.hooks import EarlyUpdates, Hooks
     from weft.models.preference import KtoLoss, Objective
     from weft.models.transformer import Transformer
     from weft.parallel.state import State, Unit
@@ -126,11 +127,20 @@ class PendingSum:
 
 
 def pass_loss(
-    model: Transformer, batch: Batch, total: torch.Tensor, mesh: Mesh
+    model: Transformer,
+    batch: Batch,
+    total: torch.Tensor,
+    mesh: Mesh,
+    route: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """This rank's share of the step's mean loss, equal on ``tp``. ``total``: the weight of the step's labels."""
+    """This rank's share of the step's mean loss, equal on ``tp``. ``total``: the weight of the step's labels.
+
+    ``route``: the blocks to run, if not all.
+    """
     seen = model.loads.seen(batch) if model.loads else None
-    loss = model(batch.tokens, batch.positions, batch.cu_seqlens, batch, seen=seen)
+    loss = model(
+        batch.tokens, batch.positions, batch.cu_seqlens, batch, seen=seen, route=route
+    )
     return share_of_sum(loss, mesh, **dict.fromkeys(DATA_AXES, V)) / total
 
 
@@ -143,12 +153,14 @@ def accumulate(
     before_last: Callable[[torch.Tensor], None] = lambda share: None,
     weight: torch.Tensor | None = None,
     beyond: Beyond = same,
+    early: EarlyUpdates | None = None,
 ) -> torch.Tensor:
     """Forward and backward of every pass (gradient accumulation). Returns this rank's share of the mean loss.
 
     ``routes``: for each pass the blocks that it runs, where these are not all; repeated if there are more passes.
     ``before_last`` is called with this rank's share of the loss before the last backward; not with a pipeline.
     ``weight``: what the summed loss is divided by; left out, the weight of the labels of all ranks, after ``beyond``.
+    ``early``: units that a pipeline updates meanwhile.
     """
     set_reference_point(model, state, batches, mesh, beyond)
     count_loads(model, batches, mesh, beyond)
@@ -156,7 +168,7 @@ def accumulate(
         # due when the first microbatch has passed all stages
         total = PendingSum(share_of_weight(batches, mesh), mesh)
         return model.pipeline.accumulate(
-            batches, cache(lambda: divisor(beyond(total())))
+            batches, cache(lambda: divisor(beyond(total()))), early
         )
     planned = batches[0].group is not None
     if planned:
@@ -171,16 +183,15 @@ def accumulate(
         state.begin_pass(last=i == len(batches) - 1)
         if planned:
             share_pass(model, batch.group)
-        model.route = routes[i % len(routes)] if routes else None
-        share = pass_loss(model, batch.to(mesh.device), weight, mesh)
+        route = routes[i % len(routes)] if routes else None
+        share = pass_loss(model, batch.to(mesh.device), weight, mesh, route)
         shares.append(share.detach())
         if i == len(batches) - 1:
             before_last(torch.stack(shares).sum())
         if share.requires_grad:  # not so of a route without the blocks that learn
             share.backward()
-        if model.passed is not None:
-            model.passed(i + 1, len(batches))
-    model.route = None
+        if model.hooks.passed is not None:
+            model.hooks.passed(i + 1, len(batches))
     if planned:
         share_pass(model, None)
     return torch.stack(shares).sum()
@@ -206,18 +217,14 @@ def set_reference_point(
 
     Of any other loss nothing is done.
     """
-    loss = model.objective
+    loss = model.hooks.objective
     if not compares_with_a_point(loss):
         return
     from weft.models.preference import divergence
 
-    model.objective = divergence
-    try:
-        moved, weight = beyond(
-            step_sum(loss_shares(model, state, [batches], mesh), mesh)
-        ).tolist()
-    finally:
-        model.objective = loss
+    hooks = replace(model.hooks, objective=divergence)
+    shares = loss_shares(model, state, [batches], mesh, hooks)
+    moved, weight = beyond(step_sum(shares, mesh)).tolist()
     loss.point = max(0.0, moved / (weight or 1.0))
 
 
@@ -585,15 +592,20 @@ def gradients(
 
 
 @torch.no_grad()
-def loss_sum(model: Transformer, batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
-    """The summed loss of some forward passes on this rank, equal on all ranks of ``tp``."""
+def loss_sum(
+    model: Transformer, batches: Sequence[Batch], mesh: Mesh, hooks: Hooks | None = None
+) -> torch.Tensor:
+    """The summed loss of some forward passes on this rank, equal on all ranks of ``tp``.
+
+    ``hooks``: whose losses count in the place of the model's own.
+    """
     if model.pipeline is not None:
-        total: torch.Tensor = model.pipeline.evaluate(batches)
-        return total
+        return model.pipeline.evaluate(batches, hooks)
     losses = []
     for batch in batches:
         batch = batch.to(mesh.device)
-        losses.append(model(batch.tokens, batch.positions, batch.cu_seqlens, batch))
+        ids = batch.tokens, batch.positions, batch.cu_seqlens
+        losses.append(model(*ids, batch, hooks=hooks))
     return torch.stack(losses).sum()
 
 
@@ -613,12 +625,13 @@ def sum_over_passes(found: torch.Tensor, state: State, mesh: Mesh) -> torch.Tens
 
 @torch.no_grad()
 def loss_shares(
-    model: Transformer, state: State, steps: Iterable[Sequence[Batch]], mesh: Mesh
-) -> torch.Tensor:
+    model: Transformer, state: State, steps: Iterable[Sequence[Batch]], mesh: Mesh, hooks: Hooks | None = None
+) -> torch.Tensor:  # fmt: skip
     """This rank's shares of the summed loss of some steps' batches and of their labels' weight: float64 ``[2]``."""
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for batches in steps:
-        sums += torch.stack((loss_sum(model, batches, mesh), own_weight(batches, mesh)))
+        loss = loss_sum(model, batches, mesh, hooks)
+        sums += torch.stack((loss, own_weight(batches, mesh)))
     return share_of_passes(sums, state, mesh)
 
 
@@ -634,7 +647,7 @@ def evaluate(
     model: Transformer, state: State, steps: Iterable[Sequence[Batch]], mesh: Mesh
 ) -> float:
     """Mean loss, by the labels' weights, over some steps' batches; the same on all ranks."""
-    if compares_with_a_point(model.objective):
+    if compares_with_a_point(model.hooks.objective):
         shares = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         for batches in steps:
             set_reference_point(model, state, batches, mesh)

@@ -138,9 +138,9 @@ class ZerothOrder(Filler):
         def at(distance: float) -> Callable[[Held], T]:
             return lambda h: torch.add(h.local, direction(h, number), alpha=distance)
 
-        losses = self.context.model.pipeline.evaluate_at(
-            list(map(at, distances)), batches
-        )
+        pipeline = self.context.model.pipeline
+        assert pipeline is not None
+        losses = pipeline.evaluate_at(list(map(at, distances)), batches)
         weight = own_weight(batches, self.mesh)
         return [
             share_of_passes(torch.stack((loss, weight)), self.state, self.mesh)

@@ -1,0 +1,77 @@
+"""What the passes of a model call, and what runs a model that has only some stages here: fixed when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Sequence
+    from contextlib import AbstractContextManager
+
+    import torch
+    from torch import nn
+
+    from weft.data.batch import Batch
+    from weft.models.loss import Criterion
+    from weft.models.preference import Objective
+
+    T = torch.Tensor
+
+
+class BlockSaver(Protocol):
+    """Moves what blocks save for backward (:class:`weft.memory.activations.SavedActivations`)."""
+
+    def block(
+        self, module: nn.Module, x: T, *shared: T
+    ) -> AbstractContextManager[None]:
+        """A context for the forward of a block of ``x``; ``shared`` are tensors that all blocks save."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the passes of a model call.
+
+    ``criterion``: the loss of tokens, ``objective``: that of pairs of answers; without them it is cross entropy.
+    ``saver`` moves what blocks save for backward. ``passed`` is called after each pass of a training step: how many of
+    its passes are done, and how many it has.
+    """
+
+    criterion: Criterion | None = None
+    objective: Objective | None = None
+    saver: BlockSaver | None = None
+    passed: Callable[[int, int], None] | None = None
+
+
+#: Hooks of a model whose passes call nothing.
+NO_HOOKS = Hooks()
+
+
+class EarlyUpdates(NamedTuple):
+    """Units to be updated during backward, and what does it when the gradient of one is complete."""
+
+    units: Container[object]
+    update: Callable[..., None]
+
+
+class Stages(Protocol):
+    """Runs the stages that this rank has of a model (:class:`weft.parallel.pipeline.Pipeline`)."""
+
+    #: Whether units pass memory one by one, as their weights rest in files.
+    streamed: bool
+
+    def accumulate(
+        self,
+        batches: Sequence[Batch],
+        total: Callable[[], T],
+        early: EarlyUpdates | None = None,
+    ) -> T:
+        """Forward and backward of every microbatch. Returns this rank's share of the mean loss."""
+
+    def evaluate(self, batches: Sequence[Batch], hooks: Hooks | None = None) -> T:
+        """This rank's share of the sum of the losses of some microbatches."""
+
+    def evaluate_at(
+        self, points: Sequence[Callable[..., T]], batches: Sequence[Batch]
+    ) -> list[T]:
+        """The same at several points, each of which stands in the place of every parameter's rows."""
