@@ -62,7 +62,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def same(foreign: Foreign, weights: write.Weights, moments: Any = None) -> None:
-    assert set(foreign.logical) == set(weights)
+    assert set(foreign.table) == set(weights)
     for name, w in weights.items():
         found = foreign.read(name)
         assert found.dtype == w.dtype and torch.equal(found, w), name
@@ -278,7 +278,7 @@ def test_gguf_files_that_are_cut_short_are_named(tmp_path: Path) -> None:
         file.write_bytes(content[:size])
         with pytest.raises(WeftError, match=r"m\.gguf") as refused:
             found = open_foreign(file)
-            for name in found.logical:
+            for name in found.table:
                 found.read(name)
         assert "\n" not in str(refused.value)
 

@@ -55,11 +55,11 @@ def convert(
         optimizer,
         upcycle,
     )
-    count = sum(logical.numel for logical in written.logical.values())
+    count = sum(row.numel for row in written.table.values())
     moments = (
         ", with optimizer state" if written.moments and optimizer and to != "hf" else ""
     )
     typer.echo(
-        f"{out}: {len(written.logical)} tensors, {count:,} parameters from {written.kind}{moments}"
+        f"{out}: {len(written.table)} tensors, {count:,} parameters from {written.kind}{moments}"
     )
     return 0

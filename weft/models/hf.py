@@ -29,6 +29,7 @@ from weft.shapes.carried_files import (
 from weft.shapes.config import weight_blocks
 from weft.shapes.config_fields import read_json
 from weft.shapes.foreign_names import fused_name, hf_names, norm_offset
+from weft.shapes.parameters import whole_table
 
 AGAIN = "download or export the model again"
 #: A tensor whose type is that of the model: scales of norms may be wider.
@@ -215,7 +216,7 @@ def check_stored(folder: Path, shape: ModelShape) -> None:
     not; reads none of them."""
     stored = HuggingFaceFolder(folder)
     files = stored.files
-    for name, logical in Transformer(shape, Mesh.single()).logical_parameters():
+    for name, row in whole_table(shape).items():
         fused = fused_name(name)
         names = [] if fused is not None and fused[0] in files else hf_names(name, shape)
         missing = [tensor_name for tensor_name in names if tensor_name not in files]
@@ -237,10 +238,10 @@ def check_stored(folder: Path, shape: ModelShape) -> None:
                 else f"its config.json is of another model, or {AGAIN}"
             )
             raise WeftError(
-                f"{folder} has no tensor {missing[0]} {list(logical.shape)}; {hint}"
+                f"{folder} has no tensor {missing[0]} {list(row.shape)}; {hint}"
             )
         if name.endswith("router.table"):  # of more experts all would be found
-            stored.find(names[0], logical.shape)
+            stored.find(names[0], row.shape)
 
 
 def exported_dtype(asked: str | None, files: Mapping[str, bytes]) -> torch.dtype | None:

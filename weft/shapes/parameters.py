@@ -167,10 +167,14 @@ def layer_table(model: ModelShape, layer: int) -> Table:
     return {row.name: row for row in rows.found}
 
 
+def whole_table(model: ModelShape) -> Table:
+    """All parameters."""
+    return {row.name: row for row in parameters(model)}
+
+
 def outer_table(model: ModelShape) -> Table:
     """The parameters that are in no layer."""
-    outside = parameters(model.model_copy(update={"layers": 0}))
-    return {row.name: row for row in outside}
+    return whole_table(model.model_copy(update={"layers": 0}))
 
 
 def _of_plugin(model: ModelShape, vocab: int) -> list[Parameter]:

@@ -33,6 +33,7 @@ from weft.shapes.parameters import (
     of_adapter,
     projections,
     row_tokens,
+    whole_table,
 )
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -210,8 +211,8 @@ class PeftAdapter:
 
     def values(self, shape: ModelShape) -> Values:
         """The values of the adapter's parameters in ``shape``; :class:`WeftError` if it is for another model."""
-        wanted = {name: logical for name, logical in Transformer(shape, Mesh.single()).logical_parameters()
-                  if of_adapter(name, shape)}  # fmt: skip
+        table = whole_table(shape)
+        wanted = {name: row for name, row in table.items() if of_adapter(name, shape)}
         named = {peft_name(name): name for name in wanted}
         twice = self._tied(shape)
         for theirs in (*named, *(name for name in self.sizes if name not in twice)):

@@ -57,6 +57,7 @@ from weft.recipe import ModelShape
 from weft.shapes.carried_files import CONFIG, GENERATION, TOKEN_IDS, as_json
 from weft.shapes.config import config_from_shape, shape_from_config
 from weft.shapes.foreign_names import LAYER
+from weft.shapes.parameters import whole_table
 
 #: The name of a moment in PyTorch's flattened optimizer state: it contains the parameter's name.
 MOMENT = r"(?:(?:optimizer|optim|optimizers|optimizer_state_dict)\.)?state\.(.+)\.(exp_avg|exp_avg_sq)"
@@ -81,10 +82,8 @@ class Foreign:
     length: int | None = None
 
     def __post_init__(self) -> None:
-        self.logical: dict[str, Logical] = dict(
-            Transformer(self.model, Mesh.single()).logical_parameters()
-        )
-        if missing := [name for name in self.logical if name not in self.made]:
+        self.table = whole_table(self.model)
+        if missing := [name for name in self.table if name not in self.made]:
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise WeftError(f"{self.path} has nothing for {', '.join(missing[:5])}{more}; the configuration is of "
                             "another model, or a file is missing")  # fmt: skip
@@ -92,7 +91,7 @@ class Foreign:
         if extra := [
             made.name
             for name, made in self.made.items()
-            if name not in {*self.logical, *ignored}
+            if name not in {*self.table, *ignored}
         ]:
             raise WeftError(f"{self.path} has tensors that the model has not: {', '.join(extra[:5])}; the "
                             "configuration is of another model")  # fmt: skip
@@ -103,9 +102,7 @@ class Foreign:
         """The whole parameter ``name``, or the ``moment`` of it, as stored or converted to ``dtype``."""
         made = self.moments[moment] if moment else self.made
         try:
-            return logical_tensor(
-                made[name], self.logical[name].shape, self.model, dtype
-            )
+            return logical_tensor(made[name], self.table[name].shape, self.model, dtype)
         except WeftError as error:
             raise (
                 error
@@ -334,7 +331,7 @@ def _deepspeed(path: Path, config: Path | None) -> Foreign:
     about = path if config or not (folder / CONFIG).is_file() else folder
     shape = _shape(about, config)
     if (folder / "zero").is_dir():
-        logical = dict(Transformer(shape, Mesh.single()).logical_parameters())
+        table = whole_table(shape)
         stores: dict[str, Stores] = {"fp32": {}, **{moment: {} for moment in MOMENTS}}
         for file in sorted(folder.glob("zero/*/*.pt")):
             if file.stem in stores:
@@ -349,11 +346,11 @@ def _deepspeed(path: Path, config: Path | None) -> Foreign:
                 (_, (ours, *_)) = rule_and_names(name) or (None, ("",))
                 if (
                     shard.shape == (prod(shard.shape),)
-                    and ours in logical
-                    and logical[ours].numel == shard.shape[0]
+                    and ours in table
+                    and table[ours].numel == shard.shape[0]
                 ):
                     # flat, where it was ZeRO 3
-                    shard = stored(name, logical[ours].shape, shard.dtype, shard.runs)
+                    shard = stored(name, table[ours].shape, shard.dtype, shard.runs)
                 stores[file.stem][name] = [shard]
         averages: list[str] = []
     else:

@@ -24,9 +24,9 @@ from weft.errors import UsageError, nearest
 from weft.layout.dims import Dim
 from weft.layout.mesh import Mesh
 from weft.models.init import initial_values
-from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
 from weft.section import validated
+from weft.shapes.parameters import whole_table
 
 #: The settings of the new experts that ``--upcycle`` takes; the others have the defaults of :class:`ModelShape`.
 SETTINGS = (
@@ -81,7 +81,7 @@ def upcycled(foreign: Foreign, text: str, seed: int = 0) -> Foreign:
     # a tensor's experts are made one after the other
     dense = lru_cache(maxsize=1)(foreign.read)
     made = dict(foreign.made)
-    logical = dict(Transformer(shape, Mesh.single()).logical_parameters())
+    table = whole_table(shape)
 
     def source(name: str, shards: list[Shard], rule: NameRule = EXPERTS_RULE) -> None:
         made[name] = TensorSource(name, shards, rule, 0)
@@ -93,7 +93,7 @@ def upcycled(foreign: Foreign, text: str, seed: int = 0) -> Foreign:
             piece = _piece(
                 partial(dense, name), weight == "down", width, down_scale(shape, count)
             )
-            size = logical[f"{path}.experts.{weight}"].shape[1:]
+            size = table[f"{path}.experts.{weight}"].shape[1:]
             shards = [
                 Shard(size, foreign.made[name].dtype, piece(expert % parts))
                 for expert in range(count)
@@ -101,10 +101,10 @@ def upcycled(foreign: Foreign, text: str, seed: int = 0) -> Foreign:
             source(f"{path}.experts.{weight}", shards)
             del made[name]
         for kept in ("table", "bias", "load"):
-            if (name := f"{path}.router.{kept}") in logical:
+            if (name := f"{path}.router.{kept}") in table:
                 source(
                     name,
-                    [_router(name, logical[name].shape, count // parts, shape, seed)],
+                    [_router(name, table[name].shape, count // parts, shape, seed)],
                     ROUTER,
                 )
     return replace(foreign, model=shape, made=made, moments={}, step=0)

@@ -74,11 +74,11 @@ def _plan(
     outputs: dict[str, _Output] = {}
     for moment in ("", *(foreign.moments if optimizer else ())):
         made = foreign.moments[moment] if moment else foreign.made
-        for name, logical in foreign.logical.items():
+        for name, row in foreign.table.items():
             if name in made:
                 kept = made[name].dtype if moment or dtype is None else dtype
                 about = Tensor(
-                    logical.shape, NAMES[kept], tuple(d.name for d in logical.dims)
+                    row.shape, NAMES[kept], tuple(dim.name for dim in row.dims)
                 )
                 outputs[f"optimizer.{moment}.{name}" if moment else f"model.{name}"] = (
                     _Output(name, moment, about)
@@ -139,7 +139,7 @@ def write_hf(
         # A run keeps float32 of what began in 16 bits, and 8 bits are read as float32.
         dtype = dtype or exported_dtype(None, foreign.files)
     itemsize = (dtype or foreign.made[TYPICAL].dtype).itemsize
-    largest = max(logical.numel for logical in foreign.logical.values()) * itemsize
+    largest = max(row.numel for row in foreign.table.values()) * itemsize
     export(lambda name: foreign.read(name, dtype), foreign.model, out, dtype, foreign.files, foreign.length,
            max(FILE_BYTES, largest))  # fmt: skip
 
