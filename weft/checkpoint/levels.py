@@ -120,8 +120,10 @@ def _check_memory(level: LevelStore, size: int) -> None:
         raise WeftError(
             f"{folder} belongs to someone else; remove it, or choose another run folder"
         )
-    mine = sum(level.place.list().values())
-    free = min(shutil.disk_usage(SHM).free, psutil.virtual_memory().available) + mine
+    own_bytes = sum(level.place.list().values())
+    free = (
+        min(shutil.disk_usage(SHM).free, psutil.virtual_memory().available) + own_bytes
+    )
     need = (level.keep + 1) * size  # the next one is there before the oldest goes
     if need > free:
         gib = f"{need / 2**30:.3g} GiB of {SHM}, where {free / 2**30:.3g} are free"

@@ -118,17 +118,17 @@ def other_differences(
 
     ``fingerprint``: of the recipe's data.
     """
-    stored, mine = checkpoint.meta.get("recipe", {}), recipe.model_dump(mode="json")
+    stored, present = checkpoint.meta.get("recipe", {}), recipe.model_dump(mode="json")
     differences = _differing(
-        "optimizer", stored, mine, type(recipe.optimizer).model_fields
+        "optimizer", stored, present, type(recipe.optimizer).model_fields
     )
-    differences += _differing("train", stored, mine, SETTINGS)
+    differences += _differing("train", stored, present, SETTINGS)
     if stored.get("adapter") and recipe.adapter:
-        differences += _differing("adapter", stored, mine, ("dropout",))
+        differences += _differing("adapter", stored, present, ("dropout",))
     if checkpoint.meta["data"] != fingerprint:
         position = f"{checkpoint.meta['progress']['position']:,}"
         data = _differing(
-            "data", stored, mine, ("sources", "seq_len", "seed", "validation", "bos")
+            "data", stored, present, ("sources", "seq_len", "seed", "validation", "bos")
         )
         differences += data or [
             "the documents of data.sources are not those that the checkpoint was trained on"
@@ -139,8 +139,8 @@ def other_differences(
     return differences
 
 
-def _differing(section: str, stored: Any, mine: Any, names: Any) -> list[str]:
-    before, now = stored.get(section, {}), mine[section]
+def _differing(section: str, stored: Any, present: Any, names: Any) -> list[str]:
+    before, now = stored.get(section, {}), present[section]
     return [
         f"{section}.{name} = {_shown(now[name])}, the checkpoint was trained with {_shown(before[name])}"
         for name in names

@@ -40,16 +40,16 @@ def plan(locals_: Mapping[str, Part]) -> list[SavedPiece]:
     pieces, at = [], 0
     for name in sorted(locals_):
         local = locals_[name]
-        mine = share(
+        own_share = share(
             local.box,
             local.tensor.itemsize,
             local.replica,
             local.replicas,
             zlib.crc32(name.encode()),
         )
-        if mine is not None:
-            size = volume(mine) * local.tensor.itemsize
-            pieces.append(SavedPiece(name, mine, at, size))
+        if own_share is not None:
+            size = volume(own_share) * local.tensor.itemsize
+            pieces.append(SavedPiece(name, own_share, at, size))
             at += size
     return pieces
 

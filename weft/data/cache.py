@@ -61,11 +61,11 @@ def _locked(path: Path) -> Iterator[None]:
         with open(path, "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
-                mine = os.path.samestat(os.fstat(lock.fileno()), path.stat())
+                unchanged = os.path.samestat(os.fstat(lock.fileno()), path.stat())
             except FileNotFoundError:
-                mine = False
+                unchanged = False
             # whoever had it before has taken the file away, and the next one makes another
-            if not mine:
+            if not unchanged:
                 continue
             try:
                 yield

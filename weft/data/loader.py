@@ -325,7 +325,9 @@ class Loader:
             ]
         )
 
-        def mine(whole: np.ndarray) -> torch.Tensor:  # [rows, seq] -> [rows, seq/cp]
+        def own_part(
+            whole: np.ndarray,
+        ) -> torch.Tensor:  # [rows, seq] -> [rows, seq/cp]
             return torch.from_numpy(whole.reshape(tokens.shape).take(columns, axis=1))
 
         cu = torch.from_numpy(edges.astype(np.int32))
@@ -336,9 +338,10 @@ class Loader:
                 together, np.flatnonzero(numbers >= 0), counted=self.cp_rank == 0
             )
         return Batch(
-            mine(tokens), mine(labels), mine(positions), cu, weights=mine(weights) if weighted else None,
-            documents=mine(documents), paired=paired, samples=() if self.cp_rank else tuple(dealt[place]),
-            draws=None if self.draws is None else mine(draws),
+            own_part(tokens), own_part(labels), own_part(positions), cu,
+            weights=own_part(weights) if weighted else None,
+            documents=own_part(documents), paired=paired, samples=() if self.cp_rank else tuple(dealt[place]),
+            draws=None if self.draws is None else own_part(draws),
         )  # fmt: skip
 
     @property
@@ -404,7 +407,7 @@ class Loader:
         if self.layout.ep > 1:
             plan = in_rounds(plan)
         number = zlib.crc32(repr(plan).encode())
-        mine = plan[self.batch_rank * self.layout.cp + self.cp_rank]
+        own_rows = plan[self.batch_rank * self.layout.cp + self.cp_rank]
         # documents: their sample
         firsts = dict(
             zip(np.searchsorted(edges, sizes[:-1]).tolist(), samples, strict=True)
@@ -415,7 +418,9 @@ class Loader:
                 for sample, row in zip(samples, rows, strict=True)
             ]
         )
-        return [self._batch_of_pass(p, number, together, firsts, drawn) for p in mine]
+        return [
+            self._batch_of_pass(p, number, together, firsts, drawn) for p in own_rows
+        ]
 
     def _batch_of_pass(
         self, p: Pass, plan: int, step: Row, firsts: dict[int, int], drawn: np.ndarray

@@ -167,12 +167,12 @@ def open_source(
     # Without meta.json only the ids themselves can tell whether they fit.
     vocab = tokens.vocab or 1 + int(tokens.ids.max())
     if vocab > tokenizer.vocab or tokens.eos not in (None, tokenizer.closing):
-        mine, theirs = (
+        wanted, theirs = (
             f"vocab {vocab}, eos {tokens.eos}",
             f"vocab {tokenizer.vocab}, eos {tokenizer.eos}",
         )
         raise WeftError(
-            f"{path} has {mine}, not {theirs}; set data.tokenizer to the one that made the tokens"
+            f"{path} has {wanted}, not {theirs}; set data.tokenizer to the one that made the tokens"
         )
     return tokens
 

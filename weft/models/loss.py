@@ -160,12 +160,12 @@ def merge(
     return [both[..., :1].logsumexp(0), both[..., 1:].sum(0)]
 
 
-def from_shares(mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def from_shares(share: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """What the ranks with each share of the vocabulary have: of ``[chunk, n]`` each, ``[tp, chunk, n]``."""
-    shares = [mine]
+    shares = [share]
     if group is not None:
-        shares = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(shares, mine, group=group)
+        shares = [torch.empty_like(share) for _ in range(group.size())]
+        dist.all_gather(shares, share, group=group)
     return torch.stack(shares)
 
 
@@ -194,11 +194,13 @@ def token_scores(
         target = torch.where(
             here, logits.gather(1, torch.where(here, y[:, None] - first, 0)), 0
         )
-        mine = torch.cat(
+        scores_of_share = torch.cat(
             (logits.logsumexp(-1, keepdim=True), target, logits.amax(-1, keepdim=True)),
             dim=1,
         )
-        lse, target, top = from_shares(mine, group).unbind(-1)  # each [tp, chunk]
+        lse, target, top = from_shares(scores_of_share, group).unbind(
+            -1
+        )  # each [tp, chunk]
         target = target.sum(0)
         scores[start : start + chunk, 0] = target - lse.logsumexp(0)
         scores[start : start + chunk, 1] = target >= top.amax(0)

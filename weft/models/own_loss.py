@@ -106,11 +106,11 @@ class _Chunked(SummedLoss):
         )
         for rows in labelled.split(chunk) if len(labelled) else ():
             h = hidden[rows]
-            mine = times(h, weight).to(wide)  # [chunk, vocab/tp]
-            logits = mine
+            logits_of_share = times(h, weight).to(wide)  # [chunk, vocab/tp]
+            logits = logits_of_share
             if group is not None:
-                logits = mine.new_zeros(len(rows), criterion.vocab)
-                logits[:, first : first + len(weight)] = mine
+                logits = logits_of_share.new_zeros(len(rows), criterion.vocab)
+                logits[:, first : first + len(weight)] = logits_of_share
                 dist.all_reduce(logits, group=group)
             with torch.set_grad_enabled(with_grad):
                 logits.requires_grad_(with_grad)

@@ -61,10 +61,10 @@ def _fold(
 
 
 def _gather(states: dict[int, T], places: StretchOwners, group: str) -> dict[int, T]:
-    mine = torch.stack([states[s] for s in places.own])
+    own_states = torch.stack([states[s] for s in places.own])
     peers = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    everyone = [torch.empty_like(mine) for _ in set(places.owner)]
-    dist.all_gather(everyone, mine, group=peers)
+    everyone = [torch.empty_like(own_states) for _ in set(places.owner)]
+    dist.all_gather(everyone, own_states, group=peers)
     gathered: dict[int, T] = {}
     for who, theirs in enumerate(everyone):
         gathered |= zip(places._replace(mine=who).own, theirs, strict=True)

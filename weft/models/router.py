@@ -146,9 +146,11 @@ class Loads:
                         1,
                     )
                 )
-            mine = torch.cat([share.double() for share in shares])
+            own_counts = torch.cat([share.double() for share in shares])
         by_stage = by_token(self.mesh) | {"pp": V}
-        return share_of_sum(declare(mine, self.mesh, **by_stage), self.mesh, **by_stage)
+        return share_of_sum(
+            declare(own_counts, self.mesh, **by_stage), self.mesh, **by_stage
+        )
 
     def share_of_bytes(self) -> T:
         """This rank's share of the bytes sent in the step, by :data:`SENT`; moves are those since the step before."""

@@ -73,9 +73,9 @@ class Embedding(Module):
             x = F.embedding(tokens, self.table)
             x = x if self.rows is None else self.rows.looked_up(tokens, x)
             return x * self.scale if self.scale != 1 else x
-        mine = (tokens >= self.first) & (tokens < self.last)
-        x = F.embedding(torch.where(mine, tokens - self.first, 0), self.table)
-        x = (x if self.rows is None else self.rows.looked_up(tokens, x)) * mine[
+        inside = (tokens >= self.first) & (tokens < self.last)
+        x = F.embedding(torch.where(inside, tokens - self.first, 0), self.table)
+        x = (x if self.rows is None else self.rows.looked_up(tokens, x)) * inside[
             ..., None
         ]
         x = scatter_tokens(x, self.mesh)

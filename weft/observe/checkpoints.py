@@ -96,15 +96,15 @@ def verdict(of: Times, what: str) -> str:
     if not slow:
         return f"{what}: no rank stands out."
     _, rank, stage = max(slow)
-    mine, its = of[rank][stage], middle[stage]
-    many = f"{mine / its:.1f}x the median" if its else "time that others do not need"
+    slowest, its = of[rank][stage], middle[stage]
+    many = f"{slowest / its:.1f}x the median" if its else "time that others do not need"
     also = len({r for _, r, _ in slow}) - 1
     more = (
         f"; {also} other rank{'s are' if also > 1 else ' is'} slow as well"
         if also
         else ""
     )
-    return f"{what}: rank {rank} takes {many} in {stage} ({duration(mine)}, median {duration(its)}){more}."
+    return f"{what}: rank {rank} takes {many} in {stage} ({duration(slowest)}, median {duration(its)}){more}."
 
 
 def duration(seconds: float) -> str:

@@ -109,12 +109,12 @@ def digest(trace: Trace, window: int = WINDOW) -> Digest:
     inside = trace.calls[np.isin(trace.calls["step"], done["sequence"])]
     waits = inside[(inside["begin"] > 0) & (inside["leave"] > 0)]
     for step in done:
-        mine = waits[
+        of_step = waits[
             (waits["step"] == step["sequence"]) & (waits["enter"] >= step["enter"])
         ]
         times = (
             step["leave"] - step["enter"],
-            (mine["leave"] - mine["begin"]).sum(),
+            (of_step["leave"] - of_step["begin"]).sum(),
             step["size"],
         )
         steps[int(step["sequence"])] = StepTimes(*(float(ns) / 1e9 for ns in times))
@@ -402,8 +402,8 @@ class DelayWatch:
         computers = slow_computers(self.digests, self._best, self.shares)
         if not computers:
             for each in self.digests:
-                mine = each.compute / self.shares.get(each.rank, 1)
-                self._best[each.rank] = min(mine, self._best.get(each.rank, np.inf))
+                seconds = each.compute / self.shares.get(each.rank, 1)
+                self._best[each.rank] = min(seconds, self._best.get(each.rank, np.inf))
         self._look_at_links()
         # it handles messages slowly, too
         slow = {rank for v in computers for rank in v.ranks}

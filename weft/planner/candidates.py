@@ -101,10 +101,10 @@ class Rules:
                 f"cp={most} or less",
             )
         if batch % data:
-            told = f"{batch} sequences over {data} (tp={tp} pp={pp} cp={cp})"
+            example = f"{batch} sequences over {data} (tp={tp} pp={pp} cp={cp})"
             most = -(-self.count // math.gcd(batch, self.count))
             mend = f"batch={-(-batch // data) * data}, or tp x pp x cp = {most}"
-            return "the batch does not divide over the data ranks", told, mend
+            return "the batch does not divide over the data ranks", example, mend
         return None
 
     def refused(self) -> list[Refused]:

@@ -102,21 +102,21 @@ def own_runs(
     """``base`` refitted to the newest runs of Weft on ``device`` in the rows of ``path``; None without any."""
     if not path.is_file():
         return None
-    mine = [row for row in read_own(path) if row.device == device][-NEWEST:]
-    if not mine:
+    rows = [row for row in read_own(path) if row.device == device][-NEWEST:]
+    if not rows:
         return None
-    theta = fit(mine)
+    theta = fit(rows)
     engine = scaled(
         base,
         {knob.field: float(np.exp(x)) for knob, x in zip(KNOBS, theta, strict=True)},
     )
-    held = constants(mine).get("weft")
+    held = constants(rows).get("weft")
     engine = engine if held is None else replace(engine, constant=held)
     off = np.abs(
-        predict(mine, theta) / np.array([r.seconds for r in mine], dtype=float) - 1
+        predict(rows, theta) / np.array([r.seconds for r in rows], dtype=float) - 1
     )
     error = 100 * float(np.median(off))
-    runs = f"{len(mine)} run{'s' * (len(mine) > 1)} of yours on {device}"
+    runs = f"{len(rows)} run{'s' * (len(rows) > 1)} of yours on {device}"
     return Own(
         engine,
         f"calibrated to {runs} ({path}): their times are met to {error:.0f} % (median)",

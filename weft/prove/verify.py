@@ -163,17 +163,17 @@ def prove(recipe: Recipe, steps: int) -> Difference | None:
         return compare(run_layout(job, mesh, steps), job, mesh)
 
 
-def compare(mine: StepTrace, job: Job, mesh: Mesh) -> Difference | None:
+def compare(trace: StepTrace, job: Job, mesh: Mesh) -> Difference | None:
     """Compare every rank's trace with a run on one device. Collective; the answer is on rank 0.
 
     One device computes its own gradients in every step, and then updates with the layout's: Adam would turn the
     rounding noise of gradients that are zero into steps of full size. So each step is compared from one and the same
     state, and the parameters at the end are what one device's optimizer makes of the same gradients.
     """
-    traces = [mine] * mesh.layout.world
+    traces = [trace] * mesh.layout.world
     if mesh.layout.world > 1:
         dist.gather_object(
-            mine, traces if mesh.is_main else None, group=mesh.step_group
+            trace, traces if mesh.is_main else None, group=mesh.step_group
         )
     if not mesh.is_main:
         return None
@@ -183,20 +183,21 @@ def compare(mine: StepTrace, job: Job, mesh: Mesh) -> Difference | None:
     )
 
 
-def worst_island(mine: Difference, mesh: Mesh) -> Difference | None:
-    """The largest of the differences ``mine`` that the islands have found; None on all islands but the first."""
+def worst_island(difference_here: Difference, mesh: Mesh) -> Difference | None:
+    """The largest of the differences of all islands, on the first island; None on the others."""
     if mesh.shore is None:
-        return mine
+        return difference_here
     mesh.shore.set(
-        f"weft/difference/{mesh.island}", json.dumps(dataclasses.asdict(mine))
+        f"weft/difference/{mesh.island}",
+        json.dumps(dataclasses.asdict(difference_here)),
     )
     if mesh.island:
         return None
-    told = (
+    reported = (
         json.loads(mesh.shore.get(f"weft/difference/{island}"))
         for island in range(mesh.islands)
     )
-    differences = [Difference(**difference) for difference in told]
+    differences = [Difference(**difference) for difference in reported]
     bad = max(
         differences,
         key=lambda difference: (not difference.ok, difference.grad, difference.param),
@@ -224,13 +225,15 @@ def _against_simulated(traces: Sequence[StepTrace], job: Job, mesh: Mesh) -> Dif
     past: dict[str, Any] = {}
     for step, now in enumerate(zip(*walks, strict=True), 1):
         agree(dict(enumerate(state for state, _ in now)), step, job.recipe.sync, past)
-        mine = now[mesh.island][1]
-    mine.slots.pop("answer", None)  # a simulation need not wait for answers
-    return difference(traces, mine, job.recipe.train.dtype, _apart(job))
+        trace = now[mesh.island][1]
+    trace.slots.pop("answer", None)  # a simulation need not wait for answers
+    return difference(traces, trace, job.recipe.train.dtype, _apart(job))
 
 
-def _of_all_islands(mine: Gradients, mesh: Mesh, limit: float) -> list[Gradients]:
-    """The gradients of every island, by its number. ``mine``: those of this one. Collective over islands' first ranks.
+def _of_all_islands(
+    gradients_here: Gradients, mesh: Mesh, limit: float
+) -> list[Gradients]:
+    """The gradients of every island, by its number. Collective over islands' first ranks.
 
     They travel by streams of their own, as the addresses of those that the steps have used are still in the store.
     """
@@ -239,10 +242,10 @@ def _of_all_islands(mine: Gradients, mesh: Mesh, limit: float) -> list[Gradients
     apart = dataclasses.replace(mesh, shore=dist.PrefixStore("weft/proof", mesh.shore))
     sent = [
         (f"{step}/{name}", grad)
-        for step, grads in enumerate(mine)
+        for step, grads in enumerate(gradients_here)
         for name, grad in grads.items()
     ]
-    gradients = [mine] * mesh.islands
+    gradients = [gradients_here] * mesh.islands
     with open_streams(apart, limit) as streams:
         assert streams is not None
         others = [island for island in range(mesh.islands) if island != mesh.island]
@@ -257,7 +260,7 @@ def _of_all_islands(mine: Gradients, mesh: Mesh, limit: float) -> list[Gradients
                     )
                     for name, own in grads.items()
                 }
-                for step, grads in enumerate(mine)
+                for step, grads in enumerate(gradients_here)
             ]
     return gradients
 

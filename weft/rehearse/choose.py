@@ -246,11 +246,11 @@ def search_here(
             "bf16": (cluster.bf16 or 0.05) / n,
             "hbm": (cluster.hbm or 20) / n,
         }
-        mine = cluster.model_copy(
+        machines = cluster.model_copy(
             update={"count": n, "per_node": min(n, cluster.per_node)} | share
         )
         try:
-            founds.append(search(shape, mine, engine, batch, seq, bits, pins))
+            founds.append(search(shape, machines, engine, batch, seq, bits, pins))
         except UsageError as error:
             refusal = error
     if not founds:

@@ -292,8 +292,8 @@ def _runtime(device: torch.device) -> tuple[float, float]:
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
         return 0.0, float(free)
-    mine = psutil.Process().memory_info().rss
-    return float(mine), float(psutil.virtual_memory().available + mine)
+    resident = psutil.Process().memory_info().rss
+    return float(resident), float(psutil.virtual_memory().available + resident)
 
 
 def subject(

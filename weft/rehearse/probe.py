@@ -140,10 +140,10 @@ def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
             for name, call in calls.items():
                 measure(f"{name}.{members}", size, call)
         if peer is not None:
-            mine, theirs = torch.zeros(size // 4), torch.zeros(size // 4)
+            sent, theirs = torch.zeros(size // 4), torch.zeros(size // 4)
 
-            def swap(mine: torch.Tensor = mine, theirs: torch.Tensor = theirs) -> None:
-                works = [dist.isend(mine, peer), dist.irecv(theirs, peer)]
+            def swap(sent: torch.Tensor = sent, theirs: torch.Tensor = theirs) -> None:
+                works = [dist.isend(sent, peer), dist.irecv(theirs, peer)]
                 for work in works:
                     work.wait()  # type: ignore[union-attr]
 

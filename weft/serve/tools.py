@@ -127,7 +127,7 @@ def call_form(template: ChatTemplate) -> CallForm | None:
     }
     asked = {"role": "user", "content": "?"}
     try:
-        told = template.render([asked], [tool], prompt=True).text
+        with_tool = template.render([asked], [tool], prompt=True).text
         said = template.render(
             [asked, {"role": "assistant", "content": "", "tool_calls": [call]}], [tool]
         ).text
@@ -137,12 +137,12 @@ def call_form(template: ChatTemplate) -> CallForm | None:
         sum(
             1
             for _ in takewhile(
-                lambda pair: pair[0] == pair[1], zip(told, said, strict=False)
+                lambda pair: pair[0] == pair[1], zip(with_tool, said, strict=False)
             )
         ) :
     ]
     arguments = _WRITTEN.search(written)
-    if _NAME not in told or arguments is None:
+    if _NAME not in with_tool or arguments is None:
         return None
     for start in (
         brace.start() for brace in re.finditer(r"\{", written[: arguments.start() + 1])
