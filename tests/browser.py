@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import base64
+import functools
 import html
 import json
 import re
@@ -25,7 +27,7 @@ CHROMIUM = next(
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--virtual-time-budget=6000", "--window-size=1400,900",
+    "--disable-component-update", "--disable-sync", "--window-size=1400,900",
     "--hide-scrollbars", "--allow-file-access-from-files",
 )  # fmt: skip
 #: Writes down what it measures in the frame, once its scripts have run. A window is never as narrow as a phone.
@@ -36,23 +38,56 @@ FRAME = """<iframe src="PAGE" style="width: WIDTHpx; height: 900px; border: 0"><
 }, 500)</script>"""
 
 
-def dumped_dom(page: Path, profile: Path) -> str:
-    """What a page has become once its scripts have run."""
-    command = [
-        str(CHROMIUM),
-        *FLAGS,
-        "--host-resolver-rules=MAP * ~NOTFOUND",
-        f"--user-data-dir={profile}",
-    ]
-    done = subprocess.run(
-        [*command, "--dump-dom", page.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
+def dumped_dom(page: Path) -> str:
+    """What a page has become once its scripts have run, for six seconds of a clock that does not wait."""
+    with urllib.request.urlopen(
+        urllib.request.Request(f"http://{_shared()}/json/new?about:blank", method="PUT")
+    ) as answer:
+        tab = json.load(answer)
+    with connect(tab["webSocketDebuggerUrl"], max_size=None) as socket:
+        shown = Page(socket)
+        shown.call("Page.enable")
+        clock = {"policy": "pauseIfNetworkFetchesPending", "budget": 6000}
+        shown.call("Page.navigate", url=page.as_uri())
+        shown.event("Page.loadEventFired")
+        shown.call("Emulation.setVirtualTimePolicy", **clock)
+        shown.event("Emulation.virtualTimeBudgetExpired")
+        text: str = shown.value("document.documentElement.outerHTML")
+        shown.call("Page.close")
+    return text
+
+
+@functools.cache
+def _shared() -> str:
+    """Where one talks to the browser that shows all pages of this process, one after another, without a network."""
+    profile = tempfile.TemporaryDirectory(prefix="weft-browser-")
+    words = ["--host-resolver-rules=MAP * ~NOTFOUND", "about:blank"]
+    process, port = _started(Path(profile.name), words)
+
+    def end() -> None:
+        process.kill()
+        process.wait()
+        profile.cleanup()
+
+    atexit.register(end)
+    return port
+
+
+def _started(profile: Path, words: list[str]) -> tuple[subprocess.Popen[bytes], str]:
+    """A browser that can be talked to, and where."""
+    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}"]
+    process = subprocess.Popen(
+        [*command, "--remote-debugging-port=0", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
-    assert "<html" in done.stdout, done.stderr[-2000:]
-    return done.stdout
+    note = profile / "DevToolsActivePort"
+    for _ in range(1200):
+        if note.is_file() and len(lines := note.read_text().splitlines()) > 1:
+            return process, f"127.0.0.1:{lines[0]}"
+        time.sleep(0.05)
+    process.kill()
+    raise AssertionError("the browser did not start")
 
 
 def measured(page: Path, width: int, wanted: dict[str, str]) -> dict[str, Any]:
@@ -64,9 +99,7 @@ def measured(page: Path, width: int, wanted: dict[str, str]) -> dict[str, Any]:
             "WIDTH", str(width)
         )
         frame.write_text(text.replace("VALUES", values))
-        found = re.search(
-            r"<pre>(.*?)</pre>", dumped_dom(frame, Path(folder) / "profile"), re.DOTALL
-        )
+        found = re.search(r"<pre>(.*?)</pre>", dumped_dom(frame), re.DOTALL)
     assert found and found[1], "the page was not measured"
     return json.loads(html.unescape(found[1]))
 
@@ -74,24 +107,11 @@ def measured(page: Path, width: int, wanted: dict[str, str]) -> dict[str, Any]:
 @contextmanager
 def opened(address: str, profile: Path) -> Iterator[Page]:
     """A page of this machine's in a browser that can be talked to."""
-    command = [
-        str(CHROMIUM),
-        *FLAGS,
-        "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
-    ]
     # a server's time is real
-    command = [flag for flag in command if not flag.startswith("--virtual-time")]
-    process = subprocess.Popen(
-        [*command, "--remote-debugging-port=0", f"--user-data-dir={profile}", address],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    process, port = _started(
+        profile, ["--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1", address]
+    )
     try:
-        assert process.stderr is not None
-        lines = (
-            re.search(r"DevTools listening on ws://([^/]+)/", line)
-            for line in process.stderr
-        )
-        port = next(found[1] for found in lines if found)
         for _ in range(300):
             with urllib.request.urlopen(
                 f"http://{port}/json/list", timeout=30
@@ -114,6 +134,7 @@ def opened(address: str, profile: Path) -> Iterator[Page]:
 class Page:
     def __init__(self, socket: Any) -> None:
         self.socket, self.number = socket, 0
+        self.events: list[str] = []
 
     def call(self, method: str, **parameters: Any) -> Any:
         self.number += 1
@@ -121,8 +142,14 @@ class Page:
             json.dumps({"id": self.number, "method": method, "params": parameters})
         )
         while (answer := json.loads(self.socket.recv(60))).get("id") != self.number:
-            pass  # what happened meanwhile
+            self.events.append(answer.get("method", ""))
+        assert "result" in answer, answer
         return answer["result"]
+
+    def event(self, name: str) -> None:
+        """Wait until this has happened."""
+        while name not in self.events:
+            self.events.append(json.loads(self.socket.recv(60)).get("method", ""))
 
     def value(self, expression: str) -> Any:
         """What a JavaScript expression yields."""

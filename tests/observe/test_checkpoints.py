@@ -248,7 +248,7 @@ def test_browser_draws_it(tmp_path: Path, ranks: int) -> None:
         for row in rows:
             metrics.log(kind, **row)
     metrics.close()
-    dom = dumped_dom(write_report(run), tmp_path / "profile")
+    dom = dumped_dom(write_report(run))
     assert "data-error" not in re.search(r"<html[^>]*>", dom)[0]
     body = re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL)
     card = body[body.index('id="checkpoints"') :]

@@ -132,7 +132,7 @@ def test_browser_draws_every_chart_offline(tmp_path: Path, complete: bool) -> No
         tmp_path / "run-7",
         **({} if complete else {"steps": 5, "resume_at": None, "split": False}),
     )
-    dom = dumped_dom(write_report(run), tmp_path / "profile")
+    dom = dumped_dom(write_report(run))
     assert "data-error" not in re.search(r"<html[^>]*>", dom)[0]
     body = re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL)
     for chart in body.split('class="chart')[1:]:
@@ -244,7 +244,7 @@ def small_ticks(body: str) -> list[str]:
 def test_the_axis_of_a_small_utilisation_tells_its_ticks_apart(tmp_path: Path) -> None:
     """It read 1%, 1%, 1%, 0%, 0%."""
     run = fake_run(tmp_path / "run", steps=40, resume_at=None, scale=0.03)
-    ticks = small_ticks(dumped_dom(write_report(run), tmp_path / "profile"))
+    ticks = small_ticks(dumped_dom(write_report(run)))
     assert (
         len(ticks) >= 4
         and len(set(ticks)) == len(ticks)
@@ -261,7 +261,7 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     two = fake_run(tmp_path / "two", steps=60, resume_at=None, scale=0.5, batch=16)
     page = write_report(one, two)
     assert page == one / "compare.html"
-    dom = dumped_dom(page, tmp_path / "profile")
+    dom = dumped_dom(page)
     assert "data-error" not in re.search(r"<html[^>]*>", dom)[0]
     body = re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL)
     assert re.findall(r'aria-label="([^"]+)"', body) == TITLES
