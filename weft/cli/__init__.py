@@ -5,7 +5,6 @@ import os
 import sys
 
 from weft.errors import Interrupted, WeftError
-from weft.recipe.elsewhere import here_it_is
 from weft.run.failure import leave, report_failure
 from weft.run.signals import requests
 
@@ -54,10 +53,11 @@ def main() -> None:
 
 def _as_setting(option: str) -> str:
     """Words that say how a recipe sets what somebody has given as an option; empty if it is no setting."""
-    if elsewhere := here_it_is(option, as_option=True):
-        return elsewhere
+    from weft.recipe.elsewhere import here_it_is
     from weft.recipe.unknown_key import settings_called
 
+    if elsewhere := here_it_is(option, as_option=True):
+        return elsewhere
     section, _, key = option.strip("-").replace("-", "_").rpartition(".")
     named = [
         name

@@ -1,4 +1,4 @@
-"""Projections that may have a low-rank adapter beside a frozen weight: LoRA (Hu et al. 2021) and its relatives.
+"""Low-rank adapters beside the frozen weights of projections: LoRA (Hu et al. 2021) and its relatives.
 
 Of kind ``qlora`` all projections' weights are stored in four bits (:mod:`weft.models.nf4`), adapted or not.
 
@@ -9,7 +9,7 @@ follows from a parameter's dimensions (what is held, summed, counted, saved) the
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from weft.models.dropout import current_draws, dropped
 from weft.models.fused import project
 from weft.models.module import Module
 from weft.models.nf4 import Quantized
+from weft.models.projections import Projections
 from weft.models.widened import multiply
 from weft.recipe import ModelShape
 from weft.shapes.parameters import (
@@ -34,9 +35,6 @@ from weft.shapes.parameters import (
 )
 
 T = torch.Tensor
-
-#: What stands for some weights that are multiplied with the same input: the product with each of them.
-Products = Callable[[T], tuple[T, ...]]
 
 
 class LowRank(Module):
@@ -101,148 +99,103 @@ class TokenRows(Module):
         return self.tokens[lo:hi] - self.first, own(self.rows, lo, hi, self.mesh)
 
 
-class Projections(Module):
-    """A module whose weights project, each with an adapter if the model's ``adapter`` targets it."""
-
-    #: Names of the weights that may be one product each time, as they have the same input.
-    TOGETHER: tuple[tuple[str, ...], ...] = ()
-
-    def __init__(self, shape: ModelShape, mesh: Mesh, table: Table, path: str) -> None:
-        super().__init__(mesh, table, path)
-        self.adapter = shape.adapter
-        self.own_rows: dict[str, tuple[int, int]] = {}
-        self.adapters, self.quantized = nn.ModuleDict(), nn.ModuleDict()
-        # in place of weights (weft.models.products)
-        self.products: dict[tuple[str, ...], Products] = {}
-        # Adds other adapters to what weights of some names made of an input, if set (weft.models.row_adapters).
-        self.beside: Callable[[T, tuple[str, ...], tuple[T, ...]], None] | None = None
-
-    def projection(self, name: str, own_rows: tuple[int, int] | None = None) -> None:
-        """Register the weight ``name``. ``own_rows``: it is held whole, and this rank uses these rows of it."""
-        whole, path = own_rows is not None, self.inside(name)
-        stored, beside = (self.path + part + name for part in (QUANTIZED, ADAPTERS))
-        if path in self.described:
-            self.weight(name, whole)
-        else:
-            self.quantized[name] = Quantized(self.mesh, self.described, stored, whole)
-        if own_rows is not None:
-            self.own_rows[name] = own_rows
-        if self.adapter is not None and f"{beside}.a" in self.described:
-            scale = adapter_scale(self.adapter, path)
-            self.adapters[name] = LowRank(
-                self.mesh, self.described, beside, scale, whole
-            )
-
-    def merged(self, name: str) -> T:
-        """The weight ``name`` with what its adapter adds, of a model on one device."""
-        weight: T = (
-            self._stored(name).dense(torch.float32)
-            if name in self.quantized
-            else getattr(self, name)
+def adapt(module: Projections, name: str, whole: bool) -> None:
+    """Register what the table has in the place of the weight ``name``, and beside it."""
+    stored, beside = (module.path + part + name for part in (QUANTIZED, ADAPTERS))
+    if module.inside(name) not in module.described:
+        module.quantized[name] = Quantized(module.mesh, module.described, stored, whole)
+    if module.adapter is not None and f"{beside}.a" in module.described:
+        scale = adapter_scale(module.adapter, module.inside(name))
+        module.adapters[name] = LowRank(
+            module.mesh, module.described, beside, scale, whole
         )
-        if name not in self.adapters:
-            return weight
-        adapter = self._adapter(name)
-        weight = weight + adapter.scale * (adapter.b @ adapter.a)
-        if adapter.has_magnitude:
-            weight = (
-                weight
-                * (adapter.magnitude / row_norms(weight).to(weight.dtype))[:, None]
-            )
+
+
+def merged(module: Projections, name: str) -> T:
+    """The weight ``name`` with what its adapter adds, of a model on one device."""
+    weight: T = (
+        _stored(module, name).dense(torch.float32)
+        if name in module.quantized
+        else getattr(module, name)
+    )
+    if name not in module.adapters:
         return weight
+    adapter = _adapter(module, name)
+    weight = weight + adapter.scale * (adapter.b @ adapter.a)
+    if adapter.has_magnitude:
+        norms = row_norms(weight).to(weight.dtype)
+        weight = weight * (adapter.magnitude / norms)[:, None]
+    return weight
 
-    def forget(self, *names: str) -> None:
-        """Give back the memory of weights that :attr:`products` stand for, and of their adapters."""
-        for name in names:
-            for holder in (
-                self._parameters,
-                self.adapters._modules,
-                self.quantized._modules,
-            ):
-                holder.pop(name, None)
 
-    def own(self, name: str, values: T) -> T:
-        """Of ``values``, whose rows are those of weight ``name``, what this rank uses."""
-        return (
-            own(values, *self.own_rows[name], self.mesh)
-            if name in self.own_rows
-            else values
-        )
+def adapted_products(module: Projections, x: T, names: Sequence[str]) -> tuple[T, ...]:
+    """What the weights ``names`` of a module and their adapters make of ``x``."""
+    assert module.adapter is not None
+    dense = [name for name in names if name not in module.quantized]
+    adapted = [name for name in names if name in module.adapters]
+    weights = [module.own(name, getattr(module, name)) for name in dense]
+    draws = current_draws() if module.adapter.dropout else None
+    together = [_adapter(module, name).a for name in adapted] if draws is None else []
+    made = project(x, *weights, *together) if weights or together else ()
+    outputs = dict(zip(dense, made, strict=False))
+    for name in names:
+        if name in module.quantized:
+            outputs[name] = _project_quantized(module, name, x)
+    lows = (
+        made[len(dense) :]
+        if draws is None
+        else [_project_dropped(module, name, x, draws) for name in adapted]
+    )
+    for name, low in zip(adapted, lows, strict=True):
+        outputs[name] = _adapt(module, name, outputs[name], low)
+    return tuple(outputs[name] for name in names)
 
-    def project(self, x: T, *names: str) -> tuple[T, ...]:
-        """What the weights ``names`` and their adapters make of ``x``: ``[batch, seq, in]`` to ``[..., out]`` each."""
-        made = self._project(x, *names)
-        if self.beside is not None:
-            self.beside(x, names, made)
-        return made
 
-    def _project(self, x: T, *names: str) -> tuple[T, ...]:
-        if made_at_once := self.products.get(names):
-            return made_at_once(x)
-        dense = [name for name in names if name not in self.quantized]
-        adapted = [name for name in names if name in self.adapters]
-        weights = [self.own(name, getattr(self, name)) for name in dense]
-        draws = (
-            current_draws()
-            if self.adapter is not None and self.adapter.dropout
-            else None
-        )
-        together = [self._adapter(name).a for name in adapted] if draws is None else []
-        made = project(x, *weights, *together) if weights or together else ()
-        outputs = dict(zip(dense, made, strict=False))
-        for name in names:
-            if name in self.quantized:
-                outputs[name] = self._project_quantized(name, x)
-        lows = (
-            made[len(dense) :]
-            if draws is None
-            else [self._project_dropped(name, x, draws) for name in adapted]
-        )
-        for name, low in zip(adapted, lows, strict=True):
-            outputs[name] = self._adapt(name, outputs[name], low)
-        return tuple(outputs[name] for name in names)
+def _project_quantized(module: Projections, name: str, x: T) -> T:
+    first, _ = module.own_rows.get(name, (0, 0))
+    y: T = _stored(module, name).project(
+        x, lambda values: module.own(name, values), first
+    )
+    return y
 
-    def _project_quantized(self, name: str, x: T) -> T:
-        first, _ = self.own_rows.get(name, (0, 0))
-        y: T = self._stored(name).project(
-            x, lambda values: self.own(name, values), first
-        )
+
+def _project_dropped(module: Projections, name: str, x: T, draws: T) -> T:
+    """What the first factor of an adapter makes of ``x``, of which some is dropped."""
+    assert module.adapter is not None
+    adapter = _adapter(module, name)
+    first, _ = adapter.logical["a"].box[1]
+    return project(
+        dropped(x, module.adapter.dropout, draws, f"{module.path}.{name}", first),
+        adapter.a,
+    )[0]
+
+
+def _adapter(module: Projections, name: str) -> Any:
+    return module.adapters[name]
+
+
+def _stored(module: Projections, name: str) -> Any:
+    return module.quantized[name]
+
+
+def _adapt(module: Projections, name: str, y: T, low: T) -> T:
+    """``y`` of the weight ``name`` with what its adapter adds; ``low``: ``[batch, seq, rank]``."""
+    adapter = _adapter(module, name)
+    b = module.own(name, adapter.b)
+    y = y + project(low * adapter.scale, b)[0]
+    if not adapter.has_magnitude:
         return y
-
-    def _project_dropped(self, name: str, x: T, draws: T) -> T:
-        """What the first factor of an adapter makes of ``x``, of which some is dropped."""
-        assert self.adapter is not None
-        adapter = self._adapter(name)
-        first, _ = adapter.logical["a"].box[1]
-        return project(
-            dropped(x, self.adapter.dropout, draws, f"{self.path}.{name}", first),
-            adapter.a,
-        )[0]
-
-    def _adapter(self, name: str) -> Any:
-        return self.adapters[name]
-
-    def _stored(self, name: str) -> Any:
-        return self.quantized[name]
-
-    def _adapt(self, name: str, y: T, low: T) -> T:
-        """``y`` of the weight ``name`` with what its adapter adds; ``low``: ``[batch, seq, rank]``."""
-        adapter = self._adapter(name)
-        b = self.own(name, adapter.b)
-        y = y + project(low * adapter.scale, b)[0]
-        if not adapter.has_magnitude:
-            return y
-        # The norm is taken as a constant (DoRA, Liu et al. 2024, section 4.3). To expand its square, as the part of the
-        # weight stays, would save 1 % of a step of 1,024 tokens, and lose rows that an adapter nearly cancels.
-        with torch.no_grad():
-            weight = self.own(name, getattr(self, name))
-            square = row_norms(weight + adapter.scale * multiply(b, adapter.a)).square()
-            norm = (
-                total_of_shares(square, adapter.logical["a"].cuts[1], self.mesh)
-                .sqrt()
-                .to(weight.dtype)
-            )
-        return y * (self.own(name, adapter.magnitude) / norm)
+    # The norm is taken as a constant (DoRA, Liu et al. 2024, section 4.3). To expand its square, as the part of the
+    # weight stays, would save 1 % of a step of 1,024 tokens, and lose rows that an adapter nearly cancels.
+    with torch.no_grad():
+        weight = module.own(name, getattr(module, name))
+        square = row_norms(weight + adapter.scale * multiply(b, adapter.a)).square()
+        norm = (
+            total_of_shares(square, adapter.logical["a"].cuts[1], module.mesh)
+            .sqrt()
+            .to(weight.dtype)
+        )
+    return y * (module.own(name, adapter.magnitude) / norm)
 
 
 def row_norms(weight: T) -> T:
@@ -254,7 +207,7 @@ def row_norms(weight: T) -> T:
 @torch.no_grad()
 def merged_parameters(model: nn.Module) -> dict[str, T]:
     """The parameters of a model on one device by their names without adapters, which are merged into the weights."""
-    merged = {
+    weights = {
         n: p.detach()
         for n, p in model.named_parameters()
         if ADAPTERS not in n and QUANTIZED not in n
@@ -262,11 +215,11 @@ def merged_parameters(model: nn.Module) -> dict[str, T]:
     for path, module in model.named_modules():
         if isinstance(module, Projections) and module.adapter is not None:
             names = {*module.quantized, *module.adapters}
-            merged |= {f"{path}.{name}": module.merged(name) for name in names}
+            weights |= {f"{path}.{name}": merged(module, name) for name in names}
         if isinstance(module, TokenRows):
             weight = base_weight(f"{path}.rows")
-            merged[weight] = module.placed(merged[weight])
-    return merged
+            weights[weight] = module.placed(weights[weight])
+    return weights
 
 
 def base_of(shape: ModelShape) -> ModelShape:

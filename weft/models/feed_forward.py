@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from weft.layout.boundary import gather_tokens, scatter_tokens
 from weft.layout.mesh import Mesh
-from weft.models.adapters import Projections
+from weft.models.projections import Projections
 from weft.recipe import ModelShape
 from weft.shapes.parameters import Table
 

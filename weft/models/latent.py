@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from weft.layout.mesh import Mesh
-from weft.models.adapters import Projections
+from weft.models.adapters import merged
 from weft.models.attention import local_attention
+from weft.models.projections import Projections
 from weft.models.rope import rotate, score_scales
 from weft.recipe import ModelShape
 from weft.shapes.parameters import layer_table
@@ -110,7 +111,7 @@ class LatentAttention(Projections):
     ) -> T:
         """Attention of new tokens to all latent vectors: ``[batch, seq, heads, value_dim]``."""
         # [heads, of one, kv_rank]
-        weight = self.merged("wkv_b").to(q.dtype).unflatten(0, (q.shape[2], -1))
+        weight = merged(self, "wkv_b").to(q.dtype).unflatten(0, (q.shape[2], -1))
         to_keys, to_values = weight.split([self.plain, self.value_dim], 1)
         q = torch.cat((torch.einsum("bshn,hnr->bshr", q, to_keys), rotated), -1)
         q = q * (self.scale * q.shape[-1] ** 0.5)

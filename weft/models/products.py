@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from weft.errors import UsageError
-from weft.models.adapters import Products, Projections
+from weft.models.adapters import merged
 from weft.models.fused import ONEDNN, times
 from weft.models.invariant import by_tiles, is_invariant
+from weft.models.projections import Products, Projections
 from weft.models.transformer import Transformer
 
 T = torch.Tensor
@@ -230,7 +231,7 @@ def read_only(model: Transformer, word: str = "float") -> int:
         ):
             for names in module.TOGETHER:
                 weights = [
-                    module.own(name, module.merged(name).detach()) for name in names
+                    module.own(name, merged(module, name).detach()) for name in names
                 ]
                 product = form_of(
                     word, torch.cat(weights) if len(names) > 1 else weights[0]

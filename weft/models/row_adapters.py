@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from weft.models.adapters import Projections
+from weft.models.projections import Projections
 from weft.models.transformer import Transformer
 
 T = torch.Tensor

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from weft.models.adapters import Projections
 from weft.models.paged import Pages
+from weft.models.projections import Projections
 from weft.models.row_adapters import Alike, Form, HostAdapter, adapting, layer_modules
 from weft.models.spans import Span
 from weft.models.transformer import Transformer

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from weft.layout.boundary import gather_tokens, gather_vocab, scatter_tokens
 from weft.layout.dims import Logical, part
-from weft.models.adapters import Projections, TokenRows
 from weft.models.attention import Attend, local_attention
 from weft.models.dropout import drawing
 from weft.models.feed_forward import FeedForward
@@ -29,6 +28,7 @@ from weft.models.invariant import is_invariant
 from weft.models.loss import linear_cross_entropy
 from weft.models.module import Module, Norm
 from weft.models.parts import Steps, current_part, read
+from weft.models.projections import Projections
 from weft.models.rope import angles, frequencies, rotate, score_scales
 from weft.models.widened import is_widened
 from weft.shapes.parameters import ROWS, Table, layer_table, outer_table, row_tokens
@@ -89,6 +89,8 @@ def token_rows(
     """The rows of ``weight`` that learn, by the name of the weight; empty if there are none."""
     tokens, modules = row_tokens(shape, weight), nn.ModuleDict()
     if tokens:
+        from weft.models.adapters import TokenRows
+
         path = ROWS[weight].removesuffix(".rows")
         rows = TokenRows(tokens, logical.box[0], mesh, table, path)
         modules[path.rpartition(".")[2]] = rows

@@ -7,8 +7,6 @@ import torch
 
 from weft.layout.dims import Box, Logical, extents
 from weft.layout.mesh import Mesh
-from weft.models import nf4
-from weft.models.adapters import base_of, base_weight, row_norms
 from weft.models.init import initial_values
 from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
@@ -29,6 +27,9 @@ def with_adapter(base: Values, shape: ModelShape, seed: int) -> Values:
     """
     if shape.adapter is None:
         return base
+    from weft.models import nf4
+    from weft.models.adapters import base_of, base_weight, row_norms
+
     described = dict(Transformer(base_of(shape), Mesh.single()).logical_parameters())
     tokens = () if shape.adapter.tokens == "new" else shape.adapter.tokens
 
@@ -74,7 +75,8 @@ def grown(base: Values, small: ModelShape, vocab: int) -> Values:
 
     So the new tokens are as likely as others on average, and every rank that has some of these rows computes the same.
     """
-    described = dict(Transformer(base_of(small), Mesh.single()).logical_parameters())
+    base_shape = small.model_copy(update={"adapter": None})
+    described = dict(Transformer(base_shape, Mesh.single()).logical_parameters())
 
     @cache
     def mean(name: str, columns: Box) -> torch.Tensor:

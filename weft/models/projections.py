@@ -1,0 +1,79 @@
+"""Modules whose weights project, some of them as one product. Adapters of weights are :mod:`weft.models.adapters`."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from weft.layout.boundary import own
+from weft.layout.mesh import Mesh
+from weft.models.fused import project
+from weft.models.module import Module
+from weft.recipe import ModelShape
+from weft.shapes.parameters import Table
+
+T = torch.Tensor
+
+#: What stands for some weights that are multiplied with the same input: the product with each of them.
+Products = Callable[[T], tuple[T, ...]]
+
+
+class Projections(Module):
+    """A module whose weights project, each with an adapter if the model's ``adapter`` targets it."""
+
+    #: Names of the weights that may be one product each time, as they have the same input.
+    TOGETHER: tuple[tuple[str, ...], ...] = ()
+
+    def __init__(self, shape: ModelShape, mesh: Mesh, table: Table, path: str) -> None:
+        super().__init__(mesh, table, path)
+        self.adapter = shape.adapter
+        self.own_rows: dict[str, tuple[int, int]] = {}
+        self.adapters, self.quantized = nn.ModuleDict(), nn.ModuleDict()
+        # in place of weights (weft.models.products)
+        self.products: dict[tuple[str, ...], Products] = {}
+        # Adds other adapters to what weights of some names made of an input, if set (weft.models.row_adapters).
+        self.beside: Callable[[T, tuple[str, ...], tuple[T, ...]], None] | None = None
+        if self.adapter is not None:
+            from weft.models.adapters import adapt, adapted_products
+
+            self._adapt, self._adapted_products = adapt, adapted_products
+
+    def projection(self, name: str, own_rows: tuple[int, int] | None = None) -> None:
+        """Register the weight ``name``. ``own_rows``: it is held whole, and this rank uses these rows of it."""
+        whole = own_rows is not None
+        if self.inside(name) in self.described:
+            self.weight(name, whole)
+        if own_rows is not None:
+            self.own_rows[name] = own_rows
+        if self.adapter is not None:
+            self._adapt(self, name, whole)
+
+    def forget(self, *names: str) -> None:
+        """Give back the memory of weights that :attr:`products` stand for, and of their adapters."""
+        for name in names:
+            for holder in (
+                self._parameters,
+                self.adapters._modules,
+                self.quantized._modules,
+            ):
+                holder.pop(name, None)
+
+    def own(self, name: str, values: T) -> T:
+        """Of ``values``, whose rows are those of weight ``name``, what this rank uses."""
+        return (
+            own(values, *self.own_rows[name], self.mesh)
+            if name in self.own_rows
+            else values
+        )
+
+    def project(self, x: T, *names: str) -> tuple[T, ...]:
+        """What the weights ``names`` and their adapters make of ``x``: ``[batch, seq, in]`` to ``[..., out]`` each."""
+        if made_at_once := self.products.get(names):
+            made = made_at_once(x)
+        elif self.adapter is None:
+            made = project(x, *(self.own(name, getattr(self, name)) for name in names))
+        else:
+            made = self._adapted_products(self, x, names)
+        if self.beside is not None:
+            self.beside(x, names, made)
+        return made
