@@ -6,6 +6,8 @@ An adapter of a weight ``[out, in]`` is ``a`` ``[rank, in]`` and ``b`` ``[out, r
 grows by ``scale * b @ (a @ x)``. Nobody cuts the dimension ``rank``, and the others are those of the weight: of one
 that is cut on ``in``, ``a`` is cut and ``b`` whole, of one that is cut on ``out`` it is the other way round. All that
 follows from a parameter's dimensions (what is held, summed, counted, saved) therefore holds for adapters too.
+
+Functions here take the module whose weights are adapted, which is one of :mod:`weft.models.projections`.
 """
 
 from bisect import bisect_left
@@ -22,7 +24,6 @@ from weft.models.dropout import current_draws, dropped
 from weft.models.fused import project
 from weft.models.module import Module
 from weft.models.nf4 import Quantized
-from weft.models.projections import Projections
 from weft.models.widened import multiply
 from weft.recipe import ModelShape
 from weft.shapes.parameters import (
@@ -99,7 +100,7 @@ class TokenRows(Module):
         return self.tokens[lo:hi] - self.first, own(self.rows, lo, hi, self.mesh)
 
 
-def adapt(module: Projections, name: str, whole: bool) -> None:
+def adapt(module: Module, name: str, whole: bool) -> None:
     """Register what the table has in the place of the weight ``name``, and beside it."""
     stored, beside = (module.path + part + name for part in (QUANTIZED, ADAPTERS))
     if module.inside(name) not in module.described:
@@ -111,7 +112,7 @@ def adapt(module: Projections, name: str, whole: bool) -> None:
         )
 
 
-def merged(module: Projections, name: str) -> T:
+def merged(module: Module, name: str) -> T:
     """The weight ``name`` with what its adapter adds, of a model on one device."""
     weight: T = (
         _stored(module, name).dense(torch.float32)
@@ -128,7 +129,7 @@ def merged(module: Projections, name: str) -> T:
     return weight
 
 
-def adapted_products(module: Projections, x: T, names: Sequence[str]) -> tuple[T, ...]:
+def adapted_products(module: Module, x: T, names: Sequence[str]) -> tuple[T, ...]:
     """What the weights ``names`` of a module and their adapters make of ``x``."""
     assert module.adapter is not None
     dense = [name for name in names if name not in module.quantized]
@@ -151,7 +152,7 @@ def adapted_products(module: Projections, x: T, names: Sequence[str]) -> tuple[T
     return tuple(outputs[name] for name in names)
 
 
-def _project_quantized(module: Projections, name: str, x: T) -> T:
+def _project_quantized(module: Module, name: str, x: T) -> T:
     first, _ = module.own_rows.get(name, (0, 0))
     y: T = _stored(module, name).project(
         x, lambda values: module.own(name, values), first
@@ -159,7 +160,7 @@ def _project_quantized(module: Projections, name: str, x: T) -> T:
     return y
 
 
-def _project_dropped(module: Projections, name: str, x: T, draws: T) -> T:
+def _project_dropped(module: Module, name: str, x: T, draws: T) -> T:
     """What the first factor of an adapter makes of ``x``, of which some is dropped."""
     assert module.adapter is not None
     adapter = _adapter(module, name)
@@ -170,15 +171,15 @@ def _project_dropped(module: Projections, name: str, x: T, draws: T) -> T:
     )[0]
 
 
-def _adapter(module: Projections, name: str) -> Any:
+def _adapter(module: Module, name: str) -> Any:
     return module.adapters[name]
 
 
-def _stored(module: Projections, name: str) -> Any:
+def _stored(module: Module, name: str) -> Any:
     return module.quantized[name]
 
 
-def _adapt(module: Projections, name: str, y: T, low: T) -> T:
+def _adapt(module: Module, name: str, y: T, low: T) -> T:
     """``y`` of the weight ``name`` with what its adapter adds; ``low``: ``[batch, seq, rank]``."""
     adapter = _adapter(module, name)
     b = module.own(name, adapter.b)
@@ -213,7 +214,7 @@ def merged_parameters(model: nn.Module) -> dict[str, T]:
         if ADAPTERS not in n and QUANTIZED not in n
     }
     for path, module in model.named_modules():
-        if isinstance(module, Projections) and module.adapter is not None:
+        if isinstance(module, Module) and getattr(module, "adapter", None):
             names = {*module.quantized, *module.adapters}
             weights |= {f"{path}.{name}": merged(module, name) for name in names}
         if isinstance(module, TokenRows):
