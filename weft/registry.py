@@ -70,6 +70,7 @@ KINDS: dict[str, TechniqueKind] = {
     "compressor": TechniqueKind("compressor", "sync.compress", (), "compressors", ("none",)),
     "aggregator": TechniqueKind("rule of aggregation", "resilience.aggregate", ("settings",), "aggregators", ("mean",)),
     "code": TechniqueKind("gradient code", "resilience.code", ("settings", "ranks"), "codes", ("",)),
+    "pair-loss": TechniqueKind("loss of pairs", "loss.kind", ("settings",), "pair_losses", ("cross-entropy",)),
 }  # fmt: skip
 
 

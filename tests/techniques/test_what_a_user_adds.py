@@ -6,13 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
 from tests.cases import write_corpus
 from tests.sync.test_islands import in_threads, tree
 from weft import registry
+from weft.data.batch import Pairs
 from weft.errors import UsageError
+from weft.models.pair_loss import PairLoss
+from weft.models.preference import needs_reference, objective
 from weft.recipe import Resilience, build_recipe
 from weft.registry import register
 from weft.section import Section
@@ -177,3 +181,36 @@ def test_a_gradient_code(corpus: str) -> None:
     code = code_of(recipe.resilience, 2)
     assert code is not None and code.parts == 1
     assert code.decoding(0, [{1}]) == {Result(1, 0): 1.0}
+
+
+def test_a_loss_of_pairs() -> None:
+    """Of a user's, by settings of its own, without a reference; what it has no use for is refused."""
+
+    class Wish(Section):
+        ahead: float = 1.0
+
+    @register("pair-loss", "squared", settings=Wish)
+    class Squared(PairLoss):
+        """The squared distance of a gap from what it should be."""
+
+        has_reference = smooths = False
+
+        def of(self, gap: torch.Tensor, margin: torch.Tensor) -> torch.Tensor:
+            return (gap - self.settings.own(Wish).ahead).square()
+
+    pairs = {"sources": [{"kind": "preference", "path": "pairs.jsonl"}]}
+    asked = {"kind": "squared", "ahead": 2.0}
+    loss = build_recipe({"loss": asked, "data": pairs}).loss
+    of = objective(loss)
+    assert of is not None and loss.of_pairs and not needs_reference(loss)
+    no = np.zeros(1)
+    sums = torch.tensor([[5.0, 2.0]], dtype=torch.float64)
+    given = Mock(spec=Pairs, margin=no, reference=None)
+    assert of(sums, torch.ones(1, 2), given).tolist() == [1.0]
+    for wrong, said in (
+        ({"label_smoothing": 0.1}, "loss.label_smoothing does nothing for"),
+        ({"reference": "x"}, "loss.reference, but loss.kind = 'squared' has none"),
+        ({"kind": "square"}, "did you mean 'squared'"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            build_recipe({"loss": asked | wrong, "data": pairs})

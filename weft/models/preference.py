@@ -6,7 +6,6 @@ weighted sum over tokens, such as the cross entropy is one.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,122 +24,15 @@ T = torch.Tensor
 Objective = Callable[[T, T, Pairs], T]
 
 
-@dataclass(frozen=True)
-class PairLoss:
-    """``of(gap, margin, settings)`` is the loss of pairs whose chosen answer is ahead by ``gap``, all ``[pairs]``.
-
-    ``averaged``: answers count by the average over their tokens rather than the sum; ``reference``: what counts is by
-    how much they are more likely than under the reference model. ``more(chosen, rejected, settings)`` is added to the
-    loss, of the same numbers before their difference is taken.
-    """
-
-    of: Callable[[T, T, Loss], T]
-    averaged: bool = False
-    reference: bool = True
-    more: Callable[[T, T, Loss], T] | None = None
-
-
-def _smoothed(gap: T, smoothing: float) -> T:
-    """Logistic loss of a comparison that is the wrong way round in the share ``smoothing`` of the pairs."""
-    return -(1 - smoothing) * F.logsigmoid(gap) - smoothing * F.logsigmoid(-gap)
-
-
-def _dpo(gap: T, margin: T, settings: Loss) -> T:
-    """With label smoothing this is conservative DPO (Mitchell 2023)."""
-    return _smoothed(settings.beta * gap, settings.label_smoothing)
-
-
-def _robust(gap: T, margin: T, settings: Loss) -> T:
-    """The loss whose mean over wrong labels is the one without them; it may be negative."""
-    right, wrong = (F.logsigmoid(sign * settings.beta * gap) for sign in (1, -1))
-    smoothing = settings.label_smoothing
-    return (smoothing * wrong - (1 - smoothing) * right) / (1 - 2 * smoothing)
-
-
-def _odds_ratio(chosen: T, rejected: T, settings: Loss) -> T:
-    """ORPO's loss, of mean log-probabilities: the chosen answer's cross entropy, and the odds of both compared."""
-    log_odds = [
-        mean - torch.log(-torch.expm1(mean.clamp(max=-1e-12)))
-        for mean in (chosen, rejected)
-    ]
-    return -chosen - settings.beta * F.logsigmoid(log_odds[0] - log_odds[1])
-
-
-@dataclass
-class KtoLoss:
-    """KTO's loss of answers that are each good or bad, the first of their pairs (Ethayarajh et al. 2024, 2402.01306).
-
-    An answer's reward is by how much it is more likely than under the reference model, times beta. ``point`` is what
-    rewards are compared with: the mean over all pairs of a step of the same number of the second answers, which are
-    somebody else's, and at least 0; it has no gradient. :func:`divergence` is what it is the mean of.
-    """
-
-    settings: Loss
-    point: float = 0.0
-
-    def __call__(self, sums: T, lengths: T, pairs: Pairs) -> T:
-        ahead = (sums - torch.from_numpy(pairs.reference).to(sums))[:, 0] - self.point
-        # 1 of a good answer, -1 of a bad one
-        good = torch.from_numpy(pairs.margin).to(sums)
-        weight = torch.where(
-            good > 0, self.settings.desirable, self.settings.undesirable
-        )
-        return weight * (1 - torch.sigmoid(self.settings.beta * good * ahead))
-
-
-def divergence(sums: T, lengths: T, pairs: Pairs) -> T:
-    """By how much each pair's second answer is more likely than under the reference model, ``[pairs]``."""
-    return (sums - torch.from_numpy(pairs.reference).to(sums))[:, 1]
-
-
-#: By ``loss.kind`` of the recipe, but for ``kto``, which compares no two answers. IPO averages over tokens, as its
-#: authors do.
-LOSSES: dict[str, PairLoss] = {
-    "dpo": PairLoss(_dpo),
-    "dpo-norm": PairLoss(_dpo, averaged=True),
-    "ipo": PairLoss(lambda gap, margin, loss: (gap - 1 / (2 * loss.beta)).square(), averaged=True),
-    "robust": PairLoss(_robust),
-    "hinge": PairLoss(lambda gap, margin, loss: F.relu(1 - loss.beta * gap)),
-    "simpo": PairLoss(
-        lambda gap, margin, loss: _smoothed(loss.beta * gap - margin, loss.label_smoothing),
-        averaged=True, reference=False,
-    ),
-    "orpo": PairLoss(
-        lambda gap, margin, loss: torch.zeros_like(gap), averaged=True, reference=False, more=_odds_ratio
-    ),
-    "reward": PairLoss(lambda gap, margin, loss: _smoothed(gap - margin, loss.label_smoothing), reference=False),
-}  # fmt: skip
-
-
 def needs_reference(settings: Loss) -> bool:
     """Whether log-probabilities by a reference model must be known."""
-    return settings.kind == "kto" or (
-        settings.of_pairs and LOSSES[settings.kind].reference
-    )
+    return settings.of_pairs and bool(settings.pair_loss.has_reference)
 
 
 def objective(settings: Loss) -> Objective | None:
     """What the recipe's ``settings`` make of pairs; None where the loss is not about pairs."""
-    if not settings.of_pairs:
-        return None
-    if settings.kind == "kto":
-        return KtoLoss(settings)
-    kind = LOSSES[settings.kind]
-
-    def of(sums: T, lengths: T, pairs: Pairs) -> T:
-        if kind.reference:
-            sums = sums - torch.from_numpy(pairs.reference).to(sums)
-        if kind.averaged:
-            sums = sums / lengths
-        margin = settings.margin + torch.from_numpy(pairs.margin).to(sums)
-        loss = kind.of(sums[:, 0] - sums[:, 1], margin, settings)
-        return (
-            loss
-            if kind.more is None
-            else loss + kind.more(sums[:, 0], sums[:, 1], settings)
-        )
-
-    return of
+    made: Objective | None = settings.pair_loss and settings.pair_loss(settings)
+    return made
 
 
 def pair_losses(

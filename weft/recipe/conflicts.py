@@ -199,7 +199,7 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
          "loss.kind = {0.loss.kind!r} of a plugin sees whole rows of logits, and layout.vocab_barriers computes "
          "with parts of them on every stage", "leave layout.vocab_barriers out"),
     Rule("tasks of a model that scores", "loss tasks",
-         lambda a: bool(a.tasks) and a.loss.kind == "reward",
+         lambda a: bool(a.tasks) and a.loss.scores,
          "[[tasks]] ask what a model writes, and loss.kind = 'reward' trains one that scores", "leave tasks out"),
     Rule("zeroth order with other passes", "layout optimizer",
          lambda a: a.optimizer.estimate == "zeroth-order" and bool(a.layout.balance or a.layout.skip),
@@ -255,11 +255,11 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
          "layout.balance = {0.layout.balance!r} places documents one by one, and loss.kind = {0.loss.kind!r} "
          "compares two of them", "leave layout.balance out"),
     Rule("vocabulary passes without a vocabulary", "layout loss",
-         lambda a: a.layout.vocab_barriers > 0 and a.loss.kind == "reward",
+         lambda a: a.layout.vocab_barriers > 0 and a.loss.scores,
          "layout.vocab_barriers cuts the output layer, and a reward model has one number there",
          "leave layout.vocab_barriers out"),
     Rule("adapter under a new head", "adapter loss",
-         lambda a: a.loss.kind == "reward" and a.adapter is not None,
+         lambda a: a.loss.scores and a.adapter is not None,
          "loss.kind = 'reward' learns an output layer of its own, and what is stored of [adapter] has adapters alone",
          "leave [adapter] out; train.freeze keeps layers as they are"),
     Rule("dropout without backward", "optimizer adapter",
@@ -310,7 +310,7 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
          "sync.compress_back is about the answer to what sync.compress = {0.sync.compress!r} has made small, "
          "and 'none' and 'powersgd' have none of its own", "leave it out"),
     Rule("judged answers without a whole step's passes", "optimizer loss resilience",
-         lambda a: a.loss.kind == "kto" and (a.optimizer.estimate == "zeroth-order"
+         lambda a: a.loss.of_pairs and a.loss.pair_loss.has_point and (a.optimizer.estimate == "zeroth-order"
          or a.optimizer.post_validation or a.resilience.combines),
          "loss.kind = 'kto' first passes over a whole step to see how far the model has moved, which zeroth order, "
          "post-validation, gradient codes and aggregation of replicas have no place for", "leave these out"),

@@ -1,33 +1,20 @@
 """The section ``[loss]``: what training minimises."""
 
-from typing import Any
+from typing import Any, ClassVar
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, ValidationInfo, field_validator
 
-from weft.section import Section
-
-#: Losses that compare pairs of answers; plugins bring other losses.
-PAIR_LOSSES = (
-    "dpo",
-    "dpo-norm",
-    "ipo",
-    "robust",
-    "hinge",
-    "simpo",
-    "orpo",
-    "kto",
-    "reward",
-)
+from weft.recipe.host_section import HostSection
+from weft.registry import find, names
 
 
-class Loss(Section):
+class Loss(HostSection):
     """The training loss (docs/preference.md).
 
-    Of pairs of answers: ``dpo`` (Rafailov et al. 2023), ``dpo-norm`` (of averages over tokens, Rafailov et al. 2024),
-    ``ipo`` (Azar et al. 2023), ``robust`` (Chowdhury et al. 2024), ``hinge`` (Zhao et al. 2023), ``simpo`` (Meng et al.
-    2024), ``orpo`` (Hong et al. 2024), and ``reward``, which trains a model with a scalar head to score answers
-    (Bradley & Terry 1952). ``kto`` (Ethayarajh et al. 2024) learns from answers that are each good or bad.
+    ``weft techniques`` lists the losses that compare pairs of answers.
     """
+
+    hosts: ClassVar = {"kind": "pair-loss"}
 
     kind: str = Field(
         "cross-entropy",
@@ -53,18 +40,28 @@ class Loss(Section):
         description="Model that the loss keeps close to; left out: the one from which the "
         "run starts.",
     )
-    desirable: PositiveFloat = Field(
-        1.0, description="kto: how many times a good answer counts."
-    )
-    undesirable: PositiveFloat = Field(
-        1.0, description="kto: how many times a bad answer counts."
-    )
+
+    @field_validator("*")
+    @classmethod
+    def _is_known(cls, value: Any, info: ValidationInfo) -> Any:
+        """Take every name: a plugin's loss of tokens may have it, which the recipe looks for."""
+        return value
+
+    @property
+    def pair_loss(self) -> Any:
+        """The class (:class:`weft.models.pair_loss.PairLoss`) of a loss that compares answers; None of others."""
+        return find("pair-loss", self.kind).made if self.of_pairs else None
 
     @property
     def of_pairs(self) -> bool:
-        return self.kind in PAIR_LOSSES
+        return self.kind in names("pair-loss")
+
+    @property
+    def scores(self) -> bool:
+        """Whether the model has a scalar head, and scores answers."""
+        return self.of_pairs and bool(self.pair_loss.scores)
 
     @property
     def is_own(self) -> bool:
-        """Whether a plugin computes it."""
-        return self.kind not in ("cross-entropy", *PAIR_LOSSES)
+        """Whether a plugin computes it, token by token."""
+        return self.kind != "cross-entropy" and not self.of_pairs

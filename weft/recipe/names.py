@@ -12,7 +12,7 @@ from weft.recipe.data_section import (
     Source,
 )
 from weft.recipe.generate_section import Generate
-from weft.recipe.loss_section import PAIR_LOSSES, Loss
+from weft.recipe.loss_section import Loss
 from weft.recipe.memory_section import PLACES, Memory, Place
 from weft.recipe.model_shape import ModelShape, RopeScaling
 from weft.recipe.observe import TRACKERS, Observe
@@ -41,7 +41,6 @@ __all__ = [
     "ModelShape",
     "Observe",
     "Optimizer",
-    "PAIR_LOSSES",
     "PLACES",
     "ParameterGroup",
     "Place",

@@ -14,7 +14,7 @@ from weft.recipe.conflicts import AskedRecipe, refuse_conflicts
 from weft.recipe.data_section import ANSWER_PAIRS, SOURCES, Data
 from weft.recipe.generate_section import Generate
 from weft.recipe.host_section import with_techniques
-from weft.recipe.loss_section import PAIR_LOSSES, Loss
+from weft.recipe.loss_section import Loss
 from weft.recipe.memory_section import Memory
 from weft.recipe.model_shape import ModelShape
 from weft.recipe.observe import TRACKERS, Observe
@@ -23,6 +23,7 @@ from weft.recipe.resilience import Resilience
 from weft.recipe.sync import Sync
 from weft.recipe.train_section import Train
 from weft.recipe.validation_section import Task, Validation
+from weft.registry import names
 from weft.section import Section
 
 #: Where runs go, each in a folder of its own.
@@ -67,7 +68,9 @@ class Recipe(Section):
     memory: Memory = Field(
         Memory(), description="Where tensors rest while they are not in use."
     )
-    loss: Loss = Field(Loss(), description="What training minimises.")
+    loss: Annotated[SerializeAsAny[Loss], with_techniques(Loss)] = Field(
+        Loss(), description="What training minimises."
+    )
     optimizer: Annotated[SerializeAsAny[Optimizer], with_techniques(Optimizer)] = Field(
         Optimizer(), description="How parameters are updated."
     )
@@ -116,7 +119,7 @@ class Recipe(Section):
             "loss",
             self.loss.kind,
             self.loss.settings,
-            ("cross-entropy", *PAIR_LOSSES),
+            ("cross-entropy", *names("pair-loss")),
         )
         if self.loss.settings and not self.loss.is_own:
             raise ValueError(
@@ -180,7 +183,8 @@ class Recipe(Section):
             self.loss.kind,
             [source.kind in ANSWER_PAIRS for source in self.data.sources],
         )
-        learns_judged = kind == "kto"
+        pair_loss = self.loss.pair_loss
+        learns_judged = pair_loss is not None and pair_loss.judged
         others = [
             s.kind for s in self.data.sources if (s.kind == "feedback") != learns_judged
         ]
@@ -199,26 +203,24 @@ class Recipe(Section):
                 "data.kind = 'preference' has pairs of answers; set loss.kind = 'dpo' or the like"
             )
         if self.loss.reference is not None and (
-            kind in ("simpo", "orpo", "reward") or not self.loss.of_pairs
+            pair_loss is None or not pair_loss.has_reference
         ):
             raise ValueError(
                 f"loss.reference, but loss.kind = {kind!r} has none; leave it out"
             )
-        if self.loss.label_smoothing and (
-            kind in ("ipo", "hinge", "orpo", "kto") or not self.loss.of_pairs
-        ):
+        if self.loss.label_smoothing and (pair_loss is None or not pair_loss.smooths):
             raise ValueError(
                 f"loss.label_smoothing does nothing for loss.kind = {kind!r}; leave it out"
             )
-        if self.loss.margin and kind not in ("simpo", "reward"):
+        if self.loss.margin and not (pair_loss and pair_loss.has_margin):
             raise ValueError(
                 f"loss.margin does nothing for loss.kind = {kind!r}; leave it out"
             )
-        if kind == "reward" and self.generate:
+        if self.loss.scores and self.generate:
             raise ValueError(
                 "loss.kind = 'reward' makes a model that scores texts and writes none; leave out [generate]"
             )
-        if self.model.output == "score" and kind != "reward":
+        if self.model.output == "score" and not self.loss.scores:
             raise ValueError(
                 f"model.output = 'score' is trained by loss.kind = 'reward', not by {kind!r}"
             )

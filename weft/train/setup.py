@@ -370,7 +370,7 @@ def model_shape(recipe: Recipe) -> ModelShape:
 
 def _completed(recipe: Recipe, pretrained: Pretrained | None) -> ModelShape:
     shape = _base_shape(recipe.model, pretrained)
-    if recipe.loss.kind == "reward":
+    if recipe.loss.scores:
         shape = shape.model_copy(update={"output": "score", "tied": False})
     elif shape.output == "score":
         raise UsageError(

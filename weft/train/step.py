@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from weft.data.batch import Batch
     from weft.layout.mesh import Mesh
     from weft.models.hooks import EarlyUpdates, Hooks
-    from weft.models.preference import KtoLoss, Objective
+    from weft.models.pair_loss import PairLoss
+    from weft.models.preference import Objective
     from weft.models.transformer import Transformer
     from weft.parallel.state import State, Unit
     from weft.sync.presence import Presence
@@ -197,13 +198,9 @@ def accumulate(
     return torch.stack(shares).sum()
 
 
-def compares_with_a_point(objective: Objective | None) -> TypeGuard[KtoLoss]:
-    """Whether a loss on pairs is KTO's, which :func:`set_reference_point` is for."""
-    if objective is None:
-        return False
-    from weft.models.preference import KtoLoss
-
-    return isinstance(objective, KtoLoss)
+def compares_with_a_point(objective: Objective | None) -> TypeGuard[PairLoss]:
+    """Whether a loss on pairs has a point, which :func:`set_reference_point` is for."""
+    return bool(getattr(objective, "has_point", False))
 
 
 def set_reference_point(
@@ -213,16 +210,14 @@ def set_reference_point(
     mesh: Mesh,
     beyond: Beyond = same,
 ) -> None:
-    """Have KTO's loss compare rewards with how far the model has moved, by passes over the step's batches. Collective.
+    """Tell a loss with a point, as KTO's, how far the model has moved, by passes over the step's batches. Collective.
 
     Of any other loss nothing is done.
     """
     loss = model.hooks.objective
     if not compares_with_a_point(loss):
         return
-    from weft.models.preference import divergence
-
-    hooks = replace(model.hooks, objective=divergence)
+    hooks = replace(model.hooks, objective=loss.divergence)
     shares = loss_shares(model, state, [batches], mesh, hooks)
     moved, weight = beyond(step_sum(shares, mesh)).tolist()
     loss.point = max(0.0, moved / (weight or 1.0))

@@ -1,0 +1,1 @@
+"""Losses of pairs of answers (:class:`weft.models.pair_loss.PairLoss`), which ``loss.kind`` names."""

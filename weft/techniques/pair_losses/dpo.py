@@ -1,0 +1,28 @@
+"""DPO, with label smoothing conservative DPO (Rafailov et al. 2023; Mitchell 2023)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.models.pair_loss import PairLoss
+from weft.registry import register
+
+if TYPE_CHECKING:
+    import torch
+
+    T = torch.Tensor
+
+
+@register(
+    "pair-loss",
+    "dpo",
+    title="DPO, with label smoothing conservative DPO",
+    paper="Rafailov et al. 2023; Mitchell 2023",
+    recipe="preference.toml",
+    proof="tests/train/test_preference.py",
+)
+class DPO(PairLoss):
+    """The logistic loss of how far the chosen answer is ahead."""
+
+    def of(self, gap: T, margin: T) -> T:
+        return self.smoothed(self.beta * gap)

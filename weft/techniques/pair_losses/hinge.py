@@ -1,0 +1,32 @@
+"""Hinge loss on log-probabilities (SLiC, Zhao et al. 2023)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.models.pair_loss import PairLoss
+from weft.registry import register
+
+if TYPE_CHECKING:
+    import torch
+
+    T = torch.Tensor
+
+
+@register(
+    "pair-loss",
+    "hinge",
+    title="Hinge loss on log-probabilities",
+    paper="Zhao et al. 2023 (SLiC)",
+    recipe="preference.toml --set loss.kind=hinge",
+    proof="tests/train/test_preference.py",
+)
+class Hinge(PairLoss):
+    """Nothing to learn once the chosen answer is far enough ahead."""
+
+    smooths = False
+
+    def of(self, gap: T, margin: T) -> T:
+        from torch.nn.functional import relu
+
+        return relu(1 - self.beta * gap)

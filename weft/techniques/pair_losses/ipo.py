@@ -1,0 +1,31 @@
+"""IPO, of averages over tokens as its authors have it (Azar et al. 2023)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.models.pair_loss import PairLoss
+from weft.registry import register
+
+if TYPE_CHECKING:
+    import torch
+
+    T = torch.Tensor
+
+
+@register(
+    "pair-loss",
+    "ipo",
+    title="IPO, of averages over tokens",
+    paper="Azar et al. 2023",
+    recipe="preference.toml --set loss.kind=ipo",
+    proof="tests/train/test_preference.py",
+)
+class IPO(PairLoss):
+    """The squared distance from a margin that beta sets."""
+
+    averaged = True
+    smooths = False
+
+    def of(self, gap: T, margin: T) -> T:
+        return (gap - 1 / (2 * self.beta)).square()

@@ -1,0 +1,61 @@
+"""KTO: answers judged one by one, compared with how far the model has moved (Ethayarajh et al. 2024, 2402.01306)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field, PositiveFloat
+
+from weft.models.pair_loss import PairLoss
+from weft.registry import register
+from weft.section import Section
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.data.batch import Pairs
+
+    T = torch.Tensor
+
+
+class KTOSettings(Section):
+    """What KTO alone is set by."""
+
+    desirable: PositiveFloat = Field(
+        1.0, description="How many times a good answer counts."
+    )
+    undesirable: PositiveFloat = Field(
+        1.0, description="How many times a bad answer counts."
+    )
+
+
+@register(
+    "pair-loss",
+    "kto",
+    settings=KTOSettings,
+    title="KTO: answers judged one by one, compared with how far the model has moved",
+    paper="Ethayarajh et al. 2024",
+    recipe="preference.toml --set loss.kind=kto",
+    proof="tests/train/test_preference.py",
+)
+class KTO(PairLoss):
+    """The loss of answers that are each good or bad, the first of their pairs.
+
+    An answer's reward is by how much it is more likely than under the reference model, times beta. ``point`` is what
+    rewards are compared with: the mean over all pairs of a step of the same number of the second answers, which are
+    somebody else's; it has no gradient.
+    """
+
+    smooths = False
+    judged = True
+    has_point = True
+
+    def __call__(self, sums: T, lengths: T, pairs: Pairs) -> T:
+        import torch
+
+        own = self.settings.own(KTOSettings)
+        ahead = (sums - torch.from_numpy(pairs.reference).to(sums))[:, 0] - self.point
+        # 1 of a good answer, -1 of a bad one
+        good = torch.from_numpy(pairs.margin).to(sums)
+        weight = torch.where(good > 0, own.desirable, own.undesirable)
+        return weight * (1 - torch.sigmoid(self.beta * good * ahead))

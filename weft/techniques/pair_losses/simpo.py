@@ -1,0 +1,32 @@
+"""SimPO: averages over tokens, a margin, and no reference (Meng et al. 2024)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.models.pair_loss import PairLoss
+from weft.registry import register
+
+if TYPE_CHECKING:
+    import torch
+
+    T = torch.Tensor
+
+
+@register(
+    "pair-loss",
+    "simpo",
+    title="SimPO: no reference",
+    paper="Meng et al. 2024",
+    recipe="preference.toml --set loss.kind=simpo --set loss.beta=2",
+    proof="tests/train/test_preference.py",
+)
+class SimPO(PairLoss):
+    """The logistic loss of how far the chosen answer is ahead of a margin."""
+
+    averaged = True
+    has_reference = False
+    has_margin = True
+
+    def of(self, gap: T, margin: T) -> T:
+        return self.smoothed(self.beta * gap - margin)
