@@ -31,7 +31,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from weft.checkpoint.model import open_model
 from weft.generate.engine import Engine
-from weft.generate.policies import chunked, exact_fill
+from weft.generate.policies import exact_fill, policy_of
 from weft.generate.sampling import GREEDY
 from weft.layout.mesh import Mesh
 from weft.models.hf import export
@@ -182,7 +182,7 @@ def injected(folder: Path, turns: int) -> dict[str, Any]:
     for _ in range(turns):
         for name, policy, budget in (
             ("whole", exact_fill, 2048),
-            ("chunked", chunked(64), BUDGET),
+            ("chunked", policy_of("chunked:64"), BUDGET),
         ):
             engine = Engine(model, tokens=CACHE, budget=budget, policy=policy)
             for r in range(8):

@@ -19,7 +19,7 @@ from time import thread_time
 import torch
 
 from weft.generate.engine import Engine
-from weft.generate.policies import Policy, chunked, exact_fill
+from weft.generate.policies import Policy, exact_fill, policy_of
 from weft.layout.mesh import Mesh
 from weft.measure.asks import RequestOutcome
 from weft.measure.simulate import Curve, TimedRequest, measure, simulate
@@ -34,11 +34,14 @@ SHAPE = ModelShape(
 #: By name: requests a second, means of the lengths of prompts and answers, the policy, and the cache's tokens.
 LOADS: dict[str, tuple[float, int, int, Policy, int]] = {
     "calm": (0.6, 60, 24, exact_fill, 2**15),
-    "crowded, in chunks": (3.0, 60, 24, chunked(48), 2**15),
+    "crowded, in chunks": (3.0, 60, 24, policy_of("chunked:48"), 2**15),
     "long prompts, a small cache": (1.0, 240, 16, exact_fill, 1024),
 }
 #: The loads of the steps that the curve is fitted to: one at a time, and as many as there may be.
-FITTED_ON = ((0.5, 120, 24, exact_fill, 2**15), (6.0, 100, 20, chunked(64), 2**15))
+FITTED_ON = (
+    (0.5, 120, 24, exact_fill, 2**15),
+    (6.0, 100, 20, policy_of("chunked:64"), 2**15),
+)
 
 
 def load(

@@ -38,9 +38,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 class TechniqueKind:
     """A kind of technique. ``called``: what a technique of this kind is called with, by position.
 
-    ``setting``: where a recipe names it. ``folder``: of ``weft/techniques/``, where Weft's own ones are; empty where
-    Weft has none of its own. ``noun``: what one is called in an error line. ``plain``: values of the setting that name
-    no technique, as the core does without.
+    ``setting``: where a recipe names it, or which option does. ``folder``: of ``weft/techniques/``, where Weft's own
+    ones are; empty where Weft has none of its own. ``noun``: what one is called in an error line. ``plain``: values of
+    the setting that name no technique, as the core does without.
     """
 
     noun: str
@@ -54,7 +54,7 @@ class TechniqueKind:
         return [*self.plain, *(name for name in names if name not in self.plain)]
 
 
-#: Every kind of technique that a recipe can name.
+#: Every kind of technique that a recipe can name, or an option of a command.
 KINDS: dict[str, TechniqueKind] = {
     "callback": TechniqueKind("callback", "callbacks.name"),
     "loss": TechniqueKind("loss", "loss.kind", ("logits", "labels")),
@@ -64,6 +64,8 @@ KINDS: dict[str, TechniqueKind] = {
     "optimizer": TechniqueKind("update rule", "optimizer.kind", ("settings", "ranks"), "optimizers"),
     "moments": TechniqueKind("storage of moments", "optimizer.state", ("settings", "ranks"), "moments", ("float32",)),
     "schedule": TechniqueKind("pipeline schedule", "layout.schedule", (), "schedules"),
+    "policy": TechniqueKind("scheduling policy", "--policy", (), "policies", ("exact-fill",)),
+    "drafter": TechniqueKind("drafter", "--draft", (), "drafters"),
     "context": TechniqueKind("attention scheme", "layout.context", (), "context", ("ulysses",)),
     "dispatch": TechniqueKind("dispatcher", "layout.dispatch", (), "dispatch"),
     "sync": TechniqueKind("sync method", "sync.update", ("settings",), "sync"),

@@ -15,8 +15,8 @@ from tests.generate.test_many import NEW, PROMPTS, SETTINGS, alone, build
 from weft.checkpoint.convert.peft import peft_name, read_adapter
 from weft.errors import UsageError, WeftError
 from weft.generate.engine import Engine
+from weft.generate.lookup import Lookup
 from weft.generate.sampling import GREEDY
-from weft.generate.speculation import Lookup
 from weft.models.row_adapters import HostAdapter, layer_modules
 from weft.models.transformer import Transformer
 

@@ -13,10 +13,10 @@ import torch
 from scipy.stats import chi2_contingency, chisquare
 
 from tests.generate.test_many import PROMPTS, alone, build
-from weft.generate.draft import DraftModel
 from weft.generate.engine import Engine
 from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Guess, Sampling, choose, draw, odds
+from weft.techniques.drafters.small_model import DraftModel
 
 HOWS = {
     "plain": Sampling(),

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import UsageError
 from weft.generate.engine import Engine
+from weft.generate.lookup import Lookup
 from weft.generate.sampling import GREEDY, Sampling
-from weft.generate.speculation import Lookup
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
 from weft.parallel.build import parallelize

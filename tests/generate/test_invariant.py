@@ -11,10 +11,10 @@ import torch
 
 from weft.errors import UsageError
 from weft.generate.engine import Engine, Generation
-from weft.generate.policies import chunked, exact_fill, prompts_first
+from weft.generate.lookup import Lookup
+from weft.generate.policies import exact_fill, policy_of
 from weft.generate.sampling import Sampling
 from weft.generate.scheduler import Scheduler
-from weft.generate.speculation import Lookup
 from weft.layout.mesh import Mesh
 from weft.models.invariant import TILE, invariant
 from weft.models.products import read_only
@@ -69,7 +69,13 @@ def check(found: list[Generation], scores: list[torch.Tensor]) -> int:
 
 
 def random_engine(model: Transformer, drawn: Random) -> Engine:
-    policy = drawn.choice([exact_fill, prompts_first, chunked(drawn.randrange(1, 40))])
+    policy = drawn.choice(
+        [
+            exact_fill,
+            policy_of("prompts-first"),
+            policy_of(f"chunked:{drawn.randrange(1, 40)}"),
+        ]
+    )
     size, tokens = drawn.choice([1, 3, 4, 16, 64]), drawn.choice([None, 192, 192])
     drafter = drawn.choice([None, Lookup(least=1)])
     return Engine(

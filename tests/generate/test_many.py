@@ -11,7 +11,7 @@ import torch
 from tests.generate.test_cache import build as build_double
 from weft.errors import UsageError
 from weft.generate.engine import Engine
-from weft.generate.policies import chunked, exact_fill, prompts_first
+from weft.generate.policies import exact_fill, policy_of
 from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
 from weft.generate.scheduler import Scheduler
@@ -31,15 +31,15 @@ PROMPTS = [
 NEW = 10
 SETTINGS: dict[str, dict[str, Any]] = {
     "one token a step": {"budget": 1, "size": 3},
-    "chunks of 5": {"budget": 16, "policy": chunked(5), "size": 4},
+    "chunks of 5": {"budget": 16, "policy": policy_of("chunked:5"), "size": 4},
     "exact fill": {"budget": 7, "policy": exact_fill, "size": 1},
-    "prompts first": {"budget": 64, "policy": prompts_first, "size": 16},
+    "prompts first": {"budget": 64, "policy": policy_of("prompts-first"), "size": 16},
     "two at once": {"limit": 2, "size": 4},
     "a cache that is too small": {"tokens": 48, "size": 4, "budget": 9},
     "prompts first in a small cache": {
         "tokens": 56,
         "size": 2,
-        "policy": prompts_first,
+        "policy": policy_of("prompts-first"),
     },
 }
 HOW = [

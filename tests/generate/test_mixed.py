@@ -16,11 +16,11 @@ from tests.generate.test_many import PROMPTS, build
 from weft.checkpoint.convert.peft import read_adapter
 from weft.errors import WeftError
 from weft.generate.engine import Engine
-from weft.generate.policies import chunked, exact_fill, prompts_first
+from weft.generate.lookup import Lookup
+from weft.generate.policies import exact_fill, policy_of
 from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
 from weft.generate.search import Search
-from weft.generate.speculation import Lookup
 from weft.models.row_adapters import HostAdapter
 from weft.models.transformer import Transformer
 
@@ -67,7 +67,7 @@ def made(drawn: random.Random, kind: str, folder: str) -> Engine:
     size = drawn.choice([1, 3, 4, 16])
     settings: dict[str, Any] = {
         "size": size, "budget": drawn.choice([2, 7, 16, 200]), "limit": drawn.choice([2, 3, 8, 64]),
-        "policy": drawn.choice([exact_fill, prompts_first, chunked(4)]),
+        "policy": drawn.choice([exact_fill, policy_of("prompts-first"), policy_of("chunked:4")]),
         "tokens": drawn.choice([None, 1500, 800]),
         "drafter": drawn.choice([None, Lookup(least=1), Lookup(least=1, width=2, shared=500)]),
     }  # fmt: skip

@@ -19,10 +19,10 @@ from weft.checkpoint.convert.peft import read_adapter
 from weft.errors import UsageError
 from weft.generate import ranks
 from weft.generate.engine import Engine
-from weft.generate.policies import chunked
+from weft.generate.lookup import Lookup
+from weft.generate.policies import policy_of
 from weft.generate.ranks import check_layout, follow, mesh_of_rank
 from weft.generate.sampling import GREEDY, Sampling
-from weft.generate.speculation import Lookup
 from weft.generate.streams import hogwild
 from weft.layout.layout import Layout
 from weft.models.transformer import Transformer
@@ -44,7 +44,7 @@ SHAPE = {
 NAMES = ("chunks of 5", "a cache that is too small")
 OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "as it is": {}, "room for two adapters": {"tokens": 800, "size": 4, "budget": 9},
-    "chunks of 3 in a small cache": {"tokens": 48, "size": 4, "budget": 5, "policy": chunked(3)},
+    "chunks of 3 in a small cache": {"tokens": 48, "size": 4, "budget": 5, "policy": policy_of("chunked:3")},
 }  # fmt: skip
 OF_ALL = (
     "tp=2",

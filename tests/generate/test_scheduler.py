@@ -22,12 +22,17 @@ from weft.generate import branches
 from weft.generate import scheduler as module
 from weft.generate.branches import branch
 from weft.generate.keys import chained_keys, root_key
-from weft.generate.policies import Policy, chunked, exact_fill, prompts_first
+from weft.generate.policies import Policy, exact_fill, policy_of
 from weft.generate.pool import BlockPool
 from weft.generate.request import Branch, Request
 from weft.generate.scheduler import ScheduledStep, Scheduler
 
-POLICIES: tuple[Policy, ...] = (exact_fill, chunked(3), chunked(16), prompts_first)
+POLICIES: tuple[Policy, ...] = (
+    exact_fill,
+    policy_of("chunked:3"),
+    policy_of("chunked:16"),
+    policy_of("prompts-first"),
+)
 # a small vocabulary, so that prompts often begin alike
 ADAPTERS, TENANTS, VOCAB = ("", "a"), ("", "t"), 3
 
@@ -593,8 +598,8 @@ def test_policies_fill_steps_as_their_papers_say() -> None:
     found = {}
     for name, policy in (
         ("fill", exact_fill),
-        ("chunks", chunked(10)),
-        ("first", prompts_first),
+        ("chunks", policy_of("chunked:10")),
+        ("first", policy_of("prompts-first")),
     ):
         scheduler = Scheduler(BlockPool(100, 4), 16, 8, policy)
         for length in (2, 3):

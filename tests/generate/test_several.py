@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rich.control import strip_control_codes
 from tests.chats import TEMPLATES, save_tokenizer
 from tests.conftest import Command
 from tests.generate.test_draft import Counting
+from weft import registry
 from weft.generate.search import Hypothesis, Search
 from weft.generate.several import TAGS
 
@@ -129,11 +131,15 @@ def test_a_small_model_runs_ahead(
     """The text without guesses, by guesses that were there before they were asked for."""
     drafters: list[Counting] = []
 
-    def counting(*given: Any, **settings: Any) -> Counting:
-        drafters.append(Counting(*given, **settings))
-        return drafters[-1]
+    class Noted(Counting):
+        def __init__(self, *given: Any, **settings: Any) -> None:
+            super().__init__(*given, **settings)
+            drafters.append(self)
 
-    monkeypatch.setattr("weft.generate.draft.DraftModel", counting)
+    small = registry.find("drafter", "small-model")
+    monkeypatch.setitem(
+        registry._REGISTERED, ("drafter", "small-model"), replace(small, made=Noted)
+    )
     words = (
         "generate",
         "--from",

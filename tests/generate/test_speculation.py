@@ -11,14 +11,14 @@ import torch
 
 from tests.generate.test_many import HOW, NEW, PROMPTS, alone, build, each_alone
 from weft.generate.engine import Engine
-from weft.generate.policies import chunked
+from weft.generate.lookup import Lookup, NgramIndex
+from weft.generate.policies import policy_of
 from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
-from weft.generate.speculation import Lookup, NgramIndex
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {"size": 4},
-    "chunks of 5": {"budget": 16, "policy": chunked(5), "size": 4},
+    "chunks of 5": {"budget": 16, "policy": policy_of("chunked:5"), "size": 4},
     "a budget that cuts guesses": {"budget": 3, "size": 2},
     "a cache that is too small": {"tokens": 48, "size": 4, "budget": 9},
     "two at once": {"limit": 2, "size": 3},

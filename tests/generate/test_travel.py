@@ -13,9 +13,9 @@ from travel import Arrival, Departure
 from tests.generate.test_many import HOW, PROMPTS, build
 from weft.errors import UsageError, WeftError
 from weft.generate.engine import Engine
+from weft.generate.lookup import Lookup
 from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
-from weft.generate.speculation import Lookup
 from weft.models.transformer import Transformer
 
 NEW = 40

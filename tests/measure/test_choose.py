@@ -16,11 +16,10 @@ from tests.serve.running import build as with_bytes
 from weft.cli.bench import _show_candidates
 from weft.data.tokenizer import load_tokenizer
 from weft.generate.engine import Engine
-from weft.generate.policies import policy_of
+from weft.generate.policies import compared_policies, policy_of
 from weft.measure.asks import LoadRequest
 from weft.measure.choose import (
     BUDGETS,
-    POLICIES,
     SHARE,
     Candidate,
     compare,
@@ -148,9 +147,9 @@ def test_the_command(command: Command, tmp_path: Path) -> None:
     code, out, error = command(*words, "--goodput", "ttft:60000", "--json")
     assert code == 0, error
     found = json.loads(out)
-    assert {one["policy"] for one in found["candidates"]} <= set(POLICIES) and found[
-        "most_requests_per_second"
-    ] is None
+    assert {one["policy"] for one in found["candidates"]} <= set(
+        compared_policies()
+    ) and found["most_requests_per_second"] is None
     assert all(
         one["completed"] == 12 and one["total_output_tokens"] == 48
         for one in found["candidates"]

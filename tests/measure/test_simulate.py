@@ -9,7 +9,7 @@ import torch
 
 from tests.generate.test_many import build
 from weft.generate.engine import Engine
-from weft.generate.policies import chunked, exact_fill, prompts_first
+from weft.generate.policies import exact_fill, policy_of
 from weft.generate.pool import BlockPool
 from weft.generate.scheduler import ScheduledStep, Scheduler
 from weft.measure.simulate import Curve, TimedRequest, measure, play, simulate, work_of
@@ -25,7 +25,8 @@ def load(seed: int, rate: float, count: int = 30) -> list[TimedRequest]:
 
 
 @pytest.mark.parametrize("settings", [
-    {}, {"policy": chunked(7), "budget": 20}, {"policy": prompts_first, "tokens": 160, "limit": 4},
+    {}, {"policy": policy_of("chunked:7"), "budget": 20},
+    {"policy": policy_of("prompts-first"), "tokens": 160, "limit": 4},
 ], ids=["roomy", "chunks", "small"])  # fmt: skip
 def test_it_plans_every_step_as_the_engine_does(settings: dict[str, object]) -> None:
     """With a clock that counts work: latencies are the same to the last bit, preemption and waiting included."""

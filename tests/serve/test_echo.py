@@ -12,7 +12,7 @@ import torch
 from tests.serve.inprocess import InProcess, serving
 from tests.serve.running import build
 from tests.serve.test_tools import DEAF
-from weft.generate.speculation import Lookup
+from weft.generate.lookup import Lookup
 
 PROMPT = "a prompt — of several blocks"
 

@@ -27,9 +27,9 @@ from weft.checkpoint.convert.peft import read_adapter
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import WeftError
 from weft.generate.engine import Engine
+from weft.generate.lookup import Lookup
 from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
-from weft.generate.speculation import Lookup
 from weft.serve.answering import PLAIN, Answering
 from weft.serve.protocol import CompletionRequest
 from weft.serve.service import Service, TokenEvent

@@ -18,7 +18,7 @@ import pytest
 from tests.serve.running import JSON, Running, until
 from tests.serve.test_tools import ASKED, HERMES, TIME, WEATHER
 from weft.data.tokenizer import load_tokenizer
-from weft.generate.speculation import Lookup
+from weft.generate.lookup import Lookup
 
 WRONG: list[tuple[str, bytes]] = [
     ("/v1/completions", b"{"), ("/v1/completions", b""), ("/v1/completions", b'{"prompt": "\\ud800"}'),

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from weft import registry
 from weft.errors import UsageError
+from weft.generate.drafter import check_ahead
+from weft.generate.policies import policy_of
 from weft.recipe import build_recipe
 from weft.registry import KINDS, declared, find, names
 
@@ -23,6 +26,14 @@ BESIDE: dict[str, dict[str, object]] = {
     "schedule": {"pp": 2},
     "context": {"cp": 2},
     "dispatch": {"dp": 2, "ep": 2, "node": 1},
+}
+
+
+#: What names a technique of a kind that no recipe names.
+NAMED_BY: dict[str, Callable[[str], object]] = {
+    "policy": lambda name: policy_of(name),
+    # what it is asked first
+    "drafter": lambda name: check_ahead(name, 1),
 }
 
 
@@ -81,7 +92,8 @@ def test_without_its_file_all_else_works(
     for other in KINDS:
         assert (kind, name) not in {(t.kind, t.name) for t in declared(other)}
     with pytest.raises(UsageError, match="cannot be imported") as refused:
-        build_recipe(tree(kind, name))
+        ask = NAMED_BY.get(kind, lambda name: build_recipe(tree(kind, name)))
+        ask(name)
     assert "\n" not in str(refused.value)
 
 

@@ -1,6 +1,7 @@
 """Arguments and options that several commands take."""
 
 import glob
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -76,8 +77,26 @@ _ahead = (
 )
 Ahead = Annotated[int, typer.Option("--ahead", min=0, help=_ahead)]
 
+_plugin = "A module with techniques of yours (docs/plugins.md), which can then be named; may be repeated."
+PluginModules = Annotated[
+    list[str] | None, typer.Option("--plugin", metavar="MODULE", help=_plugin)
+]
+
 _spread = 'Ranks for models and texts that are too large for one: "tp=2", "cp=4", "pp=2", "cp=4,ep=4", "tp=2,pp=2" ...'
 Spread = Annotated[str | None, typer.Option("--layout", help=_spread)]
+
+
+def import_plugins(modules: Sequence[str] | None) -> None:
+    """Import the modules of ``--plugin``; :class:`UsageError` names the one that cannot be."""
+    if not modules:
+        return
+    from weft.plugins import load_plugins
+
+    try:
+        load_plugins(modules)
+    except ValueError as error:
+        why = str(error).removeprefix("plugins: ")
+        raise UsageError(f"--plugin: {why}") from None
 
 
 def read_keys(file: Path) -> list[str]:

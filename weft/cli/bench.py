@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from weft.cli.arguments import AsJson, ModelName, Weights
+from weft.cli.arguments import AsJson, ModelName, PluginModules, Weights, import_plugins
 from weft.cli.console import print_table, warn
 from weft.errors import UsageError
 
@@ -64,6 +64,7 @@ def policies(
         int, typer.Option(min=1, help="As weft serve has it: tokens of the cache.")
     ] = 65_536,
     weights: Weights = "float",
+    plugin: PluginModules = None,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> int:
@@ -76,6 +77,7 @@ def policies(
     from weft.measure import asks, choose
     from weft.models.products import read_only
 
+    import_plugins(plugin)
     limits, percentiles = (
         asks.read_limits(goodput or []),
         asks.read_percentiles(metric_percentiles),

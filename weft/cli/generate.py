@@ -12,7 +12,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.arguments import Ahead, Draft, Ema, ModelName, Spread, Weights
+from weft.cli.arguments import (
+    Ahead,
+    Draft,
+    Ema,
+    ModelName,
+    PluginModules,
+    Spread,
+    Weights,
+    import_plugins,
+)
 from weft.cli.console import plain_console, warn
 from weft.errors import UsageError
 
@@ -104,6 +113,7 @@ def generate(
     weights: Weights = "float",
     draft: Draft = "",
     ahead: Ahead = 0,
+    plugin: PluginModules = None,
     layout: Spread = None,
     experts_in: Annotated[str | None, typer.Option(metavar="WHERE", help=_rest)] = None,
     resident: Annotated[
@@ -116,7 +126,7 @@ def generate(
     from weft.checkpoint.model import open_model, tokenizer_of
     from weft.data.chat.encode import prompt_ids, read_messages
     from weft.data.detokenizer import stream_text
-    from weft.generate.draft import check_ahead, drafter_for
+    from weft.generate.drafter import check_ahead, drafter_for
     from weft.generate.engine import BUDGET, Engine
     from weft.generate.ranks import follow, mesh_of_rank
     from weft.generate.sampling import Sampling
@@ -135,6 +145,7 @@ def generate(
     )
     several = Several(texts, beams, answer, workers, paths, length_penalty, prune)
     several.check(temperature, draft, spread)
+    import_plugins(plugin)
     check_ahead(draft, ahead)
     if experts_in == "":
         raise UsageError("--experts-in is empty; give a folder on a local disk")

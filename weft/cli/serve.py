@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.arguments import Ahead, Draft, Ema, ModelName, Spread, Weights, read_keys
+from weft.cli.arguments import (
+    Ahead,
+    Draft,
+    Ema,
+    ModelName,
+    PluginModules,
+    Spread,
+    Weights,
+    import_plugins,
+    read_keys,
+)
 from weft.cli.console import warn
 from weft.errors import UsageError
 from weft.net.sockets import Socket, listen
@@ -95,6 +105,7 @@ def serve(
     invariant: Annotated[bool, typer.Option("--invariant", help=_invariant)] = False,
     draft: Draft = "",
     ahead: Ahead = 0,
+    plugin: PluginModules = None,
     layout: Spread = None,
 ) -> int:
     """Serve a trained model over HTTP as OpenAI's clients ask for it, with metrics and a chat page."""
@@ -102,7 +113,7 @@ def serve(
     import torch
 
     from weft.checkpoint.model import open_model, tokenizer_of
-    from weft.generate.draft import check_ahead, drafter_for
+    from weft.generate.drafter import check_ahead, drafter_for
     from weft.generate.engine import Engine, check_prompt
     from weft.generate.policies import policy_of
     from weft.generate.ranks import follow, mesh_of_rank
@@ -127,6 +138,7 @@ def serve(
     )
     if invariant and spread.world > 1:
         raise UsageError("--invariant is for a model on one rank; leave out --layout")
+    import_plugins(plugin)
     check_ahead(draft, ahead)
     order = policy_of(policy)
     # mistakes are said before anything is read

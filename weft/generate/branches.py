@@ -1,4 +1,4 @@
-"""Cache blocks for the guesses of what a request will write (:mod:`weft.generate.speculation`).
+"""Cache blocks for the guesses of what a request will write (:mod:`weft.generate.lookup`).
 
 The first guess is written behind the request's own tokens, in its own blocks; each other one has a table of its own,
 with a copy of the request's last block. Where blocks are recurrent states, which cannot forget a wrong token, the first

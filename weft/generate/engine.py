@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from weft.errors import UsageError
+from weft.generate.drafter import Drafter
 from weft.generate.grammar import Grammar
 from weft.generate.keys import shelf_keys
 from weft.generate.policies import Policy, exact_fill
@@ -25,7 +26,6 @@ from weft.generate.reader import PagedReader
 from weft.generate.request import Generation, Request, Written
 from weft.generate.sampling import Guess, Sampling, choose, log_probabilities, odds
 from weft.generate.scheduler import ScheduledStep, Scheduler
-from weft.generate.speculation import Drafter
 from weft.models.invariant import check_invariant
 from weft.models.linear_attention import CHUNK
 from weft.models.row_adapters import HostAdapter
@@ -73,7 +73,7 @@ class Engine:
     ``tokens``: how many the cache has room for, of all requests together (None: as many as memory holds); ``budget``:
     how many are computed in a step, of at most ``limit`` requests; ``policy``: see :mod:`weft.generate.policies`;
     ``size``: tokens of a cache block (0: the usual number); ``drafter``: guesses what will be written
-    (:mod:`weft.generate.speculation`), which changes nothing but the speed; ``invariant``: log-probabilities are equal
+    (:mod:`weft.generate.lookup`), which changes nothing but the speed; ``invariant``: log-probabilities are equal
     to the last bit to those of a pass over the whole text (:mod:`weft.models.invariant`); ``ranks``: the model is cut
     over several ranks, which follow this one (:mod:`weft.generate.ranks`).
     """

@@ -1,14 +1,53 @@
-"""Scheduling policies: which requests are served first in a step, and how many tokens each gets."""
+"""Scheduling policies: which requests are served first in a step, and how many tokens each gets.
+
+``exact-fill`` is the core's own; the others are techniques, and say what is different from it.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from weft.errors import UsageError
-from weft.generate.request import Request
+from weft.registry import declared, find, names
 
-#: Takes (running, waiting, budget), and gives the requests in the order to serve them, with the most tokens for each.
-Policy = Callable[
-    [Sequence[Request], Sequence[Request], int], Iterable[tuple[Request, int]]
-]
+if TYPE_CHECKING:
+    from weft.generate.request import Request
+
+#: Requests in the order to serve them, with the most tokens for each.
+Order = Iterable[tuple["Request", int]]
+#: Takes (running, waiting, budget), and gives the order.
+Policy = Callable[[Sequence["Request"], Sequence["Request"], int], Order]
+
+#: The policy of the core.
+EXACT_FILL = "exact-fill"
+
+
+class SchedulingPolicy:
+    """A policy that ``weft serve --policy NAME`` or ``NAME:ARGUMENT`` names.
+
+    ``example``: such a word with an argument, where the policy needs one. ``candidates``: the words of this policy that
+    ``weft bench policies`` compares.
+    """
+
+    example: ClassVar[str] = ""
+    candidates: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def of_argument(cls, argument: str | None) -> Self | None:
+        """Make the policy of what stands behind the colon, None without one; None is returned if it cannot be that."""
+        return cls() if argument is None else None
+
+    def __call__(
+        self, running: Sequence[Request], waiting: Sequence[Request], budget: int
+    ) -> Order:
+        """Return the requests in the order to serve them, with the most tokens for each.
+
+        ``budget`` is the number of tokens of the step, and cuts the order where it ends. A running request may be left
+        out; a waiting one begins if the order comes to it. ``wanted`` of a request is the number of its tokens that
+        are still to be computed, ``arrival`` its number, ``runs`` whether it is running.
+        """
+        raise NotImplementedError
 
 
 def exact_fill(
@@ -19,35 +58,24 @@ def exact_fill(
     return [(r, r.wanted) for r in (*order, *waiting)]
 
 
-def chunked(chunk: int) -> Policy:
-    """New tokens first, then one chunk of one prompt, of at most ``chunk`` tokens: steps of equal length (SARATHI)."""
-
-    def policy(
-        running: Sequence[Request], waiting: Sequence[Request], budget: int
-    ) -> list[tuple[Request, int]]:
-        order = exact_fill(running, waiting, budget)
-        later = [r for r, tokens in order if tokens > 1 or not r.runs][1:]
-        return [(r, min(tokens, chunk)) for r, tokens in order if r not in later]
-
-    return policy
-
-
-def prompts_first(
-    running: Sequence[Request], waiting: Sequence[Request], budget: int
-) -> list[tuple[Request, int]]:
-    """Prompts before new tokens: whoever writes waits while others are read (Orca, and vLLM at first)."""
-    order = exact_fill(running, waiting, budget)
-    return sorted(order, key=lambda served: served[1] == 1 and served[0].runs)
-
-
 def policy_of(word: str) -> Policy:
-    """The policy of that name: ``exact-fill``, ``prompts-first`` or ``chunked:N``."""
-    name, _, chunk = word.partition(":")
-    if name == "chunked" and chunk.isdecimal() and int(chunk):
-        return chunked(int(chunk))
-    named = {"exact-fill": exact_fill, "prompts-first": prompts_first}
-    if word not in named:
-        raise UsageError(
-            f"--policy cannot be {word!r}; give exact-fill, prompts-first or, for instance, chunked:64"
-        )
-    return named[word]
+    """The policy that ``word`` names, such as ``exact-fill`` or ``chunked:64``; :class:`UsageError` if none does."""
+    name, colon, argument = word.partition(":")
+    if word == EXACT_FILL:
+        return exact_fill
+    if name in names("policy"):
+        made: Any = find("policy", name).made
+        policy: Policy | None = made.of_argument(argument if colon else None)
+        if policy is not None:
+            return policy
+    every = {t.name: t.made.example for t in declared("policy")}
+    plain = [EXACT_FILL, *(name for name, example in every.items() if not example)]
+    examples = [example for example in every.values() if example]
+    instance = f" or, for instance, {', '.join(examples)}" if examples else ""
+    raise UsageError(f"--policy cannot be {word!r}; give {', '.join(plain)}{instance}")
+
+
+def compared_policies() -> list[str]:
+    """The words of all policies that are compared with each other."""
+    every: list[Any] = [technique.made for technique in declared("policy")]
+    return [EXACT_FILL, *(word for made in every for word in made.candidates)]

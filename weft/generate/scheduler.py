@@ -7,7 +7,7 @@ filled exactly (Dynamic SplitFuse, Holmes et al. 2024, 2401.08671), and requests
 Yu et al. 2022; Flover, 2305.13484). Where no block is free, the request that came last gives its blocks back and is
 computed again later. Who is served first, and how much at once, is a policy (:mod:`weft.generate.policies`).
 
-Guesses of what a request will write (:mod:`weft.generate.speculation`) are more tokens of it, if a step has room.
+Guesses of what a request will write (:mod:`weft.generate.lookup`) are more tokens of it, if a step has room.
 """
 
 from bisect import insort

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from weft.data.tokenizer import Tokenizer
 from weft.generate.engine import Engine
+from weft.generate.policies import EXACT_FILL, compared_policies
 from weft.measure.asks import LoadRequest, summary
 from weft.measure.simulate import Curve, TimedRequest, measure, simulate
 
-POLICIES = ("exact-fill", "chunked:32", "chunked:128", "prompts-first")
 BUDGETS = (128, 512, 2048)
 #: The share of the requests that must meet all limits, in the search for the most requests per second.
 SHARE = 0.9
@@ -56,13 +56,15 @@ def requests_of(
 
 def time_steps(build: Build, load: Sequence[TimedRequest]) -> Curve:
     """The curve of the engine's step times, fitted on ``load`` one by one, at once, and at once in small chunks."""
+    # in small chunks, where there is such a policy
+    small = [*compared_policies(), EXACT_FILL][1]
     # the first steps of a process are slow
-    measure(build("exact-fill", BUDGETS[1]), load[:1])
+    measure(build(EXACT_FILL, BUDGETS[1]), load[:1])
     samples = []
     for policy, budget, apart in (
-        ("exact-fill", 2048, 1e6),
-        ("exact-fill", 512, 0.0),
-        ("chunked:32", 128, 0.0),
+        (EXACT_FILL, 2048, 1e6),
+        (EXACT_FILL, 512, 0.0),
+        (small, 128, 0.0),
     ):
         coming = [request._replace(time=apart * i) for i, request in enumerate(load)]
         samples += measure(build(policy, budget), coming)[1]
@@ -96,7 +98,7 @@ def compare(
     Of candidates with equal results only the one with the smallest budget is kept.
     """
     candidates: list[Candidate] = []
-    for policy, budget in product(POLICIES, BUDGETS):
+    for policy, budget in product(compared_policies(), BUDGETS):
         candidate = play_candidate(
             build, policy, budget, load, curve, percentiles, limits
         )

@@ -8,15 +8,20 @@ Several paths with a common beginning form a tree (SpecInfer, Miao et al. 2023, 
 
 Guesses come from texts, at almost no cost: what followed an earlier occurrence of a request's last tokens (n-gram, or
 prompt lookup), or what mostly followed them in all requests' texts (suffix decoding, Oliaro et al. 2024, 2411.04975);
-or from a small model (:mod:`weft.generate.draft`).
+or from a small model (``small-model``).
 """
+
+from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from weft.generate.request import Generation
+from weft.generate.drafter import Drafter
+
+if TYPE_CHECKING:
+    from weft.generate.request import Generation
 
 #: How many places of an n-gram are kept, the latest ones.
 PLACES = 32
@@ -24,15 +29,6 @@ PLACES = 32
 #: Most tokens of a path, most tokens of a text's end that are compared, and the least share of places that must go on
 #: alike.
 MOST, DEPTH, FLOOR = 16, 24, 0.1
-
-
-class Drafter(Protocol):
-    """Sets ``drafts``, a list of paths, of requests that are about to compute one token.
-
-    A path that was sampled must be the only one of its request, whose ``odds`` are then set too.
-    """
-
-    def propose(self, requests: Sequence[Generation]) -> None: ...
 
 
 class NgramIndex:
@@ -125,7 +121,7 @@ class Trust:
         )
 
 
-class Lookup:
+class Lookup(Drafter):
     """Guesses from texts: a request's own, and the last ``shared`` tokens that other requests of its tenant wrote.
 
     A path follows an occurrence of the last tokens of the request's text, of at least ``least``, and is no longer than

@@ -10,51 +10,23 @@ Mirror Speculative Decoding, 2510.13161, which takes them from an early layer of
 in one of these ways, its next guesses are there at once. On a device of its own the small model then costs no time.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from random import Random
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-import torch
-
-from weft.checkpoint.model import open_model
 from weft.errors import UsageError
-from weft.generate.engine import Engine
-from weft.generate.request import Generation
-from weft.generate.speculation import Drafter, Lookup
-from weft.models.transformer import Transformer
+from weft.generate.drafter import Drafter
+from weft.registry import register
 
-#: Tokens of other requests' texts that guesses are looked up in.
-SHARED = 2**18
+if TYPE_CHECKING:
+    import torch
 
-
-def check_ahead(word: str, ahead: int) -> None:
-    """Raise :class:`UsageError` if ``--ahead`` is given without a small model to look ahead with."""
-    if ahead and word in ("", "text", "texts"):
-        draft = f"--draft {word} looks guesses up" if word else "there is no --draft"
-        raise UsageError(
-            f"--ahead {ahead} is for a small model that guesses, and {draft}; give --draft MODEL"
-        )
-
-
-def drafter_for(
-    word: str, model: Transformer, warn: Callable[[str], None], ahead: int = 0
-) -> Drafter | None:
-    """Build the drafter that ``word`` names; return None for "".
-
-    ``text`` guesses from a request's own text, ``texts`` also from other requests'; anything else names a small model,
-    which needs the vocabulary of ``model`` and takes ``ahead`` (see :class:`DraftModel`). Raises :class:`UsageError`.
-    """
-    check_ahead(word, ahead)
-    if word in ("", "text", "texts"):
-        return Lookup(shared=SHARED * (word == "texts")) if word else None
-    small, _ = open_model(word, str(model.mesh.device), warn)
-    if small.shape.vocab != model.shape.vocab:
-        raise UsageError(f"{word} has {small.shape.vocab} ids and the model {model.shape.vocab}; a small model that "
-                         "guesses needs the same tokenizer")  # fmt: skip
-    return DraftModel(small, ahead=ahead)
-
+    from weft.generate.request import Generation
+    from weft.models.transformer import Transformer
 
 #: A text: ids from its first token on.
 Text = tuple[int, ...]
@@ -69,20 +41,46 @@ class Guessed(NamedTuple):
     likeliest: list[list[int]]  # at every position of the path and behind it
 
 
-class DraftModel:
+@register(
+    "drafter",
+    "small-model",
+    title="Guesses of a small model, accepted by the ratio of chances",
+    paper="Leviathan et al. 2022; Chen et al. 2023; Bhendawade et al. 2025 (Mirror-SD)",
+    recipe="weft generate --checkpoint RUN --prompt TEXT --draft SMALL --ahead 2",
+    proof="tests/generate/test_draft.py",
+)
+class DraftModel(Drafter):
     """Guesses of up to ``most`` tokens by ``model``, which must have the large model's vocabulary.
 
     ``ahead``: how many other tokens at each position it guesses behind while its guesses are checked, in a thread of
     its own (0: without a thread). ``tokens``: size of its cache; there are no guesses for longer texts.
     """
 
+    looks_ahead = True
+
     def __init__(
         self, model: Transformer, most: int = 4, ahead: int = 0, tokens: int = 2**16
     ) -> None:
+        from weft.generate.engine import Engine
+
         self.most, self.ahead, self.tokens = most, ahead, tokens
         self.engine = Engine(model, tokens, size=4)
         self._thread = ThreadPoolExecutor(1, "draft")
         self._made: Future[dict[Text, Guessed]] | None = None
+
+    @classmethod
+    def open(
+        cls, word: str, model: Transformer, warn: Callable[[str], None], ahead: int
+    ) -> Self:
+        from weft.checkpoint.model import open_model
+
+        small, _ = open_model(word, str(model.mesh.device), warn)
+        if small.shape.vocab != model.shape.vocab:
+            raise UsageError(
+                f"{word} has {small.shape.vocab} ids and the model {model.shape.vocab}; "
+                f"a small model that guesses needs the same tokenizer"
+            )
+        return cls(small, ahead=ahead)
 
     def propose(self, requests: Sequence[Generation]) -> None:
         made = self._made.result() if self._made is not None else {}

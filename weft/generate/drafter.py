@@ -1,0 +1,67 @@
+"""What guesses the next tokens of requests, as ``--draft`` names it: a word, or else a small model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from weft.errors import UsageError
+from weft.registry import find, names
+
+if TYPE_CHECKING:
+    from weft.generate.request import Generation
+    from weft.models.transformer import Transformer
+
+#: The drafter of every word that is no drafter's name.
+SMALL_MODEL = "small-model"
+
+
+class Drafter:
+    """Guesses what will be written. ``looks_ahead``: it takes ``--ahead``."""
+
+    looks_ahead: ClassVar[bool] = False
+
+    @classmethod
+    def open(
+        cls, word: str, model: Transformer, warn: Callable[[str], None], ahead: int
+    ) -> Self:
+        """Make the drafter that ``--draft word`` names, for ``model``; ``warn`` shows the user a line.
+
+        Raises :class:`UsageError` if it cannot guess for this model.
+        """
+        return cls()
+
+    def propose(self, requests: Sequence[Generation]) -> None:
+        """Set ``drafts``, a list of paths, of requests that are about to compute one token.
+
+        A path that was sampled must be the only one of its request, whose ``odds`` are then set too.
+        """
+        raise NotImplementedError
+
+
+def _class_of(word: str) -> Any:
+    return find("drafter", word if word in names("drafter") else SMALL_MODEL).made
+
+
+def check_ahead(word: str, ahead: int) -> None:
+    """Raise :class:`UsageError` if ``--ahead`` is given without a small model to look ahead with."""
+    if ahead and not (word and _class_of(word).looks_ahead):
+        draft = f"--draft {word} looks guesses up" if word else "there is no --draft"
+        raise UsageError(
+            f"--ahead {ahead} is for a small model that guesses, and {draft}; give --draft MODEL"
+        )
+
+
+def drafter_for(
+    word: str, model: Transformer, warn: Callable[[str], None], ahead: int = 0
+) -> Drafter | None:
+    """Build the drafter that ``word`` names; return None for "".
+
+    A drafter's name is that drafter's; anything else names a small model, which needs the vocabulary of ``model`` and
+    takes ``ahead``. Raises :class:`UsageError`.
+    """
+    check_ahead(word, ahead)
+    if not word:
+        return None
+    drafter: Drafter = _class_of(word).open(word, model, warn, ahead)
+    return drafter

@@ -1,0 +1,1 @@
+"""What guesses the next tokens of a text, one file each."""

@@ -1,0 +1,32 @@
+"""Prompts before new tokens: the first token comes as soon as it can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from weft.generate.policies import Order, SchedulingPolicy, exact_fill
+from weft.registry import register
+
+if TYPE_CHECKING:
+    from weft.generate.request import Request
+
+
+@register(
+    "policy",
+    "prompts-first",
+    title="Prompts before new tokens",
+    paper="Yu et al. 2022 (Orca)",
+    recipe="weft serve --checkpoint RUN --policy prompts-first",
+    proof="tests/generate/test_scheduler.py",
+)
+class PromptsFirst(SchedulingPolicy):
+    """Prompts before new tokens: whoever writes waits while others are read (Orca, and vLLM at first)."""
+
+    candidates: ClassVar[tuple[str, ...]] = ("prompts-first",)
+
+    def __call__(
+        self, running: Sequence[Request], waiting: Sequence[Request], budget: int
+    ) -> Order:
+        order = exact_fill(running, waiting, budget)
+        return sorted(order, key=lambda served: served[1] == 1 and served[0].runs)
