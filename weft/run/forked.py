@@ -99,7 +99,8 @@ def _other_threads() -> bool:
     if (child := os.fork()) == 0:
         os._exit(0)
     os.waitpid(child, 0)
-    return sum(1 for _ in Path("/proc/self/task").iterdir()) > 1
+    tasks = Path("/proc/self/task")
+    return not tasks.is_dir() or sum(1 for _ in tasks.iterdir()) > 1
 
 
 def _be_rank(argv: Sequence[str], parent: int, reading: int) -> NoReturn:
