@@ -28,9 +28,11 @@ plugin_of_footprint.write()
 PLUGIN = """
 import os, sys
 from pathlib import Path
+import weft
 
 def write():
-    files = [m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "weft" and getattr(m, "__file__", None)]
+    root = os.path.dirname(weft.__file__) + os.sep
+    files = [path for m in [*sys.modules.values()] if (path := str(getattr(m, "__file__", ""))).startswith(root)]
     Path(__file__).with_name(f"rank-{os.environ.get('RANK', 0)}-{os.getpid()}").write_text("\\n".join(files))
 
 def leave(code, exit=os._exit):
@@ -70,6 +72,7 @@ def imported(layout: str) -> dict[str, int]:
             'plugins=["plugin_of_footprint"]', "train.steps=2", "validation.every=0", "checkpoint.every=0",
             "model.layers=2", "model.embed=32", "data.tokenizer='bytes'", f"data.cache='{folder}/cache'",
             f"data.sources=[{{kind='text', path='{folder}/text'}}]",
+            "resilience.detect=60",  # a rank that is late on a busy machine is not lost
         ]  # fmt: skip
         places = [str(Path(weft.__file__).parents[1]), name]
         done = subprocess.run(
