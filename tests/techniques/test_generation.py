@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoint import foreign
 from tests.conftest import Command
 from tests.generate.test_many import build
+from weft.checkpoint.convert import Foreign, open_foreign
+from weft.checkpoint.convert.foreign import shape_beside
+from weft.checkpoint.convert.rules import sources_by_name
+from weft.checkpoint.convert.shards import as_stored, load_tree
+from weft.checkpoint.convert.sources import kind_of
+from weft.checkpoint.source_format import SourceFormat
 from weft.errors import UsageError
 from weft.generate.drafter import Drafter, drafter_for
 from weft.generate.engine import Engine
@@ -22,6 +29,7 @@ from weft.generate.policies import (
     policy_of,
 )
 from weft.generate.request import Generation, Request
+from weft.recipe import ModelShape
 from weft.registry import register
 
 pytestmark = pytest.mark.usefixtures("no_plugins")
@@ -93,3 +101,39 @@ def test_a_module_on_the_command_line(
     assert code == 2 and "prompts-first, own or" in said
     code, _, said = command(*words, "own", "--plugin", "own_policies")
     assert code == 2 and "--plugin: there is no module" in said
+
+
+def test_a_format(tmp_path: Path) -> None:
+    """A folder is known by what is in it, before Weft's own formats where it says so, and read tensor by tensor."""
+    shape = ModelShape(vocab=61, layers=2, embed=16, heads=2, head_dim=8, ffn=20)
+    weights = foreign.weights_of(shape)
+    renamed = {f"their.{name}": w for name, w in weights.items()}
+    foreign.write_config(tmp_path, shape)
+    torch.save(renamed, tmp_path / "all.weights")
+
+    @register("format", "theirs")
+    class Theirs(SourceFormat):
+        """One file with everything."""
+
+        patterns = ("*.weights",)
+
+        @staticmethod
+        def open(path: Path, config: Path | None) -> Foreign:
+            tensors = load_tree(path / "all.weights")
+            stored = {
+                name.removeprefix("their."): [as_stored(name, t, path / "all.weights")]
+                for name, t in tensors.items()
+            }
+            made = sources_by_name(stored)
+            return Foreign("theirs", path, shape_beside(path, config), made)
+
+    opened = open_foreign(tmp_path)
+    assert opened.kind == "theirs"
+    assert all(torch.equal(opened.read(name), w) for name, w in weights.items())
+    (tmp_path / "x.gguf").touch()
+    assert kind_of(tmp_path) == "gguf"
+    Theirs.place = 1
+    assert kind_of(tmp_path) == "theirs"
+    assert kind_of(tmp_path / "all.weights") is None
+    with pytest.raises(UsageError, match="did you mean 'theirs'"):
+        open_foreign(tmp_path, "their")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from weft import registry
+from weft.checkpoint.convert import open_foreign
 from weft.errors import UsageError
 from weft.generate.drafter import check_ahead
 from weft.generate.policies import policy_of
@@ -32,6 +33,7 @@ BESIDE: dict[str, dict[str, object]] = {
 #: What names a technique of a kind that no recipe names.
 NAMED_BY: dict[str, Callable[[str], object]] = {
     "policy": lambda name: policy_of(name),
+    "format": lambda name: open_foreign(PACKAGE, name),
     # what it is asked first
     "drafter": lambda name: check_ahead(name, 1),
 }

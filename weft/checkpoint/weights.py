@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.checkpoint.address import Where, open_storage
+from weft.checkpoint.convert.foreign import Foreign
 from weft.checkpoint.convert.peft import CONFIG, PeftAdapter, is_adapter
-from weft.checkpoint.convert.sources import Foreign, kind_of, open_foreign
+from weft.checkpoint.convert.sources import kind_of, open_foreign
 from weft.checkpoint.hub import is_of_hub, local_path
 from weft.checkpoint.same import check_unchanged
 from weft.checkpoint.storage import LocalStorage

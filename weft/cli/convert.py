@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.arguments import DTYPES
+from weft.cli.arguments import DTYPES, PluginModules, import_plugins
 from weft.errors import UsageError, nearest
 
 _from = typer.Option(
@@ -37,12 +37,14 @@ def convert(
     ] = None,
     optimizer: Annotated[bool, typer.Option(help="Take optimizer state along.")] = True,
     upcycle: Annotated[str | None, _upcycle] = None,
+    plugin: PluginModules = None,
 ) -> int:
     """Convert checkpoints of other programs, with one tensor in memory at a time."""
     import torch
 
     from weft.checkpoint.convert import convert as write
 
+    import_plugins(plugin)
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype!r} is not possible; {nearest(dtype, DTYPES)}")
     written = write(

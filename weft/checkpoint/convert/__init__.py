@@ -4,7 +4,8 @@ What a foreign tensor is follows from its name (:mod:`.rules`), where its bytes 
 :mod:`.sources`); :mod:`.write` makes Weft's, Hugging Face's and DCP's folders of it.
 """
 
-from weft.checkpoint.convert.sources import Foreign, open_foreign
+from weft.checkpoint.convert.foreign import Foreign
+from weft.checkpoint.convert.sources import open_foreign
 from weft.checkpoint.convert.write import convert, export_dcp
 
 __all__ = ["Foreign", "convert", "export_dcp", "open_foreign"]

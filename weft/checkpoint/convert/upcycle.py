@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 
 import torch
 
+from weft.checkpoint.convert.foreign import Foreign
 from weft.checkpoint.convert.rules import (
     EXPERTS_RULE,
     NameRule,
@@ -19,7 +20,6 @@ from weft.checkpoint.convert.rules import (
     TensorSource,
     replicated,
 )
-from weft.checkpoint.convert.sources import Foreign
 from weft.errors import UsageError, nearest
 from weft.layout.dims import Dim
 from weft.layout.mesh import Mesh

@@ -12,9 +12,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from weft.checkpoint.address import Where, open_storage
+from weft.checkpoint.convert.foreign import Foreign
 from weft.checkpoint.convert.gguf_write import KINDS, export_gguf
 from weft.checkpoint.convert.rules import CHUNK
-from weft.checkpoint.convert.sources import Foreign, open_foreign
+from weft.checkpoint.convert.sources import open_foreign
 from weft.checkpoint.convert.upcycle import upcycled
 from weft.checkpoint.format import tiles
 from weft.checkpoint.storage import LocalStorage, Storage

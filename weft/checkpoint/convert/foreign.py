@@ -1,0 +1,89 @@
+"""An open checkpoint of another program, and what lies beside its weights."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from weft.checkpoint.convert.rules import Shard, TensorSource, logical_tensor
+from weft.checkpoint.storage import Storage
+from weft.errors import WeftError
+from weft.models.hf import files_beside, tokenizer_files
+from weft.recipe import ModelShape
+from weft.shapes.carried_files import CONFIG
+from weft.shapes.config import shape_from_config
+from weft.shapes.parameters import whole_table
+
+#: What ranks stored of each tensor, by its name.
+Stores = dict[str, Sequence[Shard]]
+
+
+@dataclass
+class Foreign:
+    """An open checkpoint. ``made``: where each parameter comes from; ``moments``: the same for each moment of the
+    optimizer's state, if there is any; ``step``: the number of updates; ``files``: those beside the weights;
+    ``length``: the context that it has learned with, where a run began its weights anew."""
+
+    kind: str
+    path: Path | Storage
+    model: ModelShape
+    made: Mapping[str, TensorSource]
+    moments: Mapping[str, Mapping[str, TensorSource]] = field(default_factory=dict)
+    step: int = 0
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        self.table = whole_table(self.model)
+        if missing := [name for name in self.table if name not in self.made]:
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            raise WeftError(f"{self.path} has nothing for {', '.join(missing[:5])}{more}; the configuration is of "
+                            "another model, or a file is missing")  # fmt: skip
+        ignored = {"head"} if self.model.tied else set()
+        if extra := [
+            made.name
+            for name, made in self.made.items()
+            if name not in {*self.table, *ignored}
+        ]:
+            raise WeftError(f"{self.path} has tensors that the model has not: {', '.join(extra[:5])}; the "
+                            "configuration is of another model")  # fmt: skip
+
+    def read(
+        self, name: str, dtype: torch.dtype | None = None, moment: str = ""
+    ) -> torch.Tensor:
+        """The whole parameter ``name``, or the ``moment`` of it, as stored or converted to ``dtype``."""
+        made = self.moments[moment] if moment else self.made
+        try:
+            return logical_tensor(made[name], self.table[name].shape, self.model, dtype)
+        except WeftError as error:
+            raise (
+                error
+                if str(self.path) in str(error)
+                else WeftError(f"{self.path}: {error}")
+            ) from None
+
+
+def _config(path: Path, config: Path | None) -> Path:
+    """The ``config.json`` of the model that lies at ``path``."""
+    folders = [path, path.parent] if path.is_dir() else [path.parent]
+    file = config or next(
+        (f / "config.json" for f in folders if (f / "config.json").is_file()), None
+    )
+    if file is None:
+        raise WeftError(
+            f"{path} has no config.json that says which model it is of; give one with --config"
+        )
+    return file
+
+
+def shape_beside(path: Path, config: Path | None) -> ModelShape:
+    """The shape of the model at ``path``; ``config``: its ``config.json``, if it lies elsewhere."""
+    return shape_from_config(_config(path, config))
+
+
+def files_at(path: Path, config: Path | None) -> dict[str, bytes]:
+    """The model's files beside the weights at ``path``; ``config``: its ``config.json``, if it lies elsewhere."""
+    file = _config(path, config)
+    file = file / CONFIG if file.is_dir() else file
+    return files_beside(file) | (tokenizer_files(path) if path.is_dir() else {})

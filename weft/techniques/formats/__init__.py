@@ -1,0 +1,1 @@
+"""Checkpoints of other programs (:class:`weft.checkpoint.source_format.SourceFormat`), one file for each format."""

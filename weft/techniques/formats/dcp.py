@@ -1,0 +1,67 @@
+"""PyTorch's distributed checkpoints."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.checkpoint.source_format import SourceFormat
+from weft.registry import register
+
+if TYPE_CHECKING:
+    from weft.checkpoint.convert.foreign import Foreign
+
+#: The name of a moment in PyTorch's flattened optimizer state: it contains the parameter's name.
+MOMENT = r"(?:(?:optimizer|optim|optimizers|optimizer_state_dict)\.)?state\.(.+)\.(exp_avg|exp_avg_sq)"
+
+
+@register(
+    "format",
+    "dcp",
+    title="PyTorch's distributed checkpoints, read",
+    paper="PyTorch DCP",
+    recipe="weft checkpoint convert SOURCE --from dcp --out OUT",
+    proof="tests/checkpoint/test_convert.py",
+)
+class DistributedCheckpoint(SourceFormat):
+    """PyTorch's distributed checkpoints."""
+
+    patterns = (".metadata",)
+    place = 10
+
+    @staticmethod
+    def open(path: Path, config: Path | None) -> Foreign:
+        from weft.checkpoint.boxes import MOMENTS
+        from weft.checkpoint.convert.foreign import (
+            Foreign,
+            Stores,
+            files_at,
+            shape_beside,
+        )
+        from weft.checkpoint.convert.rules import sources_by_name
+        from weft.checkpoint.convert.shards import Reader
+
+        contents: dict[str, Stores] = {
+            "model": {},
+            **{moment: {} for moment in MOMENTS},
+        }
+        for name, shard in Reader(path).tensors().items():
+            if moment := re.fullmatch(MOMENT, name):
+                contents[moment[2]][moment[1]] = [shard]
+            elif shard.shape and not re.match(
+                r"(?:optim|optimizers?|lr_scheduler|dataloader|train_state)\.", name
+            ):
+                contents["model"][name] = [shard]
+        model, *moments = (sources_by_name(stores) for stores in contents.values())
+        kept = {
+            moment: made for moment, made in zip(MOMENTS, moments, strict=True) if made
+        }
+        return Foreign(
+            "dcp",
+            path,
+            shape_beside(path, config),
+            model,
+            kept,
+            files=files_at(path, config),
+        )

@@ -1,0 +1,33 @@
+"""DeepSpeed's checkpoints, of ZeRO and universal ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.checkpoint.source_format import SourceFormat
+from weft.registry import register
+
+if TYPE_CHECKING:
+    from weft.checkpoint.convert.foreign import Foreign
+
+
+@register(
+    "format",
+    "deepspeed",
+    title="DeepSpeed's checkpoints, of ZeRO and universal ones, read",
+    paper="Lian et al. 2024 (DeepSpeed)",
+    recipe="weft checkpoint convert SOURCE --from deepspeed --out OUT",
+    proof="tests/checkpoint/test_convert.py",
+)
+class DeepSpeed(SourceFormat):
+    """DeepSpeed's checkpoints, of ZeRO and universal ones."""
+
+    patterns = ("*_optim_states.pt", "mp_rank_*_model_states.pt", "zero/*/fp32.pt")
+    place = 30
+
+    @staticmethod
+    def open(path: Path, config: Path | None) -> Foreign:
+        from weft.techniques.formats.deepspeed.read_deepspeed import read_deepspeed
+
+        return read_deepspeed(path, config)

@@ -1,0 +1,33 @@
+"""Megatron-LM's checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.checkpoint.source_format import SourceFormat
+from weft.registry import register
+
+if TYPE_CHECKING:
+    from weft.checkpoint.convert.foreign import Foreign
+
+
+@register(
+    "format",
+    "megatron",
+    title="Megatron-LM's checkpoints, read",
+    paper="Shoeybi et al. 2019 (Megatron-LM)",
+    recipe="weft checkpoint convert SOURCE --from megatron --out OUT",
+    proof="tests/checkpoint/test_convert.py",
+)
+class Megatron(SourceFormat):
+    """Megatron-LM's checkpoints."""
+
+    patterns = ("mp_rank_*/model_optim_rng.pt",)
+    place = 20
+
+    @staticmethod
+    def open(path: Path, config: Path | None) -> Foreign:
+        from weft.techniques.formats.megatron.read_megatron import read_megatron
+
+        return read_megatron(path, config)
