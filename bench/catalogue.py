@@ -1,6 +1,10 @@
-"""Check the catalogue (docs/techniques.md): every measured figure stands in the results of the script that it names.
+"""Make the catalogue (docs/techniques.md) from the declarations of techniques, and check its figures.
 
     python bench/catalogue.py [--mend]
+
+A technique that is a leaf (:mod:`weft.registry`) says its row itself: title, paper, recipe, proof, figure. ``--mend``
+writes the rows of all leaves that have a title and a recipe where they stand, a new one's below those of its kind.
+What belongs to the core is a row that is written by hand.
 
 A row's figures are clauses between semicolons. Of a clause that names scripts, (`bench/step.py`) or
 (`bench/step.py`, `bench/serve.py`), every number must be one of those in `results/` that these scripts have written:
@@ -16,9 +20,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from weft.registry import KINDS, Registered, declared
 
 #: A number that is no part of a word, but for the x of a ratio.
 NUMBER = r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w.]*\w)|\d[\d,]*(?:\.\d+)?(?=x\b)"
@@ -36,18 +42,118 @@ class Row(NamedTuple):
     figure: str
 
 
+def cells_of(line: str) -> list[str]:
+    """The six cells of a line of the page that is a row of the catalogue; of other lines none."""
+    cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+    return cells if len(cells) == 6 and cells[0] not in ("technique", "---") else []
+
+
 def catalogue() -> Iterator[Row]:
-    """The rows of both tables of techniques."""
-    for line in PAGE.read_text().splitlines():
-        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if len(cells) == 6 and cells[0] not in ("technique", "---"):
-            tests = tuple(re.findall(r"`(tests/[\w./]+\.py)`", cells[4]))
-            yield Row(
-                cells[0],
-                tests,
-                "".join(re.findall(r"\(([a-z, ]+)\)$", cells[4])),
-                cells[5],
-            )
+    """The rows of the catalogue."""
+    for cells in filter(None, map(cells_of, PAGE.read_text().splitlines())):
+        runs = "".join(re.findall(r"\(([a-z, ]+)\)$", cells[4]))
+        yield Row(cells[0], tests_in(cells[4]), runs, cells[5])
+
+
+def tests_in(proof: str) -> tuple[str, ...]:
+    """The test files that the cell of a row's proof names."""
+    return tuple(re.findall(r"`(tests/[\w./]+\.py)`", proof))
+
+
+def leaves() -> dict[str, Registered]:
+    """Weft's own techniques that have a row, those with a title and a recipe, by their files."""
+    own = (
+        leaf
+        for kind in KINDS
+        for leaf in declared(kind)
+        if leaf.module.startswith("weft.techniques.")
+    )
+    return {file_of(leaf): leaf for leaf in own if leaf.title and leaf.recipe}
+
+
+def file_of(leaf: Registered) -> str:
+    """The file of a technique, or its folder where it has more than one."""
+    path = leaf.module.replace(".", "/")
+    return f"{path}/" if (ROOT / path).is_dir() else f"{path}.py"
+
+
+def lacks(leaf: Registered) -> Iterator[str]:
+    """What a declaration must still say before its row can be written."""
+    for name in ("paper", "proof", "figure"):
+        if not getattr(leaf, name):
+            yield f"{file_of(leaf)}: @register says no {name}=, which its row in {PAGE.name} needs"
+    for test in filter(None, leaf.proof.split(", ")):
+        if not (ROOT / test).is_file():
+            yield f"{file_of(leaf)}: @register says proof={test!r}, which does not exist"
+
+
+def line_of(leaf: Registered) -> str:
+    """The row of a technique, as its declaration says it."""
+    tests = leaf.proof.split(", ")
+    proof = f"{', '.join(f'`{test}`' for test in tests)} ({runs_of(tuple(tests))})"
+    cells = (leaf.title, leaf.paper, f"`{file_of(leaf)}`", f"`{leaf.recipe}`", proof)
+    return f"| {' | '.join((*cells, leaf.figure))} |"
+
+
+def file_in(cells: list[str], known: Mapping[str, Registered]) -> str:
+    """The file of the technique whose row this is: it stands first among the row's modules, or has the row's title."""
+    module = cells[2].split("`")[1] if "`" in cells[2] else ""
+    for file, leaf in known.items():
+        # a row may name a file of a technique's folder
+        if module == file or (file[-1] == "/" and module.startswith(file)):
+            return file
+        if cells[0] == leaf.title:
+            return file
+    return module if module.startswith("weft/techniques/") else ""
+
+
+def mended(page: str, known: Mapping[str, Registered]) -> str:
+    """The page with a row for each technique, as declared, and with the words that say when a row's tests run.
+
+    A technique whose declaration lacks something keeps the row that it has; a row whose file is gone goes.
+    """
+    complete = {file: leaf for file, leaf in known.items() if not any(lacks(leaf))}
+    lines: list[str] = []
+    place: dict[str, int] = {}  # the last line of each folder's rows
+    written = set()
+    for line in page.splitlines():
+        cells = cells_of(line)
+        file = file_in(cells, known) if cells else ""
+        if file in written or (file and not (ROOT / file).exists()):
+            continue
+        if file in complete:
+            written.add(file)
+            line = line_of(complete[file])
+        elif cells and tests_in(cells[4]):
+            proof = cells[4].partition(" (")[0]
+            runs = runs_of(tests_in(cells[4]))
+            line = line.replace(f" {cells[4]} ", f" {proof} ({runs}) ")
+        lines.append(line)
+        if cells:
+            place[str(Path(file).parent)] = place[""] = len(lines)
+    for file, leaf in complete.items():
+        if file not in written:
+            at = place.get(str(Path(file).parent), place[""])
+            lines.insert(at, line_of(leaf))
+            place = {name: n + (n >= at) for name, n in place.items()}
+    return "\n".join(lines) + "\n"
+
+
+def wrong_rows(page: str, known: Mapping[str, Registered]) -> Iterator[str]:
+    """What is wrong with the rows of techniques: each line names the remedy."""
+    rows: dict[str, list[str]] = {}
+    for line in filter(cells_of, page.splitlines()):
+        rows.setdefault(file_in(cells_of(line), known), []).append(line)
+    remedy = "run python bench/catalogue.py --mend, which writes it from @register"
+    for file, leaf in known.items():
+        missing = list(lacks(leaf))
+        yield from missing
+        if not missing and file not in rows:
+            yield f"{file}: {PAGE.name} has no row of it; {remedy}"
+        elif not missing and rows[file] != [line_of(leaf)]:
+            yield f"{file}: its row in {PAGE.name} is not what @register says; {remedy}"
+    for file in rows.keys() - known.keys() - {""}:
+        yield f"{PAGE.name}: a row is of {file}, where no @register says title= and recipe="
 
 
 def runs_of(tests: tuple[str, ...]) -> str:
@@ -120,26 +226,12 @@ def stands_in(shown: str, known: list[float]) -> bool:
     return False
 
 
-def with_runs(page: str) -> str:
-    """The page with the words that say when each row's tests run."""
-    lines = []
-    for line in page.splitlines():
-        cells = re.split(r"(?<!\\)\|", line)
-        tests = (
-            tuple(re.findall(r"`(tests/[\w./]+\.py)`", cells[5]))
-            if len(cells) == 8
-            else ()
-        )
-        if tests:
-            cells[5] = f"{cells[5].rstrip().partition(' (')[0]} ({runs_of(tests)}) "
-        lines.append("|".join(cells))
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
+    known = leaves()
     if "--mend" in sys.argv[1:]:
-        PAGE.write_text(with_runs(PAGE.read_text()))
-    wrong = [line for row in catalogue() for line in wrong_figures(row)]
+        PAGE.write_text(mended(PAGE.read_text(), known))
+    wrong = list(wrong_rows(PAGE.read_text(), known))
+    wrong += [line for row in catalogue() for line in wrong_figures(row)]
     wrong += [
         f"{row.technique}: its tests run {runs_of(row.tests)}, and the row says {row.runs or 'nothing'}"
         for row in catalogue()

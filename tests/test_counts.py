@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,13 +12,24 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from catalogue import catalogue, runs_of, wrong_figures
+from catalogue import (
+    PAGE,
+    catalogue,
+    leaves,
+    line_of,
+    mended,
+    runs_of,
+    wrong_figures,
+    wrong_rows,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.main import get_command
 
 from tests.cases import recipe, start, write_corpus
 from weft.layout.layout import Layout
 from weft.layout.sequence import padded_length
+from weft.recipe.read import load_recipe
+from weft.registry import KINDS
 from weft.train.step import train_step
 
 LAYERS, HEADS, KV, DIM, EMBED = 2, 4, 2, 6, 24
@@ -198,6 +211,58 @@ def test_figures_of_the_catalogue_stand_in_results() -> None:
     assert list(
         wrong_figures(row._replace(figure="4 times as fast (`bench/nothing.py`)"))
     )
+
+
+def test_rows_of_techniques_are_what_they_declare() -> None:
+    """If this fails: ``python bench/catalogue.py --mend`` after the declarations say what the lines name."""
+    known = leaves()
+    assert {"weft/techniques/optimizers/muon.py", "weft/techniques/context/rsa/"} <= {
+        *known
+    }
+    assert list(wrong_rows(PAGE.read_text(), known)) == []
+
+
+def test_rows_of_techniques_are_mended() -> None:
+    known = {file: leaf for file, leaf in leaves().items() if "optimizers/" in file}
+    page = "# Rows\n\n" + "".join(f"{line_of(leaf)}\n" for leaf in known.values())
+    assert mended(page, known) == page
+    muon, lion = (f"weft/techniques/optimizers/{name}.py" for name in ("muon", "lion"))
+    # changed by hand, twice, or missing
+    spoilt = page.replace(line_of(known[muon]), line_of(known[muon])[:-2] + "s |")
+    spoilt = spoilt.replace(line_of(known[lion]), "\n".join([line_of(known[lion])] * 2))
+    assert [line.partition(":")[0] for line in wrong_rows(spoilt, known)] == [
+        lion,
+        muon,
+    ]
+    assert mended(spoilt, known) == page
+    less = page.replace(line_of(known[muon]) + "\n", "")
+    (line,) = wrong_rows(less, known)
+    assert muon in line and "python bench/catalogue.py --mend" in line
+    assert sorted(mended(less, known)) == sorted(page)
+    # a row whose module was the core's, of the same title; one whose file is gone
+    assert mended(page.replace(f"`{muon}`", "`weft/train/muon.py`"), known) == page
+    gone = line_of(known[muon]).replace("muon.py", "moon.py").replace("Muon", "Moon")
+    assert mended(f"{page}{gone}\n", known) == page
+    # a declaration without its figure does not take the row's
+    known[muon] = replace(known[muon], figure="")
+    (line,) = wrong_rows(page, known)
+    assert "no figure=" in line and mended(page, known) == page
+
+
+def test_recipes_of_techniques_name_them() -> None:
+    for file, leaf in leaves().items():
+        name, *words = shlex.split(leaf.recipe)
+        if name == "weft":  # an option of this command names it
+            assert KINDS[leaf.kind].setting in words, file
+            continue
+        given = list(zip(words[::2], words[1::2], strict=True))
+        layout = next((value for word, value in given if word == "--layout"), None)
+        sets = [value for word, value in given if word == "--set"]
+        section, _, field = KINDS[leaf.kind].setting.partition(".")
+        value = getattr(getattr(load_recipe(name, sets, layout), section), field)
+        # a compressor's word also has its argument
+        word = value[: len(leaf.name)] if leaf.kind == "compressor" else value
+        assert word == leaf.name, f"{file}: recipe={leaf.recipe!r} does not name it"
 
 
 def test_rows_of_the_catalogue_say_when_their_tests_run(tmp_path: Path) -> None:

@@ -84,7 +84,9 @@ class Registered:
     ``settings``: the recipe's fields that are this technique's alone; they stand in the section that names it.
     ``rules``: what it cannot be combined with (:class:`weft.refusal.Rule`), asked only where it is named.
     ``draws``: values of its settings that the fuzzer may draw. ``title``, ``paper``, ``recipe``, ``proof``, ``figure``:
-    its row of the catalogue.
+    its row of the catalogue, which ``bench/catalogue.py --mend`` writes. ``recipe``: a file of ``recipes/`` and the
+    words after it that name this technique; ``proof``: the tests, with a comma and a space between; ``figure``: what
+    was measured or is asserted, with the script of ``bench/`` that wrote it in backquotes.
     """
 
     kind: str

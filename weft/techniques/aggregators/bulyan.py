@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     paper="El Mhamdi et al. 2018",
     recipe="robust.toml --layout dp=7 --set resilience.aggregate=bulyan",
     proof="tests/sync/test_robust.py",
+    figure="as Krum's, where 1 of 7 sends garbage",
 )
 class Bulyan(Aggregator):
     """Of what Krum chooses in turn, in each coordinate the mean of those around the median."""

@@ -22,6 +22,7 @@ FLAG_TURNS, DIFFERENCES = 5, 1.0
     paper="Almasi et al. 2024",
     recipe="robust.toml --set resilience.aggregate=flag",
     proof="tests/sync/test_robust.py",
+    figure="as Krum's",
 )
 class Flag(Aggregator):
     """The mean of the gradients' directions within a subspace that most of them agree on.

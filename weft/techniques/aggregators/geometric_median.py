@@ -22,6 +22,7 @@ MEDIAN_TURNS, MEDIAN_STANDS = 2000, 1e-13
     paper="Pillutla et al. 2019",
     recipe="robust.toml --set resilience.aggregate=geometric-median",
     proof="tests/sync/test_robust.py",
+    figure="as Krum's",
 )
 class GeometricMedian(Aggregator):
     """The point whose distances to all add up to the least, by Weiszfeld's turns.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     paper="Blanchard et al. 2017",
     recipe="robust.toml --set resilience.aggregate=multi-krum",
     proof="tests/sync/test_robust.py",
+    figure="as Krum's",
 )
 class MultiKrum(Aggregator):
     """The mean of the ``p - faulty - 2`` best of Krum's."""

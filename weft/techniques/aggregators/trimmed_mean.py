@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     paper="Yin et al. 2018",
     recipe="robust.toml --set resilience.aggregate=trimmed-mean",
     proof="tests/sync/test_robust.py",
+    figure="as Krum's",
 )
 class TrimmedMean(Aggregator):
     """In each coordinate the mean without the ``faulty`` largest and smallest."""

@@ -102,6 +102,10 @@ class SelectiveRepetition(GradientCode):
     paper="Krishnan et al. 2023",
     recipe="coded.toml --set resilience.code=sr-sgc --set resilience.jobs=4",
     proof="tests/sync/test_coded.py",
+    figure=(
+        "exact from every pattern that it is made for; the load of the paper; as fast"
+        " as plain coding on ranks that sleep (`bench/coded.py`)"
+    ),
 )
 def selective_repetition(settings: Resilience, ranks: int) -> SelectiveRepetition:
     """The weakest code that bursts within the window allow for."""

@@ -27,10 +27,17 @@ ROUNDS, SHARE = 10, 0.2
 @register(
     "compressor",
     "cocktail",
-    title="Agreements by a cocktail of random elements, the largest of them, and four bits",
+    title=(
+        "Agreements by a cocktail of random elements, the largest of them, and four "
+        "bits, errors fed back on both ways"
+    ),
     paper="Wang et al. 2023 (CocktailSGD)",
     recipe="islands.toml --set sync.compress=cocktail",
-    proof="tests/sync/test_compress.py",
+    proof="tests/sync/test_compress.py, tests/sync/test_streams.py",
+    figure=(
+        "equal to one process to rounding over 5 rounds, the same bits on all "
+        "islands; bytes as the formula"
+    ),
 )
 @dataclass(frozen=True)
 class Cocktail(Compressor):

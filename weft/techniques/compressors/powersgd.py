@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     paper="Vogels et al. 2019",
     recipe="islands.toml --set sync.compress=powersgd:2",
     proof="tests/sync/test_streams.py",
+    figure="exact for a mean of that rank; bytes of two rings of thin matrices",
 )
 @dataclass(frozen=True)
 class PowerSGD(Compressor):

@@ -24,7 +24,11 @@ if TYPE_CHECKING:
     title="Agreements by elements that a seed chooses",
     paper="Karimireddy et al. 2019",
     recipe="islands.toml --set sync.compress=randk:0.1",
-    proof="tests/sync/test_compress.py",
+    proof="tests/sync/test_compress.py, tests/sync/test_streams.py",
+    figure=(
+        "equal to one process to rounding over 5 rounds, the same bits on all "
+        "islands; bytes as the formula"
+    ),
 )
 @dataclass(frozen=True)
 class RandomK(KeptShare):

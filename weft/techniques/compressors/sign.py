@@ -21,10 +21,14 @@ if TYPE_CHECKING:
 @register(
     "compressor",
     "sign",
-    title="Agreements by signs",
+    title="Agreements by signs, errors fed back on both ways",
     paper="Karimireddy et al. 2019",
     recipe="islands.toml --set sync.compress=sign",
-    proof="tests/sync/test_compress.py",
+    proof="tests/sync/test_compress.py, tests/sync/test_streams.py",
+    figure=(
+        "equal to one process to rounding over 5 rounds, the same bits on all "
+        "islands; bytes as the formula"
+    ),
 )
 @dataclass(frozen=True)
 class Sign(Compressor):

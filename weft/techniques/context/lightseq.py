@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 @register(
     "context",
     "lightseq",
-    title="LightSeq",
+    title="LightSeq: balanced helpers",
     paper="Li et al. 2023",
     recipe="lightseq.toml",
     proof="tests/parallel/test_context.py",
+    figure="critical path P/2 at odd P, half a tile more at even P",
 )
 class LightSeq(AttentionScheme):
     """In ``ranks // 2 + 1`` steps. An even number of ranks leaves half of them idle in the last one."""

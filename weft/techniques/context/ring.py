@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     title="Ring attention",
     paper="Liu et al. 2023",
     recipe="ring.toml",
-    proof="tests/parallel/test_context.py",
+    proof="tests/parallel/test_context.py, tests/test_counts.py",
+    figure=(
+        "critical path P - 1/2 tiles, ideal P/2 (`docs/sequence-balance.png`); half "
+        "the bytes of passing everything on"
+    ),
 )
 class RingAttention(AttentionScheme):
     """The last rank computes in every step."""

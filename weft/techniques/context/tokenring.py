@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 @register(
     "context",
     "tokenring",
-    title="TokenRing",
+    title="TokenRing, with the backward pass that its code lacks",
     paper="Wang et al. 2024",
     recipe="tokenring.toml",
     proof="tests/parallel/test_context.py",
+    figure="critical path P/2; bytes as the formula",
 )
 class TokenRing(AttentionScheme):
     """The zigzag ring with queries in the place of keys and values."""

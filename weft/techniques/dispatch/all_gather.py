@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 @register(
     "dispatch",
     "all-gather",
-    title="All-gather of tokens",
+    title="Expert parallelism: all tokens to all",
     paper="Rajbhandari et al. 2022 (DeepSpeed-MoE)",
-    recipe="experts.toml --layout dp=2,ep=2,dispatch=all-gather",
+    recipe="experts.toml --layout shard=2,ep=2,dispatch=all-gather",
     proof="tests/parallel/test_experts.py",
+    figure="equal to 1e-10; typed to 1,024 ranks",
 )
 class AllTokensToAll(DispatchWay):
     """``T (P - 1)`` rows a rank and direction."""

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 @register(
     "dispatch",
     "all-to-all",
-    title="All-to-all of experts",
+    title="Expert parallelism: a row per choice",
     paper="Lepikhin et al. 2020 (GShard)",
-    recipe="experts.toml --layout dp=2,ep=2,dispatch=all-to-all",
+    recipe="experts.toml --layout shard=2,ep=2,dispatch=all-to-all",
     proof="tests/parallel/test_experts.py",
+    figure="equal to 1e-10; typed to 1,024 ranks",
 )
 class RowForEachChoice(DispatchWay):
     """About ``T k (P - 1) / P`` rows a rank and direction."""

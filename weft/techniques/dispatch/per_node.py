@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     "dispatch",
     "per-node",
     rules=(NODES,),
-    title="One copy of a token to each node",
-    paper="DeepSeek-AI 2024 (DeepEP)",
-    recipe="experts.toml --layout dp=2,ep=2,dispatch=per-node",
+    title="One copy of a token to each node, forwarded inside",
+    paper="DeepSeek-AI 2025 (DeepEP)",
+    recipe="experts.toml --layout dp=2,shard=2,ep=4,node=2,dispatch=per-node",
     proof="tests/parallel/test_experts.py",
+    figure="bytes inside and between nodes as the formulas",
 )
 class CopyForEachNode(DispatchWay):
     """The links between nodes carry a token once."""

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 @register(
     "dispatch",
     "per-rank",
-    title="One copy of a token to each rank",
-    paper="DeepSeek-AI 2024 (DeepEP)",
-    recipe="experts.toml --layout dp=2,ep=2,dispatch=per-rank",
+    title="Expert parallelism: one copy of a token to each rank",
+    paper="DeepSeek-AI 2025 (DeepEP)",
+    recipe="experts.toml --layout shard=2,ep=2,dispatch=per-rank",
     proof="tests/parallel/test_experts.py",
+    figure="equal to 1e-10; typed to 1,024 ranks",
 )
 class CopyForEachRank(DispatchWay):
     """A rank adds up what its experts make of a token before it goes back."""

@@ -17,10 +17,14 @@ if TYPE_CHECKING:
     "dispatch",
     "two-level",
     rules=(NODES,),
-    title="Two-level all-to-all",
+    title="Two levels of exchange: inside nodes, then between (2DH)",
     paper="Hwang et al. 2023 (Tutel); Nie et al. 2022 (HetuMoE)",
-    recipe="experts.toml --layout dp=2,ep=2,dispatch=two-level",
+    recipe="experts.toml --layout dp=2,shard=2,ep=4,node=2,dispatch=two-level",
     proof="tests/parallel/test_experts.py",
+    figure=(
+        "bytes inside and between nodes, and messages, as the formulas: 2 of these "
+        "for every 3 at 2 nodes of 2"
+    ),
 )
 class TwoLevel(DispatchWay):
     """Fewer and larger messages: ``g + n - 2`` of them for ``n`` nodes of ``g`` ranks."""

@@ -21,7 +21,8 @@ SHARED = 2**18
     title="Guesses from the texts of all requests",
     paper="Oliaro et al. 2024 (SuffixDecoding)",
     recipe="weft generate --checkpoint RUN --prompt TEXT --draft texts",
-    proof="tests/generate/test_speculation.py",
+    proof="tests/generate/test_speculation.py, tests/generate/test_scheduler.py",
+    figure="the tokens and log-probabilities without guesses, also of drawn texts",
 )
 class AllTexts(Lookup):
     """Guesses what mostly followed the text's last tokens in the texts of all requests of its tenant."""

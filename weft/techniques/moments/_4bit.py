@@ -42,6 +42,10 @@ class FourBitSettings(Section):
     paper="Li et al. 2023",
     recipe="optimizers.toml --set optimizer.kind=adamw --set optimizer.state=4bit",
     proof="tests/techniques/test_optimizers.py",
+    figure=(
+        "slots equal to one device's; 1.09 bytes per parameter where AdamW keeps 8, "
+        "loss 0.9 % below after 300 steps (`bench/optimizers.py`)"
+    ),
 )
 class FourBitAdamW(SmallAdamW):
     """AdamW with moments of 4 bits."""

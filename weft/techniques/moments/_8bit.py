@@ -31,6 +31,10 @@ class EightBitSettings(Section):
     paper="Dettmers et al. 2021",
     recipe="optimizers.toml --set optimizer.kind=adamw --set optimizer.state=8bit",
     proof="tests/techniques/test_optimizers.py",
+    figure=(
+        "slots equal to one device's; 2.08 bytes per parameter where AdamW keeps 8, "
+        "loss within 0.2 % after 300 steps (`bench/optimizers.py`)"
+    ),
 )
 class EightBitAdamW(SmallAdamW):
     """AdamW with moments of 8 bits."""

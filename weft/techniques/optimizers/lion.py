@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     paper="Chen et al. 2023",
     recipe="optimizers.toml --set optimizer.kind=lion",
     proof="tests/techniques/test_optimizers.py",
+    figure=(
+        "4 bytes per parameter; loss 2.464 where AdamW has 2.292 on a small model, "
+        "each at the better of two rates (`bench/optimizers.py`)"
+    ),
 )
 class Lion(UpdateRule):
     """The sign of an average of this gradient and the past ones."""

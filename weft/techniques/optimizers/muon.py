@@ -42,6 +42,7 @@ class MuonSettings(Section):
     paper="Jordan et al. 2024; Liu et al. 2025",
     recipe="optimizers.toml",
     proof="tests/techniques/test_optimizers.py",
+    figure="4.5 bytes per parameter, loss 2.182 (AdamW 2.292) (`bench/optimizers.py`)",
 )
 class Muon(UpdateRule):
     """For matrices, and stacks of them (experts).

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     paper="Rafailov et al. 2024 (r to Q*)",
     recipe="preference.toml --set loss.kind=dpo-norm",
     proof="tests/train/test_preference.py",
+    figure="as DPO's",
 )
 class NormalisedDPO(PairLoss):
     """DPO of averages over tokens."""

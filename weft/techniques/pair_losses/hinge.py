@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     paper="Zhao et al. 2023 (SLiC)",
     recipe="preference.toml --set loss.kind=hinge",
     proof="tests/train/test_preference.py",
+    figure="as DPO's",
 )
 class Hinge(PairLoss):
     """Nothing to learn once the chosen answer is far enough ahead."""

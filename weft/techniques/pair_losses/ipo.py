@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     paper="Azar et al. 2023",
     recipe="preference.toml --set loss.kind=ipo",
     proof="tests/train/test_preference.py",
+    figure="as DPO's",
 )
 class IPO(PairLoss):
     """The squared distance from a margin that beta sets."""

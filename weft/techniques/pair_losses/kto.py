@@ -35,8 +35,15 @@ class KTOSettings(Section):
     settings=KTOSettings,
     title="KTO: answers judged one by one, compared with how far the model has moved",
     paper="Ethayarajh et al. 2024",
-    recipe="preference.toml --set loss.kind=kto",
+    recipe=(
+        "preference.toml --set loss.kind=kto --set data.kind=feedback --set "
+        "data.path=FILE"
+    ),
     proof="tests/train/test_preference.py",
+    figure=(
+        "equal to 1e-10; the loss and gradients of plain PyTorch over a step of "
+        "several passes"
+    ),
 )
 class KTO(PairLoss):
     """The loss of answers that are each good or bad, the first of their pairs.

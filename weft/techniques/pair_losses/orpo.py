@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     paper="Hong et al. 2024",
     recipe="preference.toml --set loss.kind=orpo",
     proof="tests/train/test_preference.py",
+    figure="equal to 1e-10; plain PyTorch's loss and gradients by the paper's formula",
 )
 class ORPO(PairLoss):
     """The chosen answer's cross entropy, and the odds of both compared, of mean log-probabilities."""

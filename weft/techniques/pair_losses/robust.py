@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     paper="Chowdhury et al. 2024",
     recipe="preference.toml --set loss.kind=robust --set loss.label_smoothing=0.1",
     proof="tests/train/test_preference.py",
+    figure="as DPO's",
 )
 class RobustDPO(PairLoss):
     """The loss whose mean over wrong labels is the one without them; it may be negative."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     paper="Meng et al. 2024",
     recipe="preference.toml --set loss.kind=simpo --set loss.beta=2",
     proof="tests/train/test_preference.py",
+    figure="as DPO's",
 )
 class SimPO(PairLoss):
     """The logistic loss of how far the chosen answer is ahead of a margin."""

@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 @register(
     "policy",
     "chunked",
-    title="Prompts in chunks with other requests' new tokens beside them",
-    paper="Agrawal et al. 2023 (SARATHI)",
+    title=(
+        "Prompts in chunks with other requests' new tokens beside them; steps filled "
+        "exactly"
+    ),
+    paper="Agrawal et al. 2023 (SARATHI); Holmes et al. 2024 (DeepSpeed-FastGen)",
     recipe="weft serve --checkpoint RUN --policy chunked:64",
-    proof="tests/generate/test_scheduler.py",
+    proof="tests/generate/test_scheduler.py, tests/generate/test_many.py",
+    figure="tokens of every step as the policy says",
 )
 @dataclass(frozen=True)
 class Chunked(SchedulingPolicy):

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     title="Prompts before new tokens",
     paper="Yu et al. 2022 (Orca)",
     recipe="weft serve --checkpoint RUN --policy prompts-first",
-    proof="tests/generate/test_scheduler.py",
+    proof="tests/generate/test_scheduler.py, tests/generate/test_many.py",
+    figure="tokens of every step as the policy says",
 )
 class PromptsFirst(SchedulingPolicy):
     """Prompts before new tokens: whoever writes waits while others are read (Orca, and vLLM at first)."""

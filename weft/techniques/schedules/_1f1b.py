@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     title="1F1B",
     paper="Narayanan et al. 2019, 2021",
     recipe="pipeline.toml",
-    proof="tests/parallel/test_pipeline.py",
+    proof="tests/parallel/test_pipeline.py, tests/schedule/test_build.py",
+    figure="published bubbles to 4 decimals",
 )
 class OneForwardOneBackward(ScheduleBuilder):
     """A rank holds as many microbatches as ranks are left below it."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     paper="Lamy-Poirier 2022",
     recipe="breadth-first.toml",
     proof="tests/parallel/test_pipeline.py",
+    figure="one gather per chunk and direction",
 )
 class BreadthFirst(ScheduleBuilder):
     """Every microbatch passes a chunk before any enters the next chunk."""

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     title="DualPipe",
     paper="DeepSeek-AI 2024",
     recipe="dualpipe.toml",
-    proof="tests/parallel/test_pipeline.py",
+    proof="tests/parallel/test_pipeline.py, tests/schedule/test_build.py",
+    figure="bubble P/2-1 at unit cost, peak P+1",
 )
 class DualPipe(ScheduleBuilder):
     """``ranks`` stages, each on two ranks; the second half of the microbatches enters at the last rank.

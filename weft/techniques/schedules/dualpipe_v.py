@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     title="DualPipeV",
     paper="DeepSeek-AI 2024; Sea AI Lab 2025",
     recipe="dualpipe.toml --layout pp=4,schedule=dualpipe-v",
-    proof="tests/parallel/test_pipeline.py",
+    proof="tests/parallel/test_pipeline.py, tests/schedule/test_build.py",
+    figure="bubble P/2-1 at unit cost, peak P+1",
 )
 class DualPipeV(ScheduleBuilder):
     """A microbatch goes down the ranks (flow 0) and up again (flow 1)."""

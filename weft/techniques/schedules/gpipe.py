@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     paper="Huang et al. 2019",
     recipe="gpipe.toml",
     proof="tests/parallel/test_pipeline.py",
+    figure="bubble (P-1)(F+B+W), peak M",
 )
 class GPipe(ScheduleBuilder):
     """Peak memory is every microbatch."""

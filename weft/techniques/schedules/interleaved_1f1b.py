@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     title="Interleaved 1F1B",
     paper="Narayanan et al. 2021 (Megatron-LM)",
     recipe="interleaved.toml",
-    proof="tests/parallel/test_pipeline.py",
+    proof="tests/parallel/test_pipeline.py, tests/schedule/test_build.py",
+    figure="published bubbles to 4 decimals",
 )
 class Interleaved(ScheduleBuilder):
     """Rank ``r`` holds the stages ``r``, ``r + P``, ``r + 2P`` and so on, and a microbatch goes round ``chunks`` times.

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     title="V-Half",
     paper="Qi et al. 2024",
     recipe="v-half.toml",
-    proof="tests/parallel/test_pipeline.py",
+    proof="tests/parallel/test_pipeline.py, tests/schedule/test_build.py",
+    figure="peak P/2+1",
 )
 class VHalf(ScheduleBuilder):
     """Under half of 1F1B's bubble, peak ``ranks / 2 + 1``, or ``(ranks + 3) / 2`` if odd."""

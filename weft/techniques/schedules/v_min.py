@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     title="V-Min",
     paper="Qi et al. 2024",
     recipe="v-half.toml --layout pp=4,schedule=v-min",
-    proof="tests/parallel/test_pipeline.py",
+    proof="tests/parallel/test_pipeline.py, tests/schedule/test_build.py",
+    figure="peak at most (P+4)/3",
 )
 class VMin(ScheduleBuilder):
     """Peak ``(ranks + 4) / 3`` at most."""

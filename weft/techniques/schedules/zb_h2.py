@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     "zb-h2",
     title="Zero bubble H2",
     paper="Qi et al. 2023",
-    recipe="zero-bubble.toml --layout pp=4,schedule=zb-h2",
-    proof="tests/parallel/test_pipeline.py",
+    recipe="zero-bubble.toml",
+    proof="tests/parallel/test_pipeline.py, tests/schedule/test_build.py",
+    figure="published bubbles to 4 decimals",
 )
 class ZeroBubbleH2(ScheduleBuilder):
     """Peak ``2 * ranks - 1``."""

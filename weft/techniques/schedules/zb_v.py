@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     title="ZB-V",
     paper="Qi et al. 2023",
     recipe="zb-v.toml",
-    proof="tests/parallel/test_pipeline.py",
+    proof="tests/parallel/test_pipeline.py, tests/schedule/test_build.py",
+    figure="peak P",
 )
 class ZeroBubbleV(ScheduleBuilder):
     """No bubble if F = I = W, peak ``ranks``."""

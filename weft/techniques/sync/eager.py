@@ -21,8 +21,12 @@ if TYPE_CHECKING:
     draws={"momentum": (0.0, 0.3, 0.9)},
     title="Eager updates: the own difference of now, the others' of the last round",
     paper="Kale et al. 2025",
-    recipe="islands.toml --set sync.compress=none --set sync.update=eager --set sync.momentum=0.5",
+    recipe=(
+        "islands.toml --set sync.compress=none --set sync.update=eager --set "
+        "sync.momentum=0.5"
+    ),
     proof="tests/sync/test_islands.py",
+    figure="equal to a simulation to 1e-10; bytes as the formula",
 )
 class Eager(OuterMomentum):
     """Nesterov's momentum on the own difference of this round and those of the others in the last."""

@@ -15,10 +15,20 @@ if TYPE_CHECKING:
 @register(
     "dispatch",
     "adaptive",
-    title="Adaptive dispatch by bytes",
+    title=(
+        "What sends least, tokens or experts, chosen in each layer and pass by "
+        "counted bytes; fewer experts than ranks cut in their width"
+    ),
     paper="Hwang et al. 2023 (Tutel)",
-    recipe="experts.toml --layout dp=2,ep=2,dispatch=adaptive",
+    recipe="experts.toml --layout shard=2,ep=2,dispatch=adaptive",
     proof="tests/parallel/test_experts.py",
+    figure=(
+        "equal to 1e-10; the least bytes in 1,000 of 1,000 random settings; switching"
+        " in every layer and pass changes no loss beyond 1e-12; tokens in pieces that"
+        " travel while others are computed, forward and backward; chosen by bytes "
+        "alone: where ranks share two cores it takes 1.18 times as long as "
+        "`all-to-all` (`bench/experts.py`)"
+    ),
 )
 class LeastBytes(DispatchWay):
     """Counts what each option sends, and takes the least."""

@@ -27,10 +27,17 @@ RECOMPUTED = Rule(
     "dispatch",
     "timed",
     rules=(RECOMPUTED,),
-    title="Adaptive dispatch by measured time",
+    title=(
+        "What takes least time, tokens or experts on their way, measured in a run's "
+        "own passes"
+    ),
     paper="Hwang et al. 2023 (Tutel)",
-    recipe="experts.toml --layout dp=2,ep=2,dispatch=timed",
+    recipe="experts.toml --layout shard=2,ep=2,dispatch=timed",
     proof="tests/parallel/test_experts.py",
+    figure=(
+        "losses of one device's way to 1e-12 while every option is tried; all ranks "
+        "take the same one"
+    ),
 )
 class FastestInTrials(DispatchWay):
     """Tries every option in the first passes, and now and then again."""

@@ -51,8 +51,12 @@ class GaLoreSettings(Section):
     draws={"rank": (3,)},
     title="GaLore",
     paper="Zhao et al. 2024",
-    recipe="optimizers.toml --set optimizer.kind=galore",
-    proof="tests/test_optimizers.py",
+    recipe="optimizers.toml --set optimizer.kind=galore --set optimizer.rank=16",
+    proof="tests/techniques/test_optimizers.py",
+    figure=(
+        "Adam's in the whole space to 1e-12; with `rank=16` of `embed=96` 2.5 bytes "
+        "per parameter, loss 2.157 (AdamW 2.292) (`bench/optimizers.py`)"
+    ),
 )
 class GaLore(UpdateRule):
     """Adam in the space of the projected gradients (:mod:`weft.techniques.optimizers.galore.projection`)."""
