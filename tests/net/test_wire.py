@@ -188,16 +188,21 @@ ATTACKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
-def test_nothing_is_accepted_that_was_not_sent(encrypted: bool) -> None:
-    if encrypted:
+@pytest.mark.parametrize("how", ["hashed", "tagged", "encrypted"])
+def test_nothing_is_accepted_that_was_not_sent(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encrypted = how == "encrypted"
+    if how == "hashed":
+        monkeypatch.setattr(wire, "_has_cipher", lambda: False)
+    else:
         pytest.importorskip("cryptography")
     for seed in range(CASES // 2):
         attack, kind = ATTACKS[seed % len(ATTACKS)]
         try:
-            attack(kind, encrypted, random.Random(f"{seed} {encrypted}"))
+            attack(kind, encrypted, random.Random(f"{seed} {how}"))
         except BaseException as error:
-            error.add_note(f"case {seed}, {kind}, encrypted {encrypted}")
+            error.add_note(f"case {seed}, {kind}, {how}")
             raise
 
 
