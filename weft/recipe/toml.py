@@ -1,9 +1,10 @@
 """TOML files as nested dictionaries: read, with one line for what is wrong with them, and written."""
 
-import json
 import tomllib
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from weft.errors import UsageError, WeftError
 
@@ -23,44 +24,27 @@ def read_toml(path: Path, name: str = "") -> dict[str, Any]:
         raise WeftError(f"cannot read {name}: {error.strerror}") from None
 
 
-def write_toml(tree: dict[str, Any], digits: int | None = None, path: str = "") -> str:
-    """``tree`` as text: numbers, strings, lists and tables; ``digits``: of floats, all that they have if None.
-
-    ``path`` is the name of the table that ``tree`` stands in.
-    """
-    lines = [f"[{path}]"] if path else []
-    lines += [
-        f"{_key(k)} = {toml_value(v, digits)}"
-        for k, v in tree.items()
-        if not isinstance(v, dict)
-    ]
-    tables = [
-        write_toml(v, digits, f"{path}.{_key(k)}" if path else _key(k))
-        for k, v in tree.items()
-        if isinstance(v, dict)
-    ]
-    return "\n".join([*lines, *(f"\n{table}" for table in tables)]) + "\n" * (not path)
+def write_toml(tree: dict[str, Any], digits: int | None = None) -> str:
+    """``tree`` as text, a list on one line; ``digits``: of floats, all that they have if None."""
+    rounded = tree if digits is None else _rounded(tree, digits)
+    return _lists_on_a_line(tomli_w.dumps(rounded, indent=0))
 
 
-def _key(text: str) -> str:
-    return (
-        text if text.replace("_", "").replace("-", "").isalnum() else json.dumps(text)
-    )
+def toml_value(value: Any) -> str:
+    """One value as TOML on one line."""
+    # within two lists even a table is written as a value
+    text = tomli_w.dumps({"": [[value]]}, indent=0)
+    return _lists_on_a_line(text).removeprefix('"" = [[').removesuffix("]]\n")
 
 
-def toml_value(value: Any, digits: int | None = None) -> str:
-    """One value as TOML; ``digits`` as of :func:`write_toml`."""
+def _lists_on_a_line(text: str) -> str:
+    """What tomli-w has written without indent; it ends lines within lists only, as strings have theirs escaped."""
+    return text.replace("[\n", "[").replace(",\n]", "]").replace(",\n", ", ")
+
+
+def _rounded(value: Any, digits: int) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(item, digits) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(toml_value(item, digits) for item in value) + "]"
-    if isinstance(value, dict):  # within a list
-        return (
-            "{ "
-            + ", ".join(
-                f"{_key(k)} = {toml_value(v, digits)}" for k, v in value.items()
-            )
-            + " }"
-        )
-    if isinstance(value, float) and digits is not None:
-        text = f"{value:.{digits}g}"
-        return text if any(c in text for c in ".en") else text + ".0"
-    return json.dumps(value, ensure_ascii=False)
+        return [_rounded(item, digits) for item in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
