@@ -23,6 +23,7 @@ MOMENT = r"(?:(?:optimizer|optim|optimizers|optimizer_state_dict)\.)?state\.(.+)
     paper="PyTorch DCP",
     recipe="weft checkpoint convert SOURCE --from dcp --out OUT",
     proof="tests/checkpoint/test_convert.py",
+    figure="weights and moments to the last bit, also those that several ranks saved",
 )
 class DistributedCheckpoint(SourceFormat):
     """PyTorch's distributed checkpoints."""

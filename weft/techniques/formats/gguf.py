@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     paper="GGUF",
     recipe="weft checkpoint convert SOURCE --from gguf --out OUT",
     proof="tests/checkpoint/test_convert.py",
+    figure=("weights to the last bit of what the gguf package decodes, in six kinds"),
 )
 class Gguf(SourceFormat):
     """llama.cpp's GGUF files."""

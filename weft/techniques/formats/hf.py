@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     paper="Wolf et al. 2020 (transformers)",
     recipe="weft checkpoint convert SOURCE --from hf --out OUT",
     proof="tests/checkpoint/test_convert.py",
+    figure="the same bytes there and back, through Weft and DCP",
 )
 class HuggingFace(SourceFormat):
     """Hugging Face's safetensors."""

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     paper="Lian et al. 2024 (DeepSpeed)",
     recipe="weft checkpoint convert SOURCE --from deepspeed --out OUT",
     proof="tests/checkpoint/test_convert.py",
+    figure=(
+        "weights and moments to the last bit, of every stage, with 1 to 3 ranks, and "
+        "of universal checkpoints"
+    ),
 )
 class DeepSpeed(SourceFormat):
     """DeepSpeed's checkpoints, of ZeRO and universal ones."""

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     paper="Shoeybi et al. 2019 (Megatron-LM)",
     recipe="weft checkpoint convert SOURCE --from megatron --out OUT",
     proof="tests/checkpoint/test_convert.py",
+    figure=(
+        "weights to the last bit, of seven layouts of tensor, pipeline and virtual "
+        "ranks"
+    ),
 )
 class Megatron(SourceFormat):
     """Megatron-LM's checkpoints."""
