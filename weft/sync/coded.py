@@ -18,13 +18,14 @@ from functools import cache, cached_property, lru_cache
 from itertools import combinations, islice
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from pydantic import Field, PositiveInt
 
 from weft.registry import find
 from weft.section import Section
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from weft.recipe import Resilience
 
 #: For each round so far, the ranks whose results came in time.
@@ -101,7 +102,7 @@ class GradientCode(Code):
         return coefficients(self.ranks, self.stragglers)
 
     def parts_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(np.flatnonzero(self.matrix[rank]).tolist())
+        return tuple(self.matrix[rank].nonzero()[0].tolist())
 
     def task(self, rank: int, job: int) -> CodedTask:
         parts = self.parts_of(rank)
@@ -131,6 +132,8 @@ def coefficients(ranks: int, late: int) -> np.ndarray:
     Where ``late + 1`` divides the ranks, groups of so many ranks compute the same parts, as they are. Else a rank's
     parts are its own and the ``late`` that follow, and rows are orthogonal to ``late`` random ones that add up to 0.
     """
+    import numpy as np
+
     width = late + 1
     if ranks % width == 0:
         return np.kron(np.eye(ranks // width), np.ones((width, width)))
@@ -149,6 +152,8 @@ def coefficients(ranks: int, late: int) -> np.ndarray:
 
 
 def _cyclic(ranks: int, late: int, seed: int) -> np.ndarray:
+    import numpy as np
+
     noise = np.random.default_rng(seed).standard_normal((late, ranks))
     noise[:, -1] = -noise[:, :-1].sum(1)
     found = np.zeros((ranks, ranks))
@@ -161,6 +166,8 @@ def _cyclic(ranks: int, late: int, seed: int) -> np.ndarray:
 
 def solved(matrix: np.ndarray, rows: Sequence[int]) -> list[float] | None:
     """The numbers by which these rows add up to a row of ones; None if they cannot."""
+    import numpy as np
+
     ones = np.ones(matrix.shape[1])
     found = np.linalg.lstsq(matrix[list(rows)].T, ones, rcond=None)[0]
     error = np.abs(found @ matrix[list(rows)] - ones).max()
