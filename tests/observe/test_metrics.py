@@ -127,7 +127,7 @@ def test_tensorboard_is_the_default_where_it_is_installed(
 ) -> None:
     """Whoever has not asked for TensorBoard hears nothing of it; who names it is told what is missing (above)."""
     monkeypatch.setattr(
-        "weft.recipe.find_spec", lambda name: object() if installed else None
+        "weft.recipe.observe.find_spec", lambda name: object() if installed else None
     )
     assert Observe().trackers == (("tensorboard",) if installed else ())
     assert Observe(trackers=("tensorboard",)).trackers == ("tensorboard",)
