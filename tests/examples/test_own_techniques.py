@@ -21,20 +21,32 @@ PROVED = (
 
 def train_and_verify(folder: Path, weft: Callable[..., str]) -> None:
     """Train on four ranks, and prove what is exact, by ``weft(folder, *words)``, which returns what is printed."""
-    shutil.copytree(EXAMPLE, folder)
-    said = weft(folder, "train", "recipe.toml")
-    assert "on island=2,pp=2" in said and "step 8/8" in said
+    train(folder, weft)
     for layout, settings in PROVED:
         words = [word for setting in settings for word in ("--set", setting)]
         said = weft(folder, "verify", "recipe.toml", "--layout", layout, *words)
         assert "equal" in said, said
 
 
-@pytest.mark.slow(25)
-def test_the_techniques_of_the_example(tmp_path: Path) -> None:
-    def weft(folder: Path, *words: str) -> str:
-        done = started.run(*words, cwd=folder, main=started.trusting_plugins)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+def train(folder: Path, weft: Callable[..., str]) -> None:
+    """Train the example on four ranks, in a folder of its own."""
+    shutil.copytree(EXAMPLE, folder)
+    said = weft(folder, "train", "recipe.toml")
+    assert "on island=2,pp=2" in said and "step 8/8" in said
 
-    train_and_verify(tmp_path / "own", weft)
+
+def weft_here(folder: Path, *words: str) -> str:
+    """Run a command of this checkout in ``folder``; what it prints."""
+    done = started.run(*words, cwd=folder, main=started.trusting_plugins)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow(8)
+def test_the_techniques_of_the_example_train(tmp_path: Path) -> None:
+    train(tmp_path / "own", weft_here)
+
+
+@pytest.mark.soak
+def test_the_techniques_of_the_example_are_equal_to_one_device(tmp_path: Path) -> None:
+    train_and_verify(tmp_path / "own", weft_here)

@@ -13,12 +13,12 @@ import pytest
 
 from tests.cases import Case, recipe
 from tests.prove.test_equality import difference, name
-from weft.data import loader
 from weft.data.batch import Batch
 from weft.errors import UsageError, WeftError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.placement import Place
+from weft.parallel import document_balance
 from weft.parallel.document_balance import DocumentTimes, Pass, Plan, make_plan
 from weft.prove.verify import run_layout
 from weft.recipe import build_recipe
@@ -223,7 +223,7 @@ def other_plan(values: dict[str, Any]) -> str:
         )
 
     try:
-        with mock.patch.object(loader, "make_plan", odd):
+        with mock.patch.object(document_balance, "make_plan", odd):
             run_layout(prepare(settings), mesh, steps=1)
     except WeftError as error:
         return str(error)

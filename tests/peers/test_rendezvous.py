@@ -74,7 +74,7 @@ def step_of(run: Path) -> int:
     return max((record.get("step", 0) for record in records), default=0)
 
 
-@pytest.mark.slow(30)
+@pytest.mark.soak
 def test_an_island_that_is_lost_over_peers_costs_nobody_else_a_step(
     relay: RunningRelay, tmp_path: Path
 ) -> None:
