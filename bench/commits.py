@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "commits.json"
 #: What is run of each script, so that a turn takes a minute or two.
 WORDS = {
-    "step": ["--rounds", "3"],
+    "step": ["--rounds", "2"],
     "pipeline": ["--only", "steps", "--rounds", "2"],
     "serve": ["--only", "throughput", "--turns", "1"],
 }

@@ -19,6 +19,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from weft.data.batch import Batch
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.fused import Tape, deferred
+from weft.models.loss import SummedLoss
 from weft.models.rope import angles
 from weft.models.transformer import Transformer
 from weft.parallel.state import State
@@ -248,7 +250,9 @@ def torch_step(work: Work, schedule: str, placed: str, split: str) -> Step:
     def step() -> tuple[float, float]:
         losses: list[torch.Tensor] = []
         given = {"target": labels, "losses": losses} if last else {}
-        run.step(*([tokens] if first else []), return_outputs=False, **given)
+        # by the graph the loss's backward runs twice, for inputs and for weights
+        with repeatable_loss() if split == "graph" else nullcontext():
+            run.step(*([tokens] if first else []), return_outputs=False, **given)
         with torch.no_grad():
             grads = [p.grad for p in model.parameters() if p.grad is not None]
             loss = (
@@ -267,6 +271,17 @@ def torch_step(work: Work, schedule: str, placed: str, split: str) -> Step:
         return mean, norm
 
     return step
+
+
+def repeatable_loss() -> AbstractContextManager[Any]:
+    """Let the loss scale copies of its gradients, and not these themselves, so that its backward may run again."""
+
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        scaled = [None if d is None else d * grad for d in ctx.saved_tensors]
+        assert ctx.rows is None
+        return *scaled, *[None] * (len(ctx.needs_input_grad) - 2)
+
+    return patch.object(SummedLoss, "backward", staticmethod(backward))
 
 
 # --- measuring ---
