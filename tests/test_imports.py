@@ -108,12 +108,8 @@ def test_no_cycle_between_rooms() -> None:
 #: Imports that close a circle of files, and why they may. Take an entry out as soon as it does not.
 CIRCLES = {
     ("section.py", "recipe/unknown_key.py"): "a wrong key is answered with those of all sections, when there is one",
-    ("schedule/kinds.py", "schedule/actions.py"): "a kind is declared with functions of actions, which have a kind",
-    ("parallel/experts/rows.py", "parallel/experts/ranks.py"): "rows travel among ranks, which say what travelled",
-    ("parallel/experts/copies.py", "parallel/experts/ranks.py"): "copies travel among ranks, which are asked for them",
     ("run/forked.py", "__main__.py"): "a forked process begins where the program does",
     ("parallel/pipeline_pass.py", "parallel/pipeline.py"): "a pass runs through the pipeline that begins it",
-    ("parallel/experts/moves.py", "parallel/experts/copies.py"): "a move is of experts and of their copies",
 }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from weft.models.router import Choice, Router
 from weft.parallel.experts import rows
 from weft.parallel.experts.connect import pieces
 from weft.parallel.experts.hashed import Hashed
-from weft.parallel.experts.ranks import Members
+from weft.parallel.experts.members import Members
 from weft.parallel.units import all_gather, reduce_scatter
 from weft.prove.types import check_types
 from weft.recipe import ModelShape, Train

@@ -12,23 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from weft.errors import WeftError
-from weft.schedule.kinds import KINDS, Duty, Flow, Kind, Visit, declare, kind_of
-
-
-class Value(NamedTuple):
-    """What one action makes for others.
-
-    ``act``: output of a stage; ``grad``: gradient of a stage's input; ``saved``: what a stage's backward needs;
-    ``tape``: what is left of that for the weight gradient. The last two never leave their rank.
-    """
-
-    name: str
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.name}({self.stage},{self.microbatch})"
-
+from weft.schedule.kinds import KINDS, Duty, Flow, Kind, Value, Visit, declare, kind_of
 
 #: Values that stay where they were made.
 LOCAL = ("saved", "tape")

@@ -8,12 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, Flag, auto
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from weft.schedule.times import ModelTimes
-
-if TYPE_CHECKING:
-    from weft.schedule.actions import Action, Value
 
 
 class Duty(Flag):
@@ -43,14 +40,39 @@ class Visit(NamedTuple):
     after: int | None
 
 
+class Value(NamedTuple):
+    """What one action makes for others.
+
+    ``act``: output of a stage; ``grad``: gradient of a stage's input; ``saved``: what a stage's backward needs;
+    ``tape``: what is left of that for the weight gradient. The last two never leave their rank.
+    """
+
+    name: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.name}({self.stage},{self.microbatch})"
+
+
 class Flow(NamedTuple):
     """The values that an action reads and writes."""
 
-    reads: tuple["Value", ...]
-    writes: tuple["Value", ...]
+    reads: tuple[Value, ...]
+    writes: tuple[Value, ...]
 
 
-def duty_time(action: "Action", times: ModelTimes) -> float:
+class Declared(Protocol):
+    """What the cost of an action follows from (:class:`weft.schedule.actions.Action`)."""
+
+    @property
+    def stage(self) -> int: ...
+
+    @property
+    def declared(self) -> "Kind": ...
+
+
+def duty_time(action: Declared, times: ModelTimes) -> float:
     """The time of an action's duties on its stage: the cost of a kind that declares no other."""
     stage, (forward, inputs, weights) = (
         times.stage(action.stage),
@@ -81,7 +103,7 @@ class Kind:
     duty: Duty = Duty.NONE
     forward: bool = False
     flow: Callable[[Visit], Flow] | None = None
-    cost: Callable[["Action", ModelTimes], float] = duty_time
+    cost: Callable[[Any, ModelTimes], float] = duty_time
     clock: Clock = Clock.COMPUTE
     parameters: bool = True
     inserted: bool = False

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,13 +19,11 @@ import torch.nn.functional as F
 from weft.models.experts import Mixture, expert_counts
 from weft.models.numbers import has_numbers
 from weft.models.transformer import Transformer
-from weft.parallel.experts.moves import REST, better_order, move, tensors_of
+from weft.parallel.experts.members import Homes
+from weft.parallel.experts.moves import REST, Places, better_order, move, tensors_of
 from weft.parallel.experts.placement import divided, with_copies
 from weft.parallel.experts.rows import exchanged
 from weft.parallel.state import Held, State
-
-if TYPE_CHECKING:
-    from weft.parallel.experts.ranks import ExpertRanks
 
 T = torch.Tensor
 
@@ -60,7 +57,7 @@ class Copies:
     the layout has them.
     """
 
-    def __init__(self, ranks: ExpertRanks, spare: int) -> None:
+    def __init__(self, ranks: Homes, spare: int) -> None:
         self.ranks, self.spare = ranks, spare
         self.home = np.concatenate([np.asarray(home) for home in ranks.homes])
         self.sizes = np.array([len(home) for home in ranks.homes])
@@ -86,9 +83,15 @@ class Copies:
             )
             if (order != self.order).any():
                 self.expose()
-                move(self, order)
+                self.move_to(order)
                 self.rested = 0
         self.replan()
+
+    def move_to(self, order: np.ndarray) -> None:
+        """Let owners have the experts in this ``order``. Collective."""
+        places = Places(self.order, self.sizes, self.home)
+        move(self.ranks, self.state, places, order)
+        self.order = order
 
     def replan(self) -> None:
         """Plan by the counts and the owners that there are now."""
@@ -194,6 +197,6 @@ def bring_experts_home(layers: Mapping[str, Copies]) -> bool:
     """Have all experts be with the owners that the layout gives them; returns whether any were not. Collective."""
     away = [c for c in layers.values() if (c.order != c.home).any()]
     for copies in away:
-        move(copies, copies.home)
+        copies.move_to(copies.home)
         copies.replan()
     return bool(away)

@@ -6,17 +6,15 @@ holds other rows than those of its box, and says which; whoever reads the whole 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from weft.parallel.experts.members import Members
 from weft.parallel.experts.placement import copies_away, swapped, with_copies
 from weft.parallel.experts.rows import exchange
 from weft.parallel.state import Held
-
-if TYPE_CHECKING:
-    from weft.parallel.experts.copies import Copies
 
 #: Steps between two moves of a layer's experts, in which they must have paid.
 REST = 16
@@ -53,16 +51,24 @@ def tensors_of(state: Sequence[Held]) -> list[torch.Tensor]:
     ]
 
 
+class Places(NamedTuple):
+    """Where a layer's experts are: the experts in the order of their places, owner by owner.
+
+    ``sizes``: how many each rank owns; ``home``: the experts in the order in which owners had them at first.
+    """
+
+    order: Array
+    sizes: Array
+    home: Array
+
+
 @torch.no_grad()
-def move(copies: "Copies", order: Array) -> None:
+def move(ranks: Members, state: Sequence[Held], places: Places, order: Array) -> None:
     """Let owners have a layer's experts in this ``order``. Collective among the ranks that have them all."""
-    ranks, me, state = copies.ranks, copies.ranks.rank, copies.state
-    rank_of, start = (
-        np.arange(ranks.count).repeat(copies.sizes),
-        copies.ends - copies.sizes,
-    )
-    to = np.nonzero(order != copies.order)[0]  # places that get another expert
-    source = np.argsort(copies.order)[order[to]]  # and where that has been
+    me, ends = ranks.rank, places.sizes.cumsum()
+    rank_of, start = (np.arange(ranks.count).repeat(places.sizes), ends - places.sizes)
+    to = np.nonzero(order != places.order)[0]  # places that get another expert
+    source = np.argsort(places.order)[order[to]]  # and where that has been
     leaving = [
         source[(rank_of[to] == r) & (rank_of[source] == me)] - start[me]
         for r in range(ranks.count)
@@ -88,11 +94,10 @@ def move(copies: "Copies", order: Array) -> None:
         tensors, found.split([t[0].numel() for t in tensors], 1), strict=True
     ):
         t[into.to(t.device)] = piece.view(-1, *t.shape[1:]).to(t.device)
-    copies.order = order
-    mine = slice(start[me], copies.ends[me])
+    mine = slice(start[me], ends[me])
     held = (
         None
-        if (order[mine] == copies.home[mine]).all()
+        if (order[mine] == places.home[mine]).all()
         else tuple(order[mine].tolist())
     )
     for h in state:

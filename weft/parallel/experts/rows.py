@@ -7,16 +7,14 @@ likewise in backward: the gradients of these rows are back when what comes befor
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from weft.models.experts import MovedRows
 from weft.models.parts import current_part, read
+from weft.parallel.experts.members import Members
 from weft.parallel.units import all_gather, exchanged_rows, reduce_scatter
-
-if TYPE_CHECKING:
-    from weft.parallel.experts.ranks import Members
 
 T = torch.Tensor
 
@@ -30,7 +28,7 @@ def exchanged(
     rows: T,
     sent: list[int],
     received: list[int],
-    members: "Members",
+    members: Members,
     what: str = "tokens",
 ) -> Awaited:
     """Rows from every member: so many of ``rows`` to each in turn, and so many from each.
@@ -44,7 +42,7 @@ def exchanged(
     return _move(rows, there, back)
 
 
-def gathered(x: T, members: "Members", what: str = "tokens") -> Awaited:
+def gathered(x: T, members: Members, what: str = "tokens") -> Awaited:
     """The rows of all members, as many of each."""
     return _move(
         x,
@@ -53,7 +51,7 @@ def gathered(x: T, members: "Members", what: str = "tokens") -> Awaited:
     )
 
 
-def scattered(x: T, members: "Members") -> Awaited:
+def scattered(x: T, members: Members) -> Awaited:
     """This rank's rows of the sum of all members' ``x``."""
     there, back = (
         partial(way, members=members, what="tokens") for way in (_scatter, _gather)
@@ -62,20 +60,20 @@ def scattered(x: T, members: "Members") -> Awaited:
 
 
 def exchange(
-    rows: T, sent: list[int], received: list[int], members: "Members", what: str
+    rows: T, sent: list[int], received: list[int], members: Members, what: str
 ) -> Moving:
     """Let rows set out without a gradient; arguments as of :func:`exchanged`."""
     members.note(what, rows, sum(sent) - sent[members.rank])
     return exchanged_rows(rows, sent, received, members.group)
 
 
-def _gather(x: T, members: "Members", what: str) -> Moving:
+def _gather(x: T, members: Members, what: str) -> Moving:
     members.note(what, x, (members.count - 1) * len(x))
     found = x.new_empty(members.count * len(x), *x.shape[1:])
     return found, all_gather(found, x.contiguous(), group=members.group, async_op=True)
 
 
-def _scatter(x: T, members: "Members", what: str) -> Moving:
+def _scatter(x: T, members: Members, what: str) -> Moving:
     members.note(what, x, len(x) - len(x) // members.count)
     found = x.new_empty(len(x) // members.count, *x.shape[1:])
     return found, reduce_scatter(
