@@ -169,6 +169,16 @@ def load_plugins(modules: Sequence[str]) -> None:
             raise ValueError(f"plugins: {_why_not(module, error)}") from error
 
 
+def load_plugins_of(recipe: Mapping[str, Any]) -> None:
+    """Import what ``plugins`` of a recipe's sections names, before sections name what it registers.
+
+    Nothing if that is no list of names, which validation refuses.
+    """
+    modules = recipe.get("plugins", ())
+    if isinstance(modules, list | tuple) and all(isinstance(m, str) for m in modules):
+        load_plugins(modules)
+
+
 def _why_not(module: str, error: BaseException) -> str:
     """Why ``module`` cannot be imported."""
     if (

@@ -56,15 +56,20 @@ class HostSection(Section):
     @classmethod
     def owners(cls, key: str) -> list[Registered]:
         """The techniques that this section could name and that have a setting ``key``."""
-        kinds = cls.hosts.values()
-        every = (technique for kind in kinds for technique in declared(kind))
-        return [t for t in every if t.settings and key in t.settings.model_fields]
+        return [t for t, settings in cls._possible() if key in settings.model_fields]
 
     @classmethod
     def technique_settings(cls) -> list[str]:
         """Settings of all techniques that this section could name."""
-        every = (t for kind in cls.hosts.values() for t in declared(kind) if t.settings)
-        return [key for t in every if t.settings for key in t.settings.model_fields]
+        return [key for _, settings in cls._possible() for key in settings.model_fields]
+
+    @classmethod
+    def _possible(cls) -> Iterator[tuple[Registered, type[Section]]]:
+        """The techniques that this section could name, each with its settings; not those without any."""
+        for kind in cls.hosts.values():
+            for technique in declared(kind):
+                if technique.settings is not None:
+                    yield technique, technique.settings
 
     def own(self, settings: type[S]) -> S:
         """This section as the settings of the technique that it names."""
@@ -79,16 +84,12 @@ class HostSection(Section):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by values, as combined classes have no name that another process could import."""
-        return type(self).hosting().rebuilt, (self.model_dump(by_alias=True),)
+        return section_of, (type(self).hosting(), self.model_dump(by_alias=True))
 
     @classmethod
     def hosting(cls) -> type[HostSection]:
         """The section's own class, without settings of techniques."""
         return next(base for base in cls.__mro__ if "hosts" in vars(base))
-
-    @classmethod
-    def rebuilt(cls, values: dict[str, Any]) -> HostSection:
-        return section_of(cls, values)
 
 
 @cache

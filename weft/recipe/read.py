@@ -10,7 +10,7 @@ from typing import Any
 
 from weft.errors import UsageError, WeftError
 from weft.layout.layout import Layout
-from weft.plugins import load_plugins
+from weft.plugins import load_plugins_of
 from weft.recipe.data_section import Source
 from weft.recipe.host_section import HostSection, unused_settings
 from weft.recipe.recipe import Recipe
@@ -71,13 +71,11 @@ def load_recipe(
         tree["data"] = _with_data(tree.get("data", {}), data)
     for item in overrides:
         _override(tree, item)
-    modules = tree.get("plugins")
-    if isinstance(modules, list):  # what is no list of names is refused below
+    if layout is not None:
         try:
-            load_plugins([name for name in modules if isinstance(name, str)])
+            load_plugins_of(tree)
         except ValueError as error:
             raise UsageError(f"{path}: {error}") from None
-    if layout is not None:
         tree["layout"] = Layout.parse(layout, tree.get("layout", {})).model_dump()
     if isinstance(tree.get("model"), dict) and "adapter" in tree["model"]:
         raise UsageError(

@@ -7,7 +7,7 @@ from pydantic import Field, SerializeAsAny, model_validator
 
 from weft.layout.axes import BATCH_AXES
 from weft.layout.layout import Layout
-from weft.plugins import check, load_plugins
+from weft.plugins import check, load_plugins_of
 from weft.recipe.adapter import Adapter
 from weft.recipe.checkpoint_section import Checkpoint
 from weft.recipe.conflicts import AskedRecipe, refuse_conflicts
@@ -100,11 +100,8 @@ class Recipe(Section):
     @classmethod
     def _plug(cls, tree: Any) -> Any:
         """Import the plugins first: sections name what they register."""
-        modules = tree.get("plugins", ()) if isinstance(tree, dict) else ()
-        if isinstance(modules, list | tuple) and all(
-            isinstance(m, str) for m in modules
-        ):
-            load_plugins(modules)
+        if isinstance(tree, dict):
+            load_plugins_of(tree)
         return tree
 
     @model_validator(mode="after")
