@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 
-.PHONY: install train test test-quick soak soak-versions lint bench clean
+.PHONY: install train test test-quick soak soak-versions lint docs bench clean
 
 install: $(STAMP)
 
@@ -69,9 +69,19 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy weft
 
+# The documentation as a site, which works offline: site/index.html.
+DOCS_STAMP := .venv/.docs-installed
+$(DOCS_STAMP): pyproject.toml constraints.txt $(STAMP)
+	@$(PIP) --editable '.[docs]'
+	@touch $@
+
+docs: $(DOCS_STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 bench: install
 	@for file in bench/*.py; do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
 
 clean:
-	rm -rf .venv .venv-torch-* .constraints-torch build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-torch-* .constraints-torch build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find weft tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Make the catalogue (docs/techniques.md) from the declarations of techniques, and check its figures.
+"""Make the catalogue (docs/reference/techniques.md) from the declarations of techniques, and check its figures.
 
     python bench/catalogue.py [--mend]
 
@@ -30,7 +30,7 @@ from weft.registry import KINDS, Registered, declared
 NUMBER = r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w.]*\w)|\d[\d,]*(?:\.\d+)?(?=x\b)"
 
 ROOT = Path(__file__).parents[1]
-PAGE, RESULTS = ROOT / "docs" / "techniques.md", Path(__file__).parent / "results"
+PAGE, RESULTS = ROOT / "docs/reference/techniques.md", Path(__file__).parent / "results"
 
 
 class Row(NamedTuple):

@@ -2,7 +2,7 @@
 
     python bench/chaos.py recipes/quickstart.toml --kill 20 --freeze 5 --minutes 20 --seed 1
 
-docs/resilience.md says what each fault does, and what is compared.
+docs/explanations/resilience.md says what each fault does, and what is compared.
 """
 
 import sys

@@ -657,7 +657,7 @@ COLUMNS = {
 
 
 def table(tallies: Sequence[Tally]) -> str:
-    """In Markdown, as docs/checkpoint-faults.md shows it."""
+    """In Markdown, as docs/measured/checkpoint-faults.md shows it."""
     rows = [["fault", "", *COLUMNS.values()]]
     for i, t in enumerate(tallies):
         fault = t.fault if not i or tallies[i - 1].fault != t.fault else ""
@@ -711,7 +711,7 @@ def main() -> None:
     parser.add_argument(
         "--docs",
         type=Path,
-        help="the page whose table is to be replaced: docs/checkpoint-faults.md",
+        help="the page whose table is to be replaced: docs/measured/checkpoint-faults.md",
     )
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -745,7 +745,7 @@ def main() -> None:
     if options.docs:
         before, _, after = options.docs.read_text().split("<!-- table -->\n")
         options.docs.write_text(
-            f"{before}<!-- table -->\n{table(tallies)}\n<!-- table -->\n{after}"
+            f"{before}<!-- table -->\n\n{table(tallies)}\n\n<!-- table -->\n{after}"
         )
     print(f"\n{found['seconds']} s; written to {options.json}")
 

@@ -1,7 +1,7 @@
 """Two sites with a slow link between them: plain data parallelism beside ways to agree less often, ours and others'.
 
     pip install torchft==0.2.0                                                # without it its side is left out
-    sudo python bench/islands.py [--steps 300] [--rounds 2] [--json FILE] [--picture docs/islands.svg]
+    sudo python bench/islands.py [--steps 300] [--rounds 2] [--json FILE] [--picture docs/measured/islands.svg]
 
 Two network namespaces are the sites, with two ranks each. All sides train the same transformer from the same weights,
 on the same bytes of the standard library in the same order, by AdamW at the same rates. Over every network each takes

@@ -2,7 +2,7 @@
 
     python bench/load.py --base-url http://127.0.0.1:8000 --num-prompts 100 --request-rate 4
 
-docs/generation.md says what is measured.
+docs/how-to/generate.md says what is measured.
 """
 
 import asyncio

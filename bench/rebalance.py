@@ -25,7 +25,7 @@ RANKS, STEPS, ROW_S = 4, 45, 0.03
 def recipe(folder: Path, actions: str) -> Recipe:
     corpus = folder / "corpus.txt"
     corpus.write_text(
-        "".join(path.read_text() for path in sorted(Path("docs").glob("*.md"))[:4])
+        "".join(path.read_text() for path in sorted(Path("docs").rglob("*.md"))[:4])
     )
     return build_recipe({
         "model": {"layers": 1, "embed": 16, "heads": 2, "ffn": 24},

@@ -26,7 +26,7 @@ SIZES, STEPS, ROW_S = (4, 2, 8, 3), 20, 0.03
 def recipe(folder: Path, size: int, steps: int) -> Recipe:
     corpus = folder / "corpus.txt"
     corpus.write_text(
-        "".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))[:4])
+        "".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))[:4])
     )
     return build_recipe({
         "model": {"layers": 1, "embed": 16, "heads": 2, "ffn": 24},

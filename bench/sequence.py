@@ -55,7 +55,7 @@ from weft.schedule.draw import ticks
 ROOT = Path(__file__).parents[1]
 RESULTS, PICTURE = (
     Path(__file__).parent / "results/sequence.json",
-    ROOT / "docs/sequence-balance.png",
+    ROOT / "docs/measured/sequence-balance.png",
 )
 RANKS, HEADS, DIM, PROMPT_VOCAB = 4, 8, 64, 32_768
 T = torch.Tensor

@@ -43,7 +43,7 @@ from weft.shapes.shape import shape_of
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes/skippipe.toml"
 RESULTS = Path(__file__).parent / "results/skip.json"
-PICTURE = ROOT / "docs/skippipe.png"
+PICTURE = ROOT / "docs/measured/skippipe.png"
 RATIO = 0.25  # of the stages
 GOALS = {"speedup": 1.3, "gap": 0.05}
 

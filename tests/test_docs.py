@@ -19,20 +19,63 @@ PAGES = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
-    *(f"docs/{page.name}" for page in ROOT.glob("docs/*.md")),
+    *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/**/*.md"))),
 ]
 
 
+def without_code(text: str) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"(?ms)^ *```.*?^ *```$", "", text)
+
+
+def anchors(text: str) -> set[str]:
+    """What a link into a page may name: its headings as GitHub and mkdocs spell them, and explicit names."""
+    headings = re.findall(r"(?m)^#+ (.+)$", without_code(text))
+    spelt = {
+        re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-")
+        for heading in headings
+    }
+    return spelt | set(re.findall(r'(?:id="|\{ ?#)([\w-]+)', text))
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_files(page: str) -> None:
+def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
-    for link in re.findall(r"]\((?!https?:|#)([^)#]+)", text):
-        assert ((ROOT / page).parent / link).exists(), link
+    # images, links, and what HTML in a page refers to
+    links = re.findall(r"]\((?!https?:)([^)\s]+)", without_code(text))
+    links += re.findall(r'(?:href|src)="(?!https?:)([^"]+)"', without_code(text))
+    for link in links:
+        path, _, anchor = link.partition("#")
+        file = ((ROOT / page).parent / path) if path else ROOT / page
+        assert file.exists(), link
+        if page.startswith("docs/"):
+            assert file.resolve().is_relative_to(ROOT / "docs"), f"{link}: not a page"
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file.read_text()), link
     for name in re.findall(
         r"`((?:weft|tests|docs|recipes|bench|examples)/[\w./-]*\.(?:py|toml|md))\b",
         text,
     ):
         assert (ROOT / name).is_file(), name
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])
+def test_pages_read_the_same_everywhere(page: str) -> None:
+    """mkdocs takes a list or a table right below a line of text for more of that text; GitHub does not."""
+    before = ""
+    for line in without_code((ROOT / page).read_text()).splitlines():
+        begins = re.match(r"([-*]|\d+\.) |\|", line)
+        more = re.match(r"\s*([-*]|\d+\.) |\||  ", before)
+        assert not begins or not before.strip() or more, f"an empty line before: {line}"
+        before = line
+
+
+def test_every_page_is_in_the_menu() -> None:
+    menu = re.findall(
+        r"(?m)^ +- (?:.*: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text()
+    )
+    pages = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")]
+    assert sorted(menu) == sorted(pages), "nav of mkdocs.yml"
 
 
 def test_commands_can_be_typed() -> None:

@@ -9,7 +9,7 @@ from the folder that the command runs in, and there they register what they offe
     def focal(logits, labels, gamma=2.0): ...
 
 What is registered is called with what its kind gives (:data:`KINDS`), and with the recipe's settings as keywords.
-docs/plugins.md says what each kind may assume.
+docs/reference/extension-kinds.md says what each kind may assume.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""The reader in docs/checkpoint-format.md, run as it stands there: the page is enough to read a checkpoint."""
+"""The reader of docs/reference/checkpoint-format.md, as it stands there: the page is enough to read a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from tests.checkpoint.test_format import saved
 from tests.checkpoint.test_golden import GOLDEN, META, bits, values
 
-PAGE = Path(__file__).parents[2] / "docs/checkpoint-format.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/checkpoint-format.md"
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ("export --from run --out there", 1, "--out there exists already; choose another folder"),
     ("export --from run --out there --texts a --keep 2", 1, "--out there exists already; choose another folder"),
     ("checkpoint convert run --out there/x --to nothing", 2, "--to 'nothing' is not possible; "),
-    ("eval missing.jsonl --from run", 2, "missing.jsonl is no file of questions; docs/evaluation.md says"),
+    ("eval missing.jsonl --from run", 2, "missing.jsonl is no file of questions; docs/how-to/evaluation.md says"),
     ("plan llama3-405x", 1, "model 'llama3-405x' is neither a file nor built in; did you mean 'llama3-405b'?"),
     ("plan llama3-405x --cluster h100", 1, "did you mean 'llama3-405b'?"),
     ("plan llama3-405x --here", 1, "did you mean 'llama3-405b'?"),

@@ -353,7 +353,7 @@ def test_blocks_outside_the_window_do_not_travel(pool: Any, scheme: str) -> None
 def closed_form(
     scheme: str, ranks: int, tokens: int, d: int, kv: int, heads: int
 ) -> tuple[float, float]:
-    """Elements that all ranks send, forward and backward, of one document: the formulas of docs/techniques.md."""
+    """Elements that all ranks send for one document, forward and backward: formulas of docs/reference/techniques.md."""
     share = tokens / ranks
     if scheme in ("ring", "rsa"):
         return (ranks - 1) * tokens * kv, 2 * (ranks - 1) * tokens * kv
@@ -409,7 +409,7 @@ def test_every_tile_is_there_once(scheme: str, ranks: int) -> None:
 
 
 def test_critical_paths() -> None:
-    """The figures of docs/sequence-balance.png: tiles of (tokens / ranks)^2 on the path, ideal ranks / 2."""
+    """The figures of docs/measured/sequence-balance.png: tiles of (tokens / ranks)^2 on the path, ideal ranks / 2."""
     for ranks in (2, 3, 4, 5, 7, 8, 9, 16):
         for scheme in ("zigzag", "tokenring", "gather"):
             assert critical_path(build(scheme, ranks)) == ranks / 2

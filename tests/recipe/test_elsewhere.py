@@ -18,7 +18,7 @@ from weft.recipe import Recipe, Source, build_recipe, load_recipe
 from weft.recipe.elsewhere import Equivalent, equivalents, here_called, here_it_is
 from weft.section import fields_at
 
-DOCS = Path(__file__).parents[2] / "docs"
+PAGE = Path(__file__).parents[2] / "docs/how-to/coming-from.md"
 
 
 def row(one: Equivalent) -> str:
@@ -66,9 +66,9 @@ def test_no_word_has_two_answers_and_none_is_a_setting_of_the_same_name() -> Non
 
 
 def test_the_page_has_the_table() -> None:
-    lines = (DOCS / "coming-from.md").read_text().splitlines()
+    lines = PAGE.read_text().splitlines()
     missing = [row(one) for one in equivalents() if row(one) not in lines]
-    assert not missing, "\n".join(["docs/coming-from.md lacks:", *missing])
+    assert not missing, "\n".join(["docs/how-to/coming-from.md lacks:", *missing])
 
 
 @pytest.mark.parametrize(("tree", "said"), [
@@ -117,7 +117,7 @@ def test_what_stands_elsewhere_is_said_before_anything_is_read(
     yaml = tmp_path / "mine.yaml"
     yaml.write_text("learning_rate: 1e-4\n")
     with pytest.raises(
-        UsageError, match=r"recipes are TOML files; docs/coming-from\.md"
+        UsageError, match=r"recipes are TOML files; docs/how-to/coming-from\.md"
     ):
         load_recipe(yaml)
 

@@ -1,4 +1,4 @@
-"""The checkpoint format: logical tensors as immutable blocks. Specified for other readers in docs/checkpoint-format.md.
+"""The checkpoint format (docs/reference/checkpoint-format.md): logical tensors as immutable blocks.
 
 A checkpoint is a folder: data files (safetensors-compatible, one per writing rank), a manifest per data file, other
 files, and one root, ``weft.json``, which is created last. Names carry the attempt's random id, so that no attempt

@@ -77,7 +77,7 @@ _ahead = (
 )
 Ahead = Annotated[int, typer.Option("--ahead", min=0, help=_ahead)]
 
-_plugin = "A module with techniques of yours (docs/plugins.md), which can then be named; may be repeated."
+_plugin = "A module with techniques of yours (docs/reference/extension-kinds.md), which can then be named; repeatable."
 PluginModules = Annotated[
     list[str] | None, typer.Option("--plugin", metavar="MODULE", help=_plugin)
 ]

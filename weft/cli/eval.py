@@ -12,7 +12,7 @@ from weft.cli.arguments import AsJson, Ema, ModelName
 from weft.cli.console import print_table, warn
 from weft.errors import UsageError
 
-_files = "Files of questions: JSON Lines or TOML (docs/evaluation.md)."
+_files = "Files of questions: JSON Lines or TOML (docs/how-to/evaluation.md)."
 _chat = "Prompts are what a user says: apply the chat template."
 
 
@@ -30,7 +30,7 @@ def evaluate(
     for file in files:
         if not file.is_file():
             raise UsageError(
-                f"{file} is no file of questions; docs/evaluation.md says what is in one"
+                f"{file} is no file of questions; docs/how-to/evaluation.md says what is in one"
             )
     import torch
 

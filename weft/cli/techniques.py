@@ -1,4 +1,4 @@
-"""``weft techniques``: the catalogue, as docs/techniques.md has it."""
+"""``weft techniques``: the catalogue, as docs/reference/techniques.md has it."""
 
 from weft.cli.console import print_table
 from weft.recipe.shipped import techniques as rows

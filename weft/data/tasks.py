@@ -1,7 +1,7 @@
 """Questions with known answers, read from a file: a model answers them during training and in ``weft eval``.
 
 A line of JSON (or, in TOML, a table ``[[questions]]``) holds a ``prompt`` (or ``messages``) and an ``answer``; with
-``choices`` the answer is one of these, or its number from 0. docs/evaluation.md says how they are counted.
+``choices`` the answer is one of these, or its number from 0. docs/how-to/evaluation.md says how they are counted.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -38,7 +38,7 @@ class Layout(Section):
         1,
         ge=1,
         description="Groups of ranks that train by themselves and synchronise as [sync] "
-        "says (docs/islands.md).",
+        "says (docs/explanations/islands.md).",
     )
     zero: Literal[1, 2, 3] = Field(3, description="ZeRO stage of shard.")
     secondary: int = Field(

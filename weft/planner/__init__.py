@@ -1,1 +1,1 @@
-"""Time and memory of a layout before anything runs: see docs/planner.md."""
+"""Time and memory of a layout before anything runs: see docs/explanations/planner.md."""

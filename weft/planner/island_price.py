@@ -1,8 +1,8 @@
 """Sites with slow links between them: the layout of one site, and how often sites agree as islands.
 
-A layout over all sites sends something over their links in every step. Islands (docs/islands.md) step by themselves,
-each on its site's devices with its share of the samples, and agree every so many steps, so that a slow link costs as
-much less. :func:`islands_of` says how rarely they must for the link to take little of the time.
+A layout over all sites sends something over their links in every step. Islands (docs/explanations/islands.md) step by
+themselves, each on its site's devices with its share of the samples, and agree every so many steps, so that a slow
+link costs as much less. :func:`islands_of` says how rarely they must for the link to take little of the time.
 """
 
 import math

@@ -29,7 +29,7 @@ from weft.shapes.shape import Shape
 
 #: Bits of a product's factors.
 PRECISIONS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "fp4": 4}
-#: Percent; the 90th percentile of the presets' error, sources counted alike (docs/planner.md).
+#: Percent; the 90th percentile of the presets' error, sources counted alike (docs/explanations/planner.md).
 BAND = 12
 #: Devices with published runs among those.
 MEASURED = ("A100", "H100", "B200", "GB200")

@@ -52,7 +52,7 @@ class Device(Hardware):
     """Data-sheet figures of one device, with dense peaks in TFLOP/s.
 
     ``clock``: share of the 16-bit peak that a large product reaches (power and clock limits), ``low``: the same for
-    8 bits (4 bits: :data:`LEAST`). Measured: pooled over published runs (docs/planner.md).
+    8 bits (4 bits: :data:`LEAST`). Measured: pooled over published runs (docs/explanations/planner.md).
     """
 
     name: str

@@ -41,7 +41,7 @@ class Source(Section):
     kind: str = Field(
         "stdlib",
         description="How to read 'path'; chat, preference and feedback are conversations "
-        "(docs/chat.md, docs/preference.md), tokens are memory-mapped ids, "
+        "(docs/how-to/conversations.md, docs/how-to/preferences.md), tokens are memory-mapped ids, "
         "huggingface a dataset saved to disk; others are a plugin's.",
     )
     path: str | None = Field(
@@ -115,7 +115,7 @@ class Source(Section):
 
 
 class Chat(Section):
-    """How sources of kind ``chat`` become tokens (docs/chat.md)."""
+    """How sources of kind ``chat`` become tokens (docs/how-to/conversations.md)."""
 
     template: str = Field(
         "",

@@ -1,6 +1,6 @@
 """What settings are called in other programs: so that a word of theirs is answered with Weft's.
 
-``docs/coming-from.md`` shows the same table.
+``docs/how-to/coming-from.md`` shows the same table.
 """
 
 import tomllib

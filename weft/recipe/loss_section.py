@@ -9,7 +9,7 @@ from weft.registry import find, names
 
 
 class Loss(HostSection):
-    """The training loss (docs/preference.md).
+    """The training loss (docs/how-to/preferences.md).
 
     ``weft techniques`` lists the losses that compare pairs of answers.
     """

@@ -72,7 +72,7 @@ class ModelShape(Section):
     )
     kind: str = Field(
         "",
-        description="A plugin's model (docs/plugins.md), which has none of the fields but "
+        description="A plugin's model (docs/reference/extension-kinds.md), which has none of the fields but "
         "'settings' and 'vocab'.",
     )
     settings: dict[str, Any] = Field(

@@ -44,7 +44,7 @@ def load_recipe(
         raise WeftError(f"recipe {path} does not exist; {remedy}")
     if file.suffix in (".yaml", ".yml", ".json"):
         raise UsageError(
-            f"{path}: recipes are TOML files; docs/coming-from.md says what settings of other programs are"
+            f"{path}: recipes are TOML files; docs/how-to/coming-from.md says what settings of other programs are"
         )
     tree = read_toml(file, str(path))
     # nobody means to train what all defaults together give

@@ -51,7 +51,7 @@ class Recipe(Section):
     plugins: tuple[str, ...] = Field(
         (),
         description="Modules of the user's that register what the recipe then names "
-        "(docs/plugins.md).",
+        "(docs/reference/extension-kinds.md).",
     )
     callbacks: tuple[Use, ...] = Field(
         (),

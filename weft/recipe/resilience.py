@@ -9,7 +9,7 @@ from weft.registry import find
 
 
 class Resilience(HostSection):
-    """What a run of several ranks does when one of them dies, stalls, crawls or lies (docs/resilience.md).
+    """What a run of several ranks does when one of them dies, stalls, crawls or lies (docs/explanations/resilience.md).
 
     ``weft techniques`` lists rules of aggregation and codes; each brings settings of its own. What codes do says
     :mod:`weft.sync.coded`.
@@ -65,8 +65,8 @@ class Resilience(HostSection):
     encrypt: Literal["auto", "always", "never"] = Field(
         "auto",
         description=(
-            "What of ranks' connections of Weft's own is encrypted (docs/security.md): auto, what leaves the machine "
-            "and its private network; always; or never. It takes the package cryptography (weft[secure])."
+            "What of ranks' connections of Weft's own is encrypted (docs/how-to/security.md): auto, what leaves the "
+            "machine and its private network; always; or never. It takes the package cryptography (weft[secure])."
         ),
     )
 

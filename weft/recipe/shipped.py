@@ -36,8 +36,8 @@ def headline(path: Path) -> str:
 
 
 def techniques() -> list[list[str]]:
-    """The rows of the catalogue's table (``docs/techniques.md``), without its header."""
-    page = shipped("docs") / "techniques.md"
+    """The rows of the catalogue's table (``docs/reference/techniques.md``), without its header."""
+    page = shipped("docs") / "reference/techniques.md"
     if not page.is_file():
         raise WeftError(f"{page} is missing; install Weft again")
     table = [line for line in page.read_text().splitlines() if line.startswith("|")]

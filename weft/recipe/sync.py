@@ -12,7 +12,7 @@ from weft.registry import Registered, find
 
 
 class Sync(HostSection):
-    """How islands (``layout.island``) agree: docs/islands.md.
+    """How islands (``layout.island``) agree: docs/explanations/islands.md.
 
     ``weft techniques`` lists the methods; each brings settings of its own. Where all average in every step they
     exchange gradients, and compute exactly what one island would. The error of a compressed message is added to the

@@ -8,7 +8,7 @@ from weft.section import Section
 
 
 class Validation(Section):
-    """How the loss on ``data.validation`` is measured, and what follows from it (docs/training.md)."""
+    """How the loss on ``data.validation`` is measured, and what follows from it (docs/how-to/training.md)."""
 
     every: int = Field(
         50, ge=0, description="Steps between validations; 0 turns them off."
@@ -39,7 +39,7 @@ class Validation(Section):
 
 
 class Task(Section):
-    """A file of questions that the model is asked (docs/evaluation.md)."""
+    """A file of questions that the model is asked (docs/how-to/evaluation.md)."""
 
     path: str = Field(description="File of questions.")
     name: str = Field(

@@ -4,7 +4,7 @@ Every member has one, which works beside whatever the process's main thread does
 agent connects to all others, over a channel of the processes' endpoints (:mod:`weft.net.endpoint`), sends its state
 with every heartbeat, and finds out who is gone, stopped or silent. What follows from that is decided in
 :mod:`weft.resilience.agreement`;
-``docs/resilience.md`` says what is promised.
+``docs/explanations/resilience.md`` says what is promised.
 """
 
 from __future__ import annotations

@@ -305,7 +305,7 @@ def tile_attention(
 
     ``peers``: the global ranks in the order of the table; ``lengths``: tokens of a row in every block, none for equal
     ones; ``window`` as of :func:`weft.models.attention.attention`. Returns ``out`` like ``q`` and ``lse``
-    ``[batch * seq held, heads]``. What is sent: docs/techniques.md.
+    ``[batch * seq held, heads]``. What is sent: docs/reference/techniques.md.
     """
     trip = trip_of(q, cu_seqlens, scheme, peers, index, lengths, window)
     qs, ks, vs = trip.cut(q), trip.cut(k), trip.cut(v)

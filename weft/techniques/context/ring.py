@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     recipe="ring.toml",
     proof="tests/parallel/test_context.py, tests/test_counts.py",
     figure=(
-        "critical path P - 1/2 tiles, ideal P/2 (`docs/sequence-balance.png`); half "
+        "critical path P - 1/2 tiles, ideal P/2 (`docs/measured/sequence-balance.png`); half "
         "the bytes of passing everything on"
     ),
 )
