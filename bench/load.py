@@ -36,8 +36,8 @@ from weft.cli.bench import (
     Seed,
 )
 from weft.errors import WeftError
-from weft.measure import asks
-from weft.measure.asks import LoadRequest, RequestOutcome
+from weft.serve import load_requests
+from weft.serve.load_requests import LoadRequest, RequestOutcome
 
 
 class Target(NamedTuple):
@@ -168,15 +168,17 @@ def load(
     as_json: AsJson = False,
 ) -> int:
     """Ask a server many times and say how long it takes, in the words of vllm bench serve."""
-    limits = asks.read_limits(goodput or [])
-    percentiles = asks.read_percentiles(metric_percentiles)
-    asked = asks.make_asks(
+    limits = load_requests.read_limits(goodput or [])
+    percentiles = load_requests.read_percentiles(metric_percentiles)
+    asked = load_requests.make_requests(
         dataset_name, num_prompts + num_warmups, dataset_path, random_input_len, random_output_len, random_range_ratio,
         random_prefix_len, seed,
     )  # fmt: skip
     key = read_keys(api_key)[0] if api_key else None
     target = Target(base_url.rstrip("/").removesuffix("/v1"), model, key, ignore_eos)
-    waits = asks.pauses(len(asked[:num_prompts]), request_rate, burstiness, seed)
+    waits = load_requests.arrival_pauses(
+        len(asked[:num_prompts]), request_rate, burstiness, seed
+    )
 
     async def measure() -> tuple[list[RequestOutcome], float]:
         # other ones, so that no prefix of those that count is known
@@ -184,7 +186,9 @@ def load(
         await run(target, early, [0.0] * len(early), 1)
         return await run(target, asked[:num_prompts], waits, max_concurrency)
 
-    found = asks.summary(*asyncio.run(measure()), percentiles, limits)
+    found = load_requests.latency_statistics(
+        *asyncio.run(measure()), percentiles, limits
+    )
     if as_json:
         print(json.dumps(found))
     else:

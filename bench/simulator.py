@@ -21,11 +21,11 @@ import torch
 from weft.generate.engine import Engine
 from weft.generate.policies import Policy, exact_fill, policy_of
 from weft.layout.mesh import Mesh
-from weft.measure.asks import RequestOutcome
-from weft.measure.simulate import Curve, TimedRequest, measure, simulate
 from weft.models.products import read_only
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
+from weft.serve.load_requests import RequestOutcome
+from weft.serve.load_simulation import Curve, TimedRequest, measure_load, simulate_load
 
 SHAPE = ModelShape(
     vocab=49152, layers=30, embed=576, heads=9, kv_heads=3, ffn=1536, tied=True
@@ -95,19 +95,19 @@ def main() -> None:
     def engine(policy: Policy, cache: int) -> Engine:
         return Engine(model, tokens=cache, budget=256, limit=16, policy=policy)
 
-    measure(engine(exact_fill, 2**15), load(9, 6, 3, 60, 12))  # warm
+    measure_load(engine(exact_fill, 2**15), load(9, 6, 3, 60, 12))  # warm
     samples, measured = [], {}
     for turn, (name, (*of_load, policy, cache)) in enumerate(LOADS.items(), 1):
         # The machine's speed drifts, and the curve is to be of the same minutes as what it is held against.
         for seed, (*fitted, fitted_policy, fitted_cache) in enumerate(
             FITTED_ON, 100 * turn
         ):
-            samples += measure(
+            samples += measure_load(
                 engine(fitted_policy, fitted_cache),
                 load(seed, given.requests, *fitted),
                 thread_time,
             )[1]
-        measured[name] = measure(
+        measured[name] = measure_load(
             engine(policy, cache), load(turn, given.requests, *of_load), thread_time
         )[0]
     curve, rows = Curve(samples), {}
@@ -116,7 +116,7 @@ def main() -> None:
         its = engine(policy, cache).scheduler
         both = (
             figures(measured[name]),
-            figures(simulate(its, load(turn, given.requests, *of_load), curve)),
+            figures(simulate_load(its, load(turn, given.requests, *of_load), curve)),
         )
         for figure in both[0]:
             a, b = (each[figure] for each in both)

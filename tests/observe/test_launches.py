@@ -99,10 +99,10 @@ def test_the_knee_is_where_kernels_begin_to_queue(tmp_path: Path) -> None:
 
 def test_a_model_on_a_cpu(tmp_path: Path, command: Command, monkeypatch: Any) -> None:
     """Two batches of a tiny model: what is said is of operators alone. How long they take is the machine's."""
-    from weft.measure import traced
+    from weft.generate.decoding_trace import trace_decoding
 
     monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
-    files = [traced.record(build(), batch, 9, 4, tmp_path) for batch in (1, 3)]
+    files = [trace_decoding(build(), batch, 9, 4, tmp_path) for batch in (1, 3)]
     # the profiler's library writes nothing into the table
     assert os.environ["KINETO_LOG_LEVEL"] == "99"
     code, out, error = command("profile", *files, "--json")

@@ -13,7 +13,7 @@ from weft.cli.console import print_table, warn
 from weft.errors import UsageError
 
 if TYPE_CHECKING:
-    from weft.measure.choose import Candidate
+    from weft.serve.policy_choice import Candidate
 
 app = typer.Typer(help="Choose how to serve a load.", no_args_is_help=True)
 
@@ -74,15 +74,15 @@ def policies(
     from weft.checkpoint.model import open_model, tokenizer_of
     from weft.generate.engine import Engine
     from weft.generate.policies import policy_of
-    from weft.measure import asks, choose
     from weft.models.products import read_only
+    from weft.serve import load_requests, policy_choice
 
     import_plugins(plugin)
     limits, percentiles = (
-        asks.read_limits(goodput or []),
-        asks.read_percentiles(metric_percentiles),
+        load_requests.read_limits(goodput or []),
+        load_requests.read_percentiles(metric_percentiles),
     )
-    asked = asks.make_asks(
+    asked = load_requests.make_requests(
         dataset_name, num_prompts + timed, dataset_path, random_input_len, random_output_len, random_range_ratio,
         random_prefix_len, seed,
     )  # fmt: skip
@@ -94,8 +94,8 @@ def policies(
         checkpoint, "cuda" if torch.cuda.is_available() else "cpu", warn
     )
     read_only(model, weights)
-    waits = asks.pauses(len(asked), request_rate, burstiness, seed)
-    few, load = choose.requests_of(
+    waits = load_requests.arrival_pauses(len(asked), request_rate, burstiness, seed)
+    few, load = policy_choice.split_load(
         asked, waits, lambda: tokenizer_of(files, checkpoint), timed
     )
 
@@ -105,11 +105,13 @@ def policies(
     with Console(stderr=True).status(
         f"timing the steps of {timed} requests, three times"
     ) as status:
-        curve = choose.time_steps(build, few)
+        curve = policy_choice.time_steps(build, few)
         status.update("simulating every policy")
-        candidates = choose.compare(build, load, curve, percentiles, limits)
+        candidates = policy_choice.compare_policies(
+            build, load, curve, percentiles, limits
+        )
         most = (
-            choose.most_requests(build, candidates[0], load, curve, limits)
+            policy_choice.highest_rate(build, candidates[0], load, curve, limits)
             if limits
             else math.nan
         )
@@ -142,7 +144,7 @@ def policies(
             if math.isfinite(most)
             else "even if all come at once"
         )
-        print(f"{choose.SHARE:.0%} of the requests meet the limits {rate}")
+        print(f"{policy_choice.SHARE:.0%} of the requests meet the limits {rate}")
     return 0
 
 

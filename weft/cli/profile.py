@@ -39,7 +39,7 @@ def profile(
         import torch
 
         from weft.checkpoint.model import open_model
-        from weft.measure.traced import record
+        from weft.generate.decoding_trace import trace_decoding
 
         if not all(word.isdecimal() and int(word) for word in batches.split(",")):
             raise UsageError(f"--batches {batches}: give numbers, for instance 1,4,16")
@@ -47,7 +47,7 @@ def profile(
             checkpoint, "cuda" if torch.cuda.is_available() else "cpu", warn, False
         )
         traces = [
-            record(model, int(batch), prompt, steps, out)
+            trace_decoding(model, int(batch), prompt, steps, out)
             for batch in batches.split(",")
         ]
     traces_read = [read_launches(trace) for trace in traces or ()]

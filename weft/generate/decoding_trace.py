@@ -8,7 +8,7 @@ from weft.models.transformer import Transformer
 from weft.observe.split import quiet_profile
 
 
-def record(
+def trace_decoding(
     model: Transformer, batch: int, prompt: int, steps: int, folder: Path
 ) -> Path:
     """Write a Chrome trace of ``steps`` steps of ``batch`` texts, without those of the ``prompt`` and first tokens."""

@@ -43,7 +43,7 @@ def both(folder: Path) -> tuple[Any, Any]:
     """The same model as lm-eval has it from Weft, and from transformers."""
     from lm_eval.models.huggingface import HFLM
 
-    from weft.measure.harness import WeftLM
+    from weft.serve.harness import WeftLM
 
     theirs = HFLM(
         str(folder), device="cpu", dtype="float32", max_length=64, batch_size=1
@@ -172,7 +172,7 @@ def test_lm_eval_itself(folder: Path, served: str, tmp_path: Path) -> None:
         "metric_list:\n  - metric: exact_match\n"
     )
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
-    import weft.measure.harness  # noqa: F401 (makes the name known)
+    import weft.serve.harness  # noqa: F401 (makes the name known)
 
     found = {}
     remote = f"base_url={served},tokenizer={folder},tokenizer_backend=huggingface,model=tiny,max_length=66"

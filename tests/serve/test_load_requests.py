@@ -19,15 +19,15 @@ from tests.serve.running import Running, until
 from weft.cli.app import app
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError
-from weft.measure.asks import (
+from weft.serve.load_requests import (
     LoadRequest,
     RequestOutcome,
-    pauses,
-    random_asks,
+    arrival_pauses,
+    latency_statistics,
+    random_requests,
     read_limits,
     read_percentiles,
-    sharegpt_asks,
-    summary,
+    sharegpt_requests,
 )
 
 
@@ -49,14 +49,14 @@ def server() -> Iterator[Running]:
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_arrivals_have_the_rate_and_the_burstiness(burstiness: float) -> None:
     """Of a gamma distribution with that shape: the squared coefficient of variation is 1 / burstiness."""
-    found = pauses(20_000, 5.0, burstiness, 1)
+    found = arrival_pauses(20_000, 5.0, burstiness, 1)
     assert statistics.mean(found) == pytest.approx(1 / 5, rel=0.05)
     assert statistics.variance(found) * 25 == pytest.approx(1 / burstiness, rel=0.12)
-    assert set(pauses(9, float("inf"), burstiness, 1)) == {0.0}
+    assert set(arrival_pauses(9, float("inf"), burstiness, 1)) == {0.0}
 
 
 def test_lengths_are_those_asked_for() -> None:
-    asks = random_asks(500, 40, 10, 0.5, 7, 3)
+    asks = random_requests(500, 40, 10, 0.5, 7, 3)
     assert (
         all(27 <= len(a.prompt) <= 67 and 5 <= a.tokens <= 15 for a in asks)
         and len({a.tokens for a in asks}) == 11
@@ -66,10 +66,10 @@ def test_lengths_are_those_asked_for() -> None:
         == 1
         < len({tuple(a.prompt[:8]) for a in asks})
     )
-    assert {(len(a.prompt), a.tokens) for a in random_asks(9, 40, 10, 0, 0, 3)} == {
+    assert {(len(a.prompt), a.tokens) for a in random_requests(9, 40, 10, 0, 0, 3)} == {
         (40, 10)
     }
-    talks = sharegpt_asks(4000, 3)
+    talks = sharegpt_requests(4000, 3)
     # the longest are cut
     assert statistics.mean(len(a.prompt) for a in talks) == pytest.approx(161, rel=0.12)
     assert statistics.median(a.tokens for a in talks) == pytest.approx(
@@ -84,7 +84,9 @@ def test_figures_are_vllms() -> None:
     )
     two = RequestOutcome(began=11.0, times=[11.1], end=11.1, prompt=5, written=1)
     lost = RequestOutcome(began=11.0, error="500")
-    found = summary([one, two, lost], 4.0, [50, 100], {"ttft": 200, "e2el": 900})
+    found = latency_statistics(
+        [one, two, lost], 4.0, [50, 100], {"ttft": 200, "e2el": 900}
+    )
     assert (found["completed"], found["failed"], found["errors"]) == (2, 1, ["500"])
     assert found["output_throughput"] == 1.0 and found["total_token_throughput"] == 4.0
     assert found["request_throughput"] == 0.5 and found["request_goodput"] == 0.25
@@ -97,7 +99,7 @@ def test_figures_are_vllms() -> None:
     assert found["p100_itl_ms"] == pytest.approx(400) and found[
         "mean_e2el_ms"
     ] == pytest.approx(550)
-    assert summary([lost], 4.0, [50], {})["completed"] == 0
+    assert latency_statistics([lost], 4.0, [50], {})["completed"] == 0
 
 
 @pytest.mark.slow
@@ -113,7 +115,7 @@ def test_times_are_those_of_the_server(server: Running, monkeypatch: Any) -> Non
         assert [(one.prompt, one.written, one.error) for one in outcomes] == [
             (4, 12, "")
         ] * 4
-        found[most] = summary(outcomes, seconds, [50], {})
+        found[most] = latency_statistics(outcomes, seconds, [50], {})
         assert found[most]["mean_e2el_ms"] >= 12 * 30
         # less than 30 where a busy machine sees the first token late
         assert found[most]["median_tpot_ms"] >= 25

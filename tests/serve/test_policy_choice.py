@@ -17,18 +17,18 @@ from weft.cli.bench import _show_candidates
 from weft.data.tokenizer import load_tokenizer
 from weft.generate.engine import Engine
 from weft.generate.policies import compared_policies, policy_of
-from weft.measure.asks import LoadRequest
-from weft.measure.choose import (
+from weft.models.hf import export
+from weft.serve.load_requests import LoadRequest
+from weft.serve.load_simulation import Curve, TimedRequest, play_load, work_of
+from weft.serve.policy_choice import (
     BUDGETS,
     SHARE,
     Candidate,
-    compare,
-    most_requests,
+    compare_policies,
+    highest_rate,
     play_candidate,
-    requests_of,
+    split_load,
 )
-from weft.measure.simulate import Curve, TimedRequest, play, work_of
-from weft.models.hf import export
 
 
 def engines(policy: str, budget: int) -> Engine:
@@ -59,7 +59,7 @@ def test_the_best_is_what_real_engines_say_on_the_same_machine() -> None:
     """Engines that really write, on a clock that counts the same work, have the gaps that the simulation says."""
     curve = counted(0.02, 0.005)
     limits = {"itl": 100.0}
-    found = compare(engines, arrivals(), curve, [99], limits)
+    found = compare_policies(engines, arrivals(), curve, [99], limits)
     goodputs = [one.figures["request_goodput"] for one in found]
     assert (
         goodputs == sorted(goodputs, reverse=True) and goodputs[0] > 1.1 * goodputs[-1]
@@ -92,13 +92,15 @@ def real_gaps(engine: Engine, curve: Curve) -> list[float]:
         written = engine.step()
         return planned[-1], [numbers[one.request] for one in written]
 
-    return [1000 * gap for one in play(load, add, step) for gap in one.seconds["itl"]]
+    return [
+        1000 * gap for one in play_load(load, add, step) for gap in one.seconds["itl"]
+    ]
 
 
 def test_so_many_requests_meet_the_limits_and_not_more() -> None:
     curve, load, limits = counted(0.02, 0.001), arrivals(), {"ttft": 400.0}
     best = Candidate("exact-fill", 128, {})
-    most = most_requests(engines, best, load, curve, limits)
+    most = highest_rate(engines, best, load, curve, limits)
 
     def share(rate: float) -> float:
         coming = [
@@ -111,15 +113,15 @@ def test_so_many_requests_meet_the_limits_and_not_more() -> None:
         return figures["request_goodput"] * figures["duration"] / len(load)
 
     assert most > 0.1 and share(most) >= SHARE > share(1.06 * most)
-    assert most_requests(engines, best, load, curve, {"ttft": 1.0}) == 0, (
+    assert highest_rate(engines, best, load, curve, {"ttft": 1.0}) == 0, (
         "no step is so short"
     )
-    assert most_requests(engines, best, load, curve, {"ttft": 1e6}) == float("inf")
+    assert highest_rate(engines, best, load, curve, {"ttft": 1e6}) == float("inf")
 
 
 def test_the_first_requests_are_timed_and_the_others_compared() -> None:
     asked = [LoadRequest("ab", 3), LoadRequest([5], 4), LoadRequest("c", 5)]
-    few, load = requests_of(asked, [1.0, 0.5, 2.0], lambda: load_tokenizer("bytes"), 1)
+    few, load = split_load(asked, [1.0, 0.5, 2.0], lambda: load_tokenizer("bytes"), 1)
     assert few == [TimedRequest(-0.5, list(load_tokenizer("bytes").encode("ab")), 3)]
     assert load == [
         TimedRequest(0.0, [5], 4),

@@ -16,7 +16,7 @@ from weft.generate.engine import Engine
 from weft.generate.request import Request
 from weft.generate.sampling import GREEDY
 from weft.generate.scheduler import ScheduledStep, Scheduler
-from weft.measure.asks import RequestOutcome
+from weft.serve.load_requests import RequestOutcome
 
 
 class TimedRequest(NamedTuple):
@@ -61,7 +61,7 @@ class Curve:
         return float(self.rates @ np.array(work_of(step)))
 
 
-def play(
+def play_load(
     load: Sequence[TimedRequest],
     add: Callable[[int], None],
     step: Callable[[], tuple[float, list[int]]],
@@ -93,7 +93,7 @@ def play(
     return outcomes
 
 
-def simulate(
+def simulate_load(
     scheduler: Scheduler,
     load: Sequence[TimedRequest],
     curve: Callable[[ScheduledStep], float],
@@ -119,10 +119,10 @@ def simulate(
                 scheduler.remove(request)
         return seconds, [numbers[request] for request in ended]
 
-    return play(load, add, step)
+    return play_load(load, add, step)
 
 
-def measure(
+def measure_load(
     engine: Engine,
     load: Sequence[TimedRequest],
     clock: Callable[[], float] = perf_counter,
@@ -153,6 +153,6 @@ def measure(
 
     engine.scheduler.plan = planning  # type: ignore[method-assign]
     try:
-        return play(load, add, step), samples
+        return play_load(load, add, step), samples
     finally:
         engine.scheduler.plan = plan  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
 """A model of Weft's for EleutherAI's lm-eval (pip install 'weft[eval]'), under the name ``weft``.
 
-``python -m weft.measure.harness --model weft --model_args pretrained=runs/mine --tasks hellaswag`` is ``lm_eval`` with
+``python -m weft.serve.harness --model weft --model_args pretrained=runs/mine --tasks hellaswag`` is ``lm_eval`` with
 this model known; ``pretrained`` is whatever ``model.from`` can name. From Python, import this file and give
 ``simple_evaluate`` an instance, or the name.
 """

@@ -58,7 +58,7 @@ class RequestOutcome:
         return {"ttft": [ttft], "tpot": tpot, "itl": gaps, "e2el": [e2el]}
 
 
-def random_asks(
+def random_requests(
     count: int, prompt: int, answer: int, ratio: float, prefix: int, seed: int
 ) -> list[LoadRequest]:
     """Prompts of random ids below 256, which every vocabulary has, behind a common beginning of ``prefix`` tokens.
@@ -83,7 +83,7 @@ def random_asks(
     return [LoadRequest(text, length(answer)) for text in texts]
 
 
-def sharegpt_asks(count: int, seed: int) -> list[LoadRequest]:
+def sharegpt_requests(count: int, seed: int) -> list[LoadRequest]:
     """Random ids, with lengths as in people's conversations: log-normal with ShareGPT's means."""
     random = Random(seed)
 
@@ -100,7 +100,7 @@ def sharegpt_asks(count: int, seed: int) -> list[LoadRequest]:
     ]
 
 
-def read_asks(path: Path, count: int, answer: int) -> list[LoadRequest]:
+def read_requests(path: Path, count: int, answer: int) -> list[LoadRequest]:
     """The first ``count`` requests of a file of JSON lines: objects with ``prompt``, and perhaps ``output_tokens``."""
     try:
         rows = [
@@ -116,7 +116,7 @@ def read_asks(path: Path, count: int, answer: int) -> list[LoadRequest]:
         ) from None
 
 
-def make_asks(
+def make_requests(
     dataset: str,
     count: int,
     path: Path | None,
@@ -128,11 +128,11 @@ def make_asks(
 ) -> list[LoadRequest]:
     """The requests of the data set of that name. Raises :class:`UsageError` for unknown names and missing files."""
     if dataset == "random":
-        return random_asks(count, prompt, answer, ratio, prefix, seed)
+        return random_requests(count, prompt, answer, ratio, prefix, seed)
     if dataset == "sharegpt":
-        return sharegpt_asks(count, seed)
+        return sharegpt_requests(count, seed)
     if dataset == "custom" and path:
-        return read_asks(path, count, answer)
+        return read_requests(path, count, answer)
     raise UsageError(
         f"--dataset-name {dataset}: choose random, sharegpt, or custom with --dataset-path FILE"
     )
@@ -168,7 +168,9 @@ def read_percentiles(words: str) -> list[float]:
     return percentiles
 
 
-def pauses(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
+def arrival_pauses(
+    count: int, rate: float, burstiness: float, seed: int
+) -> list[float]:
     """Seconds before each request, gamma distributed; with ``burstiness`` 1 the arrivals are a Poisson process."""
     random = Random(seed)
     return [
@@ -179,7 +181,7 @@ def pauses(count: int, rate: float, burstiness: float, seed: int) -> list[float]
     ]
 
 
-def summary(
+def latency_statistics(
     outcomes: Sequence[RequestOutcome],
     seconds: float,
     percentiles: Sequence[float],

@@ -12,7 +12,14 @@ from weft.generate.engine import Engine
 from weft.generate.policies import exact_fill, policy_of
 from weft.generate.pool import BlockPool
 from weft.generate.scheduler import ScheduledStep, Scheduler
-from weft.measure.simulate import Curve, TimedRequest, measure, play, simulate, work_of
+from weft.serve.load_simulation import (
+    Curve,
+    TimedRequest,
+    measure_load,
+    play_load,
+    simulate_load,
+    work_of,
+)
 
 
 def load(seed: int, rate: float, count: int = 30) -> list[TimedRequest]:
@@ -47,7 +54,7 @@ def test_it_plans_every_step_as_the_engine_does(settings: dict[str, object]) -> 
         engine.scheduler.limit,
         engine.scheduler.policy,
     )
-    found = simulate(scheduler, arrivals, curve)
+    found = simulate_load(scheduler, arrivals, curve)
     assert own == real and len(own) > 40
     assert [one.times for one in found] == [one.times for one in taken]
     assert [one.written for one in found] == [each.tokens for each in arrivals]
@@ -71,7 +78,7 @@ def play_engine(engine: Engine, arrivals: list[TimedRequest], real: list[list[fl
         written = engine.step()
         return sum(real[-1]), [numbers[one.request] for one in written]
 
-    return play(arrivals, add, step)
+    return play_load(arrivals, add, step)
 
 
 def test_a_curve_finds_what_a_step_is_made_of() -> None:
@@ -86,7 +93,7 @@ def test_a_curve_finds_what_a_step_is_made_of() -> None:
         samples.append((work, (0.01 + 0.001 * work[1]) * drawn.uniform(0.95, 1.05)))
         return samples[-1][1]
 
-    simulate(Scheduler(BlockPool(1000, 4), 40, 8, exact_fill), arrivals, timed)
+    simulate_load(Scheduler(BlockPool(1000, 4), 40, 8, exact_fill), arrivals, timed)
     assert len(samples) > 400
     curve = Curve(samples)
     for work, _ in samples[::10]:
@@ -98,7 +105,7 @@ def test_a_curve_finds_what_a_step_is_made_of() -> None:
 def test_samples_are_of_the_steps_that_were_timed() -> None:
     engine = Engine(build("softmax", torch.float32), size=4)
     arrivals = load(3, 50.0, 10)
-    found, samples = measure(engine, arrivals)
+    found, samples = measure_load(engine, arrivals)
     assert [one.written for one in found] == [each.tokens for each in arrivals]
     assert all(one.times[0] > one.began and one.end == one.times[-1] for one in found)
     assert all(seconds > 0 and work[0] == 1 for work, seconds in samples)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from weft.data.tokenizer import Tokenizer
 from weft.generate.engine import Engine
 from weft.generate.policies import EXACT_FILL, compared_policies
-from weft.measure.asks import LoadRequest, summary
-from weft.measure.simulate import Curve, TimedRequest, measure, simulate
+from weft.serve.load_requests import LoadRequest, latency_statistics
+from weft.serve.load_simulation import Curve, TimedRequest, measure_load, simulate_load
 
 BUDGETS = (128, 512, 2048)
 #: The share of the requests that must meet all limits, in the search for the most requests per second.
@@ -31,7 +31,7 @@ class Candidate(NamedTuple):
     figures: dict[str, Any]
 
 
-def requests_of(
+def split_load(
     asked: Sequence[LoadRequest],
     waits: Sequence[float],
     open_tokenizer: Callable[[], Tokenizer],
@@ -59,7 +59,7 @@ def time_steps(build: Build, load: Sequence[TimedRequest]) -> Curve:
     # in small chunks, where there is such a policy
     small = [*compared_policies(), EXACT_FILL][1]
     # the first steps of a process are slow
-    measure(build(EXACT_FILL, BUDGETS[1]), load[:1])
+    measure_load(build(EXACT_FILL, BUDGETS[1]), load[:1])
     samples = []
     for policy, budget, apart in (
         (EXACT_FILL, 2048, 1e6),
@@ -67,7 +67,7 @@ def time_steps(build: Build, load: Sequence[TimedRequest]) -> Curve:
         (small, 128, 0.0),
     ):
         coming = [request._replace(time=apart * i) for i, request in enumerate(load)]
-        samples += measure(build(policy, budget), coming)[1]
+        samples += measure_load(build(policy, budget), coming)[1]
     return Curve(samples)
 
 
@@ -76,17 +76,17 @@ def play_candidate(
     limits: Mapping[str, float],
 ) -> Candidate:  # fmt: skip
     """Simulate ``load`` with that policy and budget. ``limits``: milliseconds by metric."""
-    outcomes = simulate(build(policy, budget).scheduler, load, curve)
+    outcomes = simulate_load(build(policy, budget).scheduler, load, curve)
     return Candidate(
         policy,
         budget,
-        summary(
+        latency_statistics(
             outcomes, max(outcome.end for outcome in outcomes), percentiles, limits
         ),
     )
 
 
-def compare(
+def compare_policies(
     build: Build,
     load: Sequence[TimedRequest],
     curve: Curve,
@@ -113,7 +113,7 @@ def compare(
     )
 
 
-def most_requests(
+def highest_rate(
     build: Build,
     best: Candidate,
     load: Sequence[TimedRequest],
