@@ -37,11 +37,16 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models import attention
 from weft.models.segments import Segment
-from weft.parallel.context import execute
+from weft.parallel.context import tile_attention
 from weft.parallel.context.attend import context_attention
-from weft.parallel.context.execute import Trip
-from weft.parallel.context.tables import build
-from weft.parallel.document_balance import DocumentTimes, costs_of, finish, make_plan
+from weft.parallel.context.tables import tile_table_of
+from weft.parallel.context.tile_attention import Trip
+from weft.parallel.document_balance import (
+    DocumentTimes,
+    costs_of,
+    finish_times,
+    make_plan,
+)
 from weft.parallel.hybrid import HybridAttention
 from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.train.setup import assemble
@@ -205,7 +210,7 @@ def attend_from(
             speeds.forward + speeds.backward
         )
         return [start[0] + alone], [alone]
-    table = build("zigzag", ranks)
+    table = tile_table_of("zigzag", ranks)
     lengths = (
         batch.group.lengths
         if batch.group
@@ -401,7 +406,7 @@ def slept(
         for side, (batches, attend) in todo.items():
             sleeper = Sleeper(speeds)
             patches = [mock.patch.object(module, f"attend_{way}", getattr(sleeper, way))
-                       for module in (execute, attention) for way in ("forward", "backward")]  # fmt: skip
+                       for module in (tile_attention, attention) for way in ("forward", "backward")]  # fmt: skip
             patches.append(
                 mock.patch.object(Trip, "_start", sleeper.start(Trip._start))
             )
@@ -506,12 +511,14 @@ def planning(quick: bool) -> dict[str, Any]:
             )
             begun = time.perf_counter()
             oracle = max(
-                finish(make_plan("flexsp", lengths, 8192, ranks, costs), lengths, costs)
+                finish_times(
+                    make_plan("flexsp", lengths, 8192, ranks, costs), lengths, costs
+                )
             )
             search.append(time.perf_counter() - begun)
             against.append(
                 max(
-                    finish(
+                    finish_times(
                         make_plan("greedy", lengths, 8192, ranks, costs), lengths, costs
                     )
                 )

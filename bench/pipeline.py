@@ -46,9 +46,9 @@ from weft.schedule.actions import Action
 from weft.schedule.build import build, builders
 from weft.schedule.execute import execute
 from weft.schedule.lower import lower
+from weft.schedule.pipeline_wire import Wire
 from weft.schedule.simulate import Costs, simulate
 from weft.schedule.stages import Stage
-from weft.schedule.wire import Wire
 from weft.shapes.parameters import parameter_count
 from weft.train.setup import assemble
 from weft.train.step import train_step

@@ -48,7 +48,7 @@ from weft.models.attention import attend_backward, attend_forward, attention, jo
 from weft.models.segments import Segment
 from weft.parallel.build import parallelize
 from weft.parallel.context.attend import context_attention
-from weft.parallel.context.tables import TileTable, build
+from weft.parallel.context.tables import TileTable, tile_table_of
 from weft.recipe import ModelShape, Train
 from weft.schedule.draw import ticks
 
@@ -343,7 +343,7 @@ def steps(tokens: int, kv_heads: int, rounds: int) -> dict[str, Any]:
 
 def slept(rounds: int, unit: float) -> dict[str, Any]:
     """Steps whose kernels sleep ``unit`` seconds per tile of (tokens / ranks)^2, and twice that in backward."""
-    from weft.parallel.context import execute
+    from weft.parallel.context import tile_attention
 
     tokens, found = 256, {}
     tile = (tokens / RANKS) ** 2
@@ -370,13 +370,13 @@ def slept(rounds: int, unit: float) -> dict[str, Any]:
         attend = context_attention(Mesh.create(layout, "cpu"), ModelShape(heads=HEADS))
         given = [own(x, layout) for x in tensors]
         with (
-            mock.patch.object(execute, "attend_forward", forward),
-            mock.patch.object(execute, "attend_backward", backward),
+            mock.patch.object(tile_attention, "attend_forward", forward),
+            mock.patch.object(tile_attention, "attend_backward", backward),
         ):
             took = statistics.median(
                 timed(partial(one_step, attend, given, cu)) for _ in range(rounds)
             )
-        path = critical_path(build(name, RANKS))
+        path = critical_path(tile_table_of(name, RANKS))
         found[name] = {"ms": 1e3 * took, "tiles": took / (3 * unit), "path": path}
     return found
 
@@ -558,7 +558,7 @@ def drawn(found: dict[str, Any]) -> str:
             )
         )
         for row, ranks in enumerate((4, 7, 8)):
-            table, top = build(scheme, ranks), 152 + row * 162
+            table, top = tile_table_of(scheme, ranks), 152 + row * 162
             scale = 380 / (ranks - 0.5)
             if not column:
                 out.append(text(32, top + 60, f"P = {ranks}", 15, bold))
@@ -597,7 +597,8 @@ def drawn(found: dict[str, Any]) -> str:
         )
     for i, scheme in enumerate(("ring", "lightseq", "zigzag")):
         points = [
-            (x(p), y(2 * critical_path(build(scheme, p)) / p)) for p in range(2, 17)
+            (x(p), y(2 * critical_path(tile_table_of(scheme, p)) / p))
+            for p in range(2, 17)
         ]
         line = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
         out.append(
@@ -778,7 +779,7 @@ def main() -> None:
             mp.spawn(work, (folder, options), RANKS)
             found |= json.loads((Path(folder) / f"{part}.json").read_text())
     found |= {"tokens": options.tokens, "paths": {
-        s: {p: [critical_path(build(s, p)), p / 2] for p in (3, 4, 7, 8)} for s in SLEPT}}  # fmt: skip
+        s: {p: [critical_path(tile_table_of(s, p)), p / 2] for p in (3, 4, 7, 8)} for s in SLEPT}}  # fmt: skip
     found["machine"] = {"date": f"{datetime.now():%Y-%m-%d %H:%M}", "torch": torch.__version__, "cores": os.cpu_count(),
                         "cpu": platform.processor() or platform.machine(), "load_before": load}  # fmt: skip
     told(found)

@@ -13,8 +13,8 @@ from weft.schedule.actions import Action, Table, Value
 from weft.schedule.execute import execute, replay
 from weft.schedule.lower import links
 from weft.schedule.partition import partition
+from weft.schedule.pipeline_wire import Wire
 from weft.schedule.validate import validate
-from weft.schedule.wire import Wire
 
 T = torch.Tensor
 

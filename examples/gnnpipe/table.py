@@ -5,10 +5,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from weft.schedule.actions import Action, Table, Value, assemble
-from weft.schedule.kinds import KINDS, Duty, Kind, declare
+from weft.schedule.kinds import KINDS, Duty, Kind, declare_kind
 
 # A stage's passes read what those of the stages beside it write, as any pipeline's do, and the state of other chunks.
-FORWARD = declare(
+FORWARD = declare_kind(
     Kind(
         "GF",
         "forward of a chunk",
@@ -18,7 +18,7 @@ FORWARD = declare(
         flow=KINDS["F"].flow,
     )
 )
-BACKWARD = declare(
+BACKWARD = declare_kind(
     Kind("GB", "backward of a chunk", "#15803d", Duty.BACKWARD, flow=KINDS["B"].flow)
 )
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.conftest import Command
 from weft.schedule.build import build, builders
-from weft.schedule.lanes import timeline
-from weft.schedule.simulate import simulate, uniform
+from weft.schedule.lanes import text_timeline
+from weft.schedule.simulate import simulate, uniform_costs
 
 
 @pytest.fixture
@@ -76,9 +76,16 @@ def test_text_shows_the_numbers_and_the_lanes(weft: Any) -> None:
 
 def test_lanes_fill_the_width_in_colour() -> None:
     table = build("1f1b", 4, 12)
-    simulation = simulate(table, uniform(table))
-    wide, narrow = timeline(simulation, 200, True), timeline(simulation, 60, True)
-    assert timeline(simulation, 40, True) == [] == timeline(simulation, 60, False)
+    simulation = simulate(table, uniform_costs(table))
+    wide, narrow = (
+        text_timeline(simulation, 200, True),
+        text_timeline(simulation, 60, True),
+    )
+    assert (
+        text_timeline(simulation, 40, True)
+        == []
+        == text_timeline(simulation, 60, False)
+    )
     assert len(wide) == len(narrow) == 5  # four lanes and a legend
     assert "11" in wide[0].plain and narrow[0].plain.startswith(
         "rank 0  0123      0 41 52 "

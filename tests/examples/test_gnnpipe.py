@@ -16,7 +16,7 @@ from weft.memory.tiers import TierFile
 from weft.prove.pool import ProcessPool
 from weft.schedule.actions import ScheduleError, Table, Value
 from weft.schedule.lower import SEND
-from weft.schedule.simulate import simulate, uniform
+from weft.schedule.simulate import simulate, uniform_costs
 from weft.schedule.validate import validate
 
 NODES, HIDDEN, CLASSES = 60, 8, 3
@@ -194,7 +194,7 @@ def test_table(ranks: int, chunks: int) -> None:
     sends = [a for a in lowered if a.kind == SEND]
     assert not [a for a in sends if a.reads[0].name not in ("act", "grad")]
     assert len(sends) == 2 * (ranks - 1) * chunks
-    clock = simulate(table, uniform(table))  # forward 1, backward 2
+    clock = simulate(table, uniform_costs(table))  # forward 1, backward 2
     assert clock.elapsed == 3 * (chunks + ranks - 1)
     assert clock.peaks == (chunks,) * ranks
     validate(graph_table(ranks, range(chunks), backward=False))

@@ -14,8 +14,8 @@ from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models.adapters import merged_parameters
+from weft.prove.equality import run_layout
 from weft.prove.types import check_types
-from weft.prove.verify import run_layout
 from weft.recipe import Adapter, ModelShape, Recipe, Train, build_recipe
 from weft.rehearse.ledger import AllocationWatch, Ledger
 from weft.train.setup import assemble, prepare

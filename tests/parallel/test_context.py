@@ -24,14 +24,20 @@ from weft.models.attention import attend_forward, attention
 from weft.net.groups import fake_rank
 from weft.parallel.build import check_fits
 from weft.parallel.context.attend import context_attention
-from weft.parallel.context.execute import Trip, tile_attention, tile_pieces
 from weft.parallel.context.heads import head_index, head_ranges
-from weft.parallel.context.tables import TableError, Tile, TileTable, build, validate
+from weft.parallel.context.tables import (
+    TableError,
+    Tile,
+    TileTable,
+    tile_table_of,
+    validate_tiles,
+)
+from weft.parallel.context.tile_attention import Trip, tile_attention, tile_pieces
 from weft.recipe import ModelShape
 from weft.registry import names
 from weft.techniques.context.rsa.operator import ring_self_attention
 
-EXECUTE = "weft.parallel.context.execute"
+EXECUTE = "weft.parallel.context.tile_attention"
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 #: name: context and ulysses of the layout; of the last ones the second is half of cp.
 SCHEMES = names("context")
@@ -97,7 +103,8 @@ def cut_case(
     cu, tensors = bounds(documents), whole(len(documents), sum(lengths), heads, dtype)
     starts = [sum(lengths[:b]) for b in range(len(lengths))]
     mine = [
-        (starts[b], starts[b] + lengths[b]) for b in build(scheme, world).owners[rank]
+        (starts[b], starts[b] + lengths[b])
+        for b in tile_table_of(scheme, world).owners[rank]
     ]
     q, k, v, grad = (torch.cat([x[:, a:b] for a, b in mine], 1) for x in tensors)
     for x in (q, k, v):
@@ -187,7 +194,7 @@ def cut_blocks(draw: st.DrawFn, world: int) -> list[tuple[Any, ...]]:
     """For every scheme: blocks of any lengths, some of none, so that ranks may own nothing, under any documents."""
     cases = []
     for scheme in SCHEMES:
-        blocks = len(build(scheme, world).owner)
+        blocks = len(tile_table_of(scheme, world).owner)
         lengths = draw(
             st.lists(
                 st.sampled_from([0, 0, 1, 2, 5, 9, 16]),
@@ -299,7 +306,7 @@ def test_moves_are_under_way_while_tiles_are_computed(scheme: str) -> None:
     steps = "".join(word[0] for word in seen)  # p: post, t: tile, w: wait
     assert steps.startswith("pt") and re.fullmatch("(pt*w|t+)+", steps)
     # the last results go home alone
-    assert steps.count("p") <= build(scheme, 4).steps + 1
+    assert steps.count("p") <= tile_table_of(scheme, 4).steps + 1
 
 
 def in_bfloat16(scheme: str, length: int) -> tuple[list[float], list[float]]:
@@ -340,7 +347,7 @@ def test_many_ranks_are_as_exact_as_one_in_bfloat16(pool: Any, scheme: str) -> N
 @pytest.mark.parametrize("scheme", [s for s in SCHEMES if s != "gather"])
 def test_blocks_outside_the_window_do_not_travel(pool: Any, scheme: str) -> None:
     """Of eight blocks or more, a window that reaches into the one before leaves fewer keys to send."""
-    blocks = len(build(scheme, 8).owner)
+    blocks = len(tile_table_of(scheme, 8).owner)
     cases = [
         (scheme, [[8 * blocks]], [8] * blocks, (2, 2), torch.float64, window)
         for window in (0, 9)
@@ -375,7 +382,8 @@ def closed_form(
 def test_executed_elements_are_those_of_the_formula(pool: Any, world: int) -> None:
     length = 16 * world
     lengths = {
-        s: [length // len(build(s, world).owner)] * len(build(s, world).owner)
+        s: [length // len(tile_table_of(s, world).owner)]
+        * len(tile_table_of(s, world).owner)
         for s in SCHEMES
     }
     cases = [(s, [[length]] * 2, lengths[s], (4, 2), torch.float32) for s in SCHEMES]
@@ -387,8 +395,11 @@ def test_executed_elements_are_those_of_the_formula(pool: Any, world: int) -> No
 
 
 def test_documents_that_do_not_cross_ranks_send_nothing(pool: Any) -> None:
-    cases = [(s, [[8] * 8], [64 // len(build(s, 4).owner)] * len(build(s, 4).owner), (2, 2), torch.float32)
-             for s in SCHEMES]  # fmt: skip
+    counts = {scheme: len(tile_table_of(scheme, 4).owner) for scheme in SCHEMES}
+    cases = [
+        (scheme, [[8] * 8], [64 // blocks] * blocks, (2, 2), torch.float32)
+        for scheme, blocks in counts.items()
+    ]
     for answer in pool.run(4, cut_cases, cases):
         assert [sent for _, *sent in answer] == [[0, 0]] * len(SCHEMES)
 
@@ -396,7 +407,7 @@ def test_documents_that_do_not_cross_ranks_send_nothing(pool: Any) -> None:
 @pytest.mark.parametrize("ranks", [*range(1, 10), 16])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_tile_is_there_once(scheme: str, ranks: int) -> None:
-    table = build(scheme, ranks)
+    table = tile_table_of(scheme, ranks)
     blocks = len(table.owner)
     assert {(t.q, t.k) for t in table.tiles} == {
         (q, k) for q in range(blocks) for k in range(q + 1)
@@ -412,17 +423,17 @@ def test_critical_paths() -> None:
     """The figures of docs/measured/sequence-balance.png: tiles of (tokens / ranks)^2 on the path, ideal ranks / 2."""
     for ranks in (2, 3, 4, 5, 7, 8, 9, 16):
         for scheme in ("zigzag", "tokenring", "gather"):
-            assert critical_path(build(scheme, ranks)) == ranks / 2
+            assert critical_path(tile_table_of(scheme, ranks)) == ranks / 2
         assert (
-            critical_path(build("ring", ranks))
-            == critical_path(build("rsa", ranks))
+            critical_path(tile_table_of("ring", ranks))
+            == critical_path(tile_table_of("rsa", ranks))
             == ranks - 0.5
         )
-        assert critical_path(build("lightseq", ranks)) == ranks / 2 + (
+        assert critical_path(tile_table_of("lightseq", ranks)) == ranks / 2 + (
             0 if ranks % 2 else 0.5
         )
     for scheme in SCHEMES:
-        assert sum(map(sum, work_per_step(build(scheme, 8)))) == 32
+        assert sum(map(sum, work_per_step(tile_table_of(scheme, 8)))) == 32
 
 
 def test_ulysses_and_tables_share_a_sequence() -> None:
@@ -445,7 +456,7 @@ def test_heads_are_dealt_as_they_come() -> None:
 
 
 def spoiled() -> dict[str, tuple[TileTable, str]]:
-    table = build("ring", 3)
+    table = tile_table_of("ring", 3)
     tiles = table.tiles
     last = tiles[-1]
     return {
@@ -488,11 +499,11 @@ def spoiled() -> dict[str, tuple[TileTable, str]]:
 def test_spoiled_tables_are_refused(case: str) -> None:
     table, message = spoiled()[case]
     with pytest.raises(TableError, match=message):
-        validate(table)
+        validate_tiles(table)
 
 
 def test_bad_input_is_refused_before_any_rank_computes() -> None:
-    table = build("zigzag", 2)
+    table = tile_table_of("zigzag", 2)
     with pytest.raises(UsageError, match="document 1 of the batch has 0 tokens"):
         Trip(table, (0, 4, 4, 8), (2, 2, 2, 2), (0, 1), 0)
     with pytest.raises(UsageError, match="do not fill rows of 8 tokens"):
@@ -505,7 +516,7 @@ def test_bad_input_is_refused_before_any_rank_computes() -> None:
         UsageError,
         match=r"layout\.context = 'zig' is not possible; did you mean 'zigzag'",
     ):
-        build("zig", 2)
+        tile_table_of("zig", 2)
     with pytest.raises(
         UsageError, match="Ulysses cannot split 4 heads over tp=2 x 4 ranks"
     ):

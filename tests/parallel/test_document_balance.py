@@ -17,9 +17,9 @@ from weft.parallel.document_balance import (
     Plan,
     PlanError,
     bucket,
-    check,
+    check_document_plan,
     costs_of,
-    finish,
+    finish_times,
     flexsp,
     in_rounds,
     make_plan,
@@ -73,7 +73,7 @@ def test_every_plan_is_whole_and_never_hangs(
     once = {p for mine in plan for p in mine}
     assert sorted(d for p in once for d in p.documents) == list(range(len(lengths)))
     rounds = in_rounds(plan)
-    check(rounds, tokens, capacity)
+    check_document_plan(rounds, tokens, capacity)
     for together in zip(*rounds, strict=True):  # the n-th passes of all ranks
         assert all(together[peer] == p for p in together for peer in p.peers)
     for mine, before in zip(rounds, plan, strict=True):
@@ -89,7 +89,7 @@ def test_long_documents_are_spread_and_short_ones_stay_whole() -> None:
     lengths = np.array([1000, 300, 300, 300])
     plan = make_plan("greedy", lengths, 2000, 4, DocumentTimes(1.0, 1.0))
     assert len(plan[0][0].peers) >= 3
-    assert max(finish(plan, lengths, DocumentTimes(1.0, 1.0))) < 1.3 * ideal(
+    assert max(finish_times(plan, lengths, DocumentTimes(1.0, 1.0))) < 1.3 * ideal(
         lengths, 4, DocumentTimes(1.0, 1.0)
     )
 
@@ -100,7 +100,7 @@ def test_attention_is_balanced_and_not_tokens() -> None:
     plan = make_plan("greedy", lengths, 4000, 2, costs)
     tokens = [sum(int(lengths[d]) for p in mine for d in p.documents) for mine in plan]
     assert min(tokens) < 0.4 * max(tokens)
-    assert max(finish(plan, lengths, costs)) < 1.5 * ideal(lengths, 2, costs)
+    assert max(finish_times(plan, lengths, costs)) < 1.5 * ideal(lengths, 2, costs)
 
 
 def test_latent_attention_costs_by_the_widths_of_its_scores_and_of_its_values() -> None:
@@ -131,7 +131,7 @@ def test_close_to_the_ideal(count: int, ranks: int, capacity: int) -> None:
     )
     lengths = long_tailed(count, ranks * capacity // 2)
     plan = make_plan("greedy", lengths, capacity, ranks, costs)
-    spent = finish(plan, lengths, costs)
+    spent = finish_times(plan, lengths, costs)
     # what is more than the ideal is the price of moves and passes
     assert max(spent) < 1.15 * np.mean(spent)
     assert max(spent) < 1.5 * ideal(lengths, ranks, costs)
@@ -156,7 +156,9 @@ def test_greedy_against_the_integer_program(seed: int) -> None:
     plans = {
         name: make_plan(name, lengths, 4096, 4, COSTS) for name in ("greedy", "flexsp")
     }
-    spent = {name: max(finish(plan, lengths, COSTS)) for name, plan in plans.items()}
+    spent = {
+        name: max(finish_times(plan, lengths, COSTS)) for name, plan in plans.items()
+    }
     assert spent["greedy"] < 1.1 * spent["flexsp"]
     assert spent["flexsp"] > 0.999 * ideal(lengths, 4, COSTS)
 
@@ -223,7 +225,7 @@ ALONE = [Pass((r,), ()) for r in range(3)]
 def test_wrong_plans_are_refused(plan: Plan, message: str) -> None:
     documents = 3 if "2" in message.split() or "30" in message or len(plan) == 3 else 2
     with pytest.raises(PlanError, match=message):
-        check(plan, np.full(documents, 10), 20)
+        check_document_plan(plan, np.full(documents, 10), 20)
 
 
 def test_empty_documents_are_refused() -> None:

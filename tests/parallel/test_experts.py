@@ -21,7 +21,7 @@ from weft.layout.layout import Layout
 from weft.models.feed_forward import FeedForward
 from weft.models.router import Choice, Router
 from weft.parallel.experts import rows
-from weft.parallel.experts.connect import pieces
+from weft.parallel.experts.connect import count_pieces
 from weft.parallel.experts.hashed import Hashed
 from weft.parallel.experts.members import Members
 from weft.parallel.units import all_gather, reduce_scatter
@@ -613,7 +613,7 @@ def test_number_of_pieces_follows_from_the_bytes_of_messages() -> None:
 
     def count(tokens: int, layout: Layout = layout) -> int:
         ids = torch.empty(tokens, 2, dtype=torch.int64, device="meta")
-        return pieces(
+        return count_pieces(
             layout, torch.empty(tokens, 1024, device="meta"), Choice(ids, ids)
         )
 

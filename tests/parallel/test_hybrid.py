@@ -20,7 +20,7 @@ from weft.layout.mesh import Mesh
 from weft.layout.placement import Place
 from weft.parallel import document_balance
 from weft.parallel.document_balance import DocumentTimes, Pass, Plan, make_plan
-from weft.prove.verify import run_layout
+from weft.prove.equality import run_layout
 from weft.recipe import build_recipe
 from weft.train.setup import prepare
 from weft.train.step import evaluate

@@ -16,10 +16,10 @@ from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.parallel.build import check_fits, parallelize
-from weft.prove.verify import Difference, compare, run_layout
+from weft.prove.equality import Difference, compare_with_one_device, run_layout
 from weft.recipe import ModelShape, build_recipe
 from weft.schedule.build import builders
-from weft.schedule.simulate import simulate, uniform
+from weft.schedule.simulate import simulate, uniform_costs
 from weft.train.build_step import build_step
 from weft.train.post_validation import PostValidation
 from weft.train.setup import Job, assemble, prepare
@@ -83,12 +83,12 @@ def differences(
             steps=3,
             watch=lambda model, state, seen=pipelines: seen.append(model.pipeline),
         )
-        proof = compare(mine, job, mesh)
+        proof = compare_with_one_device(mine, job, mesh)
         pipeline = pipelines[0]
         microbatches = [m for m, forward_only in pipeline.tables if not forward_only]
         table = pipeline.place.table(microbatches[-1])
         expected = (
-            simulate(table, uniform(table)).peaks[pipeline.rank]
+            simulate(table, uniform_costs(table)).peaks[pipeline.rank]
             * table.stages
             / len(table.ranks)
         )

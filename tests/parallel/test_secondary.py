@@ -15,7 +15,7 @@ from tests.prove.test_equality import difference, name, tree
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.parallel import units
-from weft.prove.verify import Difference
+from weft.prove.equality import Difference
 from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.rehearse.step import plain_batches, rehearse
 from weft.train.step import evaluate, train_step

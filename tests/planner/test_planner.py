@@ -37,7 +37,7 @@ from weft.planner.planned_model import SECTIONS, SHAPES, load_model
 from weft.planner.search import USABLE, Pin, SearchResult, search
 from weft.recipe import Adapter, load_recipe
 from weft.schedule.build import build
-from weft.schedule.simulate import simulate, uniform
+from weft.schedule.simulate import simulate, uniform_costs
 from weft.shapes.config import shape_from_fields
 from weft.shapes.shape import shape_of
 
@@ -212,7 +212,7 @@ def test_bubbles_equal_the_simulator(schedule: str, virtual: int, m: int) -> Non
     )
     table = build(schedule, ranks, m, virtual if virtual > 1 else None)
     # forward, input and weight gradient alike
-    bubble = simulate(table, uniform(table)).makespan / (3 * m) - 1
+    bubble = simulate(table, uniform_costs(table)).makespan / (3 * m) - 1
     assert float(cost.bubble / cost.compute) == pytest.approx(
         bubble, rel=0.02, abs=0.003
     )
@@ -321,7 +321,7 @@ def test_activations_follow_korthikanti() -> None:
 def test_microbatches_in_flight_equal_the_simulator(schedule: str) -> None:
     ranks, m = 8, 24
     table = build(schedule, ranks, m)
-    peaks = simulate(table, uniform(table)).peaks
+    peaks = simulate(table, uniform_costs(table)).peaks
     plan = Plan(pp=ranks, batch=m, schedule=schedule_number(schedule))
     assert float(in_flight(plan, 0)) == peaks[0]
 

@@ -15,8 +15,8 @@ from tests.faults import FAULTS
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.models import linear_attention
+from weft.prove.equality import Difference, compare_with_one_device, run_layout
 from weft.prove.types import check_types
-from weft.prove.verify import Difference, compare, run_layout
 from weft.recipe import Train, build_recipe
 from weft.train.setup import prepare
 
@@ -85,7 +85,7 @@ def difference(
     job = prepare(settings)
     with mock.patch(f"weft.train.step.{target}", fault) if fault else nullcontext():
         mine = run_layout(job, mesh, steps=3)
-    return compare(mine, job, mesh)
+    return compare_with_one_device(mine, job, mesh)
 
 
 @pytest.fixture(scope="session")

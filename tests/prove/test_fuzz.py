@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import Command
 from weft.prove import fuzz
-from weft.prove.fuzz import Case, CaseResult, Fuzzer, command, words
+from weft.prove.fuzz import Case, CaseResult, Fuzzer, command_of, command_options
 from weft.prove.pool import WorkerDied
 from weft.recipe import load_recipe
 from weft.recipe.conflicts import every_rule
@@ -28,7 +28,9 @@ def test_random_cases_equal_one_device(pool: Any) -> None:
     fuzzer = Fuzzer(QUICKSTART, pool)
     found = list(fuzzer.campaign(8, seed=8, ranks=4, minutes=None))
     bad = [(c, v) for c, v in found if v.kind not in ("equal", "refused")]
-    assert not bad, [command(QUICKSTART, c, fuzzer.dtype, fuzzer.steps) for c, _ in bad]
+    assert not bad, [
+        command_of(QUICKSTART, c, fuzzer.dtype, fuzzer.steps) for c, _ in bad
+    ]
     assert {v.why for _, v in found if v.kind == "refused"} <= {
         *(rule.name for rule in every_rule()),
         *(f"{a.name} with {b.name}" for a, b in combinations(STEP_TECHNIQUES, 2)),
@@ -53,7 +55,9 @@ def test_pairs_of_answers_are_drawn_for_a_recipe_that_learns_from_them(
     pool: Any, layout: Case
 ) -> None:
     path = QUICKSTART.with_name("preference.toml")
-    drawn = [fuzz.draw(load_recipe(path), random.Random(seed), 8) for seed in range(50)]
+    drawn = [
+        fuzz.draw_case(load_recipe(path), random.Random(seed), 8) for seed in range(50)
+    ]
     assert all(
         case.items()
         >= {k: v for k, v in fuzz.PAIRS.items() if k != "data.seq_len"}.items()
@@ -105,7 +109,7 @@ def test_what_is_not_in_the_table_is_no_refusal() -> None:
 
 def test_no_case_leaves_all_layers_dense() -> None:
     recipe = load_recipe(QUICKSTART.with_name("experts.toml"))
-    cases = [fuzz.draw(recipe, random.Random(seed), 8) for seed in range(300)]
+    cases = [fuzz.draw_case(recipe, random.Random(seed), 8) for seed in range(300)]
     dense = [
         one for one in cases if one.keys() & {"model.first_dense", "model.moe_every"}
     ]
@@ -121,8 +125,8 @@ def test_the_command_repeats_the_case(pool: Any) -> None:
         "layout.order": "cp shard",
         "model.qkv_bias": True,
     }
-    layout, sets = words(case)
-    given = shlex.split(command(QUICKSTART, case, "float64", 2))
+    layout, sets = command_options(case)
+    given = shlex.split(command_of(QUICKSTART, case, "float64", 2))
     assert given[given.index("--layout") + 1] == layout
     assert [given[i + 1] for i, word in enumerate(given) if word == "--set"] == sets
     fuzz.write_corpus()

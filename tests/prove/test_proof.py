@@ -12,7 +12,13 @@ from tests.cases import recipe, write_corpus
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.parts import Part
-from weft.prove.verify import Difference, StepTrace, compare, difference, run_layout
+from weft.prove.equality import (
+    Difference,
+    StepTrace,
+    compare_with_one_device,
+    difference,
+    run_layout,
+)
 from weft.recipe import build_recipe
 from weft.train import step
 from weft.train.setup import prepare
@@ -38,7 +44,7 @@ def on_another_processor(values: dict[str, Any]) -> Difference | None:
 
     with mock.patch.object(step, "reduced", rounded):
         mine = run_layout(job, mesh, 3)
-    return compare(mine, job, mesh)
+    return compare_with_one_device(mine, job, mesh)
 
 
 @pytest.mark.parametrize(("layout", "change"), [
@@ -91,7 +97,7 @@ def damaged(values: dict[str, Any]) -> list[tuple[str, str, float, bool]]:
 
             with mock.patch.object(step, "reduced", wrong):
                 mine = run_layout(job, mesh, 1)
-            seen = compare(mine, job, mesh)
+            seen = compare_with_one_device(mine, job, mesh)
             if seen is not None:
                 found.append((name, damage, seen.grad, seen.ok))
     return found

@@ -10,7 +10,7 @@ from weft.errors import UsageError
 from weft.schedule.actions import Action
 from weft.schedule.build import Times, build, builders
 from weft.schedule.build.greedy import TAPE
-from weft.schedule.simulate import Costs, Simulation, simulate, uniform
+from weft.schedule.simulate import Costs, Simulation, simulate, uniform_costs
 
 EQUAL = Times()
 UNEQUAL = Times(1.0, 1.2, 0.8, 0.1)
@@ -25,7 +25,7 @@ def clock(
     aware: bool = True,
 ) -> Simulation:
     table = build(name, ranks, microbatches, virtual, times if aware else EQUAL)
-    return simulate(table, uniform(table, times))
+    return simulate(table, uniform_costs(table, times))
 
 
 def bubble(
@@ -65,7 +65,7 @@ def test_every_size_is_legal(name: str, ranks: int, virtual: int | None) -> None
     for microbatches in sorted(counts):
         for times in (EQUAL, UNEQUAL)[: 1 + (name[0] in "zv" and microbatches == 11)]:
             table = build(name, ranks, microbatches, virtual, times)
-            result = simulate(table, uniform(table))  # raises if it blocks
+            result = simulate(table, uniform_costs(table))  # raises if it blocks
             kinds = Counter(a.key for a in table)
             assert max(kinds.values()) == 1
             for stage in range(table.stages):

@@ -14,14 +14,14 @@ from weft.schedule import draw
 from weft.schedule.actions import Action, Table, assemble
 from weft.schedule.build import build
 from weft.schedule.kinds import KINDS
-from weft.schedule.simulate import Simulation, simulate, uniform
+from weft.schedule.simulate import Simulation, simulate, uniform_costs
 from weft.schedule.times import Times
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def simulated(table: Table, move: float = 0.0) -> Simulation:
-    return simulate(table, uniform(table, Times(move=move)))
+    return simulate(table, uniform_costs(table, Times(move=move)))
 
 
 def v_table() -> Table:
@@ -81,7 +81,7 @@ def test_svg_holds_a_box_for_every_action_where_it_belongs(
             rect.get("width", "")
         ) / 2 == pytest.approx(middle, abs=0.6)
     shown = [node.text for node in picture.iter(f"{SVG}text")]
-    assert all(draw.number(peak) in shown for peak in simulation.peaks)
+    assert all(draw.short_number(peak) in shown for peak in simulation.peaks)
 
 
 def test_numbers_stand_in_boxes_with_room() -> None:
@@ -132,7 +132,7 @@ def test_page_stands_alone_and_knows_every_action(simulation: Simulation) -> Non
         for t in timed
     ]
     peaks = re.findall(r"<td>([^<]*)</td></tr>", page)
-    assert peaks == [draw.number(peak) for peak in simulation.peaks]
+    assert peaks == [draw.short_number(peak) for peak in simulation.peaks]
     reads = {
         word
         for row in data["actions"]
@@ -208,14 +208,14 @@ def test_unknown_kinds_get_colours_of_their_own_and_keep_them() -> None:
 
 
 def test_shades_tell_the_stages_of_a_rank() -> None:
-    shade, count, _ = draw.chunks(v_table())
+    shade, count, _ = draw.shades_of(v_table())
     assert count == 2 and {key[:2]: s for key, s in shade.items()} == {
         (0, 0): 0,
         (0, 3): 1,
         (1, 1): 0,
         (1, 2): 1,
     }
-    assert draw.chunks(build("1f1b", 4, 4))[1] == 1
+    assert draw.shades_of(build("1f1b", 4, 4))[1] == 1
 
 
 def test_text_contrasts_with_its_box() -> None:

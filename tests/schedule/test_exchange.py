@@ -10,7 +10,7 @@ from weft.schedule.actions import forward_half
 from weft.schedule.build import build, builders
 from weft.schedule.exchange import Beside, best_turns, with_exchanges
 from weft.schedule.kinds import Clock
-from weft.schedule.simulate import simulate, uniform
+from weft.schedule.simulate import simulate, uniform_costs
 from weft.schedule.times import Times
 from weft.schedule.validate import validate
 
@@ -23,7 +23,7 @@ DEEPSEEK = Times(60 * MICROSECOND, dispatch=BYTE, combine=2 * BYTE)
 def decoding(microbatches: int, beside: Beside, times: Times = DEEPSEEK) -> float:
     """Seconds in which one rank of DeepSeek-V3 runs forward once through its 61 layers."""
     table = with_exchanges(forward_half(build("gpipe", 1, microbatches)), [61], beside)
-    return simulate(table, uniform(table, times.scaled(61))).elapsed
+    return simulate(table, uniform_costs(table, times.scaled(61))).elapsed
 
 
 def test_two_microbatches_of_deepseek_v3_take_as_long_as_published() -> None:
@@ -49,16 +49,16 @@ def test_one_after_the_other_they_make_passes_longer(name: str) -> None:
     times = Times(1.0, 1.5, 0.5, dispatch=0.25, combine=0.5)
     table = build(name, 4, 8, 2 if builders()[name].free else None, times)
     longer = replace(times, forward=1.75, backward_input=2.25)
-    plain = simulate(table, uniform(table, longer))
+    plain = simulate(table, uniform_costs(table, longer))
     apart = with_exchanges(table, [2] * table.stages)
-    found = simulate(apart, uniform(apart, times))
+    found = simulate(apart, uniform_costs(apart, times))
     assert found.makespan == pytest.approx(
         plain.makespan
     ) and found.elapsed == pytest.approx(plain.elapsed)
     assert max(found.peaks) == pytest.approx(max(plain.peaks), rel=0.15)
     validate(apart)
     for beside, one in best_turns(
-        table, [2] * table.stages, uniform(apart, times)
+        table, [2] * table.stages, uniform_costs(apart, times)
     ).items():
         validate(one.table)
         assert sum(map(len, one.table.ranks)) == sum(map(len, apart.ranks)), beside
@@ -75,10 +75,10 @@ def test_a_forward_and_a_backward_hide_each_others_exchanges(
     times = Times(2.0, 2.0, 2.0, dispatch=0.5, combine=0.5)
     table = build(name, 4, 24, 2 if builders()[name].free else None, times)
     layers = [4] * table.stages
-    costs = uniform(with_exchanges(table, layers), times)
+    costs = uniform_costs(with_exchanges(table, layers), times)
     found = best_turns(table, layers, costs)
     without = simulate(
-        table, uniform(table, replace(times, dispatch=0.0, combine=0.0))
+        table, uniform_costs(table, replace(times, dispatch=0.0, combine=0.0))
     ).makespan
     seen = found[Beside.OTHER_PASS].makespan - without
     assert 0 <= seen < left * (found[Beside.NOTHING].makespan - without)
@@ -91,7 +91,9 @@ def test_a_forward_and_a_backward_hide_each_others_exchanges(
 def test_a_legend_of_many_kinds_has_as_many_rows_as_it_needs() -> None:
     table = with_exchanges(build("dualpipe-v", 2, 4), [3] * 4, Beside.OTHER_PASS)
     picture = ElementTree.fromstring(
-        draw.svg(simulate(table, uniform(table, Times(dispatch=0.2, combine=0.2))))
+        draw.svg(
+            simulate(table, uniform_costs(table, Times(dispatch=0.2, combine=0.2)))
+        )
     )
     told = [e for e in picture.iter() if e.text and e.get("font-size") == "14"]
     assert len(told) == 12 and len({e.get("y") for e in told}) > 1

@@ -20,9 +20,9 @@ from weft.schedule.build import Times, build
 from weft.schedule.build.greedy import list_schedule
 from weft.schedule.execute import execute, replay
 from weft.schedule.lower import lower
-from weft.schedule.simulate import Costs, simulate, uniform
+from weft.schedule.pipeline_wire import Wire
+from weft.schedule.simulate import Costs, simulate, uniform_costs
 from weft.schedule.skip import plan_paths
-from weft.schedule.wire import Wire
 
 CPU = torch.device("cpu")
 
@@ -76,7 +76,7 @@ def rehearse(
 ) -> list[list[tuple[int, Key, float, float]]]:
     """This rank, its actions, when each began and when it ended, in each of three runs after a barrier."""
     wire = Wire(dist.group.WORLD, CPU, 30, lambda value: [((1,), torch.float32)])
-    costs = uniform(table, Times(unit, unit * 1.1, unit * 0.9, move))
+    costs = uniform_costs(table, Times(unit, unit * 1.1, unit * 0.9, move))
     lowered, runs = lower(table), []
     for _ in range(3):
         dist.barrier()

@@ -21,11 +21,11 @@ from weft.schedule.actions import (
 )
 from weft.schedule.build import build
 from weft.schedule.execute import execute, replay
-from weft.schedule.kinds import KINDS, Clock, Duty, Flow, Kind, Visit, declare
+from weft.schedule.kinds import KINDS, Clock, Duty, Flow, Kind, Visit, declare_kind
+from weft.schedule.pipeline_wire import Wire
 from weft.schedule.simulate import Costs, by_kind, simulate
 from weft.schedule.times import ModelTimes, Times
 from weft.schedule.validate import validate
-from weft.schedule.wire import Wire
 
 RANKS, COUNT = 2, 4
 
@@ -51,13 +51,13 @@ def _rest(at: Visit) -> Flow:
     )
 
 
-HALF = declare(Kind("test-half", "attention", forward=True, flow=_half,
+HALF = declare_kind(Kind("test-half", "attention", forward=True, flow=_half,
                     cost=lambda a, times: times.stage(a.stage).forward / 2))  # fmt: skip
-EXCHANGE = declare(Kind("test-exchange", "all-to-all", "#123456", forward=True, flow=_exchange, parameters=False,
+EXCHANGE = declare_kind(Kind("test-exchange", "all-to-all", "#123456", forward=True, flow=_exchange, parameters=False,
                         clock=Clock.COMMUNICATION, cost=lambda a, times: 0.75))  # fmt: skip
-REST = declare(Kind("test-rest", "experts", duty=Duty.FORWARD, forward=True, flow=_rest,
+REST = declare_kind(Kind("test-rest", "experts", duty=Duty.FORWARD, forward=True, flow=_rest,
                     cost=lambda a, times: times.stage(a.stage).forward / 2))  # fmt: skip
-BACK = declare(
+BACK = declare_kind(
     Kind("test-back", "backward and update", duty=Duty.BACKWARD, flow=KINDS["B"].flow)
 )
 
@@ -202,4 +202,4 @@ def test_it_is_executed_as_it_is_replayed(pool: ProcessPool) -> None:
 
 def test_a_name_is_taken_once() -> None:
     with pytest.raises(ValueError, match="kind 'F' is declared already"):
-        declare(Kind("F"))
+        declare_kind(Kind("F"))

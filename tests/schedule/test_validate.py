@@ -14,7 +14,7 @@ from weft.schedule.actions import Action, ScheduleError, Table, Value, assemble
 from weft.schedule.build import build, builders
 from weft.schedule.execute import replay
 from weft.schedule.lower import lower
-from weft.schedule.simulate import simulate, uniform
+from weft.schedule.simulate import simulate, uniform_costs
 from weft.schedule.validate import run_dry, validate
 from weft.schedule.vocab import with_vocabulary
 
@@ -104,12 +104,12 @@ def test_swapped_actions_are_rejected_if_and_only_if_they_cannot_run(
     if runs(swapped):
         # With buffers that hold every message, a table that can run is accepted.
         validate(swapped, window=10_000)
-        simulate(swapped, uniform(swapped))
+        simulate(swapped, uniform_costs(swapped))
     else:
         with pytest.raises(ScheduleError, match=r"comes before|deadlocks"):
             validate(swapped)
         with pytest.raises(ScheduleError):
-            simulate(swapped, uniform(swapped))
+            simulate(swapped, uniform_costs(swapped))
 
 
 def test_circle_is_named() -> None:

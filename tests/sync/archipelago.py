@@ -22,8 +22,8 @@ from weft.layout.parts import TORCH_DTYPES, Part
 from weft.models.transformer import Transformer
 from weft.observe.metrics import Record, read_metrics
 from weft.parallel.state import State
+from weft.prove.equality import walk
 from weft.prove.simulated import agree
-from weft.prove.verify import walk
 from weft.recipe import Recipe, build_recipe
 from weft.run.ranks import LEFT_OUT
 from weft.train.setup import prepare

@@ -20,7 +20,7 @@ from tests.checkpoint.test_resume import go, series, tree
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.net.lost import PeerLost
-from weft.prove.verify import compare, run_layout
+from weft.prove.equality import compare_with_one_device, run_layout
 from weft.recipe import Resilience, build_recipe
 from weft.resilience.layouts import recipe_for
 from weft.sync.arrivals import Gathering, Link, Sum, connect_ranks
@@ -260,7 +260,7 @@ def proof(
                 worst = max(
                     worst, apart / norm, abs(trace.losses[step] - plain.losses[step])
                 )
-    return compare(plain, job, mesh), worst
+    return compare_with_one_device(plain, job, mesh), worst
 
 
 WORDS: dict[str, dict[str, Any]] = {

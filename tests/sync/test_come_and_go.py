@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.cases import write_corpus
 from tests.sync.archipelago import job, trial
 from weft.layout.mesh import Mesh
-from weft.prove.verify import Difference, compare, walk
+from weft.prove.equality import Difference, compare_with_one_device, walk
 from weft.sync.presence import Presence
 from weft.train.setup import prepare
 
@@ -95,7 +95,7 @@ def test_another_state_than_most_is_found_and_mended(
         for state, trace in walk(prepared, mesh, 8):
             if (len(trace.grads), mesh.island) == (3, 1):
                 state.learning[0].slots["anchor"].values.flatten()[0] += 1
-        return compare(trace, prepared, mesh)
+        return compare_with_one_device(trace, prepared, mesh)
 
     meshes = [
         dataclasses.replace(Mesh.single(), island=i, islands=3, shore=store)

@@ -23,7 +23,7 @@ from weft.checkpoint.store import committed
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.observe.metrics import read_metrics
-from weft.prove.verify import Difference, compare, run_layout
+from weft.prove.equality import Difference, compare_with_one_device, run_layout
 from weft.recipe import Sync, build_recipe
 from weft.recipe.conflicts import connected
 from weft.shapes.parameters import parameters
@@ -58,7 +58,7 @@ def difference(values: dict[str, Any], steps: int = 3) -> Difference | None:
     """On every rank: its island, and on the first one what differs most from one device, or from a simulation."""
     asked = build_recipe(values)
     mesh, job = Mesh.create(asked.layout, "cpu"), prepare(asked)
-    return compare(run_layout(job, mesh, steps), job, mesh)
+    return compare_with_one_device(run_layout(job, mesh, steps), job, mesh)
 
 
 @pytest.mark.sampled(3)
@@ -106,7 +106,10 @@ def in_threads(values: dict[str, Any], steps: int) -> Difference:
     ]
     with ThreadPoolExecutor(count) as threads:
         found = threads.map(
-            lambda mesh: compare(run_layout(job, mesh, steps), job, mesh), meshes
+            lambda mesh: compare_with_one_device(
+                run_layout(job, mesh, steps), job, mesh
+            ),
+            meshes,
         )
         return next(one for one in found if one is not None)
 
@@ -162,7 +165,7 @@ def bytes_sent(
             all_streams.append(streams)
             yield streams
 
-    monkeypatch.setattr("weft.prove.verify.open_streams", counted)
+    monkeypatch.setattr("weft.prove.equality.open_streams", counted)
     given_recipe, store = build_recipe(values), dist.HashStore()
     job, count = prepare(given_recipe), given_recipe.layout.island
     meshes = [
@@ -301,7 +304,7 @@ def sent_by(values: dict[str, Any]) -> tuple[int, int]:
             yield streams
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.prove.verify.open_streams", noted)
+        patch.setattr("weft.prove.equality.open_streams", noted)
         trace = run_layout(prepare(asked), mesh, 2)
     return found[0].sent, sum(part.values.numel() for part in trace.params.values())
 
@@ -343,7 +346,7 @@ def planted(values: dict[str, Any], where: str, off: float) -> Difference | None
         if name.endswith(("wk.a", "wk.b")):
             # Where a processor's rounding leaves nothing, a little of nothing is nothing.
             part.values.mul_(1 + off) if part.values.any() else part.values.add_(off)
-    return compare(trace, job, mesh)
+    return compare_with_one_device(trace, job, mesh)
 
 
 #: Relative errors, and whether they are differences.

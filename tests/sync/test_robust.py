@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.cases import recipe, start, write_corpus
 from weft.layout.mesh import Mesh
-from weft.prove.verify import compare, run_layout
+from weft.prove.equality import compare_with_one_device, run_layout
 from weft.recipe import Recipe, Resilience, build_recipe
 from weft.registry import find, names
 from weft.sync import robust
@@ -319,7 +319,7 @@ def test_the_mean_is_swayed_by_one(pool: Any, corpus: str) -> None:
 def prove(tree: dict[str, Any]) -> Any:
     settings = build_recipe(tree)
     mesh, job = Mesh.create(settings.layout, "cpu"), prepare(settings)
-    return compare(run_layout(job, mesh, 2), job, mesh)
+    return compare_with_one_device(run_layout(job, mesh, 2), job, mesh)
 
 
 @pytest.mark.parametrize("rule", ["trimmed-mean", "bulyan"])

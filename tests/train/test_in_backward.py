@@ -12,7 +12,7 @@ from tests.prove.test_equality import difference
 from weft.errors import WeftError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.prove.verify import run_layout
+from weft.prove.equality import run_layout
 from weft.recipe import Recipe
 from weft.rehearse.ledger import AllocationWatch, Ledger
 from weft.train.build_step import build_step

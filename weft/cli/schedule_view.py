@@ -13,8 +13,8 @@ from weft.pages import write
 from weft.schedule import draw
 from weft.schedule.build import Times, build, builder_of, builders
 from weft.schedule.exchange import best_turns, with_exchanges
-from weft.schedule.lanes import timeline
-from weft.schedule.simulate import Simulation, simulate, uniform
+from weft.schedule.lanes import text_timeline
+from weft.schedule.simulate import Simulation, simulate, uniform_costs
 
 #: Options of the command that are times of a stage's work.
 TIMES = ("forward", "backward-input", "backward-weight", "comm")
@@ -47,10 +47,12 @@ def show_schedule(
             "nothing takes any time; give --forward, --backward-input or --backward-weight above 0"
         )
     table = build(name, stages, microbatches, virtual, times)
-    simulation, turns = simulate(table, uniform(table, times)), {}
+    simulation, turns = simulate(table, uniform_costs(table, times)), {}
     if exchange:
         inside = [layers] * table.stages
-        turns = best_turns(table, inside, uniform(with_exchanges(table, inside), times))
+        turns = best_turns(
+            table, inside, uniform_costs(with_exchanges(table, inside), times)
+        )
         simulation = min(turns.values(), key=lambda found: found.makespan)
     bubble = (simulation.makespan - microbatches * work) / simulation.makespan
     note = f"{builder_of(name).about} · {_paper(name)}"
@@ -79,7 +81,7 @@ def show_schedule(
         print(json.dumps(record))
     else:
         beside = ", ".join(
-            f"{way.value} {draw.number(found.makespan)} ms"
+            f"{way.value} {draw.short_number(found.makespan)} ms"
             for way, found in turns.items()
         )
         facts = {"exchanges beside": beside} if turns else {}
@@ -94,17 +96,17 @@ def _show(
     """The figures in words, ``more`` facts and the lanes where the terminal has room for them."""
     table, console = simulation.table, Console(highlight=False)
     console.print(title, soft_wrap=True)
-    elapsed = f", first to last action {draw.number(simulation.elapsed)} ms"
+    elapsed = f", first to last action {draw.short_number(simulation.elapsed)} ms"
     facts = {
         "table": f"{len(table.ranks)} ranks, {table.microbatches} microbatches, {table.stages} stages",
-        "makespan": f"{draw.number(simulation.makespan)} ms"
+        "makespan": f"{draw.short_number(simulation.makespan)} ms"
         + (elapsed if simulation.elapsed > simulation.makespan * (1 + 1e-9) else ""),
         "bubble rate": f"{bubble:z.2%}",
         "peak activations": f"{_peaks(simulation.peaks)}  (in microbatches of a rank)",
     } | more
     for key, fact in facts.items():
         console.print(f"{key:<17} {fact}", soft_wrap=True, markup=False)
-    if lanes := timeline(
+    if lanes := text_timeline(
         simulation, console.width, console.color_system in ("256", "truecolor")
     ):
         console.print()
@@ -119,7 +121,7 @@ def _paper(name: str) -> str:
 
 def _peaks(peaks: tuple[float, ...]) -> str:
     """The peak of every rank, or once if they are alike."""
-    shown = [draw.number(peak) for peak in peaks]
+    shown = [draw.short_number(peak) for peak in peaks]
     return (
         f"{shown[0]} on every rank"
         if len(shown) > 1 and len(set(shown)) == 1

@@ -46,7 +46,7 @@ def verify(
     as_json: AsJson = False,
 ) -> int:
     """Prove that a layout computes what one device computes. Exit code 0: equal, 1: not."""
-    from weft.prove.verify import TOLERANCE
+    from weft.prove.equality import TOLERANCE
     from weft.recipe import load_recipe
 
     if dtype not in TOLERANCE:
@@ -102,7 +102,7 @@ def _types(recipe: "Recipe", as_json: bool) -> int:
 
 
 def _numbers(recipe: "Recipe", steps: int, as_json: bool) -> int:
-    from weft.prove.verify import TOLERANCE, prove
+    from weft.prove.equality import TOLERANCE, prove
 
     difference, dtype = prove(recipe, steps), recipe.train.dtype
     if difference is None:  # another rank says it
@@ -151,7 +151,7 @@ def _random(
     from rich.console import Console
     from rich.progress import Progress
 
-    from weft.prove.fuzz import Fuzzer, Summary, command
+    from weft.prove.fuzz import Fuzzer, Summary, command_of
     from weft.prove.pool import MAX_WORLD, ProcessPool
 
     pool, summary, console = ProcessPool(), Summary(), Console(stderr=True)
@@ -172,7 +172,7 @@ def _random(
                     console.print(f"{summary.counts.total()} of {count}: {counted}")
                 if verdict.kind in ("equal", "refused"):
                     continue
-                repeat = command(path, case, dtype, fuzzer.steps)
+                repeat = command_of(path, case, dtype, fuzzer.steps)
                 summary.cases.append(
                     {"kind": verdict.kind, "why": verdict.why, "command": repeat}
                 )

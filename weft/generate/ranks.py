@@ -36,7 +36,7 @@ from weft.recipe import ModelShape
 from weft.run.failure import is_secondary
 from weft.run.signals import noted_signals, stop_signals
 from weft.schedule.actions import Value
-from weft.schedule.wire import Wire
+from weft.schedule.pipeline_wire import Wire
 
 T = torch.Tensor
 

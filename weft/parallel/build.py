@@ -155,7 +155,7 @@ def parallelize(
 
     log("values")
     if values is None:
-        values = with_adapter(initial_values(shape, train.seed), shape, train.seed)
+        values = with_adapter(untrained_values(shape, train.seed), shape, train.seed)
     state.fill(values)
     return Built(model, state)
 
@@ -218,7 +218,7 @@ def whole_model(
     return OwnModel(shape, mesh, loss_chunk, hooks)
 
 
-def initial_values(shape: ModelShape, seed: int) -> Values:
+def untrained_values(shape: ModelShape, seed: int) -> Values:
     """What a model without an adapter begins with: seeded values, or those that a plugin's module makes itself."""
     if not shape.kind:
         return seeded_values(seed)

@@ -98,7 +98,9 @@ def greedy(
         for spread in SPREADS
         for even in (False, True)
     ]
-    return min(dict.fromkeys(plans), key=lambda plan: max(finish(plan, lengths, costs)))
+    return min(
+        dict.fromkeys(plans), key=lambda plan: max(finish_times(plan, lengths, costs))
+    )
 
 
 def _ranks_needed(lengths: np.ndarray, capacity: int, ranks: int) -> np.ndarray:
@@ -286,7 +288,7 @@ def in_rounds(plan: Plan) -> Plan:
     )
 
 
-def finish(plan: Plan, lengths: np.ndarray, costs: DocumentTimes) -> list[float]:
+def finish_times(plan: Plan, lengths: np.ndarray, costs: DocumentTimes) -> list[float]:
     """The time at which each rank is done, in the unit of ``costs``. Raises :class:`PlanError` if the plan hangs."""
     clock, seconds = [0.0] * len(plan), dict[Pass, float]()
     for p in _runnable_order(plan):
@@ -337,7 +339,7 @@ def _shortened(documents: tuple[int, ...]) -> str:
     return ", ".join(map(str, documents[:4])) + (", ..." if len(documents) > 4 else "")
 
 
-def check(plan: Plan, lengths: np.ndarray, capacity: int) -> None:
+def check_document_plan(plan: Plan, lengths: np.ndarray, capacity: int) -> None:
     """Raise :class:`PlanError` unless every document is computed once, every pass fits, and no rank waits for ever."""
     for rank, mine in enumerate(plan):
         for p in mine:
@@ -405,7 +407,7 @@ def flexsp(
         count = count + 1 if count < fewest + 3 else min(2 * count, len(lengths))
     return min(
         plans,
-        key=lambda plan: max(finish(plan, lengths, costs)),
+        key=lambda plan: max(finish_times(plan, lengths, costs)),
         default=_by_rank((), ranks),
     )
 
@@ -548,5 +550,5 @@ def make_plan(
     """The plan that the planner ``name`` makes, checked."""
     lengths = np.asarray(lengths, np.int64)
     plan = PLANNERS[name](lengths, capacity, ranks, costs)
-    check(plan, lengths, capacity)
+    check_document_plan(plan, lengths, capacity)
     return plan

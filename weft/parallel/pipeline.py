@@ -23,8 +23,8 @@ from weft.recipe import ModelShape
 from weft.schedule.actions import Table, Value, forward_half
 from weft.schedule.execute import Executed
 from weft.schedule.lower import links
+from weft.schedule.pipeline_wire import Wire
 from weft.schedule.validate import validate
-from weft.schedule.wire import Wire
 
 T = torch.Tensor
 

@@ -212,7 +212,7 @@ class State:
         """Update the parameters and slots of one unit by its reduced gradients, times ``scale``. Collective.
 
         The gradients are scaled in place. :meth:`settle` ends what this may have left under way. What is only ``tried``
-        is taken back by :class:`weft.parallel.tried.Tried`.
+        is taken back by :class:`weft.parallel.revocable_updates.RevocableUpdates`.
         """
         if any(h.learns for h in unit.held):
             with self.tiers.trying(unit) if tried else self.tiers.updating(unit):

@@ -225,7 +225,7 @@ class MicrobatchSeconds:
         return self.tp + self.cp + self.ep
 
 
-def larger(a: Num, b: Num) -> Num:
+def smooth_maximum(a: Num, b: Num) -> Num:
     """A smooth maximum of two positive times."""
     return (a**SHARP + b**SHARP) ** (1 / SHARP)
 
@@ -374,19 +374,19 @@ def passes(
     moe = 1 - shape.dense_share
     floor = engine.kernels * LAUNCH * (1 + engine.dispatch * moe)
     busy = matmuls + attention + pointwise
-    forward = larger(busy, floor)
+    forward = smooth_maximum(busy, floor)
     # Backward: two products per product, 2.5 for fused attention (it recomputes the scores), twice the traffic.
     work = (
         (2 - shape.frozen) * matmuls
         + np.where(engine.flash > 0, 2.5, 2.0) * attention
         + 2 * pointwise
     )
-    backward = larger(work, 2 * floor)
+    backward = smooth_maximum(work, 2 * floor)
     exposed = tp + cp + ep
     seen = (
-        larger(busy + exposed, floor)
+        smooth_maximum(busy + exposed, floor)
         - forward
-        + larger(work + exposed, 2 * floor)
+        + smooth_maximum(work + exposed, 2 * floor)
         - backward
     ) / 2
     seen = np.where(exposed > 0, seen / np.maximum(exposed, 1e-12), 1.0)

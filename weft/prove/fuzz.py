@@ -18,8 +18,8 @@ from typing import Any
 from weft.errors import UsageError, WeftError
 from weft.layout.layout import AskedLayout, Layout
 from weft.layout.mesh import LIVE_AXES, Mesh
+from weft.prove.equality import compare_with_one_device, run_layout
 from weft.prove.pool import ProcessPool
-from weft.prove.verify import compare, run_layout
 from weft.recipe import Recipe, load_recipe
 from weft.recipe.host_section import HostSection
 from weft.refusal import Conflict
@@ -361,7 +361,7 @@ class Summary:
         }
 
 
-def draw(recipe: Recipe, rng: random.Random, ranks: int) -> Case:
+def draw_case(recipe: Recipe, rng: random.Random, ranks: int) -> Case:
     """Sizes of the axes for at most so many ranks, and half a dozen features."""
     case: Case = dict(PAIRS) if recipe.loss.of_pairs else {}
     left = rng.randint(2, ranks)
@@ -378,7 +378,7 @@ def draw(recipe: Recipe, rng: random.Random, ranks: int) -> Case:
     return case
 
 
-def words(case: Case) -> tuple[str, list[str]]:
+def command_options(case: Case) -> tuple[str, list[str]]:
     """The case as what follows ``--layout``, and each ``--set``."""
     settings = SMALL | case
     if "data.path" in case:
@@ -397,9 +397,9 @@ def words(case: Case) -> tuple[str, list[str]]:
     return layout, sets
 
 
-def command(path: Path, case: Case, dtype: str, steps: int) -> str:
+def command_of(path: Path, case: Case, dtype: str, steps: int) -> str:
     """The command that repeats this case."""
-    layout, sets = words(case)
+    layout, sets = command_options(case)
     more = [word for text in sets for word in ("--set", text)]
     return shlex.join(
         [
@@ -443,7 +443,7 @@ def write_corpus() -> None:
 def compare_layout(recipe: Recipe, steps: int) -> dict[str, Any] | None:
     """On every rank: the recipe's layout against one device."""
     mesh, job = Mesh.create(recipe.layout, "cpu"), prepare(recipe)
-    difference = compare(run_layout(job, mesh, steps), job, mesh)
+    difference = compare_with_one_device(run_layout(job, mesh, steps), job, mesh)
     return asdict(difference) if difference else None
 
 
@@ -458,7 +458,7 @@ class Fuzzer:
     limit: float = 60
 
     def verdict_of(self, case: Case) -> CaseResult:
-        layout, sets = words(case)
+        layout, sets = command_options(case)
         try:
             recipe = load_recipe(
                 self.path, [*sets, f'train.dtype="{self.dtype}"'], layout
@@ -520,7 +520,7 @@ class Fuzzer:
         for number in range(first, first + count):
             if time.monotonic() > end:
                 return
-            case = draw(recipe, random.Random(f"{seed}-{number}"), ranks)
+            case = draw_case(recipe, random.Random(f"{seed}-{number}"), ranks)
             verdict = self.verdict_of(case)
             if verdict.kind not in ("equal", "refused"):
                 case, smaller = self.shrunk(case, verdict.kind)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import multiprocessing as mp
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -53,8 +53,8 @@ class RankResult:
 def fork_server(preload: Sequence[str] = ()) -> Any:
     """What starts processes: forks, in milliseconds, of a server that has imported PyTorch, Weft and ``preload``."""
     if sys.platform != "linux":
-        return mp.get_context("spawn")
-    context = mp.get_context("forkserver")
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     # The first operator of our own imports torch._dynamo, which every worker would do again.
     usual = ["torch", "torch._dynamo", "torch.distributed.tensor"]
     context.set_forkserver_preload([*usual, *preload, "weft.train.loop"])
@@ -63,7 +63,7 @@ def fork_server(preload: Sequence[str] = ()) -> Any:
 
 @dataclass(frozen=True)
 class Worker:
-    process: mp.process.BaseProcess
+    process: multiprocessing.process.BaseProcess
     conn: Connection
     stacks: Path
 
@@ -258,7 +258,7 @@ def _too_many_threads() -> bool:
 
 def _end_with_session() -> None:
     """Leave when pytest does, however it ends and whatever this worker is stuck in."""
-    if session := mp.parent_process():
+    if session := multiprocessing.parent_process():
         session.join()
         os._exit(1)
 

@@ -45,7 +45,9 @@ def agree(
 
         def near(i: int, number: int = number) -> Collection[int]:
             return (
-                members(number, i) if members else partners(i, len(states), how, number)
+                members(number, i)
+                if members
+                else exchange_partners(i, len(states), how, number)
             )
 
         method.simulate(
@@ -55,7 +57,7 @@ def agree(
         state.release()
 
 
-def partners(i: int, count: int, how: Sync, number: int) -> Collection[int]:
+def exchange_partners(i: int, count: int, how: Sync, number: int) -> Collection[int]:
     """The islands that island ``i`` of ``count`` agrees with in exchange ``number``, itself included; all are there."""
     if how.partner == "ring":
         return {(i - 1) % count, i, (i + 1) % count}

@@ -12,7 +12,16 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from weft.errors import WeftError
-from weft.schedule.kinds import KINDS, Duty, Flow, Kind, Value, Visit, declare, kind_of
+from weft.schedule.kinds import (
+    KINDS,
+    Duty,
+    Flow,
+    Kind,
+    Value,
+    Visit,
+    declare_kind,
+    kind_of,
+)
 
 #: Values that stay where they were made.
 LOCAL = ("saved", "tape")
@@ -194,12 +203,14 @@ def _weight_gradient(at: Visit) -> Flow:
 
 
 # Hues and lightnesses that survive colour blindness and a grey printer.
-F = declare(Kind("F", "forward", "#2563eb", Duty.FORWARD, forward=True, flow=_forward))
-B = declare(Kind("B", "backward", "#15803d", Duty.BACKWARD, flow=_backward))
-I = declare(
+F = declare_kind(
+    Kind("F", "forward", "#2563eb", Duty.FORWARD, forward=True, flow=_forward)
+)
+B = declare_kind(Kind("B", "backward", "#15803d", Duty.BACKWARD, flow=_backward))
+I = declare_kind(
     Kind("I", "input gradient", "#0b7a6e", Duty.INPUT_GRADIENT, flow=_input_gradient)
 )
-W = declare(
+W = declare_kind(
     Kind("W", "weight gradient", "#f0a021", Duty.WEIGHT_GRADIENT, flow=_weight_gradient)
 )
 

@@ -9,14 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from weft.schedule.actions import Action, Entry, Table
-from weft.schedule.kinds import Clock, Kind, declare
+from weft.schedule.kinds import Clock, Kind, declare_kind
 from weft.schedule.simulate import Costs, Simulation, simulate
 
 HOST, DEVICE, BACK = range(3)
 
-ON_HOST = declare(Kind("ON_HOST", "a unit is updated on the host", "#2563eb"))
-ON_DEVICE = declare(Kind("ON_DEVICE", "a unit is updated on the device", "#15803d"))
-BRING = declare(
+ON_HOST = declare_kind(Kind("ON_HOST", "a unit is updated on the host", "#2563eb"))
+ON_DEVICE = declare_kind(
+    Kind("ON_DEVICE", "a unit is updated on the device", "#15803d")
+)
+BRING = declare_kind(
     Kind(
         "BRING",
         "a unit's state comes to the device",
@@ -24,7 +26,7 @@ BRING = declare(
         clock=Clock.COMMUNICATION,
     )
 )
-RETURN = declare(
+RETURN = declare_kind(
     Kind(
         "RETURN",
         "a unit's state returns to the host",

@@ -47,7 +47,7 @@ def colours(table: Table) -> dict[str, str]:
     return found
 
 
-def chunks(table: Table) -> tuple[dict[tuple[int, int, int], int], int, str]:
+def shades_of(table: Table) -> tuple[dict[tuple[int, int, int], int], int, str]:
     """What shades an action, by ``(rank, stage, microbatch)``; how many shades; what they tell.
 
     The virtual stage of its rank, or, where ranks share stages (DualPipe), the end at which the microbatch enters.
@@ -113,7 +113,7 @@ class Look(NamedTuple):
 
 def legend(table: Table) -> dict[str, Any]:
     """For the templates: every kind with its meaning and the looks of its shades; what else there is to tell."""
-    _, shades, meaning = chunks(table)
+    _, shades, meaning = shades_of(table)
     kinds = [
         (kind, kind_of(kind).meaning, [
             Look(f"k{k}s{s}", *shaded(colour, s, shades), *shaded(colour, s, shades, dark=True)) for s in range(shades)
@@ -126,7 +126,7 @@ def legend(table: Table) -> dict[str, Any]:
     }
 
 
-def number(value: float) -> str:
+def short_number(value: float) -> str:
     return f"{value:.5g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
@@ -138,11 +138,11 @@ def ticks(end: float) -> list[float]:
     return [i * step for i in range(int(end / step + 1e-9) + 1)]
 
 
-def headline(simulation: Simulation, unit: str = "") -> str:
+def summary_line(simulation: Simulation, unit: str = "") -> str:
     unit = unit and f" {unit}"
-    ran = f" · first to last action {number(simulation.elapsed)}{unit}"
+    ran = f" · first to last action {short_number(simulation.elapsed)}{unit}"
     size = f"P = {len(simulation.timeline)} ranks · M = {simulation.table.microbatches} microbatches"
-    clock = f"bubble {simulation.bubble_rate:z.1%} · makespan {number(simulation.makespan)}{unit}"
+    clock = f"bubble {simulation.bubble_rate:z.1%} · makespan {short_number(simulation.makespan)}{unit}"
     return f"{size} · {clock}{ran if simulation.elapsed > simulation.makespan * (1 + 1e-9) else ''}"
 
 
@@ -187,9 +187,9 @@ def svg(
     ]
     return render(
         "schedule/picture.svg", c=COLOURS, page=page, note=note, unit=unit, memory=memory, name=title or table.name,
-        caption=(page and note) or headline(simulation, unit), elapsed=simulation.elapsed, makespan=simulation.makespan,
-        shortest=min(spans, default=1.0), digits=len(str(table.microbatches - 1)),
-        ticks=[(t, number(t)) for t in ticks(simulation.elapsed or 1.0)], lanes=_lanes(simulation),
+        caption=(page and note) or summary_line(simulation, unit), elapsed=simulation.elapsed,
+        makespan=simulation.makespan, shortest=min(spans, default=1.0), digits=len(str(table.microbatches - 1)),
+        ticks=[(t, short_number(t)) for t in ticks(simulation.elapsed or 1.0)], lanes=_lanes(simulation),
         boxes=_boxes(simulation), tracks=_tracks(simulation), **legend(table),
     )  # fmt: skip
 
@@ -208,13 +208,13 @@ def _lanes(simulation: Simulation) -> list[tuple[float, tuple[int, ...]]]:
 
 def _boxes(simulation: Simulation) -> Iterator[Box]:
     looks = {kind: shades for kind, _, shades in legend(simulation.table)["kinds"]}
-    (shade, *_), beside = chunks(simulation.table), any(simulation.beside)
+    (shade, *_), beside = shades_of(simulation.table), any(simulation.beside)
     for t in boxes(simulation):
         a, (down, tall) = (
             t.action,
             STRIPS[t.action.declared.clock] if beside else (0.0, 1.0),
         )
-        tip = f"{a.kind} stage {a.stage}, microbatch {a.microbatch}: {number(t.start)} to {number(t.end)}"
+        tip = f"{a.kind} stage {a.stage}, microbatch {a.microbatch}: {short_number(t.start)} to {short_number(t.end)}"
         look = looks[a.kind][shade[a.rank, a.stage, a.microbatch]]
         yield Box(t.start, t.end, down, tall, a.rank, look, a.microbatch, tip)
 
@@ -227,14 +227,14 @@ def _tracks(simulation: Simulation) -> Iterator[Track]:
             [(t, level / highest) for t, level in dict(track).items()],
             when,
             peak / highest,
-            number(peak),
+            short_number(peak),
         )
 
 
 def _reads(simulation: Simulation) -> dict[Key, list[str]]:
     """What each action reads, and where that came from if from another rank."""
     come = {
-        (value, to): f"from rank {by} at {number(at)}"
+        (value, to): f"from rank {by} at {short_number(at)}"
         for value, by, to, _, at in simulation.moves
     }
     return {
@@ -265,14 +265,14 @@ def html(
         "moves": [(value.microbatch, *ends) for value, *ends in simulation.moves],
     }  # fmt: skip
     rows = [
-        (f"rank {rank}", ", ".join(map(str, table.held(rank))), f"{number(busy)}{after}",
-         f"{number(span - busy)}{after}", f"{(span - busy) / span if span else 0:z.2%}", number(peak))
+        (f"rank {rank}", ", ".join(map(str, table.held(rank))), f"{short_number(busy)}{after}",
+         f"{short_number(span - busy)}{after}", f"{(span - busy) / span if span else 0:z.2%}", short_number(peak))
         for rank, (busy, peak) in enumerate(zip(simulation.busy, simulation.peaks, strict=True))
     ]  # fmt: skip
     return render(
-        "schedule/timeline.html", title=title or table.name, subtitle=note or headline(simulation, unit), table=table,
-        makespan=f"{number(span)}{after}", bubble=f"{simulation.bubble_rate:z.2%}", memory=memory, rows=rows,
-        peak=number(max(simulation.peaks, default=0.0)), data=data, **legend(table),
+        "schedule/timeline.html", title=title or table.name, subtitle=note or summary_line(simulation, unit),
+        table=table, makespan=f"{short_number(span)}{after}", bubble=f"{simulation.bubble_rate:z.2%}",
+        memory=memory, rows=rows, peak=short_number(max(simulation.peaks, default=0.0)), data=data, **legend(table),
         svg=svg(simulation, title, note, unit, memory, page=True),
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ from enum import Enum
 from itertools import accumulate, pairwise, zip_longest
 
 from weft.schedule.actions import Action, Entry, ScheduleError, Table, Value, assemble
-from weft.schedule.kinds import Clock, Duty, Flow, Kind, Visit, declare
+from weft.schedule.kinds import Clock, Duty, Flow, Kind, Visit, declare_kind
 from weft.schedule.simulate import Costs, Simulation, simulate
 from weft.schedule.times import ModelTimes, Times
 
@@ -47,7 +47,7 @@ def _travels(
         return time(times.stage(a.stage))
 
     ahead = name[0] == "F"
-    return declare(
+    return declare_kind(
         Kind(
             name,
             meaning,
@@ -76,7 +76,7 @@ def _computes(
         found = times.stage(a.stage)
         return time(found) * (found.routed if name[1] == "x" else 1 - found.routed)
 
-    return declare(Kind(name, meaning, colour, duty, name[0] == "F", flow, cost))
+    return declare_kind(Kind(name, meaning, colour, duty, name[0] == "F", flow, cost))
 
 
 def _local(read: str, write: str) -> Callable[[Visit], Flow]:

@@ -10,9 +10,9 @@ from torch.profiler import record_function
 
 from weft.schedule.actions import LOCAL, Action, ScheduleError, Table, Value
 from weft.schedule.lower import FREE, RECV, SEND
+from weft.schedule.pipeline_wire import Wire
 from weft.schedule.simulate import Timed
 from weft.schedule.validate import WINDOW
-from weft.schedule.wire import Wire
 
 #: Computes one action: what it reads, in the order of ``action.reads``, to what it writes, in the order of ``writes``.
 Op = Callable[[Action, Sequence[Any]], Sequence[Any]]

@@ -122,7 +122,7 @@ class Kind:
 KINDS: dict[str, Kind] = {}
 
 
-def declare(kind: Kind) -> str:
+def declare_kind(kind: Kind) -> str:
     """Make ``kind`` known to all rooms. Returns its name, by which actions refer to it; a name is taken only once."""
     if kind.name in KINDS:
         raise ValueError(

@@ -2,16 +2,16 @@
 
 from rich.text import Text
 
-from weft.schedule.draw import chunks, colours, shaded
+from weft.schedule.draw import colours, shaded, shades_of
 from weft.schedule.simulate import Simulation
 
 
-def timeline(simulation: Simulation, width: int, colour: bool) -> list[Text]:
+def text_timeline(simulation: Simulation, width: int, colour: bool) -> list[Text]:
     """A lane per rank with the microbatch (its last digit, where there is no room) in each action; none if too wide.
 
     Without colour every action also carries its kind, and therefore needs more room.
     """
-    kinds, (shade, shades, _) = colours(simulation.table), chunks(simulation.table)
+    kinds, (shade, shades, _) = colours(simulation.table), shades_of(simulation.table)
     gutter = len(f"rank {len(simulation.timeline) - 1}  ")
     timed = [t for lane in simulation.timeline for t in lane if t.end > t.start]
     shortest = min(t.end - t.start for t in timed)

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from weft.schedule.actions import LOCAL, Action, Entry, Key, ScheduleError, Table, Value
-from weft.schedule.kinds import Clock, Duty, Kind, declare
+from weft.schedule.kinds import Clock, Duty, Kind, declare_kind
 
 
 def _inserted(name: str, meaning: str, clock: Clock) -> str:
-    return declare(Kind(name, meaning, clock=clock, parameters=False, inserted=True))
+    return declare_kind(
+        Kind(name, meaning, clock=clock, parameters=False, inserted=True)
+    )
 
 
 SEND = _inserted("SEND", "a value leaves for another rank", Clock.COMMUNICATION)

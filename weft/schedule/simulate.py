@@ -33,7 +33,7 @@ def by_kind(times: ModelTimes) -> Callable[[Action], float]:
     return lambda a: a.declared.cost(a, times)
 
 
-def uniform(table: Table, times: Times = EQUAL) -> Costs:
+def uniform_costs(table: Table, times: Times = EQUAL) -> Costs:
     """``times`` of a microbatch on a rank, shared evenly by the stages that the rank holds for it.
 
     A stage's saved activations are then ``1 / v`` of a rank's, and alive from its forward to its weight gradient.

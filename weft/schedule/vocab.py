@@ -21,18 +21,20 @@ from itertools import chain
 from typing import NamedTuple
 
 from weft.schedule.actions import Action, Table, Value
-from weft.schedule.kinds import Duty, Kind, declare
+from weft.schedule.kinds import Duty, Kind, declare_kind
 from weft.schedule.simulate import Costs, by_kind, simulate
 from weft.schedule.times import ModelTimes, Times
 
-C = declare(Kind("C", "loss", forward=True, cost=lambda a, t: 0.0, parameters=False))
-G = declare(Kind("G", "gradient sum", cost=lambda a, t: 0.0, parameters=False))
-S = declare(
+C = declare_kind(
+    Kind("C", "loss", forward=True, cost=lambda a, t: 0.0, parameters=False)
+)
+G = declare_kind(Kind("G", "gradient sum", cost=lambda a, t: 0.0, parameters=False))
+S = declare_kind(
     Kind(
         "S", "output share", forward=True, cost=lambda a, t: t.output.forward / t.shares
     )
 )
-E = declare(
+E = declare_kind(
     Kind(
         "E",
         "embedding share",
@@ -40,7 +42,7 @@ E = declare(
         cost=lambda a, t: t.embedding.forward / t.shares,
     )
 )
-T = declare(
+T = declare_kind(
     Kind(
         "T",
         "output gradient",
@@ -48,7 +50,7 @@ T = declare(
         cost=lambda a, t: t.output.backward / t.shares,
     )
 )
-D = declare(
+D = declare_kind(
     Kind(
         "D",
         "embedding gradient",

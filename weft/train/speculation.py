@@ -16,8 +16,8 @@ import torch
 
 from weft.errors import WeftError
 from weft.models.hooks import EarlyUpdates
+from weft.parallel.revocable_updates import RevocableUpdates
 from weft.parallel.state import State, Unit
-from weft.parallel.tried import Tried
 from weft.parallel.units import TableUnit
 from weft.recipe import Recipe
 from weft.train.ready_units import ReadyUnits
@@ -59,7 +59,7 @@ class Speculation(Filler):
         self, context: StepContext, early: Sequence[Unit], elementwise: bool
     ) -> None:
         self.context, self.early = context, early
-        self.tried = Tried(context.state, early)
+        self.tried = RevocableUpdates(context.state, early)
         # each as a state of its own, for sums over axes
         self.parts = {unit: State([unit]) for unit in early}
         self.ready = (

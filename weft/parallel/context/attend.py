@@ -7,8 +7,8 @@ import torch.distributed as dist
 from weft.layout.mesh import Mesh
 from weft.models.attention import Attend, T, local_attention
 from weft.net.groups import new_group
-from weft.parallel.context.execute import tile_attention
 from weft.parallel.context.heads import exchange_heads, head_index, head_ranges
+from weft.parallel.context.tile_attention import tile_attention
 from weft.recipe import ModelShape
 from weft.registry import find
 

@@ -22,8 +22,8 @@ class AttentionScheme:
         raise NotImplementedError
 
     def operator(self) -> Callable[..., Any] | None:
-        """Return what runs the table in the place of :func:`weft.parallel.context.execute.tile_attention`, if anything.
+        """Return an operator that replaces :func:`weft.parallel.context.tile_attention.tile_attention`, or None.
 
-        It is called with the arguments of that function but ``scheme``, and its first result is the attention.
+        It takes the arguments of that function but ``scheme``, and its first result is the attention.
         """
         return None

@@ -139,7 +139,7 @@ class TileTable:
         return replace(self, tiles=tuple(t for t in self.tiles if needed(t)))
 
 
-def validate(table: TileTable) -> TileTable:
+def validate_tiles(table: TileTable) -> TileTable:
     """Raise :class:`TableError` unless every needed tile is there once and its blocks are where it is computed."""
     name, blocks = (
         f"attention table {table.name!r}",
@@ -236,6 +236,6 @@ def circle(
 
 
 @lru_cache(maxsize=64)
-def build(scheme: str, ranks: int) -> TileTable:
+def tile_table_of(scheme: str, ranks: int) -> TileTable:
     """The table of a scheme, found to be right before any rank computes."""
-    return validate(find("context", scheme).made().table(ranks))
+    return validate_tiles(find("context", scheme).made().table(ranks))

@@ -12,8 +12,8 @@ from weft.models.experts import Dispatcher, Mixture
 from weft.models.router import Choice
 from weft.models.transformer import Transformer
 from weft.parallel.experts.dispatch import Placing
+from weft.parallel.experts.expert_ranks import ExpertRanks
 from weft.parallel.experts.hashed import Hashed
-from weft.parallel.experts.ranks import ExpertRanks
 from weft.registry import find
 
 T = torch.Tensor
@@ -27,15 +27,15 @@ def connect_experts(model: Transformer, mesh: Mesh) -> None:
     for module in model.modules():
         if isinstance(module, Mixture):
             assert model.loads is not None
-            module.copies = connect(
+            module.copies = connect_mixture(
                 module,
                 find("dispatch", mesh.layout.dispatch).made().make,
                 model.loads.sent,
             ).copies
-            module.pieces = partial(pieces, mesh.layout)
+            module.pieces = partial(count_pieces, mesh.layout)
 
 
-def pieces(layout: Layout, tokens: T, choice: Choice) -> int:
+def count_pieces(layout: Layout, tokens: T, choice: Choice) -> int:
     """In how many pieces tokens set out, on all ranks alike; by bytes, as many as leave each message a MiB of rows."""
     # documents by length, a prompt: unequally many
     if layout.pieces or layout.balance or not torch.is_grad_enabled():
@@ -44,7 +44,7 @@ def pieces(layout: Layout, tokens: T, choice: Choice) -> int:
     return max(1, min(MOST, message // LEAST))
 
 
-def connect(
+def connect_mixture(
     mixture: Mixture, way: Callable[[ExpertRanks], Dispatcher], sent: Counter[str]
 ) -> ExpertRanks:
     """Let the tokens of one get to its experts this way; the ranks that have these, who count the bytes ``sent``."""

@@ -19,9 +19,15 @@ import torch.nn.functional as F
 from weft.models.experts import Mixture, expert_counts
 from weft.models.numbers import has_numbers
 from weft.models.transformer import Transformer
+from weft.parallel.experts.copy_placement import divided, with_copies
 from weft.parallel.experts.members import Homes
-from weft.parallel.experts.moves import REST, Places, better_order, move, tensors_of
-from weft.parallel.experts.placement import divided, with_copies
+from weft.parallel.experts.moves import (
+    REST,
+    Places,
+    better_order,
+    move_experts,
+    tensors_of,
+)
 from weft.parallel.experts.rows import exchanged
 from weft.parallel.state import Held, State
 
@@ -90,7 +96,7 @@ class Copies:
     def move_to(self, order: np.ndarray) -> None:
         """Let owners have the experts in this ``order``. Collective."""
         places = Places(self.order, self.sizes, self.home)
-        move(self.ranks, self.state, places, order)
+        move_experts(self.ranks, self.state, places, order)
         self.order = order
 
     def replan(self) -> None:

@@ -29,8 +29,8 @@ from weft.models.experts import (
     weighted,
 )
 from weft.models.router import Choice
+from weft.parallel.experts.expert_ranks import ExpertRanks
 from weft.parallel.experts.members import Members
-from weft.parallel.experts.ranks import ExpertRanks
 from weft.parallel.experts.rows import Awaited, exchanged, gathered, scattered
 
 T = torch.Tensor

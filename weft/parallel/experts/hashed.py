@@ -21,7 +21,7 @@ from weft.models.experts import (
 from weft.models.numbers import has_numbers
 from weft.models.parts import current_part, read
 from weft.models.router import Choice
-from weft.parallel.experts.ranks import ExpertRanks
+from weft.parallel.experts.expert_ranks import ExpertRanks
 from weft.parallel.experts.rows import Awaited
 
 T = torch.Tensor

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from weft.parallel.experts.copy_placement import copies_away, swapped, with_copies
 from weft.parallel.experts.members import Members
-from weft.parallel.experts.placement import copies_away, swapped, with_copies
-from weft.parallel.experts.rows import exchange
+from weft.parallel.experts.rows import start_exchange
 from weft.parallel.state import Held
 
 #: Steps between two moves of a layer's experts, in which they must have paid.
@@ -63,7 +63,9 @@ class Places(NamedTuple):
 
 
 @torch.no_grad()
-def move(ranks: Members, state: Sequence[Held], places: Places, order: Array) -> None:
+def move_experts(
+    ranks: Members, state: Sequence[Held], places: Places, order: Array
+) -> None:
     """Let owners have a layer's experts in this ``order``. Collective among the ranks that have them all."""
     me, ends = ranks.rank, places.sizes.cumsum()
     rank_of, start = (np.arange(ranks.count).repeat(places.sizes), ends - places.sizes)
@@ -82,7 +84,7 @@ def move(ranks: Members, state: Sequence[Held], places: Places, order: Array) ->
     rows = torch.cat([t[out.to(t.device)].flatten(1) for t in tensors], 1).to(
         ranks.mesh.device
     )
-    found, work = exchange(
+    found, work = start_exchange(
         rows,
         [len(one) for one in leaving],
         [len(one) for one in coming],

@@ -36,7 +36,7 @@ def exchanged(
     ``what``: see :data:`weft.models.router.SENT`.
     """
     there, back = (
-        partial(exchange, sent=a, received=b, members=members, what=what)
+        partial(start_exchange, sent=a, received=b, members=members, what=what)
         for a, b in ((sent, received), (received, sent))
     )
     return _move(rows, there, back)
@@ -59,7 +59,7 @@ def scattered(x: T, members: Members) -> Awaited:
     return _move(x, there, back)
 
 
-def exchange(
+def start_exchange(
     rows: T, sent: list[int], received: list[int], members: Members, what: str
 ) -> Moving:
     """Let rows set out without a gradient; arguments as of :func:`exchanged`."""

@@ -2,7 +2,7 @@
 
 The building block (Qi et al. 2024, 2405.15362): place F, F', I', I of one microbatch on a grid of six slots per
 microbatch and repeat it; memory is then the life of a microbatch on a rank divided by six. Two passes by the clock
-follow: weight gradients go into the holes (:func:`fill`), and forwards move up into those that are left.
+follow: weight gradients go into the holes (:func:`fill_holes`), and forwards move up into those that are left.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from weft.schedule.actions import Key, Order, ScheduleError, assemble
-from weft.schedule.simulate import simulate, uniform
+from weft.schedule.simulate import simulate, uniform_costs
 from weft.schedule.times import EQUAL, Times
 
 #: A rank waits for a value rather than start a weight gradient if it arrives within this share of the latter's time.
@@ -56,20 +56,20 @@ def repeat(
             for start, (kind, stage, slot) in zip(begin, slots, strict=True)
         ]
         plan.append([key for _, key in sorted(timed)])
-    orders, _ = fill(plan, pattern, EQUAL, PATIENCE[0])
+    orders, _ = fill_holes(plan, pattern, EQUAL, PATIENCE[0])
     if times == EQUAL:
         return orders
     # Seen by the clock of unequal times a plan of equal slots loses its rhythm; keeping it may be the better choice.
     table = assemble("v", orders, 2 * ranks, [range(2 * ranks)] * microbatches)
-    makespan = simulate(table, uniform(table, times)).makespan
+    makespan = simulate(table, uniform_costs(table, times)).makespan
     for patience in PATIENCE:
-        other, span = fill(plan, pattern, times, patience)
+        other, span = fill_holes(plan, pattern, times, patience)
         if span < makespan:
             orders, makespan = other, span
     return orders
 
 
-def fill(
+def fill_holes(
     plan: Sequence[Sequence[Key]], pattern: Pattern, times: Times, patience: float
 ) -> tuple[list[Order], float]:
     """The plan's F and I with W in the holes, or where memory is needed; and the makespan or a little more."""

@@ -1,1 +1,4 @@
-"""Ways of tokens to experts of other ranks, by ``layout.dispatch`` (:class:`weft.parallel.experts.way.DispatchWay`)."""
+"""Dispatchers by ``layout.dispatch``: how tokens reach experts of other ranks.
+
+Their interface is :class:`weft.parallel.experts.dispatch_way.DispatchWay`.
+"""

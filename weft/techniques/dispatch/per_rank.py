@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from weft.parallel.experts.way import DispatchWay
+from weft.parallel.experts.dispatch_way import DispatchWay
 from weft.registry import register
 
 if TYPE_CHECKING:
     from weft.models.experts import Dispatcher
-    from weft.parallel.experts.ranks import ExpertRanks
+    from weft.parallel.experts.expert_ranks import ExpertRanks
 
 
 @register(

@@ -37,7 +37,7 @@ class DualPipe(ScheduleBuilder):
     def orders(
         self, ranks: int, microbatches: int, chunks: int, times: Times
     ) -> Sequence[Order]:
-        from weft.schedule.build.dualpipe import two_flows
+        from weft.schedule.build.two_flows import two_flows
 
         first = -(-microbatches // 2)
         counts = (first, microbatches - first)

@@ -34,7 +34,7 @@ class DualPipeV(ScheduleBuilder):
     def orders(
         self, ranks: int, microbatches: int, chunks: int, times: Times
     ) -> Sequence[Order]:
-        from weft.schedule.build.dualpipe import two_flows
+        from weft.schedule.build.two_flows import two_flows
 
         return [
             [

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from weft.models.attention import fold_heads, set_backward, wide
-from weft.parallel.context.execute import TilePiece, Trip, trip_of
+from weft.parallel.context.tile_attention import TilePiece, Trip, trip_of
 
 T = torch.Tensor
 
@@ -98,7 +98,7 @@ def ring_self_attention(
     lengths: Sequence[int],
     window: int = 0,
 ) -> tuple[T, T]:
-    """Arguments as of :func:`weft.parallel.context.execute.tile_attention`, blocks contiguous.
+    """Arguments as of :func:`weft.parallel.context.tile_attention.tile_attention`, blocks contiguous.
 
     Returns ``out`` like ``q`` and the softmax of the scores, ``[batch, heads, seq held, seq]``.
     """

@@ -19,8 +19,8 @@ from weft.models.experts import Arriving, Dispatched, Dispatcher, LocalExperts, 
 from weft.models.numbers import has_numbers
 from weft.models.router import Choice
 from weft.parallel.experts.dispatch import AllGather, AllToAll, per_rank
+from weft.parallel.experts.expert_ranks import ExpertRanks
 from weft.parallel.experts.members import Members
-from weft.parallel.experts.ranks import ExpertRanks
 from weft.parallel.experts.rows import Awaited, gathered
 
 T = torch.Tensor

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from weft.models.experts import Arriving, Dispatched
 from weft.models.numbers import has_numbers
 from weft.models.router import Choice
-from weft.parallel.experts.ranks import ExpertRanks
+from weft.parallel.experts.expert_ranks import ExpertRanks
 from weft.parallel.experts.rows import Awaited
 from weft.techniques.dispatch.adaptive.options import Adaptive, part_of
 

@@ -160,10 +160,12 @@ def prove(recipe: Recipe, steps: int) -> Difference | None:
     device = device_type(recipe)
     with rank_process(device, recipe.train.timeout, recipe.train.threads):
         mesh, job = Mesh.create(recipe.layout, device), prepare(recipe)
-        return compare(run_layout(job, mesh, steps), job, mesh)
+        return compare_with_one_device(run_layout(job, mesh, steps), job, mesh)
 
 
-def compare(trace: StepTrace, job: Job, mesh: Mesh) -> Difference | None:
+def compare_with_one_device(
+    trace: StepTrace, job: Job, mesh: Mesh
+) -> Difference | None:
     """Compare every rank's trace with a run on one device. Collective; the answer is on rank 0.
 
     One device computes its own gradients in every step, and then updates with the layout's: Adam would turn the

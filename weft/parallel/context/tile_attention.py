@@ -24,7 +24,7 @@ from weft.models.attention import (
     wide,
 )
 from weft.models.segments import Segment, earlier_keys, windowed
-from weft.parallel.context.tables import RESULT, GuestBlock, TileTable, build
+from weft.parallel.context.tables import RESULT, GuestBlock, TileTable, tile_table_of
 
 T = torch.Tensor
 Key = tuple[str, int]
@@ -264,7 +264,7 @@ def _trip(
     window: int,
 ) -> Trip:  # fmt: skip
     """All layers of one window, and forward and backward, take the same trip."""
-    table = build(scheme, len(peers))
+    table = tile_table_of(scheme, len(peers))
     blocks = len(table.owner)
     return Trip(
         table,

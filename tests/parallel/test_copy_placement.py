@@ -22,9 +22,9 @@ from weft.parallel.experts import copies as module
 from weft.parallel.experts import moves
 from weft.parallel.experts import rows as travel
 from weft.parallel.experts.copies import Copies
-from weft.parallel.experts.placement import divided, loads_of_ranks, with_copies
+from weft.parallel.experts.copy_placement import divided, loads_of_ranks, with_copies
 from weft.parallel.state import State
-from weft.prove.verify import _whole
+from weft.prove.equality import _whole
 from weft.train.step import train_step
 
 Array = np.ndarray

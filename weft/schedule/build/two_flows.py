@@ -27,10 +27,10 @@ def two_flows(half: int, near: int, count: int) -> list[Entry]:
     for i in range(2 * (near + 1)):
         steps.append(("B" if i <= near else "I", (i + 1) % 2))
     steps += [("W", -1), ("I", 0)] * far
-    return number(steps)
+    return count_microbatches(steps)
 
 
-def number(steps: list[tuple[str, int]]) -> list[Entry]:
+def count_microbatches(steps: list[tuple[str, int]]) -> list[Entry]:
     """Count microbatches per flow; flow -1 stands for the oldest weight gradient kept back; the rest come last."""
     done: Counter[tuple[str, int]] = Counter()
     kept: list[tuple[int, int]] = []

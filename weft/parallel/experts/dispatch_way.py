@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from weft.models.experts import Dispatcher
-    from weft.parallel.experts.ranks import ExpertRanks
+    from weft.parallel.experts.expert_ranks import ExpertRanks
 
 
 class DispatchWay:

@@ -13,7 +13,7 @@ from weft.parallel.state import State, Unit
 T = torch.Tensor
 
 
-class Tried:
+class RevocableUpdates:
     """Updates of ``units`` of a state, each of which may be taken back until all :meth:`stand`.
 
     Before it is updated a unit is to :meth:`keep` what it was. ``done``: the units that have been updated. ``bytes`` of
