@@ -35,7 +35,7 @@ from weft.memory.tiers import TierFile
 from weft.models.hooks import Hooks
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Recipe, Train
-from weft.train.optim import RuleOptimizer
+from weft.train.rule_optimizer import RuleOptimizer
 from weft.train.step import train_step
 
 RESULTS = Path(__file__).parent / "results" / "activations.json"

@@ -34,7 +34,7 @@ from weft.parallel.state import State
 from weft.recipe import Memory, ModelShape, Optimizer, Train
 from weft.schedule.actions import Action
 from weft.schedule.alternate import BRING, ON_DEVICE, ON_HOST, RETURN, simulated
-from weft.train.optim import RuleOptimizer
+from weft.train.rule_optimizer import RuleOptimizer
 
 RESULTS = Path(__file__).parent / "results" / "alternating.json"
 #: Blocks, and how wide they are, with stated rates and without.

@@ -49,7 +49,7 @@ from weft.parallel.document_balance import (
 )
 from weft.parallel.hybrid import HybridAttention
 from weft.recipe import Data, ModelShape, Recipe, Train
-from weft.train.setup import assemble
+from weft.train.setup import build_for_training
 from weft.train.step import train_step
 
 RANKS = 4  # of those that train
@@ -460,7 +460,7 @@ def trained(job: Job, rounds: int) -> dict[str, Any]:
         mesh = Mesh.create(layout_of(side, RANKS), "cpu")
         train = Train(dtype="float32", batch=job.rows)
         recipe = Recipe(train=train, optimizer=SETTINGS, data=Data(seq_len=job.seq_len))
-        todo[side] = (*assemble(SMALL, mesh, recipe), mesh)
+        todo[side] = (*build_for_training(SMALL, mesh, recipe), mesh)
         found[side] = {"s": [], "loss": []}
     costs = costs_of(SMALL)._replace(fixed=64 * costs_of(SMALL).linear)
     for turn in range(rounds + 1):

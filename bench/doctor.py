@@ -93,14 +93,14 @@ def be_rank(trials: list[Trial], folder: Path) -> None:
     from weft.layout.mesh import Mesh
     from weft.recipe import load_recipe
     from weft.rehearse.step import plain_batches
-    from weft.train.setup import assemble, model_shape
+    from weft.train.setup import build_for_training, model_shape
 
     jobs = {}
     for layout in sorted({trial.layout for trial in trials}):
         recipe = load_recipe(ROOT / "recipes/quickstart.toml", list(SETTINGS), layout)
         shape, mesh = model_shape(recipe), Mesh.create(recipe.layout, "cpu")
         jobs[layout] = (
-            *assemble(shape, mesh, recipe),
+            *build_for_training(shape, mesh, recipe),
             plain_batches(recipe, shape)(mesh),
             mesh,
         )

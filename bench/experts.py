@@ -46,8 +46,8 @@ from weft.parallel.experts import affinity
 from weft.recipe import ModelShape, load_recipe
 from weft.shapes.parameters import parameters
 from weft.techniques.dispatch.timed.trials import TRIALS
-from weft.train.optim import learning_rate
-from weft.train.setup import assemble, prepare
+from weft.train.rule_optimizer import learning_rate
+from weft.train.setup import build_for_training, prepare
 from weft.train.step import train_step
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "experts.toml"
@@ -122,7 +122,7 @@ def routing(steps: int) -> tuple[list[np.ndarray], list[np.ndarray], list[int], 
                f"train.steps={steps}"]  # fmt: skip
     settings = load_recipe(RECIPE, changes)
     job, mesh = prepare(settings), Mesh.single()
-    model, state = assemble(job.shape, mesh, settings)
+    model, state = build_for_training(job.shape, mesh, settings)
     loader, batch = job.loader(job.corpus.train, mesh), settings.train.batch
     loss = 0.0
     for step in range(steps):

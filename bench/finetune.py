@@ -36,7 +36,7 @@ from weft.data.loader import Loader
 from weft.layout.mesh import Mesh
 from weft.memory.heap import keep_heap
 from weft.recipe import Recipe, load_recipe
-from weft.train.setup import assemble, prepare
+from weft.train.setup import build_for_training, prepare
 from weft.train.step import train_step
 
 ROOT = Path(__file__).parents[1]
@@ -75,7 +75,9 @@ def ours(method: str, packed: bool, batch: int, folder: str, total: int) -> Step
     keep_heap()  # as every rank of weft does
     recipe = recipe_of(method, packed, batch)
     job, mesh = prepare(recipe), Mesh.single()
-    model, state = assemble(job.shape, mesh, recipe, starting_values(recipe, job.shape))
+    model, state = build_for_training(
+        job.shape, mesh, recipe, starting_values(recipe, job.shape)
+    )
     loader = job.loader(job.corpus.train, mesh)
 
     def step(number: int) -> tuple[float, int]:
@@ -281,7 +283,7 @@ def main() -> None:
         assert recipe.model.origin is not None
         export_model(recipe.model.origin, Path(folder, "model"), print)
         job = prepare(recipe)
-        _, state = assemble(
+        _, state = build_for_training(
             job.shape, Mesh.single(), recipe, starting_values(recipe, job.shape)
         )
         write_adapter(

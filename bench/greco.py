@@ -28,7 +28,7 @@ from weft.observe.metrics import read_metrics
 from weft.recipe import load_recipe
 from weft.sync.compress import build_compressor
 from weft.sync.greco import allocate_compressors, squared_error
-from weft.train.setup import assemble, prepare
+from weft.train.setup import build_for_training, prepare
 from weft.train.step import accumulate, clear_gradients, train_step
 
 T = torch.Tensor
@@ -42,7 +42,7 @@ def tensors(steps: int = 20) -> dict[str, dict[str, T]]:
     """Gradients of a transformer that has taken so many steps, and what the next so many steps change."""
     recipe = load_recipe("islands", ["train.batch=8"], "")
     job, mesh = prepare(recipe), Mesh.single()
-    model, state = assemble(job.shape, mesh, recipe)
+    model, state = build_for_training(job.shape, mesh, recipe)
     loader, batch = job.loader(job.corpus.train, mesh), recipe.train.batch
     for step in range(steps):
         train_step(

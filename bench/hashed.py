@@ -19,8 +19,8 @@ from weft.layout.mesh import Mesh
 from weft.models.experts import Mixture
 from weft.parallel.experts.hashed import Hashed
 from weft.recipe import load_recipe
-from weft.train.optim import learning_rate
-from weft.train.setup import assemble, prepare
+from weft.train.rule_optimizer import learning_rate
+from weft.train.setup import build_for_training, prepare
 from weft.train.step import train_step
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "experts.toml"
@@ -32,7 +32,7 @@ def trained(steps: int, lsh: int, residual: bool) -> dict[str, Any]:
     """Loss and rows sent, of those that would be without means."""
     recipe, mesh = load_recipe(RECIPE, SETTINGS, ""), Mesh.single()
     job = prepare(recipe)
-    model, state = assemble(job.shape, mesh, recipe)
+    model, state = build_for_training(job.shape, mesh, recipe)
     layout = Layout(ep=2, dp=2, lsh=lsh, lsh_residual=residual)
     sent = rows = 0
 

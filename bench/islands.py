@@ -158,7 +158,7 @@ def prepare(folder: Path, steps: int, seed: int, before: int) -> int:
     from weft.data.corpora import files
     from weft.layout.mesh import Mesh
     from weft.recipe import Recipe, Source
-    from weft.train.setup import assemble
+    from weft.train.setup import build_for_training
 
     draw = torch.Generator().manual_seed(seed)
     found = files(Source(kind="stdlib"))
@@ -181,7 +181,7 @@ def prepare(folder: Path, steps: int, seed: int, before: int) -> int:
         shape_of(),
         Recipe.model_validate({"train": {"seed": seed, "dtype": "float32"}}),
     )
-    _, state = assemble(shape, Mesh.single(), recipe)
+    _, state = build_for_training(shape, Mesh.single(), recipe)
     torch.save({h.name: h.local.clone() for h in state.held}, folder / "weights")
     if not before:
         return sum(h.local.numel() for h in state.held)
@@ -196,7 +196,7 @@ def prepare(folder: Path, steps: int, seed: int, before: int) -> int:
 def learn(folder: Path, before: int) -> None:
     """Train the initial weights on the first rows, and leave the others to the sides."""
     from weft.recipe import Optimizer
-    from weft.train.optim import learning_rate
+    from weft.train.rule_optimizer import learning_rate
 
     rows = torch.load(folder / "train")
     first, rest = rows.split((before * RANKS * ROWS, len(rows) - before * RANKS * ROWS))
@@ -284,7 +284,7 @@ class Log:
         waited: Callable[[], float] = lambda: 0.0,
     ) -> None:  # fmt: skip
         from weft.recipe import Optimizer
-        from weft.train.optim import learning_rate
+        from weft.train.rule_optimizer import learning_rate
 
         settings = Optimizer(lr=LR, warmup=WARM, schedule="cosine")
         self.meet("begin")
@@ -337,7 +337,7 @@ def be_weft(run: Run) -> None:
     from weft.run.ranks import init_ranks
     from weft.sync.streams import open_streams
     from weft.train.build_step import build_step
-    from weft.train.setup import assemble
+    from weft.train.setup import build_for_training
     from weft.train.step import evaluate
 
     def batch(rows: torch.Tensor) -> Batch:
@@ -358,7 +358,7 @@ def be_weft(run: Run) -> None:
     init_ranks("cpu", LIMIT)
     mesh = Mesh.create(layout, "cpu")
     weights = torch.load(Path(run.folder) / "weights")
-    model, state = assemble(
+    model, state = build_for_training(
         shape_of(),
         mesh,
         recipe,

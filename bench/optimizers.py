@@ -20,14 +20,14 @@ from step import machine
 
 from weft.layout.mesh import Mesh
 from weft.recipe import Optimizer, Recipe, load_recipe
-from weft.train.optim import learning_rate
-from weft.train.setup import Job, assemble, prepare
+from weft.train.rule_optimizer import learning_rate
+from weft.train.setup import Job, build_for_training, prepare
 from weft.train.step import (
     clear_gradients,
     clip_scale,
     evaluate,
-    gradients,
-    result_of,
+    reduced_gradients,
+    step_result,
     update,
 )
 
@@ -64,13 +64,13 @@ def trained(job: Job, optimizer: Optimizer, steps: int) -> Trained:
     """Train from the recipe's first values; the loss on what is held out."""
     recipe = job.recipe.model_copy(update={"optimizer": optimizer})
     mesh = Mesh.single()
-    model, state = assemble(job.shape, mesh, recipe)
+    model, state = build_for_training(job.shape, mesh, recipe)
     loader, times = job.loader(job.corpus.train, mesh), []
     for step in range(steps):
         batches = loader.step(step * recipe.train.batch)
         assert batches is not None
-        grads, sums = gradients(model, state, batches, mesh)
-        scale = clip_scale(result_of(sums).grad_norm, optimizer.clip)
+        grads, sums = reduced_gradients(model, state, batches, mesh)
+        scale = clip_scale(step_result(sums).grad_norm, optimizer.clip)
         begun = time.process_time()
         update(state, grads, learning_rate(optimizer, step, steps), scale)
         times.append(time.process_time() - begun)

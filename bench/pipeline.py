@@ -50,7 +50,7 @@ from weft.schedule.pipeline_wire import Wire
 from weft.schedule.simulate import Costs, simulate
 from weft.schedule.stages import Stage
 from weft.shapes.parameters import parameter_count
-from weft.train.setup import assemble
+from weft.train.setup import build_for_training
 from weft.train.step import train_step
 
 RANKS = 4
@@ -116,7 +116,7 @@ def staged_model(work: Work, schedule: str) -> tuple[Transformer, State, Mesh]:
     mesh = Mesh.create(Layout(pp=RANKS, schedule=schedule), "cpu")
     train = Train(dtype="float32", batch=work.job.rows)
     recipe = Recipe(train=train, optimizer=SETTINGS, data=Data(seq_len=work.job.length))
-    return *assemble(work.job.shape, mesh, recipe), mesh
+    return *build_for_training(work.job.shape, mesh, recipe), mesh
 
 
 # --- PyTorch's ---

@@ -38,8 +38,8 @@ from weft.models.experts import Experts
 from weft.models.router import Router
 from weft.parallel.experts.copies import Copies
 from weft.recipe import ModelShape, load_recipe
-from weft.train.optim import learning_rate
-from weft.train.setup import assemble, prepare
+from weft.train.rule_optimizer import learning_rate
+from weft.train.setup import build_for_training, prepare
 from weft.train.step import train_step
 
 RESULTS = Path(__file__).parent / "results" / "placement.json"
@@ -117,7 +117,7 @@ def recorded(steps: int, kept: int, balance_loss: float) -> Choices:
     ]
     recipe = load_recipe("experts", settings, "")
     job, mesh = prepare(recipe), Mesh.single()
-    model, state = assemble(job.shape, mesh, recipe)
+    model, state = build_for_training(job.shape, mesh, recipe)
     loader, chosen = job.loader(job.corpus.train, mesh), []
     best = Router._best
 

@@ -29,7 +29,7 @@ from weft.net.endpoint import process_endpoint
 from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.resilience.snapshots import Snapshots
 from weft.shapes.parameters import parameter_count
-from weft.train.setup import assemble
+from weft.train.setup import build_for_training
 from weft.train.step import StepContext, plain_step
 
 RANKS = 4
@@ -45,7 +45,7 @@ def on_rank(rank: int, job: Job, rounds: int) -> dict[str, Any]:
         optimizer=SETTINGS,
         data=Data(seq_len=job.length),
     )
-    model, state = assemble(job.shape, mesh, recipe)
+    model, state = build_for_training(job.shape, mesh, recipe)
     snapshots = Snapshots(
         state, ["here"] * RANKS, process_endpoint("127.0.0.1"), "bench"
     )

@@ -49,7 +49,7 @@ from weft.observe.flops import measured_flops
 from weft.recipe import ModelShape, Optimizer, Recipe, Train
 from weft.shapes.parameters import parameter_count
 from weft.shapes.shape import flops_per_token
-from weft.train.setup import assemble
+from weft.train.setup import build_for_training
 from weft.train.step import train_step
 
 SETTINGS = Optimizer(lr=1e-3, weight_decay=0.1, clip=1.0)
@@ -104,7 +104,9 @@ def tokens_of(job: Job) -> torch.Tensor:
 def weft_step(job: Job, mesh: Mesh) -> tuple[Step, dict[str, torch.Tensor]]:
     """Weft's step under ``mesh``, and on one device its initial weights by name."""
     train = Train(dtype="float32", batch=job.rows)
-    model, state = assemble(job.shape, mesh, Recipe(train=train, optimizer=SETTINGS))
+    model, state = build_for_training(
+        job.shape, mesh, Recipe(train=train, optimizer=SETTINGS)
+    )
     mine = tokens_of(job).chunk(mesh.size("dp", "shard"))[mesh.batch_rank]
     rows = len(mine)
     positions = torch.arange(job.length).repeat(rows, 1)

@@ -49,7 +49,7 @@ from weft.memory.tiers import BufferPool, Region, Transfer
 from weft.models.hf import export
 from weft.recipe import build_recipe
 from weft.train.build_step import build_step
-from weft.train.setup import assemble, prepare
+from weft.train.setup import build_for_training, prepare
 from weft.train.speculated_units import early_units
 from weft.train.step import clear_gradients
 from weft.train.step_values import StepInput
@@ -87,7 +87,7 @@ class Side:
             0,
         )
         self.shape, self.settings = job.shape, recipe.optimizer
-        self.model, self.state = assemble(job.shape, self.mesh, recipe)
+        self.model, self.state = build_for_training(job.shape, self.mesh, recipe)
         self.loader = job.loader(job.corpus.train, self.mesh)
         self.stepper = build_step(self.model, self.state, self.mesh, recipe)
         self.early = early_units(self.state, recipe.memory, recipe.train.recompute)

@@ -49,7 +49,7 @@ def be_rank(layout: str, settings: list[str], out: Path, what: str) -> None:
     from weft.rehearse.probe import links
     from weft.rehearse.step import plain_batches
     from weft.run.ranks import init_ranks
-    from weft.train.setup import assemble, model_shape
+    from weft.train.setup import build_for_training, model_shape
     from weft.train.step import train_step
 
     torch.set_num_threads(1)
@@ -64,7 +64,7 @@ def be_rank(layout: str, settings: list[str], out: Path, what: str) -> None:
         )
         shape = model_shape(recipe)
         mesh = Mesh.create(recipe.layout, "cpu")
-        model, state = assemble(shape, mesh, recipe)
+        model, state = build_for_training(shape, mesh, recipe)
         batches = plain_batches(recipe, shape)(mesh)
         times, loss = [], []
         for _ in range(STEPS):

@@ -31,7 +31,7 @@ from weft.memory.heap import keep_heap
 from weft.models.widened import multiplies_slowly, multiply
 from weft.recipe import Adapter, ModelShape, Recipe, Train
 from weft.run.ranks import init_ranks
-from weft.train.setup import assemble
+from weft.train.setup import build_for_training
 from weft.train.step import train_step
 
 #: What a CPU with AVX2 and no more has.
@@ -86,7 +86,7 @@ def child(dtype: str, layers: int, rows: int, length: int) -> None:
     recipe = Recipe(train=Train(dtype=dtype, batch=rows), adapter=Adapter(rank=16))
     init_ranks("cpu", 600)
     mesh = Mesh.create(Layout(), "cpu")
-    model, state = assemble(shape, mesh, recipe)
+    model, state = build_for_training(shape, mesh, recipe)
     ids = tokens_of(Job(shape, rows, length))
     positions = torch.arange(length).repeat(rows, 1)
     cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32)

@@ -14,7 +14,7 @@ from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
 from weft.parallel.state import State
 from weft.recipe import Recipe, build_recipe
-from weft.train.setup import assemble, prepare
+from weft.train.setup import build_for_training, prepare
 
 Case = dict[str, Any]
 
@@ -83,7 +83,7 @@ def start(values: dict[str, Any]) -> Started:
     return Started(
         settings,
         mesh,
-        *assemble(job.shape, mesh, settings),
+        *build_for_training(job.shape, mesh, settings),
         job.loader(job.corpus.train, mesh),
     )
 

@@ -19,7 +19,7 @@ from weft.recipe.conflicts import every_rule
 from weft.recipe.step_techniques import STEP_TECHNIQUES, StepTechnique
 from weft.refusal import Conflict
 from weft.train.build_step import build_step
-from weft.train.setup import assemble
+from weft.train.setup import build_for_training
 
 ROOT = Path(__file__).parents[1]
 
@@ -222,7 +222,7 @@ def test_a_technique_is_imported_where_it_is_asked_for_only(tiny: str) -> None:
             import_module(module)
         missing = {module: None for module in others if module not in asked}
         mesh, shape = Mesh.single(), recipe.model.model_copy(update={"vocab": 257})
-        built = assemble(shape, mesh, recipe)
+        built = build_for_training(shape, mesh, recipe)
         with mock.patch.dict(sys.modules, missing):
             step = build_step(*built, mesh, recipe)
             assert [type(filler).__module__ for filler in step.fillers] == [*asked]

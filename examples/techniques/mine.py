@@ -26,7 +26,7 @@ from weft.section import Section
 from weft.sync.compressor import Compressor, Payload, Spec
 from weft.sync.simulated_round import Round
 from weft.sync.sync_method import Slots, SyncMethod
-from weft.train.rules.rule import RankSums, count_update, like
+from weft.train.rules.rank_sums import RankSums, count_update, like
 from weft.train.rules.update_rule import UpdateRule
 
 T = torch.Tensor

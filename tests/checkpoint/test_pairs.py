@@ -27,7 +27,7 @@ from weft.layout.parts import Part
 from weft.net.groups import fake_rank
 from weft.parallel.build import check_fits
 from weft.recipe import ModelShape, Recipe
-from weft.train.setup import assemble
+from weft.train.setup import build_for_training
 
 AXES = ("dp", "shard", "cp", "tp", "pp")
 SHAPE = ModelShape(
@@ -64,7 +64,7 @@ def layouts() -> Iterator[Layout]:
 def held(layout: Layout) -> dict[str, Part]:
     """Its parts of the state, without the values, on the rank that this process is."""
     mesh = Mesh.create(layout, "cpu")
-    state = assemble(SHAPE, mesh, Recipe())[1].tensors()
+    state = build_for_training(SHAPE, mesh, Recipe())[1].tensors()
     kept = {
         n: v
         for n, v in state.items()

@@ -22,7 +22,7 @@ from weft.layout.dims import Box, Tensor, part
 from weft.layout.mesh import Mesh
 from weft.layout.parts import NAMES, Part
 from weft.recipe import build_recipe
-from weft.train.setup import assemble, prepare
+from weft.train.setup import build_for_training, prepare
 from weft.train.step import train_step
 
 WHOLE = {"w": (12, 10), "bias": (7,), "scalar": (), "cube": (5, 3, 4)}
@@ -227,7 +227,7 @@ def train_across(layouts: list[dict[str, Any]]) -> tuple[list[float], int]:
     for tree in layouts:
         settings_ = build_recipe(tree)
         job, mesh = prepare(settings_), Mesh.create(settings_.layout, "cpu")
-        model, state = assemble(job.shape, mesh, settings_)
+        model, state = build_for_training(job.shape, mesh, settings_)
         if before is not None:
             sent += redistribute(before.tensors().items(), state.tensors())
             state.updates = len(losses)

@@ -32,7 +32,7 @@ from weft.observe.metrics import read_metrics
 from weft.recipe import ModelShape, Optimizer, build_recipe
 from weft.train.loop import train
 from weft.train.runs import prepare_run
-from weft.train.setup import assemble, prepare
+from weft.train.setup import build_for_training, prepare
 
 HOME, TWO = {"shard": 2, "tp": 2}, {"shard": 2}
 
@@ -63,7 +63,7 @@ def state_of(checkpoint: Path, values: dict[str, Any]) -> dict[str, torch.Tensor
     settings = build_recipe(values)
     shape = build_recipe(open_checkpoint(checkpoint).meta["recipe"]).model
     mesh = Mesh.single()
-    found = assemble(shape, mesh, settings)[1].tensors()
+    found = build_for_training(shape, mesh, settings)[1].tensors()
     open_checkpoint(checkpoint).load(found)
     return {name: local.values for name, local in found.items()}
 

@@ -17,7 +17,7 @@ from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.recipe import Memory, build_recipe
-from weft.train.setup import assemble, prepare
+from weft.train.setup import build_for_training, prepare
 from weft.train.step import evaluate, train_step
 
 FILES = {"weights": "file"}
@@ -141,7 +141,7 @@ def test_full_recompute_sends_inputs_of_blocks_alone(
 def places(values: dict[str, Any]) -> dict[str, set[str]]:
     settings = build_recipe(values)
     mesh = Mesh.create(settings.layout, "cpu")
-    _, state = assemble(prepare(settings).shape, mesh, settings)
+    _, state = build_for_training(prepare(settings).shape, mesh, settings)
     return {
         "kind": {type(p.parameter).__name__ for p in state.held},
         "state": {str(tensor.values.device) for tensor in state.tensors().values()},

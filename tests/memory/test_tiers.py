@@ -40,7 +40,7 @@ from weft.memory.transfer_threads import Threads
 from weft.parallel.state import State
 from weft.parallel.units import TableUnit
 from weft.train.build_step import build_step
-from weft.train.setup import assemble, prepare
+from weft.train.setup import build_for_training, prepare
 
 EVERYTHING = {"weights": "file", "gradients": "file", "moments": "file"}
 
@@ -381,7 +381,7 @@ def run(
         corpus, **{f"memory__{key}": value for key, value in memory.items()}, **change
     )
     job, mesh = prepare(settings), Mesh.single()
-    model, state = assemble(job.shape, mesh, settings)
+    model, state = build_for_training(job.shape, mesh, settings)
     stepper, loader = (
         build_step(model, state, mesh, settings),
         job.loader(job.corpus.train, mesh),

@@ -18,7 +18,7 @@ from weft.prove.equality import run_layout
 from weft.prove.types import check_types
 from weft.recipe import Adapter, ModelShape, Recipe, Train, build_recipe
 from weft.rehearse.ledger import AllocationWatch, Ledger
-from weft.train.setup import assemble, prepare
+from weft.train.setup import build_for_training, prepare
 
 KINDS = ["lora", "dora", "qlora"]
 #: What each kind is tried under; the first three are the quick ones.
@@ -106,7 +106,7 @@ def test_dropout_is_for_learning_alone(corpus: str) -> None:
     losses = {}
     for settings in (plain, drops):
         job, mesh = prepare(settings), Mesh.single()
-        model, state = assemble(job.shape, mesh, settings)
+        model, state = build_for_training(job.shape, mesh, settings)
         # else the second factor is zero, and there is nothing to drop
         for h in state.learning:
             h.local += 0.1
@@ -139,7 +139,7 @@ def logits(
 ) -> torch.Tensor:
     job = prepare(settings)
     values = (lambda name, logical, box: weights[name]) if weights else None
-    model, _ = assemble(job.shape, Mesh.single(), settings, values)
+    model, _ = build_for_training(job.shape, Mesh.single(), settings, values)
     tokens = torch.arange(38).view(2, 19) % 257
     ends = torch.tensor([0, 19, 38], dtype=torch.int32)
     with torch.no_grad():
@@ -156,7 +156,7 @@ def test_a_new_adapter_changes_nothing(corpus: str, kind: str, dtype: str) -> No
 def test_a_new_adapter_changes_nothing_of_weights_in_four_bits(corpus: str) -> None:
     settings = adapted(corpus, "qlora", {"train__dtype": "float32"})
     job = prepare(settings)
-    model, _ = assemble(job.shape, Mesh.single(), settings)
+    model, _ = build_for_training(job.shape, Mesh.single(), settings)
     assert torch.equal(
         logits(settings),
         logits(recipe(corpus, train__dtype="float32"), merged_parameters(model)),
@@ -171,7 +171,7 @@ def test_recomputation_keeps_no_more_of_weights_in_four_bits(corpus: str) -> Non
             corpus, kind, {"train__recompute": "full", "model__layers": 4}
         )
         job, mesh, ledger = prepare(settings), Mesh.single(), Ledger()
-        model, _ = assemble(job.shape, mesh, settings)
+        model, _ = build_for_training(job.shape, mesh, settings)
         batch = (job.loader(job.corpus.train, mesh).step(0) or [])[0]
         with AllocationWatch(ledger):
             loss = model(batch.tokens, batch.positions, batch.cu_seqlens, batch)
@@ -183,7 +183,7 @@ def test_recomputation_keeps_no_more_of_weights_in_four_bits(corpus: str) -> Non
 def test_only_the_adapter_learns_and_is_saved(corpus: str) -> None:
     settings = adapted(corpus, "lora", {})
     job = prepare(settings)
-    _, state = assemble(job.shape, Mesh.single(), settings)
+    _, state = build_for_training(job.shape, Mesh.single(), settings)
     assert {h.name for h in state.held if h.learns} == {
         h.name for h in state.held if ".adapters." in h.name
     }
@@ -250,7 +250,9 @@ def in_bfloat16(
 def learned(values: dict[str, Any]) -> list[str]:
     settings = build_recipe(values)
     job = prepare(settings)
-    _, state = assemble(job.shape, Mesh.create(settings.layout, "cpu"), settings)
+    _, state = build_for_training(
+        job.shape, Mesh.create(settings.layout, "cpu"), settings
+    )
     # there is no other place that has them
     assert state.saved().keys() >= {f"model.{h.name}" for h in state.held}
     return [h.name for h in state.learning]

@@ -22,8 +22,8 @@ from weft.schedule.build import builders
 from weft.schedule.simulate import simulate, uniform_costs
 from weft.train.build_step import build_step
 from weft.train.post_validation import PostValidation
-from weft.train.setup import Job, assemble, prepare
-from weft.train.step import evaluate, gradients
+from weft.train.setup import Job, build_for_training, prepare
+from weft.train.step import evaluate, reduced_gradients
 
 
 @pytest.fixture(scope="session")
@@ -230,7 +230,7 @@ def bfloat16_norms(values: dict[str, Any]) -> tuple[float, float]:
     model, state = parallelize(job.shape, mesh, settings.train)
     batches = job.loader(job.corpus.train, mesh).step(0)
     assert batches is not None
-    _, sums = gradients(model, state, batches, mesh)
+    _, sums = reduced_gradients(model, state, batches, mesh)
     return sums[0].item(), sums[1].item() ** 0.5
 
 
@@ -249,12 +249,12 @@ def counted(values: dict[str, Any]) -> list[tuple[int, int]]:
     settings = build_recipe(values)
     mesh, job = Mesh.create(settings.layout, "cpu"), prepare(settings)
     loader, said = job.loader(job.corpus.train, mesh), list[tuple[int, int]]()
-    model, state = assemble(
+    model, state = build_for_training(
         job.shape, mesh, settings, passed=lambda done, of: said.append((done, of))
     )
     for position in (0, settings.train.batch):
         said.clear()
-        gradients(model, state, loader.step(position) or [], mesh)
+        reduced_gradients(model, state, loader.step(position) or [], mesh)
     return said
 
 
@@ -286,7 +286,7 @@ def later_and_at_once(values: dict[str, Any], clip: float) -> tuple[bool, int, i
     runs = []
     repeated = 0
     for post in (False, True):
-        model, state = assemble(job.shape, mesh, settings)
+        model, state = build_for_training(job.shape, mesh, settings)
         optimizer = settings.optimizer.model_copy(
             update={"post_validation": post, "clip": clip}
         )
@@ -343,7 +343,7 @@ def forgotten(values: dict[str, Any]) -> int:
     assert batches is not None
     gc.disable()
     try:
-        gradients(model, state, batches, mesh)
+        reduced_gradients(model, state, batches, mesh)
     finally:
         gc.enable()
     assert seen

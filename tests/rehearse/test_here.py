@@ -28,7 +28,7 @@ from weft.rehearse.ledger import AllocationWatch, Ledger
 from weft.rehearse.step import plain_batches
 from weft.shapes.shape import shape_of
 from weft.train.build_step import build_step
-from weft.train.setup import assemble
+from weft.train.setup import build_for_training
 
 SHAPES = {
     "deep": (
@@ -73,7 +73,7 @@ def measured(recipe: Recipe, shape: ModelShape) -> tuple[float, float]:
     """Bytes that a real step holds at most, and its processor seconds."""
     adapted = shape.model_copy(update={"adapter": recipe.adapter})
     mesh, ledger = Mesh.single(), Ledger()
-    model, state = assemble(adapted, mesh, recipe)
+    model, state = build_for_training(adapted, mesh, recipe)
     batches, stepper = (
         plain_batches(recipe, shape)(mesh),
         build_step(model, state, mesh, recipe),

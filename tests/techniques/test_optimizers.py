@@ -32,12 +32,12 @@ from weft.recipe import Optimizer
 from weft.registry import names
 from weft.techniques.optimizers.galore import projection
 from weft.techniques.optimizers.muon import orthogonal
-from weft.train import optim
+from weft.train import rule_optimizer
 from weft.train.build_step import build_step
-from weft.train.optim import RuleOptimizer, slot_bytes
-from weft.train.rules import small
-from weft.train.setup import assemble, prepare
-from weft.train.step import gradients
+from weft.train.rule_optimizer import RuleOptimizer, slot_bytes
+from weft.train.rules import compact_adamw
+from weft.train.setup import build_for_training, prepare
+from weft.train.step import reduced_gradients
 from weft.train.zeroth import direction
 
 T = torch.Tensor
@@ -320,7 +320,7 @@ def test_names_are_matched_once(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(name)
         return False
 
-    monkeypatch.setattr(optim, "fnmatchcase", matches)
+    monkeypatch.setattr(rule_optimizer, "fnmatchcase", matches)
     state = one_state((3, 4), (3,), way={"groups": [{"match": "*", "lr": 0.5}]})
     run(state, 3)
     assert sorted(asked) == ["blocks.0.w", "blocks.1.w"]
@@ -389,12 +389,13 @@ def test_the_estimate_is_the_slope_along_its_direction(corpus: str) -> None:
         optimizer__kind="sgd",
     )
     job, mesh = prepare(settings), Mesh.single()
-    model, state = assemble(job.shape, mesh, settings)
+    model, state = build_for_training(job.shape, mesh, settings)
     before = [h.local.clone() for h in state.held]
     batches = job.loader(job.corpus.train, mesh).step(0)
     assert batches is not None
     exact = {
-        name: g.clone() for name, g in gradients(model, state, batches, mesh)[0].items()
+        name: g.clone()
+        for name, g in reduced_gradients(model, state, batches, mesh)[0].items()
     }
     state.clear_gradients()
     step = build_step(model, state, mesh, settings)
@@ -433,11 +434,11 @@ LAYOUTS = [
 
 
 def slots_difference(values: dict[str, Any]) -> Any:
-    small.SMALL = 200  # so that the matrices of a small model count as large
+    compact_adamw.SMALL = 200  # so that the matrices of a small model count as large
     try:
         return difference(values)
     finally:
-        small.SMALL = 4096
+        compact_adamw.SMALL = 4096
 
 
 @pytest.mark.sampled(9)

@@ -16,7 +16,7 @@ from weft.prove.equality import run_layout
 from weft.recipe import Recipe
 from weft.rehearse.ledger import AllocationWatch, Ledger
 from weft.train.build_step import build_step
-from weft.train.setup import assemble, prepare
+from weft.train.setup import build_for_training, prepare
 
 #: The first two are the quick ones.
 CASES: list[Case] = [
@@ -133,7 +133,7 @@ def test_gradients_of_one_unit_at_a_time(corpus: str) -> None:
         }
         settings = settings_of(corpus, wide, way)
         job, mesh = prepare(settings), Mesh.single()
-        model, state = assemble(job.shape, mesh, settings)
+        model, state = build_for_training(job.shape, mesh, settings)
         batches = job.loader(job.corpus.train, mesh).step(0)
         assert batches is not None
         stepper, ledger = build_step(model, state, mesh, settings), Ledger()
@@ -149,7 +149,7 @@ def test_gradients_of_one_unit_at_a_time(corpus: str) -> None:
 def test_a_loss_that_is_not_finite_changes_nothing(corpus: str) -> None:
     settings = settings_of(corpus, {})
     job, mesh = prepare(settings), Mesh.single()
-    model, state = assemble(job.shape, mesh, settings)
+    model, state = build_for_training(job.shape, mesh, settings)
     batches = job.loader(job.corpus.train, mesh).step(0)
     assert batches is not None
     state.held[0].local.fill_(float("nan"))
@@ -163,7 +163,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(corpus: str) -> None:
 def test_a_gradient_that_is_not_finite_ends_the_run(corpus: str) -> None:
     settings = settings_of(corpus, {})
     job, mesh = prepare(settings), Mesh.single()
-    model, state = assemble(job.shape, mesh, settings)
+    model, state = build_for_training(job.shape, mesh, settings)
     batches = job.loader(job.corpus.train, mesh).step(0)
     assert batches is not None
     parameter = next(h.parameter for h in state.held if h.name == "blocks.0.ffn.up")

@@ -32,10 +32,10 @@ from weft.train import reference
 from weft.train.reference import (
     log_probabilities,
     with_cached_reference,
-    with_reference,
+    with_computed_reference,
 )
-from weft.train.setup import Job, assemble, prepare
-from weft.train.step import accumulate, divisor, evaluate, pass_loss
+from weft.train.setup import Job, build_for_training, prepare
+from weft.train.step import accumulate, evaluate, nonzero_weight, pass_loss
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] + ':' + m.content }}"
@@ -167,8 +167,8 @@ def made(settings: Recipe) -> tuple[Job, Any, Any, Batch, Mesh]:
     """A job with a reference of other values, its model and state, and its first batch."""
     mesh = Mesh.single(torch.device("cpu"))
     job = prepare(settings)
-    job = with_reference(job, mesh, seeded_values(7), steps=1)
-    model, state = assemble(job.shape, mesh, settings, seeded_values(1))
+    job = with_computed_reference(job, mesh, seeded_values(7), steps=1)
+    model, state = build_for_training(job.shape, mesh, settings, seeded_values(1))
     batch, *_ = job.loader(job.corpus.train, mesh).step(0) or []
     return job, model, state, batch, mesh
 
@@ -230,7 +230,9 @@ def plain_loss(model: Any, batch: Batch, kind: str, settings: Loss) -> torch.Ten
 def test_the_loss_and_its_gradients_are_plain_pytorchs(pairs: str, kind: str) -> None:
     job, model, state, batch, mesh = made(compared(pairs, kind))
     wanted = plain_loss(model, batch, kind, job.recipe.loss)
-    share = pass_loss(model, batch, divisor(torch.tensor(batch.label_weight)), mesh)
+    share = pass_loss(
+        model, batch, nonzero_weight(torch.tensor(batch.label_weight)), mesh
+    )
     torch.testing.assert_close(share, wanted, rtol=1e-10, atol=0)
     assert evaluate(model, state, [[batch]], mesh) == pytest.approx(
         wanted.item(), rel=1e-10
@@ -291,8 +293,8 @@ def test_kto_and_its_gradients_are_plain_pytorchs(pairs: str) -> None:
 def test_a_policy_that_is_its_reference_has_ln_2(pairs: str) -> None:
     settings = compared(pairs, "dpo", loss__label_smoothing=0.0)
     mesh, job = Mesh.single(torch.device("cpu")), prepare(settings)
-    job = with_reference(job, mesh, seeded_values(1), steps=1)
-    model, _ = assemble(job.shape, mesh, settings, seeded_values(1))
+    job = with_computed_reference(job, mesh, seeded_values(1), steps=1)
+    model, _ = build_for_training(job.shape, mesh, settings, seeded_values(1))
     (batch,) = job.loader(job.corpus.train, mesh).step(0) or []
     share = pass_loss(model, batch, torch.tensor(batch.label_weight), mesh)
     assert share.item() == pytest.approx(0.6931471805599453, abs=1e-12)
@@ -520,8 +522,10 @@ def by_weft(
         "train": {"batch": 1, "dtype": "float64"},
     })  # fmt: skip
     mesh, job = Mesh.single(torch.device("cpu")), prepare(settings)
-    job = with_reference(job, mesh, trl_peer.values(2), steps=1)
-    model, _ = assemble(job.shape, mesh, settings, open_pretrained(str(policy)).values)
+    job = with_computed_reference(job, mesh, trl_peer.values(2), steps=1)
+    model, _ = build_for_training(
+        job.shape, mesh, settings, open_pretrained(str(policy)).values
+    )
     (batch,) = job.loader(job.corpus.train, mesh).step(0) or []
     share = pass_loss(model, batch, torch.tensor(batch.label_weight), mesh)
     share.backward()

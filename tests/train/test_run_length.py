@@ -22,7 +22,12 @@ from weft.layout.mesh import Mesh
 from weft.observe.metrics import read_metrics
 from weft.recipe import Optimizer, Recipe, build_recipe
 from weft.train.loop import Outcome, train
-from weft.train.optim import jump, learning_rate, short_of_warmup, warmup_steps
+from weft.train.rule_optimizer import (
+    learning_rate,
+    rate_jump,
+    warmup_note,
+    warmup_steps,
+)
 from weft.train.setup import prepare
 
 
@@ -168,9 +173,9 @@ def test_rates_rise_and_then_never_rise_again(
     assert all(a < b for a, b in pairwise(found[:until])) and all(
         a >= b for a, b in pairwise(found[until:])
     )
-    assert all(0 < rate <= 1 for rate in found) and bool(
-        short_of_warmup(how, steps)
-    ) == (until > steps)
+    assert all(0 < rate <= 1 for rate in found) and bool(warmup_note(how, steps)) == (
+        until > steps
+    )
     if until < steps:
         assert found[until] == pytest.approx(1.0)
         assert schedule == "constant" or learning_rate(
@@ -245,8 +250,8 @@ def test_a_jump_of_the_rate_on_resume_is_said(
         and read_metrics(out)["train"][4]["lr"] == now
     )
     lower = first.optimizer.model_copy(update={"lr": 1e-4})
-    assert "because of optimizer.lr" in jump(first.optimizer, lower, 1, 4, 4)
-    assert not jump(first.optimizer, first.optimizer, 4, 4, 4)
+    assert "because of optimizer.lr" in rate_jump(first.optimizer, lower, 1, 4, 4)
+    assert not rate_jump(first.optimizer, first.optimizer, 4, 4, 4)
 
 
 def test_a_complete_run_says_so(

@@ -14,8 +14,8 @@ from tests.cases import recipe, start, write_corpus
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.recipe import Optimizer
-from weft.train.optim import learning_rate
-from weft.train.setup import assemble, prepare
+from weft.train.rule_optimizer import learning_rate
+from weft.train.setup import build_for_training, prepare
 from weft.train.step import accumulate, train_step, update
 from weft.train.step_values import StepResult
 
@@ -158,7 +158,7 @@ def test_decay_is_for_matrices_only(corpus: str, tmp_path: Path) -> None:
     settings = recipe(corpus)
     job = prepare(settings)
     mesh = Mesh.single()
-    _, state = assemble(job.shape, mesh, settings)
+    _, state = build_for_training(job.shape, mesh, settings)
     before = {h.name: h.local.clone() for h in state.held}
     update(state, {h.name: torch.zeros_like(h.local) for h in state.held}, lr=0.5)
     for h in state.held:  # without a gradient, decay alone changes a parameter

@@ -20,7 +20,7 @@ from weft.recipe import Recipe
 from weft.rehearse.ledger import AllocationWatch, Ledger, tensors_in
 from weft.train import zeroth
 from weft.train.build_step import build_step
-from weft.train.rules.rule import logical_positions
+from weft.train.rules.rank_sums import logical_positions
 
 LAYOUTS: list[Case] = [
     {"dp": 2},

@@ -22,7 +22,7 @@ from weft.parallel.state import State
 from weft.parallel.units import TableUnit
 from weft.recipe import Recipe
 from weft.train.build_step import build_step
-from weft.train.setup import assemble, prepare
+from weft.train.setup import build_for_training, prepare
 from weft.train.step_values import StepResult
 from weft.train.zeroth import ZerothOrder
 
@@ -58,7 +58,7 @@ def run(
 ) -> tuple[list[StepResult], State]:
     """Some steps on one device; ``seen`` gets the state before the first, also if they fail."""
     job, mesh = prepare(settings), Mesh.single()
-    model, state = assemble(job.shape, mesh, settings)
+    model, state = build_for_training(job.shape, mesh, settings)
     if seen is not None:
         seen.append(state)
     stepper, loader = (
@@ -103,7 +103,7 @@ def test_an_update_without_a_slope_decays_weights(corpus: str, tmp_path: Path) -
     for each in (settings, in_memory(settings)):
         _, state = run(each, 0)
         job, mesh = prepare(each), Mesh.single()
-        stepper = build_step(*assemble(job.shape, mesh, each), mesh, each)
+        stepper = build_step(*build_for_training(job.shape, mesh, each), mesh, each)
         assert isinstance(stepper.update, ZerothOrder)
         stepper.update._update(0.0, 0, lr=0.5)
         stepper.finish()

@@ -28,10 +28,10 @@ def preview(
     from weft.data.chat.preview import samples as read
     from weft.pages import write
     from weft.recipe import load_recipe
-    from weft.train.setup import tokenizer_of
+    from weft.train.setup import recipe_tokenizer
 
     settings = load_recipe(recipe, overrides or (), data=data)
-    shown, notes = read(settings.data, tokenizer_of(settings), samples)
+    shown, notes = read(settings.data, recipe_tokenizer(settings), samples)
     if as_json:
         typer.echo(
             json.dumps(

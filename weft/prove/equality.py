@@ -24,8 +24,8 @@ from weft.schedule.stages import routes
 from weft.sync.compress import build_compressor
 from weft.sync.streams import open_streams
 from weft.train.build_step import build_step
-from weft.train.reference import with_reference
-from weft.train.setup import Job, assemble, device_type, prepare
+from weft.train.reference import with_computed_reference
+from weft.train.setup import Job, build_for_training, device_type, prepare
 from weft.train.step_values import StepResult
 
 #: Largest relative difference that rounding explains. Linear attention over six layers loses two digits of float32.
@@ -107,10 +107,10 @@ def walk(
             job, recipe=job.recipe.model_copy(update={"train": alike})
         )
     seed = job.recipe.train.seed
-    job = with_reference(
+    job = with_computed_reference(
         job, mesh, with_adapter(seeded_values(seed + 1), job.shape, seed), steps
     )
-    model, state = assemble(job.shape, mesh, job.recipe)
+    model, state = build_for_training(job.shape, mesh, job.recipe)
     if watch is not None:
         watch(model, state)
     loader = job.loader(job.corpus.train, mesh)

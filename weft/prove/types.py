@@ -39,7 +39,7 @@ from weft.parallel.build import check_fits, connect, resident_state
 from weft.parallel.state import State
 from weft.recipe import Loss, Memory, ModelShape, Optimizer, Train
 from weft.train.setup import hooks_of
-from weft.train.step import gradients
+from weft.train.step import reduced_gradients
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def check_types(
                 _meta_batch(mesh, of_pairs=hooks.objective is not None),
             )
             if mesh.device_mesh is None:
-                gradients(model, state, [batch], mesh)
+                reduced_gradients(model, state, [batch], mesh)
                 return None
             with spmd.set_current_mesh(mesh.device_mesh), typecheck():
                 for ids in (
@@ -112,7 +112,7 @@ def check_types(
                         declare(ids, mesh, **BY_DATA)
                 declare(model.freq, mesh, **SAME)
                 declare(batch.cu_seqlens, mesh, **BY_DATA | {"cp": R})
-                gradients(model, _typed(state, mesh), [batch], mesh)
+                reduced_gradients(model, _typed(state, mesh), [batch], mesh)
         except spmd.SpmdTypeError as error:
             return _locate(error)
     return None

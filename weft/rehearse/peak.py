@@ -27,8 +27,8 @@ from weft.planner.planned_model import PlannedModel
 from weft.recipe import ModelShape, Recipe, build_recipe
 from weft.rehearse.ledger import AllocationWatch, Ledger
 from weft.rehearse.step import plain_batches
-from weft.train.setup import assemble, model_shape
-from weft.train.step import clear_gradients, gradients, update
+from weft.train.setup import build_for_training, model_shape
+from weft.train.step import clear_gradients, reduced_gradients, update
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,16 @@ def peak_of(recipe: Recipe, shape: ModelShape, rank: int = 0) -> Peak:
             return real(model, **more)
 
         with mock.patch.object(Transformer, "to_empty", to_empty):
-            model, state = assemble(shape, mesh, recipe, lambda *_: torch.zeros(()))
+            model, state = build_for_training(
+                shape, mesh, recipe, lambda *_: torch.zeros(())
+            )
         ledger.hold(
             (*model.parameters(), *(part.values for part in state.tensors().values()))
         )
         held = ledger.level
         watch = AllocationWatch(ledger)
         with watch, watch.resizes():
-            grads, _ = gradients(model, state, batches, mesh)
+            grads, _ = reduced_gradients(model, state, batches, mesh)
             update(state, grads, 1e-3)
             clear_gradients(model, state)
         return Peak(rank, held, ledger.peak)

@@ -23,8 +23,8 @@ from weft.rehearse.journal import processor_seconds
 from weft.rehearse.ledger import AllocationWatch, Ledger
 from weft.shapes.parameters import parameters
 from weft.shapes.shape import flops_per_token
-from weft.train.rules.rule import RankSums
-from weft.train.setup import assemble
+from weft.train.rules.rank_sums import RankSums
+from weft.train.setup import build_for_training
 from weft.train.zeroth import direction
 
 T = torch.Tensor
@@ -94,7 +94,7 @@ def measure(
     adapter = recipe.adapter and recipe.adapter.model_copy(update={"tokens": ()})
     change = {"layers": 1, "vocab": some, "origin": None, "adapter": adapter}
     small = shape.model_copy(update=change)
-    model, state = assemble(small, Mesh.single(device), recipe)
+    model, state = build_for_training(small, Mesh.single(device), recipe)
     held = {}
     for unit in state.units:
         slots = sum(part.values.nbytes for h in unit.held for part in h.slots.values())

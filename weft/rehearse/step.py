@@ -24,8 +24,8 @@ from weft.layout.sequence import padded_length
 from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.rehearse.journal import Event, Journal, silent_rank
 from weft.rehearse.ledger import AllocationWatch, Ledger
-from weft.train.setup import assemble, model_shape, prepare
-from weft.train.step import clear_gradients, clip_scale, gradients, update
+from weft.train.setup import build_for_training, model_shape, prepare
+from weft.train.step import clear_gradients, clip_scale, reduced_gradients, update
 
 #: Steps that are timed; of every piece of work the quickest counts.
 TIMES = 2
@@ -110,7 +110,7 @@ def watch(
 ) -> Rehearsal:
     """Steps in the process group that there is: one whose tensors are counted, then some that are timed."""
     mesh = Mesh.create(recipe.layout, "cpu")
-    model, state = assemble(shape, mesh, recipe, lambda *_: torch.zeros(()))
+    model, state = build_for_training(shape, mesh, recipe, lambda *_: torch.zeros(()))
     ledger, given = Ledger(), batches(mesh)
     ledger.hold(
         (*model.parameters(), *(part.values for part in state.tensors().values()))
@@ -119,7 +119,7 @@ def watch(
 
     def step() -> Sequence[Event]:
         journal.begin()
-        grads, _ = gradients(model, state, given, mesh)
+        grads, _ = reduced_gradients(model, state, given, mesh)
         journal.close()
         journal.turn("optimizer")
         update(state, grads, 1e-3, clip_scale(2.0, 1.0))

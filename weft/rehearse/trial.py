@@ -122,12 +122,12 @@ def run_trials(
 def steps(recipe: Recipe) -> Iterator[Mesh]:
     """One of the ranks: set up, then train a step before every item."""
     from weft.rehearse.step import batches_of
-    from weft.train.setup import assemble, device_type
+    from weft.train.setup import build_for_training, device_type
     from weft.train.step import train_step
 
     mesh = Mesh.create(recipe.layout, device_type(recipe))
     shape, batches = batches_of(recipe)
-    model, state = assemble(shape, mesh, recipe)
+    model, state = build_for_training(shape, mesh, recipe)
     for step in range(sys.maxsize):
         train_step(
             model, state, batches(mesh, step), mesh, lr=recipe.optimizer.lr, clip=1.0

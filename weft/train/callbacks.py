@@ -64,8 +64,8 @@ class Callbacks:
         self.running = running
         self._callbacks: list[tuple[Registered, Any]] = []
         for use in uses:
-            found = find("callback", use.name)
-            self._callbacks.append((found, call(found, use.settings)()))
+            technique = find("callback", use.name)
+            self._callbacks.append((technique, call(technique, use.settings)()))
 
     def call(self, hook: str, *given: Any) -> None:
         """Call the method ``hook`` (:data:`weft.plugins.HOOKS`) of each callback that has it, with run and ``given``.

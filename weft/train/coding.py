@@ -20,8 +20,8 @@ from weft.train.step import (
     StepContext,
     accumulate,
     clear_gradients,
-    result_of,
     split_like,
+    step_result,
 )
 from weft.train.step_values import Agreed, StepInput
 
@@ -117,7 +117,7 @@ class Coding(Filler):
             low + (high << 16),
         ]
         return Agreed(
-            grads, partial(result_of, torch.tensor(sums, dtype=torch.float64))
+            grads, partial(step_result, torch.tensor(sums, dtype=torch.float64))
         )
 
     def _pass(self, batch: Batch, coefficient: float) -> T:
@@ -140,10 +140,10 @@ class Coding(Filler):
         )
         # in halves: their sums are whole numbers, and must be told from each other
         marked = marks(batch.samples)
-        found = [
+        counts = [
             batch.label_weight, batch.real_tokens, len(batch.samples), (marked & 0xFFFF).sum(), (marked >> 16).sum()
         ]  # fmt: skip
         return torch.tensor(
-            [loss.item(), *(coefficient * float(number) for number in found)],
+            [loss.item(), *(coefficient * float(number) for number in counts)],
             dtype=torch.float64,
         )

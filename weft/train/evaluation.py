@@ -59,14 +59,14 @@ class Evaluation:
 
     def run(self, names: list[str], step: int) -> dict[str, float]:
         """Evaluate ``names`` after ``step``: the validation loss, and the accuracy of each task. Collective."""
-        found = {}
+        values = {}
         with self._weights():
             for name in names:
                 self._done[name] = step
                 value = self._validate() if name == VALIDATION else self._ask(name)
                 if value is not None:
-                    found[name] = value
-        return found
+                    values[name] = value
+        return values
 
     @contextmanager
     def _weights(self) -> Iterator[None]:

@@ -23,9 +23,9 @@ from weft.train.step import (
     StepContext,
     accumulate,
     reduced,
-    result_of,
     shares_of_sums,
     square_norm,
+    step_result,
 )
 from weft.train.step_values import Agreed, StepInput, StepResult
 
@@ -78,7 +78,7 @@ class InBackward(Filler):
 
     def agree(self, given: StepInput, shares: T) -> Agreed:
         shares = shares_of_sums(self.context, given, shares, self.square)
-        return Agreed({}, partial(result_of, step_sum(shares, self.mesh)))
+        return Agreed({}, partial(step_result, step_sum(shares, self.mesh)))
 
     def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
         """Learn from the experts' loads: parameters have been updated by now."""

@@ -30,15 +30,15 @@ from weft.train.opening import (
     opening_notes,
     with_reference,
 )
-from weft.train.optim import learning_rate
 from weft.train.recorder import Recorder
+from weft.train.rule_optimizer import learning_rate
 from weft.train.setup import Job
 
 if TYPE_CHECKING:
     from weft.checkpoint.lease import Lease
     from weft.checkpoint.state import Progress
     from weft.checkpoint.storage import Storage
-    from weft.train.lowest import LowestLoss
+    from weft.train.lowest_loss import LowestLoss
     from weft.train.step import Step
     from weft.train.step_values import StepResult
 

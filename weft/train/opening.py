@@ -13,10 +13,10 @@ from weft.data.cache import digest
 from weft.layout.mesh import Mesh
 from weft.models.widened import widened_note
 from weft.run.signals import requests
-from weft.train.lowest import LowestLoss, comparable
-from weft.train.optim import short_of_warmup
+from weft.train.lowest_loss import LowestLoss, comparable
+from weft.train.rule_optimizer import warmup_note
 from weft.train.runs import checkpoint_size, open_for_island
-from weft.train.setup import Job, assemble
+from weft.train.setup import Job, build_for_training
 
 if TYPE_CHECKING:
     from weft.checkpoint.lease import Lease
@@ -56,7 +56,7 @@ def build_state(
 ) -> Built:
     """The model and its state, with the values of ``model.from`` where the run begins with these. Collective.
 
-    ``passed`` and ``report`` as of :func:`weft.train.setup.assemble`.
+    ``passed`` and ``report`` as of :func:`weft.train.setup.build_for_training`.
     """
     recipe, values = job.recipe, None
     from_origin = recipe.model.origin is not None and not run.in_memory
@@ -65,7 +65,7 @@ def build_state(
         from weft.checkpoint.weights import starting_values
 
         values = starting_values(recipe, job.shape)
-    return assemble(job.shape, mesh, recipe, values, passed, report)
+    return build_for_training(job.shape, mesh, recipe, values, passed, report)
 
 
 def lowest_so_far(
@@ -82,7 +82,7 @@ def opening_notes(job: Job, mesh: Mesh, state: State, steps: int) -> Iterator[st
     """What is to be said of where the state rests, of slow precisions, and of a run too short for its warm-up."""
     yield state.tiers.note
     yield widened_note(job.recipe.train.dtype, mesh.device)
-    yield short_of_warmup(job.recipe.optimizer, steps)
+    yield warmup_note(job.recipe.optimizer, steps)
 
 
 def nothing_left(job: Job, step: int) -> str:

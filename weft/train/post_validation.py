@@ -21,12 +21,12 @@ from weft.train.step import (
     clear_gradients,
     clip_scale,
     count_loads,
-    divisor,
+    nonzero_weight,
     reduced,
-    result_of,
     share_of_weight,
     shares_of_sums,
     square_norm,
+    step_result,
     update,
 )
 from weft.train.step_values import Agreed, StepInput, StepResult
@@ -94,7 +94,7 @@ class PostValidation(Filler):
             sums = PendingSum(
                 shares_of_sums(context, given, loss, square), context.mesh
             )
-        return Agreed(grads, lambda: result_of(sums()))
+        return Agreed(grads, lambda: step_result(sums()))
 
     def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
         """Update as if nothing were to be clipped. Returns the result of the step before; nothing after the first."""
@@ -124,7 +124,7 @@ class PostValidation(Filler):
         count_loads(context.model, given.batches, context.mesh)
         assert context.model.pipeline is not None
         return context.model.pipeline.accumulate(
-            given.batches, lambda: divisor(weight())
+            given.batches, lambda: nonzero_weight(weight())
         )
 
     def _finish_pending(self) -> tuple[list[StepResult], bool]:

@@ -23,11 +23,11 @@ class ReadyUnits:
             unit: [h.parameter for h in unit.held if h.learns] for unit in units
         }
         self.missing: dict[Unit, int] = {}
-        mine = weakref.ref(self)
+        owner = weakref.ref(self)
         for unit, parameters in self.names.items():
             for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(
-                    partial(_arrived, mine, unit)
+                    partial(_arrived, owner, unit)
                 )
 
     def expect(self) -> None:
@@ -46,7 +46,7 @@ class ReadyUnits:
 def _arrived(
     watching: weakref.ref[ReadyUnits], unit: Unit, parameter: nn.Parameter
 ) -> None:
-    if (mine := watching()) is not None and mine.watching:
-        mine.missing[unit] -= 1
-        if not mine.missing[unit] and (complete := mine.complete()) is not None:
+    if (owner := watching()) is not None and owner.watching:
+        owner.missing[unit] -= 1
+        if not owner.missing[unit] and (complete := owner.complete()) is not None:
             complete(unit)

@@ -66,9 +66,9 @@ class Recorder:
             else "CPU"
         )
         device = f"{mesh.layout.world} x {kind}"
-        one = peak_flops(mesh.device, getattr(torch, job.recipe.train.dtype))
+        peak = peak_flops(mesh.device, getattr(torch, job.recipe.train.dtype))
         # The tokens of a step are those of this island, or of all islands where their gradients are summed.
-        self._peak = one and one * mesh.layout.world * (
+        self._peak = peak and peak * mesh.layout.world * (
             mesh.islands if job.recipe.sync.of_gradients else 1
         )
         # forward, and nothing else
@@ -151,12 +151,12 @@ class Recorder:
             f"({answered.accuracy:.1%}), loss {answered.loss:.3f}"
         )
 
-    def activations(self, found: Mapping[str, Any]) -> None:
-        """Record and print of how many blocks the saved activations leave the device; ``found`` has other choices."""
-        self.log("activations", **found)
+    def activations(self, choice: Mapping[str, Any]) -> None:
+        """Record and print of how many blocks the saved activations leave the device; ``choice`` has other choices."""
+        self.log("activations", **choice)
         self.event(
-            f"activations of {found['blocks']} of {found['of']} blocks leave for the {found['place']}: so many that "
-            f"nobody waits ({found['write'] / 1e9:.2g} GB/s, {found['read'] / 1e9:.2g} back); memory.blocks sets it"
+            f"activations of {choice['blocks']} of {choice['of']} blocks leave for the {choice['place']}: so many that "
+            f"nobody waits ({choice['write'] / 1e9:.2g} GB/s, {choice['read'] / 1e9:.2g} back); memory.blocks sets it"
         )
 
     def report(self, kind: str, line: str, values: Mapping[str, Any]) -> None:
@@ -249,7 +249,9 @@ class Recorder:
         if self._progress.step % self._recipe.observe.every:
             return
         loads = by_layer(self._mixtures, result.loads)
-        most = max(max(one) * len(one) / max(1, sum(one)) for one in loads.values())
+        most = max(
+            max(counts) * len(counts) / max(1, sum(counts)) for counts in loads.values()
+        )
         record: dict[str, Any] = {"loads": loads, "most": most}
         if dropped := dict(
             zip(loads, result.loads[sum(map(len, loads.values())) :], strict=False)

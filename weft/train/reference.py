@@ -60,7 +60,7 @@ def with_cached_reference(job: Job, mesh: Mesh) -> tuple[Job, list[str]]:
     ]
 
 
-def with_reference(job: Job, mesh: Mesh, values: Values, steps: int) -> Job:
+def with_computed_reference(job: Job, mesh: Mesh, values: Values, steps: int) -> Job:
     """``job`` with log-probabilities for its first ``steps``, by a model of its shape with ``values``; none are cached.
 
     Collective.

@@ -34,7 +34,7 @@ from weft.layout.mesh import Mesh, from_all
 from weft.observe.metrics import FILE
 from weft.recipe import RUNS, Optimizer, Recipe
 from weft.shapes.parameters import learns, parameters
-from weft.train.optim import jump, slot_bytes
+from weft.train.rule_optimizer import rate_jump, slot_bytes
 from weft.train.setup import Job, prepare
 
 if TYPE_CHECKING:
@@ -168,18 +168,18 @@ def open_for_island(
         return open_first()
     name = f"island-{mesh.island}"
     if mesh.island == 0:
-        told: dict[str, Any] = {}
+        shared: dict[str, Any] = {}
         try:
             run = open_first()
-            told = {"folder": str(run.folder), "sources": run.sources}
+            shared = {"folder": str(run.folder), "sources": run.sources}
             return run
         finally:
-            mesh.shore.set("weft/run", json.dumps(told))
-    told = json.loads(mesh.shore.get("weft/run"))
-    if not told:
+            mesh.shore.set("weft/run", json.dumps(shared))
+    shared = json.loads(mesh.shore.get("weft/run"))
+    if not shared:
         raise WeftError("the first island cannot open the run")
-    folder = Path(told["folder"]) / name
-    run = Run(folder, told["sources"], levels_of(recipe.checkpoint, folder, name))
+    folder = Path(shared["folder"]) / name
+    run = Run(folder, shared["sources"], levels_of(recipe.checkpoint, folder, name))
     lease.take(run.places, new=False)
     check_levels(run.levels, size, run.fresh)
     return run
@@ -262,7 +262,7 @@ def _jump_of_rate(checkpoint: StoredCheckpoint, job: Job, progress: Progress) ->
         before = Optimizer.model_validate(recorded["optimizer"])
     except ValidationError:  # settings of another version, which other lines name
         return ""
-    return jump(
+    return rate_jump(
         before, job.recipe.optimizer, progress.step, planned, job.steps(progress)
     )
 

@@ -38,12 +38,14 @@ class Scorer:
     ) -> torch.Tensor:  # fmt: skip
         rows = (labels != IGNORE).nonzero()[:, 0]
         if counts is not None:  # no text is here, only padding
-            found = token_scores(hidden[rows], weight, labels[rows], first, chunk, mesh)
-            self.sums.index_add_(0, counts[rows].long() - 1, found)
+            scored = token_scores(
+                hidden[rows], weight, labels[rows], first, chunk, mesh
+            )
+            self.sums.index_add_(0, counts[rows].long() - 1, scored)
         return torch.zeros((), dtype=torch.float64, device=hidden.device)
 
 
-def rows_of(texts: Sequence[Text], room: int) -> Listed:
+def pack_texts(texts: Sequence[Text], room: int) -> Listed:
     """Texts packed into rows of at most ``room`` tokens, their labels weighted by the texts' numbers, from 1."""
     order, ends = packed(
         np.array([len(t.given) + len(t.following) - 1 for t in texts]), room
@@ -90,7 +92,7 @@ def scores(
     room = max(room, *(len(t.given) + len(t.following) - 1 for t in texts))
     batch = rows * passes * mesh.size("dp", "shard")
     loader = Loader(
-        rows_of(texts, room),
+        pack_texts(texts, room),
         mesh.layout,
         mesh.batch_rank,
         mesh.rank("cp"),

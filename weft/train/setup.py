@@ -31,7 +31,7 @@ from weft.shapes.parameters import (
     parameters,
     projections,
 )
-from weft.train.optim import RuleOptimizer, slot_bytes
+from weft.train.rule_optimizer import RuleOptimizer, slot_bytes
 
 # a recipe without model.from does not wait for what reads checkpoints
 if TYPE_CHECKING:
@@ -78,11 +78,11 @@ class Job:
         if code is not None:
             layout = layout.model_copy(update={"dp": code.jobs * code.parts})
         rows, passes = self.recipe.rows_per_pass(layout)
-        dealt = self.recipe.dealt(layout)
-        first = mesh.island * dealt.size("dp", "shard") if trains else 0
+        cut = self.recipe.dealt(layout)
+        first = mesh.island * cut.size("dp", "shard") if trains else 0
         ranks = [
             first
-            + mesh.rank("dp") * dealt.dp // layout.dp * mesh.size("shard")
+            + mesh.rank("dp") * cut.dp // layout.dp * mesh.size("shard")
             + mesh.rank("shard")
         ]
         if code is not None:
@@ -90,7 +90,7 @@ class Job:
             ranks = [
                 job * code.parts + part for job in range(code.jobs) for part in own
             ]
-        speeds = self.batch_speeds(layout) if dealt == mesh.layout else ()
+        speeds = self.batch_speeds(layout) if cut == mesh.layout else ()
         # the fast ones get more rows than all would, and have memory for no more in a pass
         if speeds:
             passes = max(
@@ -103,7 +103,7 @@ class Job:
 
             costs = costs_of(self.shape)
         return Loader(
-            order, dealt, ranks[0], mesh.rank("cp"), self.recipe.train.batch, rows, passes, data.seq_len, costs,
+            order, cut, ranks[0], mesh.rank("cp"), self.recipe.train.batch, rows, passes, data.seq_len, costs,
             ends=self.shape.output == "score",
             # A compiled model asks for one shape. Rows that are cut from a stream are full anyway.
             joined=any(s.rows_of != "tokens" for s in order.streams) and not self.recipe.train.compile,
@@ -127,8 +127,8 @@ class Job:
             Place.of(layout, rank).along(*BATCH_AXES) for rank in range(layout.world)
         ]
         return tuple(
-            min(s for s, at in zip(self.speeds, ranks, strict=True) if at == one)
-            for one in sorted(set(ranks))
+            min(s for s, at in zip(self.speeds, ranks, strict=True) if at == place)
+            for place in sorted(set(ranks))
         )
 
     def steps(self, progress: Progress) -> int:
@@ -231,7 +231,7 @@ def prepare(recipe: Recipe) -> Job:
     return Job(recipe, shape, corpus, notes, tasks, files=files)
 
 
-def assemble(
+def build_for_training(
     shape: ModelShape, mesh: Mesh, recipe: Recipe, values: Values | None = None,
     passed: Callable[[int, int], None] | None = None,
     report: Callable[[dict[str, Any]], None] = lambda chosen: None,
@@ -349,18 +349,20 @@ def reference_model(recipe: Recipe, tokenizer: Tokenizer) -> Pretrained | None:
         return None
     from weft.checkpoint.weights import open_pretrained
 
-    found = open_pretrained(name)
-    if found.values is None or found.shape.output == "score":
+    reference = open_pretrained(name)
+    if reference.values is None or reference.shape.output == "score":
         raise UsageError(
             f"loss.reference = {name!r} has no weights that write text; name a folder with some"
         )
-    own = found.tokenizer()
-    if (own and not own.has_ids_of(tokenizer)) or found.shape.vocab < tokenizer.vocab:
+    own = reference.tokenizer()
+    if (
+        own and not own.has_ids_of(tokenizer)
+    ) or reference.shape.vocab < tokenizer.vocab:
         raise UsageError(
-            f"loss.reference = {name!r} has other tokens ({own.vocab if own else found.shape.vocab}) than this run "
+            f"loss.reference = {name!r} has other tokens ({own.vocab if own else reference.shape.vocab}) than this run "
             f"({tokenizer.vocab}), so it cannot say how likely an answer is; name a model with the same tokenizer"
         )
-    return found
+    return reference
 
 
 def model_shape(recipe: Recipe) -> ModelShape:
@@ -441,7 +443,7 @@ def _base_shape(given: ModelShape, pretrained: Pretrained | None) -> ModelShape:
     return shape.model_copy(update={"origin": given.origin, **learning})
 
 
-def tokenizer_of(recipe: Recipe) -> Tokenizer:
+def recipe_tokenizer(recipe: Recipe) -> Tokenizer:
     """The tokenizer of the recipe's data: the one it names, or else that of the weights to start from."""
     return tokenizer_of_data(recipe.data, _own_tokenizer(recipe, pretrained_of(recipe)))
 

@@ -23,11 +23,11 @@ def early_units(state: State, memory: Memory, recompute: str) -> list[Unit]:
 
     early = list(map(may, state.units))
     if memory.speculate == "even" and memory.weights == "file":
-        found = [
+        of_units = [
             sizes(unit, memory, free)
             for unit, free in zip(state.units, early, strict=True)
         ]
-        early = even(found, BACKWARD[recompute])
+        early = even(of_units, BACKWARD[recompute])
     return [unit for unit, now in zip(state.units, early, strict=True) if now]
 
 

@@ -28,7 +28,7 @@ from weft.train.step import (
     accumulate,
     clip_scale,
     reduced_and_sums,
-    result_of,
+    step_result,
     summed_over_axes,
     update_unless_skipped,
 )
@@ -99,7 +99,7 @@ class Speculation(Filler):
             if any(self.context.state.tiers.groups.values()):
                 self._wait()
             grads, sums = reduced_and_sums(self.context, given, shares, self._wait)
-        result = result_of(sums)
+        result = step_result(sums)
         self.wrong = bool(self.tried.done) and (
             result.skipped or clip_scale(result.grad_norm, given.clip) != 1.0
         )

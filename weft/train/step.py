@@ -103,7 +103,7 @@ def count_loads(
     model.loads.begin(lambda: total)
 
 
-def divisor(total: torch.Tensor) -> torch.Tensor:
+def nonzero_weight(total: torch.Tensor) -> torch.Tensor:
     """The total weight of some labels as a divisor: 1 if it is 0."""
     return torch.where(total > 0, total, 1.0)
 
@@ -169,7 +169,7 @@ def accumulate(
         # due when the first microbatch has passed all stages
         total = PendingSum(share_of_weight(batches, mesh), mesh)
         return model.pipeline.accumulate(
-            batches, cache(lambda: divisor(beyond(total()))), early
+            batches, cache(lambda: nonzero_weight(beyond(total()))), early
         )
     planned = batches[0].group is not None
     if planned:
@@ -178,7 +178,7 @@ def accumulate(
         check_plan(batches, mesh)
         state.gather()  # within a pass that not all ranks share it is too late
     if weight is None:
-        weight = divisor(beyond(step_sum(share_of_weight(batches, mesh), mesh)))
+        weight = nonzero_weight(beyond(step_sum(share_of_weight(batches, mesh), mesh)))
     shares = []
     for i, batch in enumerate(batches):
         state.begin_pass(last=i == len(batches) - 1)
@@ -239,7 +239,7 @@ def sum_over_axis(
     names = [h.name for h in state.learning if gradient_types(h.logical)[axis] is P]
     if mesh.size(axis) == 1 or not names:
         return grads
-    return grads | in_one(
+    return grads | as_flat(
         names, grads, mesh.device, lambda flat: sum_over(axis, flat, mesh)
     )
 
@@ -257,11 +257,11 @@ def sum_over_copies(
             dist.all_reduce(flat, group=group)
             return flat
 
-        grads = grads | in_one(names, grads, mesh.device, summed)
+        grads = grads | as_flat(names, grads, mesh.device, summed)
     return grads
 
 
-def in_one(
+def as_flat(
     names: Sequence[str],
     grads: Mapping[str, torch.Tensor],
     device: torch.device,
@@ -329,7 +329,7 @@ def summed_over_axes(
     return grads
 
 
-def result_of(sums: torch.Tensor) -> StepResult:
+def step_result(sums: torch.Tensor) -> StepResult:
     """The result of a step from its sums over all ranks (:func:`shares_of_sums`)."""
     loss, square, stops, tokens, samples, marked, *counts = sums.tolist()
     sent, loads = list[float](), list[float]()
@@ -437,7 +437,7 @@ class PlainStep(Filler):
     def agree(self, given: StepInput, shares: torch.Tensor) -> Agreed:
         context = self.context
         grads, sums = reduced_and_sums(context, given, shares, context.before_update)
-        return Agreed(grads, partial(result_of, sums))
+        return Agreed(grads, partial(step_result, sums))
 
     def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
         return [update_unless_skipped(self.context, given, agreed, self._update)]
@@ -489,7 +489,7 @@ def reduced_and_sums(
 def shares_of_sums(
     context: StepContext, given: StepInput, loss: torch.Tensor, square: torch.Tensor
 ) -> torch.Tensor:
-    """This rank's shares of the step's sums, from which :func:`result_of` reads the step's result.
+    """This rank's shares of the step's sums, from which :func:`step_result` reads the step's result.
 
     They are mean loss, squared gradient norm (of which ``square`` is its share), ranks that wish to stop, real
     tokens, samples and the sum of their marks; with experts also the bytes sent for them, and their loads. Float64
@@ -577,7 +577,7 @@ def train_step(
     return plain.take(batches, lr, stop)[0]
 
 
-def gradients(
+def reduced_gradients(
     model: Transformer, state: State, batches: Sequence[Batch], mesh: Mesh
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Everything of a plain step up to the clip, for callers that read the gradients, and the step's sums."""
@@ -604,18 +604,18 @@ def loss_sum(
     return torch.stack(losses).sum()
 
 
-def share_of_passes(found: torch.Tensor, state: State, mesh: Mesh) -> torch.Tensor:
+def share_of_passes(numbers: torch.Tensor, state: State, mesh: Mesh) -> torch.Tensor:
     """Numbers that this rank computed from its own tokens, in passes without backward, as a share of a pending sum."""
     # gathered copies are kept for a backward that did not come, and parameters may change
     if mesh.size("near"):
         state.release(drop=True)
     by_stage = BY_DATA | {"pp": V}  # losses are where the last stage is
-    return share_of_sum(found, mesh, **by_stage)
+    return share_of_sum(numbers, mesh, **by_stage)
 
 
-def sum_over_passes(found: torch.Tensor, state: State, mesh: Mesh) -> torch.Tensor:
+def sum_over_passes(numbers: torch.Tensor, state: State, mesh: Mesh) -> torch.Tensor:
     """Such numbers, summed over all ranks."""
-    return step_sum(share_of_passes(found, state, mesh), mesh)
+    return step_sum(share_of_passes(numbers, state, mesh), mesh)
 
 
 @torch.no_grad()

@@ -23,11 +23,11 @@ from weft.train.step import (
     SQUARE_NORM,
     Filler,
     StepContext,
-    in_one,
+    as_flat,
     reduced,
-    result_of,
     shares_of_sums,
     square_norm,
+    step_result,
 )
 from weft.train.step_values import Agreed, StepInput
 
@@ -60,7 +60,7 @@ class SummedIslands(Filler):
             sums = self.beyond(own)
             sums[OWN] = own[OWN]
         self.steps += 1
-        return Agreed(grads, partial(result_of, sums))
+        return Agreed(grads, partial(step_result, sums))
 
     def beyond(self, number: T) -> T:
         """The elementwise sum of ``number``, any tensor, over all islands."""
@@ -81,4 +81,4 @@ class SummedIslands(Filler):
             ring_sum(self.streams, own, self.streams.order, tag)
             return self.replicas.whole(own, flat.numel())
 
-        return in_one(list(grads), grads, torch.device("cpu"), over_ring)
+        return as_flat(list(grads), grads, torch.device("cpu"), over_ring)

@@ -18,10 +18,10 @@ from weft.train.step import (
     SQUARE_NORM,
     Filler,
     StepContext,
-    divisor,
-    result_of,
+    nonzero_weight,
     shares_of_sums,
     split_like,
+    step_result,
 )
 from weft.train.step_values import Agreed, StepInput
 
@@ -55,7 +55,7 @@ class Voting(Filler):
         )
 
     def label_weight(self, batches: Sequence[Batch]) -> T:
-        return divisor(self.own_weight(batches))
+        return nonzero_weight(self.own_weight(batches))
 
     def agree(self, given: StepInput, shares: T) -> Agreed:
         context, loss = self.context, shares
@@ -73,6 +73,6 @@ class Voting(Filler):
             shares_of_sums(context, given, loss * weight, weight), context.mesh
         )
         # where the weights were summed
-        sums[LOSS] = sums[LOSS] / divisor(sums[SQUARE_NORM])
+        sums[LOSS] = sums[LOSS] / nonzero_weight(sums[SQUARE_NORM])
         sums[SQUARE_NORM] = vote.double().square().sum()
-        return Agreed(split_like(vote, grads), partial(result_of, sums))
+        return Agreed(split_like(vote, grads), partial(step_result, sums))

@@ -23,7 +23,7 @@ from weft.layout.boundary import OWN, own_share, step_sum
 from weft.memory.noise import normal
 from weft.parallel.state import Held, Unit
 from weft.recipe import Optimizer, Recipe
-from weft.train.rules.rule import logical_positions
+from weft.train.rules.rank_sums import logical_positions
 from weft.train.step import (
     Filler,
     StepContext,
@@ -110,10 +110,10 @@ class ZerothOrder(Filler):
             (self.settings.epsilon, -self.settings.epsilon)[side] for side in sides
         ]
         evaluate = self._evaluate_streamed if self.context.streamed else self._evaluate
-        for side, found in zip(
+        for side, share in zip(
             sides, evaluate(batches, number, distances), strict=True
         ):
-            shares[side] = found
+            shares[side] = share
         return shares
 
     def _evaluate(
@@ -166,10 +166,10 @@ class ZerothOrder(Filler):
 
 def direction(held: Held, number: int) -> T:
     """What is held here of the random direction of step ``number``, standard normal; made some rows at a time."""
-    found, seed = torch.empty_like(held.local), crc32(held.name.encode()) << 32 | number
-    rows = max(1, ROWS_OF // max(1, found[:1].numel()))
-    for first in range(0, len(found), rows):
-        some = found[first : first + rows]
+    drawn, seed = torch.empty_like(held.local), crc32(held.name.encode()) << 32 | number
+    rows = max(1, ROWS_OF // max(1, drawn[:1].numel()))
+    for first in range(0, len(drawn), rows):
+        some = drawn[first : first + rows]
         some.copy_(
             normal(
                 logical_positions(held, first, first + len(some)),
@@ -177,4 +177,4 @@ def direction(held: Held, number: int) -> T:
                 held.local.dtype,
             )
         )
-    return found
+    return drawn

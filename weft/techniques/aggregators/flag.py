@@ -84,5 +84,5 @@ def subspace(inner: torch.Tensor, spread: torch.Tensor, rank: int) -> torch.Tens
     # squared singular values, the smallest first
     squares, turned = torch.linalg.eigh(root @ inner @ root)
     squares, turned = squares[-rank:], turned[:, -rank:]
-    found = squares > 1e-12 * squares[-1]
-    return root @ turned[:, found] / squares[found].sqrt()
+    nonzero = squares > 1e-12 * squares[-1]
+    return root @ turned[:, nonzero] / squares[nonzero].sqrt()

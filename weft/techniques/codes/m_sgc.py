@@ -77,7 +77,7 @@ class Multiplexed(Code):
 
     def slots(self, rank: int, job: int, arrived: Arrived) -> list[int | None]:
         """For each of a job's rounds, which of the rank's own tasks it does there; None: the round's coded task."""
-        found: list[int | None] = list(range(self.window - 1))
+        jobs: list[int | None] = list(range(self.window - 1))
         done = {
             which
             for which in range(self.window - 1)
@@ -85,13 +85,13 @@ class Multiplexed(Code):
         }
         for slot in range(self.window - 1, self.delay + 1):
             owed = [which for which in range(self.window - 1) if which not in done]
-            found.append(owed[0] if owed else None)
+            jobs.append(owed[0] if owed else None)
             if owed and in_time(rank, job + slot, arrived):
                 done.add(owed[0])
-        return found
+        return jobs
 
     def tasks(self, rank: int, number: int, arrived: Arrived) -> list[CodedTask]:
-        found = []
+        tasks = []
         for slot in range(self.delay + 1):
             if 0 <= (job := number - slot) < self.jobs:
                 which = self.slots(rank, job, arrived)[slot]
@@ -100,11 +100,11 @@ class Multiplexed(Code):
                     if which is None
                     else None
                 )
-                found.append(coded or self.own_task(rank, job, which or 0))
-        return found
+                tasks.append(coded or self.own_task(rank, job, which or 0))
+        return tasks
 
     def decoding(self, job: int, arrived: Arrived) -> dict[Result, float] | None:
-        found: dict[Result, float] = {}
+        weighted: dict[Result, float] = {}
         groups: list[list[Result]] = [[] for _ in range(self.burst)]
         for rank in range(self.ranks):
             done = set()
@@ -116,15 +116,15 @@ class Multiplexed(Code):
                     groups[slot - self.window + 1].append(result)
                 elif which not in done:
                     done.add(which)
-                    found[result] = 1.0
+                    weighted[result] = 1.0
             if len(done) < self.window - 1:
                 return None
         for group in groups:
             weights = self.code._decoded(group)
             if weights is None:
                 return None
-            found |= weights
-        return found
+            weighted |= weights
+        return weighted
 
 
 def in_time(rank: int, number: int, arrived: Arrived) -> bool:

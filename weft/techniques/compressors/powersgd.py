@@ -94,8 +94,8 @@ class PowerSGD(Compressor):
         if warm is not None:  # of whatever rank it was
             start[:, : warm.shape[1]] = warm[:, : self.rank]
         basis = orthonormal(average(matrix @ start))  # [m, rank]
-        mine = matrix.mT @ basis  # [n, rank]
-        return [basis, average(mine)], [basis, mine]
+        product = matrix.mT @ basis  # [n, rank]
+        return [basis, average(product)], [basis, product]
 
     def decode(self, payload: Payload, shape: Sequence[int], seed: int) -> T:
         sent = self._checked(payload, shape)

@@ -44,8 +44,8 @@ class RandomK(KeptShare):
     def agreed(
         self, x: T, seed: int, average: Average, warm: T | None = None
     ) -> tuple[Payload, Payload]:
-        mine = x.flatten()[self._chosen(x.numel(), seed).to(x.device)]
-        return [average(mine)], [mine]
+        kept = x.flatten()[self._chosen(x.numel(), seed).to(x.device)]
+        return [average(kept)], [kept]
 
     def decode(self, payload: Payload, shape: Sequence[int], seed: int) -> T:
         (values,) = self._checked(payload, shape)

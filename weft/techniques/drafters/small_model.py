@@ -75,7 +75,7 @@ class DraftModel(Drafter):
         self.most, self.ahead, self.tokens = most, ahead, tokens
         self.engine = Engine(model, tokens, size=4)
         self._thread = ThreadPoolExecutor(1, "draft")
-        self._made: Future[dict[Text, Guessed]] | None = None
+        self._ahead: Future[dict[Text, Guessed]] | None = None
 
     @classmethod
     def open(
@@ -92,31 +92,31 @@ class DraftModel(Drafter):
         return cls(small, ahead=ahead)
 
     def propose(self, requests: Sequence[Generation]) -> None:
-        made = self._made.result() if self._made is not None else {}
+        guessed = self._ahead.result() if self._ahead is not None else {}
         texts = {
             generation: tuple(generation.ids)
             for generation in requests
             if len(generation.ids) + self.most < self.tokens
         }
-        made |= self._guess(
+        guessed |= self._guess(
             [
                 (generation, text)
                 for generation, text in texts.items()
-                if text not in made
+                if text not in guessed
             ]
         )
         for generation, text in texts.items():
             generation.drafts, generation.odds = (
-                [made[text].path[: generation.most - len(text)]],
-                made[text].odds,
+                [guessed[text].path[: generation.most - len(text)]],
+                guessed[text].odds,
             )
         if self.ahead:
             outcomes = [
                 (generation, each)
                 for generation, text in texts.items()
-                for each in self._outcomes(text, made[text])
+                for each in self._outcomes(text, guessed[text])
             ]
-            self._made = self._thread.submit(self._guess, outcomes)
+            self._ahead = self._thread.submit(self._guess, outcomes)
 
     def _guess(self, texts: Sequence[tuple[Generation, Text]]) -> dict[Text, Guessed]:
         """The small model's guesses behind texts, each of which a request has or may come to have."""

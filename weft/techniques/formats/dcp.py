@@ -56,7 +56,9 @@ class DistributedCheckpoint(SourceFormat):
                 contents["model"][name] = [shard]
         model, *moments = (sources_by_name(stores) for stores in contents.values())
         kept = {
-            moment: made for moment, made in zip(MOMENTS, moments, strict=True) if made
+            moment: source
+            for moment, source in zip(MOMENTS, moments, strict=True)
+            if source
         }
         return Foreign(
             "dcp",

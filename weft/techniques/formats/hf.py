@@ -50,7 +50,7 @@ class HuggingFace(SourceFormat):
         shape = shape_beside(path, config)
         check_stored(path, shape)
         names = dict(Transformer(shape, Mesh.single()).logical_parameters())
-        made = sources_by_name(
+        sources = sources_by_name(
             {name: [shard(name, stored)] for name, stored in names.items()}
         )
-        return Foreign("hf", path, shape, made, files=files_at(path, config))
+        return Foreign("hf", path, shape, sources, files=files_at(path, config))

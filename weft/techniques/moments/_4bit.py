@@ -9,12 +9,12 @@ from pydantic import Field, PositiveInt
 from weft.refusal import Rule
 from weft.registry import register
 from weft.section import Section
-from weft.train.rules.small import SmallAdamW
+from weft.train.rules.compact_adamw import CompactAdamW
 from weft.train.rules.update_rule import WHOLE_ROWS
 
 if TYPE_CHECKING:
     from weft.recipe import Optimizer
-    from weft.train.rules.rule import RankSums
+    from weft.train.rules.rank_sums import RankSums
 
 #: Two numbers of four bits share a byte.
 ODD_COLUMNS = Rule(
@@ -47,14 +47,14 @@ class FourBitSettings(Section):
         "loss 0.9 % below after 300 steps (`bench/optimizers.py`)"
     ),
 )
-class FourBitAdamW(SmallAdamW):
+class FourBitAdamW(CompactAdamW):
     """AdamW with moments of 4 bits."""
 
     kept = 0.25
     shaping = ("block",)
 
     def __init__(self, settings: Optimizer, ranks: RankSums) -> None:
-        from weft.train.rules.in_blocks import InBlocks
+        from weft.train.rules.block_moments import BlockMoments
 
         block = settings.own(FourBitSettings).block
-        super().__init__(settings, ranks, InBlocks(4, block, ranks))
+        super().__init__(settings, ranks, BlockMoments(4, block, ranks))

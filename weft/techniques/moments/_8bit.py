@@ -8,12 +8,12 @@ from pydantic import Field, PositiveInt
 
 from weft.registry import register
 from weft.section import Section
-from weft.train.rules.small import SmallAdamW
+from weft.train.rules.compact_adamw import CompactAdamW
 from weft.train.rules.update_rule import WHOLE_ROWS
 
 if TYPE_CHECKING:
     from weft.recipe import Optimizer
-    from weft.train.rules.rule import RankSums
+    from weft.train.rules.rank_sums import RankSums
 
 
 class EightBitSettings(Section):
@@ -36,14 +36,14 @@ class EightBitSettings(Section):
         "loss within 0.2 % after 300 steps (`bench/optimizers.py`)"
     ),
 )
-class EightBitAdamW(SmallAdamW):
+class EightBitAdamW(CompactAdamW):
     """AdamW with moments of 8 bits."""
 
     kept = 0.5
     shaping = ("block",)
 
     def __init__(self, settings: Optimizer, ranks: RankSums) -> None:
-        from weft.train.rules.in_blocks import InBlocks
+        from weft.train.rules.block_moments import BlockMoments
 
         block = settings.own(EightBitSettings).block
-        super().__init__(settings, ranks, InBlocks(8, block, ranks))
+        super().__init__(settings, ranks, BlockMoments(8, block, ranks))

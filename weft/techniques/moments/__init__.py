@@ -1,1 +1,1 @@
-"""How AdamW's moments rest between updates (:class:`weft.train.rules.small.Encoding`): ``optimizer.state`` names it."""
+"""Storage of AdamW's moments between updates (:class:`weft.train.rules.compact_adamw.Encoding`)."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from weft.checkpoint.boxes import MOMENTS
 from weft.registry import register
-from weft.train.rules.small import SmallAdamW
+from weft.train.rules.compact_adamw import CompactAdamW
 
 if TYPE_CHECKING:
     from torch import Tensor as T
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from weft.layout.parts import Part
     from weft.parallel.state import Held
     from weft.recipe import Optimizer
-    from weft.train.rules.rule import RankSums
+    from weft.train.rules.rank_sums import RankSums
 
 
 class InBfloat16:
@@ -27,7 +27,7 @@ class InBfloat16:
     def slots(self, held: Held) -> dict[str, Part]:
         import torch
 
-        from weft.train.rules.rule import like
+        from weft.train.rules.rank_sums import like
 
         return {moment: like(held, torch.bfloat16) for moment in MOMENTS}
 
@@ -39,7 +39,7 @@ class InBfloat16:
 
         from weft.memory.noise import random_bits
         from weft.memory.quantised import rounded_bf16
-        from weft.train.rules.rule import logical_positions
+        from weft.train.rules.rank_sums import logical_positions
 
         positions = logical_positions(held)
         for number, (moment, x) in enumerate(zip(MOMENTS, moments, strict=True)):
@@ -64,7 +64,7 @@ class InBfloat16:
         "(`bench/optimizers.py`)"
     ),
 )
-class Bfloat16AdamW(SmallAdamW):
+class Bfloat16AdamW(CompactAdamW):
     """AdamW with moments in bfloat16."""
 
     elementwise = True

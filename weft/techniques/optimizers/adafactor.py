@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weft.layout.parts import Part
     from weft.parallel.state import Held
     from weft.recipe import Optimizer
-    from weft.train.rules.rule import RankSums
+    from weft.train.rules.rank_sums import RankSums
 
 #: How fast the moments' decay goes to one, least size of a parameter for the step's, and where an update is clipped.
 DECAY, LEAST, CLIP = -0.8, 1e-3, 1.0
@@ -43,7 +43,7 @@ class Adafactor(UpdateRule):
         self.ranks = ranks
 
     def slots(self, held: Held) -> dict[str, Part]:
-        from weft.train.rules.rule import Extent, like
+        from weft.train.rules.rank_sums import Extent, like
 
         if len(held.logical.dims) < 2:
             return {"exp_avg_sq": like(held)}
@@ -56,7 +56,7 @@ class Adafactor(UpdateRule):
     def update(
         self, held: Sequence[Held], grads: Sequence[Tensor], lr: float, decay: float
     ) -> None:
-        from weft.train.rules.rule import count_update
+        from weft.train.rules.rank_sums import count_update
 
         step = count_update(held)
         for h, g in zip(held, grads, strict=True):

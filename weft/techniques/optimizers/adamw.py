@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from weft.layout.parts import Part
     from weft.parallel.state import Held
     from weft.recipe import Optimizer
-    from weft.train.rules.rule import RankSums
+    from weft.train.rules.rank_sums import RankSums
 
 
 @register("optimizer", "adamw", title="AdamW", paper="Loshchilov & Hutter 2019")
@@ -29,7 +29,7 @@ class AdamW(UpdateRule):
         self.settings = settings
 
     def slots(self, held: Held) -> dict[str, Part]:
-        from weft.train.rules.rule import like
+        from weft.train.rules.rank_sums import like
 
         return {moment: like(held) for moment in MOMENTS}
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from weft.layout.parts import Part
     from weft.parallel.state import Held
     from weft.recipe import Optimizer
-    from weft.train.rules.rule import RankSums
+    from weft.train.rules.rank_sums import RankSums
 
 
 @register(
@@ -39,7 +39,7 @@ class Lion(UpdateRule):
         self.betas = settings.betas
 
     def slots(self, held: Held) -> dict[str, Part]:
-        from weft.train.rules.rule import like
+        from weft.train.rules.rank_sums import like
 
         return {"momentum": like(held)}
 
@@ -50,7 +50,7 @@ class Lion(UpdateRule):
         lr: float,
         decay: float,
     ) -> None:
-        from weft.train.rules.rule import count_update
+        from weft.train.rules.rank_sums import count_update
 
         near, far = self.betas
         count_update(held)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weft.layout.parts import Part
     from weft.parallel.state import Held
     from weft.recipe import Optimizer
-    from weft.train.rules.rule import RankSums
+    from weft.train.rules.rank_sums import RankSums
 
 #: Of the quintic iteration, and how often it runs.
 A, B, C, STEPS = 3.4445, -4.7750, 2.0315, 5
@@ -57,7 +57,7 @@ class Muon(UpdateRule):
         self.momentum, self.ranks = settings.own(MuonSettings).momentum, ranks
 
     def slots(self, held: Held) -> dict[str, Part]:
-        from weft.train.rules.rule import like
+        from weft.train.rules.rank_sums import like
 
         return {"momentum": like(held)}
 
@@ -70,7 +70,7 @@ class Muon(UpdateRule):
     ) -> None:
         import torch
 
-        from weft.train.rules.rule import count_update
+        from weft.train.rules.rank_sums import count_update
 
         count_update(held)
         for h, g in zip(held, grads, strict=True):
@@ -88,7 +88,7 @@ class Muon(UpdateRule):
                 else whole_update.view_as(whole)
             )
             h.local.mul_(1 - lr * decay).sub_(
-                self.ranks.mine(whole_update, h), alpha=lr * size
+                self.ranks.own_part(whole_update, h), alpha=lr * size
             )
 
 

@@ -11,7 +11,7 @@ from weft.techniques.optimizers.galore import DIRECTIONS, GaLore, GaLoreSettings
 
 if TYPE_CHECKING:
     from weft.recipe import Optimizer
-    from weft.train.rules.rule import RankSums
+    from weft.train.rules.rank_sums import RankSums
 
 
 class NaturalGaLoreSettings(GaLoreSettings):

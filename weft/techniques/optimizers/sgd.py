@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from weft.parallel.state import Held
     from weft.recipe import Optimizer
-    from weft.train.rules.rule import RankSums
+    from weft.train.rules.rank_sums import RankSums
 
 
 @register("optimizer", "sgd", title="Stochastic gradient descent")
@@ -32,7 +32,7 @@ class SGD(UpdateRule):
         lr: float,
         decay: float,
     ) -> None:
-        from weft.train.rules.rule import count_update
+        from weft.train.rules.rank_sums import count_update
 
         count_update(held)
         for h, g in zip(held, grads, strict=True):

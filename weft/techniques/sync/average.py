@@ -54,16 +54,16 @@ class Average(SyncMethod):
 
         if not at.is_due:
             return
-        before = {i: one.now.clone() for i, one in at.ones.items()}
-        for i, one in at.ones.items():
+        before = {i: island.now.clone() for i, island in at.ones.items()}
+        for i, island in at.ones.items():
             if self.settings.partner == "graph":
                 for j in at.near(i):
-                    one.now.add_(self.weight(i, j) * (before[j] - before[i]))
+                    island.now.add_(self.weight(i, j) * (before[j] - before[i]))
             else:
                 near = [before[j] for j in sorted(at.near(i))]
-                one.now.copy_(torch.stack(near).mean(0))
+                island.now.copy_(torch.stack(near).mean(0))
             if self.slots:
-                one.kept["anchor"].copy_(one.now)
+                island.kept["anchor"].copy_(island.now)
 
     def weight(self, i: int, j: int) -> float:
         """Island ``j``'s weight in the average of island ``i`` (Metropolis): one over the larger degree plus one."""

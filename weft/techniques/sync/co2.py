@@ -73,8 +73,8 @@ class CO2(OuterMomentum):
         mean = at.mean(at.differences())
         late = at.past.pop() if at.past else torch.zeros_like(mean)
         at.past.append(mean)
-        for one in at.ones.values():
-            pushed = self.momentum * one.kept["outer"] + late / self.penalty
-            one.kept["outer"].copy_(pushed.clip(-self.clip, self.clip))
-            one.kept["anchor"].sub_(self.lr * one.kept["outer"])
-            one.now.copy_(one.kept["anchor"])
+        for island in at.ones.values():
+            pushed = self.momentum * island.kept["outer"] + late / self.penalty
+            island.kept["outer"].copy_(pushed.clip(-self.clip, self.clip))
+            island.kept["anchor"].sub_(self.lr * island.kept["outer"])
+            island.now.copy_(island.kept["anchor"])

@@ -55,8 +55,8 @@ class Eager(OuterMomentum):
         mean, count = at.past.pop() if at.past else nothing
         at.past.append((at.mean(now), len(at.near(min(at.ones)))))
         # the own difference of now in the place of the last
-        for i, one in at.ones.items():
-            late = mean + (now[i] - one.kept["own"]) / count
-            step_anchor(one, late, self.lr, self.momentum)
-            one.now.copy_(one.kept["anchor"])
-            one.kept["own"].copy_(now[i])
+        for i, island in at.ones.items():
+            late = mean + (now[i] - island.kept["own"]) / count
+            step_anchor(island, late, self.lr, self.momentum)
+            island.now.copy_(island.kept["anchor"])
+            island.kept["own"].copy_(now[i])

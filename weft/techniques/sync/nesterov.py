@@ -36,6 +36,6 @@ class Nesterov(OuterMomentum):
 
         if at.is_due:
             mean = at.mean(at.differences())
-            for one in at.ones.values():
-                step_anchor(one, mean, self.lr, self.momentum)
-                one.now.copy_(one.kept["anchor"])
+            for island in at.ones.values():
+                step_anchor(island, mean, self.lr, self.momentum)
+                island.now.copy_(island.kept["anchor"])

@@ -72,14 +72,14 @@ class NoLoCo(OuterMomentum):
 
         if not at.is_due:
             return
-        learned = {i: -one for i, one in at.differences().items()}
-        anchors = {i: one.kept["anchor"].clone() for i, one in at.ones.items()}
-        for i, one in at.ones.items():
+        learned = {i: -island for i, island in at.differences().items()}
+        anchors = {i: island.kept["anchor"].clone() for i, island in at.ones.items()}
+        for i, island in at.ones.items():
             pair = sorted(at.near(i))
             mean, middle = (
                 torch.stack([of[j] for j in pair]).mean(0) for of in (learned, anchors)
             )
-            pushed = self.momentum * one.kept["outer"] + self.lr * mean
-            one.kept["outer"].copy_(pushed + self.lr * (middle - anchors[i]))
-            one.kept["anchor"].add_(one.kept["outer"])
-            one.now.copy_(one.kept["anchor"])
+            pushed = self.momentum * island.kept["outer"] + self.lr * mean
+            island.kept["outer"].copy_(pushed + self.lr * (middle - anchors[i]))
+            island.kept["anchor"].add_(island.kept["outer"])
+            island.now.copy_(island.kept["anchor"])

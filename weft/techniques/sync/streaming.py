@@ -68,6 +68,8 @@ class Streaming(OuterMomentum):
             at.past.append((at.step + self.settings.delay, at.mean(at.differences())))
         if at.past and at.past[0][0] == at.step:
             _, mean = at.past.pop(0)
-            for one in at.ones.values():
-                step_anchor(one, mean, self.lr, self.momentum)
-                one.now.copy_(self.mix * one.now + (1 - self.mix) * one.kept["anchor"])
+            for island in at.ones.values():
+                step_anchor(island, mean, self.lr, self.momentum)
+                island.now.copy_(
+                    self.mix * island.now + (1 - self.mix) * island.kept["anchor"]
+                )

@@ -74,8 +74,8 @@ def _round(
     like = {"kv": [block[0, :0]], "dkv": [block[0, :0].to(wide(block.dtype))]}
 
     def step(query: list[T], visiting: list[T], piece: TilePiece) -> dict[str, list[T]]:
-        made = compute(query[0], visiting[0], piece)
-        return {} if made is None else {"dkv": [made[piece.cols]]}
+        gradients = compute(query[0], visiting[0], piece)
+        return {} if gradients is None else {"dkv": [gradients[piece.cols]]}
 
     def merge(total: list[T], part: list[T]) -> None:
         total[0].add_(part[0])
@@ -112,15 +112,15 @@ def ring_self_attention(
 
     def score(query: T, keys: T, piece: TilePiece) -> None:
         for s in spots(trip, piece):
-            made = _times(query[s.q].to(high), keys[s.k].to(high)).mul_(
+            scores = _times(query[s.q].to(high), keys[s.k].to(high)).mul_(
                 q.shape[-1] ** -0.5
             )
             if s.causal:
-                every = torch.ones(made.shape[1:], dtype=torch.bool, device=q.device)
-                made.masked_fill_(
+                every = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device)
+                scores.masked_fill_(
                     every.tril(-1) if s.flipped else every.triu(1), -torch.inf
                 )
-            p[s.at] = made
+            p[s.at] = scores
 
     _round(trip, q, k, score)
     # in place: this matrix is what the scheme costs

@@ -93,8 +93,8 @@ class Adaptive:
         arriving = option.way.dispatch(x, part_of(choice, option.joined))
 
         def arrived() -> Dispatched:
-            found = arriving()
-            return found._replace(meta=(option.way, found.meta), stacks=option.stacks)
+            rows = arriving()
+            return rows._replace(meta=(option.way, rows.meta), stacks=option.stacks)
 
         return arrived
 
@@ -166,7 +166,7 @@ def stacks_of_block(
         waiting.append(
             gathered(F.pad(weight, wider) if any(wider) else weight, members, "copies")
         )
-    found = []
+    columns = []
     for dim, wait in zip((1, 1, 2), waiting, strict=True):
         each = wait().split(experts)
         each = tuple(
@@ -178,5 +178,5 @@ def stacks_of_block(
                 torch.cat(each[i : i + joined], dim)
                 for i in range(0, len(each), joined)
             )
-        found.append(torch.cat(each))
-    return tuple(found)
+        columns.append(torch.cat(each))
+    return tuple(columns)

@@ -63,10 +63,10 @@ def read_deepspeed(path: Path, config: Path | None) -> Foreign:
         if stores[moment]
     }
     step = re.search(r"(\d+)(?:_universal)?$", folder.name)
-    made = sources_by_name(stores["fp32"], averages)
+    sources = sources_by_name(stores["fp32"], averages)
     number = int(step[1]) if step else 0
     return Foreign(
-        "deepspeed", path, shape, made, moments, number, files_at(about, config)
+        "deepspeed", path, shape, sources, moments, number, files_at(about, config)
     )
 
 
@@ -110,10 +110,10 @@ def _zero(folder: Path) -> tuple[dict[str, Stores], list[str]]:
         for name, tensor in (whole or {}).items():
             if isinstance(tensor, torch.Tensor):
                 tensors.setdefault("fp32", {})[name] = as_stored(name, tensor, file)
-        for one, other in (about.get("shared_params") or {}).items():
+        for name, other in (about.get("shared_params") or {}).items():
             for values in tensors.values():
                 if other in values:
-                    values.setdefault(one, values[other])
+                    values.setdefault(name, values[other])
         for key, values in tensors.items():
             for name, shard in values.items():
                 columns[key].setdefault(name, []).append(shard)

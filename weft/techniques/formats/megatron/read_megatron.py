@@ -61,5 +61,10 @@ def read_megatron(path: Path, config: Path | None) -> Foreign:
                     f"{folder}: tensor {name} of stage {stage} is not on every rank"
                 ) from None
         first += len(blocks)
-    made, about = sources_by_name(shards), (path if folder == path else folder, config)
-    return Foreign("megatron", path, shape_beside(*about), made, files=files_at(*about))
+    sources, about = (
+        sources_by_name(shards),
+        (path if folder == path else folder, config),
+    )
+    return Foreign(
+        "megatron", path, shape_beside(*about), sources, files=files_at(*about)
+    )

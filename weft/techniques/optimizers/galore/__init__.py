@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from weft.layout.parts import Part
     from weft.parallel.state import Held
     from weft.recipe import Optimizer
-    from weft.train.rules.rule import RankSums
+    from weft.train.rules.rank_sums import RankSums
 
 #: Gradients are factored, and these may not be finite.
 DIRECTIONS = Rule(

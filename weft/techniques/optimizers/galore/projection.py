@@ -12,7 +12,7 @@ from weft.checkpoint.boxes import MOMENTS
 from weft.layout.parts import Part
 from weft.parallel.state import Held
 from weft.techniques.optimizers.galore import GaLoreSettings
-from weft.train.rules.rule import Extent, RankSums, count_update
+from weft.train.rules.rank_sums import Extent, RankSums, count_update
 
 T = torch.Tensor
 
@@ -45,13 +45,13 @@ class ProjectedAdam:
             if short == 1
             else (Extent(None, rank), Extent(1))
         )
-        found = {moment: self.ranks.slot(held, *both) for moment in MOMENTS}
-        found["directions"] = self.ranks.slot(
+        slots = {moment: self.ranks.slot(held, *both) for moment in MOMENTS}
+        slots["directions"] = self.ranks.slot(
             held, Extent(None, rank), Extent(None, held.logical.shape[short])
         )
         if self.history:
-            found["past"] = self.ranks.slot(held, Extent(None, self.history), *both)
-        return found
+            slots["past"] = self.ranks.slot(held, Extent(None, self.history), *both)
+        return slots
 
     def update(
         self, held: Sequence[Held], grads: Sequence[T], lr: float, decay: float
@@ -66,8 +66,10 @@ class ProjectedAdam:
                 h.slots["directions"].values.copy_(self.ranks.agreed(directions))
             lo, hi = h.box[short]
             # [rank, what is here of the shorter side]
-            mine = h.slots["directions"].values[:, lo:hi]
-            low = self.ranks.sum(g @ mine.mT if short == 1 else mine @ g, h, short)
+            directions = h.slots["directions"].values[:, lo:hi]
+            low = self.ranks.sum(
+                g @ directions.mT if short == 1 else directions @ g, h, short
+            )
             if self.history:
                 low = self._natural(h, low, count)
             first, second = (h.slots[moment].values for moment in MOMENTS)
@@ -76,7 +78,7 @@ class ProjectedAdam:
             size = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
             step = first / (second.sqrt() + self.eps)
             h.local.sub_(
-                step @ mine if short == 1 else mine.mT @ step,
+                step @ directions if short == 1 else directions.mT @ step,
                 alpha=size * self.settings.scale,
             )
             h.local.mul_(1 - lr * decay)
@@ -90,13 +92,14 @@ class ProjectedAdam:
         past, now = held.slots["past"].values, (count - 1) % self.history
         past[now] = low
         flat = past.flatten(1)  # [history, elements here]
-        one = torch.eye(self.history, dtype=low.dtype, device=low.device)
+        identity = torch.eye(self.history, dtype=low.dtype, device=low.device)
         inner = (
-            self.ranks.sum(flat @ flat.mT, held, 1 - self._short(held)) + DAMPING * one
+            self.ranks.sum(flat @ flat.mT, held, 1 - self._short(held))
+            + DAMPING * identity
         )
         # [history, 1]
         weights = torch.cholesky_solve(
-            one[:, now : now + 1], torch.linalg.cholesky(inner)
+            identity[:, now : now + 1], torch.linalg.cholesky(inner)
         )
         return (weights.mT @ flat).view_as(low)
 
@@ -116,13 +119,13 @@ def singular_directions(grad: T, side: int, rank: int) -> T:
     fewer directions (a step of a few tokens) the rest are zero: rounding would choose them.
     """
     left, sizes, right = torch.linalg.svd(grad, full_matrices=False)
-    found = right[:rank] if side == 1 else left[:, :rank].mT
-    size = found.abs()
-    largest = found.gather(
+    directions = right[:rank] if side == 1 else left[:, :rank].mT
+    size = directions.abs()
+    largest = directions.gather(
         1, (size > 0.999 * size.amax(1, keepdim=True)).int().argmax(1, keepdim=True)
     )
     # well above rounding
     known = sizes[:rank, None] > sizes[0] * torch.finfo(grad.dtype).eps ** 0.6
     return torch.where(
-        known, found * torch.where(largest < 0, -1.0, 1.0), 0.0
+        known, directions * torch.where(largest < 0, -1.0, 1.0), 0.0
     ).contiguous()

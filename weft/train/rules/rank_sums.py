@@ -41,10 +41,10 @@ class RankSums:
     def axes(self, held: Held, dims: Sequence[int]) -> list[str]:
         """The mesh axes larger than one that cut these dimensions of a parameter."""
         _, sharing = self.mesh.sharing(held.logical)
-        found = [axis for i in dims for axis in held.logical.cuts[i]] + [sharing] * (
+        cutting = [axis for i in dims for axis in held.logical.cuts[i]] + [sharing] * (
             0 in dims
         )
-        return [axis for axis in dict.fromkeys(found) if self.mesh.size(axis) > 1]
+        return [axis for axis in dict.fromkeys(cutting) if self.mesh.size(axis) > 1]
 
     def sum(self, x: T, held: Held, *dims: int) -> T:
         """``x`` summed over the ranks that hold other parts along ``dims``, in place."""
@@ -69,7 +69,7 @@ class RankSums:
         full[slices(held.box)] = x
         return self.sum(full, held, *range(full.dim()))
 
-    def mine(self, full: T, held: Held) -> T:
+    def own_part(self, full: T, held: Held) -> T:
         """The part that this rank holds of ``full``, a logical tensor shaped like the parameter."""
         return full[slices(held.box)]
 
@@ -129,9 +129,11 @@ def count_update(held: Sequence[Held]) -> int:
 
 def logical_positions(held: Held, first: int = 0, last: int | None = None) -> T:
     """The index, in the flattened logical tensor, of each element held here in rows ``first`` to ``last``: int64."""
-    found = torch.zeros((), dtype=torch.int64, device=held.local.device)
+    positions = torch.zeros((), dtype=torch.int64, device=held.local.device)
     (begin, end), *others = held.box
     rows = (begin + first, end if last is None else begin + last)
     for (lo, hi), size in zip((rows, *others), held.logical.shape, strict=True):
-        found = found[..., None] * size + torch.arange(lo, hi, device=held.local.device)
-    return found
+        positions = positions[..., None] * size + torch.arange(
+            lo, hi, device=held.local.device
+        )
+    return positions

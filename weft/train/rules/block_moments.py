@@ -21,12 +21,12 @@ from weft.memory.quantised import (
 )
 from weft.models.nf4 import packed
 from weft.parallel.state import Held
-from weft.train.rules.rule import Extent, RankSums
+from weft.train.rules.rank_sums import Extent, RankSums
 
 T = torch.Tensor
 
 
-class InBlocks:
+class BlockMoments:
     """Codes of ``bits`` bits, and as scale of a block of ``size`` elements the largest in magnitude, with its sign."""
 
     def __init__(self, bits: int, size: int, ranks: RankSums) -> None:
@@ -41,30 +41,30 @@ class InBlocks:
             edge % per == 0 or edge == held.logical.shape[-1] for edge in held.box[-1]
         ), held.name
         rows = [Extent(i) for i in range(last)]
-        found = {}
+        slots = {}
         for moment in MOMENTS:
-            found[f"{moment}.codes"] = self.ranks.slot(
+            slots[f"{moment}.codes"] = self.ranks.slot(
                 held, *rows, Extent(last, per=per), dtype=torch.uint8
             )
-            found[f"{moment}.scale"] = self.ranks.slot(
+            slots[f"{moment}.scale"] = self.ranks.slot(
                 held, *rows, Extent(None, self._blocks(held).count)
             )
         # with scales of 0 any code is 0; this one stays it
         for moment, values in zip(MOMENTS, self.maps, strict=True):
-            found[f"{moment}.codes"].values.copy_(
+            slots[f"{moment}.codes"].values.copy_(
                 self._packed(torch.full_like(held.local, int(values.abs().argmin())))
             )
-        return found
+        return slots
 
     def load(self, held: Held) -> list[T]:
-        blocks, n, found = self._blocks(held), held.local.size(-1), []
+        blocks, n, moments = self._blocks(held), held.local.size(-1), []
         for moment, values in zip(MOMENTS, self.maps, strict=True):
             codes, scale = (
                 held.slots[f"{moment}.{what}"].values for what in ("codes", "scale")
             )
             codes = unpacked(codes)[..., :n] if self.bits == 4 else codes
-            found.append(decoded(codes, blocks.spread(scale, n), values))
-        return found
+            moments.append(decoded(codes, blocks.spread(scale, n), values))
+        return moments
 
     def store(self, held: Held, moments: Sequence[T]) -> None:
         blocks, n, last = (

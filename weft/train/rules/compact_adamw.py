@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weft.layout.parts import Part
     from weft.parallel.state import Held
     from weft.recipe import Optimizer
-    from weft.train.rules.rule import RankSums
+    from weft.train.rules.rank_sums import RankSums
 
 #: Matrices with fewer elements, and all vectors, keep full moments: they weigh little, and norms suffer most.
 SMALL = 4096
@@ -37,7 +37,7 @@ class Encoding(Protocol):
         """Keep them; ``held.updates`` has counted the update that made them."""
 
 
-class SmallAdamW(UpdateRule):
+class CompactAdamW(UpdateRule):
     """AdamW that brings one parameter's moments to full precision at a time."""
 
     def __init__(

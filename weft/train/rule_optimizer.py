@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from weft.registry import find
-from weft.train.rules.rule import RankSums
+from weft.train.rules.rank_sums import RankSums
 
 if TYPE_CHECKING:
     from weft.layout.mesh import Mesh
@@ -69,10 +69,10 @@ class RuleOptimizer:
         return Assignment(self.rule if inner else self.rest, lr, decay)
 
     def slots(self, held: Held) -> dict[str, Part]:
-        found = self.assignment(held).rule.slots(held)
+        slots = self.assignment(held).rule.slots(held)
         if self.settings.ema:
-            found["ema"] = held.part(held.local.clone())
-        return found
+            slots["ema"] = held.part(held.local.clone())
+        return slots
 
     @torch.no_grad()
     def __call__(
@@ -132,7 +132,7 @@ def learning_rate(settings: Optimizer, step: int, steps: int) -> float:
     return floor + (settings.lr - floor) * left
 
 
-def short_of_warmup(settings: Optimizer, steps: int) -> str:
+def warmup_note(settings: Optimizer, steps: int) -> str:
     """What to say of a run that ends before its warm-up does; nothing of others."""
     warmup = warmup_steps(settings, steps)
     if warmup <= steps:
@@ -148,7 +148,7 @@ def short_of_warmup(settings: Optimizer, steps: int) -> str:
 RATE = ("lr", "schedule", "warmup", "decay", "min_lr")
 
 
-def jump(
+def rate_jump(
     before: Optimizer, after: Optimizer, step: int, planned: int, steps: int
 ) -> str:
     """What to say of a learning rate that is not what it would have been: nothing if it differs by less than 1%.
