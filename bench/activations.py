@@ -27,11 +27,11 @@ from torch import nn
 
 from weft.data.batch import Batch
 from weft.layout.mesh import Mesh
-from weft.memory import tiers
+from weft.memory import tier_file
 from weft.memory.activations import PROFILED, SavedActivations
-from weft.memory.amount import HIDDEN
 from weft.memory.heap import keep_heap
-from weft.memory.tiers import TierFile
+from weft.memory.offload_profile import HIDDEN
+from weft.memory.tier_file import TierFile
 from weft.models.hooks import Hooks
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Recipe, Train
@@ -109,7 +109,7 @@ def slow_disk(rate: float) -> Iterator[None]:
     """In here a tier's files move ``rate`` bytes per second, one call after the other."""
     link, calls = (
         threading.Lock(),
-        {name: getattr(tiers.os, name) for name in ("preadv", "pwritev")},
+        {name: getattr(tier_file.os, name) for name in ("preadv", "pwritev")},
     )
 
     def slow(
@@ -122,12 +122,12 @@ def slow_disk(rate: float) -> Iterator[None]:
         return done
 
     for name, call in calls.items():
-        setattr(tiers.os, name, partial(slow, call))
+        setattr(tier_file.os, name, partial(slow, call))
     try:
         yield
     finally:
         for name, call in calls.items():
-            setattr(tiers.os, name, call)
+            setattr(tier_file.os, name, call)
 
 
 def places(folder: Path, rounds: int, quick: bool) -> dict[str, Any]:

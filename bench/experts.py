@@ -40,7 +40,7 @@ from torch import nn
 from weft.checkpoint.convert.routing import chosen_experts
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.models.hf import export
+from weft.models.hugging_face import export
 from weft.observe.flops import measured_flops
 from weft.parallel.experts import affinity
 from weft.recipe import ModelShape, load_recipe

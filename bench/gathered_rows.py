@@ -24,7 +24,7 @@ import torch
 from step import machine
 
 from examples.gnnpipe.rows import Rows
-from weft.memory.tiers import PAGE, TierFile
+from weft.memory.tier_file import PAGE, TierFile
 
 T = torch.Tensor
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.generate.one_text import OneText
 from weft.layout.dims import Box, Logical
 from weft.layout.mesh import Mesh
-from weft.memory.experts import RestingExperts
+from weft.memory.resting_experts import RestingExperts
 from weft.models.init import initial_values
 from weft.models.paged import KeyValuePages, Reading
 from weft.models.spans import Span

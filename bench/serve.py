@@ -34,7 +34,7 @@ from weft.generate.engine import Engine
 from weft.generate.policies import exact_fill, policy_of
 from weft.generate.sampling import GREEDY
 from weft.layout.mesh import Mesh
-from weft.models.hf import export
+from weft.models.hugging_face import export
 from weft.models.products import read_only
 from weft.models.transformer import Transformer
 from weft.parallel.build import parallelize, resident_state

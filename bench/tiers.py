@@ -45,8 +45,8 @@ from weft.data.batch import Batch
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.memory.heap import keep_heap
-from weft.memory.tiers import BufferPool, Region, Transfer
-from weft.models.hf import export
+from weft.memory.tier_file import BufferPool, Region, Transfer
+from weft.models.hugging_face import export
 from weft.recipe import build_recipe
 from weft.train.build_step import build_step
 from weft.train.setup import build_for_training, prepare

@@ -26,7 +26,7 @@ from weft.errors import UsageError, WeftError
 from weft.generate.sampling import GREEDY
 from weft.layout.mesh import Mesh
 from weft.models.loss import linear_cross_entropy
-from weft.models.own_loss import TokenLoss
+from weft.models.plugin_loss import TokenLoss
 from weft.observe.metrics import read_metrics
 from weft.recipe import build_recipe
 from weft.train.score import scores

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from examples.gnnpipe.model import GNN, planted
 from examples.gnnpipe.pipeline import GraphPipeline, volumes
 from examples.gnnpipe.rows import Rows
-from weft.memory.tiers import TierFile
+from weft.memory.tier_file import TierFile
 from weft.run.launch import launch
 from weft.run.ranks import in_ranks, init_ranks
 

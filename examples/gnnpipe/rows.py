@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from weft.memory.tiers import PAGE, TierFile, page_buffer
+from weft.memory.tier_file import PAGE, TierFile, page_buffer
 
 T = torch.Tensor
 

@@ -18,7 +18,7 @@ from weft.checkpoint.convert import convert
 from weft.checkpoint.model import export_model, open_model
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh
-from weft.models.hf import export
+from weft.models.hugging_face import export
 from weft.models.transformer import Transformer
 from weft.recipe import build_recipe
 from weft.shapes.carried_files import (
@@ -356,11 +356,11 @@ def test_the_same_tokenizer_adds_no_file_but_its_ids() -> None:
         "chat_template.jinja": b"x",
     }
     ids = {"generation_config.json": b'{"eos_token_id": [7]}'}
-    assert files_of_run(came, own | ids, same=True) == came | ids
+    assert files_of_run(came, own | ids, same_tokenizer=True) == came | ids
     assert files_of_run(
-        came | {"generation_config.json": b"{}"}, own | ids, same=True
+        came | {"generation_config.json": b"{}"}, own | ids, same_tokenizer=True
     ) == came | {"generation_config.json": b"{}"}
-    other = files_of_run(came, own | ids, same=False)
+    other = files_of_run(came, own | ids, same_tokenizer=False)
     assert other["tokenizer.json"] == b"2" and json.loads(other["config.json"]) == {
         "eos_token_id": [7]
     }

@@ -29,7 +29,7 @@ from weft.checkpoint.convert.rules import (
 )
 from weft.checkpoint.store import open_checkpoint, verify
 from weft.errors import UsageError, WeftError
-from weft.models.hf import export
+from weft.models.hugging_face import export
 from weft.recipe import ModelShape, RopeScaling
 
 #: Odd sizes, fewer key/value heads than heads, a vocabulary that no tp divides.

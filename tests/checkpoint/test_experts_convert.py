@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.test_hf import logits, ours, their_logits, theirs, whole
+from tests.models.test_hugging_face import logits, ours, their_logits, theirs, whole
 from weft.checkpoint.convert import convert, open_foreign
 from weft.checkpoint.model import open_model
 from weft.errors import WeftError

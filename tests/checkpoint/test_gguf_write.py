@@ -23,7 +23,7 @@ from weft.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_files
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
 from weft.models.adapters import merged_parameters
-from weft.models.hf import export
+from weft.models.hugging_face import export
 from weft.models.transformer import Transformer
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, RopeScaling, Train

@@ -19,7 +19,7 @@ from weft.checkpoint.convert.peft import (
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh
 from weft.models.adapters import merged_parameters
-from weft.models.hf import export, hf_values
+from weft.models.hugging_face import export, hf_values
 from weft.models.transformer import Transformer
 from weft.models.values import with_adapter
 from weft.parallel.build import parallelize

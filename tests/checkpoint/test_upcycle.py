@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.test_hf import logits, ours, their_logits, theirs
+from tests.models.test_hugging_face import logits, ours, their_logits, theirs
 from weft.checkpoint.convert import convert
 from weft.checkpoint.convert.upcycle import down_scale
 from weft.checkpoint.model import open_model

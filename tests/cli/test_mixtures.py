@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.chats import TEMPLATES, save_tokenizer
 from tests.conftest import Command
-from tests.models.test_hf import CASES, COMMON
+from tests.models.test_hugging_face import CASES, COMMON
 
 PROMPT = "def add(a, b):"
 

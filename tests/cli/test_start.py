@@ -18,9 +18,9 @@ from tests import started
 from tests.checkpoint import foreign as write
 from tests.cli.test_commands import tiny
 from tests.conftest import Command
-from tests.models.test_hf import write_config
+from tests.models.test_hugging_face import write_config
 from weft.data.tokenizer import Tokenizer, load_tokenizer
-from weft.models.hf import export
+from weft.models.hugging_face import export
 from weft.observe.metrics import read_metrics
 from weft.recipe import ModelShape, Recipe, load_recipe
 from weft.shapes.config import shape_from_config

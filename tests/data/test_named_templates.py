@@ -17,7 +17,7 @@ from weft.data.chat.source import open_chats
 from weft.data.chat.template import ChatTemplate
 from weft.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_files
 from weft.errors import WeftError
-from weft.models.hf import tokenizer_files
+from weft.models.hugging_face import tokenizer_files
 from weft.recipe import Chat, Source
 from weft.recipe.named_templates import NAMED_FOLDER
 

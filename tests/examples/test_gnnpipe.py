@@ -12,7 +12,7 @@ from examples.gnnpipe.model import GNN, Graph, mean_matrix, planted
 from examples.gnnpipe.pipeline import GraphPipeline, volumes
 from examples.gnnpipe.rows import Rows
 from examples.gnnpipe.table import FORWARD, chunk_order, graph_table
-from weft.memory.tiers import TierFile
+from weft.memory.tier_file import TierFile
 from weft.prove.pool import ProcessPool
 from weft.schedule.actions import ScheduleError, Table, Value
 from weft.schedule.lower import SEND

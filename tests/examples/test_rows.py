@@ -12,7 +12,7 @@ import torch
 
 from examples.gnnpipe.rows import NEAR, Rows
 from weft.memory.nameless_file import TierError
-from weft.memory.tiers import PAGE, PIECE, TierFile
+from weft.memory.tier_file import PAGE, PIECE, TierFile
 
 
 @pytest.fixture

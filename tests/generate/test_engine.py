@@ -16,7 +16,7 @@ from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import UsageError
 from weft.generate.sampling import GREEDY, Sampling
 from weft.layout.mesh import Mesh
-from weft.models.hf import export
+from weft.models.hugging_face import export
 from weft.models.transformer import Transformer
 from weft.parallel.build import parallelize, resident_state
 from weft.recipe import ModelShape, RopeScaling, Source, Train

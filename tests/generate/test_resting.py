@@ -17,12 +17,11 @@ from tests.generate.one_text import OneText
 from weft.errors import UsageError, WeftError
 from weft.layout.dims import Box, Logical
 from weft.layout.mesh import Mesh
-from weft.memory import experts as memory_experts
-from weft.memory import tiers
-from weft.memory.experts import RestingExperts
+from weft.memory import resting_experts, tier_file
 from weft.memory.nameless_file import TierError
 from weft.memory.records import Records, Slots
-from weft.memory.tiers import PAGE, TierFile
+from weft.memory.resting_experts import RestingExperts
+from weft.memory.tier_file import PAGE, TierFile
 from weft.models.transformer import Transformer
 from weft.models.values import Values, seeded_values
 from weft.parallel.build import parallelize
@@ -113,7 +112,7 @@ def test_what_is_stored_in_half_the_bytes_is_read_in_half_the_bytes(
 
     model, experts = resting("mixtral", tmp_path, 0.5, values=narrow)
     assert torch.equal(logits(model), logits(whole("mixtral", narrow)))
-    assert experts.slots.records.size == tiers.whole_pages(3 * 48 * 32 * 2)
+    assert experts.slots.records.size == tier_file.whole_pages(3 * 48 * 32 * 2)
     with pytest.raises(
         WeftError, match=r"stored in torch.bfloat16 and in torch.float32"
     ):
@@ -268,11 +267,11 @@ def test_a_wrong_guess_that_has_not_begun_is_not_read(tmp_path: Path) -> None:
     """Two threads are held up; of what waits behind them only what was chosen comes, and the bytes are those."""
     file, hold = TierFile(tmp_path), threading.Event()
     records = Records(6, PAGE, file, torch.device("cpu"))
-    buffer = tiers.page_buffer(PAGE)
+    buffer = tier_file.page_buffer(PAGE)
     for i in range(6):
         records.write(i, buffer.fill_(i))
     slots = Slots(records, 6, torch.device("cpu"))
-    for _ in range(tiers.THREADS):
+    for _ in range(tier_file.THREADS):
         file.threads.submit(hold.wait)
     slots.expect([0, 1, 2, 3])
     slots.choose([2, 5])
@@ -292,7 +291,7 @@ def test_a_read_that_fails_is_named(
     def fail(*_: Any) -> int:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(tiers.os, "preadv", fail)
+    monkeypatch.setattr(tier_file.os, "preadv", fail)
     with pytest.raises(
         TierError,
         match=rf"reading [\d,]+ bytes of .*{tmp_path.name}.* failed: Input/output error",
@@ -304,7 +303,7 @@ def test_a_damaged_expert_is_found(tmp_path: Path) -> None:
     file = TierFile(tmp_path)
     records = Records(3, 5000, file, torch.device("cpu"))
     assert records.region is not None
-    buffer = tiers.page_buffer(records.size)
+    buffer = tier_file.page_buffer(records.size)
     for i in range(3):
         records.write(i, buffer.fill_(i))
     records.region.memory[records.size + 77] = 9
@@ -316,7 +315,7 @@ def test_a_damaged_expert_is_found(tmp_path: Path) -> None:
 def test_generate_writes_the_same(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_experts, "LOADED", 1)  # one expert at a time
+    monkeypatch.setattr(resting_experts, "LOADED", 1)  # one expert at a time
     folder, _ = folder_of("mixtral", tmp_path / "model")
     words = (
         "generate",

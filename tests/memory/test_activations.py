@@ -18,11 +18,11 @@ from torch import nn
 from tests.cases import Case, start, write_corpus
 from tests.prove.test_equality import name, tree
 from weft.layout.layout import Layout
-from weft.memory import activations, tiers
+from weft.memory import activations, tier_file
 from weft.memory.activations import PROFILED, SavedActivations, Timing, bandwidth
-from weft.memory.amount import MOST_LEAVING, BlockCost, Profile
 from weft.memory.nameless_file import TierError
-from weft.memory.tiers import TierFile
+from weft.memory.offload_profile import MOST_LEAVING, BlockCost, Profile
+from weft.memory.tier_file import TierFile
 from weft.observe.charts import saved_activations
 from weft.train.step import clear_gradients, train_step
 
@@ -100,7 +100,7 @@ def settled(saved: SavedActivations) -> None:
 
     class Now:
         def submit(self, move: Any, urgent: bool = True) -> Any:
-            done: Any = tiers.Future()
+            done: Any = tier_file.Future()
             done.set_result(move())
             return done
 
@@ -166,7 +166,7 @@ def test_what_is_on_its_way_is_taken_from_memory(
     plain = model.gradients()
     file = TierFile(tmp_path)
     saved = SavedActivations(CPU, file, MOST_LEAVING)
-    monkeypatch.setattr(tiers.os, "pwritev", slow)
+    monkeypatch.setattr(tier_file.os, "pwritev", slow)
     leaf, loss = model.forward(saved)
     # room is given back when a write that has begun ends
     threading.Timer(0.5, go.set).start()
@@ -191,7 +191,7 @@ def test_an_io_error_names_the_folder(
 
     model, saved = Model(6), SavedActivations(CPU, TierFile(tmp_path), 5)
     settled_plain = model.gradients()
-    monkeypatch.setattr(tiers.os, call, broken)
+    monkeypatch.setattr(tier_file.os, call, broken)
     with pytest.raises(
         TierError,
         match=rf"{'writ' if call == 'pwritev' else 'read'}ing .*{tmp_path}.*Input/output",
@@ -221,7 +221,7 @@ def interrupted(values: dict[str, Any], call: str) -> tuple[str, bool, bool]:
 
     said = ""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiers.os, call, broken)
+        patch.setattr(tier_file.os, call, broken)
         try:
             train_step(model, state, batches, mesh, lr=1e-2, clip=1.0)
         except TierError as error:

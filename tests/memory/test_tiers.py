@@ -22,10 +22,10 @@ from safetensors.torch import load_file
 from tests.cases import recipe, write_corpus
 from weft.checkpoint.staging import WriterProcess
 from weft.layout.mesh import Mesh
-from weft.memory import tiers
+from weft.memory import tier_file
 from weft.memory.nameless_file import TierError
-from weft.memory.resting import Tiers
-from weft.memory.tiers import (
+from weft.memory.resting import RestingGroup, Tiers
+from weft.memory.tier_file import (
     COMMON,
     PAGE,
     PIECE,
@@ -122,7 +122,7 @@ def test_a_disk_that_does_not_answer_keeps_no_process(tmp_path: Path) -> None:
 import os, sys, time
 from pathlib import Path
 from weft.memory.nameless_file import TierError
-from weft.memory.tiers import PAGE, TierFile, page_buffer
+from weft.memory.tier_file import PAGE, TierFile, page_buffer
 from weft.run.failure import report_failure
 os.preadv = lambda *ask: time.sleep(300)
 try:
@@ -279,7 +279,7 @@ def test_the_pool_has_slots_for_every_size() -> None:
         and payload / pool.most >= 0.95
     )
     assert pool.bytes == sum(map(whole_pages, blocks)), "what is seldom used stays"
-    with mock.patch("weft.memory.tiers.LARGE", ends[0]):
+    with mock.patch("weft.memory.tier_file.LARGE", ends[0]):
         pool.take(ends[0])
     assert pool.bytes == whole_pages(ends[0]), "what is idle stays beside what is large"
 
@@ -293,14 +293,14 @@ def test_where_memory_ends_what_is_idle_makes_room() -> None:
         pool.announce(PAGE)
     pool.give(pool.take(PAGE))
     with mock.patch.object(
-        tiers,
+        tier_file,
         "page_buffer",
         side_effect=[TierError("no memory"), page_buffer(2 * PAGE)],
     ):
         assert pool.take(2 * PAGE).numel() == 2 * PAGE
     assert pool.bytes == 2 * PAGE and pool.most == 2 * PAGE
     with (
-        mock.patch.object(tiers, "page_buffer", side_effect=TierError("no memory")),
+        mock.patch.object(tier_file, "page_buffer", side_effect=TierError("no memory")),
         pytest.raises(TierError),
     ):
         pool.take(PAGE)
@@ -316,11 +316,14 @@ def test_where_memory_ends_what_is_leaving_is_waited_for(tmp_path: Path) -> None
     }
     for name, tensor in values.items():
         resting.rest(name, "weights", [tensor])
-    with resting.at_hand("a", "weights", changes=True):
+    with (
+        mock.patch.object(RestingGroup, "has_left", False),  # however fast the disk is
+        resting.at_hand("a", "weights", changes=True),
+    ):
         values["a"].fill_(7)
     assert resting.leaving and resting.pool.bytes == PAGE
     with mock.patch.object(
-        tiers,
+        tier_file,
         "page_buffer",
         side_effect=[TierError("no memory"), page_buffer(2 * PAGE)],
     ):

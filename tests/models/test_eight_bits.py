@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models.test_hf import (
+from tests.models.test_hugging_face import (
     SINGLE,
     assert_ranks_read_their_boxes,
     logits,

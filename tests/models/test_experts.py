@@ -19,7 +19,7 @@ from weft.models.experts import Mixture, feed_forwards, gradient, grouped_runs, 
 from weft.models.feed_forward import ACTIVATE
 from weft.models.init import initial_values
 from weft.models.router import Loads, RouterPass
-from weft.models.transformer import Transformer, feed_forward
+from weft.models.transformer import Transformer, feed_forward_module
 from weft.models.widened import is_widened
 from weft.recipe import ModelShape, build_recipe
 from weft.shapes.parameters import parameter_count
@@ -59,7 +59,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def mixture(**more: Any) -> Mixture:
     shape = ModelShape(**SMALL | {"balance_loss": 0.7} | more)
-    made = feed_forward(shape, Mesh.single(), 0)
+    made = feed_forward_module(shape, Mesh.single(), 0)
     assert isinstance(made, Mixture)
     made.to(torch.float64).to_empty(device="cpu")
     for path, module in made.named_modules():

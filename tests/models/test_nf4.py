@@ -33,7 +33,9 @@ def test_any_rows_are_those_of_the_whole(
         hi = data.draw(st.integers(lo, len(values)))
         box = ((lo, hi), (0, values.shape[1]))
         assert torch.equal(
-            nf4.stored_values(part, lambda a, b: weight[a:b], rows, width, box),
+            nf4.stored_values(
+                part, nf4.RowReader(lambda a, b: weight[a:b], rows, width), box
+            ),
             values[lo:hi],
         )
     lo = data.draw(st.integers(0, rows - 1))

@@ -19,7 +19,7 @@ from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.memory.nameless_file import TierError
-from weft.memory.tiers import TierFile
+from weft.memory.tier_file import TierFile
 from weft.planner.machine import load_cluster
 from weft.recipe.toml import write_toml
 from weft.rehearse.choose import traffic_of

@@ -14,7 +14,7 @@ from tests.serve.running import build
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import WeftError
 from weft.generate.engine import Engine
-from weft.models.hf import export
+from weft.models.hugging_face import export
 from weft.parallel.build import resident_state
 from weft.serve.server import Server
 from weft.serve.service import Service

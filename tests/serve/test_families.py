@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models.test_hf import ours, theirs
+from tests.models.test_hugging_face import ours, theirs
 from tests.serve.running import Running
 from weft.data.tokenizer import load_tokenizer
 

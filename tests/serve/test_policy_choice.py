@@ -17,7 +17,7 @@ from weft.cli.bench import _show_candidates
 from weft.data.tokenizer import load_tokenizer
 from weft.generate.engine import Engine
 from weft.generate.policies import compared_policies, policy_of
-from weft.models.hf import export
+from weft.models.hugging_face import export
 from weft.serve.load_requests import LoadRequest
 from weft.serve.load_simulation import Curve, TimedRequest, play_load, work_of
 from weft.serve.policy_choice import (

@@ -432,7 +432,7 @@ def test_an_engine_that_fails_says_so_to_all(tokenizer: Tokenizer) -> None:
 
 def exported(folder: Path) -> Path:
     """A small model as Hugging Face has it."""
-    from weft.models.hf import export
+    from weft.models.hugging_face import export
     from weft.parallel.build import resident_state
 
     model = build().float()

@@ -40,7 +40,7 @@ def test_modules_declare_no_sizes_of_their_own() -> None:
     naming = {
         p.name for p in folder.glob("*.py") if re.search(r"\bDim\(", p.read_text())
     }
-    assert naming == {"own_model.py"}
+    assert naming == {"plugin_model.py"}
 
 
 @pytest.mark.parametrize("name", SHAPES)

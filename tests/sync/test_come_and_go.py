@@ -98,7 +98,7 @@ def test_another_state_than_most_is_found_and_mended(
         return compare_with_one_device(trace, prepared, mesh)
 
     meshes = [
-        dataclasses.replace(Mesh.single(), island=i, islands=3, shore=store)
+        dataclasses.replace(Mesh.single(), island=i, islands=3, island_store=store)
         for i in range(3)
     ]
     with ThreadPoolExecutor(3) as threads:

@@ -101,7 +101,7 @@ def in_threads(values: dict[str, Any], steps: int) -> Difference:
     given_recipe, store = build_recipe(values), dist.HashStore()
     job, count = prepare(given_recipe), given_recipe.layout.island
     meshes = [
-        replace(Mesh.single(), island=i, islands=count, shore=store)
+        replace(Mesh.single(), island=i, islands=count, island_store=store)
         for i in range(count)
     ]
     with ThreadPoolExecutor(count) as threads:
@@ -169,7 +169,7 @@ def bytes_sent(
     given_recipe, store = build_recipe(values), dist.HashStore()
     job, count = prepare(given_recipe), given_recipe.layout.island
     meshes = [
-        replace(Mesh.single(), island=i, islands=count, shore=store)
+        replace(Mesh.single(), island=i, islands=count, island_store=store)
         for i in range(count)
     ]
     with ThreadPoolExecutor(count) as threads:

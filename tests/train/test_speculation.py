@@ -13,7 +13,7 @@ from tests.cases import recipe, start, write_corpus
 from tests.checkpoint.test_resume import go, state_of
 from tests.checkpoint.test_resume import tree as save_tree
 from tests.memory.test_tiers import disk_that_fails
-from weft.memory.balance import Sizes, even, step_traffic
+from weft.memory.early_units import Sizes, choose_early, step_traffic
 from weft.memory.nameless_file import TierError
 from weft.parallel.state import State
 from weft.train.build_step import build_step
@@ -257,12 +257,12 @@ def test_buffers_do_not_grow_with_blocks(corpus: str, tmp_path: Path) -> None:
 def test_even_units_are_those_that_balance_the_halves() -> None:
     """Of alike blocks, whose backward takes twice as long, seven in ten: forward has a third of the bytes then."""
     blocks = [Sizes(4, 4, 8, learns=True, free=True)] * 100
-    early = even(blocks, 2.0)
+    early = choose_early(blocks, 2.0)
     found = step_traffic(blocks, early)
     assert sum(early) == pytest.approx(48 / 68 * 100, abs=1) and early[0]
     assert found.backward / found.forward == pytest.approx(2, rel=0.05)
-    assert sum(even(blocks, 3.0)) > sum(early)
-    assert not any(even([unit._replace(free=False) for unit in blocks], 2.0))
+    assert sum(choose_early(blocks, 3.0)) > sum(early)
+    assert not any(choose_early([unit._replace(free=False) for unit in blocks], 2.0))
     runs = "".join("-+"[now] for now in early).split("-")
     assert max(map(len, runs)) - min(map(len, runs[1:-1])) <= 2, (
         "those that wait are not spread"

@@ -17,7 +17,7 @@ from tests.prove.test_equality import difference
 from weft.layout.mesh import Mesh
 from weft.memory.nameless_file import TierError
 from weft.memory.resting import RestingGroup
-from weft.memory.tiers import BufferPool
+from weft.memory.tier_file import BufferPool
 from weft.parallel.state import State
 from weft.parallel.units import TableUnit
 from weft.recipe import Recipe

@@ -19,7 +19,7 @@ import torch
 from weft.data.order import hashed
 from weft.layout.dims import Box, Logical
 from weft.layout.mesh import Mesh
-from weft.models.hf import export
+from weft.models.hugging_face import export
 from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
 

@@ -25,7 +25,7 @@ from weft.data.tokenizer import Tokenizer, tokenizer_from_files
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
 from weft.models.adapters import base_of, merged_parameters
-from weft.models.hf import export, exported_dtype
+from weft.models.hugging_face import export, exported_dtype
 from weft.new_folder import check_new
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
@@ -33,7 +33,7 @@ from weft.recipe import ModelShape, Train
 if TYPE_CHECKING:
     from weft.checkpoint.address import Where
     from weft.checkpoint.load import StoredCheckpoint
-    from weft.memory.experts import RestingExperts
+    from weft.memory.resting_experts import RestingExperts
     from weft.models.transformer import Transformer
     from weft.models.values import Values
 

@@ -133,7 +133,7 @@ def generate(
     from weft.generate.several import Several
     from weft.generate.start import as_rank, launch_ranks, leads
     from weft.layout.layout import Layout
-    from weft.memory.experts import RestingExperts
+    from weft.memory.resting_experts import RestingExperts
     from weft.models.products import read_only
 
     if (prompt is None) == (prompt_file is None):

@@ -23,10 +23,10 @@ from weft.layout.boundary import gather_tokens
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.placement import rank_table
+from weft.models.adapter_shelf import AdapterShelf
 from weft.models.paged import Reading, StatePages, attending, layer_pages
 from weft.models.rope import angles
 from weft.models.row_adapters import HostAdapter, own_part
-from weft.models.shelf import AdapterShelf
 from weft.models.transformer import Transformer
 from weft.net.groups import limit
 from weft.net.lost import peer_lost

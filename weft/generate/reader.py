@@ -12,10 +12,10 @@ import torch
 
 from weft.generate.request import Request
 from weft.generate.scheduler import ScheduledStep
+from weft.models.adapter_shelf import AdapterShelf, LentAdapter
 from weft.models.invariant import TILE, invariant
 from weft.models.paged import Reading, attending, layer_pages, slots
 from weft.models.row_adapters import HostAdapter
-from weft.models.shelf import AdapterShelf, Lent
 from weft.models.spans import PrefixTile, Span
 from weft.models.transformer import Transformer
 
@@ -34,7 +34,7 @@ class TextSlice(NamedTuple):
     rows: int = 1
     offset: int = 0
     context: Sequence[PrefixTile] = ()
-    adapter: Lent | None = None
+    adapter: LentAdapter | None = None
 
 
 def parts_of(step: ScheduledStep) -> list[TextSlice]:
@@ -43,7 +43,9 @@ def parts_of(step: ScheduledStep) -> list[TextSlice]:
     for request, tokens in step.work.items():
         own = [b.path for b in request.branches if b.table is request.table]
         beside = (
-            Lent(request.adapter, tuple(request.shelf)) if request.adapter else None
+            LentAdapter(request.adapter, tuple(request.shelf))
+            if request.adapter
+            else None
         )
         ids = [
             *request.ids[: request.computed + tokens],
@@ -99,7 +101,7 @@ class PackedRow(NamedTuple):
     positions: list[int]
     spans: list[Span]
     wanted: list[int]  # the indices of tokens whose logits are wanted
-    adapters: list[Lent | None]  # of the spans
+    adapters: list[LentAdapter | None]  # of the spans
 
     @classmethod
     def of(cls, said: Sequence[Any]) -> "PackedRow":
@@ -113,7 +115,10 @@ class PackedRow(NamedTuple):
                 for first, last, past, table, context in spans
             ],
             wanted,
-            [Lent(lent[0], tuple(lent[1])) if lent else None for lent in adapters],
+            [
+                LentAdapter(lent[0], tuple(lent[1])) if lent else None
+                for lent in adapters
+            ],
         )
 
 

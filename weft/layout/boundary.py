@@ -55,9 +55,8 @@ def gather_vocab(logits: torch.Tensor, sizes: list[int], mesh: Mesh) -> torch.Te
     # gloo takes equal parts only
     even = torch.nn.functional.pad(logits, (0, most - logits.shape[2]))
     parts = spmd.all_gather(even, mesh.group("tp"), src=S(2), dst=R).split(most, dim=2)
-    return torch.cat(
-        [one[..., :size] for one, size in zip(parts, sizes, strict=True)], dim=2
-    )
+    own_parts = [part[..., :size] for part, size in zip(parts, sizes, strict=True)]
+    return torch.cat(own_parts, dim=2)
 
 
 def own(weight: torch.Tensor, start: int, stop: int, mesh: Mesh) -> torch.Tensor:

@@ -15,7 +15,7 @@ from weft.layout.axes import AXES, BATCH_AXES, FOLDED
 from weft.layout.dims import Logical
 from weft.layout.layout import Layout
 from weft.layout.placement import (
-    EXPERT_AXES,
+    ExpertSizes,
     Place,
     exchange_table,
     expert_blocks,
@@ -36,8 +36,8 @@ LIVE_AXES = ("pp", "dp", "shard", "cp", "tp")
 class Mesh:
     """The layout of an island over the ranks of the default process group. ``device_mesh`` is None on a single device.
 
-    ``island`` is this one's number among ``islands``, and ``shore`` the store that ranks of all islands share. All else
-    here is of the ranks of this island, which train as if there were no others.
+    ``island`` is this one's number among ``islands``, and ``island_store`` the store that ranks of all islands share.
+    All else here is of the ranks of this island, which train as if there were no others.
 
     ``place`` is this rank's. Groups are known by axis, by ``state`` (:class:`weft.layout.placement.Place` says what it
     is), where ``layout.ep`` is above 1 by ``expert_state`` and ``expert_dp``, with ``exchange``, the ranks that have
@@ -55,7 +55,7 @@ class Mesh:
     step_group: dist.ProcessGroup | None = None
     island: int = 0
     islands: int = 1
-    shore: dist.Store | None = None
+    island_store: dist.Store | None = None
 
     def __post_init__(self) -> None:
         sizes = {axis: self.layout.size(axis) for axis in (*AXES, FOLDED)}
@@ -63,7 +63,7 @@ class Mesh:
             "state": self.layout.size("shard", "cp"),
             "near": self.layout.secondary,
         }
-        sizes |= dict(zip(EXPERT_AXES, expert_sizes(self.layout), strict=True))
+        sizes |= expert_sizes(self.layout)._asdict()
         object.__setattr__(self, "_size", sizes)
 
     @classmethod
@@ -92,10 +92,13 @@ class Mesh:
                 f"layout {layout} has {layout.world} places but {dist.get_world_size()} ranks were started; "
                 f"start {layout.world} ranks or change --layout"
             )
-        island, islands, shore = 0, layout.island, None
+        island, islands, island_store = 0, layout.island, None
         if islands > 1:
             island, members = island_ranks(layout, dist.get_rank())
-            layout, shore = layout.inside, enter_group(members, f"island-{island}")
+            layout, island_store = (
+                layout.inside,
+                enter_group(members, f"island-{island}"),
+            )
         place = Place.of(layout, dist.get_rank())
         table = rank_table(layout)
         ranks = torch.from_numpy(table[0].copy())  # [pp, dp, shard, cp, tp]
@@ -110,7 +113,7 @@ class Mesh:
             together = torch.from_numpy(exchange_table(layout, table)[0].copy())
             groups |= {
                 name: group_along(folded, i, name)
-                for i, name in enumerate(EXPERT_AXES, 1)
+                for i, name in enumerate(ExpertSizes._fields, 1)
             }
         for axis, group in groups.items():
             # all index arithmetic rests on this
@@ -145,7 +148,7 @@ class Mesh:
             dist.group.WORLD,
             island,
             islands,
-            shore,
+            island_store,
         )
 
     def size(self, *axes: str) -> int:
@@ -207,10 +210,10 @@ class Mesh:
         return self.is_main and not self.island
 
 
-def from_all(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The values ``mine`` of all ranks of ``group`` (default: all), in rank order. Collective."""
-    values = [mine]
+def from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Gather ``value`` of every rank of ``group`` (default: all ranks), in rank order. Collective."""
+    values = [value]
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         values *= dist.get_world_size(group)
-        dist.all_gather_object(values, mine, group=group)
+        dist.all_gather_object(values, value, group=group)
     return values

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -63,7 +63,7 @@ class Place:
             where["island"], where["pp"], ..., where["tp"]
         ]
         folded = (int(i[0]) for i in np.nonzero(table == rank))
-        return cls(layout, where | dict(zip(EXPERT_AXES, folded, strict=True)))
+        return cls(layout, where | dict(zip(ExpertSizes._fields, folded, strict=True)))
 
     def rank(self, axis: str) -> int:
         return self.coordinates[axis]
@@ -166,18 +166,22 @@ def rank_table(layout: Layout) -> np.ndarray:
     return ranks.transpose([order.index(axis) for axis in AXES])
 
 
-#: The axes into which the data ranks fall for experts: replicas, ranks that share their state, and other experts.
-EXPERT_AXES = ("expert_dp", "expert_state", FOLDED)
+class ExpertSizes(NamedTuple):
+    """Numbers of data ranks for experts: replicas, ranks that share the state of an expert, and ranks of other experts.
+
+    The names of the fields are those of axes.
+    """
+
+    expert_dp: int
+    expert_state: int
+    ep: int
 
 
-def expert_sizes(layout: Layout) -> tuple[int, int, int]:
-    """How many ranks there are along each of :data:`EXPERT_AXES`."""
+def expert_sizes(layout: Layout) -> ExpertSizes:
+    """Return how the data ranks of ``layout`` fall into axes for experts."""
     state = layout.size("shard", "cp")
-    return (
-        layout.dp // max(1, layout.fold // state),
-        max(1, state // layout.fold),
-        layout.fold,
-    )
+    replicas = layout.dp // max(1, layout.fold // state)
+    return ExpertSizes(replicas, max(1, state // layout.fold), layout.fold)
 
 
 def expert_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ Autograd's hooks hand over every tensor that a block saves. Whole storages trave
 activation cost nothing more; parameters, and what all blocks share, stay (vDNN, Rhu et al. 2016, 1602.08124). Threads
 carry the storages of a block away while the next ones compute, and bring those of the block before while a block's
 backward runs. What is asked for before it is gone is taken from where it still is. The last blocks stay, and
-:mod:`weft.memory.amount` says how many these are (SSDTrain, Wu et al. 2024, 2408.10013).
+:mod:`weft.memory.offload_profile` says how many these are (SSDTrain, Wu et al. 2024, 2408.10013).
 """
 
 import sys
@@ -25,9 +25,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from weft.memory.amount import BlockCost, Profile, most_leaving
 from weft.memory.nameless_file import TierError
-from weft.memory.tiers import (
+from weft.memory.offload_profile import BlockCost, Profile, most_leaving
+from weft.memory.tier_file import (
     PAGE,
     PIECE,
     THREADS,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from weft.memory.tiers import TierFile, Transfer, page_buffer, whole_pages
+from weft.memory.tier_file import TierFile, Transfer, page_buffer, whole_pages
 
 T = torch.Tensor
 

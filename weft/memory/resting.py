@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from weft.memory.on_device import OnDevice
-from weft.memory.tiers import (
+from weft.memory.tier_file import (
     BufferPool,
     Region,
     TierFile,

@@ -137,13 +137,13 @@ def adapted_products(module: Module, x: T, names: Sequence[str]) -> tuple[T, ...
     weights = [module.own(name, getattr(module, name)) for name in dense]
     draws = current_draws() if module.adapter.dropout else None
     together = [_adapter(module, name).a for name in adapted] if draws is None else []
-    made = project(x, *weights, *together) if weights or together else ()
-    outputs = dict(zip(dense, made, strict=False))
+    products = project(x, *weights, *together) if weights or together else ()
+    outputs = dict(zip(dense, products, strict=False))
     for name in names:
         if name in module.quantized:
             outputs[name] = _project_quantized(module, name, x)
     lows = (
-        made[len(dense) :]
+        products[len(dense) :]
         if draws is None
         else [_project_dropped(module, name, x, draws) for name in adapted]
     )

@@ -9,7 +9,7 @@ blocks kill the process) cannot occur here: a segment is never empty and a causa
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.library import CustomOpDef
@@ -22,6 +22,18 @@ aten = torch.ops.aten
 T = torch.Tensor
 #: ``attend(q, k, v, cu_seqlens)``; a windowed layer adds how many tokens a token sees.
 Attend = Callable[..., T]
+#: Arguments and results of the backward operators. PyTorch cannot read them from the name of a tuple's class.
+BACKWARD_SCHEMA = (
+    "(Tensor grad, Tensor q, Tensor k, Tensor v, {}) -> (Tensor, Tensor, Tensor)"
+)
+
+
+class QkvGradients(NamedTuple):
+    """Gradients of queries, keys and values, each of the shape of its tensor."""
+
+    q: T
+    k: T
+    v: T
 
 
 def attend_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
@@ -70,22 +82,20 @@ def join(out: T, lse: T, o: T, l: T) -> None:
 
 def attend_backward(
     grad: T, q: T, k: T, v: T, out: T, lse: T, segments: list[Segment]
-) -> tuple[T, T, T]:
+) -> QkvGradients:
     """Gradients of q, k, v for these segments, given the *global* ``out`` and ``lse`` of their queries."""
     if _varlen(q, segments):
         return _varlen_backward(grad, q, k, v, out, lse, segments)
     k, v, q, grad, out, lse, pieces = _pieces(segments, k, v, q, grad, out, lse)
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
     for s in pieces:
         rows, cols = (slice(None), slice(s.q0, s.q1)), (slice(None), slice(s.k0, s.k1))
         parts = _backward(
             grad[rows], q[rows], k[cols], v[cols], out[rows], lse[rows], s
         )
-        for total, share, where in zip(
-            (dq, dk, dv), parts, (rows, cols, cols), strict=True
-        ):
+        for total, share, where in zip(grads, parts, (rows, cols, cols), strict=True):
             total[where] += share
-    return dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)
+    return QkvGradients(*(total.flatten(0, 1) for total in grads))
 
 
 def _varlen(q: T, segments: list[Segment]) -> bool:
@@ -208,25 +218,15 @@ def _varlen_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
 
 def _varlen_backward(
     grad: T, q: T, k: T, v: T, out: T, lse: T, segments: list[Segment]
-) -> tuple[T, T, T]:
+) -> QkvGradients:
     cu, longest = _cu(segments, q.device)
     zero = torch.zeros((), dtype=torch.uint64, device=q.device)
-    return aten._flash_attention_backward(
-        grad,
-        q,
-        k,
-        v,
-        out,
-        lse.transpose(0, 1).contiguous(),
-        cu,
-        cu,
-        longest,
-        longest,
-        0.0,
-        True,
-        zero,
-        zero,
+    lse = lse.transpose(0, 1).contiguous()
+    lengths = (cu, cu, longest, longest)
+    grads = aten._flash_attention_backward(
+        grad, q, k, v, out, lse, *lengths, 0.0, True, zero, zero
     )
+    return QkvGradients(*grads)
 
 
 def _cu(segments: list[Segment], device: torch.device) -> tuple[T, int]:
@@ -278,15 +278,23 @@ def _(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> tuple[T, T]:
     )
 
 
-@torch.library.custom_op("weft::attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "weft::attention_backward",
+    mutates_args=(),
+    schema=BACKWARD_SCHEMA.format(
+        "Tensor out, Tensor lse, Tensor cu_seqlens, int window=0"
+    ),
+)
 def attention_backward(
     grad: T, q: T, k: T, v: T, out: T, lse: T, cu_seqlens: T, window: int = 0
-) -> tuple[T, T, T]:  # fmt: skip
+) -> QkvGradients:
+    """Gradients of q, k and v of :func:`attention`, by the gradient of its ``out``."""
     g, fq, fk, fv, o = (x.flatten(0, 1) for x in (grad, q, k, v, out))
-    dq, dk, dv = attend_backward(
-        g, fq, fk, fv, o, lse, document_segments(cu_seqlens, window)
+    segments = document_segments(cu_seqlens, window)
+    grads = attend_backward(g, fq, fk, fv, o, lse, segments)
+    return QkvGradients(
+        *(d.view(x.shape) for d, x in zip(grads, (q, k, v), strict=True))
     )
-    return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
 def set_backward(
@@ -307,8 +315,8 @@ def set_backward(
         )
 
     @backward.register_fake
-    def _(grad: T, q: T, k: T, v: T, *rest: Any) -> tuple[T, T, T]:
-        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    def _(grad: T, q: T, k: T, v: T, *rest: Any) -> QkvGradients:
+        return QkvGradients(*(x.new_empty(x.shape) for x in (q, k, v)))
 
     operator.register_autograd(gradients, setup_context=save)
 

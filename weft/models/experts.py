@@ -12,9 +12,9 @@ from weft.layout.boundary import gather_tokens, scatter_tokens, untyped
 from weft.layout.mesh import Mesh
 from weft.models.feed_forward import ACTIVATE, SLOPE, FeedForward
 from weft.models.fused import Tape, current_tape
+from weft.models.graph_parts import Steps, current_part, read, result_of
 from weft.models.module import Module
 from weft.models.numbers import has_numbers
-from weft.models.parts import Steps, current_part, read, result_of
 from weft.models.router import Choice, Router, RouterPass
 from weft.models.widened import is_widened, multiply, widened
 from weft.recipe import ModelShape
@@ -216,7 +216,7 @@ def feed_forwards(rows: T, counts: T, activation: str, gate: T, up: T, down: T) 
     ``gate, up``: ``[experts, hidden, embed]``; ``down``: ``[experts, embed, hidden]``.
     """
     if torch.is_inference_mode_enabled():
-        return _forwards(rows, counts, activation, (gate, up, down))[2]
+        return _forwards(rows, counts, activation, (gate, up, down)).out
     tape, weights = current_tape(), (gate, up, down)
     return _FeedForwards.apply(
         rows, counts, activation, None if tape is None else (tape, weights), *weights
@@ -254,12 +254,10 @@ def product(x: T, weight: T, counts: T, out: T | None = None, add: bool = False)
     if weight.dim() == 2:
         return multiply(x, weight, plus=out if add else None, out=out)
     if grouped_runs(x, weight):
-        made = F.grouped_mm(x, weight, offs=counts.cumsum(0, dtype=torch.int32))
-        return made if out is None else out.add_(made) if add else out.copy_(made)
-    sizes, out = (
-        sizes_of(counts, len(x)),
-        x.new_empty(len(x), weight.shape[2]) if out is None else out,
-    )
+        y = F.grouped_mm(x, weight, offs=counts.cumsum(0, dtype=torch.int32))
+        return y if out is None else out.add_(y) if add else out.copy_(y)
+    out = x.new_empty(len(x), weight.shape[2]) if out is None else out
+    sizes = sizes_of(counts, len(x))
     for some, w, into in zip(x.split(sizes), weight, out.split(sizes), strict=True):
         product(some, w, counts, into, add)
     return out
@@ -281,7 +279,7 @@ def add_gradient(parameter: T, gradient: T) -> None:
     )
 
 
-def together(rows: T) -> bool:
+def runs_grouped(rows: T) -> bool:
     """Whether all experts are computed at once, by a grouped product.
 
     On the CPU, which has none that is faster than its parts, what one expert makes is still in the cache when it is
@@ -290,46 +288,47 @@ def together(rows: T) -> bool:
     return rows.is_cuda
 
 
+class ExpertOutputs(NamedTuple):
+    """Products of rows with the weights ``gate`` and ``up``, ``[rows, hidden]``, and the result ``[rows, embed]``."""
+
+    gate: T
+    up: T
+    out: T
+
+
 def forward_piece(
     x: T,
     counts: T,
     activation: str,
-    stacks: Sequence[T],
+    weights: Sequence[T],
     places: Sequence[T | None] = (None, None, None),
-) -> tuple[T, T, T]:
-    """What ``gate`` and ``up`` of one expert or all make of ``x``, and what comes of these; to where there is place."""
-    gate, up, down = stacks
-    gate_out, up_out = (
-        product(x, gate.mT, counts, places[0]),
-        product(x, up.mT, counts, places[1]),
-    )
-    return (
-        gate_out,
-        up_out,
-        product(
-            ACTIVATE[activation](gate_out).mul_(up_out), down.mT, counts, places[2]
-        ),
-    )
+) -> ExpertOutputs:
+    """Run the feed-forward of one expert, or of a stack of them, on the rows ``x``.
+
+    ``weights``: gate, up and down, of one expert or of all. Results are written to ``places`` that are given.
+    """
+    gate, up, down = weights
+    gate_out = product(x, gate.mT, counts, places[0])
+    up_out = product(x, up.mT, counts, places[1])
+    hidden = ACTIVATE[activation](gate_out).mul_(up_out)
+    return ExpertOutputs(gate_out, up_out, product(hidden, down.mT, counts, places[2]))
 
 
 def _forwards(
     rows: T, counts: T, activation: str, stacks: Sequence[T]
-) -> tuple[T, T, T]:
-    """:func:`forward_piece` of all experts."""
-    if together(rows):
+) -> ExpertOutputs:
+    """Run the feed-forwards of all experts, each on its own rows."""
+    if runs_grouped(rows):
         return forward_piece(rows, counts, activation, stacks)
     sizes, (_, hidden, embed) = sizes_of(counts, len(rows)), stacks[0].shape
-    gate_out, up_out, out = (
-        rows.new_empty(len(rows), width) for width in (hidden, hidden, embed)
+    outputs = ExpertOutputs(
+        *(rows.new_empty(len(rows), width) for width in (hidden, hidden, embed))
     )
-    experts, places = (
-        zip(*stacks, strict=True),
-        zip(*(y.split(sizes) for y in (gate_out, up_out, out)), strict=True),
-    )
-    for x, weights, place in zip(rows.split(sizes), experts, places, strict=True):
+    places = zip(*(y.split(sizes) for y in outputs), strict=True)
+    for x, place, *weights in zip(rows.split(sizes), places, *stacks, strict=True):
         if len(x):
             forward_piece(x, counts, activation, weights, place)
-    return gate_out, up_out, out
+    return outputs
 
 
 def _backward(
@@ -394,7 +393,7 @@ class _FeedForwards(torch.autograd.Function):
 
         # of what is left for later no graph is made
         given = rows.detach(), grad.contiguous(), gate_out, up_out
-        if together(rows):
+        if runs_grouped(rows):
             d_rows, products = _backward(*given, counts, ctx.activation, stacks)
             learn(products, learning)
         else:
@@ -429,7 +428,8 @@ class Experts(Module):
             self.weight(name)
 
     @property
-    def own(self) -> tuple[T, T, T]:
+    def own(self) -> Sequence[T]:
+        """The stacks ``[experts, ...]`` of gate, up and down that this rank holds."""
         return self.gate, self.up, self.down
 
     def forward(
@@ -441,23 +441,17 @@ class Experts(Module):
         """
         own = self.own if stacks is None else stacks(*self.own)
         if not lent:
-            return self._made(rows, counts, *own)
+            return feed_forwards(rows, counts, self.activation, *own)
         with untyped():
-            here, others = (
-                counts[: len(self.gate)],
-                counts[len(self.gate) :][: len(lent[0])],
-            )
-            size = sum(
-                sizes_of(here, len(rows) * len(here) // max(1, len(here) + len(others)))
-            )
-        made = (
-            self._made(rows[:size], here, *own),
-            self._made(rows[size:], others, *lent),
+            here = counts[: len(self.gate)]
+            others = counts[len(self.gate) :][: len(lent[0])]
+            share = len(rows) * len(here) // max(1, len(here) + len(others))
+            size = sum(sizes_of(here, share))
+        outputs = (
+            feed_forwards(rows[:size], here, self.activation, *own),
+            feed_forwards(rows[size:], others, self.activation, *lent),
         )
-        return torch.cat(made)
-
-    def _made(self, rows: T, counts: T, gate: T, up: T, down: T) -> T:
-        return feed_forwards(rows, counts, self.activation, gate, up, down)
+        return torch.cat(outputs)
 
 
 class Mixture(Module):
@@ -543,8 +537,8 @@ class Mixture(Module):
                 way.combine(self.experts(rows, counts, borrowed, stacks), meta)
             )
         yield
-        made = [back() for back in returning]
-        routed = (torch.cat(made) if len(made) > 1 else made[0]).view_as(x)
+        sums = [back() for back in returning]
+        routed = (torch.cat(sums) if len(sums) > 1 else sums[0]).view_as(x)
         return self._mixed(x, routed, None if beside is None else read(beside, leaving))
 
     def learn_from(self, loads: Sequence[int]) -> None:

@@ -85,8 +85,8 @@ class LatentAttention(Projections):
                 return self.project(out.flatten(-2), "wo")[0]
             attend.keep(both)
             attend = local_attention
-        made = self.project(latent, "wkv_b")[0].unflatten(-1, (q.shape[2], -1))
-        k, v = made.split([self.plain, self.value_dim], -1)
+        heads = self.project(latent, "wkv_b")[0].unflatten(-1, (q.shape[2], -1))
+        k, v = heads.split([self.plain, self.value_dim], -1)
         q, k = (
             torch.cat((q, rotated), -1),
             torch.cat((k, key.expand(-1, -1, k.shape[2], -1)), -1),

@@ -23,7 +23,14 @@ import torch
 from weft.errors import UsageError
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import chunk_owners
-from weft.models.attention import fold_heads, repeat_heads, set_backward, wide
+from weft.models.attention import (
+    BACKWARD_SCHEMA,
+    QkvGradients,
+    fold_heads,
+    repeat_heads,
+    set_backward,
+    wide,
+)
 from weft.models.prefix import StretchOwners, prefixes
 
 T = torch.Tensor
@@ -85,22 +92,18 @@ def forward(q: T, k: T, v: T, positions: T, decay: T, size: int = CHUNK) -> T:
     state: T | None = None
     for at, here in _chunks(positions, size):
         qc, kc, vc = q[:, :, at], k[:, :, at], v[:, :, at]
-        made = (qc @ kc.mT).mul_(tokens_to_tokens(here, decay)) @ vc
-        out[:, :, at] = (
-            made
-            if state is None
-            else made.add_((qc * state_to_tokens(here, decay)) @ state)
-        )
+        out[:, :, at] = (qc @ kc.mT).mul_(tokens_to_tokens(here, decay)) @ vc
         fresh = local_state(kc, vc, here, decay)
-        state = (
-            fresh if state is None else fresh.add_(state * state_to_state(here, decay))
-        )
+        if state is not None:
+            out[:, :, at] += (qc * state_to_tokens(here, decay)) @ state
+            fresh += state * state_to_state(here, decay)
+        state = fresh
     return out
 
 
 def backward(
     grad: T, q: T, k: T, v: T, positions: T, decay: T, size: int = CHUNK
-) -> tuple[T, T, T]:
+) -> QkvGradients:
     """Gradients of q, k and v by the outputs of :func:`forward`."""
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     chunks = list(_chunks(positions, size))
@@ -127,7 +130,7 @@ def backward(
             (kc @ later).mul_(into)
         )
         later = (qc * from_before).mT @ gc + later * state_to_state(here, decay)
-    return dq, dk, dv
+    return QkvGradients(dq, dk, dv)
 
 
 def positions_of(cu_seqlens: Sequence[int], row: int, lo: int, hi: int) -> T:
@@ -244,11 +247,18 @@ def linear_attention(
     return _joined(outs, q.dtype).contiguous(), torch.stack([before[s] for s in at])
 
 
-@torch.library.custom_op("weft::linear_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "weft::linear_attention_backward",
+    mutates_args=(),
+    schema=BACKWARD_SCHEMA.format(
+        "Tensor before, Tensor cu_seqlens, float[] decay, SymInt[] owner, SymInt index, str group, str routine"
+    ),
+)
 def linear_attention_backward(
     grad: T, q: T, k: T, v: T, before: T, cu_seqlens: T, decay: Sequence[float], owner: Sequence[int], index: int,
     group: str, routine: str,
-) -> tuple[T, T, T]:  # fmt: skip
+) -> QkvGradients:  # fmt: skip
+    """Gradients of q, k and v of :func:`linear_attention`; ``before``: the states before own stretches."""
     scale = q.shape[-1] ** -0.5
     cut, (qs, ks, vs) = _prepare(q * scale, k, v, cu_seqlens, decay, owner, index)
     gs, at, logs = _stretches(grad, cut, wide(q.dtype)), cut.positions, cut.decay
@@ -264,13 +274,11 @@ def linear_attention_backward(
         grads[0][s] = dq.add_((gs[s] @ earlier[s].mT).mul_(weights[s])).mul_(scale)
         grads[1][s] = dk.add_((vs[s] @ later[s].mT).mul_(into))
         grads[2][s] = dv.add_((ks[s] @ later[s]).mul_(into))
-    dq, dk, dv = (_joined(grad_of, q.dtype) for grad_of in grads)
-    kv_heads = k.shape[2]
-    return (
-        dq.contiguous(),
-        fold_heads(dk, kv_heads).contiguous(),
-        fold_heads(dv, kv_heads).contiguous(),
+    joined = (
+        fold_heads(_joined(grad_of, q.dtype), x.shape[2]).contiguous()
+        for grad_of, x in zip(grads, (q, k, v), strict=True)
     )
+    return QkvGradients(*joined)
 
 
 @linear_attention.register_fake

@@ -7,6 +7,7 @@ others, or the rows of state, then meets whole blocks, and every rank comes to t
 
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +27,17 @@ LEVELS = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-#: Gives rows ``lo:hi`` of a weight as :func:`is_turned` says that they are stored.
-Rows = Callable[[int, int], T]
+
+
+class RowReader(NamedTuple):
+    """Reads rows of a weight in the orientation in which the weight is stored (:func:`is_turned`).
+
+    ``read(lo, hi)`` returns ``[hi - lo, width]``; there are ``rows`` of them.
+    """
+
+    read: Callable[[int, int], T]
+    rows: int
+    width: int
 
 
 @cache
@@ -160,34 +170,34 @@ class _QuantizedProject(torch.autograd.Function):
         )
 
 
-def stored_values(part: str, read: Rows, rows: int, width: int, box: Box) -> T:
-    """Rows of ``codes``, ``scales`` or ``about`` (the ``part``) of a weight of ``rows`` that ``read`` gives."""
+def stored_values(part: str, weight: RowReader, box: Box) -> T:
+    """Quantise the ``part`` (``codes``, ``scales`` or ``about``) of ``weight`` that ``box`` names the rows of."""
     lo, hi = box[0]
     if part == "codes":
-        return quantized_rows(read(lo, hi))[0]
-    blocks = -(-width // BLOCK)  # scales of a row
-    first, last = (
-        (lo * blocks // SCALES, -(-hi * blocks // SCALES))
-        if part == "scales"
-        else (lo, hi)
-    )
-    # the scales of whole blocks of these
-    begin, end = first * SCALES, min(last * SCALES, rows * blocks)
-    near = quantized_rows(read(begin // blocks, -(-end // blocks)))[1].flatten()
+        return quantized_rows(weight.read(lo, hi))[0]
+    blocks = -(-weight.width // BLOCK)  # scales of a row
+    first, last = lo, hi
+    if part == "scales":
+        first, last = lo * blocks // SCALES, -(-hi * blocks // SCALES)
+    # scales that share a mean are quantised together
+    begin, end = first * SCALES, min(last * SCALES, weight.rows * blocks)
+    near = quantized_rows(weight.read(begin // blocks, -(-end // blocks)))[1].flatten()
     at = begin // blocks * blocks
     steps, about = quantized_scales(near[begin - at : end - at])
-    return (
-        about
-        if part == "about"
-        else steps[lo * blocks - begin : hi * blocks - begin].view(hi - lo, blocks)
-    )
+    if part == "about":
+        return about
+    return steps[lo * blocks - begin : hi * blocks - begin].view(hi - lo, blocks)
 
 
-def reader(
+def row_reader(
     values: Callable[[str, Logical, Box], T], name: str, logical: Logical
-) -> tuple[Rows, int, int]:
-    """Rows of the weight ``name`` as they are stored, how many there are, and how wide."""
+) -> RowReader:
+    """Return the reader of the weight ``name``, whose ``values`` are given by boxes of the logical tensor."""
     out, into = logical.shape
     if not is_turned(logical.dims[0]):
-        return (lambda lo, hi: values(name, logical, ((lo, hi), (0, into)))), out, into
-    return (lambda lo, hi: values(name, logical, ((0, out), (lo, hi))).t()), into, out
+        return RowReader(
+            lambda lo, hi: values(name, logical, ((lo, hi), (0, into))), out, into
+        )
+    return RowReader(
+        lambda lo, hi: values(name, logical, ((0, out), (lo, hi))).t(), into, out
+    )

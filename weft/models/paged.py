@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -24,17 +25,17 @@ from weft.models.linear_attention import (
     state_to_state,
     state_to_tokens,
 )
+from weft.models.shared_prefixes import PrefixGroup, attend_prefixes, group_prefixes
 from weft.models.spans import (
     Span,
     SpanBatch,
     attend_batch,
     attend_span,
     batch_spans,
-    columns,
     rounds,
+    seen_blocks,
 )
 from weft.models.transformer import Attention, Block, T, Transformer
-from weft.models.views import Views, attend_views, views_of
 
 #: Tokens by which the memory of a cache grows at least, so that it is seldom copied.
 ROOM = 256
@@ -67,7 +68,17 @@ class Reading:
 
     spans: Sequence[Span]
     slots: T  # [new tokens], where they go among the tokens of all blocks
-    batches: dict[int, list[SpanBatch | Span | Views]] = field(default_factory=dict)
+    batches: dict[int, list[SpanBatch | Span | PrefixGroup]] = field(
+        default_factory=dict
+    )
+
+
+class SpanKeys(NamedTuple):
+    """Keys and values of a text, ``[tokens, kv_heads, width]`` each, behind ``before`` tokens that are left out."""
+
+    keys: T
+    values: T
+    before: int
 
 
 class Pages:
@@ -134,22 +145,21 @@ class KeyValuePages(Pages):
                     q[0, piece.rows], *self.gather(piece.blocks), piece
                 )
                 out[0, piece.rows] = attended[..., :width]
-            elif isinstance(piece, Views):
-                attended = attend_views(
+            elif isinstance(piece, PrefixGroup):
+                attended = attend_prefixes(
                     q[0, piece.rows], piece, lambda span: self.read(span, 0)[:2]
                 )
                 out[0, piece.rows] = attended[..., :width]
             else:
-                rows, (keys, values, before) = (
-                    slice(piece.first, piece.last),
-                    self.read(piece, window),
-                )
-                out[0, rows] = attend_span(
+                rows = slice(piece.first, piece.last)
+                keys, values, before = self.read(piece, window)
+                attended = attend_span(
                     q[0, rows], keys, values, piece.past - before, window
-                )[..., :width]
+                )
+                out[0, rows] = attended[..., :width]
         return out
 
-    def _pieces(self, q: T, window: int) -> list[SpanBatch | Span | Views]:
+    def _pieces(self, q: T, window: int) -> list[SpanBatch | Span | PrefixGroup]:
         """What is attended to at once: spans by themselves or in batches, and all those together that see others."""
         assert self.store is not None
         plain, others = (
@@ -157,10 +167,10 @@ class KeyValuePages(Pages):
             for sees in (False, True)
         )
         group = q.shape[2] // self.store.shape[3]
-        pieces: list[SpanBatch | Span | Views] = (
+        pieces: list[SpanBatch | Span | PrefixGroup] = (
             [*batch_spans(plain, self.size, window, q, group)] if plain else []
         )
-        return [*pieces, views_of(others, self.freq, q)] if others else pieces
+        return [*pieces, group_prefixes(others, self.freq, q)] if others else pieces
 
     def write(self, *new: T) -> None:
         """Put ``new``, ``[1, tokens, kv_heads, width]`` each, into their slots."""
@@ -186,12 +196,12 @@ class KeyValuePages(Pages):
         ]
         return gathered[0], gathered[-1]
 
-    def read(self, span: Span, window: int) -> tuple[T, T, int]:
-        """Keys and values that any of a span's tokens sees, ``[tokens, kv_heads, width]``, and how many come before."""
+    def read(self, span: Span, window: int) -> SpanKeys:
+        """Return the keys and values that any token of ``span`` sees."""
         assert self.store is not None
         end, (first, last) = (
             span.past + span.last - span.first,
-            columns(span, self.size, window),
+            seen_blocks(span, self.size, window),
         )
         table = span.table[first:last]
         if table[-1] - table[0] == len(table) - 1 and all(
@@ -202,7 +212,7 @@ class KeyValuePages(Pages):
         else:
             rows = self.store[:, torch.tensor(table, device=self.store.device)]
         tokens = rows.flatten(1, 2)[:, : end - first * self.size]
-        return tokens[0], tokens[-1], first * self.size
+        return SpanKeys(tokens[0], tokens[-1], first * self.size)
 
 
 class LatentPages(KeyValuePages):
@@ -275,14 +285,11 @@ class StatePages(Pages):
             qr, kr, vr = (x[:, rows].transpose(0, 1) for x in (qs, ks, vs))
             # of whoever had the block before
             state = store[before].masked_fill((past == 0)[:, None, None, None], 0)
-            made = (
-                forward(qr, kr, vr, positions, decay)
-                + (qr * state_to_tokens(positions, decay)) @ state
-            )
-            out[:, rows] = made.transpose(0, 1)
-            store[here] = local_state(
-                kr, vr, positions, decay
-            ) + state * state_to_state(positions, decay)
+            new = forward(qr, kr, vr, positions, decay)
+            earlier = (qr * state_to_tokens(positions, decay)) @ state
+            out[:, rows] = (new + earlier).transpose(0, 1)
+            kept = state * state_to_state(positions, decay)
+            store[here] = local_state(kr, vr, positions, decay) + kept
         return out.transpose(0, 1)[None].to(q.dtype)
 
 

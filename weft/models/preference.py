@@ -31,8 +31,8 @@ def needs_reference(settings: Loss) -> bool:
 
 def objective(settings: Loss) -> Objective | None:
     """What the recipe's ``settings`` make of pairs; None where the loss is not about pairs."""
-    made: Objective | None = settings.pair_loss and settings.pair_loss(settings)
-    return made
+    loss: Objective | None = settings.pair_loss and settings.pair_loss(settings)
+    return loss
 
 
 def pair_losses(

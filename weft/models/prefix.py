@@ -18,14 +18,14 @@ PIECES = 4
 
 
 class StretchOwners(NamedTuple):
-    """Who holds which stretch: ``owner[s]`` is a place in the group of which this rank is ``mine``."""
+    """Owners of all stretches: ``owner[s]`` is the rank in the group that holds stretch ``s``, ``rank`` this one's."""
 
     owner: tuple[int, ...]
-    mine: int
+    rank: int
 
     @property
     def own(self) -> list[int]:
-        return [s for s, who in enumerate(self.owner) if who == self.mine]
+        return [s for s, who in enumerate(self.owner) if who == self.rank]
 
 
 def prefixes(
@@ -54,7 +54,7 @@ def _fold(
 ) -> dict[int, T]:
     before, running = {}, torch.zeros_like(next(iter(states.values())))
     for s in order:
-        if places.owner[s] == places.mine:
+        if places.owner[s] == places.rank:
             before[s] = running
         running = states[s] + through[s] * running
     return before
@@ -67,7 +67,7 @@ def _gather(states: dict[int, T], places: StretchOwners, group: str) -> dict[int
     dist.all_gather(everyone, own_states, group=peers)
     gathered: dict[int, T] = {}
     for who, theirs in enumerate(everyone):
-        gathered |= zip(places._replace(mine=who).own, theirs, strict=True)
+        gathered |= zip(places._replace(rank=who).own, theirs, strict=True)
     return gathered
 
 
@@ -83,14 +83,14 @@ def _pass_on(
     sent: list[tuple[dist.Work, T]] = []
     last = order[-1]
     for number, s in enumerate(order):
-        if places.owner[s] != places.mine:
+        if places.owner[s] != places.rank:
             continue
         previous = order[number - 1] if number else None
         following = order[number + 1] if s != last else None
         incoming = torch.zeros_like(states[s])
         outgoing = torch.empty_like(incoming)
         allowed = through[s].expand_as(incoming)
-        if previous is not None and places.owner[previous] == places.mine:
+        if previous is not None and places.owner[previous] == places.rank:
             incoming.copy_(before.pop(-1))
         for piece, (into, out, own, let) in enumerate(
             zip(
@@ -101,14 +101,14 @@ def _pass_on(
                 strict=True,
             )
         ):
-            if previous is not None and places.owner[previous] != places.mine:
+            if previous is not None and places.owner[previous] != places.rank:
                 arrived = torch.empty(into.shape, dtype=into.dtype, device=into.device)
                 dist.recv(
                     arrived, group=peers, group_src=places.owner[previous], tag=piece
                 )
                 into.copy_(arrived)
             out.copy_(torch.addcmul(own, let, into))
-            if following is not None and places.owner[following] != places.mine:
+            if following is not None and places.owner[following] != places.rank:
                 leaving = out.contiguous()
                 work = dist.isend(
                     leaving, group=peers, group_dst=places.owner[following], tag=piece
@@ -116,7 +116,7 @@ def _pass_on(
                 assert work is not None
                 sent.append((work, leaving))
         before[s] = incoming
-        if following is not None and places.owner[following] == places.mine:
+        if following is not None and places.owner[following] == places.rank:
             before[-1] = outgoing
     for work, _ in sent:
         work.wait()

@@ -62,7 +62,8 @@ class KernelOfBytes:
 
     def __call__(self, rows: T) -> T:
         """``[rows, in]`` to ``[rows, out]`` in float32."""
-        made: T = onednn.qlinear_pointwise(
+        output = (1.0, 0, torch.float32)  # scale, zero point, type
+        product: T = onednn.qlinear_pointwise(
             rows,
             1.0,
             128,
@@ -70,14 +71,12 @@ class KernelOfBytes:
             self.ones,
             self.zeros,
             None,
-            1.0,
-            0,
-            torch.float32,
+            *output,
             "none",
             [],
             "",
         )
-        return made
+        return product
 
 
 def times_codes(rows: T, codes: T) -> T:
@@ -87,7 +86,7 @@ def times_codes(rows: T, codes: T) -> T:
     number below 2^24, which float32 holds whatever the order of its additions.
     """
     signed = rows.float().sub_(128)
-    made = torch.empty(len(rows), len(codes))
+    sums = torch.empty(len(rows), len(codes))
     for out in range(0, len(codes), TILE_OUT):
         tile, total = codes[out : out + TILE_OUT], torch.zeros(0)
         for first in range(0, codes.shape[1], EXACT):
@@ -96,8 +95,8 @@ def times_codes(rows: T, codes: T) -> T:
                 @ tile[:, first : first + EXACT].float().t()
             )
             total = part.int() if not first else total.add_(part.int())
-        made[:, out : out + TILE_OUT] = total
-    return made
+        sums[:, out : out + TILE_OUT] = total
+    return sums
 
 
 @cache
@@ -254,8 +253,8 @@ def multiplied(x: T, product: nn.Module) -> T:
     """``product`` of ``[..., in]``, row by row alike if that is asked for (:mod:`weft.models.invariant`)."""
     if is_invariant():
         return by_tiles(product, x.flatten(0, -2)).unflatten(0, x.shape[:-1])
-    made: T = product(x)
-    return made
+    y: T = product(x)
+    return y
 
 
 def split_product(product: nn.Module, sizes: list[int]) -> Products:

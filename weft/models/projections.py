@@ -68,12 +68,13 @@ class Projections(Module):
 
     def project(self, x: T, *names: str) -> tuple[T, ...]:
         """What the weights ``names`` and their adapters make of ``x``: ``[batch, seq, in]`` to ``[..., out]`` each."""
-        if made_at_once := self.products.get(names):
-            made = made_at_once(x)
+        if products := self.products.get(names):
+            outputs = products(x)
         elif self.adapter is None:
-            made = project(x, *(self.own(name, getattr(self, name)) for name in names))
+            weights = (self.own(name, getattr(self, name)) for name in names)
+            outputs = project(x, *weights)
         else:
-            made = self._adapted_products(self, x, names)
+            outputs = self._adapted_products(self, x, names)
         if self.beside is not None:
-            self.beside(x, names, made)
-        return made
+            self.beside(x, names, outputs)
+        return outputs

@@ -52,7 +52,7 @@ class HostAdapter:
     values: tuple[T, ...]
 
 
-class Alike(NamedTuple):
+class AdapterBatch(NamedTuple):
     """Texts of equally many tokens with adapters of one form, which lie in blocks."""
 
     forms: tuple[Form, ...]
@@ -109,7 +109,7 @@ def own_part(adapter: HostAdapter, model: Transformer) -> HostAdapter:
 @contextmanager
 def adapting(
     layers: Sequence[dict[str, Projections]],
-    groups: Sequence[Alike],
+    groups: Sequence[AdapterBatch],
     read: Callable[[int, T], T],
 ) -> Iterator[None]:
     """In here ``layers`` add to the rows of each of ``groups`` what its adapters make of them.
@@ -131,7 +131,9 @@ def adapting(
 class StepAdapters:
     """What the adapters of a step add, layer by layer: the numbers of one layer are held at a time."""
 
-    def __init__(self, groups: Sequence[Alike], read: Callable[[int, T], T]) -> None:
+    def __init__(
+        self, groups: Sequence[AdapterBatch], read: Callable[[int, T], T]
+    ) -> None:
         self.groups, self.read = groups, read
         self._layer, self._numbers = -1, list[T]()
 
@@ -145,14 +147,17 @@ class StepAdapters:
         return self._numbers
 
     def add(
-        self, layer: int, module: str, x: T, names: Sequence[str], made: Sequence[T]
+        self, layer: int, module: str, x: T, names: Sequence[str], outputs: Sequence[T]
     ) -> None:
-        """Add to what the weights ``names`` made of ``x`` ``[1, tokens, in]``, in place."""
+        """Add the adapters' products to ``outputs``, in place.
+
+        ``outputs`` are the products of ``x`` ``[1, tokens, in]`` with the weights ``names``.
+        """
         for group, numbers in zip(self.groups, self._numbers_of(layer), strict=True):
             for form in group.forms[layer]:
                 if form.module == module and form.name in names:
                     a, b = (each.to(x.dtype) for each in form.of(numbers))
                     low = x[0, group.rows] @ a.transpose(1, 2)  # [texts, tokens, rank]
-                    made[names.index(form.name)][0].index_add_(
+                    outputs[names.index(form.name)][0].index_add_(
                         0, group.rows.flatten(), (low @ b.transpose(1, 2)).flatten(0, 1)
                     )

@@ -49,7 +49,7 @@ class SpanBatch(NamedTuple):
     keys: slice | None = None
 
 
-def columns(span: Span, size: int, window: int) -> tuple[int, int]:
+def seen_blocks(span: Span, size: int, window: int) -> tuple[int, int]:
     """The first block of its table that any of the span's tokens sees, and the one behind the last."""
     first = max(0, span.past - window + 1) // size if window else 0
     return first, -(-(span.past + span.last - span.first) // size)
@@ -63,7 +63,7 @@ def batch_spans(
         return [*batch_each_query(spans, size, window, q, group)]
 
     def measure(span: Span) -> tuple[int, int]:
-        first, last = columns(span, size, window)
+        first, last = seen_blocks(span, size, window)
         return span.last - span.first, last - first
 
     batches: list[SpanBatch | Span] = []
@@ -114,7 +114,7 @@ def batch_each_query(
 def _batch(
     spans: Sequence[Span], size: int, window: int, q: T, group: int
 ) -> SpanBatch:
-    seen = [columns(span, size, window) for span in spans]
+    seen = [seen_blocks(span, size, window) for span in spans]
     width = max(last - first for first, last in seen)
     tables = [
         [*s.table[a:b], *[s.table[b - 1]] * (width - (b - a))]

@@ -23,11 +23,11 @@ from weft.models.attention import Attend, local_attention
 from weft.models.dropout import drawing
 from weft.models.feed_forward import FeedForward
 from weft.models.fused import Tape, current_tape, deferred, project
+from weft.models.graph_parts import Steps, current_part, read
 from weft.models.hooks import NO_HOOKS, Hooks
 from weft.models.invariant import is_invariant
 from weft.models.loss import linear_cross_entropy
 from weft.models.module import Module, Norm
-from weft.models.parts import Steps, current_part, read
 from weft.models.projections import Projections
 from weft.models.rope import angles, frequencies, rotate, score_scales
 from weft.models.widened import is_widened
@@ -180,7 +180,9 @@ class Attention(Projections):
         return self.project(out.flatten(-2), "wo")[0]
 
 
-def attention(shape: ModelShape, mesh: Mesh, layer: int) -> Attention | LatentAttention:
+def attention_module(
+    shape: ModelShape, mesh: Mesh, layer: int
+) -> Attention | LatentAttention:
     """What layer ``layer`` of a model attends by."""
     if not shape.kv_rank:
         return Attention(shape, mesh, layer)
@@ -189,7 +191,9 @@ def attention(shape: ModelShape, mesh: Mesh, layer: int) -> Attention | LatentAt
     return LatentAttention(shape, mesh, layer)
 
 
-def feed_forward(shape: ModelShape, mesh: Mesh, layer: int) -> FeedForward | Mixture:
+def feed_forward_module(
+    shape: ModelShape, mesh: Mesh, layer: int
+) -> FeedForward | Mixture:
     """What a layer has after its attention."""
     if not shape.experts_of(layer):
         return FeedForward(
@@ -209,9 +213,9 @@ class Block(Module):
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
         super().__init__(mesh, layer_table(shape, layer), f"blocks.{layer}")
         self.attention_norm = self.norm_of("attention_norm", shape.norm_eps)
-        self.attention = attention(shape, mesh, layer)
+        self.attention = attention_module(shape, mesh, layer)
         self.ffn_norm = self.norm_of("ffn_norm", shape.norm_eps)
-        self.ffn = feed_forward(shape, mesh, layer)
+        self.ffn = feed_forward_module(shape, mesh, layer)
         self.attention_out_norm = self.norm_of("attention_out_norm", shape.norm_eps)
         self.ffn_out_norm = self.norm_of("ffn_out_norm", shape.norm_eps)
         self.recompute = "none"

@@ -37,9 +37,8 @@ def with_adapter(base: Values, shape: ModelShape, seed: int) -> Values:
         if QUANTIZED in name:
             path, _, stored = name.rpartition(".")
             weight = path.replace(QUANTIZED, ".")
-            return nf4.stored_values(
-                stored, *nf4.reader(base, weight, described[weight]), box
-            )
+            reader = nf4.row_reader(base, weight, described[weight])
+            return nf4.stored_values(stored, reader, box)
         if ADAPTERS not in name:
             return base(name, logical, box)
         weight = base_weight(name)

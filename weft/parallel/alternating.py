@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.memory.resting import ALIGNED
-from weft.memory.tiers import page_buffer
+from weft.memory.tier_file import page_buffer
 from weft.parallel.state import Held, State, Unit
 from weft.schedule.actions import Action, Key, Table
 from weft.schedule.alternate import (

@@ -213,18 +213,18 @@ def whole_model(
     """A model on one device or all of it on every rank: Weft's, or a plugin's."""
     if not shape.kind:
         return Transformer(shape, mesh, loss_chunk, hooks=hooks)
-    from weft.models.own_model import OwnModel
+    from weft.models.plugin_model import PluginModel
 
-    return OwnModel(shape, mesh, loss_chunk, hooks)
+    return PluginModel(shape, mesh, loss_chunk, hooks)
 
 
 def untrained_values(shape: ModelShape, seed: int) -> Values:
     """What a model without an adapter begins with: seeded values, or those that a plugin's module makes itself."""
     if not shape.kind:
         return seeded_values(seed)
-    from weft.models.own_model import own_values
+    from weft.models.plugin_model import plugin_values
 
-    return own_values(shape, seed)
+    return plugin_values(shape, seed)
 
 
 def make_unheld(model: Transformer, device: torch.device, kept: Container[str]) -> None:

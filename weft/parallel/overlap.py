@@ -11,7 +11,7 @@ import torch
 
 from weft.layout.layout import Layout
 from weft.models.fused import Tape, deferred
-from weft.models.parts import GraphPart, Steps, running
+from weft.models.graph_parts import GraphPart, Steps, running
 from weft.schedule.actions import Action, ScheduleError, Table
 from weft.schedule.exchange import Beside, with_exchanges
 from weft.schedule.execute import Op

@@ -187,16 +187,16 @@ def compare_with_one_device(
 
 def worst_island(difference_here: Difference, mesh: Mesh) -> Difference | None:
     """The largest of the differences of all islands, on the first island; None on the others."""
-    if mesh.shore is None:
+    if mesh.island_store is None:
         return difference_here
-    mesh.shore.set(
+    mesh.island_store.set(
         f"weft/difference/{mesh.island}",
         json.dumps(dataclasses.asdict(difference_here)),
     )
     if mesh.island:
         return None
     reported = (
-        json.loads(mesh.shore.get(f"weft/difference/{island}"))
+        json.loads(mesh.island_store.get(f"weft/difference/{island}"))
         for island in range(mesh.islands)
     )
     differences = [Difference(**difference) for difference in reported]
@@ -239,9 +239,11 @@ def _of_all_islands(
 
     They travel by streams of their own, as the addresses of those that the steps have used are still in the store.
     """
-    if mesh.shore is None:
+    if mesh.island_store is None:
         raise ValueError("this mesh has no store that islands share")
-    apart = dataclasses.replace(mesh, shore=dist.PrefixStore("weft/proof", mesh.shore))
+    apart = dataclasses.replace(
+        mesh, island_store=dist.PrefixStore("weft/proof", mesh.island_store)
+    )
     sent = [
         (f"{step}/{name}", grad)
         for step, grads in enumerate(gradients_here)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from weft.memory.tiers import PIECE, TierFile, Transfer, page_buffer
+from weft.memory.tier_file import PIECE, TierFile, Transfer, page_buffer
 from weft.rehearse.curves import curve
 
 Points = list[list[float]]

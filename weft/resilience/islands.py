@@ -155,8 +155,8 @@ class Islander(Watching):
         self.company.close()
         self.endpoint.close()
 
-    def train(self, shore: dist.Store | None) -> tuple[Outcome, bool]:
-        """Train to the end. ``shore``: the store by which all islands have met; None: this one joins later."""
+    def train(self, island_store: dist.Store | None) -> tuple[Outcome, bool]:
+        """Train to the end. ``island_store``: the store by which all islands have met; None: this one joins later."""
         recipe, limit = self.recipe, timedelta(seconds=self.recipe.train.timeout)
         layout = recipe.layout.inside
         backend, index = backend_of(self.device)
@@ -168,7 +168,7 @@ class Islander(Watching):
             Mesh.create(layout, own_device(self.device)),
             island=self.island,
             islands=recipe.layout.island,
-            shore=shore,
+            island_store=island_store,
         )
         try:
             outcome = train(prepare(recipe), mesh, guard=self)
@@ -213,7 +213,7 @@ class Islander(Watching):
 
     @contextmanager
     def streams(self, mesh: Mesh, recipe: Recipe) -> Iterator[Streams | None]:
-        self.presence, self.own_streams.shared = self.company, mesh.shore
+        self.presence, self.own_streams.shared = self.company, mesh.island_store
         yield self.own_streams
 
     def fill(self, run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:

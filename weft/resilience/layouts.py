@@ -159,7 +159,7 @@ def _tried(
 def _pieces(layout: Layout, shape: ModelShape) -> tuple[int, ...]:
     """The number of different parts that the state is cut into; with experts, also that of theirs."""
     state = layout.size("pp", "shard", "cp", "tp")
-    copies, _, _ = expert_sizes(layout)
+    copies = expert_sizes(layout).expert_dp
     return (state, layout.world // copies) if shape.mixtures else (state,)
 
 

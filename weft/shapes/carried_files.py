@@ -17,7 +17,7 @@ TOKEN_IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 #: What transformers 5 and 4 call the type of the weights.
 DTYPES = ("dtype", "torch_dtype")
 #: Names of one thing, of which a configuration may have several.
-SAME = (("num_local_experts", "num_experts", "n_routed_experts"),)
+SYNONYMS = (("num_local_experts", "num_experts", "n_routed_experts"),)
 
 
 def carried_config(files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -71,14 +71,15 @@ def carried_dtype(files: Mapping[str, bytes]) -> str | None:
 
 
 def files_of_run(
-    carried: Mapping[str, bytes], own: Mapping[str, bytes], same: bool
+    carried: Mapping[str, bytes], own: Mapping[str, bytes], same_tokenizer: bool
 ) -> dict[str, bytes]:
     """The files that a run's checkpoints hold.
 
-    ``carried``: those of the model that it starts from; ``own``: those of its tokenizer; ``same``: whether that is the
-    model's. Another tokenizer brings its own files, and its ids of special tokens stand in the configurations.
+    ``carried``: files of the model that the run starts from; ``own``: files of the run's tokenizer;
+    ``same_tokenizer``: whether it is the model's. Another tokenizer brings its own files, and its ids of special
+    tokens are written to the configurations.
     """
-    if same:  # ids that no file says yet are all that the tokenizer adds
+    if same_tokenizer:  # ids that no file says yet are all that the tokenizer adds
         return {
             name: content for name, content in own.items() if name == GENERATION
         } | dict(carried)
@@ -151,7 +152,7 @@ def exported_config(
         key: value for key, value in carried.items() if key not in changed or key in now
     }
     config |= {key: now[key] for key in now if key in changed}
-    for names in SAME:
+    for names in SYNONYMS:
         config |= {
             name: now[key]
             for key in names

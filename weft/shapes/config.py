@@ -87,12 +87,12 @@ LACKING = {
 
 def lacking(fields: Mapping[str, Any]) -> str:
     """What Weft would have to have for a model with these fields of an architecture that it does not know."""
-    found = dict.fromkeys(what for field, what in LACKING.items() if fields.get(field))
-    return (
-        f"missing is {' and '.join(found)}"
-        if found
-        else "its layers are not among those that Weft has"
+    missing = dict.fromkeys(
+        what for field, what in LACKING.items() if fields.get(field)
     )
+    if not missing:
+        return "its layers are not among those that Weft has"
+    return f"missing is {' and '.join(missing)}"
 
 
 def shape_from_config(path: Path, planned: bool = False) -> ModelShape:
@@ -336,9 +336,9 @@ def architecture(shape: ModelShape) -> str:
     gemma = ("norm_after", "scaled_embedding", "query_dim", "window_theta")
     if shape.norm_after and shape.scaled_embedding and shape.qk_norm:
         return "Gemma3ForCausalLM"
-    if found := [name for name in gemma if getattr(shape, name)]:
+    if named := [name for name in gemma if getattr(shape, name)]:
         raise WeftError(
-            f"{found[0]} is of Gemma 3, which has norm_after, scaled_embedding and qk_norm too; {remedy}"
+            f"{named[0]} is of Gemma 3, which has norm_after, scaled_embedding and qk_norm too; {remedy}"
         )
     if shape.qkv_bias or shape.qk_norm:
         return "Qwen2ForCausalLM" if shape.qkv_bias else "Qwen3ForCausalLM"

@@ -208,6 +208,7 @@ def inside_layer(name: str) -> tuple[str, str]:
     In the latter, ``{}`` stands for the number of an expert.
     """
     name = re.sub(PREFIX, "", name)
-    found = re.match(LAYER, name)
-    inside = re.sub(r"(?<=\.)\d+(?=\.)", "{}", name[found.end() :]) if found else name
-    return (found[1] if found else ""), inside
+    layer = re.match(LAYER, name)
+    if layer is None:
+        return "", name
+    return layer[1], re.sub(r"(?<=\.)\d+(?=\.)", "{}", name[layer.end() :])

@@ -200,17 +200,17 @@ def mixture_fields(shape: ModelShape, name: str) -> dict[str, Any]:
         shape.balance == "huggingface",
     )
     first = min(shape.mixtures, default=shape.layers)
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "num_experts_per_tok": shape.experts_per_token if shape.mixtures else 1,
         "router_aux_loss_coef": shape.balance_loss if balances else 0.0,
         "output_router_logits": balances and shape.balance_loss > 0,
     }
     if name.startswith("Mixtral"):
-        return found | {
+        return fields | {
             "num_local_experts": experts,
             "intermediate_size": shape.expert_ffn,
         }
-    found |= {
+    fields |= {
         "moe_intermediate_size": shape.expert_ffn or 1,
         "norm_topk_prob": shape.router_norm,
     }
@@ -221,16 +221,16 @@ def mixture_fields(shape: ModelShape, name: str) -> dict[str, Any]:
             if listed
             else []
         )
-        found |= {"num_experts": experts, "mlp_only_layers": dense, "decoder_sparse_step": 1 if dense else
+        fields |= {"num_experts": experts, "mlp_only_layers": dense, "decoder_sparse_step": 1 if dense else
                   shape.moe_every, "use_sliding_window": False}  # fmt: skip
         shared = shape.shared_experts * (shape.expert_ffn or 0)
-        return found | (
+        return fields | (
             {"qkv_bias": shape.qkv_bias, "shared_expert_intermediate_size": shared}
             if shared
             else {}
         )
     scores, ways = ROUTERS[name]
-    return found | {
+    return fields | {
         **{theirs: getattr(shape, ours) for ours, theirs in LATENT.items()},
         "q_lora_rank": shape.q_rank or None, "head_dim": shape.rope_dim, "rope_interleave": shape.rope_interleaved,
         "n_routed_experts": experts, "first_k_dense_replace": first, "n_shared_experts": shape.shared_experts or 1,

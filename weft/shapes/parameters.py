@@ -157,14 +157,14 @@ def parameters(model: ModelShape, vocab: int = 0) -> list[Parameter]:
     rows.norm("norm", rows.embed)
     if not model.tied:
         rows.vocabulary("lm_head", Dim("score", 1) if scores else entries)
-    return rows.found
+    return rows.rows
 
 
 def layer_table(model: ModelShape, layer: int) -> Table:
     """The parameters of one layer."""
     rows = _Rows(model)
     rows.block(layer)
-    return {row.name: row for row in rows.found}
+    return {row.name: row for row in rows.rows}
 
 
 def whole_table(model: ModelShape) -> Table:
@@ -194,7 +194,7 @@ class _Rows:
     """Rows of a table, as they are added in the order of a forward pass."""
 
     def __init__(self, model: ModelShape) -> None:
-        self.model, self.found, self.steps = model, list[Parameter](), count()
+        self.model, self.rows, self.steps = model, list[Parameter](), count()
         self.embed, self.std = Dim("embed", model.embed), model.init_std
         # of what is added to the residual stream
         self.out_std = model.init_std / (2 * max(model.layers, 1)) ** 0.5
@@ -205,7 +205,7 @@ class _Rows:
             used = prod(dim.size for dim in dims)
             about = {"kind": "matrix", "products": used} | about
         step = next(self.steps) if step is None else step
-        self.found.append(Parameter(name, dims, step, **about))
+        self.rows.append(Parameter(name, dims, step, **about))
 
     def norm(self, path: str, dim: Dim) -> None:
         self.add(f"{path}.scale", dim)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,14 @@ from weft.shapes.untrainable import UntrainableShape, has_gate, untrainable
 
 #: A number, or an array with one entry per row or candidate: everything here works on both without change.
 Num = Any
+
+
+class ForwardFlops(NamedTuple):
+    """Flops per token of the forward passes of the embedding, one layer, and the output layer with the loss."""
+
+    embedding: Num
+    layer: Num
+    output: Num
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,7 @@ class Shape:
 
     def expert_share(self, seq: Num) -> Num:
         """Share of a layer's forward that chosen experts compute, as the mean over the layers."""
-        return 2 * self.chosen_weights / self.forward_flops(seq)[1]
+        return 2 * self.chosen_weights / self.forward_flops(seq).layer
 
     def flops_per_token(self, seq: Num, causal: float = 0.5) -> Num:
         """Model flops of forward and backward per token (Chowdhery et al. 2022): three times the forward's products.
@@ -171,13 +179,14 @@ class Shape:
             attention + 2 * self.adapters
         )
 
-    def forward_flops(self, seq: Num) -> tuple[Num, Num, Num]:
+    def forward_flops(self, seq: Num) -> ForwardFlops:
         """Forward flops per token of the embedding, one layer and the output layer with its loss.
 
         A look-up moves bytes instead: a few flops' worth per element.
         """
         attention = 2 * self.heads * self.score_dim * self.reach(seq)
-        return 8.0 * self.embed, 2.0 * self.active_weights + attention, 2.0 * self.table
+        layer = 2.0 * self.active_weights + attention
+        return ForwardFlops(8.0 * self.embed, layer, 2.0 * self.table)
 
 
 def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
@@ -248,16 +257,16 @@ def flops_per_token(
     """Model flops of forward and backward per token; a frozen weight has no gradient, and below all that learns nothing
     is propagated: a forward alone, if nothing learns. If all learns, that is :meth:`Shape.flops_per_token`: three times
     the forward's."""
-    found = list(parameters(model, vocab))
-    learning = {p.name for p in found if learns(p.name, model, freeze)}
-    lowest = min((p.step for p in found if p.name in learning), default=len(found) * 2)
+    rows = list(parameters(model, vocab))
+    learning = {p.name for p in rows if learns(p.name, model, freeze)}
+    lowest = min((p.step for p in rows if p.name in learning), default=len(rows) * 2)
     attention, table, total = 0.0, 0.0, 0.0
     if not model.kind:
         shape = shape_of(model, vocab)
         # forward, the causal half
         attention = 2 * float(shape.heads * shape.score_dim * shape.reach(seq))
         table = float(shape.table)
-    for p in found:
+    for p in rows:
         total += 2 * p.products * (1 + (p.name in learning) + (p.step > lowest))
         if p.name.endswith((".wo", ".wo.codes")):
             total += attention * (1 + 2 * (p.step > lowest))

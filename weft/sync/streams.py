@@ -298,13 +298,13 @@ def open_streams(
     mesh: Mesh, limit: float, encrypt: Encryption = "auto"
 ) -> Iterator[Streams | None]:
     """A context in which this rank has streams to the other islands. It gives None if there are no other islands."""
-    if mesh.shore is None:
+    if mesh.island_store is None:
         yield None
         return
     place = dist.get_rank() if dist.is_initialized() else 0
     endpoint = process_endpoint(own_address(), own_port(place), encrypt)
     streams = streams_by_store(
-        mesh.island, mesh.islands, place, mesh.shore, endpoint, limit
+        mesh.island, mesh.islands, place, mesh.island_store, endpoint, limit
     )
     try:
         yield streams

@@ -62,7 +62,7 @@ class Guard:
 
         ``presence`` then says which islands are there, if that is not always all of them.
         """
-        if mesh.shore is None:
+        if mesh.island_store is None:
             return nullcontext()
         from weft.sync.streams import open_streams
 

@@ -164,7 +164,7 @@ def open_for_island(
 
     Runs on the first rank of each island.
     """
-    if mesh.shore is None:
+    if mesh.island_store is None:
         return open_first()
     name = f"island-{mesh.island}"
     if mesh.island == 0:
@@ -174,8 +174,8 @@ def open_for_island(
             shared = {"folder": str(run.folder), "sources": run.sources}
             return run
         finally:
-            mesh.shore.set("weft/run", json.dumps(shared))
-    shared = json.loads(mesh.shore.get("weft/run"))
+            mesh.island_store.set("weft/run", json.dumps(shared))
+    shared = json.loads(mesh.island_store.get("weft/run"))
     if not shared:
         raise WeftError("the first island cannot open the run")
     folder = Path(shared["folder"]) / name
@@ -185,9 +185,9 @@ def open_for_island(
     return run
 
 
-def _counterpart(run: Run, shore: dist.Store) -> str:
+def _counterpart(run: Run, island_store: dist.Store) -> str:
     """The checkpoint that an island resumes from: its own of the first island's step, or else the first island's."""
-    first = open_storage(shore.get("weft/resumed").decode())
+    first = open_storage(island_store.get("weft/resumed").decode())
     own = [
         place
         for level in run.levels
@@ -220,9 +220,9 @@ def resume_run(run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
     notes = list(job.notes)
     if run.fresh:
         return Resumed(Progress(), notes)
-    shore, sources = mesh.shore, run.sources
-    if shore is not None and mesh.island:
-        sources = [mesh.on_main(lambda: _counterpart(run, shore))]
+    island_store, sources = mesh.island_store, run.sources
+    if island_store is not None and mesh.island:
+        sources = [mesh.on_main(lambda: _counterpart(run, island_store))]
     checkpoint, progress = load_newest(
         sources,
         lambda checkpoint: load_state(checkpoint, state, mesh.step_group),
@@ -230,8 +230,8 @@ def resume_run(run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
         lambda checkpoint: _check(checkpoint, job),
         mesh.step_group,
     )
-    if shore is not None and mesh.speaks:
-        shore.set("weft/resumed", str(checkpoint.storage))
+    if island_store is not None and mesh.speaks:
+        island_store.set("weft/resumed", str(checkpoint.storage))
     notes.append(f"resumed from {checkpoint} at step {progress.step}")
     from weft.checkpoint.same import other_differences
 

@@ -276,9 +276,9 @@ def hooks_of(
 
         return Hooks(objective=objective(loss), passed=passed)
     if loss.is_own:
-        from weft.models.own_loss import own_loss
+        from weft.models.plugin_loss import plugin_loss
 
-        return Hooks(own_loss(loss, vocab), passed=passed)
+        return Hooks(plugin_loss(loss, vocab), passed=passed)
     return Hooks(passed=passed)
 
 
@@ -497,7 +497,9 @@ def _files(
         if pretrained is None
         else {n: c for n, c in pretrained.files.items() if n != NO_TOKENIZER}
     )
-    return files_of_run(carried, files, same=own is not None and own.files() == files)
+    return files_of_run(
+        carried, files, same_tokenizer=own is not None and own.files() == files
+    )
 
 
 def state_bytes(shape: ModelShape, recipe: Recipe) -> float:

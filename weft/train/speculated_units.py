@@ -1,6 +1,6 @@
 """Which units of a state are updated during backward, as ``memory.speculate`` asks."""
 
-from weft.memory.balance import Sizes, even
+from weft.memory.early_units import Sizes, choose_early
 from weft.parallel.state import State, Unit
 from weft.recipe import Memory
 
@@ -27,7 +27,7 @@ def early_units(state: State, memory: Memory, recompute: str) -> list[Unit]:
             sizes(unit, memory, free)
             for unit, free in zip(state.units, early, strict=True)
         ]
-        early = even(of_units, BACKWARD[recompute])
+        early = choose_early(of_units, BACKWARD[recompute])
     return [unit for unit, now in zip(state.units, early, strict=True) if now]
 
 

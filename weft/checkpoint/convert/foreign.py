@@ -9,7 +9,7 @@ import torch
 from weft.checkpoint.convert.rules import Shard, TensorSource, logical_tensor
 from weft.checkpoint.storage import Storage
 from weft.errors import WeftError
-from weft.models.hf import files_beside, tokenizer_files
+from weft.models.hugging_face import files_beside, tokenizer_files
 from weft.recipe import ModelShape
 from weft.shapes.carried_files import CONFIG
 from weft.shapes.config import shape_from_config

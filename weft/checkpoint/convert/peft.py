@@ -14,7 +14,7 @@ from weft.errors import WeftError
 from weft.layout.dims import Box, Logical, slices
 from weft.layout.mesh import Mesh
 from weft.models.adapters import base_weight
-from weft.models.hf import TOKENIZER_FILES
+from weft.models.hugging_face import TOKENIZER_FILES
 from weft.models.row_adapters import HostAdapter, laid_out, layer_modules
 from weft.models.transformer import Transformer
 from weft.models.values import Values

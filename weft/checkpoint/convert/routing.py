@@ -15,7 +15,7 @@ import torch
 from weft.checkpoint.model import open_model, tokenizer_of
 from weft.errors import UsageError
 from weft.models.adapters import base_of, merged_parameters
-from weft.models.hf import export, exported_dtype
+from weft.models.hugging_face import export, exported_dtype
 from weft.models.router import Choice, Router
 from weft.models.transformer import Transformer
 from weft.new_folder import check_new

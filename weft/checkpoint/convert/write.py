@@ -24,7 +24,7 @@ from weft.checkpoint.writer import write_whole
 from weft.errors import UsageError, WeftError, nearest
 from weft.layout.dims import Tensor, slices, whole_box
 from weft.layout.parts import NAMES, TORCH_DTYPES
-from weft.models.hf import TYPICAL, as_hf, export, exported_dtype
+from weft.models.hugging_face import TYPICAL, as_hf, export, exported_dtype
 from weft.new_folder import new_folder
 from weft.recipe import Recipe
 from weft.shapes.carried_files import CONFIG, as_json, carried_config, exported_config

@@ -18,8 +18,8 @@ from weft.models.experts import (
     MovedRows,
     expert_counts,
 )
+from weft.models.graph_parts import current_part, read
 from weft.models.numbers import has_numbers
-from weft.models.parts import current_part, read
 from weft.models.router import Choice
 from weft.parallel.experts.expert_ranks import ExpertRanks
 from weft.parallel.experts.rows import Awaited

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from weft.models.experts import MovedRows
-from weft.models.parts import current_part, read
+from weft.models.graph_parts import current_part, read
 from weft.parallel.experts.members import Members
 from weft.parallel.units import all_gather, exchanged_rows, reduce_scatter
 

@@ -37,7 +37,7 @@ class Gguf(SourceFormat):
         from weft.data.gguf_tokenizer import gguf_tokenizer
         from weft.data.tokenizer import NO_TOKENIZER
         from weft.errors import WeftError
-        from weft.models.hf import files_beside
+        from weft.models.hugging_face import files_beside
         from weft.shapes.carried_files import CONFIG, GENERATION, TOKEN_IDS, as_json
         from weft.shapes.config import config_from_shape, shape_from_config
 

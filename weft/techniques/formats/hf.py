@@ -35,7 +35,7 @@ class HuggingFace(SourceFormat):
         from weft.checkpoint.convert.rules import Shard, sources_by_name
         from weft.layout.dims import Logical, whole_box
         from weft.layout.mesh import Mesh
-        from weft.models.hf import check_stored, hf_values
+        from weft.models.hugging_face import check_stored, hf_values
         from weft.models.transformer import Transformer
 
         def shard(name: str, logical: Logical) -> Shard:

@@ -79,7 +79,7 @@ def _wide(hidden: T) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
-def own_loss(settings: Loss, vocab: int) -> TokenLoss | None:
+def plugin_loss(settings: Loss, vocab: int) -> TokenLoss | None:
     """The loss of a plugin, if it is one that the recipe's ``settings`` name."""
     return (
         TokenLoss(call(find("loss", settings.kind), settings.settings), vocab)

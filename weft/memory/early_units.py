@@ -38,20 +38,20 @@ def step_traffic(sizes: Sequence[Sizes], early: Sequence[bool]) -> StepTraffic:
     return StepTraffic(forward, backward)
 
 
-def spread(sizes: Sequence[Sizes], waiting: int) -> list[bool]:
+def spread_waiting(sizes: Sequence[Sizes], waiting: int) -> list[bool]:
     """``waiting`` units of those that may be early wait, at even distances; the first one is early if any is."""
     places = [i for i, unit in enumerate(sizes) if unit.free]
     wait = {places[(2 * i + 1) * len(places) // (2 * waiting)] for i in range(waiting)}
     return [unit.free and i not in wait for i, unit in enumerate(sizes)]
 
 
-def even(sizes: Sequence[Sizes], backward: float) -> list[bool]:
+def choose_early(sizes: Sequence[Sizes], backward: float) -> list[bool]:
     """Which units to update early so that transfers hold up the computing of neither half more than the other's.
 
     ``backward``: how many times as long as forward it computes.
     """
     candidates = [
-        spread(sizes, waiting)
+        spread_waiting(sizes, waiting)
         for waiting in range(sum(unit.free for unit in sizes) + 1)
     ]
 

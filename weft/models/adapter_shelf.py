@@ -15,14 +15,20 @@ import torch
 
 from weft.models.paged import Pages
 from weft.models.projections import Projections
-from weft.models.row_adapters import Alike, Form, HostAdapter, adapting, layer_modules
+from weft.models.row_adapters import (
+    AdapterBatch,
+    Form,
+    HostAdapter,
+    adapting,
+    layer_modules,
+)
 from weft.models.spans import Span
 from weft.models.transformer import Transformer
 
 T = torch.Tensor
 
 
-class Lent(NamedTuple):
+class LentAdapter(NamedTuple):
     """The adapter of a request: its name, and the blocks that it is in."""
 
     name: str
@@ -62,7 +68,7 @@ class AdapterShelf:
         return zip(self.host[name].values, self.pages, strict=True)
 
     def adapting(
-        self, spans: Sequence[Span], adapters: Sequence[Lent | None]
+        self, spans: Sequence[Span], adapters: Sequence[LentAdapter | None]
     ) -> AbstractContextManager[None]:
         """In here the layers add to the rows of each of ``spans`` what its adapter, if it has one, makes of them."""
         alike = defaultdict[
@@ -83,12 +89,12 @@ class AdapterShelf:
 
     def _alike(
         self, forms: tuple[Form, ...], some: Sequence[tuple[Span, Sequence[int]]]
-    ) -> Alike:
+    ) -> AdapterBatch:
         device = self.pages[0].room(0).device
         rows = torch.tensor(
             [[*range(span.first, span.last)] for span, _ in some], device=device
         )
-        return Alike(
+        return AdapterBatch(
             forms, rows, torch.tensor([list(table) for _, table in some], device=device)
         )
 

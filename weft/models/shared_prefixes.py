@@ -19,25 +19,25 @@ from weft.models.spans import Span, own_segments
 T = torch.Tensor
 
 
-class Seen(NamedTuple):
+class PrefixReaders(NamedTuple):
     """The first ``tokens`` tokens of a table, and who sees them."""
 
     table: Sequence[int]
     tokens: int
-    places: T  # [queries], among all of the views
+    places: T  # [queries], among all of the group
     # cosine and sine [queries, 1, rotated / 2] of what turns each query, if anything does
     turns: tuple[T, T] | None
 
 
-class Views(NamedTuple):
+class PrefixGroup(NamedTuple):
     """Spans that see others, behind one another, and all that any of them sees."""
 
     spans: Sequence[Span]
     rows: T  # [queries], places in the packed row
-    seen: Sequence[Seen]
+    seen: Sequence[PrefixReaders]
 
 
-def views_of(spans: Sequence[Span], freq: T | None, like: T) -> Views:
+def group_prefixes(spans: Sequence[Span], freq: T | None, like: T) -> PrefixGroup:
     """The tiles of ``spans``, each once. ``freq``: by what queries are rotated; ``like`` has their type."""
     rows = [list(range(span.first, span.last)) for span in spans]
     viewers = defaultdict[tuple[tuple[int, ...], int], list[tuple[int, int]]](list)
@@ -52,16 +52,16 @@ def views_of(spans: Sequence[Span], freq: T | None, like: T) -> Views:
 
     def seen(
         table: tuple[int, ...], tokens: int, who: Sequence[tuple[int, int]]
-    ) -> Seen:
+    ) -> PrefixReaders:
         places, turns = torch.tensor(who, device=like.device).T
         if freq is None or not turns.any():
-            return Seen(table, tokens, places, None)
+            return PrefixReaders(table, tokens, places, None)
         # [1, 1, queries, 1, rotated / 2]
         cos, sin = angles(turns[None], freq[None], like.dtype)
-        return Seen(table, tokens, places, (cos[0, 0], sin[0, 0]))
+        return PrefixReaders(table, tokens, places, (cos[0, 0], sin[0, 0]))
 
     flat = torch.tensor([row for each in rows for row in each], device=like.device)
-    return Views(spans, flat, [seen(*key, who) for key, who in viewers.items()])
+    return PrefixGroup(spans, flat, [seen(*key, who) for key, who in viewers.items()])
 
 
 def turned(q: T, cos: T, sin: T) -> T:
@@ -70,10 +70,10 @@ def turned(q: T, cos: T, sin: T) -> T:
     return torch.cat([q[..., :-width], rotate(q[..., -width:], cos, sin)], -1)
 
 
-def attend_views(q: T, views: Views, read: Callable[[Span], tuple[T, T]]) -> T:
-    """Attention ``[queries, heads, width]`` of all tokens of ``views``; ``read`` finds keys and values of a span."""
+def attend_prefixes(q: T, group: PrefixGroup, read: Callable[[Span], tuple[T, T]]) -> T:
+    """Attention ``[queries, heads, width]`` of all tokens of ``group``; ``read`` finds keys and values of a span."""
     outs, logs, first = [], [], 0
-    for span in views.spans:
+    for span in group.spans:
         last = first + span.last - span.first
         out, lse = attend_forward(
             q[first:last], *read(span), own_segments(last - first, span.past, 0)
@@ -82,7 +82,7 @@ def attend_views(q: T, views: Views, read: Callable[[Span], tuple[T, T]]) -> T:
         logs.append(lse)
         first = last
     total, lse = torch.cat(outs), torch.cat(logs)
-    for table, tokens, places, turns in views.seen:
+    for table, tokens, places, turns in group.seen:
         asked = q[places] if turns is None else turned(q[places], *turns)
         attended = attend_forward(
             asked,

@@ -25,14 +25,11 @@ class GraphPart:
 
     def backward(self) -> None:
         """Go back through the part, when all that have read of it have been gone back through."""
-        gradients = [
-            (made, leaf.grad) for made, leaf in self.read if leaf.grad is not None
-        ]
+        reads = [(x, leaf.grad) for x, leaf in self.read if leaf.grad is not None]
         self.read = []
-        if gradients:
-            torch.autograd.backward(
-                [made for made, _ in gradients], [grad for _, grad in gradients]
-            )
+        if reads:
+            values, gradients = zip(*reads, strict=True)
+            torch.autograd.backward(values, gradients)
 
 
 _running: ContextVar[GraphPart | None] = ContextVar("part", default=None)

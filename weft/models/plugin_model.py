@@ -23,7 +23,7 @@ from weft.layout.dims import Box, Dim, Logical, slices
 from weft.layout.mesh import Mesh
 from weft.models.hooks import NO_HOOKS, Hooks
 from weft.models.module import Module
-from weft.models.own_loss import TokenLoss
+from weft.models.plugin_loss import TokenLoss
 from weft.models.transformer import Transformer
 from weft.models.values import Values
 from weft.plugins import blaming, made_model
@@ -33,7 +33,7 @@ from weft.registry import find
 T = torch.Tensor
 
 
-class OwnModel(Transformer):
+class PluginModel(Transformer):
     """A plugin's module in the place of embedding, blocks and output layer; the rest of Weft sees no difference."""
 
     def __init__(
@@ -90,18 +90,14 @@ def cross_entropy(vocab: int) -> TokenLoss:
     )
 
 
-def own_values(shape: ModelShape, seed: int) -> Values:
+def plugin_values(shape: ModelShape, seed: int) -> Values:
     """What the plugin's module begins with, which it makes for itself under this seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = {
-            f"net.{name}": p.detach()
-            for name, p in made_model(
-                shape.kind, shape.settings, shape.vocab
-            ).named_parameters()
-        }
+        net = made_model(shape.kind, shape.settings, shape.vocab)
+    parameters = {f"net.{name}": p.detach() for name, p in net.named_parameters()}
 
     def values(name: str, logical: Logical, box: Box) -> T:
-        return made[name][slices(box)]
+        return parameters[name][slices(box)]
 
     return values

@@ -19,7 +19,7 @@ import torch
 
 from weft.errors import UsageError, WeftError
 from weft.memory.records import Records, Slots
-from weft.memory.tiers import TierFile, page_buffer
+from weft.memory.tier_file import TierFile, page_buffer
 from weft.models.experts import (
     Experts,
     Mixture,

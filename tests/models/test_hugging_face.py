@@ -17,7 +17,7 @@ from weft.layout.dims import Dim
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.placement import Place
-from weft.models.hf import INDEX, SINGLE, export, hf_values, tokenizer_files
+from weft.models.hugging_face import INDEX, SINGLE, export, hf_values, tokenizer_files
 from weft.models.transformer import Transformer
 from weft.parallel.build import parallelize, resident_state
 from weft.recipe import ModelShape, RopeScaling, Train
