@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 (the bars in the names of DeepSeek's tokens)
 """Small tokenizers and chat templates, written anew with the structure of those that are published.
 
 ``TEMPLATES`` has one per family: the same tokens, the same places of white space, the same treatment of system turns,
@@ -241,6 +242,71 @@ TAGGED = (
     + "{% endif %}{% endfor %}"
     + _PROMPT
 )
+
+_DEEPSEEK_HEAD = """\
+{%- set ns = namespace(system='', asked=false, tool=false, first=true) %}
+{%- for m in messages %}{%- if m.role == 'system' %}{% set ns.system = ns.system + m.content %}{%- endif %}{%- endfor %}
+{%- if tools %}
+    {%- set ns.system = ns.system + '\n\n## Tools\n' %}
+    {%- for tool in tools %}{% set ns.system = ns.system + (tool | tojson) + '\n' %}{%- endfor %}
+    {%- set ns.system = ns.system + 'Write <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>...<｜tool▁calls▁end｜>' %}
+{%- endif %}
+{{ bos_token }}{{ ns.system }}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}
+        {%- set ns.tool = false %}{%- set ns.asked = true %}{{'<｜User｜>' + m.content}}
+    {%- elif m.role == 'assistant' and m.tool_calls is defined and m.tool_calls is not none %}
+        {%- if ns.asked %}{{'<｜Assistant｜>' + closed}}{%- endif %}
+        {%- set ns.asked = false %}{%- set ns.first = true %}
+        {%- for call in m.tool_calls %}
+            {%- if ns.first %}
+                {%- if m.content is none %}
+                    {{'<｜tool▁calls▁begin｜>' + BEFORE + MIDDLE + call.function.arguments + CLOSING}}
+                {%- else %}
+                    {{m.content + '<｜tool▁calls▁begin｜>' + BEFORE + MIDDLE + call.function.arguments + CLOSING}}
+                {%- endif %}
+                {%- set ns.first = false %}
+            {%- else %}
+                {{BETWEEN + BEFORE + MIDDLE + call.function.arguments + CLOSING}}
+            {%- endif %}
+        {%- endfor %}
+        {{'<｜tool▁calls▁end｜><｜end▁of▁sentence｜>'}}
+    {%- elif m.role == 'assistant' %}
+        {%- if ns.asked %}{{'<｜Assistant｜>' + closed}}{%- endif %}
+        {%- set ns.asked = false %}{%- set ns.tool = false %}{{m.content + '<｜end▁of▁sentence｜>'}}
+    {%- elif m.role == 'tool' %}
+        {%- set ns.tool = true %}{{'<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>'}}
+    {%- endif %}
+{%- endfor -%}
+{%- if add_generation_prompt and not ns.tool %}{{'<｜Assistant｜>' + opened}}{%- endif %}
+"""
+
+
+def _deepseek(closed: str, opened: str, **parts: str) -> str:
+    """A template of DeepSeek's: ``parts`` of a call as expressions, and what stands before answers and in prompts."""
+    text = _DEEPSEEK_HEAD.replace("+ closed", f"+ '{closed}'")
+    text = text.replace("+ opened", f"+ '{opened}'")
+    for name, part in parts.items():
+        text = text.replace(name, part)
+    return text
+
+
+#: Calls as DeepSeek's models write them, their arguments as text: V3 and R1 between fences, V3.1 without.
+DEEPSEEK_V3 = _deepseek(
+    "", "",
+    BEFORE="'<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + call.function.name",
+    MIDDLE="'\\n```json\\n'", CLOSING="'\\n```<｜tool▁call▁end｜>'", BETWEEN="'\\n'",
+)  # fmt: skip
+DEEPSEEK_V31 = _deepseek(
+    "</think>", "</think>",
+    BEFORE="'<｜tool▁call▁begin｜>' + call.function.name",
+    MIDDLE="'<｜tool▁sep｜>'", CLOSING="'<｜tool▁call▁end｜>'", BETWEEN="''",
+)  # fmt: skip
+#: Its prompt opens the reasoning, which the turns of a conversation do not have.
+DEEPSEEK_R1 = DEEPSEEK_V3.replace("'<｜Assistant｜>' + '')", "'<｜Assistant｜><think>\\n')").replace(
+    "{%- if add_generation_prompt and not ns.tool %}{{'<｜Assistant｜>' + ''}}",
+    "{%- if add_generation_prompt and not ns.tool %}{{'<｜Assistant｜><think>\\n'}}",
+)  # fmt: skip
 
 
 class Family(NamedTuple):

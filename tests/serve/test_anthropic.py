@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 
 from tests.serve.inprocess import InProcess, serving
+from tests.serve.test_call_finder import CITY, HERMES
 from tests.serve.test_conversations import SHAPE, THINKING
-from tests.serve.test_tools import CITY, HERMES
 from weft.serve.anthropic import as_chat
 
 TALK = [{"role": "user", "content": "?"}]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.serve.inprocess import InProcess, serving
-from tests.serve.test_tools import HERMES
+from tests.serve.test_call_finder import HERMES
 
 CASES = [
     json.loads(line)

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from tests.serve.running import Running, until
-from tests.serve.test_tools import ASKED, CITY, HERMES, TIME, WEATHER
+from tests.serve.test_call_finder import ASKED, CITY, HERMES, TIME, WEATHER
 from weft.data.tokenizer import load_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"enum": [7, 70]}},

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.serve.inprocess import InProcess, serving
-from tests.serve.test_tools import (
+from tests.serve.test_call_finder import (
     ASKED,
     CITY,
     DEAF,
@@ -28,12 +28,12 @@ from tests.serve.test_tools import (
 from weft.data.chat.template import ChatTemplate
 from weft.data.tokenizer import load_tokenizer
 from weft.serve.answering import AnswerForm, AnswerReader
+from weft.serve.call_finder import CallFinder, CallPiece
 from weft.serve.messages import arguments_of, read_live
 from weft.serve.prompts import as_written, continued
 from weft.serve.protocol import ChatRequest
 from weft.serve.reasoning import ReasoningFinder, Thoughts, begins_thinking, thoughts_of
 from weft.serve.service import TokenEvent
-from weft.serve.tools import CallFinder, CallPiece
 
 #: A template that writes reasoning, and begins it where ``enable_thinking`` does not say otherwise.
 THINKING = (
@@ -400,7 +400,7 @@ def test_an_answer_ends_with_its_first_call_where_calls_come_one_by_one(
 def test_a_name_that_is_no_tools_is_no_call(template: str, stream: bool) -> None:
     form = form_of(template)
     assert form is not None
-    call = form.begun("nothing", "{}") + form.behind
+    call = form.cut("nothing", "{}") + form.behind
     finder = CallFinder(form, stream, ["get_time"])
     shown = "".join(finder.add(char)[0] for char in call)
     rest, pieces, finish = finder.end("stop")

@@ -11,7 +11,7 @@ import torch
 
 from tests.serve.inprocess import InProcess, serving
 from tests.serve.running import build
-from tests.serve.test_tools import DEAF
+from tests.serve.test_call_finder import DEAF
 from weft.generate.lookup import Lookup
 
 PROMPT = "a prompt — of several blocks"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.data.test_token_bytes import TOKENIZERS, byte_level
 from tests.serve.inprocess import InProcess, serving
-from tests.serve.test_tools import DEAF
+from tests.serve.test_call_finder import DEAF
 from weft.serve.lengths import (
     LARGEST_TREE,
     TextLengths,

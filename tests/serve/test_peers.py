@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.serve.running import Running, until
-from tests.serve.test_tools import HERMES
+from tests.serve.test_call_finder import HERMES
 from weft.data.tokenizer import load_tokenizer
 
 SCRIPT = Path(__file__).with_name("clients.py")

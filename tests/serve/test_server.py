@@ -453,7 +453,9 @@ def test_the_command_serves_and_ends_with_its_last_answer(
              "--drain", "300"]  # fmt: skip
     write(tmp_path / "adapters" / "spoken", build(), 3, 0)
     beside = ["--layout", layout, "--adapters", tmp_path / "adapters"]
-    words += beside if layout else ["--policy", "chunked:4", "--invariant"]
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}!")
+    alone = ["--policy", "chunked:4", "--invariant", "--chat-template", tmp_path / "own.jinja"]  # fmt: skip
+    words += beside if layout else alone
     process = Started(*words)
     request.addfinalizer(process.kill)
     assert process.stdout is not None
@@ -467,6 +469,9 @@ def test_the_command_serves_and_ends_with_its_last_answer(
     )
     vectors = client.post("/v1/embeddings", json={"input": "x"})
     assert vectors.status_code == 200, vectors.text
+    asked = {"messages": [{"role": "user", "content": "Hi"}]}
+    written = client.post("/tokenize", json=asked)
+    assert layout or written.json()["tokens"] == list(b"Hi!"), written.text
     if layout:
         asked = {"model": "spoken", "prompt": PROMPT, "max_tokens": 9, "temperature": 0}
         said = client.post("/v1/completions", json=asked).json()["choices"][0]["text"]
@@ -555,7 +560,8 @@ def test_a_rank_that_is_gone_is_named_and_all_end(
     (["--host", "203.0.113.1"], "cannot listen at 203.0.113.1 port 8000"),
     (["--policy", "chunked:0"], "--policy cannot be 'chunked:0'; give exact-fill, prompts-first or"),
     (["--invariant", "--layout", "tp=2"], "--invariant is for a model on one rank"),
-], ids=["no file", "no key", "no host", "no policy", "ranks"])  # fmt: skip
+    (["--chat-template", "nowhere.jinja"], "--chat-template: cannot read nowhere.jinja: No such file"),
+], ids=["no file", "no key", "no host", "no policy", "ranks", "no template"])  # fmt: skip
 def test_mistakes_of_the_command(
     command: Command, words: list[str], said: str, tmp_path: Path, monkeypatch: Any
 ) -> None:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.serve.running import JSON, Running, until
-from tests.serve.test_tools import ASKED, HERMES, TIME, WEATHER
+from tests.serve.test_call_finder import ASKED, HERMES, TIME, WEATHER
 from weft.data.tokenizer import load_tokenizer
 from weft.generate.lookup import Lookup
 

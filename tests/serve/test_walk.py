@@ -18,7 +18,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from tests.serve.inprocess import InProcess, serving
-from tests.serve.test_tools import HERMES, WEATHER
+from tests.serve.test_call_finder import HERMES, WEATHER
 
 PATHS: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/chat/completions": (

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,6 +41,7 @@ _adapters = (
     "A folder of adapters as PEFT writes them: each is a model by its folder's name."
 )
 _keys = "A file with a key per line: requests without one are refused. Prefixes are shared among requests of one key."
+_template = "A Jinja file with the chat template, instead of the model's own; tools need one that shows them."
 _policy = (
     "Who goes first in a step. exact-fill: new tokens, then prompts, cut where the budget ends; chunked:N: new tokens "
     "and at most N of one prompt; prompts-first: prompts, then new tokens."
@@ -93,6 +95,7 @@ def serve(
         Path | None, typer.Option(metavar="FOLDER", help=_adapters)
     ] = None,
     max_model_len: Annotated[int, typer.Option(min=0, help=_context)] = 0,
+    chat_template: Annotated[str, typer.Option(metavar="FILE", help=_template)] = "",
     allowed_hosts: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help=_hosts)
     ] = None,
@@ -113,6 +116,7 @@ def serve(
     import torch
 
     from weft.checkpoint.model import open_model, tokenizer_of
+    from weft.data.chat.template import template_text
     from weft.generate.drafter import check_ahead, drafter_for
     from weft.generate.engine import Engine, check_prompt
     from weft.generate.policies import policy_of
@@ -141,6 +145,7 @@ def serve(
     import_plugins(plugin)
     check_ahead(draft, ahead)
     order = policy_of(policy)
+    template = chat_template and template_text(chat_template, "--chat-template")
     # mistakes are said before anything is read
     gate_rules(host, allowed_hosts or (), cors or ())
     if (code := launch_ranks(spread, checkpoint)) is not None:
@@ -175,9 +180,12 @@ def serve(
         name = name or checkpoint.rstrip("/").split("/")[-1]
         adapted = add_adapters(engine, adapters, name) if adapters else []
         service = Service(engine, requests + waiting)
+        tokenizer = tokenizer_of(files, checkpoint, warn)
+        if template:
+            tokenizer = replace(tokenizer, chat_template=template, named_templates={})
         server = Server(
             service,
-            tokenizer_of(files, checkpoint, warn),
+            tokenizer,
             name,
             keys,
             tokens,

@@ -17,11 +17,11 @@ from weft.data.chat.template import ChatTemplate
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError
 from weft.generate.grammar import Grammar, Grammars
+from weft.serve.call_form import CallForm, call_form, shows_tools
 from weft.serve.lengths import PIECE, TextLengths, TokenLimit, TooManyTokens
 from weft.serve.messages import read_live
 from weft.serve.protocol import Conversing, Language, Texts
 from weft.serve.reasoning import Thoughts, begins_thinking, thoughts_of
-from weft.serve.tools import CallForm, call_form
 
 R = TypeVar("R")
 
@@ -136,8 +136,13 @@ class Prompts:
     ) -> ChatPrompt:
         template, form = encoder.chat.template.of(tools), encoder.form
         if tools and form is None:
+            lacks = (
+                "writes no calls whose arguments are JSON"
+                if shows_tools(template)
+                else "does not show tools to the model"
+            )
             raise UsageError(
-                f"the chat template of {self.name} writes no calls of tools as JSON; ask without tools"
+                f"the chat template of {self.name} {lacks}; ask without tools, or serve it with another --chat-template"
             )
         talk = [as_written(message, form) for message in read_live(asked.messages)]
         # as OpenAI has come to call what others call the system
@@ -224,7 +229,7 @@ def as_written(message: Message, form: CallForm | None) -> Message:
         return message
     cut = [call["function"] for call in calls if call not in whole]
     text = message["content"] + "".join(
-        form.begun(call["name"], str(call["arguments"])) for call in cut
+        form.cut(call["name"], str(call["arguments"])) for call in cut
     )
     rest = {key: value for key, value in message.items() if key != "tool_calls"} | {
         "content": text

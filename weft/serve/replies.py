@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, cast
 from weft.data.detokenizer import Writer
 from weft.data.token_bytes import token_bytes
 from weft.data.tokenizer import Tokenizer
+from weft.serve.call_finder import CallPiece
 from weft.serve.protocol import ChatRequest, Refusal, SamplingRequest
 from weft.serve.service import TokenEvent
-from weft.serve.tools import CallPiece
 
 Usage = dict[str, Any]
 

@@ -80,7 +80,7 @@ class Edges:
         if before is None:
             return None
         anchor = self.followed.anchor(before, i, limit)
-        alike = _alike(before.text[anchor.other :], self.text[anchor.text :])
+        alike = common_length(before.text[anchor.other :], self.text[anchor.text :])
         return anchor.text + alike if alike else None
 
     def _after_prompt(self, i: int, limit: int) -> int | None:
@@ -109,7 +109,7 @@ class Edges:
         if plain is not None and self.text.startswith(plain[1], plain[0]):
             return plain[0] + len(plain[1])
         # a prompt may end with more than a turn begins with, such as <think>
-        alike = _alike(opening, rest)
+        alike = common_length(opening, rest)
         into_header = header is None or alike > len(opening) - len(header)
         if alike and into_header and not self.template.ends.search(opening[alike:]):
             return anchor.text + alike
@@ -131,7 +131,7 @@ class Edges:
             and not opening[len(closing) :].strip()
         ):
             opening = closing
-        alike = _alike(opening, rest)
+        alike = common_length(opening, rest)
         if alike < len(opening) and (
             not alike or self.template.ends.search(opening[alike:])
         ):
@@ -189,7 +189,7 @@ class Edges:
         else:
             anchor = self.followed.anchor(alone, i, after)
             tail = alone.text[anchor.other + after - anchor.text :]
-        return rest[: _alike(tail, rest)]
+        return rest[: common_length(tail, rest)]
 
 
 def _beyond(prompt: Marked, without: Marked | None) -> str | None:
@@ -207,8 +207,8 @@ def _beyond(prompt: Marked, without: Marked | None) -> str | None:
     )
 
 
-def _alike(first: str, second: str) -> int:
-    """How many characters both texts begin with: all of the first, or else whole units."""
+def common_length(first: str, second: str) -> int:
+    """Characters that both texts begin with: all of the first, or else whole units (tags, words, others)."""
     if second.startswith(first):
         return len(first)
     count = 0

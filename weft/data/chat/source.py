@@ -22,7 +22,12 @@ from weft.data.chat.encode import ChatEncoder, Encoded
 from weft.data.chat.notes import Notes
 from weft.data.chat.pairs import AnswerPair
 from weft.data.chat.samples import RecordLocation, samples
-from weft.data.chat.template import ChatTemplate, TemplateError, template_of
+from weft.data.chat.template import (
+    ChatTemplate,
+    TemplateError,
+    template_of,
+    template_text,
+)
 from weft.data.corpora import fingerprint
 from weft.data.files import files
 from weft.data.report import SourceReport
@@ -40,14 +45,7 @@ def chat_template(settings: Chat, tokenizer: Tokenizer) -> ChatTemplate:
         else datetime.now()
     )
     if given := settings.template:
-        file = Path(given).expanduser()
-        try:
-            text = given if "{" in given else file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise WeftError(
-                f"data.chat.template: cannot read {file}: {reason}; give a file or a template"
-            ) from None
+        text = template_text(given, "data.chat.template")
         return ChatTemplate(text, tokenizer, settings.variables, now, settings.control)
     template = template_of(tokenizer, settings.variables, now, settings.control)
     if template is None:

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -17,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from weft.data.chat.calls import CallStyle, find_style
 from weft.data.chat.marks import Marked, generated, protected, read_marks
 from weft.data.tokenizer import Tokenizer
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
 from weft.recipe.named_templates import TOOL_USE
 
 #: What looks like the name of a special token.
@@ -326,6 +327,20 @@ def template_of(
         or "{{ raise_exception('the tokenizer has none for conversations without tools') }}"
     )
     return ChatTemplate(text, tokenizer, variables, now, control, tool_use)
+
+
+def template_text(given: str, name: str) -> str:
+    """The template that ``given`` is, or that is in the file of this name; errors call the setting ``name``."""
+    if "{" in given:
+        return given
+    file = Path(given).expanduser()
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"{name}: cannot read {file}: {reason}; give a file or a template"
+        ) from None
 
 
 def _any_of(*names: Iterable[str]) -> re.Pattern[str]:

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 (the bars in the names of DeepSeek's tokens)
 """Calls of tools: their form by the template of a model, found in its text, and forced by their schema."""
 
 from __future__ import annotations
@@ -5,17 +6,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import jsonschema
 import pytest
 
+from tests.chats import DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31, QWEN3
 from tests.serve.running import Running, until
+from weft.data.chat.edges import common_length
 from weft.data.chat.template import ChatTemplate
 from weft.data.tokenizer import load_tokenizer
-from weft.serve.tools import Call, CallFinder, CallForm, CallPiece, call_form
+from weft.serve.call_finder import Call, CallFinder, CallPiece
+from weft.serve.call_form import CallForm, ObjectCalls, call_form
 
-#: As templates of Qwen and Hermes, of Llama and of Mistral write them, and as one of DeepSeek's does, which is no JSON.
+#: As templates of Qwen and Hermes, of Llama and of Mistral write them, and as one does that is no JSON.
 HEAD = (
     "{% if tools %}Tools:{% for t in tools %} {{ t | tojson }}{% endfor %}\n{% endif %}"
 )
@@ -36,7 +41,13 @@ MISTRAL = (
     '{"arguments": {{ f.arguments | tojson }}, "name": "{{ f.name }}"}{% if not loop.last %}, {% endif %}'
     "{% endfor %}]{% endif %}" + TAIL
 )
-DEEPSEEK = f"{HEAD}{TURN}{CALLS}" + "call {{ f.name }} with x=3{% endfor %}" + TAIL
+#: A name and its arguments alone, as GLM-4's and Mistral's later ones where special tokens are left out.
+BARE = (
+    f"{HEAD}{TURN}{CALLS}"
+    + "{{ f.name }}\n{{ f.arguments | tojson }}{% endfor %}"
+    + TAIL
+)
+WORDS = f"{HEAD}{TURN}{CALLS}" + "call {{ f.name }} with x=3{% endfor %}" + TAIL
 DEAF = f"{TURN}{TAIL}"
 CITY = {
     "type": "object", "properties": {"city": {"enum": ["Oslo", "Zürich \"Nord\""]}, "days": {"$ref": "#/$defs/few"}},
@@ -55,8 +66,14 @@ TIME = {"type": "function", "function": {"name": "get_time", "parameters": ZONE}
 ASKED = [{"role": "user", "content": "?"}]
 
 
+def own(template: str) -> ChatTemplate:
+    """A template that belongs to its tokenizer, which lacks its special tokens."""
+    tokenizer = replace(load_tokenizer("bytes"), chat_template=template)
+    return ChatTemplate(template, tokenizer)
+
+
 def form_of(template: str) -> CallForm | None:
-    return call_form(ChatTemplate(template, load_tokenizer("bytes")))
+    return call_form(own(template))
 
 
 @pytest.mark.parametrize(("template", "opening", "keys"), [
@@ -67,8 +84,9 @@ def test_calls_are_found_as_the_template_writes_them(
     template: str, opening: str, keys: tuple[str, str]
 ) -> None:
     form = form_of(template)
-    assert form and form.opening == opening and (form.name, form.arguments) == keys
-    talk = ChatTemplate(template, load_tokenizer("bytes"))
+    assert isinstance(form, ObjectCalls) and form.opening == opening
+    assert (form.name, form.arguments) == keys
+    talk = own(template)
     calls = [Call("a", '{"x": "}] </tool_call> {\\""}'), Call("b", "{}")]
     told = [
         {"function": {"name": c.name, "arguments": json.loads(c.arguments)}}
@@ -169,13 +187,83 @@ def test_words_before_a_call_are_shown_as_they_come() -> None:
     assert finder.end("length") == ("", [CallPiece(0, "a", '{"x": 1}')], "tool_calls")
 
 
-@pytest.mark.parametrize("template", [DEEPSEEK, DEAF])
+NAMED = {"v3": DEEPSEEK_V3, "v3.1": DEEPSEEK_V31, "r1": DEEPSEEK_R1, "bare": BARE}
+
+
+@pytest.mark.parametrize("template", NAMED.values(), ids=NAMED)
+def test_calls_are_found_where_arguments_are_text_between_others(template: str) -> None:
+    """DeepSeek's: as the template writes two calls, behind words and alone, in pieces of any size."""
+    talk = own(template)
+    calls = [Call("get_a", '{"x": "}] ``` \\n {\\""}'), Call("b", "{}")]
+    for before in ("", "Let me look. "):
+        if before and template == BARE:
+            continue  # a call that stands alone is all of the answer
+        said = [
+            {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in calls
+        ]
+        turn = {"role": "assistant", "content": before, "tool_calls": said}
+        whole = talk.render([*ASKED, turn], [WEATHER]).text
+        prompt = talk.render(ASKED, [WEATHER], prompt=True).text
+        text = whole[common_length(prompt, whole) :].lstrip()
+        for size, streams in product((1, 3, len(text)), (False, True)):
+            finder = CallFinder(form_of(template), streams, {"get_a", "b"})  # type: ignore[arg-type]
+            shown, pieces = "", list[CallPiece]()
+            for at in range(0, len(text), size):
+                piece, more = finder.add(text[at : at + size])
+                shown, pieces = shown + piece, pieces + more
+            end = finder.end("stop")
+            assert (shown + end.text).strip() == before.strip()
+            assert end.finish == "tool_calls" and finder.calls == calls
+            for number, call in enumerate(calls):
+                of_call = [p for p in [*pieces, *end.calls] if p.number == number]
+                assert of_call[0].name == call.name
+                assert "".join(p.arguments for p in of_call) == call.arguments
+
+
+@pytest.mark.parametrize(("text", "finish"), [
+    ("{}get_a", "stop"),  # what is no call is text
+    ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>other\n```json\n{}\n```", "stop"),
+    ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_a\n```json\nnull\n```", "stop"),
+    ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_a\n```json\n{\"x\"", "length"),
+    ("a < b <｜tool▁calls", "stop"), ("get_ab {}", "stop"), ("get_a is what", "stop"), ("get_", "length"),
+])  # fmt: skip
+def test_what_is_no_call_by_name_is_text(text: str, finish: str) -> None:
+    for template in (DEEPSEEK_V3, BARE):
+        form = form_of(template)
+        assert form is not None
+        finder = CallFinder(form, names=["get_a"])
+        shown = "".join(finder.add(char)[0] for char in text)
+        end = finder.end(finish)
+        assert (shown + end.text, end.calls, end.finish) == (text, [], finish)
+
+
+def test_reasoning_that_a_template_writes_is_no_part_of_a_call() -> None:
+    """Qwen3's writes an empty one before the last turn, where a model writes its own: its calls went out as text."""
+    form = form_of(QWEN3)
+    assert isinstance(form, ObjectCalls) and form.opening == "<tool_call>"
+    finder = CallFinder(form, names=["a"])
+    finder.add('\n\n<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>')
+    assert finder.end("stop").calls == [CallPiece(0, "a", "{}")]
+
+
+def test_a_prompt_that_begins_a_tag_as_a_call_does_leaves_the_call_whole() -> None:
+    """As QwQ's, which ends with ``<think>``."""
+    form = form_of(
+        HERMES.replace("assistant: {% endif", "assistant: \n<think>\n{% endif")
+    )
+    assert isinstance(form, ObjectCalls) and form.opening == "<tool_call>"
+
+
+@pytest.mark.parametrize("template", [WORDS, DEAF])
 def test_templates_without_calls_as_json(template: str) -> None:
     assert form_of(template) is None
 
 
 @pytest.fixture(
-    scope="module", params=[HERMES, LLAMA, MISTRAL], ids=["hermes", "llama", "mistral"]
+    scope="module",
+    params=[HERMES, LLAMA, MISTRAL, DEEPSEEK_V3],
+    ids=["hermes", "llama", "mistral", "deepseek"],
 )
 def server(request: Any) -> Iterator[Running]:
     running = Running(replace(load_tokenizer("bytes"), chat_template=request.param))
@@ -260,7 +348,7 @@ def test_tools_are_refused_where_a_template_has_none() -> None:
     answer = running.post("chat/completions", messages=ASKED, tools=[TIME])
     assert (
         answer.status_code == 400
-        and "writes no calls of tools as JSON" in answer.json()["error"]["message"]
+        and "does not show tools to the model; ask" in answer.json()["error"]["message"]
     )
     assert (
         running.post(

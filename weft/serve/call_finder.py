@@ -1,0 +1,129 @@
+"""Tool calls in a model's text, as it comes in pieces."""
+
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+from weft.serve.call_form import CallForm
+
+
+class Call(NamedTuple):
+    name: str
+    arguments: str  # JSON
+
+
+class CallPiece(NamedTuple):
+    """What is new of a call: its name when it begins (else None), and more text of its arguments."""
+
+    number: int
+    name: str | None
+    arguments: str
+
+
+class AnswerEnd(NamedTuple):
+    """The rest of an answer's text and of its calls, and the reason of its end to report."""
+
+    text: str
+    calls: list[CallPiece]
+    finish: str
+
+
+class CallFinder:
+    """Finds calls in a text that comes in pieces. All text from the beginning of the first call on is held back.
+
+    ``streams``: calls are given out in pieces, once their names are known, and not only when they are complete.
+    ``names``: what can be called (None: anything); with another name a text is no call. ``most``: calls at most.
+    """
+
+    def __init__(
+        self,
+        form: CallForm,
+        streams: bool = False,
+        names: Collection[str] | None = None,
+        most: int | None = None,
+    ) -> None:
+        self.form, self.streams, self.names, self.most, self.kept = (
+            form,
+            streams,
+            names,
+            most,
+            "",
+        )
+        self.calls: list[Call] = []  # those that are whole
+        self._begun = self._reached = False
+        # where the last of them ends, and what was given out of the next one's arguments
+        self._at = self._shown = 0
+
+    def add(self, piece: str) -> tuple[str, list[CallPiece]]:
+        """Add ``piece``; returns the text that is no call, as far as it is certain, and what is new of calls."""
+        self.kept += piece
+        text = "" if self._reached else self._before()
+        return text, list(self._news()) if self._reached and (
+            self.streams or self.most
+        ) else []
+
+    def _before(self) -> str:
+        """The text before the first call, as far as it can be told."""
+        if not self.form.anchor:
+            return self._before_alone()
+        at = self.kept.find(self.form.anchor)
+        if at < 0:
+            anchor = self.form.anchor
+            held = max(
+                (n for n in range(1, len(anchor)) if self.kept.endswith(anchor[:n])),
+                default=0,
+            )
+            return self._release(len(self.kept) - held)
+        self._reached = True
+        return self._release(at)
+
+    def _before_alone(self) -> str:
+        """The same where calls stand alone: a text is one from its first character on, or none."""
+        if not (text := self.kept.lstrip()) and not self._begun:
+            return ""
+        begins = False if self._begun else self.form.begins(text, self.names)
+        self._reached, self._begun = begins is True, begins is False
+        return self._release(len(self.kept)) if self._begun else ""
+
+    @property
+    def full(self) -> bool:
+        """Whether there are as many calls as there can be."""
+        return len(self.calls) == self.most
+
+    def _is_callable(self, name: Any) -> bool:
+        return isinstance(name, str) and (self.names is None or name in self.names)
+
+    def _release(self, count: int) -> str:
+        text, self.kept = self.kept[:count], self.kept[count:]
+        return text
+
+    def _news(self) -> Iterator[CallPiece]:
+        """What is new of calls."""
+        while not self.full and (call := self.form.read(self.kept, self._at)):
+            early = call.so_far if self.streams else None
+            if early is None and call.arguments is None:
+                return
+            if not self._is_callable(call.name):
+                return
+            number = len(self.calls)
+            if early is not None:
+                more = early[self._shown :]
+                if more:
+                    yield CallPiece(number, None if self._shown else call.name, more)
+                self._shown += len(more)
+            if call.arguments is None:
+                return
+            self.calls.append(Call(call.name, call.arguments))
+            if early is None:
+                yield CallPiece(number, *self.calls[-1])
+            self._at, self._shown = call.end, 0
+
+    def end(self, finish: str) -> AnswerEnd:
+        """The text has ended for the reason ``finish``; returns what was held back of it."""
+        pieces = list(self._news()) if self._reached else []
+        if self.full:  # what stands behind the last call is left out
+            return AnswerEnd("", pieces, "tool_calls")
+        left = self.kept[self.form.skipped(self.kept, self._at) if self.calls else 0 :]
+        called = self.calls and (finish == "stop" or not left)
+        return AnswerEnd(
+            "" if self._shown else left, pieces, "tool_calls" if called else finish
+        )

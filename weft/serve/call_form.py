@@ -1,0 +1,329 @@
+"""Form of tool calls, as a model's own chat template writes them: derived from the template, read, and forced."""
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
+
+from weft.data.chat.edges import common_length
+from weft.data.chat.template import ChatTemplate, TemplateError
+from weft.generate.grammar import BLANKS
+from weft.serve.protocol import Language
+from weft.serve.reasoning import thoughts_of
+
+#: An example of a call, whose words no template has itself.
+_NAME, _ARGUMENTS = "weft_example", {"weft_key": "weft_value"}
+_WRITTEN = re.compile(r'\{\s*"weft_key"\s*:\s*"weft_value"\s*\}')
+_TAG = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
+_TOOL = {
+    "type": "function",
+    "function": {"name": _NAME, "description": "-", "parameters": {"type": "object"}},
+}
+
+
+class WrittenCall(NamedTuple):
+    """A call as far as it is written.
+
+    ``so_far``: the text of its arguments, None where their beginning is not certain. ``arguments``: all of them as
+    JSON, None while they are incomplete; the call then ends at index ``end`` of the text.
+    """
+
+    name: Any
+    so_far: str | None
+    arguments: str | None
+    end: int
+
+
+@dataclass(frozen=True)
+class _Written:
+    """``before`` and ``behind``: all text around the arguments in a call of ``weft_example``."""
+
+    before: str
+    behind: str
+
+    def grammar(
+        self, tools: Sequence[dict[str, Any]], form: Language | None = None
+    ) -> str:
+        """A grammar, in Lark's notation, of texts that call one of ``tools`` once, with arguments of its schema.
+
+        A text of the language ``form`` is as good, if it is given.
+        """
+        ways, starts = [], [f"call{number}" for number in range(len(tools))]
+        for number, tool in enumerate(tools):
+            before, behind = (
+                text.replace(_NAME, tool["name"]) for text in (self.before, self.behind)
+            )
+            # A bare call's brace is a word of its own: the longest word wins, and a form may begin with a brace too.
+            words = [before[:1], before[1:]] if before.startswith("{") else [before]
+            ways += [
+                f"call{number}: {' '.join(map(_quoted, words))} arguments{number} {_quoted(behind)}",
+                f"arguments{number}: {_as_lark(tool.get('parameters') or {'type': 'object'})}",
+            ]
+        if form is not None:
+            starts.append("form")
+            ways.append(f"form: {_as_lark(form.text)}")
+        return "\n".join([f"start: {' | '.join(starts)}", *ways])
+
+    def cut(self, name: str, arguments: str) -> str:
+        """The text of a call that was cut in its arguments."""
+        return self.before.replace(_NAME, name) + arguments
+
+
+@dataclass(frozen=True)
+class ObjectCalls(_Written):
+    """Calls that are JSON objects with the keys ``name`` and ``arguments``, between ``opening`` and ``closing``."""
+
+    opening: str
+    closing: str
+    name: str
+    arguments: str
+
+    @property
+    def anchor(self) -> str:
+        """What stands before the first call; empty if calls stand alone."""
+        return self.opening
+
+    def begins(self, text: str, names: Collection[str] | None) -> bool | None:
+        """Whether ``text``, the first of an answer, is a call that stands alone; None: it may become one."""
+        return text.startswith("{")
+
+    def skipped(self, text: str, at: int) -> int:
+        """The index behind what stands at ``at`` before, between and after calls."""
+        match = self._between.match(text, at)
+        assert match is not None  # it can be nothing
+        return match.end()
+
+    def read(self, text: str, at: int) -> WrittenCall | None:
+        """The next call from index ``at`` on, as far as it is written; None if there is none."""
+        start = self.skipped(text, at)
+        if not text.startswith("{", start):
+            return None
+        value, end = _json_at(text, start)
+        if head := self._head.match(text, start):
+            _, last = _json_at(text, head.end())
+            name, so_far = read_json(head[1]), text[head.end() : last]
+        else:
+            name = value.get(self.name) if isinstance(value, dict) else None
+            so_far = None
+        if not isinstance(value, dict):
+            return WrittenCall(name, so_far, None, end) if head else None
+        given = value.get(self.arguments, {})
+        # as confused models write objects
+        is_text = isinstance(given, str) and isinstance(read_json(given), dict)
+        arguments = given if is_text else json.dumps(given, ensure_ascii=False)
+        return WrittenCall(value.get(self.name), so_far, arguments, end)
+
+    @cached_property
+    def _between(self) -> re.Pattern[str]:
+        return re.compile(
+            rf"\s*(?:{re.escape(self.closing)})?[\s,;]*(?:{re.escape(self.opening)})?\s*"
+        )
+
+    @cached_property
+    def _head(self) -> re.Pattern[str]:
+        """Matches a call up to its arguments, if its name comes first."""
+        name, arguments = (
+            re.escape(json.dumps(key)) for key in (self.name, self.arguments)
+        )
+        return re.compile(
+            r"\{\s*"
+            + name
+            + r'\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
+            + arguments
+            + r"\s*:\s*(?=\{)"
+        )
+
+
+@dataclass(frozen=True)
+class NamedCalls(_Written):
+    """Calls that are a name and a JSON object of arguments, each between texts of the template's own.
+
+    ``opening`` stands before the first name and ``again`` before others, ``middle`` between a name and its arguments,
+    ``closing`` behind each call and ``last`` behind all of them. DeepSeek's fenced arguments are of this form.
+    """
+
+    opening: str
+    again: str
+    middle: str
+    closing: str
+    last: str
+
+    @property
+    def anchor(self) -> str:
+        """What stands before the first call; empty if calls stand alone."""
+        tag = _TAG.match(self.opening)
+        return tag[0] if tag else self.opening
+
+    def begins(self, text: str, names: Collection[str] | None) -> bool | None:
+        """Whether ``text``, the first of an answer, is a call that stands alone; None: it may become one."""
+        words = "".join(text.split())
+        heads = ["".join(f"{name}{self.middle}{{".split()) for name in names or ()]
+        if any(words.startswith(head) for head in heads):
+            return True
+        return None if any(head.startswith(words) for head in heads) else False
+
+    def skipped(self, text: str, at: int) -> int:
+        """The index behind what stands at ``at`` after calls."""
+        match = self._after.match(text, at)
+        assert match is not None  # it can be nothing
+        return match.end()
+
+    def read(self, text: str, at: int) -> WrittenCall | None:
+        """The next call from index ``at`` on, as far as it is written; None if there is none."""
+        head = (self._further if at else self._first).match(text, at)
+        if head is None or not text.startswith("{", head.end()):
+            return None
+        value, end = _json_at(text, head.end())
+        so_far = text[head.end() : end]
+        arguments = so_far if isinstance(value, dict) else None
+        return WrittenCall(head[1], so_far, arguments, end)
+
+    @cached_property
+    def _first(self) -> re.Pattern[str]:
+        return re.compile(rf"\s*{_loose(self.opening)}{self._name}")
+
+    @cached_property
+    def _further(self) -> re.Pattern[str]:
+        again = f"(?:{_loose(self.again)}|{_loose(self.opening)})"
+        return re.compile(rf"\s*(?:{_loose(self.closing)})?[\s,;]*{again}{self._name}")
+
+    @property
+    def _name(self) -> str:
+        return rf"([a-zA-Z0-9_.-]+){_loose(self.middle)}"
+
+    @cached_property
+    def _after(self) -> re.Pattern[str]:
+        return re.compile(rf"\s*(?:{_loose(self.closing)})?(?:{_loose(self.last)})?\s*")
+
+
+CallForm: TypeAlias = ObjectCalls | NamedCalls
+
+
+def _loose(text: str) -> str:
+    """A pattern of ``text`` that takes any white space around and inside it."""
+    words = ["", *map(re.escape, text.split()), ""]
+    return r"\s*".join(words)
+
+
+def _quoted(text: str) -> str:
+    """``text`` as a word of a grammar; nothing for none."""
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _as_lark(form: str | dict[str, Any]) -> str:
+    """A regular expression or a JSON schema in Lark's notation."""
+    if isinstance(form, str):
+        return (
+            "/"
+            + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", form).replace("\n", "\\n")
+            + "/"
+        )
+    return f"%json {json.dumps(form | {'x-guidance': {'whitespace_pattern': BLANKS}})}"
+
+
+def read_json(text: str) -> Any:
+    """The value that ``text`` is in JSON; None if it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _json_at(text: str, start: int) -> tuple[Any, int]:
+    """The JSON value that begins at ``start``, and where it ends; None, and the text's end, if it is incomplete."""
+    try:
+        return json.JSONDecoder().raw_decode(text, start)
+    except ValueError:
+        return None, len(text)
+
+
+def call_form(template: ChatTemplate) -> CallForm | None:
+    """How ``template`` writes calls; None if it writes no arguments as JSON, or does not show tools to the model."""
+    asked = {"role": "user", "content": "?"}
+    try:
+        prompt = template.render([asked], [_TOOL], prompt=True).text
+        written = _calls_of(template, prompt, 1)
+    except TemplateError:
+        return None
+    arguments = _WRITTEN.search(written)
+    if _NAME not in prompt or arguments is None:
+        return None
+    return _object_calls(written, arguments) or _named_calls(template, prompt, written)
+
+
+def shows_tools(template: ChatTemplate) -> bool:
+    """Whether ``template`` tells the model which tools there are."""
+    try:
+        return (
+            _NAME in template.render([{"role": "user", "content": "?"}], [_TOOL]).text
+        )
+    except TemplateError:
+        return False
+
+
+def _calls_of(template: ChatTemplate, prompt: str, count: int) -> str:
+    """What the assistant writes to call the example ``count`` times, behind ``prompt``."""
+    calls = [
+        {
+            "id": f"callcall{number}",
+            "type": "function",
+            "function": {"name": _NAME, "arguments": _ARGUMENTS},
+        }
+        for number in range(count)
+    ]
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    text = template.render([{"role": "user", "content": "?"}, said], [_TOOL]).text
+    written = text[common_length(prompt, text) :]
+    # Some templates write empty reasoning before a last turn (Qwen3's), and a model other words in its place.
+    if thoughts := thoughts_of(template.source):
+        before, name, rest = written.partition(_NAME)
+        written = before.rpartition(thoughts.closing)[2] + name + rest
+    return template.ends.sub("", written)
+
+
+def _object_calls(written: str, arguments: re.Match[str]) -> ObjectCalls | None:
+    for brace in re.finditer(r"\{", written[: arguments.start() + 1]):
+        start = brace.start()
+        value, end = _json_at(written, start)
+        keys = {str(item): key for key, item in (value or {}).items()}
+        if {_NAME, str(_ARGUMENTS)} <= keys.keys():
+            opening, closing = written[:start].lstrip(), written[end:].rstrip()
+            return ObjectCalls(
+                before=opening + written[start : arguments.start()],
+                behind=written[arguments.end() : end] + closing,
+                opening=opening.strip(),
+                closing=closing.strip(),
+                name=keys[_NAME],
+                arguments=keys[str(_ARGUMENTS)],
+            )
+    return None
+
+
+def _named_calls(template: ChatTemplate, prompt: str, single: str) -> NamedCalls | None:
+    try:
+        written = _calls_of(template, prompt, 2)
+    except TemplateError:  # it writes one call at a time
+        written = single + single
+    pieces = re.split(f"({_NAME}|{_WRITTEN.pattern})", written)
+    # its name and its arguments stand in each call once
+    if [*map(len, pieces[1::2])][::2] != [len(_NAME)] * 2 or len(pieces) != 9:
+        return None
+    opening, middle, between, behind = (
+        pieces[0].lstrip(),
+        pieces[2],
+        pieces[4],
+        pieces[8],
+    )
+    between, behind = between.lstrip(), behind.rstrip()
+    each = common_length(between, behind.lstrip())
+    return NamedCalls(
+        before=f"{opening}{_NAME}{middle}",
+        behind=behind,
+        opening=opening.strip(),
+        again=between[each:].strip(),
+        middle=middle.strip(),
+        closing=between[:each].strip(),
+        last=behind.lstrip()[each:].strip(),
+    )
