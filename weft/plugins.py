@@ -16,7 +16,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import UsageError, WeftError, nearest
-from weft.registry import KINDS, Registered, find, names, register
+from weft.registry import KINDS, Registered, find, names, register, values_of
 
 __all__ = ["Callback", "register"]
 
@@ -64,7 +64,7 @@ class PluginError(Exception):
 
 def call(technique: Registered, settings: Mapping[str, Any]) -> Callable[..., Any]:
     """Return what to call with what the kind gives; what it raises names the plugin."""
-    return blaming(technique, partial(technique.made, **settings))
+    return blaming(technique, partial(technique.implementation, **settings))
 
 
 def blaming(technique: Registered, work: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,41 +95,38 @@ def made_model(name: str, settings: Mapping[str, Any], vocab: int) -> Any:
     return made
 
 
-def check(
-    setting: str,
-    kind: str,
-    name: str,
-    settings: Mapping[str, Any],
-    known: Iterable[str] = (),
-) -> None:
-    """Refuse a name that neither Weft knows (``known``) nor a plugin has registered, and settings that do not fit.
+def check_plugin(kind: str, name: str, settings: Mapping[str, Any] = {}) -> None:
+    """Refuse a name that is no value of its setting, and settings that the plugin of this name cannot be called with.
 
-    Raises :class:`ValueError`, as validators of recipes do; ``setting`` is where the name stands.
+    Raises :class:`ValueError`, as validators of recipes do.
     """
-    if name in known:
-        return
-    if name not in names(kind):
-        choices = [*known, *names(kind)]
+    what = KINDS[kind]
+    choices = list(filter(None, values_of(what.setting)))
+    if name not in choices:
         hint = nearest(name, choices) if choices else "no plugin has registered any"
-        raise ValueError(f"{setting} = {name!r} is not possible; {hint}")
-    found = find(kind, name)
-    _check_call(str(found), found.made, KINDS[kind].called, settings)
-    if kind == "callback" and inspect.isclass(found.made):
-        nothing = {hook: getattr(Callback, hook) for hook in HOOKS}
-        own = {hook: getattr(found.made, hook, nothing[hook]) for hook in HOOKS}
-        hooks = {
-            hook: given
-            for hook, given in HOOKS.items()
-            if own[hook] is not nothing[hook]
-        }
-        if not hooks:
-            raise ValueError(
-                f"{found} does nothing; give it one of the methods {', '.join(HOOKS)}"
-            )
-        for hook, given in hooks.items():
-            _check_call(
-                f"{hook} of {found}", getattr(found.made, hook), ("self", *given)
-            )
+        raise ValueError(f"{what.setting} = {name!r} is not possible; {hint}")
+    if name in what.plain or name not in names(kind):
+        return
+    technique = find(kind, name)
+    _check_call(str(technique), technique.implementation, what.called, settings)
+    if kind == "callback" and inspect.isclass(technique.implementation):
+        _check_hooks(technique)
+
+
+def _check_hooks(technique: Registered) -> None:
+    """Refuse a class of callbacks that has no method of :data:`HOOKS`, or one with the wrong parameters."""
+    methods = {
+        hook: method
+        for hook in HOOKS
+        if (method := getattr(technique.implementation, hook, None))
+        not in (None, getattr(Callback, hook))
+    }
+    if not methods:
+        raise ValueError(
+            f"{technique} does nothing; give it one of the methods {', '.join(HOOKS)}"
+        )
+    for hook, method in methods.items():
+        _check_call(f"{hook} of {technique}", method, ("self", *HOOKS[hook]))
 
 
 def _check_call(

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from pydantic_core import PydanticKnownError
 
@@ -32,6 +32,19 @@ if TYPE_CHECKING:
     from weft.section import Section
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class About(TypedDict, total=False):
+    """What a technique may declare besides its kind and name: the fields of :class:`Registered` of these names."""
+
+    settings: type[Section] | None
+    rules: Sequence[Rule]
+    draws: Mapping[str, Sequence[Any]]
+    title: str
+    paper: str
+    recipe: str
+    proof: str
+    figure: str
 
 
 @dataclass(frozen=True)
@@ -56,11 +69,13 @@ class TechniqueKind:
 
 #: Every kind of technique that a recipe can name, or an option of a command.
 KINDS: dict[str, TechniqueKind] = {
-    "callback": TechniqueKind("callback", "callbacks.name"),
-    "loss": TechniqueKind("loss", "loss.kind", ("logits", "labels")),
-    "model": TechniqueKind("model", "model.kind", ("vocab",)),
-    "dataset": TechniqueKind("dataset", "data.kind", ("path",)),
-    "tracker": TechniqueKind("tracker", "observe.trackers", ("run",)),
+    "callback": TechniqueKind("callback", "callbacks"),
+    "loss": TechniqueKind("loss", "loss.kind", ("logits", "labels"), plain=("cross-entropy",)),
+    "model": TechniqueKind("model", "model.kind", ("vocab",), plain=("",)),
+    "dataset": TechniqueKind("dataset", "data.kind", ("path",), plain=(
+        "stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat", "preference", "feedback",
+    )),
+    "tracker": TechniqueKind("tracker", "observe.trackers", ("run",), plain=("tensorboard", "wandb", "mlflow")),
     "optimizer": TechniqueKind("update rule", "optimizer.kind", ("settings", "ranks"), "optimizers"),
     "moments": TechniqueKind("storage of moments", "optimizer.state", ("settings", "ranks"), "moments", ("float32",)),
     "schedule": TechniqueKind("pipeline schedule", "layout.schedule", (), "schedules"),
@@ -79,10 +94,10 @@ KINDS: dict[str, TechniqueKind] = {
 
 @dataclass(frozen=True)
 class Registered:
-    """A declared technique: what it is made by, and what is said of it.
+    """A declared technique: its implementation, and what recipes, fuzzer and catalogue need to know.
 
-    ``settings``: the recipe's fields that are this technique's alone; they stand in the section that names it.
-    ``rules``: what it cannot be combined with (:class:`weft.refusal.Rule`), asked only where it is named.
+    ``settings``: the recipe's fields that this technique alone has; they stand in the section that names it.
+    ``rules``: what the technique cannot be combined with (:class:`weft.refusal.Rule`), asked where it is named.
     ``draws``: values of its settings that the fuzzer may draw. ``title``, ``paper``, ``recipe``, ``proof``, ``figure``:
     its row of the catalogue, which ``bench/catalogue.py --mend`` writes. ``recipe``: a file of ``recipes/`` and the
     words after it that name this technique; ``proof``: the tests, with a comma and a space between; ``figure``: what
@@ -92,7 +107,7 @@ class Registered:
     kind: str
     name: str
     module: str
-    made: Any
+    implementation: Any
     settings: type[Section] | None = None
     rules: Sequence[Rule] = ()
     draws: Mapping[str, Sequence[Any]] = field(default_factory=dict)
@@ -111,34 +126,23 @@ class Registered:
 _REGISTERED: dict[tuple[str, str], Registered] = {}
 
 
-def register(
-    kind: str,
-    name: str,
-    *,
-    settings: type[Section] | None = None,
-    rules: Sequence[Rule] = (),
-    draws: Mapping[str, Sequence[Any]] | None = None,
-    title: str = "",
-    paper: str = "",
-    recipe: str = "",
-    proof: str = "",
-    figure: str = "",
-) -> Callable[[F], F]:
-    """Declare what is decorated, a function or a class, as the technique ``name`` of a kind (:data:`KINDS`).
+def register(kind: str, name: str, **about: Unpack[About]) -> Callable[[F], F]:
+    """Declare the decorated function or class as the technique ``name`` of a kind (:data:`KINDS`).
 
-    The other arguments are those of :class:`Registered`; a plugin may leave out all of them.
+    ``about`` holds the other fields of :class:`Registered`; a plugin may leave out all of them. Raises
+    :class:`UsageError` for an unknown kind, and for a name that another module has registered.
     """
     if kind not in KINDS:
         raise UsageError(
             f"register({kind!r}, {name!r}): there is no such kind; {nearest(kind, KINDS)}"
         )
 
-    def keep(made: F) -> F:
-        if not callable(made):
+    def keep(implementation: F) -> F:
+        if not callable(implementation):
             raise UsageError(
-                f"register({kind!r}, {name!r}): {type(made).__name__} cannot be called"
+                f"register({kind!r}, {name!r}): {type(implementation).__name__} cannot be called"
             )
-        module = getattr(made, "__module__", None) or "?"
+        module = getattr(implementation, "__module__", None) or "?"
         before = _REGISTERED.get((kind, name))
         owner = before.module if before else _own_module(kind, name) or module
         if owner != module:
@@ -146,20 +150,9 @@ def register(
                 f"register({kind!r}, {name!r}): {owner} has registered one already; rename one"
             )
         _REGISTERED[kind, name] = Registered(
-            kind,
-            name,
-            module,
-            made,
-            settings,
-            tuple(rules),
-            dict(draws or {}),
-            title,
-            paper,
-            recipe,
-            proof,
-            figure,
+            kind, name, module, implementation, **about
         )
-        return made
+        return implementation
 
     return keep
 
@@ -194,6 +187,13 @@ def names(kind: str) -> list[str]:
     """Names of all techniques of a kind: Weft's own, then those of the plugins that are loaded."""
     own = _own_names(kind)
     return [*own, *(name for of, name in _REGISTERED if of == kind and name not in own)]
+
+
+def values_of(setting: str) -> list[str]:
+    """All values of a setting that names a technique: techniques of each kind that it can name, and plain words."""
+    kinds = [kind for kind, what in KINDS.items() if what.setting == setting]
+    values = [value for kind in kinds for value in KINDS[kind].choices(names(kind))]
+    return list(dict.fromkeys(values))
 
 
 def find(kind: str, name: str) -> Registered:

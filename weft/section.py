@@ -88,9 +88,9 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
         expected = [choice for choice in expected if choice]  # "" is what is left out
         return f"{key} = {first['input']!r} is not possible; {nearest(str(first['input']), expected)}"
     # A union has an error for each of its kinds.
-    same = [e for e in error.errors() if _path(e) == path]
-    kinds = [KINDS[e["type"]] for e in same if e["type"] in KINDS]
-    words = [e["ctx"]["expected"] for e in same if e["type"] == "literal_error"]
+    errors = [e for e in error.errors() if _path(e) == path]
+    kinds = [KINDS[e["type"]] for e in errors if e["type"] in KINDS]
+    words = [e["ctx"]["expected"] for e in errors if e["type"] == "literal_error"]
     # a number is one of the kinds
     kinds += [word for word in words if word.startswith("'")] if kinds else []
     plain = (
@@ -99,13 +99,23 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     message = plain.removeprefix("Value error, ").replace("Input should", "it should")
     keys = {tuple(_path(other)) for other in error.errors()}
     more = f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
-    shown = _shown(first["input"])
-    where = (
-        f"{key} = {shown}: "
-        if path and not isinstance(first["input"], dict)
-        else f"{key}: " * bool(key)
-    )
-    return f"{where}{message}{more}"
+    if not path or isinstance(first["input"], dict):
+        return f"{key}: " * bool(key) + message + more
+    about = "" if first["type"] == "value_error" else _meaning(model, path)
+    return f"{key} = {_shown(first['input'])}: {message}{about}{more}"
+
+
+def _meaning(model: type[BaseModel], path: list[str]) -> str:
+    """What the key at ``path`` means, in parentheses: the first sentence of its description; empty if unknown."""
+    for part in path[:-1]:
+        model = _section_at(model, part)
+    key = path[-1]
+    owners = model.owners(key) if hasattr(model, "owners") else []
+    sections = [model, *(technique.settings for technique in owners)]
+    fields = [pair for section in sections for pair in section.model_fields.items()]
+    about = next((f.description for name, f in fields if key in (name, f.alias)), None)
+    sentence = re.split(r"[.;] |\.$", about or "")[0]
+    return f" ({key}: {sentence})" if sentence else ""
 
 
 def _shown(value: object) -> str:
@@ -128,14 +138,16 @@ def _path(error: ErrorDetails) -> list[str]:
 def fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
     """Field names of the (nested) section that ``path`` leads to; none if that is no section."""
     for part in path:
-        if part.isdigit():
-            continue
-        annotation = model.model_fields[part].annotation
-        options = [annotation, *getattr(annotation, "__args__", ())]
-        model = next(
-            (o for o in options if isinstance(o, type) and issubclass(o, BaseModel)),
-            model,
-        )
+        model = _section_at(model, part)
     own = [field.alias or name for name, field in model.model_fields.items()]
     every = getattr(model, "technique_settings", list)
     return [*own, *(name for name in every() if name not in own)]
+
+
+def _section_at(model: type[BaseModel], key: str) -> type[BaseModel]:
+    """The section that a field of ``model`` holds; ``model`` itself if that field holds none."""
+    field = model.model_fields.get(key)
+    annotation = field.annotation if field else None
+    options = [annotation, *getattr(annotation, "__args__", ())]
+    sections = (o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
+    return next(sections, model)

@@ -138,7 +138,9 @@ def test_a_small_model_runs_ahead(
 
     small = registry.find("drafter", "small-model")
     monkeypatch.setitem(
-        registry._REGISTERED, ("drafter", "small-model"), replace(small, made=Noted)
+        registry._REGISTERED,
+        ("drafter", "small-model"),
+        replace(small, implementation=Noted),
     )
     words = (
         "generate",

@@ -157,15 +157,16 @@ def test_a_wrong_value_deep_in_a_program_names_its_place() -> None:
     for made, said in (
         (
             lambda: Recipe(train=weft.Train(steps=-5)),
-            "Train: steps = -5: it should be greater than or equal to 0",
+            "Train: steps = -5: it should be greater than or equal to 0 (steps: Number of optimizer steps)",
         ),
         (
             lambda: Recipe(train={"steps": -5}),
-            "Recipe: train.steps = -5: it should be greater than or equal to 0",
+            "Recipe: train.steps = -5: it should be greater than or equal to 0 (steps: Number of optimizer steps)",
         ),
         (
             lambda: Recipe(train=weft.Optimizer()),
-            "Recipe: train = Optimizer(...): it should be a section of keys",
+            "Recipe: train = Optimizer(...): it should be a section of keys "
+            "(train: Length of the run, batch size and number format)",
         ),
         (lambda: weft.Task(), "Task: path is missing"),
         (lambda: weft.Layout(tq=2), "Layout: unknown key 'tq'; did you mean 'tp'?"),

@@ -28,7 +28,8 @@ from weft.train.setup import prepare
 
 T = torch.Tensor
 RULES: dict[str, Any] = {
-    name: find("aggregator", name).made(Resilience()) for name in names("aggregator")
+    name: find("aggregator", name).implementation(Resilience())
+    for name in names("aggregator")
 }
 
 

@@ -53,7 +53,7 @@ def test_there_are_leaves() -> None:
 def test_each_file_declares_its_name(kind: str, name: str) -> None:
     technique = find(kind, name)
     assert technique.module == registry._own_module(kind, name)
-    assert technique.made.__doc__
+    assert technique.implementation.__doc__
 
 
 def test_nothing_imports_a_leaf() -> None:

@@ -7,29 +7,36 @@ import typer
 
 from weft.errors import UsageError, WeftError
 
+_from = "Start from this recipe: one of weft recipes, or a file. Left out: ten settings of a small model."
+_all = "Add every other setting too, as a comment at its default."
+
 
 def new(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="NAME.toml is written.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Write the recipe to NAME.toml.")
+    ],
     source: Annotated[
-        str, typer.Option("--from", metavar="RECIPE", help="What to start from.")
-    ] = "quickstart",
+        str | None, typer.Option("--from", metavar="RECIPE", help=_from)
+    ] = None,
+    with_all: Annotated[bool, typer.Option("--all", help=_all)] = False,
 ) -> int:
-    """Write a recipe to edit: one that runs, with every other setting and its meaning as comments."""
+    """Write a recipe to edit: one that runs, with the meaning of each setting as a comment."""
     from weft.recipe import load_recipe
     from weft.recipe.shipped import find_recipe
-    from weft.recipe.template import template
+    from weft.recipe.template import starter, template
 
     out = Path(name if name.endswith(".toml") else f"{name}.toml")
-    path = find_recipe(source)
+    path = find_recipe(source) if source else None
     if not out.name.removesuffix(".toml"):
         raise UsageError("the new recipe has no name; say: weft new NAME")
     if out.exists():
         raise UsageError(f"{out} exists already; choose another name")
-    if path is None:
+    if source and path is None:
         load_recipe(source)  # says which one may have been meant
         raise UsageError(f"--from {source} is not a .toml file")
+    text = path.read_text() if path else starter()
     try:
-        out.write_text(template(path.read_text(), str(out)))
+        out.write_text(template(text, str(out), with_all))
     except OSError as error:
         raise WeftError(
             f"cannot write {out}: {error.strerror}; choose another folder"

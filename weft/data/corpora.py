@@ -78,7 +78,9 @@ def fingerprint(source: Source) -> str:
 
 def _plugin_fingerprint(source: Source) -> str:
     """Of a plugin's data set what can be seen: its module's code, its settings, and what ``path`` leads to."""
-    code = inspect.getsourcefile(inspect.unwrap(find("dataset", source.kind).made))
+    code = inspect.getsourcefile(
+        inspect.unwrap(find("dataset", source.kind).implementation)
+    )
     given = Path(source.path).expanduser() if source.path else None
     paths = [Path(code)] if code else []
     if given is not None and given.exists():

@@ -40,7 +40,9 @@ class Drafter:
 
 
 def _class_of(word: str) -> Any:
-    return find("drafter", word if word in names("drafter") else SMALL_MODEL).made
+    return find(
+        "drafter", word if word in names("drafter") else SMALL_MODEL
+    ).implementation
 
 
 def check_ahead(word: str, ahead: int) -> None:

@@ -64,11 +64,11 @@ def policy_of(word: str) -> Policy:
     if word == EXACT_FILL:
         return exact_fill
     if name in names("policy"):
-        made: Any = find("policy", name).made
+        made: Any = find("policy", name).implementation
         policy: Policy | None = made.of_argument(argument if colon else None)
         if policy is not None:
             return policy
-    every = {t.name: t.made.example for t in declared("policy")}
+    every = {t.name: t.implementation.example for t in declared("policy")}
     plain = [EXACT_FILL, *(name for name, example in every.items() if not example)]
     examples = [example for example in every.values() if example]
     instance = f" or, for instance, {', '.join(examples)}" if examples else ""
@@ -77,5 +77,5 @@ def policy_of(word: str) -> Policy:
 
 def compared_policies() -> list[str]:
     """The words of all policies that are compared with each other."""
-    every: list[Any] = [technique.made for technique in declared("policy")]
+    every: list[Any] = [technique.implementation for technique in declared("policy")]
     return [EXACT_FILL, *(word for made in every for word in made.candidates)]

@@ -22,113 +22,184 @@ class Layout(Section):
     run does not compute what one device does.
     """
 
-    dp: int = Field(1, ge=1, description="Replicas.")
-    shard: int = Field(1, ge=1, description="Ranks that share the state (ZeRO).")
-    cp: int = Field(1, ge=1, description="Ranks that share a sequence.")
-    tp: int = Field(1, ge=1, description="Ranks that share every matrix.")
-    pp: int = Field(1, ge=1, description="Pipeline ranks.")
+    dp: int = Field(
+        1,
+        ge=1,
+        description="Data parallel ranks: copies of the model that each process other sequences.",
+    )
+    shard: int = Field(
+        1,
+        ge=1,
+        description=(
+            "Sharded data parallel ranks (ZeRO): they process other sequences and divide "
+            "parameters and optimizer state among them."
+        ),
+    )
+    cp: int = Field(
+        1,
+        ge=1,
+        description="Context parallel ranks, which divide each sequence among them.",
+    )
+    tp: int = Field(
+        1,
+        ge=1,
+        description="Tensor parallel ranks, which divide every weight matrix among them.",
+    )
+    pp: int = Field(
+        1,
+        ge=1,
+        description="Pipeline parallel ranks, which divide the layers among them.",
+    )
     ep: int = Field(
         1,
         ge=1,
-        description="Neighbouring data ranks over which experts are spread: a divisor of dp "
-        "x shard x cp, or that times tp, where ranks of tp route their own "
-        "tokens to whole experts.",
+        description=(
+            "Expert parallel ranks: neighbouring data ranks that divide the experts among them. "
+            "It must divide dp x shard x cp, or that product times tp."
+        ),
     )
     island: int = Field(
         1,
         ge=1,
-        description="Groups of ranks that train by themselves and synchronise as [sync] "
-        "says (docs/explanations/islands.md).",
+        description=(
+            "Number of islands: groups of ranks that train on their own and synchronise from "
+            "time to time, as [sync] says (docs/explanations/islands.md)."
+        ),
     )
-    zero: Literal[1, 2, 3] = Field(3, description="ZeRO stage of shard.")
+    zero: Literal[1, 2, 3] = Field(
+        3,
+        description=(
+            "ZeRO stage of 'shard': 1 divides the optimizer state, 2 also gradients, 3 also "
+            "parameters."
+        ),
+    )
     secondary: int = Field(
         0,
         ge=0,
-        description="With stage 3, parameters stay sharded over only so many neighbours "
-        "after the forward pass, so that backward's gather stays on fast links; "
-        "0: over all of shard and cp.",
+        description=(
+            "ZeRO stage 3: gather parameters for backward from this many neighbouring ranks "
+            "only, over fast links (ZeRO++ hpZ); 0: from all."
+        ),
     )
     context: str = Field(
         "zigzag",
-        description="How attention crosses cp: a table of tiles, or heads exchanged among "
-        "all its ranks.",
+        description=(
+            "Attention across the ranks of cp: how they divide the work and exchange keys (ring "
+            "schemes), or heads (ulysses)."
+        ),
     )
     ulysses: int = Field(
         1,
         ge=1,
-        description="Heads are exchanged among so many neighbours of cp, and the table of "
-        "'context' runs over the rest.",
+        description=(
+            "Number of neighbouring ranks of cp that exchange heads; 'context' then works "
+            "between groups of them. 1: none."
+        ),
     )
     scan: Literal["gather", "pass"] = Field(
         "gather",
-        description="How states of linear attention cross cp: all ranks gather them, or "
-        "each passes the running state on.",
+        description=(
+            "How linear attention crosses the ranks of cp: every rank gathers all states, or "
+            "each passes a running state to the next."
+        ),
     )
     schedule: str = Field(
-        "1f1b", description="Schedule of the pipeline (see weft schedule)."
+        "1f1b",
+        description=(
+            "Pipeline schedule: the order of forward and backward passes on each rank. 'weft "
+            "schedule' lists and draws them."
+        ),
     )
     virtual: int | None = Field(
         None,
         ge=1,
-        description="Stages per pipeline rank, if the schedule leaves it open.",
+        description=(
+            "Pipeline stages on each rank, for schedules that allow several. Left out: the "
+            "schedule's own number."
+        ),
     )
     vocab_barriers: Literal[0, 1, 2] = Field(
         0,
-        description="1 or 2 cut embedding and output layer over all pipeline ranks, with so "
-        "many barriers between their passes; 0 keeps them on the first and last "
-        "stage.",
+        description=(
+            "Divide embedding and output layer among all pipeline ranks, with 1 or 2 "
+            "synchronisation points; 0: keep them whole on the first and last stage."
+        ),
     )
     skip: float = Field(
-        0.0, ge=0, lt=1, description="Share of stages that each microbatch skips."
+        0.0,
+        ge=0,
+        lt=1,
+        description=(
+            "Share of pipeline stages that each microbatch skips (SkipPipe). It changes what "
+            "the model computes."
+        ),
     )
     overlap: Literal["", "passes", "pairs"] = Field(
         "",
-        description="Other microbatches compute while rows travel to experts: a forward "
-        "beside a backward (passes), or two alike (pairs).",
+        description=(
+            "Compute another microbatch while tokens travel to experts: a forward beside a "
+            "backward pass ('passes'), or two forward or backward passes ('pairs'); empty: "
+            "wait."
+        ),
     )
     balance: Literal["", "greedy", "flexsp"] = Field(
         "",
-        description="Documents of a step are dealt to the data ranks by length instead of "
-        "row by row; needs zero = 1.",
+        description=(
+            "Divide the documents of a step among data ranks by length, so that all finish "
+            "together; empty: row by row. It needs zero = 1."
+        ),
     )
     dispatch: str = Field(
         "all-to-all",
-        description="How tokens reach their experts; adaptive and timed choose a way by "
-        "bytes or by time.",
+        description=(
+            "How tokens travel to their experts. 'adaptive' picks the method with the fewest "
+            "bytes, 'timed' the fastest one."
+        ),
     )
     node: int = Field(
         0,
         ge=0,
-        description="Ranks per node, for dispatchers that save traffic between nodes; 0: "
-        "not given.",
+        description=(
+            "Ranks in one machine, for dispatchers that save traffic between machines; 0: not "
+            "given."
+        ),
     )
     pieces: int = Field(
         1,
         ge=0,
-        description="Tokens are sent in so many pieces, one of which travels while experts "
-        "compute another; 0: as many as leave messages of a MiB.",
+        description=(
+            "Number of pieces in which tokens are sent to experts, so that one piece travels "
+            "while another is computed; 0: chosen by size."
+        ),
     )
     lsh: int = Field(
         0,
         ge=0,
-        description="In training, tokens with the same hash under so many random rotations "
-        "travel as their mean; 0: each by itself.",
+        description=(
+            "Send one mean vector for similar tokens, found by this many random hashes "
+            "(LSH-MoE); 0: send every token. It changes what the model computes."
+        ),
     )
     lsh_residual: bool = Field(
-        False, description="Add each token's difference from the mean to its result."
+        False,
+        description="With lsh, add each token's difference from the mean to its result.",
     )
     placement: Literal["static", "sharded", "moving"] = Field(
         "static",
-        description="Where experts are: with their owners, also as copies in spare slots, "
-        "or with owners that change.",
+        description=(
+            "Where experts are kept: 'static' with their owner, 'sharded' with copies of busy "
+            "experts in spare slots, 'moving' with owners that change."
+        ),
     )
     spare: int = Field(
-        2, ge=1, description="Slots of each rank for copies of busy experts."
+        2, ge=1, description="Slots on each rank for copies of busy experts."
     )
     order: str = Field(
         "",
-        description="Axes from the slowest links to the fastest, e.g. 'tp pp'; every axis "
-        "above 1 must be named.",
+        description=(
+            "Order of the axes from the slowest links to the fastest, such as 'pp dp tp'; every "
+            "axis above 1 must be named. Empty: the usual order."
+        ),
     )
 
     @field_validator("context", "dispatch")

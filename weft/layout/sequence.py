@@ -12,7 +12,7 @@ def chunk_owners(layout: Layout) -> list[tuple[int, ...]]:
     """
     inner = layout.head_ranks
     tables = layout.cp // inner
-    pairs = tables > 1 and find("context", layout.context).made.paired
+    pairs = tables > 1 and find("context", layout.context).implementation.paired
     blocks = [(r, 2 * tables - 1 - r) if pairs else (r,) for r in range(tables)]
     owners: list[tuple[int, ...]] = []
     for owned in blocks:

@@ -110,7 +110,9 @@ def islands_of(
 
 def words() -> list[str]:
     """The compressors that plans look at, by their words in a recipe."""
-    techniques: list[Any] = [technique.made for technique in declared("compressor")]
+    techniques: list[Any] = [
+        technique.implementation for technique in declared("compressor")
+    ]
     return [NONE, *(word for made in techniques for word in made.planned)]
 
 

@@ -86,7 +86,9 @@ def _dispatchers(recipe: Recipe, case: Case, rng: random.Random) -> list[str]:
     if not _experts(recipe, case):
         return []
     ways = declared("dispatch")
-    return [w.name for w in ways if not w.made.by_node or "layout.node" in case]
+    return [
+        w.name for w in ways if not w.implementation.by_node or "layout.node" in case
+    ]
 
 
 def _targets(recipe: Recipe, case: Case, rng: random.Random) -> list[list[str]]:
@@ -129,7 +131,7 @@ def _plain_replicas(case: Case) -> bool:
 
 def _sync_method(case: Case) -> Any:
     """The class of the case's sync method."""
-    return find("sync", (SMALL | case)["sync.update"]).made
+    return find("sync", (SMALL | case)["sync.update"]).implementation
 
 
 def _named(kind: str) -> Choices:

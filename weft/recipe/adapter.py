@@ -18,47 +18,65 @@ class Adapter(Section):
 
     kind: Literal["lora", "dora", "qlora"] = Field(
         "lora",
-        description="lora; dora, which also learns the norms of the weights' rows; or "
-        "qlora, beside weights in four bits.",
+        description=(
+            "Type of adapter: 'lora'; 'dora', which also learns the norm of each weight's rows; "
+            "'qlora', which keeps the frozen weights in four bits."
+        ),
     )
-    rank: PositiveInt = Field(8, description="Rank of an adapter.")
+    rank: PositiveInt = Field(
+        8,
+        description="Rank of the adapter's two matrices. Larger ranks learn more and take more memory.",
+    )
     alpha: PositiveFloat = Field(
-        16.0, description="What an adapter adds is multiplied by alpha / rank."
+        16.0,
+        description="Scale of the adapter: its output is multiplied by alpha / rank.",
     )
     targets: tuple[str, ...] = Field(
         ("*",),
         min_length=1,
-        description="Weights by name ('wq' or 'q_proj', '*') or path "
-        "('blocks.3.attention.*').",
+        description=(
+            "Weights that get an adapter: names ('wq' or 'q_proj'), paths "
+            "('blocks.3.attention.*') or '*' for every linear layer."
+        ),
     )
     rank_stabilised: bool = Field(
-        False, description="Multiply by alpha / sqrt(rank) instead."
+        False,
+        description=(
+            "Multiply the adapter's output by alpha / sqrt(rank) instead of alpha / rank "
+            "(rsLoRA)."
+        ),
     )
     rank_pattern: dict[str, PositiveInt] = Field(
         {},
-        description="Other ranks for weights by name or path; the first that fits counts.",
+        description="Ranks for some weights, by name or path: { 'wq' = 16 }. The first match counts.",
     )
     alpha_pattern: dict[str, PositiveFloat] = Field(
         {},
-        description="Other alphas for weights by name or path; the first that fits counts.",
+        description="Alphas for some weights, by name or path: { 'wq' = 32.0 }. The first match counts.",
     )
     dropout: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="Share of what an adapter reads that is set to zero while it learns.",
+        description="Share of the adapter's inputs that is set to zero at random in training.",
     )
     whole: tuple[VocabularyWeight, ...] = Field(
         (),
-        description="Of embedding and output layer, those that learn all of their weight.",
+        description=(
+            "Train the full weight of the embedding ('embed_tokens') or of the output layer "
+            "('lm_head') beside the adapter."
+        ),
     )
     tokens: tuple[int, ...] | Literal["new"] = Field(
         (),
-        description="Ids whose rows learn; 'new': those by which model.vocab is larger than "
-        "in the model to start from.",
+        description=(
+            "Token ids whose embedding rows are trained too; 'new': the tokens that model.vocab "
+            "adds to the model in model.from."
+        ),
     )
     tokens_of: tuple[VocabularyWeight, ...] = Field(
-        ("embed_tokens", "lm_head"), description="Where the rows of 'tokens' learn."
+        ("embed_tokens", "lm_head"),
+        description="Layers in which the rows of 'tokens' are trained.",
     )
 
     @field_validator("tokens")

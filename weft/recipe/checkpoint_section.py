@@ -17,13 +17,17 @@ class Level(Section):
 
     to: str = Field(
         "",
-        description="A folder, s3://bucket/prefix, or 'memory' (this host's /dev/shm); left "
-        "out: the run folder's 'checkpoints'.",
+        description=(
+            "Where checkpoints are saved: a folder, s3://bucket/prefix, peer://path, or "
+            "'memory' (this machine's memory). Left out: the folder 'checkpoints' of the run."
+        ),
     )
     every: int = Field(
-        0, ge=0, description="Steps between checkpoints; 0 saves only at the end."
+        0, ge=0, description="Steps between checkpoints; 0: only at the end of the run."
     )
-    keep: PositiveInt = Field(2, description="Checkpoints that are kept.")
+    keep: PositiveInt = Field(
+        2, description="Number of newest checkpoints to keep; older ones are deleted."
+    )
 
 
 class Checkpoint(Level):
@@ -31,19 +35,25 @@ class Checkpoint(Level):
 
     export: Literal["", "model", "adapter"] = Field(
         "",
-        description="What the run's folder gets at the end: the model as Hugging Face's "
-        "transformers reads it, with an adapter merged into it, or the adapter "
-        "as PEFT does.",
+        description=(
+            "Write the trained model for other programs at the end of the run: the 'model' for "
+            "transformers, with adapters merged, or the 'adapter' alone for PEFT; empty: "
+            "neither."
+        ),
     )
     on_error: Literal["warn", "stop"] = Field(
         "warn",
-        description="When a save in the background fails, the run goes on with a warning, "
-        "or stops at the next save.",
+        description=(
+            "What happens when a save fails in the background: 'warn' and go on, or 'stop' the "
+            "run at the next save."
+        ),
     )
     levels: tuple[Level, ...] = Field(
         (),
-        description="Places, fastest first, instead of to, every and keep; the last gets "
-        "the final checkpoint.",
+        description=(
+            "Several places with intervals of their own, fastest first, instead of 'to', "
+            "'every' and 'keep'. The last one gets the final checkpoint."
+        ),
     )
 
     @property

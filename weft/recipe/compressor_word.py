@@ -22,7 +22,7 @@ def technique_of(word: str) -> Registered | None:
 
 
 def _words(technique: Registered) -> tuple[str, ...]:
-    return getattr(technique.made, "words", ()) or (technique.name,)
+    return getattr(technique.implementation, "words", ()) or (technique.name,)
 
 
 def compressor_of(word: str) -> Any:
@@ -38,7 +38,7 @@ def compressor_of(word: str) -> Any:
             f"compressor {word!r} takes nothing after its name; write {name!r}"
         )
     if technique := technique_of(name):
-        made: Any = technique.made
+        made: Any = technique.implementation
         return made.of_word(name, argument if colon else None)
     words = [NONE, *(word for t in declared("compressor") for word in _words(t))]
     raise UsageError(f"there is no compressor {name!r}; {nearest(name, words)}")

@@ -92,7 +92,7 @@ class AskedRecipe(AskedStep):
         name = self.layout.schedule
         if not (self.staged or self.layout.pp > 1) or name not in names("schedule"):
             return None
-        return find("schedule", name).made()
+        return find("schedule", name).implementation()
 
     @property
     def chunks(self) -> int:
@@ -125,7 +125,9 @@ class AskedRecipe(AskedStep):
 
     @property
     def free_schedules(self) -> str:
-        return ", ".join(each.name for each in declared("schedule") if each.made.free)
+        return ", ".join(
+            each.name for each in declared("schedule") if each.implementation.free
+        )
 
 
 def _linear(a: AskedRecipe) -> bool:

@@ -5,20 +5,14 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
+from weft.registry import KINDS
 from weft.section import Section
 
 #: Weft's own kinds of sources; plugins bring others.
-SOURCES = (
-    "stdlib",
-    "text",
-    "jsonl",
-    "parquet",
-    "huggingface",
-    "tokens",
-    "chat",
-    "preference",
-    "feedback",
-)
+SOURCES = KINDS["dataset"].plain
+
+#: Other names for kind ``jsonl``, which reads all files of records.
+RECORD_FILES = ("json", "csv", "tsv")
 
 
 #: Kinds whose records are conversations, and those of them that are pairs of answers.
@@ -40,38 +34,54 @@ class Source(Section):
 
     kind: str = Field(
         "stdlib",
-        description="How to read 'path'; chat, preference and feedback are conversations "
-        "(docs/how-to/conversations.md, docs/how-to/preferences.md), tokens are memory-mapped ids, "
-        "huggingface a dataset saved to disk; others are a plugin's.",
+        description=(
+            "How the source is read: 'chat', 'preference' and 'feedback' are conversations "
+            "(docs/how-to/conversations.md, docs/how-to/preferences.md), 'tokens' is a file of token ids, "
+            "'huggingface' is a dataset saved to disk, 'stdlib' is Python's own source code; a plugin's name "
+            "is also possible."
+        ),
     )
     path: str | None = Field(
-        None, description="A file, a folder or a glob; none for stdlib."
+        None, description="File, folder or glob to read. 'stdlib' needs none."
     )
-    field: str = Field("text", description="Column that has the text, or the messages.")
+    field: str = Field(
+        "text", description="Column of the text, or of the messages of a conversation."
+    )
     weight: PositiveFloat = Field(
-        1.0, description="How often this source is drawn, relative to the others."
+        1.0,
+        description=(
+            "How often documents are drawn from this source, relative to the weights of other "
+            "sources."
+        ),
     )
     settings: dict[str, Any] = Field(
-        {}, description="Keywords that a plugin's source is called with."
+        {}, description="Keyword arguments for a plugin's source."
     )
     form: Literal[
         "auto", "messages", "prompt", "sharegpt", "alpaca", "adp", "atif", "docstrings"
     ] = Field(
         "auto",
-        description="Form of conversations; auto: it is seen from each record. Questions of "
-        "docstrings are about Python code, without 'path' about the standard "
-        "library.",
+        description=(
+            "Format of the conversations. 'auto' recognises the format of each record; "
+            "'docstrings' makes questions and answers from Python code."
+        ),
     )
     columns: dict[str, str] = Field(
         {},
-        description="What the data's own names mean: { ask = 'prompt', note = '' }; an "
-        "empty text leaves a column out, and 'dialogue.speaker' is a field of "
-        "turns.",
+        description=(
+            "What columns with unusual names hold: { ask = 'prompt', note = '' } reads 'ask' as "
+            "the prompt and ignores 'note'. 'dialogue.speaker' is a field of each turn."
+        ),
     )
-    roles: dict[str, Role] = Field({}, description="Who speaks: { Teacher = 'user' }.")
+    roles: dict[str, Role] = Field(
+        {}, description="Which speaker has which role: { Teacher = 'user' }."
+    )
     on_error: Literal["stop", "skip"] = Field(
         "stop",
-        description="A record that cannot be read ends the run, or is left out and counted.",
+        description=(
+            "What happens to a record that cannot be read: 'stop' ends the run, 'skip' leaves "
+            "it out and counts it."
+        ),
     )
 
     @property
@@ -83,7 +93,7 @@ class Source(Section):
     @classmethod
     def _records(cls, kind: str) -> str:
         """Files of records are read by their names' endings, so that all of them are of one kind."""
-        return "jsonl" if kind in ("json", "csv", "tsv") else kind
+        return "jsonl" if kind in RECORD_FILES else kind
 
     @model_validator(mode="after")
     def _path(self) -> Self:
@@ -119,35 +129,48 @@ class Chat(Section):
 
     template: str = Field(
         "",
-        description="A Jinja template, or a file with one; the tokenizer's own if left out.",
+        description="Jinja chat template, or a file with one. Left out: the tokenizer's own.",
     )
     learn: Literal["assistant", "last", "all"] | tuple[Role, ...] = Field(
         "assistant",
-        description="What is learned: the assistant's turns, the last of them, all tokens, "
-        "or the turns of a list of roles.",
+        description=(
+            "Tokens that count in the loss: of the assistant's turns, of its 'last' turn, of "
+            "'all' turns, or of the turns of a list of roles."
+        ),
     )
     truncation: Literal["keep_start", "keep_end", "drop", "error"] = Field(
         "keep_start",
-        description="What becomes of conversations longer than data.seq_len.",
+        description=(
+            "What happens to conversations longer than data.seq_len: keep their start or end, "
+            "drop them, or stop with an error."
+        ),
     )
-    pack: bool = Field(True, description="Rows hold several whole conversations.")
+    pack: bool = Field(
+        True,
+        description="Pack several whole conversations into one sequence. They do not see each other.",
+    )
     control: bool = Field(
         False,
-        description="Names of special tokens in somebody's words become these tokens.",
+        description=(
+            "Turn names of special tokens in a message into these tokens. Leave it off for "
+            "messages that you do not trust."
+        ),
     )
     variables: dict[str, Any] = Field(
-        {}, description="Variables that the template gets."
+        {}, description="Extra variables for the chat template."
     )
     date: str = Field(
         "",
         pattern=r"^(\d{4}-\d\d-\d\d)?$",
-        description="What the template takes for today (2026-01-31).",
+        description="Date that the template takes for today (YYYY-MM-DD). Left out: the real date.",
     )
     reasoning: Literal["template", "split"] = Field(
         "template",
-        description="Of turns whose reasoning the template leaves out it is not learned, or "
-        "the conversation is split into samples that each end with the turns of "
-        "one question.",
+        description=(
+            "What happens to reasoning of earlier turns, which many templates remove: "
+            "'template' does not learn it, 'split' makes one sample per question so that all of "
+            "it is learned."
+        ),
     )
 
 
@@ -159,31 +182,55 @@ class Data(Section):
     """
 
     sources: tuple[Source, ...] = Field(
-        (Source(),), min_length=1, description="The corpora."
+        (Source(),),
+        min_length=1,
+        description=(
+            "List of data sources that are mixed. With a single source its keys can stand in "
+            "[data] itself."
+        ),
     )
     tokenizer: str = Field(
         "",
-        description="bytes, a tokenizer.json (or a folder with one), or train:N for a byte- "
-        "level BPE of N entries; left out: that of model.from, or else bytes.",
+        description=(
+            "'bytes', a tokenizer.json or a folder with one, or 'train:N' to train a byte-level "
+            "BPE of N tokens on the data. Left out: the tokenizer of model.from, or bytes."
+        ),
     )
-    seq_len: int = Field(256, gt=0, lt=2**31, description="Tokens in a row.")
-    seed: int = Field(0, description="Seed of the order of samples.")
+    seq_len: int = Field(
+        256,
+        gt=0,
+        lt=2**31,
+        description=(
+            "Tokens in one training sequence. Longer documents are cut, shorter ones are packed "
+            "together."
+        ),
+    )
+    seed: int = Field(0, description="Seed of the random order of the data.")
     epochs: int = Field(
         0,
         ge=0,
-        description="Passes over the data, after which the run ends; 0 repeats for ever.",
+        description=(
+            "End the run after so many passes over the data; 0: repeat the data until "
+            "train.steps is reached."
+        ),
     )
     validation: float | str = Field(
         0.02,
-        description="Share of the documents that is held out for validation, or the path of "
-        "a file, folder or glob with others.",
+        description=(
+            "Share of the documents held out for validation, or the path of a file, folder or "
+            "glob of other documents."
+        ),
     )
-    cache: Path | None = Field(None, description="Folder that keeps tokenized data.")
+    cache: Path | None = Field(
+        None,
+        description="Folder that keeps tokenized data for later runs. Left out: $WEFT_CACHE, or ~/.cache/weft.",
+    )
     bos: bool | Literal["auto", "prompts"] = Field(
         "auto",
-        description="Whether texts begin with the tokenizer's BOS token; auto: if its post- "
-        "processor says so; prompts: documents begin without, as in earlier "
-        "runs.",
+        description=(
+            "Whether texts begin with the tokenizer's BOS token; 'auto': if the tokenizer adds "
+            "one itself; 'prompts': in front of prompts only, as early versions of Weft did."
+        ),
     )
     chat: Chat = Field(Chat(), description="How conversations become tokens.")
 

@@ -8,23 +8,28 @@ from weft.section import Section
 class Generate(Section):
     """What the model writes at the end of the run."""
 
-    prompt: str = Field("def ", description="Text to go on with.")
+    prompt: str = Field("def ", description="Text that the model continues.")
     prompts: tuple[str, ...] = Field(
-        (), description="Several texts, instead of 'prompt'."
+        (), description="Several texts to continue, instead of 'prompt'."
     )
     chat: bool = Field(
         False,
-        description="Prompts are user messages, and the chat template is applied.",
+        description="Give each prompt as a user's message, through the chat template.",
     )
     before: bool = Field(
-        False, description="Also show what the model of model.from writes."
+        False,
+        description="Also show what the model in model.from writes before training.",
     )
-    tokens: PositiveInt = Field(120, description="Tokens to write at most.")
+    tokens: PositiveInt = Field(
+        120, description="Most tokens to generate for each prompt."
+    )
     temperature: float = Field(
-        0.8, ge=0, description="Temperature of sampling; 0 takes the most likely token."
+        0.8,
+        ge=0,
+        description="Randomness of sampling; 0: always the most likely token.",
     )
     top_k: int = Field(
-        40, ge=0, description="Sample from the so many most likely tokens; 0: from all."
+        40, ge=0, description="Sample from this many most likely tokens; 0: from all."
     )
 
     @property

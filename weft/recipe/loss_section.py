@@ -18,27 +18,37 @@ class Loss(HostSection):
 
     kind: str = Field(
         "cross-entropy",
-        description="cross-entropy of the labels, a loss that compares pairs of answers, or "
-        "a plugin's.",
+        description=(
+            "The loss: 'cross-entropy' on the next token, a loss on pairs of answers such as "
+            "'dpo' (docs/how-to/preferences.md), or a plugin's."
+        ),
     )
     settings: dict[str, Any] = Field(
-        {}, description="Keywords that a plugin's loss is called with."
+        {}, description="Keyword arguments for a plugin's loss."
     )
     beta: PositiveFloat = Field(
         0.1,
-        description="Factor of the difference of two answers; of orpo, of the odds ratio's "
-        "part.",
+        description=(
+            "Strength of a preference loss. In dpo, a larger value keeps the model closer to "
+            "the reference; in orpo, it weighs the odds ratio."
+        ),
     )
     label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="Assumed share of pairs with swapped labels."
+        0.0,
+        ge=0,
+        lt=0.5,
+        description="Share of pairs that are assumed to have the better answer mislabelled.",
     )
     margin: float = Field(
-        0.0, description="By how much simpo and reward want the chosen answer ahead."
+        0.0,
+        description=(
+            "By how much simpo and reward want the chosen answer to score above the rejected "
+            "one."
+        ),
     )
     reference: str | None = Field(
         None,
-        description="Model that the loss keeps close to; left out: the one from which the "
-        "run starts.",
+        description="Model that a preference loss compares with. Left out: the model in model.from.",
     )
 
     @field_validator("*")
@@ -50,7 +60,7 @@ class Loss(HostSection):
     @property
     def pair_loss(self) -> Any:
         """The class (:class:`weft.models.pair_loss.PairLoss`) of a loss that compares answers; None of others."""
-        return find("pair-loss", self.kind).made if self.of_pairs else None
+        return find("pair-loss", self.kind).implementation if self.of_pairs else None
 
     @property
     def of_pairs(self) -> bool:

@@ -22,44 +22,56 @@ class Memory(Section):
 
     weights: Place = Field(
         "device",
-        description="Where the rank's rows of the parameters rest, in full precision; they "
-        "are updated there, or on the host if that is a file.",
+        description=(
+            "Where the weights in full precision are kept, and where they are updated: on the "
+            "device, in the host's memory, or in a file (then the host updates them)."
+        ),
     )
     gradients: Literal["", "device", "host", "file"] = Field(
-        "", description="Where reduced gradients rest; left out: with the weights."
+        "", description="Where gradients are kept. Left out: with the weights."
     )
     moments: Literal["", "device", "host", "file"] = Field(
         "",
-        description="Where the optimizer's moments rest; left out: with the weights.",
+        description="Where the optimizer's moments are kept. Left out: with the weights.",
     )
     activations: Place = Field(
-        "device", description="Where what backward needs of the first blocks rests."
+        "device",
+        description="Where activations of the first blocks are kept between forward and backward.",
     )
     blocks: int = Field(
         0,
         ge=0,
-        description="How many blocks' activations leave; 0: as many as transfers can hide.",
+        description=(
+            "Number of blocks whose activations are moved away; 0: as many as can be moved "
+            "without waiting."
+        ),
     )
     folder: str = Field(
         ".",
-        description="Folder of the files, which have no names and disappear with the run.",
+        description="Folder for files of offloaded tensors. They are deleted when the run ends.",
     )
     buffer: int = Field(
         0,
         ge=0,
-        description="MiB of weights from files that stay in memory from forward to "
-        "backward, beyond what a step needs in any case.",
+        description=(
+            "MiB of extra memory for weights read from files, so that backward need not read "
+            "them again."
+        ),
     )
     speculate: Literal["none", "even", "all"] = Field(
         "none",
-        description="Units that are updated during backward, and undone if the global norm "
-        "clips; even: as many as balance a step's transfers.",
+        description=(
+            "Update units during backward, before the gradient norm is known, and undo the "
+            "updates if the norm is clipped: 'none', 'all' units, or 'even' as many as hide a "
+            "step's transfers."
+        ),
     )
     alternate: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = Field(
         0.0,
-        description="Share of the units that is updated on the device while the host "
-        "updates the others; auto: the fastest, by rates measured in the first "
-        "steps.",
+        description=(
+            "Share of the offloaded units that the device updates while the host updates the "
+            "others; 'auto': measured in the first steps."
+        ),
     )
 
     def place_of(self, kind: str) -> str:

@@ -12,49 +12,60 @@ class RopeScaling(Section):
     """Rotary frequencies, scaled: as in Llama 3 (its report, 3.4), ``linear``, or ``yarn`` (Peng et al. 2023)."""
 
     kind: Literal["llama3", "linear", "yarn"] = Field(
-        "llama3", description="The rule by which frequencies are scaled."
+        "llama3", description="Method of rescaling: 'llama3', 'linear' or 'yarn'."
     )
     factor: PositiveFloat = Field(
         1.0,
-        description="How many times longer the context becomes; 'linear' uses this alone.",
+        description="How many times longer texts can become. 'linear' uses this setting alone.",
     )
     low_freq_factor: PositiveFloat = Field(
         1.0,
-        description="Llama 3: wavelengths above the original length divided by this are "
-        "stretched.",
+        description=(
+            "llama3: stretch wavelengths longer than the original length divided by this "
+            "number."
+        ),
     )
     high_freq_factor: PositiveFloat = Field(
         4.0,
-        description="Llama 3: wavelengths below the original length divided by this are "
-        "kept.",
+        description="llama3: keep wavelengths shorter than the original length divided by this number.",
     )
     original_max_position: PositiveInt = Field(
-        8192, description="Length that the model was trained for before."
+        8192, description="Text length in tokens that the model was first trained on."
     )
     beta_fast: PositiveFloat = Field(
         32.0,
-        description="yarn: frequencies with more turns than this in the original length are "
-        "kept.",
+        description="yarn: keep frequencies that turn more often than this within the original length.",
     )
     beta_slow: PositiveFloat = Field(
-        1.0, description="yarn: frequencies with fewer turns than this are stretched."
+        1.0,
+        description=(
+            "yarn: stretch frequencies that turn less often than this within the original "
+            "length."
+        ),
     )
     attention_factor: float = Field(
         0.0,
         ge=0,
-        description="yarn: factor of rotated queries and keys; 0: it follows from 'factor'.",
+        description=(
+            "yarn: number by which rotated queries and keys are multiplied; 0: computed from "
+            "'factor'."
+        ),
     )
     mscale: float = Field(
         0.0,
         ge=0,
-        description="yarn: with mscale_all_dim, the attention factor is the ratio of what "
-        "both give.",
+        description=(
+            "yarn: coefficient of the attention factor, which is computed from mscale divided "
+            "by mscale_all_dim."
+        ),
     )
     mscale_all_dim: float = Field(
         0.0,
         ge=0,
-        description="yarn: see mscale; with latent attention it scales all scores "
-        "(DeepSeek).",
+        description=(
+            "yarn: divisor of the attention factor (see mscale). With latent attention it also "
+            "scales all scores (DeepSeek)."
+        ),
     )
 
 
@@ -66,189 +77,287 @@ class ModelShape(Section):
     origin: str | None = Field(
         None,
         alias="from",
-        description="Model to start from, which then defines all fields: a Hugging Face or "
-        "Weft folder, a GGUF file or an id of the hub; of a config.json alone, "
-        "weights are initialised anew.",
+        description=(
+            "Pretrained model to start from, which then sets all other fields: a Hugging Face "
+            "or Weft folder, a GGUF file or an id of the Hugging Face hub (owner/name). A path "
+            "to a config.json takes the shape alone, with new random weights."
+        ),
     )
     kind: str = Field(
         "",
-        description="A plugin's model (docs/reference/extension-kinds.md), which has none of the fields but "
-        "'settings' and 'vocab'.",
+        description=(
+            "Name of a model that a plugin registered (docs/reference/extension-kinds.md); empty: Weft's own "
+            "transformer. With a plugin's model only 'settings' and 'vocab' can be set here."
+        ),
     )
     settings: dict[str, Any] = Field(
-        {}, description="Keywords that a plugin's model is called with."
+        {}, description="Keyword arguments for a plugin's model."
     )
     vocab: int = Field(
         0,
         ge=0,
-        description="Size of the vocabulary; 0: the tokenizer's, or that of 'from', whose "
-        "embedding a larger one grows by rows that are the mean of the old "
-        "ones.",
+        description=(
+            "Number of tokens in the vocabulary; 0: as many as the tokenizer, or the model in "
+            "'from', has. A larger number adds embedding rows to the model in 'from', each the "
+            "mean of its old rows."
+        ),
     )
-    layers: int = Field(4, gt=0, le=100_000, description="Number of layers.")
-    embed: PositiveInt = Field(256, description="Width of the residual stream.")
-    heads: PositiveInt = Field(4, description="Heads of queries.")
+    layers: int = Field(
+        4, gt=0, le=100_000, description="Number of transformer layers."
+    )
+    embed: PositiveInt = Field(
+        256,
+        description="Width of the model: elements of the vector that represents a token (d_model).",
+    )
+    heads: PositiveInt = Field(4, description="Number of attention heads.")
     kv_heads: PositiveInt | None = Field(
-        None, description="Heads of keys and values; left out: as many as 'heads'."
+        None,
+        description=(
+            "Number of heads for keys and values; fewer than 'heads' is grouped-query "
+            "attention. Left out: as many as 'heads'."
+        ),
     )
     head_dim: PositiveInt | None = Field(
         None,
-        description="Width of a head; with latent attention, of the part of a query that is "
-        "not rotated. Left out: embed / heads.",
+        description=(
+            "Width of one attention head. Left out: embed / heads. With latent attention "
+            "(kv_rank): width of the part that is not rotated."
+        ),
     )
     ffn: PositiveInt | None = Field(
         None,
-        description="Hidden width of the feed-forward; left out: 8/3 of embed, rounded up "
-        "to a multiple of 32.",
+        description=(
+            "Hidden width of the feed-forward network. Left out: 8/3 of 'embed', rounded up to "
+            "a multiple of 32."
+        ),
     )
-    qk_norm: bool = Field(False, description="Norms of queries and keys in each head.")
+    qk_norm: bool = Field(
+        False, description="Normalise the queries and keys of each head."
+    )
     qkv_bias: bool = Field(
-        False, description="Biases of the projections to queries, keys and values."
+        False, description="Add a bias to the projections for queries, keys and values."
     )
     tied: bool = Field(
-        False, description="The output layer shares the embedding's weights."
+        False,
+        description="Share one weight between the embedding and the output layer.",
     )
     norm_eps: PositiveFloat = Field(
-        1e-5, description="Added to the mean square in norms."
+        1e-5,
+        description="Small number added to the mean square in RMS norms, against division by zero.",
     )
     rope_theta: PositiveFloat = Field(
-        10_000.0, description="Base of rotary frequencies."
+        10_000.0,
+        description=(
+            "Base of the frequencies of rotary position embeddings. Models for longer texts use "
+            "larger ones."
+        ),
     )
     rope_scaling: RopeScaling | None = Field(
-        None, description="Scaling of rotary frequencies, for longer contexts."
+        None,
+        description=(
+            "Rescaling of rotary position embeddings, for texts longer than the model was "
+            "trained on."
+        ),
     )
     init_std: PositiveFloat = Field(
-        0.02, description="Standard deviation of initial weights."
+        0.02, description="Standard deviation of the random initial weights."
     )
     mixer: Literal["softmax", "linear", "retention"] = Field(
         "softmax",
-        description="What mixes tokens: softmax attention, linear attention, or retention "
-        "(linear with decay).",
+        description=(
+            "Attention of the layers: softmax, linear attention, or retention (linear attention "
+            "with decay)."
+        ),
     )
     softmax_every: int = Field(
         0,
         ge=0,
-        description="With another mixer, every n-th layer keeps softmax attention (a "
-        "hybrid); 0: none does.",
+        description=(
+            "Use softmax attention in every n-th layer of a model whose mixer is linear or "
+            "retention; 0: in no layer."
+        ),
     )
     window: int = Field(
-        0, ge=0, description="Tokens that a token sees, including itself; 0: all."
+        0,
+        ge=0,
+        description=(
+            "Sliding-window attention: number of latest tokens that each token attends to, "
+            "itself included; 0: all."
+        ),
     )
     full_every: int = Field(
-        0, ge=0, description="With a window, every n-th layer sees all tokens."
+        0,
+        ge=0,
+        description="Let every n-th layer attend to all tokens in a model with a window; 0: no layer.",
     )
     window_theta: PositiveFloat | None = Field(
-        None, description="rope_theta of windowed layers, if it differs."
+        None,
+        description="rope_theta of the layers with a window. Left out: the same as in other layers.",
     )
     query_dim: PositiveFloat | None = Field(
         None,
-        description="Scores are divided by the root of this instead of head_dim (Gemma 3).",
+        description=(
+            "Divide attention scores by the square root of this number instead of head_dim "
+            "(Gemma 3)."
+        ),
     )
     activation: Literal["silu", "gelu", "relu"] = Field(
-        "silu", description="Activation of the feed-forward's gate."
+        "silu", description="Activation function in the feed-forward network."
     )
     scaled_embedding: bool = Field(
-        False, description="Embeddings are multiplied by the root of embed (Gemma 3)."
+        False,
+        description="Multiply token embeddings by the square root of 'embed' (Gemma 3).",
     )
     norm_after: bool = Field(
         False,
-        description="Norms after attention and feed-forward as well as before (Gemma 3).",
+        description=(
+            "Add a norm after attention and after the feed-forward network, besides those "
+            "before them (Gemma 3)."
+        ),
     )
     rope_interleaved: bool = Field(
         False,
-        description="Neighbouring elements of a head rotate together, instead of elements "
-        "half a head apart.",
+        description=(
+            "Rotate neighbouring elements of a head as pairs, instead of elements half a head "
+            "apart. It must match the pretrained weights."
+        ),
     )
     kv_rank: int = Field(
         0,
         ge=0,
-        description="Latent attention (DeepSeek-V2): width of the vector from which keys "
-        "and values of all heads are computed, which generation caches; 0: "
-        "none.",
+        description=(
+            "Latent attention (DeepSeek-V2): width of the compressed vector from which all keys "
+            "and values are computed; 0: ordinary attention. Generation caches only that "
+            "vector."
+        ),
     )
     q_rank: int = Field(
         0,
         ge=0,
-        description="Latent attention: width of the vector from which queries are computed; "
-        "0: directly.",
+        description=(
+            "Latent attention: width of the compressed vector from which queries are computed; "
+            "0: queries are not compressed."
+        ),
     )
     rope_dim: int = Field(
         0,
         ge=0,
-        description="Latent attention: width of the rotated key that all heads share.",
+        description=(
+            "Latent attention: width of the rotated part of each key, which all heads share; 0: "
+            "half of head_dim."
+        ),
     )
     value_dim: int = Field(
-        0, ge=0, description="Latent attention: width of a head's values."
+        0,
+        ge=0,
+        description="Latent attention: width of each head's values; 0: head_dim.",
     )
     experts: PositiveInt | Literal[0] | tuple[int, ...] = Field(
         0,
-        description="Feed-forwards of width expert_ffn in a layer; a list gives the number "
-        "for each layer (0: dense).",
+        description=(
+            "Mixture of experts: number of experts in each layer; 0: dense layers without "
+            "experts. A list gives the number for each layer."
+        ),
     )
     experts_per_token: PositiveInt = Field(
-        2, description="Experts that each token goes through."
+        2, description="Number of experts that process each token (top-k)."
     )
-    shared_experts: int = Field(0, ge=0, description="Experts that see all tokens.")
+    shared_experts: int = Field(
+        0,
+        ge=0,
+        description="Number of experts that process every token, besides those that the router chooses.",
+    )
     shared_mix: Literal["add", "gate", "residual"] = Field(
         "add",
-        description="How the output of shared experts is added: as it is, through a sigmoid "
-        "gate (Qwen2-MoE), or with what is left of the experts' share (PR-MoE, "
-        "Rajbhandari et al. 2022).",
+        description=(
+            "How the output of shared experts is combined with the others: 'add' adds it, "
+            "'gate' multiplies it by a learned sigmoid first (Qwen2-MoE), 'residual' gives it "
+            "the weight that the chosen experts leave (PR-MoE)."
+        ),
     )
     expert_ffn: PositiveInt | None = Field(
-        None, description="Hidden width of an expert; left out: ffn."
+        None, description="Hidden width of one expert. Left out: the same as 'ffn'."
     )
-    first_dense: int = Field(0, ge=0, description="The first so many layers are dense.")
-    moe_every: PositiveInt = Field(1, description="All but every n-th layer are dense.")
+    first_dense: int = Field(
+        0, ge=0, description="Number of layers at the beginning that have no experts."
+    )
+    moe_every: PositiveInt = Field(
+        1,
+        description="Put experts into every n-th layer only; the others are dense. 1: into all layers.",
+    )
     router: Literal["post-softmax", "pre-softmax", "sigmoid"] = Field(
         "post-softmax",
-        description="Experts by the largest logits, weighted by the softmax of these "
-        "(Mixtral) or of all logits, or by the largest sigmoid plus a bias that "
-        "learns (DeepSeek-V3).",
+        description=(
+            "How experts are weighted: 'post-softmax' takes the softmax of the chosen logits "
+            "(Mixtral), 'pre-softmax' the softmax of all logits, 'sigmoid' the sigmoid of each "
+            "and chooses with a learned bias (DeepSeek-V3)."
+        ),
     )
-    router_norm: bool = Field(False, description="A token's weights add up to 1.")
-    router_scale: PositiveFloat = Field(1.0, description="Factor of a token's weights.")
+    router_norm: bool = Field(
+        False,
+        description="Rescale each token's expert weights so that they add up to 1.",
+    )
+    router_scale: PositiveFloat = Field(
+        1.0, description="Factor by which all expert weights are multiplied."
+    )
     router_groups: PositiveInt = Field(
-        1, description="Groups of experts; a token chooses only from the best of them."
+        1,
+        description=(
+            "Number of groups that experts are divided into. A token first picks its best "
+            "groups, then experts from these."
+        ),
     )
     router_top_groups: PositiveInt = Field(
-        1, description="Groups that a token may choose from."
+        1, description="Number of groups from which each token can pick experts."
     )
     router_early: bool = Field(
-        False, description="The router reads the input of attention (SmallThinker)."
+        False,
+        description="Feed the router with the input of attention instead of its output (SmallThinker).",
     )
     capacity: float = Field(
         0.0,
         ge=0,
-        description="In training an expert takes from a document at most this many times "
-        "its mean share of choices, the earliest first; 0: all.",
+        description=(
+            "Most tokens that an expert takes from one document in training, as a multiple of "
+            "an equal share; later tokens are dropped. 0: no limit."
+        ),
     )
     bias_rate: float = Field(
         1e-3,
         ge=0,
-        description="How much the bias of a sigmoid router moves in a step towards equal "
-        "loads.",
+        description="Step size of the bias with which a sigmoid router balances the load of experts.",
     )
     balance: Literal["sequence", "step", "huggingface"] = Field(
         "sequence",
-        description="What balance_loss compares: loads of a layer in a document, with those "
-        "of the whole previous step, or of all layers together (not divided by "
-        "experts_per_token).",
+        description=(
+            "Over what balance_loss compares the load of experts: one document ('sequence'), "
+            "the whole previous step ('step'), or all layers together as transformers does "
+            "('huggingface')."
+        ),
     )
     balance_loss: float = Field(
-        0.0, ge=0, description="Weight of the loss for unequal loads of experts."
+        0.0,
+        ge=0,
+        description="Weight of the extra loss that keeps experts equally loaded; 0: none.",
     )
     z_loss: float = Field(
-        0.0, ge=0, description="Weight of the loss for large router logits."
+        0.0,
+        ge=0,
+        description="Weight of the extra loss that keeps router logits small; 0: none.",
     )
     output: Literal["tokens", "score"] = Field(
         "tokens",
-        description="What the model gives: logits of tokens, or the score of a reward "
-        "model; loss.kind sets it.",
+        description=(
+            "What the model computes: logits of the next token, or one score for a reward "
+            "model. loss.kind = 'reward' sets it."
+        ),
     )
     adapter: Adapter | None = Field(
         None,
-        description="Adapter of the model in 'from'; a new one is the recipe's own section.",
+        description=(
+            "Adapter that the model in 'from' was saved with. Set a new one in the section "
+            "[adapter]."
+        ),
     )
 
     def experts_of(self, layer: int) -> int:

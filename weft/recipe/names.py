@@ -15,7 +15,7 @@ from weft.recipe.generate_section import Generate
 from weft.recipe.loss_section import Loss
 from weft.recipe.memory_section import PLACES, Memory, Place
 from weft.recipe.model_shape import ModelShape, RopeScaling
-from weft.recipe.observe import TRACKERS, Observe
+from weft.recipe.observe import Observe
 from weft.recipe.optimizer import Optimizer, ParameterGroup
 from weft.recipe.read import build_recipe, load_recipe
 from weft.recipe.recipe import RUNS, Recipe, Use
@@ -53,7 +53,6 @@ __all__ = [
     "Section",
     "Source",
     "Sync",
-    "TRACKERS",
     "Task",
     "Train",
     "Use",

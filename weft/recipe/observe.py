@@ -6,24 +6,26 @@ from pydantic import Field, PositiveInt
 
 from weft.section import Section
 
-#: Weft's own trackers; plugins bring others.
-TRACKERS = ("tensorboard", "wandb", "mlflow")
-
 
 class Observe(Section):
     """What is recorded, and who gets it."""
 
-    every: PositiveInt = Field(1, description="Steps between records.")
+    every: PositiveInt = Field(1, description="Steps between two records of metrics.")
     trackers: tuple[str, ...] = Field(
         default_factory=lambda: ("tensorboard",) * bool(find_spec("tensorboard")),
-        description="Who gets the records: tensorboard, wandb, mlflow, or a plugin's; by "
-        "default tensorboard, if it is installed.",
+        description=(
+            "Where metrics are sent: tensorboard, wandb, mlflow, or a plugin's tracker. Left "
+            "out: tensorboard, if it is installed."
+        ),
     )
     split_every: int = Field(
         25,
         ge=0,
-        description="Steps between profiled steps for the time split; 0 turns it off.",
+        description=(
+            "Steps between two profiled steps, which show how long computing, communication and "
+            "waiting take; 0: none."
+        ),
     )
     trace: int = Field(
-        0, ge=0, description="Number of steps to write as a Chrome/Perfetto trace."
+        0, ge=0, description="Number of steps to record as a trace for ui.perfetto.dev."
     )

@@ -12,10 +12,14 @@ from weft.section import Section
 class ParameterGroup(Section):
     """Settings for the parameters whose names match a pattern."""
 
-    match: str = Field(description="Pattern of names, with * and ?.")
-    lr: float = Field(1.0, ge=0, description="Factor of the learning rate.")
+    match: str = Field(description="Names of parameters, as a pattern with * and ?.")
+    lr: float = Field(
+        1.0, ge=0, description="Factor of the learning rate for these parameters."
+    )
     weight_decay: float | None = Field(
-        None, ge=0, description="Replaces the optimizer's weight decay."
+        None,
+        ge=0,
+        description="Weight decay for these parameters. Left out: that of [optimizer].",
     )
 
 
@@ -30,88 +34,126 @@ class Optimizer(HostSection):
 
     estimate: Literal["backward", "zeroth-order"] = Field(
         "backward",
-        description="How gradients are computed; zeroth-order estimates them from the "
-        "losses at two points, without backward and unclipped.",
+        description=(
+            "How gradients are computed: by a backward pass, or estimated from two forward "
+            "passes without one ('zeroth-order', MeZO), which needs little memory."
+        ),
     )
     epsilon: PositiveFloat = Field(
         1e-3,
-        description="zeroth-order: distance of the points, as a multiple of a random "
-        "direction.",
+        description=(
+            "zeroth-order: size of the random change of the weights between the two forward "
+            "passes."
+        ),
     )
     pairs: bool = Field(
         False,
-        description="zeroth-order: each of two ranks along dp evaluates one of the points, "
-        "on the same sequences.",
+        description="zeroth-order: compute the two forward passes of a sequence on two ranks of dp.",
     )
     kind: str = Field(
         "adamw",
-        description="The update rule; rules for the matrices of blocks leave the rest to "
-        "AdamW.",
+        description=(
+            "Update rule. Rules for matrices, such as muon, update all other parameters with "
+            "AdamW."
+        ),
     )
     state: str = Field(
-        "float32", description="How AdamW's moments rest between updates."
+        "float32",
+        description="Number format of AdamW's moments. Fewer bits take less memory.",
     )
     ema: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="Decay of a moving average of the parameters that is kept beside them; "
-        "0 keeps none.",
+        description=(
+            "Keep a moving average of the weights, with this decay (such as 0.999); 0: keep "
+            "none."
+        ),
     )
     use_ema: bool = Field(
         False,
-        description="Validate, sample and export the average instead of the parameters.",
+        description=(
+            "Validate, sample and export the averaged weights instead of the latest ones. It "
+            "needs 'ema'."
+        ),
     )
     in_backward: bool = Field(
         False,
-        description="Every block is updated as soon as backward has its gradients, which "
-        "are then freed; needs clip = 0.",
+        description=(
+            "Update each block during backward and free its gradients at once, to save memory "
+            "(LOMO). It needs clip = 0."
+        ),
     )
     groups: tuple[ParameterGroup, ...] = Field(
-        (), description="Other settings for parameters by name."
+        (), description="Settings for some of the parameters, chosen by name."
     )
     lr: PositiveFloat = Field(3e-4, description="Learning rate after warm-up.")
     betas: tuple[float, float] = Field(
-        (0.9, 0.95), description="Decays of AdamW's two moments."
+        (0.9, 0.95), description="Decay rates of AdamW's two moments."
     )
     eps: PositiveFloat = Field(
-        1e-8, description="Added to the root of AdamW's second moment."
+        1e-8,
+        description="Small number added to the denominator of AdamW, against division by zero.",
     )
-    weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay.")
+    weight_decay: float = Field(
+        0.1,
+        ge=0,
+        description=(
+            "Decoupled weight decay: share of the weights, times the learning rate, that each "
+            "step removes."
+        ),
+    )
     clip: float = Field(
-        1.0, ge=0, description="Largest global gradient norm; 0 turns clipping off."
+        1.0,
+        ge=0,
+        description=(
+            "Largest norm of all gradients together; larger ones are scaled down. 0: no "
+            "clipping."
+        ),
     )
     schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
         "cosine",
-        description="How the learning rate falls until the run ends; wsd: it stays, and "
-        "falls linearly at the end.",
+        description=(
+            "How the learning rate falls after warm-up: along a cosine, linearly, only at the "
+            "end of the run ('wsd'), or not at all."
+        ),
     )
     warmup: int | float | None = Field(
         None,
         ge=0,
-        description="Steps in which the learning rate rises, or a share of the run if below "
-        "1; left out: a tenth of the run, at most 100 steps.",
+        description=(
+            "Steps in which the learning rate rises from 0, or a share of the run if below 1. "
+            "Left out: a tenth of the run, at most 100 steps."
+        ),
     )
     decay: int = Field(
         0,
         ge=0,
-        description="Steps of the final decay of wsd, at most all after warm-up; 0: a fifth "
-        "of all.",
+        description=(
+            "Steps of the final fall of the learning rate in schedule 'wsd'; 0: a fifth of the "
+            "run."
+        ),
     )
     min_lr: float = Field(
-        0.1, ge=0, le=1, description="Learning rate at the end, as a fraction of lr."
+        0.1,
+        ge=0,
+        le=1,
+        description="Learning rate at the end of the run, as a share of 'lr'.",
     )
     post_validation: bool = Field(
         False,
-        description="Pipelines: update at once, and check the global norm a step later.",
+        description=(
+            "Pipelines: update at once and check the gradient norm a step later, undoing the "
+            "update if it had to be clipped."
+        ),
     )
 
     @property
     def update_rule(self) -> Any:
         """What makes the update rule: the way in which moments rest, if not as the state does, or else the rule."""
         if self.state == "float32":
-            return find("optimizer", self.kind).made
-        return find("moments", self.state).made
+            return find("optimizer", self.kind).implementation
+        return find("moments", self.state).implementation
 
     @property
     def elementwise(self) -> bool:

@@ -7,23 +7,22 @@ from pydantic import Field, SerializeAsAny, model_validator
 
 from weft.layout.axes import BATCH_AXES
 from weft.layout.layout import Layout
-from weft.plugins import check, load_plugins_of
+from weft.plugins import check_plugin, load_plugins_of
 from weft.recipe.adapter import Adapter
 from weft.recipe.checkpoint_section import Checkpoint
 from weft.recipe.conflicts import AskedRecipe, refuse_conflicts
-from weft.recipe.data_section import ANSWER_PAIRS, SOURCES, Data
+from weft.recipe.data_section import ANSWER_PAIRS, Data
 from weft.recipe.generate_section import Generate
 from weft.recipe.host_section import with_techniques
 from weft.recipe.loss_section import Loss
 from weft.recipe.memory_section import Memory
 from weft.recipe.model_shape import ModelShape
-from weft.recipe.observe import TRACKERS, Observe
+from weft.recipe.observe import Observe
 from weft.recipe.optimizer import Optimizer
 from weft.recipe.resilience import Resilience
 from weft.recipe.sync import Sync
 from weft.recipe.train_section import Train
 from weft.recipe.validation_section import Task, Validation
-from weft.registry import names
 from weft.section import Section
 
 #: Where runs go, each in a folder of its own.
@@ -33,9 +32,11 @@ RUNS = Path("runs")
 class Use(Section):
     """A plugin's registration by name, with the ``settings`` that it is called with; a text is the name alone."""
 
-    name: str = Field(description="Name that the plugin has registered.")
+    name: str = Field(
+        description="Name under which the plugin registered the callback."
+    )
     settings: dict[str, Any] = Field(
-        {}, description="Keywords that the plugin is called with."
+        {}, description="Keyword arguments for the callback."
     )
 
     @model_validator(mode="before")
@@ -47,53 +48,76 @@ class Use(Section):
 class Recipe(Section):
     """Everything one run needs."""
 
-    name: str = Field("run", description="Name of the run.")
+    name: str = Field("run", description="Name of the run. Its folder is runs/NAME.")
     plugins: tuple[str, ...] = Field(
         (),
-        description="Modules of the user's that register what the recipe then names "
-        "(docs/reference/extension-kinds.md).",
+        description=(
+            "Python modules of your own, imported first. They register losses, models and other "
+            "techniques that the recipe then names (docs/reference/extension-kinds.md)."
+        ),
     )
     callbacks: tuple[Use, ...] = Field(
         (),
-        description="Plugins that are called before, during and after the run; one that "
-        "fails ends it.",
+        description=(
+            "Plugins to call before, during and after the run. A callback that fails ends the "
+            "run."
+        ),
     )
-    model: ModelShape = Field(ModelShape(), description="The model.")
+    model: ModelShape = Field(
+        ModelShape(),
+        description="The model to train: its size, or a pretrained model to start from.",
+    )
     adapter: Adapter | None = Field(
-        None, description="Adapters that learn in place of the model's weights."
+        None,
+        description="Low-rank adapters (LoRA) to train instead of the model's own weights.",
     )
-    data: Data = Field(Data(), description="What is read, and in which order.")
-    layout: Layout = Field(Layout(), description="Ranks along each mesh axis.")
-    train: Train = Field(Train(), description="Length of the run, and how it computes.")
+    data: Data = Field(
+        Data(), description="What the model learns from, and how it becomes tokens."
+    )
+    layout: Layout = Field(
+        Layout(), description="Number of ranks along each axis of the device mesh."
+    )
+    train: Train = Field(
+        Train(), description="Length of the run, batch size and number format."
+    )
     memory: Memory = Field(
-        Memory(), description="Where tensors rest while they are not in use."
+        Memory(),
+        description=(
+            "Where weights, gradients, optimizer state and activations are kept while not in "
+            "use."
+        ),
     )
     loss: Annotated[SerializeAsAny[Loss], with_techniques(Loss)] = Field(
-        Loss(), description="What training minimises."
+        Loss(), description="The loss that training minimises."
     )
     optimizer: Annotated[SerializeAsAny[Optimizer], with_techniques(Optimizer)] = Field(
-        Optimizer(), description="How parameters are updated."
+        Optimizer(), description="Update rule, learning rate and its schedule."
     )
     validation: Validation = Field(
-        Validation(), description="How the loss on held-out data is measured."
+        Validation(),
+        description="How often and on how much held-out data the loss is measured.",
     )
     tasks: tuple[Task, ...] = Field(
-        (), description="Files of questions that the model is asked."
+        (), description="Files of questions to ask the model during training."
     )
     checkpoint: Checkpoint = Field(
-        Checkpoint(), description="Where checkpoints go, and how often."
+        Checkpoint(), description="Where checkpoints go, and how often they are saved."
     )
     observe: Observe = Field(
-        Observe(), description="What is recorded, and who gets it."
+        Observe(), description="Which metrics are recorded, and where they are sent."
     )
     resilience: Annotated[SerializeAsAny[Resilience], with_techniques(Resilience)] = (
-        Field(Resilience(), description="What happens when ranks die, stall or crawl.")
+        Field(
+            Resilience(),
+            description="What a run of several ranks does when a rank dies, stalls or slows down.",
+        )
     )
     sync: Annotated[SerializeAsAny[Sync], with_techniques(Sync)] = Field(
-        Sync(), description="How islands agree."
+        Sync(),
+        description="How islands (layout.island) exchange what they have learned.",
     )
     generate: Generate | None = Field(
-        None, description="What the model writes at the end."
+        None, description="Sample texts to generate at the end of the run."
     )
 
     @model_validator(mode="before")
@@ -108,24 +132,18 @@ class Recipe(Section):
     def _plugged(self) -> Self:
         """Look for all that plugins are to offer."""
         for use in self.callbacks:
-            check("callbacks", "callback", use.name, use.settings)
+            check_plugin("callback", use.name, use.settings)
         for name in self.observe.trackers:
-            check("observe.trackers", "tracker", name, {}, TRACKERS)
-        check(
-            "loss.kind",
-            "loss",
-            self.loss.kind,
-            self.loss.settings,
-            ("cross-entropy", *names("pair-loss")),
-        )
+            check_plugin("tracker", name)
+        check_plugin("loss", self.loss.kind, self.loss.settings)
         if self.loss.settings and not self.loss.is_own:
             raise ValueError(
                 f"loss.settings are for a plugin's loss, and loss.kind = {self.loss.kind!r} is Weft's own"
             )
         if self.model.kind:
-            check("model.kind", "model", self.model.kind, self.model.settings)
+            check_plugin("model", self.model.kind, self.model.settings)
         for source in self.data.sources:
-            check("data.kind", "dataset", source.kind, source.settings, SOURCES)
+            check_plugin("dataset", source.kind, source.settings)
         return self
 
     @model_validator(mode="after")

@@ -19,54 +19,77 @@ class Resilience(HostSection):
 
     survive: bool = Field(
         True,
-        description="The others finish the step, or with islands the round; otherwise the "
-        "run ends and continues from its last checkpoint.",
+        description=(
+            "Go on with the remaining ranks when one is lost. Otherwise the run ends and "
+            "continues from its last checkpoint."
+        ),
     )
     snapshot_every: int = Field(
         1,
         ge=0,
-        description="Steps between copies of a rank's state into another rank's memory; 0: "
-        "none, and a loss goes back to the last checkpoint.",
+        description=(
+            "Steps between copies of each rank's state in another rank's memory; 0: no copies, "
+            "so that a loss goes back to the last checkpoint."
+        ),
     )
     detect: float = Field(
-        1.5, gt=0, description="Seconds after which a silent rank counts as lost."
+        1.5,
+        gt=0,
+        description="Seconds without a sign of life after which a rank counts as lost.",
     )
     min_ranks: PositiveInt = Field(
-        1, description="With fewer ranks left the run saves and ends."
+        1, description="Save and end the run when fewer ranks than this are left."
     )
     actions: Literal["say", "rebalance", "leave-out"] = Field(
         "say",
-        description="What happens to a slow rank: it is named, gets less to do, or is left "
-        "out.",
+        description=(
+            "What happens to a slow rank: its name is shown ('say'), it gets less work "
+            "('rebalance'), or the others go on without it ('leave-out')."
+        ),
     )
     aggregate: str = Field(
         "mean",
-        description="How the gradients of replicas (layout.dp) are combined; every rule but "
-        "the mean tolerates faulty ones.",
+        description=(
+            "How gradients of data parallel ranks (layout.dp) are combined. Every rule except "
+            "'mean' tolerates ranks that send wrong values."
+        ),
     )
-    faulty: int = Field(0, ge=0, description="Replicas that may send anything.")
+    faulty: int = Field(
+        0,
+        ge=0,
+        description="Number of ranks whose wrong gradients 'aggregate' must tolerate.",
+    )
     code: str = Field(
         "",
-        description="Replicas compute some of each other's samples, so that the sum is "
-        "known before the slowest are done.",
+        description=(
+            "Gradient code: ranks compute some samples twice, so that a step need not wait for "
+            "the slowest; empty: none."
+        ),
     )
     stragglers: int = Field(
-        0, ge=0, description="Late replicas that a code does without."
+        0,
+        ge=0,
+        description="Number of late ranks that the gradient code does not wait for.",
     )
     jobs: PositiveInt = Field(
         1,
-        description="Parts that sequential codes cut a step into, which need less "
-        "redundancy.",
+        description=(
+            "Number of parts of a step in sequential gradient codes. More parts need less "
+            "repeated work."
+        ),
     )
     patience: PositiveFloat = Field(
         1.0,
-        description="A rank is late after 1 + this many times as long as the first.",
+        description=(
+            "How much later than the first rank others may answer a gradient code, as a multiple "
+            "of that rank's time, before they count as late."
+        ),
     )
     encrypt: Literal["auto", "always", "never"] = Field(
         "auto",
         description=(
-            "What of ranks' connections of Weft's own is encrypted (docs/how-to/security.md): auto, what leaves the "
-            "machine and its private network; always; or never. It takes the package cryptography (weft[secure])."
+            "Encrypt Weft's own connections between ranks (docs/how-to/security.md): 'auto' only those "
+            "that leave the private network, 'always' or 'never'. It needs weft[secure]."
         ),
     )
 
@@ -75,7 +98,7 @@ class Resilience(HostSection):
         """The fewest replicas with so many faulty ones of which a recipe's rule can make a gradient."""
         if self.aggregate == "mean":
             return 1
-        rule: Any = find("aggregator", self.aggregate).made
+        rule: Any = find("aggregator", self.aggregate).implementation
         return int(rule.each * self.faulty + rule.more)
 
     @property

@@ -21,40 +21,62 @@ class Sync(HostSection):
 
     hosts: ClassVar = {"update": "sync"}
 
-    every: PositiveInt = Field(1, description="Steps between synchronisations.")
+    every: PositiveInt = Field(
+        1, description="Steps between two synchronisations of the islands."
+    )
     partner: Literal["all", "ring", "pairs", "graph"] = Field(
         "all",
-        description="Whom an island exchanges with: all others, ring neighbours, random "
-        "pairs, or those that a graph links.",
+        description=(
+            "With whom an island exchanges: 'all' others, its neighbours in a 'ring', a random "
+            "partner ('pairs'), or those that 'graph' links."
+        ),
     )
     graph: tuple[tuple[int, int], ...] = Field(
-        (), description="Pairs of islands, such as [[0, 1], [1, 2]]."
+        (), description="Pairs of islands that exchange, such as [[0, 1], [1, 2]]."
     )
-    update: str = Field("average", description="The method by which islands agree.")
+    update: str = Field(
+        "average", description="Method by which islands combine their parameters."
+    )
     fragments: PositiveInt = Field(
-        1, description="Fragments that are synchronised in turn."
+        1,
+        description=(
+            "Number of parts of the model that are synchronised one after the other, so that "
+            "each exchange is small."
+        ),
     )
     delay: int = Field(
-        0, ge=0, description="Steps after which a fragment's result is applied."
+        0,
+        ge=0,
+        description=(
+            "Steps between sending a fragment and applying the result, so that training goes on "
+            "meanwhile."
+        ),
     )
     compress: str = Field(
         "none",
-        description="Compressor of what is sent: int8 to int4, topk:0.01, randk:0.1, "
-        "powersgd:4, sign or cocktail.",
+        description=(
+            "Compression of what islands send, with its strength after a colon: none, int8 ... "
+            "int4, topk:0.01 (share kept), randk:0.1, powersgd:4 (rank), sign or cocktail."
+        ),
     )
     compress_back: str = Field(
-        "", description="Compressor of what comes back, if it differs."
+        "",
+        description="Compression of the results that come back. Left out: the same as 'compress'.",
     )
     allocate: int = Field(
         0,
         ge=0,
-        description="Each tensor gets a rank, share or number of bits of its own, chosen "
-        "anew every so many rounds (L-GreCo); 0: one for all.",
+        description=(
+            "Choose the compression of each tensor anew every so many synchronisations "
+            "(L-GreCo); 0: one for all tensors."
+        ),
     )
     order: Literal["measured", "numbered"] = Field(
         "measured",
-        description="Order of the islands in a ring: the one measured to be fastest, or as "
-        "numbered.",
+        description=(
+            "Order of the islands in a ring: the fastest one by measurement, or by their "
+            "numbers."
+        ),
     )
 
     @model_validator(mode="after")
@@ -78,7 +100,7 @@ class Sync(HostSection):
     @property
     def method(self) -> Any:
         """The method of ``update``: a :class:`weft.sync.sync_method.SyncMethod`."""
-        return find("sync", self.update).made(self)
+        return find("sync", self.update).implementation(self)
 
     @property
     def compressors(self) -> tuple[Any, Any]:

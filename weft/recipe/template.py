@@ -1,55 +1,69 @@
-"""A recipe to edit: one that works, with every other setting beside it as a comment."""
+"""A recipe to edit: its settings with their meaning as comments, on request with all other settings."""
 
 import re
+import textwrap
 import tomllib
+from pathlib import Path
 from typing import Any, get_args
 
-from pydantic.fields import FieldInfo
-
 from weft.recipe import Recipe, Section, build_recipe
-from weft.recipe.host_section import HostSection
+from weft.recipe.schema import Schema, recipe_schema
 from weft.recipe.toml import toml_value
-from weft.registry import KINDS, names
 
 _HEAD = """\
-# A line with '#' and no space after it is a setting at its default: take the '#' away to change it.
-# Try it: weft train {file}      Prove its layout: weft verify {file}
+# Train: weft train {file}      Prove its layout: weft verify {file}
+# Completion in editors with Taplo or Even Better TOML: weft recipes --schema > recipe.schema.json, and this first line:
+# #:schema recipe.schema.json
 """
+_SHORT = "# All other settings: weft new NAME --all, or docs/reference/recipe.md\n"
+_LONG = "# A line with '#' and no space after it is a setting at its default: take the '#' away to change it.\n"
+
+#: Characters of a line of comment.
+_WIDTH = 100
 
 
-def template(text: str, file: str) -> str:
-    """The TOML recipe ``text``, to be written to ``file``, with all settings that it leaves out as comments."""
+def starter() -> str:
+    """Return a recipe of ten settings that trains a small model on Python's own source in minutes."""
+    return Path(__file__).with_name("starter.toml").read_text()
+
+
+def template(text: str, file: str, with_all: bool = True) -> str:
+    """Return the TOML recipe ``text``, to be written to ``file``, with the meaning of each setting as a comment.
+
+    ``with_all``: also with every setting that ``text`` leaves out, as a comment at its default.
+    """
     given = tomllib.loads(text)
     recipe = build_recipe(given)
-    kinds = _sections()
-    sections = {key: value for key, value in recipe if key in kinds}
-    lists = [
-        f"#{key} = []\n"
-        for key, value in recipe
-        if value == () and key not in kinds and key not in given
-    ]
-    out = [_HEAD.format(file=file), *lists]
+    schema = recipe_schema()
+    classes = _section_classes()
+    sections = {key: value for key, value in recipe if key in classes}
+    out = [_HEAD.format(file=file) + (_LONG if with_all else _SHORT)]
+    if with_all:
+        out += [
+            _about(schema["properties"][key]) + f"#{key} = []\n"
+            for key, value in recipe
+            if value == () and key not in classes and key not in given
+        ]
     for part in re.split(r"(?m)^(?=\[)", text):
         head = re.match(r"\[(\w+)\]\n", part)
         section = sections.pop(head[1], None) if head else None
         if head and section is not None:
-            part = (
-                head[0]
-                + _about(section)
-                + part[head.end() :].rstrip()
-                + "\n"
-                + _defaults(section, given[head[1]])
-            )
+            fields = _fields(schema, section)
+            body = _with_comments(part[head.end() :].rstrip() + "\n", fields)
+            rest = _defaults(section, fields, given[head[1]]) if with_all else ""
+            part = head[0] + body + rest
         out.append(part.strip() + "\n")
     for key, section in sections.items():
-        if key not in given:
-            named = f"[[{key}]]" if section == () else f"[{key}]"
-            section = section or kinds[key].model_construct()
-            out.append(f"#{named}\n{_about(section)}{_defaults(section, {})}")
-    return "\n".join(out)
+        if with_all and key not in given:
+            title = f"[[{key}]]" if section == () else f"[{key}]"
+            section = section or classes[key].model_construct()
+            about = _about(schema["properties"][key])
+            rest = _defaults(section, _fields(schema, section), {})
+            out.append(f"{about}#{title}\n{rest}")
+    return "\n".join(filter(str.strip, out))
 
 
-def _sections() -> dict[str, type[Section]]:
+def _section_classes() -> dict[str, type[Section]]:
     """The sections of a recipe in their order, also those that there may be several of."""
     kinds = (
         (name, kind)
@@ -59,37 +73,43 @@ def _sections() -> dict[str, type[Section]]:
     return {name: kind for name, kind in kinds if hasattr(kind, "model_fields")}
 
 
-def _about(section: Section) -> str:
-    """What the section's class says of itself, as a comment."""
-    lines = re.sub(r"``|:\w+:|`", "", type(section).__doc__ or "").strip().splitlines()
-    return "".join(f"# {line.strip()}".rstrip() + "\n" for line in lines)
+def _fields(schema: Schema, section: Section) -> dict[str, Schema]:
+    """The schema of each field of a section."""
+    fields: dict[str, Schema] = schema["definitions"][type(section).__name__]["properties"]  # fmt: skip
+    return fields
 
 
-def _defaults(section: Section, given: dict[str, Any]) -> str:
-    """A commented line for every field that ``given`` leaves out."""
+def _about(field: Schema) -> str:
+    """The meaning of a setting and its choices, as lines of comment; none for an unknown setting."""
+    if "description" not in field:
+        return ""
+    choices = [str(choice) for choice in field.get("enum", ()) if choice != ""]
+    text = field["description"] + f" ({', '.join(choices)})" * bool(choices)
+    lines = textwrap.wrap(text, _WIDTH, break_on_hyphens=False)
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def _with_comments(body: str, fields: dict[str, Schema]) -> str:
+    """The settings of a section's text, each below its meaning."""
+
+    def about(line: re.Match[str]) -> str:
+        return _about(fields.get(line[1], {}))
+
+    return re.sub(r"(?m)^(?=(\w+) = )", about, body)
+
+
+def _defaults(
+    section: Section, fields: dict[str, Schema], given: dict[str, Any]
+) -> str:
+    """A commented setting, below its meaning, for every field that ``given`` leaves out."""
     values = section.model_dump(mode="json", by_alias=True, exclude_none=True)
-    settings = {f.alias or name: f for name, f in type(section).model_fields.items()}
-    if given.keys() - settings.keys():  # those of the only source
-        settings.pop("sources")
+    keys = [f.alias or name for name, f in type(section).model_fields.items()]
+    if given.keys() - keys:  # those of the only source
+        keys.remove("sources")
+    # "..." where there is no default, and the user must say something
     lines = [
-        # "..." where there is no default, and the user must say something.
-        f"#{name} = {toml_value(values[name]) if name in values else '...'}".ljust(34)
-        + _note(section, name, field)
-        for name, field in settings.items()
-        if name not in given
+        f"{_about(fields[key])}#{key} = {toml_value(values[key]) if key in values else '...'}\n"
+        for key in keys
+        if key not in given
     ]
-    return "".join(line.rstrip() + "\n" for line in lines)
-
-
-def _note(section: Section, name: str, field: FieldInfo) -> str:
-    """What a setting means, and what else it can be."""
-    if isinstance(section, HostSection) and name in section.hosts:
-        kind = section.hosts[name]
-        choices = KINDS[kind].choices(names(kind))
-    else:
-        choices = [
-            str(c) for c in get_args(field.annotation) if isinstance(c, str | int)
-        ]
-    choices = [choice for choice in choices if choice]
-    notes = [field.description or "", f"({', '.join(choices)})" * bool(choices)]
-    return " # " + " ".join(filter(None, notes)) if any(notes) else ""
+    return "".join(lines)

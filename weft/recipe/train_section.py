@@ -15,45 +15,67 @@ class Train(Section):
     steps: int = Field(
         100,
         ge=0,
-        description="The run ends after so many steps; 0: as many as data.epochs need. Left "
-        "out: 100, or where data.epochs are over.",
+        description=(
+            "Number of optimizer steps; 0: as many as data.epochs needs. Left out: 100, or "
+            "until data.epochs is reached."
+        ),
     )
     batch: int = Field(
-        8, gt=0, le=10_000_000, description="Sequences per step over all ranks."
+        8,
+        gt=0,
+        le=10_000_000,
+        description="Sequences in one step, over all ranks together (global batch size).",
     )
     micro_batch: int | None = Field(
         None,
         gt=0,
         le=10_000_000,
-        description="Sequences per rank and pass; left out: all of a rank's, with pp their 2 pp-th part.",
+        description=(
+            "Sequences that a rank processes at once; smaller ones take less memory (gradient "
+            "accumulation). Left out: all of a rank's, or with a pipeline enough microbatches "
+            "to fill it."
+        ),
     )
     dtype: Dtype = Field(
         "float32",
-        description="Type that is computed in; weights are kept in float32 beside bfloat16.",
+        description=(
+            "Number format of the computation. With bfloat16 the weights are still kept in "
+            "float32."
+        ),
     )
     recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="What backward computes again instead of keeping it."
+        "none",
+        description=(
+            "Save memory by recomputing activations in backward (activation checkpointing): "
+            "none, cheap ones ('selective') or all ('full')."
+        ),
     )
-    compile: bool = Field(False, description="Compile blocks with torch.compile.")
+    compile: bool = Field(
+        False, description="Compile the model's blocks with torch.compile."
+    )
     freeze: tuple[str, ...] = Field(
-        (), description="Patterns of parameters that do not learn, e.g. 'embedding.*'."
+        (),
+        description="Parameters that stay as they are, as patterns of names such as 'embedding.*'.",
     )
     loss_chunk: PositiveInt = Field(
-        1024, description="Tokens whose logits are computed at once."
+        1024,
+        description="Tokens whose logits are computed at once. Smaller chunks take less memory.",
     )
     seed: int = Field(
-        0, description="Seed of initial weights and of all that is drawn in training."
+        0,
+        description="Seed of the initial weights and of other random choices in training.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Device that ranks compute on."
+        "auto", description="Device to compute on; 'auto': the GPU if there is one."
     )
     threads: int = Field(
         0,
         ge=0,
-        description="Threads per rank; 0 divides the cores among the local ranks.",
+        description="CPU threads of each rank; 0: the cores divided by the ranks of this machine.",
     )
     timeout: PositiveInt = Field(
-        600, description="Seconds a rank waits for the others in a collective."
+        600,
+        description="Seconds that a rank waits for the others before the run ends with an error.",
     )
 
     @model_validator(mode="before")

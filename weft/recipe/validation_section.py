@@ -10,22 +10,29 @@ from weft.section import Section
 class Validation(Section):
     """How the loss on ``data.validation`` is measured, and what follows from it (docs/how-to/training.md)."""
 
-    every: int = Field(
-        50, ge=0, description="Steps between validations; 0 turns them off."
-    )
+    every: int = Field(50, ge=0, description="Steps between validations; 0: never.")
     batches: int = Field(
-        4, ge=0, description="Batches of train.batch sequences; 0: all there are."
+        4,
+        ge=0,
+        description=(
+            "Number of batches (of train.batch sequences) in one validation; 0: all held-out "
+            "data."
+        ),
     )
     keep_best: bool = Field(
         False,
-        description="Keep the checkpoint of the lowest loss beside the newest ones; it is "
-        "called 'best', and is what checkpoint.export exports.",
+        description=(
+            "Keep the checkpoint with the lowest validation loss beside the newest ones, under "
+            "the name 'best'. checkpoint.export then exports it."
+        ),
     )
     patience: int = Field(
         0,
         ge=0,
-        description="Validations without a lower loss that end the run; 0: it never ends "
-        "so.",
+        description=(
+            "End the run after so many validations without a lower loss (early stopping); 0: "
+            "never."
+        ),
     )
 
     @model_validator(mode="after")
@@ -43,15 +50,21 @@ class Task(Section):
 
     path: str = Field(description="File of questions.")
     name: str = Field(
-        "", pattern=r"^[\w.-]*$", description="Name in records; left out: the file's."
+        "",
+        pattern=r"^[\w.-]*$",
+        description="Name of the task in metrics and reports. Left out: the name of the file.",
     )
     every: int = Field(
         0,
         ge=0,
-        description="Steps between; 0 asks at the beginning and at the end alone.",
+        description="Steps between two evaluations; 0: only at the beginning and at the end of the run.",
     )
     chat: bool = Field(
         False,
-        description="Prompts are what a user says, and the chat template is applied.",
+        description="Ask each question as a user's message, through the chat template.",
     )
-    limit: int = Field(0, ge=0, description="The first so many questions; 0 for all.")
+    limit: int = Field(
+        0,
+        ge=0,
+        description="Use only this many questions, from the start of the file; 0: all.",
+    )

@@ -185,7 +185,7 @@ def code_of(words: Resilience, ranks: int) -> Code | None:
     """The code that a recipe asks for, over so many ranks; None if it asks for none, or if there is one rank."""
     if not words.code or ranks == 1:
         return None
-    code: Code = find("code", words.code).made(words, ranks)
+    code: Code = find("code", words.code).implementation(words, ranks)
     return code
 
 
@@ -193,8 +193,11 @@ class SequentialSettings(Section):
     """What sequential codes are set by."""
 
     burst: PositiveInt = Field(
-        1, description="Jobs of a window in which a straggler is late."
+        1,
+        description="Most consecutive jobs (see 'jobs') in which the same rank may be late.",
     )
     window: int = Field(
-        2, ge=2, description="Jobs in which at most so many replicas are late."
+        2,
+        ge=2,
+        description="Number of consecutive jobs in which at most 'stragglers' ranks may be late.",
     )

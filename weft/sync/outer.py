@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 class OuterSettings(Section):
     """The outer update's settings."""
 
-    lr: PositiveFloat = Field(0.7, description="Learning rate of the outer update.")
+    lr: PositiveFloat = Field(
+        0.7,
+        description=(
+            "Learning rate of the outer update, which moves the shared parameters by the "
+            "islands' mean change."
+        ),
+    )
     momentum: float = Field(
         0.9, ge=0, lt=1, description="Momentum of the outer update."
     )

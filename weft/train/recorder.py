@@ -262,8 +262,12 @@ class Recorder:
                 "dropped_share": sum(dropped.values()) / max(1, every),
             }
         layout, sent["moves"], self._moved = self._recipe.layout, self._moved, 0
-        travels = {"tokens": layout.ep > 1, "moves": layout.placement == "moving",
-                   "copies": layout.placement != "static" or find("dispatch", layout.dispatch).made.copies}  # fmt: skip
+        dispatcher = find("dispatch", layout.dispatch).implementation
+        travels = {
+            "tokens": layout.ep > 1,
+            "moves": layout.placement == "moving",
+            "copies": layout.placement != "static" or dispatcher.copies,
+        }
         record |= {f"{what}_mib": sent[what] / 2**20 for what in SENT if travels[what]}
         self.log("experts", **record)
 

@@ -44,7 +44,7 @@ class RuleOptimizer:
         self.rule: UpdateRule = settings.update_rule(settings, ranks)
         self.rest = self.rule
         if self.rule.for_matrices:
-            self.rest = find("optimizer", "adamw").made(settings, ranks)
+            self.rest = find("optimizer", "adamw").implementation(settings, ranks)
         self.assigned: dict[str, Assignment] = {}  # by the parameter's name
 
     def assignment(self, held: Held) -> Assignment:

@@ -42,7 +42,7 @@ class Voting(Filler):
 
     def __init__(self, context: StepContext, resilience: Resilience) -> None:
         self.context, self.resilience = context, resilience
-        self.rule: Aggregator = find("aggregator", resilience.aggregate).made(
+        self.rule: Aggregator = find("aggregator", resilience.aggregate).implementation(
             resilience
         )
 

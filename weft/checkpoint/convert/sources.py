@@ -108,7 +108,7 @@ def _weft(where: Where) -> Foreign:
 
 def _format_of(technique: Registered) -> Any:
     """A technique's :class:`weft.checkpoint.source_format.SourceFormat`."""
-    return technique.made
+    return technique.implementation
 
 
 def kind_of(path: Path) -> str | None:

@@ -48,7 +48,7 @@ def across(
     window: int = 0,
 ) -> T:  # fmt: skip
     """Attention by a scheme over ``peers``; arguments as of :func:`tile_attention`, of which it is the ``out``."""
-    if operator := find("context", scheme).made().operator():
+    if operator := find("context", scheme).implementation().operator():
         out: T = operator(q, k, v, cu_seqlens, peers, index, lengths, window)[0]
         return out
     return tile_attention(q, k, v, cu_seqlens, scheme, peers, index, lengths, window)[0]

@@ -238,4 +238,4 @@ def circle(
 @lru_cache(maxsize=64)
 def tile_table_of(scheme: str, ranks: int) -> TileTable:
     """The table of a scheme, found to be right before any rank computes."""
-    return validate_tiles(find("context", scheme).made().table(ranks))
+    return validate_tiles(find("context", scheme).implementation().table(ranks))

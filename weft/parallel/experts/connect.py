@@ -29,7 +29,7 @@ def connect_experts(model: Transformer, mesh: Mesh) -> None:
             assert model.loads is not None
             module.copies = connect_mixture(
                 module,
-                find("dispatch", mesh.layout.dispatch).made().make,
+                find("dispatch", mesh.layout.dispatch).implementation().make,
                 model.loads.sent,
             ).copies
             module.pieces = partial(count_pieces, mesh.layout)

@@ -30,7 +30,10 @@ ODD_COLUMNS = Rule(
 class FourBitSettings(Section):
     """What moments of 4 bits are set by."""
 
-    block: PositiveInt = Field(256, description="Elements of a row that share a scale.")
+    block: PositiveInt = Field(
+        256,
+        description="Number of neighbouring values that share one scale. Smaller blocks are more exact.",
+    )
 
 
 @register(

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 class EightBitSettings(Section):
     """What moments of 8 bits are set by."""
 
-    block: PositiveInt = Field(256, description="Elements of a row that share a scale.")
+    block: PositiveInt = Field(
+        256,
+        description="Number of neighbouring values that share one scale. Smaller blocks are more exact.",
+    )
 
 
 @register(

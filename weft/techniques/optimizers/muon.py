@@ -29,7 +29,10 @@ class MuonSettings(Section):
     """What Muon alone is set by."""
 
     momentum: float = Field(
-        0.95, ge=0, lt=1, description="Share of the last direction that is kept."
+        0.95,
+        ge=0,
+        lt=1,
+        description="Share of the previous direction that each update keeps.",
     )
 
 

@@ -18,7 +18,8 @@ class NaturalGaLoreSettings(GaLoreSettings):
     """What Natural GaLore is set by."""
 
     history: PositiveInt = Field(
-        4, description="Past gradients that the Fisher matrix is estimated from."
+        4,
+        description="Number of past gradients from which the Fisher matrix is estimated.",
     )
 
 

@@ -22,10 +22,10 @@ class KTOSettings(Section):
     """What KTO alone is set by."""
 
     desirable: PositiveFloat = Field(
-        1.0, description="How many times a good answer counts."
+        1.0, description="Weight of good answers in the loss."
     )
     undesirable: PositiveFloat = Field(
-        1.0, description="How many times a bad answer counts."
+        1.0, description="Weight of bad answers in the loss."
     )
 
 

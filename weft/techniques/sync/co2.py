@@ -20,15 +20,21 @@ if TYPE_CHECKING:
 class CO2Settings(OuterSettings):
     """The outer update's settings, as published for CO2, and its own."""
 
-    lr: PositiveFloat = Field(1.0, description="Learning rate of the outer update.")
+    lr: PositiveFloat = Field(
+        1.0,
+        description=(
+            "Learning rate of the outer update, which moves the shared parameters by the "
+            "islands' mean change."
+        ),
+    )
     momentum: float = Field(
         0.2, ge=0, lt=1, description="Momentum of the outer update."
     )
     penalty: PositiveFloat = Field(
-        1.0, description="What late differences are divided by."
+        1.0, description="Number by which changes that arrive a round late are divided."
     )
     clip: PositiveFloat = Field(
-        1.0, description="The most that an element of the momentum can be."
+        1.0, description="Largest absolute value of each element of the outer momentum."
     )
 
 

@@ -21,7 +21,10 @@ class StreamingSettings(OuterSettings):
     """What streaming adds to the outer update's settings."""
 
     mix: float = Field(
-        0.5, ge=0, le=1, description="Share of the local parameters in the result."
+        0.5,
+        ge=0,
+        le=1,
+        description="Share of an island's own parameters that stays when a result is mixed in.",
     )
 
 

@@ -43,7 +43,7 @@ class CompactAdamW(UpdateRule):
     def __init__(
         self, settings: Optimizer, ranks: RankSums, encoding: Encoding
     ) -> None:
-        self.full: Any = find("optimizer", "adamw").made(settings, ranks)
+        self.full: Any = find("optimizer", "adamw").implementation(settings, ranks)
         self.encoding = encoding
 
     def slots(self, held: Held) -> dict[str, Part]:

@@ -35,12 +35,18 @@ class GaLoreSettings(Section):
     """What GaLore and its variant are set by."""
 
     rank: PositiveInt = Field(
-        128, description="Directions that a matrix's gradient is projected on."
+        128,
+        description=(
+            "Number of directions onto which the gradient of each matrix is projected. Fewer "
+            "take less memory."
+        ),
     )
     refresh: PositiveInt = Field(
-        200, description="Updates between two sets of directions."
+        200, description="Steps between two computations of these directions."
     )
-    scale: PositiveFloat = Field(0.25, description="Factor of every update.")
+    scale: PositiveFloat = Field(
+        0.25, description="Factor by which each update is multiplied."
+    )
 
 
 @register(
