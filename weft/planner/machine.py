@@ -7,9 +7,8 @@ from typing import Any, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from weft.errors import UsageError, WeftError, nearest
-from weft.recipe import Section
 from weft.recipe.toml import read_toml
-from weft.section import validated
+from weft.section import Section, validated
 from weft.shapes.shape import Num
 
 #: Share of the 4-bit peak that a large product reaches.

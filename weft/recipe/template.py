@@ -6,9 +6,10 @@ import tomllib
 from pathlib import Path
 from typing import Any, get_args
 
-from weft.recipe import Recipe, Section, build_recipe
+from weft.recipe import Recipe, build_recipe
 from weft.recipe.schema import Schema, recipe_schema
 from weft.recipe.toml import toml_value
+from weft.section import Section
 
 _HEAD = """\
 # Train: weft train {file}      Prove its layout: weft verify {file}
