@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,21 @@ def largest_difference(state: State, others: list[T]) -> float:
         (h.local - p).abs().max().item()
         for h, p in zip(state.held, others, strict=True)
     )
+
+
+@pytest.mark.parametrize("way", WAYS, ids=name)
+def test_parameters_without_rows_here_count_their_updates(way: dict[str, Any]) -> None:
+    """A rank that holds no rows of its first parameter draws the same random directions as the others."""
+    first, second = one_state((6, 5), (7, 5), way=way).held
+    box = ((0, 0), first.box[1])
+    empty = torch.nn.Parameter(first.local[:0].clone())
+    placement = replace(first.placement, box=box)
+    without = Held(first.name, first.logical, placement, empty.detach(), empty)
+    state = State([Unit([without]), Unit([second])])
+    state.optimize(RuleOptimizer(Optimizer(**way), Mesh.single()))
+    run(state, 3)
+    assert [int(h.updates) for h in state.held] == [3, 3]
+    assert state.updates == 3
 
 
 def test_adafactor_is_pytorchs() -> None:

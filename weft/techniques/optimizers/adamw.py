@@ -40,6 +40,9 @@ class AdamW(UpdateRule):
         lr: float,
         decay: float,
     ) -> None:
+        from weft.train.rules.rule import count_update
+
+        count_update([h for h in held if not h.local.numel()])
         chosen = [(h, g) for h, g in zip(held, grads, strict=True) if h.local.numel()]
         averages, squares = (
             [h.slots[moment].values for h, _ in chosen] for moment in MOMENTS

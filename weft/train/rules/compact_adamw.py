@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.registry import find
+from weft.train.rules.rule import count_update
 from weft.train.rules.update_rule import UpdateRule
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class CompactAdamW(UpdateRule):
                 moments = self.encoding.load(h)
                 if h.local.numel():
                     self.full.step([h], [g], [moments[0]], [moments[1]], lr, decay)
+                else:
+                    count_update([h])
                 self.encoding.store(h, moments)
 
 
