@@ -40,7 +40,7 @@ class AdamW(UpdateRule):
         lr: float,
         decay: float,
     ) -> None:
-        from weft.train.rules.rule import count_update
+        from weft.train.rules.rank_sums import count_update
 
         count_update([h for h in held if not h.local.numel()])
         chosen = [(h, g) for h, g in zip(held, grads, strict=True) if h.local.numel()]

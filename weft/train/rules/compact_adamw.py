@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.registry import find
-from weft.train.rules.rule import count_update
+from weft.train.rules.rank_sums import count_update
 from weft.train.rules.update_rule import UpdateRule
 
 if TYPE_CHECKING:
