@@ -17,9 +17,12 @@ from hypothesis import strategies as st
 from tests import chats
 from tests.conftest import Command
 from weft.data.batch import IGNORE, Batch
+from weft.data.chat.conversation import conversation
+from weft.data.chat.encode import ChatEncoder
 from weft.data.chat.forms import read_record
 from weft.data.chat.preview import samples
 from weft.data.chat.source import open_chats
+from weft.data.chat.template import ChatTemplate
 from weft.data.chat.turns import ConversationError
 from weft.data.loader import Loader, open_data
 from weft.data.order import Order, Stream, packed
@@ -698,6 +701,97 @@ def test_reasoning_of_earlier_turns_is_learned_in_samples_of_their_own(
         pieces,
         [],
     )
+
+
+@pytest.mark.parametrize("learn", ["assistant", "last", "all", ["assistant", "user"]])
+def test_reasoning_is_kept_in_one_sample(tmp_path: Path, learn: Any) -> None:
+    """As by a template that never drops it: text, tokens and what is learned, with calls and masks."""
+    family = chats.TEMPLATES["qwen3"]
+    tokenizer = load_tokenizer(str(chats.save_tokenizer(tmp_path / "t", family)))
+    keeps = family.template.replace("loop.index0 > ns.last and (", "true and (")
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
+    calling = {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "look <|im_end|>",
+    }
+    calling["tool_calls"] = [call]
+    tool = {"role": "tool", "content": "x"}
+    talks = [
+        reasoned(("why", "one"), ("", "two"), ("so", "three")),
+        reasoned(("", "four"), ("hm", "five")),
+        [*reasoned(("why", "one"))[:1], calling, tool, *reasoned(("a", "b"), ("c", "d"))[1:]],
+        [m | {"loss": i != 1} for i, m in enumerate(reasoned(("a", "b"), ("c", "d")))],
+        reasoned(("", "one"), ("", "two")),
+    ]  # fmt: skip
+    talks += [[{"role": "system", "content": "s"}, *talk] for talk in talks]
+    for messages in talks:
+        talk = conversation(messages)
+        kept = ChatEncoder(
+            ChatTemplate(family.template, tokenizer), learn, "keep"
+        ).encode(talk)
+        wanted = ChatEncoder(ChatTemplate(keeps, tokenizer), learn).encode(talk)
+        assert kept.text == wanted.text
+        for one, other in zip(kept[1:5], wanted[1:5], strict=True):
+            assert one.tolist() == other.tolist()
+        assert kept.facts == wanted.facts and not kept.facts.left_out
+    keeping = data(tmp_path, [{"messages": talks[0]}], chat={"reasoning": "keep"})
+    ((sample,), _) = samples(keeping, tokenizer, 10)
+    roles = {p["role"] for p in sample.as_json()["pieces"] if "why" in p["text"]}
+    assert roles == {"assistant"}
+
+
+def test_reasoning_that_no_turn_shows_stays_left_out(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(
+        str(chats.save_tokenizer(tmp_path, chats.TEMPLATES["qwen2.5"]))
+    )
+    encoder = ChatEncoder(ChatTemplate(chats.QWEN25, tokenizer), reasoning="keep")
+    encoded = encoder.encode(conversation(reasoned(("why", "one"), ("so", "two"))))
+    assert "why" not in encoded.text and encoded.weights.any()
+    assert encoded.facts.left_out == {"leaves out reasoning of the assistant's turns"}
+
+
+@pytest.mark.parametrize("form", ["messages", "prompt", "pair", "feedback"])
+def test_variables_of_a_record_are_its_templates(form: str, tmp_path: Path) -> None:
+    """In every render of it, as TRL has them: they overrule the recipe's, and other records do not see them."""
+    words = "{{ '<' + (style or 'plain') + '>' + m.role + ': ' + m.content }}\n"
+    template = (
+        f"{{% for m in messages %}}{words}{{% endfor %}}"
+        "{% if add_generation_prompt %}{{ '<' + (style or 'plain') + '>assistant: ' }}{% endif %}"
+    )
+    asked, said = chats.turns("u", "a")
+    record: dict[str, Any] = {
+        "messages": {"messages": [asked, said]},
+        "prompt": {"prompt": "u", "completion": "a"},
+        "pair": {"prompt": "u", "chosen": "a", "rejected": "b"},
+        "feedback": {"prompt": "u", "completion": "a", "label": True},
+    }[form]
+    records = [record | {"chat_template_kwargs": {"style": "odd", "x": None}}, record]
+    records += [record | {"chat_template_kwargs": json.dumps({"style": "as text"})}]
+    if form == "feedback":
+        records[1] = records[1] | {"completion": "b", "label": False}
+    kind = {"pair": "preference", "feedback": "feedback"}.get(form, "chat")
+    chat = {"template": template, "variables": {"style": "mine"}}
+    settings = data(tmp_path, records, chat=chat)
+    source = settings.sources[0].model_copy(update={"kind": kind})
+    shown, notes = samples(
+        settings.model_copy(update={"sources": (source,)}), load_tokenizer("bytes"), 10
+    )
+    texts = ["".join(piece.text for piece in sample.pieces) for sample in shown]
+    sizes = 2 if form == "pair" else 1
+    for text, style in zip(texts[::sizes], ("odd", "mine", "as text"), strict=True):
+        assert text.startswith(f"<{style}>user: u\n<{style}>assistant: "), text
+    assert "chat_template_kwargs" not in str(notes)
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"messages": []}, "have 'messages', which is no variable of the user's"), ([1], "an object with variables"),
+    ("{", "an object with variables"),
+])  # fmt: skip
+def test_variables_of_a_record_that_are_none(given: Any, said: str) -> None:
+    record = {"prompt": "u", "completion": "a", "chat_template_kwargs": given}
+    with pytest.raises(ConversationError, match=said):
+        read_record(record)
 
 
 def test_samples_of_one_record_are_on_one_side(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "chosen dialogue": {"chosen": "\n\nHuman: u\n\nAssistant: a", "rejected": "\n\nHuman: u\n\nAssistant: an"},
 }  # fmt: skip
 EXTRA = st.dictionaries(
-    st.sampled_from(["note", "score", "source", "lang", "chat_template_kwargs", "url"]),
+    st.sampled_from(["note", "score", "source", "lang", "url"]),
     st.sampled_from([None, "", [], {}, 0, 1.5, "x", {"a": 1}, [False]]), max_size=4,
 )  # fmt: skip
 

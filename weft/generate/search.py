@@ -27,6 +27,7 @@ class Hypothesis(NamedTuple):
     ids: list[int]  # behind the prompt
     log_probability: float  # of all its tokens, with the one that ended it
     score: float  # the log-probability, normalised by length
+    finish: str  # "stop" at one of the ids that end texts, else "length"
 
 
 @dataclass(eq=False)
@@ -64,21 +65,43 @@ class Search:
         self.beams = [Beam(list(prompt), len(prompt) + count - 1)]
 
     def run(self) -> list[Hypothesis]:
-        """The best ``width`` texts, the best one first; other requests of the engine go on meanwhile."""
-        scheduler = self.engine.scheduler
-        with self.engine.holding(self.beams):
+        """Search to the end, while other requests of the engine go on; returns what :meth:`best` does."""
+        self.begin()
+        try:
             while self.beams:
                 self.engine.step()
-                read = [beam for beam in self.beams if beam.logits is not None]
-                if len(read) == len(self.beams):
-                    self._advance()
-                elif not any(request.wanted for request in scheduler.running):
-                    # there is no room for all of them at once: these make way for the others
-                    for beam in read:
-                        scheduler.remove(beam)
+                self.advance()
+        finally:
+            self.end()
+        return self.best()
+
+    def best(self) -> list[Hypothesis]:
+        """The best ``width`` texts that have ended, the best one first."""
         return sorted(self.ended, key=lambda ended: -ended.score)[: self.width]
 
-    def _advance(self) -> None:
+    def begin(self) -> None:
+        """Schedule the first beam for the engine's steps, after each of which :meth:`advance` is to be called."""
+        for beam in self.beams:
+            self.engine.scheduler.add(beam)
+
+    def end(self) -> None:
+        """Give up the beams that are left; their blocks are free again."""
+        for beam in self.beams:
+            self.engine.scheduler.remove(beam)
+        self.beams.clear()
+
+    def advance(self) -> None:
+        """Extend the beams once the logits of all are there. No ``beams`` are left when the search has ended."""
+        scheduler = self.engine.scheduler
+        read = [beam for beam in self.beams if beam.logits is not None]
+        if len(read) == len(self.beams):
+            self._extend()
+        elif not any(request.wanted for request in scheduler.running):
+            # there is no room for all of them at once: these make way for the others
+            for beam in read:
+                scheduler.remove(beam)
+
+    def _extend(self) -> None:
         """Extend the beams by the ``width`` likeliest of all their next tokens."""
         # [beams, vocab]
         rows = torch.stack(
@@ -102,13 +125,17 @@ class Search:
                 break
             if token in self.stops:
                 self.ended.append(
-                    Hypothesis(beam.ids[self.prompt :], chance, chance / penalty)
+                    Hypothesis(
+                        beam.ids[self.prompt :], chance, chance / penalty, "stop"
+                    )
                 )
             else:
                 kept.append((beam, token, chance))
         if tokens == self.count:
             self.ended += [
-                Hypothesis([*b.ids[self.prompt :], i], chance, chance / penalty)
+                Hypothesis(
+                    [*b.ids[self.prompt :], i], chance, chance / penalty, "length"
+                )
                 for b, i, chance in kept
             ]
             kept = []

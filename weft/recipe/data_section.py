@@ -164,12 +164,12 @@ class Chat(Section):
         pattern=r"^(\d{4}-\d\d-\d\d)?$",
         description="Date that the template takes for today (YYYY-MM-DD). Left out: the real date.",
     )
-    reasoning: Literal["template", "split"] = Field(
+    reasoning: Literal["template", "split", "keep"] = Field(
         "template",
         description=(
             "What happens to reasoning of earlier turns, which many templates remove: "
             "'template' does not learn it, 'split' makes one sample per question so that all of "
-            "it is learned."
+            "it is learned, 'keep' writes the reasoning of all turns into one sample."
         ),
     )
 

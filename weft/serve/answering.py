@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -20,6 +20,8 @@ from weft.serve.reasoning import ReasoningFinder, Thoughts
 from weft.serve.replies import Answer, Replies, Usage, usage_of
 from weft.serve.responses import ResponseReplies, ResponsesRequest
 from weft.serve.service import Answers, Busy, ServerEnding, TokenEvent
+
+T = TypeVar("T")
 
 
 class AnswerForm(NamedTuple):
@@ -111,20 +113,9 @@ class Answering:
         )
         if self.asked.stream:
             return EventStream(self._stream(answers), context)
-        writing, leaving = (
-            asyncio.ensure_future(self._collect(answers)),
-            asyncio.ensure_future(left(request)),
-        )
         try:
-            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not writing.done():
-                raise ClientDisconnect
-            written, thinking = writing.result()
-        except WeftError as error:
-            raise refusal_of(error) from None
+            written, thinking = await while_connected(request, self._collect(answers))
         finally:
-            writing.cancel()
-            leaving.cancel()
             await context.__aexit__(None, None, None)
         usage = self._usage(
             answers,
@@ -274,6 +265,22 @@ def refusal_of(error: Exception) -> Refusal:
     if isinstance(error, WeftError):
         return Refusal(400 if error.exit_code == 2 else 500, str(error))
     return Refusal(500, f"{type(error).__name__}: {error}")
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` returns; raises :class:`ClientDisconnect` when the client leaves before, and refusals."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(left(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    except WeftError as error:
+        raise refusal_of(error) from None
+    finally:
+        working.cancel()
+        leaving.cancel()
 
 
 async def left(request: Request) -> None:

@@ -46,7 +46,7 @@ IDLE: Mapping[str, tuple[Sequence[Any], str]] = {
     "suffix": (("",), "a text is only written on"),
     "truncate_prompt_tokens": ((), "a prompt is read as a whole"),
     "truncation": (("disabled",), "a conversation is read as a whole"),
-    "use_beam_search": ((False,), ""),
+    "use_beam_search": ((False,), "use /v1/completions"),
     "verbosity": (("medium",), "say in the conversation how long an answer is to be"),
     "web_search_options": ((), ""),
 }

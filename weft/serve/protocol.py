@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field, PlainValidator, StrictInt, model_validator
 
+from weft.data.chat.conversation import OWN_VARIABLES
 from weft.generate.sampling import Sampling
 from weft.serve.fields import RequestFields
 
@@ -228,6 +229,13 @@ class SamplingRequest(Modelled):
         )  # fmt: skip
 
 
+#: Fields that a beam search heeds, or that change nothing of it.
+_OF_SEARCHES = frozenset({
+    "model", "prompt", "n", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "use_beam_search", "length_penalty",
+    "temperature", "seed",
+})  # fmt: skip
+
+
 class CompletionRequest(SamplingRequest):
     """``POST /v1/completions``. A ``prompt`` that is null begins a text."""
 
@@ -238,6 +246,26 @@ class CompletionRequest(SamplingRequest):
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: int | None = Field(None, ge=1, le=128)
     echo: bool = False
+    use_beam_search: bool = False
+    length_penalty: float | None = Field(None, ge=0, le=10)
+
+    @model_validator(mode="after")
+    def _searches_alone(self) -> "CompletionRequest":
+        """Beams are the likeliest texts, so what shapes the odds of single tokens would not count."""
+        if not self.use_beam_search and self.length_penalty not in (None, 1):
+            raise ValueError(
+                "length_penalty: it is about beam search; set use_beam_search, or leave it out"
+            )
+        idle = _OF_SEARCHES | {
+            name
+            for name in self.model_fields_set
+            if getattr(self, name) == type(self).model_fields[name].default
+        }
+        if self.use_beam_search and (others := sorted(self.model_fields_set - idle)):
+            raise ValueError(
+                f"{others[0]}: use_beam_search finds the likeliest texts, as they are; leave out one of both"
+            )
+        return self
 
     @classmethod
     def prepared(cls, given: Schema) -> Schema:
@@ -315,12 +343,7 @@ class Conversing(Modelled):
             raise ValueError(
                 "add_generation_prompt: a new turn begins, or the last one goes on; choose one of both"
             )
-        if taken := self.chat_template_kwargs.keys() & {
-            "messages",
-            "tools",
-            "documents",
-            "add_generation_prompt",
-        }:
+        if taken := self.chat_template_kwargs.keys() & OWN_VARIABLES:
             raise ValueError(
                 f"chat_template_kwargs: {min(taken)!r} is no variable of the user's"
             )

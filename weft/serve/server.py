@@ -19,7 +19,15 @@ from starlette.routing import Route
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError, WeftError
 from weft.generate.engine import check_prompt
-from weft.serve.answering import PLAIN, AnswerForm, Answering, refusal_of
+from weft.generate.ranks import Leader
+from weft.generate.search import LENGTH_PENALTY, Search
+from weft.serve.answering import (
+    PLAIN,
+    AnswerForm,
+    Answering,
+    refusal_of,
+    while_connected,
+)
 from weft.serve.anthropic import CountRequest, MessagesRequest, error_of
 from weft.serve.embeddings import LONGEST, embed, encoded
 from weft.serve.gate import Gate, GateRules, is_json
@@ -40,7 +48,7 @@ from weft.serve.protocol import (
     Untokenized,
 )
 from weft.serve.reading import RequestReader
-from weft.serve.replies import usage_of
+from weft.serve.replies import Answer, Replies, usage_of
 from weft.serve.responses import ResponsesRequest
 from weft.serve.service import Service, Wish
 
@@ -212,9 +220,48 @@ class Server:
             )
         n = max(asked.n, asked.best_of or 0)
         prompts = await self._texts("prompt", asked.prompt, self.limit)
+        if asked.use_beam_search:
+            return await self._search(request, asked, prompts)
         return await self._answer(
             request, asked, prompts, 16, n, asked.language, echo=asked.echo
         )
+
+    async def _search(
+        self,
+        request: Request,
+        asked: CompletionRequest,
+        prompts: Sequence[Sequence[int]],
+    ) -> Response:
+        """Answer with the ``n`` likeliest texts of a search with as many beams, the best one first."""
+        engine = self.service.engine
+        self._check(asked, prompts, asked.n)
+        if isinstance(engine.reader, Leader) or engine.drafter or self._adapter(asked):
+            raise refused_for(
+                asked,
+                "use_beam_search",
+                "it is for the model itself, on one rank and without guesses; ask without it",
+            )
+        penalty = (
+            LENGTH_PENALTY if asked.length_penalty is None else asked.length_penalty
+        )
+        answers, written, field = list[Answer](), 0, "prompt"
+        for ids in prompts:
+            most = self._most(field, asked, ids, 16)
+            begin = partial(
+                Search, engine, ids, most, asked.n, self._stops(asked), penalty
+            )
+            best = await while_connected(request, self.service.search(begin, asked.n))
+            for hypothesis in best:
+                text = await self.prompts.decode(hypothesis.ids)
+                ends = [at for stop in asked.stop if (at := text.find(stop)) >= 0]
+                finish = "stop" if ends else hypothesis.finish
+                answers.append(Answer(text[: min(ends, default=None)], [], [], finish))
+                written += len(hypothesis.ids)
+        prompt = sum(map(len, prompts))
+        self.metrics.prompt.inc(prompt)
+        self.metrics.written.inc(written)
+        replies = Replies(asked, asked.model or self.name, self.tokenizer)
+        return JSONResponse(replies.whole(answers, usage_of(prompt, written)))
 
     async def chat(self, request: Request) -> Response:
         return await self._talk(request, await self._question(request, ChatRequest))
@@ -450,6 +497,15 @@ class Server:
             except UsageError as error:
                 raise refused_for(asked, asked.PROMPT, str(error)) from None
 
+    def _stops(self, asked: SamplingRequest) -> list[int]:
+        """The ids that end an answer."""
+        own = [] if asked.ignore_eos else self.tokenizer.stops
+        return [*own, *asked.stop_token_ids]
+
+    def _adapter(self, asked: SamplingRequest) -> str:
+        """The adapter that is asked; empty for the model itself."""
+        return asked.model if asked.model in self.adapters and asked.model else ""
+
     async def _answer(
         self, request: Request, asked: SamplingRequest, prompts: Sequence[Sequence[int]], default: int, n: int,
         language: Language | None, form: AnswerForm = PLAIN,
@@ -462,10 +518,6 @@ class Server:
         self._check(asked, prompts, n)
         prompt = sum(map(len, prompts))
         watch = AnswerTimer(self.metrics, prompt, request.scope["began"])
-        stops = [
-            *([] if asked.ignore_eos else self.tokenizer.stops),
-            *asked.stop_token_ids,
-        ]
         tenant = self._tenant(request)
         try:
             grammar = None if language is None else await self.prompts.grammar(language)
@@ -473,7 +525,6 @@ class Server:
             raise refused_for(
                 asked, asked.form_field if asked.language else "tools", str(error)
             ) from None
-        adapter = asked.model if asked.model in self.adapters else ""
         scored = echo and asked.top is not None
         field = (
             "prompt"
@@ -485,12 +536,12 @@ class Server:
                 ids,
                 self._most(field, asked, ids, default),
                 asked.sampling,
-                stops,
+                self._stops(asked),
                 n,
                 asked.top,
                 tenant,
                 grammar,
-                adapter or "",
+                self._adapter(asked),
                 asked.min_tokens,
                 scored,
             )

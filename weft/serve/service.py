@@ -16,6 +16,7 @@ from weft.generate.engine import Engine
 from weft.generate.grammar import Grammar
 from weft.generate.request import Generation, Written
 from weft.generate.sampling import Sampling
+from weft.generate.search import Hypothesis, Search
 
 
 class Wish(NamedTuple):
@@ -83,6 +84,7 @@ class Service:
         self._tell: dict[Generation, Callable[[Written | None], None]] = {}
         self._closed = False
         self._open: set[Answers] = set()  # those that somebody waits for
+        self._searches: dict[Search, Future[list[Hypothesis]]] = {}
         self._cut = False  # nobody is to wait any more
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
@@ -106,12 +108,63 @@ class Service:
             if self.failure is None and not self._closed:
                 await asyncio.shield(asyncio.ensure_future(self.call(answers.end)))
 
+    async def search(self, begin: Callable[[], Search], width: int) -> list[Hypothesis]:
+        """The likeliest texts of the beam search that ``begin`` makes, of ``width`` beams, which is ended when left.
+
+        Raises :class:`Busy`, and what ``begin`` raises.
+        """
+        if self._cut:
+            raise ServerEnding("the server ends; ask again later")
+        best: Future[list[Hypothesis]] = Future()
+        best.set_running_or_notify_cancel()
+        search = await self.call(partial(self._begin_search, begin, width, best))
+        try:
+            return await asyncio.wrap_future(best)
+        finally:
+            if self.failure is None and not self._closed:
+                ending = self.call(partial(self._end_search, search))
+                await asyncio.shield(asyncio.ensure_future(ending))
+
+    def _begin_search(
+        self, begin: Callable[[], Search], width: int, best: Future[list[Hypothesis]]
+    ) -> Search:
+        self._check_room(width)
+        search = begin()
+        search.begin()
+        self._searches[search] = best
+        return search
+
+    def _end_search(self, search: Search) -> None:
+        self._searches.pop(search, None)
+        search.end()
+
+    def _check_room(self, count: int) -> None:
+        """Raises :class:`Busy` if ``count`` more answers are too many. Called in the engine's thread."""
+        written = len(self._tell) + sum(search.width for search in self._searches)
+        if written + count > self.most:
+            raise Busy(
+                f"{written} answers are being written and no more are taken on; try again later"
+            )
+
+    def _cut_searches(self) -> None:
+        for best in self._searches.values():
+            best.set_exception(
+                ServerEnding(
+                    "the server ends, and this answer was not at its end; ask again later"
+                )
+            )
+        self._searches.clear()
+
     def cut_answers(self) -> int:
         """Let everybody who waits for answers know that the server ends; returns how many answers are cut."""
         self._cut = True
         for answers in self._open:
             answers.end_early()
-        return sum(
+        cut = sum(search.width for search in self._searches)
+        with self._wake:
+            self._inbox.append((self._cut_searches, Future()))
+            self._wake.notify()
+        return cut + sum(
             not generation.finished
             for answers in self._open
             for generation in answers.generations
@@ -148,7 +201,7 @@ class Service:
     def _take_steps(self) -> None:
         while True:
             with self._wake:
-                while not (self._inbox or self._tell or self._closed):
+                while not (self._inbox or self._tell or self._searches or self._closed):
                     self._wake.wait()
                 if self._closed:
                     return
@@ -168,8 +221,15 @@ class Service:
                         else self._tell.get(generation)
                     ):
                         tell(written)
+                for search, best in [*self._searches.items()]:
+                    search.advance()
+                    if not search.beams:
+                        del self._searches[search]
+                        best.set_result(search.best())
             except Exception as error:  # what the engine has in hand is lost
                 self.failure = error
+                for best in self._searches.values():
+                    best.set_exception(WeftError(f"the engine has failed: {error}"))
                 for tell in self._tell.values():
                     tell(None)
                 return
@@ -193,10 +253,7 @@ class Answers:
             raise UsageError(
                 f"{count} answers are asked for at once; the most is {service.most}"
             )
-        if len(service._tell) + count > service.most:
-            raise Busy(
-                f"{len(service._tell)} answers are being written and no more are taken on; try again later"
-            )
+        service._check_room(count)
         for wish in self.wishes:
             self.generations += service.engine.submit(*wish)
         service._tell |= {

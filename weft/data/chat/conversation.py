@@ -18,6 +18,8 @@ from weft.data.chat.turns import (
 
 #: A message's reasoning under any of its names; templates read the first two.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+#: What a template is given of a conversation, which no variable of the user's may be.
+OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 #: What messages are known to have; anything else is a template's to use.
 _KNOWN = {"role", "content", "name", "tool_calls", "tool_call_id", *_REASONING}
 
@@ -29,7 +31,8 @@ class Conversation:
     ``weights``: of every message, 1 unless the data says otherwise (0: not learned). ``weight``: of the whole sample.
     ``unread``: fields of its record that are not used; those of messages, as ``messages[].name``, are handed to the
     template. ``marked``: the messages that the data itself marks as learned; ``masks``: those that it gives another
-    weight than 1, with that, which counts even where all tokens are learned.
+    weight than 1, with that, which counts even where all tokens are learned. ``variables``: of the record, for the
+    template.
     """
 
     messages: tuple[Message, ...]
@@ -37,6 +40,7 @@ class Conversation:
     weights: tuple[float, ...]
     weight: float = 1.0
     masks: tuple[tuple[int, float], ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = field(default=(), compare=False)
     marked: tuple[int, ...] = field(default=(), compare=False)
 
@@ -60,12 +64,13 @@ def conversation(
     weight: Any = None,
     unread: Sequence[str] = (),
     hidden: int = 0,
+    variables: Mapping[str, Any] | None = None,
 ) -> Conversation:
     """Check ``messages`` (a list of objects with a role and words) and bring them into the form templates expect.
 
     What exporters write in other ways is understood (:mod:`weft.data.chat.turns`), and masks of messages are obeyed
     (:mod:`weft.data.chat.masks`). ``unread``: fields of the record that nobody uses. ``hidden``: so many messages from
-    the first are a prompt, which is not learned. Raises :class:`ConversationError`.
+    the first are a prompt, which is not learned. ``variables``: for the template. Raises :class:`ConversationError`.
     """
     checked = check_messages(messages)
     turns = [
@@ -94,6 +99,7 @@ def conversation(
         ),
         unread=(*unread, *sorted(more)),
         marked=tuple(i for i, turn in enumerate(turns) if turn.marked),
+        variables=variables or {},
     )
 
 

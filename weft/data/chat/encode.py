@@ -10,7 +10,8 @@ import numpy as np
 import tokenizers
 
 from weft.data.chat.conversation import Conversation, as_messages
-from weft.data.chat.followed import Followed, follow
+from weft.data.chat.followed import Followed
+from weft.data.chat.kept_reasoning import spans_with_reasoning
 from weft.data.chat.marks import Marked
 from weft.data.chat.notes import Facts, facts_of
 from weft.data.chat.spans import WeightedSpan, learned_spans
@@ -55,21 +56,22 @@ class ChatEncoder:
     """Writes conversations by ``template`` and encodes them.
 
     ``learn``: "assistant", "last" (only the assistant's last turn), "all" (every token), or the roles to learn from.
-    ``split``: a conversation becomes several samples where the template would leave out reasoning that is learned.
+    ``reasoning``: where the template leaves out that of earlier turns, "split" makes a conversation several samples and
+    "keep" writes it all the same; else it is as the "template" has it.
     """
 
     def __init__(
         self,
         template: ChatTemplate,
         learn: str | Sequence[str] = "assistant",
-        split: bool = False,
+        reasoning: str = "template",
     ) -> None:
-        self.template, self.learn, self.split = template, learn, split
+        self.template, self.learn, self.reasoning = template, learn, reasoning
         self.tokens = _TemplateTokens(template)
 
     def samples(self, talk: Conversation) -> list[Conversation]:
         """What is learned of a conversation, each turn in one sample. Raises what the template refuses."""
-        if not self.split or self.learn == "all":
+        if self.reasoning != "split" or self.learn == "all":
             return [talk]
         return split_at_questions(
             self.template.of(talk.tools), talk, talk.learned(self.learn)
@@ -77,22 +79,18 @@ class ChatEncoder:
 
     def encode(self, talk: Conversation) -> Encoded:
         """Raises :class:`TemplateError` if the template refuses it, or if nothing of it would be learned."""
+        find = spans_with_reasoning if self.reasoning == "keep" else learned_spans
+        template = self.template.of(talk.tools)
         if self.learn == "all":
-            followed = follow(self.template.of(talk.tools), talk)
+            masks = dict(talk.masks)  # of the data's own, which count here too
+            numbers = range(len(talk.messages))
+            followed, turns = find(template, talk, [float(i in masks) for i in numbers])
             spans = [WeightedSpan(0, len(followed.shown.text), talk.weight, -1)]
-            if masks := dict(talk.masks):  # of the data's own, which count here too
-                _, turns = learned_spans(
-                    self.template, talk, [1.0] * len(talk.messages)
-                )
-                spans += [
-                    turn._replace(weight=talk.weight * masks[turn.number])
-                    for turn in turns
-                    if turn.number in masks
-                ]
+            spans += [
+                turn._replace(weight=talk.weight * masks[turn.number]) for turn in turns
+            ]
         else:
-            followed, spans = learned_spans(
-                self.template.of(talk.tools), talk, talk.learned(self.learn)
-            )
+            followed, spans = find(template, talk, talk.learned(self.learn))
         shown = followed.shown
         ids, starts, ends = self.tokens.encode(shown)
         weights = np.zeros(len(ids), np.float32)

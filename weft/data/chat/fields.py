@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.data.chat.conversation import Conversation, conversation
+from weft.data.chat.conversation import OWN_VARIABLES, Conversation, conversation
+from weft.data.chat.marks import cleaned
 from weft.data.chat.masks import HIDDEN, LEARNED, flag, weight_of
 from weft.data.chat.turns import SPEAKERS, ConversationError, from_text, role_of, shown
 
@@ -23,6 +24,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "history": ("history",),
     "tools": ("tools",),
     "functions": ("functions",),
+    "chat_template_kwargs": ("chat_template_kwargs",),
     "weight": ("weight",),
     "margin": ("margin",),
     "label": ("label", "desirable", "kto_tag"),
@@ -181,12 +183,14 @@ def finished(
     ``hidden``: so many messages from the first are a prompt, and so is a system then.
     """
     tools, weight = tools_of(fields), weight_of_record(fields)
+    variables = variables_of(fields)
     for key in (*LEARNED, *HIDDEN):
         if (values := fields.take(key)) is not None:
             messages = _masked(messages, key, from_text(values))
     whole = with_system(messages, fields.take("system"))
     hidden += len(whole) - len(messages) if hidden else 0
-    return conversation(whole, tools, weight, (*fields.unread(), *unread), hidden)
+    unread = (*fields.unread(), *unread)
+    return conversation(whole, tools, weight, unread, hidden, variables)
 
 
 def tools_of(fields: Fields) -> Any:
@@ -195,6 +199,25 @@ def tools_of(fields: Fields) -> Any:
     if tools or not functions or not isinstance(functions, list):
         return tools
     return [{"type": "function", "function": function} for function in functions]
+
+
+def variables_of(fields: Fields) -> dict[str, Any]:
+    """The variables of a record for its chat template, as TRL reads them; an object, or its JSON text.
+
+    Raises :class:`ConversationError` for anything else, and for names that are the template's own.
+    """
+    given = from_text(fields.take("chat_template_kwargs"))
+    if given in (None, "", []):
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConversationError(
+            f"its 'chat_template_kwargs' are {shown(given)}; they are an object with variables of the template"
+        )
+    if taken := sorted(OWN_VARIABLES & given.keys()):
+        raise ConversationError(
+            f"its 'chat_template_kwargs' have {taken[0]!r}, which is no variable of the user's; leave it out"
+        )
+    return cleaned({key: value for key, value in given.items() if value is not None})
 
 
 def weight_of_record(fields: Fields) -> float:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from weft.data.chat.conversation import Conversation
@@ -48,7 +48,10 @@ class Followed:
         """The text of the first ``count`` messages and of ``more``, marked; None if the template refuses it."""
         try:
             return self.template.render(
-                [*self._messages[:count], *more], self.talk.tools, prompt
+                [*self._messages[:count], *more],
+                self.talk.tools,
+                prompt,
+                self.talk.variables,
             )
         except TemplateError:
             return None
@@ -98,7 +101,8 @@ def follow(template: ChatTemplate, talk: Conversation) -> Followed:
 
     A template may look at how a message begins, or which tool is called: such words are left unmarked.
     """
-    shown = template.render(talk.messages, talk.tools)
+    render = partial(template.render, tools=talk.tools, variables=talk.variables)
+    shown = render(talk.messages)
     every = [
         (i, part)
         for i, message in enumerate(talk.messages)
@@ -107,7 +111,7 @@ def follow(template: ChatTemplate, talk: Conversation) -> Followed:
 
     def attempt(parts: Sequence[tuple[int, str]]) -> Marked | None:
         try:
-            again = template.render(_marked(talk.messages, parts), talk.tools)
+            again = render(_marked(talk.messages, parts))
         except TemplateError:
             return None
         return again if again.text == shown.text else None

@@ -6,7 +6,7 @@ record that differs. Both travel as a pair of conversations that begin alike, as
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from weft.data.chat.conversation import as_messages
@@ -14,6 +14,7 @@ from weft.data.chat.fields import (
     Fields,
     messages_of,
     tools_of,
+    variables_of,
     weight_of_record,
     with_system,
 )
@@ -37,6 +38,7 @@ class Judgement:
     weight: float
     tools: Any = None
     unread: tuple[str, ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_judgements(record: Any) -> list[Judgement]:
@@ -49,6 +51,7 @@ def read_judgements(record: Any) -> list[Judgement]:
         raise ConversationError(f"expected a JSON object, got {type(record).__name__}")
     fields = Fields(record)
     weight, tools = weight_of_record(fields), tools_of(fields)
+    variables = variables_of(fields)
     if fields.has("chosen", "rejected") and not fields.has("label"):
         prompt = _prompt(fields.take("prompt"), fields)
         sides = [
@@ -65,7 +68,7 @@ def read_judgements(record: Any) -> list[Judgement]:
         sides = [(answer, good)]
     unread = fields.unread()
     return [
-        Judgement(tuple(prompt), tuple(answer), good, weight, tools, unread)
+        Judgement(tuple(prompt), tuple(answer), good, weight, tools, unread, variables)
         for answer, good in sides
     ]
 
@@ -162,6 +165,7 @@ def _pair(judgement: Judgement, other: Judgement) -> AnswerPair | ConversationEr
                 "completion",
                 judgement.tools,
                 judgement.unread,
+                judgement.variables,
             )
             for answer in (judgement.answer, other.answer)
         )

@@ -22,7 +22,7 @@ _NO_TOOLS = "does not show the model its tools"
 
 #: What to do about it, where there is something else than another template.
 _REMEDIES = {
-    "leaves out reasoning": "; data.chat.reasoning = 'split' learns it if the last question's turns have it"
+    "leaves out reasoning": "; data.chat.reasoning = 'split' or 'keep' learns it if the last question's turns have it"
 }
 
 

@@ -12,6 +12,7 @@ from weft.data.chat.fields import (
     messages_of,
     tools_of,
     turns_of,
+    variables_of,
     weight_of_record,
     with_system,
 )
@@ -87,17 +88,14 @@ def read_pair(record: Any) -> AnswerPair:
     if not isinstance(prompt, list):
         raise ConversationError("'prompt' is a text or a list of messages")
     prompt = with_system(prompt, fields.take("system"))
-    weight, margin, tools = (
-        weight_of_record(fields),
-        _margin(fields.take("margin")),
-        tools_of(fields),
-    )
+    weight, margin = weight_of_record(fields), _margin(fields.take("margin"))
+    tools, variables = tools_of(fields), variables_of(fields)
     if of_turns := next((key for key in (*LEARNED, *HIDDEN) if fields.has(key)), None):
         raise ConversationError(
             f"its {of_turns!r} is a list; masks of a pair's turns stand in the turns themselves"
         )
     sides = [
-        answer_side(prompt, answer, name, tools, fields.unread())
+        answer_side(prompt, answer, name, tools, fields.unread(), variables)
         for answer, name in ((chosen, "chosen"), (rejected, "rejected"))
     ]
     return AnswerPair(sides[0], sides[1], weight, margin)
@@ -157,7 +155,12 @@ def with_garbled(record: Mapping[str, str]) -> dict[str, str]:
 
 
 def answer_side(
-    prompt: Sequence[Any], answer: Any, name: str, tools: Any, unread: Sequence[str]
+    prompt: Sequence[Any],
+    answer: Any,
+    name: str,
+    tools: Any,
+    unread: Sequence[str],
+    variables: Mapping[str, Any],
 ) -> Conversation:
     """The conversation of a prompt and an answer, which errors call ``name``; only the answer is learned."""
     answers = as_messages(answer, "assistant")
@@ -165,7 +168,11 @@ def answer_side(
         raise ConversationError(f"{name!r} has no turn of the assistant's")
     try:
         return conversation(
-            [*prompt, *answers], tools, unread=unread, hidden=len(prompt)
+            [*prompt, *answers],
+            tools,
+            unread=unread,
+            hidden=len(prompt),
+            variables=variables,
         )
     except ConversationError as error:
         raise ConversationError(f"prompt and {name!r}: {error}") from None

@@ -82,7 +82,7 @@ def open_chats(
 
 def chat_encoder(settings: Chat, template: ChatTemplate) -> ChatEncoder:
     """What writes conversations as the recipe says."""
-    return ChatEncoder(template, settings.learn, settings.reasoning == "split")
+    return ChatEncoder(template, settings.learn, settings.reasoning)
 
 
 def encoded_records(

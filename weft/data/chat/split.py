@@ -24,27 +24,31 @@ def split_at_questions(
     lost = {i for i in reasoning_left_out(template, talk) if learned[i]}
     if not lost:
         return [talk]
-    roles = [message["role"] for message in talk.messages]
-    asks = [
-        i
-        for i, role in enumerate(roles)
-        if role == "user" and (i == 0 or roles[i - 1] != "user")
-    ]
-    edges = [0, *asks, len(roles)]
     cut: set[int] = set()
     samples = []
-    for start, end in pairwise(edges):
-        inside = set(range(start, end))
+    for question in questions(talk):
+        inside, end = set(question), question.stop
         if not inside & lost:
             continue
         sample = _learning(talk, inside, end)
         if not reasoning_left_out(template, sample) & inside & lost:
             samples.append(sample)
             cut |= inside
-    rest = set(range(len(roles))) - cut
+    rest = set(range(len(talk.messages))) - cut
     if any(learned[i] for i in rest):
-        samples.append(_learning(talk, rest, len(roles)))
+        samples.append(_learning(talk, rest, len(talk.messages)))
     return samples
+
+
+def questions(talk: Conversation) -> list[range]:
+    """The numbers of the messages from each question on to the next; those before the first question come first."""
+    roles = [message["role"] for message in talk.messages]
+    asked = [
+        i
+        for i, role in enumerate(roles)
+        if role == "user" and (i == 0 or roles[i - 1] != "user")
+    ]
+    return [range(start, end) for start, end in pairwise([0, *asked, len(roles)])]
 
 
 def reasoning_left_out(template: ChatTemplate, talk: Conversation) -> set[int]:
@@ -58,8 +62,14 @@ def reasoning_left_out(template: ChatTemplate, talk: Conversation) -> set[int]:
 
 def _learning(talk: Conversation, numbers: set[int], end: int) -> Conversation:
     """The first ``end`` messages of ``talk``, of which those with ``numbers`` are learned as they are."""
-    weights = tuple(
-        weight * (i in numbers) for i, weight in enumerate(talk.weights[:end])
-    )
+    first = beginning(talk, end)
+    weights = tuple(weight * (i in numbers) for i, weight in enumerate(first.weights))
+    return replace(first, weights=weights)
+
+
+def beginning(talk: Conversation, end: int) -> Conversation:
+    """The first ``end`` messages of ``talk``."""
     marked = tuple(i for i in talk.marked if i < end)
-    return replace(talk, messages=talk.messages[:end], weights=weights, marked=marked)
+    return replace(
+        talk, messages=talk.messages[:end], weights=talk.weights[:end], marked=marked
+    )

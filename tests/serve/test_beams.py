@@ -1,0 +1,138 @@
+"""Beam search over HTTP: the texts of ``weft generate --beams``, between the steps of other answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.serve.inprocess import InProcess, serving
+from tests.serve.running import build
+from weft.data.tokenizer import load_tokenizer
+from weft.errors import WeftError
+from weft.generate.engine import Engine
+from weft.generate.search import Hypothesis, Search
+from weft.serve.service import Busy, ServerEnding, Service
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[InProcess]:
+    with serving("{{ messages[0].content }}") as server:
+        yield server
+
+
+def ask(served: InProcess, **fields: Any) -> Any:
+    asked = {"prompt": "ab", "use_beam_search": True, "n": 3, "max_tokens": 6}
+    return served.client.post("/v1/completions", json=asked | fields)
+
+
+@pytest.mark.parametrize("penalty", [None, 0, 1])
+def test_the_likeliest_texts_are_those_of_a_search(
+    served: InProcess, penalty: float | None
+) -> None:
+    tokenizer = load_tokenizer("bytes")
+    stops = [*tokenizer.stops, ord("e"), ord(" ")]
+    alpha = 0.2 if penalty is None else penalty
+    engine = Engine(build(), 4096, size=8)
+    answer = ask(
+        served, prompt=["ab", "c"], length_penalty=penalty, stop_token_ids=stops[-2:]
+    ).json()
+    wanted = [
+        found
+        for text in ("ab", "c")
+        for found in Search(
+            engine, tokenizer.prompt_ids(text), 6, 3, stops, alpha
+        ).run()
+    ]
+    assert [
+        (choice["index"], choice["text"], choice["finish_reason"])
+        for choice in answer["choices"]
+    ] == [(i, tokenizer.decode(h.ids), h.finish) for i, h in enumerate(wanted)]
+    assert answer["usage"]["completion_tokens"] == sum(len(h.ids) for h in wanted)
+    assert len(wanted) == 6
+
+
+def test_a_stop_string_cuts_a_text(served: InProcess) -> None:
+    whole = ask(served).json()["choices"][0]["text"]
+    assert whole
+    cut = ask(served, stop=[whole[1:3]]).json()["choices"][0]
+    assert (cut["text"], cut["finish_reason"]) == (whole[:1], "stop")
+
+
+@pytest.mark.parametrize(("fields", "name"), [
+    ({"stream": True}, "stream"), ({"top_p": 0.5}, "top_p"), ({"logprobs": 1}, "logprobs"), ({"best_of": 4}, "best_of"),
+    ({"use_beam_search": False, "length_penalty": 2}, "length_penalty"), ({"n": 2000}, "n"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+])  # fmt: skip
+def test_what_a_search_does_not_take_is_refused(
+    served: InProcess, fields: dict[str, Any], name: str
+) -> None:
+    answer = ask(served, **fields)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+
+
+def test_words_of_other_servers_are_understood(served: InProcess) -> None:
+    plain = ask(served).json()["choices"]
+    more = {"temperature": 0, "top_p": 1, "stream": False, "seed": 3, "logprobs": None}
+    more |= {"early_stopping": False}
+    assert ask(served, **more).json()["choices"] == plain
+    chat = {"messages": [{"role": "user", "content": "x"}], "use_beam_search": True}
+    answer = served.client.post("/v1/chat/completions", json=chat)
+    assert answer.status_code == 400
+    assert "use /v1/completions" in answer.json()["error"]["message"]
+
+
+def test_searches_go_on_beside_others_and_end_with_whoever_asked() -> None:
+    """Two at once are what each is alone; one that is left, or that the server cuts, gives its blocks back."""
+    engine = Engine(build(), 4096, size=8)
+    ids = load_tokenizer("bytes").prompt_ids("ab")
+    alone = Search(Engine(build(), 4096, size=8), ids, 6, 3).run()
+    service = Service(engine, most=8)
+
+    def ids_of(best: list[Hypothesis]) -> list[list[int]]:
+        return [hypothesis.ids for hypothesis in best]
+
+    async def ask(count: int = 6, width: int = 3) -> Any:
+        return await service.search(lambda: Search(engine, ids, count, width), width)
+
+    async def main() -> None:
+        first, second = await asyncio.gather(ask(), ask())
+        assert ids_of(first) == ids_of(second) == ids_of(alone)
+        both = asyncio.gather(ask(12, 5), ask(12, 5), return_exceptions=True)
+        assert Busy in map(type, await both)
+        leaving = asyncio.ensure_future(ask(2000))
+        await asyncio.sleep(0.2)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        left = [engine.scheduler.running, engine.scheduler.waiting]
+        assert not any(left) and not service._searches
+        cut = asyncio.ensure_future(ask(2000))
+        await asyncio.sleep(0.2)
+        assert service.cut_answers() == 3
+        with pytest.raises(ServerEnding):
+            await cut
+        with pytest.raises(ServerEnding):
+            await ask()
+
+    asyncio.run(main())
+    service.close()
+
+
+def test_an_engine_that_fails_ends_its_searches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(build(), 4096, size=8)
+    service = Service(engine)
+
+    def fail() -> None:
+        raise RuntimeError("no more")
+
+    async def main() -> None:
+        monkeypatch.setattr(engine, "step", fail)
+        with pytest.raises(WeftError, match="the engine has failed: no more"):
+            await service.search(lambda: Search(engine, [1, 2], 6, 3), 3)
+
+    asyncio.run(main())
+    service.close()
