@@ -19,7 +19,8 @@ import weft
 RUN = """
 import sys
 from weft import load_recipe, train
-train(load_recipe("quickstart", sys.argv[3:], sys.argv[1]), out=sys.argv[2])
+outcome = train(load_recipe("quickstart", sys.argv[3:], sys.argv[1]), out=sys.argv[2])
+assert outcome.progress.step == 2 and outcome.interrupted == 0 and outcome.checkpoint.holds("weft.json"), outcome
 import plugin_of_footprint
 plugin_of_footprint.write()
 """

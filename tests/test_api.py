@@ -25,7 +25,7 @@ def test_an_outcome_comes_back_as_it_was(place: Storage | None) -> None:
     assert _outcome_of(json.loads(json.dumps(_words_of(outcome)))) == outcome
 
 
-@pytest.mark.slow(12)
+@pytest.mark.soak  # every day with the recipe of tests/test_footprint.py
 def test_ranks_of_its_own_return_their_outcome(tmp_path: Path) -> None:
     given = recipe(write_corpus(tmp_path), layout__dp=2, train__steps=2)
     outcome = start(given, tmp_path / "run")

@@ -117,7 +117,7 @@ def test_activations(tmp_path: Path) -> None:
     assert fast > slow > 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # equality with one device, bytes and balance daily: tests/parallel/test_experts.py
 def test_placement(tmp_path: Path) -> None:
     """Static and sharded experts report the same losses (asserted there), and the latter even out the ranks' loads."""
     words = ("--rounds", "2", "--ranks", "4", "--slow", "5", "--only", "zipf")

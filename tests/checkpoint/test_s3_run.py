@@ -57,7 +57,7 @@ def proxy(server: int, env: dict[str, str]) -> Iterator[Proxy]:
     proxy.server.server_close()
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # every day two ranks and one, below
 def test_saved_in_s3_by_four_ranks_resumed_by_two(
     pool: Any, corpus: str, bucket: str, env: dict[str, str], tmp_path: Path
 ) -> None:

@@ -26,7 +26,14 @@ from weft.prove.pool import WorkerDied
 from weft.train.step import train_step
 
 #: Layouts whose steps have collectives of every kind: FSDP2's, functional ones, messages, exchanges.
-LAYOUTS = ("shard=2,tp=2", "pp=2,dp=2,zero=1", "cp=4,ulysses=2", "shard=4,secondary=2")
+#: The dearest of them are left to soak: with fewer ranks and stages the same collectives pass by.
+LAYOUTS = (
+    "shard=2,tp=2",
+    *(
+        pytest.param(layout, marks=pytest.mark.soak)
+        for layout in ("pp=2,dp=2,zero=1", "cp=4,ulysses=2", "shard=4,secondary=2")
+    ),
+)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +87,6 @@ def two_steps(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_passes_by_and_nothing_changes(
     pool: Any, corpus: str, tmp_path: Path, layout: str

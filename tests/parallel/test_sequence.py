@@ -96,7 +96,7 @@ def test_every_scheme_is_well_typed(case: Case) -> None:
     )
 
 
-@pytest.mark.soak  # every day with cp alone: tests/train/test_step.py
+@pytest.mark.soak  # every day on one device: tests/train/test_step.py
 @pytest.mark.parametrize(
     "layout", [{"cp": 2, "context": "tokenring"}, {"cp": 4, "ulysses": 2}], ids=str
 )
