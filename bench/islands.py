@@ -335,6 +335,7 @@ def be_weft(run: Run) -> None:
     from weft.layout.mesh import Mesh
     from weft.recipe import Optimizer, Recipe
     from weft.run.ranks import init_ranks
+    from weft.sync.presence import Presence
     from weft.sync.streams import open_streams
     from weft.train.build_step import build_step
     from weft.train.setup import build_for_training
@@ -373,7 +374,7 @@ def be_weft(run: Run) -> None:
             state,
             mesh,
             recipe.model_copy(update={"optimizer": settings}),
-            streams=streams,
+            presence=Presence(streams) if streams else None,
         )
         if hasattr(stepper, "exchanged"):
             count_waits(stepper, waits)

@@ -15,6 +15,7 @@ def test_a_run_imports_no_more_than_it_uses(layout: str, most: int) -> None:
     """Ranks of its own hand their outcome back to Python, which is looked at there."""
     modules = imported(layout)
     assert {"api.py", "train/loop.py", "observe/report.py"} <= modules.keys()
-    assert ("resilience/run.py" in modules) == bool(layout)
+    assert ("resilience/rank_life.py" in modules) == bool(layout)
+    assert "resilience/island_life.py" not in modules
     total = sum(modules.values())
     assert total <= most, f"{total:,}; python bench/footprint.py has them by room"

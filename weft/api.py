@@ -19,7 +19,7 @@ from weft.layout.placement import island_ranks
 from weft.recipe import RUNS, Recipe, build_recipe
 from weft.run.ranks import in_ranks, own_device, rank_process
 from weft.run.signals import requests, take_ctrl_c
-from weft.train.loop import Outcome, train
+from weft.train.loop import Ending, Outcome, train
 from weft.train.runs import as_recorded, prepare_run
 from weft.train.setup import device_type, model_shape, prepare
 
@@ -117,13 +117,13 @@ def be_rank(
     if os.environ.get("MASTER_ADDR", "").startswith("peer://"):
         _meet_over_peers(recipe)
     try:
-        outcome, main = _life_of(recipe)(recipe, out, resume)
+        _, outcome, concludes = _live(recipe, out, resume)
     except torch.OutOfMemoryError as error:
         raise WeftError(
             f"out of memory on the GPU: {str(error).splitlines()[0]}; lower train.micro_batch, "
             "set train.recompute = 'selective' or 'full', or raise layout.shard"
         ) from None
-    if main and outcome is not None:
+    if concludes and outcome is not None:
         conclude(recipe, outcome)
         requests.open_run(None)
     return outcome
@@ -141,37 +141,25 @@ def _meet_over_peers(recipe: Recipe) -> None:
     meet_over_peers(recipe.resilience.encrypt, own_port(members.index(rank)))
 
 
-Life = Callable[[Recipe, Path | None, str | None], tuple[Outcome | None, bool]]
-
-
-def _life_of(recipe: Recipe) -> Life:
-    """How a rank of ``recipe`` lives: with islands that come and go, with ranks that may be lost, or but once."""
-    if recipe.islands_come_and_go:
-        from weft.resilience.islands import live
-
-        return live
-    if recipe.survives:
+def _live(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
+    """Train as a rank of ``recipe``: from view to view if ranks or islands may be lost, else from beginning to end."""
+    if recipe.islands_come_and_go or recipe.survives:
         from weft.resilience.run import survive
 
-        return survive
-    return _live_once
-
-
-def _live_once(
-    recipe: Recipe, out: Path | None, resume: str | None
-) -> tuple[Outcome, bool]:
-    """Train with all ranks from beginning to end; how that ended, and whether this is the first of them."""
+        return survive(recipe, out, resume)
     device = device_type(recipe)
     with rank_process(device, recipe.train.timeout, recipe.train.threads):
         mesh = Mesh.create(recipe.layout, own_device(device))
         if recipe.layout.world == 1:  # there are no others to be slower than
-            return train(prepare(recipe), mesh, out, resume), mesh.speaks
+            return Ending(
+                recipe, train(prepare(recipe), mesh, out, resume), mesh.speaks
+            )
         from weft.observe import trace
         from weft.resilience.watching import Watching
 
         outcome = train(prepare(recipe), mesh, guard=Watching(out, resume))
         trace.stop(everyone=mesh.is_main)
-        return outcome, mesh.speaks
+        return Ending(recipe, outcome, mesh.speaks)
 
 
 @dataclass(frozen=True)

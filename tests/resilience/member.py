@@ -15,8 +15,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from weft.resilience.members import LeftOut, Member, TooFew
 from weft.resilience.membership import Membership
+from weft.resilience.views import LeftOut, Member, TooFew
 
 
 class Doomed(Membership):

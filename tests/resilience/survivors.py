@@ -19,9 +19,7 @@ from weft.api import be_rank
 from weft.observe.metrics import FILE, Record, read_metrics
 from weft.prove.pool import fork_server
 from weft.recipe import Recipe
-from weft.resilience.company import Company
-from weft.resilience.islands import come_back
-from weft.resilience.roster import read_roster
+from weft.resilience.island_party import IslandParty
 from weft.resilience.run import join
 from weft.run.failure import report_failure
 from weft.run.launch import rank_environment
@@ -50,9 +48,7 @@ def _be(
         if joins:
             folder = Path(out.rstrip("+"))
             _note_when_let_in(Path(f"{out}.{rank}.in"))
-            concludes = (come_back if "island" in read_roster(folder).about else join)(
-                folder
-            )[-1]
+            concludes = join(folder).concludes
         else:
             concludes = False
 
@@ -90,13 +86,13 @@ def _pass_as_told(row_s: float, gate: int | None, opened: Path, rows: Path) -> N
 
 def _note_when_let_in(note: Path) -> None:
     """Make the file when this process has been let in to islands that went on without its own."""
-    plain = Company.come
+    plain = IslandParty.come
 
-    def come(*given: Any) -> None:
-        plain(*given)
+    def come(party: IslandParty) -> None:
+        plain(party)
         note.touch()
 
-    Company.come = come
+    IslandParty.come = come
 
 
 class Ranks:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from weft.resilience.agreement import Agreement, Message
-from weft.resilience.members import GONE, STOPPED, Address, Member, View
+from weft.resilience.views import GONE, STOPPED, Address, Member, View
 
 
 class World:
@@ -74,7 +74,7 @@ class World:
         self.check()
 
     def beat(self, node: Agreement) -> None:
-        for address in list(node.peers):
+        for address in list(node.census.peers):
             node.send(address, node.stand())
         node.repeat()
         self.step(node)
@@ -82,16 +82,18 @@ class World:
     def whole(self) -> list[View]:
         """Views whose members all are in them, so that they could do a step."""
         views = {
-            node.view.epoch: node.view for node in self.nodes.values() if node.view
+            node.census.view.epoch: node.census.view
+            for node in self.nodes.values()
+            if node.census.view
         }
         return [
             view for view in views.values()
-            if all((node := self.nodes[member.address]).view and node.view.members == view.members
-                   and node.view.epoch == view.epoch and member.address not in self.dead for member in view.members)
+            if all((seen := self.nodes[member.address].census.view) and seen.members == view.members
+                   and seen.epoch == view.epoch and member.address not in self.dead for member in view.members)
         ]  # fmt: skip
 
     def check(self) -> None:
-        views = [id(node.view) for node in self.nodes.values()]
+        views = [id(node.census.view) for node in self.nodes.values()]
         if views == self.checked:
             return
         self.checked, whole = views, self.whole()
@@ -119,13 +121,13 @@ class World:
         elif what < 0.13 and self.frozen:
             self.thaw()
         elif what < 0.20:
-            one.break_view("an error in a collective")
+            one.census.break_view("an error in a collective")
         elif what < 0.22 and len(self.nodes) < 9:
             self.add(-1).start_over(
                 [node.me.address for node in self.nodes.values()][:-1]
             )
         elif what < 0.24 and not gently:
-            one.leaving = True
+            one.census.leaving = True
         elif what < 0.28 and not gently:
             self.sides = {address: self.random.randint(0, 1) for address in self.nodes}
         elif what < 0.34:
@@ -139,13 +141,13 @@ class World:
     def suspect(
         self, node: Agreement, address: Address, why: str, proved: bool
     ) -> None:
-        if address in node.peers and address != node.me.address:
-            node.lose(address, why, proved)
+        if address in node.census.peers and address != node.me.address:
+            node.census.lose(address, why, proved)
 
     def detect(self, sure: bool) -> None:
         """Members find out about those that are gone, stopped or on the other side; some do, or all if ``sure``."""
         for node in self.living():
-            for address in list(node.peers):
+            for address in list(node.census.peers):
                 if sure or self.random.random() < 0.3:
                     if address in self.dead:
                         if self.queues.get((address, node.me.address)):
@@ -168,7 +170,9 @@ class World:
             if (
                 node._facts is None
                 and node.outcome is None
-                and (node.why or node.view is None or node.wishes())
+                and (
+                    node.census.why or node.census.view is None or node.census.wishes()
+                )
             ):
                 node.want({"at": node.me.port}, 1e9)
 
@@ -199,7 +203,7 @@ def disorder(seed: int, gently: bool) -> World:
     for _ in range(60):
         world.run(100, None)
         if any(
-            not node.why and not node.wishes()
+            not node.census.why and not node.census.wishes()
             for view in world.whole()
             for node in world.nodes.values()
             if view.at(node.me.address)
@@ -237,7 +241,8 @@ def test_a_newcomer_that_knows_all_members_already_is_answered() -> None:
     members = list(world.nodes)
     newcomer = world.add(-1)
     newcomer.start_over(members)
-    newcomer.peers = {address: newcomer.peers[address] for address in members}
+    census = newcomer.census
+    census.peers = {address: census.peers[address] for address in members}
     first = world.nodes[members[0]]
 
     def answer(message: Message) -> None:

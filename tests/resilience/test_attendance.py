@@ -11,7 +11,7 @@ import pytest
 
 from weft.recipe import Sync
 from weft.resilience.attendance import Attendance, Stay
-from weft.resilience.members import Member
+from weft.resilience.views import Member
 from weft.sync.presence import Draw
 
 CASES, LAST = 250, 12

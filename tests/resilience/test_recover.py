@@ -128,7 +128,7 @@ def go_through(
         assert (
             recovery is not None
             and recovery.progress == Progress(2, 10, 0, 2)
-            and not recovery.odd
+            and not recovery.differing
         )
         state = start(after).state
         sent = restore(recovery, kept, state)

@@ -182,7 +182,7 @@ def disagree(tree: dict[str, Any], odd: list[int]) -> tuple[Any, ...]:
     assert recovery is not None
     restore(recovery, [mine], job.state)
     assert not wrong(job.state.tensors(), recovery.progress.step)
-    return recovery.progress.step, recovery.odd, str(recovery)
+    return recovery.progress.step, recovery.differing, str(recovery)
 
 
 def test_a_replica_with_another_state_is_named_and_not_used(

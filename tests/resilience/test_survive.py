@@ -17,12 +17,12 @@ from weft.checkpoint.state import Progress
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.net.lost import PeerLost
 from weft.recipe import Recipe
-from weft.resilience.members import Lost, Member, View
-from weft.resilience.membership import Membership
+from weft.resilience.life import Life, Move
+from weft.resilience.rank_guard import FROM_START, RankGuard
+from weft.resilience.rank_life import LEAVE
 from weft.resilience.roster import ask_to_leave, read_roster
-from weft.resilience.run import ATTEMPTS, FROM_START, LEAVE, Survivor
+from weft.resilience.views import View
 from weft.train.loop import train
 from weft.train.runs import Resumed
 from weft.train.setup import prepare
@@ -193,24 +193,6 @@ def test_too_few_started_ranks_are_refused_before_they_wait(
         be_rank(job(corpus, layout), None, None, lambda *given: None)
 
 
-def test_attempts_count_while_nobody_is_lost(corpus: str) -> None:
-    """Whose run went back from step 119 to a checkpoint may lose ranks more often than a step may fail, until 119."""
-    survivor = Survivor(job(corpus, ""), None, None, [])
-    survivor.membership = cast(
-        Membership, SimpleNamespace(why="rank 1 is gone", fatal=lambda text: None)
-    )
-    survivor._last, survivor.progress.step = 119, 48
-    members = (
-        Member(0, "127.0.0.1", 1, "", 1, 0.0),
-        Member(1, "127.0.0.1", 2, "", 2, 0.0),
-    )
-    for lost in [(Lost(members[1], 1, "is gone"),)] * 2 * ATTEMPTS + [()] * ATTEMPTS:
-        survivor.take_as_loss(PeerLost("the connection is closed"))
-        survivor.excuse(View(2, members[:1], ({},), lost, {}))
-    with pytest.raises(PeerLost, match="connection"):
-        survivor.take_as_loss(PeerLost("the connection is closed"))
-
-
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_run_that_begins_again_says_so(
@@ -220,12 +202,8 @@ def test_a_run_that_begins_again_says_so(
     monkeypatch.setattr(
         "weft.train.guard.resume_run", lambda *given: Resumed(Progress(), ["resumed"])
     )
-    survivor = Survivor(job(corpus, ""), None, None, [])
-    survivor.view = cast(
-        View, SimpleNamespace(facts=[{"store": ("here", 1)} if later else {}])
-    )
+    guard = RankGuard(job(corpus, ""), None, None, [], Life(Move.STAY))
+    guard.view = cast(View, SimpleNamespace(first=not later))
     given = cast(Any, SimpleNamespace(fresh=fresh, folder=Path()))
-    notes = survivor.fill(
-        given, cast(Any, None), cast(Any, None), cast(Any, None)
-    ).notes
+    notes = guard.fill(given, cast(Any, None), cast(Any, None), cast(Any, None)).notes
     assert notes == ["resumed", *([FROM_START] if later and fresh else [])]

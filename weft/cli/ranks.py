@@ -80,11 +80,10 @@ def add(
 
         return launch(sys.argv[1:], count, survive=True)
     from weft.cli.train import conclude
-    from weft.resilience.islands import come_back
     from weft.resilience.run import join
 
-    recipe, outcome, main = (come_back if "island" in about else join)(run)
-    if outcome is not None and main:
+    recipe, outcome, concludes = join(run)
+    if outcome is not None and concludes:
         conclude(recipe, outcome)
     return 0
 

@@ -22,6 +22,7 @@ from weft.recipe import Memory, Recipe
 from weft.run.ranks import rank_process
 from weft.schedule.stages import routes
 from weft.sync.compress import build_compressor
+from weft.sync.presence import Presence
 from weft.sync.streams import open_streams
 from weft.train.build_step import build_step
 from weft.train.reference import with_computed_reference
@@ -131,7 +132,13 @@ def walk(
     # none for islands that are simulated
     with open_streams(mesh, job.recipe.train.timeout) as streams:
         training_step = build_step(
-            model, state, mesh, job.recipe, inspect=keep, routes=taken, streams=streams
+            model,
+            state,
+            mesh,
+            job.recipe,
+            inspect=keep,
+            routes=taken,
+            presence=Presence(streams) if streams else None,
         )
         for step in range(begun, steps):
             batches = loader.step(step * job.recipe.train.batch)

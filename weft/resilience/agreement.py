@@ -5,6 +5,7 @@ waits until all of them have asked for the next view, proposes one under a highe
 acknowledged, and commits it when all have acknowledged it. A member acknowledges one proposal per epoch, and only if
 the proposed members are a quorum of every view that it may be in. So a late leader is refused, and the next leader
 starts over. Every heartbeat repeats a member's state, and a message may arrive twice: none needs to arrive at all.
+Who can go on together is worked out in :mod:`weft.resilience.census`.
 """
 
 from __future__ import annotations
@@ -13,46 +14,27 @@ import json
 import random
 import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from weft.resilience import members as rules
-from weft.resilience.members import (
-    GONE,
+from weft.resilience.census import Census, Message, OtherMember
+from weft.resilience.views import (
     LEFT,
     NEWCOMER,
-    STOPPED,
     Address,
     Fatal,
     LeftOut,
     Member,
-    MemberLoss,
     TooFew,
     View,
+    is_quorum,
 )
 
-#: Why a member is lost that is there, but does not come to agree.
-ABSENT = "has not come back from its step"
-
-Message = dict[str, Any]
 Send = Callable[[Message], None]
 
 #: Seconds for which a leader that was refused waits before it proposes again, so that two of them do not race for long.
 HOLD_S = 0.01, 0.04
-
-
-@dataclass
-class OtherMember:
-    """Another process. ``said``: the last ``stand`` message that it has sent, {} if there was none in this view."""
-
-    member: Member
-    said: Message = field(default_factory=dict)
-    life: int = 0  # how often it had wanted to be let in when it was heard last
-
-    @property
-    def wants(self) -> bool:
-        return self.said.get("facts") is not None
 
 
 class Agreement:
@@ -68,18 +50,12 @@ class Agreement:
         send: Callable[[Address, Message], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.me, self.send, self._clock = me, send, clock
-        self.view: View | None = None  # committed last
+        self.census, self.send, self._clock = Census(me), send, clock
         self.seen: View | None = None  # the one that the process was given last
-        self.why = ""  # why the view can do no further step
         self.fatal = ""
-        self.leaving = False
         self.ended = False  # the process has come to the end of the run
         self.outcome: View | Exception | None = None
-        self.breaks: list[str] = []  # every ``why``, for the agent to take away
         self.noted = False  # as a newcomer: somebody has answered
-        self.peers: dict[Address, OtherMember] = {}
-        self.lost: dict[Address, MemberLoss] = {}  # of this view
         self._promised = 0  # highest epoch acknowledged
         # acknowledged since the view was committed; any may be committed somewhere
         self._accepted: list[View] = []
@@ -97,6 +73,10 @@ class Agreement:
 
     # Called by this member's own process and agent.
 
+    @property
+    def me(self) -> Member:
+        return self.census.me
+
     def begin(self, view: View) -> None:
         """Be a member of the run's first view."""
         self._adopt(view)
@@ -105,20 +85,10 @@ class Agreement:
     def start_over(self, contacts: Collection[Address]) -> None:
         """Be a newcomer from now on, which asks those at ``contacts`` to be let in."""
         self._life += 1
-        self.me, self.view, self.seen = replace(self.me, number=NEWCOMER), None, None
+        self.census.me = replace(self.me, number=NEWCOMER)
+        self.census.start_over(contacts)
         self._accepted, self._promised = [], 0
-        self.lost, self.why, self.noted, self.leaving, self.outcome = (
-            {},
-            "",
-            False,
-            False,
-            None,
-        )
-        places = {*contacts} - {self.me.address}
-        self.peers = {
-            (host, port): OtherMember(Member(NEWCOMER, host, port, "", 0, 0.0))
-            for host, port in places
-        }
+        self.seen, self.noted, self.outcome = None, False, None
 
     def want(self, facts: Message, limit: float, patience: float | None = None) -> None:
         """Ask for the next view. Within ``limit`` seconds ``outcome`` is that view, or the error why there is none.
@@ -135,80 +105,34 @@ class Agreement:
             self.outcome = None
 
     def take(self) -> View | Exception | None:
-        """The outcome of :meth:`want`, if there is one yet; ends the wish."""
+        """Return the outcome of :meth:`want`, None if there is none yet; what was wanted is forgotten."""
         outcome, self.outcome, self._facts = self.outcome, None, None
         if isinstance(outcome, View):
             self.seen = outcome
         return outcome
-
-    def break_view(self, why: str) -> None:
-        """The present view can do no further step; ``why`` in words."""
-        if not self.why:
-            self.why = why
-            self.breaks.append(why)
-
-    def lose(
-        self, address: Address, why: str, proved: bool, witnessed: bool = False
-    ) -> None:
-        """Note that the member at ``address`` is lost. ``proved``: it certainly is gone, and not just silent.
-
-        ``witnessed``: another member found it, which was in contact with it to the end. Without that, a proof does not
-        count if one of the two had taken the other for lost before: it may have gone on with others, and died later.
-        """
-        peer, known = self.peers[address], self.lost.get(address)
-        if known and (known.proved or not witnessed):
-            return
-        accuses = any(
-            (host, port) == self.me.address
-            for host, port, _, _ in peer.said.get("lost", ())
-        )
-        self.lost[address] = MemberLoss(why, proved and (witnessed or not accuses))
-        if self.view is None:
-            return
-        if self.view.at(address) is None:
-            self.peers.pop(address)  # it comes back when it is heard of again
-        elif not known and not (
-            self.leaving and (why == LEFT or peer.said.get("leaving"))
-        ):  # else all go home
-            self.break_view(f"rank {self.view.rank(peer.member.number)} {why}")
 
     @property
     def held(self) -> bool:
         """Whether :meth:`step` is to be called again soon."""
         return self._hold > self._clock()
 
-    def wishes(self) -> bool:
-        """Whether somebody wants to join or to leave."""
-        kept = self._kept()
-        leaving = self.leaving or any(
-            peer.said.get("leaving") for peer in self._others()
-        )
-        return self.view is not None and (leaving or bool(self._joiners(kept)))
-
     @property
-    def called(self) -> bool:
-        """Whether it is time to ask for the next view: another member has, or somebody wants to join or to leave."""
-        return self.wishes() or any(peer.said.get("calls") for peer in self._others())
-
-    @property
-    def all_ended(self) -> bool:
-        """Whether each other member of this view has ended the run, has asked for another view, or is lost."""
-        return all(
-            peer.said.get("ended") or peer.wants or peer.member.address in self.lost
-            for peer in self._others()
-        )
+    def waits(self) -> bool:
+        """Whether this member has asked for the next view, and has no outcome yet."""
+        return self._facts is not None and self.outcome is None
 
     # Messages to others, and from them.
 
     def stand(self) -> Message:
-        """The message that tells others this member's state."""
+        """Return the message that tells others this member's state."""
+        census = self.census
         return {
-            "t": "stand", "epoch": self._epoch, "promised": self._promised, "call": self._call, "facts": self._facts,
-            "lost": [[*address, loss.why, loss.proved] for address, loss in self.lost.items()], "broken": self.why,
-            "leaving": self.leaving, "ended": self.ended,
-            "hears": [list(peer.member.address) for peer in self._newcomers()],
-            "life": self._life, "noted": self.noted, "calls": self._facts is not None and self.outcome is None,
-            "member": asdict(self.me), "knows": [list(address) for address in self.peers] if self.view is None else [],
+            "t": "stand", "epoch": census.epoch, "promised": self._promised, "call": self._call, "facts": self._facts,
+            "lost": [[*address, loss.why, loss.proved] for address, loss in census.lost.items()],
+            "broken": census.why, "leaving": census.leaving, "ended": self.ended,
+            "hears": [list(peer.member.address) for peer in census.newcomers()],
+            "life": self._life, "noted": self.noted, "calls": self.waits, "member": asdict(self.me),
+            "knows": [] if census.view else [list(address) for address in census.peers],
         }  # fmt: skip
 
     def repeat(self) -> None:
@@ -220,24 +144,25 @@ class Agreement:
 
     def hear(self, address: Address, message: Message, reply: Send) -> None:
         """Take a message that came from ``address``; ``reply`` answers over the connection that it came by."""
-        kind, number = message["t"], message["from"]
-        if self.view is None:
-            self.lost.pop(address, None)
+        kind, number, census = message["t"], message["from"], self.census
+        if census.view is None:
+            census.lost.pop(address, None)
             if kind == "noted":
-                self._on_noted([Member(**member) for member in message["members"]])
+                self.noted = True
+                census.know([Member(**member) for member in message["members"]])
         elif kind == "stand" and number == NEWCOMER:
             self._greet(address, message, reply)
-        elif kind == "stand" and message["epoch"] < self._epoch:
+        elif kind == "stand" and message["epoch"] < census.epoch:
             self._put_right(number, reply)
-        peer = self.peers.get(address)
+        peer = census.peers.get(address)
         if kind == "remove":
-            self.leaving = True
+            census.leaving = True
         elif kind == "leftout":
             self._on_left_out(message)
         if peer is None or peer.member.number not in (NEWCOMER, number):
             return
         if kind == "stand":
-            self._on_stand(peer, message)
+            census.hear(peer, message)
         elif kind == "propose":
             self._on_propose(address, message)
         elif kind in ("ack", "nack"):
@@ -245,80 +170,52 @@ class Agreement:
         elif kind == "commit":
             self._on_commit(message["epoch"])
         elif kind == "bye":
-            self.lose(address, LEFT, proved=True)
-        elif kind == "fatal" and self.view and self.view.at(address):
+            census.lose(address, LEFT, proved=True)
+        elif kind == "fatal" and census.view and census.view.at(address):
             self.fatal = message["text"]
-            self.break_view(self.fatal)
-
-    def _on_stand(self, peer: OtherMember, message: Message) -> None:
-        peer.said, peer.life = message, message["life"]
-        loss = self.lost.get(peer.member.address)
-        if (
-            loss
-            and (loss.why == STOPPED or not loss.proved)
-            and (peer.wants or not loss.why.startswith(ABSENT))
-        ):
-            # here it is again, before the others have gone on
-            self.lost.pop(peer.member.address)
-        if self.view is None:
-            return
-        for host, port, why, proved in message["lost"]:
-            known = (host, port) != self.me.address and self.view.at((host, port))
-            # a stop may end; who found it says so as long as it lasts
-            if known and proved and why != STOPPED:
-                self.lose((host, port), why, proved, witnessed=True)
-        if message["epoch"] == self._epoch and message["broken"]:
-            self.break_view(message["broken"])
+            census.break_view(self.fatal)
 
     def _greet(self, address: Address, message: Message, reply: Send) -> None:
         """Answer a newcomer: tell it that it is let in already, or whom else it has to ask."""
-        assert self.view is not None
-        if self.view.at(address):
+        census, view = self.census, self.census.view
+        assert view is not None
+        if view.at(address):
             # it has found out before us that it was left out
-            if message["life"] > self.peers[address].life:
-                self.lose(address, LEFT, proved=True)
+            if message["life"] > census.peers[address].life:
+                census.lose(address, LEFT, proved=True)
             else:  # it does not know yet that it is let in
-                reply({"t": "commit", "epoch": self._epoch})
+                reply({"t": "commit", "epoch": view.epoch})
             return
-        if address not in self.peers:
-            self.lost.pop(address, None)
-            self.peers[address] = OtherMember(Member(**message["member"]))
-        members = [asdict(member) for member in self.view.members]
+        if address not in census.peers:
+            census.lost.pop(address, None)
+            census.peers[address] = OtherMember(Member(**message["member"]))
         if not message["noted"] or message["knows"] != [
-            [member.host, member.port] for member in self.view.members
+            list(member.address) for member in view.members
         ]:
-            reply({"t": "noted", "members": members})
-
-    def _on_noted(self, members: list[Member]) -> None:
-        """This newcomer learns who the members are, all of which it then asks."""
-        self.noted = True
-        self.peers = {
-            m.address: self.peers.get(m.address, OtherMember(m))
-            for m in members
-            if m.address != self.me.address
-        }
-        for member in members:
-            if member.address in self.peers:
-                self.peers[member.address].member = member
+            reply(
+                {"t": "noted", "members": [asdict(member) for member in view.members]}
+            )
 
     def _put_right(self, number: int, reply: Send) -> None:
         """Tell a member that is still in an older view that the present one is committed, or has left it out."""
-        assert self.view is not None
-        if self.view.rank(number) is not None:
-            reply({"t": "commit", "epoch": self._epoch})
+        census = self.census
+        assert census.view is not None
+        if census.view.rank(number) is not None:
+            reply({"t": "commit", "epoch": census.epoch})
         else:
             reply(
                 {
                     "t": "leftout",
-                    "epoch": self._epoch,
-                    "why": (self.view.reasons or {}).get(number, GONE),
+                    "epoch": census.epoch,
+                    "why": census.reason_left_out(number),
                 }
             )
 
     def _on_left_out(self, message: Message) -> None:
+        view = self.census.view
         if (
-            self.view
-            and message["epoch"] > self._epoch
+            view
+            and message["epoch"] > view.epoch
             and not isinstance(self.outcome, LeftOut)
         ):
             asked = message["why"] == LEFT
@@ -327,164 +224,48 @@ class Agreement:
                 if asked
                 else f"they found that it {message['why']}"
             )
-            rank = self.view.rank(self.me.number)
+            rank = view.rank(self.me.number)
             self.outcome = LeftOut(
                 f"the others have gone on without rank {rank}: {text}", asked
             )
-            self.break_view(str(self.outcome))
-
-    # Who can go on.
-
-    @property
-    def _epoch(self) -> int:
-        return self.view.epoch if self.view else 0
-
-    def _others(self) -> list[OtherMember]:
-        """The other members of the present view."""
-        members = self.view.members if self.view else ()
-        return [
-            self.peers[member.address]
-            for member in members
-            if member.address != self.me.address
-        ]
-
-    def _newcomers(self) -> list[OtherMember]:
-        """Who wants to be let in, and is heard here."""
-        return [
-            peer
-            for peer in self.peers.values()
-            if self.view and not self.view.at(peer.member.address) and peer.wants
-        ]
-
-    def _kept(self) -> list[Member]:
-        """The members of the present view that can go on together, as far as this one knows."""
-        if self.view is None:
-            return []
-        number = {member.address: member.number for member in self.view.members}
-        quarrels = [
-            (self.me.number, number[address])
-            for address in self.lost
-            if address in number
-        ]
-        for peer in self._others():
-            if peer.member.address not in self.lost:
-                accused = [
-                    number.get((host, port))
-                    for host, port, _, _ in peer.said.get("lost", ())
-                ]
-                quarrels += [
-                    (peer.member.number, other)
-                    for other in accused
-                    if other is not None
-                ]
-        out = (
-            self._excused()
-            | self._stopped()
-            | ({self.me.address} if self.leaving else set())
-        )
-        kept = rules.without_quarrels(
-            [m.number for m in self.view.members if m.address not in out], quarrels
-        )
-        return [member for member in self.view.members if member.number in kept]
-
-    def _joiners(self, kept: Collection[Member]) -> list[OtherMember]:
-        """The newcomers that all of ``kept`` hear, and that hear them."""
-        others = [
-            self.peers[member.address]
-            for member in kept
-            if member.address != self.me.address
-        ]
-        places = {member.address for member in kept}
-
-        def fits(peer: OtherMember) -> bool:
-            heard = all(
-                list(peer.member.address) in other.said.get("hears", ())
-                for other in others
-            )
-            misses = places.intersection(
-                (host, port) for host, port, _, _ in peer.said["lost"]
-            )
-            return heard and not misses and not peer.said["leaving"]
-
-        return [peer for peer in self._newcomers() if fits(peer)]
-
-    def _excused(self) -> set[Address]:
-        """Who certainly takes part in no other view: members proved to be gone, and those that want to leave."""
-        gone = {
-            address
-            for address, loss in self.lost.items()
-            if loss.proved and loss.why != STOPPED
-        }
-        return gone | {
-            peer.member.address for peer in self._others() if peer.said.get("leaving")
-        }
-
-    def _stopped(self) -> set[Address]:
-        """Whose process is stopped (SIGSTOP), as this member sees, or one that it has not lost."""
-        seen = [
-            (*address, loss.why, loss.proved) for address, loss in self.lost.items()
-        ]
-        for peer in self._others():
-            if peer.member.address not in self.lost:
-                seen += peer.said.get("lost", ())
-        return {
-            (host, port)
-            for host, port, why, proved in seen
-            if why == STOPPED and proved
-        }
-
-    def _has_quorum(
-        self, kept: Collection[Address], excused: set[Address], stopped: set[Address]
-    ) -> bool:
-        """Whether ``kept`` are a quorum of the view committed last and of all that were acknowledged since."""
-        views = [self.view, *self._accepted] if self.view else self._accepted
-        return all(
-            rules.is_quorum(view.members, kept, excused, stopped) for view in views
-        )
+            self.census.break_view(str(self.outcome))
 
     # The two phases.
 
     def step(self) -> None:
         """This member's next move, if it is its turn."""
         now = self._clock()
-        if self._facts is None or self.outcome is not None:
+        if not self.waits:
             return
         if self.fatal:
             self.outcome = Fatal(self.fatal)
         elif now > self._deadline:
-            self.outcome = TooFew(self._missing())
-        elif self.view is not None:
-            self._lose_absent(now)
+            self.outcome = TooFew(self.census.missing(self._deadline - self._since))
+        elif self.census.view is not None:
+            if self.census.why and now - self._since > self._patience:
+                self.census.lose_absent(now - self._since)
             self._lead(now)
 
-    def _lose_absent(self, now: float) -> None:
-        """In a broken view, count members as lost that are alive, but have not asked for the next one in time."""
-        if self.why and now - self._since > self._patience:
-            for peer in self._others():
-                if not peer.wants and peer.member.address not in self.lost:
-                    why = f"{ABSENT} for {now - self._since:.0f} s"
-                    self.lose(peer.member.address, why, proved=False)
-
     def _lead(self, now: float) -> None:
-        assert self.view is not None
-        kept = self._kept()
-        if not kept and self.leaving:
+        census = self.census
+        kept = census.kept()
+        if not kept and census.leaving:
             self.outcome = LeftOut("all members leave", asked=True)
         if not kept or kept[0].address != self.me.address:
             self._proposal = None
             return
-        joiners = self._joiners(kept)
-        ready = [self.peers[member.address] for member in kept[1:]] + joiners
+        joiners = census.joiners(kept)
+        ready = [census.peers[member.address] for member in kept[1:]] + joiners
         basis = (
             [(peer.member.address, peer.said.get("call")) for peer in ready],
             self._call,
         )
         if self._basis != basis:
             self._proposal, self._basis = None, basis
-        at = [0 if peer in joiners else self._epoch for peer in ready]
-        if any(
-            not peer.wants or peer.said["epoch"] != epoch
-            for peer, epoch in zip(ready, at, strict=True)
+        if not all(
+            peer.wants
+            and peer.said["epoch"] == (0 if peer in joiners else census.epoch)
+            for peer in ready
         ):
             self._proposal = None
         elif self._proposal is None and now >= self._hold:
@@ -499,85 +280,64 @@ class Agreement:
         self, kept: list[Member], ready: list[OtherMember], joiners: list[OtherMember]
     ) -> None:
         """Propose a view of ``kept`` and ``joiners``; ``ready``: all of these but this member itself."""
-        assert self.view is not None and self._facts is not None
-        numbers = max(view.numbers for view in [self.view, *self._accepted])
+        census, before = self.census, self.census.view
+        assert before is not None and self._facts is not None
+        numbers = max(view.numbers for view in [before, *self._accepted])
         members = kept + [
-            replace(peer.member, number=numbers + i) for i, peer in enumerate(joiners)
+            replace(peer.member, number=number)
+            for number, peer in enumerate(joiners, numbers)
         ]
         reasons = {
-            m.number: self._reason(m.address)
-            for m in self.view.members
-            if m not in kept
+            m.number: census.reason(m.address) for m in before.members if m not in kept
         }
         epoch = max([self._promised, *(peer.said["promised"] for peer in ready)]) + 1
         facts = (self._facts, *(peer.said["facts"] for peer in ready))
         view = replace(
-            self.view, epoch=epoch, members=tuple(members), facts=facts, lost=(), numbers=numbers + len(joiners),
-            reasons={**(self.view.reasons or {}), **reasons},
+            before, epoch=epoch, members=tuple(members), facts=facts, lost=(), numbers=numbers + len(joiners),
+            reasons={**(before.reasons or {}), **reasons},
         )  # fmt: skip
         # as the others will see it
         view = View.of(json.loads(json.dumps(view.message())), self.seen)
-        if not self._refusal(view, self._call, self._excused(), self._stopped()):
+        if not self._refusal(view, self._call, census.excused(), census.stopped()):
             self._proposal, self._acked = view, {self.me.address}
             self._accept(view)
             self.repeat()
 
-    def _reason(self, address: Address) -> str:
-        """Why that member is not in the next view, as this member or any other says."""
-        accused = [
-            (tuple(place), why)
-            for peer in self._others()
-            for *place, why, _ in peer.said.get("lost", ())
-        ]
-        said = [why for place, why in accused if place == address]
-        return (
-            self.lost[address].why
-            if address in self.lost
-            else said[0]
-            if said
-            else LEFT
-        )
-
     def _propose_message(self) -> Message:
         assert self._proposal is not None
-        calls = {address: peer.said.get("call") for address, peer in self.peers.items()}
+        calls = {
+            address: peer.said.get("call")
+            for address, peer in self.census.peers.items()
+        }
         return {
             "t": "propose",
             "view": self._proposal.message(),
             "calls": [calls.get(member.address) for member in self._proposal.members],
-            "excused": [*self._excused()],
-            "stopped": [*self._stopped()],
+            "excused": [*self.census.excused()],
+            "stopped": [*self.census.stopped()],
         }
 
     def _on_propose(self, leader: Address, message: Message) -> None:
         view = View.of(message["view"], self.seen)
-        own = next(
-            (
-                rank
-                for rank, member in enumerate(view.members)
-                if member.address == self.me.address
-            ),
-            None,
-        )
-        if own is None:
+        me = view.at(self.me.address)
+        if me is None:
             return
         if view not in self._accepted:
             excused = {
                 (host, port) for host, port in message["excused"]
-            } | self._excused()
+            } | self.census.excused()
             stopped = {
                 (host, port) for host, port in message["stopped"]
-            } | self._stopped()
-            if refusal := self._refusal(view, message["calls"][own], excused, stopped):
-                self.send(
-                    leader,
-                    {
-                        "t": "nack",
-                        "epoch": view.epoch,
-                        "promised": self._promised,
-                        "why": refusal,
-                    },
-                )
+            } | self.census.stopped()
+            call = message["calls"][view.members.index(me)]
+            if refusal := self._refusal(view, call, excused, stopped):
+                nack = {
+                    "t": "nack",
+                    "epoch": view.epoch,
+                    "promised": self._promised,
+                    "why": refusal,
+                }
+                self.send(leader, nack)
                 return
             self._accept(view)
         self.send(leader, {"t": "ack", "epoch": view.epoch})
@@ -586,19 +346,22 @@ class Agreement:
         self, view: View, call: int, excused: set[Address], stopped: set[Address]
     ) -> str:
         """Why this member does not acknowledge this proposal; "" if it does."""
-        if self._facts is None or call != self._call or self.outcome is not None:
+        census = self.census
+        if not self.waits or call != self._call:
             return "is not at this call"
-        if view.epoch <= max(self._promised, self._epoch):
+        if view.epoch <= max(self._promised, census.epoch):
             return "has acknowledged a later one"
-        if self.leaving:
+        if census.leaving:
             return "leaves"
-        if any(member.address in self.lost for member in view.members):
+        if any(member.address in census.lost for member in view.members):
             return "has lost a member of it"
-        return (
-            ""
-            if self._has_quorum([m.address for m in view.members], excused, stopped)
-            else "is no quorum"
+        places = [member.address for member in view.members]
+        # of the view committed last, and of all that were acknowledged since
+        before = [census.view, *self._accepted] if census.view else self._accepted
+        quorum = all(
+            is_quorum(each.members, places, excused, stopped) for each in before
         )
+        return "" if quorum else "is no quorum"
 
     def _accept(self, view: View) -> None:
         self._promised = view.epoch
@@ -611,59 +374,23 @@ class Agreement:
             self._acked.add(address)
         else:
             self._promised = max(self._promised, message["promised"])
-            self._proposal, self._hold = (
-                None,
-                self._clock() + self._random.uniform(*HOLD_S),
-            )
+            self._proposal = None
+            self._hold = self._clock() + self._random.uniform(*HOLD_S)
 
     def _on_commit(self, epoch: int) -> None:
         view = next((view for view in self._accepted if view.epoch == epoch), None)
-        if view is not None and epoch > self._epoch:
-            waits = self._facts is not None and self.outcome is None
+        if view is not None and epoch > self.census.epoch:
+            waits = self.waits
             self._adopt(view)
             if waits:
                 self.outcome = view
             else:  # it has acknowledged two, and is told of both
-                self.break_view("an agreement has come too late for this rank")
+                self.census.break_view("an agreement has come too late for this rank")
 
     def _adopt(self, view: View) -> None:
-        """Make ``view`` the present one, and forget what belonged to the one before."""
-        old, self.view = self.view, view
-        me = view.at(self.me.address)
-        assert me is not None
-        self.me = me
-        self._accepted = [one for one in self._accepted if one.epoch > view.epoch]
+        """Make ``view`` the present one, and tell the members that it leaves out."""
+        self._accepted = [later for later in self._accepted if later.epoch > view.epoch]
         self._promised = max(self._promised, view.epoch)
-        self.lost, self._proposal, self.why = {}, None, ""
-        for address, peer in list(self.peers.items()):
-            if not view.at(address) and (
-                peer.member.number != NEWCOMER or not peer.said
-            ):
-                if old and old.at(address):
-                    self._put_right(peer.member.number, partial(self.send, address))
-                self.peers.pop(address)
-        for member in view.members:
-            if member.address != self.me.address:
-                peer = self.peers.setdefault(member.address, OtherMember(member))
-                peer.member = member
-                peer.said = (
-                    peer.said if peer.said.get("epoch", -1) >= view.epoch else {}
-                )
-        for peer in self._others():
-            # what it found out before this member knew that the view is committed
-            if peer.said:
-                self._on_stand(peer, peer.said)
-
-    def _missing(self) -> str:
-        """Whom the agreement waited for in vain."""
-        limit = self._deadline - self._since
-        if self.view is None:
-            return f"no member of the run has let this process in within {limit:g} s"
-        parts = []
-        for peer in self._others():
-            loss = self.lost.get(peer.member.address)
-            if loss or not peer.wants:
-                why = loss.why if loss else "has not come to agree"
-                parts.append(f"rank {self.view.rank(peer.member.number)} {why}")
-        count = f"{len(self._kept())} of {len(self.view.members)} ranks cannot go on by themselves"
-        return f"{count}, and no others have come back within {limit:g} s: {'; '.join(parts) or 'none is missing'}"
+        self._proposal = None
+        for member in self.census.adopt(view):
+            self._put_right(member.number, partial(self.send, member.address))

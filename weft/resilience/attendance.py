@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from weft.recipe import Sync
-from weft.resilience.members import Member
+from weft.resilience.views import Member
 from weft.sync.presence import Draw
 
 Facts = dict[str, Any]

@@ -22,8 +22,9 @@ from weft.net.endpoint import Endpoint
 from weft.net.poller import PolledConnection, Poller
 from weft.net.process import look_at
 from weft.net.wire import SealedConnection
-from weft.resilience.agreement import Agreement, Message
-from weft.resilience.members import (
+from weft.resilience.agreement import Agreement
+from weft.resilience.census import Message
+from weft.resilience.views import (
     GONE,
     NEWCOMER,
     STOPPED,
@@ -74,7 +75,8 @@ class Membership:
 
     ``on_break(why)`` is called from the agent's thread when the view can do no further step; it must return soon, as no
     heartbeats are sent meanwhile. ``token``: the run's secret. ``endpoint``: where the others reach this process; by
-    default one of its own on this machine. ``interrupted()``: whether the process is to end, so that it does not wait
+    default one of its own on this machine; it is closed with the agent.
+    ``interrupted()``: whether the process is to end, so that it does not wait
     for others much longer.
     """
 
@@ -87,15 +89,15 @@ class Membership:
         number: int = NEWCOMER,
         interrupted: Callable[[], object] = lambda: False,
     ) -> None:
-        self._endpoint = endpoint or Endpoint("127.0.0.1")
-        self._owns = endpoint is None
-        me = this_process(number, self._endpoint.address)
+        self.endpoint, self.token = endpoint or Endpoint("127.0.0.1"), token
+        me = this_process(number, self.endpoint.address)
         self.published: dict[int, dict[str, Any]] = {}
         self._detect, self._beat, self._on_break = detect, detect / BEATS, on_break
         self._interrupted = interrupted
         # guards all that follows; notified of anything that may be new
         self._lock = self.news = threading.Condition()
         self._agreement = Agreement(me, self._send_to)
+        self._census = self._agreement.census
         self._links: dict[Address, _Link] = {}
         # connections that others dialled
         self._incoming: set[PolledConnection] = set()
@@ -104,7 +106,7 @@ class Membership:
         self._closing = False
         self._last = self._next_beat = time.monotonic()
         self._poller = Poller()
-        self._channel = self._endpoint.open(CHANNEL, token, self._take_in)
+        self._channel = self.endpoint.open(CHANNEL, token, self._take_in)
         self._thread = threading.Thread(
             target=self._run, name="weft-members", daemon=True
         )
@@ -124,15 +126,20 @@ class Membership:
     @property
     def why(self) -> str:
         """Why the view can do no further step; "" while it can."""
-        return self._agreement.why
+        return self._census.why
 
-    def begin(self, members: Sequence[Member], about: dict[str, Any]) -> View:
-        """The first view of a run; all members call this with the same arguments."""
+    def begin(
+        self,
+        members: Sequence[Member],
+        about: dict[str, Any],
+        facts: Sequence[dict[str, Any]] = (),
+    ) -> View:
+        """Return the first view of a run; all members call this with the same arguments. ``facts``: of each member."""
         numbers = max(member.number for member in members) + 1
         view = View(
             1,
             tuple(members),
-            ({},) * len(members),
+            tuple(facts) or ({},) * len(members),
             (),
             json.loads(json.dumps(about)),
             numbers,
@@ -183,7 +190,7 @@ class Membership:
         """Wait with the lock until ``done()``; returns "", or the end of a sentence that says why not."""
         begun = time.monotonic()
         # a newcomer ends at once when it is to end
-        told = begun if self._agreement.view is None else math.inf
+        told = begun if self._census.view is None else math.inf
         while not self._lock.wait_for(done, LOOK_S):
             now = time.monotonic()
             if now > begun + limit:
@@ -192,7 +199,7 @@ class Membership:
                 told = min(told, now + LEAVES_S)
                 if now > told:
                     return "before this process was told to end"
-            if self._agreement.view is None and self._nobody_listens(now):
+            if self._census.view is None and self._nobody_listens(now):
                 return "any more: they have ended"
         return ""
 
@@ -206,41 +213,40 @@ class Membership:
     def called(self) -> bool:
         """Whether all should call :meth:`next`: others have, or somebody wants to join or to leave."""
         with self._lock:
-            return self._agreement.called
+            return self._census.called
 
     @property
     def lost(self) -> set[int]:
         """The numbers of those that are known to be lost to the present view."""
         with self._lock:
-            agreement = self._agreement
             return {
                 peer.member.number
-                for address, peer in agreement.peers.items()
-                if address in agreement.lost
+                for address, peer in self._census.peers.items()
+                if address in self._census.lost
             }
 
     def wishes(self) -> bool:
         """Whether somebody wants to join or to leave, so that all should call :meth:`next` after this step."""
         with self._lock:
-            return self._agreement.wishes()
+            return self._census.wishes()
 
     def report(self, text: str) -> None:
         """The process met the error ``text`` in a collective: this view can do no further step."""
         with self._lock:
-            self._agreement.break_view(text)
+            self._census.break_view(text)
         self._wake()
 
     def leave(self) -> None:
         """This process will go away, at the next view or at the end of the run."""
         with self._lock:
-            self._agreement.leaving = True
+            self._census.leaving = True
         self._wake()
 
     @property
     def leaving(self) -> bool:
         """Whether this member is to leave, by its own wish or that of others."""
         with self._lock:
-            return self._agreement.leaving
+            return self._census.leaving
 
     def remove(self, number: int) -> None:
         """Ask the member of this number to leave."""
@@ -267,7 +273,7 @@ class Membership:
             self._agreement.ended = True
             self._wake()
             self._lock.wait_for(
-                lambda: self._agreement.all_ended or not self._thread.is_alive(), limit
+                lambda: self._census.all_ended or not self._thread.is_alive(), limit
             )
 
     def publish(self, **facts: Any) -> None:
@@ -281,7 +287,7 @@ class Membership:
         with self._lock:
             if self._closing:
                 return
-            self._agreement.leaving = True
+            self._census.leaving = True
             self._send_to_all({"t": "bye"})
         self._flush()
         self._closing = True
@@ -315,8 +321,7 @@ class Membership:
 
     def _close_connections(self) -> None:
         self._channel.close()
-        if self._owns:
-            self._endpoint.close()
+        self.endpoint.close()
         with self._lock:
             self._poller.close()
 
@@ -332,7 +337,7 @@ class Membership:
                 self._agreement.fatal = (
                     f"the agent of member {self.me.number} has failed: {error!r}"
                 )
-                self._agreement.break_view(self._agreement.fatal)
+                self._census.break_view(self._agreement.fatal)
             self._call_on_break()
             self._close_connections()
         with self._lock:
@@ -360,9 +365,9 @@ class Membership:
         self._call_on_break()
 
     def _call_on_break(self) -> None:
-        while self._agreement.breaks:
+        while self._census.breaks:
             try:
-                self._on_break(self._agreement.breaks.pop(0))
+                self._on_break(self._census.breaks.pop(0))
             except Exception:
                 traceback.print_exc()
 
@@ -451,7 +456,7 @@ class Membership:
 
     def _follow(self, now: float) -> None:
         """Keep a link to each process that the agreement knows, and to no other."""
-        peers = self._agreement.peers
+        peers = self._census.peers
         self._drop_links([address for address in self._links if address not in peers])
         for address, peer in peers.items():
             grace = 0.0 if peer.said else (PATIENCE - 1) * self._detect
@@ -508,9 +513,9 @@ class Membership:
             )
 
     def _is_gone(self, link: _Link) -> bool:
-        loss = self._agreement.lost.get(link.member.address)
+        loss = self._census.lost.get(link.member.address)
         return loss is not None and loss.proved
 
     def _lose(self, link: _Link, why: str, proved: bool) -> None:
-        if link.member.address in self._agreement.peers:
-            self._agreement.lose(link.member.address, why, proved)
+        if link.member.address in self._census.peers:
+            self._census.lose(link.member.address, why, proved)

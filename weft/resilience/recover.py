@@ -28,21 +28,23 @@ class Recovery:
 
     ``gives[rank]``: the segments that this rank of the new view gives, as pairs of an owner (a rank of the old view)
     and a segment's number. ``helpers``: pairs of a new rank and an old rank that is lost, whose parts it gives.
-    ``odd``: new ranks whose copies differ from what most others have of the same parts; they are not used.
+    ``differing``: new ranks whose copies differ from what most others have of the same parts; they are not used.
     """
 
     epoch: int
     progress: Progress
     gives: tuple[tuple[tuple[int, int], ...], ...]
     helpers: tuple[tuple[int, int], ...]
-    odd: tuple[int, ...]
+    differing: tuple[int, ...]
 
     def __str__(self) -> str:
         text = [
             f"what rank {old} had is in the memory of the present rank {new}"
             for new, old in self.helpers
         ]
-        text += [f"rank {new} has another state than the others" for new in self.odd]
+        text += [
+            f"rank {new} has another state than the others" for new in self.differing
+        ]
         return "; ".join([f"back to step {self.progress.step}", *text])
 
 
@@ -86,7 +88,7 @@ def _recovery(
                         (rank, one["owner"], digest)
                     )
     gives: list[list[tuple[int, int]]] = [[] for _ in range(world)]
-    helpers, odd = set[tuple[int, int]](), set[int]()
+    helpers, differing = set[tuple[int, int]](), set[int]()
     for number in range(len(holders)):
         claims = {owner: digest for _, owner, digest in copies.get(number, ())}
         right, count = (Counter(claims.values()).most_common(1) or [("", 0)])[0]
@@ -97,7 +99,7 @@ def _recovery(
             for rank, owner, _ in copies[number]
             if said[rank]["rank"] == owner
         ]
-        odd |= {rank for rank, owner in own if claims[owner] != right}
+        differing |= {rank for rank, owner in own if claims[owner] != right}
         able = [
             (rank, owner)
             for rank, owner, digest in sorted(copies[number])
@@ -112,7 +114,7 @@ def _recovery(
         progress,
         tuple(map(tuple, gives)),
         tuple(sorted(helpers)),
-        tuple(sorted(odd)),
+        tuple(sorted(differing)),
     )
 
 

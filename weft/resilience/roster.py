@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import UsageError
-from weft.resilience.members import Member, View
+from weft.resilience.views import Member, View
 
 FILE = "ranks/members.json"
 #: Lists the numbers of members that are to leave, one a line. The first rank reads and removes it.

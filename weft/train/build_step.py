@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from weft.parallel.state import State
     from weft.recipe import Recipe
     from weft.sync.presence import Presence
-    from weft.sync.streams import Streams
 
 
 def build_step(
@@ -35,7 +34,6 @@ def build_step(
     before_update: Callable[[], None] = lambda: None,
     inspect: Callable[[dict[str, torch.Tensor]], None] | None = None,
     routes: Sequence[Sequence[int]] = (),
-    streams: Streams | None = None,
     presence: Presence | None = None,
     begun: int = 0,
     report: Callable[[str, str, Mapping[str, Any]], None] = lambda kind, line, values: (
@@ -47,16 +45,7 @@ def build_step(
     Raises :class:`weft.recipe.conflicts.Conflict` if two techniques fill one phase.
     """
     context = StepContext(
-        model,
-        state,
-        mesh,
-        before_update,
-        inspect,
-        routes,
-        streams,
-        presence,
-        begun,
-        report,
+        model, state, mesh, before_update, inspect, routes, presence, begun, report
     )
     asked = AskedRecipe(**dict(recipe))
     fillers: dict[StepTechnique, Filler] = {}

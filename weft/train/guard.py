@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from weft.parallel.state import State
     from weft.recipe import Recipe
     from weft.sync.presence import Presence
-    from weft.sync.streams import Streams
     from weft.train.recorder import Recorder
     from weft.train.setup import Job
 
@@ -33,7 +33,6 @@ class Guard:
 
     #: Whether the state survives in the ranks' memory when they form new groups, so that no checkpoint is needed.
     remembers = False
-    presence: Presence | None = None
 
     def __init__(self, out: Path | None = None, resume: str | None = None) -> None:
         self.out, self.resume = out, resume
@@ -55,18 +54,19 @@ class Guard:
         """Bring the state to where the run goes on. Collective."""
         return resume_run(run, job, state, mesh)
 
-    def streams(
-        self, mesh: Mesh, recipe: Recipe
-    ) -> AbstractContextManager[Streams | None]:
-        """This rank's streams to other islands; None where there are none.
-
-        ``presence`` then says which islands are there, if that is not always all of them.
-        """
+    @contextmanager
+    def presence(self, mesh: Mesh, recipe: Recipe) -> Iterator[Presence | None]:
+        """A context with the run's islands and this rank's streams to them; None where there are no others."""
         if mesh.island_store is None:
-            return nullcontext()
+            yield None
+            return
+        from weft.sync.presence import Presence
         from weft.sync.streams import open_streams
 
-        return open_streams(mesh, recipe.train.timeout, recipe.resilience.encrypt)
+        with open_streams(
+            mesh, recipe.train.timeout, recipe.resilience.encrypt
+        ) as streams:
+            yield Presence(streams) if streams else None
 
     def begin(
         self, state: State, mesh: Mesh, resumed: Resumed, recorder: Recorder

@@ -16,7 +16,6 @@ from weft.sync.compressor import Compressor
 from weft.sync.greco import allocate_compressors, candidates
 from weft.sync.measure import measured_ring
 from weft.sync.parity import made_same
-from weft.sync.presence import Presence
 from weft.sync.replicas import Replicas, replicas_of
 from weft.sync.rounds import begins, fragment_of, partners, shares
 from weft.train.step import Filler
@@ -24,6 +23,7 @@ from weft.train.step import Filler
 if TYPE_CHECKING:
     from weft.parallel.state import Held, State
     from weft.recipe import Recipe, Sync
+    from weft.sync.presence import Presence
     from weft.sync.streams import Streams
     from weft.sync.sync_method import SyncMethod
     from weft.train.step import StepContext
@@ -92,10 +92,7 @@ class Exchanged(NamedTuple):
 
 
 def fill(context: StepContext, recipe: Recipe) -> Apart | None:
-    if context.streams is None:
-        return None
-    presence = context.presence or Presence(context.streams)
-    return Apart(context, presence, recipe.sync)
+    return Apart(context, context.presence, recipe.sync) if context.presence else None
 
 
 class Apart(Filler):

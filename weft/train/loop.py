@@ -7,7 +7,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from weft.checkpoint.lease import Lease
     from weft.checkpoint.state import Progress
     from weft.checkpoint.storage import Storage
+    from weft.recipe import Recipe
     from weft.train.lowest_loss import LowestLoss
     from weft.train.step import Step
     from weft.train.step_values import StepResult
@@ -64,6 +65,17 @@ class Outcome:
     def metrics(self, kind: str = "train") -> list[dict[str, Any]]:
         """The records of a ``kind`` (``train``, ``validation``, ...) as they are in ``metrics.jsonl``, by step."""
         return read_metrics(self.run).get(kind, [])
+
+
+class Ending(NamedTuple):
+    """How a run has ended for one rank.
+
+    ``outcome`` is None if others have brought the run to its end. ``concludes``: this rank is to write the report.
+    """
+
+    recipe: Recipe
+    outcome: Outcome | None
+    concludes: bool
 
 
 def train(
@@ -111,15 +123,14 @@ def train(
             checkpoints.wait_for_copy()
             guard.before_update()
 
-        streams = stack.enter_context(guard.streams(mesh, recipe))
-        if streams is not None:
+        presence = stack.enter_context(guard.presence(mesh, recipe))
+        if presence is not None:
             from weft.train.islands import put_in_ring
 
-            if said := put_in_ring(streams, state, recipe.sync):
+            if said := put_in_ring(presence.streams, state, recipe.sync):
                 recorder.event(said)
         step = build_step(
-            model, state, mesh, recipe, before_update, streams=streams, presence=guard.presence,
-            begun=progress.step, report=recorder.report,
+            model, state, mesh, recipe, before_update, presence=presence, begun=progress.step, report=recorder.report,
         )  # fmt: skip
         evaluation = Evaluation(
             job, mesh, model, state, recorder, before_update, lambda: bool(signals), guard.validations

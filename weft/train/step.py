@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from weft.models.transformer import Transformer
     from weft.parallel.state import State, Unit
     from weft.sync.presence import Presence
-    from weft.sync.streams import Streams
     from weft.train.phases import AfterPhase, AgreePhase, GradientPhase, UpdatePhase
 
     #: The reduced local gradients by which a unit is updated, by name.
@@ -370,8 +369,8 @@ class StepContext:
 
     ``before_update`` returns when parameters and optimizer state may change. It is called before a rank gives its share
     to the step's sums, so whoever has these knows that it has returned on all ranks. ``inspect`` sees the reduced,
-    unclipped local gradients; ``routes``: see :func:`accumulate`. ``streams``: to the other islands, if there are any,
-    ``presence``: which of them are there, if not always all, and ``begun``: how many steps have been taken before.
+    unclipped local gradients; ``routes``: see :func:`accumulate`. ``presence``: the islands that are there, if the run
+    has any, and ``begun``: how many steps have been taken before.
     ``report`` is called with what a technique has chosen: a kind of record, a line, and the record's values.
     """
 
@@ -381,7 +380,6 @@ class StepContext:
     before_update: Callable[[], None] = lambda: None
     inspect: Callable[[dict[str, torch.Tensor]], None] | None = None
     routes: Sequence[Sequence[int]] = ()
-    streams: Streams | None = None
     presence: Presence | None = None
     begun: int = 0
     report: Callable[[str, str, Mapping[str, Any]], None] = lambda kind, line, values: (

@@ -39,7 +39,9 @@ OWN = [SQUARE_NORM, SAMPLES, MARKS]
 
 
 def fill(context: StepContext, recipe: Recipe) -> SummedIslands | None:
-    return SummedIslands(context, context.streams) if context.streams else None
+    return (
+        SummedIslands(context, context.presence.streams) if context.presence else None
+    )
 
 
 class SummedIslands(Filler):

@@ -13,6 +13,7 @@ from typing import Any
 
 from weft.errors import WeftError
 from weft.net.process import machine_id, started_at
+from weft.run.ranks import LEFT_OUT
 
 Address = tuple[str, int]
 
@@ -23,7 +24,9 @@ GONE, LEFT, STOPPED = "is gone", "left", "is stopped"
 
 
 class LeftOut(WeftError):
-    """The others have gone on without this member. ``asked``: because it was to leave."""
+    """The others go on without this rank, or its island. ``asked``: because it was to leave."""
+
+    exit_code = LEFT_OUT
 
     def __init__(self, text: str, asked: bool = False) -> None:
         super().__init__(text)
@@ -93,6 +96,11 @@ class View:
     # why each member that the run has ever lost was lost
     reasons: Mapping[int, str] | None = None
 
+    @property
+    def first(self) -> bool:
+        """Whether this is the view that the run began with."""
+        return self.epoch == 1
+
     def rank(self, number: int) -> int | None:
         return next(
             (
@@ -142,7 +150,7 @@ def this_process(number: int, address: Address) -> Member:
     )
 
 
-def without_quarrels(
+def reach_each_other(
     numbers: Iterable[int], accusations: Iterable[tuple[int, int]]
 ) -> list[int]:
     """The ``numbers`` of members that can go on together, sorted. An accusation (a, b) says that a does not reach b.

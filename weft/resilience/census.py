@@ -1,0 +1,303 @@
+"""What one member knows of all others, and who can go on together: no messages are sent here, and no view is made."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.resilience.views import (
+    GONE,
+    LEFT,
+    NEWCOMER,
+    STOPPED,
+    Address,
+    Member,
+    MemberLoss,
+    View,
+    reach_each_other,
+)
+
+#: Why a member is lost that is there, but does not come to agree.
+ABSENT = "has not come back from its step"
+
+Message = dict[str, Any]
+
+
+@dataclass
+class OtherMember:
+    """Another process. ``said``: the last ``stand`` message that it has sent, {} if there was none in this view."""
+
+    member: Member
+    said: Message = field(default_factory=dict)
+    life: int = 0  # how often it had wanted to be let in when it was heard last
+
+    @property
+    def wants(self) -> bool:
+        """Whether it has asked for the next view."""
+        return self.said.get("facts") is not None
+
+    @property
+    def accused(self) -> list[tuple[Address, str, bool]]:
+        """Members that it has lost: where they listen, why they are lost, and whether that is proved."""
+        return [
+            ((host, port), why, proved)
+            for host, port, why, proved in self.said.get("lost", ())
+        ]
+
+
+class Census:
+    """The other processes that this member knows, which of them are lost, and whether the present view still works.
+
+    ``view`` is the one that was committed last; None for a newcomer. ``lost`` belongs to that view. ``why`` says why
+    the view can do no further step; "" while it can.
+    """
+
+    def __init__(self, me: Member) -> None:
+        self.me = me
+        self.view: View | None = None
+        self.peers: dict[Address, OtherMember] = {}
+        self.lost: dict[Address, MemberLoss] = {}
+        self.leaving = False
+        self.why = ""
+        self.breaks: list[str] = []  # every ``why``, for the agent to take away
+
+    @property
+    def epoch(self) -> int:
+        """The number of the present view; 0 for a newcomer."""
+        return self.view.epoch if self.view else 0
+
+    def start_over(self, contacts: Collection[Address]) -> None:
+        """Forget all members, and know only the addresses of some from now on."""
+        self.view, self.why, self.leaving, self.lost = None, "", False, {}
+        self.peers = {
+            (host, port): OtherMember(Member(NEWCOMER, host, port, "", 0, 0.0))
+            for host, port in {*contacts} - {self.me.address}
+        }
+
+    def know(self, members: Collection[Member]) -> None:
+        """As a newcomer, learn who the members are."""
+        others = [member for member in members if member.address != self.me.address]
+        self.peers = {
+            other.address: self.peers.get(other.address, OtherMember(other))
+            for other in others
+        }
+        for other in others:
+            self.peers[other.address].member = other
+
+    def adopt(self, view: View) -> list[Member]:
+        """Make ``view`` the present one. Returns the members that it leaves out, which are forgotten here."""
+        before, self.view = self.view, view
+        me = view.at(self.me.address)
+        assert me is not None
+        self.me, self.lost, self.why = me, {}, ""
+        left_out = []
+        for address, peer in list(self.peers.items()):
+            if not view.at(address) and (
+                peer.member.number != NEWCOMER or not peer.said
+            ):
+                if before and before.at(address):
+                    left_out.append(peer.member)
+                self.peers.pop(address)
+        for member in view.members:
+            if member.address != self.me.address:
+                peer = self.peers.setdefault(member.address, OtherMember(member))
+                peer.member = member
+                peer.said = (
+                    peer.said if peer.said.get("epoch", -1) >= view.epoch else {}
+                )
+        for peer in self.others():
+            # what it found out before this member knew that the view is committed
+            if peer.said:
+                self.hear(peer, peer.said)
+        return left_out
+
+    def break_view(self, why: str) -> None:
+        """The present view can do no further step; ``why`` in words."""
+        if not self.why:
+            self.why = why
+            self.breaks.append(why)
+
+    def lose(
+        self, address: Address, why: str, proved: bool, witnessed: bool = False
+    ) -> None:
+        """Note that the member at ``address`` is lost. ``proved``: it certainly is gone, and not just silent.
+
+        ``witnessed``: another member was in contact with it to its end. Without that, a proof does not count if one
+        of the two had taken the other for lost before: the lost one may have gone on with others, and died later.
+        """
+        peer, known = self.peers[address], self.lost.get(address)
+        if known and (known.proved or not witnessed):
+            return
+        accuses = any(other == self.me.address for other, _, _ in peer.accused)
+        self.lost[address] = MemberLoss(why, proved and (witnessed or not accuses))
+        if self.view is None:
+            return
+        if self.view.at(address) is None:
+            self.peers.pop(address)  # it comes back when it is heard of again
+        elif not known and not (
+            self.leaving and (why == LEFT or peer.said.get("leaving"))
+        ):  # else all go home
+            self.break_view(f"rank {self.view.rank(peer.member.number)} {why}")
+
+    def lose_absent(self, seconds: float) -> None:
+        """Count members as lost that are alive, but have not asked for the next view for so many ``seconds``."""
+        for peer in self.others():
+            if not peer.wants and peer.member.address not in self.lost:
+                self.lose(
+                    peer.member.address, f"{ABSENT} for {seconds:.0f} s", proved=False
+                )
+
+    def hear(self, peer: OtherMember, message: Message) -> None:
+        """Take a member's ``stand`` message: it is there, and says who is lost."""
+        peer.said, peer.life = message, message["life"]
+        loss = self.lost.get(peer.member.address)
+        if (
+            loss
+            and (loss.why == STOPPED or not loss.proved)
+            and (peer.wants or not loss.why.startswith(ABSENT))
+        ):
+            # here it is again, before the others have gone on
+            self.lost.pop(peer.member.address)
+        if self.view is None:
+            return
+        for address, why, proved in peer.accused:
+            # a stop may end; who found it says so as long as it lasts
+            if (
+                address != self.me.address
+                and self.view.at(address)
+                and proved
+                and why != STOPPED
+            ):
+                self.lose(address, why, proved, witnessed=True)
+        if message["epoch"] == self.epoch and message["broken"]:
+            self.break_view(message["broken"])
+
+    # Who can go on.
+
+    def others(self) -> list[OtherMember]:
+        """Return the other members of the present view."""
+        members = self.view.members if self.view else ()
+        return [
+            self.peers[member.address]
+            for member in members
+            if member.address != self.me.address
+        ]
+
+    def trusted(self) -> list[OtherMember]:
+        """Return the other members of the present view that this one has not lost."""
+        return [peer for peer in self.others() if peer.member.address not in self.lost]
+
+    def newcomers(self) -> list[OtherMember]:
+        """Return the processes that want to be let in, and are heard here."""
+        view = self.view
+        return [
+            peer
+            for peer in self.peers.values()
+            if view and not view.at(peer.member.address) and peer.wants
+        ]
+
+    def kept(self) -> list[Member]:
+        """Return the members of the present view that can go on together, as far as this one knows."""
+        if self.view is None:
+            return []
+        number = {member.address: member.number for member in self.view.members}
+        accusations = [
+            (self.me.number, number[address])
+            for address in self.lost
+            if address in number
+        ]
+        for peer in self.trusted():
+            accusations += [
+                (peer.member.number, number[address])
+                for address, _, _ in peer.accused
+                if address in number
+            ]
+        out = self.excused() | self.stopped()
+        out |= {self.me.address} if self.leaving else set()
+        kept = reach_each_other(
+            [m.number for m in self.view.members if m.address not in out], accusations
+        )
+        return [member for member in self.view.members if member.number in kept]
+
+    def joiners(self, kept: Collection[Member]) -> list[OtherMember]:
+        """Return the newcomers that all of ``kept`` hear, and that hear them."""
+        places = {member.address for member in kept}
+        hearers = [self.peers[address] for address in places - {self.me.address}]
+
+        def fits(peer: OtherMember) -> bool:
+            heard = all(
+                list(peer.member.address) in hearer.said.get("hears", ())
+                for hearer in hearers
+            )
+            misses = places.intersection(address for address, _, _ in peer.accused)
+            return heard and not misses and not peer.said["leaving"]
+
+        return [peer for peer in self.newcomers() if fits(peer)]
+
+    def excused(self) -> set[Address]:
+        """Return who certainly takes part in no other view: members that are proved to be gone, or want to leave."""
+        gone = {
+            address
+            for address, loss in self.lost.items()
+            if loss.proved and loss.why != STOPPED
+        }
+        return gone | {
+            peer.member.address for peer in self.others() if peer.said.get("leaving")
+        }
+
+    def stopped(self) -> set[Address]:
+        """Return whose process is stopped (SIGSTOP), as this member sees, or one that it has not lost."""
+        losses = [
+            (address, loss.why, loss.proved) for address, loss in self.lost.items()
+        ]
+        losses += [accusation for peer in self.trusted() for accusation in peer.accused]
+        return {address for address, why, proved in losses if why == STOPPED and proved}
+
+    def reason(self, address: Address) -> str:
+        """Return why that member is not in the next view, as this member or any other says."""
+        if address in self.lost:
+            return self.lost[address].why
+        accusations = [
+            accusation for peer in self.others() for accusation in peer.accused
+        ]
+        return next(
+            (why for accused, why, _ in accusations if accused == address), LEFT
+        )
+
+    def reason_left_out(self, number: int) -> str:
+        """Return why the run has ever left out the member of this ``number``."""
+        assert self.view is not None
+        return (self.view.reasons or {}).get(number, GONE)
+
+    def wishes(self) -> bool:
+        """Whether somebody wants to join or to leave."""
+        if self.view is None:
+            return False
+        leaving = self.leaving or any(
+            peer.said.get("leaving") for peer in self.others()
+        )
+        return leaving or bool(self.joiners(self.kept()))
+
+    @property
+    def called(self) -> bool:
+        """Whether it is time to ask for the next view: another member has, or somebody wants to join or to leave."""
+        return self.wishes() or any(peer.said.get("calls") for peer in self.others())
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether each other member of this view has ended the run, has asked for another view, or is lost."""
+        return all(peer.said.get("ended") or peer.wants for peer in self.trusted())
+
+    def missing(self, limit: float) -> str:
+        """Return a text that says whom an agreement of ``limit`` seconds has waited for in vain."""
+        if self.view is None:
+            return f"no member of the run has let this process in within {limit:g} s"
+        parts = []
+        for peer in self.others():
+            loss = self.lost.get(peer.member.address)
+            if loss or not peer.wants:
+                why = loss.why if loss else "has not come to agree"
+                parts.append(f"rank {self.view.rank(peer.member.number)} {why}")
+        count = f"{len(self.kept())} of {len(self.view.members)} ranks cannot go on by themselves"
+        return f"{count}, and no others have come back within {limit:g} s: {'; '.join(parts) or 'none is missing'}"

@@ -1,0 +1,80 @@
+"""What a rank of an island says of other islands: lines for the user, and records."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from weft.resilience.attendance import Attendance, Changes
+from weft.resilience.views import GONE, View
+
+
+class Event(NamedTuple):
+    """A record of what has changed, for the run's metrics."""
+
+    kind: str
+    values: dict[str, Any]
+
+
+class IslandNews:
+    """Lines and events that have come up since they were taken last. ``folder``: of the run's first island."""
+
+    def __init__(self, attendance: Attendance) -> None:
+        self.attendance, self.folder = attendance, ""
+        self.lines = deque[str]()
+        self.events: list[Event] = []
+        self._partners: list[int] = []
+
+    def take_events(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    def report(self, view: View, changes: Changes, noticed: float) -> None:
+        """Report islands that went or came with ``view``, which this rank saw to be needed at time ``noticed``."""
+        attendance, gone = self.attendance, []
+        lost = {member.member.number: member.why for member in view.lost}
+        for stay in changes.went:
+            ranks = {fact["place"]: why for number, why in lost.items() if (fact := attendance.known[number])
+                     and (fact["island"], fact["life"]) == stay.start}  # fmt: skip
+            place, why = min(ranks.items(), default=(0, GONE))
+            who = f"island {stay.island}" + f" (its rank {place})" * (
+                attendance.ranks > 1
+            )
+            self.tell(
+                f"{who} {why}: the others go on without it; to bring it back: {self.way_back(stay.island)}"
+            )
+            gone.append({"island": stay.island, "why": why})
+        for island in changes.joined:
+            giver = attendance.giver
+            self.tell(
+                f"island {island} is back: it takes island {giver}'s state at the end of the next round"
+            )
+        if gone or changes.joined:
+            here = sorted(stay.island for stay in attendance.present)
+            self.events.append(Event("islands", {
+                "epoch": view.epoch, "here": here, "lost": gone, "joined": changes.joined, "noticed": noticed,
+                "agreed": time.time(),
+            }))  # fmt: skip
+
+    def note_exchange(self, number: int, partners: Sequence[int]) -> None:
+        """Record with whom this island exchanges from exchange ``number`` on."""
+        if list(partners) != self._partners:
+            self.events.append(
+                Event(
+                    "agreed",
+                    {"number": number, "members": [*partners], "at": time.time()},
+                )
+            )
+        self._partners = [*partners]
+
+    def way_back(self, island: int) -> str:
+        """Return the command that starts an island again."""
+        return f"weft ranks add {self.folder or 'RUN'}{f'/island-{island}' if island else ''}"
+
+    def tell(self, text: str) -> None:
+        """Show a line of text: where the run's first island is away, the first present one prints it."""
+        self.lines.append(text)
+        first = min((stay.island for stay in self.attendance.present), default=0)
+        island, _ = self.attendance.start
+        if first == island and island and not self.attendance.place:
+            print(f"weft: {text}", flush=True)

@@ -1,0 +1,215 @@
+"""One rank's life in a run from which others may be lost: what it does next, and the loop that does it.
+
+A rank stays in a *view* until the view ends, agrees with the others on the next view, and stays in that one. A rank
+of its own trains within a stay. A rank of an island trains beside its stays, in another thread. :class:`Life` decides,
+without sockets, threads or clocks; :func:`live` carries the decisions out.
+"""
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from weft.errors import WeftError
+from weft.resilience.views import Address, Fatal, LeftOut, TooFew, View
+from weft.run.failure import cause_of, is_secondary
+from weft.train.guard import Regroup
+
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+#: How often a step is tried before the run ends, as what fails so often is not the loss of ranks.
+ATTEMPTS = 8
+#: The error of a rank that was left out and cannot reach the others to ask them to let it in again.
+ALONE = "the others have gone on without this rank, and cannot be reached any more"
+#: What members are told (:meth:`Membership.fatal`) when a run has come to its regular end.
+ENDED = "the run has ended"
+
+
+class Move(Enum):
+    """What a rank does next."""
+
+    JOIN = "ask members of the run to be let in"
+    AGREE = "agree with the others on the next view"
+    STAY = "take part in the present view"
+    END = "end"
+
+
+class Entry(NamedTuple):
+    """What a new view is to one of its members.
+
+    ``unable``: why this member cannot take part in the view; empty if it can. ``again``: another member cannot, so
+    that the others agree on one more view.
+    """
+
+    unable: str = ""
+    again: bool = False
+
+
+@dataclass
+class Life:
+    """The state machine of one rank's life.
+
+    ``of_island``: the rank ends if it is left out or fails, and its island is started again; a rank of its own asks to
+    be let in again, and its own errors end the run for all. ``error``: why the rank ends; None if it ends well.
+    ``farewell``: what makes all other ranks end, too; empty if they go on. ``left_out``: the others have gone on
+    without this rank. ``attempts`` counts the failed stays since the step after ``step`` was tried first.
+    """
+
+    move: Move
+    of_island: bool = False
+    error: Exception | None = None
+    farewell: str = ""
+    left_out: bool = False
+    attempts: int = 0
+    step: int = 0
+
+    def advance(self, step: int) -> None:
+        """Note that ``step`` is done: what failed before it no longer counts."""
+        if step > self.step:
+            self.attempts, self.step = 0, step
+
+    def regroup(self) -> None:
+        """Note that the next view can be agreed on: this view has ended on purpose, or a member has answered."""
+        self.move = Move.AGREE
+
+    def enter(self, view: View, entry: Entry) -> None:
+        """Note the next view. After the loss of ranks a run may go far back, so failures are counted anew."""
+        if view.lost:
+            self.attempts = self.step = 0
+        self.left_out = False
+        self.move = Move.AGREE if entry.again else Move.STAY
+        if entry.unable:
+            self.end(LeftOut(entry.unable))
+
+    def refuse(self, error: Fatal | LeftOut | TooFew) -> None:
+        """Note why there is no next view."""
+        if isinstance(error, LeftOut) and not self.of_island:
+            self.left_out = True
+            if error.asked:
+                self.end()
+            else:
+                self.move = Move.JOIN
+        elif isinstance(error, TooFew) and self.left_out:
+            self.end(LeftOut(ALONE))
+        else:
+            self.left_out = isinstance(error, LeftOut)
+            self.end(None if str(error) == ENDED else error)
+
+    def fail(self, error: Exception, broken: bool, step: int) -> str:
+        """Note that a stay has failed with ``error`` after ``step``; returns what to report to the others, if anything.
+
+        ``broken``: the members know already that the view has lost somebody. An error of this rank's own, or of too
+        many attempts, ends the run.
+        """
+        cause = cause_of(error)
+        own = isinstance(error, WeftError) or isinstance(cause, SystemExit)
+        if own or not (broken or is_secondary(cause)):
+            self.end(error, f"{type(error).__name__}: {error}")
+            return ""
+        self.attempts += 1
+        if self.attempts > ATTEMPTS:
+            self.end(error, f"step {step + 1} has failed {ATTEMPTS} times: {error}")
+            return ""
+        self.move = Move.AGREE
+        return "" if broken else str(cause)
+
+    def end(self, error: Exception | None = None, farewell: str = "") -> None:
+        """Note that this rank's part in the run is over."""
+        self.move, self.error = Move.END, error
+        self.farewell = "" if self.of_island else farewell
+
+
+class Agent(Protocol):
+    """What agrees on views for a rank (:class:`weft.resilience.membership.Membership`)."""
+
+    @property
+    def why(self) -> str: ...
+    def join(self, contacts: Sequence[Address], limit: float) -> None: ...
+    def next(
+        self, facts: dict[str, Any], limit: float, patience: float | None = None
+    ) -> View: ...
+    def report(self, text: str) -> None: ...
+    def leave(self) -> None: ...
+    def fatal(self, text: str) -> None: ...
+
+
+class Party(Protocol[R_co]):
+    """What takes part in views: a rank of its own, or one rank's side of an island."""
+
+    @property
+    def step(self) -> int:
+        """The last step that is done."""
+
+    def start_over(self) -> Sequence[Address]:
+        """Forget what only members know. Returns where members listen that may let this process in."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what all members of the next view hear of this one."""
+
+    def patience(self) -> float:
+        """Seconds after which members that are alive, but do not agree, are left out."""
+
+    def enter(self, view: View) -> Entry:
+        """Make ``view`` the present one."""
+
+    def stay(self) -> R_co:
+        """Take part in the present view to the end of the run. Raises :class:`Regroup` where the view ends before."""
+
+    def part(self, broken: bool) -> None:
+        """Leave the present view; ``broken``: the run goes on, or has failed."""
+
+
+def live(life: Life, agent: Agent, party: Party[R], limit: float) -> R | None:
+    """Go from view to view until this rank's part in the run is over, and return what its last stay has returned.
+
+    Returns None if this rank was asked to leave, or the run has ended without it. An agreement may take ``limit``
+    seconds. Raises the error that ends this rank.
+    """
+    ending: R | None = None
+    while life.move is not Move.END:
+        if life.move is Move.STAY:
+            ending = _stay(life, agent, party)
+            continue
+        try:
+            if life.move is Move.JOIN:
+                agent.join(party.start_over(), limit)
+                life.regroup()
+                continue
+            view = agent.next(party.facts(), limit, party.patience())
+        except (Fatal, LeftOut, TooFew) as error:
+            life.refuse(error)
+        else:
+            entry = party.enter(view)
+            if entry.unable:
+                agent.leave()
+            life.enter(view, entry)
+    if life.error is not None:
+        raise life.error
+    return ending
+
+
+def _stay(life: Life, agent: Agent, party: Party[R]) -> R | None:
+    """Take part in the present view; the result is None where the view ends before the run."""
+    ending: R | None = None
+    try:
+        ending = party.stay()
+        life.end()
+    except Regroup:
+        life.regroup()
+    except Exception as error:
+        report = life.fail(error, bool(agent.why), party.step)
+        if life.farewell:
+            agent.fatal(life.farewell)
+        elif report:
+            agent.report(report)
+        if life.move is not Move.END:
+            # their frames hold the model and its gradients
+            for failure in (error, error.__cause__, error.__context__):
+                if failure is not None:
+                    traceback.clear_frames(failure.__traceback__)
+                    failure.__traceback__ = None
+    finally:
+        party.part(broken=ending is None)
+    return ending

@@ -1,0 +1,39 @@
+"""How the ranks that were started together meet: each finds where all others listen."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+
+from weft.resilience.membership import Membership
+from weft.resilience.views import Member, View
+from weft.run.ranks import MEMBERS
+
+
+def announce(
+    membership: Membership,
+    store: dist.Store,
+    rank: int,
+    facts: dict[str, Any] | None = None,
+) -> None:
+    """Tell the launcher that this rank is there, and all others where it listens."""
+    store.set(
+        f"{MEMBERS}/{rank}",
+        json.dumps({"member": asdict(membership.me), "facts": facts or {}}),
+    )
+
+
+def meet(
+    membership: Membership, store: dist.Store, rank: int, world: int, about: dict[str, Any],
+    facts: dict[str, Any] | None = None,
+) -> View:  # fmt: skip
+    """Exchange addresses and ``facts`` with all ranks that were started; returns the first view of the run.
+
+    ``about``: what the run hands to newcomers.
+    """
+    announce(membership, store, rank, facts)
+    met = [json.loads(store.get(f"{MEMBERS}/{other}")) for other in range(world)]
+    members = [Member(**said["member"]) for said in met]
+    membership.endpoint.check([member.address for member in members])
+    return membership.begin(members, about, [said["facts"] for said in met])

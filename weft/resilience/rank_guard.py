@@ -1,0 +1,248 @@
+"""What a run that survives the loss of ranks does around its steps: copies of the state, records, slow ranks."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch.distributed as dist
+
+from weft.checkpoint.lease import Lease
+from weft.checkpoint.levels import levels_of
+from weft.checkpoint.state import Progress
+from weft.layout.mesh import Mesh, from_all
+from weft.observe import trace
+from weft.parallel.state import State
+from weft.recipe import Recipe
+from weft.resilience.life import Life
+from weft.resilience.membership import Membership
+from weft.resilience.recover import Recovery, restore
+from weft.resilience.roster import asked_to_leave, write_roster
+from weft.resilience.slow_ranks import SlowRanks
+from weft.resilience.snapshots import Snapshots, why_none
+from weft.resilience.views import View
+from weft.resilience.watching import Watching
+from weft.train.recorder import Recorder
+from weft.train.runs import Resumed, Run, open_run
+from weft.train.setup import Job
+
+#: Copies of a rank's state on its machine (two of its own and two of another rank's), and the share of the free memory
+#: that they may take.
+COPIES, ROOM = 4, 0.8
+#: What is said where a rank is lost together with all copies of its state, before the first checkpoint.
+FROM_START = (
+    "back to the beginning, as no rank's memory has all of the state, and there is no checkpoint; checkpoint.every "
+    "makes some"
+)
+
+
+class RankGuard(Watching):
+    """The hooks of one rank's run, and what the rank keeps from view to view.
+
+    ``view`` is the present view, and ``recovery`` what it goes on from; None for a checkpoint or the beginning.
+    ``snapshots`` are copies of the state: those of the view before are kept until the present one has its own.
+    ``since``: when the view before has ended; ``seconds``: what each part of the way into the present view has taken.
+    """
+
+    view: View
+    membership: Membership
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        out: Path | None,
+        resume: str | None,
+        received: list[int],
+        life: Life,
+    ) -> None:
+        super().__init__(out, resume)
+        self.recipe, self.received, self.life = recipe, received, life
+        self.limit = timedelta(seconds=recipe.train.timeout)
+        self.run: Run | None = None
+        self.snapshots: list[Snapshots] = []
+        self.recovery: Recovery | None = None
+        self.slow = SlowRanks(recipe.resilience.actions)
+        self.progress = Progress()
+        self.seconds: dict[str, float] = {}
+        self.since = time.monotonic()
+        self.longest_step = 0.0  # seconds
+        self._known: set[int] = set()  # all members so far
+        self._looked = 0.0  # when this rank last looked who is asked to leave
+
+    # --- copies of the state ---
+
+    def hand_over(self, mesh: Mesh) -> None:
+        """Make a copy of the present state, all of it held by ranks that stay. Collective."""
+        leaves = from_all(self.membership.leaving, mesh.step_group)
+        if self.snapshots:
+            before = self.snapshots[-1]
+            copies = (
+                self.copies_of(mesh, [rank for rank, goes in enumerate(leaves) if goes])
+                if any(leaves)
+                else before
+            )
+            copies.begin(self.progress, now=True)
+            copies.complete()
+            if copies is not before:
+                before.stop()
+        dist.barrier(group=mesh.step_group)
+
+    def why_no_room(self, mesh: Mesh) -> str:
+        """Why this machine, or another, has no room for copies of its ranks' state; empty if all have. Collective."""
+        machine = self.membership.me.machine
+        here = sum(
+            member.machine == machine
+            for member in self.view.members[: mesh.layout.world]
+        )
+        need = (
+            here
+            * COPIES
+            * sum(part.values.nbytes for part in self.state.parts().values())
+        )
+        free = psutil.virtual_memory().available
+        why = (
+            f"they need {need / 2**30:.1f} GiB of the {free / 2**30:.1f} that are free"
+            if need > ROOM * free
+            else ""
+        )
+        return next(filter(None, from_all(why, mesh.step_group)), "")
+
+    def copies_of(self, mesh: Mesh, leaving: Sequence[int] = ()) -> Snapshots:
+        """Return new copies of the state, which are made after steps from now on. Collective."""
+        machines = [member.machine for member in self.view.members[: mesh.layout.world]]
+        self.snapshots.append(Snapshots(
+            self.state, machines, self.membership.endpoint, self.membership.token,
+            2 * self.view.epoch + bool(leaving), self.recipe.resilience.snapshot_every, self.limit.total_seconds(),
+            mesh.step_group, leaving,
+        ))  # fmt: skip
+        if self.membership.why:  # these copies did not exist when the view broke
+            self.snapshots[-1].break_off()
+        return self.snapshots[-1]
+
+    # --- what the loop asks and says ---
+
+    def lease(self) -> Lease:
+        return Lease(run=self.membership.token)
+
+    def open(self, recipe: Recipe, lease: Lease, size: int) -> Run:
+        # a folder that was asked for may have been made by one who is lost
+        if self.run is None:
+            again = not self.view.first and self.out is not None and self.resume is None
+            return open_run(
+                recipe, self.out, "auto" if again else self.resume, lease, size
+            )
+        folder = self.run.folder
+        if self.recovery is None:
+            return open_run(recipe, folder, "auto", lease, size)
+        run = Run(folder, [str(folder)], levels_of(recipe.checkpoint, folder), True)
+        lease.take(run.places)
+        return run
+
+    @contextmanager
+    def signals(self) -> Iterator[list[int]]:
+        yield self.received
+
+    def fill(self, run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
+        self.run, self.job, begun = run, job, time.monotonic()
+        self.seconds["rebuild_s"] = begun - self.since - sum(self.seconds.values())
+        if self.recovery is None:
+            resumed = super().fill(run, job, state, mesh)
+            if run.fresh and not self.view.first:
+                resumed.notes.append(FROM_START)
+            return resumed
+        self.seconds["bytes"] = restore(
+            self.recovery, self.snapshots, state, mesh.step_group
+        )
+        self.seconds["recover_s"] = time.monotonic() - begun
+        return Resumed(replace(self.recovery.progress), [str(self.recovery)])
+
+    def begin(
+        self, state: State, mesh: Mesh, resumed: Resumed, recorder: Recorder
+    ) -> None:
+        assert self.run is not None
+        self.state, self.progress, self._stepped = (
+            state,
+            resumed.progress,
+            time.monotonic(),
+        )
+        if self.recipe.resilience.snapshot_every:
+            if why := why_none(self.recipe) or self.why_no_room(mesh):
+                recorder.event(
+                    f"no copies of the state in memory: {why}; a lost rank costs the steps since the last checkpoint"
+                )
+            else:
+                self.copies_of(mesh).begin(self.progress)
+        self.folder = self.run.folder
+        self.watch_ranks(mesh, recorder, self.view.epoch)
+        if self.watch is not None:
+            self.watch.shares = self.slow.shares(
+                self.job, self.view.members[: mesh.layout.world], mesh.layout
+            )
+            self.slow.begin(self.watch)
+        if mesh.is_main:
+            write_roster(self.folder, self.view, self.membership.token)
+        if not self.view.first:
+            recorder.forget(self.progress.step)
+        self._record_view(recorder, mesh)
+
+    def _record_view(self, recorder: Recorder, mesh: Mesh) -> None:
+        view = self.view
+        numbers = [member.number for member in view.members]
+        joined = [number for number in numbers if number not in self._known]
+        for gone in view.lost:
+            recorder.event(f"rank {gone.rank} {gone.why}")
+        if joined and self._known:
+            recorder.event(
+                f"{len(joined)} ranks have joined"
+                if len(joined) > 1
+                else "1 rank has joined"
+            )
+        lost = [
+            {"number": gone.member.number, "rank": gone.rank, "why": gone.why}
+            for gone in view.lost
+        ]
+        recorder.log(
+            "view", epoch=view.epoch, ranks=len(numbers), layout=str(mesh.layout), lost=lost, joined=joined,
+            **self.seconds,
+        )  # fmt: skip
+        self._known |= set(numbers)
+
+    def due(self, step: int) -> bool:
+        return (
+            bool(self.snapshots) and step % self.recipe.resilience.snapshot_every == 0
+        )
+
+    def before_update(self) -> None:
+        if self.snapshots:
+            with trace.waiting():
+                self.snapshots[-1].complete()
+
+    def after_step(self) -> None:
+        now = time.monotonic()
+        self.longest_step, self._stepped = (
+            max(self.longest_step, now - self._stepped),
+            now,
+        )
+        self.life.advance(self.progress.step)
+        if self.snapshots:
+            del self.snapshots[:-1]  # all ranks have copies in this view
+            self.snapshots[-1].begin(self.progress)
+        super().after_step()
+        if self.watch is not None:
+            self.slow.act(self.watch, self.view.members, self.membership.remove)
+
+    @property
+    def remembers(self) -> bool:  # type: ignore[override]
+        return bool(self.snapshots)
+
+    @property
+    def regroup(self) -> bool:
+        leads = self.run is not None and self.view.members[0] == self.membership.me
+        if leads and self.run is not None and time.monotonic() > self._looked + 1:
+            self._looked = time.monotonic()
+            for number in asked_to_leave(self.run.folder):
+                self.membership.remove(number)
+        return self.slow.rebalance or self.membership.wishes()

@@ -1,0 +1,333 @@
+"""A rank of a run that survives the loss of others: in each view it trains as one of the ranks of a layout.
+
+When a rank is lost, all others break off their step, agree on the next view (:mod:`.membership`), make new process
+groups and a new model, and go on from copies of the state in memory (:mod:`.snapshots`, :mod:`.recover`).
+"""
+
+import gc
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from threading import Thread
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from weft.errors import WeftError
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
+from weft.net import lost
+from weft.net.endpoint import process_endpoint
+from weft.net.hangup import HangUp
+from weft.net.lost import PeerLost
+from weft.net.sockets import own_address
+from weft.observe import trace
+from weft.recipe import Recipe
+from weft.resilience.life import ENDED, Entry, Life, Move, live
+from weft.resilience.meeting import meet
+from weft.resilience.membership import Membership
+from weft.resilience.rank_guard import RankGuard
+from weft.resilience.recover import FACT, newest
+from weft.resilience.roster import Roster
+from weft.resilience.views import NEWCOMER, Address, LeftOut, View
+from weft.run.failure import report_failure
+from weft.run.ranks import MEMBERS, backend_of, own_device, settle_in
+from weft.run.signals import noted_signals, stop_signals
+from weft.train.guard import Regroup
+from weft.train.loop import Ending, train
+from weft.train.setup import Job, check_memory, device_type, prepare
+
+#: Seconds between two looks of a rank for which the layout has no place.
+LOOK_S = 0.1
+#: How long a rank tries to reach the store of a view; nothing can interrupt that.
+CONNECT = timedelta(seconds=5)
+#: A rank that is alive, but does not agree on the next view, is left out after the time of so many steps, and after so
+#: many seconds: gloo may never return from a collective, and a rank that is left out by mistake comes back.
+ABSENT, ABSENT_S = 3, 15.0
+#: The signal by which a scheduler takes a rank away.
+LEAVE = signal.SIGUSR2
+
+
+def start_rank(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
+    """Train as one of the ranks that were started."""
+    with noted(recipe) as received:
+        limit = timedelta(seconds=recipe.train.timeout)
+        store, rank, world = next(dist.rendezvous("env://", timeout=limit))
+        if rank == 0:
+            store.set("weft/run", secrets.token_hex(16))
+        token = store.get("weft/run").decode()
+        with rank_party(
+            recipe, out, resume, received, Life(Move.STAY), token, own_address(), rank
+        ) as party:
+            about = {"recipe": recipe.model_dump(mode="json")}
+            party.store = store
+            party.take(meet(party.membership, store, rank, world, about))
+            return party.live()
+
+
+def join_rank(recipe: Recipe, folder: Path, roster: Roster) -> Ending:
+    """Train as one more rank of the run in ``folder``."""
+    with noted(recipe) as received:
+        if "RANK" in os.environ:  # the launcher is to see that this rank is there
+            store, rank, _ = next(
+                dist.rendezvous(
+                    "env://", timeout=timedelta(seconds=recipe.train.timeout)
+                )
+            )
+            store.set(f"{MEMBERS}/{rank}", "")
+        host = own_address(roster.members[0].host)
+        with rank_party(
+            recipe, folder, None, received, Life(Move.JOIN), roster.token, host
+        ) as party:
+            party.known = [member.address for member in roster.members]
+            return party.live()
+
+
+@contextmanager
+def noted(recipe: Recipe) -> Iterator[list[int]]:
+    """Make this process ready to be a rank, and note the signals that ask it to stop."""
+    settle_in(device_type(recipe), recipe.train.threads)
+    with noted_signals(stop_signals()) as received:
+        yield received
+
+
+@contextmanager
+def rank_party(
+    recipe: Recipe, out: Path | None, resume: str | None, received: list[int], life: Life, token: str, host: str,
+    number: int = NEWCOMER,
+) -> Iterator["RankParty"]:  # fmt: skip
+    """Start this rank's agent, which watches the others and is watched by them, and end it after the run."""
+    party = RankParty(RankGuard(recipe, out, resume, received, life))
+    resilience = recipe.resilience
+    endpoint = process_endpoint(host, encrypt=resilience.encrypt)
+    membership = Membership(
+        resilience.detect, token, party.on_break, endpoint, number, lambda: received
+    )
+    party.membership = party.guard.membership = membership
+    lost.watch.append(lambda: membership.why)
+    # after the present step
+    signal.signal(LEAVE, lambda number, frame: membership.leave())
+    try:
+        yield party
+    finally:
+        for copies in party.guard.snapshots:
+            copies.stop()
+        membership.close()
+
+
+class RankParty:
+    """One rank's part in all views (:class:`weft.resilience.life.Party`): it trains as long as a view lasts.
+
+    ``store``: of the first view, later that which this rank serves for the next view. ``known``: where other
+    members listen.
+    """
+
+    membership: Membership
+
+    def __init__(self, guard: RankGuard) -> None:
+        self.guard, self.recipe, self.limit = guard, guard.recipe, guard.limit
+        self.device = device_type(guard.recipe)
+        self.store: dist.Store | None = None
+        self.known: Sequence[Address] = ()
+        self.job: Job | None = None
+        self._hang_up: HangUp | None = None
+
+    def live(self) -> Ending:
+        """Train through all views."""
+        ending = live(
+            self.guard.life, self.membership, self, self.limit.total_seconds()
+        )
+        return ending or Ending(self.recipe, None, False)
+
+    @property
+    def step(self) -> int:
+        return self.guard.progress.step
+
+    def start_over(self) -> Sequence[Address]:
+        self.guard.snapshots = []
+        self.membership.endpoint.check(self.known)
+        return self.known
+
+    def facts(self) -> dict[str, Any]:
+        own = self.membership.me.host
+        store = dist.TCPStore(
+            own, 0, is_master=True, timeout=self.limit, wait_for_workers=False
+        )
+        self.store = store
+        copies = [snapshots.held() for snapshots in self.guard.snapshots]
+        self.guard.seconds = {"part_s": time.monotonic() - self.guard.since}
+        return {
+            "store": (own, store.port),
+            "slow": self.guard.slow.factors,
+            FACT: copies,
+        }
+
+    def patience(self) -> float:
+        return max(ABSENT_S, ABSENT * self.guard.longest_step)
+
+    def enter(self, view: View) -> Entry:
+        guard = self.guard
+        guard.seconds["agree_s"] = (
+            time.monotonic() - guard.since - guard.seconds["part_s"]
+        )
+        self.take(view)
+        guard.recovery = newest(view.facts)
+        guard.slow.factors = {
+            int(number): factor for number, factor in view.facts[0]["slow"].items()
+        }
+        differing = guard.recovery.differing if guard.recovery else ()
+        if self.rank in differing:
+            return Entry(
+                f"rank {self.rank} has another state than the others, who go on without it"
+            )
+        return Entry(again=bool(differing))
+
+    def take(self, view: View) -> None:
+        """Make ``view`` the present one."""
+        self.guard.view = view
+        self.known = [
+            member.address for member in view.members if member != self.membership.me
+        ]
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process in the present view."""
+        return self.guard.view.members.index(self.membership.me)
+
+    def stay(self) -> Ending:
+        """Train in the present view to the end of the run."""
+        guard, membership = self.guard, self.membership
+        if self.job is None:
+            self.job = prepare(self.recipe)
+        recipe = self.recipe if guard.view.first else self.recipe_now(self.job)
+        world = recipe.layout.world
+        if self.rank >= world:
+            self.wait_for_place()
+        self._hang_up = HangUp(self.end_stuck)
+        if membership.why:
+            raise PeerLost(membership.why)
+        self.join_groups(world, self.device)
+        mesh = Mesh.create(recipe.layout, own_device(self.device))
+        job = replace(
+            self.job,
+            recipe=recipe,
+            speeds=guard.slow.speeds(guard.view.members[:world]),
+        )
+        try:
+            outcome = train(job, mesh, guard=guard)
+        except Regroup:
+            guard.hand_over(mesh)
+            raise
+        # nobody that is lost from now on is needed any more
+        membership.end(self.limit.total_seconds())
+        membership.fatal(ENDED)
+        trace.stop(everyone=mesh.is_main)
+        return Ending(self.recipe, outcome, mesh.is_main)
+
+    def part(self, broken: bool) -> None:
+        """Leave the process groups; ``broken``: others may never finish what they do in them."""
+        self.guard.since, self.guard.slow.rebalance = time.monotonic(), False
+        hang_up, self._hang_up = self._hang_up, None
+        trace.end()
+        if broken:
+            # a run that loses no rank imports neither; leaving the groups takes longer
+            for module in ("weft.resilience.layouts", "weft.checkpoint.reshard"):
+                Thread(target=import_module, args=(module,), daemon=True).start()
+            if hang_up is not None:
+                hang_up.hang_up()
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if hang_up is not None:
+            hang_up.close()
+        if self.recipe.train.compile:
+            # what was compiled knows the groups by names that will be given again
+            torch._dynamo.reset()
+
+    # --- the ranks of a view ---
+
+    def recipe_now(self, job: Job) -> Recipe:
+        """The recipe for as many ranks as there are; if they are too few, save their state and raise the error."""
+        from weft.resilience.layouts import recipe_for
+
+        members, least = self.guard.view.members, self.recipe.resilience.min_ranks
+        try:
+            if len(members) < least:
+                raise WeftError(
+                    f"{len(members)} ranks are left, and resilience.min_ranks = {least}"
+                )
+            recipe = recipe_for(self.recipe, job.shape, len(members))
+            machine = self.membership.me.machine
+            check_memory(
+                recipe, job.shape, sum(member.machine == machine for member in members)
+            )
+            return recipe
+        except WeftError as error:
+            if self.guard.run is None:
+                raise
+            saved = self.rescue(job)
+            raise WeftError(
+                f"{error}; {saved}: go on with weft train and --resume {self.guard.run.folder}, where there are more"
+            ) from None
+
+    def rescue(self, job: Job) -> str:
+        """Save the state that the ranks have in memory; returns words that say where the run can go on from."""
+        guard = self.guard
+        if guard.recovery is None or guard.run is None:
+            return "its last checkpoint is what there is"
+        world = len(guard.view.members)
+        self._hang_up = HangUp(self.end_stuck)
+        self.join_groups(world, "cpu")
+        mesh = Mesh.create(Layout(dp=world), "cpu")
+        with guard.lease() as lease:
+            from weft.resilience.rescue import save_copies
+
+            place = save_copies(
+                guard.recovery, guard.snapshots, job, guard.run, lease, mesh
+            )
+            dist.barrier()
+        return (
+            f"the state after step {guard.recovery.progress.step} is saved in {place}"
+        )
+
+    def join_groups(self, world: int, device: str) -> None:
+        """Join the default process group of the present view, as one of its first ``world`` members."""
+        view, store, (backend, index) = self.guard.view, self.store, backend_of(device)
+        if not view.first:
+            host, port = view.facts[0]["store"]
+            store = dist.TCPStore(host, port, is_master=False, timeout=CONNECT)
+            store.set_timeout(self.limit)
+        assert store is not None
+        dist.init_process_group(
+            backend, store=dist.PrefixStore(f"weft/view-{view.epoch}", store), rank=self.rank, world_size=world,
+            timeout=self.limit, device_id=index,
+        )  # fmt: skip
+
+    def wait_for_place(self) -> NoReturn:
+        """Wait for another view, as the layout has no place for this rank."""
+        while not self.membership.why:
+            time.sleep(LOOK_S)
+        raise PeerLost(self.membership.why)
+
+    def on_break(self, why: str) -> None:
+        """In the agent's thread: the view can do no further step."""
+        if self._hang_up is not None:
+            self._hang_up.hang_up()
+        for copies in list(self.guard.snapshots):
+            copies.break_off()
+
+    def end_stuck(self) -> None:
+        """Called in another thread: end the process, as the main thread waits in a collective that does not end."""
+        error = LeftOut(
+            f"rank {self.rank} is in a collective that the others have left, and that nothing ends"
+        )
+        self.membership.close()
+        os._exit(report_failure(error))
