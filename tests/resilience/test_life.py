@@ -16,7 +16,7 @@ from weft.errors import UsageError
 from weft.net.lost import PeerLost
 from weft.plugins import PluginError
 from weft.resilience.agreement import Agreement
-from weft.resilience.life import ALONE, ATTEMPTS, ENDED, Entry, Life, Move, live
+from weft.resilience.life import ALONE, ATTEMPTS, ENDED, Life, LifeMove, ViewEntry, live
 from weft.resilience.recover import FACT, newest
 from weft.resilience.views import Address, Fatal, LeftOut, Lost, Member, TooFew, View
 from weft.train.guard import Regroup
@@ -24,7 +24,7 @@ from weft.train.guard import Regroup
 LAST = 10
 CLOSED = "the connection is closed"
 MEMBERS = (Member(0, "127.0.0.1", 1, "", 1, 0.0), Member(1, "127.0.0.1", 2, "", 2, 0.0))
-FINE = Entry()
+FINE = ViewEntry()
 VIEW = View(2, MEMBERS[:1], ({},), (), {})
 
 
@@ -73,7 +73,7 @@ class Lives(World):
     def add(self, number: int) -> Agreement:
         node = super().add(number)
         self.ranks[node.me.address] = Rank(
-            node, Life(Move.AGREE if number < 0 else Move.STAY)
+            node, Life(LifeMove.AGREE if number < 0 else LifeMove.STAY)
         )
         return node
 
@@ -89,13 +89,13 @@ class Lives(World):
     def move(self, rank: Rank) -> None:
         """What one rank does next, as :func:`live` would have it, but without waiting."""
         node, life = rank.node, rank.life
-        if life.move is Move.JOIN:
+        if life.move is LifeMove.JOIN:
             rank.held = []
             node.start_over(
                 [address for address in self.nodes if address != node.me.address]
             )
             life.regroup()
-        elif life.move is Move.AGREE:
+        elif life.move is LifeMove.AGREE:
             if node._facts is None and node.outcome is None:
                 node.want({FACT: rank.held}, 1e9)
             elif isinstance(node.outcome, View):
@@ -104,11 +104,11 @@ class Lives(World):
                 error = node.take()
                 assert isinstance(error, LeftOut | TooFew | Fatal)
                 life.refuse(error)
-        elif life.move is Move.STAY and node.census.why:
+        elif life.move is LifeMove.STAY and node.census.why:
             assert not life.fail(PeerLost(CLOSED), True, rank.step)
-        elif life.move is Move.STAY and node.census.wishes():
+        elif life.move is LifeMove.STAY and node.census.wishes():
             life.regroup()
-        elif life.move is Move.STAY:
+        elif life.move is LifeMove.STAY:
             self.train(rank)
 
     def take(self, rank: Rank, view: View) -> None:
@@ -122,7 +122,7 @@ class Lives(World):
         rank.step = recovery.progress.step if recovery else 0
         assert rank.step >= max(steps, default=0) - 1, "a step is lost that was done"
         rank.enter(view)
-        rank.life.enter(view, Entry())
+        rank.life.enter(view, ViewEntry())
 
     def train(self, rank: Rank) -> None:
         view = rank.node.seen
@@ -132,7 +132,7 @@ class Lives(World):
         for other in group:
             there = (
                 other.node.me.address in here
-                and other.life.move is Move.STAY
+                and other.life.move is LifeMove.STAY
                 and other.node.seen is not None
             )
             if (
@@ -161,11 +161,11 @@ def test_whoever_lives_comes_to_the_end(members: int, seed: int) -> None:
     here = [rank for rank in lives.ranks.values() if rank.node in lives.living()]
     for _ in range(100):
         lives.run(100, None)
-        if all(rank.step == LAST and rank.life.move is Move.STAY for rank in here):
+        if all(rank.step == LAST and rank.life.move is LifeMove.STAY for rank in here):
             break
-    assert [(rank.step, rank.life.move) for rank in here] == [(LAST, Move.STAY)] * len(
-        here
-    )
+    assert [(rank.step, rank.life.move) for rank in here] == [
+        (LAST, LifeMove.STAY)
+    ] * len(here)
     assert len({rank.node.census.epoch for rank in here}) == 1
 
 
@@ -174,7 +174,7 @@ class Fake:
 
     step, why = 3, ""
 
-    def __init__(self, script: Sequence[Any], entry: Entry = FINE) -> None:
+    def __init__(self, script: Sequence[Any], entry: ViewEntry = FINE) -> None:
         self.script, self.entry, self.calls = list(script), entry, list[str]()
 
     def _next(self, call: str) -> Any:
@@ -215,7 +215,7 @@ class Fake:
     def patience(self) -> float:
         return 1.0
 
-    def enter(self, view: View) -> Entry:
+    def enter(self, view: View) -> ViewEntry:
         return self.entry
 
     def part(self, broken: bool) -> None:
@@ -224,9 +224,9 @@ class Fake:
 
 def lived(
     script: Sequence[Any],
-    move: Move = Move.STAY,
+    move: LifeMove = LifeMove.STAY,
     of_island: bool = False,
-    entry: Entry = FINE,
+    entry: ViewEntry = FINE,
 ) -> Any:
     """How a life ends, as text, and what was called meanwhile."""
     fake = Fake(script, entry)
@@ -279,18 +279,18 @@ def test_a_rank_of_an_island_ends_where_others_join_again(
 
 def test_a_rank_with_another_state_leaves() -> None:
     text = "rank 1 has another state than the others"
-    assert lived([Regroup(), VIEW], entry=Entry(text)) == (
+    assert lived([Regroup(), VIEW], entry=ViewEntry(text)) == (
         f"LeftOut: {text}",
         ["stay", "part", "agree", "leave"],
     )
 
 
 def test_a_newcomer_joins_first() -> None:
-    assert lived([None, VIEW, "done"], Move.JOIN) == (
+    assert lived([None, VIEW, "done"], LifeMove.JOIN) == (
         "done",
         ["join", "agree", "stay", "part well"],
     )
-    assert lived([FEW], Move.JOIN) == (f"TooFew: {FEW}", ["join"])
+    assert lived([FEW], LifeMove.JOIN) == (f"TooFew: {FEW}", ["join"])
 
 
 def test_a_plugin_that_only_saw_the_loss_of_others_is_no_cause() -> None:
@@ -304,14 +304,14 @@ def test_a_plugin_that_only_saw_the_loss_of_others_is_no_cause() -> None:
 
 def test_attempts_count_while_nobody_is_lost() -> None:
     """Whose run went back from step 119 to a checkpoint may lose ranks more often than a step may fail, until 119."""
-    life = Life(Move.STAY, step=119)
+    life = Life(LifeMove.STAY, step=119)
     lost = replace(VIEW, lost=(Lost(MEMBERS[1], 1, "is gone"),))
     for view in [lost] * 2 * ATTEMPTS + [VIEW] * ATTEMPTS:
         life.fail(PeerLost(CLOSED), True, 48)
-        assert life.move is Move.AGREE
-        life.enter(view, Entry())
+        assert life.move is LifeMove.AGREE
+        life.enter(view, ViewEntry())
     life.fail(PeerLost(CLOSED), True, 48)
     assert (
-        life.move is Move.END
+        life.move is LifeMove.END
         and life.farewell == f"step 49 has failed {ATTEMPTS} times: {CLOSED}"
     )

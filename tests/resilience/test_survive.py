@@ -18,7 +18,7 @@ from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.recipe import Recipe
-from weft.resilience.life import Life, Move
+from weft.resilience.life import Life, LifeMove
 from weft.resilience.rank_guard import FROM_START, RankGuard
 from weft.resilience.rank_life import LEAVE
 from weft.resilience.roster import ask_to_leave, read_roster
@@ -202,7 +202,7 @@ def test_a_run_that_begins_again_says_so(
     monkeypatch.setattr(
         "weft.train.guard.resume_run", lambda *given: Resumed(Progress(), ["resumed"])
     )
-    guard = RankGuard(job(corpus, ""), None, None, [], Life(Move.STAY))
+    guard = RankGuard(job(corpus, ""), None, None, [], Life(LifeMove.STAY))
     guard.view = cast(View, SimpleNamespace(first=not later))
     given = cast(Any, SimpleNamespace(fresh=fresh, folder=Path()))
     notes = guard.fill(given, cast(Any, None), cast(Any, None), cast(Any, None)).notes

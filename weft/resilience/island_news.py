@@ -9,7 +9,7 @@ from weft.resilience.attendance import Attendance, Changes
 from weft.resilience.views import GONE, View
 
 
-class Event(NamedTuple):
+class IslandEvent(NamedTuple):
     """A record of what has changed, for the run's metrics."""
 
     kind: str
@@ -22,10 +22,10 @@ class IslandNews:
     def __init__(self, attendance: Attendance) -> None:
         self.attendance, self.folder = attendance, ""
         self.lines = deque[str]()
-        self.events: list[Event] = []
+        self.events: list[IslandEvent] = []
         self._partners: list[int] = []
 
-    def take_events(self) -> list[Event]:
+    def take_events(self) -> list[IslandEvent]:
         events, self.events = self.events, []
         return events
 
@@ -51,7 +51,7 @@ class IslandNews:
             )
         if gone or changes.joined:
             here = sorted(stay.island for stay in attendance.present)
-            self.events.append(Event("islands", {
+            self.events.append(IslandEvent("islands", {
                 "epoch": view.epoch, "here": here, "lost": gone, "joined": changes.joined, "noticed": noticed,
                 "agreed": time.time(),
             }))  # fmt: skip
@@ -60,7 +60,7 @@ class IslandNews:
         """Record with whom this island exchanges from exchange ``number`` on."""
         if list(partners) != self._partners:
             self.events.append(
-                Event(
+                IslandEvent(
                     "agreed",
                     {"number": number, "members": [*partners], "at": time.time()},
                 )

@@ -13,7 +13,7 @@ from contextlib import suppress
 from weft.net.endpoint import Address
 from weft.resilience.attendance import Attendance, Facts
 from weft.resilience.island_news import IslandNews
-from weft.resilience.life import Entry, Life, Move, live
+from weft.resilience.life import Life, LifeMove, ViewEntry, live
 from weft.resilience.membership import Membership
 from weft.resilience.views import LeftOut, View
 from weft.run.failure import report_failure
@@ -64,11 +64,11 @@ class IslandParty:
             own = self.attendance.facts()
             begun = {key: own[key] for key in ("stays", "begun", "got", "committed")}
             self._adopt(view, [said | begun for said in view.facts])
-        self._follow(Life(Move.STAY, of_island=True))
+        self._follow(Life(LifeMove.STAY, of_island=True))
 
     def come(self) -> None:
         """Ask the others to be let in; returns when they have done it."""
-        self._follow(Life(Move.JOIN, of_island=True))
+        self._follow(Life(LifeMove.JOIN, of_island=True))
         with self.changed:
             self.changed.wait_for(lambda: self.view or self.fatal)
             self.steady()
@@ -112,12 +112,12 @@ class IslandParty:
     def patience(self) -> float:
         return max(ABSENT_S, KNOWN * self.detect)
 
-    def enter(self, view: View) -> Entry:
+    def enter(self, view: View) -> ViewEntry:
         with self.changed:
             unable = self._adopt(view, view.facts)
             self.changing = False
             self.changed.notify_all()
-        return Entry(unable)
+        return ViewEntry(unable)
 
     def stay(self) -> None:
         while not self.closing:

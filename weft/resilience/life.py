@@ -27,7 +27,7 @@ ALONE = "the others have gone on without this rank, and cannot be reached any mo
 ENDED = "the run has ended"
 
 
-class Move(Enum):
+class LifeMove(Enum):
     """What a rank does next."""
 
     JOIN = "ask members of the run to be let in"
@@ -36,7 +36,7 @@ class Move(Enum):
     END = "end"
 
 
-class Entry(NamedTuple):
+class ViewEntry(NamedTuple):
     """What a new view is to one of its members.
 
     ``unable``: why this member cannot take part in the view; empty if it can. ``again``: another member cannot, so
@@ -57,7 +57,7 @@ class Life:
     without this rank. ``attempts`` counts the failed stays since the step after ``step`` was tried first.
     """
 
-    move: Move
+    move: LifeMove
     of_island: bool = False
     error: Exception | None = None
     farewell: str = ""
@@ -72,14 +72,14 @@ class Life:
 
     def regroup(self) -> None:
         """Note that the next view can be agreed on: this view has ended on purpose, or a member has answered."""
-        self.move = Move.AGREE
+        self.move = LifeMove.AGREE
 
-    def enter(self, view: View, entry: Entry) -> None:
+    def enter(self, view: View, entry: ViewEntry) -> None:
         """Note the next view. After the loss of ranks a run may go far back, so failures are counted anew."""
         if view.lost:
             self.attempts = self.step = 0
         self.left_out = False
-        self.move = Move.AGREE if entry.again else Move.STAY
+        self.move = LifeMove.AGREE if entry.again else LifeMove.STAY
         if entry.unable:
             self.end(LeftOut(entry.unable))
 
@@ -90,7 +90,7 @@ class Life:
             if error.asked:
                 self.end()
             else:
-                self.move = Move.JOIN
+                self.move = LifeMove.JOIN
         elif isinstance(error, TooFew) and self.left_out:
             self.end(LeftOut(ALONE))
         else:
@@ -112,12 +112,12 @@ class Life:
         if self.attempts > ATTEMPTS:
             self.end(error, f"step {step + 1} has failed {ATTEMPTS} times: {error}")
             return ""
-        self.move = Move.AGREE
+        self.move = LifeMove.AGREE
         return "" if broken else str(cause)
 
     def end(self, error: Exception | None = None, farewell: str = "") -> None:
         """Note that this rank's part in the run is over."""
-        self.move, self.error = Move.END, error
+        self.move, self.error = LifeMove.END, error
         self.farewell = "" if self.of_island else farewell
 
 
@@ -151,7 +151,7 @@ class Party(Protocol[R_co]):
     def patience(self) -> float:
         """Seconds after which members that are alive, but do not agree, are left out."""
 
-    def enter(self, view: View) -> Entry:
+    def enter(self, view: View) -> ViewEntry:
         """Make ``view`` the present one."""
 
     def stay(self) -> R_co:
@@ -168,12 +168,12 @@ def live(life: Life, agent: Agent, party: Party[R], limit: float) -> R | None:
     seconds. Raises the error that ends this rank.
     """
     ending: R | None = None
-    while life.move is not Move.END:
-        if life.move is Move.STAY:
+    while life.move is not LifeMove.END:
+        if life.move is LifeMove.STAY:
             ending = _stay(life, agent, party)
             continue
         try:
-            if life.move is Move.JOIN:
+            if life.move is LifeMove.JOIN:
                 agent.join(party.start_over(), limit)
                 life.regroup()
                 continue
@@ -204,7 +204,7 @@ def _stay(life: Life, agent: Agent, party: Party[R]) -> R | None:
             agent.fatal(life.farewell)
         elif report:
             agent.report(report)
-        if life.move is not Move.END:
+        if life.move is not LifeMove.END:
             # their frames hold the model and its gradients
             for failure in (error, error.__cause__, error.__context__):
                 if failure is not None:

@@ -31,7 +31,7 @@ from weft.net.lost import PeerLost
 from weft.net.sockets import own_address
 from weft.observe import trace
 from weft.recipe import Recipe
-from weft.resilience.life import ENDED, Entry, Life, Move, live
+from weft.resilience.life import ENDED, Life, LifeMove, ViewEntry, live
 from weft.resilience.meeting import meet
 from weft.resilience.membership import Membership
 from weft.resilience.rank_guard import RankGuard
@@ -65,7 +65,14 @@ def start_rank(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
             store.set("weft/run", secrets.token_hex(16))
         token = store.get("weft/run").decode()
         with rank_party(
-            recipe, out, resume, received, Life(Move.STAY), token, own_address(), rank
+            recipe,
+            out,
+            resume,
+            received,
+            Life(LifeMove.STAY),
+            token,
+            own_address(),
+            rank,
         ) as party:
             about = {"recipe": recipe.model_dump(mode="json")}
             party.store = store
@@ -85,7 +92,7 @@ def join_rank(recipe: Recipe, folder: Path, roster: Roster) -> Ending:
             store.set(f"{MEMBERS}/{rank}", "")
         host = own_address(roster.members[0].host)
         with rank_party(
-            recipe, folder, None, received, Life(Move.JOIN), roster.token, host
+            recipe, folder, None, received, Life(LifeMove.JOIN), roster.token, host
         ) as party:
             party.known = [member.address for member in roster.members]
             return party.live()
@@ -173,7 +180,7 @@ class RankParty:
     def patience(self) -> float:
         return max(ABSENT_S, ABSENT * self.guard.longest_step)
 
-    def enter(self, view: View) -> Entry:
+    def enter(self, view: View) -> ViewEntry:
         guard = self.guard
         guard.seconds["agree_s"] = (
             time.monotonic() - guard.since - guard.seconds["part_s"]
@@ -185,10 +192,10 @@ class RankParty:
         }
         differing = guard.recovery.differing if guard.recovery else ()
         if self.rank in differing:
-            return Entry(
+            return ViewEntry(
                 f"rank {self.rank} has another state than the others, who go on without it"
             )
-        return Entry(again=bool(differing))
+        return ViewEntry(again=bool(differing))
 
     def take(self, view: View) -> None:
         """Make ``view`` the present one."""
