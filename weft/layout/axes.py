@@ -1,4 +1,4 @@
-"""Mesh axes: which there are, which named dimension each of them cuts, and whose ranks see different data."""
+"""Mesh axes: their names, the named dimensions that each axis cuts, and the axes whose ranks see different data."""
 
 #: Mesh axes from the slowest links to the fastest: neighbours along ``tp`` have consecutive ranks. Their sizes multiply
 #: to the number of ranks. Ranks of different islands do not take a step together.

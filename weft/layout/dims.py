@@ -11,29 +11,29 @@ Box = tuple[tuple[int, int], ...]
 
 
 def extents(box: Box) -> tuple[int, ...]:
-    """The sizes of a box: the shape of an array that holds just its elements."""
+    """Return the sizes of a box: the shape of an array of its elements."""
     return tuple(hi - lo for lo, hi in box)
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """The box of all elements of a tensor of this shape."""
+    """Return the box of all elements of a tensor of this shape."""
     return tuple((0, size) for size in shape)
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """A box as an index into an array that holds the whole tensor."""
+    """Return a box as an index into an array of the whole tensor."""
     return tuple(slice(lo, hi) for lo, hi in box)
 
 
 def part(count: int, parts: int, index: int) -> tuple[int, int]:
-    """Balanced contiguous share ``index`` of ``count`` things in ``parts``: sizes differ by at most one."""
+    """Return the range of share ``index`` of ``count`` things in ``parts``: contiguous, sizes differ by at most one."""
     base, extra = divmod(count, parts)
     start = index * base + min(index, extra)
     return start, start + base + (index < extra)
 
 
 def ceil_part(count: int, parts: int, index: int) -> tuple[int, int]:
-    """Share as :func:`torch.chunk` cuts it (and rows of state): all shares full, then a short one, then empty ones."""
+    """Return the range of share ``index`` as :func:`torch.chunk` cuts it: full shares, a short one, then empty ones."""
     size = -(-count // parts)
     return min(index * size, count), min((index + 1) * size, count)
 
@@ -42,9 +42,9 @@ def ceil_part(count: int, parts: int, index: int) -> tuple[int, int]:
 class Logical:
     """A parameter as one device sees it, and the part of it that this rank computes with.
 
-    ``dims`` name its dimensions, ``std`` is its initial standard deviation (``None``: all ones, 0: all zeros). ``cuts``
-    names, for each dimension, the mesh axes that cut it; ``box`` is the part that is left of it at this rank's place.
-    ``everywhere``: all of that is held as state by each rank, whose rows are not cut further.
+    ``dims``: its named dimensions. ``std``: its initial standard deviation (``None``: all ones, 0: all zeros).
+    ``cuts``: for each dimension, the mesh axes that cut it. ``box``: the elements at this rank's place. ``everywhere``:
+    every rank holds its whole part as state, whose rows are not cut further.
     """
 
     dims: tuple[Dim, ...]
@@ -66,16 +66,16 @@ class Logical:
         return prod(self.shape)
 
     def cut_by(self, axis: str) -> bool:
-        """Whether ranks along ``axis`` hold different parts."""
+        """Return whether ranks along ``axis`` hold different parts."""
         return any(axis in axes for axes in self.cuts)
 
     def rows(self, lo: int, hi: int) -> Box:
-        """The box of local rows ``lo:hi``: a further cut of dimension 0."""
+        """Return the box of local rows ``lo:hi``: a further cut of dimension 0."""
         start = self.box[0][0]
         return ((start + lo, start + hi), *self.box[1:])
 
 
-#: safetensors' name, bytes per element.
+#: Bytes per element by the names that safetensors gives types.
 DTYPES = {
     "F64": 8,
     "F32": 4,
@@ -90,7 +90,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """A logical tensor. ``dims`` names its dimensions; ``tied``: the tensor that it is one and the same with."""
+    """A logical tensor. ``dims``: names of its dimensions; ``tied``: the name of the tensor whose values it shares."""
 
     shape: tuple[int, ...]
     dtype: str

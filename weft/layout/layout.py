@@ -17,9 +17,9 @@ from weft.section import Section, validated
 class Layout(Section):
     """Ranks per mesh axis.
 
-    ZeRO (Rajbhandari et al. 2020), ZeRO++ hpZ (Wang et al. 2023; Frontier, Dash et al. 2023). Tables of attention
-    are in :mod:`weft.parallel.context.tables`, dispatchers in :mod:`weft.parallel.experts.dispatch`. With ``lsh`` a
-    run does not compute what one device does.
+    ZeRO (Rajbhandari et al. 2020), ZeRO++ hpZ (Wang et al. 2023; Frontier, Dash et al. 2023). Attention schemes are in
+    :mod:`weft.parallel.context.tables`, dispatchers in :mod:`weft.parallel.experts.dispatch`. With ``lsh`` a run
+    computes something else than one device.
     """
 
     dp: int = Field(
@@ -210,7 +210,7 @@ class Layout(Section):
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        named = re.findall(r"\w+", self.order)
+        named = self._named_axes
         if unknown := [name for name in named if name not in AXES]:
             raise ValueError(
                 f"unknown axis {unknown[0]!r} in the order; {nearest(unknown[0], AXES)}"
@@ -232,8 +232,12 @@ class Layout(Section):
         refuse(AskedLayout(layout=self), LAYOUT_RULES)
         return self
 
+    @property
+    def _named_axes(self) -> list[str]:
+        return re.findall(r"\w+", self.order)
+
     def named(self) -> Iterator[Registered]:
-        """The techniques that this layout uses: those whose axis has more than one rank."""
+        """Yield the techniques that this layout uses: those whose axis has more than one rank."""
         uses = {
             "schedule": (self.schedule, self.pp),
             "context": (self.context, self.cp),
@@ -245,18 +249,18 @@ class Layout(Section):
 
     @property
     def axis_order(self) -> tuple[str, ...]:
-        """All axes from the slowest-varying to the fastest, those of size 1 anywhere."""
-        named = re.findall(r"\w+", self.order)
+        """All axes from the slowest-varying to the fastest; axes that the order leaves out come first."""
+        named = self._named_axes
         return (*(axis for axis in AXES if axis not in named), *named)
 
     def size(self, *axes: str) -> int:
-        """The number of ranks along ``axes`` together. For ``ep`` only those that are among the data ranks count."""
+        """Return the number of ranks along ``axes`` together. Of ``ep``, only data ranks count."""
         return prod(
             self.fold if axis == FOLDED else getattr(self, axis) for axis in axes
         )
 
     def folds(self, count: int) -> bool:
-        """Whether ``count`` divides the data ranks, and cuts those that share the state evenly."""
+        """Return whether ``count`` divides the data ranks, and cuts those that share the state evenly."""
         state, data = self.size("shard", "cp"), self.size("dp", "shard", "cp")
         return data % count == 0 and (state % count == 0 or count % state == 0)
 
@@ -271,7 +275,7 @@ class Layout(Section):
 
     @property
     def fold(self) -> int:
-        """The data ranks among which experts are spread."""
+        """Number of data ranks over which experts are spread."""
         return self.ep // self.tp if self.folds_tp else self.ep
 
     @property
@@ -288,12 +292,15 @@ class Layout(Section):
 
     @property
     def head_ranks(self) -> int:
-        """Neighbours along ``cp`` that exchange heads for tokens around attention."""
+        """Number of neighbours along ``cp`` that exchange heads for tokens around attention."""
         return self.cp if self.context == "ulysses" else min(self.ulysses, self.cp)
 
     @classmethod
     def parse(cls, text: str, base: dict[str, Any] | None = None) -> Self:
-        """Read ``"shard=2,tp=2"``. Axes that are not named are 1; ``zero`` and ``context`` come from ``base``."""
+        """Read a layout such as ``"shard=2,tp=2"``. Axes that are not named are 1; other fields come from ``base``.
+
+        Raises :class:`UsageError` for an unknown axis, an axis that is named twice, or a value that is no number.
+        """
         values: dict[str, Any] = {
             k: v for k, v in (base or {}).items() if k not in (*AXES, FOLDED, "order")
         }
@@ -316,34 +323,28 @@ class Layout(Section):
         return validated(cls, values, f"layout {text!r}")
 
     def __str__(self) -> str:
-        axes = [
-            f"{axis}={getattr(self, axis)}"
-            for axis in (*AXES, FOLDED)
-            if getattr(self, axis) > 1
-        ]
+        sizes = {axis: getattr(self, axis) for axis in (*AXES, FOLDED)}
+        axes = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
         return ",".join(axes) or "one device"
 
 
 class AskedLayout(Asked):
-    """A layout that is asked for."""
+    """A layout that a recipe asks for, as rules see it."""
 
     layout: Layout
 
     @property
     def nearby(self) -> str:
-        """The possible values of ``layout.secondary``, in words."""
+        """The possible values of ``layout.secondary``, as a remedy."""
         state = self.layout.size("shard", "cp")
         fit = [n for n in range(2, state) if state % n == 0]
         return f"use one of {', '.join(map(str, fit))}" if fit else "leave it out"
 
     @property
     def folding(self) -> list[int]:
-        """The possible values of ``layout.ep``: so many neighbours among the data ranks, or that many times ``tp``."""
-        data = [
-            n
-            for n in range(1, self.layout.size("dp", "shard", "cp") + 1)
-            if self.layout.folds(n)
-        ]
+        """The possible values of ``layout.ep``: numbers of neighbouring data ranks, also times ``tp``."""
+        numbers = range(1, self.layout.size("dp", "shard", "cp") + 1)
+        data = list(filter(self.layout.folds, numbers))
         return sorted({*data, *(self.layout.tp * n for n in data)})
 
     @property
@@ -351,7 +352,7 @@ class AskedLayout(Asked):
         return f"use one of {', '.join(map(str, self.folding))}"
 
 
-#: What a layout cannot combine, whatever is laid out by it.
+#: Refused combinations of fields of a layout, whatever model it lays out.
 LAYOUT_RULES: tuple[Rule[AskedLayout], ...] = (
     Rule("secondary without ZeRO-3", "layout", lambda a: a.layout.secondary > 0 and a.layout.zero != 3,
          "secondary = {0.layout.secondary} is about what zero = 3 gathers for backward, and zero = {0.layout.zero} "

@@ -28,7 +28,7 @@ from weft.net.groups import enter_group, group_along
 
 T = TypeVar("T")
 
-#: Axes that there are process groups for, beside the folded ``ep``. What crosses ``island`` is no process group's.
+#: Axes with process groups, beside the folded ``ep``. No process group crosses ``island``.
 LIVE_AXES = ("pp", "dp", "shard", "cp", "tp")
 
 
@@ -36,14 +36,14 @@ LIVE_AXES = ("pp", "dp", "shard", "cp", "tp")
 class Mesh:
     """The layout of an island over the ranks of the default process group. ``device_mesh`` is None on a single device.
 
-    ``island`` is this one's number among ``islands``, and ``island_store`` the store that ranks of all islands share.
-    All else here is of the ranks of this island, which train as if there were no others.
+    ``island`` is the number of this island among ``islands``, and ``island_store`` the store that ranks of all islands
+    share. All other fields are about this island, which trains as if there were no others.
 
-    ``place`` is this rank's. Groups are known by axis, by ``state`` (:class:`weft.layout.placement.Place` says what it
-    is), where ``layout.ep`` is above 1 by ``expert_state`` and ``expert_dp``, with ``exchange``, the ranks that have
-    all experts together, ``within n`` and ``across n``, blocks of n neighbours among these and who has the same place
-    in all blocks, and where ``layout.secondary`` is set, by ``near``: the neighbours along ``state``.
-    ``step_group``: the ranks that take a step together, of which this is one; None on a single device.
+    ``place``: this rank's coordinates. Groups are known by axis and by ``state`` (see
+    :class:`weft.layout.placement.Place`). With ``layout.ep`` above 1 there are also ``expert_state``, ``expert_dp``,
+    ``exchange`` (the ranks that have all experts together), ``within n`` (a block of n neighbours of ``exchange``) and
+    ``across n`` (the ranks at the same place of every block). With ``layout.secondary`` there is ``near``: neighbours
+    along ``state``. ``step_group``: the ranks of this island, which take a step together; None on a single device.
     """
 
     layout: Layout
@@ -70,15 +70,15 @@ class Mesh:
     def single(
         cls, device: torch.device | str = "cpu", layout: Layout | None = None
     ) -> Mesh:
-        """One device and no process group: every boundary is the identity."""
+        """Return the mesh of one device without a process group: every boundary is the identity."""
         layout = layout or Layout()
         return cls(layout, torch.device(device), Place.of(layout, 0))
 
     @classmethod
     def create(cls, layout: Layout, device: torch.device | str) -> Mesh:
-        """Lay ``layout`` over the initialised default process group; of islands each makes that into one of its own.
+        """Lay ``layout`` over the initialised default process group; each island makes a default group of its own.
 
-        Raises :class:`UsageError` if the layout does not have exactly as many places as there are ranks.
+        Raises :class:`UsageError` if the layout has not exactly as many places as there are ranks.
         """
         device = torch.device(device)
         if not dist.is_initialized():
@@ -92,14 +92,13 @@ class Mesh:
                 f"layout {layout} has {layout.world} places but {dist.get_world_size()} ranks were started; "
                 f"start {layout.world} ranks or change --layout"
             )
-        island, islands, island_store = 0, layout.island, None
+        rank, island, islands, island_store = dist.get_rank(), 0, layout.island, None
         if islands > 1:
-            island, members = island_ranks(layout, dist.get_rank())
-            layout, island_store = (
-                layout.inside,
-                enter_group(members, f"island-{island}"),
-            )
-        place = Place.of(layout, dist.get_rank())
+            island, members = island_ranks(layout, rank)
+            layout = layout.inside
+            island_store = enter_group(members, f"island-{island}")
+        rank = dist.get_rank()  # in the island
+        place = Place.of(layout, rank)
         table = rank_table(layout)
         ranks = torch.from_numpy(table[0].copy())  # [pp, dp, shard, cp, tp]
         groups = {
@@ -119,25 +118,24 @@ class Mesh:
             # all index arithmetic rests on this
             if dist.get_rank(group) != place.rank(axis):
                 raise RuntimeError(
-                    f"rank {dist.get_rank()} has another number along {axis} than its group gives it"
+                    f"rank {rank} has another number along {axis} than its group gives it"
                 )
         if layout.ep > 1:
-            groups["exchange"] = (
-                group_along(together, -1, "exchange")
-                if layout.folds_tp
-                else groups[FOLDED]
-            )
+            groups["exchange"] = groups[FOLDED]
+            if layout.folds_tp:
+                groups["exchange"] = group_along(together, -1, "exchange")
             for block in expert_blocks(layout):
                 blocks = together.unflatten(-1, (-1, block))
                 groups[f"within {block}"] = group_along(blocks, -1, f"within_{block}")
                 groups[f"across {block}"] = group_along(blocks, -2, f"across_{block}")
         if layout.secondary:
-            groups["near"] = group_along(
-                holders.unflatten(2, (-1, layout.secondary)), 3, "near"
-            )
-        along_axes = [groups[axis] for axis in LIVE_AXES]
+            near = holders.unflatten(2, (-1, layout.secondary))
+            groups["near"] = group_along(near, 3, "near")
         device_mesh = DeviceMesh.from_group(
-            along_axes, device.type, mesh=ranks.contiguous(), mesh_dim_names=LIVE_AXES
+            [groups[axis] for axis in LIVE_AXES],
+            device.type,
+            mesh=ranks.contiguous(),
+            mesh_dim_names=LIVE_AXES,
         )
         return cls(
             layout,
@@ -152,18 +150,20 @@ class Mesh:
         )
 
     def size(self, *axes: str) -> int:
-        """Places along ``axes`` together. Plain integers from a dictionary, which ``torch.compile`` can read."""
+        """Return the number of places along ``axes`` together. ``torch.compile`` can read its plain integers."""
         product = 1
         for axis in axes:
             product *= self._size[axis]
         return product
 
     def rank(self, axis: str) -> int:
-        """This rank's coordinate along ``axis``, or along ``state``; it is also its rank in the axis's group."""
+        """Return this rank's coordinate along ``axis``, which is also its rank in the group of the axis."""
         return self.place.rank(axis)
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on the first rank of the step group; all its ranks return, or raise, the result. Collective."""
+        """Run ``work`` on the first rank of the step group; every rank returns its result or raises its error.
+        Collective.
+        """
         done: list[T | WeftError | None] = [None]
         if self.step_group is None or self.step_group.rank() == 0:
             try:
@@ -180,19 +180,19 @@ class Mesh:
         return self._group[axis]
 
     def sharing(self, logical: Logical) -> tuple[str, str]:
-        """The groups that hold a parameter's state: the replicas of it, and those that each share in one."""
-        return (
-            ("expert_dp", "expert_state") if logical.cut_by(FOLDED) else ("dp", "state")
-        )
+        """Return the names of the groups of replicas and of shards of a parameter's state."""
+        if logical.cut_by(FOLDED):
+            return ("expert_dp", "expert_state")
+        return ("dp", "state")
 
     @property
     def batch_rank(self) -> int:
-        """Coordinate among the ranks that the sequences of a step are dealt out to."""
+        """Coordinate among the ranks over which the sequences of a step are distributed."""
         return self.place.along(*BATCH_AXES)
 
     @property
     def data_ranks(self) -> list[int]:
-        """Ranks of those that see the step's data with this rank's part of the model, ``dp`` slowest."""
+        """Ranks that compute this rank's part of the model on the step's data, itself included, ``dp`` slowest."""
         if self.device_mesh is None:
             return [0]
         here = self.device_mesh.mesh[self.rank("pp"), ..., self.rank("tp")]
@@ -206,7 +206,7 @@ class Mesh:
 
     @property
     def speaks(self) -> bool:
-        """Whether this is the first rank of all islands, which is the one that prints."""
+        """Whether this rank prints: the first rank of the first island."""
         return self.is_main and not self.island
 
 

@@ -1,4 +1,4 @@
-"""A rank's part of a logical tensor: what checkpoints, proofs and moves between layouts read and write."""
+"""Parts of logical tensors: what checkpoints, proofs and moves between layouts read and write."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -19,9 +19,10 @@ NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True)
 class Part:
-    """``values``: the elements ``box`` of the logical ``tensor``. Of ``replicas`` ranks that hold them this is one.
+    """The elements ``box`` of a logical ``tensor``, with their ``values``.
 
-    ``rows``, if they are not those of the box, are those that ``values`` has along dimension 0.
+    ``replica`` numbers this copy among the ``replicas`` ranks that hold the same elements. ``rows``: the rows of
+    dimension 0 that ``values`` has, where these are not those of the box.
     """
 
     values: torch.Tensor
@@ -32,7 +33,7 @@ class Part:
     rows: tuple[int, ...] | None = None
 
     def __reduce__(self) -> tuple[Callable[..., "Part"], tuple[Any, ...]]:
-        """As an array of bytes: PyTorch pickles each tensor as a file of its own, which takes ten times as long."""
+        """Pickle as an array of bytes: PyTorch pickles each tensor as a file, which takes ten times as long."""
         values = self.values.detach().cpu().contiguous()
         array = values.view(-1).view(torch.uint8).numpy()
         return _unpickled, (
@@ -44,13 +45,11 @@ class Part:
 
     @property
     def index(self) -> tuple[list[int] | slice, ...]:
-        """Where in the logical tensor the values are."""
+        """Index of the values in the logical tensor."""
         slices_of_box = slices(self.box)
-        return (
-            slices_of_box
-            if self.rows is None
-            else (list(self.rows), *slices_of_box[1:])
-        )
+        if self.rows is None:
+            return slices_of_box
+        return (list(self.rows), *slices_of_box[1:])
 
 
 def _unpickled(

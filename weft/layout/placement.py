@@ -1,11 +1,12 @@
 """The one cutting rule: where every rank stands and what it holds of a parameter, as arithmetic on a layout.
 
-Nothing here needs a process group. From a parameter's :class:`Logical` and a rank's :class:`Place` follows everything
-that other code wants to know: the part it holds, who else holds it, whether it counts in the norm, who writes it.
+Nothing here needs a process group. A parameter's :class:`Logical` and a rank's :class:`Place` determine everything that
+other code asks: the part that the rank holds, the other holders, whether it counts in the norm, and who writes it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Placement:
-    """What a rank holds of a parameter's state, and which of the ``replicas`` ranks it is that hold the same."""
+    """The part of a parameter's state that a rank holds; ``replica`` is its number among the ``replicas`` holders of
+    it.
+    """
 
     box: Box
     replica: int
@@ -29,7 +32,7 @@ class Placement:
 
     @property
     def counted(self) -> bool:
-        """Of all ranks that hold these elements, the first counts them in the norm of the gradients."""
+        """Whether this rank counts the elements in the norm of the gradients: the first of their holders does."""
         return self.replica == 0
 
 
@@ -37,10 +40,10 @@ class Placement:
 class Place:
     """One rank's coordinate along every axis of a layout.
 
-    ``state`` numbers the ranks of ``shard`` and ``cp`` together, which share in holding the state, by their rank in the
-    world: that is how PyTorch numbers the ranks of a group, whatever ``layout.order`` says. ``ep`` numbers, likewise,
-    neighbours among the data ranks, ``dp`` slowest; ``expert_state`` and ``expert_dp`` number those that have the same
-    experts: the ranks that share in holding their state, and the replicas of it.
+    ``state`` numbers the ranks of ``shard`` and ``cp`` together, which share the state, by their rank in the world:
+    PyTorch numbers the ranks of a group in this way, whatever ``layout.order`` says. ``ep`` likewise numbers neighbours
+    among the data ranks, ``dp`` slowest. ``expert_state`` and ``expert_dp`` number the ranks with the same experts:
+    those that share their state, and the replicas of it.
     """
 
     layout: Layout
@@ -48,28 +51,25 @@ class Place:
 
     @classmethod
     def of(cls, layout: Layout, rank: int) -> Place:
-        """The place of world rank ``rank``."""
+        """Return the place of world rank ``rank``."""
         ranks = rank_table(layout)
-        where = dict(
-            zip(AXES, (int(i[0]) for i in np.nonzero(ranks == rank)), strict=True)
-        )
-        holders = ranks[
-            tuple(
-                slice(None) if axis in ("shard", "cp") else where[axis] for axis in AXES
-            )
+        where = dict(zip(AXES, np.argwhere(ranks == rank)[0].tolist(), strict=True))
+        sharing = [
+            slice(None) if axis in ("shard", "cp") else where[axis] for axis in AXES
         ]
-        where["state"] = int((holders < rank).sum())
+        where["state"] = int((ranks[tuple(sharing)] < rank).sum())
+        # [expert_dp, expert_state, ep]
         table = expert_table(layout, ranks)[
             where["island"], where["pp"], ..., where["tp"]
         ]
-        folded = (int(i[0]) for i in np.nonzero(table == rank))
-        return cls(layout, where | dict(zip(ExpertSizes._fields, folded, strict=True)))
+        folded = np.argwhere(table == rank)[0].tolist()
+        return cls(layout, where | ExpertSizes(*folded)._asdict())
 
     def rank(self, axis: str) -> int:
         return self.coordinates[axis]
 
     def along(self, *axes: str) -> int:
-        """The coordinate along ``axes`` together, the last varying fastest."""
+        """Return the coordinate along ``axes`` together, the last varying fastest."""
         index = 0
         for axis in axes:
             index = index * self.layout.size(axis) + self.rank(axis)
@@ -82,10 +82,10 @@ class Place:
         whole: bool = False,
         everywhere: bool = False,
     ) -> Logical:
-        """The parameter with these dimensions, and the part of it that this place computes with.
+        """Describe the parameter with these dimensions, and the part of it that this place computes with.
 
-        ``whole=True`` keeps it whole over the axes that share the work, although its dimensions could be cut over them
-        (fewer key/value heads than ranks, a router's row for each expert).
+        ``whole``: no axis that shares the work cuts it, although its dimensions could be cut (fewer key/value heads
+        than ranks, a router's row for each expert). ``everywhere``: see :class:`Logical`.
         """
         cuts = cut_axes(dims, self.layout, whole)
         box = tuple(
@@ -96,56 +96,46 @@ class Place:
         return Logical(tuple(dims), std, cuts, box, everywhere)
 
     def _range(self, dim: Dim, axes: Sequence[str]) -> tuple[int, int]:
-        lo, hi = part(dim.count, self.layout.size(*axes), self.along(*axes))
-        return lo * dim.unit, hi * dim.unit
+        return _elements(dim, self.layout.size(*axes), self.along(*axes))
 
     def _in_pieces(
         self, dims: Sequence[Dim], cuts: Sequence[Sequence[str]], pieces: int
     ) -> Box:
-        """The box where an expert's width is cut in so many ``pieces``, of which neighbours along ``ep`` have one each.
+        """Return the box of one piece of an expert, whose width is cut over ``pieces`` neighbours along ``ep``.
 
-        Where ``tp`` cuts the width as well, they are pieces of its parts.
+        Where ``tp`` cuts the width as well, pieces are cut from its parts.
         """
         expert, piece = divmod(self.along(*cuts[0]), pieces)
-        axes = [axis for axis in cuts[1 + _width(dims[1:])] if axis not in cuts[0]]
-        bounds = [(expert * dims[0].unit, (expert + 1) * dims[0].unit)]
-        for i, dim in enumerate(dims[1:]):
-            if i == _width(dims[1:]):
-                lo, hi = part(
-                    dim.count,
-                    self.layout.size(*axes) * pieces,
-                    self.along(*axes) * pieces + piece,
-                )
-                bounds.append((lo * dim.unit, hi * dim.unit))
-            else:
-                bounds.append(self._range(dim, cuts[1 + i]))
-        return tuple(bounds)
+        width = 1 + _width(dims[1:])
+        box = [self._range(dim, axes) for dim, axes in zip(dims, cuts, strict=True)]
+        box[0] = expert * dims[0].unit, (expert + 1) * dims[0].unit
+        axes = [axis for axis in cuts[width] if axis not in cuts[0]]
+        parts, index = (
+            self.layout.size(*axes) * pieces,
+            self.along(*axes) * pieces + piece,
+        )
+        box[width] = _elements(dims[width], parts, index)
+        return tuple(box)
 
     def hold(self, logical: Logical, stages: Sequence[int] = (0,)) -> Placement:
-        """What this rank holds as state: of its part, some rows of dimension 0.
+        """Return what this rank holds as state: some rows of its part of ``logical``.
 
-        ``stages``: the coordinates along ``pp`` of all ranks that compute with the same part (a tied embedding, say).
+        ``stages``: the coordinates along ``pp`` of all ranks that compute with the same part (a tied embedding's, say).
         """
         layout = self.layout
         # ranks that cut the rows, and copies of these
         holders, replicas = layout.size("shard", "cp"), layout.dp
         index, replica = self.rank("state"), self.rank("dp")
-        # its neighbours hold other experts: what remains of the data ranks
-        if logical.cut_by("ep"):
+        if logical.cut_by(FOLDED):  # neighbours hold other experts
             replicas, holders, _ = expert_sizes(layout)
             replica, index = self.rank("expert_dp"), self.rank("expert_state")
         if logical.everywhere:
-            holders, index, replicas, replica = (
-                1,
-                0,
-                holders * replicas,
-                replica * holders + index,
-            )
-        box = (
-            logical.rows(*ceil_part(logical.local_shape[0], holders, index))
-            if logical.box
-            else ()
-        )
+            replica = replica * holders + index
+            replicas *= holders
+            holders, index = 1, 0
+        box = logical.box
+        if box:
+            box = logical.rows(*ceil_part(logical.local_shape[0], holders, index))
         copy = list(stages).index(self.rank("pp")) if len(stages) > 1 else 0
         uncut = [axis for axis in MODEL_AXES if not logical.cut_by(axis)]
         replica = (copy * replicas + replica) * layout.size(*uncut) + self.along(*uncut)
@@ -153,14 +143,14 @@ class Place:
 
 
 def island_ranks(layout: Layout, rank: int) -> tuple[int, list[int]]:
-    """Which island world rank ``rank`` is of, and all ranks of it, in the order that they have there."""
+    """Return the island of world rank ``rank``, and all ranks of the island in their order."""
     table = rank_table(layout)
     island = int(np.nonzero(table == rank)[0][0])
     return island, sorted(table[island].flatten().tolist())
 
 
 def rank_table(layout: Layout) -> np.ndarray:
-    """The rank at every place, with one dimension per axis of :data:`AXES`."""
+    """Return the rank at every place, with one dimension per axis of :data:`AXES`."""
     order = layout.axis_order
     ranks = np.arange(layout.world).reshape([layout.size(axis) for axis in order])
     return ranks.transpose([order.index(axis) for axis in AXES])
@@ -185,7 +175,7 @@ def expert_sizes(layout: Layout) -> ExpertSizes:
 
 
 def expert_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
-    """The ranks of :func:`rank_table` by the axes of experts: ``[island, pp, expert_dp, expert_state, ep, tp]``."""
+    """Arrange the ranks of :func:`rank_table` as ``[island, pp, expert_dp, expert_state, ep, tp]``."""
     # [island, pp, dp, state, tp]
     by_state = np.sort(ranks.reshape(*ranks.shape[:3], -1, layout.tp), axis=3)
     folded = by_state.reshape(*ranks.shape[:2], *expert_sizes(layout), layout.tp)
@@ -193,47 +183,37 @@ def expert_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
 
 
 def exchange_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
-    """The ranks of :func:`rank_table`, in whose last dimension stand those that together have all experts of a layer.
-
-    ``[island, pp, ..., ep]``.
-    """
+    """Arrange the ranks of :func:`rank_table` by who has all experts of a layer together: ``[island, pp, ..., ep]``."""
     folded = expert_table(layout, ranks)
-    return np.sort(
-        folded.reshape(*folded.shape[:4], -1)
-        if layout.folds_tp
-        else np.moveaxis(folded, 4, -1)
-    )
+    if layout.folds_tp:
+        return np.sort(folded.reshape(*folded.shape[:4], -1))
+    return np.sort(np.moveaxis(folded, 4, -1))
 
 
 def experts_per_node(layout: Layout) -> int:
-    """How many of the ranks that have all experts together share a node; 0 if that is not the same everywhere."""
-    nodes = exchange_table(layout, rank_table(layout)).reshape(-1, layout.ep) // (
-        layout.node or layout.world
-    )
-    counts = {
-        int(count) for row in nodes for count in np.unique(row, return_counts=True)[1]
-    }
+    """Return how many of the ranks that have all experts together share a node; 0 if nodes differ in that."""
+    ranks = exchange_table(layout, rank_table(layout)).reshape(-1, layout.ep)
+    nodes = ranks // (layout.node or layout.world)
+    counts = {count for row in nodes.tolist() for count in Counter(row).values()}
     return counts.pop() if len(counts) == 1 else 0
 
 
 def expert_blocks(layout: Layout) -> list[int]:
-    """Sizes of the blocks of neighbours that exchange rows or experts among themselves, besides all ranks together."""
+    """Return the sizes of blocks of neighbours that exchange rows or experts among themselves."""
     if layout.dispatch in ("two-level", "per-node"):
         return [experts_per_node(layout)]
-    return (
-        [n for n in range(2, layout.ep) if layout.ep % n == 0]
-        if layout.dispatch in ("adaptive", "timed")
-        else []
-    )
+    if layout.dispatch in ("adaptive", "timed"):
+        return [n for n in range(2, layout.ep) if layout.ep % n == 0]
+    return []
 
 
 def cut_axes(
     dims: Sequence[Dim], layout: Layout, whole: bool = False
 ) -> tuple[tuple[str, ...], ...]:
-    """For each dimension the axes larger than one that cut it, by :data:`CUTS`; no axis cuts a parameter twice.
+    """Return, for each dimension, the axes larger than one that cut it (:data:`CUTS`); no axis cuts a parameter twice.
 
-    With vocabulary passes the vocabulary is cut over the stages too. Experts may be cut over ``tp`` too, and where they
-    are fewer than the ranks of ``ep``, ``ep`` also cuts their width.
+    With vocabulary passes, stages cut the vocabulary too. ``tp`` may cut experts, and ``ep`` cuts their width too where
+    there are fewer experts than ranks of ``ep``.
     """
     cuts: list[tuple[str, ...]] = []
     taken: set[str] = {*MODEL_AXES, FOLDED} if whole else set()
@@ -256,13 +236,19 @@ def cut_axes(
 def pieces_of_experts(
     dims: Sequence[Dim], cuts: Sequence[Sequence[str]], layout: Layout
 ) -> int:
-    """In how many pieces each expert of a stack is cut, where ranks along ``ep`` outnumber the experts; else 0."""
+    """Return in how many pieces each expert of a stack is cut; 0 if ranks along ``ep`` do not outnumber experts."""
     if not dims or dims[0].name != "expert" or _width(dims[1:]) < 0:
         return 0
     pieces, rest = divmod(layout.size(*cuts[0]), dims[0].count)
     return pieces if pieces > 1 and not rest else 0
 
 
+def _elements(dim: Dim, parts: int, index: int) -> tuple[int, int]:
+    """The elements of share ``index`` of a dimension that is cut in ``parts``, between its units."""
+    lo, hi = part(dim.count, parts, index)
+    return lo * dim.unit, hi * dim.unit
+
+
 def _width(dims: Sequence[Dim]) -> int:
-    """The index of an expert's width among these dimensions; -1 if it is not there."""
+    """Return the index of an expert's width among these dimensions; -1 if it is not there."""
     return next((i for i, dim in enumerate(dims) if dim.name == "ffn"), -1)

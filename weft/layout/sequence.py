@@ -1,14 +1,14 @@
-"""How a sequence is cut over ``cp``: the loader slices by this rule and attention reads it back."""
+"""The cut of a sequence over ``cp``: the loader slices by this rule and attention reads it back."""
 
 from weft.layout.layout import Layout
 from weft.registry import find
 
 
 def chunk_owners(layout: Layout) -> list[tuple[int, ...]]:
-    """Chunks of the sequence that each ``cp`` rank owns, in the order in which the rank holds them.
+    """Return, for each ``cp`` rank, the chunks of the sequence that it owns, in the order in which it holds them.
 
-    Most tables of tiles pair an early block with a late one (zigzag), so that causal work is even. Ranks that exchange
-    heads hold consecutive parts of their table rank's blocks, which the all-to-all puts together in rank order.
+    Most attention schemes pair an early block with a late one (zigzag), so that causal work is even. Ranks that
+    exchange heads hold consecutive parts of their block, which the all-to-all joins in rank order.
     """
     inner = layout.head_ranks
     tables = layout.cp // inner
@@ -24,14 +24,14 @@ def chunk_owners(layout: Layout) -> list[tuple[int, ...]]:
 
 
 def padded_length(seq_len: int, layout: Layout) -> int:
-    """``seq_len`` rounded up until every rank owns equally many tokens in every region."""
+    """Round ``seq_len`` up until every rank owns equally many tokens in every region."""
     chunks = sum(len(owned) for owned in chunk_owners(layout))
     multiple = chunks * layout.tp
     return -(-seq_len // multiple) * multiple
 
 
 def owned_ranges(length: int, layout: Layout, rank: int) -> list[tuple[int, int]]:
-    """Half-open token ranges of a row of ``length`` (padded) tokens that ``cp`` rank ``rank`` holds, in order."""
+    """Return the half-open token ranges of a row of ``length`` (padded) tokens that ``cp`` rank ``rank`` holds."""
     owners = chunk_owners(layout)
     size = length // sum(len(owned) for owned in owners)
     return [(c * size, (c + 1) * size) for c in owners[rank]]

@@ -51,7 +51,9 @@ class HostRoom:
     """Bytes of the host's memory, with the calls of a :class:`Region`."""
 
     def __init__(self, size: int, pinned: bool, threads: Threads) -> None:
-        self.size, self.threads, self.memory = size, threads, page_buffer(size, pinned)
+        self.size = size
+        self.threads = threads
+        self.memory = page_buffer(size, pinned)
 
     def store(self, data: T, start: int) -> None:
         self.memory[start : start + data.numel()].copy_(data)
@@ -84,11 +86,9 @@ class Rooms:
         place = bisect_left(self.free, size, key=lambda room: room.size)
         if place < len(self.free):
             return self.free.pop(place)
-        return (
-            self.file.region(size)
-            if self.file is not None
-            else HostRoom(size, self.pinned, self.threads)
-        )
+        if self.file is not None:
+            return self.file.region(size)
+        return HostRoom(size, self.pinned, self.threads)
 
     def give(self, room: HostRoom | Region, leaving: Transfer) -> None:
         """Nobody wants what rests in ``room``, nor what is still on its way there."""
@@ -106,7 +106,9 @@ class SavedStorage:
 
     def __init__(self, here: T, run: "BlockRun") -> None:
         self.here: T | None = here
-        self.run, self.size, self.start = run, here.numel(), -1
+        self.run = run
+        self.size = here.numel()
+        self.start = -1
 
 
 class SavedView(NamedTuple):

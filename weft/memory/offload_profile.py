@@ -55,7 +55,11 @@ class Profile:
 
     def offloaded(self, away: int) -> BlocksSaving:
         """The pass played through, as :class:`weft.memory.activations.SavedActivations` runs it."""
-        blocks, now, link, here, most = self.blocks, 0.0, 0.0, 0, 0
+        blocks = self.blocks
+        now = 0.0
+        link = 0.0
+        here = 0
+        most = 0
         gone: list[float] = []  # when each block that leaves will be written
         for i, block in enumerate(blocks):
             late = len(gone) - most_leaving(i, away, len(blocks)) - 1

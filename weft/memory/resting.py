@@ -44,7 +44,9 @@ class RestingGroup:
     def __init__(
         self, tensors: Sequence[T], file: TierFile | None, pool: BufferPool
     ) -> None:
-        self.tensors, self.pool, self.device = list(tensors), pool, tensors[0].device
+        self.tensors = list(tensors)
+        self.pool = pool
+        self.device = tensors[0].device
         self.starts, size = [], 0
         for tensor in self.tensors:
             self.starts.append(size)
@@ -192,12 +194,10 @@ class Tiers(OnDevice):
         self, places: Mapping[str, str], folder: str = ".", device: torch.device = CPU, timeout: float = 600,
         room: int = 0,
     ) -> None:  # fmt: skip
-        self.places, self.folder, self.timeout, self.room = (
-            places,
-            Path(folder).expanduser(),
-            timeout,
-            room,
-        )
+        self.places = places
+        self.folder = Path(folder).expanduser()
+        self.timeout = timeout
+        self.room = room
         self.pool = BufferPool(pinned=device.type == "cuda")
         self.groups = defaultdict(dict)
         self.order = AccessOrder()  # of updates that stand
@@ -239,10 +239,8 @@ class Tiers(OnDevice):
 
     def rest(self, owner: Hashable, kind: str, tensors: Iterable[T]) -> None:
         """From now on these tensors, whose objects stay the same, rest where their kind does."""
-        place, tensors = (
-            self.places.get(kind, "device"),
-            [t for t in tensors if t.numel()],
-        )
+        place = self.places.get(kind, "device")
+        tensors = [t for t in tensors if t.numel()]
         if tensors and (
             place == "file" or (place == "host" and tensors[0].device.type != "cpu")
         ):

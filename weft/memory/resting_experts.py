@@ -53,7 +53,9 @@ class SlottedExperts(Experts):
     ) -> None:
         Module.__init__(self, experts.mesh)
         self.activation = experts.activation
-        self.slots, self.first, self.stored = slots, first, stored
+        self.slots = slots
+        self.first = first
+        self.stored = stored
         self.shapes = [logical.local_shape[1:] for logical in experts.logical.values()]
         self.views: dict[int, list[T]] = {}  # by where a slot's memory begins
 
@@ -127,7 +129,9 @@ class RestingExperts:
             )
         firsts = [0, *accumulate(mixture.router.count for mixture in mixtures)]
         (some,) = _experts(mixtures[0], values, 0, 1)
-        stored, device, count = some[0].dtype, model.mesh.device, firsts[-1]
+        stored = some[0].dtype
+        device = model.mesh.device
+        count = firsts[-1]
         records = Records(
             count, sum(weight.nbytes for weight in some), self.file, device
         )
@@ -162,7 +166,9 @@ class RestingExperts:
 
     def report(self) -> str:
         """What has been read, in a line."""
-        counts, size, slots = self.slots.counts, self.slots.records.size, self.slots
+        counts = self.slots.counts
+        size = self.slots.records.size
+        slots = self.slots
         where = "the host's memory" if self.file is None else self.file.folder
         return (
             f"tokens used {counts['used']:,} experts and waited for {counts['awaited']:,}; {counts['read']:,} were "
@@ -196,10 +202,8 @@ class RestingExperts:
 
         ``share``: of each token's choices only the surest, so many.
         """
-        norm, router = (
-            block.attention_norm if block.ffn.shape.router_early else block.ffn_norm,
-            block.ffn.router,
-        )
+        norm = block.attention_norm if block.ffn.shape.router_early else block.ffn_norm
+        router = block.ffn.router
         # Its forward alone: nobody who listens to the router is to hear of this.
         ids = router.forward(norm.forward(x).flatten(0, 1), None).ids
         return _records(

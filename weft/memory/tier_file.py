@@ -100,7 +100,9 @@ class BufferPool:
     """
 
     def __init__(self, pinned: bool = False) -> None:
-        self.pinned, self.bytes, self.most = pinned, 0, 0
+        self.pinned = pinned
+        self.bytes = 0
+        self.most = 0
         self.when_short: Callable[[], None] = lambda: None
         self._free: dict[int, list[T]] = defaultdict(list)
         self._users: Counter[int] = Counter()
@@ -314,7 +316,9 @@ class TierFile:
     ) -> None:
         folder = folder.expanduser()
         self.name = f"{called} = {str(folder)!r}"
-        self.folder, self.timeout, self.size = folder, timeout, 0
+        self.folder = folder
+        self.timeout = timeout
+        self.size = 0
         self.bytes: Counter[str] = Counter()
         self._file = nameless_file(folder, self.name)
         self.note, self.descriptor = "", self._file

@@ -242,9 +242,9 @@ def repeat_heads(x: T, group: int) -> T:
 
 def fold_heads(grad: T, kv_heads: int) -> T:
     """Sum the gradients of the query heads that share a key/value head."""
-    return (
-        grad if grad.shape[2] == kv_heads else grad.unflatten(2, (kv_heads, -1)).sum(3)
-    )
+    if grad.shape[2] == kv_heads:
+        return grad
+    return grad.unflatten(2, (kv_heads, -1)).sum(3)
 
 
 def _scores(q: T, k: T, causal: bool) -> T:

@@ -146,11 +146,9 @@ class MovedRows(torch.autograd.Function):
     @staticmethod
     def spmd_typecheck(*, rows, there, back, orders):  # type: ignore[no-untyped-def]
         same = "rde"[: rows.dim()]  # rows of tokens, or whole experts
-        return (
-            rules.einsum("td,r->rd", rows, *orders)
-            if orders
-            else rules.einsum(f"{same}->{same}", rows)
-        )
+        if orders:
+            return rules.einsum("td,r->rd", rows, *orders)
+        return rules.einsum(f"{same}->{same}", rows)
 
     @staticmethod
     def forward(ctx, rows, there, back, *orders):  # type: ignore[no-untyped-def]

@@ -92,11 +92,9 @@ def times(x: T, weight: T, plus: T | None = None) -> T:
         and x.numel()
     ):
         linear = torch.ops.mkldnn._linear_pointwise
-        return (
-            linear(x, weight, None, "none", [], "")
-            if plus is None
-            else linear(x, plus, weight, None, "add")
-        )
+        if plus is None:
+            return linear(x, weight, None, "none", [], "")
+        return linear(x, plus, weight, None, "add")
     return multiply(x, weight.t(), plus)
 
 

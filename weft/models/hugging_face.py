@@ -76,11 +76,9 @@ def files_beside(config: Path, folder: Path | None = None) -> dict[str, bytes]:
 def as_hf(name: str, values: torch.Tensor, shape: ModelShape) -> torch.Tensor:
     """A parameter of Weft's with the values that Hugging Face stores."""
     offset = norm_offset(name, shape)
-    return (
-        values
-        if not offset
-        else values.to(torch.promote_types(values.dtype, torch.float32)) - offset
-    )
+    if not offset:
+        return values
+    return values.to(torch.promote_types(values.dtype, torch.float32)) - offset
 
 
 class HuggingFaceFolder:
@@ -202,11 +200,9 @@ def hf_values(
             return stored.experts(name, names, logical, box)
         value = stored.read(names[0], logical.shape, box)
         offset = norm_offset(name, shape)
-        return (
-            value
-            if not offset
-            else value.to(torch.promote_types(value.dtype, torch.float32)) + offset
-        )
+        if not offset:
+            return value
+        return value.to(torch.promote_types(value.dtype, torch.float32)) + offset
 
     return values
 
@@ -248,11 +244,9 @@ def exported_dtype(asked: str | None, files: Mapping[str, bytes]) -> torch.dtype
     """The type of exported weights: the one that is ``asked`` for, or that of the model's ``config.json``; None if
     neither says one: they are written as they are stored."""
     name = asked or carried_dtype(files)
-    return (
-        getattr(torch, name)
-        if name in ("float64", "float32", "bfloat16", "float16")
-        else None
-    )
+    if name in ("float64", "float32", "bfloat16", "float16"):
+        return getattr(torch, name)
+    return None
 
 
 def export(

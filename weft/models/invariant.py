@@ -119,19 +119,15 @@ def attend_each(q: T, k: T, v: T, bias: T) -> tuple[T, T]:
 
 def attend_documents(q: T, k: T, v: T, bounds: list[int], window: int) -> tuple[T, T]:
     """Causal attention of documents, which begin at ``bounds``: ``[tokens, heads or kv_heads, width]``."""
-    out, lse = (
-        torch.zeros_like(q),
-        torch.zeros(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32)),
-    )
+    out = torch.zeros_like(q)
+    lse = torch.zeros(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     for a, b in pairwise(bounds):
         keys, values = (
             F.pad(each[a:b], (0, 0, 0, 0, 0, (a - b) % KEYS))[None] for each in (k, v)
         )
         for reach in reaches(0, b - a, window):
-            rows, cols = (
-                slice(a + reach.first, a + reach.last),
-                slice(reach.low, reach.high),
-            )
+            rows = slice(a + reach.first, a + reach.last)
+            cols = slice(reach.low, reach.high)
             bias = bias_of(reach, window, q.shape[1] // k.shape[1], q)
             out[rows], lse[rows] = attend_each(
                 q[rows], keys[:, cols], values[:, cols], bias

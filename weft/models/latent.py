@@ -47,11 +47,9 @@ class LatentAttention(Projections):
         path = f"blocks.{layer}.attention"
         super().__init__(shape, mesh, layer_table(shape, layer), path)
         assert shape.head_dim
-        self.plain, self.rope_dim, self.value_dim = (
-            shape.head_dim,
-            shape.rope_dim,
-            shape.value_dim,
-        )
+        self.plain = shape.head_dim
+        self.rope_dim = shape.rope_dim
+        self.value_dim = shape.value_dim
         self.kv_rank, self.interleaved = shape.kv_rank, shape.rope_interleaved
         for name in ("wq_a", "wq_b") if shape.q_rank else ("wq",):
             self.projection(name)
@@ -87,10 +85,8 @@ class LatentAttention(Projections):
             attend = local_attention
         heads = self.project(latent, "wkv_b")[0].unflatten(-1, (q.shape[2], -1))
         k, v = heads.split([self.plain, self.value_dim], -1)
-        q, k = (
-            torch.cat((q, rotated), -1),
-            torch.cat((k, key.expand(-1, -1, k.shape[2], -1)), -1),
-        )
+        q = torch.cat((q, rotated), -1)
+        k = torch.cat((k, key.expand(-1, -1, k.shape[2], -1)), -1)
         # kernels take heads of one width: zeros add nothing
         width = max(q.shape[-1], v.shape[-1])
         q = q * (self.scale * width**0.5)  # attention divides by the root of the width

@@ -91,7 +91,9 @@ def forward(q: T, k: T, v: T, positions: T, decay: T, size: int = CHUNK) -> T:
     out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
     state: T | None = None
     for at, here in _chunks(positions, size):
-        qc, kc, vc = q[:, :, at], k[:, :, at], v[:, :, at]
+        qc = q[:, :, at]
+        kc = k[:, :, at]
+        vc = v[:, :, at]
         out[:, :, at] = (qc @ kc.mT).mul_(tokens_to_tokens(here, decay)) @ vc
         fresh = local_state(kc, vc, here, decay)
         if state is not None:
@@ -105,7 +107,9 @@ def backward(
     grad: T, q: T, k: T, v: T, positions: T, decay: T, size: int = CHUNK
 ) -> QkvGradients:
     """Gradients of q, k and v by the outputs of :func:`forward`."""
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq = torch.empty_like(q)
+    dk = torch.empty_like(k)
+    dv = torch.empty_like(v)
     chunks = list(_chunks(positions, size))
     states = [
         torch.zeros(
@@ -120,7 +124,10 @@ def backward(
         )
     later = torch.zeros_like(states[0])  # the gradient of the state after the chunk
     for (at, here), state in zip(reversed(chunks), reversed(states), strict=True):
-        gc, qc, kc, vc = grad[:, :, at], q[:, :, at], k[:, :, at], v[:, :, at]
+        gc = grad[:, :, at]
+        qc = q[:, :, at]
+        kc = k[:, :, at]
+        vc = v[:, :, at]
         weights, into = tokens_to_tokens(here, decay), tokens_to_state(here, decay)
         from_before = state_to_tokens(here, decay)
         d_scores = (gc @ vc.mT).mul_(weights)
@@ -261,7 +268,9 @@ def linear_attention_backward(
     """Gradients of q, k and v of :func:`linear_attention`; ``before``: the states before own stretches."""
     scale = q.shape[-1] ** -0.5
     cut, (qs, ks, vs) = _prepare(q * scale, k, v, cu_seqlens, decay, owner, index)
-    gs, at, logs = _stretches(grad, cut, wide(q.dtype)), cut.positions, cut.decay
+    gs = _stretches(grad, cut, wide(q.dtype))
+    at = cut.positions
+    logs = cut.decay
     earlier = dict(zip(at, before, strict=True))
     weights = {s: state_to_tokens(at[s], logs) for s in at}
     # the gradient of the state before
@@ -304,7 +313,9 @@ set_backward(linear_attention, linear_attention_backward, kept=slice(1, None))
 
 def linear_mixer(mesh: Mesh, decay: Sequence[float]) -> Callable[[T, T, T, T], T]:
     """What a linear layer does in place of attention, under the layout's ``cp`` and ``scan``."""
-    layout, group, index = mesh.layout, "", 0
+    layout = mesh.layout
+    group = ""
+    index = 0
     owner = [0]
     if mesh.size("cp") > 1:
         group, index = mesh.group("cp").group_name, mesh.rank("cp")

@@ -50,11 +50,9 @@ def scale_of(
 ) -> torch.Tensor:
     """What the loss of each token is multiplied by, ``[tokens, 1]``: 0 where there is no label."""
     valid = (labels != IGNORE)[:, None]
-    return (
-        valid.to(dtype)
-        if counts is None
-        else torch.where(valid, counts[:, None].to(dtype), 0)
-    )
+    if counts is None:
+        return valid.to(dtype)
+    return torch.where(valid, counts[:, None].to(dtype), 0)
 
 
 class SummedLoss(torch.autograd.Function):

@@ -20,7 +20,9 @@ class Module(nn.Module):
 
     def __init__(self, mesh: Mesh, table: Table | None = None, path: str = "") -> None:
         super().__init__()
-        self.mesh, self.described, self.path = mesh, table or {}, path
+        self.mesh = mesh
+        self.described = table or {}
+        self.path = path
         self.logical: dict[str, Logical] = {}
 
     if TYPE_CHECKING:  # registered parameters are tensors

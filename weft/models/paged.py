@@ -174,11 +174,9 @@ class KeyValuePages(Pages):
 
     def write(self, *new: T) -> None:
         """Put ``new``, ``[1, tokens, kv_heads, width]`` each, into their slots."""
-        slots, first, blocks = (
-            self.reading.slots,
-            new[0],
-            max(max(span.table) for span in self.reading.spans) + 1,
-        )
+        slots = self.reading.slots
+        first = new[0]
+        blocks = max(max(span.table) for span in self.reading.spans) + 1
         store = self.room(blocks, first, len(new), (self.size, *first.shape[2:]))
         for kept, each in zip(store, new, strict=True):
             kept.flatten(0, 1)[slots] = each[0, : len(slots)]

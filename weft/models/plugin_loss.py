@@ -81,11 +81,9 @@ def _wide(hidden: T) -> torch.dtype:
 
 def plugin_loss(settings: Loss, vocab: int) -> TokenLoss | None:
     """The loss of a plugin, if it is one that the recipe's ``settings`` name."""
-    return (
-        TokenLoss(call(find("loss", settings.kind), settings.settings), vocab)
-        if settings.is_own
-        else None
-    )
+    if settings.is_own:
+        return TokenLoss(call(find("loss", settings.kind), settings.settings), vocab)
+    return None
 
 
 class _Chunked(SummedLoss):
@@ -95,10 +93,8 @@ class _Chunked(SummedLoss):
     def forward(ctx, hidden, weight, labels, first, chunk, group, counts, criterion):  # type: ignore[no-untyped-def]
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         with_grad, wide = any(ctx.needs_input_grad[:2]), _wide(hidden)
-        d_hidden, d_weight = (
-            torch.zeros_like(hidden),
-            torch.zeros_like(weight, dtype=wide),
-        )
+        d_hidden = torch.zeros_like(hidden)
+        d_weight = torch.zeros_like(weight, dtype=wide)
         scales = scale_of(labels, counts, torch.float64)[:, 0]
         # Types do not depend on what a plugin computes, which need not know tensors without values.
         labelled = (

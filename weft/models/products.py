@@ -55,10 +55,8 @@ class KernelOfBytes:
 
     def __init__(self, codes: T) -> None:
         self.codes = onednn.qlinear_prepack(codes, None)
-        self.ones, self.zeros = (
-            torch.ones(len(codes)),
-            torch.zeros(len(codes), dtype=torch.int32),
-        )
+        self.ones = torch.ones(len(codes))
+        self.zeros = torch.zeros(len(codes), dtype=torch.int32)
 
     def __call__(self, rows: T) -> T:
         """``[rows, in]`` to ``[rows, out]`` in float32."""

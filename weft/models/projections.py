@@ -60,11 +60,9 @@ class Projections(Module):
 
     def own(self, name: str, values: T) -> T:
         """Of ``values``, whose rows are those of weight ``name``, what this rank uses."""
-        return (
-            own(values, *self.own_rows[name], self.mesh)
-            if name in self.own_rows
-            else values
-        )
+        if name in self.own_rows:
+            return own(values, *self.own_rows[name], self.mesh)
+        return values
 
     def project(self, x: T, *names: str) -> tuple[T, ...]:
         """What the weights ``names`` and their adapters make of ``x``: ``[batch, seq, in]`` to ``[..., out]`` each."""

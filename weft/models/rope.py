@@ -48,10 +48,8 @@ def _yarn(freq: torch.Tensor, scaling: RopeScaling, theta: float) -> torch.Tenso
         wavelength = scaling.original_max_position / (turns * 2 * math.pi)
         return len(freq) * math.log(wavelength) / math.log(theta)
 
-    low, high = (
-        max(math.floor(index(scaling.beta_fast)), 0),
-        math.ceil(index(scaling.beta_slow)),
-    )
+    low = max(math.floor(index(scaling.beta_fast)), 0)
+    high = math.ceil(index(scaling.beta_slow))
     high = min(high, 2 * len(freq) - 1)
     stretch = (
         (torch.arange(len(freq), dtype=freq.dtype) - low) / max(high - low, 0.001)
@@ -69,9 +67,9 @@ def score_scales(shape: ModelShape) -> tuple[float, float]:
         return width**-0.5, 1.0
 
     def growth(mscale: float) -> float:
-        return (
-            0.1 * mscale * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
-        )
+        if scaling.factor > 1:
+            return 0.1 * mscale * math.log(scaling.factor) + 1
+        return 1.0
 
     both = scaling.mscale and scaling.mscale_all_dim
     derived = (

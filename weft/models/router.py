@@ -85,10 +85,8 @@ class Loads:
 
     def __init__(self, shape: ModelShape, mesh: Mesh) -> None:
         self.mixtures, self.mesh = shape.mixtures, mesh
-        self.balances, self.drops = (
-            shape.balance_loss > 0 or shape.z_loss > 0,
-            shape.capacity > 0,
-        )
+        self.balances = shape.balance_loss > 0 or shape.z_loss > 0
+        self.drops = shape.capacity > 0
         self.passes, self.sent = list[RouterPass](), Counter[str]()
         self.step_tokens: Callable[[], T] = lambda: torch.ones(())
 
@@ -103,10 +101,8 @@ class Loads:
         with untyped():
             documents, lengths = batch.documents, batch.cu_seqlens.diff()
             if documents is None:  # one, for all that is known
-                documents, lengths = (
-                    torch.zeros_like(batch.tokens),
-                    batch.cu_seqlens[-1:],
-                )
+                documents = torch.zeros_like(batch.tokens)
+                lengths = batch.cu_seqlens[-1:]
             tokens = torch.stack((documents, batch.positions))
             if self.mesh.layout.folds_tp:
                 tokens = tokens.chunk(self.mesh.size("tp"), dim=2)[self.mesh.rank("tp")]
@@ -160,11 +156,9 @@ class Loads:
 
     def _sum(self, counts: list[T], count: int) -> T:
         """Of the passes' ``count`` numbers each; zeros of a layer that other stages have."""
-        return (
-            torch.stack(counts).sum(0)
-            if counts
-            else torch.zeros(count, device=self.mesh.device)
-        )
+        if counts:
+            return torch.stack(counts).sum(0)
+        return torch.zeros(count, device=self.mesh.device)
 
 
 def by_token(mesh: Mesh) -> dict[str, Kind]:
@@ -195,7 +189,9 @@ class Router(Module):
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int, table: Table) -> None:
         super().__init__(mesh, table, f"blocks.{layer}.ffn.router")
-        self.shape, self.layer, self.count = shape, layer, shape.experts_of(layer)
+        self.shape = shape
+        self.layer = layer
+        self.count = shape.experts_of(layer)
         self.own = mesh.layout.folds_tp
         self.weight("table", whole=True)
         for statistic in ("bias", "load"):

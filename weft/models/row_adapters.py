@@ -30,10 +30,8 @@ class Factors(NamedTuple):
 
     def of(self, numbers: T) -> tuple[T, T]:
         """``a`` ``[..., rank, into]`` and ``b`` ``[..., out, rank]`` among ``numbers``, ``[..., all of a layer]``."""
-        middle, last = (
-            self.first + self.rank * self.into,
-            self.first + self.rank * (self.into + self.out),
-        )
+        middle = self.first + self.rank * self.into
+        last = self.first + self.rank * (self.into + self.out)
         a, b = numbers[..., self.first : middle], numbers[..., middle:last]
         return a.unflatten(-1, (self.rank, self.into)), b.unflatten(
             -1, (self.out, self.rank)
@@ -74,7 +72,9 @@ def layer_modules(model: Transformer) -> list[dict[str, Projections]]:
 
 def laid_out(factors: Iterable[tuple[str, str, T, T]]) -> tuple[Form, T]:
     """The form and the numbers of a layer, of module and name of each weight and its ``a`` and ``b``."""
-    form, numbers, at = list[Factors](), [torch.empty(0)], 0
+    form = list[Factors]()
+    numbers = [torch.empty(0)]
+    at = 0
     for module, name, a, b in factors:
         rank, into = a.shape
         form.append(Factors(module, name, rank, into, len(b), at))

@@ -99,8 +99,6 @@ def uniform(segments: list[Segment], queries: int, keys: int) -> tuple[int, int]
         for i in range(len(segments))
     )
     tiled = n * len(segments) == queries and m * len(segments) == keys
-    return (
-        (n, m)
-        if tiled and all(a == b for a, b in zip(alike, segments, strict=True))
-        else None
-    )
+    if tiled and all(a == b for a, b in zip(alike, segments, strict=True)):
+        return (n, m)
+    return None

@@ -72,7 +72,9 @@ def turned(q: T, cos: T, sin: T) -> T:
 
 def attend_prefixes(q: T, group: PrefixGroup, read: Callable[[Span], tuple[T, T]]) -> T:
     """Attention ``[queries, heads, width]`` of all tokens of ``group``; ``read`` finds keys and values of a span."""
-    outs, logs, first = [], [], 0
+    outs = []
+    logs = []
+    first = 0
     for span in group.spans:
         last = first + span.last - span.first
         out, lse = attend_forward(

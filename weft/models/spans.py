@@ -186,11 +186,15 @@ def rounds(spans: Iterable[Span], size: int) -> Iterator[list[Span]]:
     """Spans cut where blocks end, as lists of equally long pieces of different texts, in the order of each text."""
     pieces: list[tuple[int, Span]] = []
     for span in spans:
-        first, past, turn = span.first, span.past, 0
+        first = span.first
+        past = span.past
+        turn = 0
         while first < span.last:
             count = min(size - past % size, span.last - first)
             pieces.append((turn, Span(first, first + count, past, span.table)))
-            first, past, turn = first + count, past + count, turn + 1
+            first = first + count
+            past = past + count
+            turn = turn + 1
     order = sorted(pieces, key=lambda p: (p[0], p[1].last - p[1].first))
     for _, alike in groupby(order, key=lambda p: (p[0], p[1].last - p[1].first)):
         yield [piece for _, piece in alike]

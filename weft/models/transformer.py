@@ -50,10 +50,8 @@ class Embedding(Module):
         super().__init__(mesh, table, "embedding")
         logical = self.weight("table")
         self.first, self.last = logical.box[0]
-        self.vocab, self.scale = (
-            shape.vocab,
-            shape.embed**0.5 if shape.scaled_embedding else 1.0,
-        )
+        self.vocab = shape.vocab
+        self.scale = shape.embed**0.5 if shape.scaled_embedding else 1.0
         self.adapters = token_rows(shape, "embed_tokens", logical, mesh, table)
 
     @property
@@ -159,11 +157,9 @@ class Attention(Projections):
         """``x``: ``[batch, seq, embed]``; returns this rank's share of a sum over ``tp``, shaped alike."""
         q, k, v = self.project(x, "wq", "wk", "wv")
         if self.bias:
-            q, k, v = (
-                q + self.bq,
-                k + self.own("wk", self.bk),
-                v + self.own("wv", self.bv),
-            )
+            q = q + self.bq
+            k = k + self.own("wk", self.bk)
+            v = v + self.own("wv", self.bv)
         # [batch, seq, heads/tp, head_dim]
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
@@ -374,11 +370,9 @@ class Transformer(Module):
             None if learned is None else learned.draws,
             route,
         )
-        return (
-            self.loss(hidden, learned, hooks)
-            if learned is not None
-            else self.scores(hidden, only)
-        )
+        if learned is not None:
+            return self.loss(hidden, learned, hooks)
+        return self.scores(hidden, only)
 
     def scores(self, hidden: T, only: slice | T | None = None) -> T:
         """Logits ``[batch, seq, vocab]`` of what the output layer reads; ``only``: see :meth:`forward`."""

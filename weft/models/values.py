@@ -79,10 +79,8 @@ def grown(base: Values, small: ModelShape, vocab: int) -> Values:
 
     @cache
     def mean(name: str, columns: Box) -> torch.Tensor:
-        total, count = (
-            torch.zeros(extents(columns), dtype=torch.float64),
-            described[name].shape[0],
-        )
+        total = torch.zeros(extents(columns), dtype=torch.float64)
+        count = described[name].shape[0]
         for first in range(0, count, READ):
             part = base(
                 name, described[name], ((first, min(first + READ, count)), *columns)

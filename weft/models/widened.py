@@ -72,11 +72,9 @@ def multiply(a: T, b: T, plus: T | None = None, out: T | None = None) -> T:
     ``plus`` and ``out`` may be the same tensor.
     """
     if not is_widened(a):
-        return (
-            torch.mm(a, b, out=out)
-            if plus is None
-            else torch.addmm(plus, a, b, out=out)
-        )
+        if plus is None:
+            return torch.mm(a, b, out=out)
+        return torch.addmm(plus, a, b, out=out)
     out = a.new_empty(len(a), b.shape[1]) if out is None else out
     by_columns = b.stride(0) == 1  # tiles are read as they lie in memory
     for start in range(0, len(a), ROWS):

@@ -1,7 +1,7 @@
-"""What comes with a model beside its weights, and is written again as it came: ``config.json`` and its neighbours.
+"""Files that come with a model beside its weights (``config.json`` and its neighbours) and are written again with it.
 
-A run keeps these files in its checkpoints. An export writes them again, but for what training has changed: a
-field that Weft has no use for (a context length, a sampling default, somebody's note) is neither lost nor made up.
+A run keeps these files in its checkpoints. An export writes them unchanged, except for fields that training has
+changed: a field that Weft has no use for (a context length, a sampling default, a note) is neither lost nor invented.
 """
 
 import json
@@ -21,7 +21,7 @@ SYNONYMS = (("num_local_experts", "num_experts", "n_routed_experts"),)
 
 
 def carried_config(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """The ``config.json`` among a model's files; empty if there is none."""
+    """Return the ``config.json`` among a model's files; empty if there is none."""
     return _object(files, CONFIG)
 
 
@@ -36,35 +36,31 @@ def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def context_length(files: Mapping[str, bytes]) -> int | None:
-    """How many tokens a model can see at most, as the ``config.json`` among its files says; None if nobody says it.
+    """Return the most tokens that a model can see, by the ``config.json`` among its files; None if no file says it.
 
-    Of a model whose weights a run of Weft's began anew nobody does: rotary embedding has no end, and how well such a
-    model goes on behind the ``data.seq_len`` that it has learned with is for its owner to judge. Scaling of rotary
-    frequencies reaches further than ``max_position_embeddings`` in configurations that name the length from before.
+    None for a model whose weights a run has initialised: rotary embedding has no end, and its owner must judge how well
+    it works beyond ``data.seq_len``. Where a configuration names the length before scaling of rotary frequencies, the
+    result is longer than ``max_position_embeddings``.
     """
     config = carried_config(files)
     length = config.get("max_position_embeddings")
     if not isinstance(length, int) or length <= 0:
         return None
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
     rope = rope if isinstance(rope, dict) else {}
     kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")
     if not isinstance(factor, int | float):
         return length
     if kind == "yarn":
-        return max(
-            length,
-            round(factor * (rope.get("original_max_position_embeddings") or length)),
-        )
-    return (
-        round(factor * length)
-        if kind == "linear" and "gemma" not in str(config.get("model_type"))
-        else length
-    )
+        original = rope.get("original_max_position_embeddings") or length
+        return max(length, round(factor * original))
+    if kind == "linear" and "gemma" not in str(config.get("model_type")):
+        return round(factor * length)
+    return length
 
 
 def carried_dtype(files: Mapping[str, bytes]) -> str | None:
-    """The type of the weights, as the ``config.json`` among a model's files says (``bfloat16``)."""
+    """Return the type of the weights (``bfloat16``), by the ``config.json`` among a model's files."""
     config = carried_config(files)
     given = next((str(config[name]) for name in DTYPES if config.get(name)), None)
     return None if given is None else given.removeprefix("torch.")
@@ -73,46 +69,36 @@ def carried_dtype(files: Mapping[str, bytes]) -> str | None:
 def files_of_run(
     carried: Mapping[str, bytes], own: Mapping[str, bytes], same_tokenizer: bool
 ) -> dict[str, bytes]:
-    """The files that a run's checkpoints hold.
+    """Return the files that a run's checkpoints hold.
 
     ``carried``: files of the model that the run starts from; ``own``: files of the run's tokenizer;
     ``same_tokenizer``: whether it is the model's. Another tokenizer brings its own files, and its ids of special
     tokens are written to the configurations.
     """
     if same_tokenizer:  # ids that no file says yet are all that the tokenizer adds
-        return {
-            name: content for name, content in own.items() if name == GENERATION
-        } | dict(carried)
-    files, tokens = (
-        dict(own),
-        {
-            key: value
-            for key, value in _object(own, GENERATION).items()
-            if key in TOKEN_IDS
-        },
-    )
+        return {n: content for n, content in own.items() if n == GENERATION} | {
+            **carried
+        }
+    files, tokens = dict(own), _token_ids(own)
     if CONFIG in carried:
         config = carried_config(carried)
-        files[CONFIG] = as_json(
-            config
-            | {
-                key: tokens.get(key)
-                for key in TOKEN_IDS
-                if key in config or key in tokens
-            }
-        )
+        known = [key for key in TOKEN_IDS if key in config or key in tokens]
+        files[CONFIG] = as_json(config | {key: tokens.get(key) for key in known})
     if GENERATION in carried or tokens:
-        sampling = {
-            key: value
-            for key, value in _object(carried, GENERATION).items()
-            if key not in TOKEN_IDS
-        }
-        files[GENERATION] = as_json(sampling | tokens)
+        sampling = _object(carried, GENERATION)
+        others = {key: sampling[key] for key in sampling if key not in TOKEN_IDS}
+        files[GENERATION] = as_json(others | tokens)
     return files
 
 
+def _token_ids(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """The ids of special tokens in a model's ``generation_config.json``."""
+    fields = _object(files, GENERATION)
+    return {key: fields[key] for key in fields if key in TOKEN_IDS}
+
+
 def as_json(content: Any) -> bytes:
-    """The content of a JSON file."""
+    """Return the content of a JSON file."""
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
@@ -122,62 +108,40 @@ def exported_config(
     files: Mapping[str, bytes],
     max_positions: int | None = None,
 ) -> dict[str, Any]:
-    """The ``config.json`` of a model of ``shape`` with weights of ``dtype``, whose other files are ``files``.
+    """Return the ``config.json`` of a model of ``shape`` with weights of ``dtype``.
 
-    Where these have a ``config.json``, it is that, with the fields that stand for what has changed since. Otherwise it
-    is made from ``shape``; ``max_positions`` is the context length then, as far as one is known.
+    ``files``: the model's other files. If they have a ``config.json``, the result is that one with the fields that have
+    changed since. Otherwise it is made from ``shape``, with the context length ``max_positions`` if one is known.
     """
     # which a run that keeps what it was given does not need
     from weft.shapes.config import config_from_shape, shape_from_fields
 
-    tokens = {
-        key: value
-        for key, value in _object(files, GENERATION).items()
-        if key in TOKEN_IDS
-    }
-    now = config_from_shape(shape, dtype, tokens, max_positions)
-    carried = carried_config(files)
+    def written(described: ModelShape) -> dict[str, Any]:
+        return config_from_shape(described, dtype, _token_ids(files), max_positions)
+
+    now, carried = written(shape), carried_config(files)
     if not carried:
         return now
-    kind = str(dtype).removeprefix("torch.")
-    before = config_from_shape(
-        shape_from_fields(carried, CONFIG), dtype, tokens, max_positions
-    )
+    before = written(shape_from_fields(carried, CONFIG))
     changed = {
         key
         for key in (*before, *now)
         if key not in DTYPES and before.get(key, ...) != now.get(key, ...)
     }
-    config = {
-        key: value for key, value in carried.items() if key not in changed or key in now
-    }
+    config = {key: carried[key] for key in carried if key not in changed or key in now}
     config |= {key: now[key] for key in now if key in changed}
     for names in SYNONYMS:
-        config |= {
-            name: now[key]
-            for key in names
-            if key in changed and key in now
-            for name in names
-            if name in config
-        }
+        for key in changed.intersection(names, now):
+            config |= {name: now[key] for name in names if name in config}
+    kind = str(dtype).removeprefix("torch.")
     config |= {name: kind for name in DTYPES if name in config}
     # what was stored in 8 bits is written as numbers
     config.pop("quantization_config", None)
-    if _meaning(config, dtype, tokens, max_positions) == now:
-        return config
-    # Some field goes by another name there. What only the carried one has comes along all the same.
-    return {
-        key: value
-        for key, value in carried.items()
-        if key not in before and key != "quantization_config"
-    } | now
-
-
-def _meaning(config: Mapping[str, Any], *more: Any) -> dict[str, Any]:
-    """What Weft would write for the model that ``config`` describes; empty if it describes none."""
-    from weft.shapes.config import config_from_shape, shape_from_fields
-
     try:
-        return config_from_shape(shape_from_fields(config, CONFIG), *more)
-    except WeftError:
-        return {}
+        if written(shape_from_fields(config, CONFIG)) == now:
+            return config
+    except WeftError:  # it describes no model
+        pass
+    # Some field goes by another name there. What only the carried one has comes along all the same.
+    extra = carried.keys() - before.keys() - {"quantization_config"}
+    return {key: carried[key] for key in carried if key in extra} | now

@@ -1,4 +1,4 @@
-"""The ``config.json`` of Hugging Face models in and out, without a weight; :mod:`.mixture` has their experts."""
+"""Read and write the ``config.json`` of Hugging Face models, without weights; :mod:`.mixture` has their experts."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +28,7 @@ FIELDS = {
     "norm_eps": ("rms_norm_eps",), "init_std": ("initializer_range",),
 }  # fmt: skip
 
-#: Architecture: its ``model_type``, and the settings of :class:`ModelShape` that it stands for or starts from.
+#: Architectures: the ``model_type`` of each, and the settings of :class:`ModelShape` that it implies or starts from.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "LlamaForCausalLM": ("llama", {}),
     "MistralForCausalLM": ("mistral", {}),
@@ -44,13 +44,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepseekV3ForCausalLM": ("deepseek_v3", {}),
 }  # fmt: skip
 
-#: What ``layer_types`` calls layers that see all tokens, and those with a window.
+#: Names in ``layer_types``: layers that see all tokens, and layers with a window.
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 #: The end of an architecture's name: a language model, and one with a single score.
 WRITES, SCORES = "ForCausalLM", "ForSequenceClassification"
 
-#: What ``hidden_act`` (of Gemma ``hidden_activation``) calls :attr:`ModelShape.activation`.
+#: :attr:`ModelShape.activation` by the name in ``hidden_act`` (of Gemma ``hidden_activation``).
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 
 #: Fields that change the arithmetic, and the one value that Weft computes with.
@@ -60,17 +60,17 @@ ONLY = {
     "truncate": True,
 }  # fmt: skip
 
-#: As many layers as a recipe can have.
+#: The most layers that a recipe can have.
 MOST_LAYERS = 100_000
 
-#: The context length of a model of which nobody has said one: transformers needs a number.
+#: The context length that is written where none is known: transformers needs a number.
 UNKNOWN_LENGTH = 8192
 
 #: Settings of rotary scaling in Llama 3, and in yarn beside the factor: the names in :class:`weft.recipe.RopeScaling`.
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 
-#: What fields of other architectures give away about what Weft lacks for them; GGUF files have some of them too.
+#: Features that Weft lacks, by the fields of other architectures (and of GGUF files) that imply them.
 LACKING = {
     "num_local_experts": "its mixture of experts", "num_experts": "its mixture of experts",
     "n_routed_experts": "its mixture of experts", "expert_count": "a mixture of experts in GGUF",
@@ -86,19 +86,18 @@ LACKING = {
 
 
 def lacking(fields: Mapping[str, Any]) -> str:
-    """What Weft would have to have for a model with these fields of an architecture that it does not know."""
-    missing = dict.fromkeys(
-        what for field, what in LACKING.items() if fields.get(field)
-    )
-    if not missing:
+    """Say what Weft lacks for a model with these fields, whose architecture it does not know."""
+    lacks = dict.fromkeys(part for field, part in LACKING.items() if fields.get(field))
+    if not lacks:
         return "its layers are not among those that Weft has"
-    return f"missing is {' and '.join(missing)}"
+    return f"missing is {' and '.join(lacks)}"
 
 
 def shape_from_config(path: Path, planned: bool = False) -> ModelShape:
-    """The model that a ``config.json`` (or its folder) describes; refuses what Weft would compute differently.
+    """Read the model that a ``config.json`` (or its folder) describes.
 
-    ``planned``: of such a model its sizes, as an :class:`UntrainableShape`, instead of a refusal.
+    Raises :class:`WeftError` for a model that Weft would compute differently. With ``planned`` the result is then its
+    sizes, an :class:`UntrainableShape`.
     """
     path = path / "config.json" if path.is_dir() else path
     hint = "give a Hugging Face config.json or a folder with one"
@@ -108,7 +107,7 @@ def shape_from_config(path: Path, planned: bool = False) -> ModelShape:
 def shape_from_fields(
     config: Mapping[str, Any], path: Path | str, planned: bool = False
 ) -> ModelShape:
-    """:func:`shape_from_config` of the fields themselves; ``path`` says in errors where they stand."""
+    """Read the model that fields of a ``config.json`` describe; ``path`` names their file in errors."""
     fields = ConfigFields(config, path)
     try:
         return _computed(fields)
@@ -119,9 +118,9 @@ def shape_from_fields(
 
 
 def _computed(config: ConfigFields) -> ModelShape:
-    """The model of which Weft computes just what transformers would."""
+    """The model, which Weft computes exactly as transformers would."""
     name, scores = _known(config)
-    _weight_blocks(config)
+    weight_blocks(config.path, config)
     gemma = name == "Gemma3ForCausalLM"
     rope, local = _rope(config)
     for field, supported in ONLY.items():
@@ -158,7 +157,7 @@ def _computed(config: ConfigFields) -> ModelShape:
 
 
 def _known(config: ConfigFields) -> tuple[str, bool]:
-    """The architecture, a key of :data:`ARCHITECTURES`, and whether it scores."""
+    """The architecture, a key of :data:`ARCHITECTURES`, and whether the model scores."""
     kinds = {kind: architecture for architecture, (kind, _) in ARCHITECTURES.items()}
     by_kind = kinds.get(config.get("model_type", ""))
     name = next(iter(config.get("architectures") or ()), by_kind)
@@ -176,14 +175,14 @@ def _known(config: ConfigFields) -> tuple[str, bool]:
 
 
 def _sizes(config: ConfigFields, *needed: str) -> dict[str, Any]:
-    """What the configuration says of :data:`FIELDS`, of which it must say those that are ``needed``."""
+    """The values of :data:`FIELDS` in the configuration, of which it must have the ``needed`` ones."""
     sizes = {ours: config.given(*names) for ours, names in FIELDS.items()}
     config.check_complete([FIELDS[ours][0] for ours in needed if sizes[ours] is None])
     return {ours: value for ours, value in sizes.items() if value is not None}
 
 
 def _planned(config: ConfigFields, why: str) -> UntrainableShape:
-    """The sizes that any configuration gives, dense or with experts, as far as time and memory depend on them."""
+    """The sizes that any configuration gives, dense or with experts, which time and memory depend on."""
     for ours in ("layers", "embed", "heads", "vocab"):
         if config.given(*FIELDS[ours]) is None:
             raise UsageError(
@@ -214,42 +213,34 @@ def _scaling(config: ConfigFields, rope: Mapping[str, Any]) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {}
-    original = "original_max_position_embeddings"
-    length = config.get(original) or rope.get(original)
     needed = {"linear": (), "llama3": LLAMA3, "yarn": ("factor",)}.get(kind)
     if needed is None:
         config.refuse("rope_type", "'default', 'linear', 'llama3' and 'yarn'", kind)
     missing = [f"rope_scaling.{key}" for key in needed if rope.get(key) is None]
     config.check_complete(missing)
     scaling = {"kind": kind, "factor": rope.get("factor")}
-    if kind == "linear":
-        return {"rope_scaling": scaling}
-    scaling["original_max_position"] = length or config.get("max_position_embeddings")
-    others = LLAMA3 if kind == "llama3" else YARN
-    scaling |= {key: rope[key] for key in others if rope.get(key) is not None}
+    if kind != "linear":
+        field = "original_max_position_embeddings"
+        length = config.get(field) or rope.get(field)
+        length = length or config.get("max_position_embeddings")
+        scaling["original_max_position"] = length
+        names = LLAMA3 if kind == "llama3" else YARN
+        scaling |= {key: rope[key] for key in names if rope.get(key) is not None}
     return {"rope_scaling": scaling}
 
 
 def weight_blocks(path: Path | str, config: Mapping[str, Any]) -> list[int]:
-    """Rows and columns of a block of weights that share a scale, where weights are stored in 8 bits; else none."""
-    return _weight_blocks(ConfigFields(config, path))
-
-
-def _weight_blocks(config: ConfigFields) -> list[int]:
-    stored = config.get("quantization_config")
-    if not stored:
-        return []
-    match stored:
+    """Return the rows and columns of a block of weights that shares a scale; nothing if weights are not in 8 bits."""
+    match stored := config.get("quantization_config") or {}:
         case {
             "quant_method": "fp8",
             "weight_block_size": [int(rows), int(columns)],
-        } if min(rows, columns) > 0:
-            if stored.get("fmt", "e4m3") == "e4m3":
-                return [rows, columns]
-    config.refuse(
-        "quantization_config",
-        "quant_method 'fp8' with a weight_block_size of two numbers",
-    )
+        } if min(rows, columns) > 0 and stored.get("fmt", "e4m3") == "e4m3":
+            return [rows, columns]
+    if stored:
+        supported = "quant_method 'fp8' with a weight_block_size of two numbers"
+        ConfigFields(config, path).refuse("quantization_config", supported)
+    return []
 
 
 def _rope(config: ConfigFields) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -279,7 +270,7 @@ def _rope(config: ConfigFields) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _windows(name: str, config: ConfigFields, layers: int) -> dict[str, Any]:
-    """``window`` and ``full_every`` of the layers; refuses an order of layers that these two cannot say."""
+    """The settings ``window`` and ``full_every``; refuses an order of layers that these two cannot describe."""
     usual = None if name.startswith("Mixtral") else 4096
     window = config.get("sliding_window", usual)
     kinds = list(config.get("layer_types") or ())
@@ -306,13 +297,15 @@ def _windows(name: str, config: ConfigFields, layers: int) -> dict[str, Any]:
 
 
 def layer_types(layers: int, full_every: int) -> list[str]:
-    """What Hugging Face calls the layers of a model with windows."""
-    full = [bool(full_every) and (i + 1) % full_every == 0 for i in range(layers)]
-    return [FULL if is_full else SLIDING for is_full in full]
+    """Return Hugging Face's names for the kinds of the layers of a model with windows."""
+    kinds = [SLIDING] * layers
+    if full_every:
+        kinds[full_every - 1 :: full_every] = [FULL] * (layers // full_every)
+    return kinds
 
 
 def architecture(shape: ModelShape) -> str:
-    """The architecture that computes this shape; :class:`WeftError` if Hugging Face has none."""
+    """Return the Hugging Face architecture that computes this shape. Raises :class:`WeftError` if there is none."""
     remedy = "keep Weft's own checkpoint"
     if shape.mixer != "softmax":
         raise WeftError(
@@ -325,13 +318,10 @@ def architecture(shape: ModelShape) -> str:
     if shape.mixtures or shape.kv_rank:
         return mixture_architecture(shape)
     if shape.activation not in ACTIVATIONS.values() or shape.rope_interleaved:
-        what = (
-            "rope_interleaved"
-            if shape.rope_interleaved
-            else f"activation = {shape.activation!r}"
-        )
+        setting = f"activation = {shape.activation!r}"
+        setting = "rope_interleaved" if shape.rope_interleaved else setting
         raise WeftError(
-            f"no Hugging Face architecture that Weft knows has {what}; {remedy}"
+            f"no Hugging Face architecture that Weft knows has {setting}; {remedy}"
         )
     gemma = ("norm_after", "scaled_embedding", "query_dim", "window_theta")
     if shape.norm_after and shape.scaled_embedding and shape.qk_norm:
@@ -350,7 +340,7 @@ def architecture(shape: ModelShape) -> str:
 
 
 def _scoring(name: str) -> str:
-    """The architecture with a score in the place of a vocabulary."""
+    """The architecture with a score in place of a vocabulary."""
     return name.replace(WRITES, SCORES).replace("Gemma3For", "Gemma3TextFor")
 
 
@@ -358,7 +348,7 @@ def config_from_shape(
     shape: ModelShape, dtype: object = "float32", tokens: Mapping[str, Any] | None = None,
     max_positions: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The ``config.json`` with which transformers (4 and 5) computes the same model.
+    """Return the ``config.json`` with which transformers (4 and 5) computes the same model.
 
     ``tokens``: ids by name (``eos_token_id`` ...); ``max_positions``: the context length, if one is known.
     """
@@ -369,23 +359,18 @@ def config_from_shape(
         rope = {"rope_type": given.kind, "factor": given.factor}
         if given.kind != "linear":
             names = LLAMA3 if given.kind == "llama3" else YARN
-            rope |= {
-                key: value
-                for key, value in given.model_dump(include=set(names)).items()
-                if value
-            }
+            values = {key: getattr(given, key) for key in names}
+            rope |= {key: value for key, value in values.items() if value}
             rope["original_max_position_embeddings"] = given.original_max_position
     # transformers 4 takes the quotient of the two lengths for the factor
     if given and given.kind == "yarn":
         max_positions = round(given.factor * given.original_max_position)
-    activation = next(
-        theirs for theirs, ours in ACTIVATIONS.items() if ours == shape.activation
-    )
+    activations = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
     config = {
         "architectures": [_scoring(name) if scores else name],
         "model_type": ARCHITECTURES[name][0],
         **{theirs: getattr(shape, ours) for ours, (theirs, *_) in FIELDS.items()},
-        "hidden_act": activation,
+        "hidden_act": activations[shape.activation],
         "max_position_embeddings": max_positions or UNKNOWN_LENGTH,
         "rope_theta": shape.rope_theta,
         "rope_scaling": rope if given else None,
@@ -401,19 +386,16 @@ def config_from_shape(
     if name == "MistralForCausalLM" or shape.window:
         config["sliding_window"] = shape.window or None
     if shape.window and not name.startswith("Mi"):
-        config |= {"layer_types": layer_types(shape.layers, shape.full_every)}
-        config |= (
-            {"use_sliding_window": True, "max_window_layers": 0}
-            if name.startswith("Qwen")
-            else {}
-        )
+        config["layer_types"] = layer_types(shape.layers, shape.full_every)
+        if name.startswith("Qwen"):
+            config |= {"use_sliding_window": True, "max_window_layers": 0}
     if name == "Gemma3ForCausalLM":
         config |= _gemma(shape, config)
     return config
 
 
 def _gemma(shape: ModelShape, config: dict[str, Any]) -> dict[str, Any]:
-    """What Gemma's configuration calls by other names; both bases, as transformers 4 and 5 look for them."""
+    """The fields that Gemma's configuration names differently; both bases, as transformers 4 and 5 look for them."""
     scalar = shape.query_dim or shape.head_dim or 0
     local = shape.window_theta or shape.rope_theta
     types = config.get("layer_types") or [FULL] * shape.layers

@@ -1,4 +1,4 @@
-"""The fields of a ``config.json``, with the words for what is missing or not supported in them."""
+"""Fields of a ``config.json``, with error lines for fields that are missing or not supported."""
 
 import json
 from pathlib import Path
@@ -8,25 +8,25 @@ from weft.errors import WeftError
 
 
 class ConfigFields(dict[str, Any]):
-    """The fields by name; ``path`` says in errors where they stand."""
+    """Fields of a ``config.json`` by name; ``path`` names the file in errors."""
 
     def __init__(self, fields: Any, path: Path | str) -> None:
         super().__init__(fields)
         self.path = path
 
     def refuse(self, field: str, supported: str, value: Any = None) -> NoReturn:
-        """``value``: what ``field`` stands for, if it is not there under this name."""
+        """Raise :class:`WeftError`: ``field`` is not supported. ``value``: its value, if it has another name."""
         value = self.get(field) if value is None else value
         raise WeftError(
             f"{self.path}: {field} = {str(value)[:60]!r} is not supported; Weft supports {supported}"
         )
 
     def given(self, *names: str) -> Any:
-        """What stands under the first of ``names`` that has a value; None if none has."""
+        """Return the value of the first of ``names`` that has one; None if none has."""
         return next((self[name] for name in names if self.get(name) is not None), None)
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """The whole number that stands under one of ``names``."""
+        """Return the whole number under any of ``names``, or ``default``; raises :class:`WeftError` without one."""
         given = [name for name in names if self.get(name) is not None]
         name = given[0] if given else names[0]
         value = self[name] if given else default
@@ -38,6 +38,7 @@ class ConfigFields(dict[str, Any]):
         return value
 
     def check_complete(self, missing: list[str]) -> None:
+        """Raise :class:`WeftError` if fields are ``missing``."""
         if missing:
             raise WeftError(
                 f"{self.path} has no {', '.join(missing)}; it is not a complete config.json"
@@ -45,7 +46,7 @@ class ConfigFields(dict[str, Any]):
 
 
 def read_json(path: Path, hint: str) -> dict[str, Any]:
-    """The object that a JSON file holds; :class:`WeftError` with ``hint`` if it holds none."""
+    """Read the object of a JSON file. Raises :class:`WeftError` with ``hint`` if the file has none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):

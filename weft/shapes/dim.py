@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Dim:
-    """One named dimension: ``count`` units of ``unit`` elements (a head of ``head_dim`` rows is never cut)."""
+    """A named dimension: ``count`` units of ``unit`` elements; units (the rows of a head, say) are never cut."""
 
     name: str
     count: int

@@ -1,10 +1,10 @@
-"""What other programs call the parameters of a model: Hugging Face, llama.cpp (GGUF), Meta and Megatron-core."""
+"""Names of a model's parameters in other programs: Hugging Face, llama.cpp (GGUF), Meta and Megatron-core."""
 
 import re
 
 from weft.recipe import ModelShape
 
-#: Hugging Face's names by Weft's: of what is in no layer, and in a layer; ``{}`` is the number of an expert.
+#: Hugging Face's names by Weft's, outside of layers and in a layer; ``{}`` is the number of an expert.
 HUGGING_FACE = {
     "embedding.table": "model.embed_tokens.weight",
     "norm.scale": "model.norm.weight",
@@ -39,7 +39,7 @@ HUGGING_FACE = {
     "ffn.experts.up": "mlp.experts.{}.up_proj.weight",
     "ffn.experts.down": "mlp.experts.{}.down_proj.weight",
 }
-#: The names that are others in Mixtral, in DeepSeek, and with norms after attention and feed-forward too (Gemma 3).
+#: Names that differ in Mixtral, in DeepSeek, and with norms after attention and feed-forward too (Gemma 3).
 MIXTRAL = {
     "ffn.router.table": "block_sparse_moe.gate.weight",
     "ffn.experts.gate": "block_sparse_moe.experts.{}.w1.weight",
@@ -107,7 +107,7 @@ MEGATRON = {
     "mlp.linear_fc1.layer_norm_weight": "ffn_norm.scale",
     "mlp.linear_fc2.weight": "ffn.down",
 }
-#: The tensors that hold several parameters, in their order: Megatron-core's, and a layer's experts in transformers 5.
+#: Tensors that hold several parameters, in their order: Megatron-core's, and a layer's experts in transformers 5.
 FUSED = {
     "self_attention.linear_qkv.weight": (
         "attention.wq",
@@ -122,7 +122,7 @@ FUSED = {
 
 
 def split_layer(name: str) -> tuple[str, str]:
-    """The number of the layer that Weft's parameter ``name`` is of, empty if it is of none, and its name in there."""
+    """Split Weft's name of a parameter into the number of its layer (empty if it is in none) and its name there."""
     if not name.startswith("blocks."):
         return "", name
     layer, _, inside = name.removeprefix("blocks.").partition(".")
@@ -130,9 +130,9 @@ def split_layer(name: str) -> tuple[str, str]:
 
 
 def hf_name(name: str, shape: ModelShape | None = None) -> str:
-    """What Hugging Face calls the parameter that Weft calls ``name``, in a model of ``shape`` (None: like Llama).
+    """Return Hugging Face's name of the parameter ``name`` in a model of ``shape`` (None: like Llama).
 
-    Of experts, which have a tensor each, ``{}`` stands where their number does.
+    Experts have a tensor each: ``{}`` stands for the number of the expert.
     """
     if shape is not None and shape.output == "score" and name == "head":
         return "score.weight"
@@ -153,7 +153,7 @@ def _is_mixtral(shape: ModelShape) -> bool:
 
 
 def hf_names(name: str, shape: ModelShape | None = None) -> list[str]:
-    """The tensors that hold the parameter ``name``: one, or one for each expert; none of what only training needs."""
+    """Return the tensors that hold the parameter ``name``: one, one per expert, or none if only training needs it."""
     if name.endswith("router.load"):
         return []
     theirs = hf_name(name, shape)
@@ -165,7 +165,7 @@ def hf_names(name: str, shape: ModelShape | None = None) -> list[str]:
 
 
 def fused_name(name: str) -> tuple[str, int, int] | None:
-    """The tensor that holds all experts' ``name`` at once, and which of how many parts of its rows; None of others."""
+    """Return the fused tensor of all experts that holds the parameter ``name``; None if there is no such tensor."""
     layer, inside = split_layer(name)
     for whole, parts in FUSED.items():
         if inside in parts and ".experts." in inside:
@@ -174,17 +174,17 @@ def fused_name(name: str) -> tuple[str, int, int] | None:
 
 
 def norm_offset(name: str, shape: ModelShape | None) -> float:
-    """What Hugging Face leaves out of the parameter: Gemma 3 stores scales of norms as their difference to one."""
+    """Return what Hugging Face subtracts from the parameter: Gemma 3 stores scales of norms as differences to one."""
     return 1.0 if shape and shape.norm_after and name.endswith("norm.scale") else 0.0
 
 
 def gguf_name(name: str) -> str:
-    """What GGUF calls the parameter that Weft calls ``name``."""
+    """Return GGUF's name of the parameter ``name``."""
     layer, inside = split_layer(name)
     return f"blk.{layer}.{GGUF[inside]}" if layer else GGUF[inside]
 
 
-#: The weights that can have an adapter, by what Hugging Face calls them in a layer.
+#: Weights that can have an adapter, by Hugging Face's names in a layer.
 ADAPTED = {
     theirs.removesuffix(".weight"): ours
     for ours, theirs in HUGGING_FACE.items()
@@ -193,19 +193,19 @@ ADAPTED = {
 
 
 def projection_name(path: str) -> str:
-    """What Hugging Face calls the weight ``path`` in its module: of ``blocks.3.attention.wq`` that is ``q_proj``."""
+    """Return Hugging Face's name of the weight ``path`` in its module: ``q_proj`` for ``blocks.3.attention.wq``."""
     return HUGGING_FACE[".".join(path.split(".")[-2:])].split(".")[-2]
 
 
-#: In front of a name, as wrappers leave it there; and what begins a layer's.
+#: Prefixes that wrappers add to a name, and the beginning of a name in a layer.
 PREFIX = r"^(?:(?:module|model|_orig_mod|_fsdp_wrapped_module|model_state_dict|language_model|decoder)\.)*"
 LAYER = r"(?:layers|blk|blocks)\.(\d+)\."
 
 
 def inside_layer(name: str) -> tuple[str, str]:
-    """A foreign ``name`` without wrappers: the number of its layer, empty if it is of none, and what comes after.
+    """Split a foreign ``name``, without wrappers, into the number of its layer (empty if none) and its name there.
 
-    In the latter, ``{}`` stands for the number of an expert.
+    ``{}`` stands for the number of an expert.
     """
     name = re.sub(PREFIX, "", name)
     layer = re.match(LAYER, name)

@@ -1,4 +1,4 @@
-"""What ``config.json`` says of experts and of latent attention: Mixtral, Qwen's mixtures, DeepSeek-V2 and V3."""
+"""Read and write experts and latent attention in ``config.json``: Mixtral, Qwen's mixtures, DeepSeek-V2 and V3."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from weft.errors import WeftError
 from weft.recipe import ModelShape
 from weft.shapes.config_fields import ConfigFields
 
-#: What each of these architectures can be of a :class:`ModelShape`; anything else it computes differently.
+#: Settings of :class:`ModelShape` that each architecture can compute.
 LIMITS: dict[str, dict[str, tuple[Any, ...]]] = {
     "MixtralForCausalLM": {"router": ("post-softmax",), "shared_experts": (0,), "router_groups": (1,)},
     "Qwen2MoeForCausalLM": {"router": ("pre-softmax",), "shared_mix": ("gate",), "router_groups": (1,), "window": (0,)},
@@ -15,19 +15,19 @@ LIMITS: dict[str, dict[str, tuple[Any, ...]]] = {
                               "rope_interleaved": (True,), "window": (0,)},
     "DeepseekV3ForCausalLM": {"router": ("sigmoid",), "shared_mix": ("add",), "window": (0,)},
 }  # fmt: skip
-#: And what any of them can be.
+#: Settings that every architecture can compute.
 ALL = {"router_early": (False,), "full_every": (0,), "query_dim": (None,), "norm_after": (False,),
        "scaled_embedding": (False,), "activation": ("silu", "gelu")}  # fmt: skip
-#: How DeepSeek calls routers: scores, and ways to choose by them.
+#: Routers of DeepSeek: ``scoring_func``, and the supported ``topk_method``.
 ROUTERS = {
     "DeepseekV2ForCausalLM": ("softmax", ("greedy", "group_limited_greedy")),
     "DeepseekV3ForCausalLM": ("sigmoid", ("noaux_tc",)),
 }
-#: What the others' configs have no word for, and those of models derived from them do.
+#: The router of other architectures, which models derived from them name.
 PLAIN = "softmax", ("greedy",)
-#: What configurations call the number of a layer's experts.
+#: Names of the number of a layer's experts.
 EXPERTS = "num_local_experts", "num_experts", "n_routed_experts"
-#: Parts of :class:`ModelShape` that DeepSeek calls otherwise.
+#: DeepSeek's names of fields of :class:`ModelShape`.
 LATENT = {
     "kv_rank": "kv_lora_rank", "q_rank": "q_lora_rank", "rope_dim": "qk_rope_head_dim", "head_dim": "qk_nope_head_dim",
     "value_dim": "v_head_dim",
@@ -35,7 +35,7 @@ LATENT = {
 
 
 def latent_sizes(config: ConfigFields) -> dict[str, int]:
-    """The sizes of latent attention (DeepSeek-V2)."""
+    """Return the sizes of latent attention (DeepSeek-V2), by fields of :class:`ModelShape`."""
     return {
         ours: config.number(theirs, default=0 if ours == "q_rank" else None)
         for ours, theirs in LATENT.items()
@@ -43,7 +43,7 @@ def latent_sizes(config: ConfigFields) -> dict[str, int]:
 
 
 def mixture_sizes(config: ConfigFields, layers: int, ffn: int) -> dict[str, Any]:
-    """The sizes of experts, by fields of :class:`ModelShape`, of a model of any architecture."""
+    """Return the sizes of experts, by fields of :class:`ModelShape`, of a model of any architecture."""
     experts = config.number(*EXPERTS, default=0)
     if not experts:
         return {"experts": 0}
@@ -74,7 +74,7 @@ def _mixed(config: ConfigFields, layers: int) -> list[bool]:
 
 
 def mixture_settings(name: str, config: ConfigFields, layers: int) -> dict[str, Any]:
-    """The settings of :class:`ModelShape` about experts and latent attention that a configuration stands for."""
+    """Return the settings of :class:`ModelShape` about experts and latent attention."""
     width = (
         "intermediate_size" if name.startswith("Mixtral") else "moe_intermediate_size"
     )
@@ -158,32 +158,30 @@ def _deepseek(name: str, config: ConfigFields, layers: int) -> dict[str, Any]:
 
 
 def mixture_architecture(shape: ModelShape) -> str:
-    """The architecture that computes this shape, which has experts or latent attention."""
+    """Return the architecture that computes this shape, which has experts or latent attention.
+
+    Raises :class:`WeftError` if no architecture does.
+    """
     if shape.kv_rank:
-        name = (
-            "DeepseekV2ForCausalLM"
-            if shape.mixtures and shape.router != "sigmoid"
-            else "DeepseekV3ForCausalLM"
-        )
+        second = shape.mixtures and shape.router != "sigmoid"
+        name = f"DeepseekV{2 if second else 3}ForCausalLM"
     elif shape.qk_norm:
         name = "Qwen3MoeForCausalLM"
     else:
         name = "Qwen2MoeForCausalLM" if shape.shared_experts else "MixtralForCausalLM"
     limits = ALL | (LIMITS[name] if shape.mixtures else {"window": (0,)})
-    limits |= {"qkv_bias": (False,)} if "Qwen2" not in name else {}
-    limits |= (
-        {}
-        if "Deepseek" in name
-        else {"rope_interleaved": (False,), "router_scale": (1.0,)}
-    )
-    layers, first = list(shape.mixtures), min(shape.mixtures, default=shape.layers)
-    wrong = next((f"{field} = {getattr(shape, field)!r}" for field, can_be in limits.items()
-                  if getattr(shape, field) not in can_be), "")  # fmt: skip
+    if "Qwen2" not in name:
+        limits |= {"qkv_bias": (False,)}
+    if "Deepseek" not in name:
+        limits |= {"rope_interleaved": (False,), "router_scale": (1.0,)}
+    layers = list(shape.mixtures)
+    first = min(layers, default=shape.layers) if shape.kv_rank else 0
+    settings = {field: getattr(shape, field) for field in limits}
+    excess = (f for f, value in settings.items() if value not in limits[f])
+    wrong = next((f"{field} = {settings[field]!r}" for field in excess), "")
     if len(set(shape.mixtures.values())) > 1:
         wrong = "layers with unequally many experts"
-    elif "Qwen" not in name and layers != list(
-        range(first if shape.kv_rank else 0, shape.layers)
-    ):
+    elif "Qwen" not in name and layers != list(range(first, shape.layers)):
         wrong = "dense layers" if not shape.kv_rank else "dense layers but the first"
     elif shape.kv_rank and shape.mixtures and not shape.shared_experts:
         wrong = "no shared experts"
@@ -194,11 +192,9 @@ def mixture_architecture(shape: ModelShape) -> str:
 
 
 def mixture_fields(shape: ModelShape, name: str) -> dict[str, Any]:
-    """What ``config.json`` of architecture ``name`` says beside what is said of dense models."""
-    experts, balances = (
-        max(shape.mixtures.values(), default=1),
-        shape.balance == "huggingface",
-    )
+    """Return the fields of ``config.json`` that architecture ``name`` has beside those of dense models."""
+    experts = max(shape.mixtures.values(), default=1)
+    balances = shape.balance == "huggingface"
     first = min(shape.mixtures, default=shape.layers)
     fields: dict[str, Any] = {
         "num_experts_per_tok": shape.experts_per_token if shape.mixtures else 1,
@@ -216,19 +212,13 @@ def mixture_fields(shape: ModelShape, name: str) -> dict[str, Any]:
     }
     if name.startswith("Qwen"):
         listed = isinstance(shape.experts, tuple) or shape.first_dense
-        dense = (
-            [layer for layer in range(shape.layers) if layer not in shape.mixtures]
-            if listed
-            else []
-        )
+        dense = sorted({*range(shape.layers)} - {*shape.mixtures}) if listed else []
         fields |= {"num_experts": experts, "mlp_only_layers": dense, "decoder_sparse_step": 1 if dense else
                   shape.moe_every, "use_sliding_window": False}  # fmt: skip
-        shared = shape.shared_experts * (shape.expert_ffn or 0)
-        return fields | (
-            {"qkv_bias": shape.qkv_bias, "shared_expert_intermediate_size": shared}
-            if shared
-            else {}
-        )
+        if shared := shape.shared_experts * (shape.expert_ffn or 0):
+            fields["shared_expert_intermediate_size"] = shared
+            fields["qkv_bias"] = shape.qkv_bias
+        return fields
     scores, ways = ROUTERS[name]
     return fields | {
         **{theirs: getattr(shape, ours) for ours, theirs in LATENT.items()},

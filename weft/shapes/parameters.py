@@ -1,6 +1,6 @@
-"""Every parameter of a model in the order of a forward pass: the table that modules, planner and checkpoints share.
+"""The table of parameters: every parameter of a model in the order of a forward pass.
 
-Modules make their weights from it, the planner counts it, and foreign names are those of its rows.
+Modules make their weights from the table, the planner counts it, and foreign names are those of its rows.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,26 +15,26 @@ from weft.recipe import Adapter, ModelShape, VocabularyWeight
 from weft.shapes.dim import Dim
 from weft.shapes.untrainable import has_gate
 
-#: In the names of parameters, what stands between a module and a weight's adapter, or the stored form of a weight.
+#: Parts of parameters' names between a module and the adapter of a weight, or the stored form of a weight.
 ADAPTERS, QUANTIZED = ".adapters.", ".quantized."
-#: The parameters with a row for each token, by what PEFT calls them; and where rows of some tokens learn beside them.
+#: Parameters with a row for each token, by PEFT's names; and parameters that train the rows of some tokens.
 VOCABULARY = {"embed_tokens": "embedding.table", "lm_head": "head"}
 ROWS = {
     "embed_tokens": "embedding.adapters.table.rows",
     "lm_head": "outputs.adapters.head.rows",
 }
-#: What routers keep of the loads of their experts, which no gradient changes.
+#: Statistics of experts' loads that routers keep and no gradient changes.
 STATISTICS = ("router.bias", "router.load")
-#: Of a weight in four bits: elements that share a scale, and scales that share a mean and a step.
+#: Elements of a weight in four bits that share a scale, and scales that share a mean and a step.
 BLOCK, SCALES = 64, 256
 
 
 class Parameter(NamedTuple):
-    """A parameter's name, dimensions and initial standard deviation ``std`` (None: all ones, 0: all zeros).
+    """A row of the table: name, dimensions and initial standard deviation ``std`` (None: all ones, 0: all zeros).
 
-    ``step``: its place in a forward pass; equal where the input is the same. ``products``: how many weights each token
-    is multiplied with. ``kind``: a ``statistic`` of a router changes without a gradient, and a ``stored`` form in bytes
-    cannot learn. ``weight``: the dimensions ``[out, in]`` of the weight that ``codes`` are the stored form of.
+    ``step``: its place in a forward pass; parameters with the same input have the same step. ``products``: the number
+    of weights that each token is multiplied with. ``kind``: gradients do not change a ``statistic`` of a router, and a
+    ``stored`` form in bytes cannot learn. ``weight``: for ``codes``, the dimensions ``[out, in]`` of the stored weight.
     """
 
     name: str
@@ -65,67 +65,65 @@ Table = Mapping[str, Parameter]
 
 
 def is_target(pattern: str, path: str) -> bool:
-    """Whether ``pattern`` names the weight ``path``, as in ``blocks.3.attention.wq``.
+    """Return whether ``pattern`` names the weight ``path`` (such as ``blocks.3.attention.wq``).
 
-    By its last part, as Weft or as Hugging Face calls it (``wq``, ``q_proj``), or by its whole path.
+    A pattern matches the last part of the path, in Weft's or Hugging Face's words (``wq``, ``q_proj``), or the whole
+    path.
     """
     # which a run without an adapter does not need
     from weft.shapes.foreign_names import projection_name
 
-    name = path.rpartition(".")[2]
-    return any(
-        fnmatchcase(known, pattern) for known in (name, projection_name(path), path)
-    )
+    names = path.rpartition(".")[2], projection_name(path), path
+    return any(fnmatchcase(name, pattern) for name in names)
+
+
+def _matching(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
+    """The value of the first of ``patterns`` that names the weight ``path``."""
+    return next((v for p, v in patterns.items() if is_target(p, path)), default)
 
 
 def adapter_rank(adapter: Adapter, path: str) -> int:
-    """The rank of the adapter of the weight ``path``."""
-    return next(
-        (rank for p, rank in adapter.rank_pattern.items() if is_target(p, path)),
-        adapter.rank,
-    )
+    """Return the rank of the adapter of the weight ``path``."""
+    return _matching(adapter.rank_pattern, path, adapter.rank)
 
 
 def adapter_alpha(adapter: Adapter, path: str) -> float:
-    """The ``alpha`` of the adapter of the weight ``path``."""
-    return next(
-        (alpha for p, alpha in adapter.alpha_pattern.items() if is_target(p, path)),
-        adapter.alpha,
-    )
+    """Return the ``alpha`` of the adapter of the weight ``path``."""
+    return _matching(adapter.alpha_pattern, path, adapter.alpha)
 
 
 def adapter_scale(adapter: Adapter, path: str) -> float:
-    """What the output of the adapter of the weight ``path`` is multiplied by."""
+    """Return the factor of the output of the adapter of the weight ``path``."""
     rank = adapter_rank(adapter, path)
-    return adapter_alpha(adapter, path) / (
-        rank**0.5 if adapter.rank_stabilised else rank
-    )
+    divisor = rank**0.5 if adapter.rank_stabilised else rank
+    return adapter_alpha(adapter, path) / divisor
 
 
 def whole_weights(shape: ModelShape) -> list[str]:
-    """The parameters with a row for each token that an adapter learns whole."""
+    """Return the parameters with a row for each token that an adapter trains whole."""
     return [VOCABULARY[name] for name in shape.adapter.whole] if shape.adapter else []
 
 
 def row_tokens(shape: ModelShape, weight: VocabularyWeight) -> tuple[int, ...]:
-    """The tokens whose rows of ``weight`` learn; none of an output layer that is the embedding, where these count."""
+    """Return the tokens whose rows of ``weight`` an adapter trains.
+
+    An output layer that is the embedding has none of its own.
+    """
     adapter = shape.adapter
     if adapter is None or adapter.tokens == "new" or weight not in adapter.tokens_of:
         return ()
-    return (
-        ()
-        if weight == "lm_head" and (shape.tied or shape.output == "score")
-        else adapter.tokens
-    )
+    if weight == "lm_head" and (shape.tied or shape.output == "score"):
+        return ()
+    return adapter.tokens
 
 
 def of_adapter(name: str, shape: ModelShape) -> bool:
-    """Whether the parameter ``name`` is the adapter's, and not the base's."""
+    """Return whether the parameter ``name`` belongs to the adapter, and not to the base."""
     return ADAPTERS in name or name in whole_weights(shape)
 
 
 def projections(shape: ModelShape) -> Iterator[str]:
-    """The paths of all weights that can have an adapter."""
+    """Yield the paths of all weights that can have an adapter."""
     for row in parameters(shape.model_copy(update={"adapter": None})):
         module = row.name.split(".")[2:-1]
         if row.kind == "matrix" and module in (["attention"], ["ffn"]):
@@ -133,18 +131,20 @@ def projections(shape: ModelShape) -> Iterator[str]:
 
 
 def learns(name: str, shape: ModelShape, frozen: Sequence[str]) -> bool:
-    """Whether the parameter ``name`` is trained: with an adapter that alone, and nothing that ``frozen`` matches."""
-    is_base = (
-        shape.adapter is not None and not of_adapter(name, shape)
-    ) or name.endswith(STATISTICS)
-    return not is_base and not any(fnmatchcase(name, pattern) for pattern in frozen)
+    """Return whether the parameter ``name`` is trained.
+
+    With an adapter, only the adapter's parameters are. Parameters that match a pattern of ``frozen`` are not.
+    """
+    if name.endswith(STATISTICS) or (shape.adapter and not of_adapter(name, shape)):
+        return False
+    return not any(fnmatchcase(name, pattern) for pattern in frozen)
 
 
 def parameters(model: ModelShape, vocab: int = 0) -> list[Parameter]:
-    """All of them; ``vocab``: of the tokenizer, if the model leaves it to that.
+    """Return the parameters of a model. ``vocab``: size of the tokenizer, if the model leaves it open.
 
-    Of a plugin's model nobody knows which input they read, nor how often: each has a place of its own, and matrices are
-    taken to multiply every token once.
+    The inputs of parameters of a plugin's model are not known: each gets a step of its own, and every token counts as
+    multiplied with all matrices once.
     """
     if model.kind:
         return _of_plugin(model, model.vocab or vocab)
@@ -161,19 +161,19 @@ def parameters(model: ModelShape, vocab: int = 0) -> list[Parameter]:
 
 
 def layer_table(model: ModelShape, layer: int) -> Table:
-    """The parameters of one layer."""
+    """Return the parameters of one layer."""
     rows = _Rows(model)
     rows.block(layer)
     return {row.name: row for row in rows.rows}
 
 
 def whole_table(model: ModelShape) -> Table:
-    """All parameters."""
+    """Return all parameters by name."""
     return {row.name: row for row in parameters(model)}
 
 
 def outer_table(model: ModelShape) -> Table:
-    """The parameters that are in no layer."""
+    """Return the parameters that are in no layer."""
     return whole_table(model.model_copy(update={"layers": 0}))
 
 
@@ -194,7 +194,9 @@ class _Rows:
     """Rows of a table, as they are added in the order of a forward pass."""
 
     def __init__(self, model: ModelShape) -> None:
-        self.model, self.rows, self.steps = model, list[Parameter](), count()
+        self.model = model
+        self.rows = list[Parameter]()
+        self.steps = count()
         self.embed, self.std = Dim("embed", model.embed), model.init_std
         # of what is added to the residual stream
         self.out_std = model.init_std / (2 * max(model.layers, 1)) ** 0.5
@@ -250,8 +252,10 @@ class _Rows:
         self.projected(path, {"wo": self.embed}, heads, adapter)
 
     def latent(self, layer: int, path: str) -> None:
-        """Of latent attention: what makes the latent vectors, their norms, and what makes heads of them."""
-        model, plain, adapter = self.model, self.model.head_dim or 0, self.model.adapter
+        """Latent attention: weights that make the latent vectors, their norms, and weights that make heads of them."""
+        model = self.model
+        plain = self.model.head_dim or 0
+        adapter = self.model.adapter
         queries = Dim("heads", model.heads, model.score_width)
         q_rank, kv_rank = Dim("q_rank", model.q_rank), Dim("kv_rank", model.kv_rank)
         latent = {"wkv_a": Dim("latent", model.kv_rank + model.rope_dim)}
@@ -274,12 +278,14 @@ class _Rows:
 
     @property
     def into_hidden(self) -> tuple[str, ...]:
-        """The weights that hidden units are made with."""
+        """The weights that make hidden units."""
         return ("gate", "up") if has_gate(self.model) else ("up",)
 
     def mixture(self, path: str, experts: int) -> None:
-        """Router, experts and what sees all tokens; a token goes through some experts only."""
-        model, embed, first = self.model, self.embed, next(self.steps)
+        """Router, experts and shared experts; a token goes through some experts only."""
+        model = self.model
+        embed = self.embed
+        first = next(self.steps)
         expert, hidden = Dim("expert", experts), Dim("ffn", model.expert_ffn or 0)
         self.add(f"{path}.router.table", expert, embed, step=first, std=self.std)
         kept = {"bias": model.router == "sigmoid", "load": model.balance == "step"}
@@ -304,7 +310,7 @@ class _Rows:
     def projected(
         self, path: str, weights: Mapping[str, Dim], into: Dim, adapter: Adapter | None
     ) -> None:
-        """Weights ``[out, in]`` of one input, by the dimension ``out``, and their adapters."""
+        """Weights ``[out, in]`` with the same input, by their dimension ``out``, and their adapters."""
         first, second = next(self.steps), next(self.steps)
         for name, out in weights.items():
             weight = f"{path}.{name}"
@@ -327,7 +333,7 @@ class _Rows:
                 self.add(f"{beside}.magnitude", out, step=second, kind="adapter")
 
     def stored(self, path: str, out: Dim, into: Dim, step: int) -> None:
-        """What a weight ``[out, in]`` in four bits consists of, along the dimension that no axis cuts."""
+        """The stored form of a weight ``[out, in]`` in four bits, along the dimension that no axis cuts."""
         rows, along = (into, out) if is_turned(out) else (out, into)
         blocks = Dim("blocks", -(-along.size // BLOCK))
         common = Dim("scale_blocks", -(-rows.size * blocks.count // SCALES))
@@ -341,18 +347,18 @@ class _Rows:
 
 
 def is_turned(out: Dim) -> bool:
-    """Whether a weight ``[out, in]`` is stored as ``[in, out]``, as no axis cuts ``out``."""
+    """Return whether a weight ``[out, in]`` is stored as ``[in, out]``, because no axis cuts ``out``."""
     return out.name not in CUTS
 
 
 def parameter_count(model: ModelShape, vocab: int) -> int:
-    """How many parameters there are without adapters and statistics, a tied embedding counted once."""
+    """Count the parameters without adapters and statistics; a tied embedding counts once."""
     base = parameters(model.model_copy(update={"adapter": None}), vocab)
     return sum(row.numel for row in base if row.kind != "statistic")
 
 
 def learning_count(model: ModelShape, vocab: int, freeze: Sequence[str] = ()) -> int:
-    """How many parameters are trained."""
+    """Count the parameters that are trained."""
     return sum(
         p.numel for p in parameters(model, vocab) if learns(p.name, model, freeze)
     )

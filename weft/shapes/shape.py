@@ -1,4 +1,4 @@
-"""The model as the few numbers that time and memory depend on: read by flops, planner, balancer and partition."""
+"""A model as the few numbers that time and memory depend on: read by flops, planner, balancer and partition."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +15,12 @@ from weft.shapes.untrainable import UntrainableShape, has_gate, untrainable
 #: A number, or an array with one entry per row or candidate: everything here works on both without change.
 Num = Any
 
+#: Endings of the names of attention's output projections.
+OUTPUT_PROJECTIONS = (".wo", ".wo.codes")
+
+#: Endings of the names of attention's output projections.
+OUTPUT_PROJECTIONS = (".wo", ".wo.codes")
+
 
 class ForwardFlops(NamedTuple):
     """Flops per token of the forward passes of the embedding, one layer, and the output layer with the loss."""
@@ -26,20 +32,21 @@ class ForwardFlops(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder; every field may be an array with one entry per row.
+    """A decoder in numbers; every field may be an array with one entry per row.
 
-    Weights are the table's (:func:`shape_of`), as means over the layers: ``dense_weights`` are the matrices of
-    attention, dense and shared feed-forward and router, ``expert_weights`` those of all experts, ``chosen_weights``
-    those that a token goes through, ``extras`` all else. ``outside``: parameters of no layer, without tables.
-    ``qkv_width``: of the projections into attention. ``qk``: width of a head's queries and keys, if it is not that of
-    its values. ``gated``: 1 for SwiGLU (three matrices), 0 for two. ``experts`` of width ``expert_ffn``, ``top_k`` of
-    them per token, and a shared one of ``shared_ffn``, in ``moe_layers`` of the layers. ``windowed``: share of the
-    layers whose attention reaches back ``window`` tokens. ``clamped``: 1 if experts have biases and a clamped gate
-    (GPT-OSS), which grouped kernels do not fuse. ``linear``: share of the layers with linear attention, whose tokens
-    are added to a state and read from it. ``cached``: numbers that generation keeps of a token in a layer, if not the
-    keys and values of all heads. ``hottest``: how often the busiest expert of a layer is chosen, as a multiple of the
-    mean. ``frozen`` 1: only adapters learn, of ``adapters`` weights per layer (LoRA, 2106.09685), and the weights of
-    layers take ``stored`` bytes each.
+    Weights are those of the table (:func:`shape_of`), as means over the layers. ``dense_weights``: matrices of
+    attention, dense and shared feed-forward and router; ``expert_weights``: all experts; ``chosen_weights``: the
+    experts that a token goes through; ``extras``: all other weights of a layer; ``outside``: parameters of no layer,
+    without the two tables of the vocabulary.
+
+    ``qkv_width``: width of the projections into attention. ``qk``: width of a head's queries and keys, 0 if it is that
+    of its values. ``gated``: 1 for SwiGLU (three matrices), 0 for two. ``experts``: experts of width ``expert_ffn`` in
+    each of ``moe_layers`` layers; ``top_k`` of them per token, and a shared one of ``shared_ffn``. ``windowed``: share
+    of the layers whose attention reaches back ``window`` tokens. ``clamped``: 1 if experts have biases and a clamped
+    gate (GPT-OSS), which grouped kernels do not fuse. ``linear``: share of the layers with linear attention.
+    ``cached``: numbers per token and layer that generation keeps; 0: keys and values of all heads. ``hottest``: load of
+    the busiest expert of a layer, as a multiple of the mean. ``frozen``: 1 if only adapters learn, of ``adapters``
+    weights per layer (LoRA, 2106.09685); the weights of layers then take ``stored`` bytes each.
     """
 
     layers: Num
@@ -79,9 +86,10 @@ class Shape:
         return (self.qk + (self.qk == 0) * self.head_dim + self.head_dim) / 2
 
     def reach(self, seq: Num) -> Num:
-        """Twice the tokens that a token attends to, as the mean over the layers: ``seq`` if all of them are full.
+        """Return twice the number of tokens that a token attends to, as the mean over the layers; ``seq`` if all are
+        full.
 
-        A state of linear attention costs as much as attending to as many tokens as a head is wide.
+        The state of linear attention costs as much as attending to as many tokens as a head is wide.
         """
         short = np.minimum(seq, 2 * self.window)
         return (
@@ -96,57 +104,56 @@ class Shape:
         return 1 - self.moe_layers / self.layers
 
     def inner_width(self, load: Num = 1) -> Num:
-        """Hidden units of the feed-forwards that a token goes through, averaged over the layers; ``load``: of experts,
-        as a multiple of the mean."""
+        """Return the hidden units of the feed-forwards that a token goes through, as the mean over the layers.
+
+        ``load``: the load of experts, as a multiple of the mean.
+        """
         moe = self.top_k * load * self.expert_ffn + self.shared_ffn
         return self.dense_share * self.ffn + (1 - self.dense_share) * moe
 
     @property
     def active_weights(self) -> Num:
-        """Per layer, what a token is multiplied with."""
+        """Weights of a layer that a token is multiplied with."""
         return self.dense_weights + self.chosen_weights
 
     @property
     def table(self) -> Num:
+        """Elements of the embedding."""
         return self.vocab * self.embed
 
     @property
     def parameters(self) -> Num:
-        """All parameters."""
+        """Number of all parameters."""
         layer = self.dense_weights + self.expert_weights + self.extras
         return self.layers * layer + (2 - self.tied) * self.table + self.outside
 
     @property
     def active_parameters(self) -> Num:
-        """The parameters that a token passes through: all but the experts that it does not choose."""
+        """Number of the parameters that a token passes through: all but the experts that it does not choose."""
         unused = self.expert_weights - self.chosen_weights
         return self.parameters - self.layers * unused
 
     @property
     def cache_bytes(self) -> Num:
-        """What generation keeps of a token, in two bytes per number."""
-        return (
-            2
-            * self.layers
-            * (self.cached + (self.cached == 0) * 2 * self.kv_heads * self.head_dim)
-        )
+        """Bytes per token that generation keeps, in two bytes per number."""
+        keys_and_values = (self.cached == 0) * 2 * self.kv_heads * self.head_dim
+        return 2 * self.layers * (self.cached + keys_and_values)
 
     def busiest(self, ranks: Num) -> Num:
-        """The load of the rank with the busiest expert, of so many ranks with experts, as a multiple of the mean."""
-        here, others = (
-            np.maximum(self.experts / ranks, 1),
-            np.maximum(self.experts - 1, 1),
-        )
+        """Return the load of the busiest of ``ranks`` ranks with experts, as a multiple of the mean."""
+        here = np.maximum(self.experts / ranks, 1)
+        others = np.maximum(self.experts - 1, 1)
         return (
             self.hottest + (here - 1) * (self.experts - self.hottest) / others
         ) / here
 
     def rows_sent(self, ranks: Num) -> dict[str, Num]:
-        """How many rows, as wide as the model, each kind of ``layout.dispatch`` sends for a token, on average.
+        """Return the mean number of rows, as wide as the model, that each kind of ``layout.dispatch`` sends for a
+        token.
 
-        Combining, and both in backward, send as many. All choices of experts are taken to be equally likely; a share
-        ``1 / ranks`` of the rows stays on its rank. Kinds that add up the results of experts where these are also send
-        ids and weights. Experts that are fewer than the ranks are cut in pieces.
+        Combining sends as many rows, and so do both in backward. All choices of experts count as equally likely; a
+        share ``1 / ranks`` of the rows stays on its rank. Kinds that add up the results of experts where the experts
+        are also send ids and weights. If there are fewer experts than ranks, experts are cut in pieces.
         """
         pieces = np.maximum(1, ranks // np.maximum(self.experts, 1))
         experts, k = self.experts * pieces, self.top_k * pieces
@@ -164,11 +171,11 @@ class Shape:
         }
 
     def expert_share(self, seq: Num) -> Num:
-        """Share of a layer's forward that chosen experts compute, as the mean over the layers."""
+        """Return the share of a layer's forward that the chosen experts compute, as the mean over the layers."""
         return 2 * self.chosen_weights / self.forward_flops(seq).layer
 
     def flops_per_token(self, seq: Num, causal: float = 0.5) -> Num:
-        """Model flops of forward and backward per token (Chowdhery et al. 2022): three times the forward's products.
+        """Return the model flops of forward and backward per token: three times the forward's (Chowdhery et al. 2022).
 
         A causal token sees half of the others on average; ``causal`` 1 counts the masked half too. Recomputation does
         not count. Frozen weights have no gradient.
@@ -180,9 +187,9 @@ class Shape:
         )
 
     def forward_flops(self, seq: Num) -> ForwardFlops:
-        """Forward flops per token of the embedding, one layer and the output layer with its loss.
+        """Return the flops per token of the forward passes.
 
-        A look-up moves bytes instead: a few flops' worth per element.
+        A look-up of the embedding moves bytes instead: it counts as a few flops per element.
         """
         attention = 2 * self.heads * self.score_dim * self.reach(seq)
         layer = 2.0 * self.active_weights + attention
@@ -190,7 +197,10 @@ class Shape:
 
 
 def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
-    """The numbers of a recipe's model; ``vocab``: of the tokenizer, if the model leaves it to that."""
+    """Return the numbers of a recipe's model; ``vocab``: size of the tokenizer, if the model leaves it open.
+
+    Raises :class:`UsageError` for a plugin's model.
+    """
     if model.kind:
         raise UsageError(f"what is inside of a plugin's model ({model.kind!r}) is not known, so it cannot be planned; "
                          "write the [layout], of dp and shard")  # fmt: skip
@@ -210,7 +220,7 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
         for row in inside
         if ".attention." in row.name
         and row.kind in ("matrix", "stored")
-        and not row.name.endswith((".wo", ".wo.codes"))
+        and not row.name.endswith(OUTPUT_PROJECTIONS)
     )
     adapters = sum(row.numel for row in table if row.kind == "adapter")
     return Shape(
@@ -247,20 +257,22 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
 
 
 def shape_of_sizes(layers: float, **sizes: Any) -> Shape:
-    """The numbers of a decoder whose ``layers`` are alike, from fields of :class:`UntrainableShape`."""
+    """Return the numbers of a decoder whose ``layers`` are alike, from fields of :class:`UntrainableShape`."""
     return replace(shape_of(untrainable(layers=1, **sizes)), layers=layers)
 
 
 def flops_per_token(
     model: ModelShape, vocab: int, seq: int, freeze: Sequence[str] = ()
 ) -> float:
-    """Model flops of forward and backward per token; a frozen weight has no gradient, and below all that learns nothing
-    is propagated: a forward alone, if nothing learns. If all learns, that is :meth:`Shape.flops_per_token`: three times
-    the forward's."""
-    rows = list(parameters(model, vocab))
+    """Return the model flops of forward and backward per token, where patterns of ``freeze`` name frozen parameters.
+
+    A frozen weight has no gradient, and nothing is propagated below the first parameter that learns. If all parameters
+    learn, the result is :meth:`Shape.flops_per_token`.
+    """
+    rows = parameters(model, vocab)
     learning = {p.name for p in rows if learns(p.name, model, freeze)}
     lowest = min((p.step for p in rows if p.name in learning), default=len(rows) * 2)
-    attention, table, total = 0.0, 0.0, 0.0
+    attention = table = total = 0.0
     if not model.kind:
         shape = shape_of(model, vocab)
         # forward, the causal half
@@ -268,7 +280,7 @@ def flops_per_token(
         table = float(shape.table)
     for p in rows:
         total += 2 * p.products * (1 + (p.name in learning) + (p.step > lowest))
-        if p.name.endswith((".wo", ".wo.codes")):
+        if p.name.endswith(OUTPUT_PROJECTIONS):
             total += attention * (1 + 2 * (p.step > lowest))
     if model.tied:  # the table is the output layer, too
         total += 2 * table * (1 + bool(learning) + ("embedding.table" in learning))

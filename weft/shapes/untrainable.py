@@ -1,4 +1,4 @@
-"""Models that Weft plans for and does not train: their sizes, from a ``config.json`` or a paper."""
+"""Models that Weft can plan for but not train: their sizes, from a ``config.json`` or a paper."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ from weft.recipe import ModelShape
 
 
 class UntrainableShape(ModelShape):
-    """The sizes of a model that Weft can plan for but not train; nothing checks them, and they may be fractions.
+    """The sizes of a model that Weft can plan for but not train; they are not checked and may be fractions.
 
-    ``why``: what Weft lacks. ``gated`` False: feed-forwards have two matrices, without a gate. ``clamped``: experts
-    have biases and a clamped gate (GPT-OSS). ``windowed``: whether each layer sees ``window`` tokens only.
+    ``why``: the feature that Weft lacks. ``gated`` False: feed-forwards have two matrices, without a gate. ``clamped``:
+    experts have biases and a clamped gate (GPT-OSS). ``windowed``: whether each layer sees ``window`` tokens only.
     """
 
     why: str = ""
@@ -24,12 +24,12 @@ class UntrainableShape(ModelShape):
 
 
 def has_gate(model: ModelShape) -> bool:
-    """Whether hidden units are gated, as they are in all models that Weft trains."""
+    """Return whether hidden units are gated, as in all models that Weft trains."""
     return not isinstance(model, UntrainableShape) or model.gated
 
 
 def untrainable(why: str = "", **sizes: Any) -> UntrainableShape:
-    """A model of these ``sizes``, which are fields of :class:`UntrainableShape`; ``why``: what else Weft lacks."""
+    """Make a model of these ``sizes``, fields of :class:`UntrainableShape`; ``why``: the feature that Weft lacks."""
     gated = sizes.get("gated", True)
     if sizes.get("experts"):
         why = "its sizes do not say how it routes tokens; give the model's config.json to train it"
