@@ -7,13 +7,15 @@ together, and many such runs are under way at once: gathers that go by rows (PyT
 Park et al. 2024), from a file and by the host.
 """
 
+import os
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
 
-from weft.memory.tier_file import PAGE, TierFile, page_buffer
+from weft.memory.tier_file import PAGE, TierFile, page_buffer, transfer_all
 
 T = torch.Tensor
 
@@ -81,8 +83,12 @@ class Rows:
     def _read(self, buffer: T, runs: T) -> None:
         """Bring in runs: where in the buffer, from where on, how much, ``[runs, 3]``; the disk has many at a time."""
         shares = [runs[i::DEPTH].tolist() for i in range(min(DEPTH, len(runs)))]
-        moves = [
-            partial(self.region.load_runs, memoryview(buffer.numpy().data), share)
-            for share in shares
-        ]
+        memory = memoryview(buffer.numpy().data)
+        moves = [partial(self._load_runs, memory, share) for share in shares]
         self.region.run(moves, buffer.numel(), write=False, threads=self.threads).wait()
+
+    def _load_runs(self, into: memoryview, runs: Sequence[Sequence[int]]) -> None:
+        """Read runs of whole pages now; they are not compared with checksums."""
+        file, offset = self.region.file.descriptor, self.region.offset
+        for place, start, size in runs:
+            transfer_all(os.preadv, file, into[place : place + size], offset + start)

@@ -1,10 +1,10 @@
-"""What backward needs of each block waits on the host or in a file in between.
+"""Saved activations on the host or in a file, between the forward and the backward pass of each block.
 
-Autograd's hooks hand over every tensor that a block saves. Whole storages travel, each once, so that views of one
-activation cost nothing more; parameters, and what all blocks share, stay (vDNN, Rhu et al. 2016, 1602.08124). Threads
-carry the storages of a block away while the next ones compute, and bring those of the block before while a block's
-backward runs. What is asked for before it is gone is taken from where it still is. The last blocks stay, and
-:mod:`weft.memory.offload_profile` says how many these are (SSDTrain, Wu et al. 2024, 2408.10013).
+Autograd's hooks pass on every tensor that a block saves. Whole storages are moved, each once, so that views of one
+activation cost nothing more; parameters, and tensors that all blocks share, stay (vDNN, Rhu et al. 2016, 1602.08124).
+Threads write the storages of a block while the next blocks compute, and read the storages of the previous block while a
+block's backward runs. A storage that is needed before it has been freed is used where it is. The last blocks stay on
+the device, as many as :mod:`weft.memory.offload_profile` says (SSDTrain, Wu et al. 2024, 2408.10013).
 """
 
 import sys
@@ -42,13 +42,13 @@ from weft.memory.transfer_threads import Threads
 T = torch.Tensor
 Stamp = float | torch.cuda.Event
 
-#: Passes there and back whose fastest times say how many blocks leave: so many in which all do, and, by turns with
-#: these, as many in which none does if there is room, since what moves slows down what is computed.
+#: Profiled passes that move all blocks, and as many in turns with them that move none if there is room: transfers slow
+#: the computation down.
 PROFILED = 3
 
 
 class HostRoom:
-    """Bytes of the host's memory, with the calls of a :class:`Region`."""
+    """Bytes of the host's memory with the methods of a :class:`Region`."""
 
     def __init__(self, size: int, pinned: bool, threads: Threads) -> None:
         self.size = size
@@ -72,7 +72,7 @@ class HostRoom:
 
 
 class Rooms:
-    """Room on the host, or in ``file``, for the storages of one block's run at a time; used again by later steps."""
+    """Room on the host, or in ``file``, for the storages of one run of a block each; later steps use it again."""
 
     def __init__(self, file: TierFile | None, pinned: bool) -> None:
         self.file, self.pinned = file, pinned
@@ -82,7 +82,7 @@ class Rooms:
         self.free: list[HostRoom | Region] = []  # by size
 
     def take(self, size: int) -> HostRoom | Region:
-        """The smallest free one of at least so many bytes, or a new one."""
+        """Return the smallest free room of at least ``size`` bytes, or a new one."""
         place = bisect_left(self.free, size, key=lambda room: room.size)
         if place < len(self.free):
             return self.free.pop(place)
@@ -91,7 +91,7 @@ class Rooms:
         return HostRoom(size, self.pinned, self.threads)
 
     def give(self, room: HostRoom | Region, leaving: Transfer) -> None:
-        """Nobody wants what rests in ``room``, nor what is still on its way there."""
+        """Free ``room``, and cancel writes to it that have not begun."""
         for piece in leaving.pieces:
             piece.cancel()
         settle(leaving.pieces)
@@ -99,9 +99,10 @@ class Rooms:
 
 
 class SavedStorage:
-    """One storage that ``run`` has saved: ``here``, its bytes on the device while there; ``start``: where it rests.
+    """A storage that ``run`` has saved. ``here``: its bytes on the device, if they are there; ``start``: its place in
+    the room.
 
-    Only tensors that autograd has saved refer to it, so that its memory is free as soon as backward has passed.
+    Only tensors that autograd has saved refer to it, so that backward frees its memory.
     """
 
     def __init__(self, here: T, run: "BlockRun") -> None:
@@ -112,7 +113,7 @@ class SavedStorage:
 
 
 class SavedView(NamedTuple):
-    """A tensor that autograd has saved: where in a storage it lies."""
+    """A tensor that autograd has saved: its place in a storage."""
 
     stored: SavedStorage
     dtype: torch.dtype
@@ -123,7 +124,9 @@ class SavedView(NamedTuple):
 
 @dataclass
 class Timing:
-    """When forward began and ended, and backward; the bytes ``saved``, and of the block's ``inputs``."""
+    """Stamps of the begin and end of forward, then of backward; bytes ``saved``, and bytes of the block's
+    ``inputs``.
+    """
 
     stamps: list[Stamp] = field(default_factory=list)
     saved: int = 0
@@ -131,9 +134,10 @@ class Timing:
 
 
 class BlockRun:
-    """One forward run of a block, and what it has saved; ``before``: the run before it in its pass, backward's next.
+    """One forward run of a block, and the storages that it has saved.
 
-    ``index`` counts the runs of the pass; ``wanted``: backward has come to it.
+    ``before``: the previous run of the pass, which backward reaches next. ``index``: its number in the pass.
+    ``wanted``: whether backward has reached it.
     """
 
     def __init__(self, before: "BlockRun | None") -> None:
@@ -147,17 +151,18 @@ class BlockRun:
 
     @property
     def here(self) -> int:
-        """Bytes that it has on the device."""
+        """Bytes that the run has on the device."""
         return sum(
             stored.size for stored in list(self.stored) if stored.here is not None
         )
 
 
 class SavedActivations:
-    """Moves what blocks save for backward between ``device`` and the host, or ``file``.
+    """Moves the tensors that blocks save for backward between ``device`` and the host, or ``file``.
 
-    ``blocks``: so many first ones of a pass leave; 0: as many as a profile of the first passes finds, which ``report``
-    is then called with. ``sent`` counts bytes that were to leave, ``peak`` the most that were on the device at once.
+    ``blocks``: number of the first blocks of a pass that are moved; 0: as many as a profile of the first passes says,
+    which is passed to ``report``. ``sent`` counts the bytes that were to be moved, ``peak`` the most bytes on the
+    device at once.
     """
 
     def __init__(
@@ -191,10 +196,11 @@ class SavedActivations:
 
     @contextmanager
     def block(self, module: nn.Module, x: T, *shared: T) -> Iterator[None]:
-        """In here ``module`` runs forward on ``x``. What it saves leaves, except its parameters and ``shared``.
+        """Context in which ``module`` runs forward on ``x``: tensors that it saves are moved, except parameters and
+        ``shared``.
 
-        Runs with the same ``shared`` are of one pass: backward comes to them in the opposite order. Raises
-        :class:`TierError` where a file cannot be written; what comes back raises it in backward.
+        Runs with the same ``shared`` belong to one pass, which backward goes through in the opposite order. Raises
+        :class:`TierError` where a file cannot be written; backward raises it where the file cannot be read.
         """
         if not torch.is_grad_enabled():
             yield
@@ -213,19 +219,15 @@ class SavedActivations:
 
         def pack(tensor: T) -> T | SavedView:
             if not storages:  # now, when the gathered parameters are in place
-                storages.update(
-                    {
-                        p.untyped_storage()._cdata: None
-                        for p in (*module.parameters(), *shared)
-                    }
-                )
+                for p in (*module.parameters(), *shared):
+                    storages[p.untyped_storage()._cdata] = None
             storage = tensor.untyped_storage()
             if tensor.device.type != self.device.type or not tensor.numel():
                 return tensor
             if storage._cdata not in storages:
-                storages[storage._cdata] = stored = SavedStorage(
-                    self._bytes(storage), run
-                )
+                data = torch.empty(0, dtype=torch.uint8, device=self.device)
+                stored = SavedStorage(data.set_(storage), run)
+                storages[storage._cdata] = stored
                 run.stored.add(stored)
                 versions.append((tensor, tensor._version))
             if (there := storages[storage._cdata]) is None:
@@ -261,11 +263,8 @@ class SavedActivations:
         self.runs.add(run)
         return run
 
-    def _bytes(self, storage: torch.UntypedStorage) -> T:
-        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-
     def _leave(self, run: BlockRun) -> None:
-        """Have a run's storages carried away. They stay here until :meth:`_release`; small ones always do."""
+        """Begin to write a run's storages. They stay on the device until :meth:`_release`; small ones always do."""
         start, going = 0, [stored for stored in run.stored if stored.size >= PAGE]
         for stored in going:
             stored.start = start
@@ -297,7 +296,7 @@ class SavedActivations:
         )
 
     def _release(self, run: BlockRun) -> None:
-        """Free the device's memory of what has left, once it has."""
+        """Wait for a run's writes and free the device's memory of its storages."""
         try:
             run.leaving.wait()
         except TierError:
@@ -308,7 +307,7 @@ class SavedActivations:
                 stored.here = None
 
     def _fetch(self, run: BlockRun) -> None:
-        """Have what has left of a run brought back; what is still here stays, and need not leave any more."""
+        """Begin to read the freed storages of a run; those still on the device need not be written any more."""
         if run in self.leaving:
             self.leaving.remove(run)
             for piece in run.leaving.pieces:
@@ -335,9 +334,9 @@ class SavedActivations:
         )
 
     def _begin_backward(self, run: BlockRun) -> None:
-        """Wait for what backward needs of a run; have what comes after that brought meanwhile, as far as there is room.
+        """Wait for the storages of a run, and begin to read those of the next runs of backward as far as there is room.
 
-        That is what forward has needed at most, so that reads go on while backward is in blocks that have stayed.
+        The room is the most that forward has needed, so that reads go on while backward is in blocks that have stayed.
         """
         after = self.back() if self.back is not None else None
         # nothing else was done in between
@@ -377,7 +376,7 @@ class SavedActivations:
         )
 
     def _stays_next(self) -> bool:
-        """Whether the next pass that is profiled keeps everything: by turns with those that leave, if there is room."""
+        """Whether the next profiled pass keeps all storages: in turns with passes that move them, if there is room."""
         if self.away is not None:
             return False
         left, kept = (len(self.timings[leaves][0]) for leaves in (True, False))
@@ -392,7 +391,7 @@ class SavedActivations:
         return 2 * all_saved < free
 
     def _choose(self) -> None:
-        """Say how many blocks leave from now on, if enough passes have been there and back, and none is under way."""
+        """Choose how many blocks are moved from now on, if enough passes are complete and none is under way."""
         if (
             self.away is not None
             or len(self.timings[True][0]) < PROFILED
@@ -411,32 +410,26 @@ class SavedActivations:
         })  # fmt: skip
 
     def profile(self) -> Profile:
-        """The fastest times of the passes so far: what blocks take alone, and how much what moves adds to that."""
+        """Return the fastest times of the passes so far: of blocks alone, and the time that transfers add."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
         beside = self._costs(self.timings[True])
         alone = self._costs(self.timings[False]) or beside
         moved = sum(block.saved for block in beside) or 1
-        drags = (
-            max(
-                0.0,
-                sum(
-                    getattr(b, way) - getattr(a, way)
-                    for a, b in zip(alone, beside, strict=False)
-                ),
-            )
-            / moved
-            for way in ("forward", "backward")
-        )
+        write = sum(b.forward - a.forward for a, b in zip(alone, beside, strict=False))
+        read = sum(b.backward - a.backward for a, b in zip(alone, beside, strict=False))
         return Profile(
             alone,
             bandwidth(self.moved[True]),
             bandwidth(self.moved[False] or self.moved[True]),
-            *drags,
+            max(0.0, write) / moved,
+            max(0.0, read) / moved,
         )
 
     def _costs(self, by_index: Mapping[int, Sequence[Timing]]) -> list[BlockCost]:
-        """The fastest times of each block. The first one's backward, of unseen end, is the second's."""
+        """The fastest times of each block. The end of the first one's backward is not seen: it counts as the
+        second's.
+        """
         blocks: list[BlockCost] = []
         for _, timings in sorted(by_index.items(), reverse=True):
             if not timings:
@@ -458,7 +451,7 @@ def move_piece(
     move: Callable[[T, int], None], piece: T, start: int, ready: torch.cuda.Event | None,
     stream: torch.cuda.Stream | None, moved: list[tuple[float, float, int]],
 ) -> None:  # fmt: skip
-    """In a thread: move a piece on ``stream``, beside what is computed, once the device has come to ``ready``."""
+    """In a thread: move a piece on ``stream``, beside the computation, once the device has reached ``ready``."""
     if ready is not None:
         ready.synchronize()
     begun = time.perf_counter()
@@ -468,14 +461,16 @@ def move_piece(
 
 
 def seconds_between(begun: Stamp, ended: Stamp) -> float:
-    """Seconds between two stamps."""
+    """Return the seconds between two stamps."""
     if isinstance(begun, torch.cuda.Event):
         return float(begun.elapsed_time(cast(torch.cuda.Event, ended))) / 1000
     return cast(float, ended) - begun
 
 
 def bandwidth(moved: Sequence[tuple[float, float, int]]) -> float:
-    """Bytes per second while anything moved, of ``(from, to, bytes)`` that may overlap; no limit if nothing has."""
+    """Return bytes per second while anything moved, of ``(from, to, bytes)`` that may overlap; a huge number if nothing
+    did.
+    """
     busy, end = 0.0, 0.0
     for begun, ended, _ in sorted(moved):
         busy += max(0.0, ended - max(begun, end))

@@ -1,11 +1,13 @@
-"""Which units to update during backward and which in the next forward, where their state rests in a file."""
+"""Units to update during backward, and units to update in the next forward, where their state rests in a file."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class Sizes(NamedTuple):
-    """Bytes of what a unit has in files, whether it learns, and whether it may be updated before the norm is known."""
+    """Bytes of a unit in files, whether it ``learns``, and whether it may be updated before the norm is known
+    (``free``).
+    """
 
     weights: float
     gradients: float
@@ -22,9 +24,9 @@ class StepTraffic(NamedTuple):
 
 
 def step_traffic(sizes: Sequence[Sizes], early: Sequence[bool]) -> StepTraffic:
-    """What a step moves if these units are updated ``early``, that is during backward.
+    """Return the traffic of a step that updates units ``early``, during backward, or else in the next forward.
 
-    Weights come for each half. A gradient leaves in backward, and comes back for an update that has waited.
+    Both halves read weights. Backward writes a gradient, and an update that has waited reads it again.
     """
     forward = backward = 0.0
     for unit, now in zip(sizes, early, strict=True):
@@ -39,24 +41,24 @@ def step_traffic(sizes: Sequence[Sizes], early: Sequence[bool]) -> StepTraffic:
 
 
 def spread_waiting(sizes: Sequence[Sizes], waiting: int) -> list[bool]:
-    """``waiting`` units of those that may be early wait, at even distances; the first one is early if any is."""
+    """Choose ``waiting`` units that wait, at even distances, of those that may be early. The first unit is early if any
+    is.
+    """
     places = [i for i, unit in enumerate(sizes) if unit.free]
     wait = {places[(2 * i + 1) * len(places) // (2 * waiting)] for i in range(waiting)}
     return [unit.free and i not in wait for i, unit in enumerate(sizes)]
 
 
 def choose_early(sizes: Sequence[Sizes], backward: float) -> list[bool]:
-    """Which units to update early so that transfers hold up the computing of neither half more than the other's.
+    """Choose the units to update early so that transfers delay neither half of a step more than the other.
 
-    ``backward``: how many times as long as forward it computes.
+    ``backward``: the time that backward computes, in multiples of forward's.
     """
-    candidates = [
-        spread_waiting(sizes, waiting)
-        for waiting in range(sum(unit.free for unit in sizes) + 1)
-    ]
 
     def longest(early: Sequence[bool]) -> float:
         traffic = step_traffic(sizes, early)
         return max(traffic.forward, traffic.backward / backward)
 
-    return min(candidates, key=longest)
+    most = sum(unit.free for unit in sizes)
+    choices = [spread_waiting(sizes, waiting) for waiting in range(most + 1)]
+    return min(choices, key=longest)

@@ -1,4 +1,4 @@
-"""A file without a name, as memory of this process: nothing is left of it after a crash, and no two runs share one."""
+"""A file without a name, as memory of this process: a crash leaves nothing behind, and no two runs share it."""
 
 import mmap
 import os
@@ -13,7 +13,11 @@ class TierError(WeftError):
 
 
 def nameless_file(folder: Path, name: str) -> int:
-    """A new file without a name, by its descriptor; the folder is made if there is none. ``name``: its, in errors."""
+    """Create a file without a name and return its descriptor; a missing folder is made. ``name``: the folder's, in
+    errors.
+
+    Raises :class:`TierError` if the folder cannot be used.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -37,9 +41,9 @@ def nameless_file(folder: Path, name: str) -> int:
 
 
 def reserve(descriptor: int, start: int, size: int, where: str) -> mmap.mmap:
-    """So many bytes of a file from ``start`` on as memory of this process.
+    """Reserve ``size`` bytes of a file from ``start`` on, and map them as memory of this process.
 
-    A full disk is known now: later it would be a signal that ends the process, wherever it writes to that memory.
+    Raises :class:`TierError` if the disk is full: later a write to that memory would end the process by a signal.
     """
     try:
         os.posix_fallocate(descriptor, start, size)

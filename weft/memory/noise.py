@@ -8,7 +8,7 @@ T = torch.Tensor
 
 
 def random_bits(positions: T, seed: int) -> T:
-    """32 random bits for every position and seed, int64: a counter-based generator of two rounds of murmur3's mixer."""
+    """Return 32 random bits for every position, int64: a counter-based generator, two rounds of murmur3's mixer."""
     mask = 0xFFFFFFFF
     x = (positions ^ positions >> 32) & mask
     for constant in (seed & mask, (seed >> 32 ^ 0x9E3779B9) & mask):
@@ -20,9 +20,9 @@ def random_bits(positions: T, seed: int) -> T:
 
 
 def normal(positions: T, seed: int, dtype: torch.dtype) -> T:
-    """Numbers of the standard normal distribution, one for every position (Box and Muller 1958).
+    """Draw from the standard normal distribution, one number for every position (Box and Muller 1958).
 
-    They are made in at least float32, of which all ``dtype`` see a rounding.
+    Numbers are computed in at least float32 and rounded to ``dtype``.
     """
     wide = torch.promote_types(dtype, torch.float32)
     radius, angle = (

@@ -1,4 +1,4 @@
-"""Where tensors rest that stay where they are used: nothing is moved, and nothing waited for."""
+"""Tiers of a run that keeps all tensors on its device: nothing is moved and nothing waits."""
 
 from collections.abc import Container, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -9,7 +9,7 @@ import torch
 
 
 class OnDevice:
-    """Tiers of a run that keeps all on its device; :class:`weft.memory.resting.Tiers` derives those that move."""
+    """Tiers that keep all tensors on the device; :class:`weft.memory.resting.Tiers` moves them."""
 
     places: Mapping[str, str] = {}
     room = 0
@@ -19,12 +19,12 @@ class OnDevice:
 
     @property
     def staging(self) -> Path | None:
-        """Where copies of the state belong: not in memory if the state does not fit there."""
+        """Folder for copies of the state, if the state does not fit in memory."""
         return None
 
     @property
     def note(self) -> str:
-        """What there is to say of the file, if it is not what one expects."""
+        """Note about the file, if it is not as expected."""
         return ""
 
     @property
@@ -65,7 +65,7 @@ class OnDevice:
         return nullcontext()
 
     def file_of(self, kind: str) -> Any:
-        """The file where tensors of this kind rest; None if they do not rest in one."""
+        """Return the file in which tensors of this kind rest; None if they rest elsewhere."""
 
     def stand(self) -> None:
         pass

@@ -1,6 +1,6 @@
-"""Numbers kept in few bits: codes of a map and one scale per block, and rounding to bfloat16 without bias.
+"""Numbers in few bits: codes of a map with one scale per block, and rounding to bfloat16 without bias.
 
-Everything is a function of logical positions, so that the numbers do not depend on how a tensor is cut.
+Everything is a function of logical positions, so that numbers do not depend on how a tensor is cut.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ T = torch.Tensor
 
 @cache
 def dynamic_map(signed: bool, exponents: int, bits: int) -> T:
-    """The values that codes of ``bits`` bits stand for, ascending, within [-1, 1] or [0, 1]; float32 ``[2**bits]``.
+    """Return the values of the codes of ``bits`` bits, ascending, in [-1, 1] or [0, 1]: float32 ``[2**bits]``.
 
     Every decade below 1 has twice as many values as the decade below it (dynamic quantisation, Dettmers et al. 2021,
-    "8-bit Optimizers via Block-wise Quantization"). ``exponents``: so many decades.
+    "8-bit Optimizers via Block-wise Quantization"). ``exponents``: number of decades.
     """
     values = [0.0, 1.0]
     fraction_bits = bits - 1 - exponents if signed else bits - exponents
@@ -34,15 +34,15 @@ def dynamic_map(signed: bool, exponents: int, bits: int) -> T:
 
 @cache
 def linear_map(bits: int) -> T:
-    """``2**bits`` equal steps up to 1, without zero: for a second moment that is divided by (Li et al. 2023)."""
+    """Return ``2**bits`` equal steps up to 1, without zero: for a second moment, which divides (Li et al. 2023)."""
     return torch.linspace(0, 1, 2**bits + 1)[1:]
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How the last dimension of a logical tensor, ``length`` long, falls into blocks with a scale each.
+    """The blocks with a scale each into which the last dimension of a logical tensor falls, ``length`` long.
 
-    A part of it begins at ``start``. Blocks are counted from the logical tensor's own beginning.
+    A part of the tensor begins at ``start``. Blocks are counted from the beginning of the logical tensor.
     """
 
     size: int
@@ -54,7 +54,7 @@ class Blocks:
         return -(-self.length // self.size)
 
     def largest(self, x: T) -> T:
-        """Largest value of each block in the part ``x [..., n]``, at least 0: ``[..., count]``."""
+        """Return the largest value of each block in the part ``x [..., n]``, at least 0: ``[..., count]``."""
         first = self.start // self.size
         before = self.start - first * self.size
         padded = F.pad(x.clamp(min=0), (before, -(before + x.size(-1)) % self.size))
@@ -66,13 +66,15 @@ class Blocks:
         return F.pad(largest, (first, self.count - first - largest.size(-1)))
 
     def spread(self, scale: T, n: int) -> T:
-        """The scale of each of the ``n`` elements of the part: ``[..., n]``."""
+        """Return the scale of each of the ``n`` elements of the part: ``[..., n]``."""
         positions = torch.arange(self.start, self.start + n, device=scale.device)
         return scale[..., positions // self.size]
 
 
 def encoded(x: T, scale: T, values: T) -> T:
-    """Codes of the values that are nearest to ``x / scale``, uint8. ``scale`` is per element; where it is 0, x is."""
+    """Return the codes (uint8) of the values nearest to ``x / scale``. ``scale``: per element; where it is 0, so is
+    ``x``.
+    """
     values = values.to(x.device, x.dtype)
     middles = (values[1:] + values[:-1]) / 2
     return torch.bucketize(x / torch.where(scale == 0, 1.0, scale), middles).to(
@@ -81,17 +83,19 @@ def encoded(x: T, scale: T, values: T) -> T:
 
 
 def decoded(codes: T, scale: T, values: T) -> T:
-    """What ``codes`` stand for; ``scale`` is per element."""
+    """Return the numbers of ``codes``. ``scale``: per element."""
     return values.to(scale.device, scale.dtype)[codes.int()] * scale
 
 
 def unpacked(pairs: T) -> T:
-    """The inverse of :func:`weft.models.nf4.packed`: ``[..., n / 2] -> [..., n]``."""
+    """Split bytes into codes of four bits, the inverse of :func:`weft.models.nf4.packed`: ``[..., n / 2] -> [...,
+    n]``.
+    """
     return torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten(-2)
 
 
 def rounded_bf16(x: T, bits: T) -> T:
-    """``x`` (float32) as bfloat16, up or down with such probability that the mean is ``x``; ``bits``: random, int64."""
+    """Round ``x`` (float32) to bfloat16, up or down so that the mean is ``x``; ``bits``: random, int64."""
     raw = x.float().view(torch.int32).long()
     up = (raw + (bits & 0xFFFF)) & ~0xFFFF
     wrapped = torch.where(up >= 1 << 31, up - (1 << 32), up)

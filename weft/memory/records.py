@@ -1,8 +1,8 @@
-"""Records of one size that rest in a file or in the host's memory, and slots for those in use.
+"""Records of equal size that rest in a file or in the host's memory, and slots for the records in use.
 
-One order of use covers all slots: what is needed and not there takes the slot of what was used longest ago (LRU), as
-SmallThinker does with the experts of all layers (Song et al. 2025). Reads run in threads beside what computes; who
-knows what will be needed says so ahead of time.
+All slots share one order of use: a record that is needed takes the slot of the record that was used longest ago (LRU),
+as in SmallThinker for the experts of all layers (Song et al. 2025). Threads read beside the computation; a caller that
+knows which records it will need says so ahead of time.
 """
 
 from collections import Counter, OrderedDict
@@ -17,7 +17,7 @@ T = torch.Tensor
 
 
 class HostCopy:
-    """A copy from the host's memory to a device, on a stream beside what computes there."""
+    """A copy from the host's memory to a device, on a stream beside the computation there."""
 
     def __init__(self, memory: T, into: T, stream: torch.cuda.Stream) -> None:
         # which may still use what is overwritten
@@ -31,18 +31,19 @@ class HostCopy:
         return self._there.query()
 
     def cancel(self) -> bool:
-        """A copy cannot be given up."""
+        """Return False: a copy cannot be cancelled."""
         return False
 
     def wait(self) -> None:
-        """Let what computes wait."""
+        """Let the current stream wait for the copy."""
         torch.cuda.current_stream(self._device).wait_event(self._there)
 
 
 class Records:
-    """``count`` records of ``size`` bytes, whole pages, in a file or, without one, in ``memory`` (``[count, size]``).
+    """``count`` records of ``size`` bytes, whole pages, in a file or, without a file, in ``memory`` (``[count,
+    size]``).
 
-    They are for ``device``.
+    They are read to ``device``.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Records:
             ).view(count, -1)
 
     def read(self, index: int, into: T) -> Transfer | HostCopy:
-        """Let a record come to memory of the device."""
+        """Begin to read record ``index`` to memory of the device."""
         if self.region is not None:
             return self.region.read(into, index * self.size)
         if self._stream is not None:
@@ -66,14 +67,14 @@ class Records:
         return Transfer((), "", 0)
 
     def give_up(self, coming: Transfer | HostCopy) -> bool:
-        """Do not read what has not begun to come; returns whether that was so."""
+        """Cancel a read that has not begun; return whether it was cancelled."""
         given_up = coming.cancel()
         if given_up and self.region is not None:
             self.region.file.bytes["read"] -= self.size
         return given_up
 
     def write(self, index: int, data: T) -> None:
-        """Keep a record."""
+        """Store ``data`` as record ``index``."""
         if self.region is not None:
             self.region.write(data, index * self.size).wait()
         else:
@@ -81,16 +82,16 @@ class Records:
 
 
 class Slot(NamedTuple):
-    """Memory for a record, and what brings it."""
+    """Memory for a record, and the transfer that reads it."""
 
     memory: T
     coming: Transfer | HostCopy
 
 
 class Slots:
-    """So many slots in a device's memory for ``records``.
+    """Slots in a device's memory for ``records``.
 
-    ``counts``: how many records were ``read``, and how many ``awaited`` by who could use no other meanwhile.
+    ``counts``: records that were ``read``, and records that were ``awaited`` because no other could be used meanwhile.
     """
 
     def __init__(self, records: Records, slots: int, device: torch.device) -> None:
@@ -109,7 +110,7 @@ class Slots:
         self._free = list(memory.view(self.count, -1))
 
     def choose(self, records: Sequence[int]) -> None:
-        """These will be used next. What else was expected was a wrong guess: it is not read if that has not begun."""
+        """Name the records that are used next. Reads of other expected records are cancelled if they have not begun."""
         for record in self._expected.difference(records):
             if self.records.give_up(self._there[record].coming):
                 self._free.append(self._there.pop(record).memory)
@@ -118,7 +119,7 @@ class Slots:
         self.expect(records)
 
     def expect(self, records: Iterable[int]) -> None:
-        """Begin to read what is not there, in this order, as long as there are slots of which nothing is expected."""
+        """Begin to read records that are missing, in this order, while there are slots of which nothing is expected."""
         for record in records:
             if record not in self._there:
                 if (memory := self._room()) is None:
@@ -127,10 +128,11 @@ class Slots:
             self._expected.add(record)
 
     def using(self, records: Sequence[int]) -> Iterator[list[tuple[int, T]]]:
-        """Those of these that are there, or else the one that comes first, each with its memory; then those left.
+        """Yield the chosen ``records`` with their memory (uint8 ``[size]``), those that are there first, until all are
+        used.
 
-        Memory, uint8 ``[size]``, is theirs until the next are asked for. They have been chosen. Raises
-        :class:`weft.memory.nameless_file.TierError` if one cannot be read.
+        Memory belongs to the caller until it asks for the next records. Raises
+        :class:`weft.memory.nameless_file.TierError` if a record cannot be read.
         """
         self.expect(records)
         left = list(records)
@@ -154,7 +156,7 @@ class Slots:
             self.expect(left)
 
     def _next(self, left: Sequence[int]) -> int:
-        """Which of those that are not there yet comes first."""
+        """The record of ``left`` that will be there first."""
         for record, slot in reversed(self._there.items()):
             if record in left and not slot.coming.done:
                 return record
@@ -162,7 +164,7 @@ class Slots:
         return left[0]
 
     def _room(self) -> T | None:
-        """Memory of a slot whose record is there, and not expected to be used; None if there is none."""
+        """Memory of a slot whose record is there and not expected; None if there is no such slot."""
         if self._free:
             return self._free.pop()
         idle = (
@@ -174,7 +176,7 @@ class Slots:
         return None if record is None else self._there.pop(record).memory
 
     def _any_room(self, left: Collection[int]) -> T:
-        """Memory of a slot of none of those that are ``left`` to be used, even if it must be waited for."""
+        """Memory of a slot whose record is not in ``left``, even if it must be waited for."""
         if (slot := self._room()) is not None:
             return slot
         taken = min(
@@ -186,7 +188,7 @@ class Slots:
         return memory
 
     def _begin(self, record: int, memory: T) -> None:
-        """Let a record come. Until it is used it counts as used longest ago: a wrong guess makes room first."""
+        """Begin to read a record. Until it is used it counts as used longest ago: a wrong guess makes room first."""
         self.counts["read"] += 1
         self._there[record] = Slot(memory, self.records.read(record, memory))
         self._there.move_to_end(record, last=False)

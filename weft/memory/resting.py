@@ -1,7 +1,7 @@
-"""Tensors that rest in a tier while not in use: read in together, and written back after they have changed.
+"""Tensors that rest in a tier while not in use: read together, and written back after they have changed.
 
-A tensor object stays the same all the time, and what it refers to changes: a region of the tier's file (or memory of
-the host) while it rests, and a buffer (or memory of the device) in between.
+A tensor object stays the same all the time, and its memory changes: a region of the tier's file (or memory of the host)
+while it rests, and a buffer (or memory of the device) in between.
 """
 
 import weakref
@@ -28,18 +28,18 @@ T = torch.Tensor
 
 CPU = torch.device("cpu")
 
-#: Groups that may be on their way back at a time.
+#: Groups that may be written back at a time.
 MOST_LEAVING = 3
 
-#: What needs no bringing.
+#: The transfer of tensors that are already there.
 HERE = Transfer((), "", 0)
 
-#: Tensors in one region begin at multiples of so many bytes.
+#: Alignment of tensors in a region, in bytes.
 ALIGNED = 64
 
 
 class RestingGroup:
-    """Tensors of one unit that rest together: in a region of ``file``, or without one in the host's memory."""
+    """Tensors of one unit that rest together: in a region of ``file``, or without a file in the host's memory."""
 
     def __init__(
         self, tensors: Sequence[T], file: TierFile | None, pool: BufferPool
@@ -76,24 +76,26 @@ class RestingGroup:
         return region, region.memory
 
     def double(self) -> None:
-        """Make room for a second version, so that :meth:`put` can leave the first where it is."""
+        """Reserve room for a second version, so that :meth:`put` can keep the first one."""
         self.spare = self.spare or self._room()
 
     def turn(self) -> None:
-        """Have the other version be the one that counts. Nothing may be under way."""
+        """Make the other version the current one. No transfer may be under way."""
         assert self.spare is not None
         (self.region, self.home), self.spare = self.spare, (self.region, self.home)
         self._refer_to(self.home)
 
     def fetch(self) -> None:
-        """Begin to read, if that is not under way, and what is read is not here."""
+        """Begin to read the tensors, unless a read is under way or its result is kept."""
         if self.region is not None and self.coming is None:
             self.let_go()
             self.buffer = self.pool.take(self.region.size)
             self.coming = self.region.read(self.buffer)
 
     def bring(self, read: bool = True, changes: bool = False) -> None:
-        """Have the tensors where they are used; without ``read`` with anything in them, as all will be written."""
+        """Move the tensors to the place of their use; without ``read`` their values are undefined, as all will be
+        written.
+        """
         if read:
             self.fetch()
         elif self.region is not None:
@@ -110,9 +112,10 @@ class RestingGroup:
         self.in_use = True
 
     def put(self, changed: bool, apart: bool = False) -> None:
-        """Begin to take the tensors back, if they have changed; otherwise they are as they rest.
+        """Begin to write the tensors back if they have ``changed``.
 
-        ``apart``: as another version, beside the one from which they came. What is ``kept`` is here for the next use.
+        ``apart``: write them as another version, beside the one that was read. If the group is ``kept``, the buffer
+        stays for the next use.
         """
         if changed and apart:
             self.turn()
@@ -132,10 +135,11 @@ class RestingGroup:
 
     @property
     def has_left(self) -> bool:
+        """Whether the write back has ended."""
         return self.leaving is None or self.leaving.done
 
     def let_go(self) -> None:
-        """End the way back, and give away the room of what nobody needs here."""
+        """Wait for the write back, and return a buffer that is not in use to the pool."""
         if self.leaving is not None:
             self.leaving.wait()
         self.leaving = None
@@ -144,7 +148,7 @@ class RestingGroup:
             self.buffer = None
 
     def settle(self) -> None:
-        """End what is under way, so that the tensors are where they rest; what has only been read is forgotten."""
+        """Wait for all transfers, so that the tensors are where they rest; buffers that were only read are dropped."""
         if self.coming is not None:
             self.coming.wait()
         self.coming, self.kept = None, False
@@ -163,13 +167,13 @@ class RestingGroup:
 
 @dataclass
 class AccessOrder:
-    """Who came after whom when this was last gone through, so that the next one is known."""
+    """The order of owners in the last round, which predicts the next owner."""
 
     following: dict[Hashable, Hashable] = field(default_factory=dict)
     last: Hashable = None
 
     def after(self, owner: Hashable) -> Hashable:
-        """Who will come after ``owner``, whose turn it is; None if that is not known."""
+        """Note that it is the turn of ``owner``, and return the owner that is next; None if that is not known."""
         self.following[self.last], self.last = owner, owner
         return self.following.get(owner)
 
@@ -181,13 +185,13 @@ def _let_all_leave(tiers: "weakref.ref[Tiers]") -> None:
 
 
 class Tiers(OnDevice):
-    """What rests outside the memory in which it is used, by its owner, a unit of the state, and its kind.
+    """Tensors that rest outside the memory in which they are used, by owner (a unit of the state) and kind.
 
-    ``places``: "device", "host" or "file" for each kind ("weights", "gradients", "moments"); what is not named is on
-    the device. ``folder``: where the file is, of which every rank has one; ``timeout``: seconds for one transfer;
-    ``room``: bytes of weights that may stay for a later use, beside what a step needs in any case.
-    Owners are updated in the same order in every step, so that from the second on the next one's tensors are read
-    while one's are in use.
+    ``places``: "device", "host" or "file" for each kind ("weights", "gradients", "moments"); kinds that are not named
+    are on the device. ``folder``: where every rank has a file; ``timeout``: seconds for one transfer; ``room``: bytes
+    of weights that may stay for a later use, beside those that a step needs in any case. Owners are updated in the same
+    order in every step, so that from the second step on the next owner's tensors are read while those of one are in
+    use.
     """
 
     def __init__(
@@ -209,13 +213,13 @@ class Tiers(OnDevice):
 
     @property
     def file(self) -> TierFile:
-        """This rank's file, made when something is to rest there."""
+        """This rank's file, made when the first tensors are to rest there."""
         if self._file is None:
             self._file = TierFile(self.folder, self.timeout)
         return self._file
 
     def file_of(self, kind: str) -> TierFile | None:
-        """The file where tensors of this kind rest; None if they do not rest in one."""
+        """Return the file in which tensors of this kind rest; None if they rest elsewhere."""
         return self.file if self.places.get(kind) == "file" else None
 
     @property
@@ -224,7 +228,7 @@ class Tiers(OnDevice):
 
     @property
     def staging(self) -> Path | None:
-        """Where copies of the state belong: not in memory if the state does not fit there."""
+        """Folder for copies of the state, if the state does not fit in memory."""
         return self.folder if "file" in self.places.values() else None
 
     @property
@@ -234,11 +238,11 @@ class Tiers(OnDevice):
 
     @property
     def note(self) -> str:
-        """What there is to say of the file, if it is not what one expects."""
+        """Note about the file, if it is not as expected."""
         return self._file.note if self._file is not None else ""
 
     def rest(self, owner: Hashable, kind: str, tensors: Iterable[T]) -> None:
-        """From now on these tensors, whose objects stay the same, rest where their kind does."""
+        """Let tensors, whose objects stay the same, rest in the place of their kind from now on."""
         place = self.places.get(kind, "device")
         tensors = [t for t in tensors if t.numel()]
         if tensors and (
@@ -249,18 +253,18 @@ class Tiers(OnDevice):
             )
 
     def fetch(self, owner: Hashable, *kinds: str) -> None:
-        """Begin to bring what will soon be used."""
+        """Begin to read tensors that will soon be used."""
         for kind in kinds:
             if group := self._group(owner, kind):
                 group.fetch()
 
     def size(self, owner: Hashable, kind: str) -> int:
-        """Bytes that the owner's tensors of one kind take in the file."""
+        """Return the bytes that the owner's tensors of one kind take in the file."""
         group = self._group(owner, kind)
         return 0 if group is None or group.region is None else group.region.size
 
     def keep(self, owner: Hashable, kind: str) -> None:
-        """What is brought for the next use stays for the one after that."""
+        """Keep the tensors of the next use for the use after it."""
         if group := self._group(owner, kind):
             group.kept = True
 
@@ -273,10 +277,11 @@ class Tiers(OnDevice):
         read: bool = True,
         apart: bool = False,
     ) -> Iterator[None]:
-        """The owner's tensors of one kind can be used in here, and changed if so said; see :meth:`RestingGroup.bring`.
+        """Context in which the owner's tensors of one kind can be used, and changed with ``changes``; see
+        :meth:`RestingGroup.bring`.
 
-        What fails in here leaves them as they rest. Within another use of them this is nothing. ``apart``: the change
-        is a version of its own (:meth:`RestingGroup.put`), which :meth:`undo` takes back.
+        An error in it leaves the tensors as they rest. Within another use of them it does nothing. ``apart``: the
+        change is a version of its own (:meth:`RestingGroup.put`), which :meth:`undo` takes back.
         """
         group = self._group(owner, kind)
         if group is None or group.in_use:
@@ -300,9 +305,9 @@ class Tiers(OnDevice):
     def updating(
         self, owner: Hashable, fixed: Container[str] = ("gradients",), behind: int = 1
     ) -> Iterator[None]:
-        """In here all that the owner has is at hand and may change, except the ``fixed`` kinds.
+        """Context in which all tensors of the owner are at hand and may change, except the ``fixed`` kinds.
 
-        ``behind``: how many owners before may still be on their way back, beside this one and one that is coming.
+        ``behind``: how many earlier owners may still be written back, beside this owner and the next one.
         """
         if not (groups := self.groups.get(owner)):
             yield
@@ -322,7 +327,9 @@ class Tiers(OnDevice):
     def trying(
         self, owner: Hashable, fixed: Container[str] = ("gradients",)
     ) -> Iterator[None]:
-        """In here all that the owner has but the ``fixed`` kinds is at hand and may change, until :meth:`undo`."""
+        """Context in which the owner's tensors, except the ``fixed`` kinds, may change until :meth:`undo` takes the
+        change back.
+        """
         kinds = [kind for kind in self.groups.get(owner, ()) if kind not in fixed]
         self._drain(len(kinds))
         for each in (owner, self.trials.after(owner)):
@@ -333,50 +340,51 @@ class Tiers(OnDevice):
             yield
 
     def stand(self) -> None:
-        """What has been tried cannot be taken back any more."""
+        """Keep all tried changes for good."""
         self.tried.clear()
 
     def undo(self) -> None:
-        """Have everything be as before what has been tried since :meth:`stand`."""
+        """Take back all changes that have been tried since :meth:`stand`."""
         while self.tried:
             group = self.tried.pop()
             group.settle()
             group.turn()
 
     def _drain(self, most: int) -> None:
-        """Have the buffers back of what has left, and wait for the oldest until at ``most`` so many are leaving."""
+        """Return the buffers of groups that were written, and wait for the oldest until at ``most`` so many are
+        left.
+        """
         while self.leaving and (len(self.leaving) > most or self.leaving[0].has_left):
             self.leaving.popleft().let_go()
 
     def settle(self) -> None:
-        """End all transfers: whoever looks at the tensors from now on sees what they are."""
+        """Wait for all transfers, so that every tensor has its current values."""
         for group in self._all():
             group.settle()
         self.leaving.clear()
         self.restart()
 
     def check(self) -> None:
-        """Read what transfers have written to the file and compare it, as who looks at the memory does not.
+        """Read all that transfers have written to the file, and compare it with its checksums.
 
-        Everything has settled. Raises :class:`TierError` where it is damaged or cannot be read.
+        All transfers must have ended. Raises :class:`TierError` where the file is damaged or cannot be read.
         """
         written = [
             group
             for group in self._all()
             if group.region is not None and group.region.compared
         ]
-        for group, following in zip(written, [*written[1:], None], strict=False):
-            group.fetch()
-            if following is not None:
-                following.fetch()
+        for i, group in enumerate(written):
+            for coming in written[i : i + 2]:
+                coming.fetch()
             group.settle()
 
     def restart(self) -> None:
-        """The next one to be updated is the first of a step."""
+        """Begin a new round: the next owner to be updated is the first of a step."""
         self.order.last = self.trials.last = None
 
     def forget_sums(self) -> None:
-        """Somebody may change what rests from now on, without a word."""
+        """Drop all checksums, as resting tensors may be changed from now on."""
         for group in self._all():
             if group.region is not None:
                 group.region.forget_sums()

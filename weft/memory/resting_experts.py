@@ -1,19 +1,20 @@
-"""Experts that rest in a file or in the host's memory while a model runs, and come when tokens choose them.
+"""Experts that rest in a file or in the host's memory while a model runs, and are read when tokens choose them.
 
-Slots in memory hold those of all layers that were used last (:mod:`weft.memory.records`). As soon as a router has
-chosen, reads begin: beside attention where it stands before that (SmallThinker, Song et al. 2025). One that stands
-after it is asked, before, about what attention adds to; most that it then names it will choose, the surest first, and
-what it does not choose is given up where it has not begun to come. When a layer has chosen, the next one's router is
-asked about what this one was given (as Eliseev & Mazur 2023 do): what it is surest of is read while this one computes,
-and all that it names where tokens are so many that they choose nearly all, as a long prompt's: slots are then the ring
-of sections that SE-MoE moves through a model (Shen et al. 2022). What is there is computed while the rest comes.
+Slots in memory hold the experts of all layers that were used last (:mod:`weft.memory.records`). Reads begin as soon as
+a router has chosen: beside attention where the router stands before it (SmallThinker, Song et al. 2025). A router that
+stands after attention is asked with the input of attention: it will choose most of the experts that it then names,
+which are read in the order of its confidence; a wrong guess is cancelled if its read has not begun. When a layer has
+chosen, the next layer's router is asked about the input of this one (Eliseev & Mazur 2023): the experts that it is
+surest of are read while this layer computes. With so many tokens that they choose nearly all experts (a long prompt),
+all that it names are read: slots are then the ring of sections that SE-MoE moves through a model (Shen et al. 2022).
+Experts that are in memory compute while others are read.
 """
 
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -30,15 +31,15 @@ from weft.models.experts import (
 )
 from weft.models.module import Module
 from weft.models.router import Choice, Router
-from weft.models.transformer import Block, Transformer
+from weft.models.transformer import Transformer
 from weft.models.values import Values
 
 T = torch.Tensor
 
-#: Bytes of experts that are in memory at a time while a model is loaded; at least one expert.
+#: Bytes of experts in memory at a time while a model is loaded; at least one expert.
 LOADED = 256 << 20
 
-#: The share of a token's experts that a router is surest of and that are read a layer early: more are often wrong.
+#: The share of a token's experts, the surest first, that are read a layer early: others are often wrong.
 SURE = 1 / 3
 
 #: What generation computes in.
@@ -46,7 +47,7 @@ DTYPE = torch.float32
 
 
 class SlottedExperts(Experts):
-    """In the place of a layer's stack of experts: the weights of each come from ``slots``, the first's by ``first``."""
+    """A layer's experts whose weights are read from ``slots``. ``first``: the record of the layer's first expert."""
 
     def __init__(
         self, experts: Experts, slots: Slots, first: int, stored: torch.dtype
@@ -62,7 +63,7 @@ class SlottedExperts(Experts):
     def forward(
         self, rows: T, counts: T, lent: object = (), stacks: Stacks | None = None
     ) -> T:
-        """As of :class:`Experts`, whose experts are all this rank's own, to the last bit: one expert at a time."""
+        """Compute as :class:`Experts` with all experts on this rank, to the last bit, one expert at a time."""
         sizes = sizes_of(counts, len(rows))
         chosen = [self.first + e for e, size in enumerate(sizes) if size]
         places = {
@@ -74,14 +75,8 @@ class SlottedExperts(Experts):
         for some in self.slots.using(chosen):
             for record, memory in some:
                 weights = [w.to(DTYPE) for w in self._matrices(memory)]
-                place = places[record]
-                forward_piece(
-                    rows[place],
-                    counts,
-                    self.activation,
-                    weights,
-                    (None, None, out[place]),
-                )
+                x, y = rows[places[record]], out[places[record]]
+                forward_piece(x, counts, self.activation, weights, (None, None, y))
         return out
 
     def _matrices(self, memory: T) -> list[T]:
@@ -93,16 +88,17 @@ class SlottedExperts(Experts):
 
 
 def matrices(record: T, dtype: torch.dtype, shapes: list[tuple[int, ...]]) -> list[T]:
-    """Those that lie one after the other in a record's bytes."""
+    """Return views of the matrices of these ``shapes``, which follow each other in a record's bytes."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     parts = record.view(dtype)[: sum(sizes)].split(sizes)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 class RestingExperts:
-    """All experts of a model, at rest in a file in ``folder`` or, without one, in the host's memory.
+    """All experts of a model, at rest in a file in ``folder`` or, without a folder, in the host's memory.
 
-    So many as ``share`` of them have ``slots`` in the device's memory. Without ``ahead`` none is read before its use.
+    ``share``: the share of the experts that have slots in the device's memory. Without ``ahead`` no expert is read
+    before it is needed.
     """
 
     slots: Slots
@@ -113,16 +109,13 @@ class RestingExperts:
         self.file = None if folder is None else TierFile(folder, called="--experts-in")
 
     def lift(self, model: Transformer, values: Values) -> None:
-        """Put slots in the place of the experts of a model that has no memory yet, and bring ``values`` to their rest.
+        """Replace the experts of a model that has no memory yet by slots, and store ``values`` where they rest.
 
-        They rest as they are stored: half as many bytes are read of bfloat16, which is widened when it is used.
+        They rest in the type of ``values``: bfloat16 is half as many bytes to read, and is widened when it is used.
+        Raises :class:`UsageError` if the model has no experts.
         """
-        blocks = [
-            b
-            for b in model.blocks.values()
-            if isinstance(b, Block) and isinstance(b.ffn, Mixture)
-        ]
-        mixtures = [b.ffn for b in blocks if isinstance(b.ffn, Mixture)]
+        blocks = [b for b in model.blocks.values() if isinstance(b.ffn, Mixture)]
+        mixtures = [cast(Mixture, b.ffn) for b in blocks]
         if not mixtures:
             raise UsageError(
                 "this model has no experts that could rest elsewhere; leave out --experts-in"
@@ -145,17 +138,14 @@ class RestingExperts:
     def _fill(
         self, mixture: Mixture, values: Values, first: int, stored: torch.dtype
     ) -> None:
-        """Bring a layer's experts to where they rest, some at a time."""
+        """Store a layer's experts, some at a time."""
         records, count = self.slots.records, mixture.router.count
         some, buffer = max(1, LOADED // records.size), page_buffer(records.size)
         for start in range(0, count, some):
-            for e, expert in enumerate(
-                _experts(mixture, values, start, min(count, start + some)),
-                first + start,
-            ):
-                parts = matrices(
-                    buffer, stored, [tuple(weight.shape) for weight in expert]
-                )
+            loaded = _experts(mixture, values, start, min(count, start + some))
+            for e, expert in enumerate(loaded, first + start):
+                shapes = [tuple(weight.shape) for weight in expert]
+                parts = matrices(buffer, stored, shapes)
                 for part, weight in zip(parts, expert, strict=True):
                     if torch.promote_types(stored, weight.dtype) != stored:
                         raise WeftError(
@@ -165,7 +155,7 @@ class RestingExperts:
                 records.write(e, buffer)
 
     def report(self) -> str:
-        """What has been read, in a line."""
+        """Say in a line how many experts were used, awaited and read."""
         counts = self.slots.counts
         size = self.slots.records.size
         slots = self.slots
@@ -177,7 +167,7 @@ class RestingExperts:
         )
 
     def _listen(self, blocks: Sequence[Any]) -> None:
-        """Begin to read what the router of a block will choose or has chosen, and what the following one is to."""
+        """Register hooks that begin to read the experts that routers choose or will choose."""
         for block, following in zip(blocks, [*blocks[1:], None], strict=True):
             block.register_forward_pre_hook(self._before)
             block.ffn.router.register_forward_hook(
@@ -198,25 +188,22 @@ class RestingExperts:
             self.slots.expect(self._guess(following, self._seen, SURE if few else 1))
 
     def _guess(self, block: Any, x: T, share: float = 1) -> list[int]:
-        """What a block's router would choose of ``x``, which is not yet all that it will be given.
+        """The records that a block's router would choose for ``x``, which is not yet its whole input.
 
-        ``share``: of each token's choices only the surest, so many.
+        ``share``: the share of each token's choices that counts, the surest first.
         """
         norm = block.attention_norm if block.ffn.shape.router_early else block.ffn_norm
         router = block.ffn.router
         # Its forward alone: nobody who listens to the router is to hear of this.
         ids = router.forward(norm.forward(x).flatten(0, 1), None).ids
-        return _records(
-            block.ffn.experts.first,
-            router,
-            ids[:, : max(1, round(share * ids.shape[1]))],
-        )
+        surest = ids[:, : max(1, round(share * ids.shape[1]))]
+        return _records(block.ffn.experts.first, router, surest)
 
 
 def _experts(
     mixture: Mixture, values: Values, start: int, end: int
 ) -> list[tuple[T, ...]]:
-    """The matrices of these experts of a layer, as they are stored."""
+    """The matrices of experts ``start:end`` of a layer, as they are stored."""
     path = f"blocks.{mixture.router.layer}.ffn.experts."
     stacks = mixture.experts.logical.items()
     matrices = (
@@ -227,9 +214,9 @@ def _experts(
 
 
 def _records(first: int, router: Router, ids: T) -> list[int]:
-    """Those of the chosen experts ``ids``: what most tokens chose first, and of equals what one was the surest of.
+    """The records of the chosen experts ``ids``, the most chosen first, and of equals the surest choice first.
 
-    ``first`` is that of the layer's first expert.
+    ``first``: the record of the layer's first expert.
     """
     if len(ids) == 1:
         return [first + e for e in ids[0].tolist()]

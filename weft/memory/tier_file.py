@@ -1,8 +1,8 @@
 """State in a file: read and written past the page cache (direct I/O), through buffers in memory.
 
-The file has no name, so that nothing is left of it after a crash and no two runs can share one. Its regions are memory
-of the process, too, so that who looks at what rests there now and then, a checkpoint or a proof, need not know of it.
-What happens in every step goes by transfers between regions and page-aligned buffers: two threads, pieces of some MiB.
+The file has no name, so that a crash leaves nothing behind and no two runs can share it. Its regions are also memory of
+the process, so that a checkpoint or a proof, which look at resting tensors now and then, need not know of it. Steps use
+transfers between regions and page-aligned buffers: two threads, pieces of some MiB.
 """
 
 import errno
@@ -32,16 +32,16 @@ T = torch.Tensor
 #: Offsets, lengths and addresses of direct I/O are multiples of this.
 PAGE = mmap.PAGESIZE
 
-#: Bytes of one call to the system, of which there are :data:`THREADS` at a time: more of either is not faster.
+#: Bytes of one system call, and system calls at a time: more of either is not faster.
 PIECE, THREADS = 4 << 20, 2
 
-#: What is less than a piece for every thread is shared by them, so that it is there as soon as can be; not less each.
+#: The least bytes of a piece where threads share a transfer of less than a whole piece each.
 SMALL = 512 << 10
 
-#: So many who need buffers of one size keep these.
+#: Users of buffers of one size from which on these are kept.
 COMMON = 3
 
-#: Before so many bytes are taken anew, what is idle is handed back: mapping that again is little beside them.
+#: Bytes of a new buffer from which on idle memory is freed first: mapping that again is cheap beside it.
 LARGE = 64 << 20
 
 
@@ -52,13 +52,16 @@ class DiskHangs(TierError):
 
 
 def whole_pages(size: int) -> int:
+    """Round ``size`` up to whole pages."""
     return -(-size // PAGE) * PAGE
 
 
 def page_buffer(size: int, pinned: bool = False) -> T:
-    """Just so many bytes of memory that begins at a page, uint8; ``pinned``: for copies to and from CUDA devices.
+    """Allocate exactly ``size`` bytes of memory that begins at a page, uint8. ``pinned``: for copies to and from CUDA
+    devices.
 
-    PyTorch's own allocator of pinned memory rounds to powers of two (MemAscend, 2025).
+    PyTorch's own allocator of pinned memory rounds to powers of two (MemAscend, 2025). Raises :class:`TierError` if
+    there is no memory.
     """
     private = (
         {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
@@ -92,11 +95,11 @@ def page_buffer(size: int, pinned: bool = False) -> T:
 
 
 class BufferPool:
-    """Buffers by size, used again: a unit's shape has slots of its own, so that no room is lost to the largest.
+    """Buffers by size, used again: each shape of a unit has slots of its own, so that no room is lost to the largest.
 
-    A size that fewer than :data:`COMMON` have :meth:`announced` is not kept: an embedding's, say, used twice a step.
-    ``bytes`` is how much there is of all, in use or not, and ``most`` how much there has been. ``when_short`` is called
-    where memory ends, to give back buffers whose content is still on its way to the disk.
+    Buffers of a size with fewer than :data:`COMMON` users (:meth:`announce`) are not kept: an embedding's, say, used
+    twice a step. ``bytes``: the size of all buffers, in use or not; ``most``: its peak. ``when_short`` is called where
+    memory ends, to return buffers that are still being written.
     """
 
     def __init__(self, pinned: bool = False) -> None:
@@ -108,11 +111,11 @@ class BufferPool:
         self._users: Counter[int] = Counter()
 
     def announce(self, size: int) -> None:
-        """There is one more that will need buffers of ``size`` bytes, again and again."""
+        """Count one more user of buffers of ``size`` bytes."""
         self._users[whole_pages(size)] += 1
 
     def take(self, size: int) -> T:
-        """A buffer of whole pages for ``size`` bytes, with anything in it."""
+        """Return a buffer of whole pages for ``size`` bytes, with undefined content."""
         room = whole_pages(size)
         if self._free[room]:
             return self._free[room].pop()
@@ -131,12 +134,13 @@ class BufferPool:
         return buffer
 
     def _let_go(self) -> None:
-        """Hand back what is idle, here and in the heap."""
+        """Free idle buffers, here and in the heap."""
         self.bytes -= sum(size * len(buffers) for size, buffers in self._free.items())
         self._free.clear()
         give_heap_back()
 
     def give(self, buffer: T) -> None:
+        """Return a buffer to the pool."""
         if self._users[buffer.numel()] < COMMON and not self.pinned:
             self.bytes -= buffer.numel()
         else:
@@ -145,14 +149,16 @@ class BufferPool:
 
 @dataclass
 class Transfer:
-    """Pieces that are being read or written; they are there, or gone, after :meth:`wait`."""
+    """Pieces that are being read or written; the transfer is complete after :meth:`wait`."""
 
     pieces: Sequence[Future[None]]
     what: str
     timeout: float
 
     def wait(self) -> None:
-        """Raises :class:`TierError`, which names the file, where a piece failed or takes longer than the limit."""
+        """Wait for all pieces. Raises :class:`TierError`, which names the file, if one fails or takes longer than the
+        limit.
+        """
         try:
             for piece in self.pieces:
                 piece.result(self.timeout)
@@ -170,7 +176,7 @@ class Transfer:
         return all(piece.done() for piece in self.pieces)
 
     def cancel(self) -> bool:
-        """Give it up if it has not begun; returns whether it has been."""
+        """Cancel the transfer if it has not begun; return whether it was cancelled."""
         if not self.pieces or self.pieces[0].running() or self.pieces[0].done():
             return False
         for piece in reversed(self.pieces):
@@ -181,9 +187,9 @@ class Transfer:
 
 @dataclass(eq=False)
 class Region:
-    """So many bytes of a tier's file. ``memory``: the same bytes as memory of this process, uint8.
+    """Bytes of a tier's file. ``memory``: the same bytes as memory of this process, uint8.
 
-    A transfer may not overlap with another one, or with a use of the memory, that changes the same bytes.
+    A transfer may not overlap with another transfer, or with a use of the memory, that changes the same bytes.
     """
 
     file: "TierFile"
@@ -194,15 +200,15 @@ class Region:
     _sums: dict[int, int] = field(default_factory=dict)
 
     def read(self, into: T, start: int = 0) -> Transfer:
-        """Bring what is in the file from ``start`` on into a buffer of whole pages."""
+        """Begin to read from byte ``start`` into a buffer of whole pages."""
         return self._transfer(into, start, write=False)
 
     def write(self, data: T, start: int = 0) -> Transfer:
-        """Put a buffer of whole pages into the file from ``start`` on."""
+        """Begin to write a buffer of whole pages from byte ``start`` on."""
         return self._transfer(data, start, write=True)
 
     def forget_sums(self) -> None:
-        """The memory may be written to from now on: what is read next is not compared with what was written."""
+        """Drop the checksums of written pieces, as the memory may be changed from now on."""
         self._sums.clear()
 
     def _transfer(self, data: T, start: int, write: bool) -> Transfer:
@@ -222,7 +228,7 @@ class Region:
         write: bool,
         threads: ThreadPoolExecutor | None = None,
     ) -> Transfer:
-        """Have the file's threads, or others, make ``moves`` of so many bytes together: loads or stores."""
+        """Let the file's threads, or others, run ``moves`` (loads or stores) of ``size`` bytes together."""
         self.file.bytes["written" if write else "read"] += size
         what = f"{'writing' if write else 'reading'} {size:,} bytes of {self.file.name}"
         submit = (
@@ -233,10 +239,12 @@ class Region:
         return Transfer([submit(move) for move in moves], what, self.file.timeout)
 
     def load(self, into: T, start: int) -> None:
-        """Read bytes at once. What is not whole pages, or not on the host, goes through pages of the thread's own."""
+        """Read bytes now. Memory that is not whole pages, or not on the host, is filled through pages of the thread's
+        own.
+        """
         assert not start % PAGE
         pages = self.file.pages_for(into)
-        _whole(
+        transfer_all(
             os.preadv,
             self.file.descriptor,
             memoryview(pages.numpy().data),
@@ -250,32 +258,19 @@ class Region:
         if pages is not into:
             into.copy_(pages[: into.numel()])
 
-    def load_runs(self, into: memoryview, runs: Iterable[tuple[int, int, int]]) -> None:
-        """Read many pieces at once: for each, where it comes to stand, from where on, and how much, in whole pages.
-
-        They are not compared with what was written.
-        """
-        for place, start, size in runs:
-            _whole(
-                os.preadv,
-                self.file.descriptor,
-                into[place : place + size],
-                self.offset + start,
-            )
-
     @property
     def compared(self) -> bool:
-        """Whether what is read next is compared with what was written."""
+        """Whether the next reads are compared with checksums."""
         return bool(self._sums)
 
     def store(self, data: T, start: int) -> None:
-        """Write bytes at once, likewise."""
+        """Write bytes now, through the same pages as :meth:`load`."""
         assert not start % PAGE
         pages = self.file.pages_for(data)
         if pages is not data:
             pages[: data.numel()].copy_(data)
         self._sums.pop(start, None)
-        _whole(
+        transfer_all(
             os.pwritev,
             self.file.descriptor,
             memoryview(pages.numpy().data),
@@ -284,13 +279,13 @@ class Region:
         self._sums[start] = _sum(pages)
 
 
-def _whole(
+def transfer_all(
     call: Callable[[int, list[memoryview], int], int],
     descriptor: int,
     memory: memoryview,
     offset: int,
 ) -> None:
-    """Repeat a call until all of ``memory`` is through: the system may do less than it is asked."""
+    """Repeat a system call until all of ``memory`` is transferred: the system may do less than asked."""
     while memory:
         done = call(descriptor, [memory], offset)
         if not done:
@@ -304,11 +299,11 @@ def _sum(data: T) -> int:
 
 
 class TierFile:
-    """A file in ``folder`` for the state of one rank; it grows by regions and is gone with the last that uses one.
+    """A file in ``folder`` for the state of one rank; it grows by regions and disappears with the last user.
 
-    ``bytes`` counts what transfers have ``read`` and ``written``. ``note`` says so where the file is not what one
-    expects: read and written through the page cache, as its file system cannot do otherwise, or not on a disk at all.
-    ``timeout``: seconds for a transfer. ``called``: what the user knows the folder by.
+    ``bytes`` counts the bytes ``read`` and ``written`` by transfers. ``note`` says where the file is not as expected:
+    it goes through the page cache, as its file system cannot do otherwise, or it is in memory. ``timeout``: seconds for
+    a transfer. ``called``: the user's name of the folder.
     """
 
     def __init__(
@@ -339,7 +334,7 @@ class TierFile:
         self.close = weakref.finalize(self, _close, {self._file, self.descriptor})
 
     def pages_for(self, data: T) -> T:
-        """``data`` itself if direct I/O takes it, or else as many whole pages of this thread's, until it asks again."""
+        """Return ``data`` itself if direct I/O takes it, else whole pages of this thread, valid until its next call."""
         if not (data.is_cuda or data.data_ptr() % PAGE or data.numel() % PAGE):
             return data
         room = whole_pages(data.numel())
@@ -349,18 +344,14 @@ class TierFile:
         return own[:room]
 
     def region(self, size: int) -> Region:
-        """New room in the file, zeros. Raises :class:`TierError` if the disk has none."""
-        room = whole_pages(max(1, size))
-        where = (
-            f"more in {self.name}, beside {self.size:,} of its own"
-            if self.size
-            else f"in {self.name}"
-        )
-        memory = reserve(self._file, self.size, room, where)
+        """Return new room in the file, zeros. Raises :class:`TierError` if the disk is full."""
+        room, start = whole_pages(max(1, size)), self.size
+        where = f"in {self.name}"
+        if start:
+            where = f"more in {self.name}, beside {start:,} of its own"
+        memory = reserve(self._file, start, room, where)
         self.size += room
-        return Region(
-            self, self.size - room, room, torch.frombuffer(memory, dtype=torch.uint8)
-        )
+        return Region(self, start, room, torch.frombuffer(memory, dtype=torch.uint8))
 
 
 def _close(descriptors: Iterable[int]) -> None:
@@ -369,9 +360,7 @@ def _close(descriptors: Iterable[int]) -> None:
 
 
 def _kind_of(folder: Path) -> str:
-    """The file system that a folder is on, by name; nothing where that cannot be known."""
-    mounted = {
-        disk.mountpoint: disk.fstype for disk in psutil.disk_partitions(all=True)
-    }
-    places = [str(folder.resolve()), *map(str, folder.resolve().parents)]
-    return next((mounted[place] for place in places if place in mounted), "")
+    """The type of the file system of a folder; empty if it is not known."""
+    mounts = {disk.mountpoint: disk.fstype for disk in psutil.disk_partitions(all=True)}
+    places = (folder.resolve(), *folder.resolve().parents)
+    return next((mounts[str(place)] for place in places if str(place) in mounts), "")

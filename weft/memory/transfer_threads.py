@@ -1,4 +1,4 @@
-"""Threads for transfers: reads go before writes, as reads are waited for."""
+"""Threads for transfers: reads go before writes, because callers wait for reads."""
 
 from collections import deque
 from collections.abc import Callable
@@ -9,7 +9,7 @@ Job = tuple[Callable[[], None], Future[None]]
 
 
 class Threads:
-    """So many threads that make transfers: the ``urgent`` ones first, each kind in its order."""
+    """``count`` threads that run transfers: the ``urgent`` ones first, and each kind in its order."""
 
     def __init__(self, count: int, name: str) -> None:
         self._executor = ThreadPoolExecutor(count, name)
@@ -17,6 +17,7 @@ class Threads:
         self._others: deque[Job] = deque()
 
     def submit(self, move: Callable[[], None], urgent: bool = True) -> Future[None]:
+        """Queue a transfer and return its future."""
         future: Future[None] = Future()
         (self._urgent if urgent else self._others).append((move, future))
         # without a reference to this object
@@ -25,7 +26,7 @@ class Threads:
 
 
 def _make_next(urgent: deque[Job], others: deque[Job]) -> None:
-    """Make one transfer: there is at least one for every call of this."""
+    """Run the next transfer; there is at least one for every call."""
     try:
         move, future = urgent.popleft()
     except IndexError:
