@@ -46,6 +46,7 @@ from weft.parallel.document_balance import (
     costs_of,
     finish_times,
     make_plan,
+    step_planner,
 )
 from weft.parallel.hybrid import HybridAttention
 from weft.recipe import Data, ModelShape, Recipe, Train
@@ -146,7 +147,7 @@ def batches_of(
         1,
         passes,
         job.seq_len,
-        costs if layout.balance else None,
+        step_planner(layout, costs) if layout.balance else None,
     )
     batches = made.step(step * job.rows)
     assert batches is not None

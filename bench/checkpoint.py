@@ -40,9 +40,9 @@ from weft.checkpoint import format as layout
 from weft.checkpoint.format import StoredBlock
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.save import Saver
-from weft.checkpoint.staging import plan
+from weft.checkpoint.staging import plan_pieces
 from weft.checkpoint.storage import LocalStorage
-from weft.checkpoint.writer import main as _writer  # noqa: F401  fails here, and not in the writer, if it cannot start
+from weft.checkpoint.writer import run_writer as _writer  # noqa: F401  fails here, and not in the writer, if it cannot start
 from weft.layout.dims import Box, Tensor, part
 from weft.layout.parts import Part
 
@@ -520,11 +520,11 @@ def big_locals(ranks: int, rank: int, tensors: int = 1500) -> dict[str, Part]:
 
 def blocks_of(locals_: dict[str, Part]) -> list[Box]:
     """What one rank plans for a save: its shares, and their blocks."""
-    shares = [(p.box, locals_[p.name].tensor) for p in plan(locals_)]
+    shares = [(p.box, locals_[p.name].tensor) for p in plan_pieces(locals_)]
     return [
         block
         for box, tensor in shares
-        for block in layout.tiles(box, tensor.shape, tensor.itemsize)
+        for block in layout.cut_blocks(box, tensor.shape, tensor.itemsize)
     ]
 
 
@@ -558,7 +558,7 @@ def measure_planning(folder: Path, ranks: int, rounds: int) -> dict[str, Any]:
                     key, b, file, 1 << 30, 1 << 18, layout.digest(f"{key}{b}".encode())
                 )
                 for key, box, tensor in whole
-                for b in layout.tiles(box, tensor.shape, tensor.itemsize)
+                for b in layout.cut_blocks(box, tensor.shape, tensor.itemsize)
             ]
             data = layout.manifest(file, 1 << 30, tensors, cut)
             storage.write(name, [data])

@@ -47,7 +47,7 @@ from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.save import Saver
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import load_newest
-from weft.checkpoint.writer import serve
+from weft.checkpoint.writer import run_writer
 from weft.errors import WeftError
 from weft.layout.dims import Tensor, part
 from weft.layout.parts import Part
@@ -286,7 +286,7 @@ class ForkedWriter:
                     if handle > 2 and handle not in (*pass_fds, line.handle):
                         with suppress(OSError):
                             os.close(handle)
-                serve(*pass_fds)
+                run_writer(*pass_fds)
                 done()
             finally:
                 os._exit(0)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pipeline import Step, race
 from step import SETTINGS, Job, machine, on_ranks, tokens_of, write
 
-from weft.checkpoint.state import Progress
+from weft.checkpoint.run_state import Progress
 from weft.data.batch import Batch
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh

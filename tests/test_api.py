@@ -10,8 +10,8 @@ import pytest
 
 from tests.cases import recipe, write_corpus
 from weft.api import _outcome_of, _words_of, start
+from weft.checkpoint.run_state import Progress
 from weft.checkpoint.s3 import S3Storage
-from weft.checkpoint.state import Progress
 from weft.checkpoint.storage import LocalStorage, Storage
 from weft.train.loop import Outcome
 

@@ -268,11 +268,11 @@ def test_a_data_set_that_fails_is_named(
 
 
 def test_a_data_set_is_read_anew_when_its_code_changes(here: Path) -> None:
-    from weft.data.corpora import fingerprint
+    from weft.data.corpora import source_fingerprint
 
     def seen(**settings: int) -> str:
         sources = [{"kind": "counting", "settings": settings}]
-        return fingerprint(
+        return source_fingerprint(
             build_recipe(
                 {"plugins": ["mine"], "data": {"sources": sources}}
             ).data.sources[0]

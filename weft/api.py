@@ -243,7 +243,7 @@ def _words_of(outcome: Outcome) -> dict[str, Any]:
 
 def _outcome_of(words: dict[str, Any]) -> Outcome:
     from weft.checkpoint.address import open_storage
-    from weft.checkpoint.state import Progress
+    from weft.checkpoint.run_state import Progress
 
     place = words["checkpoint"]
     return Outcome(

@@ -20,8 +20,8 @@ from tests.checkpoint.test_resume import go, series
 from weft.checkpoint.boxes import meet, volume
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.reshard import moves, redistribute
+from weft.checkpoint.run_state import Progress, load_state
 from weft.checkpoint.save import Saver
-from weft.checkpoint.state import Progress, load_state
 from weft.checkpoint.storage import LocalStorage
 from weft.errors import UsageError
 from weft.layout.dims import Box, Tensor

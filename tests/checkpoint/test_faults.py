@@ -19,11 +19,11 @@ import torch
 
 from weft.checkpoint.boxes import ROOT
 from weft.checkpoint.load import StoredCheckpoint
-from weft.checkpoint.staging import plan
+from weft.checkpoint.staging import plan_pieces
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import committed, load_newest, prune, verify
-from weft.checkpoint.task import Commit, WriteTask
-from weft.checkpoint.writer import finish, write
+from weft.checkpoint.write_task import Commit, WriteTask
+from weft.checkpoint.writer import commit_report, write_share
 from weft.layout.dims import Tensor
 from weft.layout.parts import Part
 
@@ -49,7 +49,7 @@ def jobs(folder: Path, seed: int) -> list[tuple[WriteTask, bytes]]:
             name: Part(whole[name], tuple((0, n) for n in t.shape), t, rank, 2)
             for name, t in tensors.items()
         }
-        pieces = plan(mine)
+        pieces = plan_pieces(mine)
         payload = b"".join(
             whole[p.name][tuple(slice(*e) for e in p.box)].numpy().tobytes()
             for p in pieces
@@ -78,9 +78,9 @@ def save(folder: Path, seed: int) -> str:
     for job, payload in reversed(jobs(folder, seed)):
         with mmap.mmap(-1, max(len(payload), 1)) as memory:
             memory[: len(payload)] = payload
-            problem = problem or write(job, memory).problem
+            problem = problem or write_share(job, memory).problem
         if job.commit is not None and not problem:
-            problem = finish(job.storage, job.commit, lambda: False).problem
+            problem = commit_report(job.storage, job.commit, lambda: False).problem
     return problem
 
 
@@ -370,12 +370,12 @@ def test_two_attempts_at_once_commit_once(root: Path) -> None:
     assert job.commit is not None
     with mmap.mmap(-1, len(payload)) as memory:
         memory[:] = payload
-        write(job, memory)
+        write_share(job, memory)
     other = jobs(folder, 3)[1]
     with mmap.mmap(-1, len(other[1])) as memory:
         memory[:] = other[1]
-        write(other[0], memory)
-    report = finish(job.storage, replace(job.commit, timeout=0.1), lambda: False)
+        write_share(other[0], memory)
+    report = commit_report(job.storage, replace(job.commit, timeout=0.1), lambda: False)
     assert "committed before" in report.problem
     assert (
         check(root, {"step-000001": 1, "step-000002": 2}, "step-000002")

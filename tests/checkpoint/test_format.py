@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from weft.checkpoint.boxes import BLOCK, meet, share, volume
-from weft.checkpoint.format import Manifest, index, tiles
+from weft.checkpoint.format import Manifest, cut_blocks, index
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.save import Saver
-from weft.checkpoint.staging import plan
+from weft.checkpoint.staging import plan_pieces
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import stored_files, verify
 from weft.errors import WeftError
@@ -55,7 +55,7 @@ def test_blocks_cover_a_box_and_are_no_larger_than_they_should_be(
     box: Box, itemsize: int
 ) -> None:
     shape = [hi + 3 for _, hi in box]
-    found = list(tiles(box, shape, itemsize))
+    found = list(cut_blocks(box, shape, itemsize))
     assert sum(map(volume, found)) == volume(box)
     assert all(meet(a, b) is None for i, a in enumerate(found) for b in found[:i])
     row = math.prod(hi - lo for lo, hi in box[1:]) * itemsize
@@ -67,7 +67,7 @@ def test_eighths_of_columns_and_rows_are_whole_blocks(ranks: int) -> None:
     """What was saved as four shares of rows is read as shares of columns, or as more shares of rows, block by block."""
     shape = (4096, 2048)
     saved = [
-        b for r in range(4) for b in tiles((part(4096, 4, r), (0, 2048)), shape, 4)
+        b for r in range(4) for b in cut_blocks((part(4096, 4, r), (0, 2048)), shape, 4)
     ]
     for r in range(ranks):
         for wanted in (
@@ -210,7 +210,9 @@ def test_the_plan_is_balanced() -> None:
     sizes = [
         sum(
             p.size
-            for p in plan({"w": Part(whole, ((0, 4096), (0, 1024)), tensor, r, 4)})
+            for p in plan_pieces(
+                {"w": Part(whole, ((0, 4096), (0, 1024)), tensor, r, 4)}
+            )
         )
         for r in range(4)
     ]

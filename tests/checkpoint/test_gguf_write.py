@@ -364,7 +364,9 @@ def test_the_command_writes_all_that_the_model_came_with(tmp_path: Path) -> None
         read = json.loads(found["generation_config.json"])
         assert {key: read[key] for key in ("temperature", "top_p", "top_k", "repetition_penalty")} == {
             "temperature": 0.6, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}  # fmt: skip
-    assert open_foreign(written).made["blocks.0.attention.wo"].dtype == torch.bfloat16
+    assert (
+        open_foreign(written).sources["blocks.0.attention.wo"].dtype == torch.bfloat16
+    )
 
 
 #: What transformers assumes where its reader of GGUF does not look: the widths of Qwen3's and Gemma 3's heads.

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-from weft.checkpoint.boxes import digest, volume
+from weft.checkpoint.boxes import checksum, volume
 from weft.checkpoint.load import StoredCheckpoint
-from weft.checkpoint.pack import within
-from weft.checkpoint.staging import plan
+from weft.checkpoint.pack import index_within
+from weft.checkpoint.staging import plan_pieces
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import verify
-from weft.checkpoint.task import Commit, WriteTask
-from weft.checkpoint.writer import commit, write
+from weft.checkpoint.write_task import Commit, WriteTask
+from weft.checkpoint.writer import commit, write_share
 from weft.layout.dims import Box, Tensor, part
 from weft.layout.parts import NAMES, Part
 
@@ -87,7 +87,7 @@ def locals_of(rank: int) -> dict[str, Part]:
         dims = ("row", "column", "depth")[: v.dim()] if name.startswith("model") else ()
         tensor = Tensor(tuple(v.shape), NAMES[v.dtype], dims)
         found[name] = Part(
-            v[within(box, tuple((0, n) for n in v.shape))],
+            v[index_within(box, tuple((0, n) for n in v.shape))],
             box,
             tensor,
             rank * (replicas - 1),
@@ -101,10 +101,10 @@ def make(folder: Path) -> None:
     manifests = tuple(f"manifest/golden-{rank:05d}.json" for rank in range(2))
     for rank in range(2):
         held = locals_of(rank)
-        pieces = plan(held)
+        pieces = plan_pieces(held)
         payload = bytearray(max(1, sum(p.size for p in pieces)))
         for p in pieces:
-            v = held[p.name].values[within(p.box, held[p.name].box)].contiguous()
+            v = held[p.name].values[index_within(p.box, held[p.name].box)].contiguous()
             assert v.numel() == volume(p.box)
             payload[p.offset : p.offset + p.size] = (
                 v.view(-1).view(torch.uint8).numpy().tobytes()
@@ -112,7 +112,7 @@ def make(folder: Path) -> None:
         tensors = {name: local.tensor for name, local in held.items()}
         shares = tuple((p.name, p.box) for p in pieces)
         data = f"data/golden-{rank:05d}.safetensors"
-        report = write(
+        report = write_share(
             WriteTask(storage, data, manifests[rank], tensors, shares, None), payload
         )  # type: ignore[arg-type]
         assert not report.problem, report.problem
@@ -131,7 +131,7 @@ def test_the_files_are_those_that_were_first_written() -> None:
     }
     assert len(found) == 6 and sum(map(len, found.values())) < 60_000
     assert (
-        digest(b"".join(name.encode() + data for name, data in found.items()))
+        checksum(b"".join(name.encode() + data for name, data in found.items()))
         == "720542aa95caa058c587dc34adf5d50a"
     )
 
@@ -169,7 +169,7 @@ def test_they_are_read_exactly() -> None:
         }
         parts = {name: tuple(box) for name, box in wanted.items()}
         some = {
-            name: torch.ones_like(expected[name][within(box, boxes[name])])
+            name: torch.ones_like(expected[name][index_within(box, boxes[name])])
             for name, box in parts.items()
         }
         checkpoint.load(
@@ -180,9 +180,9 @@ def test_they_are_read_exactly() -> None:
             }
         )
         for name, v in some.items():
-            assert bits(v) == bits(expected[name][within(parts[name], boxes[name])]), (
-                name
-            )
+            assert bits(v) == bits(
+                expected[name][index_within(parts[name], boxes[name])]
+            ), name
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from weft.checkpoint.load import StoredCheckpoint
-from weft.checkpoint.staging import plan
+from weft.checkpoint.staging import plan_pieces
 from weft.checkpoint.storage import LocalStorage
-from weft.checkpoint.task import Commit, WriteTask
-from weft.checkpoint.writer import commit, write
+from weft.checkpoint.write_task import Commit, WriteTask
+from weft.checkpoint.writer import commit, write_share
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
@@ -101,7 +101,7 @@ def save(
         tuple(f"manifest/{r}.json" for r in range(len(ranks))),
     )
     for rank, parts in enumerate(ranks):
-        pieces = plan(parts)
+        pieces = plan_pieces(parts)
         with mmap.mmap(-1, 1 + sum(p.size for p in pieces)) as memory:
             for p in pieces:
                 part = values[p.name][
@@ -112,7 +112,7 @@ def save(
                 )
             tensors = {name: v.tensor for name, v in parts.items()}
             shares = tuple((p.name, p.box) for p in pieces)
-            assert not write(
+            assert not write_share(
                 WriteTask(
                     storage, f"data/{rank}", manifests[rank], tensors, shares, None
                 ),

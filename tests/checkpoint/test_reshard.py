@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.cases import recipe, write_corpus
 from weft.checkpoint.boxes import volume
 from weft.checkpoint.load import StoredCheckpoint
-from weft.checkpoint.reshard import load, moves, redistribute
+from weft.checkpoint.reshard import load_parts, moves, redistribute
 from weft.checkpoint.save import Saver
 from weft.checkpoint.storage import LocalStorage
 from weft.errors import WeftError
@@ -181,7 +181,7 @@ def shared_load(folder: str) -> int:
         for n, v in values.items()
     }
     checkpoint = StoredCheckpoint(Far(Path(folder)))  # type: ignore[arg-type]
-    load(checkpoint, locals_)
+    load_parts(checkpoint, locals_)
     assert (
         torch.equal(values["w"], torch.arange(4096 * 300.0).view(4096, 300))
         and values["bias"].sum() == 8

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.cases import recipe, write_corpus
-from weft.checkpoint.same import ORIGIN, check_goes_on, other_differences
+from weft.checkpoint.resume_check import ORIGIN, check_resumable, other_differences
 from weft.checkpoint.save import Saver
 from weft.checkpoint.storage import LocalStorage, StorageError
 from weft.checkpoint.store import (
@@ -291,7 +291,7 @@ def test_a_recipe_of_before_the_memory_section_goes_on(whole_run: Path) -> None:
         checkpoint.meta["recipe"] = old | {
             "train": stored["train"] | {"offload": offload}
         }
-        check_goes_on(
+        check_resumable(
             checkpoint, settings.model, load_tokenizer("bytes"), settings.optimizer
         )
         assert other_differences(checkpoint, settings, data) == []
@@ -305,14 +305,14 @@ def test_more_layers_than_the_recipe_are_refused_by_their_tensors(
     shape = build_recipe(checkpoint.meta["recipe"]).model
     smaller = shape.model_copy(update={"layers": 1})
     checkpoint.meta["recipe"]["model"]["layers"] = 1
-    check_goes_on(
+    check_resumable(
         open_checkpoint(checkpoint.storage), shape, load_tokenizer("bytes"), Optimizer()
     )
     with pytest.raises(
         WeftError,
         match=r"holds \d+ tensors that this model has no place for.* model\.blocks\.1",
     ):
-        check_goes_on(checkpoint, smaller, load_tokenizer("bytes"), Optimizer())
+        check_resumable(checkpoint, smaller, load_tokenizer("bytes"), Optimizer())
 
 
 def test_another_tokenizer_is_refused_and_other_settings_are_said(

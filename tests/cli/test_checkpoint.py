@@ -17,12 +17,12 @@ from tests.checkpoint.test_golden import GOLDEN
 from tests.conftest import Command
 from weft.checkpoint.boxes import ROOT
 from weft.checkpoint.lease import Lease
-from weft.checkpoint.pack import within
-from weft.checkpoint.staging import plan
+from weft.checkpoint.pack import index_within
+from weft.checkpoint.staging import plan_pieces
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import PLACES, committed, open_checkpoint, retained
-from weft.checkpoint.task import Commit, WriteTask
-from weft.checkpoint.writer import commit, write
+from weft.checkpoint.write_task import Commit, WriteTask
+from weft.checkpoint.writer import commit, write_share
 from weft.layout.dims import Tensor
 from weft.layout.parts import NAMES, Part
 from weft.observe.metrics import Metrics
@@ -40,10 +40,10 @@ def save(folder: Path, values: dict[str, torch.Tensor], step: int = 1) -> Path:
         )
         for name, v in values.items()
     }
-    pieces, storage = plan(held), LocalStorage(folder)
+    pieces, storage = plan_pieces(held), LocalStorage(folder)
     payload = b"".join(
         held[p.name]
-        .values[within(p.box, held[p.name].box)]
+        .values[index_within(p.box, held[p.name].box)]
         .contiguous()
         .view(-1)
         .view(torch.uint8)
@@ -56,7 +56,7 @@ def save(folder: Path, values: dict[str, torch.Tensor], step: int = 1) -> Path:
     job = WriteTask(
         storage, "data/a-0.safetensors", "manifest/a-0.json", tensors, shares, None
     )
-    assert not write(job, bytearray(payload or b"-")).problem  # type: ignore[arg-type]
+    assert not write_share(job, bytearray(payload or b"-")).problem  # type: ignore[arg-type]
     meta = {
         "step": step,
         "layout": "one device",

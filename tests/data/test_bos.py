@@ -19,7 +19,7 @@ from tests.chats import TEMPLATES, save_tokenizer
 from weft.data.bos import document_opening, with_bos
 from weft.data.cache import digest
 from weft.data.chat.source import open_chats
-from weft.data.corpora import fingerprint
+from weft.data.corpora import source_fingerprint
 from weft.data.gguf_tokenizer import G, gguf_tokenizer
 from weft.data.loader import open_data, tokenizer_of_data
 from weft.data.tasks import plain_text
@@ -243,7 +243,9 @@ def test_caches_of_before_are_for_runs_of_before(tmp_path: Path) -> None:
     data = Data(sources=(source,), cache=tmp_path / "cache")
     open_data(data.model_copy(update={"bos": "prompts"}), own)
     (old,) = (tmp_path / "cache").glob("tokens-*")
-    assert old.name == f"tokens-{digest(1, fingerprint(source), own.fingerprint)}"
+    assert (
+        old.name == f"tokens-{digest(1, source_fingerprint(source), own.fingerprint)}"
+    )
     open_data(data, own)
     assert len(list((tmp_path / "cache").glob("tokens-*"))) == 2
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import chats
-from weft.data.chat.preview import Sample, samples
+from weft.data.chat.preview import Sample, preview_samples
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.recipe import build_recipe
 
@@ -51,7 +51,7 @@ def read(
         path.write_text("\n".join(map(json.dumps, case["records"])))
     template = {} if case["template"] == "chatml" else {"template": case["template"]}
     data = {"kind": "chat", "path": str(path), "seq_len": 512, "chat": template}
-    return samples(build_recipe({"data": data}).data, tokenizer, 10)
+    return preview_samples(build_recipe({"data": data}).data, tokenizer, 10)
 
 
 def pieces_learned(shown: list[Sample]) -> list[str]:

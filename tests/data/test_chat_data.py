@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from tests import chats
 from tests.conftest import Command
 from weft.data.batch import IGNORE, Batch
+from weft.data.chat.chat_template import ChatTemplate
+from weft.data.chat.chat_turns import ConversationError
 from weft.data.chat.conversation import conversation
 from weft.data.chat.encode import ChatEncoder
 from weft.data.chat.forms import read_record
-from weft.data.chat.preview import samples
+from weft.data.chat.preview import preview_samples
 from weft.data.chat.source import open_chats
-from weft.data.chat.template import ChatTemplate
-from weft.data.chat.turns import ConversationError
 from weft.data.loader import Loader, open_data
-from weft.data.order import Order, Stream, packed
+from weft.data.order import Order, Stream, pack_documents
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError, WeftError
 from weft.layout.layout import Layout
@@ -332,7 +332,7 @@ def test_packing_holds_every_document_once_and_whole(
     sizes: list[int], more: int
 ) -> None:
     lengths, capacity = np.array(sizes), max(sizes) + more
-    order, counts = packed(lengths, capacity)
+    order, counts = pack_documents(lengths, capacity)
     assert sorted(order.tolist()) == list(range(len(sizes))) and counts[-1] == len(
         sizes
     )
@@ -356,7 +356,7 @@ def test_packing_needs_few_more_rows_than_the_fewest(cuts: list[set[int]]) -> No
     """Documents are made by cutting full rows, so that the fewest rows are known."""
     ends = [[0, *sorted(at), 24] for at in cuts]
     lengths = np.concatenate([np.diff(row) for row in ends])
-    assert len(cuts) <= len(packed(lengths, 24)[1]) <= 11 / 9 * len(cuts) + 1
+    assert len(cuts) <= len(pack_documents(lengths, 24)[1]) <= 11 / 9 * len(cuts) + 1
 
 
 @settings(deadline=None, max_examples=100)
@@ -675,7 +675,7 @@ def test_reasoning_of_earlier_turns_is_learned_in_samples_of_their_own(
 
     def read(**more: Any) -> tuple[list[str], list[list[str]], list[str]]:
         settings = data(tmp_path, [{"messages": talk} for talk in talks], chat=more)
-        shown, notes = samples(
+        shown, notes = preview_samples(
             settings, load_tokenizer(str(tmp_path / "tokenizer")), 10
         )
         pieces = [
@@ -736,7 +736,7 @@ def test_reasoning_is_kept_in_one_sample(tmp_path: Path, learn: Any) -> None:
             assert one.tolist() == other.tolist()
         assert kept.facts == wanted.facts and not kept.facts.left_out
     keeping = data(tmp_path, [{"messages": talks[0]}], chat={"reasoning": "keep"})
-    ((sample,), _) = samples(keeping, tokenizer, 10)
+    ((sample,), _) = preview_samples(keeping, tokenizer, 10)
     roles = {p["role"] for p in sample.as_json()["pieces"] if "why" in p["text"]}
     assert roles == {"assistant"}
 
@@ -774,7 +774,7 @@ def test_variables_of_a_record_are_its_templates(form: str, tmp_path: Path) -> N
     chat = {"template": template, "variables": {"style": "mine"}}
     settings = data(tmp_path, records, chat=chat)
     source = settings.sources[0].model_copy(update={"kind": kind})
-    shown, notes = samples(
+    shown, notes = preview_samples(
         settings.model_copy(update={"sources": (source,)}), load_tokenizer("bytes"), 10
     )
     texts = ["".join(piece.text for piece in sample.pieces) for sample in shown]

@@ -13,10 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests import chats
+from weft.data.chat.chat_template import ChatTemplate, TemplateError
 from weft.data.chat.conversation import conversation
 from weft.data.chat.encode import ChatEncoder, Encoded
 from weft.data.chat.marks import cleaned
-from weft.data.chat.template import ChatTemplate, TemplateError
 from weft.data.tokenizer import load_tokenizer
 
 NOW = datetime(2024, 7, 26)

@@ -17,9 +17,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests import chats
+from weft.data.chat.chat_template import ChatTemplate
 from weft.data.chat.conversation import conversation
 from weft.data.chat.encode import ChatEncoder, Encoded
-from weft.data.chat.template import ChatTemplate
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 
 Message = dict[str, Any]

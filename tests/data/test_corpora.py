@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from weft.data.chat.samples import samples
+from weft.data.chat.samples import read_samples
 from weft.data.corpora import documents
 from weft.data.files import files
 from weft.errors import WeftError
@@ -179,7 +179,7 @@ def test_docstrings_are_questions_with_their_lines(tmp_path: Path) -> None:
     source = Source(kind="chat", form="docstrings", path=str(tmp_path))
     found = [
         (place.line, *(m["content"] for m in talk.messages))
-        for place, talk in samples(source)
+        for place, talk in read_samples(source)
     ]
     assert found == [
         (

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import chats
+from weft.data.chat.chat_template import ChatTemplate
 from weft.data.chat.conversation import conversation
 from weft.data.chat.encode import ChatEncoder, own_encoder, prompt_ids
 from weft.data.chat.source import open_chats
-from weft.data.chat.template import ChatTemplate
 from weft.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_files
 from weft.errors import WeftError
 from weft.models.hugging_face import tokenizer_files

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.data.batch import IGNORE, Pairs
+from weft.data.chat.chat_turns import ConversationError
 from weft.data.chat.judged import read_judgements, with_others
 from weft.data.chat.pairs import AnswerPair, read_pair
-from weft.data.chat.turns import ConversationError
 from weft.data.loader import Corpus, open_data
 from weft.data.order import Stream
 from weft.errors import UsageError, WeftError

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.data.chat.chat_turns import ConversationError
 from weft.data.chat.columns import Renaming
 from weft.data.chat.forms import read_record
 from weft.data.chat.pairs import read_pair
-from weft.data.chat.turns import ConversationError
 
 WORDS = st.text("ab é{}[]'\"", min_size=1, max_size=6).map(lambda text: f"w{text}w")
 #: Names of speakers that mean the same.

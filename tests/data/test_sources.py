@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from tests.data.test_records import EXTRA, FORMS
 from weft.data.batch import IGNORE
 from weft.data.chat.conversation import Conversation
-from weft.data.chat.samples import samples
+from weft.data.chat.samples import read_samples
 from weft.data.corpora import documents, unread_files
-from weft.data.early import check_sources
 from weft.data.files import files, selection
 from weft.data.loader import open_data
-from weft.data.report import SourceReport
+from weft.data.source_check import check_sources
+from weft.data.source_report import SourceReport
 from weft.data.tasks import read_questions
 from weft.errors import UsageError, WeftError
 from weft.recipe import Data, Source, build_recipe, load_recipe
@@ -47,7 +47,7 @@ def source(path: Path | str, kind: str = "chat", **more: Any) -> Source:
 
 def words(given: Source, report: SourceReport | None = None) -> list[list[str]]:
     """The words of every conversation of a source."""
-    talks = [sample for _, sample in samples(given, report)]
+    talks = [sample for _, sample in read_samples(given, report)]
     return [
         [m["content"] for m in talk.messages]
         for talk in talks
@@ -100,7 +100,7 @@ def test_rows_of_arrow_are_those_that_were_written(
             out.write_table(table)
     else:
         pq.write_table(table, folder / "rows.parquet")
-    found = [sample for _, sample in samples(source(folder))]
+    found = [sample for _, sample in read_samples(source(folder))]
     for sample, row in zip(found, rows, strict=True):
         assert isinstance(sample, Conversation)
         assert [*sample.messages] == row["messages"] and sample.tools == tuple(
@@ -110,7 +110,7 @@ def test_rows_of_arrow_are_those_that_were_written(
 
 def test_an_explicit_null_stays_where_it_means_something(tmp_path: Path) -> None:
     row = calls({"city": "Paris", "to": None}, required=[None])
-    ((_, talk),) = samples(source(jsonl(tmp_path / "a.jsonl", [row])))
+    ((_, talk),) = read_samples(source(jsonl(tmp_path / "a.jsonl", [row])))
     assert isinstance(talk, Conversation) and talk.tools is not None
     assert talk.messages[1]["tool_calls"][0]["function"]["arguments"] == {
         "city": "Paris",
@@ -121,7 +121,7 @@ def test_an_explicit_null_stays_where_it_means_something(tmp_path: Path) -> None
         pa.Table.from_pylist([as_text, calls("{}", type="object")]),
         tmp_path / "a.parquet",
     )
-    (_, talk), (_, other) = samples(source(tmp_path / "a.parquet"))
+    (_, talk), (_, other) = read_samples(source(tmp_path / "a.parquet"))
     assert isinstance(talk, Conversation) and isinstance(other, Conversation)
     assert talk.messages[1]["tool_calls"][0]["function"]["arguments"] == {
         "city": "Paris",
@@ -147,7 +147,7 @@ def test_maps_and_json_columns_keep_their_nulls(tmp_path: Path) -> None:
     pq.write_table(
         pa.table({"messages": pa.array([turns], kind)}), tmp_path / "a.parquet"
     )
-    ((_, talk),) = samples(source(tmp_path / "a.parquet"))
+    ((_, talk),) = read_samples(source(tmp_path / "a.parquet"))
     assert isinstance(talk, Conversation)
     assert talk.messages[0]["extra"] == {"k": None} and "extra" not in talk.messages[1]
 
@@ -165,7 +165,7 @@ def test_saved_data_sets_are_conversations(tmp_path: Path) -> None:
     for path in (tmp_path / "both", tmp_path / "both" / "train"):
         found = [
             talk.messages[1]["tool_calls"][0]["function"]["arguments"]
-            for _, talk in samples(source(path))
+            for _, talk in read_samples(source(path))
         ]
         assert found == [{"town": "Oslo"}, {"title": "a", "n": 1}]
     part = tmp_path / "both/train/data-00000-of-00001.arrow"
@@ -205,7 +205,7 @@ def test_tables_are_records(
     file = tmp_path_factory.mktemp("table") / ("a.tsv" if mark == "\t" else "a.csv")
     file.write_bytes(text.getvalue().encode("utf-8-sig" if windows else "utf-8"))
     assert words(source(file)) == [[*row] for row in rows]
-    places = [place.line for place, _ in samples(source(file))]
+    places = [place.line for place, _ in read_samples(source(file))]
     lines = [1 + sum(cell.count("\n") for cell in row) for row in rows]
     assert places == [2 + sum(lines[:i]) for i in range(len(rows))]
     assert [*documents(source(file, "csv", field=names[1]))] == [
@@ -412,7 +412,7 @@ def test_columns_and_roles_of_the_users_own(tmp_path: Path) -> None:
         "preference",
         columns={"ask": "prompt", "good": "chosen", "bad": "rejected"},
     )
-    assert len([*samples(named)]) == 1
+    assert len([*read_samples(named)]) == 1
     with pytest.raises(
         UsageError, match=r"data.columns names 'asked', which no record"
     ):
@@ -661,11 +661,11 @@ def test_a_path_is_read_by_its_own_form(tmp_path: Path) -> None:
     assert words(source(file, form="docstrings")) == [["q", "a"]]
     assert words(source(tmp_path, form="docstrings")) == [["q", "a"]]
     jsonl(file, [PAIR])
-    assert len([*samples(source(file, "preference", form="docstrings"))]) == 1
+    assert len([*read_samples(source(file, "preference", form="docstrings"))]) == 1
     (tmp_path / "code.py").write_text(
         'def cut():\n    """Cut it into five equal parts."""\n'
     )
     assert words(source(tmp_path / "code.py")) == [
         ["What does the Python function code.cut do?", "Cut it into five equal parts."]
     ]
-    assert len([*samples(source(tmp_path, "preference", form="docstrings"))]) == 1
+    assert len([*read_samples(source(tmp_path, "preference", form="docstrings"))]) == 1

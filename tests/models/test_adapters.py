@@ -9,7 +9,7 @@ import torch
 
 from tests.cases import Case, recipe, write_corpus
 from tests.prove.test_equality import difference
-from weft.checkpoint.same import model_differences
+from weft.checkpoint.resume_check import model_differences
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh

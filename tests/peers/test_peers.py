@@ -15,7 +15,7 @@ from tests.cases import write_corpus
 from tests.conftest import Command
 from tests.measured import eventually
 from tests.peers.conftest import RunningRelay
-from weft.checkpoint.peer import PeerStorage
+from weft.checkpoint.peer_storage import PeerStorage
 from weft.checkpoint.storage import LocalStorage, MissingObject, StorageError
 from weft.observe.metrics import read_metrics
 from weft.peers import peer as peers

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.resilience.test_agreement import World
-from weft.checkpoint.state import Progress
+from weft.checkpoint.run_state import Progress
 from weft.errors import UsageError
 from weft.net.lost import PeerLost
 from weft.plugins import PluginError

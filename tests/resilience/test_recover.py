@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.cases import recipe, start, write_corpus
 from tests.resilience.rejoin import Groups, fill, said, wrong
 from weft.checkpoint.boxes import volume
-from weft.checkpoint.state import Progress
+from weft.checkpoint.run_state import Progress
 from weft.layout.layout import Layout
 from weft.layout.mesh import from_all
 from weft.net.endpoint import process_endpoint

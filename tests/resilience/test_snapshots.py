@@ -12,7 +12,7 @@ import pytest
 
 from tests.cases import recipe, start, write_corpus
 from tests.resilience.rejoin import fill, said, wrong
-from weft.checkpoint.state import Progress
+from weft.checkpoint.run_state import Progress
 from weft.layout.dims import Tensor
 from weft.layout.mesh import from_all
 from weft.net.endpoint import process_endpoint

@@ -13,7 +13,7 @@ from tests.cases import recipe, write_corpus
 from tests.resilience.survivors import HUNG, losses, ranks, recorded_once
 from tests.resilience.trials import KINDS, trial
 from weft.api import be_rank
-from weft.checkpoint.state import Progress
+from weft.checkpoint.run_state import Progress
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh

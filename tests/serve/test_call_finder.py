@@ -14,8 +14,8 @@ import pytest
 
 from tests.chats import DEEPSEEK_R1, DEEPSEEK_V3, DEEPSEEK_V31, QWEN3
 from tests.serve.running import Running, until
+from weft.data.chat.chat_template import ChatTemplate
 from weft.data.chat.edges import common_length
-from weft.data.chat.template import ChatTemplate
 from weft.data.tokenizer import load_tokenizer
 from weft.serve.call_finder import Call, CallFinder, CallPiece
 from weft.serve.call_form import CallForm, ObjectCalls, call_form

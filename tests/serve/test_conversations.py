@@ -25,7 +25,7 @@ from tests.serve.test_call_finder import (
     WEATHER,
     form_of,
 )
-from weft.data.chat.template import ChatTemplate
+from weft.data.chat.chat_template import ChatTemplate
 from weft.data.tokenizer import load_tokenizer
 from weft.serve.answering import AnswerForm, AnswerReader
 from weft.serve.call_finder import CallFinder, CallPiece

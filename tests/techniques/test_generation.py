@@ -16,7 +16,7 @@ from weft.checkpoint.convert import Foreign, open_foreign
 from weft.checkpoint.convert.foreign import shape_beside
 from weft.checkpoint.convert.rules import sources_by_name
 from weft.checkpoint.convert.shards import as_stored, load_tree
-from weft.checkpoint.convert.sources import kind_of
+from weft.checkpoint.convert.sources import checkpoint_format
 from weft.checkpoint.source_format import SourceFormat
 from weft.errors import UsageError
 from weft.generate.drafter import Drafter, drafter_for
@@ -131,9 +131,9 @@ def test_a_format(tmp_path: Path) -> None:
     assert opened.kind == "theirs"
     assert all(torch.equal(opened.read(name), w) for name, w in weights.items())
     (tmp_path / "x.gguf").touch()
-    assert kind_of(tmp_path) == "gguf"
+    assert checkpoint_format(tmp_path) == "gguf"
     Theirs.place = 1
-    assert kind_of(tmp_path) == "theirs"
-    assert kind_of(tmp_path / "all.weights") is None
+    assert checkpoint_format(tmp_path) == "theirs"
+    assert checkpoint_format(tmp_path / "all.weights") is None
     with pytest.raises(UsageError, match="did you mean 'theirs'"):
         open_foreign(tmp_path, "their")

@@ -1,16 +1,16 @@
-"""Addresses of places that hold checkpoints; what reads a kind of place is imported with the first of it."""
+"""Open the storage that an address names. The code for S3 and peers is imported only when an address needs it."""
 
 from pathlib import Path
 
 from weft.checkpoint.storage import LocalStorage, Storage
 from weft.recipe.storage_address import storage_address
 
-#: A place, or the address of one: a folder, ``s3://bucket/prefix`` or ``peer://path``.
+#: A storage, or the address of one: a folder, ``s3://bucket/prefix`` or ``peer://path``.
 Where = str | Path | Storage
 
 
 def open_storage(where: Where) -> Storage:
-    """``s3://bucket/prefix``, ``peer://path`` or a folder. Raises :class:`UsageError` for anything else."""
+    """Open a folder, ``s3://bucket/prefix`` or ``peer://path``. Raises :class:`UsageError` for any other address."""
     if not isinstance(where, (str, Path)):
         return where
     address = storage_address(str(where))
@@ -19,7 +19,7 @@ def open_storage(where: Where) -> Storage:
 
         return S3Storage(address.bucket, address.path)
     if address.kind == "peer":
-        from weft.checkpoint.peer import PeerStorage
+        from weft.checkpoint.peer_storage import PeerStorage
 
         return PeerStorage(address.path)
     return LocalStorage(Path(where))

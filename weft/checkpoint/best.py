@@ -1,4 +1,4 @@
-"""The best of a run: its lowest validation loss, and the checkpoint of that, called ``best`` in the run's folder."""
+"""Record a run's lowest validation loss, and link its checkpoint as ``best`` in the run's folder."""
 
 import json
 import math
@@ -15,9 +15,9 @@ FILE, LINK = "best.json", "best"
 
 @dataclass(frozen=True)
 class Best:
-    """The lowest validation ``loss`` of a run, after which ``step`` that was, and the ``checkpoint`` kept of it.
+    """Lowest validation ``loss`` of a run so far (infinity: none yet), and the ``step`` after which it was measured.
 
-    A ``loss`` of infinity: there was none so far. ``data``: a digest of what it was measured on.
+    ``checkpoint``: address of the checkpoint of that step, "" if none is kept. ``data``: digest of the validation data.
     """
 
     step: int = 0
@@ -27,26 +27,25 @@ class Best:
 
 
 def read_best(run: Path) -> Best:
-    """What the folder of a run says of its best. Raises :class:`WeftError` if that is damaged."""
+    """Read the best validation loss from a run's folder. Raises :class:`WeftError` if its file is damaged."""
     try:
-        best = Best(**json.loads((run / FILE).read_text()))
+        return Best(**json.loads((run / FILE).read_text()))
     except FileNotFoundError:
         return Best()
     except (ValueError, TypeError):
         raise WeftError(
             f"{run / FILE} is damaged; remove it, and the run looks for its best from there on"
         ) from None
-    return best
 
 
 def best_checkpoint(run: Path) -> str:
-    """Where the best checkpoint of the run in this folder is; empty if none is kept."""
+    """Return the address of the best checkpoint of the run in folder ``run``, or "" if none is kept."""
     kept = read_best(run).checkpoint
     return kept if "://" in kept or not kept else str(run / kept)
 
 
 def write_best(run: Path, best: Best) -> None:
-    """Write what is known of the best, and link it. Raises :class:`OSError`."""
+    """Write ``best`` to a run's folder, and link its checkpoint if that is local. Raises :class:`OSError`."""
     local = bool(best.checkpoint) and "://" not in best.checkpoint
     if local:
         with suppress(ValueError):  # so that the run's folder can be moved

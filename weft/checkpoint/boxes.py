@@ -1,7 +1,5 @@
-"""What all that saves and loads knows of the format: which rank writes which box of a tensor, and digests.
-
-:mod:`weft.checkpoint.format` has the rest, which only the process that writes and those that load need.
-"""
+"""Boxes of tensors in checkpoints: which rank writes which box, and checksums. :mod:`weft.checkpoint.format` has the
+rest of the format."""
 
 import math
 
@@ -21,20 +19,24 @@ BLOCK = 1 << 20
 
 
 class DamagedCheckpoint(WeftError):
-    """A checkpoint that cannot be read: what is stored is not what was saved, or of a format that this Weft does not
-    know. The message names the file and, where known, the tensor."""
+    """Error of a checkpoint whose stored bytes differ from the saved ones, or whose format is unknown to this Weft.
+
+    The message names the file and, where known, the tensor.
+    """
 
 
-def digest(data: bytes | memoryview) -> str:
+def checksum(data: bytes | memoryview) -> str:
+    """Return the hexadecimal xxh3-128 of ``data``."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def volume(box: Box) -> int:
+    """Return the number of elements of a box."""
     return math.prod(extents(box))
 
 
 def meet(a: Box, b: Box) -> Box | None:
-    """The common part of two boxes, if there is any."""
+    """Return the intersection of two boxes, or None if they share no element."""
     both = tuple(
         (max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b, strict=True)
     )
@@ -42,16 +44,14 @@ def meet(a: Box, b: Box) -> Box | None:
 
 
 def share(box: Box, itemsize: int, replica: int, replicas: int, key: int) -> Box | None:
-    """What the holder ``replica`` of ``box`` writes, if ``replicas`` ranks hold it: its part of the rows.
+    """Return the rows of ``box`` that replica number ``replica`` of ``replicas`` writes, so that each is written once.
 
-    A small box is not divided: one of the holders writes it, the others get None. Together they write each element
-    once, without a message between them. ``key``: any number that they have in common.
+    A small box is not divided: one replica writes it, and the others get None. ``key``: a number that is the same on
+    all replicas and spreads small boxes over them. ``itemsize``: bytes of an element.
     """
     if not volume(box):
         return None
     (lo, hi), *rest = box or ((0, 1),)
-    if replicas == 1 or not box:
-        return box if key % replicas == replica else None
     if volume(box) * itemsize < replicas * BLOCK // 16 or hi - lo < replicas:
         return box if key % replicas == replica else None
     first, last = part(hi - lo, replicas, replica)

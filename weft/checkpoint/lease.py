@@ -1,4 +1,4 @@
-"""A lease on a run's folder, or on a place with its checkpoints: one run at a time may use it.
+"""Lease of a run's folder or of a place with its checkpoints, so that only one run at a time uses it.
 
 A run that uses a place has an object under ``lease/`` there, and replaces it by a new one every few seconds. Whoever
 wants the place creates its own object first and looks for others afterwards, so that of two runs that come at the same
@@ -30,14 +30,15 @@ BEAT, PATIENCE = 10.0, 60.0
 
 
 class PlaceInUse(WeftError):
-    """Another run, which lives, uses this place."""
+    """Error of a place that another living run uses."""
 
 
 class Lease:
-    """The places that this process uses, until :meth:`close`. ``lost``: the message if another run has taken one over.
+    """Lease of the places that this process uses until :meth:`close`.
 
     ``run``: a secret that the ranks of one run share. A rank takes a place over from another rank of its run without
-    waiting. ``beat`` and ``patience``: seconds, see :data:`BEAT` and :data:`PATIENCE`.
+    waiting. ``beat`` and ``patience``: seconds, see :data:`BEAT` and :data:`PATIENCE`. ``lost``: a message once another
+    run has taken a place over, else empty.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Lease:
         }
         self._about = json.dumps(about | {"run": self._run}).encode()
         self._held: dict[Storage, str] = {}  # the name of the object in each place
-        self._made: list[Path] = []  # folders that were not there before
+        self._new_folders: list[Path] = []  # folders that were not there before
         self._renewed, self._renewing, self._end = (
             time.monotonic(),
             threading.Lock(),
@@ -69,10 +70,10 @@ class Lease:
         self.close()
 
     def take(self, places: Sequence[Storage], new: bool = False) -> None:
-        """Begin to use these places, all or none.
+        """Lease all of ``places``, or none of them.
 
-        Raises :class:`PlaceInUse`, :class:`StorageError` where nothing can be made, and :class:`FileExistsError` if
-        the first is to be a ``new`` folder and is not.
+        Raises :class:`PlaceInUse`, :class:`StorageError` if a folder cannot be created, and :class:`FileExistsError`
+        if ``new`` is set and the first place exists.
         """
         try:
             for number, place in enumerate(dict.fromkeys(places)):
@@ -87,7 +88,7 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise :class:`WeftError` if another run has taken a place over, because this one stood still for so long."""
+        """Raise :class:`WeftError` if another run has taken a place over while this process was stopped."""
         # stopped as a whole until now
         if self._held and time.monotonic() > self._renewed + self.patience:
             self._renew_all()
@@ -95,17 +96,17 @@ class Lease:
             raise WeftError(self.lost)
 
     def close(self) -> None:
-        """Give all places back, and leave no empty folders where there were none."""
+        """Release all places, and remove the empty folders that :meth:`take` created."""
         self._end.set()
         if self._thread is not None:
             self._thread.join(5)
         for place, name in self._held.items():
             with suppress(StorageError):  # then it ends with this process
                 place.delete([name])
-        for folder in reversed(self._made):
+        for folder in reversed(self._new_folders):
             with suppress(OSError):  # not empty
                 folder.rmdir()
-        self._held, self._made, self._thread = {}, [], None
+        self._held, self._new_folders, self._thread = {}, [], None
 
     def _take(self, place: Storage, new: bool) -> None:
         if isinstance(place, LocalStorage):
@@ -138,7 +139,7 @@ class Lease:
         for path in [*missing, folder]:
             try:
                 path.mkdir()
-                self._made.append(path)
+                self._new_folders.append(path)
             except FileExistsError as error:
                 if not path.is_dir():
                     raise StorageError(

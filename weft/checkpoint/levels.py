@@ -1,4 +1,4 @@
-"""The levels of a run: the places where it keeps checkpoints, each with how often it saves there and how many stay."""
+"""Levels of a run: the places where it keeps checkpoints, each with its interval of steps and number to keep."""
 
 import hashlib
 import json
@@ -39,9 +39,10 @@ VISIBLE_S = 5.0
 
 @dataclass
 class LevelStore:
-    """A place where a run keeps checkpoints: one every ``every`` steps, of which the newest ``keep`` stay.
+    """Level of a run: a place for a checkpoint every ``every`` steps, of which the newest ``keep`` stay.
 
-    ``taken``: the names of the checkpoints in it, so that a save need not list the place. ``last``: the newest one.
+    ``taken``: names of the checkpoints in the place, so that a save need not list it. ``last``: the newest checkpoint;
+    ``step``: its step, -1 if there is none. ``in_memory``: the place is a tmpfs of this host.
     """
 
     place: Storage
@@ -50,20 +51,21 @@ class LevelStore:
     in_memory: bool = False
     taken: set[str] = field(default_factory=set)
     last: Storage | None = None
-    step: int = -1  # of the last
+    step: int = -1
 
     def due(self, step: int) -> bool:
+        """Return whether the state after ``step`` is to be saved at this level."""
         return bool(self.every) and step % self.every == 0
 
     def next_place(self, step: int) -> Storage:
-        """The place of the next checkpoint, which is of ``step``."""
+        """Return a new place for the checkpoint of ``step``."""
         name = new_name(self.taken, step)
         self.taken.add(name)
         self.last, self.step = self.place / name, step
         return self.last
 
     def resume_from(self, checkpoint: Storage) -> None:
-        """The run goes on from this checkpoint. If it is one of this place, it need not be saved here again."""
+        """Record that the run resumed from ``checkpoint``, which is then not saved again if it is in this place."""
         if _path(self.place / checkpoint.name) == _path(checkpoint):
             self.last, self.step = checkpoint, step_of(checkpoint)
 
@@ -73,9 +75,9 @@ def _path(place: Storage) -> Storage | Path:
 
 
 def levels_of(settings: Checkpoint, run: Path, apart: str = "") -> list[LevelStore]:
-    """The recipe's levels, fastest first, for the run in the folder ``run``. Nothing is created.
+    """Return the recipe's levels, fastest first, for the run in folder ``run``. Nothing is created.
 
-    ``apart``: a subfolder to use in places outside of the run's folder, which several islands share.
+    ``apart``: the island's subfolder of places outside the run's folder, which islands share.
     """
     levels = []
     for level in settings.all_levels:
@@ -85,20 +87,17 @@ def levels_of(settings: Checkpoint, run: Path, apart: str = "") -> list[LevelSto
             place = LocalStorage(SHM / f"weft-{os.getuid()}-{number}")
         elif level.to:
             place = open_storage(level.to)
-            place = (
-                LocalStorage(place.root.expanduser().absolute())
-                if isinstance(place, LocalStorage)
-                else place
-            )
+            if isinstance(place, LocalStorage):
+                place = LocalStorage(place.root.expanduser().absolute())
             place = place / apart if apart else place
         levels.append(LevelStore(place, level.every, level.keep, level.to == MEMORY))
     return levels
 
 
 def check_levels(levels: Sequence[LevelStore], size: int, fresh: bool) -> None:
-    """Refuse levels that cannot work, and fill their ``taken``. One rank needs to call it, before training starts.
+    """Raise :class:`WeftError` for levels that cannot work, and fill ``taken`` of the others. One rank calls it.
 
-    ``size``: bytes of a checkpoint, about; ``fresh``: the run does not resume, so that no checkpoints may be there.
+    ``size``: approximate bytes of a checkpoint. ``fresh``: the run does not resume, so levels must hold no checkpoint.
     """
     for level in levels:
         if level.in_memory:
@@ -134,10 +133,9 @@ def _check_memory(level: LevelStore, size: int) -> None:
 
 
 def check_hosts(levels: Sequence[LevelStore], ranks: int, local: int) -> None:
-    """Refuse places that only some ranks see, such as a host's own disk. Collective.
+    """Raise :class:`WeftError` for places that only some ranks see, such as a host's own disk. Collective.
 
-    ``ranks``: of the run; ``local``: of these on this host. What launchers say of ``local`` may differ between the
-    ranks of a host once some were lost.
+    ``ranks``: the run's number of ranks; ``local``: their number on this host.
     """
     if all(from_all(ranks == local)):
         return
@@ -174,7 +172,7 @@ def _is_visible(place: Storage, name: str) -> bool:
 
 
 def open_levels(levels: Sequence[LevelStore], run: Path, fresh: bool) -> None:
-    """Create the folders that must exist before the first save, and list the levels' places in the run's folder."""
+    """Create folders that must exist before the first save, and write the list of places to the run's folder."""
     for level in levels:
         if level.in_memory:
             if fresh:  # of a run whose folder is gone
@@ -188,11 +186,8 @@ def open_levels(levels: Sequence[LevelStore], run: Path, fresh: bool) -> None:
                 ) from None
     home = LocalStorage(run / "checkpoints")
     known = [place for place in places(run) if place not in (home, LocalStorage(run))]
-    listed = list(
-        dict.fromkeys(
-            [*(level.place for level in levels if level.place != home), *known]
-        )
-    )
+    own = [level.place for level in levels if level.place != home]
+    listed = list(dict.fromkeys(own + known))
     if listed != known:
         draft = run / f".{PLACES}"
         try:
@@ -207,27 +202,29 @@ def open_levels(levels: Sequence[LevelStore], run: Path, fresh: bool) -> None:
 
 
 class Thinning:
-    """Deletes old checkpoints in a background thread: that may take many requests, and may fail without harm.
+    """Deletion of old checkpoints in a background thread, which may take many requests and may fail without harm.
 
-    ``mine``: whether a checkpoint is of this run's model; others stay. It is asked once for each checkpoint. Those in
-    ``protected`` stay as well.
+    ``is_own``: whether a checkpoint is of this run's model, asked once for each. Other checkpoints stay, and so do
+    those in ``protected``.
     """
 
-    def __init__(self, mine: Callable[[Storage], bool] = lambda place: True) -> None:
+    def __init__(self, is_own: Callable[[Storage], bool] = lambda place: True) -> None:
         self.protected: frozenset[str] = frozenset()
         self._thread, self._work = ThreadPoolExecutor(1), list[Future[object]]()
-        self._is_mine = cache(mine)
+        self._is_own = cache(is_own)
 
     def start(self, level: LevelStore) -> None:
+        """Start to delete the checkpoints that ``level`` no longer keeps."""
+
         def goes(place: Storage) -> bool:
-            return str(_path(place)) not in self.protected and self._is_mine(place)
+            return str(_path(place)) not in self.protected and self._is_own(place)
 
         self._work.append(
-            self._thread.submit(prune, level.place, level.keep, mine=goes)
+            self._thread.submit(prune, level.place, level.keep, is_own=goes)
         )
 
     def problems(self) -> list[str]:
-        """What went wrong since the last call. Does not wait."""
+        """Return lines about deletions that failed since the last call. Does not wait."""
         done = [work for work in self._work if work.done()]
         self._work = [work for work in self._work if not work.done()]
         return [
@@ -237,5 +234,5 @@ class Thinning:
         ]
 
     def close(self, wait: bool = True) -> None:
-        """Start nothing more, and ``wait`` for what was started."""
+        """Start no more deletions. With ``wait``, wait for those that were started."""
         self._thread.shutdown(wait)

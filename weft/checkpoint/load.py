@@ -1,4 +1,4 @@
-"""Loading: the blocks that a rank's boxes need, read once, verified, and put where they belong."""
+"""Load a checkpoint: read the blocks that a rank's boxes need once, verify them, and copy their elements."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from weft.checkpoint.boxes import ROOT, DamagedCheckpoint, digest, meet
+from weft.checkpoint.boxes import ROOT, DamagedCheckpoint, checksum, meet
 from weft.checkpoint.format import Manifest, StoredBlock, read_tensor, unseal
-from weft.checkpoint.pack import Elements, elements, grouped, move, within
+from weft.checkpoint.pack import Elements, copy_common, elements, grouped, index_within
 from weft.checkpoint.storage import MissingObject, Storage
 from weft.errors import WeftError
 from weft.layout.parts import TORCH_DTYPES, Part
@@ -39,9 +39,9 @@ def _no_collection() -> Iterator[None]:
 
 
 class StoredCheckpoint:
-    """A committed checkpoint. ``bytes_read`` counts what was read of data files, ``seconds`` where the time went.
+    """Committed checkpoint in ``storage``. ``bytes_read`` counts bytes of data files, ``seconds`` times its stages.
 
-    ``progress`` is called with the bytes of every read.
+    ``progress`` is called with the number of bytes of every read.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class StoredCheckpoint:
         return str(self.storage)
 
     def damaged(self, what: str) -> DamagedCheckpoint:
-        """The error that says so."""
+        """Return the error that says ``what`` is wrong with this checkpoint."""
         return DamagedCheckpoint(f"checkpoint {self} is damaged: {what}")
 
     @cached_property
     def meta(self) -> dict[str, Any]:
-        """The root. Raises :class:`DamagedCheckpoint` if there is none, or none that this Weft can read."""
+        """Contents of the root. Raises :class:`DamagedCheckpoint` if it is missing or this Weft cannot read it."""
         try:
             data = self.storage.read(ROOT)
         except MissingObject:
@@ -75,7 +75,7 @@ class StoredCheckpoint:
         return {name: read_tensor(tree) for name, tree in self.meta["tensors"].items()}
 
     def blocks(self, name: str, box: Box) -> list[StoredBlock]:
-        """The blocks of tensor ``name`` that have elements of ``box``; reads the manifests that it needs, once."""
+        """Return the blocks of tensor ``name`` that overlap ``box``. Each manifest is read only once."""
         place = self.meta["tensors"][name]["place"]
         if (place, box) not in self._near:  # many tensors are spread alike
             where = self.meta["places"][place]
@@ -97,21 +97,22 @@ class StoredCheckpoint:
         return self._manifests[name]
 
     def file(self, name: str, size: int, xxh3: str) -> bytes:
-        """A small file that the root lists, verified."""
+        """Read a small file that the root lists, and verify its ``size`` and digest ``xxh3``."""
         try:
             data = self.storage.read(name)
         except MissingObject:
             raise self.damaged(f"{name} is missing") from None
-        if len(data) != size or digest(data) != xxh3:
+        if len(data) != size or checksum(data) != xxh3:
             raise self.damaged(f"{name} is not what was saved")
         return data
 
     def all_blocks(self) -> Iterator[StoredBlock]:
+        """Iterate over the blocks of all tensors, manifest by manifest."""
         for manifest in self.meta["manifests"]:
             yield from self._manifest(*manifest)
 
     def read_all(self, blocks: Iterable[StoredBlock]) -> Iterator[memoryview]:
-        """The verified bytes of blocks in this order; what lies side by side is read at once."""
+        """Read and verify the bytes of blocks in this order. Blocks that lie side by side are read together."""
         for group in _side_by_side(blocks, self.storage.granule):
             for _, data in self.read(group):
                 yield data
@@ -122,20 +123,17 @@ class StoredCheckpoint:
         places: Mapping[StoredBlock, memoryview] = MappingProxyType({}),
         scratch: memoryview | None = None,
     ) -> Iterator[tuple[StoredBlock, memoryview]]:
-        """The verified bytes of blocks that lie side by side in one file.
+        """Read and verify the bytes of blocks that lie side by side in one file.
 
-        ``places``: where to read the bytes of a block to, if not to new memory, or to ``scratch`` (which the next call
-        may use again).
+        ``places``: the memory for the bytes of some blocks. The other blocks go to ``scratch``, or to new memory.
         """
         first, size, at = group[0], sum(b.size for b in group), 0
         begun = time.perf_counter()
-        if scratch is None:
-            scratch = memoryview(bytearray(size))
-        buffers = []
-        for block in group:
-            if (place := places.get(block)) is None:
-                place = scratch[at : (at := at + block.size)]
-            buffers.append(place)
+        scratch = scratch or memoryview(bytearray(size))
+        buffers = [
+            places[b] if b in places else scratch[at : (at := at + b.size)]
+            for b in group
+        ]
         try:
             self.storage.read_into(first.file, first.offset, *buffers)
         except MissingObject as error:
@@ -145,9 +143,9 @@ class StoredCheckpoint:
         self.seconds["read"] += time.perf_counter() - begun
         for block, data in zip(group, buffers, strict=True):
             begun = time.perf_counter()
-            checksum = digest(data)
+            stored = checksum(data)
             self.seconds["verify"] += time.perf_counter() - begun
-            if checksum != block.digest:
+            if stored != block.digest:
                 raise self.damaged(
                     f"{block.file} is not what was saved (tensor {block.tensor})"
                 )
@@ -155,7 +153,7 @@ class StoredCheckpoint:
 
     @_no_collection()
     def load(self, locals_: Mapping[str, Part]) -> None:
-        """Fill every part in place. Raises :class:`WeftError` with a table if names or shapes do not fit."""
+        """Fill every part in place. Raises :class:`WeftError` with a table if names or shapes do not match."""
         begun = time.perf_counter()
         self.check_fits(locals_)
         wanted = {
@@ -204,10 +202,11 @@ class StoredCheckpoint:
                     stored = elements(
                         data, block.box, self.tensors[block.tensor].itemsize
                     )
-                    move(*targets[block.tensor], stored, block.box)
+                    copy_common(*targets[block.tensor], stored, block.box)
                 self.seconds["unpack"] += time.perf_counter() - begun
 
     def check_fits(self, locals_: Mapping[str, Part]) -> None:
+        """Raise :class:`WeftError` with a table if the checkpoint lacks a part's tensor or has another shape of it."""
         rows = []
         for name, local in locals_.items():
             stored = self.tensors.get(name)
@@ -237,7 +236,7 @@ class StoredCheckpoint:
 
 
 def memory_of(values: torch.Tensor) -> Elements:
-    """The elements of a tensor in the CPU's memory, which they share."""
+    """View a CPU tensor as an array of opaque elements, which shares its memory."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     elements: Elements = values.detach().view(kinds[values.element_size()]).numpy()
     return elements.view(f"u{values.element_size()}")
@@ -247,7 +246,10 @@ def _whole(target: Elements, target_box: Box, box: Box) -> memoryview | None:
     """The bytes of ``target`` that are just the elements ``box``, if these lie in one piece."""
     if meet(target_box, box) != box:
         return None
-    index: tuple[Any, ...] = (*within(box, target_box), ...)  # of a scalar, too, a view
+    index: tuple[Any, ...] = (
+        *index_within(box, target_box),
+        ...,
+    )  # of a scalar, too, a view
     part = target[index]
     return part.reshape(-1).view(np.uint8).data if part.flags.c_contiguous else None
 

@@ -1,11 +1,11 @@
-"""Open a trained model, wherever it is stored, and export it as a Hugging Face folder."""
+"""Open a trained model from any storage or format, and export it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -38,15 +38,21 @@ if TYPE_CHECKING:
     from weft.models.values import Values
 
 
+class _Opened(NamedTuple):
+    model: Transformer
+    files: dict[str, bytes]
+    length: int | None  # the context that a run has learned with (learned_length)
+
+
 def open_model(
     where: Where, device: str, warn: Callable[[str], None], ema: bool = False, mesh: Mesh | None = None,
     experts: RestingExperts | None = None,
 ) -> tuple[Transformer, dict[str, bytes]]:  # fmt: skip
-    """The model of a run, a checkpoint or whatever ``model.from`` can name, and the files of its tokenizer.
+    """Open the model of a run, a checkpoint, or any name that ``model.from`` takes; returns its tokenizer's files, too.
 
-    ``ema``: take the averages of its parameters that its run has kept. ``warn`` is called for each damaged checkpoint
-    that was passed over for an older one. ``mesh``: of the ranks that share the model; by default this rank has all of
-    it on ``device``. ``experts``: keeps the experts' weights, if they are not to be in the device's memory.
+    ``ema``: load the run's averages of the parameters. ``warn`` is called for each damaged checkpoint that was skipped
+    for an older one. ``mesh``: the ranks that share the model (default: this rank alone, on ``device``). ``experts``:
+    keeps the experts' weights outside the device's memory.
     """
     return _opened(where, device, warn, ema, mesh, experts)[:2]
 
@@ -54,11 +60,10 @@ def open_model(
 def _opened(
     where: Where, device: str, warn: Callable[[str], None], ema: bool = False, mesh: Mesh | None = None,
     experts: RestingExperts | None = None,
-) -> tuple[Transformer, dict[str, bytes], int | None]:  # fmt: skip
-    """:func:`open_model`, and the context length that a run has learned with (:func:`learned_length`)."""
+) -> _Opened:  # fmt: skip
     mesh, where = mesh or Mesh.single(device), local_path(str(where))
 
-    def made(shape: ModelShape, values: Values) -> Transformer:
+    def built(shape: ModelShape, values: Values) -> Transformer:
         lift = None if experts is None else partial(experts.lift, values=values)
         return parallelize(shape, mesh, Train(), values, lift=lift, summed=False)[0]
 
@@ -72,13 +77,14 @@ def _opened(
             raise WeftError(
                 f"{where} is no checkpoint of a run of Weft's, which alone have averages; leave out --ema"
             )
-        return made(pretrained.shape, pretrained.values), dict(pretrained.files), None
+        model = built(pretrained.shape, pretrained.values)
+        return _Opened(model, dict(pretrained.files), None)
 
     def load(checkpoint: StoredCheckpoint) -> Transformer:
         pretrained = of_checkpoint(checkpoint, ema=ema)
         assert pretrained.values is not None
         if pretrained.shape.adapter is not None or experts is not None:
-            return made(pretrained.shape, pretrained.values)
+            return built(pretrained.shape, pretrained.values)
         model, state = parallelize(
             pretrained.shape,
             mesh,
@@ -97,15 +103,15 @@ def _opened(
                             "or leave out --ema")  # fmt: skip
 
     checkpoint, model = load_newest([where], load, warn, check)
-    return model, stored_files(checkpoint), learned_length(checkpoint)
+    return _Opened(model, stored_files(checkpoint), learned_length(checkpoint))
 
 
 def tokenizer_of(
     files: dict[str, bytes], where: Where, warn: Callable[[str], None] | None = None
 ) -> Tokenizer:
-    """The tokenizer among a model's files; :class:`WeftError` if there is none.
+    """Return the tokenizer among a model's files. Raises :class:`WeftError` if there is none.
 
-    ``warn`` is called where it has no token that ends a text, if it is to write texts.
+    ``warn``, if given, is called when the tokenizer has no token that ends a text.
     """
     tokenizer = tokenizer_from_files(files, str(where))
     if warn is not None and not tokenizer.stops:
@@ -119,11 +125,11 @@ def export_model(
     checkpoint: str, out: Path, warn: Callable[[str], None], merge: bool = False, ema: bool = False,
     dtype: str | None = None, form: str = "hf",
 ) -> Path:  # fmt: skip
-    """Write the model under Hugging Face names, with its tokenizer and chat template, into the new folder ``out``.
+    """Export a model with its tokenizer and chat template to the new folder ``out``, and return the folder or file.
 
-    Of a model with an adapter that alone, as PEFT has it; with ``merge`` the model with the adapter merged into it.
-    ``ema``: see :func:`open_model`. ``dtype``: of the weights; None is that of the model that the run started from.
-    ``form`` is ``hf``, or ``gguf``: one file, with adapters merged. Returns the folder or file.
+    ``form``: ``hf`` (a Hugging Face folder) or ``gguf`` (one file). An adapter is written alone, as PEFT stores it, or
+    with ``merge`` merged into its model. ``ema``: see :func:`open_model`. ``dtype``: type of the weights, by default
+    that of the model from which the run started.
     """
     check_new(out)
     model, files, length = _opened(checkpoint, "cpu", warn, ema)

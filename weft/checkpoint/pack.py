@@ -1,8 +1,8 @@
-"""Copies elements between boxes: staging, writing, loading and resharding all do it with these functions.
+"""Copy elements between boxes of a tensor, for staging, writing, loading and resharding.
 
-A box of a tensor lies in memory as a strided array (the canonical form of Pearson et al. 2021, TEMPI): two boxes that
-meet exchange their common elements by one strided copy. Elements are moved as bytes, whatever they mean. No PyTorch:
-the process that writes checkpoints starts without it.
+A box lies in memory as a strided array, so two boxes exchange their common elements by one strided copy (the canonical
+form of Pearson et al. 2021, TEMPI). Elements are copied as opaque bytes. This file needs no PyTorch, because the
+process that writes checkpoints starts without it.
 """
 
 import mmap
@@ -21,8 +21,8 @@ T = TypeVar("T")
 Elements = NDArray[Any]
 
 
-def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """``box`` as an index into the elements of ``outer``."""
+def index_within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Return ``box`` as an index into an array of the elements of ``outer``."""
     return tuple(
         slice(lo - first, hi - first)
         for (lo, hi), (first, _) in zip(box, outer, strict=True)
@@ -35,16 +35,20 @@ def elements(
     itemsize: int,
     offset: int = 0,
 ) -> Elements:
-    """The elements ``box`` that lie row-major in ``buffer`` from byte ``offset`` on; shares the memory."""
+    """View the elements of ``box`` that lie row-major in ``buffer`` from byte ``offset`` on."""
     flat: Elements = np.frombuffer(buffer, f"u{itemsize}", volume(box), offset)
     return flat.reshape(extents(box))
 
 
-def move(target: Elements, target_box: Box, source: Elements, source_box: Box) -> None:
-    """Copy the elements that both boxes have."""
+def copy_common(
+    target: Elements, target_box: Box, source: Elements, source_box: Box
+) -> None:
+    """Copy the elements of the intersection of both boxes from ``source`` to ``target``."""
     common = meet(target_box, source_box)
     if common is not None:
-        target[within(common, target_box)] = source[within(common, source_box)]
+        target[index_within(common, target_box)] = source[
+            index_within(common, source_box)
+        ]
 
 
 def grouped(
@@ -53,9 +57,9 @@ def grouped(
     size: Callable[[T], int],
     joins: Callable[[T, T], bool] = lambda before, item: True,
 ) -> Iterator[list[T]]:
-    """Consecutive items in lists of at most ``most`` bytes, or of one item that is larger.
+    """Group consecutive items into lists of at most ``most`` bytes; a larger item gets a list of its own.
 
-    ``size``: bytes of an item; ``joins(before, item)``: whether an item may be in one list with the one before it.
+    ``size(item)``: its bytes. ``joins(before, item)``: whether an item may follow the item before it in one list.
     """
     group: list[T] = []
     total = 0

@@ -1,4 +1,4 @@
-"""Resharding: moves a state from one layout into another between running ranks, without storage.
+"""Reshard: move a state from one layout to another between running ranks, without storage.
 
 The ranks tell each other which boxes they have and which they need. From that every rank computes the same list of
 moves: each needed element comes from the rank itself if it has it, else from one of the ranks that have it, chosen in
@@ -11,13 +11,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from weft.checkpoint.boxes import meet, share, volume
-from weft.checkpoint.pack import grouped, within
+from weft.checkpoint.pack import grouped, index_within
 from weft.checkpoint.storage import LocalStorage
 from weft.errors import WeftError
 from weft.layout.dims import Box, Tensor, extents
@@ -35,8 +35,8 @@ ALIGN = 8
 
 @dataclass(frozen=True)
 class ElementMove:
-    """Elements ``box`` of tensor ``name`` go from rank ``source``, which has them in its part ``held``, to ``target``,
-    which needs them in its part ``needed``."""
+    """Move of the elements ``box`` of tensor ``name`` from part ``held`` of rank ``source`` to part ``needed`` of
+    ``target``."""
 
     name: str
     box: Box
@@ -53,10 +53,9 @@ def moves(
     needed: Sequence[Iterable[Box]],
     rank: int,
 ) -> Iterator[ElementMove]:
-    """What ``rank`` sends and receives of a tensor of which rank ``r`` has ``held[r]`` and needs ``needed[r]``.
+    """Plan what ``rank`` sends and receives of a tensor of which rank ``r`` has ``held[r]`` and needs ``needed[r]``.
 
-    Raises :class:`WeftError` if the ranks that hold it do not hold each element, or hold parts that overlap without
-    being the same.
+    Raises :class:`WeftError` if the ranks together lack an element, or hold unequal parts that overlap.
     """
     holders: dict[Box, list[int]] = {}
     for r, boxes in enumerate(held):
@@ -94,11 +93,11 @@ def redistribute(
     targets: Mapping[str, Part],
     group: dist.ProcessGroup | None = None,
 ) -> int:
-    """Fill ``targets`` in place with what the ranks of ``group`` (default: all) hold as ``sources``. Collective.
+    """Fill ``targets`` in place with the elements that the ranks of ``group`` (default: all) hold as ``sources``.
 
-    Both are this rank's parts of logical tensors, by name; among the sources there may be several of one name. A rank
-    that takes no part in a layout gives nothing for it. Returns the bytes that this rank sent. Raises
-    :class:`WeftError` on all ranks if shapes or types differ or an element is missing.
+    Collective. Both are this rank's parts of logical tensors, by name; ``sources`` may have several parts of one name.
+    A rank outside a layout gives none for it. Returns the bytes that this rank sent. Raises :class:`WeftError` on all
+    ranks if shapes or types differ or an element is missing.
     """
     rank, world = (
         (dist.get_rank(group), dist.get_world_size(group))
@@ -189,15 +188,23 @@ def _exchange(
     return sum(sent)
 
 
+class _Message(NamedTuple):
+    """The memory of a message, its bytes by rank, and the elements of each move in it."""
+
+    memory: torch.Tensor
+    sizes: list[int]
+    places: list[tuple[ElementMove, torch.Tensor]]
+
+
 def _message(
     plan: Sequence[tuple[int, ElementMove]],
     tensors: Mapping[str, Tensor],
     world: int,
     device: torch.device,
-) -> tuple[torch.Tensor, list[int], list[tuple[ElementMove, torch.Tensor]]]:
+) -> _Message:
     """Memory for what moves to (or from) every other rank, one rank after the other.
 
-    ``plan``: the other rank, and the move. Returns the memory, its bytes by rank, and the elements of each move in it.
+    ``plan``: the other rank, and the move.
     """
     sizes, begins = [0] * world, [0]
     plan = sorted(plan, key=lambda pair: pair[0])
@@ -215,26 +222,26 @@ def _message(
             .view(shape)
         )
         places.append((move, elements))
-    return memory, sizes, places
+    return _Message(memory, sizes, places)
 
 
 def _part(local: Part, box: Box) -> torch.Tensor:
-    return local.values[within(box, local.box)]
+    return local.values[index_within(box, local.box)]
 
 
-def load(
+def load_parts(
     checkpoint: StoredCheckpoint,
     locals_: Mapping[str, Part],
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Fill this rank's parts from a checkpoint. Collective over ``group`` (default: all ranks).
 
-    From remote storage each of several replicas reads a part, which it passes on to the others. An error of any rank
-    is raised on all of them, so that none goes on alone.
+    From remote storage each replica reads a different share and passes it on to the other replicas. An error of any
+    rank is raised on all ranks.
     """
     world = dist.get_world_size(group) if dist.is_initialized() else 1
     shared = world > 1 and not isinstance(checkpoint.storage, LocalStorage)
-    mine = (
+    parts = (
         {
             name: part
             for name, v in locals_.items()
@@ -246,14 +253,14 @@ def load(
     problem: WeftError | None = None
     try:
         checkpoint.check_fits(locals_)
-        checkpoint.load(mine)
+        checkpoint.load(parts)
     except WeftError as error:
         problem = error
     for failure in from_all(problem, group):
         if failure is not None:
             raise failure
     if shared:
-        redistribute(mine.items(), locals_, group)
+        redistribute(parts.items(), locals_, group)
 
 
 def _share(name: str, local: Part) -> Part | None:

@@ -1,4 +1,4 @@
-"""Checkpoints on S3-compatible object stores, through obstore (``pip install 'weft[s3]'``).
+"""Storage of checkpoints on S3-compatible object stores, through obstore (``pip install 'weft[s3]'``).
 
 Bucket and prefix come from ``s3://bucket/prefix``; endpoint, region and credentials from the usual ``AWS_*`` variables
 of the process that makes the requests. No message shows a credential: of what a server answers only its status, code
@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Self, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeVar, cast
 from urllib.parse import urlsplit
 
 from weft.checkpoint.storage import MissingObject, StorageError
@@ -44,12 +44,12 @@ TRANSIENT = {408, 409, 425, 429, *range(500, 600)}
 
 @dataclass(frozen=True)
 class S3Storage:
-    """A :class:`Storage` whose names are the keys under ``prefix`` of ``bucket``.
+    """:class:`Storage` of the keys under ``prefix`` of ``bucket``.
 
-    ``timeout``: seconds for one request; ``patience``: seconds after which a failing operation is not tried again;
-    ``pause``: seconds before it is tried again first, and twice as long each time after that.
-    An upload that is broken off leaves nothing visible; parts that a killed process has sent stay, unseen, until a
-    lifecycle rule of the bucket (AbortIncompleteMultipartUpload) removes them.
+    ``timeout``: seconds for one request; ``patience``: seconds after which a failing operation is not repeated;
+    ``pause``: seconds before the first repetition, doubled each time. An interrupted upload leaves nothing visible;
+    parts that a killed process has sent stay hidden until a lifecycle rule of the bucket
+    (AbortIncompleteMultipartUpload) removes them.
     """
 
     bucket: str
@@ -80,8 +80,8 @@ class S3Storage:
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
         key, total = self._key(name), _total(chunks)
         if total <= PART:
-            made = self.create(name, b"".join(map(bytes, chunks)))
-        elif made := not self.holds(name):
+            created = self.create(name, b"".join(map(bytes, chunks)))
+        elif created := not self.holds(name):
             part = max(PART, -(-total // MOST_PARTS))
 
             def attempt() -> None:
@@ -97,15 +97,15 @@ class S3Storage:
                     )
 
             self._retried("write", key, attempt)
-        if not made:
+        if not created:
             raise self._problem("write", key, "it exists already")
         return total
 
     def create(self, name: str, data: bytes) -> bool:
-        """As the protocol says. If there is an object that holds just these bytes, it counts as made by this call.
+        """Create a small object atomically. Returns False if an object of that name exists with other bytes.
 
-        A request whose answer was lost is repeated, and then finds its own object. That differs from an object of
-        another process that was quicker only by its bytes: processes that compete for a name must write different ones.
+        An object with the same bytes counts as created by this call, because a request whose answer was lost is
+        repeated. So processes that compete for a name must write different bytes.
         """
         key = self._key(name)
 
@@ -358,13 +358,19 @@ def _obstore() -> Any:
     return obstore
 
 
-def _answer_of(error: Exception) -> tuple[int | None, str, str]:
+class _Answer(NamedTuple):
+    status: int | None
+    code: str
+    message: str
+
+
+def _answer_of(error: Exception) -> _Answer:
     """Status, code and message of a server's answer, as far as there are any."""
     text = str(error).partition("\nDebug source:")[0]
     status = re.search(r"status code: (\d{3})", text)
     code = re.search(r"<Code>(\w+)</Code>", text)
     message = re.search(r"<Message>([^<]*)</Message>", text)
-    return (
+    return _Answer(
         int(status[1]) if status else None,
         code[1] if code else "",
         message[1] if message else "",

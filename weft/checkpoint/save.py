@@ -1,4 +1,4 @@
-"""Save without stopping: a rank copies its share into reserved memory, and a separate process writes it.
+"""Save in the background: a rank copies its share into reserved memory, and a separate process writes it.
 
 Which rank writes which elements follows from the layout alone (:func:`weft.checkpoint.format.share`). Before a save the
 ranks compare a digest of what they are about to write, and tell each other how the last save went. The copy can overlap
@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from weft.checkpoint.boxes import ROOT, digest
-from weft.checkpoint.pack import within
-from weft.checkpoint.staging import SavedPiece, WriterProcess, elements_of, plan
+from weft.checkpoint.boxes import ROOT, checksum
+from weft.checkpoint.pack import index_within
+from weft.checkpoint.staging import SavedPiece, WriterProcess, elements_of, plan_pieces
 from weft.checkpoint.storage import Storage, StorageError
-from weft.checkpoint.task import Commit, Report, WriteTask
+from weft.checkpoint.write_task import Commit, Report, WriteTask
 from weft.errors import WeftError
 from weft.layout.mesh import from_all
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Saved:
-    """How ``rank`` did with its part of a save, or (``report.committed``) with the commit."""
+    """Report of ``rank`` about its part of a save to ``where``, or about the commit if ``report.committed``."""
 
     rank: int
     step: int
@@ -43,12 +43,12 @@ class Saved:
 
 
 class Saver:
-    """Saves of one run. One is under way at a time: the next waits for it, which bounds the memory to one copy.
+    """Background saves of one run. A save waits for the one before it, so memory holds at most one copy of the state.
 
-    ``warn`` is called with what went wrong in a save in the background; with ``strict`` that is raised instead.
-    ``reports`` collects how saves went: this rank's as soon as its writer is done, on rank 0 also those of the others,
-    when the next save begins or all is finished. ``group``: the ranks that save together; default all. ``folder``:
-    where the copy lies, if not in memory.
+    ``warn`` is called with the problem of a failed save; with ``strict`` the problem is raised instead. ``reports``
+    collects this rank's reports as soon as its writer is done; rank 0 gets those of the other ranks when the next save
+    begins or :meth:`finish` is called. ``timeout``: seconds that the commit waits for the other ranks. ``group``: the
+    ranks that save together (default: all). ``folder``: the folder for the copy, if it is not to be in main memory.
     """
 
     def __init__(
@@ -59,13 +59,8 @@ class Saver:
         group: dist.ProcessGroup | None = None,
         folder: Path | None = None,
     ) -> None:
-        self.warn, self.strict, self.timeout, self.folder = (
-            warn,
-            strict,
-            timeout,
-            folder,
-        )
-        self.group = group
+        self.warn, self.strict, self.timeout = warn, strict, timeout
+        self.folder, self.group = folder, group
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.world = dist.get_world_size(group) if dist.is_initialized() else 1
         self.reports: list[Saved] = []
@@ -84,7 +79,7 @@ class Saver:
         self._unsent: list[Saved] = []  # reports that rank 0 does not have yet
 
     def prepare(self, locals_: Mapping[str, Part]) -> None:
-        """Make and touch the staging memory and start the writer, so that the first save is as short as the others."""
+        """Allocate the staging memory and start the writer, so that the first save takes no longer than later ones."""
         self._stage(locals_)
 
     def save(
@@ -96,13 +91,14 @@ class Saver:
         files: Mapping[str, bytes],
         lazy: bool = False,
     ) -> float:
-        """Copy this rank's share and let it be written; returns the seconds that this took. Collective.
+        """Copy this rank's share and have it written. Returns the seconds that training waited. Collective.
 
-        ``lazy``: return while the copy goes on. The values must not change before :meth:`wait_for_copy` has returned.
+        ``locals_``: this rank's parts by name; ``meta`` and ``files``: further contents of the checkpoint. With
+        ``lazy`` the copy goes on after the return; values must not change until :meth:`wait_for_copy` has returned.
         """
         begun = time.perf_counter()
         attempt = self._finish_current(
-            digest(
+            checksum(
                 repr((step, str(storage), sorted(meta), meta.get("layout"))).encode()
             )
         )
@@ -113,7 +109,8 @@ class Saver:
             self.warn(self.problem)
         pieces, places = self._stage(locals_)
         values = [
-            locals_[p.name].values[within(p.box, locals_[p.name].box)] for p in pieces
+            locals_[p.name].values[index_within(p.box, locals_[p.name].box)]
+            for p in pieces
         ]
         named = {f"files/{attempt}/{name}": data for name, data in files.items()}
         names = [f"manifest/{attempt}-{rank:05d}.json" for rank in range(self.world)]
@@ -131,7 +128,7 @@ class Saver:
         return time.perf_counter() - begun
 
     def wait_for_copy(self) -> None:
-        """Wait until the state has been copied: it may change now. To be called before every optimizer step."""
+        """Wait until the state has been copied. Must be called before every update of the parameters."""
         if self._copying is None or self._task is None:
             return
         begun = time.perf_counter()
@@ -143,12 +140,12 @@ class Saver:
         self._task = None
 
     def poll(self) -> None:
-        """Take what the writer reports. Never waits."""
+        """Collect the writer's reports so far. Does not wait."""
         while self._due and self._writer is not None and self._writer.has_report():
             self._receive_report()
 
     def finish(self) -> None:
-        """Wait until the last save is committed; collective. Raises :class:`WeftError` on all ranks if it is not."""
+        """Wait until the last save is committed. Collective. Raises :class:`WeftError` on all ranks if it failed."""
         self._finish_current()
         if self.problem:
             self._remove_failed()
@@ -165,7 +162,7 @@ class Saver:
                     self._where.clear()
 
     def close(self, at_once: bool = False) -> None:
-        """End the writer, whatever it is doing, and give the memory back. ``at_once``: do not wait for it first."""
+        """End the writer and free its memory. ``at_once``: kill the writer instead of waiting for it."""
         self._thread.shutdown()
         if self._writer is not None:
             if at_once:
@@ -231,7 +228,7 @@ class Saver:
             for name, local in locals_.items()
         ]
         if self._plan[0] != key:  # the same at every save
-            self._plan = key, plan(locals_)
+            self._plan = key, plan_pieces(locals_)
         pieces = self._plan[1]
         size = sum(piece.size for piece in pieces)
         if self._writer is None or not self._writer.serves(size):

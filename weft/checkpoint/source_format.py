@@ -1,4 +1,4 @@
-"""Formats of checkpoints that other programs write: what a folder of each looks like, and what opens it."""
+"""Interface of the formats of checkpoints that other programs write."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 class SourceFormat:
-    """A format that ``weft checkpoint convert`` and ``model.from`` read.
+    """Format of checkpoints that ``weft checkpoint convert`` and ``model.from`` read.
 
-    ``patterns``: what is in a folder of it, at least one of them; ``suffix``: of a single file that is one. ``place``:
-    where several formats could be meant, the one with the lowest number is.
+    ``patterns``: globs of which a folder of this format matches at least one; ``suffix``: of a single file of this
+    format. Of several formats that match, the one with the lowest ``place`` is taken.
     """
 
     patterns: ClassVar[tuple[str, ...]] = ()
@@ -22,7 +22,7 @@ class SourceFormat:
 
     @classmethod
     def holds(cls, path: Path) -> bool:
-        """Whether a file or folder seems to be of this format; it exists."""
+        """Return whether the existing file or folder ``path`` looks like this format."""
         if path.is_file():
             return bool(cls.suffix) and path.suffix == cls.suffix
         folder = newest_save(path)
@@ -30,15 +30,16 @@ class SourceFormat:
 
     @staticmethod
     def open(path: Path, config: Path | None) -> Foreign:
-        """Open what lies there, by Weft's names; ``config``: the model's ``config.json``, if it lies elsewhere.
+        """Open the checkpoint at ``path`` under Weft's names. Tensors are read only when they are asked for.
 
-        Tensors are read when they are asked for. Raises :class:`WeftError` if something is missing or damaged.
+        ``config``: the model's ``config.json``, if it lies elsewhere. Raises :class:`WeftError` if a file is missing
+        or damaged.
         """
         raise NotImplementedError
 
 
 def newest_save(path: Path) -> Path:
-    """The folder of the newest save where ``path`` names it (DeepSpeed, Megatron), else ``path``."""
+    """Return the folder of the newest save that a file in ``path`` names (DeepSpeed, Megatron), else ``path``."""
     for file in ("latest_universal", "latest", "latest_checkpointed_iteration.txt"):
         if (path / file).is_file():
             tag = (path / file).read_text(errors="replace").strip()

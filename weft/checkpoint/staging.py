@@ -1,4 +1,4 @@
-"""What a rank keeps for saving: the list of pieces it writes, the process that writes them, and their shared memory."""
+"""Staging of a save: the pieces that a rank writes, and a process that writes them from shared memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from weft.layout.parts import TORCH_DTYPES, Part
 from weft.memory.nameless_file import nameless_file, reserve
 
 if TYPE_CHECKING:
-    from weft.checkpoint.task import Report, WriteTask
+    from weft.checkpoint.write_task import Report, WriteTask
 
 
 @dataclass(frozen=True)
 class SavedPiece:
-    """A part of a tensor that this rank writes, and where it lies in the staging memory."""
+    """Part ``box`` of tensor ``name`` that this rank writes: ``size`` bytes at ``offset`` of the staging memory."""
 
     name: str
     box: Box
@@ -35,8 +35,8 @@ class SavedPiece:
     size: int
 
 
-def plan(locals_: Mapping[str, Part]) -> list[SavedPiece]:
-    """What this rank writes, in the order in which it lies in the staging memory."""
+def plan_pieces(locals_: Mapping[str, Part]) -> list[SavedPiece]:
+    """Plan the pieces that this rank writes, in the order in which they lie in the staging memory."""
     pieces, at = [], 0
     for name in sorted(locals_):
         local = locals_[name]
@@ -55,7 +55,7 @@ def plan(locals_: Mapping[str, Part]) -> list[SavedPiece]:
 
 
 def elements_of(piece: SavedPiece, part: Part, memory: mmap.mmap) -> torch.Tensor:
-    """The place of a piece of ``part`` in ``memory``."""
+    """View a piece of ``part`` in the staging ``memory`` as a tensor."""
     dtype = TORCH_DTYPES[part.tensor.dtype]
     flat = torch.frombuffer(
         memory, dtype=dtype, count=volume(piece.box), offset=piece.offset
@@ -64,10 +64,10 @@ def elements_of(piece: SavedPiece, part: Part, memory: mmap.mmap) -> torch.Tenso
 
 
 class WriterProcess:
-    """A process that runs :mod:`.writer`, and ``memory`` for what it is to write.
+    """Process that runs :mod:`.writer`, with ``memory`` of ``size`` bytes that it shares with this rank.
 
-    It inherits the memory as a file without a name, which is gone with the two of them, however they end. ``folder``:
-    where that file is, if it is not to be in memory.
+    The memory is a nameless file, which vanishes when both processes have ended. ``folder``: the folder for this file,
+    if it is not to be in main memory. ``pinned``: register the memory for direct copies from a GPU.
     """
 
     def __init__(self, size: int, pinned: bool, folder: Path | None = None) -> None:
@@ -82,13 +82,10 @@ class WriterProcess:
                 f"in {name} for what a checkpoint copies",
             )
         else:
-            memory = (
-                os.memfd_create("weft-checkpoint") if sys.platform == "linux" else None
-            )
-            if memory is None:
-                self._file = tempfile.TemporaryFile()  # noqa: SIM115
+            if sys.platform == "linux":
+                self._file = os.fdopen(os.memfd_create("weft-checkpoint"), "r+b")
             else:
-                self._file = os.fdopen(memory, "r+b")
+                self._file = tempfile.TemporaryFile()  # noqa: SIM115
             self._file.truncate(self.size)
             self.memory = mmap.mmap(self._file.fileno(), self.size)
         self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
@@ -107,7 +104,7 @@ class WriterProcess:
         command = [
             sys.executable,
             "-c",
-            "from weft.checkpoint.writer import main; main()",
+            "import sys; from weft.checkpoint.writer import run_writer; run_writer(*map(int, sys.argv[1:]))",
             *map(str, handles),
         ]
         # In a session of its own: a terminal's Ctrl-C is for the rank, which then waits for its writer.
@@ -117,22 +114,22 @@ class WriterProcess:
         theirs.close()
 
     def serves(self, size: int) -> bool:
-        """Whether it lives, and has memory for so many bytes."""
+        """Return whether the process lives and its memory has at least ``size`` bytes."""
         return self._open and self.process.poll() is None and size <= self.size
 
     def send(self, task: WriteTask | str) -> None:
-        """Have a task done, or give up the one under way."""
+        """Send a task to the process. A text instead of a task gives up the commit under way."""
         try:
             self._pipe.send(task)
         except OSError:  # it died, and so will not report
             self._open = False
 
     def has_report(self) -> bool:
-        """Whether :meth:`report` returns at once."""
+        """Return whether :meth:`report` would return at once."""
         return not self._open or self._pipe.poll()
 
     def report(self) -> Report | None:
-        """Wait for the next report; None if the process has died, so that there will be none."""
+        """Wait for the next report. Returns None if the process has died."""
         try:
             return self._pipe.recv() if self._open else None
         except (EOFError, OSError):
@@ -140,7 +137,7 @@ class WriterProcess:
             return None
 
     def close(self) -> None:
-        """End the process, whatever it is doing, and give the memory back."""
+        """End the process, whatever it is doing, and free the memory."""
         self._pipe.close()
         try:
             self.process.wait(10)

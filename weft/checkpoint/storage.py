@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: a small interface, and its form on a file system."""
+"""Storage of checkpoints: a small interface, and its implementation on a file system."""
 
 import ctypes
 import errno
@@ -23,18 +23,18 @@ FLUSH = 8 << 20
 
 
 class StorageError(WeftError):
-    """Storage could not do what it was asked to; the message names the file and the cause."""
+    """Error of a storage operation. The message names the file and the cause."""
 
 
 class MissingObject(StorageError):
-    """There is no object of that name, or it ends before what is asked of it."""
+    """Error of reading an object that does not exist or is too short."""
 
 
 class Storage(Protocol):
-    """A place: named, immutable objects under one root. Names use ``/``. Failures raise :class:`StorageError`.
+    """Storage of named, immutable objects under one root. Names use ``/``. Failures raise :class:`StorageError`.
 
-    ``place / "name"`` is the place whose root is the folder ``name`` of this one; ``name`` is a root's last part. Two
-    are equal if they are the same place. They can be pickled; as text they are what :func:`.s3.open_storage` reads.
+    ``place / "name"`` is the storage whose root is the folder ``name``; ``name`` is the last part of the root. Storages
+    of the same root are equal and can be pickled; :func:`weft.checkpoint.address.open_storage` reads their text.
     """
 
     @property
@@ -45,46 +45,49 @@ class Storage(Protocol):
     def __hash__(self) -> int: ...
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
-        """Make a new object of these bytes, on stable storage when this returns; its size.
+        """Create an object of the bytes of all chunks on stable storage, and return its size.
 
-        A chunk may change as soon as the next is asked for. If an attempt fails, ``chunks`` may be gone through again.
+        A chunk may change as soon as the next one is requested. ``chunks`` is iterated again after a failed attempt.
         """
 
     def create(self, name: str, data: bytes) -> bool:
-        """Make a small object at once, if there is none of that name; whether this call made it."""
+        """Create a small object atomically. Returns False if an object of that name exists."""
 
     def read(self, name: str) -> bytes:
-        """All bytes of an object."""
+        """Return all bytes of an object."""
 
     def holds(self, name: str) -> bool:
-        """Whether there is an object of that name."""
+        """Return whether an object of that name exists."""
 
     @property
     def granule(self) -> int:
-        """Bytes that are best read at once."""
+        """Number of bytes that are read most efficiently in one request."""
 
     def read_into(self, name: str, offset: int, *buffers: memoryview) -> None:
-        """Fill ``buffers`` of bytes, one after the other; :class:`MissingObject` if the object is shorter."""
+        """Fill ``buffers`` in turn from byte ``offset`` of an object; :class:`MissingObject` if it is too short."""
 
     def list(self, prefix: str = "") -> dict[str, int]:
-        """Names (of whole objects) that begin with ``prefix``, and their sizes."""
+        """Return the objects whose names begin with ``prefix``, with their sizes in bytes."""
 
     def folders(self) -> Sequence[str]:
-        """The names of the folders right under the root; none if there is no root."""
+        """Return the names of the folders directly under the root, if it exists."""
 
     def modified(self, name: str = "") -> float:
-        """When an object, or without a name anything here, was last written; :class:`MissingObject` if nothing is."""
+        """Return the Unix time of the last change of an object, or of anything in this storage if ``name`` is empty.
+
+        Raises :class:`MissingObject` if nothing exists.
+        """
 
     def delete(self, names: Iterable[str]) -> None:
-        """Remove objects; those that do not exist are no error."""
+        """Remove objects. Missing objects are no error."""
 
     def clear(self) -> None:
-        """Remove everything, in any order."""
+        """Remove all objects, in any order."""
 
 
 @dataclass(frozen=True)
 class LocalStorage:
-    """A folder on a local or network file system."""
+    """:class:`Storage` in a folder of a local or network file system."""
 
     root: Path
 
@@ -168,11 +171,7 @@ class LocalStorage:
                 os.close(handle)
 
     def list(self, prefix: str = "") -> dict[str, int]:
-        folder = (
-            self.root / prefix
-            if prefix.endswith("/") or not prefix
-            else (self.root / prefix).parent
-        )
+        folder = self.root / prefix.rpartition("/")[0]
         names = {}
         with self._named("list", prefix):
             if self.root.is_file():

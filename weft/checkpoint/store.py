@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which there are, which is the last that verifies, and which are kept."""
+"""Find a run's checkpoints, load the newest undamaged one, verify them, and delete old ones."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ PLACES = "checkpoints.json"
 
 
 def open_checkpoint(where: Where) -> StoredCheckpoint:
+    """Open the checkpoint at ``where``. Nothing is read yet."""
     from weft.checkpoint.load import StoredCheckpoint
 
     return StoredCheckpoint(open_storage(where))
 
 
 def model_of(checkpoint: StoredCheckpoint) -> ModelShape:
-    """The model that a checkpoint of Weft's is of. Raises :class:`WeftError` if it does not say."""
+    """Return the model of a Weft checkpoint. Raises :class:`WeftError` if the checkpoint does not name one."""
     try:
         shape = ModelShape.model_validate(checkpoint.meta["recipe"]["model"])
         if shape.kind:  # the model is the plugin's
@@ -54,7 +55,7 @@ def model_of(checkpoint: StoredCheckpoint) -> ModelShape:
 
 
 def stored_files(checkpoint: StoredCheckpoint) -> dict[str, bytes]:
-    """A checkpoint's other files, such as the tokenizer's, verified, by their bare names."""
+    """Read and verify a checkpoint's other files, such as the tokenizer's. Returns their contents by bare name."""
     return {
         Path(name).name: checkpoint.file(name, *about)
         for name, about in checkpoint.meta["files"].items()
@@ -62,7 +63,7 @@ def stored_files(checkpoint: StoredCheckpoint) -> dict[str, bytes]:
 
 
 def learned_length(checkpoint: StoredCheckpoint) -> int | None:
-    """The ``data.seq_len`` of a run that began its weights anew; None of other runs, and of what no run has saved."""
+    """Return ``data.seq_len`` of the run that saved a checkpoint if it started from random weights, else None."""
     recipe = checkpoint.meta.get("recipe", {})
     if "data" not in checkpoint.meta or recipe.get("model", {}).get("from"):
         return None
@@ -71,8 +72,10 @@ def learned_length(checkpoint: StoredCheckpoint) -> int | None:
 
 
 def places(where: Where) -> list[Storage]:
-    """The places that may hold checkpoints of the run in the folder ``where``: its ``checkpoints``, the folder itself,
-    and those that the run has listed in :data:`PLACES`."""
+    """Return the places that may hold checkpoints of the run in folder ``where``.
+
+    They are its subfolder ``checkpoints``, the folder itself, and the places listed in its file :data:`PLACES`.
+    """
     place, listed = open_storage(where), []
     with suppress(MissingObject):
         try:
@@ -85,7 +88,7 @@ def places(where: Where) -> list[Storage]:
 
 
 def committed(root: Where) -> list[Storage]:
-    """Checkpoints right under ``root``, oldest first: the folders with a root."""
+    """Return the committed checkpoints directly under ``root``, oldest first."""
     place = open_storage(root)
     return [place / name for name in _numbered(place) if place.holds(f"{name}/{ROOT}")]
 
@@ -105,12 +108,12 @@ def _number(name: str) -> tuple[int, int] | None:
 
 
 def step_of(place: Storage) -> int:
-    """The step that a checkpoint's folder is named after."""
+    """Return the step in the name of a checkpoint's folder, -1 if there is none."""
     return (_number(place.name) or (-1, 1))[0]
 
 
 def new_name(taken: Collection[str], step: int) -> str:
-    """A name for a checkpoint of ``step`` that is not ``taken``, as no checkpoint is ever written to again."""
+    """Return a name for a checkpoint of ``step`` that is not in ``taken``."""
     name, number = f"step-{step:06d}", 1
     while name in taken:
         number += 1
@@ -119,9 +122,9 @@ def new_name(taken: Collection[str], step: int) -> str:
 
 
 def check_files(checkpoint: StoredCheckpoint) -> None:
-    """Check that manifests and files of a checkpoint are whole and its data files there.
+    """Verify manifests and other files of a checkpoint, and that its data files exist and are long enough.
 
-    What the data files hold is not read. Raises :class:`DamagedCheckpoint` naming what is wrong.
+    The contents of data files are not read. Raises :class:`DamagedCheckpoint`, which names the damaged file.
     """
     for name, (size, xxh3) in checkpoint.meta["files"].items():
         checkpoint.file(name, size, xxh3)
@@ -135,11 +138,11 @@ def check_files(checkpoint: StoredCheckpoint) -> None:
 def candidates(
     *where: Where, warn: Callable[[str], None] | None = None
 ) -> list[Storage]:
-    """The checkpoints that a user may mean by ``where``, the newest first: itself if it is one, else those of the run.
+    """Return the checkpoints that ``where`` may mean, newest first: the one at ``where``, or all of the run there.
 
-    With several ``where`` (run folders) these are the checkpoints of all of them. Of two checkpoints of the same step
-    the one in the place that is searched first comes first. ``warn``, if given, is called for every place that cannot
-    be read while others can. Raises :class:`WeftError` if there is no checkpoint.
+    With several ``where`` (run folders) the checkpoints of all runs are returned. Of two checkpoints of one step the
+    one in the place that is searched first comes first. ``warn``, if given, is called for every place that cannot be
+    read while others can. Raises :class:`WeftError` if there is no checkpoint.
     """
     checkpoints: list[Storage] = []
     problems: list[StorageError] = []
@@ -175,7 +178,7 @@ def candidates(
 
 
 def is_new(place: Storage) -> bool:
-    """Whether nothing is there, so that something new can be made of it."""
+    """Return whether ``place`` holds no folders and no objects."""
     return not place.folders() and not place.list()
 
 
@@ -194,19 +197,23 @@ def load_newest(
     check: Callable[[StoredCheckpoint], object] = lambda checkpoint: None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[StoredCheckpoint, T]:
-    """The newest undamaged checkpoint of :func:`candidates`, and what ``load`` has returned for it. Collective over
-    ``group`` (default: all ranks); all of them get the same checkpoint.
+    """Return the newest undamaged checkpoint of :func:`candidates`, and the result of ``load`` for it.
 
-    Damage in a data file shows only when it is read: if ``load`` raises :class:`DamagedCheckpoint` or
-    :class:`StorageError` on any rank, all ranks try the checkpoint before, and ``warn`` is called with the reason. All
-    other errors are raised. ``check`` is called before ``load`` and on the first rank alone; its :class:`WeftError` is
-    raised on all ranks.
+    Collective over ``group`` (default: all ranks); all ranks get the same checkpoint. If ``load`` raises
+    :class:`DamagedCheckpoint` or :class:`StorageError` on any rank, ``warn`` is called with the reason, and all ranks
+    try the previous checkpoint. Other errors are raised. ``check`` is called before ``load`` on the first rank alone;
+    its :class:`WeftError` is raised on all ranks.
     """
     main = not dist.is_initialized() or dist.get_rank(group) == 0
     tried = candidates(*where, warn=warn)
     problem = ""
     for place in tried:
-        checkpoint, made, problem, refusal = open_checkpoint(place), list[T](), "", ""
+        checkpoint, results, problem, refusal = (
+            open_checkpoint(place),
+            list[T](),
+            "",
+            "",
+        )
         try:
             checkpoint.meta  # noqa: B018
             if main:
@@ -221,11 +228,11 @@ def load_newest(
             raise WeftError(refusal)
         if not (problem := first_problem(problem, group)):
             try:
-                made.append(load(checkpoint))
+                results.append(load(checkpoint))
             except (DamagedCheckpoint, StorageError) as error:
                 problem = str(error)
             if not (problem := first_problem(problem, group)):
-                return checkpoint, made[0]
+                return checkpoint, results[0]
         if len(tried) == 1:
             raise WeftError(problem)
         warn(f"{problem}; trying the one before")
@@ -240,12 +247,11 @@ def retained(
     every: int = 0,
     scores: Mapping[int, float] | None = None,
 ) -> list[Storage]:
-    """Which of the ``checkpoints`` (oldest first) are kept: the ``last`` ones, one every ``every`` steps, and the one
-    with the best score.
+    """Return which of ``checkpoints`` (oldest first) to keep.
 
-    ``scores``: by step; lower is better. Of several checkpoints of one step only the newest counts for ``every`` and
-    ``scores``. The one that was committed last is always kept: after a run has gone back to an earlier step, it is not
-    the one of the highest step.
+    These are the ``last`` ones, one every ``every`` steps, the one with the lowest of ``scores`` (by step), and the one
+    that was committed last, whose step is not the highest after a run has gone back. Of several checkpoints of one step
+    only the newest counts for ``every`` and ``scores``.
     """
     newest = {step_of(p): p for p in checkpoints}
     kept = (
@@ -265,8 +271,7 @@ def retained(
 
 
 class Pruned(NamedTuple):
-    """The checkpoints that were deleted (or would be), and those that were found damaged while the last whole one was
-    looked for."""
+    """Result of :func:`prune`: the deleted checkpoints (or those that a dry run would delete), and the damaged ones."""
 
     deleted: list[Storage]
     damaged: list[Storage]
@@ -281,21 +286,19 @@ def prune(
         open_checkpoint(place)
     ),
     dry_run: bool = False,
-    mine: Callable[[Storage], bool] = lambda place: True,
+    is_own: Callable[[Storage], bool] = lambda place: True,
 ) -> Pruned:
-    """Delete the checkpoints under ``root`` that :func:`retained` does not keep. ``keep`` 0: none.
+    """Delete the checkpoints under ``root`` that :func:`retained` does not keep; with ``keep`` 0 delete none.
 
-    Never deletes the last that verifies: ``check`` raises :class:`WeftError` for one that does not (by default it
-    looks at all but the tensors' values). If none does, nothing is deleted. Checkpoints that are not ``mine`` are
-    neither deleted nor counted.
-
-    The root goes first, so that no half-deleted checkpoint looks whole. Folders without a root that nobody has
-    written to since the last commit are what is left of saves that were never committed: they go as well.
+    The newest undamaged checkpoint is never deleted. ``check`` raises :class:`WeftError` for a damaged one; by default
+    it verifies everything but the tensors' values. If all are damaged, nothing is deleted. Checkpoints for which
+    ``is_own`` is false are neither deleted nor counted. Folders of saves that were never committed are deleted, too.
+    The root file is deleted first, so that no half-deleted checkpoint looks whole.
     """
     place = open_storage(root)
     there = committed(place)
     # Whose each one is does not matter where all of them stay.
-    checkpoints = [p for p in there if mine(p)] if 0 < keep < len(there) else there
+    checkpoints = [p for p in there if is_own(p)] if 0 < keep < len(there) else there
     kept = retained(checkpoints, keep, every, scores) if keep else checkpoints
     gone, damaged = [p for p in checkpoints if p not in kept], list[Storage]()
     for checkpoint in reversed(checkpoints if gone else []):
@@ -334,10 +337,9 @@ def _abandoned(place: Storage, checkpoints: Sequence[Storage]) -> bool:
 
 
 def verify(checkpoint: StoredCheckpoint) -> int:
-    """Read a checkpoint from end to end and check all of it; the bytes read of data files.
+    """Read and verify a whole checkpoint, including the heads of data files. Returns the bytes read of data files.
 
-    That includes what only other programs read: the heads of the data files, and that nothing follows their blocks.
-    Raises :class:`DamagedCheckpoint` naming what is wrong.
+    Raises :class:`DamagedCheckpoint`, which names the damaged file.
     """
     check_files(checkpoint)
     sizes, before = checkpoint.storage.list("data/"), checkpoint.bytes_read
@@ -379,7 +381,7 @@ def _check_head(
 
 
 def rewrite(source: StoredCheckpoint, target: Storage) -> None:
-    """Write a checkpoint again as if a single rank had saved it: one data file with the same blocks, each verified."""
+    """Write a copy of a checkpoint with a single data file, as one rank would save it. Each block is verified."""
     from weft.checkpoint.writer import write_whole
 
     blocks = sorted(source.all_blocks(), key=lambda b: (b.tensor, b.box))
@@ -402,6 +404,5 @@ def rewrite(source: StoredCheckpoint, target: Storage) -> None:
 
 
 def first_problem(problem: str, group: dist.ProcessGroup | None = None) -> str:
-    """The problem of the first rank of ``group`` that has one, or "". Collective: all ranks get the same text, so that
-    none goes on alone."""
+    """Return, on all ranks of ``group``, the problem of the first rank that has one, or "". Collective."""
     return next(filter(None, from_all(problem, group)), "")

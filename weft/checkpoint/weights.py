@@ -1,4 +1,4 @@
-"""Load the weights of a model to start from: a Hugging Face folder or id, a GGUF file, or a Weft checkpoint."""
+"""Open the model that a run starts from: a Hugging Face folder or id, a GGUF file, or a Weft checkpoint."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from weft.checkpoint.address import Where, open_storage
 from weft.checkpoint.convert.foreign import Foreign
 from weft.checkpoint.convert.peft import CONFIG, PeftAdapter, is_adapter
-from weft.checkpoint.convert.sources import kind_of, open_foreign
+from weft.checkpoint.convert.sources import checkpoint_format, open_foreign
 from weft.checkpoint.hub import is_of_hub, local_path
-from weft.checkpoint.same import check_unchanged
+from weft.checkpoint.resume_check import check_unchanged
 from weft.checkpoint.storage import LocalStorage
 from weft.checkpoint.store import candidates, model_of, open_checkpoint, stored_files
 from weft.data.tokenizer import Tokenizer, tokenizer_from_files
@@ -37,9 +37,9 @@ AVERAGE = "optimizer.ema."
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What ``model.from`` names, opened: the model, and its files beside the weights.
+    """Opened model of ``model.from``: its shape, the ``values`` of its parameters, and ``files`` beside the weights.
 
-    ``values`` are those of its parameters; None where a ``config.json`` alone is named.
+    ``values`` is None if ``name`` is a ``config.json`` alone.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Pretrained:
     files: Mapping[str, bytes] = field(default_factory=dict)
 
     def tokenizer(self) -> Tokenizer | None:
-        """The model's own tokenizer, if one comes with it; :class:`WeftError` if that cannot be read."""
+        """Return the model's own tokenizer, if it has one. Raises :class:`WeftError` if that is damaged."""
         return (
             tokenizer_from_files(self.files, self.name)
             if "tokenizer.json" in self.files
@@ -57,7 +57,7 @@ class Pretrained:
 
 
 def is_foreign(where: str) -> bool:
-    """Whether another program than Weft has written what lies there."""
+    """Return whether ``where`` is a local checkpoint or configuration of another program than Weft."""
     if not isinstance(open_storage(where), LocalStorage):
         return False
     path = Path(where)
@@ -65,19 +65,19 @@ def is_foreign(where: str) -> bool:
         is_adapter(path)
         or path.suffix == ".json"
         or (path / "config.json").is_file()
-        or kind_of(path) not in ("weft", None)
+        or checkpoint_format(path) not in ("weft", None)
     )
 
 
 def open_pretrained(name: Where) -> Pretrained:
-    """Open the model called ``name``. Weights are read when they are asked for, and just the box that is."""
+    """Open the model called ``name``. Only the requested boxes of weights are read, on demand."""
     where = local_path(str(name))
     place, path = open_storage(where), Path(where)
     if path.suffix == ".json":
         return Pretrained(str(name), shape_from_config(path), None, files_beside(path))
     if is_adapter(path):
         return _of_peft(str(name), path)
-    kind = kind_of(path) if isinstance(place, LocalStorage) else "weft"
+    kind = checkpoint_format(path) if isinstance(place, LocalStorage) else "weft"
     if kind is None and (path / "config.json").is_file():
         raise WeftError(
             f"{path} has no weights (*.safetensors); to start from new ones, name its config.json"
@@ -97,7 +97,7 @@ def open_pretrained(name: Where) -> Pretrained:
 
 
 def base_name(name: Where) -> str | None:
-    """The name of the model under the adapter called ``name``, if it has one."""
+    """Return the name of the base model of the adapter called ``name``, if the adapter names one."""
     where = local_path(str(name))
     if is_adapter(Path(where)):
         return PeftAdapter(Path(where)).base
@@ -107,7 +107,7 @@ def base_name(name: Where) -> str | None:
 
 
 def shape_named(name: str) -> ModelShape:
-    """The shape of the model called ``name``; of one of the hub, its ``config.json`` alone is downloaded."""
+    """Return the shape of the model called ``name``. Of a model of the hub only ``config.json`` is downloaded."""
     path = Path(local_path(f"{name}/config.json" if is_of_hub(name) else name))
     return (
         shape_from_config(path)
@@ -117,8 +117,10 @@ def shape_named(name: str) -> ModelShape:
 
 
 def starting_values(recipe: Recipe, shape: ModelShape) -> Values | None:
-    """The parameters that a run of ``recipe`` begins with: the weights that it names, and a new adapter if it asks for
-    one. None if all parameters are random."""
+    """Return the initial values of a run that starts from ``model.from``, with a new adapter if ``shape`` has one.
+
+    Returns None if all parameters are random.
+    """
     pretrained = (
         None if recipe.model.origin is None else open_pretrained(recipe.model.origin)
     )
@@ -126,7 +128,7 @@ def starting_values(recipe: Recipe, shape: ModelShape) -> Values | None:
         return None
     values, seed = pretrained.values, recipe.train.seed
     if shape.vocab > pretrained.shape.vocab:
-        values = grown(values, pretrained.shape, shape.vocab)
+        values = _with_vocabulary(pretrained, shape.vocab)
     if shape.output != pretrained.shape.output:
         values = _with_new_head(values, seed)
     begun = pretrained.shape.adapter is not None
@@ -142,7 +144,7 @@ def _with_new_head(base: Values, seed: int) -> Values:
 
 
 def stored_name(checkpoint: StoredCheckpoint, name: str, ema: bool = False) -> str:
-    """What a checkpoint calls a parameter, or with ``ema`` the average of it: of what is frozen there is none."""
+    """Return a checkpoint's name for a parameter, or with ``ema`` for its average, which frozen parameters lack."""
     average = AVERAGE + name
     return average if ema and average in checkpoint.tensors else f"model.{name}"
 
@@ -150,9 +152,9 @@ def stored_name(checkpoint: StoredCheckpoint, name: str, ema: bool = False) -> s
 def of_checkpoint(
     checkpoint: StoredCheckpoint, name: str = "", ema: bool = False
 ) -> Pretrained:
-    """The model that a checkpoint of Weft's is of; of an adapter, with the base that lies elsewhere.
+    """Open the model of a Weft checkpoint. A checkpoint of an adapter is joined with its base model.
 
-    ``ema``: of the averages of its parameters.
+    ``ema``: take the averages of the parameters.
     """
     shape, base = model_of(checkpoint), checkpoint.meta.get("base")
 
@@ -172,13 +174,11 @@ def of_checkpoint(
     if shape.adapter is None or base is None:
         return Pretrained(name, shape, values, files)
     if base["from"] is None:
-        return Pretrained(
-            name, shape, _beside(seeded_values(base["seed"]), values, shape), files
-        )
-    check_unchanged(checkpoint, base["from"])
-    return Pretrained(
-        name, shape, _beside(_base(name, base["from"], shape), values, shape), files
-    )
+        under = seeded_values(base["seed"])
+    else:
+        check_unchanged(checkpoint, base["from"])
+        under = _base(name, base["from"], shape)
+    return Pretrained(name, shape, _beside(under, values, shape), files)
 
 
 def _of_peft(name: str, folder: Path) -> Pretrained:
@@ -196,34 +196,30 @@ def _of_peft(name: str, folder: Path) -> Pretrained:
     shape = base.shape.model_copy(
         update={"adapter": adapter.adapter, "origin": name, "vocab": vocab}
     )
-    values = (
-        base.values
-        if vocab == base.shape.vocab
-        else grown(base.values, base.shape, vocab)
-    )
-    return Pretrained(
-        name, shape, _beside(values, adapter.values(shape), shape), base.files
-    )
+    values = _beside(_with_vocabulary(base, vocab), adapter.values(shape), shape)
+    return Pretrained(name, shape, values, base.files)
 
 
 def _base(adapter: str, name: str, shape: ModelShape) -> Values:
-    """The values of ``name``, the base of ``adapter``, in ``shape``. Raises :class:`WeftError` that names both."""
+    """Return the values of ``name``, the base of ``adapter``. Raises :class:`WeftError` that names both."""
     try:
-        base = open_pretrained(name)
+        return _with_vocabulary(open_pretrained(name), shape.vocab)
     except WeftError as error:
         raise WeftError(
             f"{adapter} is an adapter, and its base model cannot be read: {error}"
         ) from None
-    assert base.values is not None
-    return (
-        base.values
-        if shape.vocab == base.shape.vocab
-        else grown(base.values, base.shape, shape.vocab)
-    )
+
+
+def _with_vocabulary(model: Pretrained, vocab: int) -> Values:
+    """Return a model's values with its vocabulary grown to ``vocab`` rows."""
+    assert model.values is not None
+    if vocab == model.shape.vocab:
+        return model.values
+    return grown(model.values, model.shape, vocab)
 
 
 def _beside(base: Values, adapter: Values, shape: ModelShape) -> Values:
-    """The values of a model with an adapter: those of ``base``, stored as ``shape`` says, and those of ``adapter``."""
+    """Return the values of ``base``, stored as ``shape`` says, joined with those of ``adapter``."""
     stored = with_adapter(base, shape, 0)
 
     def values(name: str, logical: Logical, box: Box) -> torch.Tensor:

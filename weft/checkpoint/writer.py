@@ -1,8 +1,8 @@
-"""The process that writes: hash, data file, manifest, and on one rank the commit. No PyTorch, no collectives.
+"""Write checkpoints in a process of its own: hash, data file, manifest, and on one rank the commit.
 
-It gets tasks through a pipe and finds the rank's shares in shared memory; it cuts them into blocks while it writes, so
-that training never waits for that. The committing rank's writer waits for the other ranks' manifests to appear in
-storage, so a rank that fails never blocks another one's training, only the commit.
+The process gets tasks through a pipe and the rank's shares through shared memory, and cuts the shares into blocks as it
+writes. The writer of the committing rank waits for the other ranks' manifests to appear in storage, so a failed rank
+blocks the commit but never training. This file needs no PyTorch and no collectives.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import mmap
 import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,24 +20,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weft.checkpoint import format as layout
-from weft.checkpoint.boxes import ROOT, digest
+from weft.checkpoint.boxes import ROOT, checksum
 from weft.checkpoint.format import StoredBlock
-from weft.checkpoint.pack import elements, within
+from weft.checkpoint.pack import elements, index_within
 from weft.checkpoint.storage import Storage, StorageError
-from weft.checkpoint.task import Commit, Report, WriteTask
+from weft.checkpoint.write_task import Commit, Report, WriteTask
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
     from weft.layout.dims import Box, Tensor
 
 
-def main() -> None:
-    """Entry point of the process; its arguments are the handles that :func:`serve` takes."""
-    serve(*map(int, sys.argv[1:]))
+def run_writer(pipe_handle: int, memory_handle: int) -> None:
+    """Run the tasks that arrive through the pipe until it is closed. Their data are in the memory before they arrive.
 
-
-def serve(pipe_handle: int, memory_handle: int) -> None:
-    """Do the tasks that come through the pipe until it is closed. The rank puts a task's data into the memory first."""
+    ``pipe_handle``, ``memory_handle``: inherited file descriptors.
+    """
     # Ctrl-C is for the rank, which then waits for this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -52,15 +49,15 @@ def serve(pipe_handle: int, memory_handle: int) -> None:
             # the message by which the last save was given up
             if not isinstance(task, WriteTask):
                 continue
-            pipe.send(write(task, memory))
+            pipe.send(write_share(task, memory))
             if task.commit is not None:
-                pipe.send(finish(task.storage, task.commit, abandoned=pipe.poll))
+                pipe.send(commit_report(task.storage, task.commit, abandoned=pipe.poll))
 
 
 class DataFile:
-    """The chunks of a data file: its head, then the bytes of ``boxes`` (tensor and box), hashed on the way.
+    """Chunks of a data file: its head, then the bytes of ``boxes`` (tensor and box), which are hashed on the way.
 
-    ``contents`` gives these bytes, box by box; it is called again should the first try to send them fail.
+    ``contents()`` yields these bytes box by box; it is called again if the first attempt to write fails.
     """
 
     def __init__(
@@ -89,13 +86,13 @@ class DataFile:
         ):
             begun = time.perf_counter()
             self.blocks.append(
-                StoredBlock(tensor, box, self.name, at, size, digest(data))
+                StoredBlock(tensor, box, self.name, at, size, checksum(data))
             )
             self.hashing += time.perf_counter() - begun
             yield data
 
     def write(self, storage: Storage, manifest: str) -> int:
-        """Write the file, then the ``manifest`` that describes it; the bytes of the file."""
+        """Write the file, then its manifest under the name ``manifest``. Returns the size of the file in bytes."""
         size = storage.write(self.name, self)
         storage.write(
             manifest, [layout.manifest(self.name, size, self.tensors, self.blocks)]
@@ -111,9 +108,9 @@ def write_whole(
     meta: Mapping[str, Any],
     files: Mapping[str, bytes],
 ) -> None:
-    """Make a checkpoint of a single rank in a new place: one data file, as :class:`DataFile` describes it.
+    """Write a checkpoint with a single data file (see :class:`DataFile`) to the new place ``storage``.
 
-    Nothing half-made stays in ``storage``, whatever ends this, Ctrl-C as well.
+    If anything interrupts the writing, even Ctrl-C, ``storage`` is cleared.
     """
     attempt = secrets.token_hex(6)
     manifest, named = (
@@ -130,13 +127,13 @@ def write_whole(
         raise
 
 
-def write(task: WriteTask, memory: mmap.mmap) -> Report:
-    """Write one rank's data file and manifest."""
+def write_share(task: WriteTask, memory: mmap.mmap) -> Report:
+    """Write one rank's data file and manifest, and return a report."""
     begun = time.perf_counter()
     with _caught(Report()) as report:
         shares = [(name, box, task.tensors[name]) for name, box in task.shares]
         cuts = [
-            (name, box, list(layout.tiles(box, t.shape, t.itemsize)))
+            (name, box, list(layout.cut_blocks(box, t.shape, t.itemsize)))
             for name, box, t in shares
         ]
         boxes = [(name, tile) for name, _, tiles in cuts for tile in tiles]
@@ -167,7 +164,7 @@ def _blocks(
         offset += share.nbytes
         for tile in tiles:
             begun = time.perf_counter()
-            block = share[within(tile, outer)]
+            block = share[index_within(tile, outer)]
             if not block.flags.c_contiguous:
                 if block.nbytes > scratch.nbytes:
                     scratch = np.empty(block.nbytes, np.uint8)
@@ -178,8 +175,10 @@ def _blocks(
             yield block.reshape(-1).view(np.uint8).data
 
 
-def finish(storage: Storage, wanted: Commit, abandoned: Callable[[], bool]) -> Report:
-    """Commit the save once all ranks have written, unless it is ``abandoned`` before. Returns how that went."""
+def commit_report(
+    storage: Storage, wanted: Commit, abandoned: Callable[[], bool]
+) -> Report:
+    """Run :func:`commit` and return a report."""
     begun = time.perf_counter()
     with _caught(Report()) as report:
         commit(storage, wanted, abandoned)
@@ -203,7 +202,10 @@ def _caught(report: Report) -> Iterator[Report]:
 def commit(
     storage: Storage, wanted: Commit, abandoned: Callable[[], bool] = lambda: False
 ) -> None:
-    """Create the root once every manifest is there. Raises :class:`WeftError` if one does not come in time."""
+    """Create the root as soon as every manifest is in storage.
+
+    Raises :class:`WeftError` if a manifest is late or ``abandoned()`` becomes true.
+    """
     deadline = time.monotonic() + wanted.timeout
     pause = 0.005
     while missing := set(wanted.manifests) - set(storage.list("manifest/")):
@@ -221,11 +223,11 @@ def commit(
         data = storage.read(name)
         described = layout.Manifest(data, name)
         manifests[name] = described.tensors, list(described)
-        listed.append([name, len(data), digest(data)])
+        listed.append([name, len(data), checksum(data)])
     files = {}
     for name, data in wanted.files.items():
         storage.write(name, [data])
-        files[name] = [len(data), digest(data)]
+        files[name] = [len(data), checksum(data)]
     root = {
         **wanted.meta,
         **layout.index(manifests),

@@ -299,7 +299,7 @@ def prune(
                 scores,
                 _verify,
                 dry_run,
-                mine=lambda place: not is_best(place),
+                is_own=lambda place: not is_best(place),
             )
             if count and len(pruned.damaged) == count:
                 raise WeftError(f"no checkpoint in {root} verifies, so none is deleted")

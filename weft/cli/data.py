@@ -24,8 +24,8 @@ def preview(
     as_json: AsJson = False,
 ) -> int:
     """Show the first conversations as their chat template writes them, with what is learned of them in colour."""
-    from weft.data.chat.preview import coloured, page
-    from weft.data.chat.preview import samples as read
+    from weft.data.chat.preview import coloured, preview_page
+    from weft.data.chat.preview import preview_samples as read
     from weft.pages import write
     from weft.recipe import load_recipe
     from weft.train.setup import recipe_tokenizer
@@ -42,7 +42,7 @@ def preview(
         typer.echo(f"note: {note}", err=True)
     if html is not None:
         typer.echo(
-            write(html, page(settings.name, settings.data, shown), "--html"),
+            write(html, preview_page(settings.name, settings.data, shown), "--html"),
             err=as_json,
         )
     if as_json:

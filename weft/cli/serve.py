@@ -116,7 +116,7 @@ def serve(
     import torch
 
     from weft.checkpoint.model import open_model, tokenizer_of
-    from weft.data.chat.template import template_text
+    from weft.data.chat.chat_template import template_text
     from weft.generate.drafter import check_ahead, drafter_for
     from weft.generate.engine import Engine, check_prompt
     from weft.generate.policies import policy_of

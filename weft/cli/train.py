@@ -47,7 +47,7 @@ def train(
     sweep: Annotated[list[str] | None, _sweep] = None,
 ) -> int:
     """Train a model. Starts one process per rank, or joins those of torchrun or Slurm."""
-    from weft.data.early import check_sources
+    from weft.data.source_check import check_sources
     from weft.recipe import load_recipe
 
     if sweep:
@@ -114,7 +114,7 @@ def swept(
 ) -> int:  # fmt: skip
     """Run a sweep, and print one table about its runs."""
     from weft.api import with_planned_layout
-    from weft.data.early import check_sources
+    from weft.data.source_check import check_sources
     from weft.observe.display import compact
     from weft.recipe import RUNS
     from weft.run.sweep import check_folder, run_sweep, sweep_report, trials_of

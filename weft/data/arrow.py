@@ -1,8 +1,7 @@
-"""Rows of Parquet files and of data sets that Hugging Face's ``datasets`` has saved, without what Arrow adds to them.
+"""Read rows of Parquet files and of data sets that Hugging Face's ``datasets`` has saved.
 
-In Arrow all rows have the fields of all others, so that a row of a column of objects gets the keys of every other
-row's object, with nothing in them. Such keys are dropped, at every depth. Null elements of lists, and what stands in
-maps or in JSON columns, are the data's own and stay.
+In Arrow all objects of a column have the keys of all others, null where their row has none. Keys that are null are
+dropped at every depth. Null elements of lists, and nulls in maps and JSON columns, are the data's own and stay.
 """
 
 import json
@@ -15,20 +14,15 @@ if TYPE_CHECKING:
 
 
 def rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of a ``.parquet`` or ``.arrow`` file as objects, each with its number from 1."""
-    number = 0
-    for batch in _batches(file):
-        columns = [
-            (field.name, field.type, batch.column(i).to_pylist())
-            for i, field in enumerate(batch.schema)
-        ]
-        for at in range(batch.num_rows):
-            number += 1
-            values = {name: _plain(column[at], kind) for name, kind, column in columns}
-            yield (
-                number,
-                {name: value for name, value in values.items() if value is not None},
-            )
+    """Iterate over the rows of a ``.parquet`` or ``.arrow`` file as objects, with their numbers from 1."""
+    import pyarrow
+
+    records = (
+        _plain(record, pyarrow.struct(list(batch.schema)))
+        for batch in _batches(file)
+        for record in batch.to_pylist()
+    )
+    yield from enumerate(records, 1)
 
 
 def _batches(file: Path) -> Iterator["pyarrow.RecordBatch"]:

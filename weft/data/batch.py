@@ -1,8 +1,8 @@
-"""A batch: the tokens that one rank computes on in one pass, with labels, positions and document boundaries."""
+"""Batch: the tokens of one rank in one pass, with labels, positions and document boundaries."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -11,12 +11,24 @@ import torch
 IGNORE = -100
 
 
+class Pass(NamedTuple):
+    """Pass of a balanced step: ``documents`` (numbers in the step), joined and cut over the data ranks ``peers``."""
+
+    peers: tuple[int, ...]
+    documents: tuple[int, ...]
+
+
+#: The passes of every data rank in a balanced step, in one order that all ranks share, so that no two ranks can wait
+#: for each other. Each rank ends with a pass of its own, in which gradients are reduced over all ranks.
+Plan = tuple[tuple[Pass, ...], ...]
+
+
 @dataclass(frozen=True)
 class PassGroup:
-    """The data ranks that share a pass of a balanced step, in the order of the attention table.
+    """Data ranks that share a pass of a balanced step.
 
-    ``index``: the position of this rank among ``peers``. ``lengths``: tokens in every block of the table. ``plan``: a
-    checksum of the step's plan, which must be equal on all ranks.
+    ``peers``: the ranks, in the order of the attention table; ``index``: position of this rank among them. ``lengths``:
+    tokens in every block of the table. ``plan``: checksum of the step's plan, which must be equal on all ranks.
     """
 
     plan: int
@@ -27,11 +39,11 @@ class PassGroup:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Facts about pairs of neighbouring documents, of which the first is the preferred answer: arrays ``[pairs]``.
+    """Pairs of neighbouring documents, of which the first is the preferred answer: arrays ``[pairs]``.
 
-    ``number``: int64, its number among all pairs of the run. ``weight``: float64, how much its loss counts.
-    ``margin``: by how much the first answer should be ahead. ``reference`` ``[pairs, 2]``: the log-probabilities of
-    both answers by the reference model; zeros where there is none.
+    ``number``: int64, number among all pairs of the run. ``weight``: float64, weight of the pair's loss. ``margin``:
+    by how much the first answer should be ahead. ``reference`` ``[pairs, 2]``: log-probabilities of both answers by
+    the reference model, zeros where there is none.
     """
 
     number: np.ndarray
@@ -43,36 +55,29 @@ class Pairs:
         return len(self.number)
 
     def __getitem__(self, chosen: np.ndarray) -> Self:
-        return type(self)(
-            self.number[chosen],
-            self.weight[chosen],
-            self.margin[chosen],
-            self.reference[chosen],
-        )
+        return type(self)(*(column[chosen] for column in vars(self).values()))
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """The pairs of all ``parts``, concatenated."""
-        names = ("number", "weight", "margin", "reference")
-        return cls(
-            *(np.concatenate([getattr(part, name) for part in parts]) for name in names)
-        )
+        """Concatenate the pairs of all ``parts``."""
+        columns = zip(*(vars(part).values() for part in parts), strict=True)
+        return cls(*map(np.concatenate, columns))
 
     @classmethod
     def listed(cls, weight: np.ndarray, margin: np.ndarray) -> Self:
-        """Pairs with numbers from 0 on, without a reference."""
+        """Return pairs that are numbered from 0 and have no reference."""
         return cls(np.arange(len(weight)), weight, margin, np.zeros((len(weight), 2)))
 
     def numbered(self, first: int) -> Self:
-        """The same pairs with numbers from ``first`` on."""
+        """Return the same pairs, numbered from ``first``."""
         return replace(self, number=first + np.arange(len(self)))
 
 
 @dataclass(frozen=True)
 class PairedRows:
-    """The pairs in the rows of a batch. ``segments``: int64 ``[2 * pairs]``, the segments that hold their documents.
+    """Pairs in the rows of a batch. ``segments``: int64 ``[2 * pairs]``, the segments of their documents.
 
-    ``counted``: whether it is this rank, of all that have a part of these rows, that counts the pairs.
+    ``counted``: whether this rank counts the pairs, as exactly one of the ranks with a part of these rows does.
     """
 
     pairs: Pairs
@@ -82,7 +87,7 @@ class PairedRows:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of packed documents, cut over ``cp`` (see :mod:`weft.layout.sequence`).
+    """Batch of rows of packed documents, cut over ``cp`` (see :mod:`weft.layout.sequence`).
 
     ``tokens``, ``labels``, ``positions``: int64 ``[rows, seq/cp]``; positions count from 0 in every document.
     ``cu_seqlens``: int32 ``[segments + 1]``, on the CPU: document boundaries in the flattened ``rows * seq`` tokens
@@ -90,10 +95,10 @@ class Batch:
     ``group``: in a balanced step, the ranks that the rows are cut over in place of ``cp``
     (:mod:`weft.parallel.document_balance`).
     ``documents``: int64 ``[rows, seq/cp]``, the segment of each token, -1 for padding; None if it is not needed.
-    ``weights``: float32 ``[rows, seq/cp]``, how much the loss of each label counts; None where all count alike.
-    ``paired``: the pairs, where rows hold pairs of documents to compare.
-    ``draws``: int64 ``[rows, seq/cp]``, a random number of each token, which dropout follows; None: nothing drops.
-    ``samples``: the numbers of the samples in these rows; on one only of the ranks that have a part of a row.
+    ``weights``: float32 ``[rows, seq/cp]``, weight of each label's loss; None if all are 1.
+    ``paired``: the pairs, if rows hold pairs of documents to compare.
+    ``draws``: int64 ``[rows, seq/cp]``, a random number per token for dropout; None without dropout.
+    ``samples``: numbers of the samples in these rows, on one of the ranks that have a part of a row, else empty.
     """
 
     tokens: torch.Tensor
@@ -109,12 +114,12 @@ class Batch:
 
     @property
     def real_tokens(self) -> int:
-        """Tokens of this batch that carry a loss."""
+        """Number of tokens with a label."""
         return int((self.labels != IGNORE).sum())
 
     @property
     def label_weight(self) -> float:
-        """The sum of the labels' or pairs' weights: what this batch adds to the denominator of the mean loss."""
+        """Sum of the weights of labels or pairs: this batch's share of the denominator of the mean loss."""
         if self.paired is not None:
             return float(self.paired.pairs.weight.sum()) * self.paired.counted
         if self.weights is None:
@@ -123,7 +128,7 @@ class Batch:
 
     @property
     def document_tokens(self) -> int:
-        """Tokens of this batch that are no padding."""
+        """Number of tokens that are not padding."""
         return (
             self.tokens.numel()
             if self.documents is None
@@ -131,6 +136,7 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> Self:
+        """Return this batch with its tensors on ``device``, except ``cu_seqlens``."""
         names = ("tokens", "labels", "positions", "weights", "documents", "draws")
         given = {name: x for name in names if (x := getattr(self, name)) is not None}
         return replace(

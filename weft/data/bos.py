@@ -1,7 +1,7 @@
-"""What a text begins with: as the tokenizer's post-processor says, unless ``data.bos`` overrules it.
+"""Set whether texts begin with the BOS token: as the tokenizer's post-processor says, unless ``data.bos`` overrules it.
 
-The rule stands in the tokenizer itself, which a run saves with its checkpoints and exports. So documents of a run, its
-validation, questions, prompts, other programs that read the export: all begin alike.
+The rule is stored in the tokenizer, which a run saves with its checkpoints and exports. So training documents,
+validation, questions, prompts, and other programs that read the export treat texts alike.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ LOOKED_AT = 1000
 
 
 def with_bos(tokenizer: Tokenizer, bos: Bos) -> Tokenizer:
-    """``tokenizer`` so that texts begin, or do not begin, with its BOS token, as ``data.bos`` asks.
+    """Return ``tokenizer`` with a post-processor that writes the BOS token or not, as ``data.bos`` asks.
 
-    Raises :class:`UsageError` if there is no such token.
+    Raises :class:`UsageError` if the tokenizer has no BOS token.
     """
     if isinstance(bos, str) or bos == bool(tokenizer.opening):
         return tokenizer
@@ -58,16 +58,16 @@ def with_bos(tokenizer: Tokenizer, bos: Bos) -> Tokenizer:
 
 
 def document_opening(tokenizer: Tokenizer, bos: Bos) -> list[int]:
-    """The ids that a document of plain text begins with."""
+    """Return the ids at the beginning of every plain document."""
     return [] if bos == "prompts" else tokenizer.opening
 
 
 def begins_otherwise(
     ids: np.ndarray, starts: np.ndarray, opening: Sequence[int]
 ) -> bool:
-    """Whether some of the documents of token ids that somebody else made do not begin with ``opening``.
+    """Return whether some documents of given token ids do not begin with ``opening``.
 
-    ``starts``: int64 ``[documents]``, where they begin in ``ids``. Of many documents some are looked at.
+    ``starts``: int64 ``[documents]``, their first positions in ``ids``. About :data:`LOOKED_AT` documents are checked.
     """
     seen = starts[:: max(1, len(starts) // LOOKED_AT)]
     return bool(opening) and bool((ids[seen] != opening[0]).any())

@@ -1,4 +1,4 @@
-"""The cache folder: what is expensive to make is made once, by one process, and never seen half-written."""
+"""Cache folder: a result is built once, by one process, and never seen incomplete."""
 
 import fcntl
 import hashlib
@@ -14,7 +14,7 @@ from weft.errors import WeftError
 
 
 def cache_root(chosen: Path | None = None) -> Path:
-    """``data.cache`` of the recipe, else ``$WEFT_CACHE``, else ``~/.cache/weft``."""
+    """Return the cache folder: ``chosen`` (``data.cache``), else ``$WEFT_CACHE``, else ``~/.cache/weft``."""
     return (
         Path(chosen or os.environ.get("WEFT_CACHE") or "~/.cache/weft")
         .expanduser()
@@ -23,14 +23,14 @@ def cache_root(chosen: Path | None = None) -> Path:
 
 
 def digest(*parts: Any) -> str:
-    """Short hexadecimal digest of JSON-able values."""
+    """Return a hexadecimal digest of 24 characters of JSON-able values."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Have ``build`` fill ``folder`` unless it exists; processes that ask at the same time wait for the first.
+    """Create ``folder`` with ``build`` unless it exists, and return it. Concurrent processes wait for the first.
 
-    An interrupted build leaves nothing to be mistaken for a result. Raises :class:`WeftError` if it cannot be written.
+    An interrupted build leaves no folder. Raises :class:`WeftError` if the folder cannot be written.
     """
     if folder.exists():  # also where the cache is read-only
         return folder

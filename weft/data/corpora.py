@@ -1,4 +1,4 @@
-"""Corpora: every kind of source becomes one string per document, always in the same order."""
+"""Read sources of text: one string per document, always in the same order."""
 
 import inspect
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from typing import Any
 
 from weft.data.cache import digest
 from weft.data.files import records
-from weft.data.kinds import documents_of
 from weft.data.reading import opened, reading
-from weft.data.report import SourceReport
+from weft.data.source_kinds import documents_of
+from weft.data.source_report import SourceReport
 from weft.encodable import encodable
 from weft.errors import WeftError, nearest
 from weft.plugins import blame_plugin, call
@@ -18,9 +18,9 @@ from weft.registry import find
 
 
 def documents(source: Source, report: SourceReport | None = None) -> Iterator[str]:
-    """The documents of ``source`` as a stream, in a deterministic order; a file that cannot be read is named.
+    """Iterate over the documents of ``source`` in a deterministic order.
 
-    ``report`` counts what is not read.
+    ``report`` counts fields and records that are not read. Raises :class:`WeftError`, which names the unreadable file.
     """
     report = report or SourceReport()
     if source.kind not in SOURCES:
@@ -53,14 +53,14 @@ def _plugin(source: Source) -> Iterator[str]:
 
 
 def unread_files(source: Source) -> tuple[str, ...]:
-    """The line that names the files of a source's folder which are not read, if there are some."""
+    """Return a line that names the files in a source's folder that are not read, or nothing if all are read."""
     if source.kind not in SOURCES or source.kind in ("huggingface", "tokens"):
         return ()
     return SourceReport(left=tuple(documents_of(source).left)).lines()
 
 
-def fingerprint(source: Source) -> str:
-    """Digest of what a source would read: kind, field, and every file's path, size and time of change."""
+def source_fingerprint(source: Source) -> str:
+    """Return a digest of a source: its kind, field, and every file's path, size and time of change."""
     if source.kind not in SOURCES:
         return _plugin_fingerprint(source)
     read = documents_of(source).read

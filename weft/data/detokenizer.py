@@ -1,4 +1,4 @@
-"""Text from ids that arrive one by one: whole characters only, holding back what may begin a stop string."""
+"""Decode ids that arrive one by one: whole characters only, without a text that may begin a stop string."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -6,9 +6,9 @@ from weft.data.tokenizer import Tokenizer
 
 
 class Writer:
-    """The pieces that :meth:`add` and :meth:`end` return add up to the text of all ids, up to the first stop string.
+    """Incremental decoder. The pieces from :meth:`add` and :meth:`end` join to the text up to the first stop string.
 
-    ``stopped`` is the stop string that has come, if any; it may have begun in one token and ended in another.
+    ``stopped``: the stop string that ended the text, or None. A stop string may span several tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
@@ -19,7 +19,7 @@ class Writer:
         self._held = ""  # what a stop string may begin with
 
     def add(self, i: int) -> str:
-        """What can be shown now that ``i`` has come."""
+        """Add id ``i``, and return the piece of text that is now certain."""
         self._fresh.append(i)
         # What new ids add to the text of the ones just before: tokenizers may drop the space of a first token.
         before, text = (
@@ -33,7 +33,7 @@ class Writer:
         return self._checked(text[len(before) :])
 
     def end(self) -> str:
-        """What is left when no more ids come."""
+        """Return the rest of the text, after the last id."""
         rest = self.tokenizer.decode(self._shown + self._fresh)[
             len(self.tokenizer.decode(self._shown)) :
         ]
@@ -62,7 +62,7 @@ class Writer:
 def stream_text(
     tokenizer: Tokenizer, ids: Iterable[int], stops: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Text of ``ids`` piece by piece, and no id more is asked for once one of ``stops`` has come."""
+    """Decode ``ids`` piece by piece. After a stop string of ``stops`` no further id is requested."""
     writer = Writer(tokenizer, stops)
     for i in ids:
         if piece := writer.add(i):

@@ -1,4 +1,4 @@
-"""What Python code documents, as questions and answers: data to try fine-tuning with."""
+"""Questions and answers from docstrings of Python code: data to try fine-tuning with."""
 
 import ast
 from collections.abc import Iterator
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def docstrings(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """A question for everything that a Python file documents, and the first paragraph of its docstring as the answer.
+    """Iterate over a file's public classes and functions: line, question, and first paragraph of the docstring.
 
-    What cannot be parsed, or has no answer of more than a few words, has none.
+    Docstrings of less than five words, and files that cannot be parsed, are skipped.
     """
     try:
         tree = ast.parse(file.read_bytes())

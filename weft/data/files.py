@@ -1,4 +1,4 @@
-"""Files of a source: which there are, in which format each is, and the records that it holds."""
+"""Files of a source: select them, tell their formats, and read their records."""
 
 from __future__ import annotations
 
@@ -48,26 +48,26 @@ _BINARY = (
 
 
 class Selection(NamedTuple):
-    """The files of a source that are read, sorted, and those beside them that are not."""
+    """Files of a source that are read, sorted, and files ``left`` in its folder that are not."""
 
     read: list[Path]
     left: list[Path]
 
 
 def format_of(file: Path) -> str:
-    """The suffix of what a file holds, that of its compression aside."""
+    """Return the suffix of a file's name, without that of its compression."""
     name = file.name.lower()
     packed = next((end for end in PACKED if name.endswith(end)), "")
     return Path(name.removesuffix(packed)).suffix
 
 
 def files(source: Source) -> list[Path]:
-    """The files of ``source`` that are read, sorted: ``path`` is a file, a folder (searched through) or a glob."""
+    """Return the files of ``source`` that are read, sorted. Its ``path`` is a file, a folder or a glob."""
     return selection(source).read
 
 
 def selection(source: Source) -> Selection:
-    """The files of ``source``. Raises :class:`WeftError` if there are none."""
+    """Select the files of ``source``. Raises :class:`WeftError` if there are none."""
     stdlib = source.path is None
     path = Path(
         sysconfig.get_paths()["stdlib"] if stdlib else source.path or ""
@@ -171,10 +171,10 @@ def _parts(folder: Path, names: list[str]) -> list[str]:
 def records(
     file: Path, wrong: Callable[[WeftError], None] | None = None
 ) -> Iterator[tuple[int, Any]]:
-    """The records of a file, each with the number of its line: of JSON Lines, JSON, CSV, Parquet or a saved data set.
+    """Iterate over the records of a file of JSON Lines, JSON, CSV, Parquet, Arrow or Python code, with line numbers.
 
-    Of Python code what is documented, as prompt and completion. A line that is no record is handed to ``wrong``, or
-    raised if that is left out.
+    Records of Python code are prompts and completions about its docstrings. The error of a line that is no record goes
+    to ``wrong``, or is raised without it.
     """
     form = format_of(file)
     if form == ".py":

@@ -1,8 +1,8 @@
-"""The tokenizer inside a GGUF file, as the files of a Hugging Face folder.
+"""Convert the tokenizer of a GGUF file to the files of a Hugging Face folder.
 
-GGUF keeps a vocabulary, what joins its pieces (merges or scores), kinds of tokens and the name of a pre-tokenizer; the
-rest is llama.cpp's code. Of that name Weft knows what the models that it has use, and refuses the others: a guess would
-be another tokenizer, without a word.
+GGUF stores a vocabulary, merges or scores, kinds of tokens and the name of a pre-tokenizer, whose code is in llama.cpp.
+Weft implements the pre-tokenizers of its models and refuses other names, because a guess could silently be another
+tokenizer.
 """
 
 import re
@@ -31,7 +31,7 @@ SPACE = "\u2581"
 
 
 class TokenKind(IntEnum):
-    """The kinds of tokens, as GGUF numbers them."""
+    """Kinds of tokens, with GGUF's numbers."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -63,9 +63,9 @@ COMPOSED = ("qwen2", "deepseek-r1-qwen")
 
 
 def gguf_tokenizer(fields: Mapping[str, Any]) -> dict[str, bytes]:
-    """Files by name, from the fields of a GGUF file; none if it has no tokenizer.
+    """Return the files of the tokenizer in the fields of a GGUF file by name; none if it has no tokenizer.
 
-    Raises :class:`WeftError` for a kind of tokenizer or pre-tokenizer that Weft does not know.
+    Raises :class:`WeftError` for an unknown kind of tokenizer or pre-tokenizer.
     """
     if f"{G}tokens" not in fields:
         return {}

@@ -1,7 +1,7 @@
-"""A tokenizer as the fields of a GGUF file: the way back from :mod:`weft.data.gguf_tokenizer`.
+"""Convert a tokenizer to the fields of a GGUF file, the inverse of :mod:`weft.data.gguf_tokenizer`.
 
-What a ``tokenizer.json`` says in full GGUF says by a name for code of llama.cpp's. A name is used only if what it
-stands for cuts a set of difficult texts as the tokenizer itself does; a tokenizer without such a name is refused.
+GGUF names code of llama.cpp where ``tokenizer.json`` has a full description. A name is used only if its code cuts a set
+of difficult texts as the tokenizer does; a tokenizer without such a name is refused.
 """
 
 import json
@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weft.data.gguf_tokenizer import G, TokenKind, gguf_tokenizer
+from weft.data.token_bytes import byte_of_character
 from weft.data.tokenizer import Tokenizer, tokenizer_from_files
 from weft.errors import WeftError
 
@@ -25,7 +26,7 @@ TRIALS = (
 
 
 def gguf_vocabulary(tokenizer: Tokenizer, size: int) -> dict[str, Any]:
-    """The fields of a tokenizer by their names, for a model with ``size`` rows; :class:`WeftError` if GGUF has none."""
+    """Return the fields of a tokenizer for a model with ``size`` rows. Raises :class:`WeftError` if GGUF has none."""
     content = _content(tokenizer)
     model = content["model"]
     if model.get("type", "BPE") != "BPE":
@@ -64,20 +65,11 @@ def _content(tokenizer: Tokenizer) -> dict[str, Any]:
             "special": True,
         }
     ]
-    vocab = {char: byte for byte, char in _byte_chars()}
+    vocab = {char: data[0] for char, data in byte_of_character().items()}
     return {
         "model": {"type": "BPE", "vocab": vocab, "merges": []},
         "added_tokens": added,
     }
-
-
-def _byte_chars() -> Iterator[tuple[int, str]]:
-    """Every byte with the character that stands for it in byte-level vocabularies (Radford et al. 2019)."""
-    others = 0
-    for byte in range(256):
-        printable = 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255
-        yield byte, chr(byte if printable else 256 + others)
-        others += not printable
 
 
 def _tokens(content: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:

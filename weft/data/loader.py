@@ -1,40 +1,37 @@
-"""The loader: deals the samples of a step out to the ranks, and cuts their rows as the layout cuts sequences."""
+"""Loader: distributes the samples of a step over the ranks, and cuts their rows as the layout cuts sequences."""
 
 from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from weft.data.apart import validation_source
-from weft.data.batch import IGNORE, Batch, PairedRows, Pairs, PassGroup
+from weft.data.batch import IGNORE, Batch, PairedRows, Pairs, Pass, PassGroup, Plan
 from weft.data.bos import begins_otherwise, document_opening, with_bos
 from weft.data.cache import digest
 from weft.data.corpora import unread_files
 from weft.data.order import Listed, Order, Row, Stream, hashed, held_out
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.data.tokens import open_source
+from weft.data.validation_file import validation_source
 from weft.layout.axes import BATCH_AXES, DATA_AXES
 from weft.layout.layout import Layout
 from weft.layout.sequence import chunk_owners, owned_ranges, padded_length
 from weft.recipe import CONVERSATIONS, Data
 
-if TYPE_CHECKING:
-    from weft.parallel.document_balance import DocumentTimes, Pass
-
 
 @dataclass(frozen=True)
 class Corpus:
-    """The data of a run. ``fingerprint`` changes whenever the same position would mean other data.
+    """Opened data of a run. ``fingerprint`` changes whenever the same position would mean other data.
 
-    ``notes``: what is to be said about it, a line each. ``validated``: a digest of what validation would read.
+    ``notes``: lines to print. ``validated``: digest of the validation data.
     """
 
     tokenizer: Tokenizer
@@ -47,7 +44,7 @@ class Corpus:
 
 
 def tokenizer_of_data(data: Data, own: Tokenizer | None = None) -> Tokenizer:
-    """The tokenizer that ``data`` names, or ``own``, that of the model to start from; with its BOS as ``data`` asks."""
+    """Load the tokenizer that ``data`` names, else take the model's ``own``, and apply ``data.bos``."""
     tokenizer = (
         own
         if own and not data.tokenizer
@@ -57,11 +54,10 @@ def tokenizer_of_data(data: Data, own: Tokenizer | None = None) -> Tokenizer:
 
 
 def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
-    """Open every source, tokenizing what is not in the cache yet.
+    """Open every source of a recipe, and tokenize those that are not in the cache.
 
-    ``validation`` is one epoch of held-out documents, or of those of another file.
-
-    ``own``: the tokenizer of the model to start from, which is used where the recipe names none.
+    ``own``: tokenizer of the model that the run starts from, used if the recipe names none. The result's ``validation``
+    is one epoch of held-out documents, or of the documents of another file.
     """
     tokenizer = tokenizer_of_data(data, own)
     opening = document_opening(tokenizer, data.bos)
@@ -106,14 +102,16 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
         out = np.ones(len(out), bool) if source is apart else out
         for side, chosen in enumerate((~out, out)):
             if chosen.any():
-                which, mine = (
+                which, chosen_pairs = (
                     chosen.repeat(together),
                     pairs and pairs[chosen].numbered(paired),
                 )
-                paired += len(mine or ())
+                paired += len(chosen_pairs or ())
                 at = starts[which], lengths[which]
                 sides[side].append(
-                    Stream(tokens.ids, *at, data.seq_len, seed, **how, pairs=mine)
+                    Stream(
+                        tokens.ids, *at, data.seq_len, seed, **how, pairs=chosen_pairs
+                    )
                 )
                 weights[side].append(source.weight)
         named = (
@@ -163,7 +161,7 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
 
 
 def shares_of(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """How many of ``batch`` samples each rank gets, so that the last rank is done as early as possible."""
+    """Return how many of ``batch`` samples each rank gets, so that the last rank finishes as early as possible."""
     shares = [0] * len(speeds)
     for _ in range(batch):
         first = min(
@@ -176,16 +174,16 @@ def shares_of(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Loader:
-    """The batches of one rank.
+    """Batches of one rank.
 
-    Samples of a step are dealt out to *places*, the ranks along :data:`weft.layout.axes.BATCH_AXES`; ``batch_rank``
-    is this rank's. ``more``: further places whose batches this rank computes, after its own. ``speeds``: relative
-    speeds of the places, of which slower ones get fewer samples; none: all are alike. With ``costs`` of documents, and
-    ``layout.balance``, every step is planned by the documents' lengths instead (:mod:`weft.parallel.document_balance`).
+    Samples of a step are distributed over *places*, the ranks along :data:`weft.layout.axes.BATCH_AXES`; ``batch_rank``
+    is this rank's place. ``more``: further places whose batches this rank computes after its own. ``speeds``: relative
+    speeds of the places, of which slower ones get fewer samples; none: all are alike. ``plan``: the function that
+    distributes a step's documents by their lengths, in a balanced step (:mod:`weft.parallel.document_balance`).
 
-    ``ends``: the only labels are the last tokens of documents, where a reward model's score is read. ``joined``: all
-    rows of a pass are joined into one, as long as the longest of any rank; as documents do not see each other, this
-    only removes padding. ``draws``: a seed, where tokens have random numbers for dropout to follow.
+    ``ends``: only the last tokens of documents have labels, where a reward model's score is read. ``joined``: the rows
+    of a pass are joined into one row as long as the longest of any rank, which only removes padding. ``draws``: seed of
+    the random numbers of tokens for dropout, None without dropout.
     """
 
     order: Order | Listed
@@ -196,7 +194,7 @@ class Loader:
     rows: int  # of this rank, per pass
     passes: int
     seq_len: int
-    costs: DocumentTimes | None = None
+    plan: Callable[[np.ndarray, int], Plan] | None = None
     ends: bool = False
     joined: bool = False
     more: tuple[int, ...] = ()
@@ -205,7 +203,7 @@ class Loader:
 
     @cached_property
     def shares(self) -> tuple[int, ...]:
-        """How many samples of a whole step each place gets."""
+        """Number of samples of a whole step for each place."""
         ranks = self.layout.size(*BATCH_AXES)
         return (
             shares_of(self.batch, self.speeds)
@@ -213,8 +211,8 @@ class Loader:
             else (-(-self.batch // ranks),) * ranks
         )
 
-    def dealt(self, position: int) -> list[range]:
-        """For each place its samples of the step that begins at ``position``, which are consecutive ones.
+    def sample_ranges(self, position: int) -> list[range]:
+        """Sample numbers of each place for the step that starts at ``position``; each gets a consecutive range.
 
         They are shared among islands first, so that an island's samples do not depend on its own layout.
         """
@@ -232,26 +230,26 @@ class Loader:
             ]
         return places
 
-    def due(self, position: int) -> range:
-        """The samples of the step that begins at ``position`` that this rank's island gets."""
+    def island_samples(self, position: int) -> range:
+        """Return the samples of this rank's island in the step that starts at ``position``."""
         ranks = len(self.shares) // self.layout.island
         first = self.batch_rank // ranks * ranks
-        own = self.dealt(position)[first : first + ranks]
+        own = self.sample_ranges(position)[first : first + ranks]
         return range(own[0].start, own[-1].stop)
 
     def step(self, position: int) -> list[Batch] | None:
-        """The passes of the step that begins at sample ``position``; None, on all ranks, past the end of the data.
+        """Return the passes of the step that starts at sample ``position``, or None past the end of the data.
 
-        A pass of a rank whose samples have run out has rows of padding.
+        A rank without further samples gets rows of padding.
         """
         total = self.order.total
         if total is not None and position >= total:
             return None
         end = min(position + self.batch, total or sys.maxsize)
-        if self.costs is not None and self.layout.size(*DATA_AXES) > 1:
-            return self._balanced(range(position, end), self.costs)
+        if self.plan is not None and self.layout.size(*DATA_AXES) > 1:
+            return self._balanced(self.plan, range(position, end))
         shares = self.shares
-        dealt = self.dealt(position)
+        ranges = self.sample_ranges(position)
         passes = []
         for p in range(self.passes):
             # Slow ranks compute no padding: a pass has as many rows as samples, but at least one.
@@ -269,7 +267,7 @@ class Loader:
                 (
                     [
                         d[first:last]
-                        for d, first, last in zip(dealt, begins, ends, strict=True)
+                        for d, first, last in zip(ranges, begins, ends, strict=True)
                     ],
                     rows,
                 )
@@ -281,15 +279,15 @@ class Loader:
             for samples, rows in passes
         ]
 
-    def _assemble(self, dealt: list[range], place: int, count: int) -> Batch:
-        """The batch of one ``place`` in a pass: its samples in ``count`` rows. ``dealt``: those of every place."""
-        numbered = {sample: self._row(sample) for sample in dealt[place]}
+    def _assemble(self, ranges: list[range], place: int, count: int) -> Batch:
+        """The batch of one ``place`` in a pass: its samples in ``count`` rows. ``ranges``: those of every place."""
+        numbered = {sample: self._row(sample) for sample in ranges[place]}
         rows = list(numbered.values())
         longest = self.seq_len
         lines = [[row] for row in rows] + [[] for _ in range(count - len(rows))]
         if self.joined:
             longest = max(
-                1, *(sum(map(self.order.row_length, samples)) for samples in dealt)
+                1, *(sum(map(self.order.row_length, samples)) for samples in ranges)
             )
             lines = [rows]
         length = padded_length(longest, self.layout)
@@ -340,12 +338,13 @@ class Loader:
         return Batch(
             own_part(tokens), own_part(labels), own_part(positions), cu,
             weights=own_part(weights) if weighted else None,
-            documents=own_part(documents), paired=paired, samples=() if self.cp_rank else tuple(dealt[place]),
+            documents=own_part(documents), paired=paired, samples=() if self.cp_rank else tuple(ranges[place]),
             draws=None if self.draws is None else own_part(draws),
         )  # fmt: skip
 
     @property
     def of_pairs(self) -> bool:
+        """Whether the samples are pairs of answers."""
         return isinstance(self.order, Order) and self.order.streams[0].pairs is not None
 
     def _drawn(self, sample: int, row: Row) -> np.ndarray:
@@ -368,13 +367,13 @@ class Loader:
         labels[last] = row.tokens[last]
         return row._replace(labels=labels, weights=None)
 
-    def _balanced(self, samples: range, costs: DocumentTimes) -> list[Batch]:
+    def _balanced(
+        self, planned: Callable[[np.ndarray, int], Plan], samples: range
+    ) -> list[Batch]:
         """The passes of a balanced step: each document is on the ranks that the plan gives it.
 
         All ranks make the same plan. A pass of a rank has at most as many tokens as without balance.
         """
-        from weft.parallel.document_balance import in_rounds, make_plan
-
         rows = [self.order.row(sample) for sample in samples]
         sizes = np.cumsum([0, *(len(row.tokens) for row in rows)])
         edges = np.append(
@@ -397,15 +396,7 @@ class Loader:
         )
         tp = self.layout.tp
         capacity = -(-self.rows * self.seq_len // (self.layout.cp * tp)) * tp
-        plan = make_plan(
-            self.layout.balance,
-            np.diff(edges),
-            capacity,
-            self.layout.size(*DATA_AXES),
-            costs,
-        )
-        if self.layout.ep > 1:
-            plan = in_rounds(plan)
+        plan = planned(np.diff(edges), capacity)
         number = zlib.crc32(repr(plan).encode())
         own_rows = plan[self.batch_rank * self.layout.cp + self.cp_rank]
         # documents: their sample

@@ -1,4 +1,4 @@
-"""The order of the data: a pure function of the seed and the global sample index, so that one number resumes it."""
+"""Order of the data: a pure function of the seed and the global sample index, so that one number resumes it."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _SPLIT, _DOCUMENTS, _ROWS, _BLOCK = range(4)
 
 
 def hashed(*keys: int | np.ndarray) -> np.ndarray:
-    """64 well-mixed bits per element of the last key: SplitMix64 (Steele et al. 2014), the same in every version."""
+    """Return 64 pseudo-random bits per element of the last key (SplitMix64, Steele et al. 2014)."""
     state = np.zeros(1, np.uint64)
     for key in keys:
         state = state ^ (
@@ -34,17 +34,20 @@ def hashed(*keys: int | np.ndarray) -> np.ndarray:
 
 
 def marks(samples: Sequence[int]) -> np.ndarray:
-    """32 bits per sample, by its number: sums of them tell, all but surely, one set of samples from any other."""
+    """Return 32 pseudo-random bits per sample number. Their sum identifies a set of samples almost surely."""
     return hashed(0, np.asarray(samples, np.uint64)) >> np.uint64(32)
 
 
 def shuffled(count: int, *keys: int) -> np.ndarray:
-    """Permutation of ``count`` things that ``keys`` choose."""
+    """Return the permutation of ``count`` elements that ``keys`` determine."""
     return np.argsort(hashed(*keys, np.arange(count)))
 
 
 def held_out(documents: int, fraction: float, seed: int) -> np.ndarray:
-    """Boolean ``[documents]``: true for validation, about ``fraction``; of two or more neither side is empty."""
+    """Choose documents for validation: a boolean ``[documents]``, true for about ``fraction`` of them.
+
+    With two documents or more, neither side is empty.
+    """
     if documents < 2 or fraction == 0:
         return np.zeros(documents, bool)
     keys = hashed(_SPLIT, seed, np.arange(documents))
@@ -53,12 +56,12 @@ def held_out(documents: int, fraction: float, seed: int) -> np.ndarray:
     return chosen
 
 
-def packed(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Documents of ``lengths`` (none above ``capacity``) in rows of at most ``capacity`` tokens.
+def pack_documents(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pack documents of ``lengths`` (none above ``capacity``) into rows of at most ``capacity`` tokens.
 
-    The longest first, each goes into the fullest row with room for it (best fit decreasing; Johnson et al. 1974: rows
-    are at most 11/9 of the fewest possible, and 1 more). Returns the documents in the order of the rows, and how many
-    of them there are up to the end of each row: int64 ``[documents]`` and ``[rows]``.
+    Best fit decreasing: from the longest on, each goes into the fullest row with room for it. Rows are at most 11/9 of
+    the minimum, plus 1 (Johnson et al. 1974). Returns the documents in the order of the rows, and the number of
+    documents up to the end of each row: int64 ``[documents]`` and ``[rows]``.
     """
     rows: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
@@ -84,10 +87,9 @@ def packed(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Row(NamedTuple):
-    """``tokens`` and ``labels``: int64 ``[n <= seq_len]``; ``starts``: where documents begin in them.
+    """Row of a batch. ``tokens`` and ``labels``: int64 ``[n <= seq_len]``; ``starts``: first positions of documents.
 
-    ``weights``: float32 ``[n]``, how much each label counts; None where all count alike. ``pairs``: those that the
-    documents make, two by two.
+    ``weights``: float32 ``[n]``, weight of each label; None if all are 1. ``pairs``: pairs of successive documents.
     """
 
     tokens: np.ndarray
@@ -99,7 +101,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Listed:
-    """A fixed list of rows, each read once; a :class:`weft.data.loader.Loader` reads it like an :class:`Order`."""
+    """Fixed list of rows, each read once, with the interface of :class:`Order`."""
 
     rows: Sequence[Row]
 
@@ -114,16 +116,28 @@ class Listed:
         return len(self.rows[sample].tokens)
 
 
+class _Epoch(NamedTuple):
+    """``ends`` of the documents in the joined stream, and the ``shift`` from there to a stream's ``ids``.
+
+    ``firsts`` and ``lasts``: first tokens and ends of the rows in the order in which they come.
+    """
+
+    ends: np.ndarray
+    shift: np.ndarray
+    firsts: np.ndarray
+    lasts: np.ndarray
+
+
 @dataclass(frozen=True)
 class Stream:
-    """Documents of one source, in rows whose order every epoch shuffles.
+    """Documents of one source in rows, whose order is shuffled in every epoch.
 
-    ``rows_of``: "tokens" are rows cut from the documents, which every epoch shuffles and joins. No label is lost: the
-    last row cut in an epoch may be short, and a document that a row cuts goes on in another. Rows of "documents" hold
-    as many whole ones as fit (none is longer than ``seq_len``), rows of "one" hold one each.
+    ``rows_of``: rows of "tokens" are cut from the documents, which are shuffled and joined in every epoch. No label is
+    lost: the last row of an epoch may be short, and a cut document goes on in another row. Rows of "documents" hold as
+    many whole documents as fit (none is longer than ``seq_len``), rows of "one" hold one document each.
 
-    ``weights``: how much each token counts as a label, 0 for not at all; ``alike`` if that is all there is to them.
-    ``pairs``: those that the documents make, two by two; what rows hold whole are then pairs.
+    ``weights``: weight of each token as a label; ``alike``: all weights are 0 or 1. ``pairs``: pairs of successive
+    documents, which rows then hold whole.
     """
 
     ids: np.ndarray  # [tokens]
@@ -155,7 +169,7 @@ class Stream:
         order = shuffled(len(lengths), _DOCUMENTS, self.seed)
         counts = np.arange(1, 1 + len(order))
         if self.rows_of != "one":
-            places, counts = packed(lengths[order], self.seq_len)
+            places, counts = pack_documents(lengths[order], self.seq_len)
             order = order[places]
         return (
             order[:, None] * together + np.arange(together)
@@ -165,12 +179,7 @@ class Stream:
     def _epoch(self) -> Any:  # the two latest: a step that crosses an epoch needs both
         return lru_cache(maxsize=2)(self._tables)
 
-    def _tables(
-        self, epoch: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """An epoch: ends of the documents in the joined stream, what to add to go from there to ``ids``, and the first
-        tokens and the ends of the rows in the order in which they come.
-        """
+    def _tables(self, epoch: int) -> _Epoch:
         whole = self.rows_of != "tokens"
         order = (
             self._packed[0]
@@ -185,16 +194,18 @@ class Stream:
             if whole
             else np.arange(self.rows + 1) * self.seq_len
         )
-        return ends, shift, edges[rows], np.minimum(edges[rows + 1], self.tokens)
+        return _Epoch(
+            ends, shift, edges[rows], np.minimum(edges[rows + 1], self.tokens)
+        )
 
     def row_length(self, index: int) -> int:
-        """How many tokens row ``index`` has."""
+        """Return the number of tokens of row ``index``."""
         epoch, index = divmod(index, self.rows)
         _, _, firsts, lasts = self._epoch(epoch)
         return int(lasts[index] - firsts[index])
 
     def row(self, index: int) -> Row:
-        """Row ``index``, over all epochs."""
+        """Return row ``index``, counted over all epochs."""
         epoch, index = divmod(index, self.rows)
         ends, shift, firsts, lasts = self._epoch(epoch)
         lo, hi = int(firsts[index]), int(lasts[index])
@@ -229,8 +240,8 @@ class Stream:
 class Order:
     """Samples of one or several streams, mixed in proportion to ``weights``.
 
-    ``epochs = 0`` never ends; otherwise the end is just before the first stream would begin one epoch more. After every
-    block of samples each stream has been drawn as often as its weight asks, to less than one sample.
+    With ``epochs = 0`` the order never ends; otherwise it ends before any stream would begin another epoch. After every
+    block of samples, each stream's count is within one sample of its weight's share.
     """
 
     streams: tuple[Stream, ...]
@@ -298,18 +309,18 @@ class Order:
         return source, index
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """Stream of a global sample, and its index within that stream."""
+        """Return the stream of a global sample, and its index within that stream."""
         if len(self.streams) == 1:  # saves the shuffle
             return 0, sample
         source, index = self._block(sample // self.block)
         return int(source[sample % self.block]), int(index[sample % self.block])
 
     def row(self, sample: int) -> Row:
-        """The row of a global sample, as :meth:`Stream.row` gives it."""
+        """Return the row of a global sample."""
         source, index = self.locate(sample)
         return self.streams[source].row(index)
 
     def row_length(self, sample: int) -> int:
-        """How many tokens the row of a global sample has."""
+        """Return the number of tokens in the row of a global sample."""
         source, index = self.locate(sample)
         return self.streams[source].row_length(index)

@@ -1,4 +1,4 @@
-"""Opening files of data, packed or not, and the one line that says what is wrong with one."""
+"""Open files of data, compressed or not, and explain in one line why a file cannot be read."""
 
 import bz2
 import csv
@@ -27,7 +27,7 @@ _BEGINNINGS = {
 
 @contextmanager
 def reading(path: Path, kind: str) -> Iterator[None]:
-    """What may go wrong within is said in one line, with ``path`` and ``kind``."""
+    """Context that raises errors of reading ``path`` as a :class:`WeftError` of one line with cause and remedy."""
     try:
         yield
     except ImportError as error:
@@ -44,7 +44,7 @@ def reading(path: Path, kind: str) -> Iterator[None]:
 
 
 def opened(file: Path) -> IO[bytes]:
-    """A file to read bytes from, unpacked if its name says that it is compressed."""
+    """Open a file to read bytes, and decompress it if its suffix says so."""
     packed = next((end for end in PACKED if file.name.lower().endswith(end)), "")
     if packed == ".zst":
         import pyarrow
@@ -60,7 +60,7 @@ def opened(file: Path) -> IO[bytes]:
 
 
 def kind_by_content(file: Path) -> str | None:
-    """What a file is by how it begins, where that is no text, and its name does not say so."""
+    """Return what a file is by its first bytes, or None if it seems to be text or its suffix says what it is."""
     if file.suffix.lower() in (".parquet", ".arrow", *PACKED):
         return None
     try:

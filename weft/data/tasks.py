@@ -1,4 +1,4 @@
-"""Questions with known answers, read from a file: a model answers them during training and in ``weft eval``.
+"""Questions with known answers that a model answers during training and in ``weft eval``.
 
 A line of JSON (or, in TOML, a table ``[[questions]]``) holds a ``prompt`` (or ``messages``) and an ``answer``; with
 ``choices`` the answer is one of these, or its number from 0. docs/how-to/evaluation.md says how they are counted.
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from weft.data.chat.chat_turns import from_text
 from weft.data.chat.conversation import as_messages, conversation
 from weft.data.chat.encode import ChatEncoder, Messages, own_encoder
-from weft.data.chat.turns import from_text
 from weft.data.files import records
 from weft.data.reading import reading
 from weft.data.tokenizer import Tokenizer
@@ -28,14 +28,14 @@ LISTS = {"messages", "choices"}
 
 
 class Text(NamedTuple):
-    """Ids that are given, at least one, and ids that may follow them."""
+    """Ids of a prompt, at least one, and ids of a continuation."""
 
     given: Sequence[int]
     following: Sequence[int]
 
 
 class Score(NamedTuple):
-    """``log_probability`` of all that follows together; ``greedy``: whether greedy decoding would write just that."""
+    """Score of a continuation: its ``log_probability``, and whether greedy decoding would write it."""
 
     log_probability: float
     greedy: bool
@@ -43,9 +43,9 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """``answers``: the choices, of which number ``right`` is right; one alone is to be written by the model itself.
+    """Question with its possible ``answers``, of which number ``right`` is right.
 
-    ``place``: file and line, for errors.
+    A single answer is to be written by the model itself. ``place``: file and line, for errors.
     """
 
     place: str
@@ -55,9 +55,9 @@ class Question:
 
 
 def read_questions(path: str | Path, limit: int = 0) -> list[Question]:
-    """The questions of a file, the first ``limit`` of them if that is above 0.
+    """Read the questions of a file, at most ``limit`` if that is above 0.
 
-    Raises :class:`WeftError` in one line, with the line of the first question that is none.
+    Raises :class:`WeftError`, which names the line of the first malformed question.
     """
     file, questions = Path(path).expanduser(), []
     with reading(file, "a file of questions"):
@@ -137,13 +137,13 @@ def _question(record: Any, place: str) -> Question:
 def question_texts(
     question: Question, tokenizer: Tokenizer, encoder: ChatEncoder | None
 ) -> tuple[Text, ...]:
-    """The ids of every answer after the prompt.
+    """Return the ids of the prompt and of each answer.
 
-    With ``encoder``, which learns the last turn, the prompt is what the user says, and the answer a turn of the
-    assistant's up to the token that ends it.
+    With ``encoder``, which learns the last turn, the prompt is a turn of the user, and the answer a turn of the
+    assistant up to the token that ends it.
     """
     try:
-        made = tuple(
+        texts = tuple(
             plain_text(question.prompt, answer, tokenizer)
             if encoder is None
             else _turn(question, answer, encoder)
@@ -151,17 +151,17 @@ def question_texts(
         )
     except WeftError as error:
         raise WeftError(f"{question.place}: {error}") from None
-    if not all(text.following for text in made):
+    if not all(text.following for text in texts):
         raise WeftError(
             f"{question.place}: the answer has no token of its own after this prompt"
         )
-    return made
+    return texts
 
 
 def plain_text(prompt: str | Messages, answer: str, tokenizer: Tokenizer) -> Text:
-    """A text and what follows it, in the ids that they have when both stand together.
+    """Tokenize prompt and answer jointly, and return their ids separately.
 
-    Blanks at the end of the prompt are the answer's, whose first word they are a part of to a tokenizer.
+    Trailing blanks of the prompt belong to the answer, as tokenizers join them to its first word.
     """
     if not isinstance(prompt, str):
         raise WeftError(
@@ -190,7 +190,7 @@ def _turn(question: Question, answer: str, encoder: ChatEncoder) -> Text:
 
 @dataclass(frozen=True)
 class Answered:
-    """How a model did: the share of ``questions`` that it has right, and its mean loss per token of right answers."""
+    """Result of a task: number of ``questions`` and of ``right`` answers, and mean loss per token of right answers."""
 
     questions: int
     right: int
@@ -203,7 +203,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class OpenTask:
-    """A task with its questions, and their ids for every answer."""
+    """Task with its questions, and the ids of every answer."""
 
     name: str
     every: int
@@ -213,9 +213,9 @@ class OpenTask:
     def answered(
         self, scores: Callable[[Sequence[Text]], list[Score]]
     ) -> Answered | None:
-        """How a model did, whose ``scores`` these are; None if there are none.
+        """Return the result of a model that ``scores`` texts, or None on ranks where it returns no scores.
 
-        Of several choices the likeliest counts; one answer alone must be what the model would write.
+        Of several choices the likeliest is the model's answer. A single answer is right if greedy decoding writes it.
         """
         scored = scores([text for texts in self.texts for text in texts])
         if not scored:
@@ -231,7 +231,7 @@ class OpenTask:
 
 
 def open_task(task: Task, tokenizer: Tokenizer, name: str) -> OpenTask:
-    """Read the questions of a task; ``name`` says in errors whose model's tokenizer it is."""
+    """Read and tokenize the questions of a task; errors call the tokenizer's model ``name``."""
     questions = read_questions(task.path, task.limit)
     encoder = own_encoder(tokenizer, name, "last") if task.chat else None
     texts = tuple(question_texts(q, tokenizer, encoder) for q in questions)
@@ -243,7 +243,7 @@ def open_task(task: Task, tokenizer: Tokenizer, name: str) -> OpenTask:
 def open_tasks(
     tasks: Sequence[Task], tokenizer: Tokenizer, name: str
 ) -> tuple[OpenTask, ...]:
-    """The tasks of a recipe; no two may have one name."""
+    """Open the tasks of a recipe. Raises :class:`WeftError` if two tasks share a name."""
     opened = [open_task(task, tokenizer, name) for task in tasks]
     names = [task.name for task in opened]
     if twice := sorted({name for name in names if names.count(name) > 1}):

@@ -1,4 +1,4 @@
-"""The bytes that each token stands for, of which text is made up; a character may be spread over several tokens."""
+"""Bytes of each token. A character may be spread over several tokens."""
 
 import json
 import re
@@ -13,7 +13,7 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """The bytes of each token of ``tokenizer``. Special tokens have those of their names."""
+    """Bytes of each token of ``tokenizer``. A special token has the bytes of its name."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -66,7 +66,7 @@ class TokenBytes:
         )
 
     def text(self, token: int) -> str:
-        """A token as OpenAI names it: its text, or ``bytes:`` and the bytes where they are no text by themselves."""
+        """Return a token as OpenAI writes it: its text, or ``bytes:`` and its bytes if these are no valid UTF-8."""
         data = self.bytes_of(token)
         try:
             return data.decode()
@@ -74,7 +74,7 @@ class TokenBytes:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def names(self, chances: Mapping[int, float]) -> dict[int, str]:
-        """A name for each token; of several with the same text the likeliest has it, and the others ``token_id:N``."""
+        """Return a unique name for each token: its text, or ``token_id:N`` if a likelier token has the same text."""
         named: dict[int, str] = {}
         taken: set[str] = set()
         for token in sorted(chances, key=lambda i: -chances[i]):
@@ -86,12 +86,12 @@ class TokenBytes:
 
 @lru_cache(8)
 def token_bytes(tokenizer: Tokenizer) -> TokenBytes:
-    """The bytes of the tokens of ``tokenizer``, read once."""
+    """Return the :class:`TokenBytes` of ``tokenizer``, made once."""
     return TokenBytes(tokenizer)
 
 
 def byte_of_character() -> dict[str, bytes]:
-    """Which byte each character of a byte-level vocabulary stands for (GPT-2's table, Radford et al. 2019)."""
+    """Return the byte of each character of a byte-level vocabulary (GPT-2's table, Radford et al. 2019)."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): bytes([byte]) for byte in shown} | {

@@ -13,7 +13,7 @@ import numpy as np
 import tokenizers
 
 from weft.data.cache import build_once, cache_root, digest
-from weft.data.corpora import documents, fingerprint
+from weft.data.corpora import documents, source_fingerprint
 from weft.encodable import encodable
 from weft.errors import UsageError, WeftError
 from weft.recipe.named_templates import (
@@ -40,12 +40,12 @@ _SAMPLE, _PIECE = 8_000_000, 8192
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to token ids and back. ``vocab`` is one more than the largest id; ``eos`` ends every document;
-    without one, a tokenizer writes prompts, and texts go on until they have so many tokens.
+    """Tokenizer. ``vocab``: the largest id plus 1; ``eos``: the id that ends every document, None if there is none.
 
-    ``bos`` and ``pad`` are the ids of the tokens that begin a text and fill a row, where the tokenizer has such.
-    ``chat_template`` is the Jinja template that writes a conversation as one text (:mod:`weft.data.chat`);
-    ``named_templates`` are others by name, of which ``tool_use`` is for conversations with tools.
+    ``bos`` and ``pad``: ids of the tokens that begin a text and fill a row, if there are any. ``ends``: ids at which
+    generation ends. ``chat_template``: the Jinja template that writes a conversation as text (:mod:`weft.data.chat`);
+    ``named_templates``: other templates by name, of which ``tool_use`` is for conversations with tools. ``model`` is
+    None for plain bytes. ``fingerprint`` changes with the ids of any text.
     """
 
     vocab: int
@@ -62,12 +62,12 @@ class Tokenizer:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """Ids at which a text that is generated ends: ``eos``, or all that ``generation_config.json`` names."""
+        """Ids at which generated text ends: those of ``generation_config.json``, else ``eos``."""
         return self.ends or (() if self.eos is None else (self.eos,))
 
     @property
     def closing(self) -> int:
-        """The id that ends a document of training text; :class:`WeftError` where there is none."""
+        """Id that ends a training document. Raises :class:`WeftError` if there is none."""
         if self.eos is None:
             raise WeftError(
                 "the tokenizer has no end-of-document token; name one as 'eos_token' in tokenizer_config.json beside it"
@@ -76,7 +76,7 @@ class Tokenizer:
 
     @cached_property
     def specials(self) -> dict[str, int]:
-        """The special tokens by name: what a chat template may write and plain text must not turn into."""
+        """Ids of the special tokens by name, which chat templates write and plain text must not become."""
         if self.model is None:
             return {_EOS[0]: self.closing}
         return {
@@ -86,20 +86,20 @@ class Tokenizer:
         }
 
     def name_of(self, token: int | None) -> str | None:
-        """How a chat template writes ``token``, such as ``<|im_end|>``."""
+        """Return the name of a token in chat templates, such as ``<|im_end|>``."""
         if self.model is not None:
             return None if token is None else self.model.id_to_token(token)
         return _EOS[0] if token == self.eos else None
 
     def encode(self, text: str, special: bool = False) -> np.ndarray:
-        """int64 ids of ``text``, without ``eos``.
+        """Return the int64 ids of ``text``, without ``eos``.
 
-        The names of special tokens in ``text`` are plain text, or with ``special`` the tokens themselves.
+        Names of special tokens in ``text`` are plain text, or with ``special`` the tokens themselves.
         """
         return self.encode_many([text], special)[0]
 
     def encode_many(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
-        """:meth:`encode` for several texts, on all cores."""
+        """Encode several texts like :meth:`encode`, on all cores."""
         # a command line may have bytes that are no UTF-8
         texts = [encodable(text) for text in texts]
         if self.model is None:
@@ -118,12 +118,12 @@ class Tokenizer:
         )
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Ids of a text that a model is to continue: with what the tokenizer begins a text with, and never none."""
+        """Return the ids of a text that a model is to continue, with :attr:`opening`, or ``eos`` if both are empty."""
         return self.opening + [int(i) for i in self.encode(text)] or [self.closing]
 
     @cached_property
     def opening(self) -> list[int]:
-        """What the tokenizer begins a text with: the ids that its post-processor puts before one."""
+        """Ids that the tokenizer's post-processor writes before a text."""
         if self.model is None:
             return []
         shown = self.model.encode("a", add_special_tokens=True)
@@ -133,7 +133,7 @@ class Tokenizer:
         return [i for i in shown.ids if i != self.eos or i == self.bos]
 
     def has_ids_of(self, other: Tokenizer) -> bool:
-        """Whether ids mean the same text to both. What they begin a text with may differ."""
+        """Return whether ids mean the same text in both tokenizers. Their :attr:`opening` may differ."""
         return self.fingerprint == other.fingerprint or self._meaning == other._meaning
 
     @cached_property
@@ -145,13 +145,13 @@ class Tokenizer:
         )
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of ``ids``; special tokens are left out, bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of ``ids``, without special tokens; invalid UTF-8 becomes U+FFFD."""
         if self.model is None:
             return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
         return self.model.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def files(self) -> dict[str, bytes]:
-        """What :func:`load_tokenizer` and transformers read: ``tokenizer.json``, named tokens, chat template."""
+        """Return the files that :func:`load_tokenizer` and transformers read, by name."""
         template = (
             {TEMPLATE_FILE: self.chat_template.encode()} if self.chat_template else {}
         )
@@ -198,9 +198,10 @@ class Tokenizer:
 def load_tokenizer(
     spec: str, sources: Sequence[Source] = (), cache: Path | None = None
 ) -> Tokenizer:
-    """The tokenizer that ``spec`` names: ``bytes``, ``train:N``, or a ``tokenizer.json`` or folder that holds one.
+    """Load the tokenizer ``spec``: ``bytes``, ``train:N``, a ``tokenizer.json``, or a folder that holds one.
 
-    ``sources`` are what ``train:N`` trains on, once per corpus; the result is kept in ``cache``.
+    ``train:N`` trains a byte-level BPE of N entries on ``sources`` once, and keeps it in ``cache``. Raises
+    :class:`WeftError` for a missing or damaged tokenizer.
     """
     if spec in ("", "bytes"):
         return Tokenizer(257, 256, "bytes")
@@ -229,7 +230,7 @@ def load_tokenizer(
 
 
 def tokenizer_from_files(files: Mapping[str, bytes], origin: str) -> Tokenizer:
-    """The tokenizer that a folder's files, by name, make up; ``origin`` says in errors where they are from."""
+    """Build the tokenizer of a folder's ``files`` (contents by name); errors call the folder ``origin``."""
     if "tokenizer.json" not in files:
         reason = (
             "it has a tokenizer.model, of sentencepiece"
@@ -317,12 +318,14 @@ def _trained(spec: str, sources: Sequence[Source], root: Path) -> Path:
         )
         model.save(str(folder / "tokenizer.json"))
 
-    key = digest(size, _SAMPLE, _PIECE, [fingerprint(source) for source in sources])
+    key = digest(
+        size, _SAMPLE, _PIECE, [source_fingerprint(source) for source in sources]
+    )
     return build_once(root / f"tokenizer-{key}", train)
 
 
 def sample(sources: Sequence[Source], size: int = _SAMPLE) -> list[str]:
-    """At most ``size`` characters of text, as pieces evenly spaced over all documents, in one pass."""
+    """Sample at most ``size`` characters of text in one pass, as pieces evenly spaced over all documents."""
     kept: list[str] = []
     held, stride = 0, 1
     texts = (text for source in sources for text in documents(source))

@@ -1,4 +1,4 @@
-"""The token format: every document as token ids in one memory-mapped file, tokenized once.
+"""Token files: the token ids of all documents in one memory-mapped file, tokenized once.
 
 A folder holds ``tokens.bin`` (little-endian uint16, or uint32 if the vocabulary needs it), ``offsets.npy`` (int64
 ``[documents + 1]``: document ``i`` is ``tokens[offsets[i] : offsets[i + 1]]``) and ``meta.json``.
@@ -18,9 +18,9 @@ import numpy as np
 
 from weft.data.batch import Pairs
 from weft.data.cache import build_once, cache_root, digest
-from weft.data.corpora import documents, fingerprint
+from weft.data.corpora import documents, source_fingerprint
 from weft.data.files import files
-from weft.data.report import SourceReport
+from weft.data.source_report import SourceReport
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokenized documents as the module's docstring has them; ``fingerprint`` changes with the content.
+    """Tokenized documents in a folder of token files; ``fingerprint`` changes with the content.
 
-    Of conversations (:mod:`weft.data.chat`) there are ``weights``, how much each token counts as a label (``alike``: 0
-    or 1), and ``lines`` of ``files``, which tell where each comes from; of pairs of answers, which are two documents
-    each, ``pairs``. ``notes``: what is to be said at the start of a run that reads them, a line each.
+    Conversations (:mod:`weft.data.chat`) have ``weights``, the weight of each token as a label (``alike``: all are 0 or
+    1), and ``lines``, their file (number in ``files``) and line. Pairs of answers, two documents each, have ``pairs``.
+    ``notes``: lines to print at the start of a run.
     """
 
     ids: np.ndarray
@@ -50,7 +50,7 @@ class Tokens:
     notes: tuple[str, ...] = ()
 
     def place(self, document: int) -> str:
-        """Where a document comes from, as an error says it."""
+        """Return the file and line of a document, or its number, for errors."""
         if self.lines is None:
             return f"document {document}"
         file, line = self.lines[document].tolist()
@@ -60,7 +60,7 @@ class Tokens:
 def write_tokens(
     folder: str | Path, docs: Iterable[np.ndarray], vocab: int, eos: int
 ) -> None:
-    """Write documents (ids below ``vocab``) as a stream into a new ``folder``, ``eos`` after each; no empty ones."""
+    """Write documents (ids below ``vocab``) to a new ``folder``, with ``eos`` after each; empty ones are skipped."""
     if Path(folder).exists():
         raise WeftError(f"{folder} exists already; remove it or choose another folder")
     build_once(
@@ -70,7 +70,10 @@ def write_tokens(
 
 
 def read_tokens(path: str | Path) -> Tokens:
-    """Open a folder of :func:`write_tokens`, or a bare ``X.bin`` beside ``X.offsets.npy`` or ``offsets.npy``."""
+    """Open a folder of :func:`write_tokens`, or a file ``X.bin`` beside ``X.offsets.npy`` or ``offsets.npy``.
+
+    Raises :class:`WeftError`, which names the missing or damaged file.
+    """
     path = Path(path).expanduser()
     binary = path / "tokens.bin" if path.is_dir() else path
     index = binary.with_suffix(".offsets.npy")
@@ -133,9 +136,10 @@ def open_source(
     cache: Path | None = None,
     opening: Sequence[int] = (),
 ) -> Tokens:
-    """The tokens of any source; text is tokenized on first use, into the cache, by one process for all.
+    """Open the tokens of a source. Text is tokenized into the cache on first use, by one process.
 
-    ``opening``: the ids that a document of text begins with.
+    ``opening``: ids at the beginning of every document of text. Raises :class:`WeftError` if a source of token files
+    was written by another tokenizer.
     """
     if source.kind != "tokens":
 
@@ -153,7 +157,10 @@ def open_source(
 
         # Those without an opening are the ones that were there before documents could have one.
         key = digest(
-            2 if opening else 1, fingerprint(source), tokenizer.fingerprint, *opening
+            2 if opening else 1,
+            source_fingerprint(source),
+            tokenizer.fingerprint,
+            *opening,
         )
         return read_tokens(build_once(cache_root(cache) / f"tokens-{key}", build))
     path = Path(source.path or "").expanduser()
@@ -181,9 +188,9 @@ def write_documents(
     folder: Path, docs: Iterable[np.ndarray], vocab: int, eos: int, name: str, close: bool = True,
     opening: Sequence[int] = (),
 ) -> None:  # fmt: skip
-    """Write documents into an existing ``folder``. With ``close`` each ends with ``eos`` and empty ones are left out.
+    """Write documents to an existing ``folder``. With ``close`` each ends with ``eos``, and empty ones are skipped.
 
-    ``name`` is that of their source, for errors. ``opening`` is written before each.
+    ``name``: the source's name in errors. ``opening``: ids that are written before each document.
     """
     dtype = np.dtype("<u2" if vocab <= 2**16 else "<u4")
     offsets, content = array("q", [0]), hashlib.sha256()
@@ -218,7 +225,7 @@ def write_documents(
 
 
 def add_to_meta(folder: Path, more: Mapping[str, Any]) -> None:
-    """Write ``more`` into the ``meta.json`` of a ``folder`` of tokens."""
+    """Add the entries ``more`` to the ``meta.json`` of a ``folder`` of token files."""
     file = folder / "meta.json"
     file.write_text(
         json.dumps(json.loads(file.read_text()) | dict(more), indent=2) + "\n"

@@ -15,7 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from weft.data.batch import Pass, Plan
 from weft.errors import UsageError, WeftError
+from weft.layout.axes import DATA_AXES
+from weft.layout.layout import Layout
 from weft.recipe import ModelShape
 from weft.shapes.shape import shape_of
 
@@ -49,18 +52,6 @@ class DocumentTimes(NamedTuple):
             * s
             / ranks
         )
-
-
-class Pass(NamedTuple):
-    """``documents`` (numbers within the step) on the data ranks ``peers``, joined and cut over them in this order."""
-
-    peers: tuple[int, ...]
-    documents: tuple[int, ...]
-
-
-#: What every data rank runs, in order. Passes are in one order that all ranks share, so that no two ranks can wait for
-#: each other; each rank ends with a pass of its own, in which gradients are reduced over all ranks.
-Plan = tuple[tuple[Pass, ...], ...]
 
 
 class PlanError(WeftError):
@@ -552,3 +543,16 @@ def make_plan(
     plan = PLANNERS[name](lengths, capacity, ranks, costs)
     check_document_plan(plan, lengths, capacity)
     return plan
+
+
+def step_planner(
+    layout: Layout, costs: DocumentTimes
+) -> Callable[[np.ndarray, int], Plan]:
+    """The planner of ``layout``: a function of the documents' lengths and of the tokens that a rank holds in a pass."""
+
+    def planned(lengths: np.ndarray, capacity: int) -> Plan:
+        ranks = layout.size(*DATA_AXES)
+        plan = make_plan(layout.balance, lengths, capacity, ranks, costs)
+        return in_rounds(plan) if layout.ep > 1 else plan
+
+    return planned

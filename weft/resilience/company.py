@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from weft.checkpoint.state import Progress
+from weft.checkpoint.run_state import Progress
 from weft.resilience.island_party import KNOWN, IslandParty
 from weft.sync.presence import Draw, Presence, Work
 from weft.sync.streams import IslandLost

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from weft.checkpoint.lease import Lease
 from weft.checkpoint.levels import levels_of
-from weft.checkpoint.state import Progress
+from weft.checkpoint.run_state import Progress
 from weft.layout.mesh import Mesh, from_all
 from weft.layout.placement import island_ranks
 from weft.net.endpoint import PEER, process_endpoint

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.checkpoint.state import Progress
+from weft.checkpoint.run_state import Progress
 from weft.layout.parts import Part
 from weft.parallel.state import State
 from weft.resilience.snapshots import Snapshots

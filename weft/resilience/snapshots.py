@@ -24,7 +24,7 @@ import torch.distributed as dist
 import xxhash
 
 from weft.checkpoint.boxes import volume
-from weft.checkpoint.state import Progress
+from weft.checkpoint.run_state import Progress
 from weft.layout.dims import Box, Tensor, extents
 from weft.layout.mesh import from_all
 from weft.layout.parts import TORCH_DTYPES, Part

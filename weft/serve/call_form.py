@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
+from weft.data.chat.chat_template import ChatTemplate, TemplateError
 from weft.data.chat.edges import common_length
-from weft.data.chat.template import ChatTemplate, TemplateError
 from weft.generate.grammar import BLANKS
 from weft.serve.protocol import Language
 from weft.serve.reasoning import thoughts_of

@@ -19,7 +19,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from tqdm import tqdm
 
 from weft.checkpoint.model import open_model, tokenizer_of
-from weft.data.chat.template import template_of
+from weft.data.chat.chat_template import template_of
 from weft.data.tasks import Text
 from weft.errors import UsageError, WeftError
 from weft.generate.engine import Engine

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import tokenizers
 
+from weft.data.chat.chat_template import ChatTemplate
 from weft.data.chat.conversation import Message
 from weft.data.chat.encode import ChatEncoder, own_encoder
 from weft.data.chat.marks import Marked, cleaned, numbered
-from weft.data.chat.template import ChatTemplate
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError
 from weft.generate.grammar import Grammar, Grammars

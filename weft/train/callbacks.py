@@ -11,7 +11,7 @@ from weft.plugins import HOOKS, blame_plugin, call
 from weft.registry import Registered, find
 
 if TYPE_CHECKING:
-    from weft.checkpoint.state import Progress
+    from weft.checkpoint.run_state import Progress
     from weft.checkpoint.storage import Storage
     from weft.layout.mesh import Mesh
     from weft.models.transformer import Transformer

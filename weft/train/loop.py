@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from weft.checkpoint.best import Best, read_best
-from weft.checkpoint.checkpoints import Checkpoints
 from weft.checkpoint.levels import open_levels
+from weft.checkpoint.run_checkpoints import Checkpoints
 from weft.data.order import marks
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh, from_all
@@ -36,7 +36,7 @@ from weft.train.setup import Job
 
 if TYPE_CHECKING:
     from weft.checkpoint.lease import Lease
-    from weft.checkpoint.state import Progress
+    from weft.checkpoint.run_state import Progress
     from weft.checkpoint.storage import Storage
     from weft.recipe import Recipe
     from weft.train.lowest_loss import LowestLoss
@@ -258,7 +258,7 @@ class Loop:
 
     def check_samples(self, result: StepResult) -> None:
         """Raise :class:`WeftError` if the next final step has not seen each of its samples once, and no other."""
-        due = self.loader.due(self.progress.position)
+        due = self.loader.island_samples(self.progress.position)
         if result.samples not in (None, (len(due), int(marks(due).sum()))):
             raise WeftError(
                 f"step {self.progress.step + 1} has not seen its samples {due.start} to {due.stop - 1} once each; this "

@@ -24,7 +24,7 @@ from weft.shapes.shape import flops_per_token
 from weft.train.step_values import StepResult
 
 if TYPE_CHECKING:
-    from weft.checkpoint.state import Progress
+    from weft.checkpoint.run_state import Progress
     from weft.data.tasks import Answered
     from weft.layout.mesh import Mesh
     from weft.observe.split import TimeSplit

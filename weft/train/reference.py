@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from weft.checkpoint.same import fingerprint
+from weft.checkpoint.resume_check import model_fingerprint
 from weft.data.batch import Batch, Pairs
 from weft.data.cache import build_once, cache_root, digest
 from weft.data.order import Order, Stream
@@ -186,7 +186,7 @@ def _identity(recipe: Recipe) -> str | int:
     return (
         recipe.train.seed
         if name is None or name.endswith(".json")
-        else fingerprint(name)
+        else model_fingerprint(name)
     )
 
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from weft.checkpoint.address import open_storage
 from weft.checkpoint.lease import FOLDER, Lease
 from weft.checkpoint.levels import LevelStore, check_levels, levels_of
-from weft.checkpoint.state import Progress, load_state
+from weft.checkpoint.run_state import Progress, load_state
 from weft.checkpoint.storage import LocalStorage, Storage, StorageError
 from weft.checkpoint.store import (
     PLACES,
@@ -38,8 +38,8 @@ from weft.train.rule_optimizer import rate_jump, slot_bytes
 from weft.train.setup import Job, prepare
 
 if TYPE_CHECKING:
-    from weft.checkpoint.checkpoints import Listener
     from weft.checkpoint.load import StoredCheckpoint
+    from weft.checkpoint.run_checkpoints import Listener
     from weft.parallel.state import State
 
 #: Bytes at the end of a run's records in which its latest step is looked for.
@@ -122,10 +122,10 @@ def as_recorded(recipe: Recipe, out: Path | None, resume: str | None) -> Recipe:
 
 def _check(checkpoint: StoredCheckpoint, job: Job) -> None:
     """Refuse to resume from a checkpoint of another model, of an adapter of another base, or of another tokenizer."""
-    from weft.checkpoint.same import base_of_run, check_goes_on, check_same_base
+    from weft.checkpoint.resume_check import check_resumable, check_same_base, run_base
 
-    check_goes_on(checkpoint, job.shape, job.corpus.tokenizer, job.recipe.optimizer)
-    check_same_base(checkpoint, base_of_run(job.recipe, job.shape))
+    check_resumable(checkpoint, job.shape, job.corpus.tokenizer, job.recipe.optimizer)
+    check_same_base(checkpoint, run_base(job.recipe, job.shape))
 
 
 def _is_readable(checkpoint: StoredCheckpoint) -> bool:
@@ -233,7 +233,7 @@ def resume_run(run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
     if island_store is not None and mesh.speaks:
         island_store.set("weft/resumed", str(checkpoint.storage))
     notes.append(f"resumed from {checkpoint} at step {progress.step}")
-    from weft.checkpoint.same import other_differences
+    from weft.checkpoint.resume_check import other_differences
 
     differences = other_differences(checkpoint, job.recipe, job.corpus.fingerprint)
     notes += [f"resumed with {difference}" for difference in differences]

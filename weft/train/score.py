@@ -12,7 +12,7 @@ import torch
 
 from weft.data.batch import IGNORE
 from weft.data.loader import Loader
-from weft.data.order import Listed, Row, packed
+from weft.data.order import Listed, Row, pack_documents
 from weft.data.tasks import Score, Text
 from weft.layout.boundary import OWN, own_share, step_sum
 from weft.layout.mesh import Mesh
@@ -47,7 +47,7 @@ class Scorer:
 
 def pack_texts(texts: Sequence[Text], room: int) -> Listed:
     """Texts packed into rows of at most ``room`` tokens, their labels weighted by the texts' numbers, from 1."""
-    order, ends = packed(
+    order, ends = pack_documents(
         np.array([len(t.given) + len(t.following) - 1 for t in texts]), room
     )
     rows = []

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from weft.data.early import check_sources
 from weft.data.loader import Corpus, Loader, open_data, shares_of, tokenizer_of_data
+from weft.data.source_check import check_sources
 from weft.data.tokenizer import NO_TOKENIZER
 from weft.errors import UsageError, WeftError, nearest
 from weft.layout.axes import BATCH_AXES, MODEL_AXES
@@ -35,7 +35,7 @@ from weft.train.rule_optimizer import RuleOptimizer, slot_bytes
 
 # a recipe without model.from does not wait for what reads checkpoints
 if TYPE_CHECKING:
-    from weft.checkpoint.state import Progress
+    from weft.checkpoint.run_state import Progress
     from weft.checkpoint.weights import Pretrained
     from weft.data.order import Order
     from weft.data.tasks import OpenTask
@@ -97,13 +97,13 @@ class Job:
                 passes, -(-max(shares_of(self.recipe.train.batch, speeds)) // rows)
             )
         # Only steps that train gather parameters once, which a balanced step needs.
-        costs = None
+        plan = None
         if mesh.layout.balance and trains:
-            from weft.parallel.document_balance import costs_of
+            from weft.parallel.document_balance import costs_of, step_planner
 
-            costs = costs_of(self.shape)
+            plan = step_planner(cut, costs_of(self.shape))
         return Loader(
-            order, cut, ranks[0], mesh.rank("cp"), self.recipe.train.batch, rows, passes, data.seq_len, costs,
+            order, cut, ranks[0], mesh.rank("cp"), self.recipe.train.batch, rows, passes, data.seq_len, plan,
             ends=self.shape.output == "score",
             # A compiled model asks for one shape. Rows that are cut from a stream are full anyway.
             joined=any(s.rows_of != "tokens" for s in order.streams) and not self.recipe.train.compile,
@@ -150,9 +150,9 @@ class Job:
         recipe = self.recipe.model_copy(update={"model": self.shape})
         layout, base = self.recipe.layout, None
         if self.shape.adapter is not None:
-            from weft.checkpoint.same import base_of_run
+            from weft.checkpoint.resume_check import run_base
 
-            base = base_of_run(self.recipe, self.shape)
+            base = run_base(self.recipe, self.shape)
         about = {
             "recipe": recipe.model_dump(mode="json"),
             "layout": str(layout),

@@ -1,7 +1,7 @@
-"""Checkpoints of other programs in and out, one tensor in memory at a time.
+"""Convert checkpoints of other programs from and to Weft's, with one tensor in memory at a time.
 
-What a foreign tensor is follows from its name (:mod:`.rules`), where its bytes are from its container (:mod:`.shards`,
-:mod:`.sources`); :mod:`.write` makes Weft's, Hugging Face's and DCP's folders of it.
+:mod:`.rules` maps names of foreign tensors, :mod:`.shards` and :mod:`.sources` find their bytes, and :mod:`.write`
+writes folders of Weft, Hugging Face and DCP.
 """
 
 from weft.checkpoint.convert.foreign import Foreign

@@ -1,4 +1,4 @@
-"""An open checkpoint of another program, and what lies beside its weights."""
+"""Open checkpoint of another program, and the files beside its weights."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,14 +21,17 @@ Stores = dict[str, Sequence[Shard]]
 
 @dataclass
 class Foreign:
-    """An open checkpoint. ``made``: where each parameter comes from; ``moments``: the same for each moment of the
-    optimizer's state, if there is any; ``step``: the number of updates; ``files``: those beside the weights;
-    ``length``: the context that it has learned with, where a run began its weights anew."""
+    """Open checkpoint of another program (or of Weft, to convert).
+
+    ``sources``: the source of each parameter; ``moments``: the same for each moment of the optimizer, if stored;
+    ``step``: number of updates; ``files``: files beside the weights; ``length``: ``data.seq_len`` of a Weft run that
+    started from random weights. Raises :class:`WeftError` if parameters are missing or unknown.
+    """
 
     kind: str
     path: Path | Storage
     model: ModelShape
-    made: Mapping[str, TensorSource]
+    sources: Mapping[str, TensorSource]
     moments: Mapping[str, Mapping[str, TensorSource]] = field(default_factory=dict)
     step: int = 0
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -36,14 +39,14 @@ class Foreign:
 
     def __post_init__(self) -> None:
         self.table = whole_table(self.model)
-        if missing := [name for name in self.table if name not in self.made]:
+        if missing := [name for name in self.table if name not in self.sources]:
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise WeftError(f"{self.path} has nothing for {', '.join(missing[:5])}{more}; the configuration is of "
                             "another model, or a file is missing")  # fmt: skip
         ignored = {"head"} if self.model.tied else set()
         if extra := [
-            made.name
-            for name, made in self.made.items()
+            source.name
+            for name, source in self.sources.items()
             if name not in {*self.table, *ignored}
         ]:
             raise WeftError(f"{self.path} has tensors that the model has not: {', '.join(extra[:5])}; the "
@@ -52,10 +55,12 @@ class Foreign:
     def read(
         self, name: str, dtype: torch.dtype | None = None, moment: str = ""
     ) -> torch.Tensor:
-        """The whole parameter ``name``, or the ``moment`` of it, as stored or converted to ``dtype``."""
-        made = self.moments[moment] if moment else self.made
+        """Read the whole parameter ``name``, or its ``moment``, and convert it to ``dtype`` if that is given."""
+        sources = self.moments[moment] if moment else self.sources
         try:
-            return logical_tensor(made[name], self.table[name].shape, self.model, dtype)
+            return logical_tensor(
+                sources[name], self.table[name].shape, self.model, dtype
+            )
         except WeftError as error:
             raise (
                 error
@@ -78,12 +83,12 @@ def _config(path: Path, config: Path | None) -> Path:
 
 
 def shape_beside(path: Path, config: Path | None) -> ModelShape:
-    """The shape of the model at ``path``; ``config``: its ``config.json``, if it lies elsewhere."""
+    """Read the shape of the model at ``path``. ``config``: its ``config.json``, if it lies elsewhere."""
     return shape_from_config(_config(path, config))
 
 
 def files_at(path: Path, config: Path | None) -> dict[str, bytes]:
-    """The model's files beside the weights at ``path``; ``config``: its ``config.json``, if it lies elsewhere."""
+    """Read the model's files beside the weights at ``path``. ``config``: its ``config.json``, if it lies elsewhere."""
     file = _config(path, config)
     file = file / CONFIG if file.is_dir() else file
     return files_beside(file) | (tokenizer_files(path) if path.is_dir() else {})

@@ -1,4 +1,4 @@
-"""A GGUF file: the model that its fields describe, and its tensors, dequantised as they are read."""
+"""Read a GGUF file: the model that its fields describe, and its tensors, which are dequantised on demand."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,7 +44,7 @@ LLAMA3 = "weft.rope_scaling"
 
 
 def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, list[Shard]]]:
-    """Fields by their names, those of the tokenizer too, and tensors by theirs; no tensor is read."""
+    """Read the fields and the tensors of a GGUF file by name. Values of tensors are not read yet."""
     try:
         import gguf
 
@@ -77,7 +77,7 @@ def _value(field: Any) -> Any:
 def gguf_shape(
     file: Path, fields: Mapping[str, Any], tensors: Mapping[str, list[Shard]]
 ) -> ModelShape:
-    """The model that a GGUF file's own fields describe."""
+    """Return the model that the fields of a GGUF file describe. Raises :class:`WeftError` if Weft lacks it."""
     arch = str(fields.get("general.architecture"))
     about = {
         name.removeprefix(f"{arch}."): value

@@ -1,4 +1,4 @@
-"""Writes a model as a GGUF file, for llama.cpp and what is built on it: weights, tokenizer, template and settings."""
+"""Export a model as a GGUF file for llama.cpp: weights, tokenizer, chat template and settings."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -48,11 +48,11 @@ def export_gguf(
     get: Callable[[str], torch.Tensor], shape: ModelShape, out: Path, kind: str, files: Mapping[str, bytes],
     length: int | None = None,
 ) -> Path:  # fmt: skip
-    """Write the model to the file ``out``, or into the new folder ``out``; returns the file, which appears when whole.
+    """Write the model to the GGUF file ``out``, or into the new folder ``out``, and return the file.
 
-    ``get`` gives whole tensors by Weft's names; ``kind`` is one of :data:`KINDS`. ``files``: those beside the weights;
-    ``length``: the context that it has learned with, where these do not say one. Raises :class:`WeftError` for a model
-    or a tokenizer that GGUF has no words for.
+    ``get`` returns whole tensors by Weft's names; ``kind``: type of the weights, of :data:`KINDS`. ``files``: files
+    beside the weights; ``length``: context length, used if ``files`` give none. Raises :class:`WeftError` for a model
+    or a tokenizer that GGUF cannot describe.
     """
     try:
         import gguf
@@ -259,17 +259,7 @@ def _encoded(
 
 def _add(writer: Any, name: str, value: Any) -> None:
     """A field of the kind that its value has; lists of texts, whole numbers or fractions."""
-    if isinstance(value, bool):
-        writer.add_bool(name, value)
-    elif isinstance(value, int):
-        (
-            writer.add_int32
-            if name.startswith("general.sampling.")
-            else writer.add_uint32
-        )(name, value)
-    elif isinstance(value, float):
-        writer.add_float32(name, value)
-    elif isinstance(value, str):
-        writer.add_string(name, value)
-    elif value:
-        writer.add_array(name, value)
+    number = "int32" if name.startswith("general.sampling.") else "uint32"
+    types = {bool: "bool", float: "float32", str: "string", list: "array"}
+    if value != []:
+        getattr(writer, f"add_{types.get(type(value), number)}")(name, value)

@@ -1,4 +1,4 @@
-"""Adapters as PEFT has them: ``adapter_model.safetensors`` and ``adapter_config.json`` in a folder, in and out."""
+"""Read and write adapters in PEFT's format: a folder with ``adapter_model.safetensors`` and ``adapter_config.json``."""
 
 import json
 import re
@@ -62,11 +62,12 @@ ABSORBED = ("wkv_b",)
 
 
 def is_adapter(folder: Path) -> bool:
+    """Return whether ``folder`` holds an adapter in PEFT's format."""
     return (folder / CONFIG).is_file()
 
 
 def peft_name(name: str) -> str:
-    """What PEFT calls the parameter ``name`` of an adapter."""
+    """Return PEFT's name for the parameter ``name`` of an adapter."""
     if name in VOCABULARY.values():
         return BEFORE + hf_name(name)
     module = hf_name(base_weight(name)).removesuffix(".weight")
@@ -74,11 +75,11 @@ def peft_name(name: str) -> str:
 
 
 class PeftAdapter:
-    """An adapter's folder, opened. Raises :class:`WeftError` if it is damaged or of a kind that Weft does not compute.
+    """Opened folder of a PEFT adapter. Raises :class:`WeftError` if it is damaged or Weft does not support its kind.
 
-    ``placed``: weights that are put together of two tensors and the rows' numbers; ``orders``: of rows.
-    ``adapter``: its settings, whose targets are just the weights that it has tensors for; ``base``: the name of the
-    model that it is for, if it says so.
+    ``adapter``: its settings, whose targets are the weights with stored tensors; ``base``: the name of its base model,
+    if stored; ``sizes``: shapes of the tensors by PEFT's names; ``tokens``: ids whose rows are trained. ``placed``:
+    whole weights that are stored as a base and trained rows; ``orders``: permutations that sort trained rows by token.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -192,14 +193,14 @@ class PeftAdapter:
 
     @property
     def vocab(self) -> int:
-        """The size that the vocabulary has at least: of weights that are saved whole, or by the tokens that learn."""
+        """Least size of the vocabulary: rows of weights that are saved whole, or the highest trained token plus 1."""
         sizes = [
             self.sizes[peft_name(VOCABULARY[name])][0] for name in self.adapter.whole
         ]
         return max([*sizes, *(token + 1 for token in self.tokens)], default=0)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """What is stored under PEFT's ``name``; rows of tokens in ascending order."""
+        """Read the tensor that PEFT calls ``name``, with rows of trained tokens in ascending order."""
         with safe_open(self.folder / TENSORS, "pt") as file:
             if name in self.placed:
                 under, rows, tokens = self.placed[name]
@@ -210,7 +211,7 @@ class PeftAdapter:
         return stored[self.orders[name]] if name in self.orders else stored
 
     def values(self, shape: ModelShape) -> Values:
-        """The values of the adapter's parameters in ``shape``; :class:`WeftError` if it is for another model."""
+        """Return the values of the adapter's parameters. Raises :class:`WeftError` if ``shape`` is another model."""
         table = whole_table(shape)
         wanted = {name: row for name, row in table.items() if of_adapter(name, shape)}
         named = {peft_name(name): name for name in wanted}
@@ -242,10 +243,10 @@ class PeftAdapter:
         }
         for first, second in pairs.items():
             rows = first.endswith(DELTA)  # which PEFT ties itself
-            one, other = ((name in self.sizes) for name in (first, second))
-            if (one != other and not (rows and one)) or (
-                one
-                and other
+            has_first, has_second = ((name in self.sizes) for name in (first, second))
+            if (has_first != has_second and not (rows and has_first)) or (
+                has_first
+                and has_second
                 and not torch.equal(self.tensor(first), self.tensor(second))
             ):
                 raise WeftError(
@@ -283,9 +284,9 @@ def write_adapter(
     tensors: Mapping[str, torch.Tensor], shape: ModelShape, base: str | None, folder: Path,
     files: Mapping[str, bytes] | None = None,
 ) -> None:  # fmt: skip
-    """Write the adapter's ``tensors`` (by Weft's names) as PEFT reads them, with the tokenizer's ``files``.
+    """Write the adapter's ``tensors`` (by Weft's names) and the tokenizer's ``files`` in PEFT's format to ``folder``.
 
-    ``base`` names the model that they are for.
+    ``base``: the name of the base model.
     """
     adapter = shape.adapter
     assert adapter is not None
@@ -325,10 +326,10 @@ def write_adapter(
 
 
 def read_adapter(folder: Path, model: Transformer) -> HostAdapter:
-    """Read an adapter that PEFT or ``weft export`` wrote, to use it for some rows of a batch of ``model``'s.
+    """Read a whole adapter that PEFT or ``weft export`` wrote, to apply it to some rows of a batch of ``model``.
 
-    It is the whole adapter, whatever part of ``model`` this rank has (:func:`weft.models.row_adapters.own_part` cuts
-    it). Raises :class:`WeftError` if it is not for ``model``.
+    :func:`weft.models.row_adapters.own_part` cuts it for a rank that holds a part of ``model``. Raises
+    :class:`WeftError` if the adapter is for another model.
     """
     if not is_adapter(folder):
         raise WeftError(
@@ -341,7 +342,7 @@ def read_adapter(folder: Path, model: Transformer) -> HostAdapter:
     if peft.adapter.whole or peft.adapter.tokens:
         raise WeftError(f"{folder} has trained rows of the vocabulary, which all texts share; serve the model with it "
                         "merged (`weft export --merge`)")  # fmt: skip
-    unread, found = dict(peft.sizes), []
+    unread, layers = dict(peft.sizes), []
     whole = (
         model
         if len(model.blocks) == model.shape.layers
@@ -374,10 +375,10 @@ def read_adapter(folder: Path, model: Transformer) -> HostAdapter:
                         ),
                     )
                 )
-        found.append(laid_out(factors))
+        layers.append(laid_out(factors))
     if unread:
         raise WeftError(
             f"{folder} adapts {next(iter(unread))}, which this model does not have, or not where it is read"
         )
-    forms, values = zip(*found, strict=True)
+    forms, values = zip(*layers, strict=True)
     return HostAdapter(forms, values)

@@ -1,8 +1,8 @@
-"""Count which experts a task's texts choose, and write models whose experts are reordered or left out accordingly.
+"""Count the experts that a task's tokens choose, and export models with experts reordered or removed accordingly.
 
-Experts that no token chooses can be left out. And as the order of a layer's experts does not change what it computes,
-experts of successive layers that the same tokens choose can be given close numbers, so that they are on one rank where
-a layer's experts are spread over ranks in their order, as ``weft generate`` does.
+Experts that no token chooses can be removed. Experts of successive layers that the same tokens choose can get close
+numbers, so that they are on one rank where experts are distributed in their order, as in ``weft generate``. The order
+of a layer's experts does not change its output.
 """
 
 from collections import defaultdict
@@ -30,7 +30,7 @@ TOKENS = 512
 
 @torch.inference_mode()
 def chosen_experts(model: Transformer, ids: Sequence[int]) -> list[np.ndarray]:
-    """For each layer with experts, the numbers of those that each token of a text chooses, ``[tokens, k]``."""
+    """Return, for each layer with experts, the experts that each token of a text chooses: ``[tokens, k]``."""
     chosen: dict[int, list[T]] = defaultdict(list)
 
     def keep(router: Router, given: object, choice: Choice) -> None:
@@ -55,8 +55,7 @@ def chosen_experts(model: Transformer, ids: Sequence[int]) -> list[np.ndarray]:
 def most_chosen(
     chosen: Sequence[np.ndarray], shape: ModelShape, keep: int
 ) -> tuple[list[list[int]], str]:
-    """The ``keep`` most chosen experts of each layer, in ascending order, and a line about what is lost without the
-    others."""
+    """Return the ``keep`` most chosen experts of each layer in ascending order, and a line about the lost choices."""
     counts = list(shape.mixtures.values())
     if not shape.experts_per_token <= keep <= min(counts):
         raise UsageError(f"--keep {keep} is not possible: layers have {min(counts)} experts, of which a token chooses "
@@ -81,7 +80,7 @@ def most_chosen(
 def best_order(
     chosen: Sequence[np.ndarray], shape: ModelShape, ranks: int, level: float
 ) -> tuple[list[list[int]], str]:
-    """The order of each layer's experts in which few tokens change between so many ranks, and a line about its effect.
+    """Return an order of each layer's experts in which few tokens move between ``ranks``, and a line about its effect.
 
     ``level``: see :func:`weft.parallel.experts.affinity.place_experts`.
     """
@@ -109,7 +108,7 @@ def best_order(
 def with_experts(
     values: Mapping[str, T], experts: Mapping[int, Sequence[int]]
 ) -> dict[str, T]:
-    """A model's parameters ``values`` with only the given experts of each layer, in the given order."""
+    """Return the parameters ``values`` with only the given ``experts`` of each layer, in the given order."""
     reordered = dict(values)
     for layer, ids in experts.items():
         for name in values:
@@ -124,11 +123,11 @@ def export_for_texts(
     checkpoint: str, out: Path, texts: Path, warn: Callable[[str], None], ema: bool = False, keep: int = 0,
     ranks: int = 0, level: float = 0.0, dtype: str | None = None,
 ) -> str:  # fmt: skip
-    """Write a model in Hugging Face's format, for texts like those of the file ``texts``; returns a line about it.
+    """Export a Hugging Face model with its experts chosen or ordered for texts like those of the file ``texts``.
 
-    It has the ``keep`` most chosen experts of each layer, or all experts in the best order for so many ``ranks``
+    It keeps the ``keep`` most chosen experts of each layer, or all experts in the best order for ``ranks`` ranks
     (``level``: see :func:`best_order`). Adapters are merged. ``ema`` and ``dtype``: see
-    :func:`weft.checkpoint.model.export_model`.
+    :func:`weft.checkpoint.model.export_model`. Returns a line about the choice.
     """
     check_new(out)
     if bool(keep) == bool(ranks):

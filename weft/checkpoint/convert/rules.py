@@ -1,4 +1,4 @@
-"""The pattern table: which of Weft's tensors a foreign tensor's name stands for, and how shards form that tensor."""
+"""Table of foreign tensors: the Weft tensor that a name means, and how shards form that tensor."""
 
 import re
 from collections import defaultdict
@@ -27,7 +27,7 @@ CHUNK = 16 << 20
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank stored of a tensor. ``read(lo, hi)`` reads rows of dimension 0, and nothing is read before."""
+    """Part of a tensor that one rank stored. ``read(lo, hi)`` reads rows ``lo:hi`` on demand."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class RowsCopy:
-    """Rows ``lo:hi`` of a shard are the elements ``to`` of the logical tensor."""
+    """Copy of rows ``lo:hi`` of shard number ``shard`` to the elements ``to`` of the logical tensor."""
 
     shard: int
     lo: int
@@ -49,26 +49,26 @@ ShardLayout = Callable[[Sizes, ModelShape, int], Iterator[RowsCopy]]
 
 
 def replicated(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Every rank stored the whole tensor, with equal values."""
+    """Copy a tensor that every rank stored whole with equal values."""
     yield RowsCopy(0, 0, shards[0][0])
 
 
 def averaged(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Every rank stored the whole tensor, with values that have drifted apart: their mean is used."""
+    """Copy a tensor that every rank stored whole with different values, whose mean is used."""
     for i, size in enumerate(shards):
         yield RowsCopy(i, 0, size[0])
 
 
-def column(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """The ranks' rows one after the other (the weight of a column-parallel layer)."""
+def column_parallel(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
+    """Concatenate the ranks' rows (the weight of a column-parallel layer)."""
     at = 0
     for i, size in enumerate(shards):
         yield RowsCopy(i, 0, size[0], (slice(at, at + size[0]),))
         at += size[0]
 
 
-def row(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """The ranks' columns one after the other (the weight of a row-parallel layer)."""
+def row_parallel(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
+    """Concatenate the ranks' columns (the weight of a row-parallel layer)."""
     at = 0
     for i, size in enumerate(shards):
         yield RowsCopy(i, 0, size[0], (slice(None), slice(at, at + size[1])))
@@ -76,7 +76,7 @@ def row(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
 
 
 def padded(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """As :func:`column`, with rows after the vocabulary's last that no token uses."""
+    """As :func:`column_parallel`, with rows after the vocabulary's last that no token uses."""
     at = 0
     for i, size in enumerate(shards):
         rows = max(0, min(size[0], shape.vocab - at))
@@ -85,9 +85,9 @@ def padded(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
 
 
 def qkv(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Part 0, 1 or 2 (q, k or v) of Megatron's fused weight.
+    """Copy part 0, 1 or 2 (q, k or v) of Megatron's fused weight.
 
-    For each key/value head its rows are those of its query heads, then its key's, then its value's.
+    Its rows are, for each key/value head, those of its query heads, of its key, and of its value.
     """
     assert shape.kv_heads and shape.head_dim
     group = shape.heads // shape.kv_heads
@@ -109,7 +109,7 @@ def qkv(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
 
 
 def gate_up(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Part 0 or 1 (gate or up) of a fused weight, of which each rank has its share of gate, then its share of up."""
+    """Copy part 0 or 1 (gate or up) of a fused weight whose shards hold a share of gate, then a share of up."""
     at = 0
     for i, size in enumerate(shards):
         half = size[0] // 2
@@ -118,23 +118,22 @@ def gate_up(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
 
 
 def expert(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Each shard is one expert of ``[experts, ...]``."""
+    """Stack shards that are one expert each to ``[experts, ...]``."""
     for i, size in enumerate(shards):
         yield RowsCopy(i, 0, size[0], (i,))
 
 
 def fused_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """All experts of a layer in one tensor, with gate and up fused (transformers 5 in memory); see
-    :func:`_rows_of_experts`."""
+    """Copy a tensor of all experts of a layer with gate and up fused, as transformers 5 holds it in memory."""
     return replicated(shards, shape, part)
 
 
 @dataclass(frozen=True)
 class NameRule:
-    """How a foreign tensor is read: ``names`` of Weft's tensors in it, one or several, and the ``layout`` of each.
+    """Rule for reading a foreign tensor: the ``names`` of the Weft tensors in it, and the ``layout`` of its shards.
 
-    ``pairs``: the rows of q or k are in Meta's order, where elements that rotate together are neighbours; in Hugging
-    Face's and Weft's order they are half a head apart.
+    ``pairs``: rows of q or k are in Meta's order, where elements that rotate together are neighbours. In the order of
+    Hugging Face and Weft they are half a head apart.
     """
 
     names: tuple[str, ...]
@@ -150,7 +149,7 @@ ROW = r"attention\.wo|ffn\.down"
 
 def _rule(ours: str, theirs: str, rotates: bool = False) -> NameRule:
     """``rotates``: the program whose name it is has queries and keys in Meta's order."""
-    layouts = {VOCABULARY: padded, COLUMN: column, ROW: row}
+    layouts = {VOCABULARY: padded, COLUMN: column_parallel, ROW: row_parallel}
     layout = next((k for p, k in layouts.items() if re.fullmatch(p, ours)), replicated)
     pairs = rotates and ours in ("attention.wq", "attention.wk")
     return NameRule((ours,), expert if "{}" in theirs else layout, pairs)
@@ -186,8 +185,7 @@ DERIVED = r".*_extra_state(?:/.*)?|.*rotary_emb\.inv_freq|.*freqs_cis|(?:.*\.)?(
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Where a logical tensor comes from: it is one ``part`` of the foreign tensor ``name``, which lies in ``shards`` as
-    ``rule`` says."""
+    """Source of a logical tensor: part ``part`` of foreign tensor ``name``, read from ``shards`` by ``rule``."""
 
     name: str
     shards: Sequence[Shard]
@@ -200,7 +198,7 @@ class TensorSource:
 
 
 def rule_and_names(name: str) -> tuple[NameRule, tuple[str, ...]] | None:
-    """The rule for a foreign name and the Weft names that it gives, or None for what holds no weights."""
+    """Return the rule for a foreign name and its Weft names, or None for a tensor that holds no weights."""
     if re.fullmatch(DERIVED, name):
         return None
     layer, inside = inside_layer(name)
@@ -222,15 +220,15 @@ def _unread(name: str) -> WeftError:
 def sources_by_name(
     stored: Mapping[str, Sequence[Shard]], averages: Sequence[str] = ()
 ) -> dict[str, TensorSource]:
-    """Weft's tensors by name, each with where it comes from; ``stored``: shards by foreign name.
+    """Return the source of each Weft tensor. ``stored``: shards by foreign name.
 
-    ``averages``: patterns for names of tensors of which every rank has a copy of its own, so that the mean counts.
+    ``averages``: patterns for names of tensors of which every rank stored a different copy; their mean is used.
     """
     if any("pre_feedforward_layernorm" in name for name in stored):
         raise WeftError(
             "Gemma 3 is read from Hugging Face's folders and GGUF files only; save it as one of these"
         )
-    made: dict[str, TensorSource] = {}
+    sources: dict[str, TensorSource] = {}
     experts: dict[str, dict[int, tuple[str, Sequence[Shard]]]] = defaultdict(dict)
     for name, shards in stored.items():
         if (translated := rule_and_names(name)) is None:
@@ -246,7 +244,7 @@ def sources_by_name(
                 _rows_of_experts(shards[0], part, len(names))
                 for part in range(len(names))
             ]
-            made |= {
+            sources |= {
                 pattern_of_expert: TensorSource(name, [shard], rule, 0)
                 for pattern_of_expert, shard in zip(names, shards, strict=True)
             }
@@ -256,21 +254,21 @@ def sources_by_name(
         ):
             rule = NameRule(rule.names, averaged)
         for part, pattern_of_expert in enumerate(names):
-            if pattern_of_expert in made:
+            if pattern_of_expert in sources:
                 raise WeftError(
-                    f"tensors {made[pattern_of_expert].name} and {name} are both {pattern_of_expert}"
+                    f"tensors {sources[pattern_of_expert].name} and {name} are both {pattern_of_expert}"
                 )
-            made[pattern_of_expert] = TensorSource(name, shards, rule, part)
-    for pattern_of_expert, found_experts in experts.items():
-        if missing := set(range(max(found_experts))) - found_experts.keys():
+            sources[pattern_of_expert] = TensorSource(name, shards, rule, part)
+    for pattern_of_expert, shards_by_expert in experts.items():
+        if missing := set(range(max(shards_by_expert))) - shards_by_expert.keys():
             raise WeftError(
                 f"expert {min(missing)} of {pattern_of_expert} is missing; the checkpoint is not whole"
             )
-        in_order = [found_experts[number] for number in sorted(found_experts)]
-        made[pattern_of_expert] = TensorSource(
+        in_order = [shards_by_expert[number] for number in sorted(shards_by_expert)]
+        sources[pattern_of_expert] = TensorSource(
             in_order[0][0], [shards[0] for _, shards in in_order], EXPERTS_RULE, 0
         )
-    return made
+    return sources
 
 
 def _rows_of_experts(shard: Shard, part: int, parts: int) -> Shard:
@@ -290,7 +288,7 @@ def logical_tensor(
     shape: ModelShape,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The logical tensor of ``size``. Raises :class:`WeftError` if the shards do not form it exactly."""
+    """Read the logical tensor of ``size``. Raises :class:`WeftError` if the shards do not form it exactly."""
     sizes = [shard.shape for shard in source.shards]
     copies = list(source.rule.layout(sizes, shape, source.part))
     out = torch.empty(*size, dtype=dtype or source.dtype)

@@ -1,4 +1,4 @@
-"""Tensors in foreign files, found without reading them: where their bytes are, in which order."""
+"""Locate the bytes of tensors in files of PyTorch and DCP without reading them."""
 
 import pickle
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from weft.checkpoint.boxes import meet
 from weft.checkpoint.convert.rules import Shard
-from weft.checkpoint.pack import within
+from weft.checkpoint.pack import index_within
 from weft.checkpoint.storage import LocalStorage, StorageError
 from weft.errors import WeftError
 from weft.layout.dims import extents, slices, whole_box
@@ -25,7 +25,7 @@ from weft.layout.dims import extents, slices, whole_box
 
 @dataclass(frozen=True)
 class ByteRun:
-    """``size`` bytes at ``offset`` of ``file``."""
+    """Run of ``size`` bytes at ``offset`` of ``file``."""
 
     file: Path
     offset: int
@@ -34,7 +34,7 @@ class ByteRun:
 
 @dataclass(frozen=True)
 class StoredShard(Shard):
-    """A contiguous tensor whose bytes are ``runs``, one after the other."""
+    """Contiguous tensor whose bytes are the concatenation of ``runs``."""
 
     runs: tuple[ByteRun, ...]
 
@@ -42,6 +42,8 @@ class StoredShard(Shard):
 def stored(
     name: str, shape: Sequence[int], dtype: torch.dtype, runs: tuple[ByteRun, ...]
 ) -> StoredShard:
+    """Return the shard of tensor ``name`` whose bytes are ``runs``."""
+
     def read(lo: int, hi: int) -> torch.Tensor:
         out = blank((hi - lo, *shape[1:]), dtype)
         line = prod(shape[1:]) * dtype.itemsize
@@ -52,10 +54,10 @@ def stored(
 
 
 def blank(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A new tensor in NumPy's memory, which is reused as soon as it is freed.
+    """Return an uninitialised tensor in NumPy's memory, which is reused as soon as it is freed.
 
-    PyTorch's comes from glibc's posix_memalign, which finds no room for 16 MiB where 16 MiB have just been freed: while
-    a tensor is read in pieces, the process would grow by that tensor's size.
+    PyTorch allocates by posix_memalign, which does not reuse 16 MiB that have just been freed, so a process that reads
+    a tensor in pieces would grow by the size of the tensor.
     """
     if not (size := prod(shape) * dtype.itemsize):
         return torch.empty(*shape, dtype=dtype)
@@ -63,7 +65,7 @@ def blank(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def byte_range(runs: Sequence[ByteRun], lo: int, hi: int) -> tuple[ByteRun, ...]:
-    """Bytes ``lo:hi`` of what ``runs`` hold together."""
+    """Return bytes ``lo:hi`` of the concatenation of ``runs``. Raises :class:`WeftError` if it is shorter."""
     pieces, at = [], 0
     for run in runs:
         first, last = max(lo - at, 0), min(hi - at, run.size)
@@ -78,7 +80,7 @@ def byte_range(runs: Sequence[ByteRun], lo: int, hi: int) -> tuple[ByteRun, ...]
 
 
 def read_runs(runs: Sequence[ByteRun], name: str, out: torch.Tensor) -> None:
-    """Fill ``out`` (contiguous) with the bytes."""
+    """Fill the contiguous tensor ``out`` with the bytes of ``runs``; errors name the tensor ``name``."""
     view, at = memoryview(out.view(-1).view(torch.uint8).numpy().data), 0
     for run in runs:
         try:
@@ -123,7 +125,7 @@ def _line(error: Exception) -> str:
 
 
 class Inert:
-    """Stands in for an object of a class that is not allowed in a file: holds its stored state and does nothing."""
+    """Placeholder for an object of a forbidden class in a file. It holds the stored state and does nothing."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -139,8 +141,11 @@ def _fake(file: Any) -> Any:
 
 
 def load_tree(file: Path) -> Any:
-    """The contents of a ``torch.save`` file, with tensors not yet read. Classes other than PyTorch's become
-    :class:`Inert`, so that nothing of the file is ever run (``weights_only`` stays on)."""
+    """Load a ``torch.save`` file without its tensors' bytes.
+
+    Objects of other classes than PyTorch's become :class:`Inert`, so no code of the file ever runs (``weights_only``
+    stays on). Raises :class:`WeftError`.
+    """
     try:
         unknown: list[Any] = [
             (Inert, name) for name in get_unsafe_globals_in_checkpoint(str(file))
@@ -156,7 +161,7 @@ def load_tree(file: Path) -> Any:
 
 
 def as_stored(name: str, fake: torch.Tensor, file: Path, base: int = 0) -> StoredShard:
-    """Where a tensor of :func:`load_tree` has its bytes."""
+    """Return a tensor of :func:`load_tree` as a shard that knows where its bytes are."""
     offset = getattr(fake.untyped_storage(), "_checkpoint_offset", None)
     if offset is None or not fake.is_contiguous():
         why = (
@@ -196,7 +201,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class Reader(dcp.FileSystemReader):
-    """DCP's reader, without its unrestricted ``pickle.load``."""
+    """DCP's reader without its unrestricted ``pickle.load``."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         file = Path(self.path) / ".metadata"
@@ -214,7 +219,7 @@ class Reader(dcp.FileSystemReader):
         return about
 
     def tensors(self) -> dict[str, Shard]:
-        """The tensors; none is read."""
+        """Return the stored tensors by name, without reading their bytes."""
         stored = self.read_metadata()
         about = {
             n: t
@@ -259,7 +264,7 @@ class Reader(dcp.FileSystemReader):
                     )
                 values = part.read(first - box[0][0], last - box[0][0])
                 to = (slice(first - lo, last - lo), *slices(both[1:]))
-                out[to] = values[(slice(None), *within(both[1:], box[1:]))]
+                out[to] = values[(slice(None), *index_within(both[1:], box[1:]))]
                 filled += out[to].numel()
             if filled != out.numel():
                 raise WeftError(

@@ -1,4 +1,4 @@
-"""Opens checkpoints of other programs: the tensors that they hold, by Weft's names, each read when it is asked for."""
+"""Open checkpoints of other programs under Weft's names. Tensors are read on demand."""
 
 from pathlib import Path
 from typing import Any
@@ -31,16 +31,17 @@ WEFT = "weft"
 def open_foreign(
     source: Where, kind: str | None = None, config: Path | None = None
 ) -> Foreign:
-    """Open what ``source`` holds; ``config`` is the model's ``config.json``, if there is none beside it.
+    """Open the checkpoint ``source`` of format ``kind`` (default: the format that it looks like).
 
-    Only Weft's own checkpoints can be elsewhere than in a folder.
+    ``config``: the model's ``config.json``, if it lies elsewhere. Only Weft's checkpoints may be in remote storage.
+    Raises :class:`WeftError` if the checkpoint is missing, damaged or of no known format.
     """
     source = local_path(str(source))
     place, path = open_storage(source), Path(source)
     elsewhere = not isinstance(place, LocalStorage)
     if not (elsewhere or path.exists()):
         raise WeftError(f"{path} does not exist; give a checkpoint")
-    kind = kind or (WEFT if elsewhere else kind_of(path))
+    kind = kind or (WEFT if elsewhere else checkpoint_format(path))
     choices = KINDS["format"].choices(names("format"))
     if kind is None:
         known = ", ".join(choices)
@@ -111,8 +112,8 @@ def _format_of(technique: Registered) -> Any:
     return technique.implementation
 
 
-def kind_of(path: Path) -> str | None:
-    """The format of which a file or folder seems to be, by its name; None if it is unknown."""
+def checkpoint_format(path: Path) -> str | None:
+    """Return the format that a file or folder looks like by its names, or None if none matches."""
     if path.is_dir():
         folder = newest_save(path)
         own = (ROOT, f"checkpoints/*/{ROOT}", f"*/{ROOT}")

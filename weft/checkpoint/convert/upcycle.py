@@ -36,7 +36,10 @@ SETTINGS = (
 
 
 def upcycled_shape(dense: ModelShape, text: str) -> ModelShape:
-    """``dense`` with the experts of ``text`` (``experts=8,experts_per_token=2,expert_ffn=512``)."""
+    """Return ``dense`` with the experts that ``text`` sets (``experts=8,experts_per_token=2,expert_ffn=512``).
+
+    Raises :class:`UsageError` if ``text`` is malformed or its experts do not divide the dense layer.
+    """
     settings: dict[str, str] = {}
     for item in text.split(","):
         name, equals, value = (part.strip() for part in item.partition("="))
@@ -74,17 +77,17 @@ def upcycled_shape(dense: ModelShape, text: str) -> ModelShape:
 
 
 def upcycled(foreign: Foreign, text: str, seed: int = 0) -> Foreign:
-    """``foreign`` with experts in the place of its feed-forwards, without optimizer state."""
+    """Return ``foreign`` with its feed-forwards replaced by experts (``text``: settings), without optimizer state."""
     shape = upcycled_shape(foreign.model, text)
     assert shape.ffn and shape.expert_ffn
     parts, width = shape.ffn // shape.expert_ffn, shape.expert_ffn
     # a tensor's experts are made one after the other
     dense = lru_cache(maxsize=1)(foreign.read)
-    made = dict(foreign.made)
+    sources = dict(foreign.sources)
     table = whole_table(shape)
 
     def source(name: str, shards: list[Shard], rule: NameRule = EXPERTS_RULE) -> None:
-        made[name] = TensorSource(name, shards, rule, 0)
+        sources[name] = TensorSource(name, shards, rule, 0)
 
     for layer, count in shape.mixtures.items():
         path = f"blocks.{layer}.ffn"
@@ -95,11 +98,11 @@ def upcycled(foreign: Foreign, text: str, seed: int = 0) -> Foreign:
             )
             size = table[f"{path}.experts.{weight}"].shape[1:]
             shards = [
-                Shard(size, foreign.made[name].dtype, piece(expert % parts))
+                Shard(size, foreign.sources[name].dtype, piece(expert % parts))
                 for expert in range(count)
             ]
             source(f"{path}.experts.{weight}", shards)
-            del made[name]
+            del sources[name]
         for kept in ("table", "bias", "load"):
             if (name := f"{path}.router.{kept}") in table:
                 source(
@@ -107,14 +110,14 @@ def upcycled(foreign: Foreign, text: str, seed: int = 0) -> Foreign:
                     [_router(name, table[name].shape, count // parts, shape, seed)],
                     ROUTER,
                 )
-    return replace(foreign, model=shape, made=made, moments={}, step=0)
+    return replace(foreign, model=shape, sources=sources, moments={}, step=0)
 
 
 ROUTER = NameRule((), replicated)
 
 
 def down_scale(shape: ModelShape, count: int) -> float:
-    """The factor for ``down`` that makes up for the router's weights, which do not add up to 1 per dense copy."""
+    """Return the factor for ``down`` that corrects for router weights that do not add up to 1 per dense copy."""
     assert shape.ffn and shape.expert_ffn
     k = shape.experts_per_token
     if shape.router == "post-softmax" or shape.router_norm:

@@ -1,4 +1,4 @@
-"""Writes an open checkpoint in Weft's, Hugging Face's or DCP's format, with one tensor in memory at a time."""
+"""Write an open checkpoint in Weft's, Hugging Face's, DCP's or GGUF format, with one tensor in memory at a time."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +17,7 @@ from weft.checkpoint.convert.gguf_write import KINDS, export_gguf
 from weft.checkpoint.convert.rules import CHUNK
 from weft.checkpoint.convert.sources import open_foreign
 from weft.checkpoint.convert.upcycle import upcycled
-from weft.checkpoint.format import tiles
+from weft.checkpoint.format import cut_blocks
 from weft.checkpoint.storage import LocalStorage, Storage
 from weft.checkpoint.store import is_new
 from weft.checkpoint.writer import write_whole
@@ -38,10 +38,10 @@ def convert(
     source: Where, out: Where, kind: str | None = None, to: str = "weft", config: Path | None = None,
     dtype: torch.dtype | None = None, optimizer: bool = True, upcycle: str | None = None,
 ) -> Foreign:  # fmt: skip
-    """Write the checkpoint ``source`` (of ``kind``, or what it looks like) to the new place ``out`` as ``to``.
+    """Convert the checkpoint ``source`` of format ``kind`` (default: what it looks like) to format ``to`` at ``out``.
 
-    ``dtype``: of the weights; None keeps theirs. ``upcycle``: the experts that a dense model gets
-    (:mod:`weft.checkpoint.convert.upcycle`). Raises :class:`WeftError` and leaves no checkpoint if it cannot be.
+    ``dtype``: type of the weights (None keeps theirs); ``optimizer``: whether to write moments; ``upcycle``: experts
+    for a dense model (:mod:`weft.checkpoint.convert.upcycle`). Raises :class:`WeftError`, leaving no checkpoint.
     """
     if to not in WRITERS:
         raise UsageError(f"--to {to!r} is not possible; {nearest(to, WRITERS)}")
@@ -74,10 +74,10 @@ def _plan(
     """Every tensor to write, by the name that Weft's checkpoints have for it. Moments keep their types."""
     outputs: dict[str, _Output] = {}
     for moment in ("", *(foreign.moments if optimizer else ())):
-        made = foreign.moments[moment] if moment else foreign.made
+        sources = foreign.moments[moment] if moment else foreign.sources
         for name, row in foreign.table.items():
-            if name in made:
-                kept = made[name].dtype if moment or dtype is None else dtype
+            if name in sources:
+                kept = sources[name].dtype if moment or dtype is None else dtype
                 about = Tensor(
                     row.shape, NAMES[kept], tuple(dim.name for dim in row.dims)
                 )
@@ -90,11 +90,11 @@ def _plan(
 def write_weft(
     foreign: Foreign, out: Storage, dtype: torch.dtype | None, optimizer: bool
 ) -> None:
-    """A checkpoint of format 2 in one data file."""
+    """Write a Weft checkpoint with one data file."""
     wanted = _plan(foreign, dtype, optimizer)
     tensors = {name: output.about for name, output in sorted(wanted.items())}
     boxes = [(name, box) for name, t in tensors.items() if t.numel
-             for box in tiles(whole_box(t.shape), t.shape, t.itemsize)]  # fmt: skip
+             for box in cut_blocks(whole_box(t.shape), t.shape, t.itemsize)]  # fmt: skip
 
     def contents() -> Iterator[memoryview]:
         values, held = torch.empty(0), ""
@@ -135,11 +135,11 @@ def _meta(foreign: Foreign, out: Storage) -> dict[str, Any]:
 def write_hf(
     foreign: Foreign, out: Path, dtype: torch.dtype | None, optimizer: bool
 ) -> None:
-    """A Hugging Face folder (without optimizer state, which has no place there)."""
+    """Write a Hugging Face folder, which has no optimizer state."""
     if foreign.kind == "weft" or "quantization_config" in carried_config(foreign.files):
         # A run keeps float32 of what began in 16 bits, and 8 bits are read as float32.
         dtype = dtype or exported_dtype(None, foreign.files)
-    itemsize = (dtype or foreign.made[TYPICAL].dtype).itemsize
+    itemsize = (dtype or foreign.sources[TYPICAL].dtype).itemsize
     largest = max(row.numel for row in foreign.table.values()) * itemsize
     export(lambda name: foreign.read(name, dtype), foreign.model, out, dtype, foreign.files, foreign.length,
            max(FILE_BYTES, largest))  # fmt: skip
@@ -193,7 +193,10 @@ def export_dcp(
     dtype: torch.dtype | None = None,
     optimizer: bool = True,
 ) -> None:
-    """A DCP folder with Hugging Face's names, moments as ``optimizer.state.NAME.exp_avg``; no process group needed."""
+    """Write a DCP folder with Hugging Face's names, and moments as ``optimizer.state.NAME.exp_avg``.
+
+    No process group is needed.
+    """
     wanted: dict[str, tuple[_Output, int | None]] = {}
     empty = {}
     for output in _plan(foreign, dtype, optimizer).values():
@@ -226,7 +229,7 @@ def export_dcp(
 
     config = exported_config(
         foreign.model,
-        dtype or foreign.made[TYPICAL].dtype,
+        dtype or foreign.sources[TYPICAL].dtype,
         foreign.files,
         foreign.length,
     )
@@ -249,9 +252,9 @@ def export_dcp(
 def write_gguf(
     foreign: Foreign, out: Path, dtype: torch.dtype | None, optimizer: bool
 ) -> None:
-    """A GGUF file, or a folder with one."""
+    """Write a GGUF file, or a folder with one."""
     kept = str(
-        dtype or exported_dtype(None, foreign.files) or foreign.made[TYPICAL].dtype
+        dtype or exported_dtype(None, foreign.files) or foreign.sources[TYPICAL].dtype
     ).removeprefix("torch.")
     kind = kept if kept in KINDS else "float32"
     export_gguf(

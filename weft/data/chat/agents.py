@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from weft.data.chat.chat_turns import ConversationError, Message
 from weft.data.chat.fields import Fields
-from weft.data.chat.turns import ConversationError, Message
 
 T = TypeVar("T", bound=BaseModel)
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from weft.data.chat.chat_turns import from_text
 from weft.data.chat.fields import KNOWN, messages_of
 from weft.data.chat.masks import HIDDEN, LEARNED, WEIGHTS
-from weft.data.chat.turns import from_text
 from weft.errors import UsageError, nearest
 
 #: What means something in a turn.

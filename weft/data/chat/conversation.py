@@ -5,9 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.data.chat.marks import cleaned
-from weft.data.chat.masks import take_weight, weight_of
-from weft.data.chat.turns import (
+from weft.data.chat.chat_turns import (
     ROLES,
     ConversationError,
     Message,
@@ -15,6 +13,8 @@ from weft.data.chat.turns import (
     plain_turn,
     shown,
 )
+from weft.data.chat.marks import cleaned
+from weft.data.chat.masks import take_weight, weight_of
 
 #: A message's reasoning under any of its names; templates read the first two.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -68,7 +68,7 @@ def conversation(
 ) -> Conversation:
     """Check ``messages`` (a list of objects with a role and words) and bring them into the form templates expect.
 
-    What exporters write in other ways is understood (:mod:`weft.data.chat.turns`), and masks of messages are obeyed
+    Other spellings of exporters are understood (:mod:`weft.data.chat.chat_turns`), and masks of messages are obeyed
     (:mod:`weft.data.chat.masks`). ``unread``: fields of the record that nobody uses. ``hidden``: so many messages from
     the first are a prompt, which is not learned. ``variables``: for the template. Raises :class:`ConversationError`.
     """

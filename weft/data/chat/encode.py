@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 
+from weft.data.chat.chat_template import ChatTemplate, TemplateError, template_of
 from weft.data.chat.conversation import Conversation, as_messages
 from weft.data.chat.followed import Followed
 from weft.data.chat.kept_reasoning import spans_with_reasoning
+from weft.data.chat.learned_spans import WeightedSpan, learned_spans
 from weft.data.chat.marks import Marked
 from weft.data.chat.notes import Facts, facts_of
-from weft.data.chat.spans import WeightedSpan, learned_spans
-from weft.data.chat.split import split_at_questions
-from weft.data.chat.template import ChatTemplate, TemplateError, template_of
+from weft.data.chat.question_split import split_at_questions
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError, WeftError
 
@@ -165,6 +165,14 @@ def own_encoder(
     return ChatEncoder(template, learn)
 
 
+class _PlacedTokens(NamedTuple):
+    """Ids of a text, and where in it each token begins and ends: int64 ``[tokens]`` each."""
+
+    ids: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+
+
 class _TemplateTokens:
     """Encodes a rendered text: special tokens are those that the template has written, not those in anybody's words.
 
@@ -208,8 +216,7 @@ class _TemplateTokens:
                 self.swallowing.add(added)
         return self.aliases[name]
 
-    def encode(self, shown: Marked) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Ids of the text, and where in it each token begins and ends, int64 ``[tokens]`` each."""
+    def encode(self, shown: Marked) -> _PlacedTokens:
         own = [
             special
             for special in self.names.finditer(shown.text)
@@ -235,35 +242,29 @@ class _TemplateTokens:
             start, end = places[i]
             text = shown.text[start:end]
             places[i] = end - len(text.lstrip()), start + len(text.rstrip())
-        return (
+        return _PlacedTokens(
             np.array([self.ids.get(i, i) for i in encoded.ids], np.int64),
             places[:, 0],
             places[:, 1],
         )
 
-    def _bytes(
-        self, text: str, own: Sequence[re.Match[str]]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _bytes(self, text: str, own: Sequence[re.Match[str]]) -> _PlacedTokens:
         """The same for a tokenizer of bytes: a token per byte, and one for each special token."""
-        ids, starts, ends = (
-            [np.empty(0, np.int64)],
-            [np.empty(0, np.int64)],
-            [np.empty(0, np.int64)],
-        )
-        for special, following in zip([None, *own], [*own, None], strict=True):
+        ids: list[int] = []
+        starts: list[int] = []
+        ends: list[int] = []
+        at = 0
+        for special in [*own, None]:
+            for place, char in enumerate(text[at : special and special.start()], at):
+                data = char.encode()
+                ids += data
+                starts += [place] * len(data)
+                ends += [place + 1] * len(data)
             if special is not None:
-                for one, value in (
-                    (ids, self.tokenizer.specials[special[0]]),
-                    (starts, special.start()),
-                    (ends, special.end()),
-                ):
-                    one.append(np.array([value]))
-            first = special.end() if special else 0
-            plain = text[first : following.start() if following else len(text)]
-            at = first + np.repeat(
-                np.arange(len(plain)), [len(char.encode()) for char in plain]
-            )
-            ids.append(np.frombuffer(plain.encode(), np.uint8).astype(np.int64))
-            starts.append(at)
-            ends.append(at + 1)
-        return np.concatenate(ids), np.concatenate(starts), np.concatenate(ends)
+                at = special.end()
+                ids.append(self.tokenizer.specials[special[0]])
+                starts.append(special.start())
+                ends.append(at)
+        return _PlacedTokens(
+            *(np.array(each, np.int64) for each in (ids, starts, ends))
+        )

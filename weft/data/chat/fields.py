@@ -4,10 +4,16 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weft.data.chat.chat_turns import (
+    SPEAKERS,
+    ConversationError,
+    from_text,
+    role_of,
+    shown,
+)
 from weft.data.chat.conversation import OWN_VARIABLES, Conversation, conversation
 from weft.data.chat.marks import cleaned
 from weft.data.chat.masks import HIDDEN, LEARNED, flag, weight_of
-from weft.data.chat.turns import SPEAKERS, ConversationError, from_text, role_of, shown
 
 #: A field, and the other names that it has in published data; of several that a record has the first is read.
 NAMES: dict[str, tuple[str, ...]] = {

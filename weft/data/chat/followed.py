@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
 
+from weft.data.chat.chat_template import ChatTemplate, TemplateError
+from weft.data.chat.chat_turns import Message
 from weft.data.chat.conversation import Conversation
 from weft.data.chat.marks import Marked, count_marks, numbered, parts_with_words
-from weft.data.chat.template import ChatTemplate, TemplateError
-from weft.data.chat.turns import Message
 
 
 class Anchor(NamedTuple):

@@ -5,9 +5,9 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from weft.data.chat.agents import from_adp, from_atif
+from weft.data.chat.chat_turns import ConversationError
 from weft.data.chat.conversation import Conversation, as_messages
 from weft.data.chat.fields import NAMES, Fields, finished, messages_of, turns_of
-from weft.data.chat.turns import ConversationError
 from weft.errors import nearest
 
 
@@ -126,14 +126,14 @@ def read_record(
         return _messages(fields, field)
     form = "prompt" if form == "docstrings" else form
     fitting = [known for known in FORMS if form in ("auto", known.name)]
-    if known := form_of(fields, fitting):
+    if known := record_form(fields, fitting):
         return known.read(fields)
     if form != "auto":
         return fitting[0].read(fields)  # which says what is missing
     raise _unknown(fields)
 
 
-def form_of(
+def record_form(
     fields: Fields, forms: tuple[Form, ...] | list[Form] = FORMS
 ) -> Form | None:
     """The form that a record has; None if it has none that is known."""

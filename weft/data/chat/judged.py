@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from weft.data.chat.chat_turns import ConversationError, role_of
 from weft.data.chat.conversation import as_messages
 from weft.data.chat.fields import (
     Fields,
@@ -19,7 +20,6 @@ from weft.data.chat.fields import (
     with_system,
 )
 from weft.data.chat.pairs import AnswerPair, answer_side, question_of
-from weft.data.chat.turns import ConversationError, role_of
 
 P = TypeVar("P")
 

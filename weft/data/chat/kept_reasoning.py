@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from weft.data.chat.chat_template import ChatTemplate
 from weft.data.chat.conversation import Conversation
 from weft.data.chat.followed import Followed
+from weft.data.chat.learned_spans import WeightedSpan, learned_spans
 from weft.data.chat.marks import Marked
-from weft.data.chat.spans import WeightedSpan, learned_spans
-from weft.data.chat.split import beginning, questions
-from weft.data.chat.template import ChatTemplate
+from weft.data.chat.question_split import beginning, questions
 
 
 class _Piece(NamedTuple):

@@ -5,7 +5,7 @@ import re
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from weft.data.chat.turns import ConversationError, Message, shown
+from weft.data.chat.chat_turns import ConversationError, Message, shown
 
 #: True, or 1, where a turn is learned; and where it is not.
 LEARNED = ("train", "training", "trainable", "loss", "loss_mask")

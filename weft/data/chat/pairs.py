@@ -6,6 +6,7 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from weft.data.chat.chat_turns import ConversationError, role_of
 from weft.data.chat.conversation import Conversation, as_messages, conversation
 from weft.data.chat.fields import (
     Fields,
@@ -16,9 +17,8 @@ from weft.data.chat.fields import (
     weight_of_record,
     with_system,
 )
-from weft.data.chat.forms import form_of
+from weft.data.chat.forms import record_form
 from weft.data.chat.masks import HIDDEN, LEARNED
-from weft.data.chat.turns import ConversationError, role_of
 
 
 class AnswerPair(NamedTuple):
@@ -43,7 +43,7 @@ def read_pair(record: Any) -> AnswerPair:
         raise ConversationError(f"expected a JSON object, got {type(record).__name__}")
     fields = Fields(record)
     if lacking := [key for key in ("chosen", "rejected") if not fields.has(key)]:
-        if len(lacking) == 2 and form_of(fields):
+        if len(lacking) == 2 and record_form(fields):
             raise ConversationError(
                 "it is one conversation, and no pair of answers; set data.kind = 'chat' and leave out loss.kind"
             )

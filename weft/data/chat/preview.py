@@ -13,12 +13,12 @@ from weft.data.chat.notes import Notes
 from weft.data.chat.samples import RecordLocation
 from weft.data.chat.source import (
     chat_encoder,
-    chat_template,
     encoded_records,
     forget_written,
+    recipe_template,
 )
 from weft.data.corpora import unread_files
-from weft.data.report import SourceReport
+from weft.data.source_report import SourceReport
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError
 from weft.pages import render
@@ -82,7 +82,7 @@ class Sample:
         return {"place": self.place} | counts | {"pieces": pieces}
 
 
-def samples(
+def preview_samples(
     data: Data, tokenizer: Tokenizer, count: int
 ) -> tuple[list[Sample], list[str]]:
     """The first ``count`` conversations of the recipe's sources, and what is to be said about them, a line each."""
@@ -92,7 +92,7 @@ def samples(
             "no data source is of kind 'chat', 'preference' or 'feedback'; weft data preview shows what is learned of "
             "conversations"
         )
-    encoder = chat_encoder(data.chat, chat_template(data.chat, tokenizer))
+    encoder = chat_encoder(data.chat, recipe_template(data.chat, tokenizer))
     shown: list[Sample] = []
     notes, reports = (
         Notes(tuple(encoder.template.stops)),
@@ -192,7 +192,7 @@ def coloured(sample: Sample, colour: bool) -> Text:
     return text
 
 
-def page(name: str, data: Data, shown: Sequence[Sample]) -> str:
+def preview_page(name: str, data: Data, shown: Sequence[Sample]) -> str:
     """The samples as one HTML page."""
     learn = (
         data.chat.learn

@@ -5,15 +5,15 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from weft.data.chat.chat_turns import ConversationError
 from weft.data.chat.columns import Renaming
 from weft.data.chat.conversation import Conversation
 from weft.data.chat.forms import read_record
 from weft.data.chat.judged import Judgement, read_judgements, with_others
 from weft.data.chat.pairs import AnswerPair, read_pair, with_garbled
-from weft.data.chat.turns import ConversationError
 from weft.data.files import files, records
 from weft.data.reading import reading
-from weft.data.report import SourceReport
+from weft.data.source_report import SourceReport
 from weft.errors import UsageError, WeftError
 from weft.recipe import Source
 
@@ -37,7 +37,7 @@ def messages_field(source: Source) -> str | None:
     )
 
 
-def samples(
+def read_samples(
     source: Source, report: SourceReport | None = None
 ) -> Iterator[tuple[RecordLocation, Conversation | AnswerPair]]:
     """The records of a source, in order; what is wrong with one is said with file and line.
@@ -48,9 +48,9 @@ def samples(
     report = report or SourceReport()
     if source.kind == "feedback":
         judged = (
-            (place, one)
+            (place, judgement)
             for place, record in _records(source, report, _judgements)
-            for one in record
+            for judgement in record
         )
         for place, pair in with_others(judged):
             if isinstance(pair, ConversationError):

@@ -17,27 +17,27 @@ import numpy as np
 
 from weft.data.batch import Pairs
 from weft.data.cache import build_once, cache_root, digest
-from weft.data.chat.conversation import Conversation
-from weft.data.chat.encode import ChatEncoder, Encoded
-from weft.data.chat.notes import Notes
-from weft.data.chat.pairs import AnswerPair
-from weft.data.chat.samples import RecordLocation, samples
-from weft.data.chat.template import (
+from weft.data.chat.chat_template import (
     ChatTemplate,
     TemplateError,
     template_of,
     template_text,
 )
-from weft.data.corpora import fingerprint
+from weft.data.chat.conversation import Conversation
+from weft.data.chat.encode import ChatEncoder, Encoded
+from weft.data.chat.notes import Notes
+from weft.data.chat.pairs import AnswerPair
+from weft.data.chat.samples import RecordLocation, read_samples
+from weft.data.corpora import source_fingerprint
 from weft.data.files import files
-from weft.data.report import SourceReport
+from weft.data.source_report import SourceReport
 from weft.data.tokenizer import Tokenizer
 from weft.data.tokens import Tokens, add_to_meta, read_tokens, write_documents
 from weft.errors import WeftError
 from weft.recipe import ANSWER_PAIRS, Chat, Source
 
 
-def chat_template(settings: Chat, tokenizer: Tokenizer) -> ChatTemplate:
+def recipe_template(settings: Chat, tokenizer: Tokenizer) -> ChatTemplate:
     """The template of the recipe, or else the tokenizer's own."""
     now = (
         datetime.strptime(settings.date, "%Y-%m-%d")
@@ -59,7 +59,7 @@ def open_chats(
     source: Source, settings: Chat, tokenizer: Tokenizer, cache: Path | None = None
 ) -> Tokens:
     """The tokens of a source of conversations; written on first use, into the cache, by one process for all."""
-    template = chat_template(settings, tokenizer)
+    template = recipe_template(settings, tokenizer)
     encoder = chat_encoder(settings, template)
 
     def build(making: Path) -> None:
@@ -75,7 +75,7 @@ def open_chats(
     ]
     date = settings.date or str(datetime.now().date()) if template.writes_date else ""
     key = digest(
-        4, fingerprint(source), source.form, tokenizer.fingerprint, written, date
+        4, source_fingerprint(source), source.form, tokenizer.fingerprint, written, date
     )
     return read_tokens(build_once(cache_root(cache) / f"chats-{key}", build))
 
@@ -92,7 +92,7 @@ def encoded_records(
 
     An error says where its record stands; with ``on_error = "skip"`` the record is left out, and ``report`` counts it.
     """
-    for place, sample in samples(source, report):
+    for place, sample in read_samples(source, report):
         try:
             if isinstance(sample, AnswerPair):
                 encoded = [

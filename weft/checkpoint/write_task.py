@@ -1,4 +1,4 @@
-"""What a rank and the process that writes its checkpoints tell each other: a task, and how it went."""
+"""Messages between a rank and the process that writes its checkpoints: tasks and reports."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Commit:
-    """What the committing rank adds: the root's own contents, and the manifests that must be there first."""
+    """Commit of a save: the root file is created when all ``manifests`` are in storage, within ``timeout`` seconds."""
 
     manifests: tuple[str, ...]
-    meta: Mapping[str, Any]
+    meta: Mapping[str, Any]  # the root's contents beside the index of tensors
     files: Mapping[str, bytes]  # other files, by name
     timeout: float
 
 
 @dataclass(frozen=True)
 class WriteTask:
-    """One rank's part of a save: its memory holds ``shares`` (tensor and box), one after the other, each row-major."""
+    """Task to write one rank's part of a save, and on rank 0 to commit.
+
+    The rank's memory holds ``shares`` (name of a tensor and box) one after another, each row-major.
+    """
 
     storage: Storage
     file: str
@@ -35,7 +38,7 @@ class WriteTask:
 
 @dataclass
 class Report:
-    """How a task went: seconds per stage, bytes, and what was wrong, if anything."""
+    """Result of a task: seconds of each stage, bytes written, and the problem (empty: none)."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     bytes: int = 0

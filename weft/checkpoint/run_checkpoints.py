@@ -1,4 +1,4 @@
-"""The checkpoints that a run makes: saved to its levels while training goes on, reported, and thinned out."""
+"""Save a run's checkpoints in the background of training, report the saves, and delete old checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.checkpoint.levels import LevelStore, Thinning
 from weft.checkpoint.save import Saver
 
 if TYPE_CHECKING:
-    from weft.checkpoint.state import Progress
+    from weft.checkpoint.run_state import Progress
     from weft.checkpoint.storage import Storage
     from weft.layout.mesh import Mesh
     from weft.parallel.state import State
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """Takes down what happens: in words, and as records of numbers of a kind."""
+    """Receiver of a run's events (lines of text) and records (numbers of a kind)."""
 
     def event(self, text: str) -> None: ...
 
@@ -29,11 +29,11 @@ class Listener(Protocol):
 
 
 class Checkpoints:
-    """Saves ``state`` and ``progress`` to a run's levels. A context: leaving it gives the saver's memory back.
+    """Checkpoints of a run: saves ``state`` and ``progress`` to its levels. Leaving it frees the saver's memory.
 
-    ``about`` (recipe, layout, data) and ``files`` (the tokenizer) go into each checkpoint. Old ones of another model
-    than ``shape`` stay. ``folder`` is the run's, which names the ``best`` checkpoint so far. With ``strict`` a save
-    that failed in the background ends the run at the next save.
+    ``about`` (recipe, layout, data) and ``files`` (the tokenizer) go into each checkpoint. Checkpoints of another model
+    than ``shape`` are never deleted. ``folder``: the run's folder; ``best``: its lowest validation loss so far. With
+    ``strict`` a save that failed in the background ends the run at the next save.
     """
 
     def __init__(
@@ -51,16 +51,12 @@ class Checkpoints:
         strict: bool,
         timeout: float,
     ) -> None:
-        self._levels, self._state, self._progress, self._listener = (
-            levels,
-            state,
-            progress,
-            listener,
-        )
-        self._about, self._files, self._mesh = about, files, mesh
+        self._levels, self._state, self._progress = levels, state, progress
+        self._listener, self._mesh = listener, mesh
+        self._about, self._files = about, files
 
         def is_own(place: Storage) -> bool:
-            from weft.checkpoint.same import is_of_model
+            from weft.checkpoint.resume_check import is_of_model
 
             return is_of_model(place, shape)
 
@@ -88,19 +84,19 @@ class Checkpoints:
 
     @property
     def last(self) -> Storage | None:
-        """The newest checkpoint in the last level, which outlasts the run."""
+        """Newest checkpoint in the last level, which outlasts the run."""
         return self._levels[-1].last
 
     def wait_for_copy(self) -> None:
-        """Wait until the save under way has its copy of the state, which must not change before."""
+        """Wait until the running save has copied the state. The state must not change before."""
         self._saver.wait_for_copy()
 
     def due(self, step: int) -> list[LevelStore]:
-        """The levels to which the state after ``step`` is to be saved."""
+        """Return the levels to which the state after ``step`` is to be saved."""
         return [level for level in self._levels if level.due(step)]
 
     def save(self, levels: Sequence[LevelStore]) -> None:
-        """Save to one level after the other: the next waits for the one before. Collective."""
+        """Save the state to each of ``levels``, one after another. Collective."""
         waited, meta = 0.0, {"progress": asdict(self._progress), **self._about}
         for level in levels:
             place = level.next_place(self._progress.step)
@@ -111,7 +107,7 @@ class Checkpoints:
         self._listener.log("checkpoint", stall_s=waited)
 
     def save_best(self, best: Best) -> None:
-        """Keep the state, which ``best`` was measured of, in the last level, and call it the run's best. Collective."""
+        """Save the state to the last level as the run's best checkpoint, measured as ``best`` says. Collective."""
         last = self._levels[-1]
         if last.step != self._progress.step:
             self.save([last])
@@ -120,17 +116,7 @@ class Checkpoints:
         self._name_best()
 
     def note_best(self, best: Best) -> None:
-        """Remember ``best`` with the run, of which no checkpoint is kept."""
-        self._write(best)
-
-    def _name_best(self) -> None:
-        """Call the checkpoint of the lowest loss the best as soon as it is whole."""
-        if self._coming.checkpoint in self._committed:
-            self._best, self._coming = self._coming, Best()
-            self._write(self._best)
-            self._protect()
-
-    def _write(self, best: Best) -> None:
+        """Write ``best`` to the run's folder. Used where no checkpoint of it is kept."""
         if not self._mesh.is_main:
             return
         try:
@@ -140,23 +126,29 @@ class Checkpoints:
                 f"cannot write which checkpoint is the best: {error.strerror or error}"
             )
 
+    def _name_best(self) -> None:
+        """Call the checkpoint of the lowest loss the best as soon as it is whole."""
+        if self._coming.checkpoint in self._committed:
+            self._best, self._coming = self._coming, Best()
+            self.note_best(self._best)
+            self._protect()
+
     def _protect(self) -> None:
-        kept = [
-            best.checkpoint for best in (self._best, self._coming) if best.checkpoint
-        ]
         self._thinning.protected = frozenset(
-            _absolute(place, self._folder) for place in kept
+            _absolute(best.checkpoint, self._folder)
+            for best in (self._best, self._coming)
+            if best.checkpoint
         )
 
     def poll(self) -> None:
-        """Report the saves that are done by now, and delete old checkpoints after a new one. Does not wait."""
+        """Report finished saves, and start to delete old checkpoints after a new one. Does not wait."""
         self._saver.poll()
         self._report_saves()
 
     def finish(self, save: bool) -> None:
-        """At the end of a run: ``save`` the state to the last level if it is not there yet, and wait for all saves.
+        """End the run's saving: wait for all saves, after saving the final state to the last level if ``save`` is set.
 
-        Then nothing in memory is needed any more, and the main rank removes it. Collective.
+        With ``save``, checkpoints in memory are no longer needed, and the main rank removes them. Collective.
         """
         if save and self._levels[-1].step != self._progress.step:
             self.save(self._levels[-1:])

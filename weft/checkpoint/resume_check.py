@@ -1,9 +1,8 @@
-"""What a resumed run must have in common with the checkpoint from which it resumes.
+"""Check that a run may resume from a checkpoint.
 
-Model and tokenizer must be the same, field by field: a setting that changes no tensor's shape (heads, ``rope_theta``)
-makes another model of the same parameters just as well. All else may change, and every such difference is named.
-
-Checkpoints of an adapter's run hold the adapter alone, and say which model lies under it: its base.
+Model and tokenizer must be equal, field by field, because a setting that changes no tensor's shape (heads,
+``rope_theta``) makes another model, too. Other settings may change, and every difference is listed. A checkpoint of an
+adapter's run holds the adapter alone and names its base model.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ SETTINGS = ("steps", "batch", "dtype")
 
 
 def model_differences(stored: ModelShape, needed: ModelShape) -> list[str]:
-    """The fields by which two models differ, as ``model.layers = 4, the recipe 3``."""
+    """Return the fields by which two models differ, as texts like ``model.layers = 4, the recipe 3``."""
     if stored.adapter and needed.adapter:  # dropout is of the run, not of the model
         kept = stored.adapter.model_copy(update={"dropout": needed.adapter.dropout})
         stored = stored.model_copy(update={"adapter": kept})
@@ -57,7 +56,7 @@ def model_differences(stored: ModelShape, needed: ModelShape) -> list[str]:
 
 
 def is_of_model(place: Storage, shape: ModelShape) -> bool:
-    """Whether the checkpoint at ``place`` says that it is of this model; :class:`StorageError` if nobody can know."""
+    """Return whether the checkpoint at ``place`` is of the model ``shape``. Raises :class:`StorageError`."""
     try:
         return not model_differences(model_of(open_checkpoint(place)), shape)
     except StorageError:
@@ -66,13 +65,13 @@ def is_of_model(place: Storage, shape: ModelShape) -> bool:
         return False
 
 
-def check_goes_on(
+def check_resumable(
     checkpoint: StoredCheckpoint,
     shape: ModelShape,
     tokenizer: Tokenizer,
     optimizer: Optimizer,
 ) -> None:
-    """Refuse to go on from a checkpoint that is no run's state, or is of another model, tokenizer or optimizer."""
+    """Raise :class:`WeftError` if ``checkpoint`` is no run's state, or is of another model, tokenizer or optimizer."""
     instead = f"start a new run from its weights: --set model.from={checkpoint}"
     if "data" not in checkpoint.meta:
         kind = checkpoint.meta.get("source", {}).get("kind", "another program's")
@@ -114,7 +113,7 @@ def check_goes_on(
 def other_differences(
     checkpoint: StoredCheckpoint, recipe: Recipe, fingerprint: str
 ) -> list[str]:
-    """The other differences between the recipe and the checkpoint's, which are allowed: a line of text for each.
+    """Return a line for each allowed difference between ``recipe`` and that of the checkpoint.
 
     ``fingerprint``: of the recipe's data.
     """
@@ -152,10 +151,10 @@ def _shown(value: Any) -> str:
     return repr(value.model_dump() if hasattr(value, "model_dump") else value)
 
 
-def fingerprint(name: str) -> str:
-    """A digest by which the model called ``name`` is recognised again.
+def model_fingerprint(name: str) -> str:
+    """Return a digest that identifies the model called ``name``.
 
-    Of Weft's own checkpoints it is one of the root file, of foreign files one of samples (:data:`PIECES`).
+    It covers the root file of a Weft checkpoint, or samples of foreign files (:data:`PIECES`).
     """
     where = local_path(name)
     place, path = open_storage(where), Path(where)
@@ -179,10 +178,10 @@ def fingerprint(name: str) -> str:
     return str(seen.hexdigest())
 
 
-def base_of_run(recipe: Recipe, shape: ModelShape) -> dict[str, Any] | None:
-    """The base model under the adapter of a run: its name and fingerprint, or the seed of new values.
+def run_base(recipe: Recipe, shape: ModelShape) -> dict[str, Any] | None:
+    """Return the base model of a run's adapter: its name and fingerprint, or the seed of random weights.
 
-    None if the run has no adapter.
+    Returns None if the run has no adapter.
     """
     if shape.adapter is None:
         return None
@@ -191,14 +190,14 @@ def base_of_run(recipe: Recipe, shape: ModelShape) -> dict[str, Any] | None:
         return {"from": None, "seed": recipe.train.seed}
     return {
         "from": str(Path(name).resolve()) if Path(name).exists() else name,
-        "fingerprint": fingerprint(name),
+        "fingerprint": model_fingerprint(name),
     }
 
 
 def check_same_base(
     checkpoint: StoredCheckpoint, needed: Mapping[str, Any] | None
 ) -> None:
-    """Refuse to go on with an adapter that was trained beside another model than ``needed``."""
+    """Raise :class:`WeftError` if the checkpoint's adapter was trained with another base model than ``needed``."""
     stored = checkpoint.meta.get("base")
     if (
         stored is not None
@@ -212,8 +211,8 @@ def check_same_base(
 
 
 def check_unchanged(checkpoint: StoredCheckpoint, name: str) -> None:
-    """Refuse a base model that is not what it was when the adapter was trained."""
-    if fingerprint(name) != checkpoint.meta["base"]["fingerprint"]:
+    """Raise :class:`WeftError` if the base model ``name`` has changed since the adapter was trained."""
+    if model_fingerprint(name) != checkpoint.meta["base"]["fingerprint"]:
         raise WeftError(
             f"{checkpoint} is an adapter for another model than {name} is now; put back the one it was"
         )

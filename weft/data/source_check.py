@@ -1,14 +1,14 @@
-"""A look at the first records of every source, before a model is read or ranks are started."""
+"""Check the first records of every source, before a model is read or ranks are started."""
 
 import codecs
 from itertools import islice
 from pathlib import Path
 
-from weft.data.apart import validation_source
 from weft.data.corpora import documents
 from weft.data.files import files, format_of
-from weft.data.kinds import check_kind, documents_of
 from weft.data.reading import opened, reading
+from weft.data.source_kinds import check_kind, documents_of
+from weft.data.validation_file import validation_source
 from weft.errors import WeftError
 from weft.recipe import CONVERSATIONS, SOURCES, Data, Source
 
@@ -17,9 +17,9 @@ FIRST = 16
 
 
 def check_sources(data: Data) -> None:
-    """Raise :class:`WeftError` for a source that is not there, is of another kind, is empty or begins with an error.
+    """Raise :class:`WeftError` for a source that is missing, of another kind, empty, or begins with an error.
 
-    Plugins' data sets are not asked, as they may take their time.
+    Data sets of plugins are not checked, as reading them may take long.
     """
     apart = validation_source(data)
     for source in (*data.sources, *([apart] if apart else [])):
@@ -43,9 +43,9 @@ def _check(source: Source) -> None:
     elif _is_large(files(source)[0]):
         return
     elif chats:
-        from weft.data.chat.samples import samples
+        from weft.data.chat.samples import read_samples
 
-        first = [*islice(samples(source), FIRST)]
+        first = [*islice(read_samples(source), FIRST)]
     else:
         first = [*islice(documents(source), FIRST)]
     if not any(first):

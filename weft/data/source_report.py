@@ -1,4 +1,4 @@
-"""What is to be said of a source once it is read: files and fields that nobody reads, records that were left out."""
+"""Report on a source that was read: unread files and fields, and skipped records."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -11,12 +11,11 @@ _LISTED = 8
 
 @dataclass
 class SourceReport:
-    """Counts of what is read of a source, and what is not.
+    """Counts of the records of a source.
 
-    ``unread``: how many records have each field that is not used. ``left``: files, or splits of a data set,
-    that are not read. ``skipped``:
-    records that could not be read, of which ``first`` is the first one's error. ``empty``: records without a text.
-    ``turns``: turns by role that the data marks as learned though the recipe learns from others.
+    ``unread``: number of records with each unused field. ``left``: files, or splits of a data set, that are not read.
+    ``skipped``: records that could not be read; ``first``: the error of the first. ``empty``: records without text.
+    ``turns``: number of turns by role that the data marks as learned and the recipe does not learn from.
     """
 
     records: int = 0
@@ -33,23 +32,23 @@ class SourceReport:
         self.unread.update(set(unread))
 
     def skip(self, error: object) -> None:
-        """Count one record that is left out because of ``error``."""
+        """Count one record that is skipped because of ``error``."""
         self.skipped += 1
         self.first = self.first or str(error)
 
     def skip_counted(self, error: object) -> None:
-        """Leave out the record that was counted last, because of ``error``."""
+        """Skip the record that was counted last, because of ``error``."""
         self.records -= 1
         self.skip(error)
 
     def leave_out(self, read: Callable[[str], bool]) -> None:
-        """Forget those of the unread fields that are ``read`` after all."""
+        """Remove the unread fields for which ``read`` is true."""
         self.unread = Counter(
             {name: count for name, count in self.unread.items() if not read(name)}
         )
 
     def lines(self) -> tuple[str, ...]:
-        """What there is to say, a line each."""
+        """Return the report as lines."""
         lines = []
         if self.skipped:
             total = self.skipped + self.records

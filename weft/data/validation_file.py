@@ -1,4 +1,4 @@
-"""Documents for validation that stand apart from those to train on, in a file of their own."""
+"""Source of validation documents that are in a file of their own."""
 
 from pathlib import Path
 
@@ -17,9 +17,9 @@ KIND_OF_FORMAT = {
 
 
 def validation_source(data: Data) -> Source | None:
-    """Where documents for validation alone come from: a path that is read as the first source is; None for a share.
+    """Return the source of validation documents, or None if validation is a share of the training data.
 
-    Raises :class:`UsageError` for one that is trained on as well.
+    Its files are read as the first source is. Raises :class:`UsageError` if one of them is trained on as well.
     """
     if not isinstance(data.validation, str):
         return None

@@ -103,19 +103,19 @@ def _tojson(
     )
 
 
-def environment(now: datetime | None = None) -> jinja2.Environment:
+def template_environment(now: datetime | None = None) -> jinja2.Environment:
     """The sandbox of transformers. ``now``: what ``strftime_now`` tells a template, else the time of rendering."""
-    made = ImmutableSandboxedEnvironment(
+    sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    made.filters["tojson"] = _tojson
-    made.globals |= {
+    sandbox.filters["tojson"] = _tojson
+    sandbox.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": lambda form: (now or datetime.now()).strftime(form),
         "dict": _Dict(),
         "namespace": _Namespace,
     }
-    return made
+    return sandbox
 
 
 class ChatTemplate:
@@ -141,7 +141,7 @@ class ChatTemplate:
         self.variables = {
             key: name for key, name in named.items() if name is not None
         } | dict(variables or {})
-        self.environment = environment(now)
+        self.environment = template_environment(now)
         self.tokenizer, self.source = tokenizer, text
         self.tool_use = (
             None

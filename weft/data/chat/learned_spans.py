@@ -8,11 +8,11 @@ that closes it (:mod:`weft.data.chat.edges`); what is learned of another's turn 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from weft.data.chat.chat_template import ChatTemplate, TemplateError
 from weft.data.chat.conversation import Conversation
 from weft.data.chat.edges import Edges
 from weft.data.chat.followed import Followed, follow
 from weft.data.chat.marks import parts_with_words
-from weft.data.chat.template import ChatTemplate, TemplateError
 
 #: What helps where turns cannot be found.
 _TAGS = "put {% generation %} and {% endgeneration %} around what the assistant writes"

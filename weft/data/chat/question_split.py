@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from weft.data.chat.chat_template import ChatTemplate
 from weft.data.chat.conversation import Conversation
 from weft.data.chat.followed import follow
-from weft.data.chat.template import ChatTemplate
 
 
 def split_at_questions(

@@ -1,4 +1,4 @@
-"""Checkpoints that other peers share, read over :mod:`weft.peers`: ``peer://path``.
+"""Storage of checkpoints that other peers share, read over :mod:`weft.peers`: ``peer://path``.
 
 The invitation comes from ``WEFT_INVITATION``, as credentials of an object store come from its variables. Only the
 blocks that are asked for travel, each from any peer that has it, and none is used whose bytes are not what its name
@@ -30,7 +30,7 @@ KEPT = 32
 
 @dataclass(frozen=True)
 class PeerStorage:
-    """A :class:`~.storage.Storage` whose names are the paths of shared files under ``prefix``."""
+    """Read-only :class:`~.storage.Storage` of the shared files under ``prefix``."""
 
     prefix: str
 

@@ -1,4 +1,4 @@
-"""The kind of source that files are of: plain text, or records that another kind reads, which is then named."""
+"""Tell files of plain text from files of records, and name the kind of source that reads the latter."""
 
 import json
 from difflib import get_close_matches
@@ -13,9 +13,9 @@ from weft.recipe import Source
 
 
 def documents_of(source: Source) -> Selection:
-    """The files of a source; of one of plain texts without the records that its folder has beside them.
+    """Select the files of a source. A source of plain text skips files of records in its folder.
 
-    Raises :class:`UsageError` with the right kind where there is nothing but records, which are no text to train on.
+    Raises :class:`UsageError`, which names the right kind, if a source of plain text has only records.
     """
     chosen = selection(source)
     if source.kind not in ("text", "stdlib") or source.path is None:
@@ -56,7 +56,7 @@ def documents_of(source: Source) -> Selection:
 
 
 def check_kind(source: Source) -> None:
-    """Raise :class:`UsageError` with the right kind for a file of records that a source's kind does not read."""
+    """Raise :class:`UsageError`, which names the right kind, if a source's kind does not read its file of records."""
     readable = {"parquet": ".parquet", "huggingface": "", "tokens": ".bin"}.get(
         source.kind
     )
@@ -74,7 +74,7 @@ def check_kind(source: Source) -> None:
 
 
 def right_kind(file: Path) -> str:
-    """The settings of ``[data]`` that read a file of records."""
+    """Return the settings of ``[data]`` that read a file of records."""
     from weft.data.chat.forms import read_record
     from weft.data.chat.pairs import read_pair
 

@@ -1,0 +1,62 @@
+"""Load a run's state: model, optimizer, and progress through the data. It has no random state.
+
+Initial values are a function of seed and parameter, samples of seed and number. Other random numbers must be functions
+of seed, sample and layer, so that nothing depends on the rank that draws them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from weft.checkpoint.load import StoredCheckpoint
+    from weft.parallel.state import State
+
+#: Slots that begin with the parameters.
+LIKE_PARAMETERS = ("ema", "anchor")
+
+
+@dataclass
+class Progress:
+    """Progress of a run. ``position`` counts global samples, so it means the same under every layout."""
+
+    step: int = 0
+    position: int = 0
+    tokens: int = 0
+    updates: int = 0
+
+    def advance(self, samples: int, tokens: int, updated: bool) -> None:
+        """Count one step of ``samples`` samples and ``tokens`` tokens."""
+        self.step += 1
+        self.position += samples
+        self.tokens += tokens
+        self.updates += updated
+
+
+def load_state(
+    checkpoint: StoredCheckpoint, state: State, group: dist.ProcessGroup | None = None
+) -> Progress:
+    """Load a saved checkpoint into ``state``, whatever its layout, and return how far the saved run was.
+
+    Slots of :data:`LIKE_PARAMETERS` that the checkpoint lacks start as copies of the parameters. Collective over
+    ``group`` (default: all ranks).
+    """
+    from weft.checkpoint import reshard
+
+    optional = (*LIKE_PARAMETERS, "outer", "own", "answer", "up", "down")
+    stored = {
+        name: part
+        for name, part in state.saved().items()
+        if name.split(".")[1] not in optional or name in checkpoint.tensors
+    }
+    reshard.load_parts(checkpoint, stored, group)
+    for h in state.learning:
+        for slot in LIKE_PARAMETERS:
+            if slot in h.slots and f"optimizer.{slot}.{h.name}" not in stored:
+                h.slots[slot].values.copy_(h.local)
+    progress = Progress(**checkpoint.meta["progress"])
+    state.updates = progress.updates
+    return progress
