@@ -48,9 +48,9 @@ from weft.memory.heap import keep_heap
 from weft.memory.tier_file import BufferPool, Region, Transfer
 from weft.models.hugging_face import export
 from weft.recipe import build_recipe
+from weft.techniques.phases.speculation.early_units import early_units
 from weft.train.build_step import build_step
 from weft.train.setup import build_for_training, prepare
-from weft.train.speculated_units import early_units
 from weft.train.step import clear_gradients
 from weft.train.step_values import StepInput
 

@@ -88,6 +88,7 @@ KINDS: dict[str, TechniqueKind] = {
     "compressor": TechniqueKind("compressor", "sync.compress", (), "compressors", ("none",)),
     "aggregator": TechniqueKind("rule of aggregation", "resilience.aggregate", ("settings",), "aggregators", ("mean",)),
     "code": TechniqueKind("gradient code", "resilience.code", ("settings", "ranks"), "codes", ("",)),
+    "phases": TechniqueKind("technique of a step", "phases", (), "phases"),
     "pair-loss": TechniqueKind("loss of pairs", "loss.kind", ("settings",), "pair_losses", ("cross-entropy",)),
 }  # fmt: skip
 
@@ -196,10 +197,11 @@ def values_of(setting: str) -> list[str]:
     return list(dict.fromkeys(values))
 
 
-def find(kind: str, name: str) -> Registered:
+def find(kind: str, name: str, setting: str = "") -> Registered:
     """The technique of this kind and name, whose file is imported now if it was not before.
 
-    Raises :class:`UsageError` if there is none, or if its file cannot be imported.
+    ``setting``: what asks for the technique, where that is not the setting of its kind. Raises :class:`UsageError` if
+    there is no such technique, or if its file cannot be imported.
     """
     if (kind, name) not in _REGISTERED:
         what = KINDS[kind]
@@ -212,7 +214,7 @@ def find(kind: str, name: str) -> Registered:
             import_module(module)
         except ImportError as error:
             raise UsageError(
-                f"{what.setting} = {name!r}: the {what.noun} cannot be imported ({error}); "
+                f"{setting or f'{what.setting} = {name!r}'}: the {what.noun} cannot be imported ({error}); "
                 f"choose another, or install Weft again"
             ) from None
     return _REGISTERED[kind, name]

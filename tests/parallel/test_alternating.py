@@ -32,7 +32,7 @@ from weft.schedule.alternate import (
     update_table,
 )
 from weft.schedule.draw import svg
-from weft.train import alternation
+from weft.techniques.phases.alternating_updates import alternation
 
 CPU = torch.device("cpu")
 

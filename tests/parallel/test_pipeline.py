@@ -20,8 +20,8 @@ from weft.prove.equality import Difference, compare_with_one_device, run_layout
 from weft.recipe import ModelShape, build_recipe
 from weft.schedule.build import builders
 from weft.schedule.simulate import simulate, uniform_costs
+from weft.techniques.phases.post_validation.late_norm import PostValidation
 from weft.train.build_step import build_step
-from weft.train.post_validation import PostValidation
 from weft.train.setup import Job, build_for_training, prepare
 from weft.train.step import evaluate, reduced_gradients
 

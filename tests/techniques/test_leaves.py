@@ -30,12 +30,30 @@ BESIDE: dict[str, dict[str, object]] = {
 }
 
 
+#: What asks for a technique that fills phases of a step.
+ASKED: dict[str, dict[str, dict[str, object]]] = {
+    "zeroth-order": {"optimizer": {"estimate": "zeroth-order"}},
+    "post-validation": {"optimizer": {"post_validation": True}, "layout": {"pp": 2}},
+    "in-backward": {"optimizer": {"in_backward": True, "clip": 0}},
+    "speculation": {"memory": {"speculate": "all"}},
+    "alternating-updates": {"memory": {"weights": "host", "alternate": 0.5}},
+    "gradient-code": {
+        "layout": {"dp": 4},
+        "resilience": {"code": "gradient", "stragglers": 1},
+    },
+    "aggregation": {"layout": {"dp": 4}, "resilience": {"aggregate": "flag"}},
+    "summed-islands": {"layout": {"island": 2}},
+    "separate-islands": {"layout": {"island": 2}, "sync": {"every": 2}},
+}
+
+
 #: What names a technique of a kind that no recipe names.
 NAMED_BY: dict[str, Callable[[str], object]] = {
     "policy": lambda name: policy_of(name),
     "format": lambda name: open_foreign(PACKAGE, name),
     # what it is asked first
     "drafter": lambda name: check_ahead(name, 1),
+    "phases": lambda name: build_recipe(ASKED[name]),
 }
 
 

@@ -33,13 +33,13 @@ from weft.recipe import Optimizer
 from weft.registry import names
 from weft.techniques.optimizers.galore import projection
 from weft.techniques.optimizers.muon import orthogonal
+from weft.techniques.phases.zeroth_order.two_points import direction
 from weft.train import rule_optimizer
 from weft.train.build_step import build_step
 from weft.train.rule_optimizer import RuleOptimizer, slot_bytes
 from weft.train.rules import compact_adamw
 from weft.train.setup import build_for_training, prepare
 from weft.train.step import reduced_gradients
-from weft.train.zeroth import direction
 
 T = torch.Tensor
 WAYS = [{"estimate": "zeroth-order", "kind": "sgd"}]

@@ -15,9 +15,10 @@ from tests.sync.test_islands import in_threads, tree
 from weft import registry
 from weft.data.batch import Pairs
 from weft.errors import UsageError
+from weft.layout.mesh import Mesh
 from weft.models.pair_loss import PairLoss
 from weft.models.preference import needs_reference, objective
-from weft.recipe import Resilience, build_recipe
+from weft.recipe import Recipe, Resilience, build_recipe
 from weft.registry import register
 from weft.section import Section
 from weft.sync.aggregator import Aggregator
@@ -25,8 +26,13 @@ from weft.sync.coded import Arrived, Code, CodedTask, Result, code_of
 from weft.sync.compressor import Compressor, Payload
 from weft.sync.simulated_round import Round
 from weft.sync.sync_method import Slots, SyncMethod
-from weft.train.step import StepContext
-from weft.train.voting import Voting
+from weft.techniques.phases.aggregation.votes import Voting
+from weft.train.build_step import build_step
+from weft.train.phases import Phase
+from weft.train.setup import build_for_training
+from weft.train.step import PlainStep, StepContext
+from weft.train.step_technique import StepTechnique
+from weft.train.step_values import Agreed, StepInput, StepResult
 
 
 @pytest.fixture(autouse=True)
@@ -214,3 +220,45 @@ def test_a_loss_of_pairs() -> None:
     ):
         with pytest.raises(UsageError, match=said):
             build_recipe({"loss": asked | wrong, "data": pairs})
+
+
+def test_a_technique_of_the_step(corpus: str) -> None:
+    """It fills its phases and no other, excludes what fills one of them, and Weft's own are not named so."""
+
+    class Slower(PlainStep):
+        def __init__(self, context: StepContext, share: float) -> None:
+            super().__init__(context)
+            self.share = share
+
+        def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
+            return super().update(given._replace(lr=given.lr * self.share), agreed)
+
+    @register("phases", "slower")
+    class SlowerTechnique(StepTechnique):
+        """Updates at a share of the learning rate."""
+
+        fills = Phase.UPDATE
+        does = "phases = 'slower' updates at a share of the rate"
+
+        def __init__(self, share: float) -> None:
+            self.share = share
+
+        def fill(self, context: StepContext, recipe: Recipe) -> Slower:
+            return Slower(context, self.share)
+
+    named = {"phases": [{"name": "slower", "settings": {"share": 0.5}}]}
+    recipe = build_recipe(tree(corpus, "") | named)
+    shape = recipe.model.model_copy(update={"vocab": 257})
+    mesh = Mesh.single()
+    step = build_step(*build_for_training(shape, mesh, recipe), mesh, recipe)
+    assert isinstance(step.update, Slower) and step.update.share == 0.5
+    assert type(step.agree) is type(step.gradients) is PlainStep
+
+    for also, line in (
+        ({"memory": {"weights": "host", "alternate": 0.5}}, "share of the rate: both fill a step's update"),
+        ({"phases": [{"name": "slower", "settings": {"shares": 1}}]}, "cannot be called with"),
+        ({"phases": ["in-backward"]}, "is Weft's own, which other settings ask for"),
+        ({"phases": ["slow"]}, "did you mean 'slower'"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=line):
+            build_recipe(tree(corpus, "") | named | also)

@@ -16,8 +16,8 @@ from tests.memory.test_tiers import disk_that_fails
 from weft.memory.early_units import Sizes, choose_early, step_traffic
 from weft.memory.nameless_file import TierError
 from weft.parallel.state import State
+from weft.techniques.phases.speculation.early_updates import Speculation
 from weft.train.build_step import build_step
-from weft.train.speculation import Speculation
 from weft.train.step import Step
 from weft.train.step_values import StepResult
 

@@ -18,7 +18,7 @@ from weft.memory.noise import normal
 from weft.parallel.state import Held
 from weft.recipe import Recipe
 from weft.rehearse.ledger import AllocationWatch, Ledger, tensors_in
-from weft.train import zeroth
+from weft.techniques.phases.zeroth_order import two_points
 from weft.train.build_step import build_step
 from weft.train.rules.rank_sums import logical_positions
 
@@ -132,7 +132,7 @@ def test_directions_take_little_room() -> None:
     )
     ledger = Ledger()
     with AllocationWatch(ledger):
-        found = zeroth.direction(held, 5)
-    assert ledger.peak < 4 * 3_000_000 + 150 * zeroth.ROWS_OF
-    seed = zeroth.crc32(b"table") << 32 | 5
+        found = two_points.direction(held, 5)
+    assert ledger.peak < 4 * 3_000_000 + 150 * two_points.ROWS_OF
+    seed = two_points.crc32(b"table") << 32 | 5
     assert torch.equal(found, normal(logical_positions(held), seed, torch.float32))

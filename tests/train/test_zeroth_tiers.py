@@ -21,10 +21,10 @@ from weft.memory.tier_file import BufferPool
 from weft.parallel.state import State
 from weft.parallel.units import TableUnit
 from weft.recipe import Recipe
+from weft.techniques.phases.zeroth_order.two_points import ZerothOrder
 from weft.train.build_step import build_step
 from weft.train.setup import build_for_training, prepare
 from weft.train.step_values import StepResult
-from weft.train.zeroth import ZerothOrder
 
 LAYOUTS: list[Case] = [
     {"pairs": 1, "dp": 2, "shard": 2}, {"dp": 2, "shard": 2}, {"pp": 2}, {"tp": 2, "cp": 2},

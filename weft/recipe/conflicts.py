@@ -137,31 +137,14 @@ def _linear(a: AskedRecipe) -> bool:
 RULES: tuple[Rule[AskedRecipe], ...] = (
     *LAYOUT_RULES,
     *MEMORY_RULES,
-    Rule("alternating updates that ask other ranks", "layout memory optimizer",
-         lambda a: a.memory.alternate != 0 and a.layout.world > 1 and (
-             not a.optimizer.elementwise),
-         "memory.alternate updates units in an order of each rank's own, and optimizer.kind = {0.optimizer.kind!r} "
-         "with state = {0.optimizer.state!r} asks other ranks",
-         "use adamw, sgd or lion, or leave memory.alternate out"),
     Rule("weights in files with balance", "layout memory",
          lambda a: a.memory.weights == "file" and bool(a.layout.balance),
          "memory.weights = 'file' takes all microbatches through a block together, and layout.balance = "
          "{0.layout.balance!r} gives every rank others", "leave one of them out"),
-    Rule("files with post-validation", "memory optimizer",
-         lambda a: a.optimizer.post_validation and "file" in a.memory.away.values(),
-         "optimizer.post_validation keeps a copy of the state in memory, and [memory] says it does not fit",
-         "leave one of them out"),
-    Rule("speculation with islands or balance", "layout memory",
-         lambda a: a.memory.speculate != "none" and (a.layout.island > 1 or bool(a.layout.balance)),
-         "memory.speculate = {0.memory.speculate!r} updates what backward has completed and may take that back, and "
-         "layout.island and layout.balance update at other times", "leave memory.speculate out, or the others"),
     Rule("offloaded activations with selective recompute", "train memory",
          lambda a: a.memory.offloads_activations and a.train.recompute == "selective",
          "memory.activations = {0.memory.activations!r} does not see what train.recompute = 'selective' keeps",
          "use train.recompute = 'none' or 'full'"),
-    Rule("post-validation without pp", "layout optimizer",
-         lambda a: a.optimizer.post_validation and a.layout.pp == 1,
-         "optimizer.post_validation is for pipelines", "set layout.pp above 1 or leave it out"),
     Rule("small moments without AdamW", "optimizer",
          lambda a: a.optimizer.state != "float32" and a.optimizer.kind != "adamw",
          "optimizer.state = {0.optimizer.state!r} is how AdamW keeps its moments, and optimizer.kind is "
@@ -203,10 +186,6 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
     Rule("tasks of a model that scores", "loss tasks",
          lambda a: bool(a.tasks) and a.loss.scores,
          "[[tasks]] ask what a model writes, and loss.kind = 'reward' trains one that scores", "leave tasks out"),
-    Rule("zeroth order with other passes", "layout optimizer",
-         lambda a: a.optimizer.estimate == "zeroth-order" and bool(a.layout.balance or a.layout.skip),
-         "optimizer.estimate = 'zeroth-order' evaluates plain passes, and layout.balance and layout.skip are about "
-         "others", "leave these out"),
     Rule("pairs without zeroth order", "optimizer",
          lambda a: a.optimizer.pairs and a.optimizer.estimate != "zeroth-order",
          "optimizer.pairs is about the two points that zeroth-order estimates evaluate",
@@ -214,37 +193,15 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
     Rule("pairs with a rank left over", "layout optimizer",
          lambda a: a.optimizer.pairs and a.layout.dp > 1 and a.layout.dp % 2 > 0,
          "optimizer.pairs takes two ranks along dp at a time, and dp={0.layout.dp} is odd", "use an even dp"),
-    Rule("update in backward with clipping", "optimizer", lambda a: a.optimizer.in_backward and a.optimizer.clip > 0,
-         "optimizer.in_backward updates before all gradients are there, and optimizer.clip = {0.optimizer.clip:g} "
-         "needs their norm first", "set optimizer.clip = 0, or leave in_backward out"),
-    Rule("update in backward with pp", "layout optimizer", lambda a: a.optimizer.in_backward and a.layout.pp > 1,
-         "optimizer.in_backward is for one backward after the other, and pp={0.layout.pp} interleaves those of its "
-         "microbatches", "use pp = 1, or leave in_backward out"),
-    Rule("update in backward with balance", "layout optimizer",
-         lambda a: a.optimizer.in_backward and bool(a.layout.balance),
-         "optimizer.in_backward agrees on the loss before the last backward, which layout.balance = "
-         "{0.layout.balance!r} gives every rank at another time", "leave one of them out"),
-    Rule("update in backward with an offloaded state", "memory optimizer",
-         lambda a: a.optimizer.in_backward and a.memory.offloads_state,
-         "optimizer.in_backward frees gradients, and with memory.weights = {0.memory.weights!r} these wait there",
-         "leave one of them out"),
     Rule("faulty replicas of a mean", "resilience",
          lambda a: a.resilience.faulty > 0 and a.resilience.aggregate == "mean",
          "resilience.faulty = {0.resilience.faulty} replicas sway a mean as they like",
          "set resilience.aggregate to a rule that they cannot sway, or leave faulty out"),
-    Rule("too few replicas for so many faulty", "layout resilience",
-         lambda a: a.layout.dp < a.resilience.replicas_needed,
-         "resilience.aggregate = {0.resilience.aggregate!r} with faulty = {0.resilience.faulty} needs "
-         "{0.resilience.replicas_needed} replicas, and dp={0.layout.dp}", "raise layout.dp, or lower faulty"),
     Rule("a code without stragglers", "layout resilience",
          lambda a: bool(a.resilience.code) != (a.resilience.stragglers > 0)
          or a.resilience.stragglers >= a.layout.dp > 1,
          "resilience.code = {0.resilience.code!r} is about stragglers = {0.resilience.stragglers} of "
          "dp={0.layout.dp} replicas", "set code and stragglers, below layout.dp, or leave both out"),
-    Rule("a code with experts", "model resilience",
-         lambda a: bool(a.resilience.code) and bool(a.model.mixtures),
-         "resilience.code computes samples several times, and routers of model.experts would count them so",
-         "leave one of them out"),
     Rule("combined replicas that are cut", "layout resilience",
          lambda a: a.resilience.combines and a.layout.world > a.layout.dp,
          "resilience puts together gradients of whole replicas, and {0.layout} cuts these", "use layout.dp alone"),
@@ -264,10 +221,6 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
          lambda a: a.loss.scores and a.adapter is not None,
          "loss.kind = 'reward' learns an output layer of its own, and what is stored of [adapter] has adapters alone",
          "leave [adapter] out; train.freeze keeps layers as they are"),
-    Rule("dropout without backward", "optimizer adapter",
-         lambda a: a.optimizer.estimate == "zeroth-order" and bool(a.adapter and a.adapter.dropout),
-         "adapter.dropout drops where gradients are computed, and optimizer.estimate = 'zeroth-order' computes none",
-         "leave one of them out"),
     Rule("rows of tokens with vocabulary passes", "layout adapter",
          lambda a: a.layout.vocab_barriers > 0 and bool(a.adapter and a.adapter.tokens),
          "adapter.tokens are rows beside embedding and output layer, of which layout.vocab_barriers gives every stage "
@@ -335,10 +288,6 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
     Rule("ep without experts", "layout shape", lambda a: a.layout.ep > 1 and not a.shape.mixtures,
          "ep = {0.layout.ep} spreads experts over ranks, and the model has none",
          "leave ep out, or set model.experts"),
-    Rule("placement with post-validation", "layout optimizer",
-         lambda a: a.layout.placement != "static" and a.optimizer.post_validation,
-         "optimizer.post_validation knows a step's loads when the next one has been taken, and layout.placement = "
-         "{0.layout.placement!r} is planned from them", "leave out one of them"),
     Rule("moving experts in pieces", "layout shape",
          lambda a: a.layout.placement == "moving" and bool(a.shape.mixtures) and a.least_experts < a.layout.ep,
          "placement = 'moving' moves whole experts, and ep = {0.layout.ep} cuts {0.least_experts} in pieces",
@@ -435,15 +384,6 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
          and a.shape.balance == "huggingface",
          "model.balance = 'huggingface' adds up what was chosen in all layers, and memory.weights = 'file' has one "
          "after the other", "use model.balance = 'sequence'"),
-    Rule("router statistics with post-validation", "shape optimizer",
-         lambda a: a.optimizer.post_validation and a.learns_loads,
-         "optimizer.post_validation knows a step's loads when the next one has been taken, too late for routers",
-         "set model.bias_rate = 0 and use model.balance = 'sequence'"),
-    Rule("balance of experts with zeroth order", "shape optimizer",
-         lambda a: a.optimizer.estimate == "zeroth-order" and bool(a.shape.mixtures)
-         and (a.learns_loads or a.shape.balance_loss + a.shape.z_loss > 0),
-         "optimizer.estimate = 'zeroth-order' sees the model's own loss alone, and routers would never be balanced",
-         "set model.balance_loss, model.z_loss and model.bias_rate to 0"),
     Rule("experts with compile", "shape train", lambda a: a.train.compile and bool(a.shape.mixtures),
          "train.compile does not go together with model.experts: how many rows each gets is known when it runs only",
          "leave train.compile out"),
@@ -479,6 +419,8 @@ def _declared_rules(asked: AskedRecipe) -> Iterator[Rule]:
         if named := getattr(section, "named", None):
             for technique in named():
                 yield from technique.rules
+    for declaration, _ in asked_techniques(asked):
+        yield from declaration.rules
 
 
 def refuse_conflicts(asked: AskedRecipe) -> None:

@@ -1,6 +1,6 @@
 """The section ``[memory]``: where tensors rest while they are not in use."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -19,6 +19,8 @@ class Memory(Section):
 
     ZeRO-Offload (Ren et al. 2021), SuperOffload (Lian et al. 2025), Deep Optimizer States (Maurya et al. 2024).
     """
+
+    asks: ClassVar = {"speculate": "speculation", "alternate": "alternating-updates"}
 
     weights: Place = Field(
         "device",

@@ -31,6 +31,11 @@ class Optimizer(HostSection):
     """
 
     hosts: ClassVar = {"kind": "optimizer", "state": "moments"}
+    asks: ClassVar = {
+        "estimate": "zeroth-order",
+        "post_validation": "post-validation",
+        "in_backward": "in-backward",
+    }
 
     estimate: Literal["backward", "zeroth-order"] = Field(
         "backward",

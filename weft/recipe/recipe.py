@@ -23,6 +23,7 @@ from weft.recipe.resilience import Resilience
 from weft.recipe.sync import Sync
 from weft.recipe.train_section import Train
 from weft.recipe.validation_section import Task, Validation
+from weft.registry import find
 from weft.section import Section
 
 #: Where runs go, each in a folder of its own.
@@ -62,6 +63,10 @@ class Recipe(Section):
             "Plugins to call before, during and after the run. A callback that fails ends the "
             "run."
         ),
+    )
+    phases: tuple[Use, ...] = Field(
+        (),
+        description="Plugins that do a part of every training step in their own way.",
     )
     model: ModelShape = Field(
         ModelShape(),
@@ -133,6 +138,12 @@ class Recipe(Section):
         """Look for all that plugins are to offer."""
         for use in self.callbacks:
             check_plugin("callback", use.name, use.settings)
+        for use in self.phases:
+            check_plugin("phases", use.name, use.settings)
+            if find("phases", use.name).module.startswith("weft."):
+                raise ValueError(
+                    f"phases = {use.name!r} is Weft's own, which other settings ask for; leave it out"
+                )
         for name in self.observe.trackers:
             check_plugin("tracker", name)
         check_plugin("loss", self.loss.kind, self.loss.settings)

@@ -16,6 +16,7 @@ class Resilience(HostSection):
     """
 
     hosts: ClassVar = {"aggregate": "aggregator", "code": "code"}
+    asks: ClassVar = {"aggregate": "aggregation", "code": "gradient-code"}
 
     survive: bool = Field(
         True,

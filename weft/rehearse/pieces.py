@@ -19,13 +19,13 @@ from weft.models.rope import angles
 from weft.models.transformer import Transformer
 from weft.parallel.state import State, Unit
 from weft.recipe import Adapter, ModelShape, Recipe
+from weft.registry import find
 from weft.rehearse.journal import processor_seconds
 from weft.rehearse.ledger import AllocationWatch, Ledger
 from weft.shapes.parameters import parameters
 from weft.shapes.shape import flops_per_token
 from weft.train.rules.rank_sums import RankSums
 from weft.train.setup import build_for_training
-from weft.train.zeroth import direction
 
 T = torch.Tensor
 
@@ -249,6 +249,7 @@ def _update_seconds(
     if recipe.optimizer.estimate == "zeroth-order":
         # one says it of all: noise is slow
         some = [h for h in held if h.local.dim() > 1][:1]
+        direction = find("phases", "zeroth-order").implementation().direction
         share = sum(h.local.numel() for h in held) / max(
             1, sum(h.local.numel() for h in some)
         )

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weft.recipe.conflicts import AskedRecipe
-from weft.recipe.step_techniques import (
-    STEP,
-    Phase,
-    StepTechnique,
-    asked_techniques,
-    refuse_filled_twice,
-)
-from weft.train.step import Filler, PlainStep, Step, StepContext
+from weft.recipe.step_techniques import asked_techniques, refuse_filled_twice
+from weft.train.phases import STEP, Phase
+from weft.train.step import PlainStep, Step, StepContext
 
 if TYPE_CHECKING:
     from weft.layout.mesh import Mesh
@@ -48,18 +42,19 @@ def build_step(
         model, state, mesh, before_update, inspect, routes, presence, begun, report
     )
     asked = AskedRecipe(**dict(recipe))
-    fillers: dict[StepTechnique, Filler] = {}
-    for technique in asked_techniques(asked):
-        # a technique is imported where it is asked for only
-        filler = import_module(technique.module).fill(context, recipe)
-        if filler is not None:
-            fillers[technique] = filler
-    refuse_filled_twice(asked, fillers)
+    filled = [
+        (each, filler)
+        for each in asked_techniques(asked)
+        if (filler := each.technique.fill(context, recipe)) is not None
+    ]
+    refuse_filled_twice(asked, [each for each, _ in filled])
     # that they have the methods of these phases is what they declare
     chosen: dict[Phase, Any] = dict.fromkeys(STEP, PlainStep(context))
     chosen[Phase.AFTER] = None
-    for technique, filler in fillers.items():
-        chosen |= dict.fromkeys(technique.fills, filler)
+    for each, filler in filled:
+        chosen |= dict.fromkeys(each.technique.fills, filler)
     gradients, agree, update, after = (chosen[phase] for phase in Phase)
     clip = recipe.optimizer.clip
-    return Step(state, gradients, agree, update, after, [*fillers.values()], clip)
+    return Step(
+        state, gradients, agree, update, after, [filler for _, filler in filled], clip
+    )

@@ -18,11 +18,11 @@ from weft.sync.measure import measured_ring
 from weft.sync.parity import made_same
 from weft.sync.replicas import Replicas, replicas_of
 from weft.sync.rounds import begins, fragment_of, partners, shares
-from weft.train.step import Filler
+from weft.train.step import PhaseFiller
 
 if TYPE_CHECKING:
     from weft.parallel.state import Held, State
-    from weft.recipe import Recipe, Sync
+    from weft.recipe import Sync
     from weft.sync.presence import Presence
     from weft.sync.streams import Streams
     from weft.sync.sync_method import SyncMethod
@@ -91,11 +91,7 @@ class Exchanged(NamedTuple):
     warm: Mapping[str, T] = {}
 
 
-def fill(context: StepContext, recipe: Recipe) -> Apart | None:
-    return Apart(context, context.presence, recipe.sync) if context.presence else None
-
-
-class Apart(Filler):
+class Apart(PhaseFiller):
     """Islands take steps by themselves, and agree every ``how.every`` steps.
 
     A *round* is what happens every so many steps; in it, each *fragment* of the parameters is exchanged once with the

@@ -1,7 +1,8 @@
-"""The phases of a training step: what has these methods can fill them."""
+"""The phases of a training step: an object with these methods can fill them."""
 
 from __future__ import annotations
 
+from enum import Flag, auto
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -13,17 +14,24 @@ if TYPE_CHECKING:
     from weft.train.step_values import Agreed, StepInput, StepResult
 
 
-class AgreePhase(Protocol):
-    """Ranks combine their gradients, and learn the step's result."""
+class Phase(Flag):
+    """A part of a training step; its name in lower case is the method that fills it."""
 
-    def label_weight(self, batches: Sequence[Batch]) -> torch.Tensor | None:
-        """As of :class:`Filler`, asked by plain passes."""
+    #: Passes over the batches leave gradients on this rank.
+    GRADIENTS = auto()
+    #: Ranks combine their gradients, and learn loss, norm and whether a rank wishes to stop.
+    AGREE = auto()
+    #: Parameters and optimizer state change.
+    UPDATE = auto()
+    #: Something happens between this step and the next one.
+    AFTER = auto()
 
-    def beyond(self, number: torch.Tensor) -> torch.Tensor:
-        """As of :class:`Filler`, asked by plain passes."""
+    def __str__(self) -> str:
+        names = [(phase.name or "").lower() for phase in self]
+        return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
-    def agree(self, given: StepInput, shares: torch.Tensor) -> Agreed:
-        """``shares``: what the gradients phase has returned. Calls ``before_update`` before this rank's sums."""
+
+STEP = Phase.GRADIENTS | Phase.AGREE | Phase.UPDATE
 
 
 class GradientPhase(Protocol):
@@ -31,6 +39,22 @@ class GradientPhase(Protocol):
 
     def gradients(self, given: StepInput, agree: AgreePhase) -> torch.Tensor:
         """Run the passes. Returns this rank's share of the mean loss, or of what the agree phase sums instead."""
+
+
+class AgreePhase(Protocol):
+    """Ranks combine their gradients, and learn the step's result."""
+
+    def label_weight(self, batches: Sequence[Batch]) -> torch.Tensor | None:
+        """See :meth:`weft.train.step.PhaseFiller.label_weight`; plain passes ask it."""
+
+    def beyond(self, number: torch.Tensor) -> torch.Tensor:
+        """See :meth:`weft.train.step.PhaseFiller.beyond`; plain passes ask it."""
+
+    def agree(self, given: StepInput, shares: torch.Tensor) -> Agreed:
+        """Combine gradients and sums. ``shares``: what the gradients phase has returned.
+
+        Calls ``before_update`` before this rank's sums.
+        """
 
 
 class UpdatePhase(Protocol):
@@ -46,7 +70,7 @@ class AfterPhase(Protocol):
     def after(
         self, results: list[StepResult], finish: Callable[[], list[StepResult]]
     ) -> list[StepResult]:
-        """Returns the step's results. ``finish`` makes the step final, and returns the results that were still due."""
+        """Return the step's results. ``finish`` makes the step final, and returns the results that were still due."""
 
     def end(self, results: list[StepResult]) -> list[StepResult]:
         """Wait for what is under way, as the run may end here. Returns these results of the last steps."""

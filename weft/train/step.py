@@ -392,8 +392,8 @@ class StepContext:
         return self.model.pipeline is not None and self.model.pipeline.streamed
 
 
-class Filler:
-    """What fills phases of a step (:mod:`weft.recipe.step_techniques`): a base that fills none.
+class PhaseFiller:
+    """What fills phases of a step (:mod:`weft.train.step_technique`): a base that fills none.
 
     A technique adds the methods of the phases that it declares (:mod:`weft.train.phases`).
     """
@@ -419,7 +419,7 @@ class Filler:
         return []
 
 
-class PlainStep(Filler):
+class PlainStep(PhaseFiller):
     """The plain way to fill the phases of a step, for those that no technique fills."""
 
     def __init__(self, context: StepContext) -> None:
@@ -520,7 +520,7 @@ class Step:
     agree: AgreePhase
     update: UpdatePhase
     after: AfterPhase | None
-    fillers: Sequence[Filler]
+    fillers: Sequence[PhaseFiller]
     clip: float = 0.0
 
     def take(

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.registry import find
-from weft.train.rules.rank_sums import count_update
 from weft.train.rules.update_rule import UpdateRule
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class CompactAdamW(UpdateRule):
                 if h.local.numel():
                     self.full.step([h], [g], [moments[0]], [moments[1]], lr, decay)
                 else:
-                    count_update([h])
+                    h.updates += 1
                 self.encoding.store(h, moments)
 
 

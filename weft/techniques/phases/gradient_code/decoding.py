@@ -12,11 +12,11 @@ from weft.data.batch import Batch
 from weft.data.order import marks
 from weft.errors import UsageError
 from weft.net.groups import limit
-from weft.recipe import Recipe, Resilience
+from weft.recipe import Resilience
 from weft.sync.arrivals import Link, Sum, connect_ranks
 from weft.sync.coded import CodedTask, code_of
 from weft.train.step import (
-    Filler,
+    PhaseFiller,
     StepContext,
     accumulate,
     clear_gradients,
@@ -34,12 +34,7 @@ T = torch.Tensor
 ROUNDING = 1e-7
 
 
-def fill(context: StepContext, recipe: Recipe) -> Coding | None:
-    replicas = context.mesh.size("dp")
-    return Coding(context, recipe.resilience) if replicas > 1 else None
-
-
-class Coding(Filler):
+class Coding(PhaseFiller):
     """Ends a step as soon as enough ranks have answered for its gradient to be decoded.
 
     A step consists of jobs, and a job of parts, each computed by several ranks. ``batches`` of a step are those of all

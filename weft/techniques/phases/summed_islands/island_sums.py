@@ -13,7 +13,6 @@ import torch
 from torch.profiler import record_function
 
 from weft.layout.boundary import step_sum
-from weft.recipe import Recipe
 from weft.sync.collectives import from_islands, ring_sum
 from weft.sync.replicas import replicas_of
 from weft.sync.streams import Streams
@@ -21,7 +20,7 @@ from weft.train.step import (
     MARKS,
     SAMPLES,
     SQUARE_NORM,
-    Filler,
+    PhaseFiller,
     StepContext,
     as_flat,
     reduced,
@@ -38,13 +37,7 @@ T = torch.Tensor
 OWN = [SQUARE_NORM, SAMPLES, MARKS]
 
 
-def fill(context: StepContext, recipe: Recipe) -> SummedIslands | None:
-    return (
-        SummedIslands(context, context.presence.streams) if context.presence else None
-    )
-
-
-class SummedIslands(Filler):
+class SummedIslands(PhaseFiller):
     """Sums gradients, and the numbers of a step, over all islands."""
 
     def __init__(self, context: StepContext, streams: Streams) -> None:

@@ -22,10 +22,10 @@ from weft.data.batch import Batch
 from weft.layout.boundary import OWN, own_share, step_sum
 from weft.memory.noise import normal
 from weft.parallel.state import Held, Unit
-from weft.recipe import Optimizer, Recipe
+from weft.recipe import Optimizer
 from weft.train.rules.rank_sums import logical_positions
 from weft.train.step import (
-    Filler,
+    PhaseFiller,
     StepContext,
     loss_shares,
     own_weight,
@@ -43,11 +43,7 @@ T = torch.Tensor
 ROWS_OF = 1 << 16
 
 
-def fill(context: StepContext, recipe: Recipe) -> ZerothOrder:
-    return ZerothOrder(context, recipe.optimizer)
-
-
-class ZerothOrder(Filler):
+class ZerothOrder(PhaseFiller):
     """Evaluates twice instead of computing gradients.
 
     The gradient norm of a step's result is the size of the slope, and nothing is clipped. Parameters are copied before

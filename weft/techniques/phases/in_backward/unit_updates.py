@@ -16,10 +16,9 @@ from weft.errors import WeftError
 from weft.layout.axes import MODEL_AXES
 from weft.layout.boundary import I, share_of_sum, step_sum
 from weft.parallel.state import State, Unit
-from weft.recipe import Recipe
 from weft.train.ready_units import ReadyUnits
 from weft.train.step import (
-    Filler,
+    PhaseFiller,
     StepContext,
     accumulate,
     reduced,
@@ -35,11 +34,7 @@ if TYPE_CHECKING:
 T = torch.Tensor
 
 
-def fill(context: StepContext, recipe: Recipe) -> InBackward:
-    return InBackward(context)
-
-
-class InBackward(Filler):
+class InBackward(PhaseFiller):
     """Updates every unit when its last gradient of the step is there.
 
     ``inspect`` sees the reduced gradients, a unit's at a time. A step whose loss is not finite is skipped. One whose

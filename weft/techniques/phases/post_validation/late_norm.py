@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.profiler import record_function
 
-from weft.recipe import Recipe
 from weft.train.step import (
-    Filler,
     PendingSum,
+    PhaseFiller,
     StepContext,
     clear_gradients,
     clip_scale,
@@ -45,11 +44,7 @@ class PendingUpdate(NamedTuple):
     agreed: Agreed
 
 
-def fill(context: StepContext, recipe: Recipe) -> PostValidation | None:
-    return None if context.model.pipeline is None else PostValidation(context)
-
-
-class PostValidation(Filler):
+class PostValidation(PhaseFiller):
     """The results of the plain step of a pipelined model, a step later.
 
     Holds a copy of parameters and optimizer state. ``repeated`` counts the steps that had to be run again.

@@ -5,20 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from weft.parallel.alternating import Alternating, update_alternating
-from weft.recipe import Recipe
-from weft.train.step import Filler, StepContext, update_unless_skipped
+from weft.train.step import PhaseFiller, StepContext, update_unless_skipped
 from weft.train.step_values import Agreed, StepInput, StepResult
 
 if TYPE_CHECKING:
     from weft.train.step import UnitGradients
 
 
-def fill(context: StepContext, recipe: Recipe) -> Alternation | None:
-    share = recipe.memory.alternate
-    return Alternation(context, share) if share else None
-
-
-class Alternation(Filler):
+class Alternation(PhaseFiller):
     """Updates a ``share`` of the units on the device and meanwhile the others on the host."""
 
     def __init__(self, context: StepContext, share: float | str) -> None:

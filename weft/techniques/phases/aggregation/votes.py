@@ -9,14 +9,14 @@ import torch
 
 from weft.data.batch import Batch
 from weft.layout.boundary import step_sum
-from weft.recipe import Recipe, Resilience
+from weft.recipe import Resilience
 from weft.registry import find
 from weft.sync.aggregator import Aggregator
 from weft.sync.robust import aggregated
 from weft.train.step import (
     LOSS,
     SQUARE_NORM,
-    Filler,
+    PhaseFiller,
     StepContext,
     nonzero_weight,
     shares_of_sums,
@@ -28,12 +28,7 @@ from weft.train.step_values import Agreed, StepInput
 T = torch.Tensor
 
 
-def fill(context: StepContext, recipe: Recipe) -> Voting | None:
-    replicas = context.mesh.size("dp")
-    return Voting(context, recipe.resilience) if replicas > 1 else None
-
-
-class Voting(Filler):
+class Voting(PhaseFiller):
     """Takes from every replica the mean gradient of its own tokens, one vote each.
 
     A replica whose gradient is not finite, or that has no tokens, has no part in the step, nor in its loss. The other

@@ -19,11 +19,9 @@ from weft.models.hooks import EarlyUpdates
 from weft.parallel.revocable_updates import RevocableUpdates
 from weft.parallel.state import State, Unit
 from weft.parallel.units import TableUnit
-from weft.recipe import Recipe
 from weft.train.ready_units import ReadyUnits
-from weft.train.speculated_units import early_units
 from weft.train.step import (
-    Filler,
+    PhaseFiller,
     StepContext,
     accumulate,
     clip_scale,
@@ -41,13 +39,7 @@ if TYPE_CHECKING:
 T = torch.Tensor
 
 
-def fill(context: StepContext, recipe: Recipe) -> Speculation | None:
-    early = early_units(context.state, recipe.memory, recipe.train.recompute)
-    elementwise = recipe.optimizer.elementwise
-    return Speculation(context, early, elementwise) if early else None
-
-
-class Speculation(Filler):
+class Speculation(PhaseFiller):
     """Updates the ``early`` units during backward; the results equal those of the plain step.
 
     Units in files are updated where the schedule completes their gradients. Others are updated in a thread, which makes
