@@ -1,7 +1,7 @@
-"""What agents did, as conversations: trajectories of the Agent Data Protocol and of ATIF.
+"""Convert trajectories of agents (Agent Data Protocol, ATIF) to conversations.
 
-An action becomes the assistant's turn, what the tool said a turn of the tool's. Actions without an answer between them
-are one turn, as chat templates want it.
+An action becomes a turn of the assistant, and its result a turn of the tool. Actions without a result between them are
+one turn, as chat templates expect.
 """
 
 from collections.abc import Mapping
@@ -135,22 +135,23 @@ class _Trajectory(_Strict):
 
 
 def from_adp(fields: Fields) -> tuple[list[Message], list[str]]:
-    """A trajectory of the Agent Data Protocol as messages, and the fields of it that are not used.
+    """Convert a trajectory of the Agent Data Protocol to messages, and return its unused fields, too.
 
-    A ``tool_call_id`` is answered exactly once, after the call.
+    Raises :class:`ConversationError` if it is malformed or a ``tool_call_id`` is not answered exactly once.
     """
     trajectory = _validated(_Trajectory, _taken(fields, _Trajectory))
     messages: list[Message] = []
     open_calls: dict[str, int] = {}
-    closed: set[str] = set()
+    seen: set[str] = set()
     for index, item in enumerate(trajectory.content):
         link = item.tool_call_id
         if isinstance(item, _Action):
-            if link is not None and (link in open_calls or link in closed):
+            if link in seen:
                 raise ConversationError(
                     f"content[{index}] has the tool_call_id {link!r} of an earlier action"
                 )
             if link is not None:
+                seen.add(link)
                 open_calls[link] = index
             _add_action(
                 messages,
@@ -159,13 +160,10 @@ def from_adp(fields: Fields) -> tuple[list[Message], list[str]]:
                 [c for c in [item.call()] if c],
             )
             continue
-        if link is not None and link not in open_calls:
+        if link is not None and open_calls.pop(link, None) is None:
             raise ConversationError(
                 f"content[{index}] answers the tool_call_id {link!r}, which no action before it has"
             )
-        if link is not None:
-            closed.add(link)
-            del open_calls[link]
         messages.append(_observed(messages, item))
     if open_calls:
         link, index = next(iter(open_calls.items()))
@@ -277,9 +275,9 @@ class _Atif(BaseModel):
 
 
 def from_atif(fields: Fields) -> tuple[list[Message], list[str]]:
-    """A trajectory of ATIF 1.x as messages, and the fields of its steps that are not used.
+    """Convert a trajectory of ATIF 1.x to messages, and return the unused fields of its steps, too.
 
-    Steps count from 1; what was copied from another trajectory is not learned again.
+    Turns that were copied from another trajectory are not learned. Raises :class:`ConversationError`.
     """
     given = _taken(fields, _Atif)
     trajectory = _validated(_Atif, given)

@@ -1,7 +1,7 @@
-"""How a chat template takes calls of tools: arguments as an object or as JSON text, and which content beside them.
+"""Find the form in which a chat template takes tool calls: arguments as object or JSON text, and the content beside.
 
-Most templates write arguments as JSON themselves, and so need an object; some put them behind other text, and so need
-the text. Some write calls only if the content is ``none``. What a template takes is seen from what it makes of a call.
+Most templates write arguments as JSON and need an object; some append them to other text and need a text. Some write
+calls only if the content is ``none``. The form is found by rendering a call.
 """
 
 import json
@@ -24,13 +24,13 @@ Render = Callable[
 
 @dataclass(frozen=True)
 class CallStyle:
-    """``as_text``: arguments are JSON text. ``content``: of messages that say nothing beside their calls."""
+    """Form of tool calls. ``as_text``: arguments are JSON text. ``content``: of messages with calls and no words."""
 
     as_text: bool = False
     content: str | None = ABSENT
 
     def adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """``message``, which calls tools, as the template takes it."""
+        """Return ``message``, which has tool calls, in this form."""
         adapted = {
             key: value
             for key, value in message.items()
@@ -69,9 +69,10 @@ def _as_object(arguments: Any) -> Any:
 
 
 def find_style(render: Render, empty: bool) -> CallStyle:
-    """The form of calls that a template writes, by trying; ``render`` writes messages and tools, or raises.
+    """Find the form of tool calls that a template writes, by trying. ``render`` writes messages and tools, or raises.
 
-    ``empty``: the messages have an empty text as their content. The form that they have counts if none is written.
+    ``empty``: messages with calls have an empty text as content, not none. If no form is written, the data's own is
+    returned.
     """
     contents = ("", None, ABSENT) if empty else (ABSENT, None, "")
     styles = [

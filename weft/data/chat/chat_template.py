@@ -1,4 +1,4 @@
-"""Chat templates: Jinja text that writes a conversation as one text, rendered as transformers renders it."""
+"""Chat templates: Jinja text that writes a conversation as one text, rendered as in transformers."""
 
 import json
 import re
@@ -31,7 +31,7 @@ _WORD = "weft_word"
 
 
 class TemplateError(WeftError):
-    """A chat template cannot write a conversation; the message says why."""
+    """Error of a chat template that cannot write a conversation. The message gives the reason."""
 
 
 class _Generation(Extension):
@@ -104,7 +104,7 @@ def _tojson(
 
 
 def template_environment(now: datetime | None = None) -> jinja2.Environment:
-    """The sandbox of transformers. ``now``: what ``strftime_now`` tells a template, else the time of rendering."""
+    """Return the Jinja sandbox of transformers. ``now``: time for ``strftime_now`` (default: time of rendering)."""
     sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -119,10 +119,11 @@ def template_environment(now: datetime | None = None) -> jinja2.Environment:
 
 
 class ChatTemplate:
-    """The template ``text`` with the names of a tokenizer's tokens, and ``variables`` of the user's.
+    """Chat template of ``text``, which sees the names of a tokenizer's tokens and the user's ``variables``.
 
-    ``control``: names of special tokens in somebody's words become these tokens, instead of plain text.
-    ``tool_use``: the text of the template for conversations with tools, where that is another.
+    ``control``: names of special tokens in the words of messages become these tokens instead of plain text.
+    ``tool_use``: text of the template for conversations with tools, if it is another. Raises :class:`TemplateError` for
+    invalid Jinja.
     """
 
     def __init__(
@@ -173,18 +174,18 @@ class ChatTemplate:
 
     @property
     def writes_date(self) -> bool:
-        """Whether what the template writes depends on the day."""
+        """Whether the written text depends on the date."""
         return "strftime_now" in self.source or (
             self.tool_use is not None and self.tool_use.writes_date
         )
 
     @property
     def sources(self) -> list[str]:
-        """The text of the template, and that of the one for conversations with tools."""
+        """Texts of the template and of that for conversations with tools."""
         return [self.source, *([self.tool_use.source] if self.tool_use else [])]
 
     def of(self, tools: Sequence[Mapping[str, Any]] | None) -> "ChatTemplate":
-        """The template that writes conversations with ``tools``, or without them."""
+        """Return the template for conversations with these ``tools``."""
         return self.tool_use if tools and self.tool_use else self
 
     @cached_property
@@ -229,11 +230,11 @@ class ChatTemplate:
         prompt: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> Marked:
-        """The text of a conversation, up to where the assistant's next turn begins if it is a ``prompt``.
+        """Render a conversation; a ``prompt`` ends where the assistant's next turn begins.
 
-        ``variables``: more of the user's, for this text. Calls of tools are given to the template in the form that it
-        takes (:mod:`weft.data.chat.calls`). Raises :class:`TemplateError` if the template refuses it, fails, or writes
-        tokens that the tokenizer lacks.
+        ``variables``: further variables for this text. Tool calls are passed in the form that the template takes
+        (:mod:`weft.data.chat.calls`). Raises :class:`TemplateError` if the template refuses the conversation, fails, or
+        writes tokens that the tokenizer lacks.
         """
         template = self.of(tools)
         return template._write(
@@ -241,7 +242,7 @@ class ChatTemplate:
         )
 
     def adapted(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A message as the template takes it: calls in its form, and parts of text as one text where it needs one."""
+        """Return a message in the template's form of tool calls, with parts joined to one text if it needs a text."""
         if message.get("tool_calls"):
             message = self._styles[message.get("content") == ""].adapted(message)
         if isinstance(parts := message.get("content"), list) and not self._takes_parts:
@@ -318,7 +319,7 @@ def template_of(
     now: datetime | None = None,
     control: bool = False,
 ) -> ChatTemplate | None:
-    """The chat template of a tokenizer, with the one that it has for tools; None if it has neither."""
+    """Return the chat template of a tokenizer, with its template for tools, or None if it has neither."""
     default, tool_use = tokenizer.chat_template, tokenizer.named_templates.get(TOOL_USE)
     if not default and not tool_use:
         return None

@@ -1,8 +1,7 @@
-"""One turn of a conversation as exporters write it, brought into the form that chat templates take.
+"""Convert a turn of a conversation, in any spelling of exporters, to the form of chat templates.
 
-Programs that save conversations write the same turn in many ways: ``from`` and ``value`` for ``role`` and ``content``,
-``gpt`` for ``assistant``, an empty list for no calls, arguments as text, objects as what a tool has answered. Each has
-one meaning, so each becomes the one form.
+Programs write the same turn in many ways: ``from`` and ``value`` for ``role`` and ``content``, ``gpt`` for
+``assistant``, an empty list for no calls, arguments as text, objects as the answer of a tool.
 """
 
 import ast
@@ -34,13 +33,13 @@ Message = dict[str, Any]
 
 
 class ConversationError(WeftError):
-    """A record that holds no conversation to learn from; the message says why."""
+    """Error of a record that holds no conversation to learn from. The message gives the reason."""
 
 
 def plain_turn(turn: Any, number: int) -> tuple[Message, str]:
-    """A turn as a message with ``role``, ``content`` and ``tool_calls``; and what errors call it.
+    """Return a turn as a message with ``role``, ``content`` and ``tool_calls``, and its name in errors.
 
-    ``null`` is as good as nothing. Raises :class:`ConversationError` for an unknown role, and calls that are none.
+    Fields that are ``null`` are removed. Raises :class:`ConversationError` for unknown roles and malformed calls.
     """
     turn = from_text(turn)
     if not isinstance(turn, Mapping):
@@ -103,13 +102,13 @@ def _naming(given: Mapping[str, Any]) -> str:
 
 
 def role_of(turn: Any) -> str | None:
-    """The role of whoever speaks in a turn; None if that is nobody who is known."""
+    """Return the role of a turn's speaker, or None if it is unknown."""
     speaker = turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
     return SPEAKERS.get(str(speaker).strip().lower())
 
 
 def from_text(value: Any) -> Any:
-    """A text that is a list or an object in JSON, or as Python writes it, as what it means; anything else as it is."""
+    """Return the list or object that a text writes in JSON or Python, and any other value unchanged."""
     if not isinstance(value, str) or value.strip()[:1] not in ("[", "{"):
         return value
     try:
@@ -124,7 +123,7 @@ def from_text(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A JSON value as an error shows it."""
+    """Return a JSON value as text of at most 40 characters, for errors."""
     text = (
         "nothing"
         if value is None

@@ -1,4 +1,4 @@
-"""The names that a user's data has for what Weft reads: columns of records and of turns, and who speaks."""
+"""Rename columns of records and turns, and roles of speakers, to the names that Weft reads."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,9 +16,9 @@ IN_TURNS = {
 
 
 class Renaming:
-    """Gives records the names that Weft reads. ``columns`` and ``roles`` are those of a source in a recipe.
+    """Renaming of a source's records by ``columns`` and ``roles`` of the recipe. ``seen``: columns found so far.
 
-    ``seen``: the columns that a record has had so far.
+    Raises :class:`UsageError` for a new name that Weft does not know.
     """
 
     def __init__(self, columns: Mapping[str, str], roles: Mapping[str, str]) -> None:
@@ -31,7 +31,7 @@ class Renaming:
         self.seen: set[str] = set()
 
     def __call__(self, record: Any) -> Any:
-        """``record`` under the names that Weft reads; what is to be left out is gone."""
+        """Return ``record`` with its columns and roles renamed; columns renamed to "" are removed."""
         if not isinstance(record, Mapping) or not (self.columns or self.roles):
             return record
         renamed = dict(record)
@@ -54,7 +54,7 @@ class Renaming:
         )
 
     def missing(self) -> list[str]:
-        """The columns of the mapping that no record has had."""
+        """Return the columns of the mapping that no record had."""
         return [name for name in self.columns if name not in self.seen]
 
     def _within(

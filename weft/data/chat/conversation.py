@@ -1,4 +1,4 @@
-"""A conversation as chat templates take it, checked when it is read."""
+"""Conversations in the form of chat templates, checked when they are read."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,9 @@ _KNOWN = {"role", "content", "name", "tool_calls", "tool_call_id", *_REASONING}
 
 @dataclass(frozen=True)
 class Conversation:
-    """``messages`` and ``tools`` as templates take them.
+    """Conversation: ``messages`` and ``tools`` in the form of chat templates.
 
-    ``weights``: of every message, 1 unless the data says otherwise (0: not learned). ``weight``: of the whole sample.
+    ``weights``: weight of every message, 1 by default (0: not learned). ``weight``: of the whole sample.
     ``unread``: fields of its record that are not used; those of messages, as ``messages[].name``, are handed to the
     template. ``marked``: the messages that the data itself marks as learned; ``masks``: those that it gives another
     weight than 1, with that, which counts even where all tokens are learned. ``variables``: of the record, for the
@@ -45,7 +45,7 @@ class Conversation:
     marked: tuple[int, ...] = field(default=(), compare=False)
 
     def learned(self, learn: str | Sequence[str]) -> tuple[float, ...]:
-        """The weight of every message when ``learn`` ("assistant", "last", "all", or roles) is learned from."""
+        """Return the weight of every message if ``learn`` ("assistant", "last", "all", or roles) is learned."""
         roles = {"assistant": ("assistant",), "last": ("assistant",), "all": ROLES}.get(
             str(learn), tuple(learn)
         )
@@ -66,7 +66,7 @@ def conversation(
     hidden: int = 0,
     variables: Mapping[str, Any] | None = None,
 ) -> Conversation:
-    """Check ``messages`` (a list of objects with a role and words) and bring them into the form templates expect.
+    """Check ``messages`` (objects with a role and words), and convert them to the form of chat templates.
 
     Other spellings of exporters are understood (:mod:`weft.data.chat.chat_turns`), and masks of messages are obeyed
     (:mod:`weft.data.chat.masks`). ``unread``: fields of the record that nobody uses. ``hidden``: so many messages from
@@ -104,12 +104,15 @@ def conversation(
 
 
 def as_messages(given: Any, role: str = "user") -> Any:
-    """A text as a list of one message by ``role``; anything else as it is."""
+    """Return a text as a list of one message by ``role``, and any other value unchanged."""
     return [{"role": role, "content": given}] if isinstance(given, str) else given
 
 
 def check_messages(messages: Any) -> list[Message]:
-    """``messages`` in the form templates expect, of a conversation that may also be one to go on with."""
+    """Check messages, which may end with any role, and return them in the form of chat templates.
+
+    Raises :class:`ConversationError`.
+    """
     messages = from_text(messages)
     if not isinstance(messages, list) or not messages:
         raise ConversationError(

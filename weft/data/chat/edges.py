@@ -1,7 +1,7 @@
-"""Where a turn begins and ends in the text of a conversation.
+"""Find where turns begin and end in the text of a conversation.
 
-Both are found by comparing texts of fewer messages with the whole one, from the end of the same words on. Texts are
-compared by units (:data:`_UNIT`), so that what only begins alike, such as ``<think>`` and ``<tool_call>``, differs.
+The text is compared with texts of fewer messages, starting at the end of common words. Texts are compared by units
+(:data:`_UNIT`), so that ``<think>`` and ``<tool_call>`` differ from their first character.
 """
 
 import re
@@ -18,7 +18,7 @@ _WORD = "weft"
 
 
 class Edges:
-    """Finds where turns of one conversation begin and end; remembers what stands between turns that are alike."""
+    """Finder of the start and end of turns in one conversation. It remembers the text between turns that are alike."""
 
     def __init__(self, followed: Followed) -> None:
         self.followed = followed
@@ -27,7 +27,7 @@ class Edges:
         self._closings: dict[str, str] = {}
 
     def words(self, i: int) -> list[int]:
-        """Where words of message ``i`` begin and end in its turn; what answers a call may repeat the tool's name."""
+        """Return where words of message ``i`` begin and end in its turn, not in later answers that repeat them."""
         words = self.followed.words(i)
         if not words or not self.followed.talk.messages[i].get("tool_calls"):
             return words
@@ -36,7 +36,7 @@ class Edges:
         return words[: len(groups[-1])] if groups else words
 
     def start(self, i: int, words: list[int]) -> int | None:
-        """Where the assistant's message ``i`` begins: after what a prompt for it ends with; None if it is not certain.
+        """Return where the assistant's message ``i`` begins, after the text of a prompt for it; None if uncertain.
 
         ``words``: where words of the message begin and end.
         """
@@ -149,7 +149,7 @@ class Edges:
         return anchor.text, shown.text[anchor.other : groups[-1][0]]
 
     def end(self, i: int, words: list[int], start: int) -> int | None:
-        """Where message ``i`` ends, which begins at ``start``; None if the template writes nothing of it."""
+        """Return where message ``i``, which begins at ``start``, ends; None if the template does not write it."""
         after = words[-1] if words else start
         rest = self.text[after:]
         role = self.followed.talk.messages[i]["role"]
@@ -208,7 +208,7 @@ def _beyond(prompt: Marked, without: Marked | None) -> str | None:
 
 
 def common_length(first: str, second: str) -> int:
-    """Characters that both texts begin with: all of the first, or else whole units (tags, words, others)."""
+    """Return the length of the common beginning of two texts: all of the first, or whole units (tags, words)."""
     if second.startswith(first):
         return len(first)
     count = 0

@@ -1,4 +1,4 @@
-"""Conversations as tokens, each with its weight in the loss; and prompts for a model to continue."""
+"""Encode conversations as tokens, each with its weight in the loss, and prompts for a model to continue."""
 
 import json
 import re
@@ -27,9 +27,10 @@ _TOKEN, _TOKEN_END = "\ufdd5", "\ufdd6"
 
 
 class Encoded(NamedTuple):
-    """``ids`` int64 and ``weights`` float32 ``[tokens]``; token ``i`` stands at ``starts[i]:ends[i]`` of ``text``.
+    """Encoded conversation: ``ids`` int64 and ``weights`` float32 ``[tokens]``.
 
-    ``spans`` of the text are learned; ``followed`` tells whose words stand where.
+    Token ``i`` is at ``starts[i]:ends[i]`` of ``text``. ``spans``: the learned parts of the text; ``followed``: the
+    text with the words of each message marked.
     """
 
     text: str
@@ -42,7 +43,7 @@ class Encoded(NamedTuple):
 
     @property
     def facts(self) -> Facts:
-        """What is to be said about the conversation."""
+        """Facts to report about the conversation."""
         whole = any(span.number < 0 for span in self.spans)
         numbers = (
             range(len(self.followed.talk.messages))
@@ -53,7 +54,7 @@ class Encoded(NamedTuple):
 
 
 class ChatEncoder:
-    """Writes conversations by ``template`` and encodes them.
+    """Encoder of conversations that ``template`` writes.
 
     ``learn``: "assistant", "last" (only the assistant's last turn), "all" (every token), or the roles to learn from.
     ``reasoning``: where the template leaves out that of earlier turns, "split" makes a conversation several samples and
@@ -70,7 +71,7 @@ class ChatEncoder:
         self.tokens = _TemplateTokens(template)
 
     def samples(self, talk: Conversation) -> list[Conversation]:
-        """What is learned of a conversation, each turn in one sample. Raises what the template refuses."""
+        """Split a conversation into samples, so that each learned turn is in one. Raises :class:`TemplateError`."""
         if self.reasoning != "split" or self.learn == "all":
             return [talk]
         return split_at_questions(
@@ -78,7 +79,7 @@ class ChatEncoder:
         )
 
     def encode(self, talk: Conversation) -> Encoded:
-        """Raises :class:`TemplateError` if the template refuses it, or if nothing of it would be learned."""
+        """Encode a conversation. Raises :class:`TemplateError` if the template refuses it or nothing is learned."""
         find = spans_with_reasoning if self.reasoning == "keep" else learned_spans
         template = self.template.of(talk.tools)
         if self.learn == "all":
@@ -112,7 +113,10 @@ class ChatEncoder:
 
 
 def read_messages(text: str) -> tuple[Messages, Messages | None]:
-    """Messages and tools of a JSON text: a list of messages, or an object with ``messages`` and ``tools``."""
+    """Read messages and tools from JSON: a list of messages, or an object with ``messages`` and ``tools``.
+
+    Raises :class:`UsageError` if the text is neither.
+    """
     try:
         parsed = json.loads(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The fields of a record: the names under which programs publish them, which of them are read, and which are not."""
+"""Fields of a record: the names that programs give them, and which of them are read."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ _HUMAN = "\n\nHuman:"
 
 
 class Fields:
-    """A record whose fields are taken one by one; what nobody has taken at the end is :meth:`unread`."""
+    """Record whose fields are taken one by one. Fields that were not taken are :meth:`unread`."""
 
     def __init__(self, record: Mapping[str, Any]) -> None:
         self.record = dict(record)
@@ -65,7 +65,7 @@ class Fields:
         self.taken: set[str] = set()
 
     def name(self, field: str) -> str | None:
-        """Under which of its names the record has ``field``, and something in it."""
+        """Return the first name of ``field`` under which the record has a value, or None."""
         return next(
             (
                 name
@@ -76,7 +76,7 @@ class Fields:
         )
 
     def empty_name(self, field: str) -> str | None:
-        """Under which name the record has ``field`` with nothing in it; None if there is something, or no such key."""
+        """Return the name under which ``field`` is null in the record, or None if it has a value or no key."""
         names = NAMES.get(field, (field,))
         return (
             None
@@ -85,10 +85,11 @@ class Fields:
         )
 
     def has(self, *fields: str) -> bool:
+        """Return whether the record has values for all ``fields``."""
         return all(self.name(field) is not None for field in fields)
 
     def take(self, field: str) -> Any:
-        """What the record has as ``field``, or None."""
+        """Return the value of ``field``, or None, and count the field as read."""
         name = self.name(field)
         if name is None:
             return None
@@ -96,7 +97,7 @@ class Fields:
         return self.record[name]
 
     def needed(self, field: str, form: str) -> Any:
-        """What the record has as ``field``. Raises :class:`ConversationError` if that is nothing."""
+        """Take ``field`` of a record of form ``form``. Raises :class:`ConversationError` if it has no value."""
         name = self.name(field)
         if name is None and (empty := self.empty_name(field)):
             raise ConversationError(
@@ -112,7 +113,7 @@ class Fields:
         return self.take(field)
 
     def unread(self) -> tuple[str, ...]:
-        """The fields that hold something and were not taken."""
+        """Return the fields that have a value and were not taken."""
         return tuple(
             str(k)
             for k, v in self.record.items()
@@ -121,9 +122,9 @@ class Fields:
 
 
 def messages_of(value: Any) -> Any:
-    """What is a list of turns in another form as that list; anything else as it is.
+    """Return a list of turns in any form as a list of objects, and any other value unchanged.
 
-    A text may be such a list as JSON or as Python writes it, or a dialogue of Human and Assistant.
+    The forms are JSON or Python text, a table of columns, a single turn, and a dialogue of Human and Assistant.
     """
     if isinstance(value, str) and value.startswith(_HUMAN):
         return _dialogue(value)
@@ -151,7 +152,7 @@ def _is_turn(value: Any) -> bool:
 
 
 def turns_of(value: Any) -> Any:
-    """A conversation as a list of turns, as :func:`messages_of` has it, also where each element is two of them."""
+    """Return a conversation as a list of turns like :func:`messages_of`, also if each element holds two turns."""
     pairs = from_text(value)
     if (
         not isinstance(pairs, list)
@@ -184,9 +185,9 @@ def _dialogue(text: str) -> list[dict[str, str]]:
 def finished(
     fields: Fields, messages: Any, unread: Sequence[str] = (), hidden: int = 0
 ) -> Conversation:
-    """The conversation of ``messages`` with what stands beside them: system, tools, weight and masks.
+    """Build the conversation of ``messages`` with the record's other fields: system, tools, weight and masks.
 
-    ``hidden``: so many messages from the first are a prompt, and so is a system then.
+    ``hidden``: number of messages at the start that are a prompt, to which a system turn is added.
     """
     tools, weight = tools_of(fields), weight_of_record(fields)
     variables = variables_of(fields)
@@ -200,7 +201,7 @@ def finished(
 
 
 def tools_of(fields: Fields) -> Any:
-    """The tools of a record, in the old form of ``functions`` as well."""
+    """Take the tools of a record, also in the old form ``functions``."""
     tools, functions = fields.take("tools"), from_text(fields.take("functions"))
     if tools or not functions or not isinstance(functions, list):
         return tools
@@ -227,9 +228,9 @@ def variables_of(fields: Fields) -> dict[str, Any]:
 
 
 def weight_of_record(fields: Fields) -> float:
-    """How much a record counts, by its weight and its masks but those of single messages.
+    """Take the weight of a record: its weight times its masks, without masks of single messages.
 
-    Raises :class:`ConversationError` for a mask whose meaning is not known.
+    Raises :class:`ConversationError` for an unknown mask.
     """
     weight = weight_of(fields.take("weight"), "its 'weight'")
     for key in (*LEARNED, *HIDDEN):
@@ -250,7 +251,10 @@ def weight_of_record(fields: Fields) -> float:
 
 
 def with_system(messages: Any, system: Any) -> Any:
-    """``messages`` after a turn of the ``system`` that stood beside them, unless they begin with the same."""
+    """Return ``messages`` with a first turn of the text ``system``, unless they begin with the same.
+
+    Raises :class:`ConversationError` if they begin with another system turn.
+    """
     if system in (None, ""):
         return messages
     if not isinstance(system, str):

@@ -1,4 +1,4 @@
-"""A conversation's text with the words of its messages followed through the template, by marks."""
+"""Follow the words of messages through a chat template by marks."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -13,7 +13,7 @@ from weft.data.chat.marks import Marked, count_marks, numbered, parts_with_words
 
 
 class Anchor(NamedTuple):
-    """The end of the same words in two texts: ``other`` in one that holds fewer messages, ``text`` in the whole one."""
+    """End of the same words in two texts: at ``other`` in a text of fewer messages, at ``text`` in the whole one."""
 
     other: int
     text: int
@@ -21,7 +21,7 @@ class Anchor(NamedTuple):
 
 @dataclass(frozen=True)
 class Followed:
-    """The text ``shown`` of a conversation, in which the words of ``parts`` (message and part) are marked."""
+    """Rendered text ``shown`` of a conversation, in which the words of ``parts`` (message and part) are marked."""
 
     template: ChatTemplate
     talk: Conversation
@@ -30,7 +30,7 @@ class Followed:
 
     @cached_property
     def own(self) -> str:
-        """The text with special tokens blanked out that are somebody's words."""
+        """Text in which special tokens inside the words of messages are blanked out."""
         return self.shown.own_text(self.template.ends)
 
     @cached_property
@@ -38,14 +38,14 @@ class Followed:
         return _marked(self.talk.messages, self.parts)
 
     def words(self, number: int) -> list[int]:
-        """Where words of a message begin and end; those that stand in several places are a turn in the last of them."""
+        """Return where words of a message begin and end, in the last place where the text has them."""
         groups = self.shown.groups(number)
         return groups[-1] if groups else []
 
     def up_to(
         self, count: int, more: Sequence[Message] = (), prompt: bool = False
     ) -> Marked | None:
-        """The text of the first ``count`` messages and of ``more``, marked; None if the template refuses it."""
+        """Render the first ``count`` messages and ``more`` with marks; None if the template refuses them."""
         try:
             return self.template.render(
                 [*self._messages[:count], *more],
@@ -57,7 +57,7 @@ class Followed:
             return None
 
     def anchor(self, other: Marked, before: int, limit: int) -> Anchor:
-        """The last words of messages below number ``before`` that both texts have, in this one at most at ``limit``."""
+        """Find the last words of messages before number ``before`` in both texts, here at most at ``limit``."""
         for mark in reversed(other.words):
             here = [
                 at
@@ -69,7 +69,7 @@ class Followed:
         return Anchor(0, 0)
 
     def left_out(self) -> list[tuple[int, str]]:
-        """Number and part of every message whose words the template does not write."""
+        """Return number and part of every message whose words the template does not write."""
         written = Counter((message, part) for message, _, part in self.shown.words)
         missing = []
         for number, message in enumerate(self.talk.messages):
@@ -97,9 +97,9 @@ class Followed:
 
 
 def follow(template: ChatTemplate, talk: Conversation) -> Followed:
-    """The text of ``talk`` with as many words followed as the template lets through unchanged.
+    """Render ``talk`` with marks around all words that the template writes unchanged.
 
-    A template may look at how a message begins, or which tool is called: such words are left unmarked.
+    Words that the template compares, such as the start of a message or a tool's name, stay unmarked.
     """
     render = partial(template.render, tools=talk.tools, variables=talk.variables)
     shown = render(talk.messages)

@@ -1,4 +1,4 @@
-"""The formats in which conversations are published, each converted to the one that chat templates take."""
+"""Published forms of conversations, each converted to that of chat templates."""
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -12,21 +12,11 @@ from weft.errors import nearest
 
 
 class Form(NamedTuple):
-    """``name`` of a form, the fields by which a record is known to have it, and what reads such a record."""
+    """Form of records: its ``name``, the fields by which it is recognised, and the function that reads a record."""
 
     name: str
     needed: tuple[str, ...]
     read: Callable[[Fields], Conversation]
-
-
-def _adp(fields: Fields) -> Conversation:
-    messages, unread = from_adp(fields)
-    return finished(fields, messages, unread)
-
-
-def _atif(fields: Fields) -> Conversation:
-    messages, unread = from_atif(fields)
-    return finished(fields, messages, unread)
 
 
 def _messages(fields: Fields, field: str = "messages") -> Conversation:
@@ -91,8 +81,12 @@ def _earlier(fields: Fields) -> list[Any]:
 
 #: Of the forms that fit a record the first counts; those that have a field under its first name come before others.
 FORMS = (
-    Form("atif", ("steps", "schema_version"), _atif),
-    Form("adp", ("content", "id"), _adp),
+    Form(
+        "atif",
+        ("steps", "schema_version"),
+        lambda fields: finished(fields, *from_atif(fields)),
+    ),
+    Form("adp", ("content", "id"), lambda fields: finished(fields, *from_adp(fields))),
     Form("messages", ("messages",), _messages),
     Form("sharegpt", ("conversations",), _sharegpt),
     Form("prompt", ("prompt", "completion"), _prompt),
@@ -111,9 +105,9 @@ FORMS = (
 def read_record(
     record: Any, form: str = "auto", field: str | None = None
 ) -> Conversation:
-    """The conversation in ``record``. ``form``: which of the forms it has, or ``auto`` to see from its keys.
+    """Read the conversation in ``record``. ``form``: a name of :data:`FORMS`, or ``auto`` to recognise it by its keys.
 
-    ``field``: where the messages are, if they have another name. Raises :class:`ConversationError`.
+    ``field``: the name of the field with the messages, if it is another. Raises :class:`ConversationError`.
     """
     if not isinstance(record, Mapping):
         raise ConversationError(f"expected a JSON object, got {type(record).__name__}")
@@ -136,7 +130,7 @@ def read_record(
 def record_form(
     fields: Fields, forms: tuple[Form, ...] | list[Form] = FORMS
 ) -> Form | None:
-    """The form that a record has; None if it has none that is known."""
+    """Return the form of a record, or None if it is unknown."""
     exact = (
         known
         for known in forms

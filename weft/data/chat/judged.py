@@ -1,8 +1,7 @@
-"""Answers that were judged one by one, good or bad, as KTO learns from them (Ethayarajh et al. 2024).
+"""Answers that were judged good or bad one by one, for KTO (Ethayarajh et al. 2024).
 
-Beside its answer a sample has another one, which was given to somebody else's prompt: by how much the model finds such
-answers more likely than its reference does, KTO measures how far the model has moved. It is the answer of the next
-record that differs. Both travel as a pair of conversations that begin alike, as preferred and rejected answers do.
+A sample pairs its answer with another record's answer to the same prompt. By the likelihood of such mismatched answers,
+KTO measures how far the model has moved from its reference. The other answer is the next one that differs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,7 +29,7 @@ _BAD = {"false", "0", "no", "bad", "undesirable", "down", "thumbs_down", "-1"}
 
 @dataclass(frozen=True)
 class Judgement:
-    """An answer to a prompt, and whether it is good; ``weight``: how much it counts."""
+    """Answer to a prompt, whether it is ``good``, and its ``weight`` in the loss."""
 
     prompt: tuple[Any, ...]
     answer: tuple[Any, ...]
@@ -134,9 +133,9 @@ def _is_good(label: Any) -> bool:
 def with_others(
     judgements: Iterable[tuple[P, Judgement]],
 ) -> Iterator[tuple[P, AnswerPair | ConversationError]]:
-    """Put the next answer that differs beside each judged one, in the order in which they come, each with its place.
+    """Pair each judged answer with the next answer that differs, in order, each with its place.
 
-    The last ones get the first that differs. Of the pair the ``margin`` is 1 for a good answer, -1 for a bad one.
+    The last answers get the first one that differs. The pair's ``margin`` is 1 for a good answer and -1 for a bad one.
     """
     waiting: list[tuple[P, Judgement]] = []  # all with the same answer
     first: list[Judgement] = []  # the first two answers that differ

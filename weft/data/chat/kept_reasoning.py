@@ -1,7 +1,7 @@
-"""A conversation as one text in which all turns keep their reasoning, where a template keeps that of the last ones.
+"""Render a conversation with the reasoning of all turns, for templates that keep only that of the last turns.
 
-Each turn stands as the template writes it in the conversation up to its own question's end, which is as the model
-writes it; what stands between turns is that of the whole conversation.
+Each turn is taken from the conversation up to the end of its question, where it is as the model writes it. The text
+between turns is that of the whole conversation.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class _Piece(NamedTuple):
 def spans_with_reasoning(
     template: ChatTemplate, talk: Conversation, learned: Sequence[float]
 ) -> tuple[Followed, list[WeightedSpan]]:
-    """The text of ``talk`` with the reasoning of all turns, and what is learned of it, as ``learned_spans`` has them.
+    """Render ``talk`` with the reasoning of all turns, and find its learned spans as :func:`learned_spans` does.
 
     Reasoning that the template never writes stays left out.
     """

@@ -1,8 +1,8 @@
-"""Which characters of a rendered conversation are learned from: those that the model would have to write itself.
+"""Find the learned characters of a rendered conversation: those that the model would have to write.
 
-A template may say so with generation tags. Where it does not, the words of every message are followed through it
-(:mod:`weft.data.chat.followed`). A turn of the assistant's begins where the prompt for it ends, and ends with the token
-that closes it (:mod:`weft.data.chat.edges`); what is learned of another's turn are its words and what closes them.
+A template may mark them with generation tags. Otherwise the words of every message are followed through the template
+(:mod:`weft.data.chat.followed`). A turn of the assistant begins where the prompt for it ends, and ends with the token
+that closes it (:mod:`weft.data.chat.edges`). Of other turns, the words and the closing token are learned.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _TAGS = "put {% generation %} and {% endgeneration %} around what the assistant 
 
 
 class WeightedSpan(NamedTuple):
-    """Characters ``start`` to ``end`` of a text, a turn of message ``number``'s, learned with ``weight``."""
+    """Characters ``start`` to ``end`` of a text, of the turn of message ``number``, learned with ``weight``."""
 
     start: int
     end: int
@@ -30,9 +30,9 @@ class WeightedSpan(NamedTuple):
 def learned_spans(
     template: ChatTemplate, talk: Conversation, learned: Sequence[float]
 ) -> tuple[Followed, list[WeightedSpan]]:
-    """The text of ``talk`` and what is learned of it; ``learned`` is every message's weight, 0 for not at all.
+    """Render ``talk`` and find its learned spans. ``learned``: weight of every message, 0 if it is not learned.
 
-    Raises :class:`TemplateError` where the template refuses the conversation, or writes turns that cannot be found.
+    Raises :class:`TemplateError` if the template refuses the conversation, or a turn cannot be found in its text.
     """
     followed = follow(template, talk)
     weights = {i: weight for i, weight in enumerate(learned) if weight}

@@ -1,4 +1,4 @@
-"""Masks of turns: what the data itself says about which turns are learned, under the names that programs give it."""
+"""Masks of turns: which turns the data marks as learned, under the names that programs use."""
 
 import math
 import re
@@ -18,7 +18,7 @@ _WORDS = re.compile(
 
 
 class TurnWeight(NamedTuple):
-    """How much a turn counts, by its masks. ``said``: it has some; ``marked``: one of them says that it is learned."""
+    """Weight of a turn by its masks. ``said``: it has masks; ``marked``: a mask says that it is learned."""
 
     weight: float
     marked: bool
@@ -56,25 +56,32 @@ def take_weight(message: Message, name: str) -> TurnWeight:
 
 
 def weight_of(value: Any, name: str) -> float:
-    """A weight of the data's as a number: 1 where there is none. A number may be a text, as in CSV."""
+    """Return a weight of the data as a number: 1 if there is none. Numbers may be texts, as in CSV.
+
+    Raises :class:`ConversationError`, which names ``name``, if ``value`` is no number of at least 0.
+    """
     if value is None or value == "":
         return 1.0
-    if isinstance(value, str):
-        with suppress(ValueError):
-            value = float(value)
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not 0 <= value < math.inf
-    ):
+    number = number_of(value)
+    if number is None or number < 0:
         raise ConversationError(
             f"{name} is {shown(value)}; a weight is a number of at least 0"
         )
-    return float(value)
+    return number
+
+
+def number_of(value: Any) -> float | None:
+    """Return a finite number or its text as a float, and None for any other value."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    with suppress(ValueError, OverflowError):
+        number = float(value)
+        return number if math.isfinite(number) else None
+    return None
 
 
 def flag(value: Any, key: str, name: str) -> bool:
-    """A mask's value as true or false."""
+    """Return a mask's value as true or false. Raises :class:`ConversationError` for any other value."""
     known = {
         "true": True,
         "1": True,

@@ -1,4 +1,4 @@
-"""What is to be said once about the conversations of a source: words that a template drops, turns without an end."""
+"""Notes about the conversations of a source: words that the template leaves out, and turns without an end."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -27,7 +27,7 @@ _REMEDIES = {
 
 
 class Facts(NamedTuple):
-    """``left_out``: what a template does not write of a conversation; ``stops``: whether a stop id is learned."""
+    """Facts about a conversation: what the template leaves out (``left_out``), and whether a stop id is learned."""
 
     left_out: frozenset[str]
     stops: bool
@@ -36,9 +36,9 @@ class Facts(NamedTuple):
 def facts_of(
     followed: Followed, learned: np.ndarray, numbers: Collection[int]
 ) -> Facts:
-    """What is to be said about a conversation, of which the ids ``learned`` are learned, of messages ``numbers``.
+    """Return the facts about a conversation whose ids ``learned``, of messages ``numbers``, are learned.
 
-    Reasoning of turns that are not learned is left to the template, which shows a model what it sees when it is asked.
+    Missing reasoning counts only in learned turns.
     """
     kinds = set()
     for number, part in followed.left_out():
@@ -75,7 +75,7 @@ class Notes:
         self.learned = self.learned or facts.stops
 
     def sentences(self) -> list[str]:
-        """What is to be said, a line each."""
+        """Return the notes as lines."""
         said = [
             f"the chat template {kind} ({_records(count)}){_remedy(kind)}"
             for kind, count in sorted(self.counts.items())

@@ -1,8 +1,6 @@
-"""Pairs of answers to one prompt, of which one is preferred, in the formats in which they are published."""
+"""Read pairs of answers to one prompt, of which one is preferred, in their published forms."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -18,13 +16,13 @@ from weft.data.chat.fields import (
     with_system,
 )
 from weft.data.chat.forms import record_form
-from weft.data.chat.masks import HIDDEN, LEARNED
+from weft.data.chat.masks import HIDDEN, LEARNED, number_of
 
 
 class AnswerPair(NamedTuple):
-    """Two conversations that begin alike, of which only what differs is learned.
+    """Pair of conversations with the same prompt, of which only the answers are learned.
 
-    ``weight``: how much the pair counts in the loss; ``margin``: by how much the chosen one should be ahead.
+    ``weight``: weight of the pair in the loss; ``margin``: by how much the chosen answer should be ahead.
     """
 
     chosen: Conversation
@@ -34,10 +32,10 @@ class AnswerPair(NamedTuple):
 
 
 def read_pair(record: Any) -> AnswerPair:
-    """The pair in ``record``: ``chosen`` and ``rejected``, each a text or a list of messages, and perhaps ``prompt``.
+    """Read the pair in ``record``: ``chosen``, ``rejected`` (texts or lists of messages) and maybe ``prompt``.
 
-    Without a prompt, or if the answers are conversations and it is a text, what both begin with is the prompt. A
-    ``system`` beside them begins it. Raises :class:`ConversationError`.
+    The prompt is the common beginning of both if there is no ``prompt``, or if it is a text beside conversations.
+    A ``system`` beside them begins it. Raises :class:`ConversationError`.
     """
     if not isinstance(record, Mapping):
         raise ConversationError(f"expected a JSON object, got {type(record).__name__}")
@@ -102,7 +100,7 @@ def read_pair(record: Any) -> AnswerPair:
 
 
 def question_of(fields: Fields) -> tuple[str, Any]:
-    """Under which name a record has what was asked (none: ""), and that. An ``input`` is part of an instruction."""
+    """Take the question of a record: its name ("" if there is none) and value. An instruction includes its ``input``."""
     names = ("prompt", "instruction", "conversations", "messages", "input")
     name = next((name for name in names if fields.has(name)), "")
     asked = (
@@ -145,7 +143,7 @@ def _alike(chosen: Sequence[Any], rejected: Sequence[Any]) -> Iterator[tuple[Any
 
 
 def with_garbled(record: Mapping[str, str]) -> dict[str, str]:
-    """A pair from a question and its answer: this is preferred to the one with its words in reverse."""
+    """Return a pair of a record's answer and, as the rejected one, its words in reverse order."""
     answer = record["completion"]
     return {
         "prompt": record["prompt"],
@@ -162,7 +160,7 @@ def answer_side(
     unread: Sequence[str],
     variables: Mapping[str, Any],
 ) -> Conversation:
-    """The conversation of a prompt and an answer, which errors call ``name``; only the answer is learned."""
+    """Build the conversation of a prompt and an answer, called ``name`` in errors. Only the answer is learned."""
     answers = as_messages(answer, "assistant")
     if not any(role_of(turn) == "assistant" for turn in answers):
         raise ConversationError(f"{name!r} has no turn of the assistant's")
@@ -181,15 +179,8 @@ def answer_side(
 def _margin(value: Any) -> float:
     if value in (None, ""):
         return 0.0
-    if isinstance(value, str):
-        with suppress(ValueError):
-            value = float(value)
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-    ):
+    if (number := number_of(value)) is None:
         raise ConversationError(
             f"its 'margin' is {str(value)[:40]!r}, which is no number"
         )
-    return float(value)
+    return number

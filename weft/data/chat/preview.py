@@ -1,4 +1,4 @@
-"""Conversations as a run would read them, in pieces that show which tokens the loss counts: for terminal and page."""
+"""Preview conversations as a run reads them, with the learned tokens shown, in the terminal or on a page."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ from weft.recipe import ANSWER_PAIRS, CONVERSATIONS, Data, Source
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Tokens in a row that are alike. ``weight``: 0 is read only; ``cut``: beyond what a row holds.
+    """Run of successive tokens of the same kind. ``weight``: 0 is not learned; ``cut``: beyond the length of a row.
 
-    ``message``: the number of the message whose words they are, or its learned turn; -1 for the template's own text.
+    ``message``: number of the message with these words or this learned turn, -1 for the template's own text.
     """
 
     text: str
@@ -45,10 +45,7 @@ class TokenRun:
 
 @dataclass(frozen=True)
 class Sample:
-    """One conversation: where it stands, its pieces, and how many of its tokens are read, learned and cut off.
-
-    ``roles``: of its messages.
-    """
+    """Conversation of a preview: its place, pieces, roles, and numbers of tokens read, learned and cut off."""
 
     place: str
     pieces: tuple[TokenRun, ...]
@@ -63,9 +60,9 @@ class Sample:
         return f"{self.tokens} tokens, {self.learned} learned{cut}"
 
     def as_json(self) -> dict[str, Any]:
-        """Its place, the numbers of its tokens, and its pieces of text, each with whether it is learned and by whom.
+        """Return place, numbers of tokens, and pieces of text with their role and whether they are learned or cut.
 
-        The role of what the template writes around words that are not learned is None. Pieces that are cut off say so.
+        The role is None for the template's own text that is not learned.
         """
         pieces = []
         for (message, learned, cut), run in groupby(
@@ -85,7 +82,7 @@ class Sample:
 def preview_samples(
     data: Data, tokenizer: Tokenizer, count: int
 ) -> tuple[list[Sample], list[str]]:
-    """The first ``count`` conversations of the recipe's sources, and what is to be said about them, a line each."""
+    """Return the first ``count`` conversations of a recipe's sources, and lines of notes about them."""
     sources = [source for source in data.sources if source.kind in CONVERSATIONS]
     if not sources:
         raise UsageError(
@@ -175,7 +172,7 @@ def _messages(encoded: Encoded) -> np.ndarray:
 
 
 def coloured(sample: Sample, colour: bool) -> Text:
-    """A sample for the terminal; without colours learned words stand between ⟦ and ⟧, and what is cut is left out."""
+    """Format a sample for the terminal. Without colours learned words stand in ⟦⟧, and cut words are left out."""
     text = Text(overflow="fold")
     shown = [piece for piece in sample.pieces if colour or not piece.cut]
     for learned, run in groupby(shown, key=lambda piece: piece.learned):
@@ -193,7 +190,7 @@ def coloured(sample: Sample, colour: bool) -> Text:
 
 
 def preview_page(name: str, data: Data, shown: Sequence[Sample]) -> str:
-    """The samples as one HTML page."""
+    """Return the samples as one HTML page."""
     learn = (
         data.chat.learn
         if isinstance(data.chat.learn, str)

@@ -1,8 +1,8 @@
-"""A conversation as several samples, where a template keeps the reasoning of the last question's turns only.
+"""Split a conversation into several samples, for templates that keep only the reasoning after the last question.
 
-A model that is asked sees its earlier turns without their reasoning, and writes the reasoning of its own turn. So each
-question whose turns would lose their reasoning becomes a sample that ends with them, in which they alone are learned;
-all other turns are learned in the whole conversation. Every turn is learned once.
+At generation a model sees earlier turns without their reasoning, and writes that of its own turn. So each question
+whose turns would lose their reasoning becomes a sample that ends with these turns and learns only them. All other turns are
+learned in the whole conversation. Every turn is learned once.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from weft.data.chat.followed import follow
 def split_at_questions(
     template: ChatTemplate, talk: Conversation, learned: Sequence[float]
 ) -> list[Conversation]:
-    """The samples of ``talk``, in order; ``learned`` is every message's weight, 0 for not at all.
+    """Return the samples of ``talk`` in order. ``learned``: weight of every message, 0 if it is not learned.
 
-    A conversation whose learned turns keep their reasoning, or that a template writes no reasoning of, stays whole.
+    A conversation stays whole if its learned turns keep their reasoning, or if the template never writes reasoning.
     """
     lost = {i for i in reasoning_left_out(template, talk) if learned[i]}
     if not lost:
@@ -41,7 +41,7 @@ def split_at_questions(
 
 
 def questions(talk: Conversation) -> list[range]:
-    """The numbers of the messages from each question on to the next; those before the first question come first."""
+    """Return the numbers of the messages before the first question, and from each question to the next."""
     roles = [message["role"] for message in talk.messages]
     asked = [
         i
@@ -52,7 +52,7 @@ def questions(talk: Conversation) -> list[range]:
 
 
 def reasoning_left_out(template: ChatTemplate, talk: Conversation) -> set[int]:
-    """The numbers of the messages whose reasoning the template does not write."""
+    """Return the numbers of the messages whose reasoning the template does not write."""
     return {
         number
         for number, part in follow(template, talk).left_out()
@@ -68,7 +68,7 @@ def _learning(talk: Conversation, numbers: set[int], end: int) -> Conversation:
 
 
 def beginning(talk: Conversation, end: int) -> Conversation:
-    """The first ``end`` messages of ``talk``."""
+    """Return the conversation of the first ``end`` messages of ``talk``."""
     marked = tuple(i for i in talk.marked if i < end)
     return replace(
         talk, messages=talk.messages[:end], weights=talk.weights[:end], marked=marked

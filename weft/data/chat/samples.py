@@ -1,4 +1,4 @@
-"""The records of a source as conversations, or pairs of them, each with its place."""
+"""Read the records of a source as conversations or pairs of answers, each with its place."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,7 +21,7 @@ S = TypeVar("S")
 
 
 class RecordLocation(NamedTuple):
-    """Where a conversation stands: a file, and a line of it (a record's number, where the file has no lines)."""
+    """Place of a record: its file and line (the record's number, if the file has no lines)."""
 
     file: Path
     line: int
@@ -31,7 +31,7 @@ class RecordLocation(NamedTuple):
 
 
 def messages_field(source: Source) -> str | None:
-    """Where a record has its messages, if the source says so: its ``field``, unless that is as it is by default."""
+    """Return the source's ``field``, in which records have messages, or None if it is the default."""
     return (
         None if source.field == Source.model_fields["field"].default else source.field
     )
@@ -40,10 +40,9 @@ def messages_field(source: Source) -> str | None:
 def read_samples(
     source: Source, report: SourceReport | None = None
 ) -> Iterator[tuple[RecordLocation, Conversation | AnswerPair]]:
-    """The records of a source, in order; what is wrong with one is said with file and line.
+    """Iterate over the records of a source in order, with their places. An error names file and line.
 
-    With ``on_error = "skip"`` such a record is left out, and ``report`` counts it, as it counts the fields that are not
-    read.
+    With ``on_error = "skip"`` a malformed record is skipped. ``report`` counts it, as well as unread fields.
     """
     report = report or SourceReport()
     if source.kind == "feedback":

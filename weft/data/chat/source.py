@@ -1,4 +1,4 @@
-"""A source of conversations, read, written by its template and tokenized into the cache, with every token's weight.
+"""Tokenize a source of conversations into the cache, with the weight of every token.
 
 Beside the files of :mod:`weft.data.tokens` the folder has ``weights.bin`` (little-endian float32 per token: how much it
 counts as a label) and ``lines.npy`` (int64 ``[documents, 2]``: file and line of each conversation). Of pairs of answers
@@ -38,7 +38,7 @@ from weft.recipe import ANSWER_PAIRS, Chat, Source
 
 
 def recipe_template(settings: Chat, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template of the recipe, or else the tokenizer's own."""
+    """Return the recipe's chat template, else that of the tokenizer. Raises :class:`WeftError` without either."""
     now = (
         datetime.strptime(settings.date, "%Y-%m-%d")
         if settings.date
@@ -58,7 +58,7 @@ def recipe_template(settings: Chat, tokenizer: Tokenizer) -> ChatTemplate:
 def open_chats(
     source: Source, settings: Chat, tokenizer: Tokenizer, cache: Path | None = None
 ) -> Tokens:
-    """The tokens of a source of conversations; written on first use, into the cache, by one process for all."""
+    """Open the tokens of a source of conversations. They are written to the cache on first use, by one process."""
     template = recipe_template(settings, tokenizer)
     encoder = chat_encoder(settings, template)
 
@@ -81,16 +81,16 @@ def open_chats(
 
 
 def chat_encoder(settings: Chat, template: ChatTemplate) -> ChatEncoder:
-    """What writes conversations as the recipe says."""
+    """Return the encoder of conversations with the recipe's settings."""
     return ChatEncoder(template, settings.learn, settings.reasoning)
 
 
 def encoded_records(
     source: Source, report: SourceReport, encoder: ChatEncoder
 ) -> Iterator[tuple[RecordLocation, Conversation | AnswerPair, list[Encoded]]]:
-    """The records of a source, each with its samples, encoded; of a pair two, of which the chosen one comes first.
+    """Iterate over the records of a source with their encoded samples; a pair has two, the chosen answer first.
 
-    An error says where its record stands; with ``on_error = "skip"`` the record is left out, and ``report`` counts it.
+    An error names file and line; with ``on_error = "skip"`` the record is skipped, and ``report`` counts it.
     """
     for place, sample in read_samples(source, report):
         try:
@@ -163,7 +163,7 @@ def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
 
 
 def forget_written(report: SourceReport, template: ChatTemplate) -> None:
-    """Leave those fields of messages out of what is not read that this template names."""
+    """Remove from the report's unread fields those of messages that the template names."""
     start, text = "messages[].", "".join(template.sources)
     report.leave_out(
         lambda name: name.startswith(start) and name.removeprefix(start) in text
@@ -184,10 +184,10 @@ def _count_unheeded(
 
 
 class Fitted(NamedTuple):
-    """The documents that a run reads: where they begin and how many tokens they have.
+    """Documents that a run reads: their first tokens and lengths.
 
-    ``note``: what was left out; ``pairs``: those of them that are pairs of answers; ``records``: the numbers of those
-    that they are from, counted from 0.
+    ``note``: what was cut or skipped; ``pairs``: pairs of answers, if documents form pairs; ``records``: number of each
+    document's record (or pair), from 0.
     """
 
     starts: np.ndarray
@@ -198,10 +198,10 @@ class Fitted(NamedTuple):
 
 
 def fitted(tokens: Tokens, seq_len: int, truncation: str) -> Fitted:
-    """Conversations cut to ``seq_len`` tokens, or half of them for each of a pair; ``truncation`` as in the recipe.
+    """Cut conversations to ``seq_len`` tokens, or half of that for each answer of a pair.
 
-    Pairs that came out alike are left out. Raises :class:`WeftError` with file and line of the first conversation that
-    loses all its labels.
+    ``truncation``: as in the recipe. Pairs of equal answers are skipped. Raises :class:`WeftError` with file and line
+    of the first conversation that loses all its labels.
     """
     row, seq_len = seq_len, seq_len // (2 if tokens.pairs is not None else 1)
     starts, ends = tokens.offsets[:-1], tokens.offsets[1:]
