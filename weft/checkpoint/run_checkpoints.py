@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 class Listener(Protocol):
     """Receiver of a run's events (lines of text) and records (numbers of a kind)."""
 
-    def event(self, text: str) -> None: ...
+    def event(self, text: str) -> None:
+        """Record a line of text."""
 
-    def log(self, kind: str, step: int | None = None, /, **values: Any) -> None: ...
+    def log(self, kind: str, step: int | None = None, /, **values: Any) -> None:
+        """Record numbers of a kind, by default of the current step."""
 
 
 class Checkpoints:

@@ -107,12 +107,15 @@ class Listed:
 
     @property
     def total(self) -> int:
+        """Number of rows."""
         return len(self.rows)
 
     def row(self, sample: int) -> Row:
+        """Return row number ``sample``."""
         return self.rows[sample]
 
     def row_length(self, sample: int) -> int:
+        """Return the number of tokens of a row."""
         return len(self.rows[sample].tokens)
 
 
@@ -152,6 +155,7 @@ class Stream:
 
     @cached_property
     def tokens(self) -> int:
+        """Number of tokens of all documents."""
         return int(self.lengths.sum())
 
     @property

@@ -198,6 +198,7 @@ class Answered:
 
     @property
     def accuracy(self) -> float:
+        """Share of the questions that are answered right."""
         return self.right / self.questions
 
 

@@ -194,6 +194,7 @@ class TensorSource:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Type of the stored elements."""
         return self.shards[0].dtype
 
 

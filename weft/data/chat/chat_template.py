@@ -331,7 +331,7 @@ def template_of(
 
 
 def template_text(given: str, name: str) -> str:
-    """The template that ``given`` is, or that is in the file of this name; errors call the setting ``name``."""
+    """Return the template ``given`` itself, or the contents of the file of this name; errors call it ``name``."""
     if "{" in given:
         return given
     file = Path(given).expanduser()

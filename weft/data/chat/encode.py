@@ -108,7 +108,7 @@ class ChatEncoder:
         talk: Sequence[dict[str, object]],
         tools: Sequence[dict[str, object]] | None = None,
     ) -> np.ndarray:
-        """The ids of a conversation up to where the assistant is to answer."""
+        """Return the ids of a conversation up to the start of the assistant's answer."""
         return self.tokens.encode(self.template.render(talk, tools, prompt=True))[0]
 
 
@@ -160,7 +160,7 @@ def prompt_ids(
 def own_encoder(
     tokenizer: Tokenizer, name: str, learn: str = "assistant"
 ) -> ChatEncoder:
-    """What writes conversations by the tokenizer's own chat template; ``name`` says in errors whose it is."""
+    """Return the encoder by the tokenizer's own chat template; errors call its model ``name``."""
     template = template_of(tokenizer)
     if template is None:
         raise WeftError(

@@ -209,7 +209,7 @@ def tools_of(fields: Fields) -> Any:
 
 
 def variables_of(fields: Fields) -> dict[str, Any]:
-    """The variables of a record for its chat template, as TRL reads them; an object, or its JSON text.
+    """Take a record's variables for its chat template (TRL's ``chat_template_kwargs``), an object or its JSON text.
 
     Raises :class:`ConversationError` for anything else, and for names that are the template's own.
     """

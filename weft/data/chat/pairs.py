@@ -100,7 +100,7 @@ def read_pair(record: Any) -> AnswerPair:
 
 
 def question_of(fields: Fields) -> tuple[str, Any]:
-    """Take the question of a record: its name ("" if there is none) and value. An instruction includes its ``input``."""
+    """Take the question of a record: its name ("" if there is none) and value. An ``input`` joins its instruction."""
     names = ("prompt", "instruction", "conversations", "messages", "input")
     name = next((name for name in names if fields.has(name)), "")
     asked = (

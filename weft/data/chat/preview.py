@@ -40,6 +40,7 @@ class TokenRun:
 
     @property
     def learned(self) -> bool:
+        """Whether the loss counts these tokens."""
         return self.weight > 0 and not self.cut
 
 
@@ -56,6 +57,7 @@ class Sample:
 
     @property
     def facts(self) -> str:
+        """Numbers of tokens, as text."""
         cut = f", {self.cut} more cut off" if self.cut else ""
         return f"{self.tokens} tokens, {self.learned} learned{cut}"
 

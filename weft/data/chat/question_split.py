@@ -1,8 +1,8 @@
-"""Split a conversation into several samples, for templates that keep only the reasoning after the last question.
+"""Split a conversation into several samples, for templates that keep reasoning only after the last question.
 
 At generation a model sees earlier turns without their reasoning, and writes that of its own turn. So each question
-whose turns would lose their reasoning becomes a sample that ends with these turns and learns only them. All other turns are
-learned in the whole conversation. Every turn is learned once.
+whose turns would lose their reasoning becomes a sample that ends with these turns and learns only them. All other
+turns are learned in the whole conversation. Every turn is learned once.
 """
 
 from collections.abc import Sequence
