@@ -26,7 +26,7 @@ _resume = typer.Option(
     metavar="auto|DIR|s3://...|peer://...",
     help="Continue a run or checkpoint, under any layout.",
 )
-_sweep_help = "A run for each of these values, one after the other; several --sweep multiply (docs/how-to/training.md)."
+_sweep_help = "A run for each of these values, one after the other; several --sweep multiply (docs/how-to/sweeps.md)."
 _sweep = typer.Option("--sweep", metavar="SECTION.KEY=A,B", help=_sweep_help)
 
 
