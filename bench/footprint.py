@@ -6,18 +6,22 @@ rank has imported at its end, without comments, docstrings and layout. `tests/te
 
 import ast
 import io
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import tokenize
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import weft
 
 RUN = """
-import sys
+import json, sys
+for name in json.loads(sys.argv[1]): sys.modules[name] = None
+del sys.argv[1]
 from weft import load_recipe, train
 outcome = train(load_recipe("quickstart", sys.argv[3:], sys.argv[1]), out=sys.argv[2])
 assert outcome.progress.step == 2 and outcome.interrupted == 0 and outcome.checkpoint.holds("weft.json"), outcome
@@ -62,8 +66,11 @@ def tokens(path: Path) -> int:
     return sum(t.type not in LAYOUT and t.start not in docstrings for t in found)
 
 
-def imported(layout: str) -> dict[str, int]:
-    """The modules of weft that the first rank of a run under ``layout`` has imported, and how many tokens each has."""
+def imported(layout: str, hidden: Sequence[str] = ()) -> dict[str, int]:
+    """The modules of weft that the first rank of a run under ``layout`` has imported, and how many tokens each has.
+
+    ``hidden``: modules that this process cannot import.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "plugin_of_footprint.py").write_text(PLUGIN)
@@ -77,7 +84,15 @@ def imported(layout: str) -> dict[str, int]:
         ]  # fmt: skip
         places = [str(Path(weft.__file__).parents[1]), name]
         done = subprocess.run(
-            [sys.executable, "-c", RUN, layout, str(folder / "run"), *words],
+            [
+                sys.executable,
+                "-c",
+                RUN,
+                json.dumps([*hidden]),
+                layout,
+                str(folder / "run"),
+                *words,
+            ],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(places)},
             capture_output=True,
             text=True,

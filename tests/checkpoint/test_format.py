@@ -36,7 +36,7 @@ boxes = st.lists(
     st.sampled_from([1, 4000, 400_000]),
     st.integers(0, 1 << 31),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_holders_share_a_box_without_gap_or_overlap(
     box: Box, replicas: int, itemsize: int, key: int
 ) -> None:
@@ -50,7 +50,7 @@ def test_holders_share_a_box_without_gap_or_overlap(
 
 
 @given(boxes, st.sampled_from([1, 4, 8, 30_000]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_blocks_cover_a_box_and_are_no_larger_than_they_should_be(
     box: Box, itemsize: int
 ) -> None:

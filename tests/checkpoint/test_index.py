@@ -54,7 +54,7 @@ any_cuts = st.lists(
 
 
 @given(shapes, any_cuts, st.randoms())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_tiling_is_accepted(
     shape: tuple[int, ...], cuts: list[tuple[int, int, int]], random: Any
 ) -> None:
@@ -72,7 +72,7 @@ def test_every_tiling_is_accepted(
 
 
 @given(shapes, any_cuts, st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_one_wrong_box_is_found_and_an_element_is_named(
     shape: tuple[int, ...], cuts: list[tuple[int, int, int]], data: Any
 ) -> None:

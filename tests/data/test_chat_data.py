@@ -326,7 +326,7 @@ def test_templates_that_refuse_a_line_name_it(folder: Path, tmp_path: Path) -> N
         )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(0, 20))
 def test_packing_holds_every_document_once_and_whole(
     sizes: list[int], more: int

@@ -141,7 +141,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
     )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(
     recipes(),
     st.lists(lengths, min_size=1, max_size=3),

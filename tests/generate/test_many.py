@@ -87,7 +87,7 @@ def count_preempted(monkeypatch: pytest.MonkeyPatch) -> list[Generation]:
     return seen
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize(
     "mixer", ["softmax", "windows", "experts", "latent", "retention", "hybrid"]

@@ -95,7 +95,7 @@ def test_drawn_tokens_have_the_distribution() -> None:
     assert not drawn[~possible].any() and chi_square < 16.3
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.floats(0, 1), min_size=1, max_size=9), st.floats(0, 1, exclude_max=True)
 )
@@ -131,7 +131,7 @@ def test_greedy_and_extremes() -> None:
             Sampling(**wrong)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.text("ab\n🙂", max_size=12),
     st.lists(st.text("ab\n🙂", min_size=1, max_size=4), max_size=3),

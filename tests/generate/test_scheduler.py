@@ -353,7 +353,7 @@ def hold_properties(world: World, kind: type[Scheduler] = Scheduler) -> None:
         )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(worlds)
 def test_the_eleven_properties_hold(world: World) -> None:
     hold_properties(world)

@@ -52,8 +52,18 @@ def every_text_of(mixer: str) -> tuple[Transformer, dict[Any, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("alpha", [0.0, 0.2, 1.0])
-@pytest.mark.parametrize("mixer", ["softmax", "hybrid"])
+@pytest.mark.parametrize(
+    ("mixer", "alpha"),
+    [
+        ("softmax", 0.0),
+        ("softmax", 0.2),
+        ("hybrid", 1.0),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (("softmax", 1.0), ("hybrid", 0.0), ("hybrid", 0.2))
+        ),
+    ],
+)
 def test_beams_that_hold_everything_find_the_best_of_all_texts(
     mixer: str, alpha: float
 ) -> None:

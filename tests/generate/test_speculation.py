@@ -55,7 +55,7 @@ class Oracle:
         return ([*faulty, *[0] * length])[:length]
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize(

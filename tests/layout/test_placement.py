@@ -64,7 +64,7 @@ def held_by_all(
     ]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(layout=layouts(), of=dims(), whole=st.booleans(), tied=st.booleans())
 # left half of the weight to nobody once
 @example(layout=Layout(tp=2), of=EXPERTS, whole=False, tied=False)

@@ -219,7 +219,7 @@ def check_cut(pool: Any, world: int, cases: list[tuple[Any, ...]]) -> None:
         assert max(answer[number][0] for answer in answers) < TOLERANCE[case[4]], case
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("world", [2, 3, 4, pytest.param(8, marks=pytest.mark.soak)])
 def test_every_table_equals_one_device(pool: Any, world: int) -> None:
     @settings(
         max_examples=8,
@@ -246,7 +246,7 @@ def test_every_table_equals_one_device_many_times(pool: Any, world: int) -> None
 
 
 @pytest.mark.parametrize(("world", "most"), [
-    (2, 4), (3, 4), (4, 2), (8, 1), *(pytest.param(*c, marks=pytest.mark.soak) for c in ((4, 4), (8, 2))),
+    (2, 4), (3, 4), (4, 2), *(pytest.param(*c, marks=pytest.mark.soak) for c in ((4, 4), (8, 1), (8, 2))),
 ])  # fmt: skip
 def test_every_way_to_lay_attention_over_ranks(
     pool: Any, world: int, most: int

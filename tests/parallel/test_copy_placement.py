@@ -119,7 +119,7 @@ def test_greedy_balance_is_near_the_exact_one(seed: int) -> None:
     )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.integers(1, 5), st.integers(1, 6), st.data())
 def test_what_is_routed_to_copies_adds_up_exactly(
     ranks: int, experts: int, data: st.DataObject

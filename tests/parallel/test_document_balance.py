@@ -41,7 +41,7 @@ def long_tailed(count: int, longest: int, seed: int = 0) -> np.ndarray:
     )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(
     st.lists(st.integers(1, 300), max_size=40),
     st.integers(1, 9),
@@ -233,7 +233,7 @@ def test_empty_documents_are_refused() -> None:
         make_plan("greedy", [3, 0], 10, 2, COSTS)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_simulated_steps_are_half_as_long_again_on_fixed_ranks() -> None:
     """What bench/balance.py finds on 64 ranks, on 16: static context parallelism, the usual and Weft's own."""
     from balance import LINKS, Speeds, log_normal, simulated  # bench/

@@ -111,7 +111,7 @@ def check(pool: Any, values: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "case",
     [
@@ -131,7 +131,7 @@ def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
     check(pool, tree(corpus, case))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", [
     "shard=1024,ep=64", "dp=16,shard=16,tp=4,ep=1024", "dp=8,shard=32,cp=2,tp=2,ep=128", "shard=128,tp=8,ep=8",
 ])  # fmt: skip
@@ -184,7 +184,7 @@ def test_each_option_is_typed(experts: int) -> None:
             )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", [
     {"layout": "shard=2,cp=2", "model": "hugging face"},
     {"layout": "tp=3", "model": "deepseek-v3", "recompute": "full"},
@@ -366,7 +366,13 @@ def test_bytes_and_messages_of_each_dispatcher_are_those_of_its_formula(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["eight experts", "qwen3", "two experts"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "two experts",
+        *(pytest.param(m, marks=pytest.mark.soak) for m in ("eight experts", "qwen3")),
+    ],
+)
 def test_bytes_of_each_option_are_those_that_were_counted(
     pool: Any, corpus: str, model: str
 ) -> None:
@@ -519,7 +525,7 @@ def timed_steps(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [0.0, 100.0])
+@pytest.mark.parametrize("late", [0.0, pytest.param(100.0, marks=pytest.mark.soak)])
 def test_measured_time_chooses_and_changes_no_loss(
     pool: Any, corpus: str, late: float
 ) -> None:

@@ -193,10 +193,18 @@ def test_composed(pool: Any, corpus: str, layout: str, recompute: str) -> None:
     assert found[0][0][0].ok, found[0][0][0]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layout",
-    ["pp=4,skip=0.25", "pp=4,skip=0.25,tp=2", "pp=4,dp=2,skip=0.25,vocab_barriers=1"],
+    [
+        "pp=4,skip=0.25",
+        *(
+            pytest.param(layout, marks=pytest.mark.soak)
+            for layout in (
+                "pp=4,skip=0.25,tp=2",
+                "pp=4,dp=2,skip=0.25,vocab_barriers=1",
+            )
+        ),
+    ],
 )
 def test_partial_pipeline_equals_one_device_that_skips_the_same(
     pool: Any, corpus: str, layout: str

@@ -31,7 +31,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("case", [
     {"layout": {"shard": 4, "secondary": 2}},
     {"layout": {"shard": 4, "secondary": 2}, "micro_batch": 1, "recompute": "full"},
-    {"layout": {"shard": 2, "cp": 2, "tp": 2, "secondary": 2}, "micro_batch": 1, "recompute": "selective"},
+    pytest.param(
+        {"layout": {"shard": 2, "cp": 2, "tp": 2, "secondary": 2}, "micro_batch": 1, "recompute": "selective"},
+        marks=pytest.mark.soak,
+    ),
     {"layout": {"dp": 2, "shard": 4, "secondary": 2}, "tied": True},
     # 41 and 257 rows over 6 ranks
     {"layout": {"shard": 6, "secondary": 3}, "dtype": "float32", "extras": True},
@@ -45,7 +48,12 @@ def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    ["pp=2,shard=4,secondary=2", "pp=2,shard=4,secondary=2,schedule=interleaved-1f1b"],
+    [
+        "pp=2,shard=4,secondary=2",
+        pytest.param(
+            "pp=2,shard=4,secondary=2,schedule=interleaved-1f1b", marks=pytest.mark.soak
+        ),
+    ],
 )
 def test_pipelines_gather_nearby_from_the_second_time_on(
     pool: Any, corpus: str, layout: str

@@ -31,7 +31,7 @@ LARGE = [
 ]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_accepts_every_case_of_the_matrix(case: dict[str, Any]) -> None:
     shape = SHAPE.model_copy(

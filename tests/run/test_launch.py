@@ -119,7 +119,7 @@ def test_ranks_run_and_get_their_arguments_as_written(
         ),
     ],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @both
 def test_one_failing_rank_ends_all_with_one_line(
     tmp_path: Path, how: str, deed: str, code: int, line: str

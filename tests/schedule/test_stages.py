@@ -20,7 +20,7 @@ WORK = st.floats(0, 8, allow_subnormal=False).map(lambda x: round(x, 3))
     st.integers(1, 8),
     st.lists(st.floats(0.1, 3), min_size=8, max_size=8),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_partition_is_as_fast_as_the_best_of_all_cuts(
     costs: list[float], parts: int, speeds: list[float]
 ) -> None:

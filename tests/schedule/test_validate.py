@@ -53,7 +53,7 @@ def test_built_tables_are_accepted(table: Table) -> None:
     st.data(),
     st.sampled_from(["drop", "double", "other rank", "other microbatch", "kind"]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_tables_with_a_wrong_action_are_rejected(
     table: Table, data: Any, fault: str
 ) -> None:
@@ -89,7 +89,7 @@ def test_tables_with_a_wrong_action_are_rejected(
 
 @pytest.mark.slow
 @given(tables, st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_swapped_actions_are_rejected_if_and_only_if_they_cannot_run(
     table: Table, data: Any
 ) -> None:

@@ -441,9 +441,8 @@ def exported(folder: Path) -> Path:
     return folder / "tiny"
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["", "tp=2"])
+@pytest.mark.parametrize("layout", ["", pytest.param("tp=2", marks=pytest.mark.soak)])
 def test_the_command_serves_and_ends_with_its_last_answer(
     command: Command, layout: str, tmp_path: Path, request: Any
 ) -> None:

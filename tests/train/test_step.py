@@ -88,7 +88,15 @@ def test_a_pass_without_the_blocks_that_learn_has_a_loss(corpus: str) -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "layout",
-    [{}, {"shard": 2}, {"tp": 2}, {"dp": 2, "shard": 2}, {"cp": 2, "tp": 2}],
+    [
+        {},
+        {"shard": 2},
+        {"tp": 2},
+        *(
+            pytest.param(layout, marks=pytest.mark.soak)
+            for layout in ({"dp": 2, "shard": 2}, {"cp": 2, "tp": 2})
+        ),
+    ],
     ids=str,
 )
 def test_bf16_stays_near_fp32(pool: Any, corpus: str, layout: dict[str, Any]) -> None:
