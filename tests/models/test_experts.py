@@ -290,7 +290,7 @@ def test_experts_have_the_gradients_of_autograd(
         return feed_forwards(rows, counts, activation, *weights)
 
     expected, grad = plain(*given), torch.randn(13, 8, generator=generator, dtype=dtype)
-    with mock.patch.object(experts, "together", lambda rows: together):
+    with mock.patch.object(experts, "runs_grouped", lambda rows: together):
         found = ours(*given)
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(

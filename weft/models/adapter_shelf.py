@@ -1,8 +1,8 @@
 """Many adapters beside one model, each request with its own (S-LoRA, Sheng et al. 2023, 2311.03285).
 
-Adapters rest in host memory. One that a request needs is copied into blocks of the cache, the same ones that keep keys
-and values: requests share it, and when nobody uses it, it stays until its blocks are needed for something else. In a
-step every adapter multiplies the rows of its own requests (:mod:`weft.models.row_adapters`).
+Adapters rest in host memory. An adapter that a request needs is copied into blocks of the cache, the same blocks that
+hold keys and values: requests share it, and when no request uses it, it stays until its blocks are needed. In a step
+every adapter multiplies the rows of its own requests (:mod:`weft.models.row_adapters`).
 """
 
 from collections import defaultdict
@@ -29,21 +29,23 @@ T = torch.Tensor
 
 
 class LentAdapter(NamedTuple):
-    """The adapter of a request: its name, and the blocks that it is in."""
+    """The adapter of a request: its name, and the blocks of the cache that hold it."""
 
     name: str
     table: Sequence[int]
 
 
 class AdapterShelf:
-    """The adapters that requests can name, and what of them is in the blocks of ``pages``, a layer's cache each."""
+    """The adapters that requests can name, and their copies in the blocks of ``pages``, the caches of the layers."""
 
     def __init__(self, model: Transformer, pages: Sequence[Pages]) -> None:
         self.model, self.pages = model, pages
         self.host: dict[str, HostAdapter] = {}
 
     def add(self, name: str, adapter: HostAdapter) -> int:
-        """Let requests name ``adapter``, of this rank's part of the model; returns how many blocks it needs."""
+        """Add ``adapter``, of this rank's part of the model, under ``name``; return the number of blocks that it
+        needs.
+        """
         self.host[name] = adapter
         return max(
             -(-len(numbers) // pages.room(0)[:, 0].numel())
@@ -70,7 +72,7 @@ class AdapterShelf:
     def adapting(
         self, spans: Sequence[Span], adapters: Sequence[LentAdapter | None]
     ) -> AbstractContextManager[None]:
-        """In here the layers add to the rows of each of ``spans`` what its adapter, if it has one, makes of them."""
+        """Return a context in which the layers apply to the rows of each of ``spans`` its adapter, if it has one."""
         alike = defaultdict[
             tuple[tuple[Form, ...], int], list[tuple[Span, Sequence[int]]]
         ](list)
@@ -99,5 +101,5 @@ class AdapterShelf:
         )
 
     def _read(self, layer: int, tables: T) -> T:
-        """What is in ``tables`` ``[texts, blocks]``: ``[texts, numbers]``."""
+        """The numbers in the blocks of ``tables`` ``[texts, blocks]``: ``[texts, numbers]``."""
         return self.pages[layer].room(0)[:, tables].transpose(0, 1).flatten(1)

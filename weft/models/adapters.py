@@ -1,18 +1,18 @@
 """Low-rank adapters beside the frozen weights of projections: LoRA (Hu et al. 2021) and its relatives.
 
-Of kind ``qlora`` all projections' weights are stored in four bits (:mod:`weft.models.nf4`), adapted or not.
+With kind ``qlora`` the weights of all projections are stored in four bits (:mod:`weft.models.nf4`), adapted or not.
 
-An adapter of a weight ``[out, in]`` is ``a`` ``[rank, in]`` and ``b`` ``[out, rank]``; what the weight makes of ``x``
-grows by ``scale * b @ (a @ x)``. Nobody cuts the dimension ``rank``, and the others are those of the weight: of one
-that is cut on ``in``, ``a`` is cut and ``b`` whole, of one that is cut on ``out`` it is the other way round. All that
-follows from a parameter's dimensions (what is held, summed, counted, saved) therefore holds for adapters too.
+An adapter of a weight ``[out, in]`` is ``a`` ``[rank, in]`` and ``b`` ``[out, rank]``; it adds ``scale * b @ (a @ x)``
+to the product of the weight and ``x``. No axis cuts the dimension ``rank``, and the other dimensions are those of the
+weight: where ``in`` is cut, ``a`` is cut and ``b`` is whole, and where ``out`` is cut, ``b`` is. All rules that follow
+from a parameter's dimensions (what is held, summed, counted, saved) therefore hold for adapters too.
 
-Functions here take the module whose weights are adapted, which is one of :mod:`weft.models.projections`.
+Functions here take the module whose weights are adapted, one of :mod:`weft.models.projections`.
 """
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -39,9 +39,9 @@ T = torch.Tensor
 
 
 class LowRank(Module):
-    """The adapter of a weight ``[out, into]``; of kind ``dora`` also the weight's ``magnitude``, a number per row.
+    """The adapter of a weight ``[out, into]``; with kind ``dora`` also the weight's ``magnitude``, a number per row.
 
-    ``b`` is zero at the start, and the magnitude that of the weight, so that nothing changes.
+    At the start ``b`` is zero and the magnitude is the weight's own, so that nothing changes.
     """
 
     def __init__(
@@ -57,10 +57,11 @@ class LowRank(Module):
 
 
 class TokenRows(Module):
-    """Rows of a weight ``[vocab, embed]`` that learn, for ``tokens`` in ascending order; they stand for its own.
+    """Trained rows of a weight ``[vocab, embed]``, for ``tokens`` in ascending order; they replace the weight's own
+    rows.
 
-    ``part``: the first and last of the tokens that this rank's part of the weight has rows for. Every rank of ``tp``
-    has all rows that learn, and uses those of its part.
+    ``part``: the range of tokens whose rows this rank's part of the weight has. Every rank of ``tp`` holds all trained
+    rows, and uses those of its part.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class TokenRows(Module):
         self.weight("rows", whole=True)
 
     def looked_up(self, tokens: T, x: T) -> T:
-        """``x``, what the weight has for ``tokens`` (``[..., embed]``), with the rows that learn in its place."""
+        """Replace the trained rows in ``x`` ``[..., embed]``, the rows of the weight for ``tokens``."""
         known, (lo, hi) = self.tokens.to(tokens.device), self.own_rows
         if lo == hi:  # nothing is added, but all ranks have a gradient to sum up
             return x + own(self.rows, lo, hi, self.mesh).sum()
@@ -85,12 +86,14 @@ class TokenRows(Module):
         )
 
     def placed(self, weight: T) -> T:
-        """This rank's part of the weight, with the rows that learn in it."""
+        """Return this rank's part of the weight with the trained rows in it."""
         index, rows = self._own()
         return weight.index_copy(0, index.to(weight.device), rows.to(weight.dtype))
 
     def scored(self, hidden: T, logits: T) -> T:
-        """``logits`` of this rank's part of the weight, ``[..., vocab/tp]``, with those of the rows that learn."""
+        """Replace the logits of the trained rows in ``logits`` ``[..., vocab/tp]`` of this rank's part of the
+        weight.
+        """
         index, rows = self._own()
         own_logits = F.linear(hidden, rows.to(hidden.dtype)).to(logits.dtype)
         return logits.index_copy(-1, index.to(logits.device), own_logits)
@@ -101,7 +104,7 @@ class TokenRows(Module):
 
 
 def adapt(module: Module, name: str, whole: bool) -> None:
-    """Register what the table has in the place of the weight ``name``, and beside it."""
+    """Register the stored form of the weight ``name``, and its adapter, where the table has them."""
     stored, beside = (module.path + part + name for part in (QUANTIZED, ADAPTERS))
     if module.inside(name) not in module.described:
         module.quantized[name] = Quantized(module.mesh, module.described, stored, whole)
@@ -113,15 +116,14 @@ def adapt(module: Module, name: str, whole: bool) -> None:
 
 
 def merged(module: Module, name: str) -> T:
-    """The weight ``name`` with what its adapter adds, of a model on one device."""
-    weight: T = (
-        _stored(module, name).dense(torch.float32)
-        if name in module.quantized
-        else getattr(module, name)
-    )
+    """Return the weight ``name`` with its adapter merged into it, of a model on one device."""
+    if name in module.quantized:
+        weight: T = module.quantized[name].dense(torch.float32)
+    else:
+        weight = getattr(module, name)
     if name not in module.adapters:
         return weight
-    adapter = _adapter(module, name)
+    adapter = module.adapters[name]
     weight = weight + adapter.scale * (adapter.b @ adapter.a)
     if adapter.has_magnitude:
         norms = row_norms(weight).to(weight.dtype)
@@ -130,23 +132,20 @@ def merged(module: Module, name: str) -> T:
 
 
 def adapted_products(module: Module, x: T, names: Sequence[str]) -> tuple[T, ...]:
-    """What the weights ``names`` of a module and their adapters make of ``x``."""
-    assert module.adapter is not None
+    """Return the products of ``x`` with the weights ``names`` of a module and their adapters."""
     dense = [name for name in names if name not in module.quantized]
     adapted = [name for name in names if name in module.adapters]
     weights = [module.own(name, getattr(module, name)) for name in dense]
     draws = current_draws() if module.adapter.dropout else None
-    together = [_adapter(module, name).a for name in adapted] if draws is None else []
+    together = [module.adapters[name].a for name in adapted] if draws is None else []
     products = project(x, *weights, *together) if weights or together else ()
     outputs = dict(zip(dense, products, strict=False))
     for name in names:
         if name in module.quantized:
             outputs[name] = _project_quantized(module, name, x)
-    lows = (
-        products[len(dense) :]
-        if draws is None
-        else [_project_dropped(module, name, x, draws) for name in adapted]
-    )
+    lows: Sequence[T] = products[len(dense) :]
+    if draws is not None:
+        lows = [_project_dropped(module, name, x, draws) for name in adapted]
     for name, low in zip(adapted, lows, strict=True):
         outputs[name] = _adapt(module, name, outputs[name], low)
     return tuple(outputs[name] for name in names)
@@ -154,34 +153,21 @@ def adapted_products(module: Module, x: T, names: Sequence[str]) -> tuple[T, ...
 
 def _project_quantized(module: Module, name: str, x: T) -> T:
     first, _ = module.own_rows.get(name, (0, 0))
-    y: T = _stored(module, name).project(
-        x, lambda values: module.own(name, values), first
-    )
+    y: T = module.quantized[name].project(x, partial(module.own, name), first)
     return y
 
 
 def _project_dropped(module: Module, name: str, x: T, draws: T) -> T:
-    """What the first factor of an adapter makes of ``x``, of which some is dropped."""
-    assert module.adapter is not None
-    adapter = _adapter(module, name)
+    """The product of ``x``, some of which is dropped, with the first factor of an adapter."""
+    adapter = module.adapters[name]
     first, _ = adapter.logical["a"].box[1]
-    return project(
-        dropped(x, module.adapter.dropout, draws, f"{module.path}.{name}", first),
-        adapter.a,
-    )[0]
-
-
-def _adapter(module: Module, name: str) -> Any:
-    return module.adapters[name]
-
-
-def _stored(module: Module, name: str) -> Any:
-    return module.quantized[name]
+    x = dropped(x, module.adapter.dropout, draws, f"{module.path}.{name}", first)
+    return project(x, adapter.a)[0]
 
 
 def _adapt(module: Module, name: str, y: T, low: T) -> T:
-    """``y`` of the weight ``name`` with what its adapter adds; ``low``: ``[batch, seq, rank]``."""
-    adapter = _adapter(module, name)
+    """Add an adapter's output to ``y``, the product with the weight ``name``; ``low``: ``[batch, seq, rank]``."""
+    adapter = module.adapters[name]
     b = module.own(name, adapter.b)
     y = y + project(low * adapter.scale, b)[0]
     if not adapter.has_magnitude:
@@ -191,23 +177,21 @@ def _adapt(module: Module, name: str, y: T, low: T) -> T:
     with torch.no_grad():
         weight = module.own(name, getattr(module, name))
         square = row_norms(weight + adapter.scale * multiply(b, adapter.a)).square()
-        norm = (
-            total_of_shares(square, adapter.logical["a"].cuts[1], module.mesh)
-            .sqrt()
-            .to(weight.dtype)
-        )
+        total = total_of_shares(square, adapter.logical["a"].cuts[1], module.mesh)
+        norm = total.sqrt().to(weight.dtype)
     return y * (module.own(name, adapter.magnitude) / norm)
 
 
 def row_norms(weight: T) -> T:
-    """The norm of every row of ``[out, in]``: ``[out]``, float64, so that its rounding to less is the same however
-    its sums are split."""
+    """Return the norm of every row of ``[out, in]``: ``[out]``, in float64, so that rounding it to a narrower type does
+    not depend on how its sums are split.
+    """
     return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64)
 
 
 @torch.no_grad()
 def merged_parameters(model: nn.Module) -> dict[str, T]:
-    """The parameters of a model on one device by their names without adapters, which are merged into the weights."""
+    """Return the parameters of a model on one device, by name, with adapters merged into the weights."""
     weights = {
         n: p.detach()
         for n, p in model.named_parameters()
@@ -224,11 +208,11 @@ def merged_parameters(model: nn.Module) -> dict[str, T]:
 
 
 def base_of(shape: ModelShape) -> ModelShape:
-    """The model without its adapter."""
+    """Return the model without its adapter."""
     return shape.model_copy(update={"adapter": None})
 
 
 def base_weight(name: str) -> str:
-    """The path of the weight that the adapter's parameter ``name`` belongs to."""
+    """Return the path of the weight that the adapter's parameter ``name`` belongs to."""
     rows = {rows: VOCABULARY[weight] for weight, rows in ROWS.items()}
     return rows.get(name) or name.rpartition(".")[0].replace(ADAPTERS, ".")

@@ -1,11 +1,12 @@
 """Causal attention over packed documents: local kernels, and the operator that autograd and recompute see.
 
-What is computed are segments (:mod:`weft.models.segments`), causal ones and full ones. Attention over several ranks
-(:mod:`weft.parallel.context`) runs both kinds through the same kernels; everybody merges with :func:`join`.
+Attention is computed by segments (:mod:`weft.models.segments`), causal ones and full ones. Attention over several ranks
+(:mod:`weft.parallel.context`) runs both kinds through the same kernels, and all callers merge results with
+:func:`join`.
 
-The kernels are aten's flash attention ops: private names, used because they are the only ones that return the
-log-sum-exp and accept a global one in backward. Traps they have on the CPU (rows without keys give lse = 0, empty
-blocks kill the process) cannot occur here: a segment is never empty and a causal one has equal query and key ranges.
+The kernels are aten's flash attention operators: private names, but the only ones that return the log-sum-exp and
+accept a global one in backward. Their traps on the CPU (rows without keys give lse = 0, empty blocks kill the process)
+cannot occur here: a segment is never empty, and a causal one has equal query and key ranges.
 """
 
 from collections.abc import Callable
@@ -37,7 +38,7 @@ class QkvGradients(NamedTuple):
 
 
 def attend_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
-    """Attention of disjoint query ranges. ``q, k, v``: ``[tokens, heads, head_dim]``.
+    """Compute attention of disjoint query ranges. ``q, k, v``: ``[tokens, heads, head_dim]``.
 
     Returns ``out`` like ``q`` (zeros where no segment reaches) and ``lse`` ``[tokens, heads]`` (-inf there).
     """
@@ -48,9 +49,8 @@ def attend_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
         cols = (slice(None), slice(pieces[0].k0, pieces[0].k1))
         out, lse = _forward(q, k[cols], v[cols], pieces[0])
         return out.flatten(0, 1), lse.flatten(0, 1)
-    covered = (
-        sum(s.q1 - s.q0 for s in segments if not s.joins) == q.shape[0] * q.shape[1]
-    )
+    tokens = sum(s.q1 - s.q0 for s in segments if not s.joins)
+    covered = tokens == q.shape[0] * q.shape[1]
     # bfloat16 is too coarse to be joined
     kept = wide(q.dtype) if any(s.joins for s in pieces) else q.dtype
     out = (torch.empty_like if covered else torch.zeros_like)(q, dtype=kept)
@@ -66,10 +66,10 @@ def attend_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
 
 
 def join(out: T, lse: T, o: T, l: T) -> None:
-    """Merge attention to other keys, ``o`` and its log-sum-exp ``l``, into ``out`` and ``lse``, in place.
+    """Merge attention to other keys, ``o`` with log-sum-exp ``l``, into ``out`` and ``lse``, in place.
 
-    ``out``: ``[..., head_dim]`` in :func:`wide` precision, ``lse``: ``[...]``; -inf, with zeros in ``out``, where no
-    key has been seen. Ring attention (Liu et al. 2023, 2310.01889); logaddexp is exact where sigmoids overflow.
+    ``out``: ``[..., head_dim]`` in :func:`wide` precision; ``lse``: ``[...]``, -inf where no key has been seen, with
+    zeros in ``out``. Ring attention (Liu et al. 2023, 2310.01889); logaddexp is exact where sigmoids overflow.
     """
     both = torch.logaddexp(lse, l)
     # rows that neither side has seen stay zero, not nan
@@ -83,7 +83,7 @@ def join(out: T, lse: T, o: T, l: T) -> None:
 def attend_backward(
     grad: T, q: T, k: T, v: T, out: T, lse: T, segments: list[Segment]
 ) -> QkvGradients:
-    """Gradients of q, k, v for these segments, given the *global* ``out`` and ``lse`` of their queries."""
+    """Return the gradients of q, k, v for these segments, given the *global* ``out`` and ``lse`` of their queries."""
     if _varlen(q, segments):
         return _varlen_backward(grad, q, k, v, out, lse, segments)
     k, v, q, grad, out, lse, pieces = _pieces(segments, k, v, q, grad, out, lse)
@@ -100,29 +100,24 @@ def attend_backward(
 
 def _varlen(q: T, segments: list[Segment]) -> bool:
     """Whether one call of a GPU kernel can take all segments."""
-    whole = uniform(segments, len(q), len(q))
+    if not q.is_cuda or q.dtype in (torch.float32, torch.float64):
+        return False
     plain = all(s.causal and not s.flipped for s in segments)
-    return (
-        q.is_cuda
-        and q.dtype not in (torch.float32, torch.float64)
-        and not whole
-        and plain
-    )
+    return plain and not uniform(segments, len(q), len(q))
 
 
 def _pieces(segments: list[Segment], k: T, v: T, q: T, *others: T) -> tuple[Any, ...]:
-    """The tensors as ``[batch, tokens, ...]`` and what is to be computed in every row of that batch.
+    """The tensors as ``[batch, tokens, ...]``, and the segments to compute in every row of that batch.
 
-    Equal segments that tile all tokens are one batch. On the CPU causal squares are cut: the kernel there
-    takes 512 keys at a time and computes with all of them, also with those that no query sees.
+    Equal segments that tile all tokens are one batch. On the CPU causal squares are cut: the kernel there takes 512
+    keys at a time and computes with all of them, also with keys that no query sees.
     """
     whole = uniform(segments, len(q), len(k))
-    sizes = whole or (len(q), len(k))
-    batched = [x.unflatten(0, (-1, sizes[1])) for x in (k, v)] + [
-        x.unflatten(0, (-1, sizes[0])) for x in (q, *others)
-    ]
+    queries, keys = whole or (len(q), len(k))
+    batched = [x.unflatten(0, (-1, keys)) for x in (k, v)]
+    batched += [x.unflatten(0, (-1, queries)) for x in (q, *others)]
     if whole:
-        segments = [Segment(0, whole[0], 0, whole[1], segments[0].causal)]
+        segments = [Segment(0, queries, 0, keys, segments[0].causal)]
     # whose results are too coarse to be joined
     if q.device.type == "cpu" and q.dtype != torch.bfloat16:
         segments = [piece for s in segments for piece in cut(s)]
@@ -130,7 +125,7 @@ def _pieces(segments: list[Segment], k: T, v: T, q: T, *others: T) -> tuple[Any,
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The precision in which log-sum-exps are kept and joined."""
+    """Return the precision of log-sum-exps and of merged results."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -180,29 +175,15 @@ def _backward(grad: T, q: T, k: T, v: T, out: T, lse: T, s: Segment) -> list[T]:
         grads = [each.to(dtype) for each in grads]
     elif q.dtype in (torch.float32, torch.float64):
         p = (_scores(q, k, causal) - lse[..., None]).exp()
-        ds = (
-            p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
-        )
+        d_p = grad @ v.mT - (grad * out).sum(-1, keepdim=True)
+        ds = p * d_p * q.shape[-1] ** -0.5
         grads = (ds @ k, ds.mT @ q, p.mT @ grad)
     else:
-        n, m = q.shape[2], k.shape[2]
+        lengths = (None, None, q.shape[2], k.shape[2])
         # dropout state: there is no dropout
         zero = torch.zeros((), dtype=torch.uint64, device=q.device)
         grads = aten._scaled_dot_product_flash_attention_backward(
-            grad,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous(),
-            None,
-            None,
-            n,
-            m,
-            0.0,
-            causal,
-            zero,
-            zero,
+            grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, zero, zero
         )
     dq, dk, dv = _heads_first(*grads)
     return _flipped(s, dq, fold_heads(dk, kv_heads), fold_heads(dv, kv_heads))
@@ -241,7 +222,7 @@ def repeat_heads(x: T, group: int) -> T:
 
 
 def fold_heads(grad: T, kv_heads: int) -> T:
-    """Sum the gradients of the query heads that share a key/value head."""
+    """Sum the gradients of the query heads that share a key/value head: ``[b, s, heads, d] -> [b, s, kv_heads, d]``."""
     if grad.shape[2] == kv_heads:
         return grad
     return grad.unflatten(2, (kv_heads, -1)).sum(3)
@@ -260,8 +241,8 @@ def attention(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> tuple[T, T]:
     """Per-document causal attention on one device, opaque to ``torch.compile`` and kept whole by selective recompute.
 
     ``q``: ``[batch, seq, heads, head_dim]``; ``k, v`` with ``kv_heads``; ``cu_seqlens`` as in
-    :class:`weft.data.batch.Batch`; ``window``: the tokens that a token sees, itself among them, 0 for all. Returns
-    ``out`` like ``q`` and ``lse`` ``[batch * seq, heads]``.
+    :class:`weft.data.batch.Batch`; ``window``: the number of tokens that a token sees, itself included, 0 for all.
+    Returns ``out`` like ``q`` and ``lse`` ``[batch * seq, heads]``.
     """
     flat = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
     if is_invariant():
@@ -302,7 +283,8 @@ def set_backward(
 ) -> None:
     """Make ``backward`` the gradient of ``operator``, whose arguments are q, k, v, ``cu_seqlens`` and plain values.
 
-    ``backward`` gets the gradient of the first output, then q, k, v, those outputs that are ``kept``, and the rest.
+    ``backward`` gets the gradient of the first output, then q, k, v, the outputs that are ``kept``, and the other
+    arguments.
     """
 
     def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -325,4 +307,5 @@ set_backward(attention, attention_backward)
 
 
 def local_attention(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
+    """Return only the output of :func:`attention`."""
     return attention(q, k, v, cu_seqlens, window)[0]

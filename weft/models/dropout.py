@@ -1,7 +1,7 @@
-"""Dropout whose random numbers follow the sample, the place in it, the weight and the channel, and nothing else.
+"""Dropout whose random numbers depend on the sample, the position in it, the weight and the channel, and nothing else.
 
-A mask is a function of these alone (Salmon et al. 2011, counters in place of a state): every layout draws the same,
-whichever rank has a token or a part of its channels, and recomputation draws again what the first pass drew.
+A mask is a function of these alone (Salmon et al. 2011, counters in place of a state): every layout draws the same
+mask, whichever rank has a token or a part of its channels, and recomputation draws the mask of the first pass again.
 """
 
 import zlib
@@ -22,7 +22,7 @@ _draws: ContextVar[T | None] = ContextVar("draws", default=None)
 
 
 def token_draws(seed: int, sample: int, tokens: int) -> T:
-    """A random number for every token of a sample: int64 ``[tokens]``."""
+    """Draw a random number for every token of a sample: int64 ``[tokens]``."""
     high = sample << 32 & (1 << 64) - 1  # wrapped around, as the products are
     place = torch.arange(tokens) + (high - (1 << 64) if high >> 63 else high)
     return _mixed(_mixed(torch.tensor(seed) * STEP) + place * STEP)
@@ -30,7 +30,7 @@ def token_draws(seed: int, sample: int, tokens: int) -> T:
 
 @contextmanager
 def drawing(draws: Sequence[T]) -> Iterator[None]:
-    """In here weights with dropout drop by the numbers of the tokens, if ``draws`` has them; else they drop nothing."""
+    """Context in which weights with dropout use the tokens' numbers in ``draws``; they drop nothing if it is empty."""
     token = _draws.set(draws[0] if draws else None)
     try:
         yield
@@ -39,14 +39,14 @@ def drawing(draws: Sequence[T]) -> Iterator[None]:
 
 
 def current_draws() -> T | None:
-    """Numbers of the tokens that are being computed; None where nothing is dropped (no gradient, no learning)."""
+    """Return the numbers of the tokens that are being computed; None where nothing is dropped (without gradients)."""
     return _draws.get() if torch.is_grad_enabled() else None
 
 
 def dropped(x: T, share: float, draws: T, name: str, first: int) -> T:
-    """``x`` ``[batch, seq, channels]`` with this ``share`` of its elements zero, and the others larger for it.
+    """Set this ``share`` of the elements of ``x`` ``[batch, seq, channels]`` to zero, and scale the others up.
 
-    ``name``: of the weight that reads it; ``first``: the number of the first channel that is here.
+    ``name``: of the weight that reads ``x``; ``first``: the number of its first channel.
     """
     channels = (torch.arange(first, first + x.shape[-1], device=x.device) + 1) * STEP
     numbers = _mixed(

@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of a feed-forward: a router, a stack of experts, and some that see all tokens."""
+"""A mixture of experts in place of a feed-forward: a router, a stack of experts, and shared experts for all tokens."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,15 +23,16 @@ from weft.shapes.parameters import Table, layer_table
 T = torch.Tensor
 
 
-#: Makes stacks of other experts' weights of a rank's own gate, up and down.
+#: Function from a rank's own gate, up and down to stacks of other experts' weights.
 Stacks = Callable[..., tuple[T, ...]]
 
 
 class Dispatched(NamedTuple):
-    """Rows of tokens in the order of the experts that are here: ``rows`` ``[rows, embed]``, ``counts`` of each.
+    """Rows of tokens in the order of the experts on this rank: ``rows`` ``[rows, embed]``, and ``counts`` of each
+    expert.
 
-    ``meta`` is what the dispatcher needs to bring them back. ``stacks``, where rows are for other experts than a rank
-    has: what makes the stacks of their weights of its own.
+    ``meta``: the dispatcher's data for bringing them back. ``stacks``: where rows are for experts of other ranks, a
+    function from this rank's gate, up and down to the stacks of the experts' weights.
     """
 
     rows: T
@@ -40,41 +41,43 @@ class Dispatched(NamedTuple):
     stacks: Stacks | None = None
 
 
-#: Waits for tokens that are on their way.
+#: Function that waits for tokens in transfer.
 Arriving = Callable[[], Dispatched]
 
 
 class Dispatcher(Protocol):
-    """Brings tokens to their experts and what these make of them back."""
+    """Sends tokens to their experts, and the experts' results back."""
 
     def dispatch(self, x: T, choice: Choice) -> Arriving:
-        """Let tokens ``x`` ``[tokens, embed]`` set out. What is computed before they are waited for runs meanwhile."""
+        """Begin to send tokens ``x`` ``[tokens, embed]``; calling the result waits for the rows that arrive."""
 
     def combine(self, rows: T, meta: Any) -> Callable[[], T]:
-        """Let rows set out for home; what is returned waits for each token's weighted sum: ``[tokens, embed]``."""
+        """Begin to send rows back; calling the result waits for each token's weighted sum: ``[tokens, embed]``."""
 
 
 class Lender(Protocol):
-    """Gives a rank the weights of other ranks' experts, for the rows that come after those of its own."""
+    """Gives a rank the weights of other ranks' experts, for the rows after those of its own experts."""
 
     def borrowed(self, *weights: T) -> Callable[[], tuple[T, ...]]:
-        """Let more rows of each of these stacks ``[experts, ...]`` set out; what is returned waits for them."""
+        """Begin to fetch more rows of each of these stacks ``[experts, ...]``; calling the result waits for them."""
 
     def learn_from(self, loads: Sequence[int]) -> None:
-        """Take in how often each expert was chosen in a whole step."""
+        """Note how often each expert was chosen in a whole step."""
 
 
 class EarlyMixture(NamedTuple):
-    """What a mixture begins before attention: a router's choice, and weights of other ranks' experts on their way."""
+    """Work that a mixture begins before attention: the router's choice, and weights of other ranks' experts in
+    transfer.
+    """
 
     choice: Choice | None
     lent: Callable[[], tuple[T, ...]] | None
 
 
 class LocalExperts:
-    """The experts ``here`` are those that tokens get to: rows change only their order.
+    """Dispatcher for experts ``here`` on this rank: rows only change their order.
 
-    ``others``: choices may be of experts elsewhere, or dropped; they count nothing in the sums.
+    ``others``: choices may name experts elsewhere, or be dropped; they add nothing to the sums.
     """
 
     def __init__(self, here: range, others: bool = False) -> None:
@@ -98,7 +101,7 @@ class LocalExperts:
 
 
 def expert_counts(ids: T, experts: int) -> T:
-    """How often each expert is in ``ids``: int64 ``[experts]``."""
+    """Count how often each expert is in ``ids``: int64 ``[experts]``."""
     flat = ids.flatten()
     return torch.zeros(experts, dtype=torch.int64, device=ids.device).scatter_add(
         0, flat, torch.ones_like(flat)
@@ -106,9 +109,10 @@ def expert_counts(ids: T, experts: int) -> T:
 
 
 def spread(x: T, order: T, k: int, rows: int | None = None) -> T:
-    """A row for each choice, ``k`` of each token, in ``order``: ``[tokens, embed]`` to ``[tokens * k, embed]``.
+    """Copy each token to a row per choice, ``k`` of each token, in ``order``: ``[tokens, embed]`` to ``[tokens * k,
+    embed]``.
 
-    ``rows``: of the first so many only.
+    ``rows``: only the first so many.
     """
     return MovedRows.apply(
         x, partial(_choices, k=k), partial(_sums, k=k, places=len(x) * k), order[:rows]
@@ -116,12 +120,12 @@ def spread(x: T, order: T, k: int, rows: int | None = None) -> T:
 
 
 def reordered(rows: T, order: T) -> T:
-    """``rows[order]`` of a permutation."""
+    """Return ``rows[order]`` of a permutation."""
     return spread(rows, order, 1)
 
 
 def placed(rows: T, order: T, places: int | None = None) -> T:
-    """Row ``i`` at ``order[i]`` of so many ``places`` (default: as many as rows), and zeros elsewhere."""
+    """Move row ``i`` to ``order[i]`` of ``places`` rows (default: as many as rows); other rows are zeros."""
     places = len(rows) if places is None else places
     return MovedRows.apply(
         rows,
@@ -132,7 +136,7 @@ def placed(rows: T, order: T, places: int | None = None) -> T:
 
 
 def weighted(rows: T, order: T, weights: T) -> T:
-    """What the rows of :func:`spread` add up to for each token, by ``weights`` ``[tokens, k]``: ``[tokens, embed]``."""
+    """Sum the rows of :func:`spread` for each token, by ``weights`` ``[tokens, k]``: ``[tokens, embed]``."""
     if len(rows) == weights.numel():
         return _Weighted.apply(rows, order, weights.to(rows.dtype))
     # [tokens, k, embed]
@@ -141,7 +145,7 @@ def weighted(rows: T, order: T, weights: T) -> T:
 
 
 class MovedRows(torch.autograd.Function):
-    """``there`` of rows, linear in them; ``back`` is its transpose, for the gradient. Both are given ``orders``."""
+    """Apply ``there``, linear in the rows; its transpose ``back`` gives the gradient. Both take ``orders``."""
 
     @staticmethod
     def spmd_typecheck(*, rows, there, back, orders):  # type: ignore[no-untyped-def]
@@ -179,20 +183,17 @@ class _Weighted(torch.autograd.Function):
         each = _choices(grad, order, weights.shape[1])  # [rows, embed]
         slopes = torch.einsum("rd,rd->r", *widened(each, rows)).to(weights.dtype)
         d_weights = torch.empty_like(weights).flatten().index_copy_(0, order, slopes)
-        return (
-            each.mul_(weights.flatten()[order, None]),
-            None,
-            d_weights.view_as(weights),
-        )
+        d_rows = each.mul_(weights.flatten()[order, None])
+        return d_rows, None, d_weights.view_as(weights)
 
 
 def _choices(x: T, order: T, k: int) -> T:
-    """The token of each choice in ``order``, of ``k`` choices each."""
+    """The token of each choice in ``order``, with ``k`` choices per token."""
     return x.index_select(0, order // k)
 
 
 def _sums(rows: T, order: T, k: int, places: int) -> T:
-    """Each token's rows added up, in the order of its choices and not of the experts; of distinct ``places``, or 0."""
+    """Each token's sum of rows in the order of its choices, not of the experts; 0 at ``places`` without a row."""
     if k > 1 and places == len(rows) and rows.dim() == 2 and rows.is_floating_point():
         return _bags(rows, order, k)
     make = rows.new_empty if places == len(rows) else rows.new_zeros
@@ -201,7 +202,7 @@ def _sums(rows: T, order: T, k: int, places: int) -> T:
 
 
 def _bags(rows: T, order: T, k: int, weights: T | None = None) -> T:
-    """The sum of the ``k`` rows of each token, of which row ``i`` is choice ``order[i]``; times their ``weights``."""
+    """The sum of the ``k`` rows of each token, times their ``weights``; row ``i`` is choice ``order[i]``."""
     at = torch.empty_like(order).scatter_(
         0, order, torch.arange(len(order), device=order.device)
     )
@@ -209,7 +210,7 @@ def _bags(rows: T, order: T, k: int, weights: T | None = None) -> T:
 
 
 def feed_forwards(rows: T, counts: T, activation: str, gate: T, up: T, down: T) -> T:
-    """What experts make of their rows, so many as ``counts`` of each in turn: ``[rows, embed]`` to the same.
+    """Run experts on their rows, ``counts`` of each expert in turn: ``[rows, embed]`` to the same.
 
     ``gate, up``: ``[experts, hidden, embed]``; ``down``: ``[experts, embed, hidden]``.
     """
@@ -222,7 +223,7 @@ def feed_forwards(rows: T, counts: T, activation: str, gate: T, up: T, down: T) 
 
 
 def sizes_of(counts: T, rows: int) -> list[int]:
-    """``counts`` on the host; where there are no numbers, as if they were equal."""
+    """Return ``counts`` on the host; equal counts if the tensor has no values."""
     if not has_numbers(counts):
         share, rest = divmod(rows, max(1, len(counts)))
         return [share + (e < rest) for e in range(len(counts))]
@@ -230,7 +231,7 @@ def sizes_of(counts: T, rows: int) -> list[int]:
 
 
 def grouped_runs(x: T, *weights: T) -> bool:
-    """Whether PyTorch's grouped product takes these: not float64, and rows of a multiple of 16 bytes."""
+    """Return whether PyTorch's grouped product takes these: not float64, and rows of a multiple of 16 bytes."""
     aligned = all(n * x.element_size() % 16 == 0 for w in weights for n in w.shape[1:])
     kinds = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float32)
     # What has no numbers is refused in float32.
@@ -245,9 +246,10 @@ def grouped_runs(x: T, *weights: T) -> bool:
 
 
 def product(x: T, weight: T, counts: T, out: T | None = None, add: bool = False) -> T:
-    """``[rows, in]`` of one expert and its ``[in, out]``, or of all of ``[experts, in, out]``, to ``[rows, out]``.
+    """Multiply ``[rows, in]`` with one expert's ``[in, out]``, or with each expert's of ``[experts, in, out]``:
+    ``[rows, out]``.
 
-    It goes to ``out``, if there is one, or is to ``add`` to what is there. Without a gradient.
+    The result is written to ``out`` if that is given, or added to it with ``add``. Without a gradient.
     """
     if weight.dim() == 2:
         return multiply(x, weight, plus=out if add else None, out=out)
@@ -262,7 +264,9 @@ def product(x: T, weight: T, counts: T, out: T | None = None, add: bool = False)
 
 
 def gradient(grad: T, x: T, counts: T, out: T) -> None:
-    """``out = grad.T @ x`` of an expert's rows, or of each one's: ``[rows, out]`` and ``[rows, in]``."""
+    """Write ``out = grad.T @ x`` for one expert's rows, or for each expert's; ``grad``: ``[rows, out]``, ``x``:
+    ``[rows, in]``.
+    """
     if out.dim() == 2:
         multiply(grad.t(), x, out=out)
         return
@@ -272,15 +276,16 @@ def gradient(grad: T, x: T, counts: T, out: T) -> None:
 
 
 def add_gradient(parameter: T, gradient: T) -> None:
+    """Add ``gradient`` to ``parameter.grad``."""
     parameter.grad = (
         gradient if parameter.grad is None else parameter.grad.add_(gradient)
     )
 
 
 def runs_grouped(rows: T) -> bool:
-    """Whether all experts are computed at once, by a grouped product.
+    """Return whether a grouped product computes all experts at once.
 
-    On the CPU, which has none that is faster than its parts, what one expert makes is still in the cache when it is
+    The CPU has none that is faster than its parts; there, an expert's hidden units are still in the cache when they are
     used.
     """
     return rows.is_cuda
@@ -339,21 +344,18 @@ def _backward(
     stacks: Sequence[T],
     d_x: T | None = None,
 ) -> tuple[T, tuple[tuple[T, T], ...]]:
-    """The gradient of ``x``, to where there is place, and of each weight the two whose product its gradient is."""
+    """The gradient of ``x``, in ``d_x`` if given, and for each weight the two factors of its gradient."""
     gate, up, down = stacks
     active, d_hidden = ACTIVATE[activation](gate_out), product(grad, down, counts)
     d_up, hidden = active * d_hidden, active.mul_(up_out)
     d_gate = SLOPE[activation](d_hidden.mul_(up_out), gate_out)
     d_x = product(d_gate, gate, counts, d_x)
-    return product(d_up, up, counts, d_x, add=True), (
-        (d_gate, x),
-        (d_up, x),
-        (grad, hidden),
-    )
+    d_x = product(d_up, up, counts, d_x, add=True)
+    return d_x, ((d_gate, x), (d_up, x), (grad, hidden))
 
 
 class _FeedForwards(torch.autograd.Function):
-    """:func:`feed_forwards`, which keeps two of the four hidden tensors that autograd would."""
+    """:func:`feed_forwards`, which keeps two of the four hidden tensors that autograd would keep."""
 
     @staticmethod
     def spmd_typecheck(*, rows, counts, activation, later, stacks):  # type: ignore[no-untyped-def]
@@ -403,21 +405,18 @@ class _FeedForwards(torch.autograd.Function):
                 _, products = _backward(
                     x, g, a, b, counts, ctx.activation, weights, d_x
                 )
-                learn(
-                    products,
-                    [None if place is None else place[e] for place in learning],
-                )
-        for i, (p, learns, waits) in enumerate(
+                learn(products, [None if w is None else w[e] for w in learning])
+        for i, (p, grad_of, waits) in enumerate(
             zip(parameters, learning, waiting, strict=True)
         ):
-            if learns is not None and waits:
-                tape.append(partial(add_gradient, p, learns))
+            if grad_of is not None and waits:
+                tape.append(partial(add_gradient, p, grad_of))
                 learning[i] = None
         return d_rows, None, None, None, *learning
 
 
 class Experts(Module):
-    """A stack of feed-forwards of width ``expert_ffn``; this rank computes with those that are its own."""
+    """A stack of feed-forwards of width ``expert_ffn``, of which this rank computes its own."""
 
     def __init__(self, shape: ModelShape, mesh: Mesh, table: Table, path: str) -> None:
         super().__init__(mesh, table, path)
@@ -433,9 +432,10 @@ class Experts(Module):
     def forward(
         self, rows: T, counts: T, lent: Sequence[T] = (), stacks: Stacks | None = None
     ) -> T:
-        """``[rows, embed]``, ``counts`` of each expert in turn, to each row's share of a sum over what cuts experts.
+        """Run experts on ``rows`` ``[rows, embed]``, ``counts`` of each in turn; return each row's share of a sum over
+        axes that cut experts.
 
-        ``lent``: the weights of those after this rank's own. ``stacks``: see :class:`Dispatched`.
+        ``lent``: stacks of experts after this rank's own. ``stacks``: see :class:`Dispatched`.
         """
         own = self.own if stacks is None else stacks(*self.own)
         if not lent:
@@ -453,7 +453,7 @@ class Experts(Module):
 
 
 class Mixture(Module):
-    """Experts, and those that see all tokens, whose share of the sum ``shared_mix`` says."""
+    """Routed experts, and shared experts for all tokens, whose results ``shared_mix`` combines."""
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
         path = f"blocks.{layer}.ffn"
@@ -473,36 +473,38 @@ class Mixture(Module):
                 self.weight("shared_gate")
 
     def early(self, x: T, whole: T, seen: RouterPass | None) -> EarlyMixture:
-        """What can begin before attention; its input is ``x``, and ``whole`` over ``tp``."""
+        """Begin the work that can run before attention, with attention's input ``x``, which is ``whole`` over
+        ``tp``.
+        """
+        if not self.shape.router_early:
+            return self._begun()
         tokens = x if self.router.own else whole
-        return self._begun(
-            self.router(tokens.flatten(0, 1), seen) if self.shape.router_early else None
-        )
+        return self._begun(self.router(tokens.flatten(0, 1), seen))
 
     def _begun(self, choice: Choice | None = None) -> EarlyMixture:
-        return EarlyMixture(
-            choice,
-            None if self.copies is None else self.copies.borrowed(*self.experts.own),
-        )
+        lent = None
+        if self.copies is not None:
+            lent = self.copies.borrowed(*self.experts.own)
+        return EarlyMixture(choice, lent)
 
     def forward(
         self, x: T, seen: RouterPass | None = None, early: EarlyMixture | None = None
     ) -> T:
-        """``[batch, seq/tp, embed]`` to the same."""
+        """Map ``[batch, seq/tp, embed]`` to the same shape."""
         return result_of(self.steps(x, seen, early))
 
     def steps(self, x: T, seen: RouterPass | None, early: EarlyMixture | None) -> Steps:
-        """:meth:`forward`, which may be left before rows set out and while they travel.
+        """:meth:`forward` as a generator that yields before rows are sent and while they travel.
 
-        Each rank of ``tp`` has a part of every expert, and so sees all tokens, or some whole experts and tokens.
+        If each rank of ``tp`` has a part of every expert, it sees all tokens; if it has whole experts, it sees its own
+        tokens.
         """
         if self.router.own:
             return (yield from self._steps(x, self.shared, seen, early))
         whole = gather_tokens(x, self.mesh)
         share = None if self.shared is None else self.shared.share
-        return scatter_tokens(
-            (yield from self._steps(whole, share, seen, early)), self.mesh
-        )
+        total = yield from self._steps(whole, share, seen, early)
+        return scatter_tokens(total, self.mesh)
 
     def _steps(
         self,
@@ -511,7 +513,7 @@ class Mixture(Module):
         seen: RouterPass | None,
         early: EarlyMixture | None,
     ) -> Steps:
-        """What chosen experts make of tokens, and what those that see all do, while rows travel to the former."""
+        """Routed experts, and beside their transfers the shared experts."""
         choice, lent = early or self._begun()
         choice, way = choice or self.router(x.flatten(0, 1), seen), self.dispatcher
         before = current_part()
@@ -519,28 +521,24 @@ class Mixture(Module):
         x, choice = read(x, before), Choice(read(choice.weights, before), choice.ids)
         tokens = x.flatten(0, 1)
         count = self.pieces(tokens, choice)
-        pieces = zip(
-            *(each.tensor_split(count) for each in (tokens, *choice)), strict=True
-        )
-        arriving = [
-            way.dispatch(piece, Choice(weights, ids)) for piece, weights, ids in pieces
-        ]
+        split = (each.tensor_split(count) for each in (tokens, *choice))
+        pieces = zip(*split, strict=True)
+        arriving = [way.dispatch(piece, Choice(*chosen)) for piece, *chosen in pieces]
         beside = None if shared is None else shared(x)
         leaving = current_part()
         yield
         borrowed, returning = lent() if lent else (), []
         for arrived in arriving:
             rows, counts, meta, stacks = arrived()
-            returning.append(
-                way.combine(self.experts(rows, counts, borrowed, stacks), meta)
-            )
+            outputs = self.experts(rows, counts, borrowed, stacks)
+            returning.append(way.combine(outputs, meta))
         yield
         sums = [back() for back in returning]
         routed = (torch.cat(sums) if len(sums) > 1 else sums[0]).view_as(x)
         return self._mixed(x, routed, None if beside is None else read(beside, leaving))
 
     def learn_from(self, loads: Sequence[int]) -> None:
-        """Take in how often each expert was chosen in a whole step."""
+        """Note how often each expert was chosen in a whole step."""
         self.router.learn_from(loads)
         if self.copies is not None:
             self.copies.learn_from(loads)

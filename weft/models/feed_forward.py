@@ -1,4 +1,4 @@
-"""The dense feed-forward layer; a mixture of experts holds many of them."""
+"""The dense feed-forward layer; a mixture of experts has many of them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,12 +14,12 @@ from weft.shapes.parameters import Table
 
 T = torch.Tensor
 
-#: What gates a feed-forward: SwiGLU (Shazeer 2020), GeGLU with the approximate GELU, or ReGLU.
+#: Activations of the gate: SwiGLU (Shazeer 2020), GeGLU with the approximate GELU, or ReGLU.
 ACTIVATE: dict[str, Callable[[T], T]] = {
     "silu": F.silu, "gelu": partial(F.gelu, approximate="tanh"), "relu": F.relu,
 }  # fmt: skip
 
-#: The gradient of each by its input, from that by its output.
+#: Gradient of each activation by its input, from the gradient by its output.
 SLOPE: dict[str, Callable[[T, T], T]] = {
     "silu": torch.ops.aten.silu_backward,
     "gelu": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
@@ -39,13 +39,13 @@ class FeedForward(Projections):
             self.projection(name)
 
     def early(self, x: T, whole: T, seen: object) -> None:
-        """What this wants to know of the attention's input: nothing."""
+        """Do nothing: a dense feed-forward begins no work before attention."""
 
     def share(self, whole: T) -> T:
-        """``[batch, seq, embed]`` to this rank's share of a sum over ``tp``."""
+        """Map ``[batch, seq, embed]`` to this rank's share of a sum over ``tp``."""
         gate, up = self.project(whole, "gate", "up")  # [batch, seq, ffn/tp]
         return self.project(self.activate(gate) * up, "down")[0]
 
     def forward(self, x: T, seen: object = None, early: object = None) -> T:
-        """``[batch, seq/tp, embed]`` to the same."""
+        """Map ``[batch, seq/tp, embed]`` to the same shape."""
         return scatter_tokens(self.share(gather_tokens(x, self.mesh)), self.mesh)

@@ -1,10 +1,11 @@
 """Projections and RMSNorm with gradients written by hand.
 
-PyTorch composes these of smaller operations, each of which writes a temporary as large as its input, and several
-projections of one input each write a gradient that is then added to the others. Here results go where they are wanted.
+PyTorch composes them of smaller operations, each of which writes a temporary as large as its input, and several
+projections of one input each write a gradient that is then added to the others. Here results are written to their final
+place.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -26,12 +27,12 @@ ONEDNN = (
 
 T = torch.Tensor
 
-#: Weight gradients that backward left for later, as calls that add them to ``.grad``.
+#: Deferred weight gradients of backward, as calls that add them to ``.grad``.
 Tape = list[Callable[[], None]]
 
 
 class ImmediateTape(Tape):
-    """A tape that runs what is put on it: backward is whole, and adds its products to ``.grad`` as it makes them."""
+    """A tape that runs each call at once: backward is whole, and adds its products to ``.grad`` as it computes them."""
 
     def append(self, call: Callable[[], None]) -> None:
         call()
@@ -40,8 +41,8 @@ class ImmediateTape(Tape):
 def run_tape(tape: Tape) -> None:
     """Run the calls on a tape, first ones first, and empty it.
 
-    Each is dropped as soon as it has run: it holds tensors as large as the activations, in a reference cycle with the
-    tape that garbage collection would find late.
+    Each call is dropped as soon as it has run: it holds tensors as large as the activations, in a reference cycle with
+    the tape that garbage collection would find late.
     """
     tape.reverse()
     while tape:
@@ -53,10 +54,10 @@ _tape: ContextVar[Tape | None] = ContextVar("tape", default=None)
 
 @contextmanager
 def deferred(tape: Tape | None) -> Iterator[None]:
-    """Split backward (Qi et al. 2023): projections run in here put their weights' gradients on ``tape`` in backward.
+    """Context that splits backward (Qi et al. 2023): projections run in it put their weights' gradients on ``tape``.
 
-    The input's gradient is then there earlier, and the calls on the tape may run at any later time. With None, or
-    under ``torch.compile``, backward is whole.
+    The input's gradient is then ready earlier, and the calls on the tape may run at any later time. With None, or under
+    ``torch.compile``, backward is whole.
     """
     token = _tape.set(tape)
     try:
@@ -66,31 +67,22 @@ def deferred(tape: Tape | None) -> Iterator[None]:
 
 
 def current_tape() -> Tape | None:
+    """Return the tape of the current context."""
     return _tape.get()
 
 
 def own_gradients_pay(x: T) -> bool:
-    """Whether gradients written by hand are faster than autograd's: not on GPUs, nor where the compiler fuses those."""
+    """Return whether gradients written by hand are faster than autograd's: not on GPUs, nor where a compiler fuses."""
     return x.device.type != "cuda" and not torch.compiler.is_compiling()
 
 
 def times(x: T, weight: T, plus: T | None = None) -> T:
-    """``x @ weight.T (+ plus)`` of ``[tokens, in]`` and ``[out, in]``, without a gradient."""
+    """Return ``x @ weight.T (+ plus)`` of ``[tokens, in]`` and ``[out, in]``, without a gradient."""
     if is_invariant() and plus is None and len(x) not in (0, TILE):
         return by_tiles(lambda tile: times(tile, weight), x)
     # Only for usual sizes, where it pays: this call is under suspicion for two sporadic crashes of float32 ranks.
-    usual = (
-        min(weight.shape) >= 64
-        and not any(n % 16 for n in weight.shape)
-        and has_numbers(x)
-    )
-    if (
-        ONEDNN
-        and usual
-        and x.device.type == "cpu"
-        and x.dtype == torch.float32
-        and x.numel()
-    ):
+    plain = x.device.type == "cpu" and x.dtype == torch.float32 and x.numel()
+    if ONEDNN and plain and has_usual_sizes(weight) and has_numbers(x):
         linear = torch.ops.mkldnn._linear_pointwise
         if plus is None:
             return linear(x, weight, None, "none", [], "")
@@ -98,18 +90,29 @@ def times(x: T, weight: T, plus: T | None = None) -> T:
     return multiply(x, weight.t(), plus)
 
 
+def has_usual_sizes(weight: T) -> bool:
+    """Return whether the sizes of a weight are multiples of 16 from 64 on."""
+    return min(weight.shape) >= 64 and not any(n % 16 for n in weight.shape)
+
+
 def project(x: T, *weights: T) -> tuple[T, ...]:
-    """``x @ weight.T`` for every weight: ``[batch, seq, in]`` and ``[out, in]`` each to ``[batch, seq, out]`` each."""
+    """Return ``x @ weight.T`` for every weight: ``[batch, seq, in]`` and ``[out, in]`` to ``[batch, seq, out]``
+    each.
+    """
     tape = _tape.get()
     if torch.compiler.is_compiling() or (tape is None and not own_gradients_pay(x)):
         return tuple(_linear(x, w) for w in weights)
     # a function of autograd's costs as much as a small product
     if torch.is_inference_mode_enabled():
-        return tuple(
-            times(x.flatten(0, 1), w).unflatten(0, x.shape[:2]) for w in weights
-        )
+        return _products(x, weights)
     later = None if tape is None else (tape, weights)
     return _Project.apply(x, later, *weights)
+
+
+def _products(x: T, weights: Sequence[T]) -> tuple[T, ...]:
+    """The products of :func:`project`, without a gradient."""
+    rows = x.flatten(0, 1)  # [batch * seq, in]
+    return tuple(times(rows, w).unflatten(0, x.shape[:2]) for w in weights)
 
 
 def _linear(x: T, weight: T) -> T:
@@ -134,9 +137,7 @@ class _Project(torch.autograd.Function):
         )
         # the parameters themselves: what is saved for recompute is a copy without their .grad
         ctx.later = later
-        return tuple(
-            times(x.flatten(0, 1), w).unflatten(0, x.shape[:2]) for w in weights
-        )
+        return _products(x, weights)
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
@@ -164,7 +165,7 @@ class _Project(torch.autograd.Function):
 
 
 def add_product(weight: T, grad: T, x: T) -> None:
-    """``weight.grad += grad.T @ x``."""
+    """Add ``grad.T @ x`` to ``weight.grad``."""
     if weight.grad is None:
         weight.grad = multiply(grad.t(), x)
     else:
@@ -182,7 +183,7 @@ def rms_norm(x: T, scale: T, eps: float) -> T:
 
 
 def inverse_root_mean_square(x: T, eps: float) -> T:
-    """Of ``[..., size]``: ``[..., 1]``."""
+    """Return ``1 / sqrt(mean(x^2) + eps)`` over the last dimension: ``[..., size]`` to ``[..., 1]``."""
     return (
         torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         .square_()

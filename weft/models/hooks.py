@@ -1,4 +1,4 @@
-"""What the passes of a model call, and what runs a model that has only some stages here: fixed when it is made."""
+"""Hooks that the passes of a model call, and the stages that run a model of which only some are here."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 class BlockSaver(Protocol):
-    """Moves what blocks save for backward (:class:`weft.memory.activations.SavedActivations`)."""
+    """Moves the tensors that blocks save for backward (:class:`weft.memory.activations.SavedActivations`)."""
 
     def block(
         self, module: nn.Module, x: T, *shared: T
     ) -> AbstractContextManager[None]:
-        """A context for the forward of a block of ``x``; ``shared`` are tensors that all blocks save."""
+        """Return a context for the forward of a block of ``x``; ``shared`` are tensors that all blocks save."""
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the passes of a model call.
+    """Hooks that the passes of a model call.
 
-    ``criterion``: the loss of tokens, ``objective``: that of pairs of answers; without them it is cross entropy.
-    ``saver`` moves what blocks save for backward. ``passed`` is called after each pass of a training step: how many of
-    its passes are done, and how many it has.
+    ``criterion``: the loss of tokens, ``objective``: the loss of pairs of answers; without them it is cross entropy.
+    ``saver`` moves the tensors that blocks save for backward. ``passed`` is called after each pass of a training step,
+    with the number of passes done and the number of all passes.
     """
 
     criterion: Criterion | None = None
@@ -48,14 +48,14 @@ NO_HOOKS = Hooks()
 
 
 class EarlyUpdates(NamedTuple):
-    """Units to be updated during backward, and what does it when the gradient of one is complete."""
+    """Units to be updated during backward, and the function that updates one when its gradient is complete."""
 
     units: Container[object]
     update: Callable[..., None]
 
 
 class Stages(Protocol):
-    """Runs the stages that this rank has of a model (:class:`weft.parallel.pipeline.Pipeline`)."""
+    """Runs the stages of a model that this rank has (:class:`weft.parallel.pipeline.Pipeline`)."""
 
     #: Whether units pass memory one by one, as their weights rest in files.
     streamed: bool
@@ -66,12 +66,12 @@ class Stages(Protocol):
         total: Callable[[], T],
         early: EarlyUpdates | None = None,
     ) -> T:
-        """Forward and backward of every microbatch. Returns this rank's share of the mean loss."""
+        """Run forward and backward of every microbatch. Returns this rank's share of the mean loss."""
 
     def evaluate(self, batches: Sequence[Batch], hooks: Hooks | None = None) -> T:
-        """This rank's share of the sum of the losses of some microbatches."""
+        """Return this rank's share of the sum of the losses of some microbatches."""
 
     def evaluate_at(
         self, points: Sequence[Callable[..., T]], batches: Sequence[Batch]
     ) -> list[T]:
-        """The same at several points, each of which stands in the place of every parameter's rows."""
+        """Return the shares of :meth:`evaluate` at several points, each of which replaces every parameter's rows."""

@@ -1,4 +1,6 @@
-"""Hugging Face folders in and out: safetensors of all that :mod:`weft.shapes.config` knows, by their own names."""
+"""Hugging Face folders in and out: safetensors of all models that :mod:`weft.shapes.config` knows, by their own
+names.
+"""
 
 import json
 import re
@@ -31,17 +33,19 @@ from weft.shapes.config_fields import read_json
 from weft.shapes.foreign_names import fused_name, hf_names, norm_offset
 from weft.shapes.parameters import whole_table
 
+T = torch.Tensor
+
 AGAIN = "download or export the model again"
-#: A tensor whose type is that of the model: scales of norms may be wider.
+#: The tensor whose type counts as the model's: scales of norms may be wider.
 TYPICAL = "blocks.0.attention.wo"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-#: What the scales of a weight in 8 bits are called after it.
+#: Ending of the name of the scales of a weight in 8 bits.
 SCALES = "_scale_inv"
 TOKENIZER_FILES = rf".*token.*\.json|tokenizer\.model|vocab\.json|merges\.txt|chat_template\.jinja|{GENERATION}"
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """The files of a Hugging Face folder that are about its tokenizer, by name.
+    """Return the files of a Hugging Face folder that are about its tokenizer, by name.
 
     Ids of special tokens, which old folders have in ``config.json`` alone, are always in ``generation_config.json``.
     """
@@ -61,9 +65,9 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
 
 
 def files_beside(config: Path, folder: Path | None = None) -> dict[str, bytes]:
-    """The model's files that are no weights, by name: its ``config`` and those of the tokenizer in ``folder``.
+    """Return the model's files that are no weights, by name: its ``config`` and the tokenizer's files in ``folder``.
 
-    That is by default the folder of ``config``.
+    ``folder`` is by default that of ``config``. Raises :class:`WeftError` if a file cannot be read.
     """
     try:
         return tokenizer_files(folder or config.parent) | {CONFIG: config.read_bytes()}
@@ -73,16 +77,19 @@ def files_beside(config: Path, folder: Path | None = None) -> dict[str, bytes]:
         ) from None
 
 
-def as_hf(name: str, values: torch.Tensor, shape: ModelShape) -> torch.Tensor:
-    """A parameter of Weft's with the values that Hugging Face stores."""
-    offset = norm_offset(name, shape)
+def as_hf(name: str, values: T, shape: ModelShape) -> T:
+    """Return a parameter of Weft's with the values that Hugging Face stores."""
+    return _shifted(values, -norm_offset(name, shape))
+
+
+def _shifted(values: T, offset: float) -> T:
     if not offset:
         return values
-    return values.to(torch.promote_types(values.dtype, torch.float32)) - offset
+    return values.to(torch.promote_types(values.dtype, torch.float32)) + offset
 
 
 class HuggingFaceFolder:
-    """The tensors of a Hugging Face folder, of which just what is asked for is read."""
+    """The tensors of a Hugging Face folder; only requested parts are read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.indexed = folder, (folder / INDEX).is_file()
@@ -106,6 +113,7 @@ class HuggingFaceFolder:
 
     @cache  # noqa: B019 (as long as the object, which is what opens files)
     def reader(self, file: str) -> Any:
+        """Open a safetensors file of the folder. Raises :class:`WeftError` if it is missing or damaged."""
         try:
             return safe_open(self.folder / file, "pt")
         except (OSError, SafetensorError) as error:
@@ -114,7 +122,7 @@ class HuggingFaceFolder:
             ) from None
 
     def find(self, name: str, shape: Sequence[int]) -> Any:
-        """A tensor, of which nothing is read yet; it must be of this shape."""
+        """Return a tensor of this shape, of which nothing is read yet. Raises :class:`WeftError` if there is none."""
         if name not in self.files or name not in self.reader(self.files[name]).keys():  # noqa: SIM118 (no dictionary)
             hint = (
                 "set model.tied = true"
@@ -133,8 +141,8 @@ class HuggingFaceFolder:
             )
         return tensor
 
-    def read(self, name: str, shape: Sequence[int], box: Box) -> torch.Tensor:
-        """The part ``box`` of a tensor, which must be of this shape."""
+    def read(self, name: str, shape: Sequence[int], box: Box) -> T:
+        """Read the part ``box`` of a tensor of this shape."""
         tensor, file = self.find(name, shape), self.folder / self.files[name]
         if tensor.get_dtype() == "F8_E4M3" and len(box) == 2:
             return self._of_bytes(name, tensor, box)
@@ -144,7 +152,7 @@ class HuggingFaceFolder:
             )
         return tensor[slices(box)]
 
-    def _of_bytes(self, name: str, tensor: Any, box: Box) -> torch.Tensor:
+    def _of_bytes(self, name: str, tensor: Any, box: Box) -> T:
         """The part ``box`` of a weight in 8 bits, whose blocks have a scale each (DeepSeek-V3), as float32."""
         if not (sizes := self.weight_blocks):
             raise WeftError(f"{self.folder}/config.json has no quantization_config, which says what the 8 bits of "
@@ -165,10 +173,8 @@ class HuggingFaceFolder:
             )
         return tensor[slices(box)].to(torch.float32) * scale
 
-    def experts(
-        self, name: str, names: Sequence[str], logical: Logical, box: Box
-    ) -> torch.Tensor:
-        """The part ``box`` of all experts' ``name``, which have a tensor each, or as transformers holds them one."""
+    def experts(self, name: str, names: Sequence[str], logical: Logical, box: Box) -> T:
+        """Read the part ``box`` of all experts' ``name``, from a tensor per expert or from one fused tensor."""
         count, rows, width = logical.shape
         fused = fused_name(name)
         if fused is not None and fused[0] in self.files:
@@ -188,40 +194,35 @@ class HuggingFaceFolder:
 
 def hf_values(
     folder: Path, shape: ModelShape | None = None
-) -> Callable[[str, Logical, Box], torch.Tensor]:
-    """Values for :func:`weft.parallel.build.parallelize` from safetensors; reads just the box that is asked for."""
+) -> Callable[[str, Logical, Box], T]:
+    """Return values for :func:`weft.parallel.build.parallelize` from safetensors; only the requested box is read."""
     stored = HuggingFaceFolder(folder)
 
-    def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
+    def values(name: str, logical: Logical, box: Box) -> T:
         names = hf_names(name, shape)
         if not names:
             return torch.zeros(extents(box))
         if ".experts." in name:
             return stored.experts(name, names, logical, box)
         value = stored.read(names[0], logical.shape, box)
-        offset = norm_offset(name, shape)
-        if not offset:
-            return value
-        return value.to(torch.promote_types(value.dtype, torch.float32)) + offset
+        return _shifted(value, norm_offset(name, shape))
 
     return values
 
 
 def check_stored(folder: Path, shape: ModelShape) -> None:
-    """Raises :class:`WeftError` if a folder lacks tensors that a model of ``shape`` needs, or has experts that it has
-    not; reads none of them."""
+    """Raise :class:`WeftError` if a folder lacks tensors of a model of ``shape``, or has more experts; reads no
+    tensor.
+    """
     stored = HuggingFaceFolder(folder)
     files = stored.files
     for name, row in whole_table(shape).items():
         fused = fused_name(name)
         names = [] if fused is not None and fused[0] in files else hf_names(name, shape)
         missing = [tensor_name for tensor_name in names if tensor_name not in files]
-        if any(tensor_name + SCALES in files for tensor_name in names):
-            missing += [
-                tensor_name + SCALES
-                for tensor_name in names
-                if tensor_name + SCALES not in files
-            ]
+        scales = [tensor_name + SCALES for tensor_name in names]
+        if not files.keys().isdisjoint(scales):
+            missing += [scale for scale in scales if scale not in files]
         if missing and len(names) > 1:
             some = f"{len(names) - len(missing)} of {len(names)} experts"
             raise WeftError(
@@ -241,8 +242,10 @@ def check_stored(folder: Path, shape: ModelShape) -> None:
 
 
 def exported_dtype(asked: str | None, files: Mapping[str, bytes]) -> torch.dtype | None:
-    """The type of exported weights: the one that is ``asked`` for, or that of the model's ``config.json``; None if
-    neither says one: they are written as they are stored."""
+    """Return the type of exported weights: the one ``asked`` for, or that of the model's ``config.json``.
+
+    None if neither names a type: weights are then written as they are stored.
+    """
     name = asked or carried_dtype(files)
     if name in ("float64", "float32", "bfloat16", "float16"):
         return getattr(torch, name)
@@ -250,17 +253,15 @@ def exported_dtype(asked: str | None, files: Mapping[str, bytes]) -> torch.dtype
 
 
 def export(
-    values: Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor], shape: ModelShape, folder: Path,
+    values: Mapping[str, T] | Callable[[str], T], shape: ModelShape, folder: Path,
     dtype: torch.dtype | None = None, files: Mapping[str, bytes] | None = None,
     max_positions: int | None = None, max_file_bytes: int = 4 << 30,
 ) -> None:  # fmt: skip
     """Write ``folder`` (new or empty) as transformers reads it; it appears when complete, or not at all.
 
-    ``values`` gives whole tensors by Weft's names; ``dtype`` None keeps theirs. ``files``: those of the tokenizer,
-    which come along, and the ``config.json`` that came with the model
-    (:func:`weft.shapes.carried_files.exported_config`,
-    also for ``max_positions``). Tensors of one file (``max_file_bytes``) are held at a time. Raises
-    :class:`WeftError` if the folder cannot be written.
+    ``values``: whole tensors by Weft's names; ``dtype`` None keeps their type. ``files``: files of the tokenizer, and
+    the model's ``config.json`` (:func:`weft.shapes.carried_files.exported_config`, also for ``max_positions``). Tensors
+    of one file (``max_file_bytes``) are held at a time. Raises :class:`WeftError` if the folder cannot be written.
     """
     with new_folder(folder) as draft:
         get = values.__getitem__ if isinstance(values, Mapping) else values
@@ -283,37 +284,31 @@ def export(
 
 
 def _write_tensors(
-    get: Callable[[str], torch.Tensor],
+    get: Callable[[str], T],
     shape: ModelShape,
     folder: Path,
     dtype: torch.dtype | None,
     limit: int,
 ) -> None:
-    """Write all tensors, in files of at most ``limit`` bytes with an index if one file cannot hold them."""
+    """Write all tensors, in files of at most ``limit`` bytes, with an index if one file cannot hold them."""
     described = Transformer(shape, Mesh.single()).logical_parameters()
-    logical = {
-        name: described_as for name, described_as in described if hf_names(name, shape)
-    }
+    logical = {name: row for name, row in described if hf_names(name, shape)}
     kept = get(TYPICAL).dtype
     width = (dtype or kept).itemsize
     groups: list[list[str]] = [[]]
     for name in logical:
-        if (
-            groups[-1]
-            and width * sum(logical[n].numel for n in [*groups[-1], name]) > limit
-        ):
+        size = width * sum(logical[n].numel for n in [*groups[-1], name])
+        if groups[-1] and size > limit:
             groups.append([])
         groups[-1].append(name)
     index: dict[str, str] = {}
     total = 0
     for i, names in enumerate(groups, 1):
-        file = (
-            f"model-{i:05d}-of-{len(groups):05d}.safetensors"
-            if len(groups) > 1
-            else SINGLE
-        )
+        file = SINGLE
+        if len(groups) > 1:
+            file = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
         # here, so that the last file's are gone before these are made
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, T] = {}
         for name in names:
             # What is chosen by must not be rounded: it decides between experts that are all but equal.
             kind = torch.float32 if name.endswith("router.bias") else dtype or kept

@@ -1,17 +1,17 @@
-"""Initial values that do not depend on the layout: every rank draws just the rows it owns, always the same numbers."""
+"""Initial values that do not depend on the layout: every rank draws only its own rows, always the same numbers."""
 
 import zlib
 
 import torch
 
-from weft.layout.dims import Box, Logical, extents
+from weft.layout.dims import Box, Logical, extents, slices
 
 #: Elements drawn from one generator. A logical tensor is a stack of such blocks of rows.
 BLOCK = 1 << 18
 
 
 def initial_values(name: str, logical: Logical, box: Box, seed: int) -> torch.Tensor:
-    """The part ``box`` of parameter ``name``'s initial value, float32."""
+    """Return the part ``box`` of parameter ``name``'s initial value, float32."""
     shape = extents(box)
     if logical.std is None:
         return torch.ones(shape)
@@ -22,18 +22,11 @@ def initial_values(name: str, logical: Logical, box: Box, seed: int) -> torch.Te
     rows = max(1, BLOCK // width)
     parts = []
     for block in range(lo // rows, -(-hi // rows)):
-        generator = torch.Generator().manual_seed(
-            zlib.crc32(f"{seed}/{name}/{block}".encode())
-        )
-        count = min(rows, logical.shape[0] - block * rows)
-        values = torch.randn((count, *logical.shape[1:]), generator=generator)
+        number = zlib.crc32(f"{seed}/{name}/{block}".encode())
+        generator = torch.Generator().manual_seed(number)
         first = block * rows
-        parts.append(
-            values[
-                (
-                    slice(max(lo - first, 0), hi - first),
-                    *(slice(a, b) for a, b in inner),
-                )
-            ]
-        )
+        count = min(rows, logical.shape[0] - first)
+        values = torch.randn((count, *logical.shape[1:]), generator=generator)
+        own = (max(lo - first, 0), hi - first), *inner
+        parts.append(values[slices(own)])
     return torch.cat(parts) * logical.std

@@ -1,11 +1,11 @@
-"""Forward passes in which a token's numbers do not depend, to the last bit, on what stands beside it in the row.
+"""Batch-invariant forward passes: a token's numbers do not depend, to the last bit, on the tokens beside it in the row.
 
-Kernels choose how they add up by the shapes that they are given: a product of one row ends in other bits than the same
-row in a product of many, and attention cuts keys by how many there are (He et al. 2025, "Defeating Nondeterminism in
-LLM Inference"). In here (:func:`invariant`) products are of :data:`TILE` rows each, the last filled up, and every query
-is attended to for itself, with its keys cut where their positions in the text are multiples of :data:`KEYS`. So an
-engine that reads texts in pieces, beside others, comes to what training computes of whole texts. What is left (norms,
-activations, softmax) works row by row; with rows in a multiple of :data:`TILE` nothing is the rest of a vector.
+Kernels choose how they add up by the shapes of their arguments: a product of one row ends in other bits than the same
+row in a product of many, and attention cuts keys by their number (He et al. 2025, "Defeating Nondeterminism in LLM
+Inference"). Within :func:`invariant`, products take :data:`TILE` rows each, the last tile padded, and every query
+attends by itself, with its keys cut where their positions in the text are multiples of :data:`KEYS`. An engine that
+reads texts in pieces, beside others, then computes the same numbers as training does for whole texts. Other operations
+(norms, activations, softmax) work row by row; with rows in a multiple of :data:`TILE` no vector has a remainder.
 
 The kernels do not promise any of this. Tests hold it, for this PyTorch on the CPU.
 """
@@ -32,7 +32,7 @@ _on: ContextVar[bool] = ContextVar("invariant", default=False)
 
 @contextmanager
 def invariant(on: bool = True) -> Iterator[None]:
-    """What is computed in here is computed alike in any batch; the tokens of a row must be a multiple of TILE."""
+    """Context in which results are the same in any batch; the tokens of a row must be a multiple of TILE."""
     token = _on.set(on)
     try:
         yield
@@ -41,29 +41,22 @@ def invariant(on: bool = True) -> Iterator[None]:
 
 
 def is_invariant() -> bool:
+    """Return whether the current context is :func:`invariant`."""
     return _on.get()
 
 
 def check_invariant(shape: ModelShape, mesh: Mesh) -> None:
-    """Raises :class:`UsageError` if a model on ``mesh`` cannot be computed alike in every batch."""
-    other = (
-        shape.kv_rank
-        or shape.mixtures
-        or shape.kind
-        or (shape.ffn or 0) % 2
-        or mesh.layout.world > 1
-    )
-    if (
-        other
-        or mesh.device.type != "cpu"
-        or {*map(shape.mixer_of, range(shape.layers))} != {"softmax"}
-    ):
+    """Raise :class:`UsageError` if a model on ``mesh`` cannot be computed alike in every batch."""
+    dense = not (shape.kv_rank or shape.mixtures or shape.kind or (shape.ffn or 0) % 2)
+    softmax = {*map(shape.mixer_of, range(shape.layers))} == {"softmax"}
+    one_cpu = mesh.layout.world == 1 and mesh.device.type == "cpu"
+    if not (dense and softmax and one_cpu):
         raise UsageError("bits that no batch changes are for dense models with plain attention on one CPU, with an "
                          "even ffn; leave out invariant")  # fmt: skip
 
 
 def by_tiles(product: Callable[[T], T], x: T) -> T:
-    """``product`` of ``[rows, in]``, so many rows at once."""
+    """Apply ``product`` to ``[rows, in]``, :data:`TILE` rows at a time."""
     rows = len(x)
     if rows % TILE:
         x = F.pad(x, (0, 0, 0, -rows % TILE))
@@ -71,7 +64,7 @@ def by_tiles(product: Callable[[T], T], x: T) -> T:
 
 
 class Reach(NamedTuple):
-    """Queries at positions ``first:last`` of a text, whose keys are cut alike: they are looked for in ``low:high``."""
+    """Queries at positions ``first:last`` of a text whose keys are cut alike: they attend to keys ``low:high``."""
 
     first: int
     last: int
@@ -80,12 +73,13 @@ class Reach(NamedTuple):
 
 
 def reaches(first: int, last: int, window: int) -> Iterator[Reach]:
-    """The queries at positions ``first:last``, each with all keys up to itself or those in its window."""
+    """Group the queries at positions ``first:last`` by the cut of their keys: all keys up to each, or those in its
+    window.
+    """
 
     def keys(at: int) -> tuple[int, int]:
-        return (max(0, at - window + 1) // KEYS * KEYS if window else 0), (
-            at // KEYS + 1
-        ) * KEYS
+        first = max(0, at - window + 1) if window else 0
+        return first // KEYS * KEYS, (at // KEYS + 1) * KEYS
 
     for (low, high), queries in groupby(range(first, last), key=keys):
         places = list(queries)
@@ -93,19 +87,20 @@ def reaches(first: int, last: int, window: int) -> Iterator[Reach]:
 
 
 def bias_of(reach: Reach, window: int, group: int, like: T) -> T:
-    """0 for the keys that each query sees and -inf for others: ``[queries, 1, group, keys]``."""
+    """Return 0 for keys that a query sees and -inf for others: ``[queries, 1, group, keys]``."""
     at = torch.arange(reach.first, reach.last, device=like.device)[:, None]
     keys = torch.arange(reach.low, reach.high, device=like.device)
+    return hiding_bias(at, keys, window, like)[:, None, None].expand(-1, 1, group, -1)
+
+
+def hiding_bias(at: T, keys: T, window: int, like: T) -> T:
+    """Return 0 where a query at position ``at`` sees a key, and -inf elsewhere; the shapes are broadcast."""
     hidden = (keys > at) | (keys <= at - window) if window else keys > at
-    return (
-        like.new_zeros(hidden.shape)
-        .masked_fill_(hidden, -torch.inf)[:, None, None]
-        .expand(-1, 1, group, -1)
-    )
+    return like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
 
 def attend_each(q: T, k: T, v: T, bias: T) -> tuple[T, T]:
-    """Attention of every query for itself: ``[queries, heads, width]`` and log-sum-exps ``[queries, heads]``.
+    """Attend with every query by itself. Returns ``[queries, heads, width]`` and log-sum-exps ``[queries, heads]``.
 
     ``k, v``: of all queries, or of each, ``[1 or queries, keys, kv_heads, width]``.
     """
@@ -118,7 +113,10 @@ def attend_each(q: T, k: T, v: T, bias: T) -> tuple[T, T]:
 
 
 def attend_documents(q: T, k: T, v: T, bounds: list[int], window: int) -> tuple[T, T]:
-    """Causal attention of documents, which begin at ``bounds``: ``[tokens, heads or kv_heads, width]``."""
+    """Causal attention of documents that begin at ``bounds``. ``q, k, v``: ``[tokens, heads or kv_heads, width]``.
+
+    Returns ``out`` like ``q`` and log-sum-exps ``[tokens, heads]``.
+    """
     out = torch.zeros_like(q)
     lse = torch.zeros(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     for a, b in pairwise(bounds):

@@ -1,8 +1,9 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, 2405.04434): keys and values of all heads out of one small vector.
+"""Multi-head latent attention (DeepSeek-AI 2024, 2405.04434): keys and values of all heads from one small vector.
 
-While a model learns, and for a prompt, keys and values are made from the latent vectors and attended to like any. Token
-by token, the same sums are taken in another order: what makes keys goes into the query, what makes values comes after
-the average, and all heads attend to the latent vectors themselves (the absorbed form), which is all that is remembered.
+In training, and for a prompt, keys and values are computed from the latent vectors and attended to as usual. Token by
+token, the same sums are taken in another order: the weights that make keys are applied to the query, the weights that
+make values are applied after the average, and all heads attend to the latent vectors themselves (the absorbed form),
+which are all that is remembered.
 """
 
 from typing import Protocol, runtime_checkable
@@ -20,13 +21,13 @@ from weft.shapes.parameters import layer_table
 
 T = torch.Tensor
 
-#: What the norms of latent vectors add to the mean square, whatever the model's other norms do.
+#: ``eps`` of the norms of latent vectors, whatever that of the model's other norms.
 EPS = 1e-6
 
 
 @runtime_checkable
 class Latents(Protocol):
-    """An attention that remembers latent vectors; ``tokens`` are those that it has so far."""
+    """An attention that remembers latent vectors; ``tokens``: how many it has so far."""
 
     tokens: int
 
@@ -39,8 +40,8 @@ class Latents(Protocol):
 class LatentAttention(Projections):
     """Attention whose keys and values are made from ``kv_rank`` numbers and a rotated key that all heads share.
 
-    Weights that make the latent vectors are whole on every rank of ``tp``; those that make something of them are cut by
-    heads, and so are the outputs.
+    Weights that make the latent vectors are whole on every rank of ``tp``; weights that read them are cut by heads, and
+    so are the outputs.
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
@@ -64,7 +65,7 @@ class LatentAttention(Projections):
         self.base = int(bool(shape.window_theta and shape.window_of(layer)))
 
     def forward(self, x: T, rope: tuple[T, ...], cu_seqlens: T) -> T:
-        """``x``: ``[batch, seq, embed]``; returns this rank's share of a sum over ``tp``, shaped alike."""
+        """Map ``x`` ``[batch, seq, embed]`` to this rank's share of a sum over ``tp``, of the same shape."""
         cos, sin = (each[self.base] for each in rope[:2])
         # [batch, seq, heads/tp, ...]
         q, rotated = self._queries(x).split([self.plain, self.rope_dim], -1)
@@ -95,7 +96,7 @@ class LatentAttention(Projections):
         return self.project(out.flatten(-2), "wo")[0]
 
     def _queries(self, x: T) -> T:
-        """``[batch, seq, heads/tp, head_dim + rope_dim]``."""
+        """Queries ``[batch, seq, heads/tp, head_dim + rope_dim]``."""
         if self.q_a_norm is None:
             q = self.project(x, "wq")[0]
         else:

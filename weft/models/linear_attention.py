@@ -1,13 +1,14 @@
 """Causal linear attention and retention over packed documents: one chunked kernel, forward and backward.
 
-A head remembers what it has seen as one matrix, ``state = sum_j decay^(now - j) k_j v_j^T``, so that the past costs
-the same however long it is. Linear attention (Katharopoulos et al. 2020, 2006.16236) has decay 1, retention (Sun et
-al. 2023, 2307.08621) a fixed one per head. Chunks of one token are the recurrent form, one chunk is the parallel
-form; all chunk sizes give the same numbers. A document begins with an empty state, wherever it begins in a row.
+A head remembers what it has seen as one matrix, ``state = sum_j decay^(now - j) k_j v_j^T``, so that the past costs the
+same however long it is. Linear attention (Katharopoulos et al. 2020, 2006.16236) has decay 1, retention (Sun et al.
+2023, 2307.08621) a fixed decay per head. Chunks of one token are the recurrent form, one chunk is the parallel form;
+all chunk sizes give the same numbers. A document begins with an empty state, wherever it begins in a row.
 
-A *stretch* is a run of tokens of each row that one rank holds. It is an element of a monoid: its state, and by how
-much it lets an earlier state through (:func:`state_to_state`). Under ``cp`` :mod:`weft.models.prefix` combines those of
-all ranks, and what is added to each stretch is one product with the state before it; backward is the same from the end.
+A *stretch* is a run of tokens of each row that one rank holds. It is an element of a monoid: its state, and the factor
+of an earlier state that remains after it (:func:`state_to_state`). Under ``cp``, :mod:`weft.models.prefix` combines the
+stretches of all ranks, and one product with the state before a stretch is added to its outputs; backward does the same
+from the end.
 
 Shapes: ``q, k: [rows, heads, tokens, dk]``, ``v: [rows, heads, tokens, dv]``, ``positions: [rows, tokens]`` within the
 document, ``decay: [heads]`` as logarithms, states ``[rows, heads, dk, dv]``.
@@ -35,12 +36,12 @@ from weft.models.prefix import StretchOwners, prefixes
 
 T = torch.Tensor
 
-#: Tokens of a chunk: larger ones multiply more, smaller ones take more steps.
+#: Tokens of a chunk: larger chunks multiply more, smaller ones take more steps.
 CHUNK = 64
 
 
 def log_decay(mixer: str, heads: int) -> list[float]:
-    """Of every head: retention's are 1 - 2^-5, 1 - 2^-6, ..."""
+    """Return the logarithm of every head's decay; retention's decays are 1 - 2^-5, 1 - 2^-6, ..."""
     if mixer == "linear":
         return [0.0] * heads
     return torch.log1p(
@@ -49,27 +50,29 @@ def log_decay(mixer: str, heads: int) -> list[float]:
 
 
 def state_to_tokens(positions: T, decay: T) -> T:
-    """How much every token sees of the state before the stretch. ``[rows, heads, tokens, 1]``."""
+    """Return the factor of the state before the stretch in each token's output: ``[rows, heads, tokens, 1]``."""
     i = torch.arange(positions.shape[1], device=positions.device)
     began_before = (positions > i)[:, None]
     return ((decay[:, None] * (i + 1)).exp() * began_before)[..., None]
 
 
 def tokens_to_state(positions: T, decay: T) -> T:
-    """How much of every token is in the state after the stretch. ``[rows, heads, tokens, 1]``."""
+    """Return the factor of each token in the state after the stretch: ``[rows, heads, tokens, 1]``."""
     after = torch.arange(positions.shape[1] - 1, -1, -1, device=positions.device)
     same_document = (after <= positions[:, -1:])[:, None]
     return ((decay[:, None] * after).exp() * same_document)[..., None]
 
 
 def state_to_state(positions: T, decay: T) -> T:
-    """How much of the state before the stretch is in the one after it. ``[rows, heads, 1, 1]``."""
+    """Return the factor of the state before the stretch in the state after it: ``[rows, heads, 1, 1]``."""
     tokens = positions.shape[1]
     return ((decay * tokens).exp() * (positions[:, -1:] >= tokens))[..., None, None]
 
 
 def tokens_to_tokens(positions: T, decay: T) -> T:
-    """How much every token sees of every other one in its chunk. ``[rows, heads, tokens, tokens]``."""
+    """Return the factor of each token in the output of every other token of its chunk: ``[rows, heads, tokens,
+    tokens]``.
+    """
     i = torch.arange(positions.shape[1], device=positions.device)
     apart = i[:, None] - i
     visible = ((apart >= 0) & (apart <= positions[..., None]))[:, None]
@@ -82,13 +85,13 @@ def _chunks(positions: T, size: int) -> Iterator[tuple[slice, T]]:
 
 
 def local_state(k: T, v: T, positions: T, decay: T) -> T:
-    """The state after a stretch that nothing came before."""
+    """Return the state after a stretch that begins with an empty state."""
     return (k * tokens_to_state(positions, decay)).mT @ v
 
 
 def forward(q: T, k: T, v: T, positions: T, decay: T, size: int = CHUNK) -> T:
-    """The outputs of a stretch that nothing came before. ``[rows, heads, tokens, dv]``."""
-    out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
+    """Return the outputs of a stretch that begins with an empty state: ``[rows, heads, tokens, dv]``."""
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
     state: T | None = None
     for at, here in _chunks(positions, size):
         qc = q[:, :, at]
@@ -106,22 +109,15 @@ def forward(q: T, k: T, v: T, positions: T, decay: T, size: int = CHUNK) -> T:
 def backward(
     grad: T, q: T, k: T, v: T, positions: T, decay: T, size: int = CHUNK
 ) -> QkvGradients:
-    """Gradients of q, k and v by the outputs of :func:`forward`."""
+    """Return the gradients of q, k and v, by the gradient of the outputs of :func:`forward`."""
     dq = torch.empty_like(q)
     dk = torch.empty_like(k)
     dv = torch.empty_like(v)
     chunks = list(_chunks(positions, size))
-    states = [
-        torch.zeros(
-            *q.shape[:2], q.shape[3], v.shape[3], dtype=q.dtype, device=q.device
-        )
-    ]
+    states = [q.new_zeros(*q.shape[:2], q.shape[3], v.shape[3])]
     for at, here in chunks[:-1]:
-        states.append(
-            local_state(k[:, :, at], v[:, :, at], here, decay).add_(
-                states[-1] * state_to_state(here, decay)
-            )
-        )
+        kept = states[-1] * state_to_state(here, decay)
+        states.append(local_state(k[:, :, at], v[:, :, at], here, decay).add_(kept))
     later = torch.zeros_like(states[0])  # the gradient of the state after the chunk
     for (at, here), state in zip(reversed(chunks), reversed(states), strict=True):
         gc = grad[:, :, at]
@@ -141,7 +137,9 @@ def backward(
 
 
 def positions_of(cu_seqlens: Sequence[int], row: int, lo: int, hi: int) -> T:
-    """Positions in their documents of tokens ``lo:hi`` of every row of ``row`` tokens. ``[rows, hi - lo]``."""
+    """Return the positions in their documents of tokens ``lo:hi`` of every row of ``row`` tokens: ``[rows, hi -
+    lo]``.
+    """
     starts = torch.zeros(cu_seqlens[-1], dtype=torch.int64)
     for a, b in pairwise(cu_seqlens):
         starts[a:b] = a
@@ -150,7 +148,7 @@ def positions_of(cu_seqlens: Sequence[int], row: int, lo: int, hi: int) -> T:
 
 
 class Cut(NamedTuple):
-    """How rows are cut into stretches over the ranks, and what depends on nothing else."""
+    """The cut of rows into stretches over the ranks, and the tensors that depend only on it."""
 
     places: StretchOwners
     size: int  # tokens of a stretch
@@ -168,6 +166,7 @@ def _cut(
     held: int,
     decay: tuple[float, ...],
     dtype: torch.dtype,
+    device: torch.device,
 ) -> Cut:
     """The cut of these rows: the same for all layers with this decay, forward and backward."""
     places = StretchOwners(owner, index)
@@ -181,8 +180,9 @@ def _cut(
     positions = [
         positions_of(cu, row, s * size, (s + 1) * size) for s in range(len(owner))
     ]
-    through = [state_to_state(p, logs) for p in positions]
-    return Cut(places, size, {s: positions[s] for s in places.own}, through, logs)
+    through = [state_to_state(p, logs).to(device) for p in positions]
+    own = {s: positions[s].to(device) for s in places.own}
+    return Cut(places, size, own, through, logs.to(device))
 
 
 def _prepare(
@@ -196,23 +196,11 @@ def _prepare(
 ) -> tuple[Cut, list[dict[int, T]]]:
     """The cut, and ``q``, ``k`` and ``v`` of own stretches, ``[rows, heads, tokens, head_dim]``, in wide precision."""
     dtype = wide(q.dtype)
-    cut = _cut(
-        tuple(cu_seqlens.tolist()), tuple(owner), index, q.shape[1], tuple(decay), dtype
-    )
-    if q.is_cuda:
-        there = {s: p.to(q.device) for s, p in cut.positions.items()}
-        cut = Cut(
-            cut.places,
-            cut.size,
-            there,
-            [t.to(q.device) for t in cut.through],
-            cut.decay.to(q.device),
-        )
+    bounds, held = tuple(cu_seqlens.tolist()), q.shape[1]
+    cut = _cut(bounds, tuple(owner), index, held, tuple(decay), dtype, q.device)
     group = q.shape[2] // k.shape[2]
-    return cut, [
-        _stretches(x, cut, dtype)
-        for x in (q, repeat_heads(k, group), repeat_heads(v, group))
-    ]
+    heads = (q, repeat_heads(k, group), repeat_heads(v, group))
+    return cut, [_stretches(x, cut, dtype) for x in heads]
 
 
 def _stretches(x: T, cut: Cut, dtype: torch.dtype) -> dict[int, T]:
@@ -236,10 +224,11 @@ def linear_attention(
     group: str,
     routine: str,
 ) -> tuple[T, T]:
-    """``q, k, v``: ``[batch, seq held, heads or kv_heads, head_dim]``; ``decay``: logarithms, one per head.
+    """Linear attention over packed documents. ``q, k, v``: ``[batch, seq held, heads or kv_heads, head_dim]``.
 
-    ``owner[s]``: which rank of ``group`` holds stretch ``s`` of every row; ``cu_seqlens`` as in
-    :class:`weft.data.batch.Batch`. Returns ``out`` like ``q``, and the states before own stretches.
+    ``decay``: logarithms, one per head. ``owner[s]``: the rank of ``group`` that holds stretch ``s`` of every row.
+    ``cu_seqlens`` as in :class:`weft.data.batch.Batch`. Returns ``out`` like ``q``, and the states before own
+    stretches.
     """
     cut, (qs, ks, vs) = _prepare(
         q * q.shape[-1] ** -0.5, k, v, cu_seqlens, decay, owner, index
@@ -312,19 +301,16 @@ set_backward(linear_attention, linear_attention_backward, kept=slice(1, None))
 
 
 def linear_mixer(mesh: Mesh, decay: Sequence[float]) -> Callable[[T, T, T, T], T]:
-    """What a linear layer does in place of attention, under the layout's ``cp`` and ``scan``."""
+    """Return the function that a linear layer calls in place of attention, under the layout's ``cp`` and ``scan``."""
     layout = mesh.layout
     group = ""
     index = 0
     owner = [0]
     if mesh.size("cp") > 1:
         group, index = mesh.group("cp").group_name, mesh.rank("cp")
-        held = {
-            s: who
-            for who, stretches in enumerate(chunk_owners(layout))
-            for s in stretches
-        }
-        owner = [held[s] for s in range(len(held))]
+        stretches = enumerate(chunk_owners(layout))
+        held = sorted((s, who) for who, own in stretches for s in own)
+        owner = [who for _, who in held]
 
     def mix(q: T, k: T, v: T, cu_seqlens: T) -> T:
         return linear_attention(

@@ -14,7 +14,7 @@ from torch import nn
 
 from weft.errors import UsageError
 from weft.models.adapters import merged
-from weft.models.fused import ONEDNN, times
+from weft.models.fused import ONEDNN, has_usual_sizes, times
 from weft.models.invariant import by_tiles, is_invariant
 from weft.models.projections import Products, Projections
 from weft.models.transformer import Transformer
@@ -35,11 +35,10 @@ class Packed(nn.Module):
     def __init__(self, weight: T) -> None:
         super().__init__()
         self.nbytes, self.weight = weight.nbytes, weight.contiguous()
-        usual = min(weight.shape) >= 64 and not any(n % 16 for n in weight.shape)
         quick = weight.dtype == torch.float32 or (
             weight.dtype == torch.bfloat16 and mkldnn._is_mkldnn_bf16_supported()
         )
-        self.packed = ONEDNN and usual and quick
+        self.packed = ONEDNN and has_usual_sizes(weight) and quick
         if self.packed:
             self.weight = mkldnn._reorder_linear_weight(self.weight, None)
 

@@ -9,7 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from weft.models.attention import Segment, attend_forward
-from weft.models.invariant import Reach, attend_each, bias_of, is_invariant, reaches
+from weft.models.invariant import (
+    Reach,
+    attend_each,
+    bias_of,
+    hiding_bias,
+    is_invariant,
+    reaches,
+)
 from weft.models.segments import earlier_keys, windowed
 
 T = torch.Tensor
@@ -129,12 +136,7 @@ def _batch(
     at = (past + torch.arange(rows.shape[1], device=q.device))[:, :, None]
     # [texts, 1, keys]
     keys = (before + torch.arange(width * size, device=q.device))[:, None]
-    hidden = (keys > at) | (keys <= at - window) if window else keys > at
-    bias = (
-        q.new_zeros(hidden.shape)
-        .masked_fill_(hidden, -torch.inf)
-        .repeat_interleave(group, 1)[:, None]
-    )
+    bias = hiding_bias(at, keys, window, q).repeat_interleave(group, 1)[:, None]
     return SpanBatch(rows, torch.tensor(tables, device=q.device), bias)
 
 
