@@ -58,7 +58,7 @@ def test_an_end_wakes_who_waits() -> None:
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    sockets.end(ours)
+    sockets.end_connection(ours)
     waiting.join(10)
     assert woken and not waiting.is_alive()
     theirs.close()

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weft.peers.table import Entry, SharedTable, Stamp, as_json, from_json
+from weft.peers.table import (
+    Entry,
+    SharedTable,
+    Stamp,
+    entries_from_json,
+    entries_to_json,
+)
 
 KEYS = st.sampled_from(["file/a", "file/b", "has/x/1"])
 VALUES = st.sampled_from([None, 1, "x", [2, "y"]])
@@ -56,7 +62,9 @@ def test_replicas_that_write_and_talk_as_they_like_agree_at_last(
         now[at] += jump
         if isinstance(what, int):
             tables[at].merge(
-                from_json(json.loads(json.dumps(as_json(tables[what].since(0)))))
+                entries_from_json(
+                    json.loads(json.dumps(entries_to_json(tables[what].since(0))))
+                )
             )
         else:
             tables[at].write(*what)
@@ -98,4 +106,4 @@ def test_only_what_changed_is_news() -> None:
 )
 def test_what_is_no_table_is_refused(data: object) -> None:
     with pytest.raises((ValueError, TypeError)):
-        from_json(data)
+        entries_from_json(data)

@@ -70,7 +70,7 @@ def train(
     while True:
         if stuck.is_set():
             return
-        if not membership.why and not membership.wishes() and membership.view:
+        if not membership.why and not membership.wants_change() and membership.view:
             time.sleep(0.002)
             continue
         why, view = membership.why, membership.view

@@ -20,7 +20,7 @@ from weft.observe.metrics import FILE, Record, read_metrics
 from weft.prove.pool import fork_server
 from weft.recipe import Recipe
 from weft.resilience.island_party import IslandParty
-from weft.resilience.run import join
+from weft.resilience.run import join_run
 from weft.run.failure import report_failure
 from weft.run.launch import rank_environment
 from weft.train import step
@@ -48,7 +48,7 @@ def _be(
         if joins:
             folder = Path(out.rstrip("+"))
             _note_when_let_in(Path(f"{out}.{rank}.in"))
-            concludes = join(folder).concludes
+            concludes = join_run(folder).concludes
         else:
             concludes = False
 

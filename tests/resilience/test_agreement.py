@@ -171,7 +171,9 @@ class World:
                 node._facts is None
                 and node.outcome is None
                 and (
-                    node.census.why or node.census.view is None or node.census.wishes()
+                    node.census.why
+                    or node.census.view is None
+                    or node.census.wants_change()
                 )
             ):
                 node.want({"at": node.me.port}, 1e9)
@@ -203,7 +205,7 @@ def disorder(seed: int, gently: bool) -> World:
     for _ in range(60):
         world.run(100, None)
         if any(
-            not node.census.why and not node.census.wishes()
+            not node.census.why and not node.census.wants_change()
             for view in world.whole()
             for node in world.nodes.values()
             if view.at(node.me.address)

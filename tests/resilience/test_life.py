@@ -17,7 +17,7 @@ from weft.net.lost import PeerLost
 from weft.plugins import PluginError
 from weft.resilience.agreement import Agreement
 from weft.resilience.life import ALONE, ATTEMPTS, ENDED, Life, LifeMove, ViewEntry, live
-from weft.resilience.recover import FACT, newest
+from weft.resilience.recover import FACT, newest_recovery
 from weft.resilience.views import Address, Fatal, LeftOut, Lost, Member, TooFew, View
 from weft.train.guard import Regroup
 
@@ -106,14 +106,14 @@ class Lives(World):
                 life.refuse(error)
         elif life.move is LifeMove.STAY and node.census.why:
             assert not life.fail(PeerLost(CLOSED), True, rank.step)
-        elif life.move is LifeMove.STAY and node.census.wishes():
+        elif life.move is LifeMove.STAY and node.census.wants_change():
             life.regroup()
         elif life.move is LifeMove.STAY:
             self.train(rank)
 
     def take(self, rank: Rank, view: View) -> None:
         rank.node.take()
-        recovery = newest(view.facts)
+        recovery = newest_recovery(view.facts)
         steps = [
             self.ranks[member.address].step
             for member in view.members

@@ -16,7 +16,7 @@ from weft.checkpoint.run_state import Progress
 from weft.layout.layout import Layout
 from weft.layout.mesh import from_all
 from weft.net.endpoint import process_endpoint
-from weft.resilience.recover import newest, restore
+from weft.resilience.recover import newest_recovery, restore
 from weft.resilience.snapshots import Snapshots
 
 #: Layout before, who is lost, and the layout of the survivors, in their order, and newcomers after them.
@@ -124,7 +124,7 @@ def go_through(
         if not groups.meet(survivors + newcomers):
             found.append(None)
             continue
-        recovery, rank = newest(from_all(facts)), dist.get_rank()
+        recovery, rank = newest_recovery(from_all(facts)), dist.get_rank()
         assert (
             recovery is not None
             and recovery.progress == Progress(2, 10, 0, 2)
@@ -205,7 +205,7 @@ def leave(
     got = last.nbytes - sum(copy.memory.nbytes for copy in last._own)
     facts = said([usual, last])
     if groups.meet([rank for rank in range(world) if rank not in leaving]):
-        recovery = newest(from_all(facts))
+        recovery = newest_recovery(from_all(facts))
         assert recovery is not None and (recovery.epoch, recovery.progress.step) == (
             2,
             2,

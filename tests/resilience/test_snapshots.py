@@ -17,7 +17,7 @@ from weft.layout.dims import Tensor
 from weft.layout.mesh import from_all
 from weft.net.endpoint import process_endpoint
 from weft.net.lost import PeerLost
-from weft.resilience.recover import FACT, newest, restore
+from weft.resilience.recover import FACT, newest_recovery, restore
 from weft.resilience.snapshots import Snapshots, buddies, segments_of, why_none
 
 A, B, C = "a", "b", "c"
@@ -98,7 +98,7 @@ def keeps_two(tree: dict[str, Any]) -> None:
     ]
     me = job.mesh.batch_rank
     assert steps[me] >= {(me, 6), ((me - 1) % 4, 6)} and (me, 2) not in steps[me]
-    recovery = newest(facts)
+    recovery = newest_recovery(facts)
     assert recovery is not None and recovery.progress.step == 6
     restore(recovery, [mine], job.state)
     assert not wrong(job.state.tensors(), 6)
@@ -178,7 +178,7 @@ def disagree(tree: dict[str, Any], odd: list[int]) -> tuple[Any, ...]:
         mine.begin(Progress(step=step))
         mine.complete()
     from_all(None)
-    recovery = newest(from_all(json.loads(json.dumps(said([mine])))))
+    recovery = newest_recovery(from_all(json.loads(json.dumps(said([mine])))))
     assert recovery is not None
     restore(recovery, [mine], job.state)
     assert not wrong(job.state.tensors(), recovery.progress.step)
@@ -199,8 +199,8 @@ def test_nothing_is_held_of_two_that_are_lost() -> None:
     copy = {"step": 4, "progress": {"step": 4}, "digests": {"0": "x"}}
     one = {"epoch": 0, "rank": 0, "world": 2, "segments": [[0], [1]]}
     both = copy | {"digests": {"1": "y"}}
-    assert newest([{FACT: [one | {"copies": [copy | {"owner": 0}]}]}]) is None
-    found = newest(
+    assert newest_recovery([{FACT: [one | {"copies": [copy | {"owner": 0}]}]}]) is None
+    found = newest_recovery(
         [{FACT: [one | {"copies": [copy | {"owner": 0}, both | {"owner": 1}]}]}]
     )
     assert (
@@ -208,7 +208,7 @@ def test_nothing_is_held_of_two_that_are_lost() -> None:
         and found.helpers == ((0, 1),)
         and "what rank 1 had is in the memory of the present rank 0" in str(found)
     )
-    assert newest([{}, {}]) is None
+    assert newest_recovery([{}, {}]) is None
 
 
 def moved_experts(tree: dict[str, Any]) -> int:
@@ -229,7 +229,7 @@ def moved_experts(tree: dict[str, Any]) -> int:
     from_all(None)
     facts = from_all(said([mine]))
     job = start(tree)  # where all are at home
-    recovery = newest(facts)
+    recovery = newest_recovery(facts)
     assert recovery is not None
     restore(recovery, [mine], job.state)
     assert not wrong(job.state.tensors(), 1)

@@ -86,7 +86,7 @@ def test_another_state_than_most_is_found_and_mended(
     asked, store, found = job(corpus, "island=3", sync), dist.HashStore(), []
     monkeypatch.setattr(
         Presence,
-        "note_odd",
+        "note_differing",
         lambda presence, odd, step: found.append((presence, [*odd], step)),
     )
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import UsageError, WeftError
-from weft.sync.compress import build_compressor, encoded
+from weft.sync.compress import build_compressor, encode_with_feedback
 from weft.sync.compressor import Compressor
 
 T = torch.Tensor
@@ -209,7 +209,7 @@ def test_feedback_loses_nothing_in_the_end(word: str) -> None:
     )
     residual, warm, total, worst = torch.zeros_like(x), None, torch.zeros_like(x), 0.0
     for seed in range(300):
-        payload, residual = encoded(compressor, x, seed, residual, warm)
+        payload, residual = encode_with_feedback(compressor, x, seed, residual, warm)
         warm = compressor.warm(payload)
         total += compressor.decode(payload, x.shape, seed)
         worst = max(worst, square(residual))
@@ -222,8 +222,8 @@ def test_feedback_loses_nothing_in_the_end(word: str) -> None:
 def test_feedback_refuses_what_would_grow() -> None:
     x = torch.randn(100)
     with pytest.raises(ValueError, match="for_feedback"):
-        encoded(build_compressor("randk:0.1"), x, 0, torch.zeros(100))
-    assert encoded(build_compressor("randk:0.1"), x, 0)[1] is None
+        encode_with_feedback(build_compressor("randk:0.1"), x, 0, torch.zeros(100))
+    assert encode_with_feedback(build_compressor("randk:0.1"), x, 0)[1] is None
 
 
 def test_warm_starts_find_the_best_product() -> None:

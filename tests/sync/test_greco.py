@@ -15,7 +15,7 @@ from tests.cases import recipe, start, write_corpus
 from weft.sync import greco
 from weft.sync.compress import build_compressor
 from weft.sync.compressor import Compressor
-from weft.sync.greco import allocate_compressors, candidates, smallest, total
+from weft.sync.greco import allocate_compressors, alternatives_of, smallest, total
 from weft.train.step import accumulate, clear_gradients, train_step
 
 T = torch.Tensor
@@ -23,7 +23,7 @@ T = torch.Tensor
 
 @st.composite
 def tables(draw: st.DrawFn) -> tuple[list[list[float]], list[list[int]], float]:
-    """Errors and sizes of up to five tensors under up to four candidates, and a budget that may be too small."""
+    """Errors and sizes of up to five tensors under up to four alternatives, and a budget that may be too small."""
     errors, sizes = [], []
     for _ in range(draw(st.integers(1, 5))):
         count = draw(st.integers(1, 4))
@@ -115,7 +115,7 @@ def gradients(tmp_path_factory: pytest.TempPathFactory) -> dict[str, T]:
 def test_a_transformer_s_gradients_become_smaller(
     gradients: dict[str, T], word: str
 ) -> None:
-    """At least 1.3x where there are candidates; all within the error of the same setting for all."""
+    """At least 1.3x where there are alternatives; all within the error of the same setting for all."""
     usual = build_compressor(word).for_feedback
     found = allocate_compressors(gradients, usual)
     assert found.keys() == gradients.keys()
@@ -131,12 +131,12 @@ def test_a_transformer_s_gradients_become_smaller(
 
 
 def test_candidates_are_of_the_same_kind() -> None:
-    ranks = [c.rank for c in candidates(build_compressor("powersgd:4"), (64, 32))]  # type: ignore[attr-defined]
+    ranks = [c.rank for c in alternatives_of(build_compressor("powersgd:4"), (64, 32))]  # type: ignore[attr-defined]
     assert sorted(ranks) == [2, 3, 4, 5, 6, 7, 8]
-    assert candidates(build_compressor("powersgd:4"), (64,)) == [
+    assert alternatives_of(build_compressor("powersgd:4"), (64,)) == [
         build_compressor("powersgd:4")
     ]
-    shares = [c.share for c in candidates(build_compressor("topk:0.5"), (64, 32))]
+    shares = [c.share for c in alternatives_of(build_compressor("topk:0.5"), (64, 32))]
     assert (
         max(shares) == 1.0 and min(shares) == 0.0625 and len(shares) == len(set(shares))
     )

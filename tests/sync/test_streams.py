@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from weft.net.endpoint import Endpoint
 from weft.net.wire import Encryption
 from weft.sync.collectives import compressed_mean, from_islands, power_mean, ring_sum
-from weft.sync.compress import build_compressor, encoded
+from weft.sync.compress import build_compressor, encode_with_feedback
 from weft.sync.streams import IslandLost, Streams, streams_by_store
 
 
@@ -179,7 +179,7 @@ def test_compressed_exchanges_are_what_one_process_computes(word: str) -> None:
             heard = []
             for i in range(count):
                 seed = k * 1009 + i if compressor.unbiased else k
-                payload, left = encoded(
+                payload, left = encode_with_feedback(
                     compressor, sent[k, i, cut], seed, ups[i, cut] if feeds else None
                 )
                 ups[i, cut] = 0 if left is None else left
@@ -190,7 +190,7 @@ def test_compressed_exchanges_are_what_one_process_computes(word: str) -> None:
                 sum(heard) / count,
                 k * 1009 + owner if compressor.unbiased else k,
             )
-            payload, left = encoded(
+            payload, left = encode_with_feedback(
                 compressor, mean, seed, downs[cut] if feeds else None
             )
             downs[cut] = 0 if left is None else left

@@ -80,9 +80,9 @@ def add(
 
         return launch(sys.argv[1:], count, survive=True)
     from weft.cli.train import conclude
-    from weft.resilience.run import join
+    from weft.resilience.run import join_run
 
-    recipe, outcome, concludes = join(run)
+    recipe, outcome, concludes = join_run(run)
     if outcome is not None and concludes:
         conclude(recipe, outcome)
     return 0

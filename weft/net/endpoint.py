@@ -18,7 +18,13 @@ from typing import Protocol
 from weft.errors import UsageError
 from weft.net.hangup import spare
 from weft.net.poller import PolledConnection, Poller
-from weft.net.sockets import end, family_of, listen, own_address, send_at_once
+from weft.net.sockets import (
+    end_connection,
+    family_of,
+    listen,
+    own_address,
+    send_at_once,
+)
 from weft.net.wire import (
     PEER,
     STALL_S,
@@ -29,10 +35,10 @@ from weft.net.wire import (
     Session,
     WireBroken,
     encrypts,
-    fill,
     greet,
     introduce,
     key_of,
+    read_steps,
     require_cipher,
     send_all,
 )
@@ -204,13 +210,13 @@ class Endpoint:
         self._poller.forget(stranger.socket)
         channel = self._channels.get(name)
         if channel is None:
-            return end(stranger.socket)
+            return end_connection(stranger.socket)
         channel.take_in(stranger.socket, session)
 
     def _part_with(self, stranger: _Stranger) -> None:
         del self._strangers[stranger]
         self._poller.forget(stranger.socket)
-        end(stranger.socket)
+        end_connection(stranger.socket)
 
 
 class Channel:
@@ -252,9 +258,11 @@ class Channel:
                 self.endpoint.encrypts(address),
                 lambda data: send_all(sock, data, left()),
             )
-            return SealedConnection(sock, fill(sock, steps, left(), left()), stall)
+            return SealedConnection(
+                sock, read_steps(sock, steps, left(), left()), stall
+            )
         except BaseException:
-            end(sock)
+            end_connection(sock)
             raise
 
     def dial_polled(
@@ -301,7 +309,7 @@ class Channel:
             self._closed = True
             sockets = list(self._sockets)
         for sock in sockets:
-            end(sock)
+            end_connection(sock)
 
     def close_sockets(self) -> None:
         for sock in list(self._sockets):

@@ -14,8 +14,8 @@ def limit() -> timedelta | None:
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     # PyTorch has no public way to ask, and gives groups that are made later a limit of their own, up to 30 minutes.
     options = dist.group.WORLD._get_backend(torch.device(device)).options
-    found: timedelta | None = getattr(options, "_timeout", None)
-    return found
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout
 
 
 def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
@@ -31,13 +31,13 @@ def group_along(ranks: torch.Tensor, axis: int, name: str) -> dist.ProcessGroup:
     """This rank's group along one axis of a table of ranks; all ranks of the table call this, and make all groups."""
     own, world = dist.get_rank(), dist.group.WORLD
     assert world is not None
-    found = world
+    own_group = world
     for members in ranks.movedim(axis, -1).reshape(-1, ranks.size(axis)).tolist():
         # ranks that are not in it take part too, as NCCL splits a communicator
         if len(members) < world.size():
             group = dist.new_group(members, limit(), group_desc=f"mesh_{name}")
-            found = group if own in members else found
-    return found
+            own_group = group if own in members else own_group
+    return own_group
 
 
 def enter_group(ranks: Sequence[int], name: str) -> dist.Store:

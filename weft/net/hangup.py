@@ -42,7 +42,7 @@ def spare(*sockets: socket.socket) -> None:
 @contextmanager
 def _connections() -> Iterator[dict[int, socket.socket]]:
     """This process's TCP connections by inode, as copies of the sockets; closed at the end."""
-    found: dict[int, socket.socket] = {}
+    copies: dict[int, socket.socket] = {}
     try:
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):
@@ -58,21 +58,21 @@ def _connections() -> Iterator[dict[int, socket.socket]]:
                 # gloo ends the process when its listening socket fails
                 if (
                     tcp
-                    and inode not in found
+                    and inode not in copies
                     and not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 ):
-                    found[inode] = copy
+                    copies[inode] = copy
                 else:
                     copy.close()
-        yield found
+        yield copies
     finally:
-        for copy in found.values():
+        for copy in copies.values():
             copy.close()
 
 
 def _inodes() -> set[int]:
-    with _connections() as found:
-        return set(found)
+    with _connections() as connections:
+        return set(connections)
 
 
 class HangUp:
@@ -113,32 +113,34 @@ class HangUp:
                 return self._stuck()
 
     def _shut(self) -> None:
-        with _connections() as found:
-            chosen = found.keys() - self._before - self._spared()
+        with _connections() as connections:
+            chosen = connections.keys() - self._before - self._spared()
             with self._shutting:
                 # meanwhile, and what was found may be the next view's
                 if self._over.is_set():
                     return
                 for inode in chosen:
                     with suppress(OSError):  # not connected any more
-                        found[inode].shutdown(socket.SHUT_RD)
+                        connections[inode].shutdown(socket.SHUT_RD)
 
     @staticmethod
     def _spared() -> set[int]:
-        found = set()
+        inodes = set()
         with _lock:
-            for one in _spared:
+            for spared in _spared:
                 with suppress(OSError):
-                    found.add(os.fstat(one.fileno()).st_ino)
-        return found
+                    inodes.add(os.fstat(spared.fileno()).st_ino)
+        return inodes
 
 
 def _waits_at() -> tuple[object, int] | None:
     """The frame and instruction at which the main thread waits for other ranks; None if it does something else."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    for one in (frame, frame.f_back if frame else None):
-        if one is not None and any(part in one.f_code.co_filename for part in WAITING):
-            return one, one.f_lasti
+    for waiting in (frame, frame.f_back if frame else None):
+        if waiting is not None and any(
+            part in waiting.f_code.co_filename for part in WAITING
+        ):
+            return waiting, waiting.f_lasti
     return None
 
 

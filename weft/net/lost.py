@@ -48,11 +48,11 @@ def peer_lost(
         given = limit()
         seconds = given.total_seconds() if given else PATIENCE_S
     late = bool(re.search("(?i)timed ?out|timeout", str(error)))
-    patience, found = min(PATIENCE_S, seconds), list[tuple[list[int], bool]]()
+    patience, answers = min(PATIENCE_S, seconds), list[tuple[list[int], bool]]()
 
     def search() -> None:
         with suppress(RuntimeError):  # the store has gone with its rank
-            found.append(_culprits(late, waits_for, patience))
+            answers.append(_culprits(late, waits_for, patience))
 
     # In a thread of its own, as a store whose rank is stopped never answers.
     searching = threading.Thread(target=search, daemon=True)
@@ -61,7 +61,7 @@ def peer_lost(
     # Without an answer it is the store's own rank; torchrun's store and the launcher's have none.
     own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     culprits, late = (
-        found[0] if found else ([0] if own_store and dist.get_rank() else [], late)
+        answers[0] if answers else ([0] if own_store and dist.get_rank() else [], late)
     )
     halted = stopped_ranks()
     culprits = halted or culprits
@@ -96,20 +96,20 @@ def _place(error: BaseException) -> str:
 
 def stopped_ranks() -> list[int]:
     """Ranks on this machine, children of the parent of this one, that are stopped by a signal or a debugger."""
-    found = []
+    stopped = []
     forks = os.environ.get(PIDS, "").split(",")
     with suppress(psutil.Error):
         for process in psutil.Process(os.getppid()).children():
             with suppress(psutil.Error, KeyError):
                 if look_at(process.pid).state == "stopped":
                     if str(process.pid) in forks:
-                        found.append(forks.index(str(process.pid)))
+                        stopped.append(forks.index(str(process.pid)))
                         continue
                     given = process.environ()
-                    found.append(
+                    stopped.append(
                         int(given["RANK"] if "RANK" in given else given["SLURM_PROCID"])
                     )
-    return sorted(found)
+    return sorted(stopped)
 
 
 def _culprits(
@@ -130,7 +130,7 @@ def _culprits(
         for rank in set(range(world)) - said.keys():
             if store.check([f"weft/gave-up/{rank}"]):
                 said[rank] = json.loads(store.get(f"weft/gave-up/{rank}"))
-    late = any(one["late"] for one in said.values())
+    late = any(words["late"] for words in said.values())
     silent = sorted(set(range(world)) - said.keys())
     asked, seen = waits_for, {me}
     # down the chain of those that are known to wait

@@ -19,7 +19,7 @@ def listen(host: str, port: int = 0, backlog: int | None = None) -> socket.socke
     return socket.create_server((host, port), family=family_of(host), backlog=backlog)
 
 
-def connected(host: str, port: int) -> Socket:
+def connect_socket(host: str, port: int) -> Socket:
     """A socket that is connected with this address, of IPv4 or IPv6."""
     sock = socket.socket(family_of(host))
     try:
@@ -40,7 +40,7 @@ def send_at_once(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def end(connection: socket.socket) -> None:
+def end_connection(connection: socket.socket) -> None:
     """Close a socket, and wake the threads that wait in a call on it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
@@ -59,7 +59,7 @@ def own_address(peer: str = "") -> str:
             type=socket.SOCK_DGRAM,
         )
         for family, _, _, _, address in sorted(
-            known, key=lambda one: one[0] != socket.AF_INET
+            known, key=lambda info: info[0] != socket.AF_INET
         ):
             with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)  # sends nothing: it only chooses the network

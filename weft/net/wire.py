@@ -35,7 +35,7 @@ from importlib.util import find_spec
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from weft.errors import UsageError
-from weft.net.sockets import end
+from weft.net.sockets import end_connection
 
 R = TypeVar("R")
 Head = dict[str, Any]
@@ -180,11 +180,11 @@ class _Records:
             about = [len(context).to_bytes(4), context, *views]
             tag: bytes = self._tagger.encrypt(number, b"", b"".join(about))
             return tag
-        found = self._hash.copy()
-        found.update(number + context)
+        mac = self._hash.copy()
+        mac.update(number + context)
         for view in views:
-            found.update(view)
-        return found.digest()[:SEAL]
+            mac.update(view)
+        return mac.digest()[:SEAL]
 
 
 @dataclass
@@ -403,7 +403,7 @@ class SealedConnection:
 
     def receive(self, place: Place | None = None, limit: float = math.inf) -> Frame:
         """The next frame; raises TimeoutError if none has begun in ``limit`` seconds, else as :meth:`send` does."""
-        return fill(self.socket, self.session.decode(place), limit, self.stall)
+        return read_steps(self.socket, self.session.decode(place), limit, self.stall)
 
     def poll(self, limit: float = 0.0) -> bool:
         """Whether a frame, or the end of the connection, comes within ``limit`` seconds."""
@@ -411,7 +411,7 @@ class SealedConnection:
 
     def close(self) -> None:
         """End the connection; a call that waits in another thread raises."""
-        end(self.socket)
+        end_connection(self.socket)
 
 
 def await_ready(sock: socket.socket, limit: float, writing: bool = False) -> bool:
@@ -437,7 +437,7 @@ def send_all(sock: socket.socket, buffer: Buffer, stall: float) -> None:
                 raise WireBroken(f"it has taken nothing for {stall:g} s") from None
 
 
-def fill(sock: socket.socket, steps: Steps[R], limit: float, stall: float) -> R:
+def read_steps(sock: socket.socket, steps: Steps[R], limit: float, stall: float) -> R:
     """Wait for what ``steps`` reads: ``limit`` seconds for its first byte, ``stall`` for each piece of memory then."""
     incoming, begun, filled = Incoming(steps), False, 0
     deadline = time.monotonic() + limit

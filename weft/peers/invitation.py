@@ -78,15 +78,15 @@ def invite(where: str) -> tuple[Ticket, Invitation]:
 
 def read_invitation(text: str | None = None) -> Invitation:
     """From the line itself, the name of a file that holds it, or else from ``WEFT_INVITATION``."""
-    secret, host, port, relay = _parts(
+    secret, host, port, relay = _match(
         text or os.environ.get(VARIABLE, ""), "weft-peer", "an invitation"
-    )
+    ).groups()
     return Invitation(host, int(port), relay, bytes.fromhex(secret))
 
 
 def read_ticket(text: str) -> Ticket:
     """From the line itself, or the name of a file that holds it."""
-    token, host, port, key = _parts(text, "weft-relay", "a relay's ticket")
+    token, host, port, key = _match(text, "weft-relay", "a relay's ticket").groups()
     return Ticket(host, int(port), bytes.fromhex(key), token)
 
 
@@ -108,8 +108,8 @@ def read_key(file: Path) -> bytes:
     return key
 
 
-def _parts(text: str, scheme: str, what: str) -> tuple[str, str, str, str]:
-    """The four parts of a line. No message shows the line: it holds a secret."""
+def _match(text: str, scheme: str, what: str) -> re.Match[str]:
+    """Match the four parts of a line. No message shows the line: it holds a secret."""
     if not text:
         raise UsageError(
             f"there is no invitation: give one, or set {VARIABLE} (`weft peer invite` makes one)"
@@ -126,4 +126,4 @@ def _parts(text: str, scheme: str, what: str) -> tuple[str, str, str, str]:
         raise UsageError(
             f"this is not {what}: it begins with {scheme}:// and is one whole line of `weft peer invite`"
         )
-    return match[1], match[2], match[3], match[4]
+    return match

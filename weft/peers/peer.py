@@ -30,7 +30,7 @@ from weft.peers.blocks import (
 )
 from weft.peers.invitation import Invitation
 from weft.peers.relay import PROTOCOL as MIRROR
-from weft.peers.table import Entry, SharedTable, as_json, from_json
+from weft.peers.table import Entry, SharedTable, entries_from_json, entries_to_json
 from weft.peers.transport import (
     LIMIT,
     MEMBERS_HEAD,
@@ -67,12 +67,12 @@ class ConnectedPeer(NamedTuple):
 
 @dataclass
 class _PeerLink:
-    """A connection with another peer. ``told``: how many changes of our table it has got; ``heard``: whether it has
+    """A connection with another peer. ``sent``: how many changes of our table it has got; ``heard``: whether it has
     sent its own table."""
 
     id: str
     connection: Any
-    told: int = 0
+    sent: int = 0
     heard: bool = False
 
 
@@ -246,14 +246,16 @@ class Peer:
         async def all_() -> list[bytes]:
             room, bad = asyncio.Semaphore(IN_FLIGHT), dict[str, str]()
 
-            async def one(number: int, name: bytes) -> bytes:
+            async def fetch_block(number: int, name: bytes) -> bytes:
                 async with room:
                     return await self._fetch(
                         name, number, sorted(holders), longest, bad
                     )
 
             return list(
-                await asyncio.gather(*(one(i, name) for i, name in enumerate(names)))
+                await asyncio.gather(
+                    *(fetch_block(i, name) for i, name in enumerate(names))
+                )
             )
 
         names, holders = list(names), list(holders)
@@ -453,11 +455,11 @@ class Peer:
         """Send what is new in the table, if only to see that the other peer still answers."""
         changes = self.table.changes
         answer, _ = await self._request(
-            link, {"table": as_json(self.table.since(link.told))}
+            link, {"table": entries_to_json(self.table.since(link.sent))}
         )
         if "ok" not in answer:
             raise PeerError("its answer is malformed")
-        link.told = changes
+        link.sent = changes
         if not link.heard:
             await asyncio.sleep(0.05)
 
@@ -471,7 +473,7 @@ class Peer:
         try:
             asked, _ = await receive(stream.recv(), head=MEMBERS_HEAD)
             if "table" in asked:
-                self.table.merge(from_json(asked["table"]))
+                self.table.merge(entries_from_json(asked["table"]))
                 link.heard = True
                 await send(stream.send(), {"ok": True})
             elif "block" in asked:

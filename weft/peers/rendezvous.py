@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from weft.errors import UsageError
 from weft.net.endpoint import PEER, Address, process_endpoint
-from weft.net.sockets import Socket, connected
+from weft.net.sockets import Socket, connect_socket
 from weft.net.wire import Encryption
 from weft.peers.invitation import read_invitation
 from weft.peers.peer import Peer
@@ -39,7 +39,7 @@ class PeerDialler:
         """A socket that leads to another endpoint, or ends if that cannot be reached. Does not wait."""
         host, port = address
         if host == PEER + self.peer.id:
-            return connected("127.0.0.1", port)
+            return connect_socket("127.0.0.1", port)
         return self.peer.lead(host.removeprefix(PEER), f"{ENDPOINT}{port}")
 
 

@@ -82,11 +82,11 @@ class SharedTable:
         self._last = max(self._last, entry.stamp)
 
 
-def as_json(entries: Mapping[str, Entry]) -> dict[str, Any]:
+def entries_to_json(entries: Mapping[str, Entry]) -> dict[str, Any]:
     return {key: [*entry.stamp, entry.value] for key, entry in entries.items()}
 
 
-def from_json(data: Any) -> dict[str, Entry]:
+def entries_from_json(data: Any) -> dict[str, Entry]:
     """Entries as another peer has sent them. Raises :class:`ValueError` if they are none."""
     entries = {}
     for key, (time_, number, writer, value) in dict(data).items():

@@ -119,16 +119,16 @@ class Attendance:
 
     def adopt(self, members: Sequence[Member], facts: Sequence[Facts]) -> Changes:
         """Work out from the facts of all members of a view which islands are present: the same on all ranks."""
-        found: dict[Start, dict[int, Facts]] = {}  # by place
+        started: dict[Start, dict[int, Facts]] = {}  # by place
         numbers: dict[Start, dict[int, int]] = {}
         for member, fact in zip(members, facts, strict=True):
             self.known[member.number] = fact
             start = (int(fact["island"]), str(fact["life"]))
-            found.setdefault(start, {})[int(fact["place"])] = fact
+            started.setdefault(start, {})[int(fact["place"])] = fact
             numbers.setdefault(start, {})[int(fact["place"])] = member.number
         whole = {
             start: places
-            for start, places in sorted(found.items())
+            for start, places in sorted(started.items())
             if len(places) == self.ranks
         }
         stays = next(
@@ -159,7 +159,7 @@ class Attendance:
         self.members = {stay.island: numbers[stay.start] for stay in self.present}
         lacked = {stay.island for stay in lacks}
         joined = [stay.island for stay in self.waiting if stay.island not in lacked]
-        return Changes(went, joined, self._why_unable(whole, found))
+        return Changes(went, joined, self._why_unable(whole, started))
 
     def _commit_with(self, facts: Sequence[Facts]) -> None:
         """End a pending exchange if a rank that took part in it has, by who those were when it was drawn."""
@@ -176,12 +176,14 @@ class Attendance:
     def _why_unable(
         self,
         whole: Mapping[Start, Mapping[int, Facts]],
-        found: Mapping[Start, Mapping[int, Facts]],
+        started: Mapping[Start, Mapping[int, Facts]],
     ) -> str:
         if self.start in whole:
             return ""
         island = self.start[0]
-        same = sum(len(places) for start, places in found.items() if start[0] == island)
+        same = sum(
+            len(places) for start, places in started.items() if start[0] == island
+        )
         # an island that comes is not whole until its last rank is there
         if self.got is None and same < self.ranks:
             return ""

@@ -270,7 +270,7 @@ class Census:
         assert self.view is not None
         return (self.view.reasons or {}).get(number, GONE)
 
-    def wishes(self) -> bool:
+    def wants_change(self) -> bool:
         """Whether somebody wants to join or to leave."""
         if self.view is None:
             return False
@@ -282,7 +282,9 @@ class Census:
     @property
     def called(self) -> bool:
         """Whether it is time to ask for the next view: another member has, or somebody wants to join or to leave."""
-        return self.wishes() or any(peer.said.get("calls") for peer in self.others())
+        return self.wants_change() or any(
+            peer.said.get("calls") for peer in self.others()
+        )
 
     @property
     def all_ended(self) -> bool:

@@ -169,12 +169,12 @@ class Company(Presence):
 
     # --- wishes and reports ---
 
-    def wish(self, number: int) -> None:
+    def request_stop(self, number: int) -> None:
         self.membership.publish(stop=number)
         with self.changed:
             self.membership.published[self.membership.me.number] = {"stop": number}
 
-    def wished(self) -> int | None:
+    def stop_round(self) -> int | None:
         with self.changed:
             self.party.steady()
             numbers = [
@@ -187,16 +187,16 @@ class Company(Presence):
             (int(facts["stop"]) for facts in said if "stop" in facts), default=None
         )
 
-    def note_odd(self, odd: Sequence[int], step: int) -> None:
+    def note_differing(self, odd: Sequence[int], step: int) -> None:
         place = self.attendance.place
-        self._note_odd(odd, step, place)
+        self._note_differing(odd, step, place)
         if place:
             self.membership.publish(odd=[[island, step, place] for island in odd])
 
-    def _note_odd(self, odd: Sequence[int], step: int, place: int) -> None:
+    def _note_differing(self, odd: Sequence[int], step: int, place: int) -> None:
         new = [island for island in odd if (island, step, place) not in self._noted]
         self._noted |= {(island, step, place) for island in new}
-        super().note_odd(new, step)
+        super().note_differing(new, step)
 
     def take_news(self) -> list[str]:
         with self.changed:
@@ -205,7 +205,7 @@ class Company(Presence):
                 self.membership.published.get(rank, {}).get("odd", []) for rank in mates
             ]
         for island, step, place in (entry for odd in said for entry in odd):
-            self._note_odd([island], step, place)
+            self._note_differing([island], step, place)
         return super().take_news()
 
     @property

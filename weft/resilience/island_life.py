@@ -24,7 +24,7 @@ from weft.recipe import Recipe
 from weft.resilience.attendance import Attendance
 from weft.resilience.company import Company
 from weft.resilience.island_party import IslandParty
-from weft.resilience.meeting import announce, meet
+from weft.resilience.meeting import announce, exchange_addresses
 from weft.resilience.membership import Membership
 from weft.resilience.roster import Roster, write_roster
 from weft.resilience.views import NEWCOMER, LeftOut, Member
@@ -118,7 +118,7 @@ def start_island(recipe: Recipe, out: Path | None, resume: str | None) -> Ending
                 ),
             )
         about = {"recipe": recipe.model_dump(mode="json"), "islands": True}
-        view = meet(
+        view = exchange_addresses(
             party.membership, store, rank, world, about, party.attendance.facts()
         )
         store.set("weft/islands/met", "")

@@ -1,18 +1,18 @@
 """Choose the layout for the ranks that are left, given the one in the recipe.
 
-With as many ranks as the wish has, it is the wish. Otherwise:
+With as many ranks as the recipe's layout has, it is that layout, the *original*. Otherwise:
 
-- ``dp`` and ``shard`` shrink first, and grow where there are more ranks than the wish has.
-- ``pp``, ``tp``, ``cp`` and ``ep`` are at most those of the wish. Fewer pipeline ranks share the same layers, cut anew
-  by dynamic programming over their times (:mod:`weft.schedule.partition`). ``tp`` must divide the heads, and ``ep`` the
-  experts; ``ep`` folds over the data ranks.
+- ``dp`` and ``shard`` shrink first, and grow where there are more ranks than the original has.
+- ``pp``, ``tp``, ``cp`` and ``ep`` are at most those of the original. Fewer pipeline ranks share the same layers, cut
+  anew by dynamic programming over their times (:mod:`weft.schedule.partition`). ``tp`` must divide the heads, and
+  ``ep`` the experts; ``ep`` folds over the data ranks.
 - No rank holds more of the state than if the lost ranks' parts were spread evenly over the others, so that what has fit
   into memory still does.
 - Settings that the new axes do not allow (an order, a schedule for an even number of ranks) fall back to the default.
 
-Of all such layouts those are kept that, by the planner's estimates, use the ranks about as well as the wish does or
-are about as fast as the fastest; of these the one nearest to the wish is taken, for which the least data moves. Every
-rank computes this by itself and comes to the same layout.
+Of all such layouts those are kept that, by the planner's estimates, use the ranks about as well as the original does or
+are about as fast as the fastest; of these the one nearest to the original is taken, for which the least data moves.
+Every rank computes this by itself and comes to the same layout.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ from weft.shapes.shape import shape_of
 
 #: A layout is about as fast as another if, by the estimate, it takes at most so many times as long.
 NEAR = 1.25
-#: The distance from the wish of a layout with half as many ranks along an axis, roughly by what it moves.
+#: The distance from the original of a layout with half as many ranks along an axis, roughly by what it moves.
 WEIGHTS = {"dp": 1, "shard": 1, "pp": 2, "cp": 3, FOLDED: 3, "tp": 4}
 #: Settings that may fall back to their default, in this order; none of them changes what is computed.
 SETTINGS = {
@@ -58,56 +58,63 @@ def recipe_for(
         return recipe
     cluster = cluster or local_cluster("CPU", 64e9, ranks, ranks)
     for count in range(ranks, 0, -1):
-        if found := [
-            one
+        if fitting := [
+            candidate
             for axes in _axes(recipe.layout, shape, count)
-            if (one := _fitted(recipe, shape, axes))
+            if (candidate := _fitted(recipe, shape, axes))
         ]:
             break
     else:
         raise UsageError(
             f"this model and its settings have no layout for {ranks} ranks"
         )
-    wish = recipe.layout
-    least = [pieces * min(1.0, count / wish.world) for pieces in _pieces(wish, shape)]
+    original = recipe.layout
+    least = [
+        pieces * min(1.0, count / original.world) for pieces in _pieces(original, shape)
+    ]
     enough = [
-        one
-        for one in found
+        candidate
+        for candidate in fitting
         if all(
             n >= m * (1 - 1e-9)
-            for n, m in zip(_pieces(one.layout, shape), least, strict=True)
+            for n, m in zip(_pieces(candidate.layout, shape), least, strict=True)
         )
     ]
-    lean = enough or found
-    *seconds, wished = _seconds([*lean, recipe], shape, cluster)
-    most = NEAR * max(min(seconds), wished * wish.world / count)
-    near = [one for one, time in zip(lean, seconds, strict=True) if time <= most]
+    lean = enough or fitting
+    *seconds, original_time = _seconds([*lean, recipe], shape, cluster)
+    most = NEAR * max(min(seconds), original_time * original.world / count)
+    near = [
+        candidate for candidate, time in zip(lean, seconds, strict=True) if time <= most
+    ]
     return min(
         near,
-        key=lambda one: (_distance(wish, one.layout), one.layout.model_dump_json()),
+        key=lambda candidate: (
+            _distance(original, candidate.layout),
+            candidate.layout.model_dump_json(),
+        ),
     )
 
 
-def _axes(wish: Layout, shape: ModelShape, ranks: int) -> Iterator[dict[str, int]]:
+def _axes(original: Layout, shape: ModelShape, ranks: int) -> Iterator[dict[str, int]]:
     """The sizes of the axes in every layout of exactly ``ranks`` ranks."""
 
     def even(ep: int) -> bool:
         return not any(count % ep for count in shape.mixtures.values())
 
-    for tp in _divisors(ranks, wish.tp):
-        if tp < wish.tp and (
+    for tp in _divisors(ranks, original.tp):
+        if tp < original.tp and (
             shape.heads % tp
             or max(tp, shape.kv_heads or 1) % min(tp, shape.kv_heads or 1)
         ):
             continue
-        for pp in _divisors(ranks // tp, wish.pp):
-            for cp in _divisors(ranks // tp // pp, wish.cp):
+        for pp in _divisors(ranks // tp, original.pp):
+            for cp in _divisors(ranks // tp // pp, original.cp):
                 data = ranks // tp // pp // cp
                 for shard in _divisors(data, data):
                     for ep in (
                         n
-                        for n in range(1, min(wish.ep, ranks) + 1)
-                        if n == wish.ep or even(n)
+                        for n in range(1, min(original.ep, ranks) + 1)
+                        if n == original.ep or even(n)
                     ):
                         yield {
                             "tp": tp,
@@ -130,16 +137,16 @@ def _fitted(recipe: Recipe, shape: ModelShape, axes: dict[str, int]) -> Recipe |
         "optimizer": recipe.optimizer.model_dump(),
     }
     usual = {"layout": Layout().model_dump(), "optimizer": Optimizer().model_dump()}
-    found = _tried(recipe, shape, trees)
+    fitted = _tried(recipe, shape, trees)
     for section, names in SETTINGS.items():
         for name in names:
-            if not isinstance(found, str):
-                return found
+            if not isinstance(fitted, str):
+                return fitted
             changed = trees | {section: trees[section] | {name: usual[section][name]}}
             without = _tried(recipe, shape, changed)
-            if without != found:  # it fits, or what it breaks now is another rule
-                found, trees = without, changed
-    return None if isinstance(found, str) else found
+            if without != fitted:  # it fits, or what it breaks now is another rule
+                fitted, trees = without, changed
+    return None if isinstance(fitted, str) else fitted
 
 
 def _tried(
@@ -148,10 +155,10 @@ def _tried(
     """``recipe`` with these sections, or the rule that they break."""
     try:
         layout, optimizer = Layout(**trees["layout"]), Optimizer(**trees["optimizer"])
-        found = recipe.model_copy(update={"layout": layout, "optimizer": optimizer})
-        asked = AskedRecipe(**dict(found), shape=shape)
+        tried = recipe.model_copy(update={"layout": layout, "optimizer": optimizer})
+        asked = AskedRecipe(**dict(tried), shape=shape)
         refuse_conflicts(asked)
-        return found
+        return tried
     except ValueError as error:  # of the table, by itself or among pydantic's
         return getattr(error, "rule", str(error))
 
@@ -163,14 +170,14 @@ def _pieces(layout: Layout, shape: ModelShape) -> tuple[int, ...]:
     return (state, layout.world // copies) if shape.mixtures else (state,)
 
 
-def _distance(wish: Layout, layout: Layout) -> float:
+def _distance(original: Layout, layout: Layout) -> float:
     changed = sum(
-        getattr(wish, name) != getattr(layout, name)
+        getattr(original, name) != getattr(layout, name)
         for name in Layout.model_fields
         if name not in AXES
     )
     moved = sum(
-        weight * abs(log2(getattr(layout, axis) / getattr(wish, axis)))
+        weight * abs(log2(getattr(layout, axis) / getattr(original, axis)))
         for axis, weight in WEIGHTS.items()
     )
     return round(moved + changed, 6)

@@ -24,7 +24,7 @@ def announce(
     )
 
 
-def meet(
+def exchange_addresses(
     membership: Membership, store: dist.Store, rank: int, world: int, about: dict[str, Any],
     facts: dict[str, Any] | None = None,
 ) -> View:  # fmt: skip

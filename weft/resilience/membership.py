@@ -190,14 +190,14 @@ class Membership:
         """Wait with the lock until ``done()``; returns "", or the end of a sentence that says why not."""
         begun = time.monotonic()
         # a newcomer ends at once when it is to end
-        told = begun if self._census.view is None else math.inf
+        gives_up_at = begun if self._census.view is None else math.inf
         while not self._lock.wait_for(done, LOOK_S):
             now = time.monotonic()
             if now > begun + limit:
                 return f"within {limit:g} s"
             if self._interrupted():
-                told = min(told, now + LEAVES_S)
-                if now > told:
+                gives_up_at = min(gives_up_at, now + LEAVES_S)
+                if now > gives_up_at:
                     return "before this process was told to end"
             if self._census.view is None and self._nobody_listens(now):
                 return "any more: they have ended"
@@ -225,10 +225,10 @@ class Membership:
                 if address in self._census.lost
             }
 
-    def wishes(self) -> bool:
+    def wants_change(self) -> bool:
         """Whether somebody wants to join or to leave, so that all should call :meth:`next` after this step."""
         with self._lock:
-            return self._census.wishes()
+            return self._census.wants_change()
 
     def report(self, text: str) -> None:
         """The process met the error ``text`` in a collective: this view can do no further step."""

@@ -32,10 +32,10 @@ from weft.net.sockets import own_address
 from weft.observe import trace
 from weft.recipe import Recipe
 from weft.resilience.life import ENDED, Life, LifeMove, ViewEntry, live
-from weft.resilience.meeting import meet
+from weft.resilience.meeting import exchange_addresses
 from weft.resilience.membership import Membership
 from weft.resilience.rank_guard import RankGuard
-from weft.resilience.recover import FACT, newest
+from weft.resilience.recover import FACT, newest_recovery
 from weft.resilience.roster import Roster
 from weft.resilience.views import NEWCOMER, Address, LeftOut, View
 from weft.run.failure import report_failure
@@ -76,7 +76,7 @@ def start_rank(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
         ) as party:
             about = {"recipe": recipe.model_dump(mode="json")}
             party.store = store
-            party.take(meet(party.membership, store, rank, world, about))
+            party.take(exchange_addresses(party.membership, store, rank, world, about))
             return party.live()
 
 
@@ -186,7 +186,7 @@ class RankParty:
             time.monotonic() - guard.since - guard.seconds["part_s"]
         )
         self.take(view)
-        guard.recovery = newest(view.facts)
+        guard.recovery = newest_recovery(view.facts)
         guard.slow.factors = {
             int(number): factor for number, factor in view.facts[0]["slow"].items()
         }

@@ -48,7 +48,7 @@ class Recovery:
         return "; ".join([f"back to step {self.progress.step}", *text])
 
 
-def newest(facts: Sequence[Facts]) -> Recovery | None:
+def newest_recovery(facts: Sequence[Facts]) -> Recovery | None:
     """The newest state that is complete in the copies of all members, of the newest view that has it; None if none is.
 
     ``facts``: those of every member, by its rank in the new view. Where copies of the same elements differ, the one
@@ -59,17 +59,17 @@ def newest(facts: Sequence[Facts]) -> Recovery | None:
         for said in fact.get(FACT, ()):
             views.setdefault(said["epoch"], {})[rank] = said
     known = {
-        (one["step"], epoch): one["progress"]
+        (copy["step"], epoch): copy["progress"]
         for epoch, of_view in views.items()
         for said in of_view.values()
-        for one in said["copies"]
-        if one["step"] is not None
+        for copy in said["copies"]
+        if copy["step"] is not None
     }
     for step, epoch in sorted(known, reverse=True):
-        if found := _recovery(
+        if recovery := _recovery(
             epoch, step, Progress(**known[step, epoch]), views[epoch], len(facts)
         ):
-            return found
+            return recovery
     return None
 
 
@@ -81,11 +81,11 @@ def _recovery(
     # by segment: new rank, owner, digest
     copies: dict[int, list[tuple[int, int, str]]] = {}
     for rank, facts in said.items():
-        for one in facts["copies"]:
-            if one["step"] in (step, None):
-                for number, digest in one["digests"].items():
+        for copy in facts["copies"]:
+            if copy["step"] in (step, None):
+                for number, digest in copy["digests"].items():
                     copies.setdefault(int(number), []).append(
-                        (rank, one["owner"], digest)
+                        (rank, copy["owner"], digest)
                     )
     gives: list[list[tuple[int, int]]] = [[] for _ in range(world)]
     helpers, differing = set[tuple[int, int]](), set[int]()
@@ -143,7 +143,7 @@ def parts_to_give(
     recovery: Recovery, snapshots: Sequence[Snapshots], rank: int
 ) -> Iterator[tuple[str, Part]]:
     """The parts that this rank gives to the others, with their names."""
-    for mine in snapshots:
-        if mine.epoch == recovery.epoch:
+    for copies in snapshots:
+        if copies.epoch == recovery.epoch:
             for owner, number in recovery.gives[rank]:
-                yield from mine.parts(recovery.progress.step, owner, number)
+                yield from copies.parts(recovery.progress.step, owner, number)

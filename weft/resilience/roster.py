@@ -52,12 +52,13 @@ def write_roster(folder: Path, view: View, token: str) -> None:
 def read_roster(folder: Path) -> Roster:
     """The last view of the run in this folder. Raises :class:`UsageError` if there is none."""
     try:
-        found = json.loads((folder / FILE).read_text())
+        words = json.loads((folder / FILE).read_text())
         names = Member.__dataclass_fields__
         members = tuple(
-            Member(**{name: one[name] for name in names}) for one in found["members"]
+            Member(**{name: member[name] for name in names})
+            for member in words["members"]
         )
-        return Roster(found["epoch"], members, found["token"], found["about"])
+        return Roster(words["epoch"], members, words["token"], words["about"])
     except FileNotFoundError:
         raise UsageError(
             f"{folder} has no {FILE}; give the folder of a run of several ranks that goes on, with resilience.survive"
@@ -79,10 +80,10 @@ def asked_to_leave(folder: Path) -> list[int]:
     path = folder / REMOVE
     if not path.exists():
         return []
-    mine = path.with_suffix(f".{os.getpid()}")
+    taken = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):
-        path.rename(mine)
-        text = mine.read_text()
-        mine.unlink()
+        path.rename(taken)
+        text = taken.read_text()
+        taken.unlink()
         return [int(word) for word in text.split() if word.isdecimal()]
     return []

@@ -18,7 +18,7 @@ def survive(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
     return start_rank(recipe, out, resume)
 
 
-def join(folder: Path) -> Ending:
+def join_run(folder: Path) -> Ending:
     """Join the run in ``folder`` as one more rank, or as a rank of the island whose folder it is."""
     roster = read_roster(folder)
     recipe = build_recipe(roster.about["recipe"])

@@ -69,7 +69,7 @@ def buddies(machines: Sequence[str], leaving: Collection[int] = ()) -> list[int]
     order = sorted(
         range(len(machines)), key=lambda rank: (machines.index(machines[rank]), rank)
     )
-    found = [0] * len(machines)
+    buddy_of = [0] * len(machines)
     for at, rank in enumerate(order):
         after = order[at + 1 :] + order[:at]
         able = [other for other in after if other not in leaving] or after or [rank]
@@ -77,8 +77,8 @@ def buddies(machines: Sequence[str], leaving: Collection[int] = ()) -> list[int]
         number = [other for other in order if machines[other] == machines[rank]].index(
             rank
         )
-        found[rank] = elsewhere[number % len(elsewhere)] if elsewhere else able[0]
-    return found
+        buddy_of[rank] = elsewhere[number % len(elsewhere)] if elsewhere else able[0]
+    return buddy_of
 
 
 class TensorSlice(NamedTuple):
@@ -128,10 +128,10 @@ def segments_of(
         for name, (_, box, _) in table.items():
             if volume(box):
                 holders.setdefault((name, box), []).append(rank)
-    found: dict[tuple[bool, tuple[int, ...]], list[TensorSlice]] = {}
+    slices: dict[tuple[bool, tuple[int, ...]], list[TensorSlice]] = {}
     for (name, box), ranks in sorted(holders.items()):
         tensor, _, fixed = tables[ranks[0]][name]
-        pieces = found.setdefault((fixed, tuple(ranks)), [])
+        pieces = slices.setdefault((fixed, tuple(ranks)), [])
         pieces.append(
             TensorSlice(
                 name, box, tensor, pieces[-1].start + pieces[-1].room if pieces else 0
@@ -149,8 +149,8 @@ def segments_of(
         return -1 if safe else ranks[0]
 
     return [
-        SnapshotSegment(ranks, fixed, sender(ranks), tuple(found[fixed, ranks]))
-        for fixed, ranks in sorted(found)
+        SnapshotSegment(ranks, fixed, sender(ranks), tuple(slices[fixed, ranks]))
+        for fixed, ranks in sorted(slices)
     ]
 
 
@@ -181,9 +181,9 @@ class SnapshotCopy:
         """The bytes from ``start`` to ``stop``."""
         return self.memory.numpy()[start:stop].data
 
-    def digest(self, number: int) -> str:
+    def hash_segment(self, number: int) -> str:
         start = self.starts[number]
-        return digest([self.view(start, start + self.segments[number].size)])
+        return hash_views([self.view(start, start + self.segments[number].size)])
 
     def values(self, number: int) -> Iterator[tuple[TensorSlice, T]]:
         """Every piece of segment ``number``, with its elements in this copy."""
@@ -195,11 +195,11 @@ class SnapshotCopy:
             yield piece, flat.view(extents(piece.box))
 
 
-def digest(views: Iterable[memoryview]) -> str:
-    found = xxhash.xxh3_128()
+def hash_views(views: Iterable[memoryview]) -> str:
+    hasher = xxhash.xxh3_128()
     for view in views:
-        found.update(view)
-    return found.hexdigest()
+        hasher.update(view)
+    return hasher.hexdigest()
 
 
 class Snapshots:
@@ -227,11 +227,13 @@ class Snapshots:
         self._ready = Event()
         name = f"copies/{secrets.token_hex(8)}"
         self._channel = endpoint.open(name, token, self._receive)
-        mine = {
+        own_table = {
             name: (part.tensor, part.box, name in fixed) for name, part in parts.items()
         }
-        found = from_all((endpoint.address, name, mine), group)
-        self.segments = segments_of([table for _, _, table in found], machines, leaving)
+        places = from_all((endpoint.address, name, own_table), group)
+        self.segments = segments_of(
+            [table for _, _, table in places], machines, leaving
+        )
         pinned = any(part.values.is_cuda for part in parts.values())
         self._own = [
             SnapshotCopy(self._segments_of(self.rank, fixed=False), pinned)
@@ -246,7 +248,7 @@ class Snapshots:
         self._problem, self._done = "", Event()
         self._done.set()
         self._sends = any(s.sender == self.rank for s in self.segments)
-        self._buddy_at, self._buddy_name, _ = found[self.buddy]
+        self._buddy_at, self._buddy_name, _ = places[self.buddy]
         self._connection: SealedConnection | None = None
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name="weft-snapshots", daemon=True)
@@ -326,7 +328,7 @@ class Snapshots:
         view ends on purpose, all ranks must have returned from :meth:`complete` before."""
         self.stop()
         fixed = {
-            number: digest(self._bytes_of_fixed(number))
+            number: hash_views(self._bytes_of_fixed(number))
             for number in self._segments_of(self.rank, fixed=True)
         }
         copies: list[dict[str, Any]] = [
@@ -334,7 +336,7 @@ class Snapshots:
         ]
         for owner, copy in self._all():
             copy.digests |= {
-                number: copy.digest(number)
+                number: copy.hash_segment(number)
                 for number in copy.segments
                 if number not in copy.digests
             }
@@ -401,7 +403,7 @@ class Snapshots:
         elif places:
             torch._foreach_copy_(places, values)
         copy.digests = {
-            n: copy.digest(n)
+            n: copy.hash_segment(n)
             for n, segment in copy.segments.items()
             if segment.sender == self.rank
         }
@@ -413,7 +415,7 @@ class Snapshots:
                 n: self._bytes_of_fixed(n)
                 for n in self._segments_of(self.rank, fixed=True, sent=True)
             }
-            digests = {number: digest(of_one) for number, of_one in views.items()}
+            digests = {number: hash_views(of_one) for number, of_one in views.items()}
             self._send(
                 {"turn": FIXED, "step": None},
                 digests,
@@ -467,7 +469,7 @@ class Snapshots:
     def _keep(self, sender: int, head: Head) -> bool:
         """Whether what came is what was sent; if so, this copy counts from now on."""
         copy = self._held[sender, int(head["turn"])]
-        copy.digests = {number: copy.digest(number) for number in copy.segments}
+        copy.digests = {number: copy.hash_segment(number) for number in copy.segments}
         copy.step, copy.progress, copy.rows = (
             head["step"],
             head.get("progress", {}),
@@ -482,22 +484,22 @@ class Snapshots:
         self, owner: int, fixed: bool, sent: bool = False
     ) -> dict[int, SnapshotSegment]:
         """The segments of ``owner`` by number: first those that it sends, then (unless ``sent``) all others."""
-        mine = [
+        own = [
             (n, s)
             for n, s in enumerate(self.segments)
             if owner in s.holders and s.fixed == fixed
         ]
-        return dict([pair for pair in mine if pair[1].sender == owner]) | (
-            {} if sent else dict(mine)
+        return dict([pair for pair in own if pair[1].sender == owner]) | (
+            {} if sent else dict(own)
         )
 
     def _bytes_of_fixed(self, number: int) -> list[memoryview]:
         """The bytes of a fixed segment, from this rank's state, laid out as in a copy."""
-        found = []
+        views = []
         for piece in self.segments[number].pieces:
             flat = self._live[piece.name].cpu().contiguous().view(-1).view(torch.uint8)
-            found += [flat.numpy().data, memoryview(bytes(piece.room - piece.size))]
-        return found
+            views += [flat.numpy().data, memoryview(bytes(piece.room - piece.size))]
+        return views
 
     def _all(self) -> list[tuple[int, SnapshotCopy]]:
         """All complete copies on this rank, each with its owner."""
@@ -511,7 +513,7 @@ class Snapshots:
 
 def _by_text(digests: Mapping[int, str]) -> dict[str, str]:
     """``digests`` with text for keys, as JSON has them."""
-    return {str(number): found for number, found in digests.items()}
+    return {str(number): value for number, value in digests.items()}
 
 
 def _in_runs(

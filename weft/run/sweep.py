@@ -186,11 +186,11 @@ def run_sweep(
         done[trial.folder.name] = key
         _write(folder, begun, done)
     return [
-        result_of(trial, problems.get(trial.folder, "")) for trial, _ in recipes
+        trial_result(trial, problems.get(trial.folder, "")) for trial, _ in recipes
     ], interrupted
 
 
-def result_of(trial: Trial, problem: str = "") -> TrialResult:
+def trial_result(trial: Trial, problem: str = "") -> TrialResult:
     """How a trial stands, by the records of its run."""
     if not (trial.folder / METRICS).is_file():
         return TrialResult(trial, problem=problem)

@@ -37,13 +37,13 @@ class Sum(NamedTuple):
     numbers: np.ndarray
 
 
-def _about(found: Sum) -> list[str | int]:
+def _about(total: Sum) -> list[str | int]:
     """The type of a sum's vector and the numbers of elements, by which :func:`_sums_of` reads its bytes."""
-    return [found.vector.dtype.str, found.vector.size, found.numbers.size]
+    return [total.vector.dtype.str, total.vector.size, total.numbers.size]
 
 
 def _views(sums: Iterable[Sum]) -> list[memoryview]:
-    return [np.ascontiguousarray(array).data for found in sums for array in found]
+    return [np.ascontiguousarray(array).data for total in sums for array in total]
 
 
 def _sums_of(about: Iterable[Sequence[Any]], payload: memoryview) -> list[Sum]:
@@ -68,7 +68,7 @@ class RoundMessage(NamedTuple):
     sums: dict[int, Sum]
 
     def frame(self) -> tuple[Head, list[memoryview]]:
-        about = [[job, *_about(found)] for job, found in self.sums.items()]
+        about = [[job, *_about(total)] for job, total in self.sums.items()]
         head = {"step": self.step, "round": self.round, "flag": self.flag}
         return head | {"sums": about}, _views(self.sums.values())
 
@@ -156,12 +156,12 @@ class Link:
         """The sums of all tasks of a round, by job; None if the round is over before they are computed."""
         sums = {}
         for task in tasks:
-            found = (
+            total = (
                 None if self.connection.poll() else compute(task, self.connection.poll)
             )
-            if found is None:
+            if total is None:
                 return None
-            sums[task.job] = found
+            sums[task.job] = total
         return sums
 
     def _send(self, message: RoundMessage) -> None:
@@ -319,9 +319,9 @@ class Gathering:
                 arrived[-1].add(rank)
                 if message.sums and not first:
                     first = time.monotonic() - begun
-                for job, found in message.sums.items():
+                for job, total in message.sums.items():
                     if job in left:
-                        left[job][Result(rank, number)] = found
+                        left[job][Result(rank, number)] = total
 
     def duration(
         self, arrived: Sequence[set[int]], left: Iterable[int], first: float
@@ -365,12 +365,12 @@ def _listed(ranks: set[int]) -> str:
 
 
 def add_result(
-    total: Sum | None, weights: dict[Result, float], found: dict[Result, Sum]
+    total: Sum | None, weights: dict[Result, float], results: dict[Result, Sum]
 ) -> Sum:
     """``total`` plus the weighted results of a job; a ``total`` of None counts as zeros."""
-    some: Sequence[Sum] = [found[result] for result in weights]
+    some: Sequence[Sum] = [results[result] for result in weights]
     vector, numbers = (np.zeros_like(x) for x in some[0]) if total is None else total
-    for weight, one in zip(weights.values(), some, strict=True):
-        vector += weight * one.vector
-        numbers += weight * one.numbers
+    for weight, result in zip(weights.values(), some, strict=True):
+        vector += weight * result.vector
+        numbers += weight * result.numbers
     return Sum(vector, numbers)

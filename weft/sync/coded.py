@@ -118,11 +118,11 @@ class GradientCode(Code):
 
     def _decoded(self, results: Iterable[Result]) -> dict[Result, float] | None:
         """The weights of these results, at most one of each rank; None if they are too few."""
-        found = sorted(results)
-        weights = decoded(
-            self.ranks, self.stragglers, tuple(result.rank for result in found)
+        ordered = sorted(results)
+        weights = code_weights(
+            self.ranks, self.stragglers, tuple(result.rank for result in ordered)
         )
-        return None if weights is None else dict(zip(found, weights, strict=True))
+        return None if weights is None else dict(zip(ordered, weights, strict=True))
 
 
 @cache
@@ -143,7 +143,7 @@ def coefficients(ranks: int, late: int) -> np.ndarray:
         matrix = _cyclic(ranks, late, seed)
         weights = [solved(matrix, some) for some in sets]
         worst = (
-            max(np.inf if one is None else float(np.abs(one).sum()) for one in weights)
+            max(np.inf if row is None else float(np.abs(row).sum()) for row in weights)
             * np.abs(matrix).max()
         )
         if worst < least:
@@ -156,12 +156,12 @@ def _cyclic(ranks: int, late: int, seed: int) -> np.ndarray:
 
     noise = np.random.default_rng(seed).standard_normal((late, ranks))
     noise[:, -1] = -noise[:, :-1].sum(1)
-    found = np.zeros((ranks, ranks))
+    matrix = np.zeros((ranks, ranks))
     for rank in range(ranks):
         rest = [(rank + i) % ranks for i in range(1, late + 1)]
-        found[rank, rank] = 1
-        found[rank, rest] = -np.linalg.solve(noise[:, rest], noise[:, rank])
-    return found
+        matrix[rank, rank] = 1
+        matrix[rank, rest] = -np.linalg.solve(noise[:, rest], noise[:, rank])
+    return matrix
 
 
 def solved(matrix: np.ndarray, rows: Sequence[int]) -> list[float] | None:
@@ -169,14 +169,14 @@ def solved(matrix: np.ndarray, rows: Sequence[int]) -> list[float] | None:
     import numpy as np
 
     ones = np.ones(matrix.shape[1])
-    found = np.linalg.lstsq(matrix[list(rows)].T, ones, rcond=None)[0]
-    error = np.abs(found @ matrix[list(rows)] - ones).max()
-    weights: list[float] = found.tolist()
+    solution = np.linalg.lstsq(matrix[list(rows)].T, ones, rcond=None)[0]
+    error = np.abs(solution @ matrix[list(rows)] - ones).max()
+    weights: list[float] = solution.tolist()
     return weights if error < EXACT else None
 
 
 @lru_cache(4096)
-def decoded(ranks: int, late: int, rows: tuple[int, ...]) -> list[float] | None:
+def code_weights(ranks: int, late: int, rows: tuple[int, ...]) -> list[float] | None:
     """:func:`solved` of :func:`coefficients`."""
     return solved(coefficients(ranks, late), rows)
 

@@ -6,7 +6,7 @@ from math import prod
 
 import torch
 
-from weft.sync.compress import encoded
+from weft.sync.compress import encode_with_feedback
 from weft.sync.compressor import BLOCK, Compressor, Payload, Spec
 from weft.sync.streams import IslandLost, Streams
 
@@ -16,13 +16,13 @@ T = torch.Tensor
 PIECE = 1 << 18
 
 
-def chunks(size: int, count: int, block: int = 1) -> list[tuple[int, int]]:
+def chunk_ranges(size: int, count: int, block: int = 1) -> list[tuple[int, int]]:
     """``count`` ranges that cut ``size`` elements as evenly as can be, at multiples of ``block``; some may be empty."""
     cuts = [size * i // count // block * block for i in range(count)] + [size]
     return list(pairwise(cuts))
 
 
-def pieces(chunk: tuple[int, int], piece: int) -> Iterator[slice]:
+def message_slices(chunk: tuple[int, int], piece: int) -> Iterator[slice]:
     """The parts of a chunk that are sent as separate messages, of ``piece`` elements each but for the last."""
     for first in range(*chunk, piece):
         yield slice(first, min(first + piece, chunk[1]))
@@ -40,11 +40,11 @@ def ring_sum(
     if count == 1:
         return flat
     after, before = order[(me + 1) % count], order[me - 1]
-    parts = chunks(flat.numel(), count)
-    for part in pieces(parts[me], piece):
+    parts = chunk_ranges(flat.numel(), count)
+    for part in message_slices(parts[me], piece):
         streams.send(after, f"{tag}/0", flat[part])
     for turn in range(2 * count - 2):
-        for part in pieces(parts[(me - turn - 1) % count], piece):
+        for part in message_slices(parts[(me - turn - 1) % count], piece):
             came = streams.receive(before, f"{tag}/{turn}", flat.dtype)
             if turn < count - 1:
                 flat[part] += came
@@ -57,15 +57,15 @@ def ring_sum(
 
 
 def from_islands(
-    streams: Streams, mine: T, islands: Sequence[int], tag: str, control: bool = False
+    streams: Streams, own: T, islands: Sequence[int], tag: str, control: bool = False
 ) -> list[T]:
-    """All-gather of a small tensor: what each of ``islands`` gives as ``mine``, in their order."""
+    """All-gather of a small tensor: what each of ``islands`` gives as ``own``, in their order."""
     for island in islands:
         if island != streams.island:
-            streams.send(island, tag, mine, control)
+            streams.send(island, tag, own, control)
     streams.flush()
     return [
-        mine if i == streams.island else streams.receive(i, tag, mine.dtype)
+        own if i == streams.island else streams.receive(i, tag, own.dtype)
         for i in islands
     ]
 
@@ -86,7 +86,7 @@ def compressed_mean(
     parts = dict(
         zip(
             every,
-            (slice(lo, hi) for lo, hi in chunks(flat.numel(), len(every), BLOCK)),
+            (slice(lo, hi) for lo, hi in chunk_ranges(flat.numel(), len(every), BLOCK)),
             strict=True,
         )
     )
@@ -106,7 +106,7 @@ def compressed_mean(
     mean = flat.new_zeros(shape)
     for i in every:
         came = kept[me] if i == me else streams.receive(i, f"{tag}/there", torch.uint8)
-        mean += decoded(
+        mean += decode_payload(
             own_there, came, shape, seed_of(there, number, i), i, flat.dtype
         )
     mean /= len(every)
@@ -121,7 +121,7 @@ def compressed_mean(
     for i in every:
         came = sent if i == me else streams.receive(i, f"{tag}/back", torch.uint8)
         shape = (parts[i].stop - parts[i].start,)
-        answer[parts[i]] = decoded(
+        answer[parts[i]] = decode_payload(
             back.cut(parts[i]), came, shape, seed_of(back, number, i), i, flat.dtype
         )
     streams.flush()
@@ -133,8 +133,10 @@ def fed_back(
 ) -> Payload:
     """The payload of ``x[part]`` plus the residual ``error[part]``, which is then set to what the payload has lost."""
     if error is None or not x[part].numel():
-        return encoded(compressor, x[part], seed)[0]
-    payload, left = encoded(compressor.for_feedback, x[part], seed, error[part])
+        return encode_with_feedback(compressor, x[part], seed)[0]
+    payload, left = encode_with_feedback(
+        compressor.for_feedback, x[part], seed, error[part]
+    )
     assert left is not None  # as an error was given
     error[part] = left
     return payload
@@ -145,7 +147,7 @@ def seed_of(compressor: Compressor, number: int, island: int) -> int:
     return number * 1009 + island if compressor.unbiased else number
 
 
-def decoded(
+def decode_payload(
     compressor: Compressor,
     came: T,
     shape: Sequence[int],
@@ -193,12 +195,12 @@ def power_mean(
     """
     turns, every = iter(range(4)), members or range(streams.islands)
 
-    def average(mine: T) -> T:
-        flat = mine.flatten().clone()
+    def average(own: T) -> T:
+        flat = own.flatten().clone()
         ring_sum(streams, flat, every, f"{tag}/{next(turns)}")
-        return flat.div_(len(every)).view_as(mine)
+        return flat.div_(len(every)).view_as(own)
 
-    payload, left = encoded(compressor, x, number, up, warm, average)
+    payload, left = encode_with_feedback(compressor, x, number, up, warm, average)
     assert left is not None
     up.copy_(left)
     return payload

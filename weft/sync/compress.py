@@ -74,7 +74,7 @@ def build_compressor(word: str) -> Compressor:
     return compressor_of(word) or Compressor()
 
 
-def encoded(
+def encode_with_feedback(
     compressor: Compressor,
     x: T,
     seed: int,
@@ -101,7 +101,7 @@ def encoded(
         )
     wanted = x + residual
     if average:
-        payload, mine = compressor.agreed(wanted, seed, average, warm)
+        payload, own = compressor.agreed(wanted, seed, average, warm)
     else:
-        payload = mine = compressor.encode(wanted, seed, warm)
-    return payload, wanted - compressor.decode(mine, x.shape, seed).to(wanted.dtype)
+        payload = own = compressor.encode(wanted, seed, warm)
+    return payload, wanted - compressor.decode(own, x.shape, seed).to(wanted.dtype)

@@ -5,10 +5,11 @@ What it makes of a tensor is a *payload*: a list of contiguous tensors whose sha
 tells beforehand, so that a receiver knows how much to read and :meth:`Compressor.nbytes` is exact. How a round uses
 one::
 
-    payload, residual = encoded(compressor, x, seed, residual)  # everybody's payload goes to everybody
+    payload, residual = encode_with_feedback(compressor, x, seed, residual)  # everybody's payload goes to everybody
     mean = sum(compressor.decode(p, x.shape, seed) for p in payloads) / len(payloads)
 
-    payload, residual = encoded(compressor, x, seed, residual, warm, average)  # if compressor.linear, over a ring
+    payload, residual = encode_with_feedback(compressor, x, seed, residual, warm, average)
+    # if compressor.linear, over a ring
     mean = compressor.decode(payload, x.shape, seed)
     warm = compressor.warm(payload)
 
@@ -19,7 +20,8 @@ the mean over islands of a plain tensor, by whoever has the connections; a linea
 ``warm`` is what makes PowerSGD begin where it ended: a slot of the state, ``None`` at first.
 
 *Contractive* compressors lose a part of the tensor: ``E|C(x) - x|^2 <= error |x|^2``, with :meth:`Compressor.error`
-below 1. They must have the loss fed back, which :func:`encoded` does when it is given a residual (zeros at first).
+below 1. They must have the loss fed back, which
+:func:`encode_with_feedback` does when it is given a residual (zeros at first).
 *Unbiased* ones lose nothing on average over seeds and need no residual; their error may be above 1. ``for_feedback`` is
 a compressor's contractive relative. A number that is not finite makes what it shares a scale or matrix with not finite.
 Tensors come back in the type they had, or as float32 where the payload does not tell.
@@ -105,7 +107,7 @@ class Compressor:
 
     def encode(self, x: T, seed: int, warm: T | None = None) -> Payload:
         """The payload of ``x``."""
-        return self.agreed(x, seed, lambda mine: mine, warm)[1]
+        return self.agreed(x, seed, lambda own: own, warm)[1]
 
     def agreed(
         self, x: T, seed: int, average: Average, warm: T | None = None
@@ -144,12 +146,12 @@ class Compressor:
             (x.dtype for x in payload if x.dtype in (torch.float32, torch.float64)),
             torch.float32,
         )
-        wanted, found = (
+        wanted, came = (
             self.specs(shape, float_type),
             [(tuple(x.shape), x.dtype) for x in payload],
         )
-        if wanted != found:
+        if wanted != came:
             raise WeftError(
-                f"a compressed tensor of shape {tuple(shape)} came as {found} in the place of {wanted}"
+                f"a compressed tensor of shape {tuple(shape)} came as {came} in the place of {wanted}"
             )
         return payload

@@ -1,7 +1,7 @@
 """L-GreCo: how strongly to compress each tensor, for the smallest total size within a total error.
 
 Tensors differ in how much they lose when they are compressed: one loses little at rank 2, another needs rank 8. Given
-the squared error and the size of each tensor under each of a few candidates, one candidate per tensor is chosen, so
+the squared error and the size of each tensor under each of a few alternatives, one per tensor is chosen, so
 that the bytes add up to the least, and the errors to no more than with one setting for all (Markov et al. 2024).
 :func:`allocate_compressors` does it all. It depends on nothing but its arguments, so islands that call it with tensors
 on which they have agreed need to say nothing to each other, and can call it again whenever the tensors have changed.
@@ -25,26 +25,27 @@ def allocate_compressors(
     tensors: Mapping[str, T], default: Compressor, seed: int = 0
 ) -> dict[str, Compressor]:
     """A compressor for each of the ``tensors``: together no larger than ``default`` for all, with no larger error."""
-    options = {name: candidates(default, x.shape) for name, x in tensors.items()}
+    options = {name: alternatives_of(default, x.shape) for name, x in tensors.items()}
     errors = [
-        [squared_error(one, x, seed) for one in options[name]]
+        [squared_error(choice, x, seed) for choice in options[name]]
         for name, x in tensors.items()
     ]
     sizes = [
-        [one.nbytes(x.shape, x.dtype) for one in options[name]]
+        [choice.nbytes(x.shape, x.dtype) for choice in options[name]]
         for name, x in tensors.items()
     ]
-    usual = [found.index(default) for found in options.values()]
+    usual = [choices.index(default) for choices in options.values()]
     chosen = smallest(errors, sizes, total(errors, usual))
     # by what was thinned out
     if chosen is None or total(sizes, chosen) > total(sizes, usual):
         chosen = usual
     return {
-        name: found[i] for (name, found), i in zip(options.items(), chosen, strict=True)
+        name: choices[i]
+        for (name, choices), i in zip(options.items(), chosen, strict=True)
     }
 
 
-def candidates(default: Compressor, shape: Sequence[int]) -> list[Compressor]:
+def alternatives_of(default: Compressor, shape: Sequence[int]) -> list[Compressor]:
     """The default and its like for a tensor of this shape: other ranks, shares or bits."""
     return list(dict.fromkeys(default.alternatives(shape)))
 
@@ -67,18 +68,18 @@ def total(table: Sequence[Sequence[float]], chosen: Sequence[int]) -> float:
 def smallest(
     errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], budget: float
 ) -> list[int] | None:
-    """For each tensor which of its candidates, so that sizes add up to the least and errors to at most ``budget``.
+    """For each tensor which of its alternatives, so that sizes add up to the least and errors to at most ``budget``.
 
     None if no choice is within it. Tensor by tensor, all choices so far are kept that no other one beats in both sums
     (Nemhauser & Ullmann 1969). Up to :data:`KEPT` of them the outcome is the best there is. What is kept has its exact
     error, so thinning costs bytes but never breaks the budget.
     """
     # by the tensors after each
-    least_left = np.cumsum([0.0, *(min(found) for found in errors[:0:-1])])[::-1]
+    least_left = np.cumsum([0.0, *(min(row) for row in errors[:0:-1])])[::-1]
     error, size = np.zeros(1), np.zeros(1, dtype=np.int64)
     origins: list[np.ndarray] = []
     for own_errors, own_sizes, left in zip(errors, sizes, least_left, strict=True):
-        # [kept, candidates], flat
+        # [kept, alternatives], flat
         sums = (error[:, None] + np.asarray(own_errors)).ravel()
         bytes_ = (size[:, None] + np.asarray(own_sizes, dtype=np.int64)).ravel()
         order = np.lexsort((bytes_, sums))

@@ -51,15 +51,15 @@ class IslandLinks:
         count = len(self.bandwidth)
         both = np.minimum(self.bandwidth, self.bandwidth.T)[np.triu_indices(count, 1)]
         speeds = np.sort(both[both > 0])
-        found = np.arange(count)
+        site = np.arange(count)
         jumps = speeds[1:] / speeds[:-1]
         if not len(jumps) or jumps.max() < GAP:
             return np.zeros(count, dtype=np.int64)
         fast = speeds[jumps.argmax() + 1]
         for a, b in zip(*np.triu_indices(count, 1), strict=True):
             if min(self.bandwidth[a, b], self.bandwidth[b, a]) >= fast:
-                found[found == found[b]] = found[a]
-        return np.unique(found, return_inverse=True)[1]
+                site[site == site[b]] = site[a]
+        return np.unique(site, return_inverse=True)[1]
 
 
 def ring_times(
@@ -115,12 +115,12 @@ def ring_order(
         orders = np.array([(0, *rest) for rest in permutations(range(1, islands))])
         best = orders[_scores(links, orders, nbytes, pieces).argmin()]
     else:
-        found = [
+        improved = [
             _improved(links, start, nbytes, pieces)
             for start in _starts(links, nbytes, pieces)
         ]
         best = min(
-            found,
+            improved,
             key=lambda order: float(_scores(links, order[None], nbytes, pieces)[0]),
         )
     if not links.bandwidth[best, np.roll(best, -1)].all():
@@ -141,7 +141,7 @@ def _starts(links: IslandLinks, nbytes: float, pieces: int) -> list[Orders]:
         nbytes / len(links.bandwidth) / pieces / np.maximum(links.bandwidth, SLOWEST)
         + links.latency
     )
-    found = []
+    orders = []
     for first in range(min(STARTS, len(hops))):
         order, left = [first], set(range(len(hops))) - {first}
         while left:
@@ -149,8 +149,8 @@ def _starts(links: IslandLinks, nbytes: float, pieces: int) -> list[Orders]:
                 min(left, key=lambda island: (hops[order[-1], island], island))
             )
             left.remove(order[-1])
-        found.append(np.array(order))
-    return found
+        orders.append(np.array(order))
+    return orders
 
 
 def _improved(links: IslandLinks, order: Orders, nbytes: float, pieces: int) -> Orders:
@@ -167,17 +167,17 @@ def _improved(links: IslandLinks, order: Orders, nbytes: float, pieces: int) -> 
 
 def _moves(order: Orders) -> Orders:
     """All orders with a run of up to three put somewhere else, or a run of any length turned around."""
-    islands, found = len(order), []
+    islands, moves = len(order), []
     for first in range(islands):
         turned = np.roll(order, -first)
         for length in range(1, min(4, islands - 1)):
             run, rest = turned[:length], turned[length:]
-            found += [
+            moves += [
                 np.concatenate((rest[:at], run, rest[at:]))
                 for at in range(1, len(rest))
             ]
-        found += [
+        moves += [
             np.concatenate((turned[:length][::-1], turned[length:]))
             for length in range(2, islands)
         ]
-    return np.array(found)
+    return np.array(moves)

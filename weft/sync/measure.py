@@ -55,10 +55,10 @@ def best_ring(rows: np.ndarray, nbytes: float) -> tuple[list[int], float]:
     """The ring by measurements ``[island, island, (bytes/s, seconds)]``, and how much faster it is than 0, 1, 2, ..."""
     links = IslandLinks(rows[..., 0], rows[..., 1])
     numbered = list(range(len(rows)))
-    found = ring_order(links, nbytes)
-    before, after = ring_times(links, np.array([numbered, found]), nbytes)
+    fastest = ring_order(links, nbytes)
+    before, after = ring_times(links, np.array([numbered, fastest]), nbytes)
     gain = float(before / after)
-    return (found, gain) if gain >= WORTH else (numbered, gain)
+    return (fastest, gain) if gain >= WORTH else (numbered, gain)
 
 
 def measured_links(streams: Streams, nbytes: float) -> np.ndarray:

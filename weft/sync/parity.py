@@ -15,36 +15,36 @@ from weft.sync.streams import Streams
 T = torch.Tensor
 
 
-def digest(tensors: Iterable[T]) -> T:
+def hash_tensors(tensors: Iterable[T]) -> T:
     """A hash of these tensors of the CPU, bit by bit: 16 bytes."""
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        found.update(tensor.contiguous().view(torch.uint8).numpy().data)
-    return torch.frombuffer(bytearray(found.digest()), dtype=torch.uint8)
+        hasher.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return torch.frombuffer(bytearray(hasher.digest()), dtype=torch.uint8)
 
 
-def made_same(
-    streams: Streams, mine: Mapping[str, T], members: Sequence[int], tag: str
+def take_majority(
+    streams: Streams, own: Mapping[str, T], members: Sequence[int], tag: str
 ) -> tuple[Mapping[str, T], list[int]]:
     """The flat tensors by name that most of ``members`` have, and the islands that had different ones.
 
-    ``mine``: this island's. In a tie the version counts that comes first in the order of ``members``.
+    ``own``: this island's. In a tie the version counts that comes first in the order of ``members``.
     """
-    found = from_islands(
-        streams, digest(mine.values()), members, f"{tag}/hash", control=True
+    hashes = from_islands(
+        streams, hash_tensors(own.values()), members, f"{tag}/hash", control=True
     )
-    words = [bytes(one.numpy()) for one in found]
+    words = [bytes(value.numpy()) for value in hashes]
     right = max(words, key=lambda word: (words.count(word), -words.index(word)))
     odd = [island for island, word in zip(members, words, strict=True) if word != right]
     giver = members[words.index(right)]
     if streams.island in odd:
         return {
             name: streams.receive(giver, f"{tag}/{name}", x.dtype)
-            for name, x in mine.items()
+            for name, x in own.items()
         }, odd
     if streams.island == giver:
         for island in odd:
-            for name, x in mine.items():
+            for name, x in own.items():
                 streams.send(island, f"{tag}/{name}", x)
         streams.flush()
-    return mine, odd
+    return own, odd

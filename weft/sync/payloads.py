@@ -14,7 +14,7 @@ def in_blocks(x: T) -> T:
     return F.pad(x.flatten(), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
 
 
-def spread(values: T, scales: T) -> T:
+def scale_blocks(values: T, scales: T) -> T:
     """Each of the ``values [n]`` times its block's scale."""
     return values * scales.to(values.dtype).repeat_interleave(BLOCK)[: values.numel()]
 
@@ -63,18 +63,18 @@ def positions_sent(kept: T, count: int) -> T:
 
 def positions_found(sent: T, kept: int, count: int) -> T:
     """The positions that :func:`positions_sent` was given."""
-    found = (
+    indices = (
         sent.long()
         if sent.dtype == torch.int32
         else bits_unpacked(sent, count).nonzero().flatten()
     )
-    if found.numel() != kept or (
-        kept and not bool(((found >= 0) & (found < count)).all())
+    if indices.numel() != kept or (
+        kept and not bool(((indices >= 0) & (indices < count)).all())
     ):
         raise WeftError(
             f"a compressed tensor names positions that are not {kept} among {count}"
         )
-    return found
+    return indices
 
 
 def codes_packed(codes: T, bits: int) -> T:

@@ -48,11 +48,11 @@ class Presence:
         """The tokens that the run had counted before this island came."""
         return 0
 
-    def wish(self, number: int) -> None:
+    def request_stop(self, number: int) -> None:
         """Ask all islands to end the run with round ``number``."""
         self._store().compare_set("weft/stop", "", str(number))
 
-    def wished(self) -> int | None:
+    def stop_round(self) -> int | None:
         """The last round of the run, if an island has asked to end it."""
         store = self._store()
         return int(store.get("weft/stop")) if store.check(["weft/stop"]) else None
@@ -61,7 +61,7 @@ class Presence:
         assert self.streams.shared is not None
         return self.streams.shared
 
-    def note_odd(self, odd: Sequence[int], step: int) -> None:
+    def note_differing(self, odd: Sequence[int], step: int) -> None:
         """Report that these islands had another state than the others after a step, and now have theirs."""
         for island in odd:
             self._news.append(

@@ -39,11 +39,11 @@ class Replicas:
         """The whole tensor, gathered from every rank's ``part``. Collective."""
         if self.group is None:
             return part
-        mine = torch.zeros(self.each(size), dtype=part.dtype, device=self.device)
-        mine[: part.numel()] = part
-        found = mine.new_empty(self.count * mine.numel())
-        dist.all_gather_into_tensor(found, mine, group=self.group)
-        return found[:size].to(part.device)
+        padded = torch.zeros(self.each(size), dtype=part.dtype, device=self.device)
+        padded[: part.numel()] = part
+        gathered = padded.new_empty(self.count * padded.numel())
+        dist.all_gather_into_tensor(gathered, padded, group=self.group)
+        return gathered[:size].to(part.device)
 
 
 def replicas_of(held: Sequence[Held], mesh: Mesh) -> Replicas:

@@ -24,19 +24,19 @@ PIECE = 1 << 20
 
 @torch.no_grad()
 def aggregated(
-    mine: T, rule: Aggregator, faulty: int, group: dist.ProcessGroup
+    vote: T, rule: Aggregator, faulty: int, group: dist.ProcessGroup
 ) -> tuple[T, list[bool]]:
-    """The outcome of ``rule`` for all ranks' gradients ``mine`` ``[elements]``, and which ranks' were used. Collective.
+    """The outcome of ``rule`` for all ranks' gradients ``vote`` ``[elements]``, and which ranks' were used. Collective.
 
     The outcome is the same on all ranks to the last bit, and not a number if nobody's gradient was finite.
     """
-    ranks, size = group.size(), mine.numel()
-    padded = mine.new_zeros(ranks * -(-size // ranks))
-    padded[:size] = mine
+    ranks, size = group.size(), vote.numel()
+    padded = vote.new_zeros(ranks * -(-size // ranks))
+    padded[:size] = vote
     chunks = torch.empty_like(padded)
     dist.all_to_all_single(chunks, padded, group=group)
     chunks = chunks.view(ranks, -1)
-    gram = torch.zeros(ranks, ranks, dtype=torch.float64, device=mine.device)
+    gram = torch.zeros(ranks, ranks, dtype=torch.float64, device=vote.device)
     for piece in chunks.split(PIECE, dim=1):
         gram += piece.double() @ piece.double().T
     dist.all_reduce(gram, group=group)

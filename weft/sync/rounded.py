@@ -87,7 +87,7 @@ class Rounded(Compressor):
         import torch
 
         from weft.memory.quantised import unpacked
-        from weft.sync.payloads import codes_unpacked, spread
+        from weft.sync.payloads import codes_unpacked, scale_blocks
 
         codes, scales = self._checked(payload, shape)
         whole = codes
@@ -95,4 +95,4 @@ class Rounded(Compressor):
             whole = unpacked(codes).to(torch.int8) - 8
         elif self.bits < 8:
             whole = codes_unpacked(codes, self.bits, prod(shape)) - 2 ** (self.bits - 1)
-        return spread(whole[: prod(shape)].float(), scales).view(*shape)
+        return scale_blocks(whole[: prod(shape)].float(), scales).view(*shape)

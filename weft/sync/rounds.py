@@ -31,11 +31,11 @@ def partners(island: int, among: Sequence[int], how: Sync, number: int) -> list[
             {
                 island,
                 *(
-                    one
+                    other
                     for edge in how.graph
                     if island in edge
-                    for one in edge
-                    if one in among
+                    for other in edge
+                    if other in among
                 ),
             }
         )
@@ -55,11 +55,11 @@ def shares(island: int, members: Sequence[int], how: Sync) -> list[float]:
     if how.partner != "graph":
         return [1 / len(members)] * len(members)
     degree = Counter(
-        one for edge in {tuple(sorted(edge)) for edge in how.graph} for one in edge
+        other for edge in {tuple(sorted(edge)) for edge in how.graph} for other in edge
     )
-    found = {
-        one: 1 / (1 + max(degree[island], degree[one]))
-        for one in members
-        if one != island
+    weights = {
+        other: 1 / (1 + max(degree[island], degree[other]))
+        for other in members
+        if other != island
     }
-    return [found.get(one, 1 - sum(found.values())) for one in members]
+    return [weights.get(other, 1 - sum(weights.values())) for other in members]

@@ -43,7 +43,9 @@ class Round(NamedTuple):
         return self.step % self.how.every == 0 and self.step + self.offset > 0
 
     def differences(self) -> dict[int, T]:
-        return {i: one.kept["anchor"] - one.now for i, one in self.ones.items()}
+        return {
+            i: replica.kept["anchor"] - replica.now for i, replica in self.ones.items()
+        }
 
     def mean(self, values: Mapping[int, T]) -> T:
         """The mean over all that take part, who are the same for all."""
@@ -52,17 +54,17 @@ class Round(NamedTuple):
         )
 
 
-def step_anchor(one: One, gradient: T, lr: float, momentum: float) -> None:
+def step_anchor(replica: One, gradient: T, lr: float, momentum: float) -> None:
     """Move the anchor of a parameter along ``gradient``, by PyTorch's own SGD with Nesterov's momentum."""
     optimizer = torch.optim.SGD(
-        [one.kept["anchor"].clone()], lr, momentum, nesterov=momentum > 0
+        [replica.kept["anchor"].clone()], lr, momentum, nesterov=momentum > 0
     )
     (parameter,) = optimizer.param_groups[0]["params"]
     parameter.grad = gradient
-    optimizer.state[parameter]["momentum_buffer"] = one.kept["outer"].clone()
+    optimizer.state[parameter]["momentum_buffer"] = replica.kept["outer"].clone()
     optimizer.step()
-    one.kept["anchor"].copy_(parameter)
+    replica.kept["anchor"].copy_(parameter)
     # Without momentum PyTorch keeps no buffer, and ours has the last gradient, which nobody reads.
-    one.kept["outer"].copy_(
+    replica.kept["outer"].copy_(
         optimizer.state[parameter]["momentum_buffer"] if momentum else gradient
     )

@@ -141,13 +141,13 @@ class Streams:
                         "link, then go on from the last checkpoint with --resume auto"
                     )
                 self._news.wait(min(left, MOST_S))
-            found = waiting.popleft()
+            payload = waiting.popleft()
             if not waiting:
                 del self._came[key]
-        self.received += len(found)
+        self.received += len(payload)
         return (
-            torch.frombuffer(found, dtype=dtype)
-            if found
+            torch.frombuffer(payload, dtype=dtype)
+            if payload
             else torch.empty(0, dtype=dtype)
         )
 

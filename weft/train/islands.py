@@ -13,9 +13,9 @@ from weft.layout.mesh import from_all
 from weft.sync.collectives import compressed_mean, from_islands, power_mean, ring_sum
 from weft.sync.compress import PerTensor, build_compressor
 from weft.sync.compressor import Compressor
-from weft.sync.greco import allocate_compressors, candidates
+from weft.sync.greco import allocate_compressors, alternatives_of
 from weft.sync.measure import measured_ring
-from weft.sync.parity import made_same
+from weft.sync.parity import take_majority
 from weft.sync.replicas import Replicas, replicas_of
 from weft.sync.rounds import begins, fragment_of, partners, shares
 from weft.train.step import PhaseFiller
@@ -134,11 +134,11 @@ class Apart(PhaseFiller):
         due = [f for f in range(len(self.fragments)) if self.is_due(f)]
         if due:
             results += finish()
-        results = self.without_wish(results)
+        results = self.without_stop(results)
         if due:
             number = self.steps // self.how.every  # of the round
             if self.stops:
-                self.presence.wish(number + 1)
+                self.presence.request_stop(number + 1)
             self.context.before_update()
             self.state.expose()
             for f in due:
@@ -147,14 +147,14 @@ class Apart(PhaseFiller):
             if begins(self.steps, 0, self.how):
                 for island in self.presence.newcomers(self.number(0)):
                     self.hand_over(island, sum(result.tokens for result in results))
-                ends = self.presence.wished()
+                ends = self.presence.stop_round()
                 if results and ends is not None and ends <= number:
                     results[-1] = results[-1]._replace(stop=True)
         return results
 
     def end(self, results: list[StepResult]) -> list[StepResult]:
         """Wait for exchanges under way, whose answers become slots of the state."""
-        results = self.without_wish(results)
+        results = self.without_stop(results)
         self.keep_answers()
         return results
 
@@ -174,7 +174,7 @@ class Apart(PhaseFiller):
     def news(self) -> list[str]:
         return self.presence.take_news()
 
-    def without_wish(self, results: list[StepResult]) -> list[StepResult]:
+    def without_stop(self, results: list[StepResult]) -> list[StepResult]:
         """Note whether a rank of this island wishes to end the run, which no step by itself does."""
         self.stops = self.stops or any(result.stop for result in results)
         return [result._replace(stop=False) for result in results]
@@ -286,9 +286,9 @@ class Apart(PhaseFiller):
                 return Exchanged(mine, len(members))
             sent, kept = mine[here].clone(), dict[str, T]()
             if shared:
-                right, odd = made_same(self.streams, shared, members, tag)
+                right, odd = take_majority(self.streams, shared, members, tag)
                 if odd:
-                    self.presence.note_odd(odd, step)
+                    self.presence.note_differing(odd, step)
                 if self.mesh.island in odd:
                     kept |= right
                     sent += right["anchor"] - shared["anchor"]
@@ -381,7 +381,9 @@ class Apart(PhaseFiller):
         """
         if not self.how.allocate or len(members) == 1:
             return dict.fromkeys(wanted, self.there)
-        options = {name: candidates(self.there, x.shape) for name, x in wanted.items()}
+        options = {
+            name: alternatives_of(self.there, x.shape) for name, x in wanted.items()
+        }
         if self.mesh.island != members[0]:
             indices = self.streams.receive(
                 members[0], f"{tag}/allocation", torch.int32

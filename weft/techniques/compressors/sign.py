@@ -61,9 +61,9 @@ class Sign(Compressor):
         return [bits_packed(x.flatten() >= 0), (blocks.abs().sum(1) / sizes).bfloat16()]
 
     def decode(self, payload: Payload, shape: Sequence[int], seed: int) -> T:
-        from weft.sync.payloads import bits_unpacked, spread
+        from weft.sync.payloads import bits_unpacked, scale_blocks
 
         bits, scales = self._checked(payload, shape)
-        return spread(bits_unpacked(bits, prod(shape)).float() * 2 - 1, scales).view(
-            *shape
-        )
+        return scale_blocks(
+            bits_unpacked(bits, prod(shape)).float() * 2 - 1, scales
+        ).view(*shape)
