@@ -71,9 +71,12 @@ class Side:
         recipe = Recipe(model=shape, train=Train(recompute=recompute))  # type: ignore[arg-type]
         hooks = Hooks(saver=saved)
         self.model, self.state = parallelize(
-            shape, self.mesh, recipe.train, hooks=hooks
+            shape,
+            self.mesh,
+            recipe.train,
+            hooks=hooks,
+            optimizer=RuleOptimizer(recipe.optimizer, self.mesh),
         )
-        self.state.optimize(RuleOptimizer(recipe.optimizer, self.mesh))
         self.saved, self.times = saved, list[float]()
         rows, length = (2, 128) if quick else (1, 512)
         tokens = tokens_of(Job(shape, rows, length))

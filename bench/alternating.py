@@ -63,9 +63,12 @@ def built(
         vocab=256, layers=layers, embed=wide, heads=4, kv_heads=4, ffn=3 * wide
     )
     _, state = parallelize(
-        shape, Mesh.single(), Train(dtype="float32"), memory=Memory(weights="host")
+        shape,
+        Mesh.single(),
+        Train(dtype="float32"),
+        memory=Memory(weights="host"),
+        optimizer=RuleOptimizer(Optimizer(), Mesh.single()),
     )
-    state.optimize(RuleOptimizer(Optimizer(), Mesh.single()))
     return Shared(state, Alternating(torch.device("cpu"), share, report))
 
 

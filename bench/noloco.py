@@ -24,8 +24,8 @@ from weft.layout.mesh import Mesh
 from weft.observe.metrics import read_metrics
 from weft.prove.pool import ProcessPool
 from weft.recipe import Recipe, build_recipe, load_recipe
-from weft.train.loop import train
 from weft.train.setup import prepare
+from weft.train.training import train
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "noloco.json"

@@ -13,7 +13,7 @@ from weft.api import _outcome_of, _words_of, start
 from weft.checkpoint.run_state import Progress
 from weft.checkpoint.s3 import S3Storage
 from weft.checkpoint.storage import LocalStorage, Storage
-from weft.train.loop import Outcome
+from weft.train.training import Outcome
 
 
 @pytest.mark.parametrize(

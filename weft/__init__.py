@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         build_recipe,
         load_recipe,
     )
-    from weft.train.loop import Outcome
+    from weft.train.training import Outcome
 
 __version__ = VERSION
 __all__ = [
@@ -57,7 +57,7 @@ _HOMES = {
     "UsageError": "weft.errors",
     "register": "weft.plugins",
     "Callback": "weft.plugins",
-    "Outcome": "weft.train.loop",
+    "Outcome": "weft.train.training",
 }
 
 

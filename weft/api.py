@@ -19,9 +19,9 @@ from weft.layout.placement import island_ranks
 from weft.recipe import RUNS, Recipe, build_recipe
 from weft.run.ranks import in_ranks, own_device, rank_process
 from weft.run.signals import requests, take_ctrl_c
-from weft.train.loop import Ending, Outcome, train
 from weft.train.runs import as_recorded, prepare_run
 from weft.train.setup import device_type, model_shape, prepare
+from weft.train.training import Ending, Outcome, train
 
 
 def start(

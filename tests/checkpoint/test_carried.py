@@ -28,8 +28,8 @@ from weft.shapes.carried_files import (
     files_of_run,
 )
 from weft.shapes.config import shape_from_config, shape_from_fields
-from weft.train.loop import train
 from weft.train.setup import prepare
+from weft.train.training import train
 
 transformers = pytest.importorskip("transformers")
 

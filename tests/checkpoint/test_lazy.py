@@ -21,10 +21,10 @@ from weft.layout.mesh import Mesh
 from weft.layout.parts import Part
 from weft.train import loop
 from weft.train.build_step import build_step
-from weft.train.loop import train
 from weft.train.setup import prepare
 from weft.train.step import Step
 from weft.train.step_values import StepResult
+from weft.train.training import train
 
 SLOW = 0.3  # seconds before a copy begins
 copy = Saver._copy

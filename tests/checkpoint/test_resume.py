@@ -30,9 +30,9 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.observe.metrics import read_metrics
 from weft.recipe import ModelShape, Optimizer, build_recipe
-from weft.train.loop import train
 from weft.train.runs import prepare_run
 from weft.train.setup import build_for_training, prepare
+from weft.train.training import train
 
 HOME, TWO = {"shard": 2, "tp": 2}, {"shard": 2}
 

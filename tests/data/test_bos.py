@@ -29,9 +29,9 @@ from weft.errors import UsageError
 from weft.layout.mesh import Mesh
 from weft.observe.metrics import read_metrics
 from weft.recipe import Chat, Data, Source, build_recipe
-from weft.train.loop import train
 from weft.train.runs import as_recorded
 from weft.train.setup import Job, prepare
+from weft.train.training import train
 
 TEXTS = ["a b c", "c <bos> c b", "bb\na"]
 BOS, EOS, PAD = "<bos>", "<eos>", "<pad>"

@@ -26,9 +26,9 @@ from weft.observe.charts import charts
 from weft.observe.metrics import RecordedRun, read_metrics
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Task, Train, build_recipe
-from weft.train.loop import train
 from weft.train.score import scores
 from weft.train.setup import prepare
+from weft.train.training import train
 
 SHAPE = ModelShape(
     vocab=61, layers=2, embed=32, heads=4, kv_heads=2, ffn=48, init_std=0.5

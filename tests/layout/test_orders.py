@@ -18,8 +18,8 @@ from weft.layout.mesh import LIVE_AXES, Mesh
 from weft.layout.parts import Part
 from weft.net.groups import fake_rank
 from weft.recipe import build_recipe
-from weft.train.loop import train
 from weft.train.setup import prepare
+from weft.train.training import train
 
 MAX_WORLD = 8
 

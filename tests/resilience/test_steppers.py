@@ -14,8 +14,8 @@ from tests.resilience.survivors import losses, ranks, recorded_once
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.recipe import Recipe
-from weft.train.loop import train
 from weft.train.setup import prepare
+from weft.train.training import train
 
 STEPS = 10
 EXPERTS = {

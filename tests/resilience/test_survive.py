@@ -23,9 +23,9 @@ from weft.resilience.rank_guard import FROM_START, RankGuard
 from weft.resilience.rank_life import LEAVE
 from weft.resilience.roster import ask_to_leave, read_roster
 from weft.resilience.views import View
-from weft.train.loop import train
 from weft.train.runs import Resumed
 from weft.train.setup import prepare
+from weft.train.training import train
 
 STEPS = 12
 

@@ -15,8 +15,8 @@ from tests.resilience.survivors import Ranks, losses, ranks, recorded_once
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.recipe import Recipe
-from weft.train.loop import train
 from weft.train.setup import prepare
+from weft.train.training import train
 
 STEPS = 60
 #: Losses beside those of one device, over the largest of them.

@@ -20,7 +20,7 @@ from weft.errors import UsageError, WeftError
 from weft.observe.metrics import read_metrics
 from weft.run import sweep
 from weft.run.sweep import split_values, trials_of
-from weft.train.loop import Outcome
+from weft.train.training import Outcome
 
 RECIPE = """\
 [model]

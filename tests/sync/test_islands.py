@@ -32,8 +32,8 @@ from weft.sync.compressor import Compressor
 from weft.sync.rounds import begins, fragment_of, partners, shares
 from weft.sync.streams import Streams, open_streams
 from weft.train.islands import Apart
-from weft.train.loop import train
 from weft.train.setup import prepare
+from weft.train.training import train
 
 LAYOUTS = [
     "island=2,shard=2",

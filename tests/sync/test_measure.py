@@ -26,8 +26,8 @@ from weft.recipe import Sync, build_recipe
 from weft.sync.collectives import ring_sum
 from weft.sync.measure import WORTH, best_ring, measured_links, measured_ring
 from weft.sync.streams import Streams, streams_by_store
-from weft.train.loop import train
 from weft.train.setup import prepare
+from weft.train.training import train
 
 MBIT = 1e6 / 8
 

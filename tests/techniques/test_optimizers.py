@@ -72,8 +72,9 @@ def one_state(
                 parameter,
             )
         )
-    state = State([Unit(held)])
-    state.optimize(RuleOptimizer(Optimizer(**{"weight_decay": 0.1, **way}), mesh))
+    optimizer = RuleOptimizer(Optimizer(**{"weight_decay": 0.1, **way}), mesh)
+    state = State([Unit(held)], optimizer=optimizer)
+    state.make_slots()
     return state
 
 
@@ -119,8 +120,9 @@ def test_parameters_without_rows_here_count_their_updates(way: dict[str, Any]) -
     empty = torch.nn.Parameter(first.local[:0].clone())
     placement = replace(first.placement, box=box)
     without = Held(first.name, first.logical, placement, empty.detach(), empty)
-    state = State([Unit([without]), Unit([second])])
-    state.optimize(RuleOptimizer(Optimizer(**way), Mesh.single()))
+    optimizer = RuleOptimizer(Optimizer(**way), Mesh.single())
+    state = State([Unit([without]), Unit([second])], optimizer=optimizer)
+    state.make_slots()
     run(state, 3)
     assert [int(h.updates) for h in state.held] == [3, 3]
     assert state.updates == 3

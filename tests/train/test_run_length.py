@@ -21,7 +21,6 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.observe.metrics import read_metrics
 from weft.recipe import Optimizer, Recipe, build_recipe
-from weft.train.loop import Outcome, train
 from weft.train.rule_optimizer import (
     learning_rate,
     rate_jump,
@@ -29,6 +28,7 @@ from weft.train.rule_optimizer import (
     warmup_steps,
 )
 from weft.train.setup import prepare
+from weft.train.training import Outcome, train
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,9 @@ from weft.layout.mesh import Mesh
 from weft.observe.metrics import read_metrics
 from weft.recipe import Recipe, Validation, build_recipe
 from weft.train.evaluation import Evaluation
-from weft.train.loop import Outcome, train
 from weft.train.lowest_loss import LowestLoss, comparable
 from weft.train.setup import prepare
+from weft.train.training import Outcome, train
 
 
 @pytest.fixture(scope="module")

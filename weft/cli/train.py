@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # `weft --help` does not wait for what reads a recipe
     from collections.abc import Callable
 
     from weft.recipe import Recipe
-    from weft.train.loop import Outcome
+    from weft.train.training import Outcome
 
 
 _ranks = "Ranks for a recipe without a layout, which the planner then chooses; else one per GPU, or one."

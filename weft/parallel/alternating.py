@@ -239,7 +239,7 @@ def update_alternating(
 ) -> None:
     """Have ``alternating`` update all units of ``state`` by what ``grads`` says of each, times ``scale``."""
     optimizer, units = state.optimizer, []
-    assert optimizer is not None, "State.optimize says how"
+    assert optimizer is not None, "a state that only computes"
     state.settle()
     for unit in state.units:
         if held := [h for h in unit.held if h.learns]:

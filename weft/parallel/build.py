@@ -17,7 +17,7 @@ from weft.models.hooks import NO_HOOKS, Hooks
 from weft.models.transformer import Block, Transformer
 from weft.models.values import Values, seeded_values, with_adapter
 from weft.models.widened import multiplies_slowly
-from weft.parallel.state import Held, State, Unit, by_block
+from weft.parallel.state import Held, State, Unit, Updater, by_block
 from weft.recipe import Memory, ModelShape, Optimizer, Train
 from weft.recipe.conflicts import AskedRecipe, refuse_conflicts
 from weft.shapes.parameters import learns
@@ -63,6 +63,7 @@ def parallelize(
     shape: ModelShape, mesh: Mesh, train: Train, values: Values | None = None, seq_len: int = 1024,
     memory: Memory | None = None, lift: Callable[[Transformer], None] | None = None, summed: bool = True,
     hooks: Hooks = NO_HOOKS, report: Callable[[dict[str, Any]], None] = lambda chosen: None,
+    optimizer: Updater | None = None,
 ) -> Built:  # fmt: skip
     """Build ``shape`` under ``mesh``, step by step; each step is logged by its name.
 
@@ -70,7 +71,7 @@ def parallelize(
     where layers are dealt to stages. What ``train.freeze`` names is frozen, and so is all but the adapter of a model
     with one. ``memory``: where all that rests; on the device. ``lift`` takes out what is to have no memory here.
     Without ``summed`` a gradient stays that of its replica (``dp``). ``hooks``: what passes call. ``report`` is told
-    how many blocks' activations leave the device.
+    how many blocks' activations leave the device. ``optimizer``: what updates the state, if anything does.
     """
     memory = memory or Memory()
     dtype = getattr(torch, train.dtype)
@@ -138,7 +139,12 @@ def parallelize(
         model.get_parameter(name).data = model.get_parameter(name).to(mesh.device)
 
     log("state")
-    make = partial(State, tiers=tiers, base_elsewhere=shape.adapter is not None)
+    make = partial(
+        State,
+        tiers=tiers,
+        base_elsewhere=shape.adapter is not None,
+        optimizer=optimizer,
+    )
     if mesh.layout.placement == "moving":
         from weft.parallel.experts import copies
 

@@ -133,7 +133,8 @@ class State:
     ``learning`` are those of ``held`` that are not frozen; with ``base_elsewhere`` checkpoints leave out the others.
     What ``tiers`` keep of a unit is brought in while the unit is updated. ``due`` are updates that wait until a unit is
     visited: who looks at tensors, a checkpoint or a proof, has the state settle first. An update that has ``failed``
-    may have left some units as they were, and is raised again by then.
+    may have left some units as they were, and is raised again by then. ``optimizer``: None in a state that is never
+    updated.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class State:
         tiers: OnDevice | None = None,
         base_elsewhere: bool = False,
         go_home: Callable[[], bool] = lambda: False,
+        optimizer: Updater | None = None,
     ) -> None:
         self.tiers, self.base_elsewhere = tiers or OnDevice(), base_elsewhere
         self._go_home = go_home
@@ -153,16 +155,17 @@ class State:
         self.due: dict[
             Unit, tuple[Callable[[Unit], Mapping[str, T]], float, float]
         ] = {}
-        self.optimizer: Updater | None = None
+        self.optimizer = optimizer
         self.failed: BaseException | None = None
 
-    def optimize(self, optimizer: Updater) -> None:
-        """From now on :meth:`update` is the ``optimizer``'s, which finds its slots with every parameter that learns."""
-        self.optimizer = optimizer
+    def make_slots(self) -> None:
+        """Make what the optimizer keeps with every parameter that learns, whose values are there."""
+        if self.optimizer is None:
+            return
         for unit in self.units:
             for h in unit.held:
                 if h.learns:
-                    h.slots |= optimizer.slots(h)
+                    h.slots |= self.optimizer.slots(h)
                     h.updates = torch.zeros((), device=h.local.device)
             self.tiers.rest(
                 unit,
@@ -221,7 +224,7 @@ class State:
     def _update(
         self, unit: Unit, grads: Mapping[str, T], lr: float, scale: float = 1.0
     ) -> None:
-        assert self.optimizer is not None, "State.optimize says how"
+        assert self.optimizer is not None, "a state that only computes"
         held = [h for h in unit.held if h.learns]
         mine = [grads[h.name] for h in held]
         if scale != 1.0:
@@ -357,8 +360,9 @@ class State:
 
     @torch.no_grad()
     def fill(self, values: Values) -> None:
-        """Write ``values`` into all parameters."""
+        """Write initial ``values`` into all parameters, and make the optimizer's slots."""
         self.expose()
         for h in self.held:
             if h.local.numel():
                 h.local.copy_(values(h.name, h.logical, h.box))
+        self.make_slots()

@@ -57,7 +57,7 @@ def fork_server(preload: Sequence[str] = ()) -> Any:
     context = multiprocessing.get_context("forkserver")
     # The first operator of our own imports torch._dynamo, which every worker would do again.
     usual = ["torch", "torch._dynamo", "torch.distributed.tensor"]
-    context.set_forkserver_preload([*usual, *preload, "weft.train.loop"])
+    context.set_forkserver_preload([*usual, *preload, "weft.train.training"])
     return context
 
 

@@ -34,10 +34,10 @@ from weft.run.ranks import MEMBERS, backend_of, own_device, settle_in
 from weft.sync.presence import Presence
 from weft.sync.streams import Streams, own_port
 from weft.train.islands import take_state
-from weft.train.loop import Ending, train
 from weft.train.recorder import Recorder
 from weft.train.runs import Resumed, Run
 from weft.train.setup import Job, device_type, prepare
+from weft.train.training import Ending, train
 
 #: Seconds within which it turns out why a collective with the ranks of this island has failed.
 VERDICT_S = 15.0

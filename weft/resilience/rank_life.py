@@ -42,8 +42,8 @@ from weft.run.failure import report_failure
 from weft.run.ranks import MEMBERS, backend_of, own_device, settle_in
 from weft.run.signals import noted_signals, stop_signals
 from weft.train.guard import Regroup
-from weft.train.loop import Ending, train
 from weft.train.setup import Job, check_memory, device_type, prepare
+from weft.train.training import Ending, train
 
 #: Seconds between two looks of a rank for which the layout has no place.
 LOOK_S = 0.1

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from weft.recipe import Recipe, build_recipe
 from weft.resilience.roster import read_roster
-from weft.train.loop import Ending
+from weft.train.training import Ending
 
 
 def survive(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:

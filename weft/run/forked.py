@@ -25,7 +25,12 @@ from weft.run.signals import requests, stop_signals
 #: The variable that says 0 where every rank shall be an interpreter of its own.
 FORK = "WEFT_FORK"
 #: What ranks that train import.
-TRAINING = ("weft.api", "weft.train.loop", "torch._dynamo", "torch.distributed.tensor")
+TRAINING = (
+    "weft.api",
+    "weft.train.training",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+)
 #: What ranks that generate import.
 GENERATING = ("weft.generate.ranks", "torch._dynamo")
 

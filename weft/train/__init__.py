@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weft.recipe import Recipe
-    from weft.train.loop import Outcome
+    from weft.train.training import Outcome
 
 
 class _Train(ModuleType):

@@ -1,170 +1,48 @@
-"""The run: everything between ``weft train`` and its last checkpoint, on every rank."""
+"""The loop of a run, on every rank."""
 
 from __future__ import annotations
 
 import signal
 import sys
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-import torch
-
-from weft.checkpoint.best import Best, read_best
-from weft.checkpoint.levels import open_levels
-from weft.checkpoint.run_checkpoints import Checkpoints
 from weft.data.order import marks
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh, from_all
-from weft.observe.metrics import read_metrics
-from weft.train.build_step import build_step
-from weft.train.callbacks import Callbacks, Running
 from weft.train.evaluation import VALIDATION, Evaluation
 from weft.train.guard import Guard, Regroup
-from weft.train.opening import (
-    build_state,
-    lowest_so_far,
-    nothing_left,
-    open_folders,
-    opening_notes,
-    with_reference,
-)
-from weft.train.recorder import Recorder
 from weft.train.rule_optimizer import learning_rate
 from weft.train.setup import Job
 
 if TYPE_CHECKING:
     from weft.checkpoint.lease import Lease
+    from weft.checkpoint.levels import LevelStore
+    from weft.checkpoint.run_checkpoints import Checkpoints
     from weft.checkpoint.run_state import Progress
-    from weft.checkpoint.storage import Storage
-    from weft.recipe import Recipe
+    from weft.train.callbacks import Callbacks
     from weft.train.lowest_loss import LowestLoss
+    from weft.train.recorder import Recorder
     from weft.train.step import Step
     from weft.train.step_values import StepResult
 
-#: A run whose last so many steps were all skipped, because they were not finite, ends.
-FRUITLESS = 5
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended. ``interrupted`` is the signal that stopped it, 0 if it finished."""
-
-    run: Path
-    checkpoint: Storage | None
-    progress: Progress
-    validations: list[float]
-    interrupted: int
-
-    @property
-    def best(self) -> Best:
-        """The lowest validation loss, after which step that was, and with ``keep_best`` the checkpoint of it."""
-        return read_best(self.run)
-
-    def metrics(self, kind: str = "train") -> list[dict[str, Any]]:
-        """The records of a ``kind`` (``train``, ``validation``, ...) as they are in ``metrics.jsonl``, by step."""
-        return read_metrics(self.run).get(kind, [])
-
-
-class Ending(NamedTuple):
-    """How a run has ended for one rank.
-
-    ``outcome`` is None if others have brought the run to its end. ``concludes``: this rank is to write the report.
-    """
-
-    recipe: Recipe
-    outcome: Outcome | None
-    concludes: bool
-
-
-def train(
-    job: Job,
-    mesh: Mesh,
-    out: Path | None = None,
-    resume: str | None = None,
-    guard: Guard | None = None,
-) -> Outcome:
-    """Train to the end of the recipe, of the data, or to a signal; save, and say how it went. Runs on every rank.
-
-    ``guard`` (default: one for ``out`` and ``resume``) opens the run and is told of every step; with one that survives
-    the loss of ranks, :class:`Regroup` may be raised.
-    """
-    recipe, guard = job.recipe, guard or Guard(out, resume)
-    if mesh.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    with ExitStack() as stack:
-        lease = stack.enter_context(guard.lease())
-        run = open_folders(job, mesh, guard, lease)
-        job, notes = with_reference(job, mesh)
-        recorder: Recorder  # which there is by the first pass
-        model, state = build_state(
-            job, mesh, run,
-            passed=lambda done, of: recorder.passes(done, of),
-            report=lambda chosen: recorder.activations(chosen),
-        )  # fmt: skip
-        resumed = guard.fill(run, job, state, mesh)
-        progress, steps = resumed.progress, job.steps(resumed.progress)
-        about = job.about | {"steps": steps}
-        mesh.on_main(lambda: open_levels(run.levels, run.folder, run.fresh))
-        known, lowest, note = lowest_so_far(job, mesh, run, progress.step)
-        signals = stack.enter_context(guard.signals())
-        recorder = stack.enter_context(Recorder(job, mesh, run.folder, progress, about))
-        resumed.report(recorder)
-        for text in (*notes, note, *opening_notes(job, mesh, state, steps)):
-            if text:
-                recorder.event(text)
-        checkpoints = stack.enter_context(Checkpoints(
-            run.levels, state, progress, about, job.files, job.shape, mesh, recorder, run.folder, known,
-            strict=recipe.checkpoint.on_error == "stop", timeout=recipe.train.timeout,
-        ))  # fmt: skip
-
-        def before_update() -> None:
-            checkpoints.wait_for_copy()
-            guard.before_update()
-
-        presence = stack.enter_context(guard.presence(mesh, recipe))
-        if presence is not None:
-            from weft.train.islands import put_in_ring
-
-            if said := put_in_ring(presence.streams, state, recipe.sync):
-                recorder.event(said)
-        step = build_step(
-            model, state, mesh, recipe, before_update, presence=presence, begun=progress.step, report=recorder.report,
-        )  # fmt: skip
-        evaluation = Evaluation(
-            job, mesh, model, state, recorder, before_update, lambda: bool(signals), guard.validations
-        )  # fmt: skip
-        running = Running(recipe, run.folder, mesh, model, state, progress, recorder)
-        callbacks = Callbacks(recipe.callbacks, running)
-        guard.begin(state, mesh, resumed, recorder)
-        if progress.step >= steps and not (run.fresh or run.in_memory):
-            recorder.event(nothing_left(job, progress.step))
-        loop = Loop(
-            job, mesh, steps, step, progress, recorder, checkpoints, evaluation, callbacks, signals, lease, guard,
-            lowest, again=run.in_memory,
-        )  # fmt: skip
-        loop.run()
-    loop.check_fruitful()
-    interrupted = [signal.SIGTERM, *signals][-1] if loop.stopped else 0
-    return Outcome(
-        run.folder, checkpoints.last, progress, evaluation.validations, interrupted
-    )
+#: A run ends when so many steps in a row were skipped, because loss or gradient norm were not finite.
+MOST_SKIPPED = 5
 
 
 @dataclass
 class Loop:
-    """Data, step, agree, record, save: over and over, until the recipe is done, the data ends or a rank wants to stop.
+    """Fetch data, take a step, record it, evaluate and save, until the run ends.
 
-    ``steps``: of the whole run. ``begun`` counts the steps that have begun; those whose results are final are in
-    ``progress``. ``fruitless`` counts how many of the last steps in a row were skipped. ``again``: the run goes on from
-    the memory of ranks, and the evaluation and the checkpoint that were due after its last step may not have been made.
-    ``enough``: why the run ends early, if the validation loss gets no lower.
+    A run ends when its steps or its data are used up, when a rank asks for it, when too many steps were skipped, or
+    when the validation loss gets no lower (``enough`` says so). ``begun`` counts the steps that have begun, and
+    ``progress`` those whose results are final. ``skipped_in_a_row``: how many of the last steps were skipped.
+    ``again``: the run goes on from the memory of ranks, perhaps without an evaluation and a checkpoint that were due.
     """
 
     job: Job
     mesh: Mesh
-    steps: int
     step: Step
     progress: Progress
     recorder: Recorder
@@ -177,27 +55,25 @@ class Loop:
     lowest: LowestLoss
     again: bool = False
     stopped: bool = False
-    fruitless: int = 0
+    skipped_in_a_row: int = 0
     enough: str = ""
 
     def __post_init__(self) -> None:
-        corpus, recipe = self.job.corpus, self.job.recipe
-        self.batch, self.first, self.begun = (
-            recipe.train.batch,
-            self.progress.step,
-            self.progress.step,
-        )
-        self.loader = self.job.loader(corpus.train, self.mesh)
+        self.batch = self.job.recipe.train.batch
+        self.first = self.begun = self.progress.step
+        self.steps = self.job.steps(self.progress)
+        self.loader = self.job.loader(self.job.corpus.train, self.mesh)
 
     def run(self) -> None:
+        """Train to the end. Raises :class:`Regroup` if ranks are about to leave or to join instead. Collective."""
         self.callbacks.call("start")
         if not self.progress.step:
-            self.evaluate(self.evaluation.missing(0))
+            self.evaluate_and_save(self.evaluation.missing(0), [])
         elif self.again:
-            self.evaluate(self.evaluation.due(self.progress.step))
-            if to_save := self.checkpoints.due(self.progress.step):
-                self.checkpoints.save(to_save)
-            self.keep_best()
+            step = self.progress.step
+            self.evaluate_and_save(
+                self.evaluation.due(step), self.checkpoints.due(step)
+            )
         self.look_back()
         self.recorder.restart_clock()
         while self.begun < self.steps and not self.ending:
@@ -205,28 +81,28 @@ class Loop:
             with self.guard.step(self.begun + 1):
                 results = self.recorder.watch(self.begun, self.take_step)
             self.begun += 1
-            to_save, to_evaluate = (
-                self.checkpoints.due(self.begun),
-                self.evaluation.due(self.begun),
-            )
+            to_evaluate = self.evaluation.due(self.begun)
+            to_save = self.checkpoints.due(self.begun)
             self.stopped = any(result.stop for result in results)
             last = self.stopped or self.begun == self.steps
             if to_save or to_evaluate or last or self.guard.due(self.begun):
                 results += self.step.finish()
             self.account(results)
-            for news in self.step.news():
-                self.recorder.event(news)
             self.guard.after_step()
-            self.recorder.end_step()
+            self.recorder.end_step(self.step.news())
             self.checkpoints.poll()
-            self.evaluate(to_evaluate)
-            if to_save and not self.ending:
-                self.checkpoints.save(to_save)
-            self.keep_best()
+            self.evaluate_and_save(to_evaluate, to_save)
             self.look_back()
             if to_evaluate or to_save:
                 self.recorder.restart_clock()
         self.end()
+
+    def evaluate_and_save(self, names: list[str], levels: Sequence[LevelStore]) -> None:
+        """Evaluate what ``names`` says, save to ``levels`` unless the run ends now, and keep the best state."""
+        self.evaluate(names)
+        if levels and not self.ending:
+            self.checkpoints.save(levels)
+        self.keep_best()
 
     def take_step(self) -> list[StepResult]:
         """Fetch the next batches and take a step with them; the results that are final now."""
@@ -251,7 +127,7 @@ class Loop:
             self.progress.advance(
                 min(self.batch, left), result.tokens, not result.skipped
             )
-            self.fruitless = self.fruitless + 1 if result.skipped else 0
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
             self.stopped = self.stopped or result.stop
             self.recorder.step(result, lr)
             self.callbacks.call("after_step", result)
@@ -318,7 +194,7 @@ class Loop:
             self.evaluate(self.evaluation.missing(self.progress.step))
             self.keep_best()
         # A broken model must not push a whole one out.
-        self.checkpoints.finish(save=self.fruitless < FRUITLESS)
+        self.checkpoints.finish(save=self.skipped_in_a_row < MOST_SKIPPED)
         self.callbacks.running.checkpoint = self.checkpoints.last
         self.callbacks.call("end")
 
@@ -355,13 +231,16 @@ class Loop:
 
     @property
     def ending(self) -> bool:
-        return self.stopped or self.fruitless >= FRUITLESS or bool(self.enough)
+        return (
+            self.stopped or self.skipped_in_a_row >= MOST_SKIPPED or bool(self.enough)
+        )
 
-    def check_fruitful(self) -> None:
+    def check_skipped(self) -> None:
         """Raise :class:`WeftError` if the last steps were all skipped."""
-        if self.fruitless >= FRUITLESS:
+        if self.skipped_in_a_row >= MOST_SKIPPED:
             raise WeftError(
-                f"loss or gradient norm were not finite in {self.fruitless} steps in a row, which changed nothing; "
-                f"ended at step {self.progress.step}, without saving: lower optimizer.lr, lengthen optimizer.warmup, "
+                f"loss or gradient norm were not finite in {self.skipped_in_a_row} steps in a row, which changed "
+                f"nothing; ended at step {self.progress.step}, without saving: lower optimizer.lr, lengthen "
+                "optimizer.warmup, "
                 "or look at the data and the weights it began with"
             )

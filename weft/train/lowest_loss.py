@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from weft.checkpoint.best import Best
+from weft.checkpoint.best import Best, read_best
+from weft.data.cache import digest
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from weft.layout.mesh import Mesh
     from weft.recipe import Validation
+    from weft.train.setup import Job
 
 
 def comparable(known: Best, data: str, step: int) -> tuple[Best, str]:
@@ -21,13 +26,28 @@ def comparable(known: Best, data: str, step: int) -> tuple[Best, str]:
     return known, ""
 
 
+def lowest_of_run(job: Job, mesh: Mesh, folder: Path, step: int) -> LowestLoss:
+    """Return the lowest validation loss of the run in ``folder``, which is at ``step``. Collective."""
+    known = mesh.on_main(lambda: read_best(folder))
+    settings = job.recipe.validation
+    data = digest(job.corpus.validated, settings.batches, job.recipe.train.batch)
+    best, note = comparable(known, data, step)
+    return LowestLoss(settings, best, data, known, note)
+
+
 @dataclass
 class LowestLoss:
-    """The ``best`` validation so far, on ``data`` of this digest. ``improved``: nobody has asked for it yet."""
+    """The lowest validation loss so far, ``best``, on data with the digest ``data``.
+
+    ``known``: what the run's folder has as its best. ``note``: why the run compares with nothing yet, if it has to be
+    said. ``improved``: :meth:`news` has not returned the present best yet.
+    """
 
     settings: Validation
     best: Best
     data: str = ""
+    known: Best = field(default_factory=Best)
+    note: str = ""
     improved: bool = False
 
     def take(self, step: int, loss: float) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import record_function
@@ -34,88 +34,68 @@ Results = list[StepResult]
 
 
 class Recorder:
-    """A context in which a run is recorded. Ranks other than the main one only take part in profiles.
+    """Records a run: metrics, the display, profiles and traces. Only the main rank writes and prints.
 
-    ``progress`` is read whenever something is recorded; ``about`` goes into the record of the run itself. The time from
-    :meth:`restart_clock` to :meth:`lap` is that of the steps that became final in between.
+    The time from :meth:`restart_clock` to :meth:`lap` is that of the steps that became final in between.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        mesh: Mesh,
-        folder: Path,
-        progress: Progress,
-        about: Mapping[str, Any],
-    ) -> None:
-        self._mixtures, self._moved = job.shape.mixtures, 0
-        self._recipe, self._mesh, self._folder, self._progress = (
-            job.recipe,
-            mesh,
-            folder,
-            progress,
+    def __init__(self, job: Job, mesh: Mesh, folder: Path) -> None:
+        self.folder = folder
+        self._job, self._recipe, self._mesh, self._moved = job, job.recipe, mesh, 0
+        shape, peak = (
+            job.shape,
+            peak_flops(mesh.device, getattr(torch, job.recipe.train.dtype)),
         )
-        parameters, frozen = (
-            parameter_count(job.shape, job.shape.vocab),
-            job.recipe.train.freeze,
-        )
-        learning = learning_count(job.shape, job.shape.vocab, frozen)
-        kind = (
-            torch.cuda.get_device_name(mesh.device)
-            if mesh.device.type == "cuda"
-            else "CPU"
-        )
-        device = f"{mesh.layout.world} x {kind}"
-        peak = peak_flops(mesh.device, getattr(torch, job.recipe.train.dtype))
         # The tokens of a step are those of this island, or of all islands where their gradients are summed.
-        self._peak = peak and peak * mesh.layout.world * (
-            mesh.islands if job.recipe.sync.of_gradients else 1
-        )
-        # forward, and nothing else
+        islands = mesh.islands if job.recipe.sync.of_gradients else 1
+        self._peak = peak and peak * mesh.layout.world * islands
+        # two forward passes, and nothing else
         twice = job.recipe.optimizer.estimate == "zeroth-order"
         self._per_token = (1 + twice) * flops_per_token(
-            job.shape,
-            job.shape.vocab,
+            shape,
+            shape.vocab,
             job.recipe.data.seq_len,
-            ("*",) if twice else frozen,
+            ("*",) if twice else job.recipe.train.freeze,
         )
-        self._about = {
-            **about, "device": device, "parameters": parameters, "learning": learning,
-            "flops_per_token": self._per_token, "peak_flops": self._peak,
-            "started": datetime.datetime.now().isoformat(timespec="seconds"),
-        }  # fmt: skip
-        size = (
-            f"{parameters / 1e6:.1f}M parameters"
-            + f" ({learning / 1e6:.2f}M learn)" * (learning != parameters)
-        )
-        title = f"{job.recipe.name}: {size} on {job.recipe.layout}, {device}"
-        self._display = Display(job.steps(progress), title, enabled=mesh.speaks)
         self._hardware = HardwareLoad(mesh.device)
-        self._stack, self._tracing = ExitStack(), job.recipe.observe.trace > 0
+        self._tracing = job.recipe.observe.trace > 0
         self._traced: Callable[[], bool] = lambda: False
         self._begun, self._seconds, self._data_s = time.perf_counter(), 0.0, 0.0
         self._split: TimeSplit | None = None  # of the step that has just been taken
 
-    def __enter__(self) -> Self:
-        observe = self._recipe.observe
+    @contextmanager
+    def recording(self, progress: Progress) -> Iterator[None]:
+        """A context in which the run is recorded; ``progress`` is read whenever something is."""
+        recipe, mesh, shape = self._recipe, self._mesh, self._job.shape
+        self._progress = progress
+        parameters = parameter_count(shape, shape.vocab)
+        learning = learning_count(shape, shape.vocab, recipe.train.freeze)
+        cuda = mesh.device.type == "cuda"
+        kind = torch.cuda.get_device_name(mesh.device) if cuda else "CPU"
+        device = f"{mesh.layout.world} x {kind}"
+        size = (
+            f"{parameters / 1e6:.1f}M parameters"
+            + f" ({learning / 1e6:.2f}M learn)" * (learning != parameters)
+        )
+        title = f"{recipe.name}: {size} on {recipe.layout}, {device}"
+        self._display = Display(self._job.steps(progress), title, enabled=mesh.speaks)
         with ExitStack() as stack:
             stack.enter_context(self._display)
-            folder = self._folder if self._mesh.is_main else None
-            self._metrics = Metrics(folder, observe.trackers, self._display.note)
+            folder = self.folder if mesh.is_main else None
+            self._metrics = Metrics(folder, recipe.observe.trackers, self._display.note)
             stack.callback(self._metrics.close)
-            self.log(
-                "run", **self._about, **(environment() if self._mesh.is_main else {})
-            )
+            self.log("run", **{
+                **self._job.facts(progress), "device": device, "parameters": parameters, "learning": learning,
+                "flops_per_token": self._per_token, "peak_flops": self._peak,
+                "started": datetime.datetime.now().isoformat(timespec="seconds"),
+                **(environment() if mesh.is_main else {}),
+            })  # fmt: skip
             if self._tracing:
                 from weft.observe.split import trace
 
-                path = self._folder / f"trace/rank-{os.environ.get('RANK', 0)}.json"
-                self._traced = stack.enter_context(trace(path, observe.trace))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *problem: Any) -> None:
-        self._stack.__exit__(*problem)
+                path = self.folder / f"trace/rank-{os.environ.get('RANK', 0)}.json"
+                self._traced = stack.enter_context(trace(path, recipe.observe.trace))
+            yield
 
     def event(self, text: str) -> None:
         """Print a line, and record it."""
@@ -248,7 +228,7 @@ class Recorder:
         self._moved += sent["moves"]
         if self._progress.step % self._recipe.observe.every:
             return
-        loads = by_layer(self._mixtures, result.loads)
+        loads = by_layer(self._job.shape.mixtures, result.loads)
         most = max(
             max(counts) * len(counts) / max(1, sum(counts)) for counts in loads.values()
         )
@@ -271,6 +251,8 @@ class Recorder:
         record |= {f"{what}_mib": sent[what] / 2**20 for what in SENT if travels[what]}
         self.log("experts", **record)
 
-    def end_step(self) -> None:
-        """Called after every step, so that a trace can tell one step from the next."""
+    def end_step(self, news: Sequence[str]) -> None:
+        """Report news of a step, and tell a trace that the step has ended."""
+        for line in news:
+            self.event(line)
         self._tracing = self._traced()

@@ -144,23 +144,21 @@ class Job:
         )
         return min(asked or end, end)
 
-    @property
-    def about(self) -> dict[str, Any]:
-        """The facts about a run that its record and its checkpoints hold."""
+    def facts(self, progress: Progress) -> dict[str, Any]:
+        """Return the facts about a run that its record and its checkpoints hold."""
         recipe = self.recipe.model_copy(update={"model": self.shape})
-        layout, base = self.recipe.layout, None
+        facts = {
+            "recipe": recipe.model_dump(mode="json"),
+            "layout": str(recipe.layout),
+            "world": recipe.layout.world,
+            "data": self.corpus.fingerprint,
+        }
         if self.shape.adapter is not None:
             from weft.checkpoint.resume_check import run_base
 
-            base = run_base(self.recipe, self.shape)
-        about = {
-            "recipe": recipe.model_dump(mode="json"),
-            "layout": str(layout),
-            "world": layout.world,
-        }
-        return (
-            about | {"data": self.corpus.fingerprint} | ({"base": base} if base else {})
-        )
+            if base := run_base(self.recipe, self.shape):
+                facts["base"] = base
+        return facts | {"steps": self.steps(progress)}
 
 
 def device_type(recipe: Recipe) -> str:
@@ -258,8 +256,8 @@ def build_for_training(
             summed=not recipe.resilience.combines,
             hooks=hooks_of(recipe.loss, shape.vocab, passed),
             report=report,
+            optimizer=RuleOptimizer(recipe.optimizer, mesh),
         )
-        state.optimize(RuleOptimizer(recipe.optimizer, mesh))
     if mesh.islands > 1:
         from weft.train.islands import add_slots
 

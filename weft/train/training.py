@@ -1,0 +1,207 @@
+"""A run from ``weft train`` to its last checkpoint, on every rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from weft.checkpoint.best import Best, read_best
+from weft.checkpoint.levels import check_hosts, open_levels
+from weft.checkpoint.run_checkpoints import Checkpoints
+from weft.models.widened import widened_note
+from weft.observe.metrics import read_metrics
+from weft.run.signals import requests
+from weft.train.build_step import build_step
+from weft.train.callbacks import Callbacks, Running
+from weft.train.evaluation import Evaluation
+from weft.train.guard import Guard
+from weft.train.loop import Loop
+from weft.train.lowest_loss import lowest_of_run
+from weft.train.recorder import Recorder
+from weft.train.rule_optimizer import warmup_note
+from weft.train.runs import checkpoint_size, open_for_island
+from weft.train.setup import Job, build_for_training
+
+if TYPE_CHECKING:
+    from weft.checkpoint.lease import Lease
+    from weft.checkpoint.run_state import Progress
+    from weft.checkpoint.storage import Storage
+    from weft.layout.mesh import Mesh
+    from weft.parallel.build import Built
+    from weft.recipe import Recipe
+    from weft.train.runs import Run
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. ``interrupted`` is the signal that stopped it, 0 if it finished."""
+
+    run: Path
+    checkpoint: Storage | None
+    progress: Progress
+    validations: list[float]
+    interrupted: int
+
+    @property
+    def best(self) -> Best:
+        """The lowest validation loss, after which step that was, and with ``keep_best`` the checkpoint of it."""
+        return read_best(self.run)
+
+    def metrics(self, kind: str = "train") -> list[dict[str, Any]]:
+        """The records of a ``kind`` (``train``, ``validation``, ...) as they are in ``metrics.jsonl``, by step."""
+        return read_metrics(self.run).get(kind, [])
+
+
+class Ending(NamedTuple):
+    """How a run has ended for one rank.
+
+    ``outcome`` is None if others have brought the run to its end. ``concludes``: this rank is to write the report.
+    """
+
+    recipe: Recipe
+    outcome: Outcome | None
+    concludes: bool
+
+
+def train(
+    job: Job,
+    mesh: Mesh,
+    out: Path | None = None,
+    resume: str | None = None,
+    guard: Guard | None = None,
+) -> Outcome:
+    """Train until the recipe or the data ends or a signal arrives, and save. Collective.
+
+    ``guard`` opens the run and is called at every step; it defaults to one for ``out`` and ``resume``. A guard that
+    survives the loss of ranks may raise :class:`weft.train.guard.Regroup`.
+    """
+    if mesh.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    with ExitStack() as stack:
+        loop = open_loop(job, mesh, guard or Guard(out, resume), stack)
+        loop.run()
+    loop.check_skipped()
+    return Outcome(
+        loop.recorder.folder,
+        loop.checkpoints.last,
+        loop.progress,
+        loop.evaluation.validations,
+        [signal.SIGTERM, *loop.signals][-1] if loop.stopped else 0,
+    )
+
+
+def open_loop(job: Job, mesh: Mesh, guard: Guard, stack: ExitStack) -> Loop:
+    """Open a run's places, build and fill its state, and return its loop. Collective.
+
+    ``stack`` closes what the loop needs.
+    """
+    recipe, lease = job.recipe, stack.enter_context(guard.lease())
+    run = open_folders(job, mesh, guard, lease)
+    job, notes = with_reference(job, mesh)
+    recorder = Recorder(job, mesh, run.folder)
+    model, state = build_state(job, mesh, run, recorder)
+    resumed = guard.fill(run, job, state, mesh)
+    progress = resumed.progress
+    mesh.on_main(lambda: open_levels(run.levels, run.folder, run.fresh))
+    lowest = lowest_of_run(job, mesh, run.folder, progress.step)
+    signals = stack.enter_context(guard.signals())
+
+    stack.enter_context(recorder.recording(progress))
+    resumed.report(recorder)
+    report_notes(
+        recorder,
+        *notes,
+        lowest.note,
+        state.tiers.note,
+        widened_note(recipe.train.dtype, mesh.device),
+        warmup_note(recipe.optimizer, job.steps(progress)),
+    )
+    checkpoints = stack.enter_context(Checkpoints(
+        run.levels, state, progress, job.facts(progress), job.files, job.shape, mesh, recorder, run.folder,
+        lowest.known, strict=recipe.checkpoint.on_error == "stop", timeout=recipe.train.timeout,
+    ))  # fmt: skip
+
+    def before_update() -> None:
+        checkpoints.wait_for_copy()
+        guard.before_update()
+
+    presence = stack.enter_context(guard.presence(mesh, recipe))
+    if presence is not None:
+        from weft.train.islands import put_in_ring
+
+        report_notes(recorder, put_in_ring(presence.streams, state, recipe.sync))
+    step = build_step(
+        model, state, mesh, recipe, before_update, presence=presence, begun=progress.step, report=recorder.report,
+    )  # fmt: skip
+    evaluation = Evaluation(
+        job, mesh, model, state, recorder, before_update, lambda: bool(signals), guard.validations
+    )  # fmt: skip
+    running = Running(recipe, run.folder, mesh, model, state, progress, recorder)
+    callbacks = Callbacks(recipe.callbacks, running)
+    guard.begin(state, mesh, resumed, recorder)
+    if progress.step >= job.steps(progress) and not (run.fresh or run.in_memory):
+        recorder.event(nothing_left(job, progress.step))
+    return Loop(
+        job, mesh, step, progress, recorder, checkpoints, evaluation, callbacks, signals, lease, guard, lowest,
+        again=run.in_memory,
+    )  # fmt: skip
+
+
+def report_notes(recorder: Recorder, *notes: str) -> None:
+    """Print and record the notes that are not empty."""
+    for note in filter(None, notes):
+        recorder.event(note)
+
+
+def open_folders(job: Job, mesh: Mesh, guard: Guard, lease: Lease) -> Run:
+    """Choose and lease the folder and the places of a run. Collective."""
+    recipe, size = job.recipe, checkpoint_size(job)
+    opened = partial(guard.open, recipe, lease, size)
+    run = mesh.on_main(lambda: open_for_island(mesh, opened, recipe, lease, size))
+    if mesh.speaks:
+        requests.open_run(run.folder)
+    world = recipe.layout.world
+    check_hosts(run.levels, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    return run
+
+
+def with_reference(job: Job, mesh: Mesh) -> tuple[Job, list[str]]:
+    """The job with what its loss compares with, and what is to be said of that. Collective."""
+    if not job.recipe.loss.of_pairs:
+        return job, []
+    from weft.train.reference import with_cached_reference
+
+    return with_cached_reference(job, mesh)
+
+
+def build_state(job: Job, mesh: Mesh, run: Run, recorder: Recorder) -> Built:
+    """Build the model and its state, with the values of ``model.from`` where the run begins with these. Collective."""
+    recipe, values = job.recipe, None
+    from_origin = recipe.model.origin is not None and not run.in_memory
+    if from_origin and (run.fresh or job.shape.adapter):
+        # other runs need not import what reads all formats
+        from weft.checkpoint.weights import starting_values
+
+        values = starting_values(recipe, job.shape)
+    return build_for_training(
+        job.shape, mesh, recipe, values, recorder.passes, recorder.activations
+    )
+
+
+def nothing_left(job: Job, step: int) -> str:
+    """What to say of a run that is resumed after its last step."""
+    train, data = job.recipe.train, job.recipe.data
+    limit = (
+        f"train.steps = {train.steps}"
+        if step >= train.steps > 0
+        else f"data.epochs = {data.epochs}"
+    )
+    more = f"raise {limit.partition(' ')[0]} to train on"
+    return f"the run is complete: it has taken {step} steps, and {limit} asks for no more; {more}"
