@@ -92,7 +92,7 @@ def be_rank(trials: list[Trial], folder: Path) -> None:
 
     from weft.layout.mesh import Mesh
     from weft.recipe import load_recipe
-    from weft.rehearse.step import plain_batches
+    from weft.rehearse.rehearsed_step import plain_batches
     from weft.train.setup import build_for_training, model_shape
 
     jobs = {}

@@ -107,15 +107,15 @@ def measure(layout: str) -> dict[str, Any]:
 
 def predictions(probe: Path, layouts: list[str]) -> dict[str, dict[str, Any]]:
     from weft.recipe import load_recipe
-    from weft.rehearse.choose import rehearsals
-    from weft.rehearse.clock import predict
+    from weft.rehearse.clock import predict_step
     from weft.rehearse.curves import ProbedMachine
+    from weft.rehearse.local_choice import rehearsals
 
     local = ProbedMachine.of(tomllib.loads(probe.read_text())["calibration"])
     found = {}
     for layout in layouts:
         recipe = load_recipe(RECIPE, [], layout)
-        p = predict(local, rehearsals(recipe, local), recipe.layout)
+        p = predict_step(local, rehearsals(recipe, local), recipe.layout)
         found[layout] = {
             "seconds": p.seconds,
             "memory": list(p.memory),

@@ -46,8 +46,8 @@ def be_rank(layout: str, settings: list[str], out: Path, what: str) -> None:
 
     from weft.layout.mesh import Mesh
     from weft.recipe import load_recipe
-    from weft.rehearse.probe import links
-    from weft.rehearse.step import plain_batches
+    from weft.rehearse.machine_probe import probe_links
+    from weft.rehearse.rehearsed_step import plain_batches
     from weft.run.ranks import init_ranks
     from weft.train.setup import build_for_training, model_shape
     from weft.train.step import train_step
@@ -55,7 +55,7 @@ def be_rank(layout: str, settings: list[str], out: Path, what: str) -> None:
     torch.set_num_threads(1)
     init_ranks("cpu", 120)
     if what == "links":
-        table = links()
+        table = probe_links()
         if dist.get_rank() == 0:
             out.write_text(json.dumps(table))
     else:
@@ -130,10 +130,10 @@ def planned(
     import torch
 
     from weft.recipe import load_recipe
-    from weft.rehearse.choose import traffic_of
-    from weft.rehearse.links import WorkerLinks
-    from weft.rehearse.mapping import place_axes, seconds
-    from weft.rehearse.step import plain_batches, rehearse
+    from weft.rehearse.local_choice import traffic_of
+    from weft.rehearse.mapping import place_axes, traffic_seconds
+    from weft.rehearse.rehearsed_step import plain_batches, rehearse
+    from weft.rehearse.worker_links import WorkerLinks
     from weft.train.setup import model_shape
 
     torch.set_num_threads(1)
@@ -145,7 +145,9 @@ def planned(
     traffic = traffic_of(seen.events, 0, recipe.layout)
     links = WorkerLinks.of(table)
     placed = place_axes(links, recipe.layout, traffic)
-    best, naive = (seconds(links, one, traffic) for one in (placed, recipe.layout))
+    best, naive = (
+        traffic_seconds(links, order, traffic) for order in (placed, recipe.layout)
+    )
     return placed, best, naive, {a: vars(t) for a, t in traffic.items()}
 
 

@@ -58,8 +58,8 @@ def with_planned_layout(recipe: Recipe, ranks: int | None) -> tuple[Recipe, list
     Its ranks are those that were started, else ``ranks``, else one per GPU; on a CPU alone it stays one.
     """
     from weft.observe.measured import FILE
-    from weft.planner.choose import choose
-    from weft.planner.engine import ENGINES
+    from weft.planner.choose import choose_layout
+    from weft.planner.engine_constants import ENGINES
     from weft.planner.machine import local_cluster
     from weft.planner.own import own_runs
 
@@ -83,7 +83,7 @@ def with_planned_layout(recipe: Recipe, ranks: int | None) -> tuple[Recipe, list
     cluster_here = local_cluster(device, memory, world, local)
     # Ranks that were started elsewhere must all come to the same layout, whatever files each of them sees.
     own = None if started else own_runs(RUNS / FILE, cluster_here.device)
-    choice = choose(
+    choice = choose_layout(
         recipe,
         model_shape(recipe),
         cluster_here,

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from rows import read_rows
 from script import run
 
-from weft.planner import cost, engine, fit, machine
+from weft.planner import cost, engine_constants, fit, machine
 
-#: What a time constant of :class:`weft.planner.engine.EngineConstants` is if nobody has looked: everything at full
-#: rate, nothing hidden, nothing extra.
+#: What a time constant of :class:`weft.planner.engine_constants.EngineConstants` is if nobody has looked: everything at
+#: full rate, nothing hidden, nothing extra.
 NEUTRAL: dict[str, float] = {
     "matmul": 1.0, "attention": 0.5, "elementwise": 8.0, "inner": 2.0, "kernels": 0.0, "exposed_dp": 1.0,
     "exposed_cp": 1.0, "network": 1.0, "buckets": 0.0, "step": 0.0, "jitter": 0.0, "moe": 0.0,
@@ -74,9 +74,9 @@ def without(name: str) -> Iterator[None]:
         elif name.endswith(" neutral"):
             field = name.removesuffix(" neutral")
             stack.enter_context(mock.patch.object(fit, "KNOBS", without_knob(field)))
-            stack.enter_context(mock.patch.dict(engine.ENGINES))
-            for key, own in list(engine.ENGINES.items()):
-                engine.ENGINES[key] = replace(own, **{field: NEUTRAL[field]})
+            stack.enter_context(mock.patch.dict(engine_constants.ENGINES))
+            for key, own in list(engine_constants.ENGINES.items()):
+                engine_constants.ENGINES[key] = replace(own, **{field: NEUTRAL[field]})
         elif name in HIDDEN:
             stack.enter_context(mock.patch.object(cost, name, HIDDEN[name]))
         elif name in ("clock", "low"):
@@ -86,9 +86,10 @@ def without(name: str) -> Iterator[None]:
                 machine.DEVICES[key] = replace(device, **{name: common})
         elif "." in name:
             kind, field = name.split(".")
-            stack.enter_context(mock.patch.dict(engine.ENGINES))
-            engine.ENGINES[kind] = replace(
-                engine.ENGINES[kind], **{field: getattr(engine.EngineConstants, field)}
+            stack.enter_context(mock.patch.dict(engine_constants.ENGINES))
+            engine_constants.ENGINES[kind] = replace(
+                engine_constants.ENGINES[kind],
+                **{field: getattr(engine_constants.EngineConstants, field)},
             )
         elif name != "nothing":
             raise ValueError(f"nothing is called {name!r}")
@@ -104,13 +105,13 @@ def names() -> list[str]:
     found = [f"{knob.field} preset" for knob in fit.KNOBS] + [
         f"{field} neutral"
         for field in NEUTRAL
-        if hasattr(engine.EngineConstants, field)
+        if hasattr(engine_constants.EngineConstants, field)
     ]
     found += [*HIDDEN, "clock", "low"]
-    for kind, own in engine.ENGINES.items():
+    for kind, own in engine_constants.ENGINES.items():
         for field in NEUTRAL:
             if getattr(own, field) != getattr(
-                engine.EngineConstants, field
+                engine_constants.EngineConstants, field
             ) and kind not in ("weft", "xla"):
                 found.append(f"{kind}.{field}")
     return found

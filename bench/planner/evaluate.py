@@ -20,7 +20,7 @@ from rich.table import Table as Grid
 from rows import read_rows
 from script import run
 
-from weft.planner.fit import Measurement, columns
+from weft.planner.fit import Measurement, measurement_columns
 from weft.planner.own import load
 
 Array = NDArray[np.float64]
@@ -53,7 +53,7 @@ def error(predicted: Array, measured: Array) -> float:
 
 def constant_utilisation(rows: Sequence[Measurement]) -> Array:
     """Seconds at one utilisation per device and precision, the one that fits these very rows best."""
-    shape, machine, plan, _ = columns(rows)
+    shape, machine, plan, _ = measurement_columns(rows)
     ideal = (
         shape.flops_per_token(plan.seq)
         * plan.batch

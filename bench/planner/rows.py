@@ -7,7 +7,7 @@ from pathlib import Path
 
 from weft.errors import UsageError, WeftError
 from weft.planner.cost import AWAY, CONTEXT, Plan, schedule_number, schedules
-from weft.planner.engine import ENGINES
+from weft.planner.engine_constants import ENGINES
 from weft.planner.fit import Measurement
 from weft.planner.machine import Machine, find_device, machine_of
 from weft.planner.planned_model import SHAPES

@@ -17,7 +17,7 @@ from weft.layout.layout import Layout
 from weft.parallel import units
 from weft.prove.equality import Difference
 from weft.recipe import Data, ModelShape, Recipe, Train
-from weft.rehearse.step import plain_batches, rehearse
+from weft.rehearse.rehearsed_step import plain_batches, rehearse
 from weft.train.step import evaluate, train_step
 
 

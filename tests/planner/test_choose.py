@@ -12,7 +12,7 @@ from tests.started import Started
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.parallel.build import check_fits
-from weft.planner.choose import choose
+from weft.planner.choose import choose_layout
 from weft.planner.machine import Cluster, local_cluster
 from weft.recipe import Recipe, build_recipe, load_recipe
 
@@ -43,7 +43,9 @@ def recipe_of(**train: object) -> Recipe:
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_the_choice_can_be_built_and_says_how_to_pin_it(world: int) -> None:
     recipe = recipe_of()
-    choice = choose(recipe, recipe.model, local_cluster("CPU", 4e9, world, world))
+    choice = choose_layout(
+        recipe, recipe.model, local_cluster("CPU", 4e9, world, world)
+    )
     layout = choice.recipe.layout
     assert layout.world == world
     check_fits(recipe.model.model_copy(update={"vocab": 257}), layout)
@@ -55,14 +57,14 @@ def test_the_choice_can_be_built_and_says_how_to_pin_it(world: int) -> None:
     assert Layout.parse(choice.line.rpartition("--layout ")[2]) == layout
     words = list(choice.overrides)
     assert Layout.parse(words[words.index("--layout") + 1]) == layout
-    assert choice == choose(
+    assert choice == choose_layout(
         recipe, recipe.model, local_cluster("CPU", 4e9, world, world)
     ), "every rank must agree"
 
 
 def test_what_the_recipe_says_stays() -> None:
     recipe = recipe_of(micro_batch=2, recompute="full", dtype="bfloat16")
-    choice = choose(recipe, recipe.model, Cluster(device="H100-80GB", count=4))
+    choice = choose_layout(recipe, recipe.model, Cluster(device="H100-80GB", count=4))
     assert (
         choice.recipe.train.micro_batch == 2 and choice.recipe.train.recompute == "full"
     )
@@ -71,7 +73,7 @@ def test_what_the_recipe_says_stays() -> None:
         UsageError,
         match=r"no layout for 11 ranks: .*the batch does not divide.*--layout dp=N",
     ):
-        choose(recipe, recipe.model, Cluster(device="H100-80GB", count=11))
+        choose_layout(recipe, recipe.model, Cluster(device="H100-80GB", count=11))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_what_rests_where_stays(memory: dict[str, str]) -> None:
     recipe = build_recipe(
         recipe_of().model_dump() | {"memory": {**memory, "folder": "/scratch"}}
     )
-    choice = choose(recipe, recipe.model, local_cluster("CPU", 4e9, 2, 2))
+    choice = choose_layout(recipe, recipe.model, local_cluster("CPU", 4e9, 2, 2))
     assert (
         choice.recipe.memory.away == recipe.memory.away
         and choice.recipe.memory.folder == "/scratch"

@@ -19,13 +19,18 @@ from tests.conftest import Command
 from tests.measured import until_true
 from weft.parallel.build import check_fits
 from weft.planner.cost import Plan, schedule_number
-from weft.planner.engine import ENGINES
-from weft.planner.explain import best_alternatives, differences, recipe_tree, verdict
+from weft.planner.engine_constants import ENGINES
+from weft.planner.explain import (
+    best_alternatives,
+    differences,
+    layout_verdict,
+    recipe_tree,
+)
 from weft.planner.finalists import Final, finalists, refine
+from weft.planner.layout_search import Pin, SearchResult, search
 from weft.planner.machine import load_cluster
 from weft.planner.page import PlanQuestion, page, timeline
 from weft.planner.planned_model import SHAPES, load_model
-from weft.planner.search import Pin, SearchResult, search
 from weft.recipe import build_recipe
 
 
@@ -180,11 +185,11 @@ def test_reasons_name_the_cause() -> None:
     assert first and wide and redone
     assert re.match(
         r"tp=16 loses, \+\d+\.\d% time: its all-reduces cross the border of the fast links",
-        verdict(first, wide),
+        layout_verdict(first, wide),
     )
-    assert "the forward is computed again" in verdict(first, redone)
+    assert "the forward is computed again" in layout_verdict(first, redone)
     assert differences(first, redone) == ["recompute=full"]
-    assert " wins, -" in verdict(wide, first)
+    assert " wins, -" in layout_verdict(wide, first)
 
 
 @pytest.mark.parametrize("model", ["llama3-70b", "llama3-8b"])

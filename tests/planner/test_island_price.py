@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Command
-from weft.planner.engine import ENGINES
+from weft.planner.engine_constants import ENGINES
 from weft.planner.island_price import (
     EVERY,
     EXPOSED,

@@ -13,8 +13,8 @@ from rows import read_rows
 
 from weft.observe.measured import FILE, append, row_of
 from weft.planner.cost import step_time
-from weft.planner.engine import ENGINES, stack
-from weft.planner.fit import columns
+from weft.planner.engine_constants import ENGINES, stack
+from weft.planner.fit import measurement_columns
 from weft.planner.own import own_runs, read_own
 from weft.recipe import build_recipe
 
@@ -117,7 +117,7 @@ def test_the_model_moves_towards_what_was_measured_and_not_beyond(
     for i, layout in enumerate(LAYOUTS[:count]):
         append(run_of(tmp_path / f"draft-{i}", layout, 1.0))
     rows, _ = read_rows(tmp_path / FILE)
-    shape, machine, plan, engine = columns(rows)
+    shape, machine, plan, engine = measurement_columns(rows)
     preset = step_time(shape, machine, plan, engine).total
     (tmp_path / FILE).unlink()
     for i, layout in enumerate(LAYOUTS[:count]):

@@ -21,9 +21,18 @@ from script import run
 from tests.conftest import Command
 from tests.measured import until_true
 from weft.errors import UsageError, WeftError
-from weft.planner.cost import Cost, Plan, axis, gather, schedule_number, step_time
-from weft.planner.engine import ENGINES, EngineConstants, stack
+from weft.planner.cost import (
+    AxisLink,
+    Cost,
+    Plan,
+    axis_link,
+    gather,
+    schedule_number,
+    step_time,
+)
+from weft.planner.engine_constants import ENGINES, EngineConstants, stack
 from weft.planner.fit import KNOBS, PRIORS, Measurement, fit, predict
+from weft.planner.layout_search import USABLE, Pin, SearchResult, search
 from weft.planner.machine import (
     CLUSTERS,
     DEVICES,
@@ -34,7 +43,6 @@ from weft.planner.machine import (
 )
 from weft.planner.memory import in_flight, peak_memory
 from weft.planner.planned_model import SECTIONS, SHAPES, load_model
-from weft.planner.search import USABLE, Pin, SearchResult, search
 from weft.recipe import Adapter, load_recipe
 from weft.schedule.build import build
 from weft.schedule.simulate import simulate, uniform_costs
@@ -159,14 +167,14 @@ def test_rings_use_the_slowest_link_they_cross() -> None:
         DEVICES["H100-80GB"], site=64, between=0.125, between_latency=5000
     )
     engine = replace(EngineConstants(), network=1.0)
-    assert axis(machine, engine, 1, 8)[0] == 450e9
+    assert axis_link(machine, engine, 1, 8).bandwidth == 450e9
     # eight members of a node, each with its own NIC
-    assert axis(machine, engine, 1, 16)[0] == 8 * 50e9
-    assert axis(machine, engine, 8, 4)[0] == 50e9
-    assert axis(machine, engine, 64, 2)[0] == 0.125e9
-    assert axis(machine, engine, 64, 2)[1] > 5e-3
-    assert gather(1, 1e9, axis(machine, engine, 1, 1)) == 0
-    assert gather(8, 8e9, (1e9, 0.0, 0.0)) == pytest.approx(7.0)
+    assert axis_link(machine, engine, 1, 16).bandwidth == 8 * 50e9
+    assert axis_link(machine, engine, 8, 4).bandwidth == 50e9
+    assert axis_link(machine, engine, 64, 2).bandwidth == 0.125e9
+    assert axis_link(machine, engine, 64, 2).ring_latency > 5e-3
+    assert gather(1, 1e9, axis_link(machine, engine, 1, 1)) == 0
+    assert gather(8, 8e9, AxisLink(1e9, 0.0, 0.0)) == pytest.approx(7.0)
 
 
 # --- time
@@ -501,11 +509,17 @@ def test_times_that_are_sums_of_layers_are_told_from_runs(
 
 def test_starting_a_collective_takes_its_time_however_many_take_part() -> None:
     machine = machine_of(DEVICES["A100-80GB"])
-    _, two, tree = axis(machine, IDEAL, 1, 2)
-    assert two == tree == axis(machine, IDEAL, 1, 8)[1] == machine.link_latency > 1e-5
+    _, two, tree = axis_link(machine, IDEAL, 1, 2)
     assert (
-        axis(machine, IDEAL, 1, 1)[1] == 0
-        and axis(machine, IDEAL, 8, 2)[1] == machine.network_latency
+        two
+        == tree
+        == axis_link(machine, IDEAL, 1, 8).ring_latency
+        == machine.link_latency
+        > 1e-5
+    )
+    assert (
+        axis_link(machine, IDEAL, 1, 1).ring_latency == 0
+        and axis_link(machine, IDEAL, 8, 2).ring_latency == machine.network_latency
     )
 
 

@@ -9,7 +9,7 @@ from rows import find_shape, parse, release_of
 
 from weft.errors import UsageError
 from weft.planner.cost import Plan, by_work, step_time
-from weft.planner.engine import ENGINES
+from weft.planner.engine_constants import ENGINES
 from weft.planner.fit import Measurement
 from weft.planner.machine import DEVICES, machine_of
 from weft.planner.memory import peak_memory

@@ -11,10 +11,20 @@ import pytest
 
 from tests.conftest import Command
 from weft.errors import UsageError
-from weft.planner.cost import AWAY, FILE, HOST, Plan, axis, gather, passes, step_time
-from weft.planner.engine import ENGINES, EngineConstants
-from weft.planner.explain import verdict
+from weft.planner.cost import (
+    AWAY,
+    FILE,
+    HOST,
+    Plan,
+    axis_link,
+    gather,
+    passes,
+    step_time,
+)
+from weft.planner.engine_constants import ENGINES, EngineConstants
+from weft.planner.explain import layout_verdict
 from weft.planner.finalists import finalists
+from weft.planner.layout_search import USABLE, WORTH, Pin, SearchResult, search
 from weft.planner.machine import CLUSTERS, DEVICES, Cluster, load_cluster, machine_of
 from weft.planner.memory import (
     in_flight,
@@ -24,7 +34,6 @@ from weft.planner.memory import (
     rank_memory,
 )
 from weft.planner.planned_model import SHAPES
-from weft.planner.search import USABLE, WORTH, Pin, SearchResult, search
 from weft.planner.tiers import UPDATE, room_away, with_tiers
 from weft.recipe import Memory, load_recipe
 
@@ -50,7 +59,7 @@ def test_backward_gathers_among_the_nearest() -> None:
         step_time(LLAMA, machine, p, engine) for p in (plan, replace(plan, secondary=8))
     )
     own, units, passes_ = 2 * (32 * LLAMA.dense_weights + LLAMA.table), 32, 4
-    gathers = [gather(n, own, axis(machine, engine, 1, n), units) for n in (64, 8)]
+    gathers = [gather(n, own, axis_link(machine, engine, 1, n), units) for n in (64, 8)]
     assert far.dp - near.dp == pytest.approx(passes_ * (gathers[0] - gathers[1]))
     assert far.dp - near.dp > 0.2 * far.dp
     assert step_time(
@@ -81,7 +90,7 @@ def test_it_is_chosen_where_links_are_few_and_memory_is_too_small_for_copies() -
     assert first.seconds < 0.9 * without.seconds
     assert (
         "across the border of the fast links (4 devices) instead of among 4 neighbours"
-        in verdict(first, without)
+        in layout_verdict(first, without)
     )
 
 
@@ -329,8 +338,9 @@ def test_files_are_chosen_where_the_host_has_no_room_either() -> None:
         slower.plan.weights == slower.plan.moments == FILE
         and slower.seconds > first.seconds
     )
-    assert "weights are read from files at 1.0 GB/s and written at 0.5" in verdict(
-        first, slower
+    assert (
+        "weights are read from files at 1.0 GB/s and written at 0.5"
+        in layout_verdict(first, slower)
     )
     with pytest.raises(UsageError, match="memory rules out all"):
         find("llama3-8b", 8, 8192, **cluster | {"disk_bytes": 30})
@@ -395,7 +405,7 @@ def test_offloading_can_be_pinned_and_the_verdict_names_its_price() -> None:
         ),
         3,
     )[0]
-    assert "activations travel to the host at 2 GB/s and back" in verdict(
+    assert "activations travel to the host at 2 GB/s and back" in layout_verdict(
         base, replace(other, machine=other.machine)
     )
     with pytest.raises(

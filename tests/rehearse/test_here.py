@@ -20,12 +20,12 @@ from weft.rehearse.here import (
     Estimate,
     command,
     estimates,
-    reasons,
+    local_reasons,
     recommend,
     with_method,
 )
 from weft.rehearse.ledger import AllocationWatch, Ledger
-from weft.rehearse.step import plain_batches
+from weft.rehearse.rehearsed_step import plain_batches
 from weft.shapes.shape import shape_of
 from weft.train.build_step import build_step
 from weft.train.setup import build_for_training
@@ -150,7 +150,7 @@ def test_the_one_to_take_is_what_fits_and_learns_enough(
 ) -> None:
     best = recommend(found)
     assert (best and best.method) == chosen
-    said = " ".join(reasons(found, best))
+    said = " ".join(local_reasons(found, best))
     assert all(
         f"{e.method} does not fit: {e.total / 2**30:.2f} GiB" in said
         for e in found
@@ -234,7 +234,7 @@ def test_what_does_not_fit_is_tried_with_files(
     assert "memory.moments=file" in command("x.toml", moments, recipe).split()
     assert "memory.weights=file" in command("x.toml", every, recipe).split()
     assert "full has room with moments in files" in " ".join(
-        reasons([moments], moments)
+        local_reasons([moments], moments)
     )
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from weft.layout.layout import Layout
 from weft.planner.cost import RECOMPUTE, Plan
-from weft.planner.engine import ENGINES
+from weft.planner.engine_constants import ENGINES
 from weft.planner.finalists import refine
+from weft.planner.layout_search import search
 from weft.planner.machine import Cluster
 from weft.planner.memory import peak_memory
-from weft.planner.search import search
 from weft.recipe import Data, ModelShape, Recipe, Train
 from weft.rehearse.peak import peak_of, pipeline_ranks
 from weft.shapes.shape import shape_of

@@ -229,7 +229,7 @@ def _ranked(
 
     if not job.machines.probed:
         return rank_layouts(job, calibration, RUNS / FILE, top)
-    from weft.rehearse.choose import search_here
+    from weft.rehearse.local_choice import search_here
 
     with Console(stderr=True).status("rehearsing") as status:
         searched, finals, compared = search_here(
@@ -277,7 +277,7 @@ def _plan_here(
         METHODS,
         command,
         estimates,
-        reasons,
+        local_reasons,
         recommend,
         subject,
     )
@@ -297,7 +297,7 @@ def _plan_here(
     line = None if chosen is None else command(model, chosen, recipe)
     if as_json:
         print(json.dumps({"methods": [vars(e) | {"fits": e.fits} for e in results], "command": line,
-                          "recommended": chosen and chosen.method, "why": reasons(results, chosen)}))  # fmt: skip
+                          "recommended": chosen and chosen.method, "why": local_reasons(results, chosen)}))  # fmt: skip
         return 0
     console = plain_console(140)
     where = (
@@ -334,7 +334,7 @@ def _plan_here(
         )  # fmt: skip
     console.print(table)
     console.print()
-    for reason in reasons(results, chosen):
+    for reason in local_reasons(results, chosen):
         console.print(f"why   {reason}", markup=False)
     console.print(
         f"run   {line or 'nothing fits: a smaller model, --batch or --seq'}",

@@ -30,7 +30,7 @@ def probe(
     """Measure this machine for weft plan: products, memory, a step, collectives, a disk. Under torchrun: its ranks."""
     if in_ranks():
         return _be_rank(out, quick, folder)
-    from weft.rehearse.probe import probe_storage, setting
+    from weft.rehearse.machine_probe import probe_storage, setting
 
     check_writable(out, "--out")
     begun = time.perf_counter()
@@ -51,13 +51,13 @@ def _be_rank(out: Path, quick: bool, folder: Path) -> int:
     """One of several ranks that were started elsewhere: one setting, and the links between all of them."""
     import torch
 
-    from weft.rehearse.probe import measure, probe_storage
+    from weft.rehearse.machine_probe import probe_machine, probe_storage
 
     torch.set_num_threads(
         threads_per_rank(0, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     )
     begun = time.perf_counter()
-    measured = measure(quick)
+    measured = probe_machine(quick)
     if int(os.environ["RANK"]) == 0:
         moves = probe_storage(folder, quick)
         _write(
@@ -78,7 +78,7 @@ def _write(
     seconds: float,
 ) -> None:
     from weft.recipe.toml import write_toml
-    from weft.rehearse.probe import cluster
+    from weft.rehearse.machine_probe import cluster
 
     tree = cluster(settings, count, moves)
     out.parent.mkdir(parents=True, exist_ok=True)

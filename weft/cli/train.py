@@ -175,7 +175,7 @@ def probed_choice(
 ) -> "tuple[Recipe, list[str]]":
     """A recipe with the best layout for the machine of ``file``; and the same for the command lines of its ranks."""
     from weft.planner.machine import load_cluster
-    from weft.rehearse.choose import choose_here
+    from weft.rehearse.local_choice import choose_here
 
     cluster = load_cluster(file, ranks)
     if not cluster.probed:

@@ -249,17 +249,17 @@ def variants(
                 candidates[-1], (chosen.zero == 0) & (chosen.cp == 1) & (chosen.pp == 1)
             )
             candidates.append(replace(alone, zero=alone.zero + 3))
-    return join(candidates)
+    return join_splits(candidates)
 
 
 def take(plans: Plan, which: Any) -> Plan:
-    """Those of many plans that a mask or their numbers say; :func:`weft.planner.search.search` says ``outer`` anew."""
+    """Select plans by a mask or by their numbers; the search sets ``outer`` anew."""
     return replace(
         plans, outer=0, **{name: getattr(plans, name)[which] for name in CHOSEN}
     )
 
 
-def join(parts: Sequence[Plan]) -> Plan:
+def join_splits(parts: Sequence[Plan]) -> Plan:
     """The plans of all ``parts``."""
     return replace(
         parts[0],

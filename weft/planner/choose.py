@@ -7,12 +7,12 @@ from typing import Any
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.planner.cost import AWAY, BITS, FILE, HOST, RECOMPUTE
-from weft.planner.engine import ENGINES, EngineConstants
-from weft.planner.explain import layout_tree, title, verdict
+from weft.planner.engine_constants import ENGINES, EngineConstants
+from weft.planner.explain import layout_tree, layout_verdict, title
 from weft.planner.finalists import Final, finalists
+from weft.planner.layout_search import Pin, search
 from weft.planner.machine import Cluster
 from weft.planner.planned_model import vocab_of
-from weft.planner.search import Pin, search
 from weft.recipe import ModelShape, Recipe
 from weft.shapes.shape import shape_of
 
@@ -44,7 +44,7 @@ def demands(recipe: Recipe, cluster: Cluster) -> list[Pin]:
     return pins
 
 
-def choose(
+def choose_layout(
     recipe: Recipe,
     model: ModelShape,
     cluster: Cluster,
@@ -107,5 +107,5 @@ def choice_of(recipe: Recipe, finals: Sequence[Final], among: str) -> ChosenLayo
     )
     line = f"layout  {title(finals[0])}: the planner's choice {among}"
     if len(finals) > 1:
-        line += f" ({verdict(finals[0], finals[1])})"
+        line += f" ({layout_verdict(finals[0], finals[1])})"
     return ChosenLayout(planned, overrides, f"{line}; to pin another: --layout {text}")

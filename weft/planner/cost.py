@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
-from weft.planner.engine import EngineConstants
+from weft.planner.engine_constants import EngineConstants
 from weft.planner.machine import Machine
 from weft.recipe import PLACES
 from weft.registry import names
@@ -147,10 +148,18 @@ class Cost:
         return sum(getattr(self, part.name) for part in fields(self))
 
 
-def axis(
+class AxisLink(NamedTuple):
+    """What ranks along one axis of a layout send each other over: bytes/s per rank, and seconds of latency."""
+
+    bandwidth: Num
+    ring_latency: Num
+    tree_latency: Num
+
+
+def axis_link(
     machine: Machine, engine: EngineConstants, stride: Num, size: Num
-) -> tuple[Num, Num, Num]:
-    """Bytes/s of a ring per rank, and the latency of a ring and of a tree, over ranks ``stride`` apart.
+) -> AxisLink:
+    """Return bandwidth and latency of collectives over ``size`` ranks that are ``stride`` apart.
 
     A ring that leaves the fast domain uses the network links of all its members inside; a ring that leaves a site
     shares the links between sites in the same way. Inside the domain starting is what takes time, not the hops.
@@ -177,17 +186,21 @@ def axis(
         + machine.network_latency * np.log2(nodes)
         + far * machine.between_latency * np.log2(sites)
     )
-    return bandwidth, ring, tree
+    return AxisLink(bandwidth, ring, tree)
 
 
-def gather(size: Num, full: Num, link: tuple[Num, Num, Num], times: Num = 1.0) -> Num:
+def gather(size: Num, full: Num, link: AxisLink, times: Num = 1.0) -> Num:
     """Seconds of an all-gather or reduce-scatter of ``full`` bytes in ``times`` parts: a ring."""
-    return (size > 1) * ((size - 1) / size * full / link[0] + times * link[1])
+    return (size > 1) * (
+        (size - 1) / size * full / link.bandwidth + times * link.ring_latency
+    )
 
 
-def reduce(size: Num, full: Num, link: tuple[Num, Num, Num], times: Num = 1.0) -> Num:
+def reduce(size: Num, full: Num, link: AxisLink, times: Num = 1.0) -> Num:
     """Seconds of an all-reduce: the bytes of two gathers at the latency of a tree."""
-    return (size > 1) * (2 * (size - 1) / size * full / link[0] + times * 2 * link[2])
+    return (size > 1) * (
+        2 * (size - 1) / size * full / link.bandwidth + times * 2 * link.tree_latency
+    )
 
 
 def exchange(
@@ -198,7 +211,7 @@ def exchange(
     out = sent * (size - inside) / size / (machine.network * engine.network)
     within = sent * (inside - 1) / size / machine.link
     return (size > 1) * (
-        np.maximum(out, within) + axis(machine, engine, stride, size)[2]
+        np.maximum(out, within) + axis_link(machine, engine, stride, size).tree_latency
     )
 
 
@@ -228,6 +241,14 @@ class MicrobatchSeconds:
 def smooth_maximum(a: Num, b: Num) -> Num:
     """A smooth maximum of two positive times."""
     return (a**SHARP + b**SHARP) ** (1 / SHARP)
+
+
+class AxisSeconds(NamedTuple):
+    """Seconds of what one layer exchanges along each axis that cuts it."""
+
+    tp: Num
+    cp: Num
+    ep: Num
 
 
 @dataclass(frozen=True)
@@ -317,18 +338,18 @@ class Roofline:
         moved = engine.elementwise * (norms + routing) + engine.inner * inner
         return casts * self.tokens * moved / self.machine.hbm
 
-    def exchanges(self) -> tuple[Num, Num, Num]:
-        """Seconds of what a layer sends forward along tp, cp and ep."""
+    def exchanges(self) -> AxisSeconds:
+        """Seconds of what a layer sends in its forward pass along each axis."""
         shape, machine, plan, engine = self.shape, self.machine, self.plan, self.engine
         tokens, tp, cp = self.tokens, plan.tp, plan.cp
         along_tp = 2 * reduce(
-            tp, 2 * tokens * shape.embed, axis(machine, engine, 1, tp)
+            tp, 2 * tokens * shape.embed, axis_link(machine, engine, 1, tp)
         )
         kv = 2 * 2 * tokens * shape.kv_heads * shape.head_dim / tp
         heads = (
             2 * tokens * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim / tp
         )
-        ring = gather(cp, kv * cp, axis(machine, engine, tp, cp))
+        ring = gather(cp, kv * cp, axis_link(machine, engine, tp, cp))
         along_cp = np.where(
             plan.context == ULYSSES, exchange(machine, engine, tp, cp, heads), ring
         )
@@ -342,13 +363,13 @@ class Roofline:
         along_ep = (
             (1 - shape.dense_share) * 2 * exchange(machine, engine, cut, plan.ep, rows)
         )
-        return along_tp, along_cp, along_ep
+        return AxisSeconds(along_tp, along_cp, along_ep)
 
     def hop(self) -> Num:
         """Seconds of a microbatch from one stage to the next; every tp rank sends its part."""
         machine, plan = self.machine, self.plan
         stride = plan.world / plan.pp / np.where(plan.outer > 0, plan.dp, 1)
-        pair, _, start = axis(machine, self.engine, stride, np.minimum(plan.pp, 2))
+        pair, _, start = axis_link(machine, self.engine, stride, np.minimum(plan.pp, 2))
         # one of the hops does, and every microbatch waits for it
         leaves = stride * plan.pp > machine.site
         between = np.minimum(pair, machine.between * self.engine.network)
@@ -433,7 +454,7 @@ def gradients(
     replicas = plan.data * cp
     body = layers * shape.dense_weights / tp + shape.table / tp
     own = copies * (body + layers * shape.expert_weights / tp / plan.ep)
-    link = axis(machine, engine, tp, replicas)
+    link = axis_link(machine, engine, tp, replicas)
     parts = np.maximum(1, layers)  # a reduction and a gather for each
     summed = reduce(replicas, engine.gradient * own, link, parts)
     scattered = gather(
@@ -444,8 +465,8 @@ def gradients(
     )
     # Copies of sharded groups (HSDP): gathers stay inside a group, gradients cross to the copies once per step.
     inner = plan.state_ranks
-    link_in = axis(machine, engine, tp, inner)
-    apart = axis(
+    link_in = axis_link(machine, engine, tp, inner)
+    apart = axis_link(
         machine, engine, tp * inner * np.where(plan.outer > 0, plan.pp, 1), plan.dp
     )
     across = reduce(plan.dp, engine.gradient * own / inner, apart, parts) * (
@@ -460,7 +481,7 @@ def gradients(
     # backward gathers from the nearest ranks what forward has left there
     if np.any(plan.secondary):
         near = np.where(plan.secondary > 0, plan.secondary, inner)
-        again3 = gather(near, 2 * own, axis(machine, engine, tp, near), parts)
+        again3 = gather(near, 2 * own, axis_link(machine, engine, tp, near), parts)
     gathers = np.where(plan.pp > 1, 1, m) * (fetch3 + again3)
     # gradients of adapters are too few to count; frozen weights are gathered all the same
     learns = 1 - shape.frozen
@@ -529,15 +550,27 @@ def by_work(shape: Shape, plan: Plan) -> tuple[Num, Num]:
     return np.ceil(share), np.maximum(shape.layers - np.ceil(share * (plan.pp - 1)), 0)
 
 
-def stage_layers(
-    shape: Shape, plan: Plan, engine: EngineConstants
-) -> tuple[Num, Num, Num, Num]:
-    """Layers of a pipeline's first stage, of the fullest between the ends, and of the last; if it is cut by work."""
+class StageLayers(NamedTuple):
+    """Layers of a pipeline's first stage, of the fullest stage between the ends, and of the last stage.
+
+    ``by_work``: whether stages are cut by the time that their layers take, the output layer included.
+    """
+
+    first: Num
+    most: Num
+    last: Num
+    by_work: Num
+
+
+def stage_layers(shape: Shape, plan: Plan, engine: EngineConstants) -> StageLayers:
+    """Number of layers in the stages of a pipeline."""
     most = most_layers(shape, plan.pp)
     ends = np.where(most == shape.layers / plan.pp, most, most - 1)
     level = (engine.level > 0) & (plan.pp > 1)
     first, last = by_work(shape, plan)
-    return np.where(level, first, ends), most, np.where(level, last, ends), level
+    return StageLayers(
+        np.where(level, first, ends), most, np.where(level, last, ends), level
+    )
 
 
 def step_time(

@@ -21,8 +21,8 @@ from weft.planner.cost import (
     schedules,
 )
 from weft.planner.finalists import Final, refine
+from weft.planner.layout_search import NAMES, SearchResult, describe, pin_text
 from weft.planner.planned_model import PlannedModel
-from weft.planner.search import NAMES, SearchResult, describe, text_of
 from weft.schedule.exchange import Beside
 from weft.shapes.shape import Shape
 
@@ -57,7 +57,7 @@ def changed_settings(first: Plan, other: Plan) -> dict[str, str]:
         for name in SET
         if getattr(other, name) != getattr(first, name) and not idle.get(name)
     ]
-    return {name: text_of(name, getattr(other, name)) for name in names}
+    return {name: pin_text(name, getattr(other, name)) for name in names}
 
 
 def differences(first: Final, other: Final) -> list[str]:
@@ -87,7 +87,7 @@ def why(first: Final, other: Final) -> str:
     return text + ")"
 
 
-def verdict(first: Final, other: Final) -> str:
+def layout_verdict(first: Final, other: Final) -> str:
     """What ``other`` does otherwise, how much slower it is, and why."""
     slower = other.seconds / first.seconds - 1
     lost = f"{' '.join(differences(first, other))} {'loses' if slower >= 0 else 'wins'}"
@@ -112,7 +112,7 @@ def _cause(name: str, first: Final, other: Final, more: bool) -> str:
 
 
 def _schedule(plan: Any) -> str:
-    return text_of("schedule", plan.schedule) + (
+    return pin_text("schedule", plan.schedule) + (
         f" v={plan.virtual:.0f}" if plan.virtual > 1 else ""
     )
 
@@ -158,7 +158,7 @@ def best_alternatives(
                 result.append(
                     Alternative(
                         axis,
-                        text_of(axis, value),
+                        pin_text(axis, value),
                         None,
                         float(memory[column == value].min()),
                     )
@@ -175,7 +175,9 @@ def best_alternatives(
             known += [final] if final is not None and final.fits else []
             if known:
                 final = min(known, key=lambda final_of: final_of.seconds)
-                result.append(Alternative(axis, text_of(axis, value), final, final.gib))
+                result.append(
+                    Alternative(axis, pin_text(axis, value), final, final.gib)
+                )
     return result
 
 
@@ -184,7 +186,7 @@ def record(final: Final) -> dict[str, Any]:
     layout = {name: getattr(final.plan, name) for name in CHOSEN}
     return {
         "layout": {
-            name: text_of(name, value) if name in NAMES else int(value)
+            name: pin_text(name, value) if name in NAMES else int(value)
             for name, value in layout.items()
         },
         "text": title(final),
@@ -273,7 +275,7 @@ def sizes(shape: Shape) -> str:
     return f"{float(shape.parameters) / 1e9:.3g} B parameters{active}, {cached}"
 
 
-def untrainable(model: PlannedModel, bits: int) -> str:
+def untrainable_line(model: PlannedModel, bits: int) -> str:
     """Why ``weft train`` cannot train ``model`` with products of so many ``bits`` yet; empty if it can."""
     return model.untrainable or (
         "" if bits >= 16 else f"weft train has no products of {bits} bits yet"
@@ -286,7 +288,7 @@ def recipe_tree(final: Final, model: PlannedModel) -> dict[str, Any]:
     Raises :class:`UsageError` for what Weft cannot train yet.
     """
     plan, tree = final.plan, dict(model.recipe)
-    if reason := untrainable(model, int(plan.bits)):
+    if reason := untrainable_line(model, int(plan.bits)):
         raise UsageError(f"no recipe can be written: {reason}; leave --recipe out")
     train: dict[str, Any] = {
         "batch": int(plan.batch),

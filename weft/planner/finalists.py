@@ -23,6 +23,7 @@ from weft.planner.cost import (
     rest,
     schedules,
 )
+from weft.planner.layout_search import USABLE, SearchResult, at
 from weft.planner.machine import Machine
 from weft.planner.memory import (
     RankMemory,
@@ -31,7 +32,6 @@ from weft.planner.memory import (
     peak_memory,
     rank_memory,
 )
-from weft.planner.search import USABLE, SearchResult, at
 from weft.planner.tiers import planned_time, with_tiers
 from weft.schedule.actions import Table
 from weft.schedule.build import build, builder_of

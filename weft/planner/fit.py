@@ -1,21 +1,21 @@
 """Measured runs, and the engine's constants fitted to them: within bounds and drawn towards the presets (ridge).
 
-The unknowns are logarithms of factors on :class:`~weft.planner.engine.EngineConstants`, each with a prior standard
-deviation that says how far the constant plausibly lies from its preset. So few rows move little, and many rows move
-what they show. Damped Gauss-Newton (Levenberg 1944, Marquardt 1963) on log ratios with Huber weights, over several
+The unknowns are logarithms of factors on :class:`~weft.planner.engine_constants.EngineConstants`, each with a prior
+standard deviation that says how far the constant plausibly lies from its preset. So few rows move little, and many rows
+move what they show. Damped Gauss-Newton (Levenberg 1944, Marquardt 1963) on log ratios with Huber weights, over several
 folds at once: a fold is a set of row weights.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.cost import Plan, step_time
-from weft.planner.engine import EngineConstants, scaled, stack
+from weft.planner.engine_constants import EngineConstants, scaled, stack
 from weft.planner.machine import Machine
 from weft.planner.memory import peak_memory
 from weft.shapes.shape import Shape
@@ -73,20 +73,26 @@ class Knob:
 KNOBS = tuple(Knob(name, sigma) for name, sigma in PRIORS.items())
 
 
-def columns(rows: Sequence[Measurement]) -> tuple[Any, Any, Any, EngineConstants]:
-    """Shapes, machines, plans and engines of the rows as arrays."""
+class MeasurementColumns(NamedTuple):
+    """What describes measured runs, each field an array with an entry per run."""
+
+    shape: Any
+    machine: Any
+    plan: Any
+    engine: EngineConstants
+
+
+def measurement_columns(rows: Sequence[Measurement]) -> MeasurementColumns:
+    """Collect the shapes, machines, plans and engines of the rows into arrays."""
     names = ("shape", "machine", "plan", "engine")
-    shape, machine, plan, engine = (
-        stack([getattr(r, name) for r in rows]) for name in names
-    )
-    return shape, machine, plan, engine
+    return MeasurementColumns(*(stack([getattr(r, n) for r in rows]) for n in names))
 
 
 def times_of(
     rows: Sequence[Measurement], knobs: Sequence[Knob], masks: Array | None
 ) -> Callable[[Array], Array]:
     """Seconds of each row by the logarithms of the factors of ``knobs``; ``masks`` as in :func:`fit`."""
-    shape, machine, plan, engine = columns(rows)
+    shape, machine, plan, engine = measurement_columns(rows)
     where = np.ones((len(knobs), len(rows))) if masks is None else masks
     return lambda theta: (
         step_time(
@@ -203,6 +209,6 @@ def constants(rows: Sequence[Measurement]) -> dict[str, float]:
 
 def formulas(rows: Sequence[Measurement]) -> Array:
     """GiB of each row without the constant."""
-    shape, _, plan, engine = columns(rows)
+    shape, _, plan, engine = measurement_columns(rows)
     memory = peak_memory(shape, plan, engine)
     return np.asarray(memory.total - memory.constant) / 2**30

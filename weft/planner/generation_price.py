@@ -85,7 +85,7 @@ def together(shape: Shape, machine: Machine, job: Workload) -> Num:
     return np.minimum(len(job.prompts), np.floor(room(shape, machine) / held))
 
 
-def passes(
+def generation_passes(
     shape: Shape, machine: Machine, read: Num, scored: Num, written: Num, attended: Num
 ) -> dict[str, Num]:
     """Seconds of link, device and host in passes in which so many tokens of prompts are ``read`` and new ones
@@ -115,7 +115,7 @@ def generating(shape: Shape, machine: Machine, job: Workload) -> Throughput:
     begun = most / job.new  # sequences per pass, as many as end
     lengths = begun * float((job.prompt + later).sum())
     pairs = float((job.prompts**2).mean())
-    steady = passes(
+    steady = generation_passes(
         shape, machine, begun * job.prompt, begun * pairs, begun * len(later), lengths
     )
     # Whole sequences, until all have begun; then those that are under way, which see their prompt and what they wrote.
@@ -130,7 +130,7 @@ def generating(shape: Shape, machine: Machine, job: Workload) -> Throughput:
     under_way = np.convolve(begins, stay)
     seen = np.convolve(read, stay) + np.convolve(begins, np.r_[0, later])
     read, scored = (np.pad(column, (0, len(later))) for column in (read, scored))
-    parts = passes(shape, machine, read, scored, under_way, seen)
+    parts = generation_passes(shape, machine, read, scored, under_way, seen)
     each = np.stack(np.broadcast_arrays(*parts.values()))
     longest, slowest = each.max(0), each.argmax(0)
     # before the first layer computes

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from weft.errors import UsageError
-from weft.planner.engine import EngineConstants
+from weft.planner.engine_constants import EngineConstants
 from weft.planner.explain import record, title
 from weft.planner.finalists import Final, finalists
+from weft.planner.layout_search import Pin, search
 from weft.planner.machine import Cluster
-from weft.planner.search import Pin, search
 from weft.recipe.compressor_word import NONE, compressor_of
 from weft.registry import declared
 from weft.shapes.shape import Shape
@@ -113,7 +113,7 @@ def words() -> list[str]:
     techniques: list[Any] = [
         technique.implementation for technique in declared("compressor")
     ]
-    return [NONE, *(word for made in techniques for word in made.planned)]
+    return [NONE, *(word for technique in techniques for word in technique.planned)]
 
 
 def sent(word: str) -> float:

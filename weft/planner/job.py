@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import UsageError, nearest
-from weft.planner.engine import ENGINES, EngineConstants
+from weft.planner.engine_constants import ENGINES, EngineConstants
 from weft.planner.explain import (
     exchange_words,
     exchanges,
+    layout_verdict,
     record,
     title,
-    untrainable,
-    verdict,
+    untrainable_line,
 )
 from weft.planner.finalists import Final, finalists
 from weft.planner.island_price import Islands, islands_of
+from weft.planner.layout_search import Pin, SearchResult, search
 from weft.planner.machine import Cluster, find_device, load_cluster
 from weft.planner.own import Own, calibrated, own_runs
-from weft.planner.planned_model import SHAPES, PlannedModel, load_model, swept
-from weft.planner.search import Pin, SearchResult, search
+from weft.planner.planned_model import SHAPES, PlannedModel, load_model, swept_values
 from weft.recipe import ModelShape, load_recipe
 from weft.recipe.shipped import find_recipe
 from weft.shapes.shape import Shape
@@ -66,7 +66,7 @@ class PlanJob:
     @property
     def untrainable(self) -> str:
         """Why ``weft train`` cannot train this yet; empty if it can."""
-        return untrainable(self.model, self.bits)
+        return untrainable_line(self.model, self.bits)
 
     def search(
         self, engine: EngineConstants, shape: Shape | None = None
@@ -155,7 +155,7 @@ class RankedLayouts:
         """What is to be said of the first ``top`` layouts: how each differs from the first, which then is described."""
         first = self.finals[0]
         lines = [
-            f"{rank:<7} {verdict(first, final)}"
+            f"{rank:<7} {layout_verdict(first, final)}"
             for rank, final in enumerate(self.finals[1:top], 2)
         ]
         if abs(off := first.seconds / first.closed - 1) > 0.02:
@@ -255,7 +255,7 @@ def sweep(job: PlanJob, asked: list[str]) -> Iterator[SweptModel]:
         raise UsageError(
             "--sweep needs a model that Weft can train: a recipe, a config.json or a trained built-in"
         )
-    for values, shape in swept(job.model.section, asked, job.model.vocab):
+    for values, shape in swept_values(job.model.section, asked, job.model.vocab):
         try:
             best = finalists(job.search(ENGINES[job.engine], shape), 3)[0]
             yield SweptModel(values, shape, best)

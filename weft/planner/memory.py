@@ -17,7 +17,7 @@ from weft.planner.cost import (
     expert_cut,
     stage_layers,
 )
-from weft.planner.engine import EngineConstants
+from weft.planner.engine_constants import EngineConstants
 from weft.shapes.shape import Num, Shape
 
 #: Bytes of both moments of a parameter, in float32, among what the optimizer keeps (``EngineConstants.master``).
@@ -132,7 +132,7 @@ def rank_memory(
         + tables * table
     )
     gathered = np.where(sharded, 2 * held, 0.0)
-    made = np.where(sharded, engine.gradient * trained * held, 0.0)
+    whole_gradients = np.where(sharded, engine.gradient * trained * held, 0.0)
     spread = np.where(plan.zero >= 1, inner, 1.0)
     states = body / spread + experts / np.where(plan.zero >= 1, left, 1.0)
     working = np.where(
@@ -152,10 +152,12 @@ def rank_memory(
     # Backward's own needs come when the logits are gone, where the loss makes its gradients at once.
     working = np.where(
         engine.table > 0,
-        np.maximum(working + (plan.pp == 1) * made - logits, 0),
+        np.maximum(working + (plan.pp == 1) * whole_gradients - logits, 0),
         working,
     )
-    made = np.where((engine.table > 0) & (plan.pp == 1), 0.0, made)
+    whole_gradients = np.where(
+        (engine.table > 0) & (plan.pp == 1), 0.0, whole_gradients
+    )
     # A step of one pass need not keep sums of gradients, if each is reduced as soon as it is there.
     once = (plan.pp == 1) & (plan.microbatches == 1) & (engine.single == 0)
     reduced = (plan.zero >= 2) | once | (plan.weights == FILE)
@@ -186,7 +188,7 @@ def rank_memory(
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
-        buffers=working + gathered + made,
+        buffers=working + gathered + whole_gradients,
         constant=engine.constant * 2**30 + 0 * body,
     )
 

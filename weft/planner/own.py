@@ -15,7 +15,7 @@ import numpy as np
 
 from weft.errors import UsageError, WeftError
 from weft.planner.cost import AWAY, CONTEXT, RECOMPUTE, Plan, schedule_number
-from weft.planner.engine import ENGINES, EngineConstants, scaled
+from weft.planner.engine_constants import ENGINES, EngineConstants, scaled
 from weft.planner.fit import KNOBS, Measurement, constants, fit, predict
 from weft.planner.machine import find_device, machine_of
 from weft.recipe import PLACES

@@ -14,13 +14,13 @@ from weft.planner.explain import (
     best_alternatives,
     changed_settings,
     differences,
+    layout_verdict,
     title,
-    verdict,
     why,
 )
 from weft.planner.finalists import Final, refine
+from weft.planner.layout_search import USABLE, SearchResult, describe
 from weft.planner.memory import RankMemory
-from weft.planner.search import USABLE, SearchResult, describe
 from weft.schedule.draw import legend, svg
 from weft.schedule.exchange import Beside
 
@@ -87,7 +87,7 @@ def page(
     used = {
         name: words
         for name, words in PARTS.items()
-        if any(part(final.cost, name) > 0 for final in finals)
+        if any(page_part(final.cost, name) > 0 for final in finals)
     }
     return render(
         "planner/plan.html",
@@ -95,18 +95,19 @@ def page(
         subtitle=f"{short(float(searched.shape.parameters))} parameters · {asked.batch:,} sequences of {asked.seq:,} "
         f"tokens per step · {asked.precision} · {searched.count:,} layouts compared, {len(searched.order):,} fit",
         asked=asked, found=searched, finals=finals, first=first, shown=finals[:top], limit=limit, usable=USABLE,
-        reasons=list(reasons(first, finals, others)), parts=used, instead=alternatives(others), held=HELD,
-        memory=sorted(((gib(part(first.memory, name)), name) for name in HELD), reverse=True),
-        stages=list(stages(first, limit)), timeline=drawn, kinds=drawn.get("kinds", []), name_of=title,
-        describe=describe, seconds=seconds, gib=gib, pieces=pieces, remarks=remarks, differences=differences, why=why,
+        reasons=list(layout_reasons(first, finals, others)), parts=used, instead=alternatives(others), held=HELD,
+        memory=sorted(((gib(page_part(first.memory, name)), name) for name in HELD), reverse=True),
+        stages=list(stage_rows(first, limit)), timeline=drawn, kinds=drawn.get("kinds", []), name_of=title,
+        describe=describe, seconds=as_seconds, gib=gib, pieces=memory_pieces, remarks=remarks,
+        differences=differences, why=why,
     )  # fmt: skip
 
 
-def reasons(
+def layout_reasons(
     first: Final, finals: Sequence[Final], others: Sequence[Alternative]
 ) -> Iterator[str]:
     """Where the time goes and what the nearest rivals lose by."""
-    cost = {name: part(first.cost, name) / first.seconds for name in PARTS}
+    cost = {name: page_part(first.cost, name) / first.seconds for name in PARTS}
     lost = sorted(
         (
             (share, name)
@@ -118,7 +119,7 @@ def reasons(
     rest = ", ".join(f"{PARTS[name]} {share:.0%}" for share, name in lost[:4])
     yield f"{cost['compute']:.0%} of the step is the model's own compute{'; the rest is ' * bool(rest)}{rest}"
     if len(finals) > 1:
-        yield f"Next best: {verdict(first, finals[1])}"
+        yield f"Next best: {layout_verdict(first, finals[1])}"
     tp = next(
         (
             o.final
@@ -128,7 +129,7 @@ def reasons(
         None,
     )
     if tp is not None and all(tp.plan != final.plan for final in finals[1:2]):
-        yield f"More tensor parallelism: {verdict(first, tp)}"
+        yield f"More tensor parallelism: {layout_verdict(first, tp)}"
 
 
 def alternatives_among(finals: Sequence[Final]) -> list[Alternative]:
@@ -142,7 +143,7 @@ def alternatives_among(finals: Sequence[Final]) -> list[Alternative]:
 
 def remarks(final: Final, first: Final) -> str:
     """What sets a layout of the list apart from the ``first``."""
-    lines = [] if final is first else [verdict(first, final)]
+    lines = [] if final is first else [layout_verdict(first, final)]
     if final.simulation is not None and abs(final.seconds / final.closed - 1) > 0.02:
         lines.append(
             f"Simulated {final.seconds / final.closed - 1:+.1%} against the closed form."
@@ -163,7 +164,7 @@ def alternatives(others: Sequence[Alternative]) -> list[list[Alternative]]:
     )
 
 
-def stages(first: Final, limit: float) -> Iterator[dict[str, Any]]:
+def stage_rows(first: Final, limit: float) -> Iterator[dict[str, Any]]:
     """A bar per pipeline rank, on the scale of the device's memory; alike neighbours share one."""
     ranks, run = list(first.ranks), first.simulation
     scale = max(limit, max(gib(m.total) for m in ranks))
@@ -174,7 +175,7 @@ def stages(first: Final, limit: float) -> Iterator[dict[str, Any]]:
         span = f"ranks {r} to {others[-1]}" if others else f"rank {r}"
         yield {
             "name": f"{span} · {held}" if run is not None else "every rank", "gib": gib(ranks[r].total),
-            "pieces": pieces(ranks[r], HELD, scale * 2**30, lambda x: f"{gib(x):.1f} GiB"),
+            "pieces": memory_pieces(ranks[r], HELD, scale * 2**30, lambda x: f"{gib(x):.1f} GiB"),
             "limit": limit * USABLE / scale,
         }  # fmt: skip
 
@@ -194,13 +195,13 @@ def timeline(first: Final) -> dict[str, Any]:
         return {}
     m, size = int(first.plan.microbatches), run.table.microbatches
     note = f"{len(run.timeline)} ranks, rank 0 on top · {m} microbatches · "
-    note += f"bubble {part(first.cost, 'bubble') / first.seconds:.1%} of the step's {seconds(first.seconds)}"
+    note += f"bubble {page_part(first.cost, 'bubble') / first.seconds:.1%} of the step's {as_seconds(first.seconds)}"
     # the stages are as even as they can be
     if (less := 1 - sum(run.busy) / len(run.busy) / max(run.busy)) >= 0.01:
         note += f", as the rank with most to do waits; the average rank has {less:.1%} less to do"
     # what is drawn has a bubble of its own, which is no figure of the step
     if m > size:
-        note += f" · drawn are the first {size} microbatches ({seconds(run.elapsed)}); the others go on in the same way"
+        note += f" · drawn are the first {size} microbatches ({as_seconds(run.elapsed)}); the others repeat them"
     note += f" · activations of the fullest rank: {gib(max(run.peaks)):.3g} GiB"
     if sum(map(len, run.timeline)) > BOXES:
         note += ". The table has too many actions to be drawn; weft schedule draws smaller ones of the kind"
@@ -226,14 +227,14 @@ def timeline(first: Final) -> dict[str, Any]:
     return {"note": note, "picture": picture, "kinds": kinds, "remark": drawn["remark"]}
 
 
-def pieces(
+def memory_pieces(
     split: Cost | RankMemory,
     names: dict[str, str],
     whole: float,
     show: Callable[[float], str],
 ) -> list[BarSegment]:
     """Those of a bar that is ``whole`` long, by the fields of ``split`` that ``names`` says in words."""
-    sizes = {name: part(split, name) for name in names}
+    sizes = {name: page_part(split, name) for name in names}
     return [
         BarSegment(name, x / whole, f"{names[name]}: {show(x)}")
         for name, x in sizes.items()
@@ -241,7 +242,7 @@ def pieces(
     ]
 
 
-def part(split: Cost | RankMemory, name: str) -> float:
+def page_part(split: Cost | RankMemory, name: str) -> float:
     return float(getattr(split, name))
 
 
@@ -249,7 +250,7 @@ def gib(value: Any) -> float:
     return float(value) / 2**30
 
 
-def seconds(value: float) -> str:
+def as_seconds(value: float) -> str:
     return (
         f"{value:.2f} s"
         if value >= 1

@@ -140,7 +140,7 @@ def vocab_of(recipe: Recipe) -> int:
     )
 
 
-def swept(
+def swept_values(
     model: ModelShape, asked: Sequence[str], vocab: int
 ) -> Iterator[tuple[dict[str, str], Shape]]:
     """``model`` with every combination of the values in ``asked``, such as ``experts=64,128``, and what those are."""

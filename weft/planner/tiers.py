@@ -24,7 +24,7 @@ from weft.planner.cost import (
     passes,
     step_time,
 )
-from weft.planner.engine import EngineConstants
+from weft.planner.engine_constants import EngineConstants
 from weft.planner.machine import Machine
 from weft.planner.memory import MOMENTS, in_flight, layer_bytes
 from weft.shapes.shape import Num, Shape

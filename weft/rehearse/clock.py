@@ -17,8 +17,8 @@ import numpy as np
 from weft.layout.layout import Layout
 from weft.rehearse.curves import ProbedMachine, Setting
 from weft.rehearse.journal import Event
-from weft.rehearse.links import WorkerLinks
-from weft.rehearse.step import Rehearsal
+from weft.rehearse.rehearsed_step import Rehearsal
+from weft.rehearse.worker_links import WorkerLinks
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Prediction:
     parts: Mapping[str, float]
 
 
-def predict(
+def predict_step(
     local: ProbedMachine,
     rehearsed: Sequence[Rehearsal],
     layout: Layout,

@@ -2,8 +2,8 @@
 
 The closed form of :mod:`weft.planner.cost` knows devices that compute while links move data. On a CPU the ranks share
 cores and memory, and a collective is work of the same cores. So here the work of a rehearsed step
-(:mod:`weft.rehearse.step`) is timed as it runs, what it sends is looked up in measured curves, and the ranks' programs
-run against each other on a clock in which ranks that are busy share the cores. Times are seconds, sizes bytes.
+(:mod:`weft.rehearse.rehearsed_step`) is timed as it runs, what it sends is looked up in measured curves, and the ranks'
+programs run against each other on a clock in which ranks that are busy share the cores. Times are seconds, sizes bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.rehearse.journal import Event
-from weft.rehearse.links import WorkerLinks
+from weft.rehearse.worker_links import WorkerLinks
 
 
 @dataclass(frozen=True)

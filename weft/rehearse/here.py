@@ -28,7 +28,7 @@ from weft.recipe import (
     load_recipe,
 )
 from weft.recipe.shipped import find_recipe
-from weft.rehearse.pieces import Piece, measure
+from weft.rehearse.pieces import Piece, measure_pieces
 from weft.rehearse.transfers import bytes_per_s, disk_curves
 from weft.run.ranks import threads_per_rank
 from weft.shapes.parameters import learns, parameters
@@ -120,7 +120,9 @@ def estimates(
     measured, passes = {}, dict[Adapter | None, dict[str, Piece]]()
     for method in methods:
         say(f"running a block of the model by {method}")
-        measured[method] = measure(with_method(recipe, method), shape, device, passes)
+        measured[method] = measure_pieces(
+            with_method(recipe, method), shape, device, passes
+        )
     gc.collect()
     runtime, available = _runtime(device)
     results, disk = list[Estimate](), dict[str, Any]()
@@ -198,9 +200,10 @@ def estimate(
             gradients = block.gradients + ends.gradients
         # Backward begins with all activations and the output layer's gradient, goes on with the last block's, and ends
         # with all gradients, which later passes begin with.
-        made = ends.gradients * (1.0 if shape.tied else 0.5)
+        gradients = ends.gradients * (1.0 if shape.tied else 0.5)
         begin = layers * kept + max(
-            ends.kept.at(chunk) + ends.working.at(chunk) + made, made + working
+            ends.kept.at(chunk) + ends.working.at(chunk) + gradients,
+            gradients + working,
         )
         end = kept + working
         memory["gradients"] = gradients
@@ -365,7 +368,7 @@ def command(model: str, chosen: Estimate, recipe: Recipe) -> str:
     return " ".join(words)
 
 
-def reasons(estimates: Sequence[Estimate], chosen: Estimate | None) -> list[str]:
+def local_reasons(estimates: Sequence[Estimate], chosen: Estimate | None) -> list[str]:
     """Why it is that one: a sentence for each method."""
     lines = []
     for e in estimates:

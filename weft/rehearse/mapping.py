@@ -16,7 +16,7 @@ import numpy as np
 from weft.layout.axes import AXES
 from weft.layout.layout import Layout
 from weft.layout.placement import rank_table
-from weft.rehearse.links import WorkerLinks
+from weft.rehearse.worker_links import WorkerLinks
 
 #: Axes whose ranks pass values on from one to the next; the others run rings over all.
 CHAINS = ("pp",)
@@ -30,7 +30,7 @@ class Traffic:
     messages: float = 1.0
 
 
-def seconds(
+def traffic_seconds(
     links: WorkerLinks, layout: Layout, traffic: Mapping[str, Traffic]
 ) -> float:
     """Communication of a step when workers take the places of the layout in their own order.
@@ -62,4 +62,6 @@ def place_axes(
         layout.model_copy(update={"order": " ".join(order)})
         for order in itertools.permutations(used)
     ]
-    return min(turned, key=lambda one: round(seconds(links, one, traffic), 9))
+    return min(
+        turned, key=lambda order: round(traffic_seconds(links, order, traffic), 9)
+    )

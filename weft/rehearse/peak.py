@@ -26,7 +26,7 @@ from weft.planner.finalists import Final
 from weft.planner.planned_model import PlannedModel
 from weft.recipe import ModelShape, Recipe, build_recipe
 from weft.rehearse.ledger import AllocationWatch, Ledger
-from weft.rehearse.step import plain_batches
+from weft.rehearse.rehearsed_step import plain_batches
 from weft.train.setup import build_for_training, model_shape
 from weft.train.step import clear_gradients, reduced_gradients, update
 

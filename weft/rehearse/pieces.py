@@ -79,7 +79,7 @@ class Piece:
         return Piece(forward, both, kept, working, lean, *fixed)
 
 
-def measure(
+def measure_pieces(
     recipe: Recipe,
     shape: ModelShape,
     device: torch.device,
@@ -214,13 +214,13 @@ def _seen(
         kept, most = ledger.level - there, ledger.peak - there
         ledger.peak = ledger.level
         y.backward(torch.ones_like(y))
-        made = sum(p.grad.nbytes for p in learning if p.grad is not None)
+        gradients = sum(p.grad.nbytes for p in learning if p.grad is not None)
     x.grad = y = None  # type: ignore[assignment]
     for p in learning:
         p.grad = None
     return {
         "forward": longer * _seconds(forward, device), "both": longer * _seconds(both, device), "kept": kept,
-        "working": max(most, ledger.peak - there - made) - kept, "lean": lean.peak - there,
+        "working": max(most, ledger.peak - there - gradients) - kept, "lean": lean.peak - there,
     }  # fmt: skip
 
 

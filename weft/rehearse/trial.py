@@ -20,7 +20,7 @@ from weft.planner.finalists import Final
 from weft.planner.planned_model import PlannedModel
 from weft.recipe import Recipe, load_recipe
 from weft.recipe.toml import write_toml
-from weft.rehearse.choose import correct_by_measured, to_try
+from weft.rehearse.local_choice import correct_by_measured, to_try
 from weft.run.failure import leave, report_failure, show
 from weft.run.launch import run_ranks
 from weft.run.ranks import in_ranks, rank_process
@@ -121,7 +121,7 @@ def run_trials(
 
 def steps(recipe: Recipe) -> Iterator[Mesh]:
     """One of the ranks: set up, then train a step before every item."""
-    from weft.rehearse.step import batches_of
+    from weft.rehearse.rehearsed_step import batches_of
     from weft.train.setup import build_for_training, device_type
     from weft.train.step import train_step
 
@@ -168,7 +168,7 @@ def measure_steps(recipe: Recipe, out: Path) -> None:
         )
 
 
-def main() -> int:
+def run_trial() -> int:
     """Be a rank; returns the exit code."""
     from weft.train.setup import device_type
 
@@ -191,4 +191,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_trial())

@@ -27,7 +27,7 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import LIVE_AXES
 from weft.layout.placement import expert_sizes
 from weft.planner.cost import BITS, CONTEXT, RECOMPUTE, Plan, schedule_number, step_time
-from weft.planner.engine import ENGINES
+from weft.planner.engine_constants import ENGINES
 from weft.planner.machine import Cluster, local_cluster
 from weft.planner.planned_model import vocab_of
 from weft.recipe import ModelShape, Optimizer, Recipe

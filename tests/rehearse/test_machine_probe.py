@@ -22,15 +22,15 @@ from weft.memory.nameless_file import TierError
 from weft.memory.tier_file import TierFile
 from weft.planner.machine import load_cluster
 from weft.recipe.toml import write_toml
-from weft.rehearse.choose import traffic_of
-from weft.rehearse.clock import Do, predict, run
+from weft.rehearse.clock import Do, predict_step, run
 from weft.rehearse.curves import ProbedMachine, curve
 from weft.rehearse.journal import Event, processor_seconds, silent_rank
-from weft.rehearse.links import WorkerLinks
+from weft.rehearse.local_choice import traffic_of
+from weft.rehearse.machine_probe import cluster
 from weft.rehearse.mapping import Traffic, place_axes
-from weft.rehearse.probe import cluster
-from weft.rehearse.step import Rehearsal, reference
+from weft.rehearse.rehearsed_step import Rehearsal, reference
 from weft.rehearse.transfers import SIZES, TURNS, disk_curves
+from weft.rehearse.worker_links import WorkerLinks
 
 
 def test_curves_pass_through_their_points() -> None:
@@ -81,7 +81,9 @@ def test_prediction_adds_up() -> None:
         Event("work", "optimizer", 2e-4),
     ]
     local = ProbedMachine.of(calibration())
-    found = predict(local, [Rehearsal(events, 0, 10**6).slower(1.25)] * 2, Layout(tp=2))
+    found = predict_step(
+        local, [Rehearsal(events, 0, 10**6).slower(1.25)] * 2, Layout(tp=2)
+    )
     work = 1.25 * 1.2e-3
     assert found.seconds == pytest.approx(work + 1e-3 + 1e-3)
     assert found.memory[0] == pytest.approx(1e8 + 1.5e6 + 1e6)
@@ -151,7 +153,7 @@ def test_measured_curves_are_a_cluster_file(tmp_path: Path) -> None:
     assert cluster.count == 2
     local = ProbedMachine.of(cluster.calibration)
     seen = reference("tp=2", "tiny")
-    assert 0 < predict(local, [seen, seen], Layout(tp=2)).seconds < 10
+    assert 0 < predict_step(local, [seen, seen], Layout(tp=2)).seconds < 10
 
 
 def test_a_disk_is_measured_through_the_tier_that_uses_it(tmp_path: Path) -> None:
@@ -182,7 +184,7 @@ def test_a_folder_that_cannot_be_used_is_said_before_anything_is_measured(
 ) -> None:
     (tmp_path / "file").write_text("")
     with mock.patch(
-        "weft.rehearse.probe.setting", side_effect=AssertionError("measured")
+        "weft.rehearse.machine_probe.setting", side_effect=AssertionError("measured")
     ):
         code, _, err = command(
             "probe", "--folder", tmp_path / "file", "--out", tmp_path / "probe.toml"

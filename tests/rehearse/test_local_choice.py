@@ -11,17 +11,23 @@ import numpy as np
 import pytest
 import torch
 
-from tests.rehearse.test_probe import calibration
+from tests.rehearse.test_machine_probe import calibration
 from weft.layout.layout import Layout
 from weft.planner.cost import Cost, Plan
 from weft.planner.finalists import Final
 from weft.recipe import Data, Memory, ModelShape, Recipe, Train, load_recipe
 from weft.recipe.toml import write_toml
-from weft.rehearse.choose import correct_by_measured, place_ranks, to_try
-from weft.rehearse.clock import axis_of, predict
+from weft.rehearse.clock import axis_of, predict_step
 from weft.rehearse.curves import ProbedMachine
-from weft.rehearse.links import WorkerLinks
-from weft.rehearse.step import Rehearsal, every_rank, plain_batches, reference, rehearse
+from weft.rehearse.local_choice import correct_by_measured, place_ranks, to_try
+from weft.rehearse.rehearsed_step import (
+    Rehearsal,
+    every_rank,
+    plain_batches,
+    reference,
+    rehearse,
+)
+from weft.rehearse.worker_links import WorkerLinks
 
 MODEL = ModelShape(layers=2, embed=32, heads=4, kv_heads=2, ffn=64, vocab=128)
 
@@ -98,7 +104,10 @@ def test_a_slow_link_costs_what_crosses_it_and_the_order_avoids_it() -> None:
     layout, seen = Layout(dp=2, tp=2), seen_of("dp=2,tp=2", 512)
     order, workers = place_ranks(layout, seen, local.uneven(4))
     assert order == "tp dp" and workers == [0, 2, 1, 3]
-    naive, planned = predict(local, seen, layout), predict(local, seen, layout, workers)
+    naive, planned = (
+        predict_step(local, seen, layout),
+        predict_step(local, seen, layout, workers),
+    )
     assert naive.seconds > 1.5 * planned.seconds
     assert naive.parts["tp"] > 2 * planned.parts["tp"]
     assert place_ranks(layout, seen, None) == ("", [])
@@ -149,7 +158,7 @@ def test_plan_of_a_probed_machine(
         paces.append(reference(layout, "tiny"))
         return paces[-1]
 
-    monkeypatch.setattr("weft.rehearse.choose.reference", pace)
+    monkeypatch.setattr("weft.rehearse.local_choice.reference", pace)
     settings = {}
     for n in (1, 2):
         setting = calibration()["settings"]["2"] | {"ranks": n}

@@ -7,7 +7,7 @@ fit in memory is kept, so that it can be said what would make it fit.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from weft.planner.candidates import (
     SET,
     Refused,
     Rules,
-    join,
+    join_splits,
     take,
     variants,
 )
@@ -35,7 +35,7 @@ from weft.planner.cost import (
     schedules,
     step_time,
 )
-from weft.planner.engine import EngineConstants
+from weft.planner.engine_constants import EngineConstants
 from weft.planner.machine import Cluster, Machine
 from weft.planner.memory import RankMemory, peak_memory
 from weft.planner.tiers import planned_time, room_away
@@ -91,7 +91,7 @@ class Pin:
         }[self.sign]
 
     def __str__(self) -> str:
-        return f"{self.field} {self.sign} {text_of(self.field, self.value)}"
+        return f"{self.field} {self.sign} {pin_text(self.field, self.value)}"
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class SearchResult:
             ]
         )
         new = [
-            f"{name}={text_of(name, column[best])}"
+            f"{name}={pin_text(name, column[best])}"
             for name, column in columns.items()
             if column[best] != column[i]
         ]
@@ -189,13 +189,13 @@ def at(columns: Any, i: int) -> Any:
                                for f in fields(columns) for v in [getattr(columns, f.name)]})  # fmt: skip
 
 
-def text_of(name: str, value: float) -> str:
+def pin_text(name: str, value: float) -> str:
     return NAMES[name][int(value)] if name in NAMES else f"{value:.0f}"
 
 
 def describe(plan: Plan) -> str:
     """A layout in one line, without what is off."""
-    parts = [f"{name}={text_of(name, getattr(plan, name))}" for name in ("pp", "dp", "shard", "cp", "ep", "tp")
+    parts = [f"{name}={pin_text(name, getattr(plan, name))}" for name in ("pp", "dp", "shard", "cp", "ep", "tp")
              if getattr(plan, name) > 1]  # fmt: skip
     if plan.shard > 1 or plan.zero >= 3:
         parts.append(
@@ -203,10 +203,10 @@ def describe(plan: Plan) -> str:
             + (f" secondary={plan.secondary:.0f}" if plan.secondary else "")
         )
     if plan.cp > 1:
-        parts.append(text_of("context", plan.context))
+        parts.append(pin_text("context", plan.context))
     if plan.pp > 1:
         parts.append(
-            text_of("schedule", plan.schedule)
+            pin_text("schedule", plan.schedule)
             + (f" v={plan.virtual:.0f}" if plan.virtual > 1 else "")
         )
     parts = parts or ["one rank"]
@@ -214,7 +214,7 @@ def describe(plan: Plan) -> str:
     if plan.outer:
         parts.append("dp over the sites")
     if plan.recompute:
-        parts.append(f"recompute={text_of('recompute', plan.recompute)}")
+        parts.append(f"recompute={pin_text('recompute', plan.recompute)}")
     return " ".join([*parts, *(f"{kind}={place}" for kind, place in plan.away.items())])
 
 
@@ -252,12 +252,12 @@ def search(
             more = variants(plans, machine, fits, cheap, wanted, places)
             more, enough = _leanest(shape, machine, engine, more)
     if len(more.tp):
-        taken = _scored(shape, machine, engine, more)[1].total
+        taken = _scored(shape, machine, engine, more).cost.total
         worth = np.ones(len(more.tp), dtype=bool)
         for name in ADDED:
             if name not in wanted and not (name in AWAY and asked):
                 worth &= (getattr(more, name) == 0) | (taken <= WORTH[name] * best)
-        plans = join([plans, take(more, worth)])
+        plans = join_splits([plans, take(more, worth)])
     if len(more.tp) or added:
         plans, cost, memory = _scored(shape, machine, engine, _pinned(plans, added))
     fit = np.flatnonzero(np.asarray(memory.total) <= limit)
@@ -286,7 +286,7 @@ def _pinned(plans: Plan, pins: Sequence[Pin]) -> Plan:
         kept = pin.holds(column)
         if not kept.any():
             values = sorted(
-                {text_of(pin.field, v) for v in column}, key=lambda t: (len(t), t)
+                {pin_text(pin.field, v) for v in column}, key=lambda t: (len(t), t)
             )
             raise UsageError(
                 f"pin {pin} rules out every layout that is left; {pin.field} can be {', '.join(values)}"
@@ -295,10 +295,18 @@ def _pinned(plans: Plan, pins: Sequence[Pin]) -> Plan:
     return plans
 
 
+class ScoredPlans(NamedTuple):
+    """Plans as arrays, the time of a step under each, and the memory of the fullest rank."""
+
+    plans: Plan
+    cost: Cost
+    memory: RankMemory
+
+
 def _scored(
     shape: Shape, machine: Machine, engine: EngineConstants, plans: Plan
-) -> tuple[Plan, Cost, RankMemory]:
-    """``plans``, with what crosses between sites (``outer``), their time and their memory."""
+) -> ScoredPlans:
+    """Score ``plans``, after choosing for each which axis crosses between sites (``outer``)."""
     turning = (plans.pp > 1) & (plans.dp > 1)
     # which of the two crosses between the sites
     if turning.any() and machine.site < np.max(plans.world):
@@ -307,7 +315,7 @@ def _scored(
             step_time(shape, machine, way, engine).total for way in (plans, turned)
         )
         plans = replace(plans, outer=1.0 * (other < 0.999 * usual))
-    return (
+    return ScoredPlans(
         plans,
         planned_time(shape, machine, plans, engine),
         peak_memory(shape, plans, engine),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,19 +19,19 @@ from weft.layout.placement import rank_table
 from weft.memory.heap import keep_heap
 from weft.planner.choose import ChosenLayout, choice_of, demands, recipe_under
 from weft.planner.cost import AWAY, BITS, Cost
-from weft.planner.engine import ENGINES
+from weft.planner.engine_constants import ENGINES
 from weft.planner.finalists import Final, refine
+from weft.planner.layout_search import Pin, SearchResult, search
 from weft.planner.machine import Cluster
 from weft.planner.memory import RankMemory
 from weft.planner.planned_model import vocab_of
-from weft.planner.search import Pin, SearchResult, search
 from weft.recipe import Recipe
-from weft.rehearse.clock import Prediction, axes_along, predict
+from weft.rehearse.clock import Prediction, axes_along, predict_step
 from weft.rehearse.curves import ProbedMachine
 from weft.rehearse.journal import Event
-from weft.rehearse.links import WorkerLinks
 from weft.rehearse.mapping import Traffic, place_axes
-from weft.rehearse.step import Rehearsal, batches_of, every_rank, reference
+from weft.rehearse.rehearsed_step import Rehearsal, batches_of, every_rank, reference
+from weft.rehearse.worker_links import WorkerLinks
 from weft.shapes.shape import Shape, shape_of
 from weft.train.setup import model_shape
 
@@ -68,7 +68,7 @@ def shortlist(searched: SearchResult, most: int) -> list[int]:
     return chosen[:most]
 
 
-def shares(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+def processor_shares(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
     """How many of :data:`REHEARSED` each number of ranks gets: there are more layouts of more."""
     whole = sum(counts)
     for n in counts:
@@ -80,7 +80,7 @@ def with_rehearsed_time(
 ) -> Final:
     """``final`` with the time, the memory and (where links differ) the order of axes that the rehearsal gives."""
     order, workers = place_ranks(layout, rehearsed, local.uneven(layout.world))
-    prediction = predict(local, rehearsed, layout, workers)
+    prediction = predict_step(local, rehearsed, layout, workers)
     # a rehearsal waits for no disk
     parts = {**prediction.parts, "host": float(final.cost.host)}
     cost = Cost(**{part.name: parts.get(part.name, 0.0) for part in fields(Cost)})
@@ -153,7 +153,9 @@ def at_hand(
     chosen = [
         (searched, i)
         for searched, (_, most) in zip(
-            founds, shares([int(f.plan(0).world) for f in founds]), strict=True
+            founds,
+            processor_shares([int(f.plan(0).world) for f in founds]),
+            strict=True,
         )
         for i in shortlist(searched, most)
     ]
@@ -222,12 +224,25 @@ def correct_by_measured(
 LARGEST = 2e9
 
 
+class RehearsedLayouts(NamedTuple):
+    """Layouts that were rehearsed on this machine, the fastest first.
+
+    ``searched`` is the search at the winner's number of ranks; ``compared`` says in words what was compared.
+    """
+
+    searched: SearchResult
+    finals: list[Final]
+    compared: str
+
+
 def search_here(
     recipe_of: Callable[[Final], Recipe], shape: Shape, cluster: Cluster, ranks: int | None, batch: int, seq: int,
     bits: int, pins: Sequence[Pin], say: Callable[[str], None],
-) -> tuple[SearchResult, list[Final], str]:  # fmt: skip
-    """The best layouts on the probed machine, of ``ranks`` or else of every number of ranks that was probed; the
-    search of the winner's number; and what was compared. ``recipe_of``: what a layout is rehearsed with."""
+) -> RehearsedLayouts:  # fmt: skip
+    """Find the best layouts on the probed machine, of ``ranks`` or else of every number of ranks that was probed.
+
+    ``recipe_of`` makes the recipe with which a layout is rehearsed.
+    """
     if float(shape.parameters) * (ranks or cluster.count) > LARGEST:
         raise UsageError(
             f"the model has {float(shape.parameters) / 1e9:.1f} B parameters: too many to rehearse on a CPU; plan for "
@@ -261,7 +276,7 @@ def search_here(
     searched, finals = at_hand(
         founds, local, recipe_of, lambda recipe: rehearsals(recipe, local, paces), say
     )
-    return (
+    return RehearsedLayouts(
         searched,
         finals,
         f"of {len(finals)} rehearsed layouts of {' or '.join(map(str, counts))} ranks",
@@ -274,11 +289,11 @@ def choose_here(
     """The fastest layout for ``recipe`` on the probed machine; what its ``[train]`` section says stays."""
     train = recipe.train
     shape = shape_of(model_shape(recipe), vocab_of(recipe))
-    _, finals, among = search_here(
+    rehearsed = search_here(
         lambda final: recipe_under(recipe, final)[0], shape, cluster, ranks, train.batch, recipe.data.seq_len,
         BITS[train.dtype], demands(recipe, cluster), say,
     )  # fmt: skip
-    return choice_of(recipe, finals, among)
+    return choice_of(recipe, rehearsed.finals, rehearsed.compared)
 
 
 def rehearsals(

@@ -29,7 +29,7 @@ from weft.models.widened import multiply
 from weft.net.sockets import listen
 from weft.observe.flops import peak_resident
 from weft.rehearse.journal import processor_seconds
-from weft.rehearse.step import reference, usual_step
+from weft.rehearse.rehearsed_step import reference, usual_step
 from weft.rehearse.transfers import bytes_per_s, disk_curves, link_curves
 from weft.run.failure import leave
 from weft.run.ranks import init_ranks, threads_per_rank
@@ -114,7 +114,7 @@ def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
 
     plain = average(lambda: None, 4 * turns)[1]
 
-    def measure(name: str, size: int, call: Callable[[], Any]) -> None:
+    def probe_machine(name: str, size: int, call: Callable[[], Any]) -> None:
         call()
         wall, cpu = average(call, turns if size < 2**18 else max(2, turns // 4))
         besides = max(0.0, wall - share * cpu)
@@ -138,7 +138,7 @@ def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
                 "exchange": partial(dist.all_to_all_single, other, out, group=group),
             }
             for name, call in calls.items():
-                measure(f"{name}.{members}", size, call)
+                probe_machine(f"{name}.{members}", size, call)
         if peer is not None:
             sent, theirs = torch.zeros(size // 4), torch.zeros(size // 4)
 
@@ -147,11 +147,11 @@ def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
                 for work in works:
                     work.wait()  # type: ignore[union-attr]
 
-            measure("message.2", size, swap)
+            probe_machine("message.2", size, swap)
     return curves
 
 
-def links(turns: int = 3) -> dict[str, list[list[float]]]:
+def probe_links(turns: int = 3) -> dict[str, list[list[float]]]:
     """``latency`` (seconds) and ``bandwidth`` (bytes per second) of every ordered pair of ranks, one at a time."""
     world, rank = dist.get_world_size(), dist.get_rank()
     table = torch.zeros(2, world, world, dtype=torch.float64)
@@ -184,7 +184,7 @@ def links(turns: int = 3) -> dict[str, list[list[float]]]:
 # --- one process of a setting ---
 
 
-def measure(quick: bool) -> dict[str, Any]:
+def probe_machine(quick: bool) -> dict[str, Any]:
     """Everything about the setting that this process is in, one of as many as there are ranks.
 
     Rank 0's table of links is complete.
@@ -201,7 +201,7 @@ def measure(quick: bool) -> dict[str, Any]:
         if world > 1
         else {}
     )
-    measured["links"] = links() if 1 < world <= 16 else {}
+    measured["links"] = probe_links() if 1 < world <= 16 else {}
     dist.barrier()
     # what follows is each process's own, side by side with the others
     dist.destroy_process_group()
@@ -238,7 +238,7 @@ def _worker(rank: int, threads: int, quick: bool, folder: str) -> None:
 
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(threads)
-    measured = measure(quick)
+    measured = probe_machine(quick)
     (Path(folder) / str(rank)).write_text(json.dumps(measured))
     leave(0)
 
@@ -251,7 +251,7 @@ def empty_memory(world: int) -> dict[str, float]:
     if world == 1:
         small = reference("dp=1", "small", True).peak
         first = peak_resident()
-        per_byte = (peak_of("dp=1", "large", True) - first) / (
+        per_byte = (probe_peak("dp=1", "large", True) - first) / (
             reference("dp=1", "large", True).peak - small
         )
         resident = {
@@ -264,11 +264,13 @@ def empty_memory(world: int) -> dict[str, float]:
         resident = {"peak": float(peak_resident()), "tensors": float(tensors)}
         for kind, axis in (("sharded", "shard"), ("message", "pp")):
             before = peak_resident()
-            resident[kind] = float(peak_of(f"{axis}={world}", "small", False) - before)
+            resident[kind] = float(
+                probe_peak(f"{axis}={world}", "small", False) - before
+            )
     return resident
 
 
-def peak_of(layout: str, size: str, alone: bool) -> int:
+def probe_peak(layout: str, size: str, alone: bool) -> int:
     reference(layout, size, alone)
     return peak_resident()
 
