@@ -200,10 +200,10 @@ def estimate(
             gradients = block.gradients + ends.gradients
         # Backward begins with all activations and the output layer's gradient, goes on with the last block's, and ends
         # with all gradients, which later passes begin with.
-        gradients = ends.gradients * (1.0 if shape.tied else 0.5)
+        table_gradients = ends.gradients * (1.0 if shape.tied else 0.5)
         begin = layers * kept + max(
-            ends.kept.at(chunk) + ends.working.at(chunk) + gradients,
-            gradients + working,
+            ends.kept.at(chunk) + ends.working.at(chunk) + table_gradients,
+            table_gradients + working,
         )
         end = kept + working
         memory["gradients"] = gradients
