@@ -1,15 +1,17 @@
 """What tables would take if every rank had a device of its own: critical paths, and operations that only sleep."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from weft.parallel.context.tables import TileTable
-from weft.schedule.actions import Action
-from weft.schedule.execute import Op
+from weft.schedule.actions import Action, ScheduleError, Table, Value
+from weft.schedule.execute import Executed, Op
 from weft.schedule.kinds import KINDS
+from weft.schedule.simulate import Timed
 
 
 def critical_path(table: TileTable) -> float:
@@ -40,3 +42,35 @@ def sleeping(costs: Callable[[Action], float]) -> Mapping[str, Op]:
         ]
 
     return {name: op for name, kind in KINDS.items() if not kind.inserted}
+
+
+def replay(table: Table, ops: Mapping[str, Op]) -> list[Executed]:
+    """Run all ranks of a table in this process, one action at a time: the same values without a transfer.
+
+    ``table`` as built, not lowered. The reference for the values that ranks compute together.
+    """
+    there: dict[Value, Any] = {}
+    queues = [deque(actions) for actions in table.ranks]
+    runs = [Executed() for _ in queues]
+    done: set[Any] = set()
+    moved = True
+    while moved:
+        moved = False
+        for queue, run in zip(queues, runs, strict=True):
+            while (
+                queue
+                and all(v in there for v in queue[0].reads)
+                and done.issuperset(queue[0].deps)
+            ):
+                a, moved = queue.popleft(), True
+                start = time.perf_counter()
+                results = ops[a.kind](a, [there[v] for v in a.reads])
+                there.update(zip(a.writes, results or (), strict=True))
+                run.times.append(Timed(a, start, time.perf_counter()))
+                done.add(a.key)
+    stuck = [queue[0] for queue in queues if queue]
+    if stuck:
+        raise ScheduleError(
+            f"schedule {table.name} cannot go on at {', '.join(map(str, stuck))}"
+        )
+    return runs

@@ -106,7 +106,6 @@ def test_no_cycle_between_rooms() -> None:
 CIRCLES = {
     ("section.py", "recipe/unknown_key.py"): "a wrong key is answered with those of all sections, when there is one",
     ("run/forked.py", "__main__.py"): "a forked process begins where the program does",
-    ("parallel/pipeline_pass.py", "parallel/pipeline.py"): "a pass runs through the pipeline that begins it",
 }  # fmt: skip
 
 

@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bench.modelled import replay
 from examples.gnnpipe.model import GNN, Graph, columns_used, mean_matrix
 from examples.gnnpipe.table import BACKWARD, FORWARD, chunk_order, graph_table
 from weft.schedule.actions import Action, Table, Value
-from weft.schedule.execute import execute, replay
+from weft.schedule.execute import execute
 from weft.schedule.lower import links
 from weft.schedule.partition import partition
 from weft.schedule.pipeline_wire import Wire

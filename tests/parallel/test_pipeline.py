@@ -88,7 +88,7 @@ def differences(
         microbatches = [m for m, forward_only in pipeline.tables if not forward_only]
         table = pipeline.place.table(microbatches[-1])
         expected = (
-            simulate(table, uniform_costs(table)).peaks[pipeline.rank]
+            simulate(table, uniform_costs(table)).peaks[pipeline.here.rank]
             * table.stages
             / len(table.ranks)
         )

@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.modelled import sleeping
+from bench.modelled import replay, sleeping
 from tests.measured import until_true
 from weft.net.lost import PeerLost
 from weft.prove.pool import WorkerDied
 from weft.schedule.actions import Action, Key, ScheduleError, Table, Value
 from weft.schedule.build import Times, build
 from weft.schedule.build.greedy import list_schedule
-from weft.schedule.execute import execute, replay
+from weft.schedule.execute import execute
 from weft.schedule.lower import lower
 from weft.schedule.pipeline_wire import Wire
 from weft.schedule.simulate import Costs, simulate, uniform_costs

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bench.modelled import replay
 from weft.prove.pool import ProcessPool
 from weft.schedule import draw
 from weft.schedule.actions import (
@@ -20,7 +21,7 @@ from weft.schedule.actions import (
     forward_half,
 )
 from weft.schedule.build import build
-from weft.schedule.execute import execute, replay
+from weft.schedule.execute import execute
 from weft.schedule.kinds import KINDS, Clock, Duty, Flow, Kind, Visit, declare_kind
 from weft.schedule.pipeline_wire import Wire
 from weft.schedule.simulate import Costs, by_kind, simulate

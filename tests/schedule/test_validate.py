@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.modelled import sleeping
+from bench.modelled import replay, sleeping
 from weft.schedule.actions import Action, ScheduleError, Table, Value, assemble
 from weft.schedule.build import build, builders
-from weft.schedule.execute import replay
 from weft.schedule.lower import lower
 from weft.schedule.simulate import simulate, uniform_costs
 from weft.schedule.validate import run_dry, validate

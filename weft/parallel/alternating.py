@@ -1,7 +1,7 @@
 """Updates of a state that rests on the host, some units of which the device updates meanwhile.
 
-:mod:`weft.schedule.alternate` says which, and in what order. Here the table runs: every lane of it is a thread with a
-stream of its own, and waits for what its actions depend on.
+:mod:`weft.schedule.alternate` makes the table of which unit is updated where, and in what order. Here the table runs:
+every lane is a thread with a stream of its own, and waits for the actions that its actions depend on.
 """
 
 import time
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,37 +33,38 @@ from weft.schedule.kinds import Clock
 
 T = torch.Tensor
 
-#: Updates of a whole state by whose fastest rates a share is chosen; the first ones touch memory anew.
+#: Measured updates of the whole state before a share is chosen by their fastest rates; the first touch new memory.
 PROFILED = 3
 
 
-#: Updates these parameters and what belongs to them in place, by these gradients.
+#: Updates parameters and their slots in place by gradients.
 Update = Callable[[Sequence[Held], Sequence[T]], None]
 
 
 class UnitUpdate(NamedTuple):
-    """The parameters of a unit that learn, and their reduced gradients."""
+    """The update of a unit: its parameters that learn, and their reduced gradients."""
 
     held: Sequence[Held]
     grads: Sequence[T]
 
     @property
     def tensors(self) -> list[T]:
-        """What an update reads: first what it changes."""
+        """The tensors that the update reads; the tensors that it changes come first."""
         return [*self.changed, *self.grads]
 
     @property
     def changed(self) -> list[T]:
+        """The tensors that the update changes: weights, slots, and counts of updates."""
         slots = (part.values for h in self.held for part in h.slots.values())
         return [*(h.local for h in self.held), *slots, *(h.updates for h in self.held)]
 
     @property
     def size(self) -> int:
-        """Bytes of room that it needs elsewhere."""
+        """Bytes that the tensors take in another memory."""
         return sum(-(-t.nbytes // ALIGNED) * ALIGNED for t in self.tensors)
 
     def copied(self, room: T) -> "UnitUpdate":
-        """The same unit with its tensors in ``room``, uint8."""
+        """Return the same update with its tensors copied to ``room``, a uint8 tensor."""
         start, places = 0, []
         for t in self.tensors:
             place = room[start : start + t.nbytes].view(t.dtype).view(t.shape)
@@ -83,41 +85,40 @@ class UnitUpdate(NamedTuple):
 
 
 class Lane:
-    """Does one thing after the other in a thread of its own, on a stream of its own where the device has such."""
+    """A thread that runs one work after the other, on a CUDA stream of its own where the device has streams."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.thread = ThreadPoolExecutor(1, "weft-update")
 
     def submit(self, work: Callable[[], None]) -> None:
+        """Queue ``work`` for the thread."""
         self.thread.submit(self._run, work)
 
     def _run(self, work: Callable[[], None]) -> None:
-        with (
-            torch.no_grad(),
-            torch.cuda.stream(self.stream) if self.stream else nullcontext(),
-        ):
+        on_stream = torch.cuda.stream(self.stream) if self.stream else nullcontext()
+        with torch.no_grad(), on_stream:
             work()
 
     def finish(self) -> None:
-        """Return when the device has done what this lane's thread has asked of it."""
+        """Wait until the device has run the work that this lane's thread has launched."""
         if self.stream is not None:
             self.stream.synchronize()
 
 
 class Alternating:
-    """Updates units on the host and meanwhile a ``share`` of them, evenly among the others, on ``device``.
+    """Updates units on the host, and a ``share`` of them, spread evenly among the others, on ``device`` meanwhile.
 
-    With "auto" the first updates are measured with half of them there, and the share is that of the shortest simulated
-    table, which ``report`` is then called with. Both sides' updates have the same bits where their arithmetic has; with
-    a CPU in the place of the device that is a second thread. ``wrap`` is called with each action and what it does.
+    With "auto" the first updates are measured with half of the units on the device; then the share of the shortest
+    simulated table is taken, and ``report`` is called with it. Updates on both sides give the same bits where their
+    arithmetic does. A CPU as ``device`` is a second thread. ``wrap`` is called with each action and its work.
     """
 
     def __init__(
         self,
         device: torch.device,
         share: float | str,
-        report: Callable[[dict[str, Any]], None] = lambda found: None,
+        report: Callable[[dict[str, Any]], None] = lambda chosen: None,
     ) -> None:
         self.device, self.report = device, report
         self.share = None if share == "auto" else float(share)
@@ -130,7 +131,7 @@ class Alternating:
     def __call__(
         self, units: Sequence[tuple[Sequence[Held], Sequence[T]]], update: Update
     ) -> None:
-        """Update all of these."""
+        """Update the parameters of each unit by its gradients."""
         jobs = [UnitUpdate(held, grads) for held, grads in units]
         sizes = [job.size for job in jobs]
         if self.share is None and self._profiled >= PROFILED:
@@ -142,24 +143,20 @@ class Alternating:
             self._note(times, sizes)
 
     def _make_room(self, size: int) -> None:
-        """Have memory on the device for the units that are there at a time, each of at most so many bytes."""
+        """Allocate memory on the device for the units that are there at once, ``size`` bytes for each."""
         if size and (not self._rooms or self._rooms[0].numel() < size):
-            here = self.device.type == "cpu"
-            self._rooms = [
-                page_buffer(size)
-                if here
-                else torch.empty(size, dtype=torch.uint8, device=self.device)
-                for _ in range(ROOMS)
-            ]
+            on_device = partial(torch.empty, dtype=torch.uint8, device=self.device)
+            make = page_buffer if self.device.type == "cpu" else on_device
+            self._rooms = [make(size) for _ in range(ROOMS)]
 
     def _run(
         self, table: Table, jobs: Sequence[UnitUpdate], update: Update
     ) -> dict[Key, float]:
-        """Run the table; seconds that each action took."""
+        """Run the table; return the seconds of each action."""
         done: dict[Key, Future[None]] = {a.key: Future() for a in table}
         ops, took = self._ops(table, jobs, update), dict[Key, float]()
 
-        def one(a: Action, lane: Lane | None) -> None:
+        def run(a: Action, lane: Lane | None = None) -> None:
             try:
                 for need in a.deps:
                     done[Key(*need)].result()
@@ -175,9 +172,9 @@ class Alternating:
         for a in table:
             if a.rank != HOST:
                 lane = self._lanes[a.rank, a.declared.clock]
-                lane.submit(lambda a=a, lane=lane: one(a, lane))  # type: ignore[misc]
+                lane.submit(partial(run, a, lane))
         for a in table.ranks[HOST]:
-            one(a, None)
+            run(a)
         # all, so that nothing is under way when one has failed
         for future in done.values():
             future.exception()
@@ -196,10 +193,9 @@ class Alternating:
             there[a.stage] = jobs[a.stage].copied(self._rooms[rooms[a.stage]])
 
         def back(a: Action) -> None:
-            for mine, made in zip(
-                jobs[a.stage].changed, there.pop(a.stage).changed, strict=True
-            ):
-                mine.copy_(made, non_blocking=True)
+            updated = there.pop(a.stage).changed
+            for tensor, new in zip(jobs[a.stage].changed, updated, strict=True):
+                tensor.copy_(new, non_blocking=True)
 
         return {
             ON_HOST: lambda a: update(*jobs[a.stage]), ON_DEVICE: lambda a: update(*there[a.stage]),
@@ -209,24 +205,23 @@ class Alternating:
     # --- the share
 
     def _note(self, times: Mapping[Key, float], sizes: Sequence[int]) -> None:
-        """Keep the fastest rates of each kind, over all its actions of one table together."""
+        """Keep the fastest rate of each kind of action; a rate is the mean over a table."""
         self._profiled += 1
         for kind in {key.kind for key in times}:
-            of_kind = [key for key in times if key.kind == kind]
-            rate = sum(times[key] for key in of_kind) / sum(
-                sizes[key.stage] for key in of_kind
-            )
+            keys = [key for key in times if key.kind == kind]
+            seconds = sum(times[key] for key in keys)
+            rate = seconds / sum(sizes[key.stage] for key in keys)
             self.rates[kind] = min(self.rates.get(kind, rate), rate)
 
     def _choose(self, sizes: Sequence[int]) -> None:
         if len(sizes) < 2:  # one side has been measured, so there is nothing to compare
             self.share = 0.0
             return
-        found = splits(sizes, self.rates)
-        self.share = found[0].device / len(sizes)
+        by_time = splits(sizes, self.rates)
+        self.share = by_time[0].device / len(sizes)
         self.report({
-            "device": found[0].device, "units": len(sizes), "rates": self.rates,
-            "seconds": [split.seconds for split in sorted(found)],
+            "device": by_time[0].device, "units": len(sizes), "rates": self.rates,
+            "seconds": [split.seconds for split in sorted(by_time)],
         })  # fmt: skip
 
 
@@ -237,7 +232,7 @@ def update_alternating(
     lr: float,
     scale: float = 1.0,
 ) -> None:
-    """Have ``alternating`` update all units of ``state`` by what ``grads`` says of each, times ``scale``."""
+    """Update all units of ``state`` with ``alternating``, by the ``grads`` of each unit times ``scale``."""
     optimizer, units = state.optimizer, []
     assert optimizer is not None, "a state that only computes"
     state.settle()

@@ -1,14 +1,14 @@
-"""Which ranks compute which documents of a step, and in which passes: hybrid data parallelism.
+"""Plans for the documents of a step: which ranks compute which documents, in which passes (hybrid data parallelism).
 
 Short documents stay on single ranks, long ones get a group of ranks for one pass, and ranks run unequal numbers of
-passes; the loss is divided by the real tokens of the step, so the result is that of any other packing. What is balanced
-is time (quadratic in a document's length), not tokens. :func:`greedy` is ByteScale's way (Ge et al. 2025, 2502.21231),
-:func:`flexsp` chooses group sizes per micro-batch by integer programming (Wang et al. 2024, 2412.01523).
+passes; the loss is divided by the real tokens of the step, so the result is that of any other packing. Plans balance
+time, which is quadratic in a document's length, and not tokens. :func:`greedy` follows ByteScale (Ge et al. 2025,
+2502.21231), :func:`flexsp` chooses group sizes per micro-batch by integer programming (Wang et al. 2024, 2412.01523).
 """
 
 import heapq
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -31,10 +31,10 @@ NODES = 200
 
 
 class DocumentTimes(NamedTuple):
-    """Time of documents, in any one unit.
+    """Coefficients of the time of documents, in one unit of time.
 
-    Of a document of ``s`` tokens on ``d`` ranks ``(linear s + max(quadratic s^2, move s (d - 1))) / d``: every rank of
-    a group gets the keys and values of the others while it attends. ``fixed``: of a pass, whatever it holds.
+    A document of ``s`` tokens on ``d`` ranks takes ``(linear s + max(quadratic s^2, move s (d - 1))) / d``: every rank
+    of a group gets the keys and values of the others while it attends. ``fixed``: time of a pass beside its documents.
     """
 
     quadratic: float
@@ -43,45 +43,36 @@ class DocumentTimes(NamedTuple):
     fixed: float = 0.0
 
     def time(self, tokens: np.ndarray, ranks: np.ndarray | int) -> np.ndarray:
+        """Return the time of documents of ``tokens`` tokens, each on ``ranks`` ranks; arrays broadcast."""
         s = np.asarray(tokens, float)
-        return (
-            (
-                self.linear
-                + np.maximum(self.quadratic * s, self.move * (np.asarray(ranks) - 1))
-            )
-            * s
-            / ranks
-        )
+        moved = self.move * (np.asarray(ranks) - 1)
+        return (self.linear + np.maximum(self.quadratic * s, moved)) * s / ranks
 
 
 class PlanError(WeftError):
-    """A plan that would lose a document, not fit, or hang; the message names the document or the rank."""
+    """Raised for a plan that would lose a document, not fit, or hang; the message names the document or the rank."""
 
 
 def costs_of(model: ModelShape) -> DocumentTimes:
-    """Times in floating-point operations, forward and backward; attention's backward computes the scores again."""
+    """Return a model's times in floating-point operations, forward and backward, in which scores are recomputed."""
     shape = shape_of(model)
     full = shape.layers * (1 - shape.linear)  # layers whose attention is quadratic
     linear = 6 * (shape.layers * shape.active_weights + shape.table)
     # bf16: keys and values twice, their gradients back
     moved = 2 * 3 * 2 * shape.kv_heads * shape.score_dim * full
+    quadratic = 7 * shape.heads * shape.score_dim * full
     # A pass of few tokens is bound by reading the weights: worth about 256 tokens.
-    return DocumentTimes(
-        7 * shape.heads * shape.score_dim * full,
-        linear,
-        moved * FLOPS_PER_BYTE,
-        256 * linear,
-    )
+    return DocumentTimes(quadratic, linear, moved * FLOPS_PER_BYTE, 256 * linear)
 
 
 def greedy(
     lengths: np.ndarray, capacity: int, ranks: int, costs: DocumentTimes
 ) -> Plan:
-    """Documents of ``lengths`` (tokens) on ``ranks`` that hold ``capacity`` tokens per pass (ByteScale).
+    """Plan documents of ``lengths`` (tokens) on ``ranks`` ranks of ``capacity`` tokens per pass (ByteScale).
 
     A document gets the ranks that its memory needs, and more if one rank would keep all others waiting. Groups take the
     ranks that are free first. Short documents fill the time in which a rank waits for a group, and then the least busy
-    ranks, longest first (LPT). How readily documents are spread is tried out on the model of costs.
+    ranks, longest first (LPT). Several limits for spreading documents are compared by ``costs``.
     """
     need = _ranks_needed(lengths, capacity, ranks)
     plans = [
@@ -95,7 +86,7 @@ def greedy(
 
 
 def _ranks_needed(lengths: np.ndarray, capacity: int, ranks: int) -> np.ndarray:
-    """Ranks that the memory of every document asks for."""
+    """Return the ranks that the memory of every document needs. Raises :class:`UsageError` for one that cannot fit."""
     if len(lengths) and (longest := int(lengths.max())) > capacity * ranks:
         raise UsageError(
             f"a document of {longest} tokens does not fit {ranks} ranks of {capacity} tokens each; "
@@ -117,10 +108,10 @@ def _plan_with_spread(
     spread: float,
     even: bool,
 ) -> Plan:
-    """A plan in which a document gets the fewest ranks that compute it within ``spread`` times the ideal step.
+    """Plan with the fewest ranks for each document that compute it within ``spread`` times the ideal step.
 
-    The ideal step is the work of all documents over all ranks. ``need``: the ranks that the memory of each document
-    asks for, which it gets in any case. ``even``: sizes of groups are powers of two, so that groups fill all ranks.
+    The ideal step is the work of all documents over all ranks. ``need``: the ranks that a document's memory needs,
+    which it gets in any case. ``even``: sizes of groups are powers of two, so that groups fill all ranks.
     """
     alone = costs.time(lengths, 1) + costs.fixed * lengths / capacity
     limit = spread * (alone.sum() / ranks or 1.0)
@@ -140,16 +131,13 @@ def _plan_with_spread(
     groups = groups[np.lexsort((groups, -lengths[groups], -width[groups]))]
     busy, shared, holes = np.zeros(ranks), list[Pass](), list[tuple[float, int, int]]()
     for i, document in enumerate(groups.tolist()):
-        before = busy.copy()
-        shared.append(
-            _place_on_free_ranks(
-                (document,), int(width[document]), busy, lengths, costs
-            )
-        )
-        start = max(before[list(shared[-1].peers)])
+        before, ranks_needed = busy.copy(), int(width[document])
+        group = _place_on_free_ranks((document,), ranks_needed, busy, lengths, costs)
+        shared.append(group)
+        start = max(before[list(group.peers)])
         holes += [
             (float(start - before[rank]), rank, i)
-            for rank in shared[-1].peers
+            for rank in group.peers
             if before[rank] < start
         ]
     short = np.flatnonzero(width == 1)
@@ -157,10 +145,9 @@ def _plan_with_spread(
     waiting, rest = _fill_waits(
         short.tolist(), alone, holes, lengths, capacity, costs.fixed
     )
-    passes = [p for i, group in enumerate(shared) for p in (*waiting.get(i, ()), group)]
-    return _by_rank(
-        passes + _to_least_busy(rest, alone, busy, lengths, capacity), ranks
-    )
+    passes = [p for i, group in enumerate(shared) for p in (*waiting[i], group)]
+    passes += _to_least_busy(rest, alone, busy, lengths, capacity)
+    return _by_rank(passes, ranks)
 
 
 def _place_on_free_ranks(
@@ -170,16 +157,13 @@ def _place_on_free_ranks(
     lengths: np.ndarray,
     costs: DocumentTimes,
 ) -> Pass:
-    """A pass of ``documents`` on the ``width`` ranks that are free first; all of them wait for the last of these.
+    """Place ``documents`` in a pass on the ``width`` ranks that are free first; all wait for the last of them.
 
-    ``busy``: until when each rank computes; changed in place.
+    ``busy``: the time until which each rank computes; changed in place.
     """
     peers = np.sort(np.argsort(busy, kind="stable")[:width])
-    busy[peers] = (
-        busy[peers].max()
-        + costs.time(lengths[list(documents)], width).sum()
-        + costs.fixed
-    )
+    seconds = costs.time(lengths[list(documents)], width).sum() + costs.fixed
+    busy[peers] = busy[peers].max() + seconds
     return Pass(tuple(peers.tolist()), documents)
 
 
@@ -191,22 +175,20 @@ def _fill_waits(
     capacity: int,
     fixed: float,
 ) -> tuple[dict[int, list[Pass]], list[int]]:
-    """Passes of short documents that a rank computes while it waits for a group, by the number of that group; and the
-    documents that found no such place.
+    """Fill the time in which a rank waits for a group with short documents.
 
-    ``short``: documents by rising time. ``holes``: how long a rank waits (seconds), which rank, for which group.
+    ``short``: documents by rising time. ``holes``: how long a rank waits, which rank, for which group. Returns the
+    passes by the number of the group, and the documents that are left.
     """
     left = [float(times[d]) for d in short]
-    found: dict[int, list[Pass]] = {}
+    passes: dict[int, list[Pass]] = defaultdict(list)
     for room, rank, group in sorted(holes, reverse=True):
-        room, mine = room - fixed, list[int]()
+        room, documents = room - fixed, list[int]()
         while (at := bisect_right(left, room)) > 0:
             room -= left.pop(at - 1)
-            mine.append(short.pop(at - 1))
-        found.setdefault(group, []).extend(
-            Pass((rank,), pack) for pack in _packed(mine, lengths, capacity)
-        )
-    return found, short
+            documents.append(short.pop(at - 1))
+        passes[group] += _packed(documents, rank, lengths, capacity)
+    return passes, short
 
 
 def _to_least_busy(
@@ -216,25 +198,25 @@ def _to_least_busy(
     lengths: np.ndarray,
     capacity: int,
 ) -> list[Pass]:
-    """Passes of one rank each: every document, longest first, goes to the rank that is the least busy by then."""
+    """Place documents, longest first, on the rank that is least busy by then; return passes of one rank each."""
     heap = [(time, rank) for rank, time in enumerate(busy.tolist())]
     heapq.heapify(heap)
-    mine: list[list[int]] = [[] for _ in heap]
+    by_rank: list[list[int]] = [[] for _ in heap]
     for document in reversed(short):
         time, rank = heap[0]
         heapq.heapreplace(heap, (time + float(times[document]), rank))
-        mine[rank].append(document)
+        by_rank[rank].append(document)
     return [
-        Pass((rank,), pack)
-        for rank, own in enumerate(mine)
-        for pack in _packed(own, lengths, capacity)
+        p
+        for rank, documents in enumerate(by_rank)
+        for p in _packed(documents, rank, lengths, capacity)
     ]
 
 
 def _packed(
-    documents: list[int], lengths: np.ndarray, capacity: int
-) -> list[tuple[int, ...]]:
-    """The documents of each pass of at most ``capacity`` tokens: every document goes into the first with room."""
+    documents: list[int], rank: int, lengths: np.ndarray, capacity: int
+) -> list[Pass]:
+    """Pack documents into passes of a rank of at most ``capacity`` tokens, each into the first pass with room."""
     packs: list[list[int]] = []
     rooms: list[int] = []
     for document, size in zip(documents, lengths[documents].tolist(), strict=True):
@@ -244,50 +226,52 @@ def _packed(
             packs.append([])
         rooms[at] -= size
         packs[at].append(document)
-    return [*map(tuple, packs)]
+    return [Pass((rank,), tuple(pack)) for pack in packs]
 
 
 def _by_rank(passes: Iterable[Pass], ranks: int) -> Plan:
-    """The plan in which every rank runs its own of ``passes``, in their order.
+    """Make the plan in which every rank runs its own of ``passes``, in their order.
 
-    The last pass of a rank is one that it shares with nobody, empty if need be: gradients are reduced in it.
+    A rank ends with a pass that it shares with nobody, if need be an empty one: gradients are reduced in it.
     """
-    mine: list[list[Pass]] = [[] for _ in range(ranks)]
+    plan: list[list[Pass]] = [[] for _ in range(ranks)]
     for p in passes:
         for rank in p.peers:
-            mine[rank].append(p)
-    for rank, run in enumerate(mine):
+            plan[rank].append(p)
+    for rank, run in enumerate(plan):
         if not run or len(run[-1].peers) > 1:
             run.append(Pass((rank,), ()))
-    return tuple(map(tuple, mine))
+    return tuple(map(tuple, plan))
 
 
 def in_rounds(plan: Plan) -> Plan:
-    """The plan with empty passes in between, so that all ranks run equally many, and those of a group theirs at once.
+    """Insert empty passes, so that all ranks run equally many passes, and a group its shared pass in the same round.
 
-    Ranks then can meet in every pass, as those of ``ep`` do; the price is that each waits for the longest of a round.
+    Then all ranks meet in every round, as ``ep`` needs; the price is that each waits for the longest pass of a round.
     """
-    mine: list[list[Pass]] = [[] for _ in plan]
+    in_step: list[list[Pass]] = [[] for _ in plan]
+
+    def idle_until(rank: int, start: int) -> None:
+        in_step[rank] += [Pass((rank,), ())] * (start - len(in_step[rank]))
+
     for p in _runnable_order(plan):
-        start = max(len(mine[rank]) for rank in p.peers)
+        start = max(len(in_step[rank]) for rank in p.peers)
         for rank in p.peers:
-            mine[rank] += [Pass((rank,), ())] * (start - len(mine[rank])) + [p]
-    rounds = max(map(len, mine))
-    return tuple(
-        (*run, *[Pass((rank,), ())] * (rounds - len(run)))
-        for rank, run in enumerate(mine)
-    )
+            idle_until(rank, start)
+            in_step[rank].append(p)
+    rounds = max(map(len, in_step))
+    for rank in range(len(plan)):
+        idle_until(rank, rounds)
+    return tuple(map(tuple, in_step))
 
 
 def finish_times(plan: Plan, lengths: np.ndarray, costs: DocumentTimes) -> list[float]:
-    """The time at which each rank is done, in the unit of ``costs``. Raises :class:`PlanError` if the plan hangs."""
+    """Return the time at which each rank is done, in the unit of ``costs``. Raises :class:`PlanError` for a hang."""
     clock, seconds = [0.0] * len(plan), dict[Pass, float]()
     for p in _runnable_order(plan):
         if p not in seconds:
-            seconds[p] = (
-                float(costs.time(lengths[list(p.documents)], len(p.peers)).sum())
-                + costs.fixed
-            )
+            computed = costs.time(lengths[list(p.documents)], len(p.peers)).sum()
+            seconds[p] = float(computed) + costs.fixed
         end = max(clock[rank] for rank in p.peers) + seconds[p]
         for rank in p.peers:
             clock[rank] = end
@@ -295,34 +279,26 @@ def finish_times(plan: Plan, lengths: np.ndarray, costs: DocumentTimes) -> list[
 
 
 def _runnable_order(plan: Plan) -> list[Pass]:
-    """The passes in an order in which they can run: each as soon as it is the next one of all its ranks."""
-    at, done = [0] * len(plan), []
-    ready = list(range(len(plan)))
+    """Order the passes as they can run: each as soon as it is next on all its ranks. Raises :class:`PlanError`."""
+    queues, done = {rank: deque(run) for rank, run in enumerate(plan)}, []
+    ready = list(queues)
+
+    def absent(p: Pass) -> list[int]:
+        return [r for r in p.peers if not queues.get(r) or queues[r][0] != p]
+
     while ready:
         rank = ready.pop()
-        while at[rank] < len(plan[rank]):
-            p = plan[rank][at[rank]]
-            if not all(
-                0 <= r < len(plan) and at[r] < len(plan[r]) and plan[r][at[r]] == p
-                for r in p.peers
-            ):
-                break
+        while queues[rank] and not absent(p := queues[rank][0]):
             done.append(p)
             for r in p.peers:
-                at[r] += 1
+                queues[r].popleft()
             ready += [r for r in p.peers if r != rank]
-    stuck = [r for r in range(len(plan)) if at[r] < len(plan[r])]
-    if stuck:
-        p = plan[stuck[0]][at[stuck[0]]]
-        others = [
-            r
-            for r in p.peers
-            if not 0 <= r < len(plan) or at[r] >= len(plan[r]) or plan[r][at[r]] != p
-        ]
-        raise PlanError(
-            f"the plan would hang: rank {stuck[0]} waits in the pass of documents {_shortened(p.documents)} "
-            f"for rank {others[0]}, which runs another or none at that point"
-        )
+    for rank, left in queues.items():
+        if left:
+            raise PlanError(
+                f"the plan would hang: rank {rank} waits in the pass of documents {_shortened(left[0].documents)} "
+                f"for rank {absent(left[0])[0]}, which runs another or none at that point"
+            )
     return done
 
 
@@ -332,8 +308,8 @@ def _shortened(documents: tuple[int, ...]) -> str:
 
 def check_document_plan(plan: Plan, lengths: np.ndarray, capacity: int) -> None:
     """Raise :class:`PlanError` unless every document is computed once, every pass fits, and no rank waits for ever."""
-    for rank, mine in enumerate(plan):
-        for p in mine:
+    for rank, run in enumerate(plan):
+        for p in run:
             if rank not in p.peers or len(set(p.peers)) < len(p.peers):
                 raise PlanError(f"rank {rank} runs a pass of the ranks {p.peers}")
             tokens = int(lengths[list(p.documents)].sum())
@@ -344,7 +320,7 @@ def check_document_plan(plan: Plan, lengths: np.ndarray, capacity: int) -> None:
                 )
             if len(p.peers) > 1 and not tokens:
                 raise PlanError(f"the ranks {p.peers} share a pass without documents")
-        if not mine or len(mine[-1].peers) > 1:
+        if not run or len(run[-1].peers) > 1:
             raise PlanError(
                 f"rank {rank} does not end with a pass of its own, in which to reduce gradients"
             )
@@ -365,9 +341,10 @@ def flexsp(
     buckets: int = 8,
     nodes: int = NODES,
 ) -> Plan:
-    """Group sizes of every micro-batch by mixed-integer programming over buckets of lengths. Needs scipy (HiGHS).
+    """Plan group sizes of every micro-batch by mixed-integer programming over buckets of lengths (scipy's HiGHS).
 
     Documents, sorted by length, are cut into as few micro-batches as memory allows, or up to two more ("blaster").
+    ``nodes``: limit of the search. Raises :class:`UsageError` without scipy.
     """
     _ranks_needed(lengths, capacity, ranks)
     order = np.argsort(-lengths, kind="stable")
@@ -377,24 +354,19 @@ def flexsp(
     while len(lengths) and (count < fewest + 3 or not plans):
         busy, passes = np.zeros(ranks), list[Pass]()
         for chunk in _micro_batches(order, lengths, count):
-            found = _optimal_groups(
+            groups = _optimal_groups(
                 chunk, lengths, capacity, ranks, costs, buckets, nodes
             )
-            if found is None:
+            if groups is None:
                 break
-            found.sort(
-                key=lambda group: (
-                    -float(costs.time(lengths[list(group[1])], group[0]).sum())
-                )
-            )
+            groups.sort(key=lambda g: -costs.time(lengths[list(g[1])], g[0]).sum())
             passes += [
                 _place_on_free_ranks(documents, width, busy, lengths, costs)
-                for width, documents in found
+                for width, documents in groups
             ]
         else:
-            plans.append(
-                _by_rank(sorted(passes, key=lambda p: len(p.peers) == 1), ranks)
-            )
+            shared_first = sorted(passes, key=lambda p: len(p.peers) == 1)
+            plans.append(_by_rank(shared_first, ranks))
         count = count + 1 if count < fewest + 3 else min(2 * count, len(lengths))
     return min(
         plans,
@@ -406,21 +378,18 @@ def flexsp(
 def _micro_batches(
     order: np.ndarray, lengths: np.ndarray, count: int
 ) -> list[np.ndarray]:
-    """At most ``count`` micro-batches of neighbours in length, about equal in tokens."""
+    """Cut documents, ``order`` by length, into at most ``count`` micro-batches of about equally many tokens."""
     middle = np.cumsum(lengths[order]) - lengths[order] / 2
     where = (middle * count / lengths.sum()).astype(int)
-    return [
-        part
-        for part in np.split(order, np.flatnonzero(np.diff(where)) + 1)
-        if len(part)
-    ]
+    parts = np.split(order, np.flatnonzero(np.diff(where)) + 1)
+    return [part for part in parts if len(part)]
 
 
 def bucket(lengths: np.ndarray, count: int) -> list[np.ndarray]:
-    """Indices of ``lengths`` in at most ``count`` buckets of neighbouring lengths.
+    """Divide ``lengths`` into at most ``count`` buckets of neighbouring lengths; return the indices in each.
 
-    In each, all lengths are later rounded up to the longest; the buckets are those in which that adds the fewest tokens
-    (dynamic programming).
+    Lengths are later rounded up to the longest of their bucket; these buckets add the fewest tokens that way (dynamic
+    programming).
     """
     order = np.argsort(lengths, kind="stable")
     tops, counts = np.unique(lengths, return_counts=True)
@@ -451,10 +420,10 @@ def _optimal_groups(
     buckets: int,
     nodes: int,
 ) -> list[tuple[int, tuple[int, ...]]] | None:
-    """Groups ``(ranks, documents)`` of one micro-batch that end the earliest, or None if it does not fit memory.
+    """Return the groups ``(ranks, documents)`` of one micro-batch that end the earliest, or None if it does not fit.
 
-    A mixed-integer program: how many documents of each bucket each group takes, and which groups there are, such that
-    the time at which the last group ends is least. Every document counts as long as the longest of its bucket.
+    A mixed-integer program chooses how many documents of each bucket each group takes, and which groups there are, such
+    that the last group ends as early as possible. Every document counts as long as the longest of its bucket.
     """
     try:
         from scipy.optimize import Bounds, LinearConstraint, milp
@@ -464,10 +433,8 @@ def _optimal_groups(
             "balance = 'flexsp' needs scipy; pip install scipy, or use 'greedy'"
         ) from None
     members = [chunk[b] for b in bucket(lengths[chunk], buckets)]
-    tops, counts = (
-        np.array([lengths[m].max() for m in members]),
-        np.array([len(m) for m in members]),
-    )
+    tops = np.array([lengths[m].max() for m in members])
+    counts = np.array([*map(len, members)])
     sizes = sorted({*(1 << i for i in range(ranks.bit_length())), ranks})
     groups = np.array([d for d in sizes for _ in range(min(ranks // d, len(chunk)))])
     k, p = len(tops), len(groups)
@@ -501,22 +468,21 @@ def _optimal_groups(
     goal = np.append(np.zeros(last), 1.0)
     integer = np.append(np.ones(last), 0)
     options = {"node_limit": nodes, "mip_rel_gap": 0.01}
-    found = milp(
+    best = milp(
         goal,
         integrality=integer,
         bounds=Bounds(0, upper),
         constraints=rules,
         options=options,
-    )
-    if found.x is None:
+    ).x
+    if best is None:
         return None
-    chosen = np.round(found.x[: k * p]).astype(int).reshape(k, p)
-    taken: list[list[int]] = [[] for _ in range(p)]
-    for bucketed, row in zip(members, chosen, strict=True):
-        for documents, part in zip(
-            taken, np.split(bucketed, np.cumsum(row)[:-1]), strict=True
-        ):
-            documents += part.tolist()
+    chosen = np.round(best[: k * p]).astype(int).reshape(k, p)
+    # by bucket the documents of each group
+    split = [
+        np.split(m, np.cumsum(row)[:-1]) for m, row in zip(members, chosen, strict=True)
+    ]
+    taken = [np.concatenate(parts).tolist() for parts in zip(*split, strict=True)]
     return [
         (int(d), tuple(documents))
         for d, documents in zip(groups, taken, strict=True)
@@ -538,7 +504,7 @@ def make_plan(
     ranks: int,
     costs: DocumentTimes,
 ) -> Plan:
-    """The plan that the planner ``name`` makes, checked."""
+    """Make a plan with the planner ``name``, and check it. Raises :class:`PlanError` for a plan that cannot run."""
     lengths = np.asarray(lengths, np.int64)
     plan = PLANNERS[name](lengths, capacity, ranks, costs)
     check_document_plan(plan, lengths, capacity)

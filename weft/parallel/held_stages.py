@@ -1,4 +1,4 @@
-"""Which stages of a pipeline a rank holds, and which of them compute with a parameter."""
+"""The stages of a pipeline that a rank holds, and the stages that compute with a parameter."""
 
 from dataclasses import dataclass
 
@@ -12,9 +12,9 @@ from weft.schedule.vocab import share_stage
 
 @dataclass(frozen=True)
 class HeldStages:
-    """The stages of a model under a layout, the ranks that hold each (``holders``), and those of this rank (``held``).
+    """The stages of a model under a layout, the ranks that hold each (``holders``), and this rank's stages (``held``).
 
-    ``cut``: the stages that ranks hold whole; where passes take turns, ``stages`` has one for each layer of these.
+    ``cut``: the stages that ranks hold whole; where passes take turns, ``stages`` has one stage for each layer.
     """
 
     shape: ModelShape
@@ -26,7 +26,7 @@ class HeldStages:
     holders: tuple[tuple[int, ...], ...]
 
     def table(self, microbatches: int, skipping: bool = True) -> Table:
-        """The schedule of so many microbatches, as built."""
+        """Build the schedule of this many microbatches, not lowered; ``skipping``: whether stages may be skipped."""
         layout = self.mesh.layout
         asked = layout if skipping else layout.model_copy(update={"skip": 0.0})
         table = make_table(asked, microbatches, self.shape, self.seq_len)
@@ -39,29 +39,26 @@ class HeldStages:
 
     @property
     def ends(self) -> set[str]:
-        """The model's ends that this rank has."""
+        """The ends of the model on this rank: of embedding, norm and head."""
         last = len(self.stages) - 1 in self.held
         if self.mesh.layout.vocab_barriers:
             return {"embedding", "head"} | ({"norm"} if last else set())
-        ends = (
-            {"embedding"} if any(self.stages[s].embedding for s in self.held) else set()
-        )
-        heads = any(self.stages[s].head for s in self.held)
-        return ends | ({"norm", "head"} if heads else set())
+        held = [self.stages[s] for s in self.held]
+        ends = {"embedding"} if any(stage.embedding for stage in held) else set()
+        return ends | ({"norm", "head"} if any(stage.head for stage in held) else set())
 
     def users(self, name: str) -> list[int]:
-        """The stages on this rank that compute with parameter ``name``: of a share of the vocabulary, a virtual one."""
+        """List this rank's stages that compute with a parameter; a share of the vocabulary has a virtual stage."""
         if self._of_vocabulary(name):
             return [share_stage(len(self.stages), self.mesh.rank("pp"))]
         return [s for s in self._stages_with(name) if s in self.held]
 
     def copies(self, name: str) -> tuple[int, ...]:
-        """The ranks along ``pp`` that hold parameter ``name``."""
+        """List the ranks along ``pp`` that hold parameter ``name``."""
         if self._of_vocabulary(name):
             return (self.mesh.rank("pp"),)
-        return tuple(
-            sorted({r for s in self._stages_with(name) for r in self.holders[s]})
-        )
+        ranks = {r for s in self._stages_with(name) for r in self.holders[s]}
+        return tuple(sorted(ranks))
 
     def _of_vocabulary(self, name: str) -> bool:
         return bool(self.mesh.layout.vocab_barriers) and name.startswith(
@@ -69,21 +66,21 @@ class HeldStages:
         )
 
     def _stages_with(self, name: str) -> list[int]:
-        """The stages, on any rank, that compute with parameter ``name`` (not one of the vocabulary shares')."""
+        """List the stages of all ranks that compute with a parameter outside of the vocabulary shares."""
         kind, _, rest = name.partition(".")
-        stages = enumerate(self.stages)
-        if kind == "blocks":
-            layer = int(rest.partition(".")[0])
-            return [s for s, stage in stages if layer in stage.layers]
         if kind == "norm":
             return [len(self.stages) - 1]
-        head = kind in ("head", "outputs") or self.shape.tied
-        table = kind == "embedding"
-        return [
-            s
-            for s, stage in stages
-            if (table and stage.embedding) or (head and stage.head)
-        ]
+        table, head = (
+            kind == "embedding",
+            kind in ("head", "outputs") or self.shape.tied,
+        )
+
+        def computes(stage: Stage) -> bool:
+            if kind == "blocks":
+                return int(rest.partition(".")[0]) in stage.layers
+            return (table and stage.embedding) or (head and stage.head)
+
+        return [s for s, stage in enumerate(self.stages) if computes(stage)]
 
 
 def hold_stages(shape: ModelShape, mesh: Mesh, seq_len: int) -> HeldStages:

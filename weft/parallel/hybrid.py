@@ -1,9 +1,8 @@
-"""Steps whose documents are placed by length: attention crosses only the ranks that share a pass.
+"""Attention in steps whose documents are placed by length: it crosses only the ranks that share a pass.
 
 :mod:`weft.parallel.document_balance` makes the plan. Ranks run different passes, and unequal numbers of them
-(ByteScale, Ge et al.
-2025, 2502.21231), so nothing inside a pass may wait for a rank that is not in it. Parameters are gathered before the
-first pass, and gradients are reduced in the last, which every rank has to itself.
+(ByteScale, Ge et al. 2025, 2502.21231), so no rank inside a pass may wait for a rank outside of it. Parameters are
+gathered before the first pass, and gradients are reduced in the last pass, which no two ranks share.
 """
 
 from __future__ import annotations
@@ -25,14 +24,11 @@ if TYPE_CHECKING:
 
 
 class HybridAttention:
-    """Attention over the ranks of the current pass; ``static``, that of the layout, in passes that are not planned."""
+    """Attention over the ranks of the current pass, ``group``; in unplanned passes ``static``, the layout's own."""
 
     def __init__(self, mesh: Mesh, static: Attend) -> None:
-        self.static, self.scheme, self.ranks = (
-            static,
-            mesh.layout.context,
-            mesh.data_ranks,
-        )
+        self.static, self.scheme = static, mesh.layout.context
+        self.ranks = mesh.data_ranks
         self.group: PassGroup | None = None
 
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
@@ -48,7 +44,7 @@ class HybridAttention:
 
 
 def share_pass(model: Transformer, group: PassGroup | None) -> None:
-    """From now on attention crosses the ranks of ``group``."""
+    """Set the ranks that attention crosses from now on; None: those of the layout."""
     for block in model.blocks.values():
         assert isinstance(block, Block)
         if isinstance(block.attention.attend, HybridAttention):
@@ -58,9 +54,9 @@ def share_pass(model: Transformer, group: PassGroup | None) -> None:
 
 @torch.no_grad()
 def check_plan(batches: Sequence[Batch], mesh: Mesh) -> None:
-    """See that all ranks follow one plan in a step that is planned by length. Collective.
+    """Check that all ranks follow the same plan of a step. Collective.
 
-    Raises :class:`WeftError` on all ranks where plans differ, which would otherwise end in a hang.
+    Raises :class:`WeftError` on all ranks if plans differ, which would otherwise end in a hang.
     """
     group = batches[0].group
     assert group is not None

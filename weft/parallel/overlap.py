@@ -5,6 +5,7 @@ where the next one begins: what stands between the two in the table runs meanwhi
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ TURNS = {"passes": Beside.OTHER_PASS, "pairs": Beside.SAME_PASS}
 
 
 def layer_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """A stage for each layer; the model's ends are with the first and the last."""
+    """Return a stage for each layer; the first and the last also have the ends of the model."""
     layers = [i for stage in stages for i in stage.layers]
     return tuple(
         Stage(range(i, i + 1), i == layers[0], i == layers[-1]) for i in layers
@@ -34,54 +35,58 @@ def layer_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 
 
 def with_turns(table: Table, stages: Sequence[Stage], layout: Layout) -> Table:
-    """``table`` of these ``stages``, layer by layer and cut at the exchanges.
+    """Cut ``table`` of these ``stages`` layer by layer and at the exchanges of experts.
 
-    Where ranks would wait for each other in a circle, for want of microbatches, passes take no turns.
+    Passes take turns, unless there are too few microbatches and ranks would wait for each other in a circle.
     """
     layers = [len(stage.layers) for stage in stages]
     try:
-        found = with_exchanges(table, layers, TURNS[layout.overlap])
-        validate(found)
-        return found
+        cut = with_exchanges(table, layers, TURNS[layout.overlap])
+        validate(cut)
+        return cut
     except ScheduleError:
         return with_exchanges(table, layers)
 
 
+@dataclass(eq=False)
 class LayerPass:
-    """A microbatch's pass through a layer. ``leaf``: its input; ``end`` makes its output of what the steps return."""
+    """A microbatch's pass through a layer, part by part.
 
-    def __init__(
-        self, steps: Steps, leaf: T | None, tape: Tape | None, end: Callable[[T], T]
-    ) -> None:
-        self.steps, self.leaf, self.tape, self.end = steps, leaf, tape, end
-        self.parts: list[GraphPart] = []
-        self.made: T | None = None
+    ``leaf``: the layer's input; ``end`` makes the output from the result of the ``steps``.
+    """
+
+    steps: Steps
+    leaf: T | None
+    tape: Tape | None
+    end: Callable[[T], T]
+    parts: list[GraphPart] = field(default_factory=list)
+    result: T | None = None
 
     def go_on(self) -> None:
         """Run the next part, if one is left."""
-        if self.made is None:
+        if self.result is None:
             self.parts.append(GraphPart())
             with running(self.parts[-1]), deferred(self.tape):
                 try:
                     next(self.steps)
                 except StopIteration as end:
-                    self.made = self.end(end.value)
+                    self.result = self.end(end.value)
 
     def output(self) -> T:
-        """What comes out, after all parts that have not been run."""
-        while self.made is None:
+        """Run the parts that are left, and return the output."""
+        while self.result is None:
             self.go_on()
-        return self.made
+        return self.result
 
     def begin_back(self, grad: T | None) -> None:
-        """Go back through the last part; ``grad``: the output's gradient, None of a loss."""
+        """Run backward of the last part; ``grad``: the output's gradient, None for a loss."""
         self.parts.pop()
         # not so in first layers in which nothing learns
         if self.output().requires_grad:
             torch.autograd.backward(self.output(), grad)
 
     def go_back(self) -> None:
-        """Go back through the part before, if there is one."""
+        """Run backward of the part before, if there is one."""
         if self.parts:
             self.parts.pop().backward()
 
@@ -89,48 +94,48 @@ class LayerPass:
 def layer_ops(
     begin: Callable[[Action, Sequence[T]], LayerPass], table: Table, rank: int
 ) -> dict[str, Op]:
-    """What runs the parts of the passes that ``begin`` begins. Every value but what leaves the rank is the pass."""
+    """Return the operations that run the parts of passes; ``begin`` makes the pass of a microbatch through a layer.
+
+    The pass itself stands for every value but those that leave the rank.
+    """
     travels = {a.reads[0] for a in table.ranks[rank] if a.kind == SEND}
 
     def attention(a: Action, reads: Sequence[Any]) -> list[Any]:
-        found = begin(
-            a, [one.output() if isinstance(one, LayerPass) else one for one in reads]
-        )
-        found.go_on()
-        found.go_on()  # its rows set out
-        return [found]
+        inputs = [x.output() if isinstance(x, LayerPass) else x for x in reads]
+        layer = begin(a, inputs)
+        layer.go_on()
+        layer.go_on()  # its rows set out
+        return [layer]
 
     def experts(a: Action, reads: Sequence[Any]) -> list[Any]:
-        reads[0].go_on()  # and what they make of them
+        reads[0].go_on()  # and their results set out
         return [reads[0]] * len(a.writes)
 
     def combine(a: Action, reads: Sequence[Any]) -> list[Any]:
+        (layer,) = reads
         if a.stage == table.paths[a.microbatch][-1]:
-            reads[0].output()
+            layer.output()
         return [
-            reads[0].output().detach() if value in travels else reads[0]
-            for value in a.writes
+            layer.output().detach() if value in travels else layer for value in a.writes
         ]
 
     def combine_back(a: Action, reads: Sequence[Any]) -> list[Any]:
-        *grads, found = reads
-        # whose end lets gradients set out
-        found.begin_back(grads[0] if grads else None)
-        return [found]
+        *grads, layer = reads
+        # at the end gradients set out
+        layer.begin_back(grads[0] if grads else None)
+        return [layer]
 
     def experts_back(a: Action, reads: Sequence[Any]) -> list[Any]:
         reads[0].go_back()
         return [reads[0]]
 
     def attention_back(a: Action, reads: Sequence[Any]) -> list[Any]:
-        found = reads[0]
-        found.go_back()
-        found.go_back()
-        made = {
-            "grad": found.leaf if found.leaf is None else found.leaf.grad,
-            "tape": found.tape,
-        }
-        return [made[value.name] for value in a.writes]
+        (layer,) = reads
+        layer.go_back()
+        layer.go_back()
+        grad = None if layer.leaf is None else layer.leaf.grad
+        values = {"grad": grad, "tape": layer.tape}
+        return [values[value.name] for value in a.writes]
 
     def under_way(a: Action, reads: Sequence[Any]) -> list[Any]:
         return list(reads)

@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections.abc import Callable, Container, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from weft.models.hooks import EarlyUpdates, Hooks
 from weft.models.transformer import Transformer
 from weft.net.groups import new_group
 from weft.parallel.held_stages import hold_stages
-from weft.parallel.pipeline_pass import PipelinePass, Point
+from weft.parallel.pipeline_pass import PipelinePass, PipelineRank, Point
 from weft.parallel.state import Held, State, Unit
 from weft.parallel.units import Full, TableUnit, sum_over_replicas
 from weft.parallel.vocabulary import OutputShard
@@ -30,7 +30,10 @@ T = torch.Tensor
 
 
 class Pipeline:
-    """One rank's part of a pipelined model, and its schedules by number of microbatches."""
+    """A rank's part of a pipelined model, and its schedules by number of microbatches.
+
+    :meth:`start` comes before all else. ``last``: measurements of the latest pass.
+    """
 
     def __init__(
         self,
@@ -41,106 +44,85 @@ class Pipeline:
         timeout: float,
         hooks: Hooks,
     ) -> None:
-        self.mesh, self.rank, self.timeout = mesh, mesh.rank("pp"), timeout
+        self.mesh, self.timeout = mesh, timeout
         self.place = hold_stages(shape, mesh, seq_len)
         self.model = Transformer(
             shape, mesh, loss_chunk, self.place.layers, self.place.ends, hooks, self
         )
-        self.units: list[TableUnit] = []
         self.tables: dict[tuple[int, bool], Table] = {}
-        self.visit: Callable[[Unit], None] = lambda unit: None
-        self.fetch: Callable[[Unit], None] = lambda unit: None
-        self.live: set[int] = set()  # stages whose weights are gathered
         self.present: PipelinePass | None = None
         self.last: Executed | None = None
-        self.wire: Wire | None = None
 
     def start(
         self, compute: torch.dtype, tiers: OnDevice, make: Callable[..., State]
     ) -> State:
-        """Take over the model's parameters, which are on the device by now, and connect to the other ranks.
+        """Take over the model's parameters, which have memory on the device, and connect to the other ranks.
 
-        ``tiers``: where the state rests. Returns the state, made by ``make``.
+        ``tiers``: where the state rests. Returns the state, which ``make`` makes.
         """
-        self.tiers, self.streamed = tiers, tiers.places.get("weights") == "file"
+        self.streamed, self.compute = tiers.places.get("weights") == "file", compute
         described = dict(self.model.logical_parameters())
-        used: dict[
-            tuple[frozenset[int], bool, torch.dtype, tuple[str, str], bool], list[Full]
-        ] = {}
+        used: dict[tuple[frozenset[int], torch.dtype, Any], list[Full]] = {}
         shared: dict[tuple[int, ...], list[str]] = {}
         whole = []
         for name, parameter in self.model.named_parameters():
-            copies = self.place.copies(name)
-            placement = self.mesh.place.hold(described[name], copies)
-            if described[name].everywhere:
-                whole.append(
-                    Held(
-                        name, described[name], placement, parameter.detach(), parameter
-                    )
-                )
+            copies, logical = self.place.copies(name), described[name]
+            placement = self.mesh.place.hold(logical, copies)
+            if logical.everywhere:
+                local = parameter.detach()
+                whole.append(Held(name, logical, placement, local, parameter))
                 continue
             dtype = compute if parameter.is_floating_point() else parameter.dtype
-            sharing = self.mesh.sharing(described[name])
+            learns, several = parameter.requires_grad, len(copies) > 1
             # What other stages have, too, is summed over them last of all, and is a unit of its own.
-            alike = (
-                frozenset(self.place.users(name)),
-                parameter.requires_grad,
-                dtype,
-                sharing,
-                len(copies) > 1,
-            )
-            used.setdefault(alike, []).append(
-                Full(name, described[name], parameter, placement)
-            )
-            if len(copies) > 1 and parameter.requires_grad:
+            alike = learns, self.mesh.sharing(logical), several
+            stages = frozenset(self.place.users(name))
+            full = Full(name, logical, parameter, placement)
+            used.setdefault((stages, dtype, alike), []).append(full)
+            if several and learns:
                 shared.setdefault(copies, []).append(name)
         # of their first use
         in_order = sorted(used.items(), key=lambda item: min(item[0][0]))
-        self.users = [
+        users = [
             (stages, TableUnit(named, self.mesh, dtype, tiers))
-            for (stages, _, dtype, *_), named in in_order
+            for (stages, dtype, _), named in in_order
         ]
-        self.units = [unit for _, unit in self.users]
-        self.compute = compute
         # The model holds its pipeline; a circle would keep process groups, and gloo's threads, until it is collected.
-        self.model = cast(Transformer, weakref.proxy(self.model))
-        self.output = (
-            OutputShard(self.model, self.mesh)
-            if self.mesh.layout.vocab_barriers
-            else None
-        )
+        self.model = model = cast(Transformer, weakref.proxy(self.model))
+        cut = self.mesh.layout.vocab_barriers
+        output = OutputShard(model, self.mesh) if cut else None
+        wire, ranks_here = None, [0]
         if self.mesh.size("pp") > 1:
-            self.wire = Wire(
-                self.mesh.group("pp"), self.mesh.device, self.timeout, self._spec
-            )
+            group = self.mesh.group("pp")
+            wire = Wire(group, self.mesh.device, self.timeout, self._spec)
+            ranks_here = dist.get_process_group_ranks(group)
         # Parameters on several ranks of the pipeline (tied embedding, DualPipe): their gradients are summed over them.
-        mine = dist.get_process_group_ranks(self.mesh.group("pp")) if self.wire else [0]
-        groups = {
-            ranks: new_group([mine[r] for r in ranks], "copies of a parameter")
-            for ranks in sorted(shared)
+        sums = {
+            new_group([ranks_here[r] for r in ranks], "copies of a parameter"): sorted(
+                names
+            )
+            for ranks, names in sorted(shared.items())
         }
-        units: list[Unit] = [*self.units, *([Unit(whole)] if whole else [])]
-        state = make(
-            units, {groups[ranks]: sorted(names) for ranks, names in shared.items()}
-        )
-        self.visit, self.fetch = state.visit, state.fetch
+        units: list[Unit] = [unit for _, unit in users]
+        state = make([*units, Unit(whole)] if whole else units, sums)
+        self.here = PipelineRank(
+            model, self.mesh, self.place.stages, users, tiers, self.streamed, output, wire, state.visit, state.fetch
+        )  # fmt: skip
         return state
 
     def table(self, microbatches: int, forward_only: bool = False) -> Table:
-        """The lowered schedule for this many microbatches, validated once."""
+        """Return the lowered schedule for this many microbatches, validated once."""
         key = (microbatches, forward_only)
         if key not in self.tables:
             # Evaluation is of the whole model: nothing is skipped.
             built = self.place.table(microbatches, skipping=not forward_only)
+            if forward_only:
+                built = forward_half(built)
             # What is not cut needs no gathering.
             zero = self.mesh.layout.zero if self.mesh.size("shard", "cp") > 1 else 1
-            self.tables[key] = validate(
-                forward_half(built) if forward_only else built,
-                zero=zero,
-                streamed=self.streamed,
-            )
-            if self.wire is not None:
-                self.wire.connect(links(self.tables[key]))
+            self.tables[key] = validate(built, zero=zero, streamed=self.streamed)
+            if self.here.wire is not None:
+                self.here.wire.connect(links(self.tables[key]))
         return self.tables[key]
 
     def accumulate(
@@ -149,27 +131,27 @@ class Pipeline:
         total: Callable[[], T],
         early: EarlyUpdates | None = None,
     ) -> T:
-        """Forward and backward of every microbatch. Returns this rank's share of the mean loss, equal on ``tp``.
+        """Run forward and backward of every microbatch; return this rank's share of the mean loss, equal on ``tp``.
 
-        ``total``: the weight of the step's labels, asked for when the first loss is due. ``early``: units to update
-        meanwhile.
+        ``total`` returns the weight of the step's labels, and is called when the first loss is due. ``early``: units
+        to update during backward.
         """
         passed = self._run(self.table(len(batches)), batches, total, early=early)
-        sum_over_replicas(
-            [unit for unit in self.units if unit not in passed.summed], self.mesh
-        )
+        rest = [unit for unit in self.here.units if unit not in passed.summed]
+        sum_over_replicas(rest, self.mesh)
         return self._share(passed)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], hooks: Hooks | None = None) -> T:
-        """This rank's share of the sum of the losses of some microbatches; ``hooks`` in the place of the model's."""
+        """Return this rank's share of the summed losses of some microbatches; ``hooks`` replace the model's."""
         return self._share(self._evaluated(batches, (), hooks))
 
     @torch.no_grad()
     def evaluate_at(self, points: Sequence[Point], batches: Sequence[Batch]) -> list[T]:
-        """The same at several points, for which what rests in a tier is brought in once: the share of each.
+        """Return this rank's share of the summed losses at each of several points.
 
-        A point is what stands in the place of every parameter's rows.
+        A point gives the values that replace every parameter's rows. Weights that rest in a tier are brought in once
+        for all points.
         """
         passed = self._evaluated([b for _ in points for b in batches], points)
         count = len(batches)
@@ -192,7 +174,7 @@ class Pipeline:
         self, table: Table, batches: Sequence[Batch], total: Callable[[], T],
         points: Sequence[Point] = (), hooks: Hooks | None = None, early: EarlyUpdates | None = None,
     ) -> PipelinePass:  # fmt: skip
-        passed = PipelinePass(self, table, batches, total, points, hooks, early)
+        passed = PipelinePass(self.here, table, batches, total, points, hooks, early)
         self.present = passed
         try:
             self.last = passed.run()
@@ -209,7 +191,7 @@ class Pipeline:
         return torch.stack(losses or [nothing]).sum()
 
     def _spec(self, value: Value) -> list[tuple[tuple[int, ...], torch.dtype]] | None:
-        """Activations and their gradients are ``[rows, seq/cp/tp, embed]``, which every rank of the pipeline knows."""
+        """Return the shape of activations and gradients, ``[rows, seq/cp/tp, embed]``; other values carry theirs."""
         if value.name not in ("act", "grad"):
             return None
         assert self.present is not None  # values travel while it runs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -13,7 +14,7 @@ from weft.models.fused import ImmediateTape, Tape, deferred, run_tape
 from weft.models.hooks import EarlyUpdates, Hooks
 from weft.models.rope import angles
 from weft.models.router import RouterPass
-from weft.models.transformer import Block
+from weft.models.transformer import Block, Transformer
 from weft.parallel.overlap import LayerPass, layer_ops
 from weft.parallel.state import Held, Unit
 from weft.parallel.units import TableUnit, sum_over_replicas
@@ -23,31 +24,36 @@ from weft.schedule.kinds import Duty, kind_of
 from weft.schedule.lower import FETCH, GATHER, REDUCE, RELEASE
 
 if TYPE_CHECKING:
-    from weft.parallel.pipeline import Pipeline
+    from weft.layout.mesh import Mesh
+    from weft.memory.on_device import OnDevice
+    from weft.parallel.vocabulary import OutputShard
+    from weft.schedule.pipeline_wire import Wire
+    from weft.schedule.stages import Stage
 
 T = torch.Tensor
 
-#: What stands in the place of a parameter's rows.
+#: Returns the values that replace a parameter's rows.
 Point = Callable[[Held], T]
 
-#: So many stages' weights stay between a step's end and the next one's begin, and one less where forward ends.
+#: Stages whose weights stay between a step's end and the next step's begin, and one less where forward ends.
 KEPT = 2
 
 
 class Turns(NamedTuple):
-    """Where a stage's weights need not leave: they are gathered ``again`` soon, by the gather's id, or ``first``."""
+    """Weights that stay in memory: those gathered ``again`` soon, by the gather's id, and those of ``first`` stages."""
 
     again: frozenset[int]
     first: frozenset[int]
 
 
 def turns(gathers: Sequence[Action], size_of: Callable[[int], int], room: int) -> Turns:
-    """Of a rank's gathers in their order: those of a stage that is the next but one, and the first stages.
+    """Choose the weights that stay in memory between the ``gathers`` of a rank, which are in their order.
 
-    Of those that come again later, the soonest stay as well, as many as have ``room``; ``size_of`` a stage, in bytes.
+    Weights stay if their stage comes again as the next but one, and so do those of the first stages. Of the others the
+    soonest stay, as many as have ``room``. ``size_of``: bytes of a stage's weights.
     """
     last: dict[int, int] = {}
-    waits = []  # how many gathers a stage would stay for, and the one before them
+    waits = []  # how many gathers a stage would stay for, and the gather before them
     for i, a in enumerate(gathers):
         if a.stage in last:
             waits.append((i - last[a.stage], last[a.stage]))
@@ -61,25 +67,70 @@ def turns(gathers: Sequence[Action], size_of: Callable[[int], int], room: int) -
     return Turns(frozenset(again), frozenset(a.stage for a in gathers[:KEPT]))
 
 
-class PipelinePass:
-    """One execution of a table by this rank's part of a ``pipeline``: what it computes with, and how far it is.
+@dataclass(frozen=True)
+class PipelineRank:
+    """This rank's part of a pipeline: what every pass runs with.
 
-    ``total``: the weight of the step's labels, asked for when the first loss is due. With ``points``, microbatches are
-    computed at each of them in turn, with gradients of none. ``hooks``: in the place of the model's own.
+    ``stages``: all stages of the model; ``users``: this rank's units, each with the stages that use it. ``streamed``:
+    weights rest in files. ``output``: the share of the vocabulary, if it is cut. ``wire``: None on a single rank.
+    ``visit`` and ``fetch``: those of the state. ``live``: the stages whose weights are gathered.
+    """
+
+    model: Transformer
+    mesh: Mesh
+    stages: Sequence[Stage]
+    users: Sequence[tuple[frozenset[int], TableUnit]]
+    tiers: OnDevice
+    streamed: bool
+    output: OutputShard | None
+    wire: Wire | None
+    visit: Callable[[Unit], None]
+    fetch: Callable[[Unit], None]
+    live: set[int] = field(default_factory=set)
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.rank("pp")
+
+    @property
+    def units(self) -> list[TableUnit]:
+        return [unit for _, unit in self.users]
+
+    def units_of(self, stage: int) -> list[TableUnit]:
+        """List the units whose parameters ``stage`` computes with."""
+        return [unit for stages, unit in self.users if stage in stages]
+
+    def weights_of(self, stage: int) -> int:
+        """Return the bytes of a stage's weights that rest in a file."""
+        return sum(self.tiers.size(unit, "weights") for unit in self.units_of(stage))
+
+
+class StageInput(NamedTuple):
+    """The input of a stage: ``x``, its ``leaf`` for backward, rotary angles, and the counts of routers."""
+
+    x: T
+    leaf: T | None
+    rope: tuple[T, ...]
+    seen: RouterPass | None
+
+
+class PipelinePass:
+    """One execution of a table by this rank's part ``here`` of a pipeline.
+
+    ``total`` returns the weight of the step's labels, and is called when the first loss is due. With ``points``,
+    microbatches are computed at each point in turn, without gradients. ``hooks`` replace those of the model.
     """
 
     def __init__(
-        self, pipeline: Pipeline, table: Table, batches: Sequence[Batch], total: Callable[[], T],
+        self, here: PipelineRank, table: Table, batches: Sequence[Batch], total: Callable[[], T],
         points: Sequence[Point], hooks: Hooks | None, early: EarlyUpdates | None,
     ) -> None:  # fmt: skip
-        self.pipeline, self.table = pipeline, table
-        self.total, self.points = total, points
-        self.model, self.mesh = pipeline.model, pipeline.mesh
-        self.tiers = pipeline.tiers
-        self.early, self.output = early, pipeline.output
+        self.here, self.table = here, table
+        self.total, self.points, self.early = total, points, early
+        self.model, self.mesh, self.tiers = here.model, here.mesh, here.tiers
         self.hooks = hooks or self.model.hooks
         self.batches = [batch.to(self.mesh.device) for batch in batches]
-        self.actions = table.ranks[pipeline.rank]
+        self.actions = table.ranks[here.rank]
         self.losses: dict[int, T] = {}  # by microbatch
         self.ropes: dict[int, tuple[T, ...]] = {}
         self.seen: dict[int, RouterPass] = {}
@@ -87,11 +138,9 @@ class PipelinePass:
         self.lasts = self._last_uses()
         self.summed: set[TableUnit] = set()  # over the replicas, by now
         gathers = [a for a in self.actions if a.kind == GATHER]
-        self.turns = turns(gathers, self._weights_of, self.tiers.room)
+        self.turns = turns(gathers, here.weights_of, self.tiers.room)
         # how many actions of this rank give an input's gradient, and how many of them are done
-        self.backwards = sum(
-            Duty.INPUT_GRADIENT in a.declared.duty for a in self.actions
-        )
+        self.backwards = sum(a.declared.duties.input_gradient for a in self.actions)
         self.behind = 0
         # Where weight gradients are an action of their own, what they need goes on a tape.
         self.split = {
@@ -101,35 +150,27 @@ class PipelinePass:
         }
 
     def run(self) -> Executed:
+        """Execute the table on this rank."""
+        here = self.here
         self.tiers.restart()
-        executed = execute(
-            self.table, self.pipeline.rank, self._ops(), self.pipeline.wire
-        )
-        for unit in self.pipeline.units:
-            unit.forget_near()
+        executed = execute(self.table, here.rank, self._ops(), here.wire)
+        for unit in here.units:
+            unit.near = None  # before the rows change
         return executed
 
     def _ops(self) -> dict[str, Op]:
-        ops: dict[str, Op] = {
-            "F": self._forward,
-            "B": self._backward,
-            "I": self._backward,
-            "W": self._weights,
-        }
         if self.mesh.layout.overlap:
-            ops = {"W": self._weights} | layer_ops(
-                self._pass_of, self.table, self.pipeline.rank
-            )
-        if self.output is not None:
-            ops |= self.output.ops(
-                self.batches, self.total, self.losses, self.hooks.objective
-            )
-        ops = {
-            kind: op if kind_of(kind).forward else self._then_fold(op)
-            for kind, op in ops.items()
-        }
-        if self.points:
-            ops = {kind: self._at_point(op) for kind, op in ops.items()}
+            ops = layer_ops(self._pass_of, self.table, self.here.rank)
+        else:
+            ops = {"F": self._forward, "B": self._backward, "I": self._backward}
+        ops["W"] = self._weights
+        if output := self.here.output:
+            objective = self.hooks.objective
+            ops |= output.ops(self.batches, self.total, self.losses, objective)
+        for kind, op in ops.items():
+            ops[kind] = op if kind_of(kind).forward else self._then_fold(op)
+            if self.points:
+                ops[kind] = self._at_point(ops[kind])
         return ops | {
             GATHER: self._gather,
             RELEASE: self._release,
@@ -140,133 +181,115 @@ class PipelinePass:
     def _forward(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         batch, tape = self.batches[a.microbatch], self._tape(a)
         with deferred(tape):
-            x, leaf, rope, seen = self._entered(a, reads)
-            for i in self.pipeline.place.stages[a.stage].layers:
+            x, leaf, rope, seen = self._stage_input(a, reads)
+            for i in self.here.stages[a.stage].layers:
                 x = self.model.run_block(i, x, rope, batch.cu_seqlens, seen)
-            x = self._ended(a, x)
-        made = {"act": x.detach(), "saved": (leaf, x, tape)}
-        return [made[value.name] for value in a.writes]
+            x = self._stage_output(a, x)
+        values = {"act": x.detach(), "saved": (leaf, x, tape)}
+        return [values[value.name] for value in a.writes]
 
     def _pass_of(self, a: Action, reads: Sequence[T]) -> LayerPass:
-        """A microbatch's pass through the one layer of a stage, of which nothing has been run."""
-        x, leaf, rope, seen = self._entered(a, reads)
-        (layer,) = self.pipeline.place.stages[a.stage].layers
+        """Return a microbatch's pass through the one layer of a stage, before any part of it has run."""
+        x, leaf, rope, seen = self._stage_input(a, reads)
+        (layer,) = self.here.stages[a.stage].layers
         block = cast(Block, self.model.blocks[str(layer)])
         steps = block.steps(x, rope, self.batches[a.microbatch].cu_seqlens, seen)
-        return LayerPass(steps, leaf, self._tape(a), partial(self._ended, a))
+        return LayerPass(steps, leaf, self._tape(a), partial(self._stage_output, a))
 
     def _tape(self, a: Action) -> Tape | None:
-        """What a stage's projections leave weights' gradients on; None without gradients."""
+        """Return the tape for the weight gradients of a stage's projections; None without gradients."""
+        if not torch.is_grad_enabled():
+            return None
+        if (a.stage, a.microbatch) in self.split:
+            return []
         # A lone rank adds weight gradients up as one does without stages, so that tiers change no bit.
-        whole = ImmediateTape() if self.pipeline.wire else None
-        return (
-            ([] if (a.stage, a.microbatch) in self.split else whole)
-            if torch.is_grad_enabled()
-            else None
-        )
+        return ImmediateTape() if self.here.wire else None
 
-    def _entered(
-        self, a: Action, reads: Sequence[Any]
-    ) -> tuple[T, T | None, tuple[T, ...], RouterPass | None]:
-        """What a stage computes with: its input, also as the leaf that this is, angles, and what routers count in."""
-        batch, training = self.batches[a.microbatch], torch.is_grad_enabled()
+    def _stage_input(self, a: Action, reads: Sequence[Any]) -> StageInput:
+        m, training = a.microbatch, torch.is_grad_enabled()
+        batch = self.batches[m]
         if not reads:
             x, leaf = self.model.embedding(batch.tokens), None
-        else:  # one tensor from the stage before, or the vocabulary shards' parts of the embedding
+        else:
+            # one tensor from the stage before, or the vocabulary shards' parts of the embedding
             x = reads[0] if len(reads) == 1 else torch.stack(list(reads)).sum(0)
             leaf = x = x.detach().requires_grad_(training)
-        seen = self._seen(a.microbatch, batch) if training else None
-        return x, leaf, self._rope(a.microbatch, batch, x.dtype), seen
+        if training and m not in self.seen and self.model.loads is not None:
+            self.seen[m] = self.model.loads.seen(batch)
+        if m not in self.ropes:
+            self.ropes[m] = angles(
+                batch.positions, self.model.freq, x.dtype, batch.draws
+            )
+        return StageInput(
+            x, leaf, self.ropes[m], self.seen.get(m) if training else None
+        )
 
-    def _ended(self, a: Action, x: T) -> T:
-        """A stage's output, given that of its layers: of the last one the loss."""
+    def _stage_output(self, a: Action, x: T) -> T:
+        """Return the output of a stage, given that of its layers; on the last stage this is the loss."""
         if a.stage != self.table.paths[a.microbatch][-1]:
             return x
         x = self.model.norm(x)
-        if self.output is None:
+        if self.here.output is None:
             x = self.model.loss(x, self.batches[a.microbatch], self.hooks)
             x = x / self.total()
             self.losses[a.microbatch] = x.detach()
         return x
 
-    def _rope(self, microbatch: int, batch: Batch, dtype: torch.dtype) -> tuple[T, ...]:
-        if microbatch not in self.ropes:
-            self.ropes[microbatch] = angles(
-                batch.positions, self.model.freq, dtype, batch.draws
-            )
-        return self.ropes[microbatch]
-
-    def _seen(self, microbatch: int, batch: Batch) -> RouterPass | None:
-        if microbatch not in self.seen and self.model.loads is not None:
-            self.seen[microbatch] = self.model.loads.seen(batch)
-        return self.seen.get(microbatch)
-
     def _backward(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         *grads, (leaf, y, tape) = reads
         if y.requires_grad:  # not so of a first stage in which nothing learns
             torch.autograd.backward(y, grads[0] if grads else None)
-        made = {"grad": leaf.grad if leaf is not None else None, "tape": tape}
-        return [made[value.name] for value in a.writes]
+        values = {"grad": leaf.grad if leaf is not None else None, "tape": tape}
+        return [values[value.name] for value in a.writes]
 
     def _weights(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         run_tape(reads[0])
         return []
 
     def _then_fold(self, op: Op) -> Op:
-        """``op``, after which the gradients that it leaves behind are added up in the wide type.
+        """Return ``op`` followed by adding up its gradients in the wide type.
 
-        What is done of the step is passed on as passes: the share of this rank's actions that is behind it.
+        The progress of the step is reported as passes: the share of this rank's backward actions that are done.
         """
 
         def folded(a: Action, reads: Sequence[Any]) -> Sequence[Any]:
-            made = op(a, reads)
-            for unit in self._units_of(a.stage):
+            results = op(a, reads)
+            for unit in self.here.units_of(a.stage):
                 unit.fold()
-            self.behind += Duty.INPUT_GRADIENT in a.declared.duty
+            self.behind += a.declared.duties.input_gradient
             if self.hooks.passed is not None and self.backwards:
-                self.hooks.passed(
-                    self.behind * len(self.batches) // self.backwards, len(self.batches)
-                )
-            return made
+                count = len(self.batches)
+                self.hooks.passed(self.behind * count // self.backwards, count)
+            return results
 
         return folded
 
     def _at_point(self, op: Op) -> Op:
-        """``op`` with the parameters of the point that the microbatch is for."""
+        """Return ``op`` with the parameters of the microbatch's point."""
 
         def shown(a: Action, reads: Sequence[Any]) -> Sequence[Any]:
-            for unit in self._units_of(a.stage):
+            for unit in self.here.units_of(a.stage):
                 unit.show(a.microbatch * len(self.points) // len(self.batches))
             return op(a, reads)
 
         return shown
 
-    def _units_of(self, stage: int) -> list[TableUnit]:
-        """The units whose parameters ``stage`` computes with."""
-        return [unit for stages, unit in self.pipeline.users if stage in stages]
-
-    def _weights_of(self, stage: int) -> int:
-        """Bytes of a stage's weights that rest in a file."""
-        return sum(self.tiers.size(unit, "weights") for unit in self._units_of(stage))
-
     def _last_uses(self) -> dict[tuple[str, Unit], Action]:
-        """The last action of each inserted kind for every unit that is updated early."""
+        """Return the last action of each inserted kind for every unit that is updated early."""
         if self.early is None:
             return {}
-        found: dict[tuple[str, Unit], Action] = {}
-        for a in self.actions:
-            if a.kind in (FETCH, GATHER, REDUCE):
-                found |= {
-                    (a.kind, unit): a
-                    for unit in self._units_of(a.stage)
-                    if unit in self.early.units
-                }
-        return found
+        return {
+            (a.kind, unit): a
+            for a in self.actions
+            if a.kind in (FETCH, GATHER, REDUCE)
+            for unit in self.here.units_of(a.stage)
+            if unit in self.early.units
+        }
 
     def _gather(self, a: Action, reads: Sequence[Any]) -> list[Any]:
-        self.pipeline.live.add(a.stage)
-        for unit in self._units_of(a.stage):
-            self.pipeline.visit(unit)
+        self.here.live.add(a.stage)
+        for unit in self.here.units_of(a.stage):
+            self.here.visit(unit)
             if not unit.live and (
                 self.lasts.get((GATHER, unit)) is a or id(a) in self.turns.again
             ):
@@ -277,25 +300,23 @@ class PipelinePass:
         return []
 
     def _fetch(self, a: Action, reads: Sequence[Any]) -> list[Any]:
-        for unit in self._units_of(a.stage):
+        for unit in self.here.units_of(a.stage):
             if not unit.live:
-                self.pipeline.fetch(unit)
+                self.here.fetch(unit)
             if self.lasts.get((FETCH, unit)) is a:
                 self.tiers.fetch(unit, "moments")
         return []
 
     def _release(self, a: Action, reads: Sequence[Any]) -> list[Any]:
-        self.pipeline.live.discard(a.stage)
-        still_used = {
-            unit for stage in self.pipeline.live for unit in self._units_of(stage)
-        }
-        for unit in self._units_of(a.stage):
-            if unit not in still_used:
-                unit.release(drop=self.mesh.layout.zero == 3 or self.pipeline.streamed)
+        self.here.live.discard(a.stage)
+        drop = self.mesh.layout.zero == 3 or self.here.streamed
+        for stages, unit in self.here.users:
+            if a.stage in stages and not stages & self.here.live:
+                unit.release(drop)
         return []
 
     def _reduce(self, a: Action, reads: Sequence[Any]) -> list[Any]:
-        for unit in self._units_of(a.stage):
+        for unit in self.here.units_of(a.stage):
             unit.reduce()
             if self.early is not None and self.lasts.get((REDUCE, unit)) is a:
                 sum_over_replicas([unit], self.mesh)

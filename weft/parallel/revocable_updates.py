@@ -1,7 +1,7 @@
 """Updates that can be undone to the last bit (SuperOffload, Lian et al. 2025).
 
-Whoever does not wait for the global norm before it updates may have to undo that. Of what rests in a tier the version
-before stays there, and undoing is to forget the new one; other tensors are copied first.
+A step that updates before the global norm is known may have to undo its updates. A tier keeps the previous version of
+the tensors that rest in it, and undoing forgets the new version; other tensors are copied before the update.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ T = torch.Tensor
 
 
 class RevocableUpdates:
-    """Updates of ``units`` of a state, each of which may be taken back until all :meth:`stand`.
+    """Optimizer updates of ``units`` that can be undone until :meth:`commit` keeps them all.
 
-    Before it is updated a unit is to :meth:`keep` what it was. ``done``: the units that have been updated. ``bytes`` of
-    memory are what copies take; what rests in a tier has room for a second version there, so that a full disk is known
-    now.
+    Call :meth:`keep` with a unit before it is updated. ``done``: the units that have been updated. ``bytes``: memory of
+    the copies. Tensors that rest in a tier get room for a second version there at once, so that a full disk is known
+    before the first update.
     """
 
     def __init__(self, state: State, units: Sequence[Unit]) -> None:
@@ -29,20 +29,14 @@ class RevocableUpdates:
             for kind, group in groups.items():
                 if kind != "gradients":
                     group.double()
-            resting = {
-                id(tensor) for group in groups.values() for tensor in group.tensors
-            }
-            held = [h for h in unit.held if h.learns]
-            every = [
+            resting = {id(t) for group in groups.values() for t in group.tensors}
+            self._changing[unit] = [
                 t
-                for h in held
-                for t in (
-                    h.local,
-                    h.updates,
-                    *(slot.values for slot in h.slots.values()),
-                )
+                for h in unit.held
+                if h.learns
+                for t in (h.local, h.updates, *(s.values for s in h.slots.values()))
+                if id(t) not in resting
             ]
-            self._changing[unit] = [t for t in every if id(t) not in resting]
         self._copies = {
             unit: [torch.empty_like(t) for t in changing]
             for unit, changing in self._changing.items()
@@ -54,24 +48,24 @@ class RevocableUpdates:
 
     @torch.no_grad()
     def keep(self, *units: Unit) -> None:
-        """Copy what in these units rests in no tier, so that :meth:`undo` can bring it back."""
+        """Copy the tensors of these units that rest in no tier, for :meth:`undo`."""
         for unit in units:
             torch._foreach_copy_(self._copies[unit], self._changing[unit])
 
     @torch.no_grad()
     def update(self, unit: Unit, grads: Mapping[str, T], lr: float) -> None:
-        """Update one of the units by its reduced gradients. Collective, where the optimizer's rule is."""
+        """Update a unit by its reduced gradients. Collective if the optimizer's rule is."""
         self.done.append(unit)
-        self.state.update(unit, grads, lr, tried=True)
+        self.state.update(unit, grads, lr, revocable=True)
 
-    def stand(self) -> None:
-        """Nothing is taken back any more."""
+    def commit(self) -> None:
+        """Keep all updates."""
         self.done.clear()
         self.state.tiers.stand()
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Have all units be as they were, to the last bit."""
+        """Undo all updates, to the last bit."""
         for unit in self.done:
             torch._foreach_copy_(self._changing[unit], self._copies[unit])
         self.done.clear()

@@ -1,7 +1,7 @@
-"""State that hooks of autograd gather and reduce, by FSDP2: the one file that knows of it.
+"""State that hooks of autograd gather and reduce, by FSDP2; no other file uses FSDP2.
 
 FSDP2 gathers parameters and reduces gradients from hooks of autograd, over replicas (``dp``) and the ranks that share
-in holding the state (``shard`` and ``cp``). ZeRO stages are a table of what it keeps between uses.
+in holding the state (``shard`` and ``cp``). A table says what each ZeRO stage keeps whole between uses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Kept(NamedTuple):
-    """What a ZeRO stage (Rajbhandari et al. 2020) keeps whole between its uses."""
+    """The tensors that a ZeRO stage (Rajbhandari et al. 2020) keeps whole between uses."""
 
     # gather once per step instead of once per forward and backward of every pass
     parameters: bool
@@ -53,9 +53,9 @@ STAGES: dict[int, Kept] = {
 
 @dataclass(eq=False)
 class HookUnit(Unit):
-    """The parameters of one FSDP2 module that are not another's: a block, or what is left at the root.
+    """The parameters of one FSDP2 module: of a block, or at the root those of embedding, norm and head.
 
-    Hooks of autograd reduce in the passes of which :meth:`begin_pass` says so.
+    Hooks of autograd reduce gradients in the passes that :meth:`begin_pass` selects.
     """
 
     module: FSDPModule
@@ -93,11 +93,9 @@ def shard_data_parallel(
         policy = MixedPrecisionPolicy(
             torch.bfloat16, torch.float32, cast_forward_inputs=False
         )
-    away = (
-        CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
-        if memory.offloads_state
-        else OffloadPolicy()
-    )
+    away = OffloadPolicy()
+    if memory.offloads_state:
+        away = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
     after: bool | int = mesh.layout.secondary or not STAGES[mesh.layout.zero].parameters
     described = dict(model.logical_parameters())
     everywhere = {
@@ -122,7 +120,7 @@ def shard_data_parallel(
 
 
 def _data_mesh(mesh: Mesh) -> DeviceMesh:
-    """The ranks with this one's part of the model: replicas of the state (if there are several), and who shares one."""
+    """Return the mesh of ranks with the same part of the model: replicas of the state, if any, by sharers of it."""
     if mesh.size("dp") == 1:
         return DeviceMesh.from_group(
             mesh.group("state"), mesh.device.type, mesh_dim_names=("state",)
@@ -137,9 +135,9 @@ def _data_mesh(mesh: Mesh) -> DeviceMesh:
 
 
 def _expert_placement(model: Transformer, mesh: Mesh) -> Callable[[nn.Parameter], Any]:
-    """Which ranks share a parameter of a block: of experts that are spread over ranks those that have the same ones.
+    """Return the placement of a block's parameters: experts are sharded over the ranks with the same experts.
 
-    PyTorch has this for mixtures of experts since 2.13, and no public name yet for what is returned.
+    PyTorch has this for mixtures of experts since 2.13, and no public name yet for the result.
     """
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_common import (
@@ -153,15 +151,21 @@ def _expert_placement(model: Transformer, mesh: Mesh) -> Callable[[nn.Parameter]
         ) from None
     groups = [mesh.group("expert_dp"), mesh.group("expert_state")]
     if mesh.size("expert_dp") == 1:
+        names: tuple[str, ...] = ("expert_state",)
         sharing = DeviceMesh.from_group(
-            groups[1], mesh.device.type, mesh_dim_names=("expert_state",)
+            groups[1], mesh.device.type, mesh_dim_names=names
         )
         info = FSDPMeshInfo(sharing, shard_mesh_dim=0)
     else:
-        table = torch.from_numpy(
-            expert_table(mesh.layout, rank_table(mesh.layout)).copy()
+        table = expert_table(mesh.layout, rank_table(mesh.layout))
+        at = (
+            mesh.rank("pp"),
+            slice(None),
+            slice(None),
+            mesh.rank(FOLDED),
+            mesh.rank("tp"),
         )
-        here = table[0, mesh.rank("pp"), :, :, mesh.rank(FOLDED), mesh.rank("tp")]
+        here = torch.from_numpy(table[0][at].copy())
         names = ("replica", "expert_state")
         sharing = DeviceMesh.from_group(
             groups, mesh.device.type, mesh=here, mesh_dim_names=names
@@ -171,40 +175,26 @@ def _expert_placement(model: Transformer, mesh: Mesh) -> Callable[[nn.Parameter]
     spread = {
         p for name, p in model.named_parameters() if described[name].cut_by(FOLDED)
     }
-    return lambda parameter: (
-        ShardPlacementResult(None, info) if parameter in spread else None
-    )
+    placement = ShardPlacementResult(None, info)
+    return lambda parameter: placement if parameter in spread else None
 
 
 def sharded_state(
     model: Transformer, mesh: Mesh, make: Callable[..., State] = State
 ) -> State:
-    """The state of a model that :func:`shard_data_parallel` has been at, once its memory exists. Made by ``make``."""
+    """Make the state, by ``make``, of a model after :func:`shard_data_parallel`, once the model has memory."""
     described = dict(model.logical_parameters())
     held: dict[str, Held] = {}
     whole = []
     for name, parameter in model.named_parameters():
-        local = parameter.detach()
-        if described[name].everywhere:
-            whole.append(
-                Held(
-                    name,
-                    described[name],
-                    mesh.place.hold(described[name]),
-                    local,
-                    parameter,
-                )
-            )
+        logical, local = described[name], parameter.detach()
+        placement = mesh.place.hold(logical)
+        if logical.everywhere:
+            whole.append(Held(name, logical, placement, local, parameter))
             continue
         assert isinstance(local, DTensor)
-        held[name] = Held(
-            name,
-            described[name],
-            mesh.place.hold(described[name]),
-            local.to_local(),
-            parameter,
-            _local_gradient,
-        )
+        own = local.to_local()
+        held[name] = Held(name, logical, placement, own, parameter, _local_gradient)
     modules = dict(model.blocks.named_children())
     units: list[Unit] = [Unit(whole)] if whole else []
     for block, of_block in by_block(held).items():
@@ -225,11 +215,11 @@ def _modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 @contextmanager
 def _near_groups(mesh: Mesh) -> Iterator[None]:
-    """In here FSDP2 keeps parameters over the group ``near`` of ``mesh`` where it is given a number of ranks.
+    """Make FSDP2 keep parameters over the group ``near`` of ``mesh`` where it is given a number of ranks.
 
-    By itself it would make new process groups for every block, and of the ranks of one data mesh only: ranks of ``tp``
-    and ``pp`` would not agree on them. So it is handed the group that all ranks have made together, which takes a
-    private function. Tried with PyTorch 2.13.
+    By itself FSDP2 makes new process groups for every block, of the ranks of one data mesh only: ranks of ``tp`` and
+    ``pp`` would not agree on them. So it gets the group that all ranks have made together, which takes a private
+    function. Tested with PyTorch 2.13.
     """
     if not mesh.size("near"):
         yield

@@ -1,8 +1,8 @@
-"""The state of the model on one rank: parameters in units, their gradients, and whatever else belongs to a parameter.
+"""The state of the model on one rank: parameters in units, with their gradients and slots.
 
-Everything that reads or changes the state goes through :class:`State`: the step, the proof, checkpoints, moves between
-layouts. Who holds the memory and when it is gathered is up to the units: those of :mod:`weft.parallel.sharded` do it
-from hooks of autograd, those of :mod:`weft.parallel.units` when a pipeline's table says so.
+The step, the proof, checkpoints and moves between layouts read and change the state through :class:`State`. Units own
+the memory and gather it: those of :mod:`weft.parallel.sharded` from hooks of autograd, those of
+:mod:`weft.parallel.units` when a pipeline's table says so.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,13 @@ T = torch.Tensor
 
 @dataclass
 class Held:
-    """One parameter as this rank holds it: ``local`` are the elements ``placement.box`` of the logical tensor.
+    """A parameter as this rank holds it: ``local`` are the elements ``placement.box`` of the logical tensor.
 
-    One that does not learn (``parameter.requires_grad`` is false) is frozen: it has no gradient, slots or updates.
-    ``parameter`` is where reduced gradients are found, by ``gradient``. ``slots`` are parts of other tensors that
-    belong to it, by name (moments, say), and ``updates`` counts its updates, as a tensor for the fused kernels.
-    ``rows`` are those along dimension 0 that are held while they are not those of the box (experts that have moved).
-    ``norm`` is that of the gradient, where it was taken before the gradient went to rest.
+    A frozen parameter (``parameter.requires_grad`` is false) has no gradient, slots or updates. ``gradient`` reads the
+    reduced gradient from ``parameter``. ``slots``: parts of other tensors that belong to the parameter, by name
+    (moments, for example). ``updates`` counts updates, as a tensor for the fused kernels. ``rows``: the rows held along
+    dimension 0, where they differ from the box (experts that have moved). ``norm``: the gradient's norm, where it was
+    taken before the gradient went to a file.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Held:
 
     @property
     def grad(self) -> T | None:
-        """The reduced gradient of the elements that are held here, if there is one."""
+        """The reduced gradient of the elements that this rank holds, if there is one."""
         return self.gradient(self.parameter)
 
     @property
@@ -65,76 +65,76 @@ class Held:
         return self.placement.box
 
     def part(self, values: T) -> Part:
-        """``values``, shaped like ``local``, as a part of a tensor like this parameter."""
-        tensor = Tensor(
-            self.logical.shape,
-            NAMES[values.dtype],
-            tuple(d.name for d in self.logical.dims),
-        )
-        return Part(
-            values,
-            self.box,
-            tensor,
-            self.placement.replica,
-            self.placement.replicas,
-            self.rows,
-        )
+        """Return ``values``, shaped like ``local``, as this rank's part of a tensor shaped like the parameter."""
+        dims = tuple(d.name for d in self.logical.dims)
+        tensor = Tensor(self.logical.shape, NAMES[values.dtype], dims)
+        at = self.placement
+        return Part(values, at.box, tensor, at.replica, at.replicas, self.rows)
 
 
 @dataclass(eq=False)
 class Unit:
     """Parameters that are gathered, reduced and updated together.
 
-    These are whole on this rank all the time, and ranks with other data have no part in them; others derive from this.
+    The parameters of this class are always whole on this rank, and are not shared with ranks that have other data.
+    Subclasses gather and reduce.
     """
 
     held: list[Held]
-    #: Whether it is used after :meth:`State.visit` alone, so that an update can wait until then.
+    #: Whether every use follows :meth:`State.visit`, so that an update can wait until then.
     visited: ClassVar[bool] = False
 
     def gather(self) -> None:
         """Make the full parameters ready for compute."""
 
     def release(self, drop: bool) -> None:
-        """Forget the full parameters, as what is held may change; ``drop``: free their memory too."""
+        """Forget the full parameters before the held rows change; ``drop``: free their memory too."""
 
     def reduce(self) -> None:
-        """Sum the gradients so far over the ranks with other data, and keep what is held here."""
+        """Sum the gradients so far over the ranks with other data, and keep the rows that this rank holds."""
 
     def begin_pass(self, last: bool) -> None:
-        """Get ready for a forward and backward pass, the ``last`` of a step or one before."""
+        """Prepare for a forward and backward pass; ``last``: whether it is the last of the step."""
 
 
 def by_block(held: Mapping[str, Held]) -> dict[str, list[Held]]:
-    """The parameters of every block, by its number, and under "" what is left: embedding, norm and head."""
+    """Group parameters by the number of their block; embedding, norm and head are under ""."""
     units: dict[str, list[Held]] = {}
     for name, h in held.items():
         kind, _, rest = name.partition(".")
-        units.setdefault(rest.partition(".")[0] if kind == "blocks" else "", []).append(
-            h
-        )
+        block = rest.partition(".")[0] if kind == "blocks" else ""
+        units.setdefault(block, []).append(h)
     return units
 
 
 class Updater(Protocol):
-    """What updates parameters, and says what it keeps with each of them."""
+    """An optimizer: updates parameters, and names the slots that it keeps with each."""
 
     def slots(self, held: Held) -> dict[str, Part]:
-        """What belongs to this parameter, as before the first update."""
+        """Return the slots of this parameter before the first update."""
 
     def __call__(self, held: Sequence[Held], grads: Sequence[T], lr: float) -> None:
-        """Update these parameters and their slots in place, by these gradients, at this learning rate. Collective."""
+        """Update parameters and their slots in place by gradients, at learning rate ``lr``. Collective."""
+
+
+class DueUpdate(NamedTuple):
+    """An update that waits: the gradients by unit, the learning rate, and the factor of the gradients."""
+
+    grads: Callable[[Unit], Mapping[str, T]]
+    lr: float
+    scale: float
 
 
 class State:
-    """All that this rank holds. ``copies``: parameters that ranks of other stages hold too, by the group of these.
+    """All parameters that this rank holds, with their slots, in units.
 
-    ``go_home`` brings all rows to where their boxes say, and returns whether any were elsewhere. Collective.
-    ``learning`` are those of ``held`` that are not frozen; with ``base_elsewhere`` checkpoints leave out the others.
-    What ``tiers`` keep of a unit is brought in while the unit is updated. ``due`` are updates that wait until a unit is
-    visited: who looks at tensors, a checkpoint or a proof, has the state settle first. An update that has ``failed``
-    may have left some units as they were, and is raised again by then. ``optimizer``: None in a state that is never
-    updated.
+    ``copies``: parameters that ranks of other stages hold too, by the group of these ranks. ``go_home`` moves all rows
+    to the ranks that their boxes name, and returns whether any were elsewhere; it is collective. ``learning``: the
+    parameters that are not frozen; with ``base_elsewhere`` checkpoints leave out the frozen ones. Tensors that
+    ``tiers`` keep are brought in while their unit is updated. ``due``: updates that wait until their unit is visited;
+    readers of tensors, such as checkpoints and proofs, call :meth:`settle` first. ``failed``: the error of an update
+    that may have left some units unchanged; it is raised again then.
+    ``optimizer``: None in a state that is never updated.
     """
 
     def __init__(
@@ -152,14 +152,12 @@ class State:
         self.held = [held for unit in self.units for held in unit.held]
         self.learning = [held for held in self.held if held.learns]
         self.copies = dict(copies or {})
-        self.due: dict[
-            Unit, tuple[Callable[[Unit], Mapping[str, T]], float, float]
-        ] = {}
+        self.due: dict[Unit, DueUpdate] = {}
         self.optimizer = optimizer
         self.failed: BaseException | None = None
 
     def make_slots(self) -> None:
-        """Make what the optimizer keeps with every parameter that learns, whose values are there."""
+        """Make the optimizer's slots for every parameter that learns, from the parameters' values."""
         if self.optimizer is None:
             return
         for unit in self.units:
@@ -167,11 +165,8 @@ class State:
                 if h.learns:
                     h.slots |= self.optimizer.slots(h)
                     h.updates = torch.zeros((), device=h.local.device)
-            self.tiers.rest(
-                unit,
-                "moments",
-                [part.values for h in unit.held for part in h.slots.values()],
-            )
+            moments = [part.values for h in unit.held for part in h.slots.values()]
+            self.tiers.rest(unit, "moments", moments)
 
     def gather(self) -> None:
         """Make all parameters ready for compute. Collective."""
@@ -187,17 +182,17 @@ class State:
             unit.begin_pass(last)
 
     def gradients(self, settled: bool = True) -> dict[str, T]:
-        """What backward left of each learning parameter's gradient on this rank; zeros where it left none.
+        """Return each learning parameter's gradient on this rank; zeros where backward left none.
 
-        Unless they are ``settled`` nobody may look at those that rest in a file, as they may be on their way there.
+        Gradients that rest in a file may only be read if ``settled``, as else they may still be on their way there.
         """
         self._make_due()
         if settled:
             self.tiers.settle()
-        found = {h.name: h.grad for h in self.learning}
+        grads = {h.name: (h, h.grad) for h in self.learning}
         return {
-            h.name: torch.zeros_like(h.local) if (g := found[h.name]) is None else g
-            for h in self.learning
+            name: torch.zeros_like(h.local) if grad is None else grad
+            for name, (h, grad) in grads.items()
         }
 
     def clear_gradients(self) -> None:
@@ -210,15 +205,15 @@ class State:
         grads: Mapping[str, T],
         lr: float,
         scale: float = 1.0,
-        tried: bool = False,
+        revocable: bool = False,
     ) -> None:
-        """Update the parameters and slots of one unit by its reduced gradients, times ``scale``. Collective.
+        """Update the parameters and slots of a unit by its reduced gradients, times ``scale``. Collective.
 
-        The gradients are scaled in place. :meth:`settle` ends what this may have left under way. What is only ``tried``
-        is taken back by :class:`weft.parallel.revocable_updates.RevocableUpdates`.
+        The gradients are scaled in place. :meth:`settle` waits for the transfers. A ``revocable`` update can be undone
+        by :class:`weft.parallel.revocable_updates.RevocableUpdates`.
         """
         if any(h.learns for h in unit.held):
-            with self.tiers.trying(unit) if tried else self.tiers.updating(unit):
+            with self.tiers.trying(unit) if revocable else self.tiers.updating(unit):
                 self._update(unit, grads, lr, scale)
 
     def _update(
@@ -226,10 +221,10 @@ class State:
     ) -> None:
         assert self.optimizer is not None, "a state that only computes"
         held = [h for h in unit.held if h.learns]
-        mine = [grads[h.name] for h in held]
+        reduced = [grads[h.name] for h in held]
         if scale != 1.0:
-            torch._foreach_mul_(mine, scale)
-        self.optimizer(held, mine, lr)
+            torch._foreach_mul_(reduced, scale)
+        self.optimizer(held, reduced, lr)
 
     def update_later(
         self,
@@ -238,30 +233,29 @@ class State:
         scale: float = 1.0,
         but: Container[Unit] = (),
     ) -> None:
-        """Update every unit by what ``grads`` says of it: when it is visited next, or else when the state settles.
+        """Update every unit by its ``grads`` when it is visited next, or at the latest when the state settles.
 
-        Units that nobody visits are updated now. Those in ``but`` have been.
+        Units without visits are updated now. Units in ``but`` are left out.
         """
         self._make_due()
         for unit in self.units:
             if unit in but:
                 continue
             if unit.visited and any(h.learns for h in unit.held):
-                self.due[unit] = grads, lr, scale
+                self.due[unit] = DueUpdate(grads, lr, scale)
             else:
                 self.update(unit, grads(unit), lr, scale)
 
     def fetch(self, unit: Unit) -> None:
-        """Begin to bring what the next visit of a unit needs, and then the next update that is due."""
+        """Start to fetch the tensors that the next visit of a unit needs, and then those of the next due update."""
         groups = self.tiers.groups
-        self.tiers.fetch(
-            unit, *(groups.get(unit, ()) if unit in self.due else ["weights"])
-        )
+        kinds = groups.get(unit, ()) if unit in self.due else ["weights"]
+        self.tiers.fetch(unit, *kinds)
         for late in islice(self.due, 1):
             self.tiers.fetch(late, *groups.get(late, ()))
 
     def visit(self, unit: Unit) -> None:
-        """Have the unit be up to date, and its weights be at hand for the next use if it was not."""
+        """Run the unit's due update, if there is one, and keep its weights in memory for the next use."""
         if due := self.due.pop(unit, None):
             grads, lr, scale = due
             # alone: the rest leaves before anything is made of them
@@ -271,7 +265,7 @@ class State:
                 self._update(unit, grads(unit), lr, scale)
 
     def settle(self) -> None:
-        """Have all tensors up to date and where they rest, after some updates. Collective."""
+        """Run all due updates, and wait until all tensors are where they rest. Collective."""
         self._make_due()
         self.tiers.settle()
 
@@ -284,15 +278,15 @@ class State:
             self.update(unit, grads(unit), lr, scale)
 
     def expose(self) -> None:
-        """From now on others may change the tensors."""
+        """Prepare for changes of the tensors by others."""
         self.settle()
         self.tiers.forget_sums()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """In here the parameters that learn are their averages, where the optimizer keeps such (``optimizer.ema``).
+        """Replace the parameters that learn by their averages (``optimizer.ema``) for a while.
 
-        Nothing may be saving or updating the state meanwhile. Afterwards every bit is as before.
+        Nothing may save or update the state meanwhile. Afterwards every bit is as before.
         """
         self._swap_averages()
         try:
@@ -305,15 +299,14 @@ class State:
         self.expose()
         for h in self.learning:
             if "ema" in h.slots:
-                average = h.slots["ema"].values
-                now = h.local.clone()
+                average, now = h.slots["ema"].values, h.local.clone()
                 h.local.copy_(average)
                 average.copy_(now)
         self.release()  # what was gathered is of other values
 
     @property
     def updates(self) -> int:
-        """How often the parameters have been updated, with what is due."""
+        """The number of updates of the parameters, due updates included."""
         if not self.learning:
             return 0
         first = self.learning[0]
@@ -327,36 +320,35 @@ class State:
             h.updates.fill_(count)
 
     def bring_home(self) -> None:
-        """Bring all rows to where their boxes say. Collective."""
+        """Move all rows to the ranks that their boxes name. Collective."""
         if self._go_home():
             self.release()  # what was gathered is of other rows
 
     def tensors(self) -> dict[str, Part]:
-        """Every tensor of the state as this rank's part of a logical one; slots go by parameter name. Collective."""
+        """Return this rank's part of every tensor of the state, by the tensor's name. Collective."""
         self.bring_home()
         self.expose()
         return self.parts()
 
     def parts(self) -> dict[str, Part]:
-        """The same for who only reads, between two steps: rows stay where they are, and no rank waits for another."""
-        found = {f"model.{h.name}": h.part(h.local) for h in self.held}
-        for h in self.held:
-            found |= {
-                f"optimizer.{slot}.{h.name}": part for slot, part in h.slots.items()
-            }
-        return found
+        """Return the same parts for reading between two steps: rows stay where they are, and no rank waits."""
+        slots = {
+            f"optimizer.{slot}.{h.name}": part
+            for h in self.held
+            for slot, part in h.slots.items()
+        }
+        return {f"model.{h.name}": h.part(h.local) for h in self.held} | slots
 
     def saved(self) -> dict[str, Part]:
-        """Of :meth:`tensors` those that a checkpoint holds; what a disk has damaged is no such thing."""
+        """Return the tensors that a checkpoint holds, after a check that no disk has damaged them. Collective."""
         self.bring_home()
         self.settle()
         self.tiers.check()
-        frozen = {
-            f"model.{h.name}" for h in self.held if self.base_elsewhere and not h.learns
-        }
-        return {
-            name: part for name, part in self.tensors().items() if name not in frozen
-        }
+        parts = self.tensors()
+        for h in self.held:
+            if self.base_elsewhere and not h.learns:
+                del parts[f"model.{h.name}"]
+        return parts
 
     @torch.no_grad()
     def fill(self, values: Values) -> None:

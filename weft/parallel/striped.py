@@ -1,12 +1,12 @@
 """Pages of a cache whose tokens are spread over ranks, all of which attend: for texts too long for one rank.
 
-The token at a position is computed, and remembered, by the rank whose number is the position modulo the ranks (Striped
-Attention, Brandon et al. 2023, 2311.09431). So every block lies on all ranks, which have an equal part of its tokens,
-of any window and of the work under the causal mask; tables, shared blocks and copies are the same on all of them. Keys
-and values never travel. Queries do, to all ranks, and what each makes of its own keys comes back with its log-sum-exp
-(DistAttention, Lin et al. 2024, 2401.02669): of a token ``heads * head_dim`` numbers and one more per head, however
-long its text is. Linear layers remember one state per block, which no token has a part in that could stay apart: every
-rank has a share of their heads, and gets these heads' queries, keys and values of all tokens.
+The token at a position is computed and cached by the rank whose number is the position modulo the ranks (Striped
+Attention, Brandon et al. 2023, 2311.09431). So every block lies on all ranks, each with an equal part of its tokens, of
+any window and of the work under the causal mask; tables, shared blocks and copies are the same on all ranks. Keys and
+values never travel. Queries travel to all ranks, and each rank's attention to its own keys comes back with its
+log-sum-exp (DistAttention, Lin et al. 2024, 2401.02669): per token ``heads * head_dim`` numbers and one more per head,
+for texts of any length. Linear layers cache one state per block, which cannot be cut by tokens: every rank has a share
+of their heads, and gets these heads' queries, keys and values of all tokens.
 """
 
 from collections.abc import Sequence
@@ -29,22 +29,21 @@ SQUARE = 128
 
 
 class Stripes:
-    """Which rows of a step are whose, among the ranks of ``group`` (None: all are this one's).
+    """The owners of a step's rows among the ranks of ``group`` (None: this rank owns all).
 
-    Rows of all ranks come rank by rank, those of each as they are in the step. ``size``: tokens of a block.
+    Rows of all ranks are ordered rank by rank, and for each rank as in the step. ``size``: tokens of a block.
     """
 
     def __init__(
         self, spans: Sequence[Span], size: int, group: dist.ProcessGroup | None
     ) -> None:
         self.group = group
-        self.ranks, self.rank = (
-            (1, 0) if group is None else (group.size(), group.rank())
-        )
+        self.ranks = group.size() if group else 1
+        self.rank = group.rank() if group else 0
         places = [
-            at
+            place
             for span in spans
-            for at in range(span.past, span.past + span.last - span.first)
+            for place in range(span.past, span.past + span.last - span.first)
         ]
         self.owner = torch.tensor(places) % self.ranks
         self.order = self.owner.argsort(stable=True)
@@ -65,44 +64,40 @@ class Stripes:
         return self.counts[self.rank]
 
     def _cut(self, spans: Sequence[Span]) -> list[list[Span]]:
-        """Of every text what each rank has: rows among those of all ranks, behind so many tokens of its own."""
-        ends, found = (
-            [sum(self.counts[:rank]) for rank in range(self.ranks)],
-            list[list[Span]](),
-        )
+        """Cut every text into each rank's piece: its rows among those of all ranks, and its past tokens on the rank."""
+        ends = [sum(self.counts[:rank]) for rank in range(self.ranks)]
+        pieces: list[list[Span]] = []
         for span in spans:
-            found.append([])
+            pieces.append([])
             for rank, first in enumerate(ends):
                 past, end = (
-                    -((rank - at) // self.ranks)
-                    for at in (span.past, span.past + span.last - span.first)
+                    -((rank - place) // self.ranks)
+                    for place in (span.past, span.past + span.last - span.first)
                 )
                 ends[rank] += end - past
-                found[-1].append(span._replace(first=first, last=ends[rank], past=past))
-        return found
+                piece = span._replace(first=first, last=ends[rank], past=past)
+                pieces[-1].append(piece)
+        return pieces
 
     def gathered(self, x: T) -> T:
-        """The rows of all ranks, of this one's."""
+        """Gather the rows of all ranks: ``[own rows, ...]`` to ``[all rows, ...]``."""
         copies = x.repeat(self.ranks, *[1] * (x.dim() - 1))
-        assert self.group is not None
-        found, work = exchanged_rows(
-            copies, [self.count] * self.ranks, self.counts, self.group
-        )
-        work.wait()
-        return found
+        return self._exchanged(copies, [self.count] * self.ranks, self.counts)
 
     def returned(self, x: T) -> T:
-        """What every rank has made of this one's rows, ``[ranks, rows, ...]``, of what this one made of all rows."""
+        """Return this rank's results to the rows' owners: ``[all rows, ...]`` to ``[ranks, own rows, ...]``."""
+        own = self._exchanged(x, self.counts, [self.count] * self.ranks)
+        return own.unflatten(0, (self.ranks, self.count))
+
+    def _exchanged(self, x: T, sent: list[int], received: list[int]) -> T:
         assert self.group is not None
-        found, work = exchanged_rows(
-            x, self.counts, [self.count] * self.ranks, self.group
-        )
+        rows, work = exchanged_rows(x, sent, received, self.group)
         work.wait()
-        return found.view(self.ranks, self.count, *x.shape[1:])
+        return rows
 
 
 class StripedKeys(KeyValuePages):
-    """Keys and values of every rank's own tokens; what is read is in these, and blocks have so many fewer of them."""
+    """Pages with the keys and values of each rank's own tokens; a block has that many fewer tokens on a rank."""
 
     stripes: Stripes
 
@@ -111,28 +106,27 @@ class StripedKeys(KeyValuePages):
         self.keep(k, v)
         stripes, width = self.stripes, v.shape[-1]
         queries = stripes.gathered(q[0, : stripes.count])
-        # out beside its log-sum-exp
-        mine = queries.new_zeros(*queries.shape[:2], width + 1, dtype=wide(q.dtype))
-        mine[..., -1] = -torch.inf
+        # [all rows, heads, width + 1]: the output beside its log-sum-exp
+        out = queries.new_zeros(*queries.shape[:2], width + 1, dtype=wide(q.dtype))
+        out[..., -1] = -torch.inf
         for of_text, span in zip(stripes.pieces, self.reading.spans, strict=True):
             if span.past + span.last > span.first:
-                self._attend(queries, mine, of_text, span, window)
-        parts = stripes.returned(mine)
+                self._attend(queries, out, of_text, span, window)
+        parts = stripes.returned(out)  # [ranks, own rows, heads, width + 1]
         total, logs = parts[0, ..., :-1], parts[0, ..., -1]
-        for part_ in parts[1:]:
-            join(total, logs, part_[..., :-1], part_[..., -1])
-        return F.pad(total.to(q.dtype), (0, 0, 0, 0, 0, q.shape[1] - stripes.count))[
-            None
-        ]
+        for of_rank in parts[1:]:
+            join(total, logs, of_rank[..., :-1], of_rank[..., -1])
+        padding = q.shape[1] - stripes.count
+        return F.pad(total.to(q.dtype), (0, 0, 0, 0, 0, padding))[None]
 
     def keep(self, k: T, v: T) -> None:
-        """Remember what is new."""
+        """Write the keys and values of new tokens."""
         self.write(k, v)
 
     def _attend(
         self, queries: T, out: T, of_text: Sequence[Span], span: Span, window: int
     ) -> None:
-        """Write to ``out`` what the new tokens of a text, on all ranks, see of the keys on this one.
+        """Write to ``out`` the attention of a text's new tokens, on all ranks, to the keys on this rank.
 
         Of ranks ``c`` (queries) and ``r`` (keys), query ``m`` and key ``j`` of the text stand at ``c + m * ranks`` and
         ``r + j * ranks``. So the query sees the keys up to its own number, or to the one before where ``c < r``.
@@ -147,17 +141,14 @@ class StripedKeys(KeyValuePages):
             if past < 0:  # the first of all sees nothing here
                 past, first = 0, first + 1
             if piece.last > first and not (window and reach < 1):
-                found = attend_behind(
-                    queries[first : piece.last], keys, values, past, reach
-                )
-                out[first : piece.last, :, :-1], out[first : piece.last, :, -1] = (
-                    found[0][..., : out.shape[-1] - 1],
-                    found[1],
-                )
+                rows = slice(first, piece.last)
+                attention, lse = attend_behind(queries[rows], keys, values, past, reach)
+                out[rows, :, :-1] = attention[..., : out.shape[-1] - 1]
+                out[rows, :, -1] = lse
 
 
 def attend_behind(q: T, k: T, v: T, past: int, window: int) -> tuple[T, T]:
-    """Attention of tokens ``[tokens, heads, width]`` to ``past`` keys and as many as they are; and its log-sum-exp."""
+    """Return attention of tokens ``[tokens, heads, width]`` to ``past`` keys and their own, and its log-sum-exp."""
     end = past + len(q)
     if len(q) > 1:
         pieces = own_segments(len(q), past, window)
@@ -175,18 +166,18 @@ def attend_behind(q: T, k: T, v: T, past: int, window: int) -> tuple[T, T]:
 
 
 class StripedLatents(StripedKeys):
-    """Latent vectors, in the place of keys and values."""
+    """Pages with latent vectors in the place of keys and values."""
 
     # attended to in absorbed form in any case, as nobody has all of a beginning
     tokens = 1
 
     def keep(self, k: T, v: T) -> None:
-        """Their first elements are the values, which are not kept twice."""
+        """Write the latent vectors; the values are their first elements, and are not written twice."""
         self.write(k)
 
 
 class SplitStates(StatePages):
-    """States of a share of the heads of all tokens."""
+    """Pages with the states of this rank's share of the heads, for all tokens."""
 
     stripes: Stripes
 
@@ -198,19 +189,23 @@ class SplitStates(StatePages):
         ]
         # the first share is the largest
         (lo, hi), most = shares[stripes.rank], shares[0][1]
-        whole = stripes.gathered(torch.cat((q, k, v), 2)[0, : stripes.count])[
-            stripes.place
-        ]
+        own_rows = torch.cat((q, k, v), 2)[0, : stripes.count]
+        whole = stripes.gathered(own_rows)[stripes.place]
         # [1, tokens, heads or kv_heads, head_dim] each
         heads = whole[None].split([x.shape[2] for x in (q, k, v)], 2)
         q_own, k_own, v_own = (
             repeat_heads(x, n)[:, :, lo:hi]
             for x, n in zip(heads, (1, group, group), strict=True)
         )
-        made = super().__call__(q_own, k_own, v_own, cu_seqlens)[0, stripes.order]
-        parts = stripes.returned(F.pad(made, (0, 0, 0, most - (hi - lo))))
+        out = super().__call__(q_own, k_own, v_own, cu_seqlens)[0, stripes.order]
+        parts = stripes.returned(F.pad(out, (0, 0, 0, most - (hi - lo))))
+        # [own tokens, heads, head_dim]
         own = torch.cat(
-            [parts[rank, :, : b - a] for rank, (a, b) in enumerate(shares)], 1
+            [
+                of_rank[:, : b - a]
+                for of_rank, (a, b) in zip(parts, shares, strict=True)
+            ],
+            1,
         )
         return F.pad(own, (0, 0, 0, 0, 0, q.shape[1] - stripes.count))[None]
 
@@ -218,7 +213,7 @@ class SplitStates(StatePages):
 def striped(
     pages: KeyValuePages | StatePages, group: dist.ProcessGroup
 ) -> StripedKeys | SplitStates:
-    """What a layer has in the place of ``pages`` if their tokens are cut over the ranks of ``group``."""
+    """Return the pages that replace ``pages`` where tokens are cut over the ranks of ``group``."""
     if isinstance(pages, StatePages):
         lo, hi = part(len(pages.decay), group.size(), group.rank())
         return SplitStates(pages.size, pages.decay[lo:hi])

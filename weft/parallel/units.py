@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from weft.layout.dims import Logical, extents
@@ -32,15 +33,16 @@ reduce_scatter = (
 def exchanged_rows(
     rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, Any]:
-    """Rows from every rank, so many of ``rows`` to each rank in turn and so many from each, and what to wait for."""
-    found = rows.new_empty(sum(received), *rows.shape[1:])
-    return found, dist.all_to_all_single(
-        found, rows.contiguous(), received, sent, group=group, async_op=True
+    """Start an exchange of rows: ``sent`` rows to each rank in turn, ``received`` from each; return rows and work."""
+    arriving = rows.new_empty(sum(received), *rows.shape[1:])
+    work = dist.all_to_all_single(
+        arriving, rows.contiguous(), received, sent, group=group, async_op=True
     )
+    return arriving, work
 
 
 class Full(NamedTuple):
-    """A parameter as this rank computes with it, and what of its state the rank holds."""
+    """A whole parameter that this rank computes with, and the placement of the rows that the rank holds."""
 
     name: str
     logical: Logical
@@ -49,11 +51,11 @@ class Full(NamedTuple):
 
 
 class TableUnit(Unit):
-    """Parameters whose full form exists between :meth:`gather` and :meth:`release` only.
+    """Parameters that are whole between :meth:`gather` and :meth:`release` only.
 
-    The rows of what a rank holds are in full precision, on the host if they are offloaded. ``compute``: type of the
-    gathered parameters; the state is float32 (float64 if that is what is computed in). Of frozen parameters, which a
-    unit has none or nothing else of, the state is in the type of compute, as no small updates get lost.
+    The rows that a rank holds are in full precision, on the host if they are offloaded. ``compute``: type of the
+    gathered parameters. The state is float32, or float64 if ``compute`` is; the state of frozen parameters is in the
+    type of ``compute``, as no small updates can get lost. All parameters of a unit are frozen, or none.
     """
 
     visited = True
@@ -64,15 +66,15 @@ class TableUnit(Unit):
         self.mesh, self.compute, self.tiers = mesh, compute, tiers
         self.replicas, self.sharing = mesh.sharing(named[0].logical)  # the same of all
         self.size = mesh.size(self.sharing)
-        self.learns = any(f.parameter.requires_grad for f in named)
+        self.learns = any(full.parameter.requires_grad for full in named)
         self.wide = (
             torch.promote_types(compute, torch.float32) if self.learns else compute
         )
         # Whether state and parameters are different tensors.
         self.place = tiers.places.get("weights", "device")
         self.apart = self.size > 1 or self.wide != compute or self.place != "device"
-        self.full = [f.parameter for f in named]
-        self.held = [self._hold(f) for f in named]
+        self.full = [full.parameter for full in named]
+        self.held = [self._hold(full) for full in named]
         # Every rank's share of a parameter takes as much room in a message as the largest.
         self.chunks = [
             -(-full.shape[0] // self.size) * full.shape[1:].numel()
@@ -96,29 +98,29 @@ class TableUnit(Unit):
         self.sums: dict[str, torch.Tensor] = {}
         self.at: list[list[torch.Tensor]] = []  # the full parameters at several points
 
-    def _hold(self, f: Full) -> Held:
-        full = shard = f.parameter
+    def _hold(self, whole: Full) -> Held:
+        full = shard = whole.parameter
         if full.dtype != self.compute:
-            held = full.untyped_storage().nbytes() > 0
-            full.data = (
-                full.data.to(self.compute)
-                if held
-                else torch.empty_like(full, dtype=self.compute)
-            )
+            if full.untyped_storage().nbytes():
+                full.data = full.data.to(self.compute)
+            else:
+                full.data = torch.empty_like(full, dtype=self.compute)
         if self.apart:
             away = self.place != "device"
-            place = torch.device("cpu") if away else full.device
-            rows = torch.zeros(extents(f.placement.box), dtype=self.wide, device=place)
-            shard = nn.Parameter(
-                rows.pin_memory() if away and full.is_cuda else rows, self.learns
+            place = "cpu" if away else full.device
+            rows = torch.zeros(
+                extents(whole.placement.box), dtype=self.wide, device=place
             )
-        return Held(f.name, f.logical, f.placement, shard.detach(), shard)
+            if away and full.is_cuda:
+                rows = rows.pin_memory()
+            shard = nn.Parameter(rows, self.learns)
+        return Held(whole.name, whole.logical, whole.placement, shard.detach(), shard)
 
     @torch.no_grad()
     def gather(
         self, values: Callable[[Held], torch.Tensor] = attrgetter("local")
     ) -> None:
-        """Make the full parameters from all ranks' rows, or from what is to be there in the place of these."""
+        """Make the full parameters from the rows of all ranks, or from other ``values`` in the place of the rows."""
         if self.live:
             return
         self.live = True
@@ -138,20 +140,20 @@ class TableUnit(Unit):
             self._gather_all(whole, values)
             neighbours = self.mesh.size("near")
             if neighbours and self.sharing == "state":
-                self.near = whole.view(neighbours, -1)[
-                    self.mesh.group("near").rank()
-                ].clone()
+                place = self.mesh.group("near").rank()
+                self.near = whole.view(neighbours, -1)[place].clone()
+        by_parameter = whole.split(self.chunks, dim=1)  # [ranks, chunk] each
         for full, shape, pieces in zip(
-            self.full, self.shapes, whole.split(self.chunks, dim=1), strict=True
+            self.full, self.shapes, by_parameter, strict=True
         ):
             storage, numel = full.untyped_storage(), shape.numel()
             storage.resize_(numel * full.element_size())
             full.data.copy_(pieces.reshape(-1)[:numel].view(shape))
 
     def gather_at(self, points: Sequence[Callable[[Held], torch.Tensor]]) -> None:
-        """Gather once for each of several points, from rows that are brought in once; :meth:`show` says which is there.
+        """Gather the full parameters at several points from rows that are fetched once; :meth:`show` picks a point.
 
-        The rows stay as they are. A unit that does not learn is the same at all points.
+        The rows stay unchanged. A unit that does not learn is the same at all points.
         """
         with self.tiers.at_hand(self, "weights"):
             for values in points if self.learns else ():
@@ -163,38 +165,31 @@ class TableUnit(Unit):
             self.gather()
 
     def show(self, point: int) -> None:
-        """Have the full parameters be those of this point."""
-        for full, values in zip(
-            self.full, self.at[point] if self.at else (), strict=bool(self.at)
-        ):
+        """Switch the full parameters to those of a point."""
+        for full, values in zip(self.full, self.at[point] if self.at else ()):  # noqa: B905
             full.data = values
 
     def _gather_all(
         self, whole: torch.Tensor, values: Callable[[Held], torch.Tensor]
     ) -> None:
-        mine = whole.new_zeros(sum(self.chunks))
+        own = whole.new_zeros(sum(self.chunks))
         with self.tiers.at_hand(self, "weights"):
-            for h, piece in zip(self.held, mine.split(self.chunks), strict=True):
-                piece[: h.local.numel()].copy_(
-                    values(h).to(whole.device, non_blocking=True).flatten()
-                )
-        all_gather(whole.view(-1), mine, group=self.mesh.group(self.sharing))
+            for h, piece in zip(self.held, own.split(self.chunks), strict=True):
+                rows = values(h).to(whole.device, non_blocking=True)
+                piece[: h.local.numel()].copy_(rows.flatten())
+        all_gather(whole.view(-1), own, group=self.mesh.group(self.sharing))
 
     def release(self, drop: bool) -> None:
-        """Forget the full parameters, before the rows change; ``drop``: free their memory too."""
+        """Forget the full parameters before the rows change; ``drop``: free their memory too."""
         if self.apart:
             self.live, self.at = False, []
             if drop:
                 for full in self.full:
                     full.untyped_storage().resize_(0)
 
-    def forget_near(self) -> None:
-        """Forget what the nearest ranks hold together, before the rows change."""
-        self.near = None
-
     @torch.no_grad()
     def fold(self) -> None:
-        """Add the last backward's gradients to the sums in the wide type, if parameters are kept in a narrower one."""
+        """Add the last backward's gradients to sums in the wide type, if parameters are in a narrower type."""
         if self.wide == self.compute:
             return
         for h, full in zip(self.held, self.full, strict=True):
@@ -207,7 +202,7 @@ class TableUnit(Unit):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sum the gradients so far over the ranks that hold the state; each adds its rows to what it has."""
+        """Sum the gradients so far over the ranks that share the state; each rank adds its rows to earlier sums."""
         if not (self.apart and self.learns):
             return
         shares = [
@@ -224,7 +219,7 @@ class TableUnit(Unit):
                 h.parameter.grad = share if seen is None else seen.add_(share)
 
     def _taken(self, h: Held, full: nn.Parameter) -> torch.Tensor | None:
-        """The gradient of a whole parameter so far, in the wide type; it is not there any more."""
+        """Take away and return the gradient of a whole parameter so far, in the wide type."""
         grad = self.sums.pop(h.name, None) if self.wide != self.compute else full.grad
         full.grad = None
         return grad
@@ -232,64 +227,56 @@ class TableUnit(Unit):
     def _scattered(
         self, grads: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """The rows that are held here of the sums over the ranks that share the state."""
+        """Sum gradients over the ranks that share the state; return the rows that this rank holds."""
         whole = torch.zeros(
             self.size, sum(self.chunks), dtype=self.wide, device=self.mesh.device
         )
-        for grad, pieces, chunk in zip(
-            grads, whole.split(self.chunks, dim=1), self.chunks, strict=True
-        ):
+        by_parameter = whole.split(self.chunks, dim=1)
+        for grad, pieces in zip(grads, by_parameter, strict=True):
             if grad is not None:
-                flat = grad.new_zeros(self.size * chunk)
-                flat[: grad.numel()] = grad.flatten()
-                pieces.copy_(flat.view(self.size, chunk))
-        mine = torch.empty_like(whole[0])
-        reduce_scatter(mine, whole.view(-1), group=self.mesh.group(self.sharing))
-        pieces = mine.split(self.chunks)
+                flat = grad.flatten()
+                padding = pieces.numel() - flat.numel()
+                pieces.copy_(F.pad(flat, (0, padding)).view(pieces.shape))
+        own = torch.empty_like(whole[0])
+        reduce_scatter(own, whole.view(-1), group=self.mesh.group(self.sharing))
         return [
-            p[: h.local.numel()].view(h.local.shape).clone()
-            for h, p in zip(self.held, pieces, strict=True)
+            piece[: h.local.numel()].view(h.local.shape).clone()
+            for h, piece in zip(self.held, own.split(self.chunks), strict=True)
         ]
 
     def _put_away(self, shares: Sequence[torch.Tensor | None]) -> None:
-        """Let the step's reduced gradients rest in their tier, summed over all replicas; keep their norms."""
+        """Sum the step's reduced gradients over all replicas, and write them to their tier; keep their norms."""
         # two stages use a tied embedding
         again = self.held[0].parameter.grad is not None
         with self.tiers.at_hand(self, "gradients", changes=True, read=again):
             for h, share in zip(self.held, shares, strict=True):
-                share = (
-                    torch.zeros_like(h.local, device=self.mesh.device)
-                    if share is None
-                    else share
-                )
+                if share is None:
+                    share = torch.zeros_like(h.local, device=self.mesh.device)
                 if self.mesh.size(self.replicas) > 1:
                     dist.all_reduce(share, group=self.mesh.group(self.replicas))
                 place = self.reduced[h.name]
                 h.parameter.grad = place.add_(share) if again else place.copy_(share)
                 h.norm = torch.linalg.vector_norm(place)
                 if self.fresh is not None:
-                    self.fresh[h.name] = (
-                        place.clone() if again else share.to(place.device)
-                    )
+                    fresh = place.clone() if again else share.to(place.device)
+                    self.fresh[h.name] = fresh
 
 
 @torch.no_grad()
 def sum_over_replicas(units: Iterable[TableUnit], mesh: Mesh) -> None:
-    """Add up the reduced gradients of all replicas, in one call for those that have the same."""
+    """Sum the reduced gradients over replicas, in one call for all units with the same replicas."""
     by_group: dict[str, list[Held]] = {}
     for unit in units:
         if unit.learns and mesh.size(unit.replicas) > 1 and not unit.reduced:
             by_group.setdefault(unit.replicas, []).extend(unit.held)
     for name, held in by_group.items():
-        for h in held:
-            if h.parameter.grad is None:
-                h.parameter.grad = torch.zeros_like(h.local)
-        flat = torch.cat(
-            [h.parameter.grad.flatten() for h in held if h.parameter.grad is not None]
-        ).to(mesh.device)
+        grads = [
+            torch.zeros_like(h.local) if h.parameter.grad is None else h.parameter.grad
+            for h in held
+        ]
+        flat = torch.cat([grad.flatten() for grad in grads]).to(mesh.device)
         dist.all_reduce(flat, group=mesh.group(name))
         flat = flat.to(held[0].local.device)
-        for h, piece in zip(
-            held, flat.split([h.local.numel() for h in held]), strict=True
-        ):
+        pieces = flat.split([grad.numel() for grad in grads])
+        for h, piece in zip(held, pieces, strict=True):
             h.parameter.grad = piece.view(h.local.shape)

@@ -34,9 +34,10 @@ class OutputShard:
         losses: dict[int, T],
         objective: Objective | None,
     ) -> dict[str, Op]:
-        """The passes as operations. ``total``: the weight of the step's labels, by which the loss is divided.
+        """Return the vocabulary passes as operations.
 
-        ``objective``: the loss of pairs of answers, if there are any.
+        ``total`` returns the weight of the step's labels, by which the loss is divided; ``losses`` gets each
+        microbatch's loss. ``objective``: the loss of pairs of answers, if the recipe has one.
         """
         self.batches, self.total, self.losses = batches, total, losses
         self.objective = objective
@@ -50,27 +51,25 @@ class OutputShard:
     def _add_up(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         return [torch.stack(list(reads)).sum(0)]
 
-    def _mine(self, ids: T) -> tuple[T, T]:
-        """Which of ``ids`` ``[tokens]`` are in this share, and their rows in it (0 for the others), ``[tokens, 1]``."""
-        here = ((ids >= self.first) & (ids < self.first + len(self.model.output)))[
-            :, None
-        ]
-        return here, torch.where(here, ids[:, None] - self.first, 0)
+    def _rows_of(self, ids: T) -> tuple[T, T]:
+        """Return which of ``ids`` ``[tokens]`` this share has, and their rows in it or 0: ``[tokens, 1]`` each."""
+        rows = ids[:, None] - self.first
+        here = (rows >= 0) & (rows < len(self.model.output))
+        return here, torch.where(here, rows, 0)
 
     @torch.no_grad()
     def _output(self, a: Action, reads: Sequence[Any]) -> list[Any]:
-        """Reads ``[rows, seq/tp, embed]``. Statistics ``[tokens, 2]``: log-sum-exp and target logit of the share.
+        """Return statistics ``[tokens, 2]`` of the input ``[rows, seq/tp, embed]``: log-sum-exp and target logit.
 
         With one barrier also the share's mean output row and its target's row, ``[rows, seq/tp, embed]`` each: the
         gradient of the input is their difference once the first is weighted by the share's part of the softmax.
         """
         weight, labels = self.model.output, self.batches[a.microbatch].labels
         hidden = gather_tokens(reads[0], self.mesh).flatten(0, 1)  # [tokens, embed]
-        here, index = self._mine(labels.flatten())
+        here, index = self._rows_of(labels.flatten())
         # [tokens, vocab/pp/tp]
-        logits = times(hidden, weight).to(
-            torch.promote_types(hidden.dtype, torch.float32)
-        )
+        high = torch.promote_types(hidden.dtype, torch.float32)
+        logits = times(hidden, weight).to(high)
         top = logits.amax(-1, keepdim=True)
         target = torch.where(here, logits.gather(1, index), 0)
         p = logits.sub_(top).exp_()
@@ -82,29 +81,22 @@ class OutputShard:
         tape = (p, hidden, lse)
         if self.barriers == 2:
             return [stats, tape]
+        # [tokens, embed]
         mean, row = times(p, weight.t()), torch.where(here, weight[index[:, 0]], 0)
-        return [
-            (
-                stats,
-                *(
-                    scatter_tokens(x.view(*labels.shape, -1), self.mesh)
-                    for x in (mean, row)
-                ),
-            ),
-            tape,
-        ]
+        parts = (self._scattered(x, labels) for x in (mean, row))
+        return [(stats, *parts), tape]
+
+    def _scattered(self, x: T, labels: T) -> T:
+        """Sum ``[tokens, embed]`` over ``tp``; return this rank's tokens of norm regions, ``[rows, seq/tp, embed]``."""
+        return scatter_tokens(x.view(*labels.shape, -1), self.mesh)
 
     @torch.no_grad()
     def _combine(self, a: Action, reads: Sequence[Any]) -> list[Any]:
-        """The loss, and for the shares' gradients ``[tokens, 2]``: the global log-sum-exp, and what the loss of each
-        token is multiplied by. With one barrier the input's gradient as well.
+        """Add up the loss; return ``[tokens, 2]`` for the shares' gradients: the global log-sum-exp, and the factor of
+        each token's loss. With one barrier return the input's gradient as well.
         """
-        batch, total, training = (
-            self.batches[a.microbatch],
-            self.total(),
-            bool(a.writes),
-        )
-        early = training and self.barriers == 1
+        batch, total = self.batches[a.microbatch], self.total()
+        early = bool(a.writes) and self.barriers == 1
         stats = torch.stack([r[0] if early else r for r in reads])  # [pp, tokens, 2]
         lse, target = stats[..., :1].logsumexp(0), stats[..., 1:].sum(0)
         labels = batch.labels
@@ -114,7 +106,7 @@ class OutputShard:
         scale = (scale.double() / total).to(lse.dtype)[:, None]
         ends = torch.cat((lse, scale), dim=1)
         if not early:
-            return [ends] if training else []
+            return [ends] if a.writes else []
         grad = torch.zeros_like(reads[0][1])
         for share, (_, mean, row) in zip(stats[..., :1], reads, strict=True):
             part = self._own_tokens((share - lse).exp() * scale, labels).to(grad.dtype)
@@ -122,44 +114,35 @@ class OutputShard:
         return [ends, grad]
 
     def _own_tokens(self, x: T, labels: T) -> T:
-        """``[tokens, 1]`` to this rank's tokens of the norm regions, ``[rows, seq/tp, 1]``."""
-        return x.view(*labels.shape, 1).chunk(self.mesh.size("tp"), dim=1)[
-            self.mesh.rank("tp")
-        ]
+        """Cut ``[tokens, 1]`` to this rank's tokens of the norm regions, ``[rows, seq/tp, 1]``."""
+        chunks = x.view(*labels.shape, 1).chunk(self.mesh.size("tp"), dim=1)
+        return chunks[self.mesh.rank("tp")]
 
     @torch.no_grad()
     def _weights(self, a: Action, reads: Sequence[Any]) -> list[Any]:
-        """Gradient of the share's weight; with two barriers also the share's part of the input's gradient."""
+        """Add up the gradient of the share's weight; with two barriers return its part of the input's gradient."""
         ends, (p, hidden, share) = reads
         weight, labels = self.model.output, self.batches[a.microbatch].labels
-        here, index = self._mine(labels.flatten())
+        here, index = self._rows_of(labels.flatten())
         lse, scale = ends.split(1, dim=1)
-        d_logits = p.to(lse.dtype) * torch.where(
-            scale != 0, (share - lse).exp() * scale, 0
-        )
+        factor = torch.where(scale != 0, (share - lse).exp() * scale, 0)
+        d_logits = p.to(lse.dtype) * factor  # [tokens, vocab/pp/tp]
         d_logits.scatter_add_(1, index, -torch.where(here, scale, 0))
         d_logits = d_logits.to(p.dtype)
         if weight.requires_grad:
             add_product(weight, d_logits, hidden)
-        return (
-            [
-                scatter_tokens(
-                    times(d_logits, weight.t()).view(*labels.shape, -1), self.mesh
-                )
-            ]
-            if a.writes
-            else []
-        )
+        if not a.writes:
+            return []
+        return [self._scattered(times(d_logits, weight.t()), labels)]
 
     @torch.no_grad()
     def _embedding_gradient(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         table, scale = self.model.embedding.table, self.model.embedding.scale
         if not table.requires_grad:
             return []
-        here, index = self._mine(self.batches[a.microbatch].tokens.flatten())
-        rows = torch.where(
-            here, gather_tokens(reads[0], self.mesh).flatten(0, 1) * scale, 0
-        )
+        here, index = self._rows_of(self.batches[a.microbatch].tokens.flatten())
+        grad = gather_tokens(reads[0], self.mesh).flatten(0, 1)  # [tokens, embed]
+        rows = torch.where(here, grad * scale, 0)
         if table.grad is None:
             table.grad = torch.zeros_like(table)
         table.grad.index_add_(0, index[:, 0], rows)

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -46,9 +47,9 @@ Gradients = list[dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest relative differences to one device: loss and norm per step; gradients, parameters and slots per tensor.
+    """Largest relative differences from one device: of loss and norm over steps, of other values over tensors.
 
-    Slots are what the optimizer keeps with each parameter.
+    ``slot``: of the tensors that the optimizer keeps with each parameter. ``worst_...``: the tensor that differs most.
     """
 
     ok: bool
@@ -64,7 +65,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """The results of some steps on this rank, which are compared with those of another layout."""
+    """The results of some steps on this rank, for comparison with those of another layout."""
 
     losses: list[float]
     norms: list[float]
@@ -93,20 +94,19 @@ def walk(
     follow: Sequence[dict[str, torch.Tensor]] = (),
     begun: int = 0,
 ) -> Iterator[tuple[State, StepTrace]]:
-    """Train from step ``begun`` to ``steps``. Yields after each step the state, and the trace, complete at the end.
+    """Train from step ``begun`` to ``steps``; yield after each step the state and the trace, complete at the end.
 
-    ``watch`` is called with the model and its state before the first step. ``follow``: by step, the gradients to update
-    with, where these are not the run's own. With ``layout.skip`` the reference on one device skips the blocks that the
-    pipeline skips, microbatch by microbatch.
+    ``watch`` is called with the model and its state before the first step. ``follow``: gradients by step that replace
+    the run's own in updates. With ``layout.skip`` the reference on one device skips the same blocks as the pipeline,
+    microbatch by microbatch. Raises :class:`WeftError` if the data ends before.
     """
     taken: list[tuple[int, ...]] = []
     if job.recipe.layout.skip and mesh.size("pp") == 1:
         rows, passes = job.recipe.rows_per_pass(job.recipe.layout)
         taken = routes(job.shape, job.recipe.layout, passes, job.recipe.data.seq_len)
         alike = job.recipe.train.model_copy(update={"micro_batch": rows})
-        job = dataclasses.replace(
-            job, recipe=job.recipe.model_copy(update={"train": alike})
-        )
+        recipe = job.recipe.model_copy(update={"train": alike})
+        job = dataclasses.replace(job, recipe=recipe)
     seed = job.recipe.train.seed
     job = with_computed_reference(
         job, mesh, with_adapter(seeded_values(seed + 1), job.shape, seed), steps
@@ -122,9 +122,8 @@ def walk(
 
     # of the whole model, or a unit's at a time
     def keep(grads: dict[str, torch.Tensor]) -> None:
-        trace.grads[-1].update(
-            {name: held[name].part(grad.clone().cpu()) for name, grad in grads.items()}
-        )
+        for name, grad in grads.items():
+            trace.grads[-1][name] = held[name].part(grad.clone().cpu())
         for name, grad in follow[len(trace.grads) - 1].items() if follow else ():
             if name in grads:
                 grads[name].copy_(grad)
@@ -157,13 +156,12 @@ def walk(
         if h.local.is_floating_point():
             trace.params[h.name] = h.part(h.local.clone().cpu())
         for slot, part in h.slots.items():
-            trace.slots.setdefault(slot, {})[h.name] = dataclasses.replace(
-                part, values=part.values.clone().cpu()
-            )
+            kept = dataclasses.replace(part, values=part.values.clone().cpu())
+            trace.slots.setdefault(slot, {})[h.name] = kept
 
 
 def prove(recipe: Recipe, steps: int) -> Difference | None:
-    """Join the ranks of ``recipe``, and compare its layout with one device. None on all ranks but the first."""
+    """Join the ranks of ``recipe``, and compare its layout with one device; None on all ranks but the first."""
     device = device_type(recipe)
     with rank_process(device, recipe.train.timeout, recipe.train.threads):
         mesh, job = Mesh.create(recipe.layout, device), prepare(recipe)
@@ -173,11 +171,11 @@ def prove(recipe: Recipe, steps: int) -> Difference | None:
 def compare_with_one_device(
     trace: StepTrace, job: Job, mesh: Mesh
 ) -> Difference | None:
-    """Compare every rank's trace with a run on one device. Collective; the answer is on rank 0.
+    """Compare every rank's trace with a run on one device. Collective; the result is on rank 0.
 
-    One device computes its own gradients in every step, and then updates with the layout's: Adam would turn the
-    rounding noise of gradients that are zero into steps of full size. So each step is compared from one and the same
-    state, and the parameters at the end are what one device's optimizer makes of the same gradients.
+    One device computes its own gradients in every step, and then updates with the layout's gradients: Adam would turn
+    the rounding noise of gradients that are zero into steps of full size. So both sides start each step from the same
+    state, and the parameters at the end show the same gradients in one device's optimizer.
     """
     traces = [trace] * mesh.layout.world
     if mesh.layout.world > 1:
@@ -187,13 +185,12 @@ def compare_with_one_device(
     if not mesh.is_main:
         return None
     simulates = mesh.islands > 1 and not job.recipe.sync.of_gradients
-    return worst_island(
-        (_against_simulated if simulates else _against_one)(traces, job, mesh), mesh
-    )
+    against = _against_simulated if simulates else _against_one_device
+    return worst_island(against(traces, job, mesh), mesh)
 
 
 def worst_island(difference_here: Difference, mesh: Mesh) -> Difference | None:
-    """The largest of the differences of all islands, on the first island; None on the others."""
+    """Return the largest of all islands' differences on the first island, and None on the others."""
     if mesh.island_store is None:
         return difference_here
     mesh.island_store.set(
@@ -207,15 +204,11 @@ def worst_island(difference_here: Difference, mesh: Mesh) -> Difference | None:
         for island in range(mesh.islands)
     )
     differences = [Difference(**difference) for difference in reported]
-    bad = max(
-        differences,
-        key=lambda difference: (not difference.ok, difference.grad, difference.param),
-    )
-    return dataclasses.replace(bad, ok=all(difference.ok for difference in differences))
+    return max(differences, key=lambda d: (not d.ok, d.grad, d.param))
 
 
 def _against_simulated(traces: Sequence[StepTrace], job: Job, mesh: Mesh) -> Difference:
-    """This island compared with itself in a simulation: one process that has all islands, each on one device."""
+    """Compare this island with its simulation: one process that runs all islands, each on one device."""
     if not build_compressor(job.recipe.sync.compress).exact:
         raise UsageError(
             f"sync.compress = {job.recipe.sync.compress!r} loses a part of what is sent, so that no two layouts are "
@@ -224,9 +217,7 @@ def _against_simulated(traces: Sequence[StepTrace], job: Job, mesh: Mesh) -> Dif
     alone = dataclasses.replace(Mesh.single(mesh.device), islands=mesh.islands)
     limit = job.recipe.train.timeout
     follow = _of_all_islands(_whole_gradients(traces), mesh, limit)
-    job = dataclasses.replace(
-        job, recipe=job.recipe.model_copy(update={"memory": Memory()})
-    )
+    job = _on_the_device(job)
     walks = [
         walk(job, dataclasses.replace(alone, island=i), len(own), follow=own)
         for i, own in enumerate(follow)
@@ -242,9 +233,9 @@ def _against_simulated(traces: Sequence[StepTrace], job: Job, mesh: Mesh) -> Dif
 def _of_all_islands(
     gradients_here: Gradients, mesh: Mesh, limit: float
 ) -> list[Gradients]:
-    """The gradients of every island, by its number. Collective over islands' first ranks.
+    """Return the gradients of every island, by its number. Collective over islands' first ranks.
 
-    They travel by streams of their own, as the addresses of those that the steps have used are still in the store.
+    They travel by streams of their own, as the store still has the addresses of the streams of the steps.
     """
     if mesh.island_store is None:
         raise ValueError("this mesh has no store that islands share")
@@ -264,11 +255,10 @@ def _of_all_islands(
             for tag, grad in sent:
                 streams.send(island, tag, grad.flatten(), control=True)
         for island in others:
+            receive = partial(streams.receive, island)
             gradients[island] = [
                 {
-                    name: streams.receive(island, f"{step}/{name}", own.dtype).view(
-                        own.shape
-                    )
+                    name: receive(f"{step}/{name}", own.dtype).view(own.shape)
                     for name, own in grads.items()
                 }
                 for step, grads in enumerate(gradients_here)
@@ -276,17 +266,23 @@ def _of_all_islands(
     return gradients
 
 
-def _against_one(traces: Sequence[StepTrace], job: Job, mesh: Mesh) -> Difference:
+def _against_one_device(
+    traces: Sequence[StepTrace], job: Job, mesh: Mesh
+) -> Difference:
     follow = _whole_gradients(traces)
-    plain = dataclasses.replace(
-        job, recipe=job.recipe.model_copy(update={"memory": Memory()})
-    )
-    reference = run_layout(plain, Mesh.single(mesh.device), len(follow), follow=follow)
+    alone = Mesh.single(mesh.device)
+    reference = run_layout(_on_the_device(job), alone, len(follow), follow=follow)
     return difference(traces, reference, job.recipe.train.dtype, _apart(job))
 
 
+def _on_the_device(job: Job) -> Job:
+    """Return the job with its whole state on the device."""
+    recipe = job.recipe.model_copy(update={"memory": Memory()})
+    return dataclasses.replace(job, recipe=recipe)
+
+
 def _apart(job: Job) -> float | None:
-    """The distance of the two points from whose losses gradients are estimated; None if backward computes them."""
+    """Return the distance of the points whose losses estimate gradients; None if backward computes gradients."""
     optimizer = job.recipe.optimizer
     return 2 * optimizer.epsilon if optimizer.estimate == "zeroth-order" else None
 
@@ -297,13 +293,13 @@ def difference(
     dtype: str,
     apart: float | None = None,
 ) -> Difference:
-    """The differences of all ranks' traces from that of one device, relative to the size of each tensor.
+    """Compare all ranks' traces with that of one device, relative to the norm of each tensor.
 
-    A gradient that is zero in exact arithmetic (that of keys' adapters where queries see one key, say) has rounding
-    noise for a size. So gradients count relative to at least the smallest slope that shows above the rounding of the
+    A gradient that is zero in exact arithmetic (of keys' adapters where queries see one key, for example) consists of
+    rounding noise. So gradients count relative to at least the smallest slope that shows above the rounding of the
     loss, over a distance as large as the norm of the parameters that learn. ``apart``: that distance, where gradients
-    are estimated from losses at two points. Parameters and slots need no such allowance, as both sides have updated
-    with the same gradients.
+    are estimated from losses at two points. Parameters and slots need no such allowance, as both sides update with the
+    same gradients.
     """
 
     def relative(a: float, b: float) -> float:
@@ -327,9 +323,9 @@ def difference(
         for a, b in zip(t.losses, reference.losses, strict=True)
     )
     norm = max(
-        s * relative(a, b)
+        weight * relative(a, b)
         for t in traces
-        for s, a, b in zip(share, t.norms, reference.norms, strict=True)
+        for weight, a, b in zip(share, t.norms, reference.norms, strict=True)
     )
     grads = [
         _worst([t.grads[i] for t in traces], whole, noise)
@@ -358,10 +354,10 @@ def _worst(
     noise: float,
     scale: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[float, str]:
-    """Largest relative difference (2-norm) of any copy of any tensor, and its name; inf if a part is missing.
+    """Return the largest relative difference (2-norm) of any copy of any tensor, and its name; inf for missing parts.
 
-    A tensor whose norm is below ``noise`` of the norm of all is measured against that, and none against less than its
-    ``scale``.
+    Differences are relative to the tensor's norm, but at least to ``noise`` times the norm of all tensors, and to the
+    tensor's ``scale``.
     """
     norms = {name: _norm(whole) for name, whole in reference.items()}
     least = max(noise * math.hypot(*norms.values()), 1e-300)
@@ -370,28 +366,23 @@ def _worst(
         covered: dict[object, int] = {}
         square: dict[object, float] = {}  # of the copy of a part that differs most
         for part in (parts[name] for parts in ranks if name in parts):
-            diff = (
-                (part.values.double() - whole.values[part.index].double())
-                .square()
-                .sum()
-                .item()
-            )
+            difference = part.values.double() - whole.values[part.index].double()
+            error = difference.square().sum().item()
             where = part.rows, part.box
-            square[where] = (
-                max(square.get(where, 0.0), diff) if diff == diff else float("inf")
-            )
+            # not a number counts as infinity
+            larger = max(square.get(where, 0.0), error)
+            square[where] = larger if error == error else math.inf
             covered[where] = part.values.numel()
-        value = sum(square.values()) ** 0.5 / max(
-            norms[name], least, scale.get(name, 0.0)
-        )
+        size = max(norms[name], least, scale.get(name, 0.0))
+        value = sum(square.values()) ** 0.5 / size
         if sum(covered.values()) != whole.values.numel() or value != value:
-            value = float("inf")
+            value = math.inf
         worst = max(worst, (value, name))
     return worst
 
 
 def _whole_gradients(traces: Sequence[StepTrace]) -> Gradients:
-    """Whole gradients, by step, from all ranks' traces."""
+    """Assemble whole gradients, by step, from all ranks' traces."""
     return [
         _whole([trace.grads[step] for trace in traces])
         for step in range(len(traces[0].grads))
@@ -399,7 +390,7 @@ def _whole_gradients(traces: Sequence[StepTrace]) -> Gradients:
 
 
 def _whole(ranks: Sequence[Parts]) -> dict[str, torch.Tensor]:
-    """Whole tensors from all ranks' parts of them; what no rank has is zero."""
+    """Assemble whole tensors from all ranks' parts; elements that no rank has are zero."""
     tensors: dict[str, torch.Tensor] = {}
     for name, part in (item for parts in ranks for item in parts.items()):
         if name not in tensors:

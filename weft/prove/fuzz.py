@@ -1,7 +1,7 @@
 """Random layouts and features compared with one device, for ``weft verify --random``.
 
-Every case is the recipe with small sizes and drawn settings, exactly as its command line would make it. A feature that
-can be drawn is one line of :data:`DRAWN`. A refusal is right only if the table of conflicts has it.
+Every case is the recipe with small sizes and drawn settings, exactly as its command line would make it. A line of
+:data:`DRAWN` says which values of a setting can be drawn. A refusal is right only if the table of conflicts has it.
 """
 
 import json
@@ -39,7 +39,7 @@ def _order(case: Case, rng: random.Random) -> str:
     return " ".join(axes)
 
 
-#: The values that a setting may take, for a recipe and what has been drawn before; none if it stays as it is.
+#: Returns the values that a setting may take, for a recipe and the settings drawn before; none: it is not drawn.
 Choices = Callable[[Recipe, Case, random.Random], list[Any]]
 
 
@@ -47,24 +47,39 @@ def _any(*values: Any) -> Choices:
     return lambda recipe, case, rng: list(values)
 
 
+def _if(condition: Callable[[Recipe, Case], object], *values: Any) -> Choices:
+    return lambda recipe, case, rng: list(values) if condition(recipe, case) else []
+
+
 def _after(setting: str, *values: Any) -> Choices:
-    """Where ``setting`` has been drawn. The sizes of axes are drawn first, and only those above 1 are in a case."""
-    return lambda recipe, case, rng: list(values) if setting in case else []
+    """Allow values where ``setting`` has been drawn; axes are drawn first, and are in a case if larger than 1."""
+    return _if(lambda recipe, case: setting in case, *values)
+
+
+def _with(setting: str, value: Any, *values: Any) -> Choices:
+    """Allow values where ``setting`` has been drawn with this ``value``."""
+    return _if(lambda recipe, case: case.get(setting) == value, *values)
 
 
 def _with_experts(*values: Any) -> Choices:
-    return lambda recipe, case, rng: list(values) if _experts(recipe, case) else []
+    return _if(_experts, *values)
 
 
 def _beside_dense(value: int) -> Choices:
-    """Where layers with experts are left."""
-    return lambda recipe, case, rng: (
-        [value] if _experts(recipe, case) and case.get("model.layers", 4) > 1 else []
+    """Allow a value where layers with experts are left."""
+    return _if(
+        lambda recipe, case: _experts(recipe, case) and case.get("model.layers", 4) > 1,
+        value,
     )
 
 
+def _names_after(setting: str, kind: str) -> Choices:
+    """Allow all techniques of a kind where ``setting`` has been drawn."""
+    return lambda recipe, case, rng: names(kind) if setting in case else []
+
+
 def _experts(recipe: Recipe, case: Case) -> int:
-    """The fewest experts that a layer with experts has; 0 if there are none."""
+    """Return the least number of experts of a layer with experts; 0 if there is none."""
     given = case.get("model.experts", recipe.model.experts)
     return (
         min(filter(None, given), default=0)
@@ -74,7 +89,7 @@ def _experts(recipe: Recipe, case: Case) -> int:
 
 
 def _folding(recipe: Recipe, case: Case, rng: random.Random) -> list[int]:
-    """What ``ep`` can be."""
+    """Allow the sizes that ``ep`` can have."""
     layout = Layout(**{axis: case.get(f"layout.{axis}", 1) for axis in AXES})
     return [
         n for n in AskedLayout(layout=layout).folding if 1 < n <= _experts(recipe, case)
@@ -82,7 +97,7 @@ def _folding(recipe: Recipe, case: Case, rng: random.Random) -> list[int]:
 
 
 def _dispatchers(recipe: Recipe, case: Case, rng: random.Random) -> list[str]:
-    """All ways, but those by node only where ranks stand on nodes."""
+    """Allow all dispatchers, but those that know nodes only where ``layout.node`` is drawn."""
     if not _experts(recipe, case):
         return []
     ways = declared("dispatch")
@@ -92,7 +107,7 @@ def _dispatchers(recipe: Recipe, case: Case, rng: random.Random) -> list[str]:
 
 
 def _targets(recipe: Recipe, case: Case, rng: random.Random) -> list[list[str]]:
-    """Weights that this model has."""
+    """Allow patterns of weights that this model has."""
     latent = bool(case.get("model.kv_rank", recipe.model.kv_rank))
     plain = [] if latent else [["wq"], ["k_proj"]]
     dense = [] if latent or _experts(recipe, case) else [["wq", "down"]]
@@ -100,47 +115,41 @@ def _targets(recipe: Recipe, case: Case, rng: random.Random) -> list[list[str]]:
 
 
 def _if_plain(*values: Any) -> Choices:
-    """Where attention has nothing that latent attention cannot have."""
+    """Allow values where attention has only settings that latent attention can have."""
 
-    def found(recipe: Recipe, case: Case, rng: random.Random) -> list[Any]:
+    def plain(recipe: Recipe, case: Case) -> bool:
         model = recipe.model
-        other = case.get("model.qk_norm", model.qk_norm) or case.get(
-            "model.qkv_bias", model.qkv_bias
-        )
-        # others may have no weight
-        other = other or case.get("adapter.targets", ["blocks.0.*"]) != ["blocks.0.*"]
         return (
-            []
-            if other or case.get("model.mixer", model.mixer) != "softmax"
-            else list(values)
+            not case.get("model.qk_norm", model.qk_norm)
+            and not case.get("model.qkv_bias", model.qkv_bias)
+            # other targets may have no weight
+            and case.get("adapter.targets", ["blocks.0.*"]) == ["blocks.0.*"]
+            and case.get("model.mixer", model.mixer) == "softmax"
         )
 
-    return found
+    return _if(plain, *values)
 
 
 def _plain_replicas(case: Case) -> bool:
     """Whether ranks are replicas, with all that belongs to them on the device."""
-    cut = [axis for axis in AXES if axis != "dp" and f"layout.{axis}" in case]
+    cut = {f"layout.{axis}" for axis in AXES if axis != "dp"}
     other = ("model.experts", "memory.", "layout.balance", "optimizer.estimate")
-    return (
-        "layout.dp" in case
-        and not cut
-        and not any(name.startswith(other) for name in case)
-    )
+    others = any(name in cut or name.startswith(other) for name in case)
+    return "layout.dp" in case and not others
 
 
 def _sync_method(case: Case) -> Any:
-    """The class of the case's sync method."""
+    """Return the class of the case's sync method."""
     return find("sync", (SMALL | case)["sync.update"]).implementation
 
 
 def _named(kind: str) -> Choices:
-    """All techniques of a kind, those of the recipe's plugins as well."""
+    """Allow all techniques of a kind, with those of the recipe's plugins."""
     return lambda recipe, case, rng: names(kind)
 
 
 def _of_techniques(recipe: Recipe, case: Case) -> dict[str, list[Any]]:
-    """What the techniques that a case names want to have drawn of their own settings."""
+    """Return the draws of the settings of every technique that a case names."""
     values: dict[str, list[Any]] = {}
     for name in type(recipe).model_fields:
         section = getattr(recipe, name)
@@ -155,7 +164,7 @@ def _of_techniques(recipe: Recipe, case: Case) -> dict[str, list[Any]]:
     return values
 
 
-#: What can be drawn, in this order.
+#: The settings that can be drawn, in this order.
 DRAWN: dict[str, Choices] = {
     "model.experts": _any(2, 5, 6),
     "layout.ep": _folding,
@@ -170,21 +179,22 @@ DRAWN: dict[str, Choices] = {
         if "layout.island" in case
         else []
     ),
-    "sync.partner": lambda recipe, case, rng: (
-        ["ring", "pairs", "graph"]
-        if "layout.island" in case and len(_sync_method(case).partners) > 1
-        else []
+    "sync.partner": _if(
+        lambda recipe, case: (
+            "layout.island" in case and len(_sync_method(case).partners) > 1
+        ),
+        "ring",
+        "pairs",
+        "graph",
     ),
     "sync.graph": lambda recipe, case, rng: (
         [[[rng.randrange(i), i] for i in range(1, case["layout.island"])]]
         if case.get("sync.partner") == "graph"
         else []
     ),
-    "sync.fragments": lambda recipe, case, rng: (
-        [2, 3] if _sync_method(case).in_fragments else []
-    ),
-    "sync.delay": lambda recipe, case, rng: (
-        [1] if "sync.fragments" in case and "sync.every" in case else []
+    "sync.fragments": _if(lambda recipe, case: _sync_method(case).in_fragments, 2, 3),
+    "sync.delay": _if(
+        lambda recipe, case: {"sync.fragments", "sync.every"} <= {*case}, 1
     ),
     "layout.order": lambda recipe, case, rng: [_order(case, rng)],
     "layout.zero": _any(1, 2, 3),
@@ -194,22 +204,20 @@ DRAWN: dict[str, Choices] = {
     ),
     "layout.ulysses": _after("layout.cp", 2),
     "layout.scan": _after("layout.cp", "pass"),
-    "layout.schedule": lambda recipe, case, rng: (
-        names("schedule") if "layout.pp" in case else []
-    ),
+    "layout.schedule": _names_after("layout.pp", "schedule"),
     "layout.virtual": _after("layout.pp", 2, 3),
     "layout.vocab_barriers": _after("layout.pp", 1, 2),
     "layout.skip": _after("layout.pp", 0.25),
-    "layout.overlap": lambda recipe, case, rng: (
-        ["passes", "pairs"]
-        if _experts(recipe, case)
-        and "layout.pp" in case
-        and case.get("layout.zero", 3) < 3
-        else []
+    "layout.overlap": _if(
+        lambda recipe, case: (
+            _experts(recipe, case)
+            and "layout.pp" in case
+            and case.get("layout.zero", 3) < 3
+        ),
+        "passes",
+        "pairs",
     ),
-    "layout.balance": lambda recipe, case, rng: (
-        ["greedy", "flexsp"] if case.get("layout.zero") == 1 else []
-    ),
+    "layout.balance": _with("layout.zero", 1, "greedy", "flexsp"),
     "optimizer.post_validation": _after("layout.pp", True),
     "optimizer.clip": _any(0.0, 0.1),
     "optimizer.kind": _named("optimizer"),
@@ -222,32 +230,25 @@ DRAWN: dict[str, Choices] = {
     "adapter.kind": _any("lora", "dora", "qlora"),
     "adapter.rank": _after("adapter.kind", 1, 3),
     "adapter.tokens": _after("adapter.kind", [0, 5, 7]),
-    "adapter.whole": lambda recipe, case, rng: (
-        [["embed_tokens"]]
-        if "adapter.kind" in case and "adapter.tokens" not in case
-        else []
+    "adapter.whole": _if(
+        lambda recipe, case: "adapter.kind" in case and "adapter.tokens" not in case,
+        ["embed_tokens"],
     ),
     "adapter.dropout": _after("adapter.kind", 0.3),
-    "train.freeze": lambda recipe, case, rng: (
-        []
-        if recipe.adapter or "adapter.kind" in case
-        else [["norm.*"], ["blocks.0.*", "embed*"]]
+    "train.freeze": _if(
+        lambda recipe, case: not recipe.adapter and "adapter.kind" not in case,
+        ["norm.*"],
+        ["blocks.0.*", "embed*"],
     ),
     "train.recompute": _any("selective", "full"),
     "memory.weights": _any("host", "file"),
-    "memory.gradients": lambda recipe, case, rng: (
-        ["host"] if case.get("memory.weights") == "file" else []
-    ),
+    "memory.gradients": _with("memory.weights", "file", "host"),
     "memory.moments": _any("host", "file"),
     "memory.activations": _any("host", "file"),
-    "memory.buffer": lambda recipe, case, rng: (
-        [1, 64] if case.get("memory.weights") == "file" else []
-    ),
+    "memory.buffer": _with("memory.weights", "file", 1, 64),
     "memory.speculate": _any("even", "all"),
     "memory.blocks": _after("memory.activations", 1, 2, 9),
-    "memory.alternate": lambda recipe, case, rng: (
-        [0.4, 1.0, "auto"] if case.get("memory.weights") == "host" else []
-    ),
+    "memory.alternate": _with("memory.weights", "host", 0.4, 1.0, "auto"),
     "train.micro_batch": _any(1, 2, 3),
     "train.batch": _any(1, 2, 7),
     "train.loss_chunk": _any(1, 5),
@@ -270,8 +271,8 @@ DRAWN: dict[str, Choices] = {
     "model.shared_mix": _with_experts("gate", "residual"),
     "model.router": _with_experts("pre-softmax", "sigmoid"),
     "model.router_norm": _with_experts(True),
-    "model.router_groups": lambda recipe, case, rng: (
-        [2] if _experts(recipe, case) in (6, 8) else []
+    "model.router_groups": _if(
+        lambda recipe, case: _experts(recipe, case) in (6, 8), 2
     ),
     "model.router_early": _with_experts(True),
     "model.capacity": _with_experts(0.6, 1.0, 1.5),
@@ -299,7 +300,7 @@ DRAWN: dict[str, Choices] = {
     "resilience.jobs": _after("resilience.code", 2, 3),
 }
 
-#: How often a setting is drawn where it can be; what has gone wrong before, and seldom shows, more often.
+#: Probability of drawing a setting where it can be drawn; more for settings whose faults are old and show seldom.
 OFTEN: dict[str, float] = {
     "layout.order": 0.8,
     "layout.ep": 0.8,
@@ -310,7 +311,7 @@ OFTEN: dict[str, float] = {
 }
 SELDOM = 0.3
 
-#: What a case starts from, so that it takes a second and nothing of the recipe but the kind of its model is left.
+#: Settings that a case starts from: a case takes a second, and keeps of the recipe only the kind of its model.
 SMALL: Case = {
     "model.vocab": 0, "model.layers": 4, "model.embed": 12, "model.heads": 4, "model.kv_heads": 2, "model.head_dim": 6,
     "model.ffn": 17, "model.init_std": 0.1, "data.tokenizer": "bytes", "data.validation": 0.0, "data.seq_len": 19,
@@ -331,7 +332,7 @@ SMALL: Case = {
     "layout.overlap": "",
 }  # fmt: skip
 
-#: What a case starts from if the recipe learns from pairs of answers. A row must have room for the longest pair.
+#: Settings that a case starts from if the recipe learns from pairs of answers; a row holds the longest pair.
 PAIRS: Case = {
     "data.path": str(FOLDER / "pairs.jsonl"),
     "data.form": "auto",
@@ -341,7 +342,7 @@ PAIRS: Case = {
 
 @dataclass(frozen=True)
 class CaseResult:
-    """``kind``: equal, refused, wrong, crashed or hung; ``why``: the table's entry, the figures, or the error."""
+    """The result of a case. ``kind``: equal, refused, wrong, crashed or hung; ``why``: rule, figures or error."""
 
     kind: str
     why: str
@@ -349,7 +350,7 @@ class CaseResult:
 
 @dataclass
 class Summary:
-    """Counts of a campaign, and its failures as small as they could be made."""
+    """Counts of a campaign, and its failures, each shrunk as far as possible."""
 
     counts: Counter[str] = field(default_factory=Counter)
     cases: list[dict[str, Any]] = field(default_factory=list)
@@ -364,7 +365,7 @@ class Summary:
 
 
 def draw_case(recipe: Recipe, rng: random.Random, ranks: int) -> Case:
-    """Sizes of the axes for at most so many ranks, and half a dozen features."""
+    """Draw sizes of the axes for at most ``ranks`` ranks, and half a dozen other settings."""
     case: Case = dict(PAIRS) if recipe.loss.of_pairs else {}
     left = rng.randint(2, ranks)
     for axis in rng.sample(AXES, len(AXES)):
@@ -381,46 +382,31 @@ def draw_case(recipe: Recipe, rng: random.Random, ranks: int) -> Case:
 
 
 def command_options(case: Case) -> tuple[str, list[str]]:
-    """The case as what follows ``--layout``, and each ``--set``."""
+    """Return a case as the value of ``--layout`` and the values of each ``--set``."""
     settings = SMALL | case
     if "data.path" in case:
         del settings["data.sources"]
-    layout = ",".join(
-        f"{n.removeprefix('layout.')}={v}"
-        for n, v in settings.items()
-        if n.startswith("layout.")
-    )
-    sets = []
+    layout, sets = [], []
     for name, value in settings.items():
-        if name == "data.sources":
+        if name.startswith("layout."):
+            layout.append(f"{name.removeprefix('layout.')}={value}")
+        elif name == "data.sources":
             sets.append(f'{name}=[{{kind="jsonl",path={json.dumps(value)}}}]')
-        elif not name.startswith("layout."):
+        else:
             sets.append(f"{name}={json.dumps(value)}")
-    return layout, sets
+    return ",".join(layout), sets
 
 
 def command_of(path: Path, case: Case, dtype: str, steps: int) -> str:
-    """The command that repeats this case."""
+    """Return the command line that repeats a case."""
     layout, sets = command_options(case)
     more = [word for text in sets for word in ("--set", text)]
-    return shlex.join(
-        [
-            "weft",
-            "verify",
-            str(path),
-            "--layout",
-            layout,
-            *more,
-            "--dtype",
-            dtype,
-            "--steps",
-            str(steps),
-        ]
-    )
+    options = ["--layout", layout, *more, "--dtype", dtype, "--steps", str(steps)]
+    return shlex.join(["weft", "verify", str(path), *options])
 
 
 def write_corpus() -> None:
-    """Documents of very unequal length, and pairs of answers, the same in every campaign."""
+    """Write documents of very unequal lengths and pairs of answers, the same in every campaign, to :data:`FOLDER`."""
     rng = random.Random(0)
     FOLDER.mkdir(exist_ok=True)
 
@@ -434,16 +420,14 @@ def write_corpus() -> None:
         for _ in range(60)
     ]
     for name, rows in ("corpus", documents), ("pairs", pairs):
-        path, lines = (
-            FOLDER / f"{name}.jsonl",
-            "".join(json.dumps(row) + "\n" for row in rows),
-        )
+        path = FOLDER / f"{name}.jsonl"
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
         if not path.exists() or path.read_text() != lines:
             path.write_text(lines)
 
 
 def compare_layout(recipe: Recipe, steps: int) -> dict[str, Any] | None:
-    """On every rank: the recipe's layout against one device."""
+    """Compare the recipe's layout with one device, on every rank; the result is on rank 0."""
     mesh, job = Mesh.create(recipe.layout, "cpu"), prepare(recipe)
     difference = compare_with_one_device(run_layout(job, mesh, steps), job, mesh)
     return asdict(difference) if difference else None
@@ -451,7 +435,7 @@ def compare_layout(recipe: Recipe, steps: int) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Fuzzer:
-    """Runs cases of one recipe in a pool of processes, each within ``limit`` seconds."""
+    """Runs cases of the recipe at ``path`` in a pool of processes, each within ``limit`` seconds."""
 
     path: Path
     pool: ProcessPool
@@ -460,49 +444,38 @@ class Fuzzer:
     limit: float = 60
 
     def verdict_of(self, case: Case) -> CaseResult:
+        """Run a case, and return its result."""
         layout, sets = command_options(case)
         try:
             recipe = load_recipe(
                 self.path, [*sets, f'train.dtype="{self.dtype}"'], layout
             )
             prepare(recipe)
-            differences = self.pool.run(
-                recipe.layout.world,
-                compare_layout,
-                recipe,
-                self.steps,
-                timeout=self.limit,
-            )[0]
+            world, limit = recipe.layout.world, self.limit
+            ranks = self.pool.run(
+                world, compare_layout, recipe, self.steps, timeout=limit
+            )
         except Conflict as refusal:
             return CaseResult("refused", refusal.rule)
         except TimeoutError as error:
             return CaseResult("hung", str(error))
         except Exception as error:  # whatever it is, it is what the campaign is for
-            label = (
-                "refused outside the table: "
-                if isinstance(error, UsageError | WeftError)
-                else ""
-            )
+            refused = isinstance(error, UsageError | WeftError)
+            label = "refused outside the table: " * refused
             return CaseResult("crashed", f"{label}{type(error).__name__}: {error}")
-        return CaseResult(
-            "equal" if differences["ok"] else "wrong", json.dumps(differences)
-        )
+        equal = ranks[0]["ok"]
+        return CaseResult("equal" if equal else "wrong", json.dumps(ranks[0]))
 
     def shrunk(self, case: Case, kind: str) -> tuple[Case, CaseResult]:
-        """The case without whatever it fails without."""
+        """Drop every setting without which the case still fails; return the smaller case and its result."""
         verdict = self.verdict_of(case)
         needed = PAIRS if "data.path" in case else {}
         for name in [name for name in case if name not in needed]:
-            smaller = {
-                key: value
-                for key, value in case.items()
-                if key not in (name, "layout.order")
-            }
-            if name != "layout.order" and "layout.order" in case:
-                axes = [
-                    a for a in case["layout.order"].split() if f"layout.{a}" in smaller
-                ]
-                smaller["layout.order"] = " ".join(axes)
+            smaller = {key: value for key, value in case.items() if key != name}
+            if "layout.order" in smaller:
+                axes = smaller["layout.order"].split()
+                left = (axis for axis in axes if f"layout.{axis}" in smaller)
+                smaller["layout.order"] = " ".join(left)
             outcome = self.verdict_of(smaller)
             if outcome.kind == kind:
                 case, verdict = smaller, outcome
@@ -511,7 +484,7 @@ class Fuzzer:
     def campaign(
         self, count: int, seed: int, ranks: int, minutes: float | None, first: int = 0
     ) -> Iterator[tuple[Case, CaseResult]]:
-        """So many cases from number ``first`` on, or as many as ``minutes`` have room for."""
+        """Run ``count`` cases from number ``first`` on, or as many as ``minutes`` allow; yield each with its result."""
         write_corpus()
         recipe = load_recipe(self.path)
         if recipe.model.origin:

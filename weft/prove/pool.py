@@ -36,12 +36,12 @@ AFTERMATH_S = 5  # what the other ranks get to notice that one has failed
 
 
 class WorkerDied(RuntimeError):
-    """A worker process ended by itself in the middle of a call: a crash, and not a hang."""
+    """Raised when a worker process ends by itself during a call: a crash, not a hang."""
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank sends back: a pickled value, or a pickled exception (None if that cannot be) and its trace."""
+    """The result of a rank: a pickled value, or a pickled exception (None if it cannot be pickled) and its trace."""
 
     ok: bool
     payload: bytes | None
@@ -51,7 +51,7 @@ class RankResult:
 
 
 def fork_server(preload: Sequence[str] = ()) -> Any:
-    """What starts processes: forks, in milliseconds, of a server that has imported PyTorch, Weft and ``preload``."""
+    """Return a context that forks processes from a server with PyTorch, Weft and ``preload`` already imported."""
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -63,13 +63,15 @@ def fork_server(preload: Sequence[str] = ()) -> Any:
 
 @dataclass(frozen=True)
 class Worker:
+    """A worker process, the connection to it, and the file to which it writes its stacks."""
+
     process: multiprocessing.process.BaseProcess
     conn: Connection
     stacks: Path
 
 
 class ProcessPool:
-    """Up to :data:`MAX_WORLD` processes, started when first needed and replaced when they die."""
+    """A pool of at most :data:`MAX_WORLD` processes, started when first needed and replaced when they die."""
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
         """``preload``: modules that the workers need, besides PyTorch's and Weft's."""
@@ -84,16 +86,17 @@ class ProcessPool:
         self._calls = 0
 
     def pids(self) -> list[int]:
+        """Return the process ids of the workers."""
         return [worker.process.pid or 0 for worker in self._workers]
 
     def run(
         self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 240
     ) -> list[Any]:
-        """Results of ``fn(*args)`` in rank order.
+        """Run ``fn(*args)`` on ``world`` ranks; return the results in rank order.
 
         An exception of a rank is raised here, with its traceback as a note. Ranks that do not answer within ``timeout``
-        seconds are killed and named in a :class:`TimeoutError` that shows where they stood, or in a :class:`WorkerDied`
-        if one of them had ended before.
+        seconds are killed; :class:`TimeoutError` names them and shows their stacks, or :class:`WorkerDied` if one of
+        them had ended before.
         """
         workers = self._ready(world)
         self._calls += 1
@@ -101,40 +104,29 @@ class ProcessPool:
         for rank, worker in enumerate(workers):
             worker.conn.send((rank, world, f"call-{self._calls}", timeout, task))
         answers = self._collect(workers, timeout)
-        self._workers = [
-            w
-            for w in self._workers
-            if w not in [workers[r] for r, o in answers.items() if o.leaving]
-        ]
-        lost = self._bury(
-            {
-                rank: worker
-                for rank, worker in enumerate(workers)
-                if rank not in answers
-            },
-            timeout,
-        )
-        failures = [(o.secondary, rank, o) for rank, o in answers.items() if not o.ok]
-        secondary, rank, worst = min(
-            failures, key=lambda item: item[:2], default=(True, 0, None)
-        )
-        if lost and secondary:
+        leaving = [workers[rank] for rank, answer in answers.items() if answer.leaving]
+        self._workers = [w for w in self._workers if w not in leaving]
+        silent = {r: w for r, w in enumerate(workers) if r not in answers}
+        lost = self._bury(silent, timeout)
+        failures = {rank: answer for rank, answer in answers.items() if not answer.ok}
+        rank = min(failures, key=lambda r: (failures[r].secondary, r), default=-1)
+        worst = failures.get(rank)
+        if lost and (worst is None or worst.secondary):
             if worst:
                 lost.add_note(
                     f"beside it, rank {rank} of {world} failed:\n{worst.trace}"
                 )
             raise lost
         if worst:
-            error = (
-                pickle.loads(worst.payload)
-                if worst.payload
-                else RuntimeError("the error cannot be pickled")
-            )
+            error: Exception = RuntimeError("the error cannot be pickled")
+            if worst.payload:
+                error = pickle.loads(worst.payload)
             error.add_note(f"on rank {rank} of {world}:\n{worst.trace}")
             raise error
         return [pickle.loads(answers[rank].payload or b"") for rank in range(world)]
 
     def close(self) -> None:
+        """End all workers, and delete their files."""
         for worker in self._workers:
             worker.conn.close()  # an idle worker leaves at the end of its input
         for worker in self._workers:
@@ -146,7 +138,7 @@ class ProcessPool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _ready(self, world: int) -> list[Worker]:
-        """The first ``world`` workers, all alive."""
+        """Return the first ``world`` workers, all alive; start those that are missing."""
         if world > MAX_WORLD:
             raise ValueError(f"world = {world}, but the pool has {MAX_WORLD} workers")
         self._workers = [w for w in self._workers if w.process.is_alive()]
@@ -168,7 +160,7 @@ class ProcessPool:
         return Worker(process, ours, stacks)
 
     def _collect(self, workers: list[Worker], timeout: float) -> dict[int, RankResult]:
-        """Answers by rank, until all are in, the time is up, or a rank failed and the others had time to notice."""
+        """Collect answers by rank until all are in, time is up, or a rank has failed and others had time to notice."""
         answers: dict[int, RankResult] = {}
         waiting = {worker.conn: rank for rank, worker in enumerate(workers)}
         deadline = time.monotonic() + timeout
@@ -182,7 +174,7 @@ class ProcessPool:
         return answers
 
     def _bury(self, silent: dict[int, Worker], timeout: float) -> Exception | None:
-        """Kill workers that did not answer; the error says how each ended or where its threads stood."""
+        """Kill workers that did not answer; return an error that says how each ended or where its threads stood."""
         died, late = list[str](), list[str]()
         for rank, worker in silent.items():
             worker.process.join(0.2)
@@ -206,7 +198,7 @@ class ProcessPool:
 
 
 def _serve(conn: Connection, stacks: str, port: int) -> None:
-    """Life of a worker: one call after another until the pool hangs up."""
+    """Run a worker: one call after another until the pool closes the connection."""
     threading.Thread(target=_end_with_session, daemon=True).start()
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -251,20 +243,20 @@ def _serve(conn: Connection, stacks: str, port: int) -> None:
 
 
 def _too_many_threads() -> bool:
-    """Whether this process holds too many threads: PyTorch's caches keep a mesh, and gloo's loops, of every layout."""
+    """Whether this process has too many threads: PyTorch's caches keep a mesh with gloo's threads per layout."""
     tasks = Path("/proc/self/task")
     return tasks.is_dir() and sum(1 for _ in tasks.iterdir()) > MAX_THREADS
 
 
 def _end_with_session() -> None:
-    """Leave when pytest does, however it ends and whatever this worker is stuck in."""
+    """End this worker when its parent process ends, even while a call hangs."""
     if session := multiprocessing.parent_process():
         session.join()
         os._exit(1)
 
 
 def _call(rank: int, world: int, store: Any, timeout: float, task: bytes) -> RankResult:
-    """One call inside its own process group, and under settings that no earlier call has left."""
+    """Run a call in a process group of its own, with PyTorch's settings reset."""
     import torch
     import torch.distributed as dist
 

@@ -1,7 +1,8 @@
-"""Islands simulated in one process, one after the other: the reference for methods of synchronisation.
+"""A simulation of all islands in one process, one after the other: the reference for sync methods.
 
-Written apart from what islands do (:mod:`weft.train.islands`, and each method's own): parameter by parameter, with
-the parameters of all islands at hand, and no messages. A method's ``simulate`` says what a round changes.
+The simulation shares no code with the islands themselves (:mod:`weft.train.islands`, and each method's own): it goes
+parameter by parameter, with the parameters of all islands in memory, and sends no messages. A method's ``simulate``
+changes the parameters of a round.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -26,10 +27,10 @@ def agree(
     past: dict[str, Any],
     members: Members | None = None,
 ) -> None:
-    """Change these states, by island, as islands do after ``step`` (from 1).
+    """Change the ``states``, by island, as islands agree after ``step`` (counted from 1).
 
-    ``past`` is a dictionary to pass to every call, for what methods need later. ``members``: who takes part, where
-    islands come and go; else all always do.
+    ``past``: a dictionary that every call gets, in which methods keep values for later. ``members``: the islands that
+    take part, where islands come and go; by default all.
     """
     method: SyncMethod = how.method
     for held in zip(*(state.learning for state in states.values()), strict=True):
@@ -44,33 +45,28 @@ def agree(
         number = (step - offset) // how.every * how.fragments + fragment
 
         def near(i: int, number: int = number) -> Collection[int]:
-            return (
-                members(number, i)
-                if members
-                else exchange_partners(i, len(states), how, number)
-            )
+            if members:
+                return members(number, i)
+            return exchange_partners(i, len(states), how, number)
 
-        method.simulate(
-            Round(ones, step - offset, offset, how, past.setdefault(name, []), near)
-        )
+        kept = past.setdefault(name, [])
+        method.simulate(Round(ones, step - offset, offset, how, kept, near))
     for state in states.values():
         state.release()
 
 
 def exchange_partners(i: int, count: int, how: Sync, number: int) -> Collection[int]:
-    """The islands that island ``i`` of ``count`` agrees with in exchange ``number``, itself included; all are there."""
+    """Return the islands that island ``i`` of ``count`` agrees with in exchange ``number``, itself included.
+
+    All islands take part.
+    """
     if how.partner == "ring":
         return {(i - 1) % count, i, (i + 1) % count}
     if how.partner == "graph":
-        return {
-            i,
-            *(j for j in range(count) if (i, j) in how.graph or (j, i) in how.graph),
-        }
+        return {i}.union(*(edge for edge in how.graph if i in edge))
     if how.partnership == "all":
         return range(count)
-    order = torch.randperm(
-        count, generator=torch.Generator().manual_seed(number)
-    ).tolist()
-    return next(
-        {*order[k : k + 2]} for k in range(0, count, 2) if i in order[k : k + 2]
-    )
+    seeded = torch.Generator().manual_seed(number)
+    order = torch.randperm(count, generator=seeded).tolist()
+    first = order.index(i) // 2 * 2
+    return {*order[first : first + 2]}

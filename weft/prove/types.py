@@ -44,7 +44,7 @@ from weft.train.step import reduced_gradients
 
 @dataclass(frozen=True)
 class TypeFault:
-    """Where the types do not fit: the innermost line outside the type checker, and why."""
+    """A fault of types: the innermost line outside of the type checker, and the reason."""
 
     file: str
     line: int
@@ -63,12 +63,12 @@ def check_types(
     loss: Loss | None = None,
     memory: Memory | None = None,
 ) -> TypeFault | None:
-    """Type-check one whole training step of ``layout`` on this process alone, whatever its world size.
+    """Type-check a whole training step of ``layout`` in this process alone, for any world size; None if it fits.
 
-    Tensors live on the meta device and collectives in a fake process group, so neither memory nor ranks are needed.
-    The sharding of the state is replaced by its contract: gradients are partial sums over the data axes before it, and
-    rows of their sum after it. Pipeline stages hand each other tensors of one and the same type, so one stage stands
-    for all of them, and one island for all islands.
+    Tensors are on the meta device and collectives in a fake process group, so neither memory nor ranks are needed. The
+    sharding of the state is replaced by its contract: gradients are partial sums over the data axes before it, and rows
+    of their sum after it. Pipeline stages exchange tensors of a single type, so one stage stands for all stages, and
+    one island for all islands. Raises :class:`UsageError` for a model of a plugin, whose types are not known.
     """
     check_fits(shape, layout, train, optimizer, memory)
     if shape.kind:
@@ -81,35 +81,26 @@ def check_types(
     shape = shape.model_copy(update={"layers": few, "experts": experts})
     # rows of tokens are looked up by numbers that have no type; they are proven by values
     if shape.adapter:
-        shape = shape.model_copy(
-            update={"adapter": shape.adapter.model_copy(update={"tokens": ()})}
-        )
+        adapter = shape.adapter.model_copy(update={"tokens": ()})
+        shape = shape.model_copy(update={"adapter": adapter})
     layout = layout.inside.model_copy(update={"pp": 1})
     with fake_rank(0, layout.world) if layout.world > 1 else nullcontext():
-        mesh = dataclasses.replace(
-            Mesh.create(layout, "cpu"), device=torch.device("meta")
-        )
+        meta = torch.device("meta")
+        mesh = dataclasses.replace(Mesh.create(layout, "cpu"), device=meta)
         hooks = hooks_of(loss or Loss(), shape.vocab)
         model = Transformer(shape, mesh, train.loss_chunk, hooks=hooks)
         model.freq = model.freq.to("meta")
         connect(model, mesh, train.recompute)
         try:
-            state, batch = (
-                resident_state(model, mesh),
-                _meta_batch(mesh, of_pairs=hooks.objective is not None),
-            )
+            state = resident_state(model, mesh)
+            batch = _meta_batch(mesh, of_pairs=hooks.objective is not None)
             if mesh.device_mesh is None:
                 reduced_gradients(model, state, [batch], mesh)
                 return None
             with spmd.set_current_mesh(mesh.device_mesh), typecheck():
-                for ids in (
-                    batch.tokens,
-                    batch.labels,
-                    batch.positions,
-                    batch.documents,
-                ):
-                    if ids is not None:
-                        declare(ids, mesh, **BY_DATA)
+                ids = batch.tokens, batch.labels, batch.positions, batch.documents
+                for numbers in filter(torch.is_tensor, ids):
+                    declare(numbers, mesh, **BY_DATA)
                 declare(model.freq, mesh, **SAME)
                 declare(batch.cu_seqlens, mesh, **BY_DATA | {"cp": R})
                 reduced_gradients(model, _typed(state, mesh), [batch], mesh)
@@ -119,7 +110,7 @@ def check_types(
 
 
 def _typed(state: State, mesh: Mesh) -> State:
-    """``state`` with typed parameters, whose gradients have been through the contract of the units that share state."""
+    """Declare the types of ``state``: of its parameters, and of gradients by the contract of units that share state."""
 
     def reduced_gradient(
         logical: Logical,
@@ -145,7 +136,7 @@ def _typed(state: State, mesh: Mesh) -> State:
 
 
 def _meta_batch(mesh: Mesh, of_pairs: bool) -> Batch:
-    """A batch of the right shapes: two rows, of which each rank holds its share of the tokens; perhaps a pair."""
+    """Make a batch on the meta device: two rows, each rank with its share of the tokens; ``of_pairs``: one pair."""
     local = 2 * mesh.size(*MODEL_AXES) * (2 if mesh.size("cp") > 1 else 1)
     length = local * mesh.size("cp")
     tokens, labels, positions, documents = torch.empty(
@@ -168,7 +159,7 @@ class _MetaBatch(Batch):
 
 
 def _locate(error: BaseException) -> TypeFault:
-    """The innermost frame that is neither the type checker's, PyTorch's nor a boundary's (whose caller is meant)."""
+    """Return the innermost frame outside of the type checker, PyTorch and boundaries, whose caller is at fault."""
     libraries = (
         str(Path(spmd.__file__).parent),
         str(Path(torch.__file__).parent),
@@ -180,9 +171,5 @@ def _locate(error: BaseException) -> TypeFault:
         if not f.filename.startswith(libraries)
     ]
     file, line = frames[-1].filename, frames[-1].lineno or 0
-    return TypeFault(
-        file,
-        line,
-        linecache.getline(file, line).strip(),
-        str(error).strip().splitlines()[0],
-    )
+    code = linecache.getline(file, line).strip()
+    return TypeFault(file, line, code, str(error).strip().splitlines()[0])

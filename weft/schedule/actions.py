@@ -3,8 +3,8 @@
 Kinds are open (:mod:`weft.schedule.kinds`). The passes of a pipeline, declared below, are ``F`` forward, ``B``
 backward, and, where backward is split (Qi et al. 2023), ``I`` the gradient of the input and ``W`` that of the weights.
 Builders (:mod:`weft.schedule.build`) give the order as plain ``(kind, stage, microbatch)`` triples; :func:`assemble`
-adds what each reads and writes. Moves between ranks are not part of it: :func:`weft.schedule.lower.lower` derives them
-from values that are read on another rank.
+adds the values that each action reads and writes. A table holds no moves between ranks:
+:func:`weft.schedule.lower.lower` derives them from values that are read on another rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +23,12 @@ from weft.schedule.kinds import (
     kind_of,
 )
 
-#: Values that stay where they were made.
+#: Values that never leave the rank that made them.
 LOCAL = ("saved", "tape")
 
 
 class Key(NamedTuple):
-    """Names an action in the dependencies of another one; unique in a table before lowering."""
+    """The name of an action in dependencies; unique in a table before lowering."""
 
     kind: str
     stage: int
@@ -47,7 +47,7 @@ Order = Sequence[Entry]
 
 @dataclass(frozen=True)
 class Action:
-    """One entry of a table. ``deps``: actions that must end before it, although it reads nothing from them."""
+    """An entry of a table. ``deps``: actions that must end before it, although it reads none of their values."""
 
     rank: int
     kind: str
@@ -68,10 +68,8 @@ class Action:
 
     def __str__(self) -> str:
         moved = f" {'->' if self.reads else '<-'} {self.peer}" if self.peer >= 0 else ""
-        values = (
-            ", ".join(map(str, self.reads or self.writes))
-            if self.declared.inserted
-            else ""
+        values = self.declared.inserted and ", ".join(
+            map(str, self.reads or self.writes)
         )
         return f"{self.kind}({values or f'{self.stage},{self.microbatch}'}){moved} on rank {self.rank}"
 
@@ -97,20 +95,17 @@ class Table:
         return (action for actions in self.ranks for action in actions)
 
     def holders(self, stage: int) -> tuple[int, ...]:
-        """The ranks that compute with ``stage``'s parameters."""
-        return tuple(
-            r
-            for r, actions in enumerate(self.ranks)
-            if any(a.stage == stage for a in actions)
-        )
+        """List the ranks that compute with the parameters of ``stage``."""
+        ranks = {a.rank for a in self if a.stage == stage}
+        return tuple(sorted(ranks))
 
     def held(self, rank: int) -> tuple[int, ...]:
-        """The stages that ``rank`` computes with, in model order."""
-        return tuple(
-            sorted({a.stage for a in self.ranks[rank] if a.stage < self.stages})
-        )
+        """List the stages that ``rank`` computes, in model order."""
+        stages = {a.stage for a in self.ranks[rank] if a.stage < self.stages}
+        return tuple(sorted(stages))
 
     def map(self, change: Callable[[Action], Action]) -> "Table":
+        """Return the table with every action changed."""
         return replace(
             self,
             ranks=tuple(tuple(change(a) for a in actions) for actions in self.ranks),
@@ -118,26 +113,23 @@ class Table:
 
 
 class ScheduleError(WeftError):
-    """A table that cannot run; the message names the actions."""
+    """Raised for a table that cannot run; the message names the actions."""
 
 
 def assemble(
     name: str, orders: Sequence[Order], stages: int, paths: Sequence[Sequence[int]]
 ) -> Table:
-    """The table with these orders, one per rank: what is read follows from kinds and from each microbatch's path.
+    """Make the table of these orders, one per rank; values follow from the kinds and each microbatch's path.
 
-    Raises :class:`ScheduleError` for a kind that is not declared with a flow, or a stage that is not on the
+    Raises :class:`ScheduleError` for a kind that is declared without a flow, or for a stage that is not on the
     microbatch's path.
     """
-    places = {
-        (stage, m): Visit(
-            stage,
-            m,
-            path[i - 1] if i else None,
-            path[i + 1] if i + 1 < len(path) else None,
-        )
+    visits = {
+        (stage, m): Visit(stage, m, before, after)
         for m, path in enumerate(paths)
-        for i, stage in enumerate(path)
+        for before, stage, after in zip(
+            (None, *path), path, (*path[1:], None), strict=False
+        )
     }
     ranks = []
     for rank, order in enumerate(orders):
@@ -145,61 +137,49 @@ def assemble(
         for kind, stage, microbatch in order:
             flow = kind_of(kind).flow
             if flow is None:
-                known = ", ".join(
-                    name for name, declared in KINDS.items() if declared.flow
-                )
+                known = ", ".join(kind.name for kind in KINDS.values() if kind.flow)
                 raise ScheduleError(
                     f"unknown kind {kind!r} in schedule {name}; declare it, or use one of {known}"
                 )
-            if (stage, microbatch) not in places:
+            if (stage, microbatch) not in visits:
                 raise ScheduleError(
                     f"{kind}({stage},{microbatch}) of schedule {name} is on no microbatch's path"
                 )
-            actions.append(
-                Action(
-                    rank, kind, stage, microbatch, (), *flow(places[stage, microbatch])
-                )
-            )
+            values = flow(visits[stage, microbatch])
+            actions.append(Action(rank, kind, stage, microbatch, (), *values))
         ranks.append(tuple(actions))
     return Table(name, tuple(ranks), stages, tuple(tuple(p) for p in paths))
 
 
 def forward_half(table: Table) -> Table:
-    """The part of a table that evaluation runs: no actions of the backward half, nor values that only they read."""
+    """Return the part of a table that evaluation runs, without the backward half and values that only it reads."""
     kept = [[a for a in actions if a.declared.forward] for actions in table.ranks]
-    made = {value for actions in kept for a in actions for value in a.writes}
+    written = {value for actions in kept for a in actions for value in a.writes}
     read = {value for actions in kept for a in actions for value in a.reads}
 
     def trim(a: Action) -> Action:
-        return replace(
-            a,
-            writes=tuple(v for v in a.writes if v in read),
-            reads=tuple(v for v in a.reads if v in made),
-        )
+        reads = tuple(v for v in a.reads if v in written)
+        return replace(a, reads=reads, writes=tuple(v for v in a.writes if v in read))
 
-    return replace(table, ranks=tuple(tuple(map(trim, actions)) for actions in kept))
+    return replace(table, ranks=tuple(map(tuple, kept))).map(trim)
 
 
 def _forward(at: Visit) -> Flow:
-    reads = () if at.before is None else (Value("act", at.before, at.microbatch),)
-    sent = () if at.after is None else (Value("act", at.stage, at.microbatch),)
-    return Flow(reads, (*sent, Value("saved", at.stage, at.microbatch)))
+    sent = () if at.after is None else (at.value("act"),)
+    return Flow(at.input(), (*sent, at.value("saved")))
 
 
 def _backward(at: Visit) -> Flow:
-    # The gradient that a stage reads is that of the next stage's input.
-    reads = () if at.after is None else (Value("grad", at.after, at.microbatch),)
-    writes = () if at.before is None else (Value("grad", at.stage, at.microbatch),)
-    return Flow((*reads, Value("saved", at.stage, at.microbatch)), writes)
+    return Flow((*at.output_gradient(), at.value("saved")), at.input_gradient())
 
 
 def _input_gradient(at: Visit) -> Flow:
     reads, writes = _backward(at)
-    return Flow(reads, (*writes, Value("tape", at.stage, at.microbatch)))
+    return Flow(reads, (*writes, at.value("tape")))
 
 
 def _weight_gradient(at: Visit) -> Flow:
-    return Flow((Value("tape", at.stage, at.microbatch),), ())
+    return Flow((at.value("tape"),), ())
 
 
 # Hues and lightnesses that survive colour blindness and a grey printer.

@@ -8,7 +8,7 @@ updates beside the copies to it; and the copies back.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from weft.schedule.actions import Action, Entry, Table
+from weft.schedule.actions import Action, Table
 from weft.schedule.kinds import Clock, Kind, declare_kind
 from weft.schedule.simulate import Costs, Simulation, simulate
 
@@ -35,58 +35,50 @@ RETURN = declare_kind(
     )
 )
 
-#: For how many units' states the device has room: one that comes, one that is updated, one that returns.
+#: Units whose states fit the device at once: one that arrives, one that is updated, one that returns.
 ROOMS = 3
 
 
 class DeviceSplit(NamedTuple):
-    """How many units are updated on the ``device``, spread evenly among all, and the ``seconds`` of all updates."""
+    """A number of units that are updated on the ``device``, and the ``seconds`` that the updates of all units take."""
 
     device: int
     seconds: float
 
 
 def on_device(units: int, count: int) -> list[int]:
-    """Which ``count`` of all ``units`` are updated on the device: they are spread evenly."""
+    """Choose ``count`` of the units to update on the device, spread evenly among all."""
     return [(2 * i + 1) * units // (2 * count) for i in range(count)]
 
 
 def update_table(units: int, count: int) -> Table:
-    """The table of the updates of ``units`` units, ``count`` of them on the device."""
+    """Make the table of the updates of ``units`` units, ``count`` of which are updated on the device."""
     away = on_device(units, count)
     there: list[Action] = []
     back: list[Action] = []
     for i, unit in enumerate(away):
-        room = (_key(RETURN, away[i - ROOMS]),) if i >= ROOMS else ()
+        room = ((RETURN, away[i - ROOMS], 0),) if i >= ROOMS else ()
         there.append(Action(DEVICE, BRING, unit, 0, room))
-        there.append(Action(DEVICE, ON_DEVICE, unit, 0, (_key(BRING, unit),)))
-        back.append(Action(BACK, RETURN, unit, 0, (_key(ON_DEVICE, unit),)))
+        there.append(Action(DEVICE, ON_DEVICE, unit, 0, ((BRING, unit, 0),)))
+        back.append(Action(BACK, RETURN, unit, 0, ((ON_DEVICE, unit, 0),)))
     here = [Action(HOST, ON_HOST, unit, 0) for unit in range(units) if unit not in away]
-    return Table(
-        f"{count} on the device",
-        (tuple(here), tuple(there), tuple(back)),
-        units,
-        (tuple(range(units)),),
-    )
-
-
-def _key(kind: str, unit: int) -> Entry:
-    return kind, unit, 0
+    ranks = tuple(here), tuple(there), tuple(back)
+    return Table(f"{count} on the device", ranks, units, (tuple(range(units)),))
 
 
 def simulated(
     count: int, sizes: Sequence[int], rates: Mapping[str, float]
 ) -> Simulation:
-    """The simulated updates of units of these sizes, in bytes; ``rates``: seconds per byte of each kind of action."""
+    """Simulate the updates of units of these ``sizes`` (bytes); ``rates``: seconds per byte of each kind of action."""
     return simulate(
         update_table(len(sizes), count), Costs(lambda a: rates[a.kind] * sizes[a.stage])
     )
 
 
 def splits(sizes: Sequence[int], rates: Mapping[str, float]) -> list[DeviceSplit]:
-    """The time of every number of units on the device, the fastest first; of equal ones, the fewest units first."""
-    found = [
+    """Simulate every number of units on the device; the fastest split comes first, of equals that with fewer units."""
+    splits = [
         DeviceSplit(count, simulated(count, sizes, rates).elapsed)
         for count in range(len(sizes) + 1)
     ]
-    return sorted(found, key=lambda split: (split.seconds, split.device))
+    return sorted(splits, key=lambda split: (split.seconds, split.device))

@@ -4,30 +4,32 @@
 Fa    forward of a layer up to its dispatch: attention and router
 Fd    rows travel to their experts
 Fx    forward of the experts
-Fc    what they have made of the rows travels back
-Bc    gradients of the latter travel to the experts
+Fc    results of the experts travel back
+Bc    gradients of these results travel to the experts
 Bx    backward of the experts, or Ix, of their input alone
 Bd    gradients of the rows travel back
-Ba    backward of what comes before dispatch, or Ia, of its input alone
+Ba    backward of attention and router, or Ia, of their input alone
 ====  =========================================================================================
 
-What travels is on a rank's communication stream. Two microbatches on a rank then take turns: a forward and a backward
+Rows travel on a rank's communication stream. Two microbatches on a rank then take turns: a forward and a backward
 (DualPipe, DeepSeek-V3, 2412.19437; interleaved 1F1B), or two of a kind (its inference, 2505.09343).
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from itertools import accumulate, pairwise, zip_longest
 
-from weft.schedule.actions import Action, Entry, ScheduleError, Table, Value, assemble
+from weft.schedule.actions import Action, Entry, ScheduleError, Table, assemble
 from weft.schedule.kinds import Clock, Duty, Flow, Kind, Visit, declare_kind
 from weft.schedule.simulate import Costs, Simulation, simulate
 from weft.schedule.times import ModelTimes, Times
 
 
 class Beside(Enum):
-    """What takes turns with a microbatch's pass: nothing, the other pass of another one, or the same of another one."""
+    """What takes turns with a microbatch's pass: nothing, or another microbatch's other pass, or its same pass."""
 
     NOTHING = "nothing"
     OTHER_PASS = "other pass"
@@ -41,22 +43,16 @@ def _travels(
     flow: Callable[[Visit], Flow],
     time: Callable[[Times], float],
 ) -> str:
-    """What moves rows of a layer."""
-
-    def cost(a: Action, times: ModelTimes) -> float:
-        return time(times.stage(a.stage))
-
-    ahead = name[0] == "F"
+    """Declare a kind that moves rows of a layer."""
     return declare_kind(
         Kind(
             name,
             meaning,
             colour,
-            Duty.NONE,
-            ahead,
-            flow,
-            cost,
-            Clock.COMMUNICATION,
+            forward=name[0] == "F",
+            flow=flow,
+            cost=lambda a, times: time(times.stage(a.stage)),
+            clock=Clock.COMMUNICATION,
             parameters=False,
         )
     )
@@ -70,72 +66,49 @@ def _computes(
     flow: Callable[[Visit], Flow],
     time: Callable[[Times], float],
 ) -> str:
-    """The part of a pass that is the experts' (``x``), or what comes before dispatch (``a``)."""
+    """Declare the part of a pass that the experts compute (``x``), or the part before dispatch (``a``)."""
 
     def cost(a: Action, times: ModelTimes) -> float:
-        found = times.stage(a.stage)
-        return time(found) * (found.routed if name[1] == "x" else 1 - found.routed)
+        stage = times.stage(a.stage)
+        return time(stage) * (stage.routed if name[1] == "x" else 1 - stage.routed)
 
     return declare_kind(Kind(name, meaning, colour, duty, name[0] == "F", flow, cost))
 
 
-def _local(read: str, write: str) -> Callable[[Visit], Flow]:
-    """From one value to another of the same layer."""
-    return lambda at: Flow(
-        (Value(read, at.stage, at.microbatch),),
-        (Value(write, at.stage, at.microbatch),),
-    )
+def _local(read: str, *write: str) -> Callable[[Visit], Flow]:
+    """Return the flow from one value of a layer to others of the same layer."""
+    return lambda at: Flow((at.value(read),), tuple(map(at.value, write)))
 
 
 def _begin(at: Visit) -> Flow:
-    reads = () if at.before is None else (Value("act", at.before, at.microbatch),)
-    return Flow(reads, (Value("rows", at.stage, at.microbatch),))
-
-
-def _experts(at: Visit) -> Flow:
-    reads, writes = _local("arrived", "made")(at)
-    return Flow(reads, (*writes, Value("saved", at.stage, at.microbatch)))
+    return Flow(at.input(), (at.value("rows"),))
 
 
 def _combine(at: Visit) -> Flow:
-    reads, writes = _local("made", "combined")(at)
-    return Flow(
-        reads,
-        writes
-        if at.after is None
-        else (Value("act", at.stage, at.microbatch), *writes),
-    )
+    sent = () if at.after is None else (at.value("act"),)
+    return Flow((at.value("made"),), (*sent, at.value("combined")))
 
 
 def _combine_back(at: Visit) -> Flow:
-    reads, writes = _local("combined", "d_made")(at)
-    return Flow(
-        reads if at.after is None else (Value("grad", at.after, at.microbatch), *reads),
-        writes,
-    )
+    return Flow((*at.output_gradient(), at.value("combined")), (at.value("d_made"),))
 
 
 def _begin_back(at: Visit) -> Flow:
-    reads = (
-        Value("d_rows", at.stage, at.microbatch),
-        Value("saved", at.stage, at.microbatch),
-    )
-    return Flow(
-        reads, () if at.before is None else (Value("grad", at.stage, at.microbatch),)
-    )
+    return Flow((at.value("d_rows"), at.value("saved")), at.input_gradient())
 
 
 def _begin_input(at: Visit) -> Flow:
     reads, writes = _begin_back(at)
-    return Flow(reads, (*writes, Value("tape", at.stage, at.microbatch)))
+    return Flow(reads, (*writes, at.value("tape")))
 
 
-#: What each pass of a layer with experts consists of, in order; any other has no exchange in it.
+#: The parts of each pass of a layer with experts, in order; other passes have no exchange in them.
 PARTS = {
     "F": (
         _computes("Fa", "forward to dispatch", "#2563eb", Duty.NONE, _begin, lambda t: t.forward),
         _travels("Fd", "dispatch", "#b91c1c", _local("rows", "arrived"), lambda t: t.dispatch),
-        _computes("Fx", "experts", "#60a5fa", Duty.FORWARD, _experts, lambda t: t.forward),
+        _computes("Fx", "experts", "#60a5fa", Duty.FORWARD, _local("arrived", "made", "saved"),
+                  lambda t: t.forward),
         _travels("Fc", "combine", "#f472b6", _combine, lambda t: t.combine),
     ),
     "B": (
@@ -159,16 +132,18 @@ PARTS["I"] = (
 def with_exchanges(
     table: Table, layers: Sequence[int], beside: Beside = Beside.NOTHING
 ) -> Table:
-    """``table`` layer by layer, each a stage with an exchange in it; ``layers``: how many each of its stages has.
+    """Cut ``table`` layer by layer: each layer becomes a stage with an exchange of experts in it.
 
-    Beside nothing, an action begins when the one before it on its rank has ended, as :func:`weft.schedule.execute` runs
-    them; a rank waits for what travels.
+    ``layers``: the number of layers of each stage of ``table``. With ``Beside.NOTHING`` an action begins when the
+    action before it on its rank has ended, as :func:`weft.schedule.execute.execute` runs them, and a rank waits for
+    rows that travel.
     """
     first = [0, *accumulate(layers)]
+    layers_of = [range(a, b) for a, b in pairwise(first)]
 
     def parts(entry: Entry) -> list[Entry]:
         kind, stage, m = entry
-        inside = range(first[stage], first[stage + 1])
+        inside = layers_of[stage]
         return [
             (part, i, m)
             for i in (inside if kind == "F" else inside[::-1])
@@ -178,54 +153,53 @@ def with_exchanges(
     orders = []
     for actions in table.ranks:
         order: list[Entry] = []
-        for one, other in _turns([a.key for a in actions], beside):
+        for entry, partner in _turns([a.key for a in actions], beside):
             # of two of a kind, one computes as the other sends
-            late = [None] if other and one[0] == other[0] else []
-            pairs = zip_longest(parts(one), [*late, *(parts(other) if other else [])])
+            late = [None] if partner and entry[0] == partner[0] else []
+            pairs = zip_longest(
+                parts(entry), [*late, *(parts(partner) if partner else [])]
+            )
             order += [part for pair in pairs for part in pair if part]
         orders.append(order)
-    paths = [
-        [i for s in path for i in range(first[s], first[s + 1])] for path in table.paths
+    paths = [[i for s in path for i in layers_of[s]] for path in table.paths]
+    cut = assemble(table.name, orders, first[-1], paths)
+    if beside is not Beside.NOTHING:
+        return cut
+    in_turn = [
+        [*actions[:1], *(replace(b, deps=(a.key,)) for a, b in pairwise(actions))]
+        for actions in cut.ranks
     ]
-    found = assemble(table.name, orders, first[-1], paths)
-    if beside is Beside.NOTHING:
-        ranks = [
-            [*actions[:1], *(replace(b, deps=(a.key,)) for a, b in pairwise(actions))]
-            for actions in found.ranks
-        ]
-        found = replace(found, ranks=tuple(map(tuple, ranks)))
-    return found
+    return replace(cut, ranks=tuple(map(tuple, in_turn)))
 
 
 def _turns(
     order: Sequence[Entry], beside: Beside
 ) -> Iterator[tuple[Entry, Entry | None]]:
-    """The entries of ``order``, those that take turns in pairs."""
-    i = 0
-    while i < len(order):
-        one, other = order[i], order[i + 1] if i + 1 < len(order) else None
-        if other and (
-            one[0] not in PARTS or one[2] == other[2] or not _match(one, other, beside)
-        ):
-            other = None
-        yield one, other
-        i += 1 + (other is not None)
+    """Iterate over the entries of ``order``; entries that take turns come as a pair."""
+    entries = deque(order)
+    while entries:
+        entry = entries.popleft()
+        pairs = entries and _match(entry, entries[0], beside)
+        yield entry, entries.popleft() if pairs else None
 
 
-def _match(one: Entry, other: Entry, beside: Beside) -> bool:
+def _match(entry: Entry, following: Entry, beside: Beside) -> bool:
+    """Whether two neighbouring entries take turns: passes of different microbatches, as ``beside`` says."""
+    (kind, stage, m), (next_kind, next_stage, next_m) = entry, following
+    if kind not in PARTS or m == next_m:
+        return False
     if beside is Beside.SAME_PASS:
-        return one[:2] == other[:2]
-    return beside is Beside.OTHER_PASS and one[0] == "F" and other[0] in ("B", "I")
+        return (kind, stage) == (next_kind, next_stage)
+    return beside is Beside.OTHER_PASS and kind == "F" and next_kind in ("B", "I")
 
 
 def best_turns(
     table: Table, layers: Sequence[int], costs: Costs
 ) -> dict[Beside, Simulation]:
-    """``table`` with its exchanges one after the other, and beside other microbatches in each way in which it runs."""
-    found = {}
+    """Simulate ``table`` with its exchanges in every :class:`Beside`, but for those in which ranks block each other."""
+    simulations = {}
     for beside in Beside:
-        try:
-            found[beside] = simulate(with_exchanges(table, layers, beside), costs)
-        except ScheduleError:  # ranks would wait for each other in a circle
-            continue
-    return found
+        with suppress(ScheduleError):
+            cut = with_exchanges(table, layers, beside)
+            simulations[beside] = simulate(cut, costs)
+    return simulations

@@ -1,20 +1,20 @@
-"""The kinds of actions. Each is declared once, by the technique that needs it, with all that others must know of it.
+"""Kinds of actions. The technique that needs a kind declares it once, with its duties, values, cost and colour.
 
-Validation, lowering, the simulator, pictures and the executor have no list of kinds. A technique that needs a new one
-(an exchange of experts, a copy to the host) declares it and puts such actions into tables; nothing here changes.
+Validation, lowering, the simulator, pictures and the executor have no list of kinds. A technique that needs a new kind
+(an exchange of experts, a copy to the host) declares it and puts such actions into tables.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, Flag, auto
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from weft.schedule.times import ModelTimes
 
 
 class Duty(Flag):
-    """What must be done exactly once for every microbatch and every stage on its path, on one rank."""
+    """Work that is done exactly once for every microbatch and every stage on its path, on one rank."""
 
     NONE = 0
     FORWARD = auto()
@@ -25,7 +25,7 @@ class Duty(Flag):
 
 
 class Clock(Enum):
-    """On which of a rank's two streams an action runs: each does its own actions in order, beside the other."""
+    """One of the two streams of a rank. Each stream runs its own actions in order, while the other runs its own."""
 
     COMPUTE = "compute"
     COMMUNICATION = "communication"
@@ -39,12 +39,32 @@ class Visit(NamedTuple):
     before: int | None
     after: int | None
 
+    def value(self, name: str) -> "Value":
+        """Return the value of this name at this stage."""
+        return Value(name, self.stage, self.microbatch)
+
+    def input(self) -> "tuple[Value, ...]":
+        """Return the output of the stage before; none at the first stage."""
+        if self.before is None:
+            return ()
+        return (Value("act", self.before, self.microbatch),)
+
+    def output_gradient(self) -> "tuple[Value, ...]":
+        """Return the gradient of the next stage's input; none at the last stage."""
+        if self.after is None:
+            return ()
+        return (Value("grad", self.after, self.microbatch),)
+
+    def input_gradient(self) -> "tuple[Value, ...]":
+        """Return the gradient of this stage's input; none at the first stage, where nobody reads it."""
+        return () if self.before is None else (self.value("grad"),)
+
 
 class Value(NamedTuple):
-    """What one action makes for others.
+    """A result of one action that others read.
 
     ``act``: output of a stage; ``grad``: gradient of a stage's input; ``saved``: what a stage's backward needs;
-    ``tape``: what is left of that for the weight gradient. The last two never leave their rank.
+    ``tape``: the part of ``saved`` that the weight gradient needs. The last two never leave their rank.
     """
 
     name: str
@@ -62,39 +82,34 @@ class Flow(NamedTuple):
     writes: tuple[Value, ...]
 
 
-class Declared(Protocol):
-    """What the cost of an action follows from (:class:`weft.schedule.actions.Action`)."""
-
-    @property
-    def stage(self) -> int: ...
-
-    @property
-    def declared(self) -> "Kind": ...
-
-
-def duty_time(action: Declared, times: ModelTimes) -> float:
-    """The time of an action's duties on its stage: the cost of a kind that declares no other."""
-    stage, (forward, inputs, weights) = (
-        times.stage(action.stage),
-        action.declared.duties,
-    )
+def duty_time(action: Any, times: ModelTimes) -> float:
+    """Return the modelled time of an action's duties at its stage, for kinds that declare no other cost."""
+    stage, duties = times.stage(action.stage), action.declared.duties
     return (
-        forward * stage.forward
-        + inputs * stage.backward_input
-        + weights * stage.backward_weight
+        duties.forward * stage.forward
+        + duties.input_gradient * stage.backward_input
+        + duties.weight_gradient * stage.backward_weight
     )
+
+
+class Duties(NamedTuple):
+    """Whether a kind runs forward, makes the gradient of the input, and makes the gradients of the weights."""
+
+    forward: bool
+    input_gradient: bool
+    weight_gradient: bool
 
 
 @dataclass(frozen=True)
 class Kind:
-    """``name``: as it stands in actions; ``meaning``: in words, for legends; ``colour``: "" for one of a palette.
+    """A kind of action. ``name`` stands in actions, ``meaning`` in legends; ``colour`` "" takes one of a palette.
 
-    ``duty``: what it does of a stage's duties; one with the duty of weight gradients leaves gradients of parameters
-    behind, which are then reduced. ``forward``: belongs to the half that evaluation runs. ``flow``: what it reads and
-    writes at a place of a microbatch's path; None if that does not follow from the path, so that whoever adds the
-    action says it. ``cost(action, times)``: modelled time. ``parameters``: uses the parameters of its stage, which
-    must then be gathered. ``inserted``: only lowering may add it, it takes no time in the simulator, and an executor
-    without an operation for it passes over it.
+    ``duty``: the stage's duties that it does; after a weight gradient, gradients of parameters are reduced.
+    ``forward``: it belongs to the half that evaluation runs. ``flow``: the values that it reads and writes at a place
+    of a microbatch's path, or None if they do not follow from the path and each action states them.
+    ``cost(action, times)``: modelled time. ``parameters``: it uses the parameters of its stage, which are gathered
+    before. ``inserted``: only lowering adds it, it takes no time in the simulator, and an executor without an operation
+    for it skips it.
     """
 
     name: str
@@ -109,21 +124,17 @@ class Kind:
     inserted: bool = False
 
     @cached_property
-    def duties(self) -> tuple[bool, bool, bool]:
-        """Whether it runs forward, makes the gradient of the input, makes those of the weights."""
-        return (
-            Duty.FORWARD in self.duty,
-            Duty.INPUT_GRADIENT in self.duty,
-            Duty.WEIGHT_GRADIENT in self.duty,
-        )
+    def duties(self) -> Duties:
+        """The ``duty`` as three truth values."""
+        return Duties(*(duty in self.duty for duty in Duty.ALL))
 
 
-#: By name, in the order in which they were declared.
+#: Declared kinds by name, in the order of declaration.
 KINDS: dict[str, Kind] = {}
 
 
 def declare_kind(kind: Kind) -> str:
-    """Make ``kind`` known to all rooms. Returns its name, by which actions refer to it; a name is taken only once."""
+    """Register ``kind`` and return its name, by which actions refer to it. Raises ValueError if the name is taken."""
     if kind.name in KINDS:
         raise ValueError(
             f"a kind {kind.name!r} is declared already ({KINDS[kind.name].meaning}); choose another name"
@@ -133,5 +144,5 @@ def declare_kind(kind: Kind) -> str:
 
 
 def kind_of(name: str) -> Kind:
-    """The declaration of this kind. A kind that nobody has declared counts as some computation without duties."""
+    """Return the declaration of a kind. An undeclared kind counts as a computation without duties."""
     return KINDS.get(name) or Kind(name)

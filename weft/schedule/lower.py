@@ -1,6 +1,6 @@
-"""Lowering: sends, receives, gathers, reductions and frees are derived from what a table computes."""
+"""Lowering: sends, receives, gathers, reductions and frees follow from the values and stages of a table."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -34,80 +34,76 @@ REDUCE = _inserted(
 
 
 def links(lowered: Table) -> set[tuple[int, int]]:
-    """The ordered pairs of ranks between which values travel."""
+    """Return the ordered pairs of ranks between which values travel."""
     return {(a.rank, a.peer) for a in lowered if a.kind == SEND}
 
 
 def producers(table: Table) -> dict[Value, Action]:
-    """Who writes what. Raises :class:`ScheduleError` if two actions write the same."""
-    found: dict[Value, Action] = {}
+    """Return the action that writes each value. Raises :class:`ScheduleError` if two actions write the same value."""
+    writers: dict[Value, Action] = {}
     for a in table:
         for value in a.writes if a.kind != RECV else ():
-            if value in found:
+            if value in writers:
                 raise ScheduleError(
-                    f"schedule {table.name}: both {found[value]} and {a} write {value}"
+                    f"schedule {table.name}: both {writers[value]} and {a} write {value}"
                 )
-            found[value] = a
-    return found
+            writers[value] = a
+    return writers
 
 
 def lower(table: Table, zero: int = 1, streamed: bool = False) -> Table:
-    """Insert the actions that compute nothing.
+    """Insert the actions that compute nothing: moves, frees, gathers, reductions.
 
     A value read on another rank is sent when it is made and received before it is needed; between two ranks, receives
     are in the order of the sends, as NCCL wants it. A value is freed after its last use. ``zero``: the ZeRO stage of
     the parameters (Rajbhandari et al. 2020): stage 3 gathers a stage's parameters around every run of its actions,
     the others once; stages 2 and 3 reduce gradients after every microbatch, stage 1 after the last. ``streamed``: the
-    parameters rest in a tier: they are gathered around every run, the next stage's are fetched meanwhile, and gradients
-    are reduced after the last microbatch, as they go to the tier.
+    parameters rest in a tier, are gathered around every run while those of the next stage are fetched, and gradients
+    are reduced after the last microbatch, when they go to the tier. Raises :class:`ScheduleError` for a value that no
+    action writes, or that cannot leave its rank.
     """
     table = _handed_over(table)
-    made = producers(table)
+    writers = producers(table)
     # the ranks that read, in a fixed order
     needed: dict[Value, dict[int, None]] = defaultdict(dict)
     for a in table:
         for value in a.reads:
-            if value not in made:
+            if value not in writers:
                 raise ScheduleError(
                     f"schedule {table.name}: {a} reads {value}, which no action writes"
                 )
-            if a.rank != made[value].rank:
+            if a.rank != writers[value].rank:
                 if value.name in LOCAL:
                     raise ScheduleError(
-                        f"schedule {table.name}: {a} reads {value}, which stays where {made[value]} is"
+                        f"schedule {table.name}: {a} reads {value}, which stays where {writers[value]} is"
                     )
                 needed[value][a.rank] = None
     # The messages of every ordered pair of ranks, in the order in which they are made.
-    sent: dict[tuple[int, int], list[Value]] = defaultdict(list)
+    sent: dict[tuple[int, int], deque[Value]] = defaultdict(deque)
     for a in table:
         for value in a.writes:
             for target in needed[value]:
                 sent[a.rank, target].append(value)
     ranks = []
     for rank, actions in enumerate(table.ranks):
-        received = {source: 0 for source in range(len(table.ranks))}
         out: list[Action] = []
         for a in actions:
             for value in a.reads:
-                source = made[value].rank
+                source = writers[value].rank
                 queue = sent[source, rank]
-                while source != rank and value in queue[received[source] :]:
-                    arriving = queue[received[source]]
-                    out.append(_move(RECV, rank, arriving, source))
-                    received[source] += 1
+                while source != rank and value in queue:
+                    out.append(_move(RECV, rank, queue.popleft(), source))
             out.append(a)
             out += [
                 _move(SEND, rank, value, target)
                 for value in a.writes
                 for target in needed[value]
             ]
-        ranks.append(
-            _frees(
-                _fetches(_parameters(out, 3, 1))
-                if streamed
-                else _parameters(out, zero, zero)
-            )
-        )
+        if streamed:
+            out = _fetches(_parameters(out, 3, 1))
+        else:
+            out = _parameters(out, zero, zero)
+        ranks.append(_frees(out))
     return replace(table, ranks=tuple(ranks))
 
 
@@ -117,40 +113,37 @@ def _move(kind: str, rank: int, value: Value, peer: int) -> Action:
 
 
 def _handed_over(table: Table) -> Table:
-    """Turn dependencies on actions of other ranks into empty values that these write."""
+    """Turn dependencies on actions of other ranks into empty values that those actions write."""
     rank_of: dict[Entry, int] = {a.key: a.rank for a in table}
     awaited: dict[Entry, Value] = {}
 
     def read(a: Action) -> Action:
+        if not a.deps:
+            return a
         missing = [key for key in a.deps if key not in rank_of]
         if missing:
             raise ScheduleError(
                 f"schedule {table.name}: {a} depends on {Key(*missing[0])}, which is not in the table"
             )
-        far = [key for key in a.deps if rank_of[key] != a.rank]
-        awaited.update(
-            {
-                (kind, stage, m): Value(f"done:{kind}", stage, m)
-                for kind, stage, m in far
-            }
-        )
+        far = {
+            key: Value(f"done:{key[0]}", *key[1:])
+            for key in a.deps
+            if rank_of[key] != a.rank
+        }
+        awaited.update(far)
         near = tuple(key for key in a.deps if key not in far)
-        return (
-            replace(a, deps=near, reads=(*a.reads, *(awaited[key] for key in far)))
-            if far
-            else a
-        )
+        return replace(a, deps=near, reads=(*a.reads, *far.values()))
 
-    table = table.map(read)
-    return table.map(
-        lambda a: (
-            replace(a, writes=(*a.writes, awaited[a.key])) if a.key in awaited else a
-        )
-    )
+    def write(a: Action) -> Action:
+        if a.key not in awaited:
+            return a
+        return replace(a, writes=(*a.writes, awaited[a.key]))
+
+    return table.map(read).map(write)
 
 
 def _parameters(actions: Sequence[Action], zero: int, reductions: int) -> list[Action]:
-    """Gathers before and releases after the runs in which a stage's parameters are used, and gradient reductions.
+    """Insert gathers before and releases after the runs in which a stage's parameters are used, and reductions.
 
     ``zero`` and ``reductions``: the ZeRO stages of parameters and of gradients.
     """
@@ -170,15 +163,11 @@ def _parameters(actions: Sequence[Action], zero: int, reductions: int) -> list[A
         out.append(a)
         if _leaves_gradients(a) and (reductions > 1 or last[a.stage] is a):
             out.append(Action(a.rank, REDUCE, a.stage, a.microbatch))
-    return (
-        [*out, *(Action(a.rank, RELEASE, s, -1) for s in sorted(gathered))]
-        if using
-        else out
-    )
+    return [*out, *(Action(a.rank, RELEASE, s, -1) for s in sorted(gathered))]
 
 
 def _fetches(actions: Sequence[Action]) -> list[Action]:
-    """A fetch of the next stage that is gathered behind every gather."""
+    """Insert behind every gather a fetch of the stage that is gathered next."""
     gathers = [a for a in actions if a.kind == GATHER]
     following = dict(zip(map(id, gathers), gathers[1:], strict=False))
     out = []

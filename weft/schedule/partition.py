@@ -10,7 +10,7 @@ from weft.errors import UsageError
 
 
 class _Split(NamedTuple):
-    """Times of the shares in a split: the longest, and the sum of their squares; ``end``: of the first share."""
+    """A split into shares: the longest time, the sum of the squared times, and the ``end`` of the first share."""
 
     longest: float
     squares: float
@@ -20,16 +20,17 @@ class _Split(NamedTuple):
 def partition(
     costs: Sequence[float], parts: int, speeds: Sequence[float] | None = None
 ) -> list[range]:
-    """Contiguous shares of ``costs``, none empty, with the least largest time; among those, the most even ones.
+    """Cut ``costs`` into contiguous shares, none empty, whose largest time is least; of equals the most even.
 
-    ``speeds``: work per time of each part's device. Dynamic programming over (items left, parts left).
+    ``speeds``: work per time of each part's device. Dynamic programming over (items left, parts left). Raises
+    :class:`UsageError` for fewer costs than parts.
     """
     count = len(costs)
     if count < parts:
         raise UsageError(
             f"{count} layers (with embedding and head) cannot fill {parts} stages; use fewer stages"
         )
-    speed = list(speeds) if speeds is not None else [1.0] * parts
+    speed = speeds or [1.0] * parts
     total = [0.0, *accumulate(costs)]
     limit = _least_largest(total, speed) * (1 + 1e-9) + 1e-9
     # speed of the parts from here on, together
@@ -37,11 +38,11 @@ def partition(
 
     @cache
     def best(start: int, part: int) -> _Split:
-        """The best split of ``costs[start:]`` over the parts from ``part`` on."""
+        """Return the best split of ``costs[start:]`` over the parts from ``part`` on."""
         if part == parts - 1:
             time = (total[count] - total[start]) / speed[part]
             return _Split(time, time * time, count)
-        found = _Split(float("inf"), float("inf"), start + 1)
+        best_split = _Split(float("inf"), float("inf"), start + 1)
         # No share takes longer than the limit, nor leaves more than the parts after it can do in that time.
         least = bisect_left(total, total[count] - limit * after[part + 1])
         for end in range(max(start + 1, least), count - (parts - part - 1) + 1):
@@ -50,15 +51,10 @@ def partition(
                 break
             rest = best(end, part + 1)
             # Rounded, so that two sums of the same numbers in another order count as equal.
-            found = min(
-                found,
-                _Split(
-                    round(max(time, rest.longest), 9),
-                    round(rest.squares + time * time, 9),
-                    end,
-                ),
-            )
-        return found
+            longest = round(max(time, rest.longest), 9)
+            squares = round(rest.squares + time * time, 9)
+            best_split = min(best_split, _Split(longest, squares, end))
+        return best_split
 
     cuts, at = [], 0
     for part in range(parts):
@@ -69,7 +65,7 @@ def partition(
 
 
 def _least_largest(total: Sequence[float], speed: Sequence[float]) -> float:
-    """The time of the slowest share in the best split of ``total[-1]`` in order, by halving the interval around it."""
+    """Return the time of the slowest share in the best split, by bisection; ``total``: sums of the first costs."""
     count, parts = len(total) - 1, len(speed)
     low, high = 0.0, total[-1] / min(speed)
 

@@ -1,10 +1,12 @@
 """Simulates a table by the clock: makespan, bubble, memory over time, or the deadlock that it runs into."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
+from itertools import chain
+from operator import add
 from typing import NamedTuple
 
 from weft.schedule.actions import LOCAL, Action, ScheduleError, Table, Value
@@ -15,11 +17,11 @@ from weft.schedule.validate import why_stuck
 
 @dataclass(frozen=True)
 class Costs:
-    """What actions and moves take, in any one unit of time.
+    """Times of actions and transfers in one unit of time, and memory of values.
 
-    ``compute(action)``; ``move(value, source, target)``; ``size(value)``: memory that a value holds on a rank from its
-    making (or arrival) to the end of its last reader there. With ``exclusive`` links, an ordered pair of ranks carries
-    one value at a time.
+    ``compute(action)`` and ``move(value, source, target)`` are times. ``size(value)`` is the memory that a value takes
+    on a rank, from its making or arrival to the end of its last reader there. With ``exclusive`` links, an ordered pair
+    of ranks carries one value at a time.
     """
 
     compute: Callable[[Action], float]
@@ -29,14 +31,15 @@ class Costs:
 
 
 def by_kind(times: ModelTimes) -> Callable[[Action], float]:
-    """A function that returns an action's time, as its kind computes it from ``times``."""
+    """Return the function that computes an action's time from ``times``, as the action's kind declares."""
     return lambda a: a.declared.cost(a, times)
 
 
 def uniform_costs(table: Table, times: Times = EQUAL) -> Costs:
-    """``times`` of a microbatch on a rank, shared evenly by the stages that the rank holds for it.
+    """Return costs in which a rank's ``times`` of a microbatch are shared evenly by the stages of the rank.
 
-    A stage's saved activations are then ``1 / v`` of a rank's, and alive from its forward to its weight gradient.
+    With ``v`` stages on a rank, a stage's saved activations take ``1 / v`` of the rank's, from the stage's forward to
+    its weight gradient.
     """
     chunks = table.stages / len(table.ranks)
     return Costs(
@@ -47,7 +50,7 @@ def uniform_costs(table: Table, times: Times = EQUAL) -> Costs:
 
 
 class Timed(NamedTuple):
-    """An action, and when it ran."""
+    """An action and its times."""
 
     action: Action
     start: float
@@ -55,7 +58,7 @@ class Timed(NamedTuple):
 
 
 class SimulatedTransfer(NamedTuple):
-    """A value on its way between two ranks."""
+    """A transfer of a value between two ranks."""
 
     value: Value
     source: int
@@ -66,8 +69,10 @@ class SimulatedTransfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """``timeline[r]``: rank r's actions on the compute stream with their times; ``beside[r]``: those on its
-    communication stream. ``moves``: values between ranks. ``memory[r]``: ``(time, level)`` after every change.
+    """A table run by the clock.
+
+    ``timeline[r]``: timed actions of rank ``r`` on its compute stream; ``beside[r]``: those on its communication
+    stream. ``moves``: transfers between ranks. ``memory[r]``: ``(time, level)`` after every change.
     """
 
     table: Table
@@ -78,11 +83,8 @@ class Simulation:
 
     @cached_property
     def elapsed(self) -> float:
-        """From the first action anywhere to the last."""
-        return max(
-            (t.end for rank in (*self.timeline, *self.beside) for t in rank),
-            default=0.0,
-        )
+        """Time from the first action of any rank to the end of the last."""
+        return max((t.end for t in chain(*self.timeline, *self.beside)), default=0.0)
 
     @cached_property
     def makespan(self) -> float:
@@ -90,56 +92,47 @@ class Simulation:
 
         This is the time per step in a run of many steps: the ranks of a pipeline need not start a step together.
         """
-        ranks = (a + b for a, b in zip(self.timeline, self.beside, strict=True))
-        return max(
-            (
-                max(t.end for t in rank) - min(t.start for t in rank)
-                for rank in ranks
-                if rank
-            ),
-            default=0.0,
+        spans = (
+            max(t.end for t in rank) - min(t.start for t in rank)
+            for rank in filter(None, map(add, self.timeline, self.beside))
         )
+        return max(spans, default=0.0)
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Time that each rank computes."""
+        """Time that each rank spends computing."""
         return tuple(sum(t.end - t.start for t in rank) for rank in self.timeline)
 
     @property
     def bubble_rate(self) -> float:
-        """Share of the makespan in which the average rank does not compute."""
-        return (
-            1 - sum(self.busy) / len(self.busy) / self.makespan
-            if self.makespan
-            else 0.0
-        )
+        """Share of the makespan in which a rank does not compute, averaged over ranks."""
+        if not self.makespan:
+            return 0.0
+        return 1 - sum(self.busy) / len(self.busy) / self.makespan
 
     @property
     def peaks(self) -> tuple[float, ...]:
-        """Highest memory level of each rank."""
-        return tuple(
-            max((level for _, level in rank), default=0.0) for rank in self.memory
-        )
+        """Highest level of memory of each rank."""
+        levels = ((level for _, level in rank) for rank in self.memory)
+        return tuple(max(rank, default=0.0) for rank in levels)
 
 
 def simulate(table: Table, costs: Costs) -> Simulation:
-    """Run the table by the clock: each stream of a rank runs its actions in order, as soon as what they read is there.
+    """Run the table by the clock: each stream of a rank runs its actions in order, once their values have arrived.
 
-    Moves overlap compute. Raises :class:`ScheduleError` naming the actions that wait for each other in a circle.
+    Transfers overlap with computation. Raises :class:`ScheduleError` naming the actions that wait in a circle.
     """
     run, count = _Run(table, costs), len(table.ranks)
     run.all()
     lanes = tuple(map(tuple, run.timeline))
-    both = [
-        [*compute, *beside]
-        for compute, beside in zip(lanes[:count], lanes[count:], strict=True)
-    ]
+    compute, beside = lanes[:count], lanes[count:]
+    both = [*map(add, compute, beside)]
     memory = _memory(both, run.moves, run.readers, costs.size)
-    return Simulation(table, lanes[:count], lanes[count:], tuple(run.moves), memory)
+    return Simulation(table, compute, beside, tuple(run.moves), memory)
 
 
 class _Run:
-    """The streams of all ranks: first those that compute, then those that communicate."""
+    """The streams of all ranks: first the compute streams, then the communication streams."""
 
     def __init__(self, table: Table, costs: Costs) -> None:
         self.table, self.costs = table, costs
@@ -150,9 +143,8 @@ class _Run:
         for a in table:
             kind = a.declared
             if not kind.inserted:
-                self.queues[
-                    a.rank + count * (kind.clock is Clock.COMMUNICATION)
-                ].append(a)
+                stream = a.rank + count * (kind.clock is Clock.COMMUNICATION)
+                self.queues[stream].append(a)
                 for value in a.reads:
                     self.readers[value][a.rank] = None
         self.ended: dict[object, float] = {}  # by action key and by (value, rank)
@@ -184,7 +176,7 @@ class _Run:
             raise ScheduleError(why_stuck(self.table))
 
     def _look(self, stream: int) -> None:
-        """Enter the next action of ``stream`` among those that are able to start, or note what it waits for."""
+        """Push the next action of ``stream`` to the heap if it can start, or note the value that it waits for."""
         queue, place = self.queues[stream], self.at[stream]
         if place == len(queue):
             return
@@ -202,53 +194,40 @@ class _Run:
             self._look(stream)
 
     def _send(self, value: Value, source: int, now: float) -> None:
-        """A value that is made at ``now`` goes to all other ranks that read it."""
+        """Send a value that is made at ``now`` to all other ranks that read it."""
         for target in self.readers[value]:
             if target != source:
-                begin = (
-                    max(now, self.link_free[source, target])
-                    if self.costs.exclusive
-                    else now
-                )
-                self.link_free[source, target] = arrival = begin + self.costs.move(
-                    value, source, target
-                )
-                self.moves.append(
-                    SimulatedTransfer(value, source, target, begin, arrival)
-                )
+                free = self.link_free[source, target] if self.costs.exclusive else now
+                begin = max(now, free)
+                arrival = begin + self.costs.move(value, source, target)
+                self.link_free[source, target] = arrival
+                transfer = SimulatedTransfer(value, source, target, begin, arrival)
+                self.moves.append(transfer)
                 self._end((value, target), arrival)
 
 
 def _memory(
-    timeline: list[list[Timed]],
+    timeline: Sequence[tuple[Timed, ...]],
     moves: list[SimulatedTransfer],
     readers: dict[Value, dict[int, None]],
     size: Callable[[Value], float],
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """Level of live values per rank. What is read for the last time is freed before what the reader made counts."""
+    """Return each rank's level of live values. A value is freed before the results of its last reader count."""
     levels = []
     for rank, actions in enumerate(timeline):
         changes: list[tuple[float, int, float]] = []  # time, frees first, change
-        last = {
-            value: t.end
-            for t in sorted(actions, key=lambda t: t.end)
-            for value in t.action.reads
-        }
+        ended = sorted(actions, key=lambda t: t.end)
+        last = {value: t.end for t in ended for value in t.action.reads}
         for t in actions:
             for value in t.action.writes:
                 # An action's results occupy memory from its start: forward fills what it saves as it goes.
                 begin = t.start if value.name == "saved" else t.end
-                changes.append((begin, 1, size(value)))
-                if rank in readers[value]:
-                    changes.append((last[value], 0, -size(value)))
-                else:
-                    changes.append((t.end, 2, -size(value)))
+                freed = (last[value], 0) if rank in readers[value] else (t.end, 2)
+                changes += [(begin, 1, size(value)), (*freed, -size(value))]
         for move in moves:
             if move.target == rank:
-                changes += [
-                    (move.end, 1, size(move.value)),
-                    (last[move.value], 0, -size(move.value)),
-                ]
+                space = size(move.value)
+                changes += [(move.end, 1, space), (last[move.value], 0, -space)]
         level, track = 0.0, []
         for time, _, change in sorted(changes):
             if change:

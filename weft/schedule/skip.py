@@ -1,8 +1,8 @@
 """Partial pipelines: every microbatch passes a subset of the stages (SkipPipe, Blagoev et al. 2025, 2502.19913).
 
-What the paper asks of the paths: the first and last stages are always run, all others get their share of the
-microbatches, and neighbouring stages may change places where that avoids a collision or shortens the trip. The list
-scheduler then turns paths into a table. The planner here is our own: quotas first, paths against a reservation second.
+The paper's rules for paths: the first and last stages are always run, all others get their share of the microbatches,
+and neighbouring stages may change places where that avoids a collision or shortens the trip. The list scheduler then
+turns paths into a table. The planner here is Weft's own: first quotas, then paths by reservations of ranks and links.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from weft.schedule.simulate import Costs, simulate
 
 Path = tuple[int, ...]
 Holders = Sequence[Sequence[int]]
-# until when a link is taken; (r, r): rank r itself
+# time until which a link is taken; (r, r): rank r itself
 Booked = Mapping[tuple[int, int], float]
 
 #: A stage is skipped between these multiples of the mean, so that slow stages are spared and all are trained.
@@ -30,18 +30,18 @@ TINY = 1e-9
 #: Candidates for one microbatch; with more subsets than this, a random sample.
 CANDIDATES = 60
 
-#: Plans differ in how strictly skips are spread over the step (see :meth:`_Trip.paths`).
+#: Plans differ in how strictly skips are spread over the step (``spread`` of :meth:`_Planner.paths`).
 WEIGHTS = (8.0, 2.0, 1.0, 0.5)
 
 
 def plan_paths(
     holders: Holders, microbatches: int, ratio: float, costs: Costs, split: bool = True
 ) -> list[Path]:
-    """A path for every microbatch that skips the share ``ratio`` of all stages on average.
+    """Plan a path for every microbatch; paths skip the share ``ratio`` of all stages on average.
 
-    ``holders[s]``: ranks that may run stage ``s``. The first and the last stage are always run and never moved; of the
-    others a path may exchange one pair of neighbours. The best of a few plans by the simulated makespan. ``ratio`` 0
-    gives the full pipeline. Raises :class:`UsageError` if too few stages may be skipped.
+    ``holders[s]``: ranks that may run stage ``s``. The first and the last stage are always run in their places; of the
+    others a path may exchange one pair of neighbours. Of a few plans that with the shortest simulated makespan is
+    returned. Raises :class:`UsageError` if too few stages may be skipped.
     """
     stages = len(holders)
     total = round(ratio * stages * microbatches)
@@ -53,24 +53,19 @@ def plan_paths(
     plans: dict[float, list[Path]] = {}  # by makespan
     for spread in WEIGHTS:
         paths = planner.paths(microbatches, total, spread, Random(0))
+        policy = Policy(ahead=1.5)
         table = list_schedule(
-            "skip",
-            holders,
-            paths,
-            costs,
-            ranks=ranks,
-            split=split,
-            priority=Policy(ahead=1.5),
+            "skip", holders, paths, costs, ranks=ranks, split=split, priority=policy
         )
         plans.setdefault(simulate(table, costs).makespan, paths)
     return plans[min(plans)]
 
 
 def stage_lengths(stages: int, ratio: float) -> list[float]:
-    """Length of every stage (mean 1) such that all compute the same on average.
+    """Return the length of every stage (mean 1) such that all stages compute equally much on average.
 
-    Stages that are always run must be shorter: with stages of equal length they would compute as much as without
-    skipping, and the pipeline would be no faster than them.
+    The stages that are always run are shorter: at equal length they would compute as much as without skipping, and the
+    pipeline would be no faster.
     """
     _check(stages, ratio)
     middle = stages - 2
@@ -83,11 +78,8 @@ def stage_lengths(stages: int, ratio: float) -> list[float]:
 def _check(stages: int, ratio: float) -> None:
     middle = max(0, stages - 2)
     if not 0 <= ratio * stages <= middle / MOST_SKIPS:
-        most = (
-            f"skip at most {middle / MOST_SKIPS / stages:.0%}"
-            if middle
-            else "use more stages"
-        )
+        share = middle / MOST_SKIPS / stages
+        most = f"skip at most {share:.0%}" if middle else "use more stages"
         raise UsageError(
             f"skipping {ratio:.0%} of {stages} stages leaves too little of the {middle} that may be skipped (the first "
             f"and the last are always run); {most}"
@@ -96,7 +88,7 @@ def _check(stages: int, ratio: float) -> None:
 
 @dataclass(frozen=True)
 class _Planner:
-    """What all plans have in common; for the fields see :func:`plan_paths`."""
+    """The input of all plans; for the fields see :func:`plan_paths`."""
 
     holders: Holders
     costs: Costs
@@ -105,10 +97,10 @@ class _Planner:
     def paths(
         self, microbatches: int, total: int, spread: float, random: Random
     ) -> list[Path]:
-        """Microbatch by microbatch, the path that ends first on ranks and links reserved by those before it.
+        """Choose for one microbatch after the other the path that ends first beside the paths chosen before.
 
-        ``total``: stages to be skipped by all together; ``spread``: how much being behind its share of skips speaks
-        for skipping a stage now, in units of a stage's time.
+        ``total``: stages that all microbatches skip together; ``spread``: weight, in units of a stage's time, of a
+        stage's lag behind its share of skips.
         """
         stages = range(len(self.holders))
         middle = stages[1:-1]
@@ -143,25 +135,20 @@ class _Planner:
         return paths
 
     def work(self, rank: int, stage: int) -> float:
-        """Time of a rank on a stage, forward and backward."""
-        return (
-            sum(
-                self.costs.compute(Action(rank, kind, stage, 0))
-                for kind in PASSES[self.split]
-            )
-            or TINY
-        )
+        """Return the time of a rank on a stage, forward and backward."""
+        actions = (Action(rank, kind, stage, 0) for kind in PASSES[self.split])
+        return sum(map(self.costs.compute, actions)) or TINY
 
     def orders(self, path: Path) -> Iterator[Path]:
-        """The path, then all with one pair of neighbours exchanged that may move."""
+        """Generate the path, and then every path in which one pair of neighbours is exchanged."""
         yield path
         for i in range(1, len(path) - 2):
             yield (*path[:i], path[i + 1], path[i], *path[i + 2 :])
 
     def reserve(self, path: Path, booked: Booked) -> tuple[float, Booked]:
-        """When a forward along this path ends, and what is then booked of ranks and links.
+        """Return when a forward along this path ends, and the bookings of ranks and links after it.
 
-        A visit books the time of the backward as well: in the steady state a rank does one of each.
+        A visit books the time of the backward as well: in the steady state a rank runs one of each.
         """
         taken, time, at, value = dict(booked), 0.0, -1, Value("act", path[0], 0)
         for s in path:
@@ -169,26 +156,21 @@ class _Planner:
             for r in self.holders[s]:
                 there = time
                 if at not in (-1, r):
-                    there = (
-                        max(time, taken.get((at, r), 0.0))
-                        if self.costs.exclusive
-                        else time
-                    )
+                    if self.costs.exclusive:
+                        there = max(time, taken.get((at, r), 0.0))
                     there += self.costs.move(value, at, r)
-                options.append(
-                    (max(there, taken.get((r, r), 0.0)) + self.work(r, s), r, there)
-                )
+                end = max(there, taken.get((r, r), 0.0)) + self.work(r, s)
+                options.append((end, r, there))
             end, rank, there = min(options)
-            taken[(at, rank)], taken[(rank, rank)] = there, end
-            time = (
-                end - self.work(rank, s) + self.costs.compute(Action(rank, "F", s, 0))
-            )
+            taken[at, rank], taken[rank, rank] = there, end
+            time = end - self.work(rank, s)
+            time += self.costs.compute(Action(rank, "F", s, 0))
             at, value = rank, Value("act", s, 0)
         return time, taken
 
 
 def _quotas(times: Sequence[float], total: int, microbatches: int) -> list[int]:
-    """How often to skip each stage such that the slowest computes as little as the bounds allow."""
+    """Return how often to skip each stage, such that the slowest computes as little as the bounds allow."""
     mean = total / microbatches / len(times)
     low, high = LEAST_SKIPS * mean, min(1.0, MOST_SKIPS * mean)
 
@@ -201,9 +183,8 @@ def _quotas(times: Sequence[float], total: int, microbatches: int) -> list[int]:
         a, b = (target, b) if sum(shares(target)) > mean * len(times) else (a, target)
     exact = [microbatches * x for x in shares(b)]
     quotas = [int(x + 1e-6) for x in exact]
-    for s in sorted(range(len(times)), key=lambda s: (quotas[s] - exact[s], s))[
-        : total - sum(quotas)
-    ]:
+    most_behind = sorted(range(len(times)), key=lambda s: quotas[s] - exact[s])
+    for s in most_behind[: total - sum(quotas)]:
         quotas[s] += 1
     return quotas
 

@@ -19,7 +19,7 @@ from weft.shapes.shape import shape_of
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage computes: embedding (first), blocks, final norm and loss (last)."""
+    """The part of a model that a stage computes: its layers, on the first stage the embedding, on the last the head."""
 
     layers: range
     embedding: bool = False
@@ -35,12 +35,12 @@ def cut_stages(
     ends: bool = True,
     speeds: Sequence[float] | None = None,
 ) -> tuple[Stage, ...]:
-    """Layers to stages such that the slowest stage is as fast as can be.
+    """Assign layers to stages such that the slowest stage is as fast as possible.
 
-    ``layer``, ``first``, ``last``: work of a layer, of the embedding, and of the output layer with its loss; ``ends``:
-    whether the end stages have these (else every rank of the pipeline has a share of them); ``speeds``: work per time
-    of each stage.
-    """  # fmt: skip
+    ``layer``, ``first``, ``last``: work of a layer, of the embedding, and of the output layer with its loss. ``ends``:
+    whether the end stages have embedding and output layer, or else every rank of the pipeline has a share of both.
+    ``speeds``: work per time of each stage.
+    """
     costs = [first, *[layer] * layers, last] if ends else [layer] * layers
     return tuple(
         Stage(
@@ -55,20 +55,20 @@ def cut_stages(
 def assign_stages(
     shape: ModelShape, layout: Layout, stages: int, seq_len: int
 ) -> tuple[Stage, ...]:
-    """Layers to stages by their flops. Where microbatches skip stages, those that none may skip are made shorter."""
+    """Assign layers to stages by their flops. With ``layout.skip`` the stages that are never skipped are shorter."""
     first, layer, last = shape_of(shape).forward_flops(seq_len)
     speeds = stage_lengths(stages, layout.skip) if layout.skip else None
     ends = not (layout.vocab_barriers or layout.overlap)
-    return cut_stages(
-        shape.layers, stages, layer, first, last, ends=ends, speeds=speeds
-    )
+    return cut_stages(shape.layers, stages, layer, first, last, ends, speeds)
 
 
 def stage_costs(
     times: ModelTimes, stages: Sequence[Stage], kept: float = 1.0, move: float = 0.0
 ) -> Costs:
-    """Costs of a table with these ``stages``. ``kept``: memory that a layer's saved activations take; ``move``: time
-    from one rank to another."""
+    """Return costs of a table with these ``stages``.
+
+    ``kept``: memory of a layer's saved activations; ``move``: time from one rank to another.
+    """
 
     def size(value: Value) -> float:
         here = value.name in LOCAL and value.stage < len(stages)
@@ -80,7 +80,7 @@ def stage_costs(
 def modelled_costs(
     shape: ModelShape, layout: Layout, table: Table, seq_len: int
 ) -> Costs:
-    """Flops per token of every action of ``table`` under this layout's stages; activations weigh by their layers."""
+    """Return costs in flops per token for ``table`` under this layout; the memory of a stage is its layers."""
     stages = assign_stages(shape, layout, table.stages, seq_len)
     look_up, layer, output = shape_of(shape).forward_flops(seq_len)
 
@@ -98,7 +98,7 @@ def modelled_costs(
 def make_table(
     layout: Layout, microbatches: int, shape: ModelShape, seq_len: int
 ) -> Table:
-    """The schedule that ``layout`` asks for, as built; what the model computes decides where vocabulary passes go."""
+    """Build the schedule of ``layout``, not lowered. The model's flops decide where vocabulary passes go."""
     if layout.skip:
         lengths = stage_lengths(layout.pp, layout.skip)
         costs = Costs(lambda a: lengths[a.stage])  # F, I and W take about the same
@@ -107,16 +107,11 @@ def make_table(
         table = list_schedule(
             "skip", holders, paths, costs, ranks=layout.pp, limit=layout.pp
         )
-    elif (
-        layout.pp == 1
-    ):  # streamed from a tier: a stage per block, and all microbatches of one before the next
+    elif layout.pp == 1:
+        # streamed from a tier: a stage per block, and all microbatches of one before the next
         stages = shape.layers + 2
-        table = assemble(
-            "vertical",
-            [vertical(stages, microbatches)],
-            stages,
-            [range(stages)] * microbatches,
-        )
+        order, path = vertical(stages, microbatches), range(stages)
+        table = assemble("vertical", [order], stages, [path] * microbatches)
     else:
         table = build(layout.schedule, layout.pp, microbatches, layout.virtual)
     if layout.vocab_barriers:
@@ -128,7 +123,7 @@ def make_table(
 def routes(
     shape: ModelShape, layout: Layout, microbatches: int, seq_len: int
 ) -> list[tuple[int, ...]]:
-    """The blocks that each microbatch passes, in order: what one device must compute to equal a partial pipeline."""
+    """List the blocks that each microbatch passes, in order; one device that runs them equals a partial pipeline."""
     table = make_table(layout, microbatches, shape, seq_len)
     stages = assign_stages(shape, layout, table.stages, seq_len)
     return [tuple(i for s in path for i in stages[s].layers) for path in table.paths]

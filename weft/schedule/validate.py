@@ -1,6 +1,7 @@
-"""Proves that a table can run: all duties exactly once, in a legal order, without deadlock or overrun of buffers."""
+"""Proof that a table can run: all duties exactly once, in a legal order, without deadlock or overrun of buffers."""
 
 from collections import Counter, defaultdict, deque
+from itertools import chain
 
 from weft.schedule.actions import Action, Entry, Key, ScheduleError, Table, Value
 from weft.schedule.kinds import Duty
@@ -15,11 +16,9 @@ def validate(
 ) -> Table:
     """Check ``table`` and return it lowered (see :func:`weft.schedule.lower.lower`).
 
-    Raises :class:`ScheduleError` naming the actions at fault.
-
-    Every duty of every stage on a microbatch's path (:class:`weft.schedule.kinds.Duty`) is done once, on one rank;
-    whatever is read has been written before; and with at most ``window`` messages under way between two ranks,
-    executing the table on all ranks ends.
+    A valid table does every duty of every stage on a microbatch's path (:class:`weft.schedule.kinds.Duty`) once, on one
+    rank; it writes a value before it reads it; and its execution ends with at most ``window`` messages under way
+    between two ranks. Raises :class:`ScheduleError` naming the actions at fault.
     """
     _exactly_once(table)
     lowered = lower(table, zero, streamed)
@@ -57,9 +56,9 @@ def _exactly_once(table: Table) -> None:
     owed = Duty.FORWARD if all(a.declared.forward for a in table) else Duty.ALL
     for (stage, m), actions in here.items():
         if Counter(duty for a in actions for duty in a.declared.duty) != Counter(owed):
-            found = ", ".join(a.kind for a in actions) or "nothing"
+            kinds = ", ".join(a.kind for a in actions) or "nothing"
             raise ScheduleError(
-                f"schedule {table.name}: stage {stage} runs {found} for microbatch {m}; it must run forward, and make "
+                f"schedule {table.name}: stage {stage} runs {kinds} for microbatch {m}; it must run forward, and make "
                 "the gradients of its input and of its weights, once each: F and B, or F, I and W"
             )
         if len({a.rank for a in actions}) > 1:
@@ -70,7 +69,7 @@ def _exactly_once(table: Table) -> None:
 
 
 def _legal_order(name: str, actions: tuple[Action, ...]) -> None:
-    """On one rank: nothing is read before it is there, or after it was freed."""
+    """Check the actions of a rank: no value is read before it is written, or after it is freed."""
     there: set[Value] = set()
     done: set[Entry] = set()
     gathered: set[int] = set()
@@ -84,7 +83,7 @@ def _legal_order(name: str, actions: tuple[Action, ...]) -> None:
                 f"schedule {name}: {a} comes before {Key(*early)}, on which it depends"
             )
         if a.kind == FREE:
-            there -= set(a.reads)
+            there.difference_update(a.reads)
         if a.kind == GATHER:
             gathered.add(a.stage)
         if a.kind == RELEASE:
@@ -93,7 +92,7 @@ def _legal_order(name: str, actions: tuple[Action, ...]) -> None:
             raise ScheduleError(
                 f"schedule {name}: {a} runs while its parameters are not gathered"
             )
-        there |= set(a.writes)
+        there.update(a.writes)
         done.add(a.key)
     if there:
         raise ScheduleError(
@@ -102,9 +101,10 @@ def _legal_order(name: str, actions: tuple[Action, ...]) -> None:
 
 
 def run_dry(lowered: Table, window: int = WINDOW) -> dict[tuple[int, int], int]:
-    """Execute a lowered table without computing; returns the most messages that each pair of ranks had under way.
+    """Execute a lowered table without computing; return the most messages under way between each pair of ranks.
 
-    A send waits while ``window`` messages to the same rank are neither received nor, ``window`` ahead, expected.
+    A send waits while ``window`` messages to the same rank are under way. Raises :class:`ScheduleError` for a deadlock,
+    for messages in the wrong order, and for messages that nobody receives.
     """
     queues = [deque(actions) for actions in lowered.ranks]
     under_way: dict[tuple[int, int], deque[Value]] = defaultdict(deque)
@@ -140,7 +140,7 @@ def run_dry(lowered: Table, window: int = WINDOW) -> dict[tuple[int, int], int]:
 
 
 def why_stuck(table: Table) -> str:
-    """What keeps a table, as built, from ending however many messages may be under way: the actions at fault."""
+    """Return what keeps a table, as built, from ending with any number of messages under way: the actions at fault."""
     try:
         lowered = lower(table)
         for actions in lowered.ranks:
@@ -160,33 +160,24 @@ def _can_run(
 
 
 def _circle(table: Table, queues: list[deque[Action]]) -> str:
-    """The circle among the actions at which the ranks stand."""
+    """Describe the circle of actions that wait for each other."""
     heads = {queue[0].rank: queue[0] for queue in queues if queue}
-    made = producers(table)
-    chain: list[Action] = []
+    writers = producers(table)
+    visited: list[Action] = []
     a = next(iter(heads.values()))
-    while a not in chain:
-        chain.append(a)
+    while a not in visited:
+        visited.append(a)
         if a.peer not in heads:
             return f"{a} waits for rank {a.peer}, which has ended"
         a = heads[a.peer]
-    circle = chain[chain.index(a) :]
+    circle = visited[visited.index(a) :]
     parts = []
     for a in circle:
         value = (a.reads or a.writes)[0]
-        what = (
-            f"{made[value]}"
-            if a.kind == RECV and value in made
-            else f"room for {value}"
-        )
-        blocked = next(
-            (
-                x
-                for queue in queues
-                for x in queue
-                if x.rank == a.rank and not x.declared.inserted
-            ),
-            a,
-        )
+        what: object = f"room for {value}"
+        if a.kind == RECV:
+            what = writers.get(value, what)
+        ahead = (b for b in chain(*queues) if b.rank == a.rank)
+        blocked = next((b for b in ahead if not b.declared.inserted), a)
         parts.append(f"{blocked} waits for {what}")
     return "; ".join(parts)

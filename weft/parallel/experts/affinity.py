@@ -7,10 +7,10 @@ equal loads, too (after MoETuner, Go and Mahajan 2025, 2502.06643).
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
 
 import numpy as np
-
-from weft.layout.dims import part
 
 #: Of each layer, the rank of every expert.
 Owners = list[np.ndarray]
@@ -19,23 +19,19 @@ Owners = list[np.ndarray]
 def steps_between(
     chosen: Sequence[np.ndarray], experts: Sequence[int]
 ) -> list[np.ndarray]:
-    """How often a token that chose one expert of a layer chose another of the next: ``[experts, experts of the next]``.
+    """Count the steps of tokens from experts of each layer to experts of the next: ``[experts, experts of the next]``.
 
-    ``chosen``: of each layer the experts of every token, ``[tokens, k]``; ``experts``: how many each layer has.
+    ``chosen``: the experts of every token, ``[tokens, k]`` for each layer; ``experts``: their number in each layer.
     """
-    found = []
-    for here, there, *sizes in zip(
-        chosen, chosen[1:], experts, experts[1:], strict=False
-    ):
-        cells = here[:, :, None] * sizes[1] + there[:, None, :]
-        found.append(
-            np.bincount(cells.ravel(), minlength=sizes[0] * sizes[1]).reshape(sizes)
-        )
-    return found
+    steps = []
+    for (here, there), sizes in zip(pairwise(chosen), pairwise(experts), strict=True):
+        cells = here[:, :, None] * sizes[1] + there[:, None, :]  # [tokens, k, k]
+        steps.append(np.bincount(cells.ravel(), minlength=prod(sizes)).reshape(sizes))
+    return steps
 
 
 def loads_of(chosen: Sequence[np.ndarray], experts: Sequence[int]) -> list[np.ndarray]:
-    """How often each expert of every layer was chosen; arguments as of :func:`steps_between`."""
+    """Count how often each expert of every layer was chosen; arguments as of :func:`steps_between`."""
     return [
         np.bincount(ids.ravel(), minlength=count)
         for ids, count in zip(chosen, experts, strict=True)
@@ -43,30 +39,31 @@ def loads_of(chosen: Sequence[np.ndarray], experts: Sequence[int]) -> list[np.nd
 
 
 def share_that_stays(steps: Sequence[np.ndarray], owners: Owners) -> float:
-    """The share of ``steps`` that lead to an expert on the same rank."""
+    """Return the share of ``steps`` that lead to an expert on the same rank."""
     stays = sum(
-        one[a[:, None] == b].sum()
-        for one, a, b in zip(steps, owners, owners[1:], strict=False)
+        counts[here[:, None] == there].sum()
+        for counts, (here, there) in zip(steps, pairwise(owners), strict=True)
     )
-    return float(stays / sum(one.sum() for one in steps))
+    return float(stays / sum(counts.sum() for counts in steps))
 
 
 def largest_load(loads: Sequence[np.ndarray], owners: Owners) -> float:
-    """The load of the most loaded rank over the mean, in the worst layer; ``loads``: of every expert of each layer."""
-    by_rank = (
-        np.bincount(owner, load) for owner, load in zip(owners, loads, strict=True)
-    )
-    return max(float(one.max() / one.mean()) for one in by_rank)
+    """Return the load of the most loaded rank over the mean rank's, in the layer where that is largest.
+
+    ``loads``: of every expert of each layer.
+    """
+    by_rank = map(np.bincount, owners, loads)
+    return max(float(load.max() / load.mean()) for load in by_rank)
 
 
 def random_owners(experts: Sequence[int], ranks: int, seed: int = 0) -> Owners:
-    """Equally many experts on every rank, or all but."""
+    """Draw the rank of every expert; numbers of experts per rank differ by one at most."""
     rng = np.random.default_rng(seed)
-    sizes = [
-        [hi - lo for lo, hi in (part(count, ranks, rank) for rank in range(ranks))]
-        for count in experts
+    split = (np.array_split(np.arange(count), ranks) for count in experts)
+    return [
+        rng.permutation(np.repeat(np.arange(ranks), [*map(len, parts)]))
+        for parts in split
     ]
-    return [rng.permutation(np.repeat(np.arange(ranks), one)) for one in sizes]
 
 
 def place_experts(
@@ -76,13 +73,13 @@ def place_experts(
     level: float = 0.0,
     starts: int = 4,
 ) -> Owners:
-    """The rank of every expert, of equally many on each rank, so that most of ``steps`` stay on a rank.
+    """Assign equally many experts to each rank, so that most of ``steps`` stay on a rank; return the rank of each.
 
-    From each of so many random ``starts``: layer by layer, to and fro, the best swaps of two experts while the other
-    layers stay; until nothing is gained. ``level`` times the variance of the ranks' loads over their mean, as the mean
-    over the layers, counts against the share of steps that stay.
+    Local search from each of so many random ``starts``: layer by layer, to and fro, the best swaps of two experts while
+    the other layers stay, until nothing is gained. ``level`` weighs the variance of the ranks' loads (over their mean,
+    averaged over layers) against the share of steps that stay.
     """
-    total = sum(one.sum() for one in steps)
+    total = sum(counts.sum() for counts in steps)
     # What the square of a rank's load costs, in steps.
     costs = [
         level * float(total) * ranks / len(loads) / float(load.sum()) ** 2
@@ -90,13 +87,12 @@ def place_experts(
     ]
 
     def merit(owners: Owners) -> float:
-        squares = (
-            np.square(np.bincount(o, w, ranks)).sum()
-            for o, w in zip(owners, loads, strict=True)
+        layers = zip(costs, owners, loads, strict=True)
+        uneven = sum(
+            cost * np.square(np.bincount(owner, load, ranks)).sum()
+            for cost, owner, load in layers
         )
-        return share_that_stays(steps, owners) * float(total) - float(
-            np.dot(costs, list(squares))
-        )
+        return share_that_stays(steps, owners) * float(total) - float(uneven)
 
     def improved(owners: Owners) -> Owners:
         layers, before = range(len(owners)), -np.inf
@@ -112,38 +108,27 @@ def place_experts(
                 _swap(owners[layer], gain, loads[layer], costs[layer])
         return owners
 
-    tried = (
-        improved(random_owners([len(one) for one in loads], ranks, seed))
-        for seed in range(starts)
-    )
-    return max(tried, key=merit)
+    experts = [*map(len, loads)]
+    optima = (improved(random_owners(experts, ranks, seed)) for seed in range(starts))
+    return max(optima, key=merit)
 
 
 def _swap(owner: np.ndarray, gain: np.ndarray, load: np.ndarray, cost: float) -> None:
     """Swap experts of one layer in place, the best two first, until no two gain."""
-    more = load[:, None] - load  # of the one over the other
+    more = load[:, None] - load  # of the first over the second
     while True:
-        at_others = gain[:, owner]  # [the one, the other]
-        found = (
-            at_others
-            + at_others.T
-            - at_others.diagonal()[:, None]
-            - at_others.diagonal()
-        )
+        at_second = gain[:, owner]  # [first, second]
+        gains = at_second - at_second.diagonal()[:, None]
+        gains = gains + gains.T
         of_rank = np.bincount(owner, load, gain.shape[1])[owner]
-        found -= (
-            2
-            * cost
-            * more
-            * (more + of_rank - of_rank[:, None])
-            * (owner[:, None] != owner)
-        )
-        one, other = np.unravel_index(found.argmax(), found.shape)
-        if found[one, other] <= 1e-9 * max(1.0, gain.max()):
+        uneven = more * (more + of_rank - of_rank[:, None])
+        gains -= 2 * cost * uneven * (owner[:, None] != owner)
+        first, second = np.unravel_index(gains.argmax(), gains.shape)
+        if gains[first, second] <= 1e-9 * max(1.0, gain.max()):
             return
-        owner[[one, other]] = owner[[other, one]]
+        owner[[first, second]] = owner[[second, first]]
 
 
 def slots_of(owners: Owners) -> list[list[int]]:
-    """Of each layer the expert that every slot has: those of the first rank, then those of the next."""
+    """List the expert of every slot in each layer: the slots of the first rank come first, then those of the next."""
     return [np.argsort(owner, kind="stable").tolist() for owner in owners]

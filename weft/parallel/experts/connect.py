@@ -23,20 +23,17 @@ LEAST, MOST = 2**20, 8
 
 
 def connect_experts(model: Transformer, mesh: Mesh) -> None:
-    """Let tokens get to the experts of other ranks (``ep``)."""
+    """Give each mixture of experts the dispatcher that brings tokens to experts of other ranks (``ep``)."""
     for module in model.modules():
         if isinstance(module, Mixture):
             assert model.loads is not None
-            module.copies = connect_mixture(
-                module,
-                find("dispatch", mesh.layout.dispatch).implementation().make,
-                model.loads.sent,
-            ).copies
+            make = find("dispatch", mesh.layout.dispatch).implementation().make
+            module.copies = connect_mixture(module, make, model.loads.sent).copies
             module.pieces = partial(count_pieces, mesh.layout)
 
 
 def count_pieces(layout: Layout, tokens: T, choice: Choice) -> int:
-    """In how many pieces tokens set out, on all ranks alike; by bytes, as many as leave each message a MiB of rows."""
+    """Count the pieces in which tokens are dispatched, the same on all ranks: as many as leave a message a MiB."""
     # documents by length, a prompt: unequally many
     if layout.pieces or layout.balance or not torch.is_grad_enabled():
         return layout.pieces or 1
@@ -47,7 +44,7 @@ def count_pieces(layout: Layout, tokens: T, choice: Choice) -> int:
 def connect_mixture(
     mixture: Mixture, way: Callable[[ExpertRanks], Dispatcher], sent: Counter[str]
 ) -> ExpertRanks:
-    """Let the tokens of one get to its experts this way; the ranks that have these, who count the bytes ``sent``."""
+    """Connect a mixture by the dispatcher that ``way`` makes; return its ranks, which count the bytes ``sent``."""
     ranks = ExpertRanks(mixture.mesh, mixture.experts.logical["gate"].dims, sent)
     placing = Placing(ranks, way(ranks))
     mixture.dispatcher = Hashed(ranks, placing) if ranks.mesh.layout.lsh else placing

@@ -38,8 +38,9 @@ T = torch.Tensor
 class CopyPlan:
     """Which ranks compute which experts in the passes of a step.
 
-    ``copies``: where each is, bool ``[experts, ranks]``, and in which slot, ``slots`` alike. ``lent``: the rows of this
-    rank's stack that others get, rank by rank, of which so many are ``sent`` to each, and ``received`` from each.
+    ``copies``: the ranks that have each expert, bool ``[experts, ranks]``; ``slots``: the slot there, of that shape.
+    ``lent``: the rows of this rank's stack that other ranks get, rank by rank; ``sent``: the number of rows to each;
+    ``received``: the number of rows from each.
     """
 
     copies: T
@@ -51,16 +52,16 @@ class CopyPlan:
 
 @cache
 def planner() -> ThreadPoolExecutor:
-    """The thread in which placements are planned, beside training."""
+    """Return the thread in which placements are planned while training goes on."""
     return ThreadPoolExecutor(1, "weft-placement")
 
 
 class Copies:
-    """What the ranks that have a layer's experts lend each other, who have ``spare`` slots each.
+    """Copies of a layer's experts that ranks lend each other; each rank has ``spare`` slots for them.
 
-    A plan is made as soon as a step's counts are known, and waited for in the layer's next pass. Where there is a
-    ``state`` that may move, experts change their owners now and then: ``order`` has them owner by owner, ``home`` as
-    the layout has them.
+    A plan is made as soon as a step's counts are known, and waited for in the layer's next pass. With a ``state`` that
+    may move, experts change their owners now and then: ``order`` lists the experts owner by owner, and ``home`` does so
+    as the layout has it.
     """
 
     def __init__(self, ranks: Homes, spare: int) -> None:
@@ -80,7 +81,7 @@ class Copies:
         return self._plan.result()
 
     def learn_from(self, loads: Sequence[int]) -> None:
-        """Plan the next step by how often each expert was chosen in those before, in the last one above all."""
+        """Plan the next step by a mean of the ``loads`` of experts over past steps; the last step weighs most."""
         self.running = self.running / 2 + np.repeat(loads, self.ranks.pieces)
         self.rested += 1
         if self.state and self.rested >= REST:
@@ -94,28 +95,25 @@ class Copies:
         self.replan()
 
     def move_to(self, order: np.ndarray) -> None:
-        """Let owners have the experts in this ``order``. Collective."""
+        """Move experts to owners in this ``order``. Collective."""
         places = Places(self.order, self.sizes, self.home)
         move_experts(self.ranks, self.state, places, order)
         self.order = order
 
     def replan(self) -> None:
-        """Plan by the counts and the owners that there are now."""
+        """Plan with the present counts and owners."""
         self._plan = planner().submit(self._planned, self.running, self.order)
 
     def _cost_of_move(self) -> float:
-        """That of moving an expert with its state, as a multiple of sending its weights once."""
+        """Return the cost of moving an expert with its state, as a multiple of sending its weights once."""
         sent = self.state[0].parameter.element_size()
         return sum(t.nbytes for t in tensors_of(self.state)) / sum(
             h.local.numel() * sent for h in self.state
         )
 
     def _planned(self, loads: np.ndarray, order: np.ndarray) -> CopyPlan:
-        ranks, device, first = (
-            self.ranks,
-            self.ranks.mesh.device,
-            np.array([lo for lo, _ in self.ranks.shares]),
-        )
+        ranks, device = self.ranks, self.ranks.mesh.device
+        first = np.array([first for first, _ in ranks.shares])
         owners, rows = np.empty((2, ranks.items), np.int64)
         owners[order] = np.arange(ranks.count).repeat(self.sizes)
         rows[order] = np.arange(ranks.items) - (self.ends - self.sizes).repeat(
@@ -125,46 +123,38 @@ class Copies:
         slots = np.zeros(copies.shape, np.int64)
         slots[order, owners[order]] = first[owners[order]] + rows[order]
         moves = []  # the experts that each rank borrows, owner by owner
-        for rank in range(ranks.count):
+        for rank, start in enumerate(first + self.sizes):
             moves.append(order[copies[order, rank] & (owners[order] != rank)])
-            slots[moves[rank], rank] = (
-                first[rank] + self.sizes[rank] + np.arange(len(moves[rank]))
-            )
-        mine = [one[owners[one] == ranks.rank] for one in moves]
-        received = np.bincount(
-            owners[moves[ranks.rank]], minlength=ranks.count
-        ).tolist()
-        lent, sent = rows[np.concatenate(mine)].tolist(), [len(one) for one in mine]
+            slots[moves[rank], rank] = start + np.arange(len(moves[rank]))
+        lent = [borrowed[owners[borrowed] == ranks.rank] for borrowed in moves]
+        received = np.bincount(owners[moves[ranks.rank]], minlength=ranks.count)
         return CopyPlan(
             torch.tensor(copies).to(device),
             torch.tensor(slots).to(device),
-            lent,
-            sent,
-            received,
+            rows[np.concatenate(lent)].tolist(),
+            [*map(len, lent)],
+            received.tolist(),
         )
 
     def slots_of(self, ids: T) -> T:
-        """The slot for each choice of an expert: copies share its choices of all ranks evenly."""
+        """Return the slot for each choice of an expert; an expert's copies share the choices of all ranks evenly."""
         plan, ranks, flat = self.plan, self.ranks, ids.flatten()
         # the last are of choices that are dropped
-        mine = expert_counts(flat, ranks.items + ranks.pieces)
-        counts = ranks.counts_from_all(mine[: ranks.items])
+        own = expert_counts(flat, ranks.items + ranks.pieces)
+        counts = ranks.counts_from_all(own[: ranks.items])
         if not has_numbers(ids):
             return ids.clone()
         shares = divided(counts, plan.copies, ranks.rank)
-        times = torch.cat((shares.flatten(), mine[ranks.items :].sum()[None]))
+        times = torch.cat((shares.flatten(), own[ranks.items :].sum()[None]))
         slots = F.pad(plan.slots.flatten(), (0, 1), value=ranks.slots)
         in_turn = slots.repeat_interleave(times, output_size=len(flat))
-        return (
-            torch.empty_like(flat)
-            .scatter(0, flat.argsort(stable=True), in_turn)
-            .view_as(ids)
-        )
+        chosen = torch.empty_like(flat).scatter(0, flat.argsort(stable=True), in_turn)
+        return chosen.view_as(ids)
 
     def borrowed(self, *weights: T) -> Callable[[], tuple[T, ...]]:
-        """Of each stack of weights, ``[own experts, ...]``, the rows that this rank borrows, as its plan has them.
+        """Start to receive the experts that this rank borrows, as rows of each stack of weights ``[experts, ...]``.
 
-        Each expert travels as one row, with all of its weights. What is returned waits for them.
+        Each expert travels as one row with all of its weights. The returned function waits for the rows.
         """
         plan = self.plan
         rows = torch.cat([w[plan.lent].flatten(1) for w in weights], 1)
@@ -181,7 +171,7 @@ class Copies:
 
 
 def moving_layers(model: Transformer) -> dict[str, Copies]:
-    """The mixtures of ``model`` whose experts may change their owners, by name."""
+    """Return the copies of all mixtures of ``model`` whose experts may change their owners, by the layer's name."""
     return {
         name: module.copies
         for name, module in model.named_modules()
@@ -190,7 +180,7 @@ def moving_layers(model: Transformer) -> dict[str, Copies]:
 
 
 def let_experts_move(layers: Mapping[str, Copies], state: State) -> None:
-    """Let the experts of ``state`` change their owners after steps (:func:`bring_experts_home`)."""
+    """Allow the experts of ``state`` to change their owners after steps; :func:`bring_experts_home` undoes that."""
     held = {h.name: h for h in state.held}
     for name, copies in layers.items():
         copies.expose = state.expose
@@ -200,7 +190,7 @@ def let_experts_move(layers: Mapping[str, Copies], state: State) -> None:
 
 
 def bring_experts_home(layers: Mapping[str, Copies]) -> bool:
-    """Have all experts be with the owners that the layout gives them; returns whether any were not. Collective."""
+    """Move all experts to the owners that the layout gives; return whether any had another owner. Collective."""
     away = [c for c in layers.values() if (c.order != c.home).any()]
     for copies in away:
         copies.move_to(copies.home)

@@ -16,32 +16,34 @@ ENOUGH, NEARLY = 1.02, 1.05
 
 
 def loads_of_ranks(loads: Array, copies: Array) -> Array:
-    """What each rank has to do by a table ``copies`` ``[experts, ranks]``."""
-    found: Array = (loads / copies.sum(1)) @ copies
-    return found
+    """Return each rank's load by a table ``copies`` ``[experts, ranks]``: ``[ranks]``."""
+    return np.asarray((loads / copies.sum(1)) @ copies)
 
 
 def with_copies(loads: Array, owners: Array, ranks: int, spare: int) -> Array:
-    """Where experts are computed that ``owners`` lend to ranks with so many ``spare`` slots: bool ``[experts, ranks]``.
+    """Choose the ranks that compute each expert: bool ``[experts, ranks]``.
 
-    Owners need no slot for their own, and need not compute it. Each copy away from home costs the bytes of an expert.
+    ``owners``: the rank that owns each expert; ``spare``: slots of a rank for copies of experts that others own. Owners
+    need no slot for their own expert, and need not compute it. Each copy costs the bytes of an expert.
     """
-    own = np.zeros((len(loads), ranks), bool)
-    own[np.arange(len(loads)), owners] = True
+    own = np.eye(ranks, dtype=bool)[owners]
     loads = loads / max(1, loads.sum()) * ranks  # so that a rank has 1 on average
-    found = evened(loads, own, own, spare)
-    if loads_of_ranks(loads, found).max() <= NEARLY:
-        return found
+
+    def largest(copies: Array) -> float:
+        return float(loads_of_ranks(loads, copies).max())
+
+    copies = evened(loads, own, own, spare)
+    if largest(copies) <= NEARLY:
+        return copies
     other = evened(loads, halved(loads, own, spare), own, spare)
-    return min(
-        found, other, key=lambda copies: float(loads_of_ranks(loads, copies).max())
-    )
+    return min(copies, other, key=largest)
 
 
 def halved(loads: Array, own: Array, spare: int) -> Array:
-    """``own`` with copies of experts that are more than half of what a rank has on average, where there is room.
+    """Add copies to ``own`` of experts whose load is more than half of a rank's mean load, where there is room.
 
-    Each is of the expert whose copies have most to do, on the rank with least to do (after DeepSeek's EPLB).
+    Each step copies the expert whose copies have the largest load to the rank with the least load (after DeepSeek's
+    EPLB).
     """
     copies = own.copy()
     while True:
@@ -54,11 +56,12 @@ def halved(loads: Array, own: Array, spare: int) -> Array:
 
 
 def evened(loads: Array, copies: Array, own: Array, spare: int) -> Array:
-    """``copies`` after changes, each of one expert on the rank with most to do, that even out the ranks' loads.
+    """Change ``copies`` until the ranks' loads are even; each change is of one expert on the most loaded rank.
 
-    It gets another copy, is moved, or leaves that rank if there are others, whichever has the least sum of squares.
+    The expert gets another copy, is moved, or leaves that rank if there are other copies, whichever gives the least sum
+    of squares of the ranks' loads.
     """
-    copies, one = copies.copy(), np.eye(copies.shape[1])
+    copies, unit = copies.copy(), np.eye(copies.shape[1])
     while True:
         total = loads_of_ranks(loads, copies)
         hottest = total.argmax()
@@ -69,12 +72,11 @@ def evened(loads: Array, copies: Array, own: Array, spare: int) -> Array:
         closed = where | (~own[here] & ((copies & ~own).sum(0) >= spare))
         share, less, more = (load / np.maximum(1, count + n) for n in (0, 1, -1))
         # What all ranks then have, by expert and the rank that it comes to: [here, ranks, ranks].
-        added = (total + (less - share)[:, None] * where)[:, None] + one * less[
-            :, None, None
-        ]
-        moved = total + (one - one[hottest]) * share[:, None, None]
+        shared = total + (less - share)[:, None] * where
+        added = shared[:, None] + unit * less[:, None, None]
+        moved = total + (unit - unit[hottest]) * share[:, None, None]
         added[closed] = moved[closed] = np.inf
-        gone = total + (more - share)[:, None] * where - one[hottest] * more[:, None]
+        gone = total + (more - share)[:, None] * where - unit[hottest] * more[:, None]
         gone[count < 2] = np.inf
         change = min(
             (added, moved, gone[:, None]),
@@ -90,9 +92,10 @@ def evened(loads: Array, copies: Array, own: Array, spare: int) -> Array:
 
 
 def swapped(loads: Array, order: Array, sizes: Array) -> Array:
-    """``order``, in which ranks own so many experts each, after swaps between two ranks that even out what they own.
+    """Swap experts in ``order`` between two ranks at a time, until the loads that ranks own are even.
 
-    What an expert has to do above the mean of the ranks can only go to copies, and is left out.
+    ``sizes``: experts that each rank owns. An expert's load above the ranks' mean can only go to copies, so it does not
+    count.
     """
     order, rank_of = order.copy(), np.arange(len(sizes)).repeat(sizes)
     loads = np.minimum(loads / max(1, loads.sum()) * len(sizes), 1)
@@ -106,21 +109,22 @@ def swapped(loads: Array, order: Array, sizes: Array) -> Array:
         change[:, rank_of == hottest] = np.inf
         if total[hottest] <= ENOUGH * total.mean() or change.min() > -1e-3:
             return order
-        one, two = divmod(int(change.argmin()), len(order))
-        one += int(sizes[:hottest].sum())
-        order[[one, two]] = order[[two, one]]
+        first, second = divmod(int(change.argmin()), len(order))
+        first += int(sizes[:hottest].sum())
+        order[[first, second]] = order[[second, first]]
 
 
 def copies_away(copies: Array, order: Array, sizes: Array) -> int:
-    """How many copies are not on the rank that owns the expert."""
+    """Count the copies that are not on the rank that owns the expert."""
     return int(copies.sum() - copies[order, np.arange(len(sizes)).repeat(sizes)].sum())
 
 
 def divided(counts: T, copies: T, rank: int) -> T:
-    """How many of ``rank``'s choices of each expert go to the copy on each rank: int64 ``[experts, ranks]``.
+    """Divide ``rank``'s choices of each expert among the copies: int64 ``[experts, ranks]``.
 
-    ``counts``: each rank's choices, ``[ranks, experts]``; ``copies``: as of :func:`with_copies`. Copies get equally
-    many in all, to within one. A rank's choices go to its own copy first, and then to others with room, rank by rank.
+    ``counts``: each rank's choices, ``[ranks, experts]``; ``copies``: as of :func:`with_copies`. The numbers of choices
+    that the copies of an expert get differ by one at most. A rank's choices go to its own copy first, and then to
+    others with room, rank by rank.
     """
     counts = counts.t()
     total, number = counts.sum(1, keepdim=True), copies.sum(1, keepdim=True)
@@ -130,6 +134,6 @@ def divided(counts: T, copies: T, rank: int) -> T:
     given, room = (counts - kept), (each - kept)
     stop, end = given.cumsum(1)[:, rank, None], room.cumsum(1)
     start = stop - given[:, rank, None]
-    found = (torch.minimum(stop, end) - torch.maximum(start, end - room)).clamp(min=0)
-    found[:, rank] += kept[:, rank]
-    return found
+    shares = (torch.minimum(stop, end) - torch.maximum(start, end - room)).clamp(min=0)
+    shares[:, rank] += kept[:, rank]
+    return shares

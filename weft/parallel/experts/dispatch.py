@@ -1,15 +1,17 @@
 """How tokens get to experts that other ranks hold (``ep``), and back.
 
-Every way brings the same rows to the same experts; they differ in bytes. Of ``T`` tokens on each of ``P`` ranks, each
-with ``k`` of ``E`` experts, a rank sends, per direction: by ``all-to-all`` a row for each choice that is elsewhere,
-about ``T k (P - 1) / P`` of them; by ``per-rank`` one copy to each rank that has any of a token's experts; by
-``all-gather`` all tokens to all, ``T (P - 1)``, in fixed sizes.
+All dispatchers bring the same rows to the same experts; they differ in bytes. With ``T`` tokens on each of ``P`` ranks
+and ``k`` of ``E`` experts for each token, a rank sends in each direction: by ``all-to-all`` a row for each choice of an
+expert on another rank, about ``T k (P - 1) / P`` rows; by ``per-rank`` one copy of a token to each rank that has any of
+its experts; by ``all-gather`` all tokens to all ranks, ``T (P - 1)`` rows in fixed sizes.
 
-Where ranks stand on ``n`` nodes of ``g``, ``two-level`` brings a row for each choice to who stands on this node where
-its expert's rank does on its own, and then to that rank: fewer and larger messages, ``g + n - 2`` of them. ``per-node``
-brings one copy to each node that has any of a token's experts, and from there one to each rank.
+On ``n`` nodes of ``g`` ranks, ``two-level`` sends a row for each choice in two hops, within the node to the rank with
+the target's place and then to the target: ``g + n - 2`` larger messages. ``per-node`` sends one copy to each node that
+has any of a token's experts, and from there one copy to each rank.
 """
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,11 +38,11 @@ from weft.parallel.experts.rows import Awaited, exchanged, gathered, scattered
 T = torch.Tensor
 
 
+@dataclass(frozen=True)
 class AllToAll:
-    """A row for each choice, to the member that has its expert."""
+    """Sends a row for each choice, to the member that has its expert."""
 
-    def __init__(self, members: Members) -> None:
-        self.members = members
+    members: Members
 
     def dispatch(self, x: T, choice: Choice) -> Arriving:
         members = self.members
@@ -50,26 +52,20 @@ class AllToAll:
             counts = expert_counts(choice.ids, members.slots + 1)[:-1]
             # [members, experts here]
             arriving = members.counts_from_all(counts)[:, members.first : members.last]
-            sent = sizes_of(
-                counts.new_zeros(members.count).scatter_add(
-                    0, members.owner[:-1], counts
-                ),
-                len(order),
-            )
+            by_member = counts.new_zeros(members.count)
+            by_member.scatter_add_(0, members.owner[:-1], counts)
+            sent = sizes_of(by_member, len(order))
             received = sizes_of(arriving.sum(1), len(order))
             counts_here = arriving.sum(0)
-            here = torch.arange(arriving.shape[1], device=x.device).repeat(
-                members.count
-            )
-            which = here.repeat_interleave(
+            experts = torch.arange(arriving.shape[1], device=x.device)
+            of_row = experts.repeat(members.count).repeat_interleave(
                 arriving.flatten(), output_size=sum(received)
             )
-            by_expert = which.argsort(stable=True)
+            by_expert = of_row.argsort(stable=True)
         order, by_expert = members.declared(order), members.declared(by_expert)
         # Rank by rank, and of each rank expert by expert.
-        rows = exchanged(
-            spread(x, order, choice.ids.shape[1], sum(sent)), sent, received, members
-        )
+        leaving = spread(x, order, choice.ids.shape[1], sum(sent))
+        rows = exchanged(leaving, sent, received, members)
         meta = (order, choice.weights, by_expert, sent, received)
         return lambda: Dispatched(reordered(rows(), by_expert), counts_here, meta)
 
@@ -79,48 +75,46 @@ class AllToAll:
         return lambda: weighted(back(), order, weights)
 
 
+@dataclass(frozen=True)
 class PerMember:
-    """One copy of a token to each member that has or leads to any of its experts, for the ``inner`` way from there.
+    """Sends one copy of a token to each member that has or leads to any of its experts.
 
-    A member adds up what comes of a token before it goes back.
+    From there on the token goes the ``inner`` way. A member adds up the results of a token before they go back.
     """
 
-    def __init__(self, members: Members, inner: Dispatcher) -> None:
-        self.members, self.inner = members, inner
+    members: Members
+    inner: Dispatcher
 
     def dispatch(self, x: T, choice: Choice) -> Arriving:
         members, tokens = self.members, len(x)
         with untyped():
-            wanted = members.wanted(members.owners(choice.ids))
+            wanted = members.wanted(choice.ids)
             # A place for each rank that a token could go to; those that it goes to come first, rank by rank.
             places = torch.where(
                 wanted > 0, torch.arange(members.count, device=x.device), members.count
             ).flatten()
             order, counts = places.argsort(stable=True), wanted.sum(0)
             sent = sizes_of(counts, len(order))
-            received = sizes_of(
-                members.counts_from_all(counts)[:, members.rank], len(order)
-            )
+            arriving = members.counts_from_all(counts)[:, members.rank]
+            received = sizes_of(arriving, len(order))
         order = members.declared(order)
 
+        def leaving(y: T) -> T:
+            return spread(y, order, members.count, sum(sent))
+
         rows, weights, ids = (
-            exchanged(
-                spread(y, order, members.count, sum(sent)), sent, received, members
-            )
+            exchanged(leaving(y), sent, received, members)
             for y in (x, choice.weights, choice.ids)
         )
-
-        def arrived() -> Dispatched:
-            found = self.inner.dispatch(rows(), Choice(weights(), ids()))()
-            return found._replace(meta=(found.meta, order, tokens, sent, received))
-
-        return arrived
+        return then(
+            lambda: self.inner.dispatch(rows(), Choice(weights(), ids()))(),
+            (order, tokens, sent, received),
+        )
 
     def combine(self, rows: T, meta: Any) -> Awaited:
         inner, order, tokens, sent, received = meta
-        back = exchanged(
-            self.inner.combine(rows, inner)(), received, sent, self.members
-        )
+        results = self.inner.combine(rows, inner)()
+        back = exchanged(results, received, sent, self.members)
         with untyped():
             ones = torch.ones(tokens, self.members.count, device=rows.device)
         ones = self.members.declared(ones)
@@ -128,7 +122,7 @@ class PerMember:
 
 
 class AllGather:
-    """All tokens to all members, each of which adds up what its experts make of them."""
+    """Sends all tokens to all members, each of which adds up the results of its own experts."""
 
     def __init__(self, members: Members) -> None:
         self.members, self.fan_out = members, local_experts(members)
@@ -137,18 +131,15 @@ class AllGather:
     def dispatch(self, x: T, choice: Choice) -> Arriving:
         members, tokens = self.members, len(x)
         if self.uneven and (padding := members.most(tokens) - tokens):
-            pad = (0, 0, 0, padding)
-            padded = F.pad(choice.ids, pad, value=members.slots)
-            x, choice = F.pad(x, pad), Choice(F.pad(choice.weights, pad), padded)
+            pad = partial(F.pad, pad=(0, 0, 0, padding))
+            nowhere = pad(choice.ids, value=members.slots)
+            x, choice = pad(x), Choice(pad(choice.weights), nowhere)
         rows, weights, ids = (
             gathered(y, members) for y in (x, choice.weights, choice.ids)
         )
-
-        def arrived() -> Dispatched:
-            found = self.fan_out.dispatch(rows(), Choice(weights(), ids()))()
-            return found._replace(meta=(found.meta, tokens))
-
-        return arrived
+        return then(
+            lambda: self.fan_out.dispatch(rows(), Choice(weights(), ids()))(), (tokens,)
+        )
 
     def combine(self, rows: T, meta: Any) -> Awaited:
         inner, tokens = meta
@@ -156,25 +147,21 @@ class AllGather:
         return lambda: back()[:tokens]
 
 
+@dataclass(frozen=True)
 class EachChoice:
-    """Every choice as a token of its own, so that what comes of them is added up where they set out."""
+    """Sends every choice as a token of its own, so that results are added up on the rank that the token came from."""
 
-    def __init__(self, inner: Dispatcher) -> None:
-        self.inner = inner
+    inner: Dispatcher
 
     def dispatch(self, x: T, choice: Choice) -> Arriving:
         count, k = choice.ids.numel(), choice.ids.shape[1]
         order = torch.arange(count, device=x.device)
-        alone = Choice(
-            torch.ones_like(choice.weights).view(count, 1), choice.ids.view(count, 1)
+        ones, ids = (
+            torch.ones_like(choice.weights).view(count, 1),
+            choice.ids.view(count, 1),
         )
-        arriving = self.inner.dispatch(spread(x, order, k), alone)
-
-        def arrived() -> Dispatched:
-            found = arriving()
-            return found._replace(meta=(found.meta, order, choice.weights))
-
-        return arrived
+        arriving = self.inner.dispatch(spread(x, order, k), Choice(ones, ids))
+        return then(arriving, (order, choice.weights))
 
     def combine(self, rows: T, meta: Any) -> Awaited:
         inner, order, weights = meta
@@ -182,21 +169,32 @@ class EachChoice:
         return lambda: weighted(back(), order, weights)
 
 
+def then(arriving: Arriving, meta: tuple[Any, ...]) -> Arriving:
+    """Return ``arriving`` with an outer dispatcher's ``meta`` behind that of the inner one."""
+
+    def arrived() -> Dispatched:
+        inner = arriving()
+        return inner._replace(meta=(inner.meta, *meta))
+
+    return arrived
+
+
 def local_experts(members: Members) -> LocalExperts:
-    """The experts of this rank, where tokens are that may have chosen others too."""
+    """Return the dispatcher to this rank's own experts, for tokens that may have chosen others too."""
     return LocalExperts(range(members.first, members.last), others=True)
 
 
 def per_rank(members: Members) -> Dispatcher:
-    """One copy of a token to each rank that has any of its experts."""
+    """Return the dispatcher that sends one copy of a token to each rank that has any of its experts."""
     return PerMember(members, local_experts(members))
 
 
+@dataclass(frozen=True)
 class Placing:
-    """The ``inner`` way with slots in the place of experts."""
+    """Dispatches the ``inner`` way, with the slots of experts in the place of their numbers."""
 
-    def __init__(self, ranks: ExpertRanks, inner: Dispatcher) -> None:
-        self.ranks, self.inner = ranks, inner
+    ranks: ExpertRanks
+    inner: Dispatcher
 
     def dispatch(self, x: T, choice: Choice) -> Arriving:
         return self.inner.dispatch(x, self.ranks.placed(choice))

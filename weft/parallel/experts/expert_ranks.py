@@ -20,15 +20,14 @@ T = torch.Tensor
 
 
 class ExpertRanks(Homes):
-    """The ranks that have all experts together, and ``slot_of``, which says where which expert is.
+    """Ranks that hold all experts of a layer together; ``slot_of``: the slot of each expert.
 
-    Where experts are fewer than ranks, each is cut in ``pieces``, which are placed like experts. ``homes``: those that
-    each rank holds, and ``shares``: its slots, in which these come first, in the order in which its group has the
-    ranks. What else there are slots for is up to ``copies``.
+    Where experts are fewer than ranks, each is cut in ``pieces``, which are placed like experts. Slots beyond those of
+    a rank's own experts are for ``copies``.
     """
 
     def __init__(self, mesh: Mesh, dims: Sequence[Dim], sent: Counter[str]) -> None:
-        """``dims``: those of a stack of weights, of which the first counts the experts."""
+        """``dims``: the dimensions of a stack of weights, of which the first counts the experts."""
         experts = dims[0].count
         group, layout = mesh.group("exchange"), mesh.layout
         count, self.pieces = layout.ep, max(1, layout.ep // experts)
@@ -44,71 +43,51 @@ class ExpertRanks(Homes):
         self.shares = list(pairwise(accumulate(sizes, initial=0)))
         owner = torch.arange(count + 1).repeat_interleave(torch.tensor([*sizes, 1]))
         super().__init__(mesh, group, owner, *self.shares[group.rank()], sent)
-        order = torch.tensor([item for home in self.homes for item in home])
-        at = [
-            first + i
-            for (first, _), home in zip(self.shares, self.homes, strict=True)
-            for i in range(len(home))
-        ]
-        nowhere = torch.full((self.pieces,), self.slots)
-        slot_of = torch.cat(
-            (torch.empty_like(order).scatter(0, order, torch.tensor(at)), nowhere)
-        )
+        slot_of = torch.full((self.items + self.pieces,), self.slots)
+        for (first, _), home in zip(self.shares, self.homes, strict=True):
+            slot_of[home.start : home.stop] = first + torch.arange(len(home))
         self.slot_of = slot_of.to(mesh.device)
         self.copies = Copies(self, spare) if spare else None
         self.stacks = [place.logical(dims, None).local_shape for place in placements]
         self.blocks = [1]
         # neighbours have neighbouring experts, or pieces of one
         if places == [*range(count)] and not spare:
-            fit = [
-                n
-                for n in (*expert_blocks(layout), count)
-                if n % self.pieces == 0 or self.pieces % n == 0
+            self.blocks += [
+                size
+                for size in (*expert_blocks(layout), count)
+                if size % self.pieces == 0 or self.pieces % size == 0
             ]
-            self.blocks += fit
 
     def placed(self, choice: Choice) -> Choice:
-        """``choice`` with slots in the place of experts; those of all pieces of an expert, whose results add up."""
+        """Replace experts by slots in ``choice``; an expert that is cut becomes the slots of all its pieces."""
         with untyped():
             pieces = torch.arange(self.pieces, device=choice.ids.device)
             ids = (choice.ids[..., None] * self.pieces + pieces).flatten(-2)
-            slots = (
-                self.slot_of[ids] if self.copies is None else self.copies.slots_of(ids)
-            )
-        weights = (
-            choice.weights
-            if self.pieces == 1
-            else choice.weights.repeat_interleave(self.pieces, dim=-1)
-        )
+            copies = self.copies
+            slots = self.slot_of[ids] if copies is None else copies.slots_of(ids)
+        weights = choice.weights
+        if self.pieces > 1:
+            weights = weights.repeat_interleave(self.pieces, dim=-1)
         return Choice(weights, self.declared(slots))
 
     def across(self, block: int, joined: int = 1) -> Members:
-        """The ranks at this one's place in each block of so many neighbours; they lead to the slots of their block.
+        """Return the ranks at this rank's place in each block of neighbouring ranks; each leads to its block's slots.
 
-        ``joined``: so many neighbouring slots of a block count as one.
+        ``block``: ranks of a block; ``joined``: so many neighbouring slots of a block count as one.
         """
         start = self.rank // block * block
-        first, last = (
-            self.shares[start][0] // joined,
-            self.shares[start + block - 1][1] // joined,
-        )
+        first = self.shares[start][0] // joined
+        last = self.shares[start + block - 1][1] // joined
         owner = torch.cat((self.owner[:-1:joined], self.owner[-1:])) // block
-        return Members(
-            self.mesh, self.mesh.group(f"across {block}"), owner, first, last, self.sent
-        )
+        group = self.mesh.group(f"across {block}")
+        return Members(self.mesh, group, owner, first, last, self.sent)
 
     def within(self, block: int, from_anywhere: bool = False) -> Members:
-        """The ranks of this one's block of neighbours.
+        """Return the ranks of this rank's block of neighbours.
 
-        ``from_anywhere``: they lead to all slots, to those of other blocks by who has the same place in these.
+        ``from_anywhere``: they lead to all slots; to a slot of another block leads the rank with its owner's place.
         """
         here = from_anywhere | (self.owner // block == self.rank // block)
         owner = torch.where(here & (self.owner < self.count), self.owner % block, block)
-        return Members(
-            self.mesh,
-            self.mesh.group(f"within {block}"),
-            owner,
-            self.first,
-            self.last,
-            self.sent,
-        )
+        group = self.mesh.group(f"within {block}")
+        return Members(self.mesh, group, owner, self.first, self.last, self.sent)

@@ -1,8 +1,8 @@
 """Similar tokens travel as one mean: the compressed exchange of LSH-MoE (Nie et al. 2024).
 
-Of the tokens that chose an expert, those with the same hash are sent as their mean. The hash of each of some random
-rotations is the axis that a token is nearest to, with its sign. What the expert makes of the mean stands for all of
-them; with ``residual`` each gets what it differs from the mean by on top, as if the expert passed that through.
+Tokens with the same hash that chose the same expert are sent as their mean. A hash has one number for each of some
+random rotations: the axis that the rotated token is nearest to, with its sign. The expert's result for the mean stands
+for all of its tokens; with ``layout.lsh_residual`` each token's difference from the mean is added to it.
 """
 
 from functools import lru_cache, partial
@@ -11,16 +11,11 @@ from typing import Any
 import torch
 
 from weft.layout.boundary import untyped
-from weft.models.experts import (
-    Arriving,
-    Dispatched,
-    Dispatcher,
-    MovedRows,
-    expert_counts,
-)
+from weft.models.experts import Arriving, Dispatcher, MovedRows, expert_counts
 from weft.models.graph_parts import current_part, read
 from weft.models.numbers import has_numbers
 from weft.models.router import Choice
+from weft.parallel.experts.dispatch import then
 from weft.parallel.experts.expert_ranks import ExpertRanks
 from weft.parallel.experts.rows import Awaited
 
@@ -28,23 +23,17 @@ T = torch.Tensor
 
 
 class Hashed:
-    """Means of tokens by the ``inner`` way; one token in a bucket changes nothing. Without gradients all are sent."""
+    """Dispatches the means of similar tokens the ``inner`` way, or without gradients all tokens.
+
+    A token that is alone in its bucket is unchanged.
+    """
 
     def __init__(self, ranks: ExpertRanks, inner: Dispatcher) -> None:
-        layout = ranks.mesh.layout
-        self.ranks, self.inner, self.rotations, self.residual = (
-            ranks,
-            inner,
-            layout.lsh,
-            layout.lsh_residual,
-        )
+        self.ranks, self.inner, self.layout = ranks, inner, ranks.mesh.layout
 
     def dispatch(self, x: T, choice: Choice) -> Arriving:
         if not torch.is_grad_enabled():
-            arriving = self.inner.dispatch(x, choice)
-            return lambda: (found := arriving())._replace(
-                meta=(found.meta, None, choice, None)
-            )
+            return then(self.inner.dispatch(x, choice), (None, choice, None))
         k = choice.ids.shape[1]
         with untyped():
             buckets, ids = self._buckets(x.detach(), choice.ids)
@@ -57,18 +46,12 @@ class Hashed:
         means = summed(each.flatten(0, 1), buckets, len(ids)) * share
         arriving = self.inner.dispatch(means, Choice(ones, ids[:, None]))
         apart = None
-        if self.residual:
-            apart = partial(
-                read,
-                each - shared(means, buckets).unflatten(0, (-1, k)),
-                current_part(),
-            )
-
-        def arrived() -> Dispatched:
-            found = arriving()
-            return found._replace(meta=(found.meta, buckets, choice, apart))
-
-        return arrived
+        if self.layout.lsh_residual:
+            of_choices = shared(means, buckets).unflatten(
+                0, (-1, k)
+            )  # [tokens, k, embed]
+            apart = partial(read, each - of_choices, current_part())
+        return then(arriving, (buckets, choice, apart))
 
     def combine(self, rows: T, meta: Any) -> Awaited:
         inner, buckets, choice, apart = meta
@@ -81,20 +64,18 @@ class Hashed:
         def home() -> T:
             # [tokens, k, embed]
             each = shared(back(), buckets).unflatten(0, choice.ids.shape)
-            return torch.einsum(
-                "tk,tkd->td",
-                weights.to(each.dtype),
-                each if apart is None else each + apart(),
-            )
+            if apart is not None:
+                each = each + apart()
+            return torch.einsum("tk,tkd->td", weights.to(each.dtype), each)
 
         return home
 
     def _buckets(self, x: T, ids: T) -> tuple[T, T]:
-        """The bucket of each choice, ``[tokens * k]``, and the expert that each bucket is for."""
+        """Return the bucket of each choice, ``[tokens * k]``, and the expert of each bucket, ``[buckets]``."""
         if not has_numbers(x):
             return torch.arange(ids.numel(), device=x.device), ids.flatten()
         # [rotations, tokens, embed]
-        turned = x.float() @ rotations(x.shape[1], self.rotations, x.device)
+        turned = x.float() @ rotations(x.shape[1], self.layout.lsh, x.device)
         axis = turned.abs().argmax(-1)
         codes = 2 * axis + (turned.gather(-1, axis[..., None])[..., 0] > 0)
         _, code = torch.unique(codes, dim=1, return_inverse=True)  # [tokens]
@@ -103,27 +84,26 @@ class Hashed:
 
 
 def summed(rows: T, buckets: T, count: int) -> T:
-    """What the rows of each bucket add up to."""
+    """Sum the rows of each bucket: ``[rows, ...]`` to ``[count, ...]``."""
     return MovedRows.apply(rows, *_ways(count), buckets)
 
 
 def shared(sums: T, buckets: T) -> T:
-    """The row of its bucket for each."""
+    """Return for each row the sum of its bucket: ``[buckets, ...]`` to ``[rows, ...]``."""
     return MovedRows.apply(sums, *_ways(len(sums))[::-1], buckets)
 
 
 def _ways(count: int) -> tuple[Any, Any]:
-    """The two, each of which is the other's transpose."""
-    return (
-        lambda rows, buckets: rows.new_zeros(count, *rows.shape[1:]).index_add_(
-            0, buckets, rows
-        ),
-        lambda sums, buckets: sums[buckets],
-    )
+    """Return the sum over buckets and the look-up of a bucket's row; each is the transpose of the other."""
+
+    def add(rows: T, buckets: T) -> T:
+        return rows.new_zeros(count, *rows.shape[1:]).index_add_(0, buckets, rows)
+
+    return add, lambda sums, buckets: sums[buckets]
 
 
 @lru_cache
 def rotations(width: int, count: int, device: torch.device) -> T:
-    """So many random rotations, the same on all ranks and in every run: ``[count, width, width]``."""
+    """Draw random rotations, the same on all ranks and in every run: ``[count, width, width]``."""
     drawn = torch.randn(count, width, width, generator=torch.Generator().manual_seed(0))
     return torch.linalg.qr(drawn).Q.to(device)

@@ -16,11 +16,11 @@ T = torch.Tensor
 
 
 class Members:
-    """Ranks of a group that bring rows to each other, on the way to *slots* for experts.
+    """Ranks of a group that exchange rows of tokens on the way to *slots* of experts.
 
-    ``owner``: the member that has, or leads to, each slot, ``[slots + 1]``. The number after the last member's stands
-    for none of them, and so it is with the last slot, which is that of choices that are dropped. ``first`` to ``last``
-    are the slots of this rank. ``sent``: the bytes that it sends to others, by :data:`weft.models.router.SENT`.
+    ``owner``: the member that has each slot, or leads to it, ``[slots + 1]``; ``count``, one more than the last
+    member's number, stands for nobody. The last slot is that of dropped choices. ``first`` to ``last`` are the slots of
+    this rank. ``sent`` counts the bytes that it sends to others, by :data:`weft.models.router.SENT`.
     """
 
     def __init__(
@@ -32,58 +32,43 @@ class Members:
         last: int,
         sent: Counter[str],
     ) -> None:
-        self.mesh, self.group, self.owner, self.first, self.last = (
-            mesh,
-            group,
-            owner.to(mesh.device),
-            first,
-            last,
-        )
-        self.count, self.rank, self.slots, self.sent = (
-            group.size(),
-            group.rank(),
-            len(owner) - 1,
-            sent,
-        )
+        self.mesh, self.group, self.sent = mesh, group, sent
+        self.owner, self.slots = owner.to(mesh.device), len(owner) - 1
+        self.first, self.last = first, last
+        self.count, self.rank = group.size(), group.rank()
 
     def note(self, what: str, rows: T, count: int) -> None:
-        """Count the bytes of so many ``rows`` as sent."""
+        """Add the bytes of ``count`` rows like ``rows`` to those sent as ``what``."""
         self.sent[what] += count * rows.shape[1:].numel() * rows.element_size()
 
-    def owners(self, slots: T) -> T:
-        """The members that have these slots."""
-        return self.owner[slots]
-
-    def wanted(self, owners: T) -> T:
-        """1 where a token goes to a member at all, else 0: ``[tokens, members]``, of the ``owners`` of its choices."""
-        none = torch.zeros(
-            len(owners), self.count + 1, dtype=torch.int64, device=owners.device
-        )
-        return none.scatter(1, owners, 1)[:, : self.count]
+    def wanted(self, slots: T) -> T:
+        """Mark the members that tokens go to with 1, others with 0: ``[tokens, k]`` to int64 ``[tokens, members]``."""
+        none = slots.new_zeros(len(slots), self.count + 1)
+        return none.scatter(1, self.owner[slots], 1)[:, : self.count]
 
     def counts_from_all(self, counts: T) -> T:
-        """What each member gives of the same number of whole numbers: ``[members, numbers]``."""
-        found = counts.new_empty(self.count * len(counts))
-        all_gather(found, counts, group=self.group)
-        return found.view(self.count, -1)
+        """Gather the ``counts`` of all members, int64 ``[n]`` of each: ``[members, n]``. Collective."""
+        gathered = counts.new_empty(self.count * len(counts))
+        all_gather(gathered, counts, group=self.group)
+        return gathered.view(self.count, -1)
 
     def most(self, number: int) -> int:
-        """The largest of all members' numbers."""
+        """Return the largest of all members' numbers. Collective."""
         with untyped():
-            found = torch.tensor(number, device=self.mesh.device)
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
-        return int(found) if has_numbers(found) else number
+            largest = torch.tensor(number, device=self.mesh.device)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return int(largest) if has_numbers(largest) else number
 
     def declared(self, x: T) -> T:
-        """``x`` with the type of what tokens choose."""
+        """Declare ``x`` with the type of values that tokens choose."""
         return declare(x, self.mesh, **by_token(self.mesh))
 
 
 class Homes(Members):
-    """Members that have all experts together, or pieces of them, which are placed like experts.
+    """Members that hold all experts together. Where an expert is cut, its ``pieces`` are placed like experts.
 
-    ``pieces``: so many an expert is cut in. ``items``: experts, or pieces of these, of all members together.
-    ``homes``: those that each member holds, and ``shares``: its slots, in which these come first.
+    ``items``: the number of experts, or of pieces, on all members together. ``homes``: the items of each member;
+    ``shares``: its range of slots, in which these come first.
     """
 
     pieces: int

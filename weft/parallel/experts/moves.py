@@ -25,10 +25,10 @@ Array = np.ndarray
 def better_order(
     loads: Array, order: Array, sizes: Array, spare: int, cost: float
 ) -> Array:
-    """Experts owner by owner: ``order``, or another one if a move to that pays until the next.
+    """Return experts owner by owner: ``order``, or another order if moving to that pays until the next move.
 
-    ``sizes``: how many each rank owns; ``cost``: that of moving an expert, as a multiple of sending a copy of it. A
-    copy is sent at least twice in a step, as weights and as gradients.
+    ``sizes``: experts that each rank owns; ``cost`` of moving an expert, as a multiple of sending a copy of it. A copy
+    is sent at least twice in a step, as weights and as gradients.
     """
 
     def copies(order: Array) -> int:
@@ -37,24 +37,21 @@ def better_order(
         return copies_away(with_copies(loads, owners, len(sizes), spare), order, sizes)
 
     new = swapped(loads, order, sizes)
-    return (
-        new
-        if 2 * REST * (copies(order) - copies(new)) > cost * (new != order).sum()
-        else order
-    )
+    saved = 2 * REST * (copies(order) - copies(new))
+    return new if saved > cost * (new != order).sum() else order
 
 
 def tensors_of(state: Sequence[Held]) -> list[torch.Tensor]:
-    """All that these parameters consist of."""
+    """List the weights and slots of these parameters."""
     return [
         t for h in state for t in (h.local, *(part.values for part in h.slots.values()))
     ]
 
 
 class Places(NamedTuple):
-    """Where a layer's experts are: the experts in the order of their places, owner by owner.
+    """Where a layer's experts are: the experts in the ``order`` of their places, owner by owner.
 
-    ``sizes``: how many each rank owns; ``home``: the experts in the order in which owners had them at first.
+    ``sizes``: experts that each rank owns; ``home``: the order that the layout gives.
     """
 
     order: Array
@@ -66,42 +63,31 @@ class Places(NamedTuple):
 def move_experts(
     ranks: Members, state: Sequence[Held], places: Places, order: Array
 ) -> None:
-    """Let owners have a layer's experts in this ``order``. Collective among the ranks that have them all."""
+    """Move a layer's experts, with their ``state``, to owners in this ``order``. Collective among the layer's ranks."""
     me, ends = ranks.rank, places.sizes.cumsum()
-    rank_of, start = (np.arange(ranks.count).repeat(places.sizes), ends - places.sizes)
+    rank_of, start = np.arange(ranks.count).repeat(places.sizes), ends - places.sizes
     to = np.nonzero(order != places.order)[0]  # places that get another expert
     source = np.argsort(places.order)[order[to]]  # and where that has been
-    leaving = [
-        source[(rank_of[to] == r) & (rank_of[source] == me)] - start[me]
-        for r in range(ranks.count)
-    ]
-    coming = [
-        to[(rank_of[source] == r) & (rank_of[to] == me)] - start[me]
-        for r in range(ranks.count)
-    ]
+
+    def rows_by_peer(rows: Array, here: Array, peer: Array) -> list[Array]:
+        return [rows[here & (peer == rank)] - start[me] for rank in range(ranks.count)]
+
+    leaving = rows_by_peer(source, rank_of[source] == me, rank_of[to])
+    coming = rows_by_peer(to, rank_of[to] == me, rank_of[source])
+    out, into = (torch.from_numpy(np.concatenate(rows)) for rows in (leaving, coming))
     tensors = tensors_of(state)
-    out, into = (torch.from_numpy(np.concatenate(one)) for one in (leaving, coming))
-    rows = torch.cat([t[out.to(t.device)].flatten(1) for t in tensors], 1).to(
-        ranks.mesh.device
-    )
-    found, work = start_exchange(
-        rows,
-        [len(one) for one in leaving],
-        [len(one) for one in coming],
-        ranks,
-        "moves",
-    )
+    # [experts, numbers of all tensors of an expert]
+    rows = torch.cat([t[out.to(t.device)].flatten(1) for t in tensors], 1)
+    sent, received = [*map(len, leaving)], [*map(len, coming)]
+    rows = rows.to(ranks.mesh.device)
+    arriving, work = start_exchange(rows, sent, received, ranks, "moves")
     work.wait()
-    for t, piece in zip(
-        tensors, found.split([t[0].numel() for t in tensors], 1), strict=True
-    ):
+    pieces = arriving.split([t[0].numel() for t in tensors], 1)
+    for t, piece in zip(tensors, pieces, strict=True):
         t[into.to(t.device)] = piece.view(-1, *t.shape[1:]).to(t.device)
-    mine = slice(start[me], ends[me])
-    held = (
-        None
-        if (order[mine] == places.home[mine]).all()
-        else tuple(order[mine].tolist())
-    )
+    own = slice(start[me], ends[me])
+    is_home = (order[own] == places.home[own]).all()
+    held = None if is_home else tuple(order[own].tolist())
     for h in state:
         h.rows = held
         h.slots = {slot: replace(part, rows=held) for slot, part in h.slots.items()}

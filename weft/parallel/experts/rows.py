@@ -18,9 +18,9 @@ from weft.parallel.units import all_gather, exchanged_rows, reduce_scatter
 
 T = torch.Tensor
 
-#: Waits for rows that are under way.
+#: Waits for rows that are under way, and returns them.
 Awaited = Callable[[], T]
-#: Rows as they are with others, and what is to be waited for until they are there.
+#: Rows that are being received, and the work to wait for before they are read.
 Moving = tuple[T, Any]
 
 
@@ -31,28 +31,27 @@ def exchanged(
     members: Members,
     what: str = "tokens",
 ) -> Awaited:
-    """Rows from every member: so many of ``rows`` to each in turn, and so many from each.
+    """Exchange rows: the first ``sent[0]`` of ``rows`` go to member 0, and so on; ``received[i]`` come from member i.
 
     ``what``: see :data:`weft.models.router.SENT`.
     """
     there, back = (
-        partial(start_exchange, sent=a, received=b, members=members, what=what)
-        for a, b in ((sent, received), (received, sent))
+        partial(start_exchange, sent=out, received=into, members=members, what=what)
+        for out, into in ((sent, received), (received, sent))
     )
     return _move(rows, there, back)
 
 
 def gathered(x: T, members: Members, what: str = "tokens") -> Awaited:
-    """The rows of all members, as many of each."""
-    return _move(
-        x,
-        partial(_gather, members=members, what=what),
-        partial(_scatter, members=members, what=what),
+    """Gather the rows of all members, which have equally many: ``[members * rows, ...]``."""
+    there, back = (
+        partial(way, members=members, what=what) for way in (_gather, _scatter)
     )
+    return _move(x, there, back)
 
 
 def scattered(x: T, members: Members) -> Awaited:
-    """This rank's rows of the sum of all members' ``x``."""
+    """Sum ``x`` over all members, and return this member's share of the rows."""
     there, back = (
         partial(way, members=members, what="tokens") for way in (_scatter, _gather)
     )
@@ -62,39 +61,38 @@ def scattered(x: T, members: Members) -> Awaited:
 def start_exchange(
     rows: T, sent: list[int], received: list[int], members: Members, what: str
 ) -> Moving:
-    """Let rows set out without a gradient; arguments as of :func:`exchanged`."""
+    """Start an exchange that has no gradient; arguments as of :func:`exchanged`."""
     members.note(what, rows, sum(sent) - sent[members.rank])
     return exchanged_rows(rows, sent, received, members.group)
 
 
 def _gather(x: T, members: Members, what: str) -> Moving:
     members.note(what, x, (members.count - 1) * len(x))
-    found = x.new_empty(members.count * len(x), *x.shape[1:])
-    return found, all_gather(found, x.contiguous(), group=members.group, async_op=True)
+    moved = x.new_empty(members.count * len(x), *x.shape[1:])
+    return moved, all_gather(moved, x.contiguous(), group=members.group, async_op=True)
 
 
 def _scatter(x: T, members: Members, what: str) -> Moving:
     members.note(what, x, len(x) - len(x) // members.count)
-    found = x.new_empty(len(x) // members.count, *x.shape[1:])
-    return found, reduce_scatter(
-        found, x.contiguous(), group=members.group, async_op=True
-    )
+    moved = x.new_empty(len(x) // members.count, *x.shape[1:])
+    work = reduce_scatter(moved, x.contiguous(), group=members.group, async_op=True)
+    return moved, work
 
 
 @dataclass
 class _Flight:
-    """Moves rows there and their gradients back, and keeps what is under way until it is needed."""
+    """Moves rows ``there`` and their gradients ``back``, and keeps rows under way until they are needed."""
 
     there: Callable[[T], Moving]
     back: Callable[[T], Moving]
     moving: Moving | None = None
 
     def land(self) -> T:
-        """What was under way."""
+        """Wait for the rows under way, and return them."""
         assert self.moving is not None
-        (found, work), self.moving = self.moving, None
+        (moved, work), self.moving = self.moving, None
         work.wait()
-        return found
+        return moved
 
     def leave(self, rows: T) -> T:
         self.moving = self.there(rows)

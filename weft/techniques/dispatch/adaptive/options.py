@@ -137,9 +137,9 @@ def numbers_sent(choice: Choice, width: int, members: Members | None) -> T:
     tokens, k = choice.ids.shape
     if members is None:
         return choice.ids.new_zeros(1)
-    owners = members.owners(choice.ids)
+    owners = members.owner[choice.ids]
     rows = ((owners != members.rank) & (owners < members.count)).sum()
-    present = members.wanted(owners)
+    present = members.wanted(choice.ids)
     copies = present.sum() - present[:, members.rank].sum()
     to_all = torch.full_like(rows, tokens * (members.count - 1))
     return torch.stack(

@@ -103,7 +103,7 @@ class Speculation(PhaseFiller):
     def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
         """Update the units that have not been updated early."""
         result = update_unless_skipped(self.context, given, agreed, self._update_others)
-        self.tried.stand()
+        self.tried.commit()
         return [result._replace(undone=self.wrong)]
 
     def _update_others(self, grads: UnitGradients, lr: float, scale: float) -> None:
