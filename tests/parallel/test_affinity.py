@@ -8,11 +8,11 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from weft.parallel.experts.affinity import (
     Owners,
+    experts_by_slot,
     largest_load,
     place_experts,
     random_owners,
     share_that_stays,
-    slots_of,
     steps_between,
 )
 
@@ -56,7 +56,7 @@ def test_planted_groups_are_found(
     assert (
         share_that_stays(steps, owners) >= 0.95 * share_that_stays(steps, groups) > 0.8
     )
-    table = slots_of(owners)
+    table = experts_by_slot(owners)
     assert all((owner[slots] == np.repeat(np.arange(ranks), experts // ranks)).all()
                for owner, slots in zip(owners, table, strict=True))  # fmt: skip
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from weft.layout.mesh import Mesh
 
 
-#: What attends and moves, of which selective recomputation keeps the results. An operator is known once its file is.
+#: Operators of attention and of exchanges, whose results selective recomputation keeps, if their file is imported.
 KEPT_OPS = (
     "attention",
     "tile_attention",
@@ -41,7 +41,7 @@ def check_fits(
     shape: ModelShape, layout: Layout, train: Train | None = None, optimizer: Optimizer | None = None,
     memory: Memory | None = None,
 ) -> None:  # fmt: skip
-    """Raises :class:`Conflict` for what the table has; ``vocab`` may be 0, not yet known."""
+    """Raise :class:`Conflict` for settings that the table of conflicts refuses; ``vocab`` may be 0, not yet known."""
     asked = AskedRecipe(
         layout=layout,
         shape=shape,
@@ -53,7 +53,7 @@ def check_fits(
 
 
 class Built(NamedTuple):
-    """What computes on this rank, and what it computes with. Nothing is added to either afterwards."""
+    """The model that computes on this rank, and its state. Nothing is added to either afterwards."""
 
     model: Transformer
     state: State
@@ -67,11 +67,12 @@ def parallelize(
 ) -> Built:  # fmt: skip
     """Build ``shape`` under ``mesh``, step by step; each step is logged by its name.
 
-    ``values`` default to the seeded initial values, which are the same under every layout; ``seq_len`` weighs attention
-    where layers are dealt to stages. What ``train.freeze`` names is frozen, and so is all but the adapter of a model
-    with one. ``memory``: where all that rests; on the device. ``lift`` takes out what is to have no memory here.
-    Without ``summed`` a gradient stays that of its replica (``dp``). ``hooks``: what passes call. ``report`` is told
-    how many blocks' activations leave the device. ``optimizer``: what updates the state, if anything does.
+    ``values``: initial values, by default seeded ones that are the same under every layout. ``seq_len`` weighs
+    attention where layers are assigned to stages. Parameters that ``train.freeze`` names are frozen; with an adapter,
+    all parameters of the base are. ``memory``: where tensors rest, by default the device. ``lift`` removes parts that
+    get no memory here. Without ``summed``, gradients stay those of a replica (``dp``). ``hooks``: functions that passes
+    call. ``report`` gets the number of blocks whose activations leave the device. ``optimizer``: None for a state
+    that is never updated.
     """
     memory = memory or Memory()
     dtype = getattr(torch, train.dtype)
@@ -191,7 +192,7 @@ def freeze(
 
 
 def tiers_of(memory: Memory, mesh: Mesh, timeout: float) -> OnDevice:
-    """Where the state rests, and what is saved for backward."""
+    """Return the tiers in which the state and saved activations rest."""
     if not memory.away:
         return OnDevice()
     from weft.memory.resting import Tiers
@@ -200,23 +201,21 @@ def tiers_of(memory: Memory, mesh: Mesh, timeout: float) -> OnDevice:
 
 
 def is_sharded(mesh: Mesh, train: Train, memory: Memory, summed: bool = True) -> bool:
-    """Whether state and parameters are different tensors: sharded, replicated, in another precision or offloaded.
+    """Return whether state and parameters are different tensors: sharded, replicated, narrower or offloaded.
 
     Replicas whose gradients are not to be ``summed`` here can have one tensor for both.
     """
+    if mesh.device_mesh is None:
+        return False
     replicas = mesh.size("dp") if summed else 1
-    apart = (
-        replicas * mesh.size("state") > 1
-        or train.dtype == "bfloat16"
-        or memory.offloads_state
-    )
-    return mesh.device_mesh is not None and apart
+    shared = replicas * mesh.size("state") > 1
+    return shared or train.dtype == "bfloat16" or memory.offloads_state
 
 
 def whole_model(
     shape: ModelShape, mesh: Mesh, loss_chunk: int = 1024, hooks: Hooks = NO_HOOKS
 ) -> Transformer:
-    """A model on one device or all of it on every rank: Weft's, or a plugin's."""
+    """Make a whole model, Weft's or a plugin's, on the meta device."""
     if not shape.kind:
         return Transformer(shape, mesh, loss_chunk, hooks=hooks)
     from weft.models.plugin_model import PluginModel
@@ -225,7 +224,7 @@ def whole_model(
 
 
 def untrained_values(shape: ModelShape, seed: int) -> Values:
-    """What a model without an adapter begins with: seeded values, or those that a plugin's module makes itself."""
+    """Return the initial values of a model without an adapter: seeded ones, or those of a plugin's module."""
     if not shape.kind:
         return seeded_values(seed)
     from weft.models.plugin_model import plugin_values
@@ -234,7 +233,7 @@ def untrained_values(shape: ModelShape, seed: int) -> Values:
 
 
 def make_unheld(model: Transformer, device: torch.device, kept: Container[str]) -> None:
-    """Give the parameters of a model on the meta device a place on this one, and only those in ``kept`` memory there.
+    """Move the parameters of a model from the meta device to ``device``, and give memory to those in ``kept`` only.
 
     Module by module: a model whose state rests in files may not fit in memory even for a moment.
     """
@@ -246,7 +245,7 @@ def make_unheld(model: Transformer, device: torch.device, kept: Container[str]) 
 
 
 def connect(model: Transformer, mesh: Mesh, recompute: str) -> None:
-    """Have the blocks attend, and exchange rows of experts, over the ranks of ``mesh``, and say what they recompute."""
+    """Connect attention and experts of the blocks over the ranks of ``mesh``, and set what the blocks recompute."""
     if mesh.layout.ep > 1:
         from weft.parallel.experts.connect import connect_experts
 
@@ -261,7 +260,7 @@ def connect(model: Transformer, mesh: Mesh, recompute: str) -> None:
 
 
 def attention_over(mesh: Mesh, shape: ModelShape) -> Attend:
-    """How a layer attends over the ranks of ``mesh``; every rank calls this."""
+    """Return the attention of layers over the ranks of ``mesh``. Collective."""
     attend: Attend = local_attention
     if mesh.size("cp") > 1:
         from weft.parallel.context.attend import context_attention
@@ -277,16 +276,11 @@ def attention_over(mesh: Mesh, shape: ModelShape) -> Attend:
 def resident_state(
     model: Transformer, mesh: Mesh, make: Callable[..., State] = State
 ) -> State:
-    """The state, made by ``make``, of a model whose parameters are all here: a unit per block, one for the rest."""
+    """Make the state, by ``make``, of a model that is whole on this rank: a unit per block, and one for the rest."""
     described = dict(model.logical_parameters())
-    held = {
-        name: Held(
-            name,
-            described[name],
-            mesh.place.hold(described[name]),
-            parameter.detach(),
-            parameter,
-        )
-        for name, parameter in model.named_parameters()
-    }
+    held = {}
+    for name, parameter in model.named_parameters():
+        placement = mesh.place.hold(described[name])
+        local = parameter.detach()
+        held[name] = Held(name, described[name], placement, local, parameter)
     return make(Unit(of_block) for of_block in by_block(held).values())

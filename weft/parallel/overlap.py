@@ -112,7 +112,7 @@ def layer_ops(
         return [reads[0]] * len(a.writes)
 
     def combine(a: Action, reads: Sequence[Any]) -> list[Any]:
-        (layer,) = reads
+        layer = reads[0]
         if a.stage == table.paths[a.microbatch][-1]:
             layer.output()
         return [
@@ -130,7 +130,7 @@ def layer_ops(
         return [reads[0]]
 
     def attention_back(a: Action, reads: Sequence[Any]) -> list[Any]:
-        (layer,) = reads
+        layer = reads[0]
         layer.go_back()
         layer.go_back()
         grad = None if layer.leaf is None else layer.leaf.grad

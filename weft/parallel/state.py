@@ -174,6 +174,7 @@ class State:
             unit.gather()
 
     def release(self, drop: bool = True) -> None:
+        """Forget the full parameters of all units."""
         for unit in self.units:
             unit.release(drop)
 
@@ -196,6 +197,7 @@ class State:
         }
 
     def clear_gradients(self) -> None:
+        """Forget the gradients of all parameters."""
         for h in self.held:
             h.parameter.grad = None
 

@@ -16,12 +16,12 @@ Number = Any
 class ScheduleBuilder:
     """A pipeline schedule for any number of ranks and microbatches.
 
-    ``about``: what it does, in a few words; ``paper``: its source, by arXiv's number where there is one.
-    ``chunks``: stages that a rank holds for a microbatch; ``free``: the caller may choose another number of them.
-    ``splits``: backward is divided into I (input gradient) and W (weight gradient), by some schedules only in part.
-    ``twice``: a stage is held by two ranks. ``falls``: by how many forwards each rank further down runs less ahead of
-    its backwards; the memory that it holds falls with that, if the little that kept weight gradients need is not
-    counted. ``place``: where the planner lists the schedule, which decides between equals.
+    ``about``: the schedule in a few words; ``paper``: its source, by arXiv's number where there is one. ``chunks``:
+    stages that a rank holds for a microbatch; ``free``: whether the caller may choose their number. ``splits``:
+    backward is divided into I (input gradient) and W (weight gradient), by some schedules only in part. ``twice``: two
+    ranks hold a stage. ``falls``: each rank runs this many forwards less ahead of its backwards than the rank before,
+    and holds less memory accordingly (the tapes of postponed weight gradients aside). ``place``: the planner's order
+    of schedules, which decides between equals.
     """
 
     about: ClassVar[str] = ""
@@ -77,16 +77,16 @@ def ramp(ranks: Number, times: Times) -> Number:
 
 
 def filled(times: Times) -> Number:
-    """Return what is left of a hop down the ranks and back where a forward and a weight gradient fill it."""
+    """Return the idle time of a hop down the ranks and back that a forward and a weight gradient fill."""
     return times.backward_input + larger(times.forward - times.backward_weight, 0)
 
 
 def held_back(
     ranks: Number, microbatches: Number, most: Number, times: Times
 ) -> Number:
-    """Return what is left where at most ``most`` microbatches fill the wait for the first gradient.
+    """Return the idle time where at most ``most`` microbatches fill the wait for the first gradient.
 
-    Each but the first shortens it by its forward, or by its weight gradient at the end, whichever takes less.
+    Each but the first shortens the wait by its forward, or by its weight gradient at the end, whichever is shorter.
     """
     ahead = -larger(-microbatches, -most)
     shorter = times.forward - larger(times.forward - times.backward_weight, 0)

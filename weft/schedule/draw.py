@@ -2,6 +2,8 @@
 
 import zlib
 from collections.abc import Iterator
+from functools import partial
+from itertools import chain
 from math import floor, log10
 from typing import Any, NamedTuple
 
@@ -22,87 +24,86 @@ PALETTE = (
     "#f472b6",
 )
 PAGE, DARK_PAGE = "#ffffff", "#171b22"
-#: Of all else in a picture; a page replaces them by its own (fills.css).
+#: Colours of everything but actions; a page replaces them by its own (fills.css).
 COLOURS = {
     "ink": "#16191f", "strong": "#46494f", "soft": "#667085", "line": "#e4e7ec", "lane": "#f4f5f8", "hatch": "#d5d9e1",
     "area": "#e3e8f2", "level": "#5b6b8c", "page": PAGE,
 }  # fmt: skip
-#: Where in its lane an action stands, and how much of it it takes, if some communicate beside the others.
+#: Top and height of an action in its lane, if some actions communicate beside the others.
 STRIPS = {Clock.COMPUTE: (0.0, 0.7), Clock.COMMUNICATION: (0.72, 0.28)}
 MEMORY = "activations held, in microbatches of a rank"
 
 
 def colours(table: Table) -> dict[str, str]:
-    """The colour of every computing kind in the table; a kind keeps its colour from table to table where it can."""
-    found: dict[str, str] = {}
+    """Return the colour of every kind in the table that computes; it is the same in other tables where possible."""
+    chosen: dict[str, str] = {}
     present = {a.kind for a in table if not a.declared.inserted}
     for kind in [k for k in KINDS if k in present] + sorted(present - set(KINDS)):
-        at = zlib.crc32(kind.encode())
-        free = [
-            c
-            for i in range(len(PALETTE))
-            if (c := PALETTE[(at + i) % len(PALETTE)]) not in found.values()
-        ]
-        found[kind] = kind_of(kind).colour or (free or PALETTE)[0]
-    return found
+        at = zlib.crc32(kind.encode()) % len(PALETTE)
+        turned = PALETTE[at:] + PALETTE[:at]
+        free = (colour for colour in turned if colour not in chosen.values())
+        chosen[kind] = kind_of(kind).colour or next(free, PALETTE[0])
+    return chosen
 
 
-def shades_of(table: Table) -> tuple[dict[tuple[int, int, int], int], int, str]:
-    """What shades an action, by ``(rank, stage, microbatch)``; how many shades; what they tell.
+class Shades(NamedTuple):
+    """The shade of each action ``(rank, stage, microbatch)``, the number of shades, and their meaning in words."""
 
-    The virtual stage of its rank, or, where ranks share stages (DualPipe), the end at which the microbatch enters.
-    """
+    by_action: dict[tuple[int, int, int], int]
+    number: int
+    meaning: str
+
+
+def shades_of(table: Table) -> Shades:
+    """Choose what shades tell apart: the stages of a rank, or the ends at which microbatches enter (DualPipe)."""
     held = [table.held(rank) for rank in range(len(table.ranks))]
     places = {(a.rank, a.stage, a.microbatch) for a in table if not a.declared.inserted}
-    if sum(map(len, held)) == len({s for stages in held for s in stages}):
-        shade = {
+    if sum(map(len, held)) == len(set(chain(*held))):
+        by_stage = {
             (rank, s, m): held[rank].index(s) if s in held[rank] else 0
             for rank, s, m in places
         }
-        return shade, max(1, *map(len, held)), "the rank's stages, strongest first"
+        count = max(1, *map(len, held))
+        return Shades(by_stage, count, "the rank's stages, strongest first")
     enters = {
         m: rank
         for rank, stage, m in places
         if 0 <= m < table.microbatches and stage == table.paths[m][0]
     }
     ends = sorted(set(enters.values()))
-    meaning = f"enters at rank {', '.join(map(str, ends))}"
-    return (
-        {(rank, s, m): ends.index(enters.get(m, ends[0])) for rank, s, m in places},
-        len(ends),
-        meaning,
-    )
+    by_end = {(rank, s, m): ends.index(enters.get(m, ends[0])) for rank, s, m in places}
+    return Shades(by_end, len(ends), f"enters at rank {', '.join(map(str, ends))}")
 
 
 def boxes(simulation: Simulation) -> list[Timed]:
-    """What is drawn, in this order: the actions of all compute streams, then those of all communication streams."""
-    return [t for lane in (*simulation.timeline, *simulation.beside) for t in lane]
+    """List the timed actions in the order of drawing: first compute streams, then communication streams."""
+    return [*chain(*simulation.timeline, *simulation.beside)]
 
 
 def mix(a: str, b: str, share: float) -> str:
+    """Mix two colours ``#rrggbb``; ``share``: of the second."""
     pairs = zip(bytes.fromhex(a[1:]), bytes.fromhex(b[1:]), strict=True)
     return "#" + "".join(f"{round(x + (y - x) * share):02x}" for x, y in pairs)
 
 
 def shaded(colour: str, shade: int, count: int, dark: bool = False) -> tuple[str, str]:
-    """Fill and text colour. Later shades fade towards the page; the text is what contrasts most."""
+    """Return fill and text colour of a shade. Later shades fade towards the page; the text contrasts with the fill."""
     share = shade / (count - 1) if count > 1 else 0.0
-    fill = (
-        mix(mix(colour, PAGE, 0.25), DARK_PAGE, 0.55 * share)
-        if dark
-        else mix(colour, PAGE, 0.66 * share)
-    )
-    parts = [
+    fill = mix(colour, PAGE, 0.66 * share)
+    if dark:
+        fill = mix(mix(colour, PAGE, 0.25), DARK_PAGE, 0.55 * share)
+    # relative luminance of sRGB
+    red, green, blue = (
         (c / 255 / 12.92 if c < 11 else ((c / 255 + 0.055) / 1.055) ** 2.4)
         for c in bytes.fromhex(fill[1:])
-    ]
-    luminance = 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+    )
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     # the contrasts of white and ink cross at 0.19
-    return fill, (PAGE if luminance < 0.19 else "#0e1116")
+    return fill, PAGE if luminance < 0.19 else "#0e1116"
 
 
 class Look(NamedTuple):
-    """How actions of one kind and shade are drawn: class, colours of box and number, the same in the dark."""
+    """The look of actions of a kind and shade: CSS class, colours of box and number, and both on a dark page."""
 
     css: str
     fill: str
@@ -112,26 +113,26 @@ class Look(NamedTuple):
 
 
 def legend(table: Table) -> dict[str, Any]:
-    """For the templates: every kind with its meaning and the looks of its shades; what else there is to tell."""
-    _, shades, meaning = shades_of(table)
-    kinds = [
-        (kind, kind_of(kind).meaning, [
-            Look(f"k{k}s{s}", *shaded(colour, s, shades), *shaded(colour, s, shades, dark=True)) for s in range(shades)
-        ]) for k, (kind, colour) in enumerate(colours(table).items())
-    ]  # fmt: skip
-    return {
-        "kinds": kinds,
-        "remark": " · number: microbatch"
-        + (f" · shade: {meaning}" if shades > 1 else ""),
-    }
+    """Return the legend for the templates: every kind with its meaning and looks, and a remark."""
+    shades = shades_of(table)
+    kinds = []
+    for k, (kind, colour) in enumerate(colours(table).items()):
+        looks = []
+        for s in range(shades.number):
+            light, dark = (shaded(colour, s, shades.number, on) for on in (False, True))
+            looks.append(Look(f"k{k}s{s}", *light, *dark))
+        kinds.append((kind, kind_of(kind).meaning, looks))
+    told_apart = f" · shade: {shades.meaning}" if shades.number > 1 else ""
+    return {"kinds": kinds, "remark": f" · number: microbatch{told_apart}"}
 
 
 def short_number(value: float) -> str:
+    """Format a number with five digits."""
     return f"{value:.5g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
 def ticks(end: float) -> list[float]:
-    """Round times from 0 to ``end``, about a dozen."""
+    """Return about a dozen round times from 0 to ``end``."""
     rough = end / 12
     power = 10.0 ** floor(log10(rough))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
@@ -139,15 +140,21 @@ def ticks(end: float) -> list[float]:
 
 
 def summary_line(simulation: Simulation, unit: str = "") -> str:
+    """Return size, bubble and makespan of a simulation in a line; ``unit``: of time."""
     unit = unit and f" {unit}"
-    ran = f" · first to last action {short_number(simulation.elapsed)}{unit}"
-    size = f"P = {len(simulation.timeline)} ranks · M = {simulation.table.microbatches} microbatches"
-    clock = f"bubble {simulation.bubble_rate:z.1%} · makespan {short_number(simulation.makespan)}{unit}"
-    return f"{size} · {clock}{ran if simulation.elapsed > simulation.makespan * (1 + 1e-9) else ''}"
+    parts = [
+        f"P = {len(simulation.timeline)} ranks",
+        f"M = {simulation.table.microbatches} microbatches",
+        f"bubble {simulation.bubble_rate:z.1%}",
+        f"makespan {short_number(simulation.makespan)}{unit}",
+    ]
+    if simulation.elapsed > simulation.makespan * (1 + 1e-9):
+        parts.append(f"first to last action {short_number(simulation.elapsed)}{unit}")
+    return " · ".join(parts)
 
 
 class Box(NamedTuple):
-    """An action as it is drawn; ``down`` and ``tall``: where in its lane it begins and how much of it it takes."""
+    """The box of an action; ``down`` and ``tall``: its top and height as shares of the lane."""
 
     start: float
     end: float
@@ -160,7 +167,7 @@ class Box(NamedTuple):
 
 
 class Track(NamedTuple):
-    """Memory of a rank: times with levels, as shares of the highest of all ranks; when and how high it peaks."""
+    """The memory of a rank: times and levels, as shares of the highest level of all ranks, and its peak."""
 
     levels: list[tuple[float, float]]
     when: float
@@ -176,15 +183,13 @@ def svg(
     memory: str = MEMORY,
     page: bool = False,
 ) -> str:
-    """The picture: a lane of boxes per rank, and under it the memory of each.
+    """Draw the simulation as SVG: a lane of boxes for each rank, and the rank's memory under it.
 
-    ``unit``: of time; ``memory``: what the levels are; ``note``: stands beside the title, or describes the picture of a
-    ``page``, which has no title, legend and background of its own.
+    ``unit``: of time; ``memory``: meaning of the levels; ``note``: text beside the title. A picture for a ``page`` has
+    no title, legend and background of its own; there ``note`` describes the picture.
     """
     table = simulation.table
-    spans = [
-        t.end - t.start for lane in simulation.timeline for t in lane if t.end > t.start
-    ]
+    spans = [t.end - t.start for t in chain(*simulation.timeline) if t.end > t.start]
     return render(
         "schedule/picture.svg", c=COLOURS, page=page, note=note, unit=unit, memory=memory, name=title or table.name,
         caption=(page and note) or summary_line(simulation, unit), elapsed=simulation.elapsed,
@@ -195,7 +200,7 @@ def svg(
 
 
 def _lanes(simulation: Simulation) -> list[tuple[float, tuple[int, ...]]]:
-    """Of each rank when its makespan begins, from which on its lane is hatched, and the stages it holds."""
+    """Return the begin of each rank's makespan, from where its lane is hatched, and the stages that it holds."""
     ends = [
         max((t.end for t in (*a, *b)), default=0.0)
         for a, b in zip(simulation.timeline, simulation.beside, strict=True)
@@ -208,12 +213,10 @@ def _lanes(simulation: Simulation) -> list[tuple[float, tuple[int, ...]]]:
 
 def _boxes(simulation: Simulation) -> Iterator[Box]:
     looks = {kind: shades for kind, _, shades in legend(simulation.table)["kinds"]}
-    (shade, *_), beside = shades_of(simulation.table), any(simulation.beside)
+    shade, beside = shades_of(simulation.table).by_action, any(simulation.beside)
     for t in boxes(simulation):
-        a, (down, tall) = (
-            t.action,
-            STRIPS[t.action.declared.clock] if beside else (0.0, 1.0),
-        )
+        a = t.action
+        down, tall = STRIPS[a.declared.clock] if beside else (0.0, 1.0)
         tip = f"{a.kind} stage {a.stage}, microbatch {a.microbatch}: {short_number(t.start)} to {short_number(t.end)}"
         look = looks[a.kind][shade[a.rank, a.stage, a.microbatch]]
         yield Box(t.start, t.end, down, tall, a.rank, look, a.microbatch, tip)
@@ -223,22 +226,21 @@ def _tracks(simulation: Simulation) -> Iterator[Track]:
     highest = max(simulation.peaks, default=0.0) or 1.0
     for track, peak in zip(simulation.memory, simulation.peaks, strict=True):
         when = next((t for t, level in track if level == peak), 0.0)
-        yield Track(
-            [(t, level / highest) for t, level in dict(track).items()],
-            when,
-            peak / highest,
-            short_number(peak),
-        )
+        levels = [(t, level / highest) for t, level in dict(track).items()]
+        yield Track(levels, when, peak / highest, short_number(peak))
 
 
 def _reads(simulation: Simulation) -> dict[Key, list[str]]:
-    """What each action reads, and where that came from if from another rank."""
-    come = {
-        (value, to): f"from rank {by} at {short_number(at)}"
-        for value, by, to, _, at in simulation.moves
+    """Describe the values that each action reads, with the rank that sent them."""
+    sources = {
+        (
+            move.value,
+            move.target,
+        ): f"from rank {move.source} at {short_number(move.end)}"
+        for move in simulation.moves
     }
     return {
-        a.key: [f"{v} {come.get((v, a.rank), 'on this rank')}" for v in a.reads]
+        a.key: [f"{v} {sources.get((v, a.rank), 'on this rank')}" for v in a.reads]
         for a in simulation.table
     }
 
@@ -250,12 +252,9 @@ def html(
     unit: str = "",
     memory: str = MEMORY,
 ) -> str:
-    """One page that works offline: the picture with zoom, values on hover, and the path of a microbatch."""
-    table, reads, kinds = (
-        simulation.table,
-        _reads(simulation),
-        list(colours(simulation.table)),
-    )
+    """Return a page that works offline: the picture with zoom, values on hover, and the path of a microbatch."""
+    table, reads = simulation.table, _reads(simulation)
+    kinds = list(colours(table))
     span, after = simulation.makespan, f" {unit}".rstrip()
     data = {
         "end": simulation.elapsed or 1.0, "makespan": span, "unit": after, "microbatches": table.microbatches,
@@ -278,57 +277,46 @@ def html(
 
 
 def perfetto(simulation: Simulation, microseconds: float = 1000.0) -> dict[str, Any]:
-    """A Chrome trace (ui.perfetto.dev): per rank a track and a counter of memory, an arrow per move."""
-    us, reads, name = microseconds, _reads(simulation), simulation.table.name
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": name}}
-    ]
+    """Return a Chrome trace (ui.perfetto.dev): a track and a counter of memory for each rank, an arrow for each move.
+
+    ``microseconds``: the length of the simulation's unit of time.
+    """
+    us, reads = microseconds, _reads(simulation)
+    events: list[dict[str, Any]] = []
+
+    def add(phase: str, name: str, **fields: Any) -> None:
+        events.append({"ph": phase, "pid": 0, "name": name, **fields})
+
+    add("M", "process_name", args={"name": simulation.table.name})
     # Where and when the arrow of a value begins on a rank, or ends: its track and time.
-    leaves: dict[tuple[Value, int], dict[str, float]] = {}
-    needed: dict[tuple[Value, int], dict[str, float]] = {}
+    leaves: dict[tuple[Value, int], dict[str, Any]] = {}
+    needed: dict[tuple[Value, int], dict[str, Any]] = {}
     count = len(simulation.timeline)
     for track, lane in enumerate((*simulation.timeline, *simulation.beside)):
-        rank, at = track % count, {"pid": 0, "tid": track}
-        if track >= count and not lane:
+        beside, rank = divmod(track, count)
+        if beside and not lane:
             continue
-        label = f"rank {rank}" + ", communication" * (track >= count)
-        events.append({"ph": "M", **at, "name": "thread_name", "args": {"name": label}})
-        events.append(
-            {
-                "ph": "M",
-                **at,
-                "name": "thread_sort_index",
-                "args": {"sort_index": 2 * rank + track // count},
-            }
-        )
+        label = f"rank {rank}" + ", communication" * beside
+        add("M", "thread_name", tid=track, args={"name": label})
+        order = {"sort_index": 2 * rank + beside}
+        add("M", "thread_sort_index", tid=track, args=order)
         for t in lane:
-            a, span = t.action, {"ts": t.start * us, "dur": (t.end - t.start) * us}
+            a, start, span = t.action, t.start * us, (t.end - t.start) * us
             args = {"stage": a.stage, "microbatch": a.microbatch, "reads": reads[a.key]}
-            events.append(
-                {
-                    "ph": "X",
-                    **at,
-                    "name": f"{a.kind} {a.microbatch}",
-                    "cat": a.kind,
-                    **span,
-                    "args": args,
-                }
-            )
+            name = f"{a.kind} {a.microbatch}"
+            add("X", name, tid=track, cat=a.kind, ts=start, dur=span, args=args)
             # Inside the slice that sends: at its very end the next one would be taken for the sender.
-            out = {"tid": track, "ts": (t.end - (t.end - t.start) / 100) * us}
+            out = {"tid": track, "ts": start + span * 0.99}
             leaves |= dict.fromkeys(((value, rank) for value in a.writes), out)
             for value in a.reads:
-                needed.setdefault((value, rank), {"tid": track, "ts": t.start * us})
+                needed.setdefault((value, rank), {"tid": track, "ts": start})
     for rank, levels in enumerate(simulation.memory):
         for time, level in dict(levels).items():
-            held = {"name": f"memory of rank {rank}", "args": {"level": level}}
-            events.append({"ph": "C", "pid": 0, "ts": time * us, **held})
+            add("C", f"memory of rank {rank}", ts=time * us, args={"level": level})
     for i, (value, source, target, start, end) in enumerate(simulation.moves):
-        move = {"cat": "move", "name": str(value), "id": i, "pid": 0}
-        events.append({"ph": "s", **move, **leaves[value, source]})
-        events.append({"ph": "f", "bp": "e", **move, **needed[value, target]})
-        for ph, when in (("b", start), ("e", end)) if end > start else ():
-            events.append(
-                {"ph": ph, **move, "cat": "link", "tid": source, "ts": when * us}
-            )
+        arrow = partial(add, name=str(value), id=i)
+        arrow("s", cat="move", **leaves[value, source])
+        arrow("f", cat="move", **needed[value, target], bp="e")
+        for phase, when in (("b", start), ("e", end)) if end > start else ():
+            arrow(phase, cat="link", tid=source, ts=when * us)
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -1,4 +1,4 @@
-"""How values travel between the ranks of a pipeline: asynchronously, in order, with their shapes."""
+"""The wire between the ranks of a pipeline: values travel asynchronously, in order, with their shapes."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -13,9 +13,11 @@ from weft.net.groups import new_group
 from weft.net.lost import PeerLost, peer_lost
 from weft.schedule.actions import Value
 
-Spec = Callable[[Value], list[tuple[tuple[int, ...], torch.dtype]] | None]
+#: The shape and type of each tensor of a value.
+Specs = list[tuple[tuple[int, ...], torch.dtype]]
+Spec = Callable[[Value], Specs | None]
 
-#: Most tensors in a value and most dimensions of a tensor, when shapes travel with the data.
+#: Limits of tensors in a value and of dimensions of a tensor, where shapes travel with the data.
 TENSORS, DIMS = 4, 6
 DTYPES = (
     torch.float64,
@@ -30,7 +32,7 @@ DTYPES = (
 
 @dataclass
 class _Arrival:
-    """A value asked for: first its header, if nobody knows its shape, then its tensors."""
+    """A value that this rank receives: first its header, if its shape is unknown, then its tensors."""
 
     value: Value
     header: torch.Tensor | None
@@ -39,11 +41,11 @@ class _Arrival:
 
 
 class Wire:
-    """Moves between the ranks of one pipeline, numbered as along the mesh axis.
+    """Transfers between the ranks of one pipeline, numbered as along the mesh axis.
 
-    ``spec(value)``: shapes and types of the value's tensors if the receiver can know them, else None, and a header
-    travels before the data. On NCCL every ordered pair of ranks has its own communicator (``pairs``), as two ranks that
-    send to each other in one would wait for each other. ``timeout``: seconds a rank waits for a value.
+    ``spec(value)``: shapes and types of the value's tensors if the receiver knows them; else None, and a header travels
+    before the data. On NCCL every ordered pair of ranks has its own communicator, as two ranks that send to each other
+    in the same one would wait for each other. ``timeout``: seconds that a rank waits for a value.
     """
 
     def __init__(
@@ -65,13 +67,9 @@ class Wire:
         self._tags: dict[tuple[int, int], int] = defaultdict(int)
 
     def connect(self, pairs: set[tuple[int, int]]) -> None:
-        """Make the communicators of these ordered pairs; collective over the pipeline's ranks. Only NCCL needs it."""
-        for pair in sorted(pairs):
-            if (
-                self.device.type == "cuda"
-                and self.rank in pair
-                and pair not in self._pairs
-            ):
+        """Make the communicators of ordered pairs of ranks, which NCCL needs. Collective over the pipeline's ranks."""
+        for pair in sorted(pairs - self._pairs.keys()):
+            if self.device.type == "cuda" and self.rank in pair:
                 members = sorted(self.ranks[r] for r in pair)
                 name = f"pipeline {self.ranks[pair[0]]} to {self.ranks[pair[1]]}"
                 self._pairs[pair] = new_group(members, name)
@@ -81,7 +79,7 @@ class Wire:
         return self._pairs.get((source, target), self.group), tag
 
     def send(self, value: Value, payload: Any, target: int, window: int) -> None:
-        """Start sending; waits first while ``window`` values to ``target`` are under way."""
+        """Wait while ``window`` values to ``target`` are under way, and then start to send ``payload``."""
         tensors = _tensors(payload)
         if self.spec(value) is None:
             tensors = [_header(tensors, self.device), *tensors]
@@ -96,13 +94,13 @@ class Wire:
             try:
                 work = dist.isend(tensor, self.ranks[target], group=group, tag=tag)
             except RuntimeError as error:
-                raise self._lost(value, target, f"hands it {value}", error) from error
+                raise self._lost(target, f"hands it {value}", error) from error
             assert work is not None
             works.append((work, tensor))
         queue.append(works)
 
     def ask(self, value: Value, source: int) -> None:
-        """Post the receive of ``value``; what one source sends must be asked for in the order of sending."""
+        """Post the receive of ``value``. Values of a source must be asked for in the order of sending."""
         queue, spec = self._asked[source], self.spec(value)
         arrival = _Arrival(value, None, [], [])
         if spec is not None and not any(a.header is not None for a in queue):
@@ -114,7 +112,10 @@ class Wire:
         queue.append(arrival)
 
     def take(self, value: Value, source: int, purpose: str) -> Any:
-        """The payload of ``value``, which is the next one asked of ``source``. Waits for it; ``purpose`` says why."""
+        """Wait for the payload of ``value``, the next one asked of ``source``, and return it.
+
+        ``purpose``: the action that needs it, for errors. Raises :class:`weft.net.lost.PeerLost`.
+        """
         queue = self._asked[source]
         arrival = queue[0]
         assert arrival.value == value, f"{value} is taken before {arrival.value}"
@@ -128,14 +129,13 @@ class Wire:
             for work in arrival.works:
                 self._wait(work)
         except RuntimeError as error:
-            raise self._lost(
-                value, source, f"waits for {value} from it to run {purpose}", error
-            ) from error
+            doing = f"waits for {value} from it to run {purpose}"
+            raise self._lost(source, doing, error) from error
         queue.popleft()
         tensors = arrival.tensors
-        return (
-            None if not tensors else tensors[0] if len(tensors) == 1 else tuple(tensors)
-        )
+        if len(tensors) > 1:
+            return tuple(tensors)
+        return tensors[0] if tensors else None
 
     def flush(self) -> None:
         """Wait until everything sent has been received."""
@@ -153,19 +153,13 @@ class Wire:
             for work, _ in sent:
                 self._wait(work)
         except RuntimeError as error:
-            raise self._lost(
-                value, target, f"waits until it takes {value or 'what was sent'}", error
-            ) from error
+            doing = f"waits until it takes {value or 'what was sent'}"
+            raise self._lost(target, doing, error) from error
 
     def _wait(self, work: dist.Work) -> None:
         work.wait(timedelta(seconds=self.timeout))
 
-    def _post(
-        self,
-        arrival: _Arrival,
-        spec: list[tuple[tuple[int, ...], torch.dtype]],
-        source: int,
-    ) -> None:
+    def _post(self, arrival: _Arrival, spec: Specs, source: int) -> None:
         for shape, dtype in spec:
             tensor = torch.empty(shape, dtype=dtype, device=self.device)
             arrival.tensors.append(tensor)
@@ -177,9 +171,7 @@ class Wire:
         assert work is not None
         return work
 
-    def _lost(
-        self, value: Value | None, peer: int, doing: str, error: RuntimeError
-    ) -> PeerLost:
+    def _lost(self, peer: int, doing: str, error: RuntimeError) -> PeerLost:
         asked = self.ranks[peer]
         return peer_lost(error, asked, doing, self.timeout) or PeerLost(
             f"rank {asked} is late or gone: {error}"
@@ -209,7 +201,7 @@ def _header(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     )
 
 
-def _read_header(header: torch.Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _read_header(header: torch.Tensor) -> Specs:
     count, *numbers = header.tolist()
     rows = [numbers[i * (2 + DIMS) : (i + 1) * (2 + DIMS)] for i in range(count)]
     return [(tuple(row[2 : 2 + row[1]]), DTYPES[row[0]]) for row in rows]

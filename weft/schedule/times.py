@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 class Times:
     """Times of one microbatch on one rank or stage, in any unit; ``move``: from one rank to the next.
 
-    As an argument of builders they are a rank's, which spends ``forward / v`` on each of ``v`` stages. ``dispatch`` and
-    ``combine``: moving tokens to the experts of other ranks, and back, in forward; backward takes ``back`` times as
-    long for that. ``routed``: the share of the computation that the experts do, between the two.
+    Builders get the times of a rank, which spends ``forward / v`` on each of its ``v`` stages. ``dispatch`` and
+    ``combine``: moving tokens to the experts of other ranks and back in forward; backward takes ``back`` times as long.
+    ``routed``: the experts' share of the computation.
     """
 
     forward: float = 1.0
@@ -27,7 +27,7 @@ class Times:
         return self.backward_input + self.backward_weight
 
     def scaled(self, factor: float) -> "Times":
-        """The same with every computation and exchange ``factor`` times as long."""
+        """Return times with every computation and exchange ``factor`` times as long."""
         names = ("forward", "backward_input", "backward_weight", "dispatch", "combine")
         return replace(self, **{name: getattr(self, name) * factor for name in names})
 
@@ -40,8 +40,8 @@ NONE = Times(0.0, 0.0, 0.0)
 class ModelTimes:
     """Times of one microbatch in a whole model, from which a :class:`weft.schedule.kinds.Kind` computes its cost.
 
-    ``stages[s]``: of stage ``s``. Where embedding and output layer are cut over all ranks, instead of being on the
-    first and last stage, ``embedding`` and ``output`` are the times of the whole layers, cut into ``shares``.
+    ``stages[s]``: times of stage ``s``. ``embedding`` and ``output``: times of these whole layers, if they are cut over
+    all ranks into ``shares`` instead of being on the first and last stage.
     """
 
     stages: Sequence[Times]
@@ -50,5 +50,5 @@ class ModelTimes:
     shares: int = 1
 
     def stage(self, stage: int) -> Times:
-        """Times of ``stage``; zeros for a virtual stage, such as a share of the vocabulary."""
+        """Return the times of ``stage``; zeros for a virtual stage, such as a share of the vocabulary."""
         return self.stages[stage] if 0 <= stage < len(self.stages) else NONE

@@ -102,7 +102,7 @@ def best_order(
         f"ranks (of a random order {affinity.share_that_stays(steps, drawn):.1%}); the most loaded has "
         f"{affinity.largest_load(loads, owners):.2f} of the mean ({affinity.largest_load(loads, drawn):.2f})"
     )
-    return affinity.slots_of(owners), said
+    return affinity.experts_by_slot(owners), said
 
 
 def with_experts(

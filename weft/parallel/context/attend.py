@@ -1,4 +1,4 @@
-"""Attention over ``cp`` as the layout asks for it."""
+"""Attention over the ranks of ``cp``, by a scheme of tiles, by Ulysses, or by both."""
 
 from collections.abc import Sequence
 
@@ -14,29 +14,21 @@ from weft.registry import find
 
 
 def context_attention(mesh: Mesh, shape: ModelShape) -> Attend:
-    """The attention that the layout asks for; every rank of ``cp`` calls this."""
+    """Return the attention that the layout asks for. Collective over ``cp``."""
     layout = mesh.layout
     if mesh.size("cp") == 1:
         return local_attention
-    inner, rank, ranks = (
-        layout.head_ranks,
-        mesh.rank("cp"),
-        dist.get_process_group_ranks(mesh.group("cp")),
-    )
+    inner, rank, group = layout.head_ranks, mesh.rank("cp"), mesh.group("cp")
+    ranks = dist.get_process_group_ranks(group)
     attend = local_attention
     if inner < layout.cp:
-        peers, index, scheme = (
-            ranks[rank % inner :: inner],
-            rank // inner,
-            layout.context,
-        )
+        peers, index = ranks[rank % inner :: inner], rank // inner
 
         def attend(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
-            return across(q, k, v, cu_seqlens, scheme, peers, index, [], window)
+            return across(q, k, v, cu_seqlens, layout.context, peers, index, [], window)
 
     if inner == 1:
         return attend
-    group = mesh.group("cp")
     if inner < layout.cp:
         first = rank - rank % inner
         group = new_group(ranks[first : first + inner], "ulysses")
@@ -47,7 +39,7 @@ def across(
     q: T, k: T, v: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int],
     window: int = 0,
 ) -> T:  # fmt: skip
-    """Attention by a scheme over ``peers``; arguments as of :func:`tile_attention`, of which it is the ``out``."""
+    """Return attention by a scheme over ``peers``; arguments and result as of :func:`tile_attention`."""
     if operator := find("context", scheme).implementation().operator():
         out: T = operator(q, k, v, cu_seqlens, peers, index, lengths, window)[0]
         return out
@@ -55,7 +47,7 @@ def across(
 
 
 def ulysses(attend: Attend, group: str, ranks: int, index: int) -> Attend:
-    """``attend`` for a share of the heads of all tokens of the group's ``ranks``."""
+    """Return ``attend`` for this rank's share of the heads, over all tokens of the group's ``ranks``."""
 
     def exchanged(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
         heads, kv_heads = q.shape[2], k.shape[2]

@@ -11,7 +11,7 @@ T = torch.Tensor
 
 
 def head_ranges(heads: int, kv_heads: int, ranks: int) -> tuple[list[int], list[int]]:
-    """Query heads and the key/value heads they read, of each rank: flat ``[start, end, start, end, ...]``.
+    """Return each rank's query heads, and the key/value heads that they read: flat ``[start, end, start, end, ...]``.
 
     Counts need not divide: ranges of query heads differ by one, and a key/value head goes to all ranks that read it.
     """
@@ -23,7 +23,7 @@ def head_ranges(heads: int, kv_heads: int, ranks: int) -> tuple[list[int], list[
 
 
 def head_index(heads: int, kv_heads: int, ranks: int, rank: int) -> list[int] | None:
-    """Which of its key/value heads each query head of ``rank`` reads; None where they share evenly, in order."""
+    """Return which of ``rank``'s key/value heads each query head reads; None where they share evenly, in order."""
     first, last = part(heads, ranks, rank)
     group = heads // kv_heads
     read = [head // group - first // group for head in range(first, last)]
@@ -35,10 +35,11 @@ def head_index(heads: int, kv_heads: int, ranks: int, rank: int) -> list[int] | 
 def exchange_heads(
     x: T, group: str, ranges: Sequence[int], index: int, inward: bool
 ) -> T:
-    """Inward ``[batch, seq, heads, head_dim]`` to ``[batch, ranks * seq, own heads, head_dim]``; outward back.
+    """Exchange tokens of all heads for heads of all tokens (``inward``), or back.
 
-    ``ranges``: heads of every rank, flat; where they overlap, outward adds (the gradient of a head that several read).
-    One operator, so that recompute can keep what it received.
+    Inward ``[batch, seq, heads, head_dim]`` becomes ``[batch, ranks * seq, own heads, head_dim]``. ``ranges``: heads of
+    every rank, flat; where they overlap, outward adds the gradients of a head that several ranks read. This is an
+    operator so that selective recomputation can keep its result.
     """
     cuts = list(zip(ranges[::2], ranges[1::2], strict=True))
     batch, seq, _, dim = x.shape

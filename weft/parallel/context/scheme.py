@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 
 class AttentionScheme:
-    """Which rank computes which tile of the score matrix, and when.
+    """A scheme of attention: the rank and the step that compute each tile of the score matrix.
 
-    ``paired``: a rank owns an early and a late block of the sequence, so that causal work is even, and not one block.
+    ``paired``: a rank owns an early and a late block of the sequence, so that causal work is even, instead of one.
     """
 
     paired: ClassVar[bool] = False

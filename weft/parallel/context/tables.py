@@ -1,14 +1,15 @@
 """Distributed causal attention as data: which rank computes which tile of the score matrix, and when.
 
 The sequence is cut into blocks. A tile is one block of queries against one block of keys and values; a scheme is a
-function from a number of ranks to a table of tiles. What has to travel follows from who owns what: blocks that are used
-elsewhere go there a step ahead, results of visiting blocks go home a step later. Schemes differ in their tiles alone.
+function from a number of ranks to a table of tiles. Transfers follow from the owners of blocks: a block that another
+rank uses goes there a step ahead, and its result goes home a step later. Schemes differ in their tiles alone.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from weft.errors import WeftError
@@ -16,7 +17,10 @@ from weft.registry import find
 
 
 class Tile(NamedTuple):
-    """``mask``: ``causal`` is a block against itself, ``full`` a block against an earlier one."""
+    """A tile of the score matrix: block ``q`` of queries against block ``k`` of keys, on a rank in a step.
+
+    ``mask``: ``causal`` for a block against itself, ``full`` for a block against an earlier one.
+    """
 
     step: int
     rank: int
@@ -26,10 +30,11 @@ class Tile(NamedTuple):
 
 
 class Move(NamedTuple):
-    """``kind``: ``q`` or ``kv`` goes where it is used; ``o`` and ``dkv`` are what was computed for them, going home.
+    """A transfer of a block while ``step`` is computed.
 
-    It travels while ``step`` is computed. ``kv`` stands for keys and values; in backward ``q`` takes the gradient and
-    the statistics of its output along, and ``o`` is the gradient of the queries.
+    ``kind``: ``q`` (queries) and ``kv`` (keys and values) go where they are used; their results ``o`` and ``dkv`` go
+    home. In backward ``q`` takes the gradient and the statistics of its output along, and ``o`` is the gradient of the
+    queries.
     """
 
     step: int
@@ -40,7 +45,7 @@ class Move(NamedTuple):
 
 
 class GuestBlock(NamedTuple):
-    """A block at a rank that does not own it, from its first use there to its last."""
+    """The stay of a block on a rank that does not own it, from its first use there to its last."""
 
     kind: str
     block: int
@@ -49,19 +54,20 @@ class GuestBlock(NamedTuple):
     last: int
 
 
-#: What comes back of a visiting block.
+#: The kind of the result of a visiting block.
 RESULT = {"q": "o", "kv": "dkv"}
 
 
 class TableError(WeftError):
-    """A table that does not compute attention; the message names the tile, the block or the rank."""
+    """Raised for a table that does not compute attention; the message names the tile, the block or the rank."""
 
 
 @dataclass(frozen=True)
 class TileTable:
-    """``owners[rank]``: the blocks whose queries, keys and values ``rank`` holds, in the order in which it does.
+    """A scheme for some number of ranks: its tiles, and the blocks of each rank.
 
-    ``buffers``: most blocks of other ranks that a rank holds at once, those under way to it included.
+    ``owners[rank]``: the blocks whose queries, keys and values ``rank`` holds, in its order. ``buffers``: the largest
+    number of other ranks' blocks that a rank holds at once, with those on their way to it.
     """
 
     name: str
@@ -86,13 +92,14 @@ class TileTable:
     @cached_property
     def at(self) -> dict[tuple[int, int], list[Tile]]:
         """Tiles by ``(step, rank)``."""
-        found: dict[tuple[int, int], list[Tile]] = defaultdict(list)
+        tiles: dict[tuple[int, int], list[Tile]] = defaultdict(list)
         for t in self.tiles:
-            found[t.step, t.rank].append(t)
-        return dict(found)
+            tiles[t.step, t.rank].append(t)
+        return dict(tiles)
 
     @cached_property
     def visits(self) -> tuple[GuestBlock, ...]:
+        """The stays of blocks on ranks that do not own them."""
         used: dict[tuple[str, int, int], list[int]] = defaultdict(list)
         for t in self.tiles:
             for kind, block in (("q", t.q), ("kv", t.k)):
@@ -106,9 +113,9 @@ class TileTable:
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
-        """What must travel, in an order that all ranks agree on.
+        """The transfers, in an order that all ranks agree on.
 
-        A block comes from the nearest rank behind that holds it in the step before: a ring passes it on.
+        A block comes from the nearest rank before that holds it in the previous step, as in a ring.
         """
         # who else has a block at a step
         held: dict[tuple[str, int, int], list[int]] = defaultdict(list)
@@ -129,22 +136,19 @@ class TileTable:
     @cached_property
     def moves_at(self) -> dict[int, list[tuple[int, Move]]]:
         """Moves by step, each with its number in the table."""
-        found: dict[int, list[tuple[int, Move]]] = defaultdict(list)
+        moves: dict[int, list[tuple[int, Move]]] = defaultdict(list)
         for number, move in enumerate(self.moves):
-            found[move.step].append((number, move))
-        return dict(found)
+            moves[move.step].append((number, move))
+        return dict(moves)
 
     def only(self, needed: Callable[[Tile], bool]) -> "TileTable":
-        """The table without the tiles that no query needs, and so without their moves."""
+        """Return the table with the ``needed`` tiles only, and so with their transfers only."""
         return replace(self, tiles=tuple(t for t in self.tiles if needed(t)))
 
 
 def validate_tiles(table: TileTable) -> TileTable:
-    """Raise :class:`TableError` unless every needed tile is there once and its blocks are where it is computed."""
-    name, blocks = (
-        f"attention table {table.name!r}",
-        sorted(b for owned in table.owners for b in owned),
-    )
+    """Raise :class:`TableError` unless every tile is computed once, on a rank that has its blocks; return the table."""
+    name, blocks = f"attention table {table.name!r}", sorted(chain(*table.owners))
     if len(blocks) < table.ranks or not all(table.owners):
         idle = [r for r, owned in enumerate(table.owners) if not owned]
         raise TableError(
@@ -201,11 +205,12 @@ def validate_tiles(table: TileTable) -> TileTable:
 
 
 def zigzag_owners(ranks: int) -> tuple[tuple[int, ...], ...]:
-    """An early block with a late one, so that causal work is even."""
+    """Give every rank an early block and a late one, so that causal work is even."""
     return tuple((r, 2 * ranks - 1 - r) for r in range(ranks))
 
 
 def contiguous_owners(ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Give every rank the block of its number."""
     return tuple((r,) for r in range(ranks))
 
 
@@ -224,7 +229,7 @@ def tiles_between(
 def circle(
     name: str, owners: tuple[tuple[int, ...], ...], travels: str, buffers: int
 ) -> TileTable:
-    """At step ``t`` what ``travels`` of rank ``r - t`` is at rank ``r``."""
+    """Return a ring's table: at step ``t`` the blocks of rank ``r - t`` are on rank ``r``; ``travels``: q or kv."""
     size, tiles = len(owners), []
     for step in range(size):
         for rank in range(size):
@@ -237,5 +242,5 @@ def circle(
 
 @lru_cache(maxsize=64)
 def tile_table_of(scheme: str, ranks: int) -> TileTable:
-    """The table of a scheme, found to be right before any rank computes."""
+    """Return the validated table of a scheme."""
     return validate_tiles(find("context", scheme).implementation().table(ranks))

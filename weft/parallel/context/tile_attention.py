@@ -28,10 +28,12 @@ from weft.parallel.context.tables import RESULT, GuestBlock, TileTable, tile_tab
 
 T = torch.Tensor
 Key = tuple[str, int]
+#: Gradients of queries, keys and values; operators of PyTorch return plain tuples.
+TileGradients = tuple[T, T, T]
 
 
 class TilePiece(NamedTuple):
-    """One call of a kernel: these rows of query block ``q`` against these of key block ``k``."""
+    """One call of a kernel: ``rows`` of query block ``q`` against ``cols`` of key block ``k``."""
 
     rows: slice
     cols: slice
@@ -41,10 +43,10 @@ class TilePiece(NamedTuple):
 
 
 class Trip:
-    """A table over documents: what rank ``index`` of ``peers`` (global ranks) does, in blocks of these lengths.
+    """A table applied to documents: the work of rank ``index`` of ``peers`` (global ranks).
 
-    ``cu``: document boundaries in the flattened rows, each of ``sum(lengths)`` tokens; ``window``: the tokens that a
-    token sees, 0 for all of its document.
+    ``lengths``: tokens of every block in a row; ``cu``: document boundaries in the flattened rows; ``window``: the
+    number of tokens that a token sees, 0 for all of its document.
     """
 
     def __init__(
@@ -65,10 +67,11 @@ class Trip:
                 self.ends[visit.last].append(visit)
 
     def tokens(self, block: int) -> int:
+        """Return the tokens of a block in all rows."""
         return self.rows * self.lengths[block]
 
     def cut(self, x: T) -> dict[int, T]:
-        """``[rows, tokens held, ...]`` as own blocks ``[rows * length, ...]``."""
+        """Cut ``[rows, tokens held, ...]`` into this rank's blocks ``[rows * length, ...]``."""
         own = self.table.owners[self.index]
         parts = x.split([self.lengths[b] for b in own], dim=1)
         return {
@@ -77,7 +80,7 @@ class Trip:
         }
 
     def whole(self, blocks: dict[int, T]) -> T:
-        """The inverse of :meth:`cut`."""
+        """Join blocks ``[rows * length, ...]`` to ``[rows, tokens held, ...]``, the inverse of :meth:`cut`."""
         own = self.table.owners[self.index]
         return torch.cat(
             [blocks[b].unflatten(0, (self.rows, self.lengths[b])) for b in own], dim=1
@@ -91,10 +94,11 @@ class Trip:
         compute: Callable[[list[T], list[T], TilePiece], dict[str, list[T]]],
         merge: Callable[[list[T], list[T]], None],
     ) -> dict[Key, list[T]]:
-        """Results of own blocks, of every kind in ``blank``, by kind and block.
+        """Run the table; return the results of own blocks, of every kind in ``blank``, by kind and block.
 
-        ``held``: own blocks at first, and what visits while it does. ``like``: per kind, tensors of no rows, as which
-        others arrive. ``blank``: what a result is full of to which nothing has been added; ``merge`` adds in place.
+        ``held``: own blocks, to which visiting blocks are added while they stay. ``like``: for each kind of block,
+        empty tensors of the type and shape of its rows. ``blank``: the values of an empty result; ``merge`` adds a
+        result to another in place.
         """
         totals: dict[Key, list[T]] = {}
         leaving: dict[Key, list[T]] = {}
@@ -124,16 +128,11 @@ class Trip:
             arriving, moves = self._start(step, held, leaving, like, blank)
             for tile in self.table.at.get((step, self.index), ()):
                 for piece in self.work[tile.q, tile.k]:
-                    made = compute(held["q", tile.q], held["kv", tile.k], piece)
-                    for kind, parts in made.items():
-                        add(
-                            kind,
-                            *(
-                                (tile.q, parts, piece.rows)
-                                if kind == "o"
-                                else (tile.k, parts, piece.cols)
-                            ),
-                        )
+                    results = compute(held["q", tile.q], held["kv", tile.k], piece)
+                    for kind, parts in results.items():
+                        of_query = kind == "o"
+                        block = tile.q if of_query else tile.k
+                        add(kind, block, parts, piece.rows if of_query else piece.cols)
             for move in moves:
                 move.wait()
             leaving = {}
@@ -159,7 +158,7 @@ class Trip:
         like: dict[str, list[T]],
         results: Container[str],
     ) -> tuple[list[tuple[str, int, list[T]]], list[dist.Work]]:
-        """Start the moves of a step. Both ends number them alike, and give them in the same order (NCCL)."""
+        """Start the transfers of a step; both ends number them alike and give them in the same order, as NCCL needs."""
         arriving, ops = [], []
         for number, m in self.table.moves_at.get(step, ()):
             if self.index not in (m.source, m.target) or m.kind not in like:
@@ -188,7 +187,7 @@ def _check(
     lengths: tuple[int, ...],
     peers: Sequence[int],
 ) -> None:
-    """Refuse what no rank may start on; all ranks see the same."""
+    """Raise :class:`UsageError` for documents or lengths that do not fit the table, on all ranks alike."""
     if len(peers) != table.ranks or len(lengths) != len(table.owner):
         raise UsageError(
             f"attention table {table.name!r} is for {table.ranks} ranks and {len(table.owner)} blocks, "
@@ -209,10 +208,10 @@ def _check(
 def tile_pieces(
     cu: tuple[int, ...], lengths: tuple[int, ...], q: int, k: int, window: int = 0
 ) -> list[TilePiece]:
-    """What there is to compute of query block ``q`` against key block ``k``, in the coordinates of the two.
+    """List the segments to compute of query block ``q`` against key block ``k``, in coordinates of the two blocks.
 
-    A block meets itself in one causal segment per document, an earlier block in at most one full segment per row: the
-    document that spans the gap; and in what a ``window`` leaves of these. Nothing where no query needs a key.
+    A block meets itself in one causal segment per document, and an earlier block in at most one full segment per row,
+    of the document that spans the gap. A ``window`` cuts both. The list is empty where no query needs a key.
     """
     starts, row = [0, *accumulate(lengths)], sum(lengths)
     nq, nk, rows = lengths[q], lengths[k], cu[-1] // sum(lengths)
@@ -223,10 +222,9 @@ def tile_pieces(
         q_base, k_base = r * row + starts[q], r * row + starts[k]
         at = bisect_right(cu, q_base)
         if q == k:
-            for a, b in pairwise(
-                [q_base, *cu[at : bisect_right(cu, q_base + nq - 1)], q_base + nq]
-            ):
-                a, b = a - q_base + r * nq, b - q_base + r * nq
+            inside = cu[at : bisect_right(cu, q_base + nq - 1)]
+            edges = (edge - q_base + r * nq for edge in (q_base, *inside, q_base + nq))
+            for a, b in pairwise(edges):
                 segments += windowed(a, b, window)
         elif cu[at - 1] < k_base + nk:  # the document of the first query
             k0, q1 = max(cu[at - 1], k_base), min(cu[at], q_base + nq)
@@ -263,17 +261,11 @@ def _trip(
     scheme: str, cu: tuple[int, ...], lengths: tuple[int, ...], seq: int, peers: tuple[int, ...], index: int,
     window: int,
 ) -> Trip:  # fmt: skip
-    """All layers of one window, and forward and backward, take the same trip."""
+    """Return the trip, which is the same for all layers of one window, forward and backward."""
     table = tile_table_of(scheme, len(peers))
     blocks = len(table.owner)
-    return Trip(
-        table,
-        cu,
-        lengths or (seq * len(peers) // blocks,) * blocks,
-        peers,
-        index,
-        window,
-    )
+    lengths = lengths or (seq * len(peers) // blocks,) * blocks
+    return Trip(table, cu, lengths, peers, index, window)
 
 
 def trip_of(
@@ -285,15 +277,9 @@ def trip_of(
     lengths: Sequence[int],
     window: int = 0,
 ) -> Trip:
-    return _trip(
-        scheme,
-        tuple(cu_seqlens.tolist()),
-        tuple(lengths),
-        q.shape[1],
-        tuple(peers),
-        index,
-        window,
-    )
+    """Return the trip of an operator's arguments; see :func:`tile_attention`."""
+    cu, seq = tuple(cu_seqlens.tolist()), q.shape[1]
+    return _trip(scheme, cu, tuple(lengths), seq, tuple(peers), index, window)
 
 
 @torch.library.custom_op("weft::tile_attention", mutates_args=())
@@ -301,11 +287,11 @@ def tile_attention(
     q: T, k: T, v: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int],
     window: int = 0,
 ) -> tuple[T, T]:  # fmt: skip
-    """``q, k, v``: ``[batch, seq held, heads or kv_heads, head_dim]`` of the blocks that rank ``index`` owns.
+    """Return causal attention over the ranks ``peers``: ``out`` like ``q``, and ``lse`` ``[batch * seq held, heads]``.
 
-    ``peers``: the global ranks in the order of the table; ``lengths``: tokens of a row in every block, none for equal
-    ones; ``window`` as of :func:`weft.models.attention.attention`. Returns ``out`` like ``q`` and ``lse``
-    ``[batch * seq held, heads]``. What is sent: docs/reference/techniques.md.
+    ``q, k, v``: ``[batch, seq held, heads or kv_heads, head_dim]`` of the blocks that rank ``index`` owns. ``peers``:
+    global ranks in the order of the table; ``lengths``: tokens of a row in every block, empty for equal lengths;
+    ``window`` as of :func:`weft.models.attention.attention`. docs/reference/techniques.md counts the bytes.
     """
     trip = trip_of(q, cu_seqlens, scheme, peers, index, lengths, window)
     qs, ks, vs = trip.cut(q), trip.cut(k), trip.cut(v)
@@ -320,22 +306,14 @@ def tile_attention(
     }
 
     def compute(query: list[T], block: list[T], piece: TilePiece) -> dict[str, list[T]]:
-        rows, cols = piece.rows, piece.cols
-        return {
-            "o": list(
-                attend_forward(
-                    query[0][rows], block[0][cols], block[1][cols], piece.segments
-                )
-            )
-        }
+        (q,), (k, v), cols = query, block, piece.cols
+        results = attend_forward(q[piece.rows], k[cols], v[cols], piece.segments)
+        return {"o": list(results)}
 
-    done = trip.run(
-        held,
-        like,
-        {"o": (0.0, -torch.inf)},
-        compute,
-        lambda total, part: join(*total, *part),
-    )
+    def merge(total: list[T], part: list[T]) -> None:
+        join(*total, *part)
+
+    done = trip.run(held, like, {"o": (0.0, -torch.inf)}, compute, merge)
     out = trip.whole({b: done["o", b][0] for b in qs}).to(q.dtype)
     return out, trip.whole({b: done["o", b][1] for b in qs}).flatten(0, 1)
 
@@ -344,7 +322,8 @@ def tile_attention(
 def tile_attention_backward(
     grad: T, q: T, k: T, v: T, out: T, lse: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int,
     lengths: Sequence[int], window: int = 0,
-) -> tuple[T, T, T]:  # fmt: skip
+) -> TileGradients:  # fmt: skip
+    """Return the gradients of queries, keys and values; ``out`` and ``lse``: the results of :func:`tile_attention`."""
     trip = trip_of(q, cu_seqlens, scheme, peers, index, lengths, window)
     queries = [trip.cut(x) for x in (q, grad, out, lse.unflatten(0, q.shape[:2]))]
     keys = [trip.cut(x) for x in (k, v)]

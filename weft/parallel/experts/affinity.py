@@ -129,6 +129,6 @@ def _swap(owner: np.ndarray, gain: np.ndarray, load: np.ndarray, cost: float) ->
         owner[[first, second]] = owner[[second, first]]
 
 
-def slots_of(owners: Owners) -> list[list[int]]:
+def experts_by_slot(owners: Owners) -> list[list[int]]:
     """List the expert of every slot in each layer: the slots of the first rank come first, then those of the next."""
     return [np.argsort(owner, kind="stable").tolist() for owner in owners]

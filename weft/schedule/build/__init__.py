@@ -39,10 +39,10 @@ def build(
     virtual: int | None = None,
     times: Times = EQUAL,
 ) -> Table:
-    """The table of the schedule ``name``. ``virtual``: chunks per rank, for the looped schedules (default 2).
+    """Build the table of the schedule ``name``.
 
-    ``times`` are used by schedules that fill holes by the clock. Raises :class:`UsageError` for a request that cannot
-    be met.
+    ``virtual``: chunks per rank, for looped schedules (default 2). ``times``: for schedules that fill holes by the
+    clock. Raises :class:`UsageError` for a request that cannot be met.
     """
     if ranks < 1:
         raise UsageError(
@@ -66,9 +66,5 @@ def build(
             f"schedule {name} of {stages:,} stages and {microbatches:,} microbatches is too large for a table (at most "
             f"{LARGEST:,} passes in each direction); ask for fewer of either"
         )
-    return assemble(
-        name,
-        builder.orders(ranks, microbatches, chunks, times),
-        stages,
-        [range(stages)] * microbatches,
-    )
+    orders = builder.orders(ranks, microbatches, chunks, times)
+    return assemble(name, orders, stages, [range(stages)] * microbatches)

@@ -9,7 +9,7 @@ from weft.schedule.build.trips import Trips
 from weft.schedule.simulate import Costs, simulate
 from weft.schedule.times import Times
 
-#: What the weight gradient still needs of a stage's saved activations, 32 / (34 + 5as/h) in section 2 of the paper:
+#: Share of a stage's saved activations that the weight gradient needs, 32 / (34 + 5as/h) in section 2 of the paper:
 #: 0.37 for its 1.5B model, 0.43 for 6.2B. (Nearer to 1 if attention saves no scores.)
 TAPE = 0.4
 
@@ -36,28 +36,23 @@ def list_schedule(
     split: bool = True,
     priority: Policy | Sequence[Policy] = POLICIES,
 ) -> Table:
-    """The table with the smallest makespan that list scheduling gives with one of these policies.
+    """Return the table with the smallest makespan that list scheduling gives with one of these policies.
 
     ``holders[s]``: ranks that may run stage ``s``; ``paths[m]``: stages of microbatch ``m`` in the order of its
-    forward, each at most once; ``limit``: memory of every rank (or of each) for ``saved`` and ``tape``, in units of
-    ``costs.size``; ``split``: backward as I and W. Never slower than one microbatch after the other. Raises
-    :class:`ScheduleError` if a microbatch alone needs more memory.
+    forward, each at most once; ``limit``: memory of every rank, or a list of each rank's, for ``saved`` and ``tape`` in
+    units of ``costs.size``; ``split``: backward as I and W. The table is never slower than one microbatch after the
+    other. Raises :class:`ScheduleError` if a microbatch alone needs more memory.
     """
-    limits = (
-        list(limit)
-        if isinstance(limit, Sequence)
-        else [inf if limit is None else limit] * ranks
-    )
+    if limit is None:
+        limit = inf
+    limits = list(limit) if isinstance(limit, Sequence) else [limit] * ranks
     policies = [priority] if isinstance(priority, Policy) else priority
     trips = Trips(paths, costs, limits, split)
     orders = [Listing(name, holders, trips, policy).orders() for policy in policies]
     orders.append(Listing(name, holders, trips, Policy()).one_by_one())
-    tables = [assemble(name, order, len(holders), paths) for order in orders]
-    clocks = [simulate(table, costs) for table in tables]
-    return min(
-        zip(clocks, tables, strict=True),
-        key=lambda pair: (pair[0].makespan, pair[0].elapsed),
-    )[1]
+    tables = (assemble(name, order, len(holders), paths) for order in orders)
+    clocks = (simulate(table, costs) for table in tables)
+    return min(clocks, key=lambda clock: (clock.makespan, clock.elapsed)).table
 
 
 def zero_bubble(
@@ -65,7 +60,7 @@ def zero_bubble(
 ) -> list[Order]:
     """Return the orders of the automatic zero-bubble schedule within the memory of ``limit`` microbatches a rank.
 
-    ``tape``: what a kept weight gradient still needs of a microbatch's saved activations, as a share.
+    ``tape``: share of a microbatch's saved activations that a postponed weight gradient needs.
     """
     took = {"F": times.forward, "I": times.backward_input, "W": times.backward_weight}
     costs = Costs(

@@ -7,6 +7,7 @@ their backward: a forward starts only if afterwards the microbatches under way c
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import islice
 from math import inf
 from typing import NamedTuple
 
@@ -16,12 +17,12 @@ from weft.schedule.build.trips import EPS, Trips
 
 @dataclass(frozen=True)
 class Policy:
-    """What a free rank does first.
+    """The order in which a free rank prefers actions.
 
     ``alternate``: forward after backward of the input if both are ready, else always backward. ``patience``: a rank
-    waits for what is under way rather than start a weight gradient if it comes within this share of the latter's time.
-    ``ahead``: forwards of a stage before the first backward, as a multiple of those that a round trip to the end of
-    the path takes if forward and backward alternate (1: 1F1B; 2: no bubble).
+    waits for a value under way rather than start a weight gradient, if the value arrives within this share of the
+    weight gradient's time. ``ahead``: forwards of a stage before its first backward, as a multiple of the forwards that
+    fit in a round trip to the end of the path if forward and backward alternate (1: 1F1B; 2: no bubble).
     """
 
     alternate: bool = False
@@ -30,7 +31,7 @@ class Policy:
 
 
 class _Item(NamedTuple):
-    """``kind`` of microbatch ``m`` at place ``i`` of its path; what it reads is on its rank at ``time``."""
+    """An action ``kind`` of microbatch ``m`` at place ``i`` of its path; its input is on the rank at ``time``."""
 
     m: int
     i: int
@@ -62,6 +63,7 @@ class Listing:
         self.events = [0.0]
 
     def orders(self) -> list[list[Entry]]:
+        """Return the order of every rank by the clock. Raises :class:`ScheduleError` as :meth:`alone`."""
         for m in self.waiting:
             self.alone(m)
         while self.events:
@@ -74,6 +76,7 @@ class Listing:
         return self.done
 
     def one_by_one(self) -> list[list[Entry]]:
+        """Return the order in which one microbatch runs after the other."""
         for m, path in enumerate(self.paths):
             where = self.alone(m)
             for i, r in enumerate(where):
@@ -83,17 +86,14 @@ class Listing:
         return self.done
 
     def turn(self, rank: int, now: float, capped: bool) -> bool:
-        """Start the best action that ``rank`` can run now, if it is free."""
+        """Start the best action that ``rank`` can run now; return whether there is one and the rank is free."""
         if self.free[rank] > now:
             return False
-        entry = next(
-            (m for m in self.waiting if rank in self.holders[self.paths[m][0]]), None
-        )
         items = [a for a in self.ready[rank] if a.time <= now]
-        items += [] if entry is None else [_Item(entry, 0, "F")]
-        last = next(
-            (kind for kind, _, _ in reversed(self.done[rank]) if kind != "W"), "F"
-        )
+        entering = (m for m in self.waiting if rank in self.holders[self.paths[m][0]])
+        items += [_Item(m, 0, "F") for m in islice(entering, 1)]
+        passes = (kind for kind, _, _ in reversed(self.done[rank]) if kind != "W")
+        last = next(passes, "F")
         forward = self.policy.alternate and last != "F"
         # The oldest microbatch first, so that its memory comes back first.
         for a in sorted(items, key=lambda a: ((a.kind == "F") != forward, a.m, a.i)):
@@ -102,22 +102,17 @@ class Listing:
         if not self.tapes[rank]:
             return False
         tape = self.tapes[rank][0]
-        until = now + self.policy.patience * self.trips.time(
-            rank, tape.m, tape.i, tape.kind
-        )
-        if any(
-            now < b.time < until and self.admits(rank, b, capped)
-            for b in self.ready[rank]
-        ):
+        duration = self.trips.time(rank, tape.m, tape.i, tape.kind)
+        until = now + self.policy.patience * duration
+        soon = (b for b in self.ready[rank] if now < b.time < until)
+        if any(self.admits(rank, b, capped) for b in soon):
             return False
         return self.start(rank, tape, now)
 
     def admits(self, rank: int, a: _Item, capped: bool) -> bool:
         """Whether the action fits and, if it is a forward, leaves a state from which all can be finished."""
-        if (
-            self.level[rank] + self.trips.change(a.m, a.i, a.kind)
-            > self.trips.limits[rank] + EPS
-        ):
+        level = self.level[rank] + self.trips.change(a.m, a.i, a.kind)
+        if level > self.trips.limits[rank] + EPS:
             return False
         if a.kind != "F":
             return True
@@ -132,13 +127,12 @@ class Listing:
         return self.between[self.paths[a.m][a.i]] < ahead - EPS
 
     def safe(self, m: int, where: list[int], step: int) -> bool:
-        """The banker's rule with microbatch ``m`` at this step and all others as they are."""
-        return self.trips.safe(
-            [(n, self.where[n], k) for n, k in self.step.items() if n != m]
-            + [(m, where, step)]
-        )
+        """Apply the banker's rule with microbatch ``m`` at this step and all others as they are."""
+        under_way = {n: (n, self.where[n], k) for n, k in self.step.items()}
+        return self.trips.safe((under_way | {m: (m, where, step)}).values())
 
     def start(self, rank: int, a: _Item, now: float) -> bool:
+        """Run an action at ``now``, and make those ready that follow from it."""
         m, i, stage = a.m, a.i, self.paths[a.m][a.i]
         self.free[rank] = end = now + self.trips.time(rank, m, i, a.kind)
         heappush(self.events, end)
@@ -170,49 +164,44 @@ class Listing:
         return True
 
     def send(self, name: str, m: int, i: int, to: int, kind: str, end: float) -> None:
+        """Send a value, made at ``end``, from place ``i`` of a path to place ``to``, where it makes ``kind`` ready."""
         link = source, target = self.where[m][i], self.where[m][to]
         if source != target:
-            begin = (
-                max(end, self.links.get(link, 0.0))
-                if self.trips.costs.exclusive
-                else end
-            )
-            end = begin + self.trips.costs.move(
-                Value(name, self.paths[m][i], m), source, target
-            )
+            costs, value = self.trips.costs, Value(name, self.paths[m][i], m)
+            begin = max(end, self.links.get(link, 0.0)) if costs.exclusive else end
+            end = begin + costs.move(value, source, target)
             self.links[link] = end
             heappush(self.events, end)
         self.ready[target].append(_Item(m, to, kind, end))
 
     def place(self, m: int, first: int | None = None) -> list[int] | None:
-        """A rank for every place of the path, the least loaded first, such that the microbatch fits alone."""
+        """Choose a rank for every place of the path, the least loaded first, such that the microbatch fits alone."""
         path = self.paths[m]
 
         def extend(where: list[int]) -> list[int] | None:
             if not self.trips.alone(m, where) or len(where) == len(path):
                 return where if self.trips.alone(m, where) else None
             able = self.holders[path[len(where)]] if where or first is None else [first]
-            able = sorted(
-                able,
-                key=lambda r: (self.load[r] + self.trips.work(r, m, len(where)), r),
-            )
-            return next((whole for r in able if (whole := extend([*where, r]))), None)
+
+            def load(r: int) -> tuple[float, int]:
+                return self.load[r] + self.trips.work(r, m, len(where)), r
+
+            wholes = (extend([*where, r]) for r in sorted(able, key=load))
+            return next(filter(None, wholes), None)
 
         return extend([])
 
     def alone(self, m: int) -> list[int]:
-        """Where the microbatch runs if there is no other; raises :class:`ScheduleError` if it does not fit."""
+        """Return the ranks on which the microbatch runs alone. Raises :class:`ScheduleError` if it does not fit."""
         if where := self.place(m):
             return where
-        largest = [
-            max(self.holders[s], key=lambda r: self.trips.limits[r])
-            for s in self.paths[m]
-        ]
+        limits = self.trips.limits
+        largest = [max(self.holders[s], key=limits.__getitem__) for s in self.paths[m]]
         need, _ = self.trips.claim(m, largest, 0)
-        rank = max(need, key=lambda r: need[r] - self.trips.limits[r])
+        rank = max(need, key=lambda r: need[r] - limits[r])
         raise ScheduleError(
             f"schedule {self.name}: microbatch {m} alone needs {need[rank]:g} of memory on rank {rank}, whose limit is "
-            f"{self.trips.limits[rank]:g}; raise the limit or hold fewer stages there"
+            f"{limits[rank]:g}; raise the limit or hold fewer stages there"
         )
 
     def rebind(self, m: int, i: int, end: float) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import starmap
 from math import inf
 
 from weft.schedule.actions import PASSES, Action, Value
@@ -11,15 +12,16 @@ from weft.schedule.simulate import Costs
 #: Sums of memory shares such as 1/3 may miss the limit by rounding.
 EPS = 1e-9
 
-#: What a microbatch needs on each rank beyond what it holds there to reach its end, and what it holds.
+#: Memory that a microbatch needs on each rank to reach its end beyond what it holds there, and what it holds.
 Claim = tuple[Mapping[int, float], Mapping[int, float]]
 
 
 @dataclass
 class Trips:
-    """``paths[m]``: stages of a microbatch; ``limits[r]``: memory of a rank in units of ``costs.size``.
+    """Microbatches on their way through the stages.
 
-    ``where`` is the rank of every place of a path (or of its first places). ``step`` counts the L forwards and L
+    ``paths[m]``: stages of a microbatch; ``limits[r]``: memory of a rank in units of ``costs.size``. In methods,
+    ``where`` lists the rank of every place of a path, or of its first places, and ``step`` counts the forwards and
     backwards of a microbatch that have started.
     """
 
@@ -40,14 +42,15 @@ class Trips:
         return self.kinds[1]
 
     def time(self, rank: int, m: int, i: int, kind: str) -> float:
+        """Return the time of an action of microbatch ``m`` at place ``i`` of its path."""
         return self.costs.compute(Action(rank, kind, self.paths[m][i], m))
 
     def work(self, rank: int, m: int, i: int) -> float:
-        """Compute time of the microbatch at this place, forward and backward."""
+        """Return the compute time of the microbatch at this place, forward and backward."""
         return sum(self.time(rank, m, i, kind) for kind in self.kinds)
 
     def rounds_ahead(self, m: int, i: int, where: Sequence[int]) -> float:
-        """How many pairs of forward and backward at this place fit in the time until the gradient is back."""
+        """Count the pairs of forward and backward at this place that fit in the time until the gradient is back."""
         key = (m, i, *where)
         if key not in self.rounds:
             path, back = self.paths[m], self.backward
@@ -63,15 +66,17 @@ class Trips:
         return self.rounds[key]
 
     def change(self, m: int, i: int, kind: str) -> float:
-        """What an action adds to the memory of its rank."""
-        saved, tape = (
-            self.costs.size(Value(name, self.paths[m][i], m))
-            for name in ("saved", "tape")
-        )
+        """Return the change of the rank's memory by an action."""
+        stage = self.paths[m][i]
+        saved = self.costs.size(Value("saved", stage, m))
+        tape = self.costs.size(Value("tape", stage, m))
         return {"F": saved, "B": -saved, "I": tape - saved, "W": -tape}[kind]
 
     def claim(self, m: int, where: Sequence[int], step: int) -> Claim:
-        """Tapes count only while they are made: a weight gradient can always run."""
+        """Return the memory that each rank still needs for microbatch ``m`` from ``step`` on, and the memory it holds.
+
+        Tapes count only while they are recorded, as a weight gradient can always run.
+        """
         key = (m, step, *where)
         if key not in self.claims:
             length, level = len(where), dict.fromkeys(where, 0.0)
@@ -90,29 +95,23 @@ class Trips:
 
     def alone(self, m: int, where: Sequence[int]) -> bool:
         """Whether the microbatch could run if there were no other."""
-        return all(
-            need <= self.limits[r] + EPS
-            for r, need in self.claim(m, where, 0)[0].items()
-        )
+        needs, _ = self.claim(m, where, 0)
+        return self._fits(needs, self.limits)
+
+    def _fits(self, needs: Mapping[int, float], free: Sequence[float]) -> bool:
+        return all(need <= free[r] + EPS for r, need in needs.items())
 
     def safe(self, state: Iterable[tuple[int, Sequence[int], int]]) -> bool:
         """Whether these microbatches ``(m, where, step)`` can be finished in some order, one after the other."""
         if min(self.limits) == inf:
             return True
-        claims = [self.claim(*under_way) for under_way in state]
+        claims = list(starmap(self.claim, state))
         free = list(self.limits)
         for _, held in claims:
             for r, size in held.items():
                 free[r] -= size
         while claims:
-            able = next(
-                (
-                    c
-                    for c in claims
-                    if all(need <= free[r] + EPS for r, need in c[0].items())
-                ),
-                None,
-            )
+            able = next((c for c in claims if self._fits(c[0], free)), None)
             if able is None:
                 return False
             claims.remove(able)

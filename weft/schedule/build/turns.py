@@ -1,10 +1,10 @@
-"""Orders of one rank that several schedules are made of."""
+"""Orders of one rank that several schedules use."""
 
 from weft.schedule.actions import Order
 
 
 def alternate(kinds: list[str], rank: int, ahead: int, microbatches: int) -> Order:
-    """``ahead`` forwards, then forward and backward in turn, then the backwards that are left."""
+    """Return ``ahead`` forwards, then forward and backward in turn, then the remaining backwards."""
     forward, backward = (
         [(kind, rank, m) for m in range(microbatches)] for kind in kinds
     )
@@ -13,7 +13,7 @@ def alternate(kinds: list[str], rank: int, ahead: int, microbatches: int) -> Ord
 
 
 def split(rank: int, ahead: int, late: int, microbatches: int) -> Order:
-    """``ahead`` forwards, then input gradient, weight gradient, forward in turn, the weights ``late`` rounds behind."""
+    """Return ``ahead`` forwards, then I, W and F in turn, where weight gradients are ``late`` rounds behind."""
     order = [("F", rank, m) for m in range(min(ahead, microbatches))]
     for m in range(microbatches + late):
         order += [("I", rank, m)] * (m < microbatches)

@@ -11,7 +11,7 @@ from weft.schedule.actions import Entry
 
 
 def two_flows(half: int, near: int, count: int) -> list[Entry]:
-    """``(kind, flow, number)`` for ``count >= 2 * half`` microbatches in each flow; a backward may be B, or I and W.
+    """Return ``(kind, flow, number)`` for ``count >= 2 * half`` microbatches in each flow; a backward is B, or I and W.
 
     ``half``: ranks from the end to the turn; ``near``: the rank's distance from its end.
     """
@@ -31,7 +31,7 @@ def two_flows(half: int, near: int, count: int) -> list[Entry]:
 
 
 def count_microbatches(steps: list[tuple[str, int]]) -> list[Entry]:
-    """Count microbatches per flow; flow -1 stands for the oldest weight gradient kept back; the rest come last."""
+    """Number the microbatches of each flow; flow -1 is the oldest postponed weight gradient, the rest come last."""
     done: Counter[tuple[str, int]] = Counter()
     kept: list[tuple[int, int]] = []
     order: list[Entry] = []

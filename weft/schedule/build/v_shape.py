@@ -13,15 +13,16 @@ from weft.schedule.actions import Key, Order, ScheduleError, assemble
 from weft.schedule.simulate import simulate, uniform_costs
 from weft.schedule.times import EQUAL, Times
 
-#: A rank waits for a value rather than start a weight gradient if it arrives within this share of the latter's time.
+#: A rank waits for a value rather than start a weight gradient if it arrives within this share of the gradient's time.
 PATIENCE = (0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """``steps``: slots from one rank to the next for F, F', I', I; ``turns``: slots from the last F to F' and so on.
+    """A building block: the slots of F, F', I' and I of one microbatch.
 
-    ``limit``: chunks that a rank may hold; ``pull``: forwards may run before their place to fill holes.
+    ``steps``: slots from one rank to the next for each of the four; ``turns``: slots from the last F to the first F',
+    and so on. ``limit``: chunks that a rank may hold; ``pull``: forwards may run before their place to fill holes.
     """
 
     steps: tuple[int, int, int, int]
@@ -33,12 +34,11 @@ class Pattern:
 def repeat(
     pattern: Pattern, ranks: int, microbatches: int, times: Times
 ) -> list[Order]:
-    """The pattern for every microbatch; of several fillings, the best for these times."""
+    """Repeat the pattern for every microbatch; of several fillings return the best for these times."""
     (f0, f1, i1, i0), last = pattern.steps, ranks - 1
     spans = (
-        last * f0 + pattern.turns[0],
-        last * f1 + pattern.turns[1],
-        last * i1 + pattern.turns[2],
+        last * step + turn
+        for step, turn in zip(pattern.steps, pattern.turns, strict=False)
     )
     begin = (0, *accumulate(spans))  # slot of the first F, F', I', I
     plan: list[list[Key]] = []
@@ -72,12 +72,12 @@ def repeat(
 def fill_holes(
     plan: Sequence[Sequence[Key]], pattern: Pattern, times: Times, patience: float
 ) -> tuple[list[Order], float]:
-    """The plan's F and I with W in the holes, or where memory is needed; and the makespan or a little more."""
+    """Insert W into the holes of a plan, or where memory is needed; return the orders and about the makespan."""
     return _Filling(plan, pattern, times, patience).run()
 
 
 class _Filling:
-    """Everything is decided by the clock, rank by rank, with nothing known of actions that have not started."""
+    """Fills a plan by the clock, rank by rank; decisions use only actions that have started."""
 
     def __init__(
         self,
@@ -86,11 +86,8 @@ class _Filling:
         times: Times,
         patience: float,
     ) -> None:
-        self.pattern, self.move, self.patience = (
-            pattern,
-            times.move,
-            patience * (1 + 1e-9),
-        )
+        self.pattern, self.move = pattern, times.move
+        self.patience = patience * (1 + 1e-9)
         self.cost = {
             "F": times.forward / 2,
             "I": times.backward_input / 2,
@@ -105,9 +102,8 @@ class _Filling:
         self.orders: list[list[Key]] = [[] for _ in plan]
 
     def run(self) -> tuple[list[Order], float]:
-        while live := [
-            r for r, order in enumerate(self.ahead) if order or self.kept[r]
-        ]:
+        ranks = range(len(self.ahead))
+        while live := [r for r in ranks if self.ahead[r] or self.kept[r]]:
             now = min(self.free[r] for r in live)
             due = [r for r in live if self.free[r] == now]
             # a list: all of them take their turn
@@ -127,15 +123,12 @@ class _Filling:
         return [*self.orders], max(spans)
 
     def _step(self, rank: int, now: float) -> bool:
-        """Start the next action of ``rank``, if there is one that is better than to wait."""
+        """Start the next action of ``rank``, if one is better than waiting; return whether it did."""
         ahead, kept = self.ahead[rank], self.kept[rank]
         key = ahead[0] if ahead else None
         start = self._arrival(rank, key) if key else float("inf")
-        full = (
-            key is not None
-            and key.kind == "F"
-            and self.level[rank] >= self.pattern.limit
-        )
+        forward = key is not None and key.kind == "F"
+        full = forward and self.level[rank] >= self.pattern.limit
         wait = start - now
         if kept and (full or wait > self.patience * self.cost["W"]):
             key, start = kept.pop(0), now
@@ -157,7 +150,7 @@ class _Filling:
         return True
 
     def _earlier(self, rank: int, now: float) -> int:
-        """Place of the next forward that could run now without taking memory from those before it, or 0."""
+        """Return the place of the next forward that can run now without memory of those before it, or 0."""
         held = self.level[rank]
         for place, key in enumerate(self.ahead[rank]):
             if held >= self.pattern.limit:
@@ -168,16 +161,14 @@ class _Filling:
         return 0
 
     def _arrival(self, rank: int, key: Key) -> float:
-        """When the input is there; infinity while nobody knows."""
+        """Return when the input arrives; infinity while it is unknown."""
         if key.kind == "F":
             need = key._replace(stage=key.stage - 1)
         elif key.stage < self.last:
             need = key._replace(stage=key.stage + 1)
         else:
             need = key._replace(kind="F")
+        if need.stage < 0:
+            return 0.0
         holder = min(need.stage, self.last - need.stage)
-        return (
-            self.ended.get(need, float("inf")) + self.move * (holder != rank)
-            if need.stage >= 0
-            else 0.0
-        )
+        return self.ended.get(need, float("inf")) + self.move * (holder != rank)

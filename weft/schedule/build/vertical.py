@@ -4,19 +4,13 @@ from weft.schedule.actions import Order
 
 
 def vertical(stages: int, microbatches: int) -> Order:
-    """One rank that holds all stages, each for all microbatches before the next (GreedySnake, 2512.17570).
+    """Return the order of one rank that holds all stages and runs each for all microbatches before the next.
 
-    So every stage's parameters come once for forward and once for backward, however many microbatches there are. The
-    last stage takes backward with forward: what its loss leaves for backward, a gradient of the head, is large.
+    So every stage's parameters are fetched once for forward and once for backward, for any number of microbatches. The
+    last stage runs backward right after forward: the gradient of the head, which its loss leaves, is large.
     """
-    turns = [(kind, stages - 1, m) for m in range(microbatches) for kind in "FB"]
-    forward = [("F", s, m) for s in range(stages - 1) for m in range(microbatches)]
-    return [
-        *forward,
-        *turns,
-        *(
-            ("B", s, m)
-            for s in reversed(range(stages - 1))
-            for m in range(microbatches)
-        ),
-    ]
+    ahead = range(stages - 1)
+    forward = [("F", s, m) for s in ahead for m in range(microbatches)]
+    last = [(kind, stages - 1, m) for m in range(microbatches) for kind in "FB"]
+    backward = [("B", s, m) for s in reversed(ahead) for m in range(microbatches)]
+    return [*forward, *last, *backward]
