@@ -44,7 +44,8 @@ from weft.generate.sampling import GREEDY
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.sequence import chunk_owners, owned_ranges
-from weft.models.attention import attend_backward, attend_forward, attention, join, wide
+from weft.models.attention import attend_backward, attend_forward, attention, join
+from weft.models.numbers import wide
 from weft.models.segments import Segment
 from weft.parallel.build import parallelize
 from weft.parallel.context.attend import context_attention

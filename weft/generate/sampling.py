@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from weft.errors import UsageError
-from weft.models.attention import wide
+from weft.models.numbers import wide
 
 T = torch.Tensor
 

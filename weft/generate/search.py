@@ -15,7 +15,7 @@ import torch
 from weft.generate.engine import Engine, check_prompt
 from weft.generate.request import Request
 from weft.generate.sampling import Sampling
-from weft.models.attention import wide
+from weft.models.numbers import wide
 
 #: The exponent of the length penalty, unless it is given.
 LENGTH_PENALTY = 0.2

@@ -16,6 +16,7 @@ import torch
 from torch.library import CustomOpDef
 
 from weft.models.invariant import attend_documents, is_invariant
+from weft.models.numbers import wide
 from weft.models.segments import Segment, cut, document_segments, uniform
 from weft.models.widened import widened
 
@@ -122,11 +123,6 @@ def _pieces(segments: list[Segment], k: T, v: T, q: T, *others: T) -> tuple[Any,
     if q.device.type == "cpu" and q.dtype != torch.bfloat16:
         segments = [piece for s in segments for piece in cut(s)]
     return *batched, segments
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the precision of log-sum-exps and of merged results."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _heads_first(*xs: T) -> list[T]:

@@ -1,8 +1,7 @@
-"""A forward pass cut in parts, each with an autograd graph of its own, so that other work can run in between.
+"""A forward pass in parts with an autograd graph each, so that other work can run in between.
 
-A module that can be left and gone on with is a generator that yields where a part ends. Where a later part reads what
-an earlier one has computed, the graph is cut: the reader gets a leaf, and the earlier part's backward begins with the
-gradient of that.
+A module that can be suspended is a generator that yields where a part ends. Where a later part reads a result of an
+earlier one, the graph is cut: the reader gets a leaf, and the earlier part's backward begins with the leaf's gradient.
 """
 
 from collections.abc import Generator, Iterator
@@ -18,13 +17,13 @@ Steps = Generator[None, None, T]
 
 
 class GraphPart:
-    """A part's graph: ``read`` is what it computed that later parts read, each with the leaf that stands for it."""
+    """The graph of a part. ``read``: its results that later parts read, each with the leaf that stands for it."""
 
     def __init__(self) -> None:
         self.read: list[tuple[T, T]] = []
 
     def backward(self) -> None:
-        """Go back through the part, when all that have read of it have been gone back through."""
+        """Run backward of the part, after that of all parts that read its results."""
         reads = [(x, leaf.grad) for x, leaf in self.read if leaf.grad is not None]
         self.read = []
         if reads:
@@ -36,12 +35,13 @@ _running: ContextVar[GraphPart | None] = ContextVar("part", default=None)
 
 
 def current_part() -> GraphPart | None:
+    """Return the part that runs now."""
     return _running.get()
 
 
 @contextmanager
 def running(part: GraphPart) -> Iterator[None]:
-    """What is computed in here is of ``part``."""
+    """Context whose computations belong to ``part``."""
     token = _running.set(part)
     try:
         yield
@@ -50,7 +50,7 @@ def running(part: GraphPart) -> Iterator[None]:
 
 
 def read(x: T, maker: GraphPart | None) -> T:
-    """``x``, which ``maker`` has computed, for the part that runs now."""
+    """Return ``x``, a result of ``maker``, for the part that runs now."""
     if maker is None or maker is current_part() or not x.requires_grad:
         return x
     leaf = x.detach().requires_grad_()
@@ -59,7 +59,7 @@ def read(x: T, maker: GraphPart | None) -> T:
 
 
 def result_of(steps: Steps) -> T:
-    """All steps, one after the other."""
+    """Run all steps and return the result."""
     while True:
         try:
             next(steps)

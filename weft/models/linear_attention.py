@@ -30,8 +30,8 @@ from weft.models.attention import (
     fold_heads,
     repeat_heads,
     set_backward,
-    wide,
 )
+from weft.models.numbers import wide
 from weft.models.prefix import StretchOwners, prefixes
 
 T = torch.Tensor

@@ -1,4 +1,4 @@
-"""Output layer and cross entropy in one, cut over the vocabulary and chunked in time.
+"""Output layer and cross entropy in one, cut over the vocabulary and computed in chunks of tokens.
 
 No rank ever holds more than ``[chunk, vocab/tp]`` logits. The gradients of hidden states and output weight are computed
 with the loss, chunk by chunk, so that logits are neither stored nor computed twice.
@@ -14,41 +14,46 @@ from weft.data.batch import IGNORE
 from weft.layout.boundary import I, V
 from weft.layout.mesh import Mesh
 from weft.models.fused import times
-from weft.models.numbers import has_numbers
+from weft.models.numbers import has_numbers, wide
 from weft.models.widened import multiply
 
-#: The sum of the losses of tokens, with the arguments of :func:`linear_cross_entropy`.
-Criterion = Callable[..., torch.Tensor]
+T = torch.Tensor
 
-#: Where more than this share of the tokens have a label, leaving out the others does not pay for copying these.
+#: Function with the arguments of :func:`linear_cross_entropy` that sums the losses of tokens.
+Criterion = Callable[..., T]
+
+#: Share of labelled tokens from which on leaving out the others does not pay for a copy.
 MOST_LABELLED = 0.95
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
+    hidden: T,
+    weight: T,
+    labels: T,
     first: int,
     chunk: int,
     mesh: Mesh,
-    counts: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Sum of ``-log p(label)`` over all tokens that have a label, each times what it ``counts`` if that is given.
+    counts: T | None = None,
+) -> T:
+    """Return the sum of ``-log p(label)`` over all tokens with a label, each times its entry of ``counts`` if given.
 
-    ``hidden``: ``[tokens, embed]``; ``weight``: ``[vocab/tp, embed]``, from row ``first``; ``labels`` and ``counts``:
-    ``[tokens]``.
-    The float64 scalar is invariant on ``tp`` and each data rank's own share elsewhere.
+    ``hidden``: ``[tokens, embed]``; ``weight``: ``[vocab/tp, embed]``, from row ``first`` of the vocabulary; ``labels``
+    and ``counts``: ``[tokens]``. The float64 scalar is invariant on ``tp``, and on other axes each data rank's own
+    share.
     """
-    group = mesh.group("tp") if mesh.size("tp") > 1 else None
+    group = vocabulary_group(mesh)
     return _LinearCrossEntropy.apply(
         hidden, weight, labels, first, chunk, group, counts
     )
 
 
-def scale_of(
-    labels: torch.Tensor, counts: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """What the loss of each token is multiplied by, ``[tokens, 1]``: 0 where there is no label."""
+def vocabulary_group(mesh: Mesh) -> dist.ProcessGroup | None:
+    """Return the group of the ranks that share the vocabulary; None if one rank has all of it."""
+    return mesh.group("tp") if mesh.size("tp") > 1 else None
+
+
+def scale_of(labels: T, counts: T | None, dtype: torch.dtype) -> T:
+    """Return the factor of each token's loss, ``[tokens, 1]``: 0 where there is no label."""
     valid = (labels != IGNORE)[:, None]
     if counts is None:
         return valid.to(dtype)
@@ -56,9 +61,9 @@ def scale_of(
 
 
 class SummedLoss(torch.autograd.Function):
-    """The sum of the losses of some tokens. What derives from this keeps its gradients by ``hidden`` and ``weight``.
+    """A sum of losses of tokens. Subclasses save their gradients by ``hidden`` and ``weight``.
 
-    ``ctx.rows``: which of the ``ctx.tokens`` those of ``hidden`` are of; None if they are of all.
+    ``ctx.rows``: the tokens, among ``ctx.tokens``, that the gradient of ``hidden`` has rows for; None: all.
     """
 
     @staticmethod
@@ -74,9 +79,9 @@ class SummedLoss(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         # In at least float32: 1 / tokens rounded to bfloat16 would make every gradient up to 0.4 % too large or small.
         def scaled(d):  # type: ignore[no-untyped-def]
-            wide = torch.promote_types(d.dtype, torch.float32)
+            dtype = wide(d.dtype)
             # in place: a large vocabulary's may not fit twice
-            return d.copy_(d.to(wide).mul_(grad.to(wide)))
+            return d.copy_(d.to(dtype).mul_(grad.to(dtype)))
 
         d_hidden, d_weight = (
             None if d is None else scaled(d) for d in ctx.saved_tensors
@@ -95,20 +100,17 @@ class _LinearCrossEntropy(SummedLoss):
         if ctx.rows is not None:
             hidden, labels = hidden[ctx.rows], labels[ctx.rows]
             counts = None if counts is None else counts[ctx.rows]
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        dtype = wide(hidden.dtype)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        scales = scale_of(labels, counts, wide)
-        with_grad = any(ctx.needs_input_grad[:2])
-        if with_grad:
-            d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-            d_weight = (
-                torch.zeros_like(weight, dtype=wide)
-                if ctx.needs_input_grad[1]
-                else None
-            )
+        scales = scale_of(labels, counts, dtype)
+        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        d_weight: T | None = None
+        if ctx.needs_input_grad[1]:
+            d_weight = torch.zeros_like(weight, dtype=dtype)
+        with_grad = d_hidden is not None or d_weight is not None
         for start in range(0, len(hidden), chunk):
             h, y, scale = (x[start : start + chunk] for x in (hidden, labels, scales))
-            logits = times(h, weight).to(wide)  # [chunk, vocab/tp]
+            logits = times(h, weight).to(dtype)  # [chunk, vocab/tp]
             top = logits.amax(-1, keepdim=True)
             here = ((y >= first) & (y < first + len(weight)))[:, None]
             index = torch.where(here, y[:, None] - first, 0)
@@ -136,11 +138,11 @@ class _LinearCrossEntropy(SummedLoss):
         return total
 
 
-def labelled_rows(labels: torch.Tensor) -> torch.Tensor | None:
-    """Indices of the tokens that have a label, where computing these alone is worth a copy of them; else None.
+def labelled_rows(labels: T) -> T | None:
+    """Return the indices of the tokens with a label, if computing only these is worth a copy of them; else None.
 
-    Prompts that are not learned from, or padding, then cost the output layer nothing. Not on a GPU, where the host
-    would have to wait for all that was asked of it before it could know how many there are.
+    Prompts that are not learned from, or padding, then cost the output layer nothing. None on a GPU, where the host
+    would have to wait for all queued work to know their number.
     """
     if labels.device.type != "cpu" or not has_numbers(labels):
         return None
@@ -148,18 +150,16 @@ def labelled_rows(labels: torch.Tensor) -> torch.Tensor | None:
     return rows if len(rows) < MOST_LABELLED * len(labels) else None
 
 
-def merge(
-    lse: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup | None
-) -> list[torch.Tensor]:
-    """Global log-sum-exp and target logit from those of each vocabulary share, each ``[chunk, 1]``."""
+def merge(lse: T, target: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Return the global log-sum-exp and target logit from those of each vocabulary share, each ``[chunk, 1]``."""
     if group is None:
         return [lse, target]
     both = from_shares(torch.cat((lse, target), dim=1), group)
     return [both[..., :1].logsumexp(0), both[..., 1:].sum(0)]
 
 
-def from_shares(share: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """What the ranks with each share of the vocabulary have: of ``[chunk, n]`` each, ``[tp, chunk, n]``."""
+def from_shares(share: T, group: dist.ProcessGroup | None) -> T:
+    """Gather ``[chunk, n]`` from the ranks with each share of the vocabulary: ``[tp, chunk, n]``."""
     shares = [share]
     if group is not None:
         shares = [torch.empty_like(share) for _ in range(group.size())]
@@ -169,36 +169,25 @@ def from_shares(share: torch.Tensor, group: dist.ProcessGroup | None) -> torch.T
 
 @torch.no_grad()
 def token_scores(
-    hidden: torch.Tensor,
-    weight: torch.Tensor | None,
-    labels: torch.Tensor,
-    first: int,
-    chunk: int,
-    mesh: Mesh,
-) -> torch.Tensor:
-    """The log-probability of every label, and 1 if no other token is likelier, else 0: float64 ``[tokens, 2]``.
+    hidden: T, weight: T | None, labels: T, first: int, chunk: int, mesh: Mesh
+) -> T:
+    """Return every label's log-probability, and 1 if no other token is likelier, else 0: float64 ``[tokens, 2]``.
 
     Arguments as of :func:`linear_cross_entropy`, for tokens that all have a label; without ``weight``, ``hidden`` are
     the logits.
     """
-    group = mesh.group("tp") if mesh.size("tp") > 1 else None
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    group, dtype = vocabulary_group(mesh), wide(hidden.dtype)
     scores = torch.empty(len(hidden), 2, dtype=torch.float64, device=hidden.device)
     for start in range(0, len(hidden), chunk):
         h, y = hidden[start : start + chunk], labels[start : start + chunk]
         # [chunk, vocab/tp]
-        logits = (h if weight is None else times(h, weight)).to(wide)
+        logits = (h if weight is None else times(h, weight)).to(dtype)
         here = ((y >= first) & (y < first + logits.shape[1]))[:, None]
-        target = torch.where(
-            here, logits.gather(1, torch.where(here, y[:, None] - first, 0)), 0
-        )
-        scores_of_share = torch.cat(
-            (logits.logsumexp(-1, keepdim=True), target, logits.amax(-1, keepdim=True)),
-            dim=1,
-        )
-        lse, target, top = from_shares(scores_of_share, group).unbind(
-            -1
-        )  # each [tp, chunk]
+        index = torch.where(here, y[:, None] - first, 0)
+        target = torch.where(here, logits.gather(1, index), 0)
+        lse, top = logits.logsumexp(-1, keepdim=True), logits.amax(-1, keepdim=True)
+        shares = from_shares(torch.cat((lse, target, top), dim=1), group)
+        lse, target, top = shares.unbind(-1)  # each [tp, chunk]
         target = target.sum(0)
         scores[start : start + chunk, 0] = target - lse.logsumexp(0)
         scores[start : start + chunk, 1] = target >= top.amax(0)

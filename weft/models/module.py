@@ -1,4 +1,4 @@
-"""The base of all modules: parameters are made with their logical description beside them; and the norm."""
+"""The base of all modules, whose parameters are made with their logical description beside them; and the norm."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,8 @@ from weft.shapes.parameters import Table
 class Module(nn.Module):
     """A module whose parameters are created on the meta device with their logical description beside them.
 
-    ``path``: its name in the model; ``table`` has the parameters of the model, or of its layer (see
-    :mod:`weft.shapes.parameters`).
+    ``path``: its name in the model; ``table``: the parameters of the model, or of its layer
+    (:mod:`weft.shapes.parameters`).
     """
 
     def __init__(self, mesh: Mesh, table: Table | None = None, path: str = "") -> None:
@@ -30,14 +30,14 @@ class Module(nn.Module):
         def __getattr__(self, name: str) -> Any: ...
 
     def inside(self, name: str) -> str:
-        """The name in the model of what this module calls ``name``."""
+        """Return the name in the model of this module's parameter or module ``name``."""
         return f"{self.path}.{name}" if self.path else name
 
     def weight(self, name: str, whole: bool = False) -> Logical:
         """Register parameter ``name`` with this rank's part of the tensor that the table describes.
 
-        ``whole``: of all ranks that share the work on the same data, each has all of it. What no gradient changes is
-        held by every rank as its state.
+        ``whole``: every rank that shares the work on the same data has all of it. Statistics, which no gradient
+        changes, are held by every rank as its state.
         """
         row = self.described[self.inside(name)]
         fixed = row.kind == "statistic"
@@ -51,7 +51,7 @@ class Module(nn.Module):
         return logical
 
     def norm_of(self, name: str, eps: float) -> Any:
-        """The norm called ``name``; None if the model has none there."""
+        """Return the norm called ``name``; None if the model has none there."""
         path = self.inside(name)
         if f"{path}.scale" not in self.described:
             return None

@@ -1,12 +1,12 @@
 """Frozen weights in four bits: NormalFloat with double quantisation (QLoRA, Dettmers et al. 2023).
 
 64 neighbours share a scale, the largest of their absolute values; 256 such scales are kept as 8-bit steps around their
-mean. All blocks are of the logical weight, stored as rows along the dimension that no axis cuts: whatever cuts the
-others, or the rows of state, then meets whole blocks, and every rank comes to the same values as one device.
+mean. Blocks are blocks of the logical weight, stored as rows along the dimension that no axis cuts: cuts of other
+dimensions, or of the rows of state, then meet whole blocks, and every rank computes the same values as one device.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from weft.layout.dims import Box, Logical
 from weft.layout.mesh import Mesh
 from weft.models.fused import times
 from weft.models.module import Module
+from weft.models.numbers import wide
 from weft.shapes.parameters import BLOCK, SCALES, Table, is_turned
 
 T = torch.Tensor
@@ -42,48 +43,41 @@ class RowReader(NamedTuple):
 
 @cache
 def _pairs(dtype: torch.dtype, device: torch.device) -> T:
-    """What every byte stands for, the high half first: ``[256, 2]``."""
+    """The two values of every byte, the high half first: ``[256, 2]``."""
     levels = torch.tensor(LEVELS, dtype=dtype, device=device)
     return torch.cartesian_prod(levels, levels)
 
 
 def packed(codes: T) -> T:
-    """Two codes of four bits in a byte, the first in its high half: ``[..., n] -> [..., n / 2]``."""
+    """Pack two codes of four bits in a byte, the first in its high half: ``[..., n] -> [..., n / 2]``."""
     return codes[..., ::2] << 4 | codes[..., 1::2]
 
 
 def quantized_rows(rows: T) -> tuple[T, T]:
-    """Codes ``[rows, width / 2]`` (uint8, two to a byte) and scales ``[rows, width / 64]`` of ``[rows, width]``."""
+    """Quantise ``[rows, width]``: codes ``[rows, width / 2]`` (uint8, two to a byte) and scales ``[rows, width /
+    64]``.
+    """
     rows = rows.float().contiguous()
     # [rows, blocks, 64]
     padded = F.pad(rows, (0, -rows.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     scales = padded.abs().amax(-1)
     levels = torch.tensor(LEVELS)
-    nearest = torch.bucketize(
-        padded / scales.clamp(min=1e-38)[..., None], (levels[1:] + levels[:-1]) / 2
-    )
-    codes = F.pad(nearest.flatten(1)[:, : rows.shape[1]], (0, rows.shape[1] % 2)).to(
-        torch.uint8
-    )
-    return packed(codes), scales
+    scaled = padded / scales.clamp(min=1e-38)[..., None]
+    nearest = torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2)
+    codes = nearest.flatten(1)[:, : rows.shape[1]].to(torch.uint8)
+    return packed(F.pad(codes, (0, rows.shape[1] % 2))), scales
 
 
 def quantized_scales(scales: T) -> tuple[T, T]:
-    """8-bit steps ``[n]`` of ``n`` scales, and ``[n / 256, 8]`` bytes: the mean and the step of each 256, float32."""
+    """Quantise ``n`` scales: 8-bit steps ``[n]``, and ``[n / 256, 8]`` bytes: mean and step of each 256, float32."""
     steps, about = [scales.new_empty(0, dtype=torch.uint8)], [scales.new_empty(0, 2)]
     whole = len(scales) // SCALES * SCALES
-    for blocks in filter(
-        torch.numel, (scales[:whole].view(-1, SCALES), scales[None, whole:])
-    ):
+    groups = scales[:whole].view(-1, SCALES), scales[None, whole:]
+    for blocks in filter(torch.numel, groups):
         mean = blocks.double().mean(1, keepdim=True).float()
         step = (blocks - mean).abs().amax(1, keepdim=True) / 127
-        steps.append(
-            ((blocks - mean) / step.clamp(min=1e-38))
-            .round_()
-            .add_(128)
-            .to(torch.uint8)
-            .flatten()
-        )
+        codes = ((blocks - mean) / step.clamp(min=1e-38)).round_().add_(128)
+        steps.append(codes.to(torch.uint8).flatten())
         about.append(torch.cat((mean, step), dim=1))
     return torch.cat(steps), torch.cat(about).view(torch.uint8)
 
@@ -91,26 +85,22 @@ def quantized_scales(scales: T) -> tuple[T, T]:
 def dequantized(
     codes: T, scales: T, about: T, first: int, width: int, dtype: torch.dtype
 ) -> T:
-    """The rows from ``first`` on of a quantised weight, ``[rows, width]``; ``about``: of the whole weight."""
-    wide = torch.promote_types(dtype, torch.float32)
+    """Return the rows of a quantised weight from ``first`` on, ``[rows, width]``; ``about``: of the whole weight."""
+    precision = wide(dtype)
     mean, step = about.view(torch.float32).unbind(1)
-    number = (
-        torch.arange(scales.numel(), device=scales.device).add_(first * scales.shape[1])
-        // SCALES
-    )
-    largest = (
-        (mean[number] + step[number] * (scales.flatten().float() - 128))
-        .clamp_(min=0)
-        .view(scales.shape)
-    )
-    values = F.embedding(codes.int(), _pairs(wide, codes.device)).flatten(1)[:, :width]
-    return values.mul_(largest.to(wide).repeat_interleave(BLOCK, dim=1)[:, :width]).to(
-        dtype
-    )
+    numbers = torch.arange(scales.numel(), device=scales.device)
+    shared = numbers.add_(first * scales.shape[1]) // SCALES
+    largest = mean[shared] + step[shared] * (scales.flatten().float() - 128)
+    factors = largest.clamp_(min=0).view(scales.shape).to(precision)
+    pairs = _pairs(precision, codes.device)
+    values = F.embedding(codes.int(), pairs).flatten(1)[:, :width]
+    return values.mul_(factors.repeat_interleave(BLOCK, dim=1)[:, :width]).to(dtype)
 
 
 class Quantized(Module):
-    """The stored form of a frozen weight ``[out, into]``: ``codes``, ``scales`` and what is common to 256 scales."""
+    """The stored form of a frozen weight ``[out, into]``: ``codes``, ``scales``, and ``about``: mean and step of 256
+    scales.
+    """
 
     def __init__(self, mesh: Mesh, table: Table, path: str, whole: bool) -> None:
         super().__init__(mesh, table, path)
@@ -123,28 +113,24 @@ class Quantized(Module):
         self.first = self.logical["codes"].box[0][0]
 
     def dense(self, dtype: torch.dtype) -> T:
-        """The weight ``[out, in]``, as far as it is held."""
-        rows = dequantized(
-            self.codes, self.scales, self.about, self.first, self.width, dtype
-        )
+        """Return the held part of the weight ``[out, in]``."""
+        return self._dense(dtype, self.first, self.codes, self.scales, self.about)
+
+    def _dense(
+        self, dtype: torch.dtype, first: int, codes: T, scales: T, about: T
+    ) -> T:
+        rows = dequantized(codes, scales, about, first, self.width, dtype)
         return rows.t() if self.turned else rows
 
     def project(self, x: T, own: Callable[[T], T], first: int) -> T:
-        """``x`` times the weight; ``own`` takes this rank's rows of what is held, from the ``first``."""
-        stored, dtype = (own(self.codes), own(self.scales), self.about), x.dtype
-
-        # which backward keeps, and must not keep x with it
-        def dense(codes: T, scales: T, about: T) -> T:
-            rows = dequantized(
-                codes, scales, about, self.first + first, self.width, dtype
-            )
-            return rows.t() if self.turned else rows
-
+        """Multiply ``x`` with the weight; ``own`` takes this rank's rows of the held part, from the ``first``."""
+        dense = partial(self._dense, x.dtype, self.first + first)
+        stored = (own(self.codes), own(self.scales), self.about)
         return _QuantizedProject.apply(x, dense, *stored)
 
 
 class _QuantizedProject(torch.autograd.Function):
-    """The product with a weight that exists while it is computed, forward and backward."""
+    """The product with a weight that exists only while it is computed, forward and backward."""
 
     @staticmethod
     def spmd_typecheck(*, x, dense, codes, scales, about):  # type: ignore[no-untyped-def]
@@ -154,20 +140,14 @@ class _QuantizedProject(torch.autograd.Function):
     def forward(ctx, x, dense, codes, scales, about):  # type: ignore[no-untyped-def]
         ctx.dense = dense
         ctx.save_for_backward(codes, scales, about)
-        return times(x.flatten(0, 1), dense(codes, scales, about)).unflatten(
-            0, x.shape[:2]
-        )
+        weight = dense(codes, scales, about)
+        return times(x.flatten(0, 1), weight).unflatten(0, x.shape[:2])
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         weight = ctx.dense(*ctx.saved_tensors)
-        return (
-            times(grad.flatten(0, 1), weight.t()).unflatten(0, grad.shape[:2]),
-            None,
-            None,
-            None,
-            None,
-        )
+        d_x = times(grad.flatten(0, 1), weight.t()).unflatten(0, grad.shape[:2])
+        return d_x, None, None, None, None
 
 
 def stored_values(part: str, weight: RowReader, box: Box) -> T:

@@ -1,12 +1,19 @@
-"""Whether a tensor has values at all: in a rehearsal, which only counts what a step would hold, it has none."""
+"""The numbers of a tensor: their precision, and whether it has any; in a rehearsal, which only counts memory, it has
+none.
+"""
 
 import torch
 
-# Fake tensors have a device like real ones and nothing behind it. That they are fake is all that tells them apart, and
-# PyTorch has no public name for it: torch.compiler knows only of what is being compiled.
+# Fake tensors have a device like real ones but no memory. Only their class tells them apart, for which PyTorch has no
+# public name: torch.compiler knows only of what is being compiled.
 from torch._subclasses.fake_tensor import FakeTensor
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the precision of sums over numbers of ``dtype``: float64 for float64, else float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def has_numbers(x: torch.Tensor) -> bool:
-    """Whether there is anything to read in ``x``: not on the meta device, nor in a fake tensor."""
+    """Return whether ``x`` has values to read: not on the meta device, nor as a fake tensor."""
     return not (x.is_meta or isinstance(x, FakeTensor))

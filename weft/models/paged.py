@@ -1,12 +1,12 @@
 """Attention that remembers: replaces a layer's ``attend`` while a model reads texts piece by piece.
 
 A block calls ``attend(q, k, v, cu_seqlens)``, with its window if it has one, and does not know whether earlier tokens
-are remembered; training never does. Whoever generates makes one such object per layer (:func:`layer_pages`) and lets
-the layers use them for the time of one forward pass (:func:`attending`). What they remember lies in blocks of ``size``
-tokens, which a table per text lists (PagedAttention, Kwon et al. 2023): keys and values of softmax layers, what these
-are made from of latent ones, and of linear layers the state behind the last token of every block. So a text can begin
-from blocks of another one, whatever its layers are. Anything else with this signature can take their place, such as
-keys and values of several ranks (:mod:`weft.parallel.striped`). Keys arrive already rotated to their positions.
+are remembered; training never remembers any. An engine makes one such object per layer (:func:`layer_pages`) and lets
+the layers use them during one forward pass (:func:`attending`). Their memory lies in blocks of ``size`` tokens, which a
+table per text lists (PagedAttention, Kwon et al. 2023): keys and values of softmax layers, latent vectors of latent
+layers, and for linear layers the state after the last token of every block. A text can therefore begin with blocks of
+another one, whatever its layers are. Other objects with this signature can take their place, such as keys and values of
+several ranks (:mod:`weft.parallel.striped`). Keys arrive rotated to their positions.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from weft.models.attention import Attend, repeat_heads, wide
+from weft.models.attention import Attend, repeat_heads
 from weft.models.latent import LatentAttention
 from weft.models.linear_attention import (
     forward,
@@ -25,6 +25,7 @@ from weft.models.linear_attention import (
     state_to_state,
     state_to_tokens,
 )
+from weft.models.numbers import wide
 from weft.models.shared_prefixes import PrefixGroup, attend_prefixes, group_prefixes
 from weft.models.spans import (
     Span,
@@ -37,12 +38,12 @@ from weft.models.spans import (
 )
 from weft.models.transformer import Attention, Block, T, Transformer
 
-#: Tokens by which the memory of a cache grows at least, so that it is seldom copied.
+#: The least tokens by which the memory of a cache grows, so that it is seldom copied.
 ROOM = 256
 
 
 def attention_layers(model: Transformer) -> list[Attention | LatentAttention]:
-    """The attention of every block, first block first."""
+    """Return the attention of every block, first block first."""
     return [
         block.attention for block in model.blocks.values() if isinstance(block, Block)
     ]
@@ -50,7 +51,7 @@ def attention_layers(model: Transformer) -> list[Attention | LatentAttention]:
 
 @contextmanager
 def attending(model: Transformer, attends: Sequence[Attend]) -> Iterator[None]:
-    """In here the layers of ``model`` attend by ``attends``, and afterwards as before."""
+    """Context in which the layers of ``model`` attend by ``attends``."""
     layers = attention_layers(model)
     before = [layer.attend for layer in layers]
     try:
@@ -64,7 +65,7 @@ def attending(model: Transformer, attends: Sequence[Attend]) -> Iterator[None]:
 
 @dataclass
 class Reading:
-    """What layers read in one forward pass, and by window what they attend to at once, found by the first of them."""
+    """The spans that layers read in one forward pass; ``batches``: by window, their groups for one call each."""
 
     spans: Sequence[Span]
     slots: T  # [new tokens], where they go among the tokens of all blocks
@@ -82,7 +83,7 @@ class SpanKeys(NamedTuple):
 
 
 class Pages:
-    """One layer's part of every block: ``[parts, blocks, size, ...]``. Calls read what ``reading`` says."""
+    """One layer's part of every block: ``[parts, blocks, size, ...]``. Calls read the spans of ``reading``."""
 
     reading: Reading
 
@@ -91,7 +92,7 @@ class Pages:
         self.store: T | None = None
 
     def copy(self, blocks: Iterable[tuple[int, int]]) -> None:
-        """Copy what is in the first of each pair of blocks into the second."""
+        """Copy the first of each pair of blocks to the second."""
         for old, new in blocks:
             store = self.room(new + 1)
             store[:, new] = store[:, old]
@@ -103,16 +104,16 @@ class Pages:
         parts: int = 0,
         shape: Sequence[int] = (),
     ) -> T:
-        """The store, with so many blocks at least; ``like``, ``parts`` and ``shape`` (of a block) of a new one."""
+        """Return the store with at least ``blocks`` blocks; a new one has the type of ``like``, ``parts`` and blocks of
+        ``shape``.
+        """
         if self.store is None:
             assert like is not None
             self.store = like.new_zeros(parts, blocks + ROOM // self.size, *shape)
         elif (held := self.store.shape[1]) < blocks:
-            grown = self.store.new_zeros(
-                len(self.store),
-                blocks + max(ROOM // self.size, held // 8),
-                *self.store.shape[2:],
-            )
+            parts, _, *shape = self.store.shape
+            spare = max(ROOM // self.size, held // 8)
+            grown = self.store.new_zeros(parts, blocks + spare, *shape)
             grown[:, :held] = self.store
             self.store = grown
         return self.store
@@ -121,7 +122,7 @@ class Pages:
 class KeyValuePages(Pages):
     """Softmax attention of each span's tokens to themselves and to all earlier ones of their text.
 
-    ``freq``: by what keys and queries are rotated.
+    ``freq``: frequencies by which keys and queries are rotated.
     """
 
     def __init__(self, size: int, freq: T | None = None) -> None:
@@ -129,51 +130,48 @@ class KeyValuePages(Pages):
         self.freq = freq
 
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
-        """``[1, tokens, heads or kv_heads, head_dim]``; spans say where texts begin."""
+        """Attend with ``[1, tokens, heads or kv_heads, head_dim]``; spans say where texts begin."""
         self.write(k, v)
         return self.attend(q, v.shape[-1], window)
 
     def attend(self, q: T, width: int, window: int) -> T:
-        """What is found with ``q`` in all that is remembered, the first ``width`` numbers of it."""
+        """Attend with ``q`` to all that is remembered; return the first ``width`` numbers of each result."""
         assert self.store is not None
         out = q.new_zeros(*q.shape[:3], width)  # a row may be filled up
         if window not in self.reading.batches:
             self.reading.batches[window] = self._pieces(q, window)
         for piece in self.reading.batches[window]:
             if isinstance(piece, SpanBatch):
-                attended = attend_batch(
-                    q[0, piece.rows], *self.gather(piece.blocks), piece
-                )
-                out[0, piece.rows] = attended[..., :width]
+                rows: T | slice = piece.rows
+                attended = attend_batch(q[0, rows], *self.gather(piece.blocks), piece)
             elif isinstance(piece, PrefixGroup):
+                rows = piece.rows
                 attended = attend_prefixes(
-                    q[0, piece.rows], piece, lambda span: self.read(span, 0)[:2]
+                    q[0, rows], piece, lambda span: self.read(span, 0)[:2]
                 )
-                out[0, piece.rows] = attended[..., :width]
             else:
                 rows = slice(piece.first, piece.last)
                 keys, values, before = self.read(piece, window)
-                attended = attend_span(
-                    q[0, rows], keys, values, piece.past - before, window
-                )
-                out[0, rows] = attended[..., :width]
+                past = piece.past - before
+                attended = attend_span(q[0, rows], keys, values, past, window)
+            out[0, rows] = attended[..., :width]
         return out
 
     def _pieces(self, q: T, window: int) -> list[SpanBatch | Span | PrefixGroup]:
-        """What is attended to at once: spans by themselves or in batches, and all those together that see others."""
+        """Groups for one call each: spans by themselves or in batches, and all spans together that see other texts."""
         assert self.store is not None
-        plain, others = (
-            [s for s in self.reading.spans if bool(s.context) is sees]
-            for sees in (False, True)
-        )
+        plain = [span for span in self.reading.spans if not span.context]
+        others = [span for span in self.reading.spans if span.context]
         group = q.shape[2] // self.store.shape[3]
-        pieces: list[SpanBatch | Span | PrefixGroup] = (
-            [*batch_spans(plain, self.size, window, q, group)] if plain else []
-        )
-        return [*pieces, group_prefixes(others, self.freq, q)] if others else pieces
+        pieces: list[SpanBatch | Span | PrefixGroup] = []
+        if plain:
+            pieces += batch_spans(plain, self.size, window, q, group)
+        if others:
+            pieces.append(group_prefixes(others, self.freq, q))
+        return pieces
 
     def write(self, *new: T) -> None:
-        """Put ``new``, ``[1, tokens, kv_heads, width]`` each, into their slots."""
+        """Write ``new`` tensors, ``[1, tokens, kv_heads, width]`` each, into their slots."""
         slots = self.reading.slots
         first = new[0]
         blocks = max(max(span.table) for span in self.reading.spans) + 1
@@ -182,16 +180,11 @@ class KeyValuePages(Pages):
             kept.flatten(0, 1)[slots] = each[0, : len(slots)]
 
     def gather(self, blocks: T) -> tuple[T, T]:
-        """Keys and values in ``blocks`` ``[texts, blocks]``: ``[texts, tokens, kv_heads, width]`` each."""
+        """Gather keys and values of ``blocks`` ``[texts, blocks]``: ``[texts, tokens, kv_heads, width]`` each."""
         assert self.store is not None
-        kept = range(len(self.store))  # one part can be both
-        gathered = [
-            self.store[i]
-            .index_select(0, blocks.flatten())
-            .unflatten(0, blocks.shape)
-            .flatten(1, 2)
-            for i in kept
-        ]
+        # [texts * blocks, size, kv_heads, width]; one part can be both
+        parts = [part.index_select(0, blocks.flatten()) for part in self.store]
+        gathered = [part.unflatten(0, blocks.shape).flatten(1, 2) for part in parts]
         return gathered[0], gathered[-1]
 
     def read(self, span: Span, window: int) -> SpanKeys:
@@ -202,10 +195,8 @@ class KeyValuePages(Pages):
             seen_blocks(span, self.size, window),
         )
         table = span.table[first:last]
-        if table[-1] - table[0] == len(table) - 1 and all(
-            b - a == 1 for a, b in pairwise(table)
-        ):
-            # side by side: nothing is copied
+        # side by side: nothing is copied
+        if all(b - a == 1 for a, b in pairwise(table)):
             rows = self.store[:, table[0] : table[-1] + 1]
         else:
             rows = self.store[:, torch.tensor(table, device=self.store.device)]
@@ -214,11 +205,11 @@ class KeyValuePages(Pages):
 
 
 class LatentPages(KeyValuePages):
-    """Of latent attention (:mod:`weft.models.latent`): what all keys and values are made from, once for all heads."""
+    """Pages of latent attention (:mod:`weft.models.latent`): latent vectors, one for all heads."""
 
     @property
     def tokens(self) -> int:
-        """Of earlier tokens, how many any text has: none if all that is read are whole beginnings."""
+        """The most earlier tokens of any text: none if all spans begin their texts."""
         return max(
             span.past + sum(tile.tokens for tile in span.context)
             for span in self.reading.spans
@@ -229,15 +220,15 @@ class LatentPages(KeyValuePages):
         self.write(latents)
 
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
-        """``k`` are the new tokens' latent vectors, and ``v`` their first elements, which are not kept twice."""
+        """Attend to latent vectors ``k``, whose first elements are ``v`` and are not kept twice."""
         self.write(k)
         return self.attend(q, v.shape[-1], window)  # kernels take equal widths
 
 
 class StatePages(Pages):
-    """Linear attention of each span's tokens after those that the state in their text's last block sums up.
+    """Linear attention of each span's tokens after the tokens that the state in the text's last block sums up.
 
-    A block holds the state behind its last token (the recurrent form). ``decay``: logarithms, one per head.
+    A block holds the state after its last token (the recurrent form). ``decay``: logarithms, one per head.
     """
 
     def __init__(self, size: int, decay: Sequence[float]) -> None:
@@ -245,7 +236,7 @@ class StatePages(Pages):
         self.decay = decay
 
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T) -> T:
-        """``[1, tokens, heads or kv_heads, head_dim]``."""
+        """Attend with ``[1, tokens, heads or kv_heads, head_dim]``."""
         dtype, group = wide(q.dtype), q.shape[2] // k.shape[2]
         heads_first = (
             q * q.shape[-1] ** -0.5,
@@ -256,15 +247,10 @@ class StatePages(Pages):
         qs, ks, vs = (x[0].to(dtype).transpose(0, 1) for x in heads_first)
         decay = torch.tensor(self.decay, dtype=dtype, device=q.device)
         spans = self.reading.spans
-        store = self.room(
-            max(max(s.table) for s in spans) + 1,
-            qs,
-            1,
-            (q.shape[2], q.shape[3], v.shape[3]),
-        )[0]
-        out = torch.zeros(
-            q.shape[2], q.shape[1], v.shape[3], dtype=dtype, device=q.device
-        )
+        state_shape = (q.shape[2], q.shape[3], v.shape[3])
+        blocks = max(max(s.table) for s in spans) + 1
+        store = self.room(blocks, qs, 1, state_shape)[0]
+        out = qs.new_zeros(*qs.shape[:2], v.shape[3])
         for pieces in rounds(spans, self.size):
             # [texts, tokens]
             rows = torch.tensor(
@@ -272,11 +258,8 @@ class StatePages(Pages):
             )
             past = torch.tensor([p.past for p in pieces], device=q.device)
             before, here = (
-                torch.tensor(
-                    [p.table[max(0, at(p)) // self.size] for p in pieces],
-                    device=q.device,
-                )
-                for at in (lambda p: p.past - 1, lambda p: p.past)
+                [p.table[max(0, p.past - back) // self.size] for p in pieces]
+                for back in (1, 0)
             )
             positions = past[:, None] + torch.arange(rows.shape[1], device=q.device)
             # [texts, heads, tokens, head_dim]
@@ -292,7 +275,7 @@ class StatePages(Pages):
 
 
 def layer_pages(model: Transformer, size: int) -> list[KeyValuePages | StatePages]:
-    """Empty pages for blocks of ``size`` tokens, one object per layer as its mixer needs it."""
+    """Return empty pages for blocks of ``size`` tokens, one object per layer, of the kind that its mixer needs."""
 
     def pages(layer: Attention | LatentAttention) -> KeyValuePages | StatePages:
         if isinstance(layer, LatentAttention):
@@ -305,7 +288,7 @@ def layer_pages(model: Transformer, size: int) -> list[KeyValuePages | StatePage
 
 
 def slots(spans: Iterable[Span], size: int) -> list[int]:
-    """Where the tokens of ``spans`` go among the tokens of all blocks."""
+    """Return the places of the tokens of ``spans`` among the tokens of all blocks."""
     return [
         table[at // size] * size + at % size
         for first, last, past, table, _ in spans

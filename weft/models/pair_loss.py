@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 class PairLoss:
     """The loss of pairs of answers (``loss.kind``), by one number per answer. It is made with the section ``[loss]``.
 
-    That number is the sum of the log-probabilities of the answer's tokens; it is a float64. A loss has :meth:`of`, or
+    The number is the sum of the log-probabilities of the answer's tokens, in float64. A loss defines :meth:`of`, or
     :meth:`compared` in its place; all tensors are ``[pairs]``.
 
-    ``averaged``: answers count by the average over their tokens rather than the sum. ``has_reference``: what counts is
-    by how much they are more likely than under the reference model. ``scores``: the model has a scalar head, and an
-    answer's number is its score. ``smooths``: ``loss.label_smoothing`` says something. ``has_margin``: ``loss.margin``
-    does. ``judged``: each pair is an answer that is good or bad (a ``margin`` of 1 or -1), and somebody else's.
+    ``averaged``: the number is the mean over the tokens instead of the sum. ``has_reference``: the number is the
+    difference to that of the reference model. ``scores``: the model has a scalar head, and an answer's number is its
+    score. ``smooths``: the loss uses ``loss.label_smoothing``. ``has_margin``: it uses ``loss.margin``. ``judged``:
+    each pair is an answer that is good or bad (a ``margin`` of 1 or -1), and an answer to another prompt.
     ``has_point``: ``point`` is set before the passes of a step, to the mean of :meth:`divergence`, and at least 0.
     """
 
@@ -41,7 +41,8 @@ class PairLoss:
     def __call__(self, sums: T, lengths: T, pairs: Pairs) -> T:
         """Return the losses of pairs.
 
-        ``sums`` over the answers' tokens, and how many these are: ``[pairs, 2]``, with the chosen answer first.
+        ``sums`` over the answers' tokens, and their ``lengths`` in tokens: ``[pairs, 2]``, with the chosen answer
+        first.
         """
         import torch
 
@@ -53,22 +54,22 @@ class PairLoss:
         return self.compared(sums[:, 0], sums[:, 1], margin)
 
     def compared(self, chosen: T, rejected: T, margin: T) -> T:
-        """Return the losses of pairs by both answers' numbers."""
+        """Return the losses of pairs by the numbers of both answers."""
         return self.of(chosen - rejected, margin)
 
     def of(self, gap: T, margin: T) -> T:
-        """Return the losses of pairs whose chosen answer is ahead by ``gap``; it should be by ``margin``."""
+        """Return the losses of pairs whose chosen answer is ahead by ``gap``; it should be ahead by ``margin``."""
         raise NotImplementedError
 
     def smoothed(self, gap: T) -> T:
-        """Logistic loss of comparisons that are the wrong way round in the share ``loss.label_smoothing`` of them."""
+        """Return the logistic loss of comparisons, a share ``loss.label_smoothing`` of which is the wrong way round."""
         from torch.nn.functional import logsigmoid
 
         wrong = self.settings.label_smoothing
         return -(1 - wrong) * logsigmoid(gap) - wrong * logsigmoid(-gap)
 
     def divergence(self, sums: T, lengths: T, pairs: Pairs) -> T:
-        """Return by how much each pair's second answer is more likely than under the reference model."""
+        """Return by how much each pair's second answer is likelier than under the reference model."""
         import torch
 
         return (sums - torch.from_numpy(pairs.reference).to(sums))[:, 1]

@@ -1,4 +1,4 @@
-"""Losses of a user's own, token by token, under every layout that the cross entropy knows."""
+"""Token losses of plugins, under every layout that the cross entropy supports."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from weft.data.batch import IGNORE
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh
 from weft.models.fused import times
-from weft.models.loss import SummedLoss, scale_of
-from weft.models.numbers import has_numbers
+from weft.models.loss import SummedLoss, scale_of, vocabulary_group
+from weft.models.numbers import has_numbers, wide
 from weft.models.widened import multiply
 from weft.plugins import call
 from weft.recipe import Loss
@@ -22,14 +22,16 @@ T = torch.Tensor
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """A criterion (:data:`weft.models.loss.Criterion`) that adds up ``of(logits, labels)``, weighted, over all tokens.
+    """A criterion (:data:`weft.models.loss.Criterion`) that sums ``of(logits, labels)``, weighted, over all tokens.
 
     What ``of`` may assume, and must keep to, so that every layout computes the same:
 
     - ``logits`` ``[tokens, vocab]`` are whole rows, in float32 (in float64, if the run is), whatever cuts the
-      vocabulary; ``labels`` ``[tokens]`` are ids, none of them missing. It returns the losses ``[tokens]``.
-    - Tokens come in chunks of ``train.loss_chunk``, of any documents and in any order. The loss of one depends on its
-      own row and label alone: no mean over the chunk, no state, nothing random.
+    vocabulary; ``labels`` ``[tokens]`` are ids, none of them missing. It returns the losses ``[tokens]``.
+
+    - Tokens come in chunks of ``train.loss_chunk``, of any documents and in any order. The loss of a token depends on
+    its own row and label alone: no mean over the chunk, no state, nothing random.
+
     - PyTorch differentiates it. It is called once per chunk, for the loss and the gradients together.
 
     Weft multiplies by the labels' weights, adds up, and divides by the weight of all the step's labels. With tensor
@@ -49,64 +51,59 @@ class TokenLoss:
         mesh: Mesh,
         counts: T | None = None,
     ) -> T:
-        """As :func:`weft.models.loss.linear_cross_entropy`; without ``weight``, ``hidden`` are the logits."""
+        """Sum the losses, as :func:`weft.models.loss.linear_cross_entropy`; without ``weight``, ``hidden`` are the
+        logits.
+        """
         if weight is not None:
-            group = mesh.group("tp") if mesh.size("tp") > 1 else None
+            group = vocabulary_group(mesh)
             loss: T = _Chunked.apply(
                 hidden, weight, labels, first, chunk, group, counts, self
             )
             return loss
         rows = (labels != IGNORE).nonzero()[:, 0]
         scales = scale_of(labels, counts, torch.float64)[rows, 0]
-        return (
-            self.losses(hidden[rows].to(_wide(hidden)), labels[rows]) * scales
-        ).sum()
+        losses = self.losses(hidden[rows].to(wide(hidden.dtype)), labels[rows])
+        return (losses * scales).sum()
 
     def losses(self, logits: T, labels: T) -> T:
-        """What ``of`` says of some tokens, in float64: ``[tokens]``."""
+        """Return the losses of some tokens in float64, ``[tokens]``. Raises :class:`WeftError` for another shape."""
         losses = self.of(logits, labels)
         if not isinstance(losses, T) or losses.shape != labels.shape:
-            shape = (
-                list(losses.shape) if isinstance(losses, T) else type(losses).__name__
-            )
+            kind = type(losses).__name__
+            shape = list(losses.shape) if isinstance(losses, T) else kind
             raise WeftError(
                 f"a plugin's loss returned {shape} for {len(labels)} tokens; it returns one loss for each"
             )
         return losses.double()
 
 
-def _wide(hidden: T) -> torch.dtype:
-    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
-
-
 def plugin_loss(settings: Loss, vocab: int) -> TokenLoss | None:
-    """The loss of a plugin, if it is one that the recipe's ``settings`` name."""
+    """Return the plugin's loss that the recipe's ``settings`` name; None if they name none."""
     if settings.is_own:
         return TokenLoss(call(find("loss", settings.kind), settings.settings), vocab)
     return None
 
 
 class _Chunked(SummedLoss):
-    """Gradients are computed with the loss, chunk by chunk."""
+    """The sum of losses, whose gradients are computed with it, chunk by chunk."""
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, first, chunk, group, counts, criterion):  # type: ignore[no-untyped-def]
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        with_grad, wide = any(ctx.needs_input_grad[:2]), _wide(hidden)
+        with_grad, dtype = any(ctx.needs_input_grad[:2]), wide(hidden.dtype)
         d_hidden = torch.zeros_like(hidden)
-        d_weight = torch.zeros_like(weight, dtype=wide)
+        d_weight = torch.zeros_like(weight, dtype=dtype)
         scales = scale_of(labels, counts, torch.float64)[:, 0]
         # Types do not depend on what a plugin computes, which need not know tensors without values.
-        labelled = (
-            (labels != IGNORE).nonzero()[:, 0] if has_numbers(labels) else labels[:0]
-        )
+        labelled = labels[:0]
+        if has_numbers(labels):
+            labelled = (labels != IGNORE).nonzero()[:, 0]
         for rows in labelled.split(chunk) if len(labelled) else ():
             h = hidden[rows]
-            logits_of_share = times(h, weight).to(wide)  # [chunk, vocab/tp]
-            logits = logits_of_share
+            share = logits = times(h, weight).to(dtype)  # [chunk, vocab/tp]
             if group is not None:
-                logits = logits_of_share.new_zeros(len(rows), criterion.vocab)
-                logits[:, first : first + len(weight)] = logits_of_share
+                logits = share.new_zeros(len(rows), criterion.vocab)
+                logits[:, first : first + len(weight)] = share
                 dist.all_reduce(logits, group=group)
             with torch.set_grad_enabled(with_grad):
                 logits.requires_grad_(with_grad)
@@ -114,9 +111,9 @@ class _Chunked(SummedLoss):
             total += loss.detach()
             if with_grad:
                 (d_logits,) = torch.autograd.grad(loss, logits)
-                d_mine = d_logits[:, first : first + len(weight)].to(hidden.dtype)
-                d_hidden[rows] = times(d_mine, weight.t())
-                d_weight += multiply(d_mine.t(), h)
+                d_share = d_logits[:, first : first + len(weight)].to(hidden.dtype)
+                d_hidden[rows] = times(d_share, weight.t())
+                d_weight += multiply(d_share.t(), h)
         if with_grad:
             ctx.rows = None
             ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype))

@@ -1,17 +1,18 @@
-"""Models of a user's own: a plain PyTorch module that makes logits of tokens, whole on every rank.
+"""Models of plugins: a plain PyTorch module that maps tokens to logits, whole on every rank.
 
-What a plugin's ``model(vocab, **settings)`` returns is a ``torch.nn.Module`` whose
-``forward(tokens, positions, cu_seqlens)`` gives logits ``[batch, seq, vocab]``. ``tokens`` and ``positions`` are int64
-``[batch, seq]``: rows hold several documents, in which positions count from 0, and ``cu_seqlens`` are the edges of all
-documents in the ``batch * seq`` tokens one after the other. No token may look at another document's, nor at what comes
-after it. Its parameters begin as the module makes them under ``torch.manual_seed(train.seed)``.
+A plugin's ``model(vocab, **settings)`` returns a ``torch.nn.Module`` whose ``forward(tokens, positions, cu_seqlens)``
+gives logits ``[batch, seq, vocab]``. ``tokens`` and ``positions`` are int64 ``[batch, seq]``: rows hold several
+documents, in which positions count from 0, and ``cu_seqlens`` are the edges of all documents in the ``batch * seq``
+tokens one after the other. No token may look at another document's tokens, nor at later ones. Parameters begin as the
+module makes them under ``torch.manual_seed(train.seed)``.
 
-Layouts with ``dp`` and ``shard`` train it: they cut rows of parameters, of which they need to know nothing else.
-``tp``, ``cp`` and ``pp`` would have to know what is inside.
+Layouts with ``dp`` and ``shard`` train such a model: they cut rows of parameters and need to know nothing else. ``tp``,
+``cp`` and ``pp`` would have to know its parts.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ T = torch.Tensor
 
 
 class PluginModel(Transformer):
-    """A plugin's module in the place of embedding, blocks and output layer; the rest of Weft sees no difference."""
+    """A plugin's module in place of embedding, blocks and output layer; the rest of Weft sees no difference."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class PluginModel(Transformer):
         self, tokens: T, positions: T, cu_seqlens: T, learned: Batch | None = None, only: slice | T | None = None,
         seen: Any = None, hooks: Hooks | None = None, route: Sequence[int] | None = None,
     ) -> T:  # fmt: skip
-        """As of :class:`Transformer`."""
+        """Return logits or a loss, as :meth:`Transformer.forward`."""
         who = find("model", self.shape.kind)
         logits: T = blaming(who, self.net)(tokens, positions, cu_seqlens)
         if logits.shape != (*tokens.shape, self.shape.vocab):
@@ -81,17 +82,12 @@ class PluginModel(Transformer):
 
 
 def cross_entropy(vocab: int) -> TokenLoss:
-    """The cross entropy of logits."""
-    return TokenLoss(
-        lambda logits, labels: nn.functional.cross_entropy(
-            logits, labels, reduction="none"
-        ),
-        vocab,
-    )
+    """Return the cross entropy as a loss of logits."""
+    return TokenLoss(partial(nn.functional.cross_entropy, reduction="none"), vocab)
 
 
 def plugin_values(shape: ModelShape, seed: int) -> Values:
-    """What the plugin's module begins with, which it makes for itself under this seed."""
+    """Return the initial values that the plugin's module makes under this seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = made_model(shape.kind, shape.settings, shape.vocab)

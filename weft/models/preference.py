@@ -1,8 +1,8 @@
 """Losses of pairs of answers, of which one is preferred: by their log-probabilities, or by a reward model's scores.
 
-Every loss is a function of one number per answer, a sum over its tokens. :func:`pair_losses` makes the sums, wherever
-the tokens are, and hands back the loss and its derivative by each token's number. What follows is then an ordinary
-weighted sum over tokens, such as the cross entropy is one.
+Every loss is a function of one number per answer, a sum over its tokens. :func:`pair_losses` computes the sums,
+wherever the tokens are, and returns the loss and its derivative by each token's number. The rest is an ordinary
+weighted sum over tokens, as in cross entropy.
 """
 
 from collections.abc import Callable
@@ -25,12 +25,12 @@ Objective = Callable[[T, T, Pairs], T]
 
 
 def needs_reference(settings: Loss) -> bool:
-    """Whether log-probabilities by a reference model must be known."""
+    """Return whether log-probabilities by a reference model are needed."""
     return settings.of_pairs and bool(settings.pair_loss.has_reference)
 
 
 def objective(settings: Loss) -> Objective | None:
-    """What the recipe's ``settings`` make of pairs; None where the loss is not about pairs."""
+    """Return the loss of pairs that the recipe's ``settings`` name; None if the loss is not of pairs."""
     loss: Objective | None = settings.pair_loss and settings.pair_loss(settings)
     return loss
 
@@ -44,10 +44,11 @@ def pair_losses(
     mesh: Mesh,
     *axes: str,
 ) -> tuple[T, T]:
-    """This rank's share of the loss of the pairs in ``batch``, and its derivative by each of ``values``.
+    """Return this rank's share of the loss of the pairs in ``batch``, and its derivative by each of ``values``.
 
-    ``values``: a number for every token that is here, ``counts`` how much it counts in its answer's sum, both float64,
-    ``documents`` which one it is of: ``[tokens]``. ``axes``: those over whose ranks the tokens of a row are spread.
+    ``values``: a number for every token of this rank; ``counts``: its factor in its answer's sum; both float64.
+    ``documents``: the document of each token. All are ``[tokens]``. ``axes``: axes over whose ranks the tokens of a row
+    are spread.
     """
     rows = batch.paired
     assert rows is not None
@@ -74,9 +75,10 @@ def pair_losses(
 
 
 def weigh(nll: T, batch: Batch, of: Objective | None, mesh: Mesh) -> tuple[T, T]:
-    """This rank's share of a batch's loss, and its derivative by every token's ``nll`` (negative log-probability).
+    """Return this rank's share of a batch's loss, and its derivative by every token's ``nll`` (negative
+    log-probability).
 
-    ``nll``: ``[tokens]``, 0 where there is no label; of all tokens of this rank, the same on ``tp``.
+    ``nll``: ``[tokens]``, 0 where there is no label; all tokens of this rank, the same on ``tp``.
     """
     counts = None if batch.weights is None else batch.weights.flatten()
     scale = scale_of(batch.labels.flatten(), counts, nll.dtype)[:, 0]
@@ -98,10 +100,10 @@ def preference_loss(
     of: Objective,
     mesh: Mesh,
 ) -> T:
-    """The loss of the pairs in a batch by their log-probabilities, a float64 scalar.
+    """Return the loss of the pairs in a batch by their log-probabilities, a float64 scalar.
 
     Arguments as of :func:`weft.models.loss.linear_cross_entropy`. The output layer runs once for the log-probabilities,
-    and once more for the gradients, when it is known how much every token counts in these.
+    and again for the gradients, when the factor of every token is known.
     """
     labels = batch.labels.flatten()
     with torch.no_grad(), untyped():
@@ -120,7 +122,7 @@ def preference_loss(
 
 
 def reward_loss(normed: T, head: T, batch: Batch, of: Objective, mesh: Mesh) -> T:
-    """The loss of the pairs in a batch by the scores at their answers' last tokens, which alone have labels.
+    """Return the loss of the pairs in a batch by the scores at their answers' last tokens, which alone have labels.
 
     ``normed``: ``[rows, seq/cp/tp, embed]``; ``head``: ``[1, embed]``.
     """
@@ -144,7 +146,7 @@ def reward_loss(normed: T, head: T, batch: Batch, of: Objective, mesh: Mesh) -> 
 
 
 def with_gradient_of(value: T, weighted: Callable[[], T]) -> T:
-    """``value``, with the gradient of a weighted sum that has the same one."""
+    """Return ``value`` with the gradient of a weighted sum that has the same gradient."""
     if not torch.is_grad_enabled():
         return value
     total = weighted()

@@ -1,8 +1,8 @@
-"""Prefix scan over states that are spread along an axis: the state with which each rank's stretch starts.
+"""Prefix scan over states that are spread along an axis: the state with which each rank's stretch begins.
 
-States form a monoid: after a stretch there is its own state and what it lets through of the one before. Which routine
-combines them is a choice: all ranks gather all states (LASP-2, Sun et al. 2025, 2502.07563), or each passes the running
-one on to the next, in pieces (ZeCO, Chou et al. 2025, 2507.01004). Neither depends on the sequence's length.
+States form a monoid: after a stretch there are its own state and the remaining part of the state before. Two routines
+combine them: all ranks gather all states (LASP-2, Sun et al. 2025, 2502.07563), or each rank passes the running state
+to the next, in pieces (ZeCO, Chou et al. 2025, 2507.01004). Neither depends on the length of the sequence.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 T = torch.Tensor
 
-#: Pieces in which a state is passed on: while one is on its way the next is combined.
+#: Pieces in which a state is passed on: the next is combined while one travels.
 PIECES = 4
 
 
 class StretchOwners(NamedTuple):
-    """Owners of all stretches: ``owner[s]`` is the rank in the group that holds stretch ``s``, ``rank`` this one's."""
+    """Owners of stretches: ``owner[s]`` is the rank in the group that holds stretch ``s``; ``rank``: this one."""
 
     owner: tuple[int, ...]
     rank: int
@@ -36,10 +36,10 @@ def prefixes(
     routine: str,
     backward: bool = False,
 ) -> dict[int, T]:
-    """The state before every own stretch (``backward``: the gradient of the state after it).
+    """Return the state before every own stretch (``backward``: the gradient of the state after it).
 
-    ``states``: of own stretches, ``[rows, heads, dk, dv]``; ``through[s]``: what stretch ``s`` lets through,
-    broadcastable to that. Collective over ``group``, unless all stretches are this rank's.
+    ``states``: of own stretches, ``[rows, heads, dk, dv]``; ``through[s]``: the factor of an earlier state that remains
+    after stretch ``s``, broadcastable to that. Collective over ``group``, unless one rank has all stretches.
     """
     order = range(len(places.owner))[:: -1 if backward else 1]
     if len(set(places.owner)) == 1:
@@ -92,17 +92,11 @@ def _pass_on(
         allowed = through[s].expand_as(incoming)
         if previous is not None and places.owner[previous] == places.rank:
             incoming.copy_(before.pop(-1))
-        for piece, (into, out, own, let) in enumerate(
-            zip(
-                *(
-                    x.chunk(PIECES, dim=2)
-                    for x in (incoming, outgoing, states[s], allowed)
-                ),
-                strict=True,
-            )
-        ):
+        tensors = (incoming, outgoing, states[s], allowed)
+        pieces = zip(*(x.chunk(PIECES, dim=2) for x in tensors), strict=True)
+        for piece, (into, out, own, let) in enumerate(pieces):
             if previous is not None and places.owner[previous] != places.rank:
-                arrived = torch.empty(into.shape, dtype=into.dtype, device=into.device)
+                arrived = into.new_empty(into.shape)
                 dist.recv(
                     arrived, group=peers, group_src=places.owner[previous], tag=piece
                 )

@@ -1,7 +1,7 @@
-"""Weights that are only read: packed once for the CPU's kernels, or quantised to eight or four bits.
+"""Read-only weights: packed once for the CPU's kernels, or quantised to eight or four bits.
 
-A model whose weights were taken over here (:func:`read_only`) generates and does nothing else: its parameters are gone.
-Weights that multiply the same input become one product, adapters are merged into them.
+A model with such weights (:func:`read_only`) can only generate: its parameters are gone. Weights that multiply the same
+input become one product, and adapters are merged into them.
 
 The operators are private to PyTorch, which has no public name for products with packed or quantised weights on the CPU
 (torch.compile and torchao call the same ones); no other file knows them.
@@ -43,14 +43,14 @@ class Packed(nn.Module):
             self.weight = mkldnn._reorder_linear_weight(self.weight, None)
 
     def forward(self, x: T) -> T:
-        """``[..., in]`` to ``[..., out]``."""
+        """Map ``[..., in]`` to ``[..., out]``."""
         if self.packed:
             return mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
         return times(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
 
 
 class KernelOfBytes:
-    """oneDNN's product of bytes, which stand for themselves less 128, and a weight of signed bytes ``[out, in]``."""
+    """oneDNN's product of bytes, each of which means its value less 128, and signed bytes ``[out, in]``."""
 
     def __init__(self, codes: T) -> None:
         self.codes = onednn.qlinear_prepack(codes, None)
@@ -58,7 +58,7 @@ class KernelOfBytes:
         self.zeros = torch.zeros(len(codes), dtype=torch.int32)
 
     def __call__(self, rows: T) -> T:
-        """``[rows, in]`` to ``[rows, out]`` in float32."""
+        """Map ``[rows, in]`` to ``[rows, out]`` in float32."""
         output = (1.0, 0, torch.float32)  # scale, zero point, type
         product: T = onednn.qlinear_pointwise(
             rows,
@@ -77,20 +77,18 @@ class KernelOfBytes:
 
 
 def times_codes(rows: T, codes: T) -> T:
-    """What :class:`KernelOfBytes` computes, on any CPU: the weight becomes float32 a tile at a time.
+    """Compute the product of :class:`KernelOfBytes` on any CPU: the weight becomes float32 a tile at a time.
 
-    Products of two such numbers are below 2^14 and a tile adds :data:`EXACT` of them up, so that each sum is a whole
-    number below 2^24, which float32 holds whatever the order of its additions.
+    Products of two such numbers are below 2^14 and a tile adds up :data:`EXACT` of them, so that each sum is a whole
+    number below 2^24, which float32 holds exactly in any order of additions.
     """
     signed = rows.float().sub_(128)
     sums = torch.empty(len(rows), len(codes))
     for out in range(0, len(codes), TILE_OUT):
         tile, total = codes[out : out + TILE_OUT], torch.zeros(0)
         for first in range(0, codes.shape[1], EXACT):
-            part = (
-                signed[:, first : first + EXACT]
-                @ tile[:, first : first + EXACT].float().t()
-            )
+            at = slice(first, first + EXACT)
+            part = signed[:, at] @ tile[:, at].float().t()
             total = part.int() if not first else total.add_(part.int())
         sums[:, out : out + TILE_OUT] = total
     return sums
@@ -98,19 +96,17 @@ def times_codes(rows: T, codes: T) -> T:
 
 @cache
 def has_kernel_of_bytes() -> bool:
-    """Whether oneDNN multiplies bytes without an overflow here, as it does where the CPU has VNNI and nothing masks it.
+    """Return whether oneDNN multiplies bytes without an overflow here, as it does on a CPU with VNNI.
 
-    Elsewhere it adds pairs of products in 16 bits, and PyTorch's own answer knows of no mask: so ask by multiplying.
+    Elsewhere it adds pairs of products in 16 bits, and PyTorch does not know when VNNI is masked: so it is tried.
     """
     codes = torch.full((64, 64), 127, dtype=torch.int8)
     codes[1::2] = -127
     rows = torch.full((33, 64), 255, dtype=torch.uint8)
     try:
         kernel = KernelOfBytes(codes)
-        return all(
-            torch.equal(kernel(rows[:n]), times_codes(rows[:n], codes))
-            for n in (1, 3, 33)
-        )
+        inputs = [rows[:n] for n in (1, 3, 33)]
+        return all(torch.equal(kernel(x), times_codes(x, codes)) for x in inputs)
     except (
         RuntimeError,
         AttributeError,
@@ -120,13 +116,13 @@ def has_kernel_of_bytes() -> bool:
 
 
 class Int8(nn.Module):
-    """A weight as whole numbers up to 127 and one scale per row; what it multiplies has two such numbers each.
+    """A weight as whole numbers up to 127 and one scale per row; each factor is the sum of two such numbers.
 
-    With one, as in LLM.int8 and ZeroQuant, the few large numbers of a token leave the others no room: SmolLM2-135M's
-    perplexity grew by 4 %. A second for what the first leaves costs a second row, but no second reading of the weight.
-    Sums of whole numbers are exact, so that a row's result does not depend on others. The kernel is not given the
-    scales: by the number of rows it is another one, which multiplies by them in another order. A CPU without such a
-    kernel adds up the same whole numbers in float32 (:func:`times_codes`), so that it comes to the same bits.
+    With one number, as in LLM.int8 and ZeroQuant, the few large numbers of a token leave the others no room:
+    SmolLM2-135M's perplexity grew by 4 %. A second number for the remainder costs a second row, but no second reading
+    of the weight. Sums of whole numbers are exact, so that a row's result does not depend on others. The kernel is not
+    given the scales: for another number of rows another kernel runs, which multiplies by them in another order. A CPU
+    without such a kernel adds up the same whole numbers in float32 (:func:`times_codes`), and gets the same bits.
     """
 
     def __init__(self, weight: T) -> None:
@@ -135,15 +131,12 @@ class Int8(nn.Module):
         codes = (weight.float() / scales[:, None]).round().to(torch.int8)
         self.nbytes = codes.nbytes + scales.nbytes
         self.scales = scales / 127
-        self.times = (
-            KernelOfBytes(codes)
-            if has_kernel_of_bytes()
-            else partial(times_codes, codes=codes)
-        )
+        exact = partial(times_codes, codes=codes)
+        self.times = KernelOfBytes(codes) if has_kernel_of_bytes() else exact
         self.first, self.second = torch.tensor(128.5), torch.tensor(1.5)
 
     def forward(self, x: T) -> T:
-        """``[..., in]`` to ``[..., out]``."""
+        """Map ``[..., in]`` to ``[..., out]``."""
         rows = x.flatten(0, -2).float()
         largest = torch.linalg.vector_norm(
             rows, float("inf"), -1, keepdim=True
@@ -151,17 +144,11 @@ class Int8(nn.Module):
         # 128 stands for zero, as CPUs multiply signed by unsigned bytes. A half is added, as conversion cuts off; what
         # it cuts off, less that half, is the second number.
         first = torch.addcdiv(self.first, rows, largest, value=127)
-        both = torch.cat((first, torch.add(self.second, first.frac(), alpha=254))).to(
-            torch.uint8
-        )
+        second = torch.add(self.second, first.frac(), alpha=254)
+        both = torch.cat((first, second)).to(torch.uint8)
         coarse, fine = self.times(both).tensor_split(2)
-        return (
-            coarse.add_(fine, alpha=1 / 254)
-            .mul_(largest)
-            .mul_(self.scales)
-            .to(x.dtype)
-            .unflatten(0, x.shape[:-1])
-        )
+        y = coarse.add_(fine, alpha=1 / 254).mul_(largest).mul_(self.scales)
+        return y.to(x.dtype).unflatten(0, x.shape[:-1])
 
 
 class Int4(nn.Module):
@@ -181,7 +168,7 @@ class Int4(nn.Module):
         self.nbytes = self.codes.nbytes + self.scales.nbytes
 
     def forward(self, x: T) -> T:
-        """``[..., in]`` to ``[..., out]``."""
+        """Map ``[..., in]`` to ``[..., out]``."""
         rows = x.flatten(0, -2).bfloat16()
         return (
             aten._weight_int4pack_mm_for_cpu(rows, self.codes, GROUP, self.scales)
@@ -190,7 +177,7 @@ class Int4(nn.Module):
         )
 
 
-#: By the word for it, what a weight becomes.
+#: Forms of weights by name.
 FORMS: dict[str, type[Packed | Int8 | Int4]] = {
     "float": Packed,
     "int8": Int8,
@@ -199,15 +186,16 @@ FORMS: dict[str, type[Packed | Int8 | Int4]] = {
 
 
 def form_of(word: str, weight: T) -> Packed | Int8 | Int4:
-    """``weight`` in the form of that name, or as it is if the kernel for four bits does not take its sizes."""
+    """Return ``weight`` in the form ``word``; without change if the kernel for four bits does not take its sizes."""
     fits = weight.shape[0] % 16 == 0 and weight.shape[1] % GROUP == 0
     return FORMS["float" if word == "int4" and not fits else word](weight)
 
 
 def read_only(model: Transformer, word: str = "float") -> int:
-    """Let ``model`` only generate from now on, with weights in the form ``word``; returns their bytes.
+    """Restrict ``model`` to generation, with weights in the form ``word``; return their bytes.
 
-    Those of attention, dense feed-forwards and the output layer, that is; what is looked up row by row stays as it is.
+    These are the weights of attention, dense feed-forwards and the output layer; tables that are read row by row stay.
+    Raises :class:`UsageError` if the model or the device does not support the form.
     """
     if word not in FORMS:
         raise UsageError(f"weights cannot be {word!r}; give one of {', '.join(FORMS)}")
@@ -229,12 +217,9 @@ def read_only(model: Transformer, word: str = "float") -> int:
                 weights = [
                     module.own(name, merged(module, name).detach()) for name in names
                 ]
-                product = form_of(
-                    word, torch.cat(weights) if len(names) > 1 else weights[0]
-                )
-                module.products[names] = split_product(
-                    product, [len(weight) for weight in weights]
-                )
+                joined = torch.cat(weights) if len(names) > 1 else weights[0]
+                product = form_of(word, joined)
+                module.products[names] = split_product(product, [*map(len, weights)])
                 size += product.nbytes
                 module.forget(*names)
     if not hasattr(model, "norm"):  # a stage of a pipeline, without an output layer
@@ -247,7 +232,7 @@ def read_only(model: Transformer, word: str = "float") -> int:
 
 
 def multiplied(x: T, product: nn.Module) -> T:
-    """``product`` of ``[..., in]``, row by row alike if that is asked for (:mod:`weft.models.invariant`)."""
+    """Return ``product`` of ``[..., in]``; row by row alike within :func:`weft.models.invariant.invariant`."""
     if is_invariant():
         return by_tiles(product, x.flatten(0, -2)).unflatten(0, x.shape[:-1])
     y: T = product(x)
@@ -255,5 +240,5 @@ def multiplied(x: T, product: nn.Module) -> T:
 
 
 def split_product(product: nn.Module, sizes: list[int]) -> Products:
-    """What ``product`` makes, in pieces of ``sizes`` along the last dimension."""
+    """Return a function that splits the result of ``product`` in ``sizes`` along the last dimension."""
     return lambda x: multiplied(x, product).split(sizes, -1)

@@ -1,4 +1,4 @@
-"""Modules whose weights project, some of them as one product. Adapters of weights are :mod:`weft.models.adapters`."""
+"""Modules of projections, some of which run as one product. Adapters of weights are in :mod:`weft.models.adapters`."""
 
 from collections.abc import Callable
 
@@ -14,12 +14,12 @@ from weft.shapes.parameters import Table
 
 T = torch.Tensor
 
-#: What stands for some weights that are multiplied with the same input: the product with each of them.
+#: Function that replaces weights with the same input: it returns the product with each of them.
 Products = Callable[[T], tuple[T, ...]]
 
 
 class Projections(Module):
-    """A module whose weights project, each with an adapter if the model's ``adapter`` targets it."""
+    """A module of projections, each with an adapter if the model's ``adapter`` targets it."""
 
     #: Names of the weights that may be one product each time, as they have the same input.
     TOGETHER: tuple[tuple[str, ...], ...] = ()
@@ -39,7 +39,7 @@ class Projections(Module):
             self._adapt, self._adapted_products = adapt, adapted_products
 
     def projection(self, name: str, own_rows: tuple[int, int] | None = None) -> None:
-        """Register the weight ``name``. ``own_rows``: it is held whole, and this rank uses these rows of it."""
+        """Register the weight ``name``. ``own_rows``: the rank holds it whole, and uses these rows of it."""
         whole = own_rows is not None
         if self.inside(name) in self.described:
             self.weight(name, whole)
@@ -49,23 +49,22 @@ class Projections(Module):
             self._adapt(self, name, whole)
 
     def forget(self, *names: str) -> None:
-        """Give back the memory of weights that :attr:`products` stand for, and of their adapters."""
+        """Free the memory of weights that :attr:`products` replace, and of their adapters."""
         for name in names:
-            for holder in (
-                self._parameters,
-                self.adapters._modules,
-                self.quantized._modules,
-            ):
-                holder.pop(name, None)
+            self._parameters.pop(name, None)
+            self.adapters._modules.pop(name, None)
+            self.quantized._modules.pop(name, None)
 
     def own(self, name: str, values: T) -> T:
-        """Of ``values``, whose rows are those of weight ``name``, what this rank uses."""
+        """Return this rank's rows of ``values``, which has the rows of weight ``name``."""
         if name in self.own_rows:
             return own(values, *self.own_rows[name], self.mesh)
         return values
 
     def project(self, x: T, *names: str) -> tuple[T, ...]:
-        """What the weights ``names`` and their adapters make of ``x``: ``[batch, seq, in]`` to ``[..., out]`` each."""
+        """Project ``x`` ``[batch, seq, in]`` with the weights ``names`` and their adapters: ``[batch, seq, out]``
+        each.
+        """
         if products := self.products.get(names):
             outputs = products(x)
         elif self.adapter is None:

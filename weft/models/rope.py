@@ -6,15 +6,16 @@ import torch
 from spmd_types import rules
 
 from weft.models.fused import own_gradients_pay
+from weft.models.numbers import wide
 from weft.recipe import ModelShape, RopeScaling
 
 T = torch.Tensor
 
 
-def frequencies(shape: ModelShape) -> torch.Tensor:
-    """Inverse frequencies ``[bases, rotated / 2]``, float64, scaled if the shape says so.
+def frequencies(shape: ModelShape) -> T:
+    """Return inverse frequencies ``[bases, rotated / 2]``, float64, scaled if the shape says so.
 
-    First those of layers that see all tokens, then those of windowed ones, if these have a base of their own (Gemma 3).
+    The first are those of layers that see all tokens; windowed layers may have a base of their own (Gemma 3).
     """
     steps = -torch.arange(0, shape.rotated, 2, dtype=torch.float64) / shape.rotated
     bases = [_scaled(shape.rope_theta**steps, shape.rope_scaling, shape.rope_theta)]
@@ -23,9 +24,7 @@ def frequencies(shape: ModelShape) -> torch.Tensor:
     return torch.stack(bases)
 
 
-def _scaled(
-    freq: torch.Tensor, scaling: RopeScaling | None, theta: float
-) -> torch.Tensor:
+def _scaled(freq: T, scaling: RopeScaling | None, theta: float) -> T:
     if scaling is None:
         return freq
     if scaling.kind == "linear":
@@ -34,15 +33,15 @@ def _scaled(
         return _yarn(freq, scaling, theta)
     # Long wavelengths are stretched by `factor`, short ones kept, and those between blended linearly.
     turns = scaling.original_max_position * freq / (2 * math.pi)
-    keep = (turns - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    keep = keep.clamp(0, 1)
+    between = scaling.high_freq_factor - scaling.low_freq_factor
+    keep = ((turns - scaling.low_freq_factor) / between).clamp(0, 1)
     return keep * freq + (1 - keep) * freq / scaling.factor
 
 
-def _yarn(freq: torch.Tensor, scaling: RopeScaling, theta: float) -> torch.Tensor:
-    """Kept where the original length has more than ``beta_fast`` turns, stretched where fewer than ``beta_slow``."""
+def _yarn(freq: T, scaling: RopeScaling, theta: float) -> T:
+    """Keep frequencies with more than ``beta_fast`` turns in the original length; stretch those with fewer than
+    ``beta_slow``.
+    """
 
     def index(turns: float) -> float:  # of the frequency that turns so often
         wavelength = scaling.original_max_position / (turns * 2 * math.pi)
@@ -51,16 +50,15 @@ def _yarn(freq: torch.Tensor, scaling: RopeScaling, theta: float) -> torch.Tenso
     low = max(math.floor(index(scaling.beta_fast)), 0)
     high = math.ceil(index(scaling.beta_slow))
     high = min(high, 2 * len(freq) - 1)
-    stretch = (
-        (torch.arange(len(freq), dtype=freq.dtype) - low) / max(high - low, 0.001)
-    ).clamp(0, 1)
+    index_of = torch.arange(len(freq), dtype=freq.dtype)
+    stretch = ((index_of - low) / max(high - low, 0.001)).clamp(0, 1)
     return freq * (1 - stretch) + freq / scaling.factor * stretch
 
 
 def score_scales(shape: ModelShape) -> tuple[float, float]:
-    """What multiplies scores of all elements of queries and keys, and besides those of the rotated elements.
+    """Return the factor of scores of all elements of queries and keys, and the further factor of the rotated elements.
 
-    Where all are rotated (attention that is not latent) both do.
+    In attention that is not latent all elements are rotated, and both factors apply.
     """
     width, scaling = shape.query_dim or shape.score_width, shape.rope_scaling
     if scaling is None or scaling.kind != "yarn":
@@ -71,10 +69,9 @@ def score_scales(shape: ModelShape) -> tuple[float, float]:
             return 0.1 * mscale * math.log(scaling.factor) + 1
         return 1.0
 
-    both = scaling.mscale and scaling.mscale_all_dim
-    derived = (
-        growth(scaling.mscale) / growth(scaling.mscale_all_dim) if both else growth(1)
-    )
+    derived = growth(1)
+    if scaling.mscale and scaling.mscale_all_dim:
+        derived = growth(scaling.mscale) / growth(scaling.mscale_all_dim)
     everywhere = growth(scaling.mscale_all_dim) if shape.kv_rank else 1.0
     return width**-0.5 * everywhere**2, (scaling.attention_factor or derived) ** 2
 
@@ -82,19 +79,19 @@ def score_scales(shape: ModelShape) -> tuple[float, float]:
 def angles(
     positions: T, freq: T, dtype: torch.dtype, draws: T | None = None
 ) -> tuple[T, ...]:
-    """Cosine and sine ``[bases, batch, seq, 1, rotated / 2]`` for ``positions`` ``[batch, seq]``.
+    """Return cosine and sine ``[bases, batch, seq, 1, rotated / 2]`` for ``positions`` ``[batch, seq]``.
 
-    What else blocks know of the tokens comes after them: ``draws``, if they have any (:mod:`weft.models.dropout`).
+    They are followed by the other data of tokens for blocks: ``draws``, if there are any (:mod:`weft.models.dropout`).
     """
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    theta = positions[..., None, None].to(wide) * freq.to(wide)[:, None, None, None]
+    places, bases = positions[..., None, None], freq[:, None, None, None]
+    theta = places.to(wide(dtype)) * bases.to(wide(dtype))
     return (theta.cos(), theta.sin(), *(() if draws is None else (draws,)))
 
 
 def rotate(x: T, cos: T, sin: T, interleaved: bool = False) -> T:
     """Rotate the pairs ``(x[i], x[i + head_dim / 2])`` of ``[batch, seq, heads, head_dim]``.
 
-    ``interleaved``: the pairs ``(x[2i], x[2i + 1])``, which are half a head apart afterwards; scores do not mind.
+    ``interleaved``: the pairs ``(x[2i], x[2i + 1])``, which are half a head apart afterwards; scores stay the same.
     """
     if own_gradients_pay(x) and x.dtype == cos.dtype:
         turn = _turned if torch.is_inference_mode_enabled() else _Rotate.apply
@@ -104,7 +101,7 @@ def rotate(x: T, cos: T, sin: T, interleaved: bool = False) -> T:
 
 
 def pairs(x: T, interleaved: bool) -> tuple[T, T]:
-    """The first and the second of each pair, as views."""
+    """Return the first and the second element of each pair, as views."""
     a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     return a, b
 

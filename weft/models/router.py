@@ -1,7 +1,7 @@
-"""Which experts a token goes to, what they weigh, and what keeps their loads equal.
+"""Routers: the experts of each token, the weights of the experts, and losses and biases that keep their loads equal.
 
-Routers count in whole numbers, by document, tokens that are no padding. What follows from the counts is therefore the
-same under every layout: the losses that balance the loads are sums over documents, and a bias moves once per step.
+Routers count in whole numbers, by document, tokens that are not padding. All that follows from the counts is therefore
+the same under every layout: the losses that balance the loads are sums over documents, and a bias moves once per step.
 """
 
 from collections import Counter
@@ -29,20 +29,21 @@ from weft.layout.boundary import (
 )
 from weft.layout.mesh import Mesh
 from weft.models.module import Module
+from weft.models.numbers import wide
 from weft.recipe import ModelShape
 from weft.shapes.parameters import Table
 
 T = torch.Tensor
 
-#: What ranks send each other for the sake of experts: rows of tokens with all that goes along, weights lent for a pass
-#: with their gradients, and experts that change their owner with all of their state.
+#: Kinds of bytes that ranks send each other for experts: rows of tokens, weights lent for a pass and their gradients,
+#: and experts that change their owner with all of their state.
 SENT = ("tokens", "copies", "moves")
 
 
 class Choice(NamedTuple):
-    """The experts of each token, ``ids`` int64 ``[tokens, k]``, and their ``weights`` alike.
+    """The experts of each token, ``ids`` int64 ``[tokens, k]``, and their ``weights`` of the same shape.
 
-    A choice that is dropped has the id after those of all experts, which nobody has.
+    A dropped choice has the id after those of all experts.
     """
 
     weights: T
@@ -51,14 +52,13 @@ class Choice(NamedTuple):
 
 @dataclass
 class RouterPass:
-    """What routers see of a forward and backward pass beside activations, and what they count in it.
+    """Inputs of routers in a forward and backward pass beside activations, and their counts.
 
-    ``documents``: int64 ``[tokens]``, -1 for padding; ``positions`` of tokens in them; ``lengths``: tokens of each on
-    all ranks, ``[documents]``.
-    ``step_tokens``: those of the step that are no padding, asked for in backward. ``chosen``, by layer: how often each
-    document's tokens chose each expert, int64 ``[documents, experts]``; of this rank's tokens in ``own``. ``dropped``,
-    alike: how many choices of this rank's tokens were. Layers write down what they counted, so that a block that is run
-    again for backward counts the same once.
+    ``documents``: int64 ``[tokens]``, -1 for padding; ``positions`` of tokens in them; ``lengths``: tokens of each
+    document on all ranks, ``[documents]``. ``step_tokens``: returns, in backward, the number of the step's tokens that
+    are not padding. ``chosen``, by layer: how often each document's tokens chose each expert, int64 ``[documents,
+    experts]``; ``own``: the same of this rank's tokens. ``dropped``, by layer: the number of dropped choices of this
+    rank's tokens. Counts are assigned, not added, so that a block that runs again for backward counts once.
     """
 
     documents: T
@@ -71,17 +71,17 @@ class RouterPass:
 
     @property
     def real(self) -> T:
-        """Whether a token is no padding, ``[tokens]``."""
+        """Whether each token is not padding, ``[tokens]``."""
         return self.documents >= 0
 
     @property
     def rows(self) -> T:
-        """Where a token's document is in what is kept by document, ``[tokens]``; padding is given the first."""
+        """Row of each token's document in tensors by document, ``[tokens]``; padding has the first row."""
         return self.documents.clamp(min=0)
 
 
 class Loads:
-    """How often the experts of every layer were chosen in a step's passes, and the bytes that this rank ``sent``."""
+    """Counts of chosen experts of every layer in a step's passes, and the bytes that this rank has ``sent``."""
 
     def __init__(self, shape: ModelShape, mesh: Mesh) -> None:
         self.mixtures, self.mesh = shape.mixtures, mesh
@@ -91,13 +91,13 @@ class Loads:
         self.step_tokens: Callable[[], T] = lambda: torch.ones(())
 
     def begin(self, step_tokens: Callable[[], T]) -> None:
-        """Begin a step, of so many ``step_tokens``."""
+        """Begin a step; ``step_tokens`` returns its number of tokens."""
         self.passes, self.step_tokens = [], step_tokens
         # of evaluation; moves come between steps
         self.sent["tokens"] = self.sent["copies"] = 0
 
     def seen(self, batch: Batch) -> RouterPass:
-        """What is counted in a pass over ``batch``."""
+        """Begin a pass over ``batch`` and return its counts."""
         with untyped():
             documents, lengths = batch.documents, batch.cu_seqlens.diff()
             if documents is None:  # one, for all that is known
@@ -114,64 +114,52 @@ class Loads:
         return self.passes[-1]
 
     def share(self) -> T:
-        """This rank's share of the step's choices: of each expert of all layers in turn, ``[all experts]`` float64.
+        """Return this rank's share of the step's choices: of each expert of all layers in turn, ``[all experts]``
+        float64.
 
-        Where there is a capacity, how many each layer has dropped comes after these.
+        With a capacity, the number of dropped choices of each layer follows.
         """
-        shares = []
         with untyped():
-            for layer, count in self.mixtures.items():
-                shares.append(
-                    self._sum(
-                        [
-                            seen.own[layer].sum(0)
-                            for seen in self.passes
-                            if layer in seen.own
-                        ],
-                        count,
-                    )
+            shares = [
+                self._sum(
+                    [p.own[layer].sum(0) for p in self.passes if layer in p.own], n
                 )
+                for layer, n in self.mixtures.items()
+            ]
             for layer in self.mixtures if self.drops else ():
-                shares.append(
-                    self._sum(
-                        [
-                            seen.dropped[layer]
-                            for seen in self.passes
-                            if layer in seen.dropped
-                        ],
-                        1,
-                    )
-                )
-            own_counts = torch.cat([share.double() for share in shares])
+                passes = [p.dropped for p in self.passes if layer in p.dropped]
+                shares.append(self._sum([dropped[layer] for dropped in passes], 1))
+            counts = torch.cat([share.double() for share in shares])
         by_stage = by_token(self.mesh) | {"pp": V}
-        return share_of_sum(
-            declare(own_counts, self.mesh, **by_stage), self.mesh, **by_stage
-        )
+        counts = declare(counts, self.mesh, **by_stage)
+        return share_of_sum(counts, self.mesh, **by_stage)
 
     def share_of_bytes(self) -> T:
-        """This rank's share of the bytes sent in the step, by :data:`SENT`; moves are those since the step before."""
+        """Return this rank's share of the bytes sent in the step, by :data:`SENT`; moves are those since the last
+        step.
+        """
         shares = [own_share(self.sent[what], self.mesh, **OWN) for what in SENT]
         self.sent.clear()
         return torch.stack(shares)
 
     def _sum(self, counts: list[T], count: int) -> T:
-        """Of the passes' ``count`` numbers each; zeros of a layer that other stages have."""
+        """The sum over passes of ``count`` numbers each; zeros for a layer of another stage."""
         if counts:
             return torch.stack(counts).sum(0)
         return torch.zeros(count, device=self.mesh.device)
 
 
 def by_token(mesh: Mesh) -> dict[str, Kind]:
-    """The types of what tokens choose."""
+    """Return the types of tensors about tokens' choices."""
     return BY_DATA | {"tp": V if mesh.layout.folds_tp else R}
 
 
 def by_layer(
     mixtures: Mapping[int, int], loads: Sequence[int]
 ) -> dict[int, Sequence[int]]:
-    """By layer how often its experts were chosen, from what :meth:`Loads.share` adds up to.
+    """Split the sum of :meth:`Loads.share` by layer: how often each of its experts was chosen.
 
-    ``mixtures``: experts by layer.
+    ``mixtures``: number of experts by layer.
     """
     ends = [0, *accumulate(mixtures.values())]
     return {
@@ -183,8 +171,8 @@ def by_layer(
 class Router(Module):
     """Chooses experts for tokens (see :class:`weft.recipe.ModelShape`), in at least float32.
 
-    ``bias`` is added to what is chosen by, and never to what weighs. ``load``: the experts' shares of the last step's
-    choices. ``own``: each rank of ``tp`` routes its own tokens, and not all of them.
+    ``bias`` is added to the scores by which experts are chosen, and never to weights. ``load``: the experts' shares of
+    the last step's choices. ``own``: each rank of ``tp`` routes its own tokens, and not all of them.
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int, table: Table) -> None:
@@ -199,55 +187,44 @@ class Router(Module):
                 self.weight(statistic)
 
     def forward(self, x: T, seen: RouterPass | None) -> Choice:
-        """``x``: ``[tokens, embed]``."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.table.to(wide))  # [tokens, experts]
-        if self.shape.router == "sigmoid":
+        """Choose experts for ``x`` ``[tokens, embed]``, and count the choices in ``seen``."""
+        dtype, kind = wide(x.dtype), self.shape.router
+        logits = F.linear(x.to(dtype), self.table.to(dtype))  # [tokens, experts]
+        if kind == "sigmoid":
             scores = logits.sigmoid()
             ids = self._best(scores.detach() + self.bias, by=2)
         else:
             scores = logits.softmax(-1)
-            ids = self._best(
-                logits.detach()
-                if self.shape.router == "post-softmax"
-                else scores.detach(),
-                by=1,
-            )
+            merit = logits if kind == "post-softmax" else scores
+            ids = self._best(merit.detach(), by=1)
         weights = self._weights(logits, scores, ids)
         if seen is None:
             return Choice(weights, ids)
         with untyped():
             self._count(ids, seen)
         if self.shape.balance_loss:
-            probabilities = (
-                scores / scores.sum(-1, keepdim=True)
-                if self.shape.router == "sigmoid"
-                else scores
-            )
-            weights = _WithLoss.apply(
-                weights, probabilities, self._balance_gradient(seen)
-            )
+            if kind == "sigmoid":
+                scores = scores / scores.sum(-1, keepdim=True)
+            weights = _WithLoss.apply(weights, scores, self._balance_gradient(seen))
         if self.shape.z_loss:
-            weights = _WithLoss.apply(
-                weights, logits, self._z_gradient(logits.detach(), seen)
-            )
-        return Choice(
-            weights, self._within_capacity(ids, seen) if self.shape.capacity else ids
-        )
+            z_gradient = self._z_gradient(logits.detach(), seen)
+            weights = _WithLoss.apply(weights, logits, z_gradient)
+        if self.shape.capacity:
+            ids = self._within_capacity(ids, seen)
+        return Choice(weights, ids)
 
     def _best(self, scores: T, by: int) -> T:
-        """The ids of the best experts, of the best groups by their ``by`` best: ``[tokens, k]``."""
+        """The ids of the best experts, from the groups that are best by the sum of their ``by`` best: ``[tokens,
+        k]``.
+        """
         shape = self.shape
         if shape.router_groups > shape.router_top_groups:
             # [tokens, groups, experts of each]
             grouped = scores.unflatten(-1, (shape.router_groups, -1))
             merit = grouped.topk(min(by, grouped.shape[-1])).values.sum(-1)
-            left_out = torch.ones_like(merit).scatter(
-                -1, merit.topk(shape.router_top_groups).indices, 0
-            )
-            scores = grouped.masked_fill(left_out[..., None] > 0, -torch.inf).flatten(
-                -2
-            )
+            best = merit.topk(shape.router_top_groups).indices
+            left_out = torch.ones_like(merit).scatter(-1, best, 0)[..., None] > 0
+            scores = grouped.masked_fill(left_out, -torch.inf).flatten(-2)
         return scores.topk(shape.experts_per_token).indices
 
     def _weights(self, logits: T, scores: T, ids: T) -> T:
@@ -256,22 +233,17 @@ class Router(Module):
             return logits.gather(-1, ids).softmax(-1) * shape.router_scale
         weights = scores.gather(-1, ids)
         if shape.router_norm:
-            weights = weights / (
-                weights.sum(-1, keepdim=True)
-                + (1e-20 if shape.router == "sigmoid" else 0)
-            )
+            least = 1e-20 if shape.router == "sigmoid" else 0
+            weights = weights / (weights.sum(-1, keepdim=True) + least)
         return weights * shape.router_scale
 
     @torch.no_grad()
     def _count(self, ids: T, seen: RouterPass) -> None:
-        """Write down how often this layer's experts were chosen, by this rank's tokens and by whole documents."""
+        """Count how often this layer's experts were chosen, by this rank's tokens and by whole documents."""
         cells, real = self._cells(ids, seen)
-        counts = torch.zeros(
-            len(seen.lengths) * self.count, dtype=torch.int64, device=ids.device
-        )
-        counts = counts.scatter_add(0, cells.flatten(), real.flatten().long()).view(
-            -1, self.count
-        )
+        counts = cells.new_zeros(len(seen.lengths) * self.count)
+        counts = counts.scatter_add(0, cells.flatten(), real.flatten().long())
+        counts = counts.view(-1, self.count)  # [documents, experts]
         seen.own[self.layer] = counts
         if self.shape.balance_loss and self.shape.balance != "step":
             for group in self._sharing_documents():
@@ -280,7 +252,7 @@ class Router(Module):
         seen.chosen[self.layer] = counts
 
     def _cells(self, ids: T, seen: RouterPass) -> tuple[T, T]:
-        """A number for the document and the expert of each choice, and whether its token is no padding."""
+        """A number for the document and the expert of each choice, and whether its token is not padding."""
         # each [tokens, k]
         return seen.rows[:, None] * self.count + ids, seen.real[:, None].expand_as(ids)
 
@@ -290,9 +262,9 @@ class Router(Module):
         return [self.mesh.group(axis) for axis in axes if self.mesh.size(axis) > 1]
 
     def _within_capacity(self, ids: T, seen: RouterPass) -> T:
-        """``ids`` without the choices of experts that earlier tokens of the same document have filled.
+        """Drop the choices of experts that earlier tokens of the same document have filled.
 
-        By position, and not by weight, a token's choices depend on none that comes after it, nor on any rounding.
+        Since position decides, and not weight, a token's choices depend neither on later tokens nor on rounding.
         """
         with untyped():
             cells, real = self._cells(ids, seen)
@@ -304,9 +276,8 @@ class Router(Module):
                 dist.all_gather(parts, every, group=group)
                 every = torch.cat(parts)
             every = every.sort().values
-            before = torch.searchsorted(every, codes) - torch.searchsorted(
-                every, cells << 31
-            )
+            first = torch.searchsorted(every, cells << 31)
+            before = torch.searchsorted(every, codes) - first
             share = self.shape.capacity * self.shape.experts_per_token / self.count
             room = (seen.lengths.double() * share).ceil().long()[seen.rows]
             dropped = (before >= room[:, None]) & real
@@ -315,75 +286,61 @@ class Router(Module):
         return declare(kept, self.mesh, **by_token(self.mesh))
 
     def _balance_gradient(self, seen: RouterPass) -> Callable[[], T]:
-        """The gradient of the loss that balances the loads, with respect to each token's probabilities.
+        """The gradient of the loss that balances the loads, by each token's probabilities.
 
-        The loss is linear in these: ``balance_loss * experts * sum(f * p)``, where ``f`` are the experts' shares of
-        what was chosen (Fedus et al. 2021, Switch).
+        The loss is linear in them: ``balance_loss * experts * sum(f * p)``, where ``f`` are the experts' shares of the
+        choices (Fedus et al. 2021, Switch).
         """
         shape = self.shape
-        dtype = torch.promote_types(self.table.dtype, torch.float32)
+        dtype = wide(self.table.dtype)
 
         def gradient() -> T:
+            lengths = seen.lengths.to(dtype)[:, None]
             if shape.balance == "step":
                 # [documents, experts]
-                shares = self.load.to(dtype)[None].expand(len(seen.lengths), -1)
+                shares = self.load.to(dtype)[None].expand(len(lengths), -1)
+            elif shape.balance == "huggingface":
+                chosen = torch.stack(list(seen.chosen.values())).sum(0)
+                shares = chosen.to(dtype) / (lengths * len(seen.chosen) ** 2)
             else:
-                layers = len(seen.chosen) if shape.balance == "huggingface" else 1
-                chosen = (
-                    torch.stack(list(seen.chosen.values())).sum(0)
-                    if layers > 1
-                    else seen.chosen[self.layer]
-                )
-                per_token = (
-                    layers**2
-                    if shape.balance == "huggingface"
-                    else shape.experts_per_token
-                )
-                shares = chosen.to(dtype) / (
-                    seen.lengths.to(dtype)[:, None] * per_token
-                )
+                per_token = shape.experts_per_token
+                shares = seen.chosen[self.layer].to(dtype) / (lengths * per_token)
             factor = self._factor(seen, dtype) * (shape.balance_loss * self.count)
             return shares[seen.rows] * factor[:, None]
 
         return gradient
 
     def _z_gradient(self, logits: T, seen: RouterPass) -> Callable[[], T]:
-        """That of the mean squared log-sum-exp of the logits (Zoph et al. 2022, ST-MoE)."""
+        """The gradient of the mean squared log-sum-exp of the logits (Zoph et al. 2022, ST-MoE)."""
 
         def gradient() -> T:
-            z = (
-                2
-                * self.shape.z_loss
-                * logits.logsumexp(-1)
-                * self._factor(seen, logits.dtype)
-            )
+            z = 2 * self.shape.z_loss * logits.logsumexp(-1)
+            z = z * self._factor(seen, logits.dtype)
             return logits.softmax(-1) * z[:, None]
 
         return gradient
 
     def _factor(self, seen: RouterPass, dtype: torch.dtype) -> T:
-        """What a token counts in a mean over the step's tokens, ``[tokens]``; on one of the ranks that see it."""
+        """The factor of each token in a mean over the step's tokens, ``[tokens]``; on one of the ranks that see it."""
         counted = seen.real & (self.own or self.mesh.rank("tp") == 0)
         return counted.to(dtype) / seen.step_tokens().to(dtype).clamp(min=1)
 
     @torch.no_grad()
     def learn_from(self, loads: Sequence[int]) -> None:
-        """Take in how often each expert was chosen in a whole step: the same numbers, so the same result, anywhere."""
+        """Update bias and load by how often each expert was chosen in a whole step, identically on every rank."""
         counts = torch.tensor(loads, dtype=torch.float64)
         if "bias" in self.logical and self.shape.bias_rate:
-            self.bias.add_(
-                (counts.mean() - counts).sign().to(self.bias),
-                alpha=self.shape.bias_rate,
-            )
+            missing = (counts.mean() - counts).sign().to(self.bias)
+            self.bias.add_(missing, alpha=self.shape.bias_rate)
         if "load" in self.logical and counts.sum() > 0:
             self.load.copy_(counts / counts.sum())
 
 
 class _WithLoss(torch.autograd.Function):
-    """``y`` as it is; in backward the gradient of ``x`` is ``gradient()``, that of a loss beside the model's.
+    """Return ``y``; in backward the gradient of ``x`` is ``gradient()``, that of a loss beside the model's.
 
-    So a loss that is no part of the output reaches what it is of, in whatever order stages run backward, and what it
-    depends on need not be known before.
+    A loss that is no part of the output thus reaches its inputs, in whatever order stages run backward, and values that
+    it depends on need not be known before backward.
     """
 
     @staticmethod

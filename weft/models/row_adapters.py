@@ -1,7 +1,7 @@
-"""Low-rank adapters on one model where every text in a row has its own (S-LoRA, Sheng et al. 2023, 2311.03285).
+"""Low-rank adapters on one model where every text of a row has its own (S-LoRA, Sheng et al. 2023, 2311.03285).
 
-An adapter is a list of numbers per layer, in which the factors of the weights that it changes follow each other. Texts
-of equally many tokens whose adapters have one form (rank and targets) are multiplied with them in one call.
+An adapter is a list of numbers per layer, in which the factors of its weights follow each other. Texts of equally many
+tokens whose adapters have the same form (rank and targets) are multiplied with them in one call.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +19,9 @@ T = torch.Tensor
 
 
 class Factors(NamedTuple):
-    """What is added to one weight: its name in the layer, and where its two factors stand among the layer's numbers."""
+    """The adapter of one weight: the weight's name in the layer, and the place of the two factors among the layer's
+    numbers.
+    """
 
     module: str
     name: str
@@ -29,7 +31,9 @@ class Factors(NamedTuple):
     first: int
 
     def of(self, numbers: T) -> tuple[T, T]:
-        """``a`` ``[..., rank, into]`` and ``b`` ``[..., out, rank]`` among ``numbers``, ``[..., all of a layer]``."""
+        """Return ``a`` ``[..., rank, into]`` and ``b`` ``[..., out, rank]`` among ``numbers``, ``[..., all of a
+        layer]``.
+        """
         middle = self.first + self.rank * self.into
         last = self.first + self.rank * (self.into + self.out)
         a, b = numbers[..., self.first : middle], numbers[..., middle:last]
@@ -38,20 +42,20 @@ class Factors(NamedTuple):
         )
 
 
-#: Where everything stands among the numbers of a layer. Adapters of one form can be multiplied together.
+#: Places of all factors among the numbers of a layer. Adapters of the same form can be multiplied together.
 Form = tuple[Factors, ...]
 
 
 @dataclass(frozen=True)
 class HostAdapter:
-    """An adapter in host memory: of every layer its form, and its numbers one behind the other."""
+    """An adapter in host memory: the form of every layer, and its numbers one after the other."""
 
     forms: tuple[Form, ...]
     values: tuple[T, ...]
 
 
 class AdapterBatch(NamedTuple):
-    """Texts of equally many tokens with adapters of one form, which lie in blocks."""
+    """Texts of equally many tokens with adapters of the same form, which lie in blocks."""
 
     forms: tuple[Form, ...]
     rows: T  # [texts, tokens], places in the packed row
@@ -59,7 +63,7 @@ class AdapterBatch(NamedTuple):
 
 
 def layer_modules(model: Transformer) -> list[dict[str, Projections]]:
-    """Of every layer that this rank has, what an adapter may change, by name."""
+    """Return, for every layer of this rank, the modules that an adapter may change, by name."""
     modules_by_layer: dict[str, dict[str, Projections]] = {
         layer: {} for layer in model.blocks
     }
@@ -71,7 +75,7 @@ def layer_modules(model: Transformer) -> list[dict[str, Projections]]:
 
 
 def laid_out(factors: Iterable[tuple[str, str, T, T]]) -> tuple[Form, T]:
-    """The form and the numbers of a layer, of module and name of each weight and its ``a`` and ``b``."""
+    """Return the form and the numbers of a layer, from module, name, ``a`` and ``b`` of each adapted weight."""
     form = list[Factors]()
     numbers = [torch.empty(0)]
     at = 0
@@ -84,23 +88,21 @@ def laid_out(factors: Iterable[tuple[str, str, T, T]]) -> tuple[Form, T]:
 
 
 def own_part(adapter: HostAdapter, model: Transformer) -> HostAdapter:
-    """What an adapter of the whole model is to this rank's part of it: its layers' factors, cut as the weights are.
+    """Return the part of an adapter that belongs to this rank's part of the model: factors are cut as the weights are.
 
-    Of a weight that is cut by rows, ``b`` is, and what is added too; of one that is cut by columns, ``a`` is, and what
-    is added is a share of the sum that the weight's product is a share of.
+    Where a weight is cut by rows, ``b`` is cut, and so is the output; where it is cut by columns, ``a`` is cut, and the
+    output is a share of the same sum as the weight's product.
     """
     parts = []
-    for layer, modules in zip(
-        map(int, model.blocks), layer_modules(model), strict=True
-    ):
+    layers = map(int, model.blocks)
+    for layer, modules in zip(layers, layer_modules(model), strict=True):
         factors = []
         for form in adapter.forms[layer]:
             module, (a, b) = modules[form.module], form.of(adapter.values[layer])
             rows, columns = module.logical[form.name].box
             own_rows = module.own_rows.get(form.name, rows)
-            factors.append(
-                (form.module, form.name, a[:, slice(*columns)], b[slice(*own_rows)])
-            )
+            own = a[:, slice(*columns)], b[slice(*own_rows)]
+            factors.append((form.module, form.name, *own))
         parts.append(laid_out(factors))
     forms, values = zip(*parts, strict=True)
     return HostAdapter(forms, values)
@@ -112,9 +114,9 @@ def adapting(
     groups: Sequence[AdapterBatch],
     read: Callable[[int, T], T],
 ) -> Iterator[None]:
-    """In here ``layers`` add to the rows of each of ``groups`` what its adapters make of them.
+    """Context in which ``layers`` apply to the rows of each of ``groups`` the group's adapters.
 
-    ``read``: the numbers of a layer ``[texts, numbers]`` in the blocks of tables ``[texts, blocks]``.
+    ``read``: returns the numbers of a layer ``[texts, numbers]`` in the blocks of tables ``[texts, blocks]``.
     """
     step = StepAdapters(groups, read)
     try:
@@ -129,7 +131,7 @@ def adapting(
 
 
 class StepAdapters:
-    """What the adapters of a step add, layer by layer: the numbers of one layer are held at a time."""
+    """The adapters of a step, layer by layer: the numbers of one layer are held at a time."""
 
     def __init__(
         self, groups: Sequence[AdapterBatch], read: Callable[[int, T], T]
@@ -138,12 +140,10 @@ class StepAdapters:
         self._layer, self._numbers = -1, list[T]()
 
     def _numbers_of(self, layer: int) -> list[T]:
-        """Of every group ``[texts, numbers of a table]``."""
+        """The numbers of every group, ``[texts, numbers of a table]``."""
         if layer != self._layer:
-            self._layer, self._numbers = (
-                layer,
-                [self.read(layer, group.tables) for group in self.groups],
-            )
+            self._numbers = [self.read(layer, group.tables) for group in self.groups]
+            self._layer = layer
         return self._numbers
 
     def add(

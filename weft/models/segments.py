@@ -1,7 +1,7 @@
-"""Attention as rectangles of work: which queries meet which keys, of packed documents and within a sliding window.
+"""Attention as rectangles of work: queries against keys, of packed documents and within a sliding window.
 
-A :class:`Segment` is what a kernel computes in one call. Only two masks are ever needed, causal and none: what slides
-out of a window is a triangle at the other corner, and becomes a causal one when both sides are read from the end.
+A :class:`Segment` is the work of one call of a kernel. Only two masks are needed, causal and none: the edge of a window
+is a triangle at the opposite corner, which is causal when both sides are read from the end.
 """
 
 from itertools import pairwise
@@ -14,7 +14,9 @@ SQUARE = 256
 
 
 class Segment(NamedTuple):
-    """Queries ``q0:q1`` against keys ``k0:k1`` of flattened token rows: all of them, or as many as ``causal`` says."""
+    """Queries ``q0:q1`` against keys ``k0:k1`` of flattened token rows: all of them, or those that ``causal``
+    admits.
+    """
 
     q0: int
     q1: int
@@ -27,18 +29,13 @@ class Segment(NamedTuple):
 
 
 def document_segments(cu_seqlens: torch.Tensor, window: int = 0) -> list[Segment]:
-    """One causal segment per document, or what a ``window`` leaves of it (0: none): so many tokens, with itself."""
-    bounds = cu_seqlens.tolist()
-    return [
-        segment
-        for a, b in pairwise(bounds)
-        if b > a
-        for segment in windowed(a, b, window)
-    ]
+    """Return the causal segments of each document. ``window``: tokens that a token sees, itself included; 0: all."""
+    documents = [(a, b) for a, b in pairwise(cu_seqlens.tolist()) if b > a]
+    return [segment for a, b in documents for segment in windowed(a, b, window)]
 
 
 def windowed(a: int, b: int, window: int) -> list[Segment]:
-    """Tokens ``a:b`` against themselves."""
+    """Return the segments of tokens ``a:b`` against themselves."""
     step, segments = window or b - a, []
     for start in range(a, b, step):
         end = min(start + step, b)
@@ -50,10 +47,10 @@ def windowed(a: int, b: int, window: int) -> list[Segment]:
 
 
 def earlier_keys(q0: int, q1: int, k0: int, k1: int, window: int) -> list[Segment]:
-    """Queries ``q0:q1`` against keys ``k0:k1`` before them (``k1 <= q0``) of one document.
+    """Return the segments of queries ``q0:q1`` against earlier keys ``k0:k1`` (``k1 <= q0``) of the same document.
 
-    Within a window that is a rectangle of the first queries, which see all keys, then a triangle of those that lose a
-    key each, and the rectangle of the keys that these all see.
+    Within a window these are a rectangle of the first queries, which see all keys, a triangle of queries that lose a
+    key each, and the rectangle of the keys that all of these see.
     """
     if not window:
         return [Segment(q0, q1, k0, k1, False)]
@@ -72,33 +69,25 @@ def earlier_keys(q0: int, q1: int, k0: int, k1: int, window: int) -> list[Segmen
 
 
 def cut(s: Segment, square: int = SQUARE) -> list[Segment]:
-    """A causal square as small causal squares and full rectangles that join their rows; a rectangle as it is."""
+    """Cut a causal square into small causal squares and full rectangles that join their rows; a rectangle stays."""
     half = (s.q1 - s.q0) // 2
     if not s.causal or half < square:
         return [s]
     q, k = s.q0 + half, s.k0 + half
-    corner = (
-        Segment(s.q0, q, k, s.k1, False, True)
-        if s.flipped
-        else Segment(q, s.q1, s.k0, k, False, True)
-    )
-    return [
-        *cut(s._replace(q1=q, k1=k), square),
-        *cut(s._replace(q0=q, k0=k), square),
-        corner,
-    ]
+    first, second = s._replace(q1=q, k1=k), s._replace(q0=q, k0=k)
+    queries, keys = (first, second) if s.flipped else (second, first)
+    corner = Segment(queries.q0, queries.q1, keys.k0, keys.k1, False, joins=True)
+    return [*cut(first, square), *cut(second, square), corner]
 
 
 def uniform(segments: list[Segment], queries: int, keys: int) -> tuple[int, int] | None:
-    """Common size if the segments are equal and tile all queries and keys in order."""
+    """Return the common size of the segments if they are equal and tile all queries and keys in order; else None."""
     if not segments:
         return None
     n, m = segments[0].q1 - segments[0].q0, segments[0].k1 - segments[0].k0
-    alike = (
-        Segment(i * n, i * n + n, i * m, i * m + m, segments[0].causal)
-        for i in range(len(segments))
-    )
-    tiled = n * len(segments) == queries and m * len(segments) == keys
-    if tiled and all(a == b for a, b in zip(alike, segments, strict=True)):
-        return (n, m)
-    return None
+    if (n * len(segments), m * len(segments)) != (queries, keys):
+        return None
+    for i, segment in enumerate(segments):
+        if segment != Segment(i * n, i * n + n, i * m, i * m + m, segments[0].causal):
+            return None
+    return n, m

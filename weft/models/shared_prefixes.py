@@ -1,9 +1,9 @@
-"""Attention of texts to other texts beside their own tokens, at whatever positions they see them.
+"""Attention of texts to prefixes of other texts beside their own tokens, at whatever positions they see them.
 
-What a text sees is a row of tiles: blocks of other texts, of which so many tokens are there. Keys are never copied or
-rotated again. A tile whose keys were rotated to other positions than those at which a text sees them is met by queries
-that are turned by the difference, once for all of its tokens (as in Hogwild! Inference, Rodionov et al. 2025,
-2504.06261). All texts that see a tile attend to it in one call, and what the tiles make is merged by its log-sum-exp.
+A text sees tiles: the first tokens in blocks of other texts. Keys are never copied or rotated again. Where a text sees
+a tile at other positions than those of its keys, the queries are rotated by the difference, once for all tokens of the
+tile (Hogwild! Inference, Rodionov et al. 2025, 2504.06261). All texts that see a tile attend to it in one call, and
+results of tiles are merged by their log-sum-exps.
 """
 
 from collections import defaultdict
@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from weft.models.attention import Segment, attend_forward, join, wide
+from weft.models.attention import Segment, attend_forward, join
+from weft.models.numbers import wide
 from weft.models.rope import angles, rotate
 from weft.models.spans import Span, own_segments
 
@@ -20,17 +21,17 @@ T = torch.Tensor
 
 
 class PrefixReaders(NamedTuple):
-    """The first ``tokens`` tokens of a table, and who sees them."""
+    """The first ``tokens`` tokens of a table, and the queries that see them."""
 
     table: Sequence[int]
     tokens: int
-    places: T  # [queries], among all of the group
+    places: T  # [queries], among all queries of the group
     # cosine and sine [queries, 1, rotated / 2] of what turns each query, if anything does
     turns: tuple[T, T] | None
 
 
 class PrefixGroup(NamedTuple):
-    """Spans that see others, behind one another, and all that any of them sees."""
+    """Spans that see other texts, one after the other, and all tiles that any of them sees."""
 
     spans: Sequence[Span]
     rows: T  # [queries], places in the packed row
@@ -38,15 +39,14 @@ class PrefixGroup(NamedTuple):
 
 
 def group_prefixes(spans: Sequence[Span], freq: T | None, like: T) -> PrefixGroup:
-    """The tiles of ``spans``, each once. ``freq``: by what queries are rotated; ``like`` has their type."""
+    """Return the tiles of ``spans``, each once. ``freq``: rotation of queries; ``like`` has their type."""
     rows = [list(range(span.first, span.last)) for span in spans]
     viewers = defaultdict[tuple[tuple[int, ...], int], list[tuple[int, int]]](list)
     at = 0
     for span in spans:
         for tile in span.context:
-            places = range(at, at + span.last - span.first)
             viewers[tuple(tile.table), tile.tokens] += [
-                (place, tile.turn) for place in places
+                (place, tile.turn) for place in range(at, at + span.last - span.first)
             ]
         at += span.last - span.first
 
@@ -65,13 +65,13 @@ def group_prefixes(spans: Sequence[Span], freq: T | None, like: T) -> PrefixGrou
 
 
 def turned(q: T, cos: T, sin: T) -> T:
-    """``q`` ``[queries, heads, width]`` with its last elements, which are the rotated ones, turned on."""
+    """Rotate the last elements of ``q`` ``[queries, heads, width]``, which are the rotated ones, further."""
     width = 2 * cos.shape[-1]
     return torch.cat([q[..., :-width], rotate(q[..., -width:], cos, sin)], -1)
 
 
 def attend_prefixes(q: T, group: PrefixGroup, read: Callable[[Span], tuple[T, T]]) -> T:
-    """Attention ``[queries, heads, width]`` of all tokens of ``group``; ``read`` finds keys and values of a span."""
+    """Attend with all tokens of ``group``: ``[queries, heads, width]``. ``read`` returns keys and values of a span."""
     outs = []
     logs = []
     first = 0

@@ -21,15 +21,15 @@ from weft.models.segments import earlier_keys, windowed
 
 T = torch.Tensor
 
-#: Spans of up to so many tokens are attended to together with others that have as many; longer ones fill a call alone.
+#: The most tokens of spans that share a call with others of the same length; longer spans fill a call alone.
 SHORT = 16
 
-#: Within a call nobody's keys are padded to more than so many times their number, and no more blocks are copied.
+#: In one call, the largest ratio of padded to own keys, and the most blocks that are copied.
 PADDED, MOST = 1.5, 1024
 
 
 class PrefixTile(NamedTuple):
-    """The first ``tokens`` tokens of a table; its reader's queries are turned by ``turn`` positions."""
+    """The first ``tokens`` tokens of a table; queries of its reader are rotated by ``turn`` positions."""
 
     table: Sequence[int]
     tokens: int
@@ -37,7 +37,7 @@ class PrefixTile(NamedTuple):
 
 
 class Span(NamedTuple):
-    """New tokens of one text, ``first:last`` of a packed row, behind ``past`` others in the blocks of its ``table``."""
+    """New tokens of one text, ``first:last`` of a packed row, after ``past`` tokens in the blocks of its ``table``."""
 
     first: int
     last: int
@@ -57,7 +57,7 @@ class SpanBatch(NamedTuple):
 
 
 def seen_blocks(span: Span, size: int, window: int) -> tuple[int, int]:
-    """The first block of its table that any of the span's tokens sees, and the one behind the last."""
+    """Return the range of blocks in the span's table that any of its tokens sees."""
     first = max(0, span.past - window + 1) // size if window else 0
     return first, -(-(span.past + span.last - span.first) // size)
 
@@ -65,7 +65,7 @@ def seen_blocks(span: Span, size: int, window: int) -> tuple[int, int]:
 def batch_spans(
     spans: Iterable[Span], size: int, window: int, q: T, group: int
 ) -> list[SpanBatch | Span]:
-    """What is attended to in a call each: many short spans, or a long one."""
+    """Group spans by call: many short spans, or a long one."""
     if is_invariant():
         return [*batch_each_query(spans, size, window, q, group)]
 
@@ -73,27 +73,27 @@ def batch_spans(
         first, last = seen_blocks(span, size, window)
         return span.last - span.first, last - first
 
-    batches: list[SpanBatch | Span] = []
-    alike: list[Span] = []
+    groups: list[list[Span]] = []
     for span in sorted(spans, key=measure):
         tokens, blocks = measure(span)
-        if alike and (measure(alike[0])[0] != tokens or blocks > PADDED * measure(alike[0])[1]
-                      or blocks * (len(alike) + 1) > MOST or tokens > SHORT):  # fmt: skip
-            batches.append(
-                _batch(alike, size, window, q, group) if len(alike) > 1 else alike[0]
-            )
-            alike = []
-        alike.append(span)
+        if groups:
+            alike = groups[-1]
+            same_tokens, least = measure(alike[0])
+            fits = same_tokens == tokens <= SHORT and blocks <= PADDED * least
+            if fits and blocks * (len(alike) + 1) <= MOST:
+                alike.append(span)
+                continue
+        groups.append([span])
     return [
-        *batches,
-        _batch(alike, size, window, q, group) if len(alike) > 1 else alike[0],
+        _batch(alike, size, window, q, group) if len(alike) > 1 else alike[0]
+        for alike in groups
     ]
 
 
 def batch_each_query(
     spans: Iterable[Span], size: int, window: int, q: T, group: int
 ) -> Iterator[SpanBatch]:
-    """What is attended to in a call each where every query is for itself (:mod:`weft.models.invariant`)."""
+    """Group spans by call where every query attends by itself (:mod:`weft.models.invariant`)."""
     reaches_by_size: dict[tuple[int, int, int], list[tuple[Span, Reach]]] = defaultdict(
         list
     )
@@ -141,9 +141,9 @@ def _batch(
 
 
 def attend_batch(q: T, k: T, v: T, batch: SpanBatch) -> T:
-    """Attention of ``[texts, tokens, heads, width]`` to ``[texts, keys, kv_heads, width]``, the blocks of ``batch``.
+    """Attend with ``[texts, tokens, heads, width]`` to ``[texts, keys, kv_heads, width]``, the blocks of ``batch``.
 
-    The query heads that share a key head are so many queries of it, and its keys are read once for all of them.
+    Query heads that share a key head count as queries of it, so that its keys are read once for all of them.
     """
     if batch.keys is not None:
         attended, _ = attend_each(
@@ -160,7 +160,7 @@ def attend_batch(q: T, k: T, v: T, batch: SpanBatch) -> T:
 
 
 def own_segments(tokens: int, past: int, window: int) -> list[Segment]:
-    """What a text's last ``tokens`` tokens see of it, if ``past`` keys come before them."""
+    """Return the segments of a text's last ``tokens`` tokens, with ``past`` keys before them."""
     earlier = earlier_keys(past, past + tokens, 0, past, window) if past else []
     pieces = [
         *windowed(past, past + tokens, window),
@@ -170,7 +170,7 @@ def own_segments(tokens: int, past: int, window: int) -> list[Segment]:
 
 
 def attend_span(q: T, k: T, v: T, past: int, window: int) -> T:
-    """Attention of a text's last tokens, ``[tokens, heads or kv_heads, width]``, with ``past`` keys before them."""
+    """Attend with a text's last tokens, ``[tokens, heads or kv_heads, width]``, with ``past`` keys before them."""
     if len(q) > 1:
         return attend_forward(q, k, v, own_segments(len(q), past, window))[0]
     if window:
@@ -185,7 +185,7 @@ def attend_span(q: T, k: T, v: T, past: int, window: int) -> T:
 
 
 def rounds(spans: Iterable[Span], size: int) -> Iterator[list[Span]]:
-    """Spans cut where blocks end, as lists of equally long pieces of different texts, in the order of each text."""
+    """Cut spans where blocks end; yield equally long pieces of different texts, in the order of each text."""
     pieces: list[tuple[int, Span]] = []
     for span in spans:
         first = span.first

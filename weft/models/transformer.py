@@ -1,7 +1,7 @@
 """One decoder-only transformer (Llama, Mistral, Qwen and Gemma 3 are settings of it), written for one device.
 
 Modules name the dimensions of their parameters (:meth:`Module.weight`); the mesh decides which part of each this rank
-holds. Data changes hands only at ``gather_tokens`` / ``scatter_tokens`` (into and out of the norm regions) and inside
+holds. Ranks exchange data only at ``gather_tokens`` / ``scatter_tokens`` (into and out of the norm regions) and inside
 ``attend``; on one device these are identities. Shapes below are those of one rank.
 """
 
@@ -46,6 +46,8 @@ T = torch.Tensor
 
 
 class Embedding(Module):
+    """The table of token embeddings, cut over the vocabulary."""
+
     def __init__(self, shape: ModelShape, mesh: Mesh, table: Table) -> None:
         super().__init__(mesh, table, "embedding")
         logical = self.weight("table")
@@ -56,27 +58,27 @@ class Embedding(Module):
 
     @property
     def rows(self) -> Any:
-        """The rows of some tokens that learn, if there are any."""
+        """Trained rows of some tokens; None if there are none."""
         return self.adapters["table"] if len(self.adapters) else None
 
     @property
     def output(self) -> T:
-        """This rank's rows of the table, as an output layer reads it."""
+        """This rank's rows of the table as the weight of an output layer."""
         table: T = self.table if self.rows is None else self.rows.placed(self.table)
         return table
 
     def forward(self, tokens: T) -> T:
-        """``[batch, seq]`` ids to ``[batch, seq/tp, embed]``: ranks look up the ids they own, the sum is scattered."""
+        """Map ids ``[batch, seq]`` to ``[batch, seq/tp, embed]``: ranks look up their own ids, and the sum is
+        scattered.
+        """
         if self.last - self.first == self.vocab:
             x = F.embedding(tokens, self.table)
             x = x if self.rows is None else self.rows.looked_up(tokens, x)
             return x * self.scale if self.scale != 1 else x
         inside = (tokens >= self.first) & (tokens < self.last)
         x = F.embedding(torch.where(inside, tokens - self.first, 0), self.table)
-        x = (x if self.rows is None else self.rows.looked_up(tokens, x)) * inside[
-            ..., None
-        ]
-        x = scatter_tokens(x, self.mesh)
+        x = x if self.rows is None else self.rows.looked_up(tokens, x)
+        x = scatter_tokens(x * inside[..., None], self.mesh)
         return x * self.scale if self.scale != 1 else x
 
 
@@ -84,7 +86,7 @@ def token_rows(
     shape: ModelShape, weight: VocabularyWeight, logical: Logical, mesh: Mesh,
     table: Table,
 ) -> nn.ModuleDict:  # fmt: skip
-    """The rows of ``weight`` that learn, by the name of the weight; empty if there are none."""
+    """Return the trained rows of ``weight``, by the name of the weight; empty if there are none."""
     tokens, modules = row_tokens(shape, weight), nn.ModuleDict()
     if tokens:
         from weft.models.adapters import TokenRows
@@ -112,16 +114,13 @@ class Attention(Projections):
         self.kv_first, self.kv_last = first // group, -(-last // group)
         self.shared_kv = tp > 1 and bool(shape.heads % tp or shape.kv_heads % tp)
         self.head_dim = shape.head_dim
-        needed = torch.arange(first, last) // group - self.kv_first
-        even = torch.arange(last - first) // max(
-            1, (last - first) // (self.kv_last - self.kv_first)
-        )
-        self.kv_index = None if torch.equal(needed, even) else needed.tolist()
-        own_rows = (
-            (self.kv_first * shape.head_dim, self.kv_last * shape.head_dim)
-            if self.shared_kv
-            else None
-        )
+        needed = [head // group - self.kv_first for head in range(first, last)]
+        share = max(1, len(needed) // (self.kv_last - self.kv_first))
+        even = [i // share for i in range(len(needed))]
+        self.kv_index = None if needed == even else needed
+        own_rows = None
+        if self.shared_kv:
+            own_rows = self.kv_first * shape.head_dim, self.kv_last * shape.head_dim
         self.projection("wq")
         self.projection("wk", own_rows)
         self.projection("wv", own_rows)
@@ -138,12 +137,9 @@ class Attention(Projections):
         self.window = (shape.window_of(layer),) if shape.window_of(layer) else ()
         self.base = int(bool(shape.window_theta and shape.window_of(layer)))
         scale, rotated = score_scales(shape)
-        # attention divides by the root of head_dim
-        self.query_scale = (
-            scale * rotated * shape.head_dim**0.5
-            if shape.query_dim or rotated != 1
-            else 1.0
-        )
+        self.query_scale = 1.0
+        if shape.query_dim or rotated != 1:  # attention divides by the root of head_dim
+            self.query_scale = scale * rotated * shape.head_dim**0.5
         self.interleaved = shape.rope_interleaved
         # Linear attention does not average: its outputs grow with what has been seen.
         self.o_norm = self.norm_of("o_norm", shape.norm_eps)
@@ -154,7 +150,7 @@ class Attention(Projections):
             self.attend = linear_mixer(mesh, self.decay)
 
     def forward(self, x: T, rope: tuple[T, ...], cu_seqlens: T) -> T:
-        """``x``: ``[batch, seq, embed]``; returns this rank's share of a sum over ``tp``, shaped alike."""
+        """Map ``x`` ``[batch, seq, embed]`` to this rank's share of a sum over ``tp``, of the same shape."""
         q, k, v = self.project(x, "wq", "wk", "wv")
         if self.bias:
             q = q + self.bq
@@ -179,7 +175,7 @@ class Attention(Projections):
 def attention_module(
     shape: ModelShape, mesh: Mesh, layer: int
 ) -> Attention | LatentAttention:
-    """What layer ``layer`` of a model attends by."""
+    """Make the attention of layer ``layer``."""
     if not shape.kv_rank:
         return Attention(shape, mesh, layer)
     from weft.models.latent import LatentAttention
@@ -190,7 +186,7 @@ def attention_module(
 def feed_forward_module(
     shape: ModelShape, mesh: Mesh, layer: int
 ) -> FeedForward | Mixture:
-    """What a layer has after its attention."""
+    """Make the feed-forward or the mixture of experts of layer ``layer``."""
     if not shape.experts_of(layer):
         return FeedForward(
             shape, mesh, layer_table(shape, layer), f"blocks.{layer}.ffn"
@@ -203,7 +199,7 @@ def feed_forward_module(
 class Block(Module):
     """Pre-norm block, with norms after attention and feed-forward too if the shape says so.
 
-    ``recompute`` is ``none``, ``full`` or ``selective`` (attention and its moves are kept).
+    ``recompute`` is ``none``, ``full`` or ``selective`` (attention and its exchanges are kept).
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
@@ -220,25 +216,17 @@ class Block(Module):
     def forward(
         self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None = None
     ) -> T:
-        """``[batch, seq/tp, embed]`` to the same. ``seen``: what routers count, if they do."""
+        """Map ``[batch, seq/tp, embed]`` to the same shape. ``seen``: counts of routers, if there are any."""
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self._body(x, rope, cu_seqlens, seen)
         tape = current_tape()
-        kept: dict[str, Any] = {}
+        kept_ops = self.kept_ops if self.recompute == "selective" else []
+        contexts: dict[str, Any] = {}
         if tape is not None:
-            kept = {
-                "context_fn": partial(
-                    _recompute_with,
-                    tape,
-                    self.kept_ops if self.recompute == "selective" else [],
-                )
-            }
-        elif self.recompute == "selective":
-            kept = {
-                "context_fn": partial(
-                    create_selective_checkpoint_contexts, self.kept_ops
-                )
-            }
+            contexts["context_fn"] = partial(_recompute_with, tape, kept_ops)
+        elif kept_ops:
+            selective = partial(create_selective_checkpoint_contexts, kept_ops)
+            contexts["context_fn"] = selective
         return checkpoint(
             self._body,
             x,
@@ -247,7 +235,7 @@ class Block(Module):
             seen,
             use_reentrant=False,
             preserve_rng_state=False,
-            **kept,
+            **contexts,
         )
 
     def _body(
@@ -260,7 +248,7 @@ class Block(Module):
     def steps(
         self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None
     ) -> Steps:
-        """:meth:`forward` without recomputation, which may be left where a mixture may be."""
+        """:meth:`forward` without recomputation, as a generator that yields where a mixture does."""
         x, early = self._attended(x, rope, cu_seqlens, seen)
         before, normed = current_part(), self.ffn_norm(x)
         if not isinstance(self.ffn, FeedForward):
@@ -273,28 +261,27 @@ class Block(Module):
     def _attended(
         self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None
     ) -> tuple[T, EarlyMixture | None]:
-        """``x`` with what attention adds to it, and what the feed-forward begins before that."""
+        """``x`` plus the output of attention, and the work that the feed-forward has begun before attention."""
         normed = self.attention_norm(x)
         y = gather_tokens(normed, self.mesh)
         early = self.ffn.early(normed, y, seen)
         with drawing(rope[2:]):
             y = scatter_tokens(self.attention(y, rope, cu_seqlens), self.mesh)
-        return x + (
-            y if self.attention_out_norm is None else self.attention_out_norm(y)
-        ), early
+        if self.attention_out_norm is not None:
+            y = self.attention_out_norm(y)
+        return x + y, early
 
     def _added(self, x: T, y: T) -> T:
-        """``x`` with what the feed-forward adds to it."""
+        """``x`` plus the output of the feed-forward."""
         return x + (y if self.ffn_out_norm is None else self.ffn_out_norm(y))
 
 
 def _recompute_with(tape: Tape, kept: list[torch._ops.OpOverload]) -> tuple[Any, Any]:
-    """What surrounds forward and recomputation, which may run in another thread, when backward is split."""
-    first, again = (
-        create_selective_checkpoint_contexts(kept)
-        if kept
-        else (nullcontext(), nullcontext())
-    )
+    """Contexts of forward and of recomputation, which may run in another thread, with a split backward."""
+    first: Any = nullcontext()
+    again: Any = nullcontext()
+    if kept:
+        first, again = create_selective_checkpoint_contexts(kept)
 
     @contextmanager
     def recomputing() -> Iterator[None]:
@@ -305,9 +292,9 @@ def _recompute_with(tape: Tape, kept: list[torch._ops.OpOverload]) -> tuple[Any,
 
 
 class Transformer(Module):
-    """``shape`` at this rank's place on ``mesh``. Parameters are on the meta device until they are filled.
+    """The model ``shape`` at this rank's place on ``mesh``. Parameters are on the meta device until they are filled.
 
-    A pipeline rank makes the blocks ``layers`` only, and embedding, final norm or head only if ``ends`` names them;
+    A pipeline rank makes only the blocks ``layers``, and embedding, final norm or head only if ``ends`` names them;
     ``pipeline`` runs them.
     """
 
@@ -355,37 +342,32 @@ class Transformer(Module):
         hooks: Hooks | None = None,
         route: Sequence[int] | None = None,
     ) -> T:
-        """Logits ``[batch, seq, vocab]``, or the sum of the losses of a batch that is ``learned``, on this rank's data.
+        """Return logits ``[batch, seq, vocab]``, or the sum of the losses of the batch ``learned``, of this rank's
+        data.
 
-        ``tokens, positions``: ``[batch, seq]``; these and ``cu_seqlens`` as in :class:`weft.data.batch.Batch`. Of a
-        model that scores there is one logit. ``only``: logits of these positions of each row; the output layer computes
-        nothing else. ``seen``: see :class:`Block`. ``hooks``: whose losses count in the place of the model's own.
-        ``route``: the blocks to run and their order, if not all (partial pipelines).
+        ``tokens, positions``: ``[batch, seq]``; these and ``cu_seqlens`` as in :class:`weft.data.batch.Batch`. A model
+        that scores has one logit. ``only``: positions of each row whose logits are computed. ``seen``: see
+        :class:`Block`. ``hooks``: losses in place of the model's own. ``route``: the blocks to run and their order, if
+        not all (partial pipelines).
         """
-        hidden = self.hidden(
-            tokens,
-            positions,
-            cu_seqlens,
-            seen,
-            None if learned is None else learned.draws,
-            route,
-        )
+        draws = None if learned is None else learned.draws
+        hidden = self.hidden(tokens, positions, cu_seqlens, seen, draws, route)
         if learned is not None:
             return self.loss(hidden, learned, hooks)
         return self.scores(hidden, only)
 
     def scores(self, hidden: T, only: slice | T | None = None) -> T:
-        """Logits ``[batch, seq, vocab]`` of what the output layer reads; ``only``: see :meth:`forward`."""
+        """Return logits ``[batch, seq, vocab]`` of hidden states ``[batch, seq/tp, embed]``; ``only``: see
+        :meth:`forward`.
+        """
         hidden = gather_tokens(hidden, self.mesh)  # [batch, seq, embed]
         if only is not None:
             hidden = hidden[:, only]
         if self.shape.output == "score":
             return F.linear(hidden, self.output)
         tp = self.mesh.size("tp")
-        sizes = [
-            hi - lo
-            for lo, hi in (part(self.shape.vocab, tp, rank) for rank in range(tp))
-        ]
+        shares = [part(self.shape.vocab, tp, rank) for rank in range(tp)]
+        sizes = [hi - lo for lo, hi in shares]
         if self.logits is not None:
             logits = self.logits(hidden)
         else:
@@ -408,7 +390,9 @@ class Transformer(Module):
         draws: T | None = None,
         route: Sequence[int] | None = None,
     ) -> T:
-        """What the output layer reads: ``[batch, seq/tp, embed]``, normed. ``draws``: see :class:`Batch`."""
+        """Return the output layer's input ``[batch, seq/tp, embed]``, after the final norm. ``draws``: see
+        :class:`Batch`.
+        """
         x = self.embedding(tokens)  # [batch, seq/tp, embed]
         rope = angles(positions, self.freq, x.dtype, draws)
         for i in range(len(self.blocks)) if route is None else route:
@@ -423,25 +407,24 @@ class Transformer(Module):
         cu_seqlens: T,
         seen: RouterPass | None = None,
     ) -> T:
-        """Block ``i`` of ``[batch, seq/tp, embed]``."""
+        """Run block ``i`` on ``[batch, seq/tp, embed]``."""
         block, saver = self.blocks[str(i)], self.hooks.saver
-        with (
-            nullcontext() if saver is None else saver.block(block, x, *rope, cu_seqlens)
-        ):
+        if saver is None:
+            return block(x, rope, cu_seqlens, seen)
+        with saver.block(block, x, *rope, cu_seqlens):
             return block(x, rope, cu_seqlens, seen)
 
     def learn_loads(self, loads: Sequence[int]) -> None:
-        """Let every mixture take in how often its experts were chosen in a step (:class:`weft.models.router.Loads`)."""
+        """Let every mixture learn from how often its experts were chosen (:class:`weft.models.router.Loads`)."""
         if not self.shape.mixtures:
             return
         from weft.models.experts import Mixture
         from weft.models.router import by_layer
 
         of_layers = by_layer(self.shape.mixtures, loads)
-        for mixture in (
-            module for module in self.modules() if isinstance(module, Mixture)
-        ):
-            mixture.learn_from(of_layers[mixture.router.layer])
+        for module in self.modules():
+            if isinstance(module, Mixture):
+                module.learn_from(of_layers[module.router.layer])
 
     @property
     def output(self) -> T:
@@ -453,11 +436,13 @@ class Transformer(Module):
 
     @property
     def rows(self) -> Any:
-        """The rows of some tokens that learn in an output layer of its own, if there are any."""
+        """Trained rows of some tokens in an output layer of its own; None if there are none."""
         return self.outputs.adapters["head"] if len(self.outputs.adapters) else None
 
     def loss(self, normed: T, batch: Batch, hooks: Hooks | None = None) -> T:
-        """Weighted sum of the tokens' or pairs' losses, from the final norm's output ``[batch, seq/tp, embed]``."""
+        """Return the weighted sum of the losses of tokens or pairs, from the final norm's output ``[batch, seq/tp,
+        embed]``.
+        """
         hooks = hooks or self.hooks
         objective = hooks.objective
         if self.shape.output == "score":
@@ -489,7 +474,7 @@ class Transformer(Module):
         )
 
     def logical_parameters(self) -> Iterator[tuple[str, Logical]]:
-        """Every parameter's full name and description, in the order of :meth:`parameters`."""
+        """Yield every parameter's full name and description, in the order of :meth:`parameters`."""
         for prefix, module in self.named_modules():
             if isinstance(module, Module):
                 for name, logical in module.logical.items():

@@ -12,18 +12,22 @@ from weft.models.transformer import Transformer
 from weft.recipe import ModelShape
 from weft.shapes.parameters import ADAPTERS, QUANTIZED, ROWS, VOCABULARY
 
-#: Gives the values of a part of a logical parameter.
-Values = Callable[[str, Logical, Box], torch.Tensor]
+T = torch.Tensor
+
+#: Function that returns the values of a part of a logical parameter.
+Values = Callable[[str, Logical, Box], T]
 
 
 def seeded_values(seed: int) -> Values:
+    """Return random initial values (:func:`initial_values`) with this seed."""
     return lambda name, logical, box: initial_values(name, logical, box, seed)
 
 
 def with_adapter(base: Values, shape: ModelShape, seed: int) -> Values:
-    """The values of ``shape``, whose weights are ``base``'s and whose adapter is new. Without an adapter just ``base``.
+    """Return the values of ``shape``, whose weights are those of ``base`` and whose adapter is new; without adapter,
+    ``base``.
 
-    All are functions of logical tensors, so that every layout begins with the same.
+    All values are functions of logical tensors, so that every layout begins with the same.
     """
     if shape.adapter is None:
         return base
@@ -33,7 +37,7 @@ def with_adapter(base: Values, shape: ModelShape, seed: int) -> Values:
     described = dict(Transformer(base_of(shape), Mesh.single()).logical_parameters())
     tokens = () if shape.adapter.tokens == "new" else shape.adapter.tokens
 
-    def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
+    def values(name: str, logical: Logical, box: Box) -> T:
         if QUANTIZED in name:
             path, _, stored = name.rpartition(".")
             weight = path.replace(QUANTIZED, ".")
@@ -43,21 +47,20 @@ def with_adapter(base: Values, shape: ModelShape, seed: int) -> Values:
             return base(name, logical, box)
         weight = base_weight(name)
         if name in ROWS.values():
-            return rows_of(
-                base, weight, described[weight], tokens[slice(*box[0])], box[1:]
-            )
+            rows = tokens[slice(*box[0])]
+            return rows_of(base, weight, described[weight], rows, box[1:])
         if not name.endswith(".magnitude"):
             return initial_values(name, logical, box, seed)
-        rows = (box[0], (0, described[weight].shape[1]))
-        return row_norms(base(weight, described[weight], rows))
+        whole_rows = (box[0], (0, described[weight].shape[1]))
+        return row_norms(base(weight, described[weight], whole_rows))
 
     return values
 
 
 def rows_of(
     base: Values, name: str, logical: Logical, rows: Sequence[int], columns: Box
-) -> torch.Tensor:
-    """Some rows of a parameter of ``base``'s, in ascending order."""
+) -> T:
+    """Return some rows, in ascending order, of a parameter of ``base``."""
     if not rows:
         return torch.empty(0, *extents(columns))
     if rows[-1] - rows[0] + 1 == len(rows):
@@ -70,15 +73,15 @@ READ = 4096
 
 
 def grown(base: Values, small: ModelShape, vocab: int) -> Values:
-    """``base``, the values of ``small``, for a ``vocab`` that is larger: new rows are the mean of the old ones.
+    """Return the values of ``base``, a model ``small``, for a larger ``vocab``: new rows are the mean of the old ones.
 
-    So the new tokens are as likely as others on average, and every rank that has some of these rows computes the same.
+    New tokens are then as likely as others on average, and every rank that has some of these rows computes the same.
     """
     base_shape = small.model_copy(update={"adapter": None})
     described = dict(Transformer(base_shape, Mesh.single()).logical_parameters())
 
     @cache
-    def mean(name: str, columns: Box) -> torch.Tensor:
+    def mean(name: str, columns: Box) -> T:
         total = torch.zeros(extents(columns), dtype=torch.float64)
         count = described[name].shape[0]
         for first in range(0, count, READ):
@@ -88,18 +91,17 @@ def grown(base: Values, small: ModelShape, vocab: int) -> Values:
             total += part.double().sum(0)
         return (total / count).to(part.dtype)
 
-    def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
+    def values(name: str, logical: Logical, box: Box) -> T:
         if name not in VOCABULARY.values() or logical.shape[0] != vocab:
             return base(name, logical, box)
         (lo, hi), columns, old = box[0], box[1:], described[name].shape[0]
-        kept = (
-            base(name, described[name], ((min(lo, old), min(hi, old)), *columns))
-            if lo < old
-            else None
-        )
-        if hi <= old and kept is not None:
-            return kept
-        added = mean(name, columns).expand(hi - max(lo, old), *extents(columns))
-        return added if kept is None else torch.cat((kept, added))
+        parts = []
+        if lo < old:
+            rows = lo, min(hi, old)
+            parts.append(base(name, described[name], (rows, *columns)))
+        if hi > old or not parts:
+            new = hi - max(lo, old)
+            parts.append(mean(name, columns).expand(new, *extents(columns)))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     return values

@@ -1,8 +1,8 @@
-"""Products of numbers in 16 bits on a processor that multiplies these slower than float32.
+"""Products in 16 bits on a processor that multiplies them slower than float32.
 
 A CPU without instructions for bfloat16 converts each number where it is used: a product of backward took 21.9 s that
-takes 53 ms in float32. Here tiles of what is multiplied become float32 and the results are rounded once, so that
-weights and activations stay in 16 bits. What is added up is float32 either way.
+takes 53 ms in float32. Here tiles of the factors become float32 and results are rounded once, so that weights and
+activations stay in 16 bits. Sums are float32 either way.
 """
 
 import time
@@ -15,7 +15,7 @@ from weft.models.numbers import has_numbers
 
 T = torch.Tensor
 
-#: Rows of the left factor, and numbers of the right one, that are float32 at once: 4 MiB, which caches hold.
+#: Rows of the left factor, and elements of the right one, that are float32 at once: 4 MiB, which fit in caches.
 ROWS, NUMBERS = 1024, 2**20
 
 
@@ -24,15 +24,15 @@ ROWS, NUMBERS = 1024, 2**20
 SLOW = 1.5
 
 
-#: The types of which :func:`multiplies_slowly` has said so: what a compiler can look into.
+#: Types that :func:`multiplies_slowly` has found slow; a compiler can read this set.
 MULTIPLIED_SLOWLY: set[torch.dtype] = set()
 
 
 @cache
 def multiplies_slowly(dtype: torch.dtype) -> bool:
-    """Whether the CPU takes longer for a product of ``dtype`` than in float32: measured once in a process.
+    """Return whether the CPU multiplies numbers of ``dtype`` slower than float32; measured once in a process.
 
-    The processor time of this thread is taken, and no other thread helps, so that what else is busy changes nothing.
+    It measures the processor time of this thread alone, so that other work on the machine does not count.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -41,9 +41,8 @@ def multiplies_slowly(dtype: torch.dtype) -> bool:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        slow = _least_seconds(lambda: narrow[0] @ narrow[1]) > SLOW * _least_seconds(
-            lambda: a @ b
-        )
+        seconds = _least_seconds(lambda: narrow[0] @ narrow[1])
+        slow = seconds > SLOW * _least_seconds(lambda: a @ b)
     finally:
         torch.set_num_threads(threads)
     if slow:
@@ -52,7 +51,7 @@ def multiplies_slowly(dtype: torch.dtype) -> bool:
 
 
 def _least_seconds(call: Callable[[], object], turns: int = 6) -> float:
-    """Processor seconds of the quickest of some calls; the first, which prepares kernels, does not count."""
+    """Processor seconds of the fastest of some calls; the first, which prepares kernels, does not count."""
     seconds = []
     for _ in range(turns + 1):
         begun = time.thread_time()
@@ -62,12 +61,12 @@ def _least_seconds(call: Callable[[], object], turns: int = 6) -> float:
 
 
 def is_widened(x: T) -> bool:
-    """Whether products of ``x`` are computed in float32 though it has fewer bits."""
+    """Return whether products of ``x`` are computed in float32 although it has fewer bits."""
     return x.device.type == "cpu" and multiplies_slowly(x.dtype) and has_numbers(x)
 
 
 def multiply(a: T, b: T, plus: T | None = None, out: T | None = None) -> T:
-    """``a @ b (+ plus)`` of ``[m, k]`` and ``[k, n]``, without a gradient; to ``out``, if there is one.
+    """Return ``a @ b (+ plus)`` of ``[m, k]`` and ``[k, n]``, without a gradient; written to ``out`` if given.
 
     ``plus`` and ``out`` may be the same tensor.
     """
@@ -80,27 +79,25 @@ def multiply(a: T, b: T, plus: T | None = None, out: T | None = None) -> T:
     for start in range(0, len(a), ROWS):
         rows = slice(start, start + ROWS)
         added = None if plus is None else plus[rows]
-        (_times_columns if by_columns else _times_rows)(
-            a[rows].float(), b, added, out[rows]
-        )
+        times = _times_columns if by_columns else _times_rows
+        times(a[rows].float(), b, added, out[rows])
     return out
 
 
 def _times_columns(left: T, b: T, plus: T | None, out: T) -> None:
-    """``out = left @ b (+ plus)``, some columns after the others."""
+    """Write ``out = left @ b (+ plus)``, some columns at a time."""
     columns = max(64, NUMBERS // max(1, len(b)))
     for start in range(0, b.shape[1], columns):
         at = slice(start, start + columns)
         right = b[:, at].float()
-        out[:, at] = (
-            left @ right
-            if plus is None
-            else torch.addmm(plus[:, at].float(), left, right)
-        )
+        if plus is None:
+            out[:, at] = left @ right
+        else:
+            out[:, at] = torch.addmm(plus[:, at].float(), left, right)
 
 
 def _times_rows(left: T, b: T, plus: T | None, out: T) -> None:
-    """``out = left @ b (+ plus)``, a sum over some rows of ``b`` after the others."""
+    """Write ``out = left @ b (+ plus)``, as a sum over some rows of ``b`` at a time."""
     total = left.new_zeros(out.shape) if plus is None else plus.float()
     rows = max(64, NUMBERS // max(1, b.shape[1]))
     for start in range(0, len(b), rows):
@@ -110,12 +107,12 @@ def _times_rows(left: T, b: T, plus: T | None, out: T) -> None:
 
 
 def widened(*xs: T) -> tuple[T, ...]:
-    """``xs`` as they are multiplied here: in float32 where that is quicker."""
+    """Return ``xs`` in the precision in which they are multiplied: float32 where that is faster."""
     return tuple(x.float() if is_widened(x) else x for x in xs)
 
 
 def widened_note(dtype: str, device: torch.device) -> str:
-    """What a run says if its products are wider than its numbers; empty if they are not."""
+    """Return the note of a run whose products are wider than its numbers; empty if they are not."""
     if device.type != "cpu" or not multiplies_slowly(getattr(torch, dtype)):
         return ""
     return (

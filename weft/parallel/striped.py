@@ -16,7 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from weft.layout.dims import part
-from weft.models.attention import attend_forward, join, repeat_heads, wide
+from weft.models.attention import attend_forward, join, repeat_heads
+from weft.models.numbers import wide
 from weft.models.paged import KeyValuePages, LatentPages, StatePages, slots
 from weft.models.segments import Segment, cut
 from weft.models.spans import Span, own_segments

@@ -16,13 +16,8 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import UsageError
-from weft.models.attention import (
-    attend_backward,
-    attend_forward,
-    join,
-    set_backward,
-    wide,
-)
+from weft.models.attention import attend_backward, attend_forward, join, set_backward
+from weft.models.numbers import wide
 from weft.models.segments import Segment, earlier_keys, windowed
 from weft.parallel.context.tables import RESULT, GuestBlock, TileTable, tile_table_of
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from weft.models.attention import fold_heads, set_backward, wide
+from weft.models.attention import fold_heads, set_backward
+from weft.models.numbers import wide
 from weft.parallel.context.tile_attention import TilePiece, Trip, trip_of
 
 T = torch.Tensor
