@@ -1,4 +1,4 @@
-"""One training step for every layout, and the loop around it. The package can be called: ``train(recipe)``."""
+"""Training: the step, the loop around it, and what they need. The package can be called: ``train(recipe)``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class _Train(ModuleType):
-    """So that ``from weft import train`` is the function, whoever has imported something of this package before."""
+    """A module that can be called, so that ``from weft import train`` always gives the function."""
 
     def __call__(
         self, recipe: Recipe, out: str | Path | None = None, resume: str | None = None

@@ -34,7 +34,7 @@ def build_step(
         None
     ),
 ) -> Step:
-    """Compose the step that the recipe asks for; the other arguments are those of :class:`StepContext`.
+    """Compose the step that the recipe asks for. The other arguments are those of :class:`weft.train.step.StepContext`.
 
     Raises :class:`weft.recipe.conflicts.Conflict` if two techniques fill one phase.
     """

@@ -1,4 +1,4 @@
-"""Callbacks: what a user's plugins do at certain moments of a run, on every rank."""
+"""Callbacks: plugins that are called at fixed moments of a run, on every rank."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class Running:
     """A run as a callback sees it.
 
-    ``folder`` is the run's, ``progress`` how far it is; ``model`` and ``state`` are this rank's parts, which callbacks
-    may read. ``checkpoint``: the last one, set at the end. ``stopping``: why a callback of this rank asked the run to
-    end; empty if none has.
+    ``folder``: the run's folder. ``progress``: steps and samples so far. ``model`` and ``state``: this rank's parts,
+    which a callback may read and must not change. ``checkpoint``: the last checkpoint, set at the end of the run.
+    ``stopping``: why a callback of this rank asked the run to end; empty if none did.
     """
 
     recipe: Recipe
@@ -41,24 +41,24 @@ class Running:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one rank that writes and prints."""
+        """Whether this rank is the main rank, which alone writes and prints."""
         return self.mesh.speaks
 
     def say(self, text: str) -> None:
-        """Print ``text`` and record it with the run; on the main rank only."""
+        """Print ``text`` and record it as an event of the run. Only the main rank does."""
         self.recorder.event(text)
 
     def log(self, kind: str, **values: Any) -> None:
-        """Record numbers under ``kind`` with the run, and in its trackers; on the main rank only."""
+        """Record ``values`` under ``kind`` with the run and its trackers. Only the main rank does."""
         self.recorder.log(kind, **values)
 
     def stop(self, why: str) -> None:
-        """End the run after the next step as if it were complete: it saves and exports. One rank is enough to ask."""
+        """End the run after the next step as if it were complete: it saves and exports. One rank may ask alone."""
         self.stopping = why
 
 
 class Callbacks:
-    """The callbacks of a recipe. What one of them raises says whose it is, and ends the run on all ranks."""
+    """The callbacks of a recipe. An exception in a callback names the plugin and ends the run on all ranks."""
 
     def __init__(self, uses: Sequence[Use], running: Running) -> None:
         self.running = running
@@ -70,7 +70,7 @@ class Callbacks:
     def call(self, hook: str, *given: Any) -> None:
         """Call the method ``hook`` (:data:`weft.plugins.HOOKS`) of each callback that has it, with run and ``given``.
 
-        ``after_step`` is called after every ``callback.every``-th step; never if a callback has no ``every``.
+        ``after_step`` is called after every ``callback.every``-th step, and never if the callback has no ``every``.
         """
         assert hook in HOOKS
         step = self.running.progress.step

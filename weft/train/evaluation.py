@@ -21,10 +21,11 @@ VALIDATION = "validation"
 
 
 class Evaluation:
-    """Runs validation and tasks, each when it is due. New validation losses are appended to ``validations``.
+    """Runs validation and tasks after the steps at which they are due.
 
-    With ``optimizer.use_ema`` the averages of the parameters take their place meanwhile; ``before_change`` is called
-    first, and returns when the state may change. Tasks are given up on all ranks as soon as any is ``interrupted``.
+    Validation losses are appended to ``validations``. With ``optimizer.use_ema`` the moving averages of the parameters
+    replace the parameters during an evaluation; ``before_change`` is called first, and returns when the state may
+    change. A task is given up on all ranks as soon as one rank is ``interrupted``.
     """
 
     def __init__(
@@ -48,13 +49,13 @@ class Evaluation:
         self._done: dict[str, int] = {}  # at which step each was evaluated last
 
     def due(self, step: int) -> list[str]:
-        """The names of what is to be evaluated after ``step``."""
+        """Return the names of validation and tasks that are due after ``step``."""
         return [
             name for name, every in self._every.items() if every and step % every == 0
         ]
 
     def missing(self, step: int) -> list[str]:
-        """The names of what has not been evaluated after ``step``."""
+        """Return the names of validation and tasks that have not been evaluated after ``step``."""
         return [name for name in self._every if self._done.get(name) != step]
 
     def run(self, names: list[str], step: int) -> dict[str, float]:
@@ -70,7 +71,7 @@ class Evaluation:
 
     @contextmanager
     def _weights(self) -> Iterator[None]:
-        """A context in which the parameters are those to evaluate: with ``use_ema`` their averages."""
+        """A context in which the parameters are the averages, if ``optimizer.use_ema`` asks for these."""
         if not self.job.recipe.optimizer.use_ema:
             yield
             return

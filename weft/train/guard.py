@@ -1,4 +1,4 @@
-"""Hooks around a run's steps for the case that ranks are lost; by default they do nothing."""
+"""The guard of a run: it opens the run and is called at every step. This guard does not survive the loss of ranks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class Regroup(Exception):
-    """Raised on all ranks after a step, so that they form new process groups: some ranks leave, or others join."""
+    """Raised on all ranks after a step, when ranks leave or join and new process groups must be formed."""
 
 
 class Guard:
-    """Opens a run in the folder ``out``, fills its state, and is told of every step; this one does nothing more.
+    """Opens a run in the folder ``out`` and fills its state; its methods that are called at every step do nothing.
 
-    :mod:`weft.resilience` derives guards that keep a run going when ranks are lost. ``validations`` are the losses of
-    the run so far.
+    :mod:`weft.resilience` derives guards that keep a run going when ranks are lost. ``validations``: the validation
+    losses of the run so far.
     """
 
     #: Whether the state survives in the ranks' memory when they form new groups, so that no checkpoint is needed.
@@ -39,19 +39,22 @@ class Guard:
         self.validations: list[float] = []
 
     def lease(self) -> Lease:
-        """The lease that keeps other runs out of the folders that this one writes."""
+        """Return the lease that keeps other runs from writing to this run's folders."""
         return Lease()
 
     def open(self, recipe: Recipe, lease: Lease, size: int) -> Run:
-        """Choose the run's folder and places, and lease them. On rank 0. ``size``: bytes of a checkpoint, about."""
+        """Choose and lease the run's folder and the places of its checkpoints, on rank 0.
+
+        ``size``: about how many bytes a checkpoint has.
+        """
         return open_run(recipe, self.out, self.resume, lease, size)
 
     def signals(self) -> AbstractContextManager[list[int]]:
-        """A context that collects the signals that ask the run to end."""
+        """A context with the list of signals that have asked the run to end."""
         return noted_signals(stop_signals())
 
     def fill(self, run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
-        """Bring the state to where the run goes on. Collective."""
+        """Load the state from which the run goes on. Collective."""
         return resume_run(run, job, state, mesh)
 
     @contextmanager
@@ -78,16 +81,16 @@ class Guard:
         return nullcontext()
 
     def due(self, step: int) -> bool:
-        """Whether the state after this step must be final when the step ends."""
+        """Whether the update of this step must be complete when the step ends."""
         return False
 
     def before_update(self) -> None:
-        """Called before the state changes; returns when it may."""
+        """Called before the state changes; returns when the state may change."""
 
     def after_step(self) -> None:
-        """Called when the state is that after a step; it stays so until :meth:`before_update` has returned."""
+        """Called after a step. The state does not change until :meth:`before_update` has returned."""
 
     @property
     def regroup(self) -> bool:
-        """Whether this rank knows of ranks that want to leave or join, for which the run has to regroup."""
+        """Whether this rank knows of ranks that are to leave or join, so that new process groups are needed."""
         return False

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def comparable(known: Best, data: str, step: int) -> tuple[Best, str]:
-    """What a run that is at ``step``, and validates on ``data``, can compare its losses with; and what to say of it."""
+    """Return the best validation that a run at ``step`` can compare with, and a note if ``known`` is not it.
+
+    ``data``: digest of what the run validates on.
+    """
     if known.step > step:  # it has gone back to before its best
         return Best(), ""
     if known.step and known.data != data:
@@ -51,18 +54,18 @@ class LowestLoss:
     improved: bool = False
 
     def take(self, step: int, loss: float) -> None:
-        """A validation after ``step``, which is not a model's first: whether that is better says nothing of the run."""
+        """Compare the validation loss after ``step`` with the lowest; that before the first step does not count."""
         if step and loss < self.best.loss:
             self.best, self.improved = Best(step, loss, data=self.data), True
 
     def news(self) -> Best | None:
-        """The best validation, if there is a new one that is to be kept or to be remembered."""
+        """Return the best validation if it is new and the recipe asks for it, else None. Returns it once."""
         asked = self.settings.keep_best or self.settings.patience
         improved, self.improved = self.improved, False
         return self.best if improved and asked else None
 
     def why_enough(self, step: int) -> str:
-        """Why the run ends after ``step``, if it has waited long enough for a lower loss; else nothing."""
+        """Return why the run ends after ``step``, if ``validation.patience`` is used up; else an empty string."""
         patience, every = self.settings.patience, self.settings.every
         if (
             not patience

@@ -12,8 +12,8 @@ from weft.parallel.state import Unit
 class ReadyUnits:
     """Calls ``complete(unit)`` as soon as every parameter of the unit that learns has its gradient.
 
-    It watches from :meth:`expect` to :meth:`end`, one backward pass. The gradients are autograd's own or, where units
-    share their state, already reduced over the ranks with other data.
+    Gradients are watched from :meth:`expect` to :meth:`end`, during one backward pass. They are autograd's own, or
+    already reduced over the data ranks where units are sharded.
     """
 
     def __init__(self, units: Iterable[Unit], complete: Callable[[Unit], None]) -> None:
@@ -31,14 +31,14 @@ class ReadyUnits:
                 )
 
     def expect(self) -> None:
-        """Begin to watch: each gradient that autograd accumulates from now on is the last one of its parameter."""
+        """Begin to watch. From now on autograd accumulates the last gradient of each parameter."""
         self.missing = {
             unit: len(parameters) for unit, parameters in self.names.items()
         }
         self.watching = True
 
     def end(self) -> list[Unit]:
-        """Stop watching. Returns the units that are incomplete, as some parameter of theirs had no part in the loss."""
+        """Stop watching. Returns the incomplete units, some parameter of which had no part in the loss."""
         self.watching = False
         return [unit for unit, missing in self.missing.items() if missing]
 

@@ -103,11 +103,11 @@ class Recorder:
         self.log("event", message=text)
 
     def forget(self, step: int) -> None:
-        """Drop the records of steps after ``step``, which are taken again."""
+        """Drop the records of the steps after ``step``, which the run takes again."""
         self._metrics.forget(step)
 
     def log(self, kind: str, step: int | None = None, /, **values: Any) -> None:
-        """Record ``values`` under ``kind``, for the step that the run has come to if no other is given."""
+        """Record ``values`` under ``kind``, for ``step`` or else for the last final step."""
         self._metrics.log(kind, self._progress.step if step is None else step, **values)
 
     def validation(self, loss: float) -> None:
@@ -115,11 +115,11 @@ class Recorder:
         self._display.update(self._progress.step, validation=loss)
 
     def passes(self, done: int, of: int) -> None:
-        """Show how many passes of the present step are done, if it takes long."""
+        """Show the passes of the present step that are done, if the step takes long."""
         self._display.passes(done, of)
 
     def task(self, name: str, answered: Answered) -> None:
-        """Record and print how the model has done at a task."""
+        """Record and print the results of a task."""
         self.log(
             f"task.{name}",
             accuracy=answered.accuracy,
@@ -132,7 +132,7 @@ class Recorder:
         )
 
     def activations(self, choice: Mapping[str, Any]) -> None:
-        """Record and print of how many blocks the saved activations leave the device; ``choice`` has other choices."""
+        """Record and print how many blocks' activations leave the device; ``choice`` has the measured rates."""
         self.log("activations", **choice)
         self.event(
             f"activations of {choice['blocks']} of {choice['of']} blocks leave for the {choice['place']}: so many that "
@@ -140,20 +140,20 @@ class Recorder:
         )
 
     def report(self, kind: str, line: str, values: Mapping[str, Any]) -> None:
-        """Record ``values`` under this kind, and print the line that says what they are."""
+        """Record ``values`` under ``kind``, and print ``line``."""
         self.log(kind, **values)
         self.event(line)
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
-        """A context around the fetching of a step's data, which measures its time."""
+        """A context that measures the time in which a step's data are fetched."""
         begun = time.perf_counter()
         with record_function("weft:data"):
             yield
         self._data_s = time.perf_counter() - begun
 
     def watch(self, number: int, take_step: Callable[[], Results]) -> Results:
-        """Take step ``number`` (from 0), every so often (``observe.split_every``) under the profiler; its results."""
+        """Take step ``number`` (from 0) and return its results; every ``observe.split_every`` steps profile it."""
         every = self._recipe.observe.split_every
         if self._tracing or not every or number % every != min(2, every - 1):
             self._split = None
@@ -165,18 +165,18 @@ class Recorder:
         return results
 
     def restart_clock(self) -> None:
-        """Begin to measure the time of the next steps: what was done before now belongs to none."""
+        """Start the clock of the next steps, so that the time before now belongs to no step."""
         self._begun = time.perf_counter()
         self._display.restart_clock()
 
     def lap(self, results: Sequence[StepResult]) -> None:
-        """Give the time since the clock was restarted to these steps, in equal parts, and restart it."""
+        """Divide the time since the clock was started equally among these steps, and start the clock anew."""
         if results:
             now = time.perf_counter()
             self._seconds, self._begun = (now - self._begun) / len(results), now
 
     def step(self, result: StepResult, lr: float) -> None:
-        """Record a final step, which ``progress`` has counted."""
+        """Record the result of a final step, which ``progress`` has counted."""
         memory = memory_gib(self._mesh.device)
         seen: dict[str, float | None] = {
             "loss": result.loss,

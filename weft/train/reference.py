@@ -34,9 +34,9 @@ FILE = "log_probabilities.npy"
 
 
 def with_cached_reference(job: Job, mesh: Mesh) -> tuple[Job, list[str]]:
-    """``job`` with the reference model's log-probabilities, if its loss needs them, from the cache or computed.
+    """Return ``job`` with the reference model's log-probabilities, if its loss needs them, and notes to print.
 
-    Also notes to print about it. Collective.
+    They come from the cache, or are computed and cached. Collective.
     """
     if not needs_reference(job.recipe.loss):
         return job, []
@@ -61,9 +61,9 @@ def with_cached_reference(job: Job, mesh: Mesh) -> tuple[Job, list[str]]:
 
 
 def with_computed_reference(job: Job, mesh: Mesh, values: Values, steps: int) -> Job:
-    """``job`` with log-probabilities for its first ``steps``, by a model of its shape with ``values``; none are cached.
+    """Return ``job`` with log-probabilities for its first ``steps``, by a model of its shape with ``values``.
 
-    Collective.
+    Nothing is cached. Collective.
     """
     if not needs_reference(job.recipe.loss):
         return job
@@ -79,9 +79,9 @@ def log_probabilities(
     values: Values | None,
     steps: Iterable[Sequence[Batch]],
 ) -> np.ndarray:
-    """Log-probabilities of both answers of every pair, ``[pairs of the job, 2]``; 0 for pairs not in ``steps``.
+    """Compute log-probabilities of both answers of every pair, ``[pairs of the job, 2]``; 0 for pairs not in ``steps``.
 
-    The model has ``shape`` and ``values``. Raises :class:`WeftError` if a number is not finite.
+    The model has ``shape`` and ``values``. Raises :class:`WeftError` if a number is not finite. Collective.
     """
     # both answers, and how often they were counted
     table = torch.zeros(_pairs_of(job), 3, dtype=torch.float64)

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def slot_bytes(settings: Optimizer, width: int) -> float:
-    """About how many bytes the optimizer keeps per parameter of ``width`` bytes; scales and the like are left out."""
+    """Estimate the bytes of optimizer state per parameter of ``width`` bytes, without scales and other small slots."""
     return width * (settings.update_rule.kept + bool(settings.ema))
 
 
 class Assignment(NamedTuple):
-    """How a parameter is updated: by which rule, at which multiple of the learning rate, with which weight decay."""
+    """How a parameter is updated: the update rule, the factor of the learning rate ``lr``, and the weight decay."""
 
     rule: UpdateRule
     lr: float
@@ -34,9 +34,10 @@ class Assignment(NamedTuple):
 
 
 class RuleOptimizer:
-    """Updates every parameter by the rule that ``settings`` give it, and keeps an average of it if they say so.
+    """Updates every parameter by the update rule that ``settings`` choose for it.
 
-    Weight decay applies to matrices only, unless a group says otherwise.
+    Weight decay applies to matrices only, unless a group says otherwise. With ``optimizer.ema`` a moving average of
+    each parameter is a slot beside those of the rule.
     """
 
     def __init__(self, settings: Optimizer, mesh: Mesh) -> None:
@@ -48,13 +49,13 @@ class RuleOptimizer:
         self.assigned: dict[str, Assignment] = {}  # by the parameter's name
 
     def assignment(self, held: Held) -> Assignment:
-        """How this parameter is updated; its name is matched with the groups once."""
+        """Return how a parameter is updated. Its name is matched with the groups once."""
         if held.name not in self.assigned:
             self.assigned[held.name] = self._assignment(held)
         return self.assigned[held.name]
 
     def _assignment(self, held: Held) -> Assignment:
-        """The last group that matches a parameter's name overrules what goes for all."""
+        """Choose the rule by the parameter's shape, and rate and decay by the last group that matches its name."""
         matrix = len(held.logical.dims) > 1
         inner = matrix and all(dim.name != "vocab" for dim in held.logical.dims)
         # its directions are one's
@@ -97,7 +98,7 @@ LONGEST_WARMUP = 100
 
 
 def warmup_steps(settings: Optimizer, steps: int) -> int:
-    """How many of a run's ``steps`` are its warm-up: as set, as that share of them, or a tenth of them, at most 100."""
+    """Return the number of warm-up steps of a run with ``steps`` steps: as set, or a tenth of them and at most 100."""
     if settings.warmup is None:
         return min(LONGEST_WARMUP, steps // 10)
     return (
@@ -108,7 +109,7 @@ def warmup_steps(settings: Optimizer, steps: int) -> int:
 
 
 def learning_rate(settings: Optimizer, step: int, steps: int) -> float:
-    """Rate of step ``step`` (from 0) of ``steps``: linear warm-up, and then what ``schedule`` says."""
+    """Return the learning rate of step ``step`` (from 0) of ``steps``: linear warm-up, then ``optimizer.schedule``."""
     warmup = warmup_steps(settings, steps)
     if step < warmup:
         return settings.lr * (step + 1) / warmup
@@ -133,7 +134,7 @@ def learning_rate(settings: Optimizer, step: int, steps: int) -> float:
 
 
 def warmup_note(settings: Optimizer, steps: int) -> str:
-    """What to say of a run that ends before its warm-up does; nothing of others."""
+    """Return a note on a run that ends before its warm-up does, else an empty string."""
     warmup = warmup_steps(settings, steps)
     if warmup <= steps:
         return ""
@@ -151,10 +152,10 @@ RATE = ("lr", "schedule", "warmup", "decay", "min_lr")
 def rate_jump(
     before: Optimizer, after: Optimizer, step: int, planned: int, steps: int
 ) -> str:
-    """What to say of a learning rate that is not what it would have been: nothing if it differs by less than 1%.
+    """Return a note on a learning rate that jumps when a run is resumed; empty if it changes by less than 1 %.
 
-    ``before`` and ``after`` are the settings up to step ``step`` and from it on; ``planned`` is how long the run was to
-    be, and ``steps`` how long it is now.
+    ``before`` and ``after``: the settings up to step ``step`` and from that step on. ``planned``: the steps that the
+    run was to have. ``steps``: the steps that the run has now.
     """
     if step >= steps:
         return ""

@@ -48,9 +48,9 @@ TAIL = 1 << 16
 
 @dataclass
 class Run:
-    """A run's folder, the places that it may resume from (none: it is a new run), and the levels of its checkpoints.
+    """A run's folder, the places that the run may resume from, and the levels of its checkpoints.
 
-    ``in_memory``: it resumes from the state that other ranks have in memory.
+    A new run has no ``sources``. ``in_memory``: the run resumes from the state in other ranks' memory.
     """
 
     folder: Path
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def places(self) -> list[Storage]:
-        """The places that only one run at a time may write. A level in memory belongs to the run's folder."""
+        """Return the places that only one run at a time may write. A level in memory belongs to the run's folder."""
         return [
             LocalStorage(self.folder),
             *(level.place for level in self.levels if not level.in_memory),
@@ -72,9 +72,9 @@ class Run:
 
 
 def prepare_run(recipe: Recipe, out: Path | None, resume: str | None) -> Job:
-    """:func:`weft.train.setup.prepare`, and errors that ranks would otherwise meet only after they have started.
+    """Prepare a job (:func:`weft.train.setup.prepare`) and check its places before ranks start.
 
-    Checked are what ``out`` and ``resume`` mean, whether these places can be written, and whether the newest checkpoint
+    Checks what ``out`` and ``resume`` mean, whether these places can be written, and whether the newest checkpoint
     is of this model.
     """
     recipe = as_recorded(recipe, out, resume)
@@ -91,9 +91,9 @@ def prepare_run(recipe: Recipe, out: Path | None, resume: str | None) -> Job:
 
 
 def as_recorded(recipe: Recipe, out: Path | None, resume: str | None) -> Recipe:
-    """The recipe, with what it leaves out as the run to resume had it, where Weft's own choice has changed since.
+    """Return the recipe with the defaults of the run to resume, where Weft's defaults have changed since.
 
-    That is a warm-up of 100 steps, and documents without a BOS, of runs from before ``data.bos``.
+    Runs from before ``data.bos`` had a warm-up of 100 steps, and documents without a BOS.
     """
     if resume is None or (
         recipe.data.bos != "auto" and recipe.optimizer.warmup is not None
@@ -129,7 +129,7 @@ def _check(checkpoint: StoredCheckpoint, job: Job) -> None:
 
 
 def _is_readable(checkpoint: StoredCheckpoint) -> bool:
-    """Whether the metadata of a checkpoint can be read; if not, the run takes the one before, or reports that."""
+    """Whether the metadata of a checkpoint can be read."""
     try:
         return bool(checkpoint.meta)
     except WeftError:
@@ -160,9 +160,9 @@ def open_run(
 def open_for_island(
     mesh: Mesh, open_first: Callable[[], Run], recipe: Recipe, lease: Lease, size: int
 ) -> Run:
-    """The run of an island: the first one's as ``open_first`` opens it; the others' are in folders below that one's.
+    """Open the run of an island, on the island's first rank.
 
-    Runs on the first rank of each island.
+    ``open_first`` opens the first island's run. The other islands' folders are below the first island's.
     """
     if mesh.island_store is None:
         return open_first()
@@ -186,7 +186,7 @@ def open_for_island(
 
 
 def _counterpart(run: Run, island_store: dist.Store) -> str:
-    """The checkpoint that an island resumes from: its own of the first island's step, or else the first island's."""
+    """Return the checkpoint from which an island resumes: its own of the first island's step, or the first's."""
     first = open_storage(island_store.get("weft/resumed").decode())
     own = [
         place
@@ -199,7 +199,7 @@ def _counterpart(run: Run, island_store: dist.Store) -> str:
 
 @dataclass
 class Resumed:
-    """The progress that a run resumes from, ``notes`` to print about it, and how long each rank took to load what."""
+    """How a run resumes: its progress, ``notes`` to print, and for each rank the bytes and seconds of loading."""
 
     progress: Progress
     notes: list[str]
@@ -213,9 +213,9 @@ class Resumed:
 
 
 def resume_run(run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
-    """Load the newest checkpoint that is whole on all ranks, if the run is to go on from one. Collective.
+    """Load the newest checkpoint that is whole on all ranks, unless the run is new. Collective.
 
-    Notes say which one it is, which are not whole, and by what the recipe differs from the checkpoint's.
+    Notes name the checkpoint, those that are not whole, and the differences of the recipe from the checkpoint's.
     """
     notes = list(job.notes)
     if run.fresh:
@@ -255,7 +255,7 @@ def resume_run(run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
 
 
 def _jump_of_rate(checkpoint: StoredCheckpoint, job: Job, progress: Progress) -> str:
-    """What to say if the learning rate is not what the run had planned when ``checkpoint`` was saved."""
+    """Return a note if the learning rate is not what the run had planned when ``checkpoint`` was saved."""
     recorded = checkpoint.meta["recipe"]
     planned = checkpoint.meta.get("steps") or recorded["train"]["steps"]
     try:
@@ -268,7 +268,7 @@ def _jump_of_rate(checkpoint: StoredCheckpoint, job: Job, progress: Progress) ->
 
 
 def checkpoint_size(job: Job) -> int:
-    """About how many bytes a checkpoint has: parameters, and moments of those that learn; of adapters without base."""
+    """Estimate the bytes of a checkpoint: parameters, and moments of those that learn; of adapters without base."""
     train, wide = job.recipe.train, 8 if job.recipe.train.dtype == "float64" else 4
     moments, frozen = (
         slot_bytes(job.recipe.optimizer, wide),
@@ -282,7 +282,7 @@ def checkpoint_size(job: Job) -> int:
 def _choose(
     recipe: Recipe, out: Path | None, resume: str | None
 ) -> tuple[Path, list[str]]:
-    """The folder of a run, and the places that it may resume from: none if it is a new one."""
+    """Return the folder of a run, and the places from which it may resume; none for a new run."""
     folder = RUNS / recipe.name
     if out is not None and out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is not a folder; choose another")
@@ -320,7 +320,7 @@ def _choose(
 
 
 def what_is_saved(folder: Path) -> str:
-    """Words that say which checkpoint of the run in ``folder`` is the last, and which steps it does not have."""
+    """Return a line that names the last checkpoint of the run in ``folder`` and the steps that are not saved."""
     newest: Storage | None = None
     with suppress(WeftError):
         every = [place for root in places(folder) for place in committed(root)]
@@ -340,7 +340,7 @@ def what_is_saved(folder: Path) -> str:
 
 
 def recorded_steps(folder: Path) -> list[int]:
-    """The steps that the end of a run's records is about."""
+    """Return the steps in the last records of a run."""
     steps: list[int] = []
     with suppress(OSError), (folder / FILE).open("rb") as file:
         file.seek(max(0, file.seek(0, 2) - TAIL))
@@ -351,7 +351,7 @@ def recorded_steps(folder: Path) -> list[int]:
 
 
 def unused_folder(folder: Path) -> Path:
-    """``folder``, or with the first number behind its name that is free."""
+    """Return ``folder``, or the first of ``folder-2``, ``folder-3``, ... that does not exist."""
     run, number = folder, 1
     while run.exists():
         number += 1

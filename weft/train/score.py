@@ -24,9 +24,9 @@ from weft.train.step import loss_sum, sum_over_passes
 
 @dataclass
 class Scorer:
-    """Takes the place of a model's loss: adds up the scores of labels, by the text that each label belongs to.
+    """Replaces a model's loss and adds up the scores of labels for each text.
 
-    ``counts``, where a loss has the weights of the labels, are the numbers of their texts, from 1.
+    ``counts``, which are the weights of labels for a loss, are the numbers of the labels' texts here, from 1.
     """
 
     # float64 [texts, 2]: log-probability, and how many tokens are the likeliest
@@ -46,7 +46,7 @@ class Scorer:
 
 
 def pack_texts(texts: Sequence[Text], room: int) -> Listed:
-    """Texts packed into rows of at most ``room`` tokens, their labels weighted by the texts' numbers, from 1."""
+    """Pack texts into rows of at most ``room`` tokens; the weight of a label is the number of its text, from 1."""
     order, ends = pack_documents(
         np.array([len(t.given) + len(t.following) - 1 for t in texts]), room
     )
@@ -81,11 +81,11 @@ def scores(
     room: int = 1024,
     wanted: Callable[[], bool] = lambda: True,
 ) -> list[Score]:
-    """How likely each text's continuation is. Collective; the same on all ranks.
+    """Compute the log-probability of each text's continuation. Collective; all ranks get the same.
 
     ``state`` may be None on one device. ``rows`` and ``passes`` are those of a rank's step (see
     :meth:`weft.recipe.Recipe.rows_per_pass`), ``room`` is the number of tokens in a row, or more for a longer text.
-    ``wanted`` is asked on every rank before every step; as soon as it is false on any, the list is empty.
+    ``wanted`` is called on every rank before every step. As soon as it is false on one, the list is empty.
     """
     if not texts:
         return []

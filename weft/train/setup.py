@@ -52,10 +52,10 @@ LEARNING = ("balance", "balance_loss", "z_loss", "bias_rate")
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe with everything looked up: open data, and the complete shape of the model.
+    """A checked recipe with its data opened and the shape of its model complete.
 
-    ``notes`` are lines to print. ``speeds``: relative speeds of all ranks, where they are not all alike. ``files``:
-    what goes into checkpoints beside the state: the tokenizer, and what came with the model to start from.
+    ``notes``: lines to print. ``speeds``: relative speeds of all ranks; empty if they are alike. ``files``: the files
+    that checkpoints hold beside the state, by name: the tokenizer, and what came with the model to start from.
     """
 
     recipe: Recipe
@@ -67,7 +67,7 @@ class Job:
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
     def loader(self, order: Order, mesh: Mesh) -> Loader:
-        """This rank's loader of the samples in ``order``, which are either those to train on or to evaluate on."""
+        """Return this rank's loader of the samples in ``order``, the order of training or of validation."""
         data, layout = self.recipe.data, mesh.layout
         trains = order is self.corpus.train
         # each island has samples of its own to learn from, and all evaluate on the same
@@ -112,7 +112,7 @@ class Job:
         )  # fmt: skip
 
     def _code(self, ranks: int) -> Code | None:
-        """The code by which gradients are known before all of so many ranks have sent theirs, if there is one."""
+        """Return the gradient code of the recipe for so many replicas; None without one."""
         if not self.recipe.resilience.code:
             return None
         from weft.sync.coded import code_of
@@ -120,7 +120,7 @@ class Job:
         return code_of(self.recipe.resilience, ranks)
 
     def batch_speeds(self, layout: Layout) -> tuple[float, ...]:
-        """The speed of each place that sequences are dealt to, which is that of its slowest rank; none: all alike."""
+        """Return the speed of each data rank, which is that of its slowest rank; empty if all are alike."""
         if len(set(self.speeds)) < 2:
             return ()
         ranks = [
@@ -132,9 +132,9 @@ class Job:
         )
 
     def steps(self, progress: Progress) -> int:
-        """How many steps the run has: ``train.steps``, or fewer where its data ends first.
+        """Return the number of steps of the run: ``train.steps``, or fewer where the data ends first.
 
-        ``progress``: how far it is. The rest of the data is taken in steps of the recipe's batch.
+        ``progress``: the steps and samples so far. The steps that follow have the recipe's batch.
         """
         asked, total = self.recipe.train.steps, self.corpus.train.total
         if total is None:
@@ -162,7 +162,7 @@ class Job:
 
 
 def device_type(recipe: Recipe) -> str:
-    """``cpu`` or ``cuda``, as the recipe asks or the machine offers."""
+    """Return ``cpu`` or ``cuda``, as ``train.device`` asks; with ``auto``, ``cuda`` if PyTorch sees a GPU."""
     wanted = recipe.train.device
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UsageError(
@@ -234,9 +234,10 @@ def build_for_training(
     passed: Callable[[int, int], None] | None = None,
     report: Callable[[dict[str, Any]], None] = lambda chosen: None,
 ) -> Built:  # fmt: skip
-    """The model under ``mesh`` and its state, ready for the first step.
+    """Build the model and its state under ``mesh``, with optimizer, ready for the first step. Collective.
 
-    ``values`` and ``report`` as of :func:`parallelize`, ``passed`` as of :class:`Hooks`.
+    ``values`` and ``report``: see :func:`weft.parallel.build.parallelize`. ``passed``: see
+    :class:`weft.models.hooks.Hooks`.
     """
     memory = recipe.memory
     if (
@@ -268,7 +269,7 @@ def build_for_training(
 def hooks_of(
     loss: Loss, vocab: int, passed: Callable[[int, int], None] | None = None
 ) -> Hooks:
-    """What passes call: the loss that a recipe names, unless that is cross entropy, which a model has by itself."""
+    """Return the hooks of a model's passes, with the loss that ``loss.kind`` names unless that is cross entropy."""
     if loss.of_pairs:
         from weft.models.preference import objective
 
@@ -281,7 +282,7 @@ def hooks_of(
 
 
 def check_names(shape: ModelShape, train: Train) -> None:
-    """Refuse targets of adapters and patterns of ``train.freeze`` that match nothing, or leave nothing to learn."""
+    """Refuse adapter targets and patterns of ``train.freeze`` that match nothing, or that leave nothing to learn."""
     adapter = shape.adapter
     for pattern in adapter.targets if adapter else ():
         if not any(is_target(pattern, path) for path in projections(shape)):
@@ -333,7 +334,7 @@ def _check_patterns(adapter: Adapter, adapted: Sequence[str]) -> None:
 
 
 def pretrained_of(recipe: Recipe) -> Pretrained | None:
-    """The model that ``model.from`` names, opened."""
+    """Open the pretrained model that ``model.from`` names; None without one."""
     if recipe.model.origin is None:
         return None
     from weft.checkpoint.weights import open_pretrained
@@ -342,7 +343,7 @@ def pretrained_of(recipe: Recipe) -> Pretrained | None:
 
 
 def reference_model(recipe: Recipe, tokenizer: Tokenizer) -> Pretrained | None:
-    """The model that ``loss.reference`` names, opened; refused if it knows other tokens than the run."""
+    """Open the model that ``loss.reference`` names; None without one. Refuses a model with other tokens."""
     if (name := recipe.loss.reference) is None:
         return None
     from weft.checkpoint.weights import open_pretrained
@@ -364,7 +365,7 @@ def reference_model(recipe: Recipe, tokenizer: Tokenizer) -> Pretrained | None:
 
 
 def model_shape(recipe: Recipe) -> ModelShape:
-    """The model with its adapter: the model section, with that of ``from`` read if it is given."""
+    """Return the model's shape with its adapter, from section ``[model]`` or the model that ``model.from`` names."""
     return _completed(recipe, pretrained_of(recipe))
 
 
@@ -392,7 +393,7 @@ def _completed(recipe: Recipe, pretrained: Pretrained | None) -> ModelShape:
 def _with_tokens(
     adapter: Adapter, shape: ModelShape, pretrained: Pretrained | None
 ) -> Adapter:
-    """``adapter`` with the ids of the tokens whose rows it learns; refused where there are no such rows."""
+    """Return ``adapter`` with the ids of the tokens whose rows it learns. Refuses rows that the model does not have."""
     if shape.tied and "lm_head" in adapter.whole:
         raise UsageError(
             "adapter.whole: this model's output layer is its embedding (model.tied); name 'embed_tokens', which is both"
@@ -442,12 +443,12 @@ def _base_shape(given: ModelShape, pretrained: Pretrained | None) -> ModelShape:
 
 
 def recipe_tokenizer(recipe: Recipe) -> Tokenizer:
-    """The tokenizer of the recipe's data: the one it names, or else that of the weights to start from."""
+    """Return the tokenizer that ``data.tokenizer`` names, or else the pretrained model's."""
     return tokenizer_of_data(recipe.data, _own_tokenizer(recipe, pretrained_of(recipe)))
 
 
 def _own_tokenizer(recipe: Recipe, pretrained: Pretrained | None) -> Tokenizer | None:
-    """The tokenizer that comes with the weights to start from; refused if there is none and the recipe names none."""
+    """Return the pretrained model's tokenizer. Raises :class:`UsageError` if neither it nor the recipe has one."""
     if pretrained is None:
         return None
     # which need not be theirs, that may be one that nobody can read
@@ -470,7 +471,7 @@ def _own_tokenizer(recipe: Recipe, pretrained: Pretrained | None) -> Tokenizer |
 def _tokenizer_notes(
     recipe: Recipe, own: Tokenizer | None, tokenizer: Tokenizer
 ) -> tuple[str, ...]:
-    """What to say of a model whose tokenizer is not the one that the recipe trains it with."""
+    """Return notes on a pretrained model that the recipe trains with another tokenizer."""
     if recipe.model.origin is None or (own is not None and own.has_ids_of(tokenizer)):
         return ()
     if own is None and recipe.data.tokenizer:
@@ -488,7 +489,7 @@ def _tokenizer_notes(
 def _files(
     pretrained: Pretrained | None, own: Tokenizer | None, tokenizer: Tokenizer
 ) -> dict[str, bytes]:
-    """What checkpoints hold beside the state; ``own``: the tokenizer of the model to start from."""
+    """Return the files that checkpoints hold beside the state. ``own``: the pretrained model's tokenizer."""
     files = tokenizer.files()
     carried = (
         {}
@@ -501,7 +502,7 @@ def _files(
 
 
 def state_bytes(shape: ModelShape, recipe: Recipe) -> float:
-    """Bytes in memory of all parameters, and of the gradients and moments of those that learn."""
+    """Return the bytes in memory of all parameters, and of gradients and moments of those that learn."""
     train, wide = recipe.train, 8 if recipe.train.dtype == "float64" else 4
     here = {
         kind: recipe.memory.place_of(kind) != "file"
@@ -532,7 +533,7 @@ PROCESS = 150 << 20
 def check_memory(recipe: Recipe, shape: ModelShape, here: int = 0) -> None:
     """Raise :class:`WeftError` if parameters, gradients and moments alone need more memory than there is.
 
-    ``here``: ranks on this machine; 0: as many as the launcher says, else all.
+    ``here``: number of ranks on this machine; 0: as the launcher says, else all ranks.
     """
     parameters = parameter_count(shape, shape.vocab)
     need = state_bytes(shape, recipe) / recipe.layout.size(

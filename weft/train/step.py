@@ -52,11 +52,11 @@ if TYPE_CHECKING:
     #: The reduced local gradients by which a unit is updated, by name.
     UnitGradients = Callable[[Unit], Mapping[str, torch.Tensor]]
 
-#: Turns a sum over the ranks that step together into one over all islands, where their gradients become one update.
+#: Sums a tensor over all islands whose gradients become one update, after its sum over this island's ranks.
 Beyond = Callable[[torch.Tensor], torch.Tensor]
 
 
-def same(x: torch.Tensor) -> torch.Tensor:
+def unchanged(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
@@ -65,12 +65,12 @@ LOSS, SQUARE_NORM, STOPS, TOKENS, SAMPLES, MARKS = range(6)
 
 
 def share_of_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
-    """This rank's share of the step's real tokens: ranks with the same data count once. Scalar, float64."""
+    """Return this rank's share of the step's real tokens; ranks with the same data count once. Scalar, float64."""
     return own_share(sum(b.real_tokens for b in batches), mesh, **BY_DATA)
 
 
 def share_of_samples(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
-    """This rank's shares of the number of the step's samples, and of the sum of their marks. Float64 ``[2]``."""
+    """Return this rank's shares of the number of samples and of the sum of their marks. Float64 ``[2]``."""
     seen = [sample for batch in batches for sample in batch.samples]
     return torch.stack(
         [
@@ -81,17 +81,17 @@ def share_of_samples(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
 
 
 def share_of_weight(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
-    """This rank's share of the total weight of the step's labels, by which the summed loss is divided. Scalar, float64.
+    """Return this rank's share of the total weight of the step's labels, by which the summed loss is divided.
 
-    A label weighs 1 if the data says nothing else.
+    A label weighs 1 unless the data says otherwise. Scalar, float64.
     """
     return own_share(sum(b.label_weight for b in batches), mesh, **BY_DATA)
 
 
 def count_loads(
-    model: Transformer, batches: Sequence[Batch], mesh: Mesh, beyond: Beyond = same
+    model: Transformer, batches: Sequence[Batch], mesh: Mesh, beyond: Beyond = unchanged
 ) -> None:
-    """Have the routers begin to count what they choose in a step of these batches.
+    """Start the routers' counts of chosen experts for a step of these batches.
 
     Collective if the routers' losses divide by the tokens of the whole step.
     """
@@ -103,12 +103,12 @@ def count_loads(
 
 
 def nonzero_weight(total: torch.Tensor) -> torch.Tensor:
-    """The total weight of some labels as a divisor: 1 if it is 0."""
+    """Return a total weight of labels, or 1 where it is 0, so that it can divide."""
     return torch.where(total > 0, total, 1.0)
 
 
 class PendingSum:
-    """An asynchronous sum of every rank's ``share`` over the ranks of a step; calling it waits for the value."""
+    """An asynchronous sum of all ranks' shares. Calling the object waits for the sum."""
 
     def __init__(self, share: torch.Tensor, mesh: Mesh) -> None:
         self.value = share.clone()
@@ -133,7 +133,7 @@ def pass_loss(
     mesh: Mesh,
     route: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """This rank's share of the step's mean loss, equal on ``tp``. ``total``: the weight of the step's labels.
+    """Return this rank's share of the step's mean loss, equal on ``tp``. ``total``: the weight of the step's labels.
 
     ``route``: the blocks to run, if not all.
     """
@@ -152,7 +152,7 @@ def accumulate(
     routes: Sequence[Sequence[int]] = (),
     before_last: Callable[[torch.Tensor], None] = lambda share: None,
     weight: torch.Tensor | None = None,
-    beyond: Beyond = same,
+    beyond: Beyond = unchanged,
     early: EarlyUpdates | None = None,
 ) -> torch.Tensor:
     """Forward and backward of every pass (gradient accumulation). Returns this rank's share of the mean loss.
@@ -198,7 +198,7 @@ def accumulate(
 
 
 def compares_with_a_point(objective: Objective | None) -> TypeGuard[PairLoss]:
-    """Whether a loss on pairs has a point, which :func:`set_reference_point` is for."""
+    """Whether a loss on pairs compares with a reference point (:func:`set_reference_point`)."""
     return bool(getattr(objective, "has_point", False))
 
 
@@ -207,11 +207,11 @@ def set_reference_point(
     state: State,
     batches: Sequence[Batch],
     mesh: Mesh,
-    beyond: Beyond = same,
+    beyond: Beyond = unchanged,
 ) -> None:
-    """Tell a loss with a point, as KTO's, how far the model has moved, by passes over the step's batches. Collective.
+    """Set the reference point of a loss such as KTO: how far the model has moved, by passes over the step's batches.
 
-    Of any other loss nothing is done.
+    Any other loss is left alone. Collective.
     """
     loss = model.hooks.objective
     if not compares_with_a_point(loss):
@@ -223,7 +223,7 @@ def set_reference_point(
 
 
 def move_to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``x`` on ``device``: where the state is offloaded, gradients are on the host and sums are not."""
+    """Return ``x`` on ``device``. With an offloaded state, gradients are on the host and sums are not."""
     return x if x.device == device else x.to(device)
 
 
@@ -231,9 +231,9 @@ def move_to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 def sum_over_axis(
     axis: str, grads: dict[str, torch.Tensor], state: State, mesh: Mesh
 ) -> dict[str, torch.Tensor]:
-    """Sum over ``axis`` the gradients of the parameters that it does not cut (of norms over ``tp``, say), in one call.
+    """Sum over ``axis`` the gradients of the parameters that ``axis`` does not cut (norms over ``tp``), in one call.
 
-    Every rank along such an axis has computed a part of these gradients from its share of the work.
+    Every rank along the axis has computed a part of these gradients from its share of the work.
     """
     names = [h.name for h in state.learning if gradient_types(h.logical)[axis] is P]
     if mesh.size(axis) == 1 or not names:
@@ -266,7 +266,7 @@ def as_flat(
     device: torch.device,
     work: Callable[[torch.Tensor], torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """The named gradients after ``work``, which gets them as one flat tensor on ``device`` and returns one like it."""
+    """Apply ``work`` to the named gradients as one flat tensor on ``device``. Returns the results by name."""
     flat = torch.cat([grads[name].flatten() for name in names])
     place = flat.device
     flat = move_to(work(move_to(flat, device)), place)  # they may be on the host
@@ -276,7 +276,7 @@ def as_flat(
 def split_like(
     flat: torch.Tensor, like: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """``flat`` as views with the names and shapes of ``like``, of which it has the elements end to end."""
+    """Split ``flat`` into views with the names and shapes of ``like``."""
     pieces = flat.split([x.numel() for x in like.values()])
     return {
         name: piece.view(x.shape)
@@ -288,7 +288,7 @@ def split_like(
 def square_norm(
     grads: Mapping[str, torch.Tensor], state: State, mesh: Mesh
 ) -> torch.Tensor:
-    """This rank's share of the squared global gradient norm; over all ranks every element of the model counts once."""
+    """Return this rank's share of the squared global gradient norm. Over all ranks each element counts once."""
     for h in state.learning:
         declare(grads[h.name], mesh, **state_types(h.logical))
     with untyped():  # that each counts once follows from the placements, not from types
@@ -309,9 +309,9 @@ def square_norm(
 def reduced(
     state: State, mesh: Mesh, looked_at: bool = True
 ) -> dict[str, torch.Tensor]:
-    """The local gradients, summed over all ranks that hold or compute a share of the same parameter.
+    """Return the local gradients, summed over all ranks that hold or compute a share of the same parameter.
 
-    Unless the caller reads them (``looked_at``), they may still be on their way to where they rest.
+    With ``looked_at`` the caller may read them; else they may still be on their way to a tier.
     """
     grads = state.gradients(
         settled=looked_at or bool(state.copies) or mesh.size(*MODEL_AXES) > 1
@@ -322,14 +322,14 @@ def reduced(
 def summed_over_axes(
     grads: dict[str, torch.Tensor], state: State, mesh: Mesh
 ) -> dict[str, torch.Tensor]:
-    """The gradients with :func:`sum_over_axis` done for each of :data:`weft.layout.axes.MODEL_AXES`."""
+    """Sum gradients over each of :data:`weft.layout.axes.MODEL_AXES` (:func:`sum_over_axis`)."""
     for axis in MODEL_AXES:
         grads = sum_over_axis(axis, grads, state, mesh)
     return grads
 
 
 def step_result(sums: torch.Tensor) -> StepResult:
-    """The result of a step from its sums over all ranks (:func:`shares_of_sums`)."""
+    """Return the result of a step from its sums over all ranks (:func:`shares_of_sums`)."""
     loss, square, stops, tokens, samples, marked, *counts = sums.tolist()
     sent, loads = list[float](), list[float]()
     if counts:
@@ -359,13 +359,13 @@ def clear_gradients(model: Transformer, state: State) -> None:
 
 
 def clip_scale(norm: float, clip: float) -> float:
-    """The factor that scales gradients of global norm ``norm`` down to ``clip``; 1 if they are below, or clip is 0."""
+    """Return the factor that scales gradients of global norm ``norm`` down to ``clip``; 1 if none is needed."""
     return clip / (norm + 1e-6) if clip and norm > clip else 1.0
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """What the steps of a run work on, and whom they call.
+    """What the steps of a run work on and call.
 
     ``before_update`` returns when parameters and optimizer state may change. It is called before a rank gives its share
     to the step's sums, so whoever has these knows that it has returned on all ranks. ``inspect`` sees the reduced,
@@ -399,11 +399,11 @@ class PhaseFiller:
     """
 
     def label_weight(self, batches: Sequence[Batch]) -> torch.Tensor | None:
-        """What plain passes divide the summed loss by; None: the weight of the labels of all ranks."""
+        """Return what plain passes divide the summed loss by; None: the weight of the labels of all ranks."""
         return None
 
     def beyond(self, number: torch.Tensor) -> torch.Tensor:
-        """A sum over the ranks that step together, as one over all whose gradients become one update."""
+        """Sum ``number``, a sum over this island's ranks, over all islands whose gradients become one update."""
         return number
 
     def finish(self) -> list[StepResult]:
@@ -411,11 +411,11 @@ class PhaseFiller:
         return []
 
     def summary(self) -> str:
-        """What there is to say of all steps at the end of a run; mostly nothing."""
+        """Return a line about all steps for the end of a run; mostly empty."""
         return ""
 
     def news(self) -> list[str]:
-        """Lines for whoever watches the run, since this was asked last."""
+        """Return lines to report that are new since the last call."""
         return []
 
 
@@ -472,9 +472,10 @@ def reduced_and_sums(
     loss: torch.Tensor,
     before_sums: Callable[[], None],
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The reduced local gradients after all passes, and the sums over the step's ranks.
+    """Return the reduced local gradients after all passes, and the sums over the step's ranks.
 
-    ``loss``: this rank's share of it. The sums are one vector of float64 from one all-reduce (:func:`shares_of_sums`).
+    ``loss``: this rank's share of the mean loss. ``before_sums`` is called before the one all-reduce of the sums
+    (:func:`shares_of_sums`).
     """
     state, mesh = context.state, context.mesh
     with record_function("weft:optimizer"):
@@ -487,7 +488,7 @@ def reduced_and_sums(
 def shares_of_sums(
     context: StepContext, given: StepInput, loss: torch.Tensor, square: torch.Tensor
 ) -> torch.Tensor:
-    """This rank's shares of the step's sums, from which :func:`step_result` reads the step's result.
+    """Return this rank's shares of the step's sums, from which :func:`step_result` reads the result.
 
     They are mean loss, squared gradient norm (of which ``square`` is its share), ranks that wish to stop, real
     tokens, samples and the sum of their marks; with experts also the bytes sent for them, and their loads. Float64
@@ -508,7 +509,7 @@ def shares_of_sums(
 
 @dataclass
 class Step:
-    """How the batches of a step become an update of the state: phases, each filled by one thing.
+    """A training step: phases, each filled by one object, that turn batches into an update of the state.
 
     Every step has one result, which may become final only while later steps run. A loss or gradient norm that is not
     finite skips the update, on all ranks alike. ``clip``: the largest global norm that gradients keep; 0: any.
@@ -526,9 +527,9 @@ class Step:
     def take(
         self, batches: Sequence[Batch], lr: float, stop: bool = False
     ) -> list[StepResult]:
-        """Take a step, and return the results that are final now, oldest first.
+        """Take a step. Returns the results that are final now, oldest first.
 
-        ``stop`` is this rank's wish to end the run; the step's result says whether any rank has it.
+        ``stop``: whether this rank asks to end the run; the step's result says whether any rank does.
         """
         given = StepInput(batches, lr, self.clip, stop)
         shares = self.gradients.gradients(given, self.agree)
@@ -537,21 +538,21 @@ class Step:
         return results if self.after is None else self.after.after(results, self.settle)
 
     def settle(self) -> list[StepResult]:
-        """Make the state that after the last step, and return the results that were still due."""
+        """Complete the last step's update. Returns the results that were still due."""
         self.state.settle()
         return [r for filler in self.fillers for r in filler.finish()]
 
     def finish(self) -> list[StepResult]:
-        """As :meth:`settle`, and wait for what happens after steps, as the run may end here."""
+        """Complete the last step's update and what happens after steps, as the run may end here."""
         results = self.settle()
         return results if self.after is None else self.after.end(results)
 
     def summary(self) -> str:
-        """What there is to say of all steps at the end of a run; mostly nothing."""
+        """Return a line about all steps for the end of a run; mostly empty."""
         return "; ".join(filter(None, (filler.summary() for filler in self.fillers)))
 
     def news(self) -> list[str]:
-        """Lines for whoever watches the run, since this was asked last."""
+        """Return lines to report that are new since the last call."""
         return [line for filler in self.fillers for line in filler.news()]
 
 
@@ -578,7 +579,7 @@ def train_step(
 def reduced_gradients(
     model: Transformer, state: State, batches: Sequence[Batch], mesh: Mesh
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Everything of a plain step up to the clip, for callers that read the gradients, and the step's sums."""
+    """Run a plain step up to clipping. Returns the reduced local gradients and the step's sums."""
     context = StepContext(model, state, mesh, inspect=lambda grads: None)
     loss = accumulate(model, state, batches, mesh)
     return reduced_and_sums(context, StepInput(batches, 0.0), loss, lambda: None)
@@ -588,7 +589,7 @@ def reduced_gradients(
 def loss_sum(
     model: Transformer, batches: Sequence[Batch], mesh: Mesh, hooks: Hooks | None = None
 ) -> torch.Tensor:
-    """The summed loss of some forward passes on this rank, equal on all ranks of ``tp``.
+    """Return the summed loss of some forward passes on this rank, equal on all ranks of ``tp``.
 
     ``hooks``: whose losses count in the place of the model's own.
     """
@@ -603,7 +604,7 @@ def loss_sum(
 
 
 def share_of_passes(numbers: torch.Tensor, state: State, mesh: Mesh) -> torch.Tensor:
-    """Numbers that this rank computed from its own tokens, in passes without backward, as a share of a pending sum."""
+    """Return this rank's ``numbers``, from passes without backward, as its share of a sum over all ranks."""
     # gathered copies are kept for a backward that did not come, and parameters may change
     if mesh.size("near"):
         state.release(drop=True)
@@ -612,7 +613,7 @@ def share_of_passes(numbers: torch.Tensor, state: State, mesh: Mesh) -> torch.Te
 
 
 def sum_over_passes(numbers: torch.Tensor, state: State, mesh: Mesh) -> torch.Tensor:
-    """Such numbers, summed over all ranks."""
+    """Sum ``numbers``, which ranks have from passes without backward, over all ranks."""
     return step_sum(share_of_passes(numbers, state, mesh), mesh)
 
 
@@ -620,7 +621,7 @@ def sum_over_passes(numbers: torch.Tensor, state: State, mesh: Mesh) -> torch.Te
 def loss_shares(
     model: Transformer, state: State, steps: Iterable[Sequence[Batch]], mesh: Mesh, hooks: Hooks | None = None
 ) -> torch.Tensor:  # fmt: skip
-    """This rank's shares of the summed loss of some steps' batches and of their labels' weight: float64 ``[2]``."""
+    """Return this rank's shares of the summed loss of some steps and of their labels' weight. Float64 ``[2]``."""
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for batches in steps:
         loss = loss_sum(model, batches, mesh, hooks)
@@ -629,7 +630,7 @@ def loss_shares(
 
 
 def own_weight(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
-    """The weight of the labels of these batches; 0 on all pipeline stages but the first, so that it counts once."""
+    """Return the weight of these batches' labels; 0 on all stages but the first, so that labels count once."""
     return own_number(
         (mesh.rank("pp") == 0) * sum(b.label_weight for b in batches), mesh
     )
@@ -639,7 +640,7 @@ def own_weight(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
 def evaluate(
     model: Transformer, state: State, steps: Iterable[Sequence[Batch]], mesh: Mesh
 ) -> float:
-    """Mean loss, by the labels' weights, over some steps' batches; the same on all ranks."""
+    """Return the mean loss by the labels' weights over some steps' batches; the same on all ranks. Collective."""
     if compares_with_a_point(model.hooks.objective):
         shares = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         for batches in steps:

@@ -1,4 +1,4 @@
-"""What a step begins with, what its ranks agree on, and what it ends with."""
+"""Values of a training step: its input, what its ranks agree on, and its result."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class StepResult(NamedTuple):
-    """What a step did, over all ranks that took it. A ``skipped`` step changed nothing.
+    """The result of a step over all ranks that took it. A ``skipped`` step changed nothing.
 
-    ``loss``: the weighted mean over the step's real ``tokens``. ``stop``: whether some rank wishes to end the run.
+    ``loss``: the weighted mean over the step's real ``tokens``. ``stop``: whether some rank asks to end the run.
     ``loads``: how often each expert was chosen, layer after layer; with a capacity, then how many choices each dropped.
     ``sent``: bytes that ranks sent each other for the experts, in the order of :data:`weft.models.router.SENT`.
     ``samples``: how many samples the step has seen and the sum of their marks (:func:`weft.data.order.marks`); None if
@@ -34,7 +34,7 @@ class StepResult(NamedTuple):
 
 
 class StepInput(NamedTuple):
-    """What a step begins with. ``stop`` is this rank's wish to end the run; ``clip``: see :class:`Step`."""
+    """The input of a step. ``stop``: whether this rank asks to end the run. ``clip``: largest global norm."""
 
     batches: Sequence[Batch]
     lr: float
@@ -43,7 +43,7 @@ class StepInput(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What the ranks of a step agree on: reduced local gradients by name, and the result, which may be waited for."""
+    """What the ranks of a step agree on: reduced local gradients by name; ``result`` waits for the step's result."""
 
     grads: dict[str, torch.Tensor]
     result: Callable[[], StepResult]

@@ -27,7 +27,7 @@ T = torch.Tensor
 
 
 class BlockMoments:
-    """Codes of ``bits`` bits, and as scale of a block of ``size`` elements the largest in magnitude, with its sign."""
+    """Stores moments as codes of ``bits`` bits. The scale of a block is its element of largest magnitude, with sign."""
 
     def __init__(self, bits: int, size: int, ranks: RankSums) -> None:
         self.bits, self.size, self.ranks = bits, size, ranks

@@ -26,19 +26,19 @@ SMALL = 4096
 
 
 class Encoding(Protocol):
-    """How the moments of a parameter are kept."""
+    """How a parameter's two moments are stored between updates."""
 
     def slots(self, held: Held) -> dict[str, Part]: ...
 
     def load(self, held: Held) -> list[T]:
-        """The two moments, in the state's precision."""
+        """Return the two moments in the state's precision."""
 
     def store(self, held: Held, moments: Sequence[T]) -> None:
-        """Keep them; ``held.updates`` has counted the update that made them."""
+        """Store the moments. ``held.updates`` counts the update that computed them."""
 
 
 class CompactAdamW(UpdateRule):
-    """AdamW that brings one parameter's moments to full precision at a time."""
+    """AdamW that decodes the moments of one parameter at a time; small parameters keep full moments."""
 
     def __init__(
         self, settings: Optimizer, ranks: RankSums, encoding: Encoding

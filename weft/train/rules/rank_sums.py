@@ -22,9 +22,9 @@ T = torch.Tensor
 
 
 class Extent(NamedTuple):
-    """One dimension of a slot: the parameter's dimension ``of`` with one entry per ``per`` elements, or a new one.
+    """A dimension of a slot: an entry for each ``per`` elements of the parameter's dimension ``of``, or a new one.
 
-    ``size`` is that of a new dimension, where ``of`` is None.
+    ``size``: of a new dimension, where ``of`` is None.
     """
 
     of: int | None
@@ -34,12 +34,12 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class RankSums:
-    """Sums over the ranks among which a parameter is cut."""
+    """Sums over the ranks that hold different parts of a parameter."""
 
     mesh: Mesh
 
     def axes(self, held: Held, dims: Sequence[int]) -> list[str]:
-        """The mesh axes larger than one that cut these dimensions of a parameter."""
+        """Return the mesh axes larger than 1 that cut these dimensions of a parameter."""
         _, sharing = self.mesh.sharing(held.logical)
         cutting = [axis for i in dims for axis in held.logical.cuts[i]] + [sharing] * (
             0 in dims
@@ -47,11 +47,11 @@ class RankSums:
         return [axis for axis in dict.fromkeys(cutting) if self.mesh.size(axis) > 1]
 
     def sum(self, x: T, held: Held, *dims: int) -> T:
-        """``x`` summed over the ranks that hold other parts along ``dims``, in place."""
+        """Sum ``x`` in place over the ranks that hold other parts along ``dims``."""
         return self._reduced(x, held, dims, dist.ReduceOp.SUM)
 
     def largest(self, x: T, held: Held, *dims: int) -> T:
-        """The largest of each element of ``x`` over the ranks that hold other parts along ``dims``, in place."""
+        """Replace each element of ``x`` by the largest over the ranks that hold other parts along ``dims``."""
         return self._reduced(x, held, dims, dist.ReduceOp.MAX)
 
     def _reduced(
@@ -64,19 +64,19 @@ class RankSums:
         return x.copy_(there) if axes and there is not x else x
 
     def whole(self, x: T, held: Held) -> T:
-        """The logical tensor of which every rank has the part ``x``, shaped like what it holds of the parameter."""
+        """Return the logical tensor of which each rank has the part ``x``, shaped like its part of the parameter."""
         full = x.new_zeros(held.logical.shape)
         full[slices(held.box)] = x
         return self.sum(full, held, *range(full.dim()))
 
     def own_part(self, full: T, held: Held) -> T:
-        """The part that this rank holds of ``full``, a logical tensor shaped like the parameter."""
+        """Return this rank's part of ``full``, a logical tensor shaped like the parameter."""
         return full[slices(held.box)]
 
     def agreed(self, x: T) -> T:
         """Broadcast the first replica's ``x`` to all ranks that hold parts of the same parameters, in place.
 
-        For results that different processors might round differently, or choose differently among equals.
+        For results that processors may round differently, or choose differently among equal ones.
         """
         there = x.to(self.mesh.device)
         for axis in ("dp", "state", *MODEL_AXES):
@@ -88,7 +88,7 @@ class RankSums:
     def slot(
         self, held: Held, *extents: Extent, dtype: torch.dtype | None = None
     ) -> Part:
-        """A slot of zeros with dimensions ``extents``; those that are the parameter's are cut as the parameter is."""
+        """Return a slot of zeros with dimensions ``extents``, of which the parameter's are cut as the parameter is."""
         dims = held.logical.dims
         here = [(0, e.size) if e.of is None else held.box[e.of] for e in extents]
         box = tuple(
@@ -116,7 +116,7 @@ class RankSums:
 
 
 def like(held: Held, dtype: torch.dtype | None = None) -> Part:
-    """Zeros shaped and cut like the parameter."""
+    """Return a slot of zeros, shaped and cut like the parameter."""
     return held.part(torch.zeros_like(held.local, dtype=dtype))
 
 
@@ -132,7 +132,7 @@ def count_update(held: Sequence[Held]) -> int:
 
 
 def logical_positions(held: Held, first: int = 0, last: int | None = None) -> T:
-    """The index, in the flattened logical tensor, of each element held here in rows ``first`` to ``last``: int64."""
+    """Return the index in the flattened logical tensor of each element of local rows ``first`` to ``last``. Int64."""
     positions = torch.zeros((), dtype=torch.int64, device=held.local.device)
     (begin, end), *others = held.box
     rows = (begin + first, end if last is None else begin + last)

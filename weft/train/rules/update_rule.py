@@ -32,9 +32,9 @@ class UpdateRule:
 
     ``for_matrices``: the rule is for the matrices of blocks (two dimensions or more, none of them the vocabulary);
     AdamW updates all other parameters. ``for_stacks``: also for stacks of matrices, as experts are.
-    ``elementwise``: an element's update needs nothing but that element's gradient and slots, so that a rank asks no
-    other. ``shaping``: settings that say what a rule keeps, so that a run cannot go on with others.
-    ``kept``: elements of all slots per element of a parameter, about; what is small is left out.
+    ``elementwise``: the update of an element needs only that element's gradient and slots, so that a rank needs no
+    other. ``shaping``: settings that change the slots, so that a run cannot resume with other values. ``kept``: about
+    how many elements all slots have for each element of a parameter.
     """
 
     for_matrices: ClassVar[bool] = False
@@ -44,11 +44,11 @@ class UpdateRule:
     shaping: ClassVar[tuple[str, ...]] = ()
 
     def rare_seconds(self, held: Sequence[Held], timed: Timer) -> float:
-        """Estimate the seconds per update of work that few updates do, by what ``timed`` says of a piece of it."""
+        """Estimate the seconds per update of work that only some updates do; ``timed`` times a piece of it."""
         return 0.0
 
     def slots(self, held: Held) -> dict[str, Part]:
-        """Make the initial optimizer state of this parameter, by slot."""
+        """Return the initial slots of this parameter by name."""
         return {}
 
     def update(
