@@ -21,7 +21,7 @@ from hosts import Host, hosts
 from injector import DisturbedRun, Fault, Hit, Injector
 
 from weft.errors import UsageError, WeftError
-from weft.observe.metrics import Record, read_metrics
+from weft.observe.run_metrics import Record, read_metrics
 from weft.recipe import Recipe, load_recipe
 
 #: The largest difference of losses from those of the undisturbed run, over the largest loss, that rounding explains.

@@ -120,7 +120,7 @@ def one_trial(
     import torch.distributed as dist
 
     from weft.observe import trace
-    from weft.observe.rank_delays import DelayWatch, digest
+    from weft.observe.rank_delays import DelayWatch, digest_trace
     from weft.train.step import train_step
 
     assert dist.group.WORLD is not None
@@ -131,7 +131,7 @@ def one_trial(
         0.0,
         0.0,
     )
-    ring = trace.start(folder, rank, trial.number)
+    ring = trace.start_tracing(folder, rank, trial.number)
     watch = DelayWatch(ring, dist.group.WORLD, mesh.device)
     for number in range(1, STEPS + 1):
         begun = time.perf_counter()
@@ -139,7 +139,7 @@ def one_trial(
             train_step(model, state, batches, mesh, lr=1e-3, clip=1.0)
             slow_down(trial.fault if rank == trial.victim else "", more)
         # its own, with what other work takes of its processor
-        computing = digest(ring.read(), 1).compute - more
+        computing = digest_trace(ring.read(), 1).compute - more
         more = trial.slower * max(0.0, computing)
         times.append(time.perf_counter() - begun)
         if watch.look() or number == STEPS:

@@ -24,7 +24,7 @@ import torch
 from step import machine
 
 from weft.layout.mesh import Mesh
-from weft.observe.metrics import read_metrics
+from weft.observe.run_metrics import read_metrics
 from weft.recipe import load_recipe
 from weft.sync.compress import build_compressor
 from weft.sync.greco import allocate_compressors, squared_error

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 from hosts import Host
 
-from weft.observe.metrics import FILE, Record
+from weft.observe.run_metrics import FILE, Record
 
 #: Kinds of faults, and what each does.
 KINDS = {

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from weft.layout.mesh import Mesh
-from weft.observe.metrics import read_metrics
+from weft.observe.run_metrics import read_metrics
 from weft.prove.pool import ProcessPool
 from weft.recipe import Recipe, build_recipe, load_recipe
 from weft.train.setup import prepare

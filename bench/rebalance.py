@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from weft.observe.metrics import read_metrics
+from weft.observe.run_metrics import read_metrics
 from weft.recipe import Recipe, build_recipe
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from weft.observe.metrics import Record, read_metrics
+from weft.observe.run_metrics import Record, read_metrics
 from weft.recipe import Recipe, build_recipe
 from weft.resilience.roster import ask_to_leave, read_roster
 

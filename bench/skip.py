@@ -28,7 +28,7 @@ import torch
 from picture import FONT, INK, LINE, PAGE, SOFT, photograph, text
 
 from weft.errors import WeftError
-from weft.observe.metrics import read_metrics
+from weft.observe.run_metrics import read_metrics
 from weft.recipe import load_recipe
 from weft.schedule.actions import Table, Value
 from weft.schedule.build import build, builders

@@ -177,10 +177,10 @@ def test_selective_recompute_skips_attention_and_its_moves(
 
 def test_catalogue_names_what_exists() -> None:
     from weft.cli.app import app
-    from weft.recipe.shipped import techniques
+    from weft.recipe.shipped import catalogue_rows
 
     root = Path(__file__).parents[1]
-    for row in techniques():
+    for row in catalogue_rows():
         for path in [*row[2].split(", "), *row[4].partition(" (")[0].split(", ")]:
             path = path.strip("`")
             assert "/" not in path or (root / path).exists(), path

@@ -19,7 +19,7 @@ def test_a_run_imports_no_more_than_it_uses(layout: str, most: int) -> None:
     These hand their outcome back to Python, which is looked at there.
     """
     modules = imported(layout, () if layout else hidden_modules())
-    assert {"api.py", "train/loop.py", "observe/report.py"} <= modules.keys()
+    assert {"api.py", "train/loop.py", "observe/run_page.py"} <= modules.keys()
     assert ("resilience/rank_life.py" in modules) == bool(layout)
     assert "resilience/island_life.py" not in modules
     total = sum(modules.values())

@@ -27,7 +27,7 @@ from weft.generate.sampling import GREEDY
 from weft.layout.mesh import Mesh
 from weft.models.loss import linear_cross_entropy
 from weft.models.plugin_loss import TokenLoss
-from weft.observe.metrics import read_metrics
+from weft.observe.run_metrics import read_metrics
 from weft.recipe import build_recipe
 from weft.train.score import scores
 
@@ -60,7 +60,7 @@ class Diary:
         if run.mesh.place.rank("shard") == self.leaves_on:
             raise SystemExit("no paper")
 
-    def after_evaluation(self, run, found):
+    def after_evaluation(self, run, values):
         self.write(run, "evaluation", sorted(found))
 
     def end(self, run):

@@ -42,7 +42,7 @@ def _start(recipe: Recipe, out: Path | None, resume: str | None) -> Outcome:
     if "layout" not in recipe.model_fields_set:
         recipe, _ = with_planned_layout(recipe, None)
     if in_ranks() or recipe.layout.world == 1:
-        outcome = be_rank(recipe, out, resume, finish)
+        outcome = be_rank(recipe, out, resume, finish_run)
         if outcome is None:
             raise WeftError(
                 "the other ranks have brought the run to its end without this one"
@@ -171,10 +171,10 @@ class Finished:
     measured: Path | None
 
 
-def finish(recipe: Recipe, outcome: Outcome) -> Finished:
+def finish_run(recipe: Recipe, outcome: Outcome) -> Finished:
     """Export a run's last checkpoint if the recipe asks for it, write its report, and add it to what is measured."""
     from weft.observe.measured import append
-    from weft.observe.report import write_report
+    from weft.observe.run_page import write_report
 
     exported = None
     if recipe.checkpoint.export and outcome.checkpoint and not outcome.interrupted:
@@ -200,7 +200,7 @@ def _export(recipe: Recipe, outcome: Outcome, folder: Path) -> None:
 def _in_ranks_of_its_own(
     recipe: Recipe, out: Path | None, resume: str | None
 ) -> Outcome:
-    """Start local ranks, each of which runs :func:`main`; the first one writes the outcome to a file."""
+    """Start local ranks, each of which runs :func:`run_as_rank`; the first one writes the outcome to a file."""
     from weft.run.launch import run_ranks
 
     with tempfile.TemporaryDirectory(prefix="weft-train-") as folder:
@@ -255,14 +255,14 @@ def _outcome_of(words: dict[str, Any]) -> Outcome:
     )
 
 
-def main(task: str, done: str) -> int:
+def run_as_rank(task: str, done: str) -> int:
     """Be one of the ranks; returns the exit code."""
     from weft.run.failure import leave, report_failure
 
     recipe, out, resume = json.loads(Path(task).read_text())
 
     def conclude(recipe: Recipe, outcome: Outcome) -> None:
-        finish(recipe, outcome)
+        finish_run(recipe, outcome)
         Path(done).write_text(json.dumps(_words_of(outcome)))
 
     try:
@@ -279,4 +279,4 @@ def main(task: str, done: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(run_as_rank(*sys.argv[1:]))

@@ -26,7 +26,7 @@ def templates() -> "Environment":
 
 
 def render(template: str, **values: Any) -> str:
-    """The page that ``template`` (such as ``observe/report.html``) makes of ``values``."""
+    """The page that ``template`` (such as ``observe/run_page.html``) makes of ``values``."""
     return templates().get_template(template).render(values)
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import UsageError, WeftError, nearest
-from weft.registry import KINDS, Registered, find, names, register, values_of
+from weft.registry import KINDS, Registered, find, names, register, setting_values
 
 __all__ = ["Callback", "register"]
 
@@ -32,7 +32,7 @@ __all__ = ["Callback", "register"]
 HOOKS: dict[str, tuple[str, ...]] = {
     "start": ("run",),
     "after_step": ("run", "result"),
-    "after_evaluation": ("run", "found"),
+    "after_evaluation": ("run", "values"),
     "end": ("run",),
 }
 
@@ -51,7 +51,7 @@ class Callback:
     def after_step(self, run: Any, result: Any) -> None:
         """Called after a step, with what it has computed."""
 
-    def after_evaluation(self, run: Any, found: Mapping[str, float]) -> None:
+    def after_evaluation(self, run: Any, values: Mapping[str, float]) -> None:
         """Called after an evaluation, with its values by name."""
 
     def end(self, run: Any) -> None:
@@ -77,22 +77,22 @@ def blaming(technique: Registered, work: Callable[..., Any]) -> Callable[..., An
     return called
 
 
-def made_model(name: str, settings: Mapping[str, Any], vocab: int) -> Any:
+def build_plugin_model(name: str, settings: Mapping[str, Any], vocab: int) -> Any:
     """The ``torch.nn.Module`` that a plugin makes; :class:`WeftError` if it is none that can be trained."""
     who = find("model", name)
-    made = call(who, settings)(vocab)
-    if not hasattr(made, "named_parameters"):
+    model = call(who, settings)(vocab)
+    if not hasattr(model, "named_parameters"):
         raise WeftError(
-            f"{who} returned {type(made).__name__}, which is no torch.nn.Module"
+            f"{who} returned {type(model).__name__}, which is no torch.nn.Module"
         )
-    if not any(p.requires_grad for p in made.parameters()):
+    if not any(p.requires_grad for p in model.parameters()):
         raise WeftError(f"{who} has no parameter that learns")
-    for parameter, values in made.named_parameters():
+    for parameter, values in model.named_parameters():
         if not values.dim():
             raise WeftError(
                 f"{who}: parameter {parameter} has no dimension; make it a vector of one element"
             )
-    return made
+    return model
 
 
 def check_plugin(kind: str, name: str, settings: Mapping[str, Any] = {}) -> None:
@@ -101,7 +101,7 @@ def check_plugin(kind: str, name: str, settings: Mapping[str, Any] = {}) -> None
     Raises :class:`ValueError`, as validators of recipes do.
     """
     what = KINDS[kind]
-    choices = list(filter(None, values_of(what.setting)))
+    choices = list(filter(None, setting_values(what.setting)))
     if name not in choices:
         hint = nearest(name, choices) if choices else "no plugin has registered any"
         raise ValueError(f"{what.setting} = {name!r} is not possible; {hint}")
@@ -131,12 +131,12 @@ def _check_hooks(technique: Registered) -> None:
 
 def _check_call(
     who: str,
-    made: Callable[..., Any],
+    target: Callable[..., Any],
     given: Sequence[str],
     settings: Mapping[str, Any] = {},
 ) -> None:
     try:
-        inspect.signature(made).bind(*given, **settings)
+        inspect.signature(target).bind(*given, **settings)
     except TypeError as error:
         shown = ", ".join([*given, *(f"{key}=" for key in settings)])
         raise ValueError(f"{who} cannot be called with ({shown}): {error}") from None

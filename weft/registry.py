@@ -190,7 +190,7 @@ def names(kind: str) -> list[str]:
     return [*own, *(name for of, name in _REGISTERED if of == kind and name not in own)]
 
 
-def values_of(setting: str) -> list[str]:
+def setting_values(setting: str) -> list[str]:
     """All values of a setting that names a technique: techniques of each kind that it can name, and plain words."""
     kinds = [kind for kind, what in KINDS.items() if what.setting == setting]
     values = [value for kind in kinds for value in KINDS[kind].choices(names(kind))]

@@ -64,8 +64,8 @@ class EarlyStop:
     def __init__(self, patience: int = 3) -> None:
         self.patience, self.best, self.since = patience, float("inf"), 0
 
-    def after_evaluation(self, run: Any, found: Mapping[str, float]) -> None:
-        loss = found.get("validation", self.best)
+    def after_evaluation(self, run: Any, values: Mapping[str, float]) -> None:
+        loss = values.get("validation", self.best)
         self.since = 0 if loss < self.best else self.since + 1
         self.best = min(self.best, loss)
         if self.since >= self.patience:

@@ -22,7 +22,7 @@ from weft.checkpoint.address import open_storage
 from weft.checkpoint.lease import Lease, PlaceInUse
 from weft.checkpoint.storage import LocalStorage, StorageError
 from weft.errors import WeftError
-from weft.observe.metrics import read_metrics
+from weft.observe.run_metrics import read_metrics
 from weft.recipe import Recipe
 from weft.train.runs import open_run
 

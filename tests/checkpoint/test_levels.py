@@ -40,7 +40,7 @@ from weft.checkpoint.store import (
 )
 from weft.checkpoint.weights import open_pretrained
 from weft.errors import UsageError, WeftError
-from weft.observe.metrics import read_metrics
+from weft.observe.run_metrics import read_metrics
 from weft.recipe import Checkpoint, build_recipe
 from weft.train.setup import prepare
 

@@ -28,7 +28,7 @@ from weft.errors import WeftError
 from weft.layout.dims import part
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.observe.metrics import read_metrics
+from weft.observe.run_metrics import read_metrics
 from weft.recipe import ModelShape, Optimizer, build_recipe
 from weft.train.runs import prepare_run
 from weft.train.setup import build_for_training, prepare

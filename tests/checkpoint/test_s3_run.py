@@ -25,7 +25,7 @@ from tests.started import Started
 from weft.checkpoint.address import open_storage
 from weft.checkpoint.store import candidates, open_checkpoint, prune, verify
 from weft.errors import WeftError
-from weft.observe.metrics import read_metrics
+from weft.observe.run_metrics import read_metrics
 
 
 def go_with(

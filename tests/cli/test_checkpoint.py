@@ -25,7 +25,7 @@ from weft.checkpoint.write_task import Commit, WriteTask
 from weft.checkpoint.writer import commit, write_share
 from weft.layout.dims import Tensor
 from weft.layout.parts import NAMES, Part
-from weft.observe.metrics import Metrics
+from weft.observe.run_metrics import Metrics
 
 
 @pytest.fixture

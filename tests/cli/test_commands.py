@@ -20,7 +20,7 @@ from tests.started import Started
 from weft.checkpoint.store import committed
 from weft.cli import main
 from weft.errors import UsageError
-from weft.observe.metrics import read_metrics
+from weft.observe.run_metrics import read_metrics
 from weft.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]

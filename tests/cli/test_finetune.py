@@ -11,7 +11,7 @@ import transformers
 
 from tests.chats import TEMPLATES, save_tokenizer
 from tests.conftest import Command
-from weft.observe.metrics import read_metrics
+from weft.observe.run_metrics import read_metrics
 
 SMALL = {
     "data.seq_len": 96, "data.path": "code", "train.steps": 4, "train.batch": 4, "validation.every": 4,

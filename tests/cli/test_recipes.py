@@ -13,7 +13,12 @@ import pytest
 from tests.conftest import Command
 from weft.errors import WeftError
 from weft.recipe import Recipe, load_recipe
-from weft.recipe.shipped import find_recipe, headline, shipped_recipes, techniques
+from weft.recipe.shipped import (
+    catalogue_rows,
+    find_recipe,
+    recipe_headline,
+    shipped_recipes,
+)
 from weft.recipe.template import template
 
 
@@ -56,14 +61,16 @@ def test_recipes_are_listed_with_what_they_show(command: Command) -> None:
         assert (
             first.startswith("# ")
             and first.endswith(".")
-            and headline(path) == first[2:]
+            and recipe_headline(path) == first[2:]
         )
 
 
 def test_techniques_are_whole_in_a_pipe(command: Command) -> None:
     code, out, _ = command("techniques")
     assert (
-        code == 0 and len(out.splitlines()) == 1 + len(techniques()) and "…" not in out
+        code == 0
+        and len(out.splitlines()) == 1 + len(catalogue_rows())
+        and "…" not in out
     )
     assert all(len(line.split("\t")) == 6 for line in out.splitlines())
 

@@ -21,7 +21,7 @@ from tests.conftest import Command
 from tests.models.test_hugging_face import write_config
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.models.hugging_face import export
-from weft.observe.metrics import read_metrics
+from weft.observe.run_metrics import read_metrics
 from weft.recipe import ModelShape, Recipe, load_recipe
 from weft.shapes.config import shape_from_config
 from weft.train.setup import prepare

@@ -27,7 +27,7 @@ from weft.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_files
 from weft.data.tokens import write_tokens
 from weft.errors import UsageError
 from weft.layout.mesh import Mesh
-from weft.observe.metrics import read_metrics
+from weft.observe.run_metrics import read_metrics
 from weft.recipe import Chat, Data, Source, build_recipe
 from weft.train.runs import as_recorded
 from weft.train.setup import Job, prepare

@@ -23,7 +23,7 @@ from weft.generate.sampling import GREEDY
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
 from weft.observe.charts import charts
-from weft.observe.metrics import RecordedRun, read_metrics
+from weft.observe.run_metrics import RecordedRun, read_metrics
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Task, Train, build_recipe
 from weft.train.score import scores

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.observe import delays
-from weft.observe.metrics import Metrics
-from weft.observe.report import write_report
+from weft.observe.run_metrics import Metrics
+from weft.observe.run_page import write_report
 
 
 def record(

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from weft.observe.host import HardwareLoad, environment, git_state
+from weft.observe.host import HardwareLoad, describe_machine, git_state
 
 
 def test_the_environment_names_host_versions_and_command(
@@ -21,7 +21,7 @@ def test_the_environment_names_host_versions_and_command(
         sys, "argv", ["/x/weft", "train", "a b.toml", "--layout", "tp=2"]
     )
     monkeypatch.chdir(tmp_path)
-    found = environment()
+    found = describe_machine()
     assert found["command"] == "weft train 'a b.toml' --layout tp=2" and found[
         "folder"
     ] == str(tmp_path)

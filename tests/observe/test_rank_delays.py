@@ -30,7 +30,7 @@ from weft.observe.rank_delays import (
     Digest,
     StepTimes,
     Verdict,
-    digest,
+    digest_trace,
     ranks_text,
     slow_computers,
     slow_links,
@@ -209,7 +209,7 @@ def steps_of(
     """Steps of a few milliseconds with collectives of a group and messages; ``victim`` is 40 ms slower."""
     rank, world = dist.get_rank(), dist.group.WORLD
     assert world is not None
-    ring = trace.start(folder, rank)
+    ring = trace.start_tracing(folder, rank)
     watch, rows = DelayWatch(ring, world, torch.device("cpu")), torch.zeros(1 << 14)
     for number in range(1, count + 1):
         with trace.step(number):
@@ -222,7 +222,7 @@ def steps_of(
             dist.all_reduce(rows)
             dist.all_gather([torch.empty_like(rows) for _ in range(world.size())], rows)
         watch.look()
-    last = digest(rings.read_ring(ring.path))
+    last = digest_trace(rings.read_ring(ring.path))
     trace.stop()
     slowness = next(
         (

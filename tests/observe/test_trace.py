@@ -53,7 +53,7 @@ def two_steps(
     losses = []
     for number in (1, 2):
         if number == 2 and traced:
-            trace.start(folder, dist.get_rank())
+            trace.start_tracing(folder, dist.get_rank())
         batches = job.loader.step((number - 1) * 5)
         assert batches is not None
         with profile(activities=[ProfilerActivity.CPU]) as profiler, trace.step(number):
@@ -106,7 +106,7 @@ def test_nothing_passes_by_and_nothing_changes(
 
 def functional(folder: Path) -> tuple[list[str], float, list[int]]:
     """Functional collectives, in a compiled function and in inference; and what remains when tracing has ended."""
-    ring = trace.start(folder, dist.get_rank())
+    ring = trace.start_tracing(folder, dist.get_rank())
     world, x = dist.group.WORLD, torch.ones(4)
 
     @torch.compile(backend="aot_eager", fullgraph=True)
@@ -117,11 +117,11 @@ def functional(folder: Path) -> tuple[list[str], float, list[int]]:
     with torch.inference_mode():
         total = float(compiled(x).sum() + funcol.all_gather_tensor(x, 0, world).sum())
     sizes = [len(my_ring(folder).records)]
-    trace.end()
+    trace.end_tracing()
     dist.all_reduce(x)
     sizes.append(len(rings.read_ring(ring.path).records))
     found = rings.read_ring(ring.path)
-    trace.start(folder, dist.get_rank())
+    trace.start_tracing(folder, dist.get_rank())
     trace.stop()
     assert (found.records["leave"] > 0).all()
     return [rings.KINDS[k] for k in found.records["kind"]], total, sizes
@@ -141,7 +141,7 @@ def test_functional_collectives_of_compiled_code_are_seen(
 
 def killed(folder: Path) -> None:
     """Rank 1 kills itself, and rank 0 waits for it."""
-    trace.start(folder, dist.get_rank())
+    trace.start_tracing(folder, dist.get_rank())
     try:
         with trace.step(7):
             dist.all_reduce(torch.ones(3))
@@ -149,7 +149,7 @@ def killed(folder: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             dist.broadcast(torch.ones(5, dtype=torch.float64), 1)
     finally:
-        trace.end()  # this process lives on, and has other groups under the same names
+        trace.end_tracing()  # this process lives on, and has other groups under the same names
 
 
 def test_a_ring_outlives_its_rank(pool: Any, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.cases import write_corpus
 from tests.measured import eventually
 from tests.peers.conftest import RunningRelay
 from weft.errors import UsageError
-from weft.observe.metrics import read_metrics
+from weft.observe.run_metrics import read_metrics
 from weft.peers.rendezvous import meet_over_peers
 
 pytest.importorskip("iroh")

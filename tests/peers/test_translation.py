@@ -17,7 +17,7 @@ from hosts import _run, _space, unavailable
 
 from tests.cases import write_corpus
 from tests.conftest import Command
-from weft.observe.metrics import read_metrics
+from weft.observe.run_metrics import read_metrics
 from weft.peers.invitation import invite
 
 pytest.importorskip("iroh")

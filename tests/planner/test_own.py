@@ -11,7 +11,7 @@ import pytest
 from calibrate import main as calibrate
 from rows import read_rows
 
-from weft.observe.measured import FILE, append, row_of
+from weft.observe.measured import FILE, append, row_of_run
 from weft.planner.cost import step_time
 from weft.planner.engine_constants import ENGINES, stack
 from weft.planner.fit import measurement_columns
@@ -94,11 +94,11 @@ def test_runs_that_train_a_part_or_experts_say_nothing_of_others(
     monkeypatch.setitem(TREE, "optimizer", recipe)
     for name, value in change.items():
         monkeypatch.setitem(TREE["model"], name, value)
-    assert row_of(run_of(tmp_path / "run", {"shard": 8}, 0.5)) is None
+    assert row_of_run(run_of(tmp_path / "run", {"shard": 8}, 0.5)) is None
 
 
 def test_short_runs_and_other_layers_say_nothing(tmp_path: Path) -> None:
-    assert row_of(run_of(tmp_path / "short", {"shard": 8}, 1.0, steps=6)) is None
+    assert row_of_run(run_of(tmp_path / "short", {"shard": 8}, 1.0, steps=6)) is None
     linear = run_of(tmp_path / "linear", {"shard": 8}, 1.0)
     text = (
         (linear / "metrics.jsonl")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.started import PRELOAD
 from weft.api import be_rank
-from weft.observe.metrics import FILE, Record, read_metrics
+from weft.observe.run_metrics import FILE, Record, read_metrics
 from weft.prove.pool import fork_server
 from weft.recipe import Recipe
 from weft.resilience.island_party import IslandParty

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import write_corpus
-from weft.cli.train import train
+from weft.cli.train import train_command
 from weft.errors import UsageError, WeftError
-from weft.observe.metrics import read_metrics
+from weft.observe.run_metrics import read_metrics
 from weft.run import sweep
 from weft.run.sweep import split_values, trials_of
 from weft.train.training import Outcome
@@ -85,7 +85,7 @@ def test_a_sweep_and_what_is_left_of_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with mock.patch.object(sweep, "start", interrupting(3)):
-        assert train(written, sweep=ASKED) == 128 + 2
+        assert train_command(written, sweep=ASKED) == 128 + 2
     said, folder = capsys.readouterr().out, tmp_path / "runs/small-sweep"
     assert "stopped by SIGINT; the same command goes on with what is not done" in said
     assert names(folder) == ["lr=1e-2,batch=4", "lr=1e-4,batch=2", "lr=1e-4,batch=4"]
@@ -97,7 +97,7 @@ def test_a_sweep_and_what_is_left_of_it(
         (folder / name / "metrics.jsonl").read_bytes()
         for name in ("lr=1e-4,batch=4", "lr=1e-4,batch=2")
     ]
-    assert train(written, sweep=ASKED) == 0
+    assert train_command(written, sweep=ASKED) == 0
     said = capsys.readouterr().out
     # the third goes on from its checkpoint
     assert said.count("done before") == 2 and "at step 1" in said
@@ -131,15 +131,18 @@ def test_results_of_another_recipe_are_not_shown(
     written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: dict[str, Any] = {"sweep": ["optimizer.lr=1e-3"], "out": tmp_path / "out"}
-    assert train(written, **asked) == 0
+    assert train_command(written, **asked) == 0
     with pytest.raises(
         UsageError,
         match=r"lr=1e-3 was trained with another recipe.*choose another --out",
     ):
-        train(written, overrides=["train.seed=5"], **asked)
+        train_command(written, overrides=["train.seed=5"], **asked)
     capsys.readouterr()
     # it just goes on
-    assert train(written, overrides=["train.steps=4", "observe.every=2"], **asked) == 0
+    assert (
+        train_command(written, overrides=["train.steps=4", "observe.every=2"], **asked)
+        == 0
+    )
     assert re.search(r"^1e-3\t4\t", capsys.readouterr().out, re.M)
 
 
@@ -152,7 +155,7 @@ def test_a_run_that_fails_does_not_stop_the_others(
         mock.Mock(side_effect=[WeftError("no such luck"), KeyboardInterrupt]),
     ):
         assert (
-            train(written, sweep=["train.seed=1,2,3"], out=tmp_path / "three")
+            train_command(written, sweep=["train.seed=1,2,3"], out=tmp_path / "three")
             == 128 + 2
         )
     said = capsys.readouterr().out
@@ -179,7 +182,7 @@ def test_mistakes_are_found_before_anything_runs(written: Path, tmp_path: Path) 
     with mock.patch.object(sweep, "start") as started:
         for how, why in wrong:
             with pytest.raises(UsageError, match=re.escape(why)):
-                train(written, **{"out": tmp_path / "new"} | how)
+                train_command(written, **{"out": tmp_path / "new"} | how)
         started.assert_not_called()
     assert not (tmp_path / "new").exists()
 

@@ -21,7 +21,7 @@ from tests.cases import write_corpus
 from tests.conftest import Command
 from tests.started import Started
 from weft.errors import WeftError
-from weft.observe.metrics import read_metrics
+from weft.observe.run_metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 SMALL = [

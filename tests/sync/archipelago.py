@@ -20,7 +20,7 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.parts import TORCH_DTYPES, Part
 from weft.models.transformer import Transformer
-from weft.observe.metrics import Record, read_metrics
+from weft.observe.run_metrics import Record, read_metrics
 from weft.parallel.state import State
 from weft.prove.equality import walk
 from weft.prove.simulated import agree

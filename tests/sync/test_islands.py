@@ -22,10 +22,10 @@ from tests.conftest import Command
 from weft.checkpoint.store import committed
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.observe.metrics import read_metrics
+from weft.observe.run_metrics import read_metrics
 from weft.prove.equality import Difference, compare_with_one_device, run_layout
 from weft.recipe import Sync, build_recipe
-from weft.recipe.conflicts import connected
+from weft.recipe.conflicts import links_all
 from weft.shapes.parameters import parameters
 from weft.sync.compress import build_compressor
 from weft.sync.compressor import Compressor
@@ -485,7 +485,7 @@ def test_neighbours_in_a_graph_keep_the_mean(data: st.DataObject) -> None:
         partner="graph",
         graph=tuple(links | {(b, a) for a, b in links if data.draw(st.booleans())}),
     )
-    assert connected(how.graph, count) and not connected(how.graph, count + 1)
+    assert links_all(how.graph, count) and not links_all(how.graph, count + 1)
     here = data.draw(st.sets(st.integers(0, count - 1), min_size=1))
     taken = torch.zeros(count, count, dtype=torch.float64)
     for i in here:

@@ -19,7 +19,7 @@ from weft.data.loader import Loader
 from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
-from weft.observe.metrics import read_metrics
+from weft.observe.run_metrics import read_metrics
 from weft.recipe import Optimizer, Recipe, build_recipe
 from weft.train.rule_optimizer import (
     learning_rate,

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import recipe, write_corpus
-from weft.api import finish
+from weft.api import finish_run
 from weft.checkpoint.best import FILE, Best, best_checkpoint, read_best, write_best
 from weft.checkpoint.store import candidates, committed, open_checkpoint
-from weft.cli.checkpoint import prune
+from weft.cli.checkpoint import prune_command
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
-from weft.observe.metrics import read_metrics
+from weft.observe.run_metrics import read_metrics
 from weft.recipe import Recipe, Validation, build_recipe
 from weft.train.evaluation import Evaluation
 from weft.train.lowest_loss import LowestLoss, comparable
@@ -169,7 +169,7 @@ def test_the_best_checkpoint_stays_and_has_a_name(corpus: str, tmp_path: Path) -
     assert os.readlink(out / "best") == "checkpoints/step-000002"
     (place,) = candidates(str(out / "best"))
     assert open_checkpoint(place).meta["progress"]["step"] == 2
-    assert prune(str(out), last=1) == 0 and (out / "best/weft.json").is_file()
+    assert prune_command(str(out), last=1) == 0 and (out / "best/weft.json").is_file()
     moved = out.rename(tmp_path / "moved")
     assert open_checkpoint(moved / "best").meta["step"] == 2
     # One more step is better than all: it is the best from then on, and what was that goes.
@@ -189,7 +189,7 @@ def test_the_best_checkpoint_stays_and_has_a_name(corpus: str, tmp_path: Path) -
         mock.patch("weft.checkpoint.model.export_model") as exported,
         mock.patch("weft.observe.measured.append"),
     ):
-        finish(export, outcome)
+        finish_run(export, outcome)
     assert exported.call_args.args[0] == str(moved / "checkpoints/step-000007")
     # A run that goes back to before its best looks for a new one.
     run(more, moved, str(moved / "checkpoints/step-000007"), losses)

@@ -9,26 +9,26 @@ from typer.core import TyperGroup
 
 import weft
 from weft.cli.bench import app as bench
-from weft.cli.chat import chat
+from weft.cli.chat import chat_command
 from weft.cli.checkpoint import app as checkpoint
 from weft.cli.data import app as data
-from weft.cli.doctor import doctor
-from weft.cli.eval import evaluate
-from weft.cli.export import export
-from weft.cli.generate import generate
-from weft.cli.new import new
+from weft.cli.doctor import doctor_command
+from weft.cli.eval import eval_command
+from weft.cli.export import export_command
+from weft.cli.generate import generate_command
+from weft.cli.new import new_command
 from weft.cli.peer import app as peer
-from weft.cli.plan import plan
-from weft.cli.probe import probe
-from weft.cli.profile import profile
+from weft.cli.plan import plan_command
+from weft.cli.probe import probe_command
+from weft.cli.profile import profile_command
 from weft.cli.ranks import app as ranks
-from weft.cli.recipes import recipes
-from weft.cli.report import report
-from weft.cli.schedule import schedule
-from weft.cli.serve import serve
-from weft.cli.techniques import techniques
-from weft.cli.train import train
-from weft.cli.verify import verify
+from weft.cli.recipes import recipes_command
+from weft.cli.report import report_command
+from weft.cli.schedule import schedule_command
+from weft.cli.serve import serve_command
+from weft.cli.techniques import techniques_command
+from weft.cli.train import train_command
+from weft.cli.verify import verify_command
 from weft.errors import Interrupted
 
 
@@ -76,21 +76,24 @@ def _root(
 
 
 command: Callable[..., int]
-for command in (train, verify, generate, chat, serve):
-    app.command()(command)
-app.command("eval")(evaluate)
 for command in (
-    report,
-    doctor,
-    export,
-    schedule,
-    probe,
-    profile,
-    recipes,
-    new,
-    techniques,
+    train_command,
+    verify_command,
+    generate_command,
+    chat_command,
+    serve_command,
+    eval_command,
+    report_command,
+    doctor_command,
+    export_command,
+    schedule_command,
+    probe_command,
+    profile_command,
+    recipes_command,
+    new_command,
+    techniques_command,
 ):
-    app.command()(command)
+    app.command(command.__name__.removesuffix("_command"))(command)
 for name, commands in {
     "ranks": ranks,
     "peer": peer,
@@ -99,4 +102,4 @@ for name, commands in {
     "bench": bench,
 }.items():
     app.add_typer(commands, name=name)
-app.command(no_args_is_help=True)(plan)
+app.command("plan", no_args_is_help=True)(plan_command)

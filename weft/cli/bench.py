@@ -40,8 +40,8 @@ Percentiles = Annotated[str, typer.Option(help="Percentiles of all times.")]
 Seed = Annotated[int, typer.Option(help="Of lengths, prompts and arrivals.")]
 
 
-@app.command()
-def policies(
+@app.command("policies")
+def policies_command(
     checkpoint: Annotated[str, ModelName],
     dataset_name: DatasetName = "random",
     dataset_path: DatasetPath = None,

@@ -15,7 +15,7 @@ _model = (
 )
 
 
-def chat(
+def chat_command(
     model: Annotated[str, typer.Argument(metavar="MODEL|URL", help=_model)],
     system: Annotated[str, typer.Option(help="The system message.")] = "",
     tokens: Annotated[

@@ -24,7 +24,7 @@ from rich.progress import (
 
 from weft.cli.arguments import AsJson
 from weft.cli.console import warn
-from weft.cli.convert import convert
+from weft.cli.convert import convert_command
 from weft.errors import UsageError, WeftError
 
 if TYPE_CHECKING:  # `weft --help` does not wait for PyTorch
@@ -36,7 +36,7 @@ app = typer.Typer(
     help="List, look into, verify, compare, merge, convert and prune checkpoints.",
     no_args_is_help=True,
 )
-app.command()(convert)
+app.command("convert")(convert_command)
 
 _newest = "A checkpoint, or a run: its newest one. A folder or s3://bucket/prefix."
 OneCheckpoint = Annotated[str, typer.Argument(metavar="PATH", help=_newest)]
@@ -47,8 +47,8 @@ _pattern = typer.Argument(
 )
 
 
-@app.command()
-def ls(path: AllCheckpoints, as_json: AsJson = False) -> int:
+@app.command("ls")
+def ls_command(path: AllCheckpoints, as_json: AsJson = False) -> int:
     """List the checkpoints of a run, oldest first: step, layout, size, and whether they seem whole.
 
     One that seems whole may still hold damaged values; weft checkpoint verify reads them.
@@ -92,8 +92,8 @@ def ls(path: AllCheckpoints, as_json: AsJson = False) -> int:
     return 0
 
 
-@app.command()
-def inspect(
+@app.command("inspect")
+def inspect_command(
     path: OneCheckpoint,
     pattern: Annotated[str | None, _pattern] = None,
     as_json: AsJson = False,
@@ -161,8 +161,8 @@ def inspect(
     return 0
 
 
-@app.command()
-def verify(path: AllCheckpoints) -> int:
+@app.command("verify")
+def verify_checkpoint_command(path: AllCheckpoints) -> int:
     """Read checkpoints from end to end and check every digest. Exit code 0: whole, 1: damaged."""
     from weft.checkpoint.address import open_storage
 
@@ -178,8 +178,8 @@ def verify(path: AllCheckpoints) -> int:
     return 0 if whole else 1
 
 
-@app.command()
-def diff(
+@app.command("diff")
+def diff_command(
     a: Annotated[str, typer.Argument(metavar="A", help=_newest)],
     b: Annotated[str, typer.Argument(metavar="B", help=_newest)],
     as_json: AsJson = False,
@@ -222,8 +222,8 @@ def diff(
     return 0 if comparison.equal else 1
 
 
-@app.command()
-def merge(
+@app.command("merge")
+def merge_command(
     path: OneCheckpoint,
     out: Annotated[str, typer.Option(help="The folder to make, or s3://...")],
 ) -> int:
@@ -240,8 +240,8 @@ def merge(
     return 0
 
 
-@app.command()
-def prune(
+@app.command("prune")
+def prune_command(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="A run folder, or s3://bucket/prefix.")
     ],
@@ -269,7 +269,7 @@ def prune(
     from weft.checkpoint.lease import Lease
     from weft.checkpoint.store import committed, places
     from weft.checkpoint.store import prune as delete
-    from weft.observe.metrics import metric_by_step
+    from weft.observe.run_metrics import metric_by_step
 
     checkpoints = _checkpoints(run)
     if checkpoints == [open_storage(run)]:

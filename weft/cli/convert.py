@@ -25,7 +25,7 @@ _upcycle = typer.Option(
 _out = typer.Option(help="The folder to make; with --to weft also s3://...")
 
 
-def convert(
+def convert_command(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help=_source)],
     out: Annotated[str, _out],
     kind: Annotated[str | None, _from] = None,
@@ -42,12 +42,12 @@ def convert(
     """Convert checkpoints of other programs, with one tensor in memory at a time."""
     import torch
 
-    from weft.checkpoint.convert import convert as write
+    from weft.checkpoint.convert import convert
 
     import_plugins(plugin)
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype!r} is not possible; {nearest(dtype, DTYPES)}")
-    written = write(
+    written = convert(
         source,
         out,
         kind,

@@ -12,8 +12,8 @@ from weft.cli.arguments import AsJson, DataPath, Overrides, RecipeFile
 app = typer.Typer(help="Look at the data before a run.", no_args_is_help=True)
 
 
-@app.command()
-def preview(
+@app.command("preview")
+def preview_command(
     recipe: RecipeFile,
     overrides: Overrides = None,
     data: DataPath = None,
@@ -24,14 +24,13 @@ def preview(
     as_json: AsJson = False,
 ) -> int:
     """Show the first conversations as their chat template writes them, with what is learned of them in colour."""
-    from weft.data.chat.preview import coloured, preview_page
-    from weft.data.chat.preview import preview_samples as read
+    from weft.data.chat.preview import coloured, preview_page, preview_samples
     from weft.pages import write
     from weft.recipe import load_recipe
     from weft.train.setup import recipe_tokenizer
 
     settings = load_recipe(recipe, overrides or (), data=data)
-    shown, notes = read(settings.data, recipe_tokenizer(settings), samples)
+    shown, notes = preview_samples(settings.data, recipe_tokenizer(settings), samples)
     if as_json:
         typer.echo(
             json.dumps(

@@ -10,7 +10,7 @@ from weft.cli.arguments import AsJson
 from weft.cli.console import print_table
 
 
-def doctor(
+def doctor_command(
     run: Annotated[
         Path,
         typer.Argument(
@@ -20,7 +20,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> int:
     """Say who makes a run wait: a slow computer, sender, receiver or link, or a rank that hangs and where."""
-    from weft.observe.doctor import examine, tables
+    from weft.observe.diagnosis import examine, tables
 
     examination = examine(run)
     if as_json:

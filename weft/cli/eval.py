@@ -16,7 +16,7 @@ _files = "Files of questions: JSON Lines or TOML (docs/how-to/evaluation.md)."
 _chat = "Prompts are what a user says: apply the chat template."
 
 
-def evaluate(
+def eval_command(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help=_files)],
     checkpoint: Annotated[str, ModelName],
     chat: Annotated[bool, typer.Option("--chat", help=_chat)] = False,

@@ -25,7 +25,7 @@ _push = (
 _public = "With --push: a repository that is made for it can be seen by everybody; else by you alone."
 
 
-def export(
+def export_command(
     checkpoint: Annotated[str, ModelName],
     out: Annotated[Path, typer.Option(help="The folder (or .gguf file) to make.")],
     merge: Annotated[

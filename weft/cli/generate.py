@@ -67,7 +67,7 @@ _min_p = "Drop what is less likely than this share of the likeliest."
 CHUNK = 2048
 
 
-def generate(
+def generate_command(
     checkpoint: Annotated[str, ModelName],
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompt_file: Annotated[

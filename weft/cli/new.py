@@ -11,7 +11,7 @@ _from = "Start from this recipe: one of weft recipes, or a file. Left out: ten s
 _all = "Add every other setting too, as a comment at its default."
 
 
-def new(
+def new_command(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="Write the recipe to NAME.toml.")
     ],

@@ -35,24 +35,24 @@ _ticket = typer.Argument(
 )
 
 
-@app.command()
-def invite(
+@app.command("invite")
+def invite_command(
     relay: Annotated[
         str,
         typer.Argument(metavar="HOST:PORT", help="Where a relay will be reachable."),
     ],
 ) -> int:
     """Make an invitation, and the ticket of its relay. Both are secrets; the ticket is for the relay alone."""
-    from weft.peers.invitation import invite as new
+    from weft.peers.invitation import invite
 
-    ticket, invitation = new(relay)
+    ticket, invitation = invite(relay)
     print(f"{invitation}\n{ticket}")
     warn("the first line is for the peers, the second for `weft peer relay`")
     return 0
 
 
 @app.command("relay")
-def serve(
+def relay_command(
     ticket: Annotated[str, _ticket],
     bind: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Listen on this address alone.")
@@ -77,8 +77,8 @@ def serve(
     return 0
 
 
-@app.command()
-def join(
+@app.command("join")
+def join_command(
     given: Given = None,
     name: Annotated[
         str, typer.Option(help="What others call this peer; else this machine's name.")
@@ -125,8 +125,8 @@ def join(
     return 0
 
 
-@app.command()
-def status(given: Given = None, as_json: AsJson = False) -> int:
+@app.command("status")
+def status_command(given: Given = None, as_json: AsJson = False) -> int:
     """Show who is there, which way packets go, and what is shared."""
     with _visitor(given) as peer:
         peer.settle()
@@ -152,8 +152,8 @@ def status(given: Given = None, as_json: AsJson = False) -> int:
     return 0
 
 
-@app.command()
-def get(
+@app.command("get")
+def get_command(
     path: Annotated[
         str,
         typer.Argument(

@@ -42,7 +42,7 @@ _generate = "One device writes, weights come from its host: PROMPTS of TOKENS, a
 _probe = "Really run K of the best on this machine for some steps each; the others' times are moved accordingly."
 
 
-def plan(
+def plan_command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=_model)],
     cluster: Annotated[
         str | None, typer.Option(metavar="FILE|PRESET", help=_cluster)

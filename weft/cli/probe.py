@@ -13,7 +13,7 @@ from weft.pages import check_writable
 from weft.run.ranks import in_ranks, threads_per_rank
 
 
-def probe(
+def probe_command(
     out: Annotated[
         Path, typer.Option(metavar="FILE", help="The cluster file to write.")
     ] = Path("probe.toml"),

@@ -15,7 +15,7 @@ _traces = "Traces of torch.profiler (export_chrome_trace); several are of growin
 _batches = "Batch sizes to record, separated by commas."
 
 
-def profile(
+def profile_command(
     traces: Annotated[
         list[Path] | None, typer.Argument(metavar="[TRACE]...", help=_traces)
     ] = None,

@@ -25,7 +25,7 @@ _members = typer.Argument(
 
 
 @app.command("list")
-def show(run: RunFolder, json: AsJson = False) -> None:
+def list_command(run: RunFolder, json: AsJson = False) -> None:
     """Show who takes part."""
     from weft.resilience.roster import read_roster
 
@@ -55,8 +55,8 @@ def show(run: RunFolder, json: AsJson = False) -> None:
     Console(highlight=False).print(table)
 
 
-@app.command()
-def add(
+@app.command("add")
+def add_command(
     run: RunFolder,
     ranks: Annotated[
         int, typer.Option(min=1, help="So many processes of this machine.")
@@ -88,8 +88,8 @@ def add(
     return 0
 
 
-@app.command()
-def remove(run: RunFolder, members: Annotated[list[int], _members]) -> None:
+@app.command("remove")
+def remove_command(run: RunFolder, members: Annotated[list[int], _members]) -> None:
     """Let members of a run leave after its present step; their numbers are those of weft ranks list."""
     from weft.errors import UsageError
     from weft.resilience.roster import ask_to_leave, read_roster

@@ -7,7 +7,7 @@ import typer
 
 from weft.cli.arguments import PluginModules, import_plugins
 from weft.cli.console import print_table
-from weft.recipe.shipped import headline, shipped_recipes
+from weft.recipe.shipped import recipe_headline, shipped_recipes
 
 _schema = (
     "Print the JSON schema of recipes instead, by which editors complete and check them; name it in a recipe's "
@@ -15,7 +15,7 @@ _schema = (
 )
 
 
-def recipes(
+def recipes_command(
     schema: Annotated[bool, typer.Option("--schema", help=_schema)] = False,
     plugin: PluginModules = None,
 ) -> int:
@@ -31,6 +31,6 @@ def recipes(
     rows = []
     for name, path in shipped_recipes().items():
         layout = load_recipe(path).layout
-        rows.append((name, str(layout.world), str(layout), headline(path)))
+        rows.append((name, str(layout.world), str(layout), recipe_headline(path)))
     print_table(("recipe", "ranks", "layout", "what it shows"), rows)
     return 0

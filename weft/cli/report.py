@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 
-def report(
+def report_command(
     runs: Annotated[
         list[Path],
         typer.Argument(metavar="RUN...", help="A run folder, or several to compare."),
@@ -17,7 +17,7 @@ def report(
     ] = None,
 ) -> int:
     """Write the report of a run, or of several side by side: one HTML page that works offline."""
-    from weft.observe.report import write_report
+    from weft.observe.run_page import write_report
 
     typer.echo(write_report(*runs, out=out))
     return 0

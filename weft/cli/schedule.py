@@ -11,7 +11,7 @@ _exchange = "Tokens of a microbatch to experts of other ranks and back, in all l
 _ms = "{} of a microbatch on a rank, all its stages."
 
 
-def schedule(
+def schedule_command(
     name: Annotated[
         str | None,
         typer.Argument(metavar="NAME", help="e.g. 1f1b; without it, all are listed."),

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 
 from rich.console import Console
@@ -53,7 +54,7 @@ def show_schedule(
         turns = best_turns(
             table, inside, uniform_costs(with_exchanges(table, inside), times)
         )
-        simulation = min(turns.values(), key=lambda found: found.makespan)
+        simulation = min(turns.values(), key=attrgetter("makespan"))
     bubble = (simulation.makespan - microbatches * work) / simulation.makespan
     note = f"{builder_of(name).about} · {_paper(name)}"
     for kind, path in files.items():
@@ -72,7 +73,7 @@ def show_schedule(
         record |= (
             {
                 "exchanges_beside": {
-                    way.value: found.makespan for way, found in turns.items()
+                    way.value: simulation.makespan for way, simulation in turns.items()
                 }
             }
             if turns
@@ -81,8 +82,8 @@ def show_schedule(
         print(json.dumps(record))
     else:
         beside = ", ".join(
-            f"{way.value} {draw.short_number(found.makespan)} ms"
-            for way, found in turns.items()
+            f"{way.value} {draw.short_number(simulation.makespan)} ms"
+            for way, simulation in turns.items()
         )
         facts = {"exchanges beside": beside} if turns else {}
         facts |= {k: str(path) for k, path in files.items() if path}

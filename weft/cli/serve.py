@@ -54,7 +54,7 @@ _invariant = (
 SHARE = 0.4
 
 
-def serve(
+def serve_command(
     checkpoint: Annotated[str, ModelName],
     host: Annotated[
         str, typer.Option(help="Where to listen; 0.0.0.0 for all networks.")

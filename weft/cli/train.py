@@ -30,7 +30,7 @@ _sweep_help = "A run for each of these values, one after the other; several --sw
 _sweep = typer.Option("--sweep", metavar="SECTION.KEY=A,B", help=_sweep_help)
 
 
-def train(
+def train_command(
     recipe: RecipeFile,
     layout: LayoutText = None,
     overrides: Overrides = None,
@@ -57,7 +57,7 @@ def train(
                 recipe, [*(overrides or []), *more], layout, origin, data
             )
 
-        return swept(sweep, varied, out, resume, ranks, cluster)
+        return sweep_command(sweep, varied, out, resume, ranks, cluster)
     given = load_recipe(recipe, overrides or [], layout, origin, data)
     if not in_ranks():
         check_sources(given.data)  # before anything that takes time
@@ -108,7 +108,7 @@ def train(
     )
 
 
-def swept(
+def sweep_command(
     asked: list[str], load: "Callable[[list[str]], Recipe]", out: Path | None, resume: str | None, ranks: int | None,
     cluster: str | None,
 ) -> int:  # fmt: skip
@@ -193,9 +193,9 @@ def probed_choice(
 
 
 def conclude(recipe: "Recipe", outcome: "Outcome") -> None:
-    from weft.api import finish
+    from weft.api import finish_run
     from weft.checkpoint.best import best_checkpoint
-    from weft.observe.metrics import Metrics
+    from weft.observe.run_metrics import Metrics
 
     say = plain_console().print
     if outcome.interrupted:
@@ -215,7 +215,7 @@ def conclude(recipe: "Recipe", outcome: "Outcome") -> None:
         metrics = Metrics(outcome.run)
         metrics.log("sample", outcome.progress.step, samples=shown)
         metrics.close()
-    finished = finish(recipe, outcome)
+    finished = finish_run(recipe, outcome)
     if finished.export:
         say(f"exported    {finished.export}")
     if best := best_checkpoint(outcome.run):

@@ -21,7 +21,7 @@ LINE_EVERY = 50
 _types_help = "Type-check the step instead: no devices, any world size."
 
 
-def verify(
+def verify_command(
     recipe: RecipeFile,
     layout: LayoutText = None,
     overrides: Overrides = None,

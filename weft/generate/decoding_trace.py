@@ -5,7 +5,7 @@ from pathlib import Path
 from weft.generate.engine import Engine
 from weft.generate.sampling import GREEDY
 from weft.models.transformer import Transformer
-from weft.observe.split import quiet_profile
+from weft.observe.time_split import quiet_profile
 
 
 def trace_decoding(

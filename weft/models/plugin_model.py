@@ -27,7 +27,7 @@ from weft.models.module import Module
 from weft.models.plugin_loss import TokenLoss
 from weft.models.transformer import Transformer
 from weft.models.values import Values
-from weft.plugins import blaming, made_model
+from weft.plugins import blaming, build_plugin_model
 from weft.recipe import ModelShape
 from weft.registry import find
 
@@ -52,7 +52,7 @@ class PluginModel(Transformer):
         self.freq = torch.zeros(0)
         self.blocks = nn.ModuleDict()
         with torch.random.fork_rng(devices=[]):
-            self.net = made_model(shape.kind, shape.settings, shape.vocab)
+            self.net = build_plugin_model(shape.kind, shape.settings, shape.vocab)
         for name, p in self.net.named_parameters():
             dims = [Dim(f"d{i}", size) for i, size in enumerate(p.shape)]
             self.logical[f"net.{name}"] = mesh.place.logical(dims, std=None)
@@ -90,7 +90,7 @@ def plugin_values(shape: ModelShape, seed: int) -> Values:
     """Return the initial values that the plugin's module makes under this seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        net = made_model(shape.kind, shape.settings, shape.vocab)
+        net = build_plugin_model(shape.kind, shape.settings, shape.vocab)
     parameters = {f"net.{name}": p.detach() for name, p in net.named_parameters()}
 
     def values(name: str, logical: Logical, box: Box) -> T:

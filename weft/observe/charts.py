@@ -5,8 +5,8 @@ from itertools import accumulate, cycle
 from statistics import mean
 from typing import NamedTuple
 
-from weft.observe import checkpoints
-from weft.observe.metrics import Record, RecordedRun, Records
+from weft.observe import checkpoint_times
+from weft.observe.run_metrics import Record, RecordedRun, Records
 
 #: Parts of a step and their colors.
 PARTS = {
@@ -80,7 +80,7 @@ CHARTS = (
 )  # fmt: skip
 
 
-def column(records: list[Record], name: str) -> tuple[list[int], list[float]]:
+def values_by_step(records: list[Record], name: str) -> tuple[list[int], list[float]]:
     """Steps and values of the records that have a (finite) value."""
     points = [
         (r["step"], r[name]) for r in records if isinstance(r.get(name), (int, float))
@@ -98,7 +98,7 @@ def charts(runs: Sequence[RecordedRun]) -> list[Record]:
             shown = [
                 s
                 for s in chart.series
-                if column(run.records.get(s.kind, []), s.value)[1]
+                if values_by_step(run.records.get(s.kind, []), s.value)[1]
             ]
             for number, series in enumerate(shown):
                 label = series.label if len(shown) > 1 else ""
@@ -215,7 +215,7 @@ def membership(records: Records) -> list[Record]:
         "line": ranks["line"] | {"shape": "hv"},
         "showlegend": True,
     }
-    steps, values = column(trained, "loss")
+    steps, values = values_by_step(trained, "loss")
     times = {
         record["step"]: round((record["time"] - begun) / 60, 3) for record in trained
     }
@@ -282,13 +282,13 @@ def frame(chart: Chart, traces: list[Record], runs: Sequence[RecordedRun]) -> Re
 
 def checkpoint_charts(records: Records) -> list[Record]:
     """The charts about checkpoints: seconds by rank and stage, and how long training waited. Empty without any."""
-    saved, made = records.get("saved", []), records.get("checkpoint", [])
+    saved, checkpoints = records.get("saved", []), records.get("checkpoint", [])
     drawn = (
         [heat]
-        if (heat := checkpoints.heat_map(saved, records.get("loaded", [])))
+        if (heat := checkpoint_times.heat_map(saved, records.get("loaded", [])))
         else []
     )
-    steps, stall = checkpoints.stalls(saved, made)
+    steps, stall = checkpoint_times.stalls(saved, checkpoints)
     if steps:
         layout: Record = {"yaxis": {"rangemode": "tozero", "ticksuffix": " s"}}
         note = "Seconds that training waited for a save, slowest rank"
@@ -327,7 +327,7 @@ def line(
     """A line; a long noisy one becomes faint and gets a bold running mean on top."""
     rows = records.get(series.kind, [])
     steps: Sequence[float]
-    steps, values = column(rows, series.value)
+    steps, values = values_by_step(rows, series.value)
     if chart.by_time:
         steps = minutes(
             [r for r in rows if isinstance(r.get(series.value), (int, float))],

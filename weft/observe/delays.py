@@ -3,7 +3,7 @@
 from math import log
 from statistics import quantiles
 
-from weft.observe.metrics import Record
+from weft.observe.run_metrics import Record
 
 #: More ranks than this are not drawn.
 DRAWN = 32

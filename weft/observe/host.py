@@ -16,7 +16,7 @@ from weft.version import VERSION
 Sample = dict[str, float]
 
 
-def environment() -> dict[str, str]:
+def describe_machine() -> dict[str, str]:
     """Where a run takes place: host, processor, versions, the state of the code, and the command."""
     cores = (
         f"{psutil.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"

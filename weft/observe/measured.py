@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from weft.observe.metrics import read_metrics
+from weft.observe.run_metrics import read_metrics
 
 #: The file of rows, beside the run folders.
 FILE = "measured.csv"
@@ -16,7 +16,7 @@ FILE = "measured.csv"
 WARM, LEAST = 3, 5
 
 
-def row_of(run: Path) -> dict[str, Any] | None:
+def row_of_run(run: Path) -> dict[str, Any] | None:
     """What the run in this folder measured, by column; None if it was too short or had what the model does not know."""
     records = read_metrics(run)
     if not records.get("run"):
@@ -72,7 +72,7 @@ def row_of(run: Path) -> dict[str, Any] | None:
 
 def append(run: Path) -> Path | None:
     """Add the row of this run to the file beside it; None where there is nothing to add."""
-    row = row_of(run)
+    row = row_of_run(run)
     if row is None:
         return None
     path = run.parent / FILE

@@ -102,7 +102,7 @@ class Verdict:
         return self.kind, self.ranks
 
 
-def digest(trace: Trace, window: int = WINDOW) -> Digest:
+def digest_trace(trace: Trace, window: int = WINDOW) -> Digest:
     """A summary of the last ``window`` steps that have ended, from a rank's trace."""
     steps = dict[int, StepTimes]()
     done = trace.steps[trace.steps["leave"] > 0][-window:]
@@ -286,7 +286,7 @@ def rounds_of(size: int) -> list[list[Pair]]:
     return rounds
 
 
-def probe(
+def probe_links(
     group: dist.ProcessGroup,
     device: torch.device,
     rounds: Sequence[Sequence[Pair]],
@@ -342,7 +342,7 @@ def steady_matrix(
         dict[Pair, int](),
         list[np.ndarray[Any, Any]](),
     )
-    least = probe(group, device, rounds, parts)
+    least = probe_links(group, device, rounds, parts)
     while True:
         slow = least > FAR * np.nanquantile(least, 0.25, method="lower")
         steady = (
@@ -365,7 +365,9 @@ def steady_matrix(
             if few
             else [[pair for pair in some if slow[pair]] for some in rounds]
         )
-        again.append(np.nan_to_num(probe(group, device, chosen, parts), nan=np.inf))
+        again.append(
+            np.nan_to_num(probe_links(group, device, chosen, parts), nan=np.inf)
+        )
         least = np.where(slow, np.min(again, 0), least)
 
 
@@ -398,7 +400,7 @@ class DelayWatch:
         self.news = []
         if self._seen % EVERY:
             return False
-        self.digests = from_all(digest(self.ring.read()), self.group)
+        self.digests = from_all(digest_trace(self.ring.read()), self.group)
         computers = slow_computers(self.digests, self._best, self.shares)
         if not computers:
             for each in self.digests:

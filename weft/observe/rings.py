@@ -112,7 +112,7 @@ def parse(ring: mmap.mmap) -> Trace:
     return Trace(about, groups, places, records[np.argsort(records["number"])])
 
 
-def newest(run: Path) -> dict[int, Trace]:
+def newest_traces(run: Path) -> dict[int, Trace]:
     """The rings of the run's last view, by rank."""
     rings = dict[tuple[int, int], Trace]()
     for path in rings_of(run).glob("*-*.ring"):

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from weft.net import lost
 from weft.net.process import machine_id, started_at
 from weft.observe import rings
-from weft.observe.hooks import install
+from weft.observe.collective_hooks import install
 from weft.observe.rings import (
     HEAD,
     KINDS,
@@ -249,14 +249,14 @@ _ring: Ring | None = None
 _uninstall: Callable[[], None] = lambda: None  # noqa: E731
 
 
-def start(folder: Path, rank: int, epoch: int = 0) -> Ring:
+def start_tracing(folder: Path, rank: int, epoch: int = 0) -> Ring:
     """Trace this process from now on, as ``rank`` of the view ``epoch`` of the run in ``folder``.
 
     All process groups must have been made. The rings of the view before stay, as they tell how it ended; older ones are
     removed.
     """
     global _ring, _uninstall
-    end()
+    end_tracing()
     place = rings.rings_of(folder)
     for old in place.glob("*-*.ring"):
         if old.name.partition("-")[0] not in (str(epoch - 1), str(epoch)):
@@ -275,7 +275,7 @@ def _standings(run: Path, ranks: Sequence[int]) -> str:
     """Where these ranks are, in words, as far as their rings are on this machine."""
     # whatever is wrong with them, what this is said of matters more
     with contextlib.suppress(Exception):
-        traces, now = rings.newest(run), time.monotonic_ns()
+        traces, now = rings.newest_traces(run), time.monotonic_ns()
         return "; ".join(
             f"rank {rank} {rings.standing(traces[rank], now)}"
             for rank in ranks
@@ -284,7 +284,7 @@ def _standings(run: Path, ranks: Sequence[int]) -> str:
     return ""
 
 
-def end() -> None:
+def end_tracing() -> None:
     """Stop tracing. The ring stays."""
     global _ring, _uninstall
     if _ring is not None:
@@ -296,7 +296,7 @@ def end() -> None:
 def stop(everyone: bool = False) -> None:
     """Stop tracing at a run's good end, and remove the ring, or (``everyone``) those of all ranks of this machine."""
     path = _ring.path if _ring else None
-    end()
+    end_tracing()
     if path and everyone:
         shutil.rmtree(path.parent, ignore_errors=True)
     elif path:

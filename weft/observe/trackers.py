@@ -143,12 +143,12 @@ TRACKERS: dict[str, Callable[[Path], Tracker]] = {
 
 def make_tracker(name: str, run: Path) -> Tracker:
     """The tracker of this name, Weft's or a plugin's. Raises :class:`ImportError` if its package is not installed."""
-    made: Tracker = (
+    tracker: Tracker = (
         TRACKERS[name](run)
         if name in TRACKERS
         else find("tracker", name).implementation(run)
     )
-    return made
+    return tracker
 
 
 def remembered(run: Path, name: str, make: Callable[[], str]) -> str:

@@ -41,7 +41,7 @@ def read_own(path: Path) -> list[Measurement]:
 
 
 def _row(cells: dict[str, str]) -> Measurement:
-    """One line as :func:`weft.observe.measured.row_of` wrote it."""
+    """One line as :func:`weft.observe.measured.row_of_run` wrote it."""
     if cells["framework"] != "weft":
         raise ValueError("a row of another program")
     notes = dict(re.findall(r"(\w+)=([\w-]+)", cells["notes"]))

@@ -66,15 +66,15 @@ class Checkpoint(Level):
             raise ValueError(
                 "give every level its own to, every and keep, or leave checkpoint.levels out"
             )
-        found = [level.to for level in self.all_levels]
-        for to in found:
+        places = [level.to for level in self.all_levels]
+        for to in places:
             try:
                 storage_address(to)
             except UsageError as error:
                 raise ValueError(str(error)) from None
-        if len({to.rstrip("/") for to in found}) < len(found):
+        if len({to.rstrip("/") for to in places}) < len(places):
             raise ValueError("two levels have the same 'to'")
-        if found[-1] == MEMORY:
+        if places[-1] == MEMORY:
             raise ValueError(
                 f"{MEMORY!r} does not outlast the run; add a level after it that does"
             )

@@ -38,7 +38,7 @@ def compressor_of(word: str) -> Any:
             f"compressor {word!r} takes nothing after its name; write {name!r}"
         )
     if technique := technique_of(name):
-        made: Any = technique.implementation
-        return made.of_word(name, argument if colon else None)
+        compressor: Any = technique.implementation
+        return compressor.of_word(name, argument if colon else None)
     words = [NONE, *(word for t in declared("compressor") for word in _words(t))]
     raise UsageError(f"there is no compressor {name!r}; {nearest(name, words)}")

@@ -64,13 +64,13 @@ class AskedRecipe(AskedStep):
     @property
     def narrowest_expert(self) -> int:
         """The fewest hidden units that a rank has of an expert; 0 if ``ep`` does not divide some layer's experts."""
-        found = [self.shape.expert_ffn or 0] if self.shape.mixtures else [1]
+        widths = [self.shape.expert_ffn or 0] if self.shape.mixtures else [1]
         for count in self.shape.mixtures.values():
             pieces, rest = divmod(self.layout.ep, count)
             if self.layout.ep > count:
                 cuts = pieces * (1 if self.layout.folds_tp else self.layout.tp)
-                found.append(0 if rest else (self.shape.expert_ffn or 0) // cuts)
-        return min(found)
+                widths.append(0 if rest else (self.shape.expert_ffn or 0) // cuts)
+        return min(widths)
 
     @property
     def odd_width(self) -> int | None:
@@ -249,7 +249,7 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
          "{0.possible_partners}", "change one of them"),
     Rule("a graph of other islands", "layout sync",
          lambda a: a.layout.island > 1 and a.sync.partner == "graph"
-         and not connected(a.sync.graph, a.layout.island),
+         and not links_all(a.sync.graph, a.layout.island),
          "sync.partner = 'graph' links all of island={0.layout.island}, from 0 on, with each other by way of some, and "
          "sync.graph = {0.sync.graph} does not", "give pairs of islands, as sync.graph = [[0, 1], [1, 2]]"),
     Rule("a graph for nobody", "sync", lambda a: bool(a.sync.graph) and a.sync.partner != "graph",
@@ -393,13 +393,13 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
 )  # fmt: skip
 
 
-def connected(edges: Sequence[tuple[int, int]], count: int) -> bool:
+def links_all(edges: Sequence[tuple[int, int]], count: int) -> bool:
     """Whether these pairs link all of so many islands, from 0 on, and nobody else."""
-    found = {0}
+    reached = {0}
     for _ in range(count):
-        found |= {one for edge in edges if found & {*edge} for one in edge}
-    named = {0, *(one for edge in edges for one in edge)}
-    return found == {*range(count)} == named and all(a != b for a, b in edges)
+        reached |= {island for edge in edges if reached & {*edge} for island in edge}
+    named = {0, *(island for edge in edges for island in edge)}
+    return reached == {*range(count)} == named and all(a != b for a, b in edges)
 
 
 def every_rule() -> list[Rule]:

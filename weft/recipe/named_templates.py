@@ -56,7 +56,7 @@ def templates_of(config: Mapping[str, Any], file: bytes | None) -> dict[str, str
     if file is not None:
         return {DEFAULT: file.decode()}
     if isinstance(given, list):
-        return {one["name"]: one["template"] for one in given}
+        return {entry["name"]: entry["template"] for entry in given}
     if isinstance(given, dict):
         return dict(given)
     return {DEFAULT: given} if given else {}

@@ -5,7 +5,7 @@ from typing import Any
 from weft.recipe.data_section import RECORD_FILES
 from weft.recipe.host_section import HostSection
 from weft.recipe.recipe import Recipe
-from weft.registry import KINDS, Registered, values_of
+from weft.registry import KINDS, Registered, setting_values
 
 #: The dialect that Taplo reads, the TOML language server within Even Better TOML.
 DRAFT_4 = "http://json-schema.org/draft-04/schema#"
@@ -49,7 +49,7 @@ def _add_names(tree: Schema, definitions: dict[str, Schema]) -> None:
         section, dot, key = setting.partition(".")
         if not dot or section not in Recipe.model_fields:
             continue  # an option of a command, or a list of tables
-        values = values_of(setting)
+        values = setting_values(setting)
         if section == "data":
             definition, values = definitions["Source"], [*values, *RECORD_FILES]
         else:

@@ -30,12 +30,12 @@ def find_recipe(name: str | Path) -> Path | None:
     return next(here, None) or shipped_recipes().get(str(name).removesuffix(".toml"))
 
 
-def headline(path: Path) -> str:
+def recipe_headline(path: Path) -> str:
     """The first line of a recipe's comment, which says what it shows."""
     return path.read_text().partition("\n")[0].lstrip("# ")
 
 
-def techniques() -> list[list[str]]:
+def catalogue_rows() -> list[list[str]]:
     """The rows of the catalogue's table (``docs/reference/techniques.md``), without its header."""
     page = shipped("docs") / "reference/techniques.md"
     if not page.is_file():

@@ -17,16 +17,16 @@ class StorageAddress(NamedTuple):
 def storage_address(text: str) -> StorageAddress:
     """The address that ``text`` is. Raises :class:`UsageError`, without the text, which may have a credential in it."""
     # a Path has one slash left
-    if found := re.fullmatch(r"s3:/{1,2}([^/]*)/*(.*?)/*", text):
-        bucket, prefix = found.groups()
+    if match := re.fullmatch(r"s3:/{1,2}([^/]*)/*(.*?)/*", text):
+        bucket, prefix = match.groups()
         # nor key:secret@bucket
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", bucket):
             raise UsageError(
                 "an object store is given as s3://bucket/prefix; credentials go into AWS_* variables"
             )
         return StorageAddress("s3", re.sub("/+", "/", prefix), bucket)
-    if found := re.fullmatch(r"peer:/{1,2}(.*?)/*", text):
-        return StorageAddress("peer", found[1])
+    if match := re.fullmatch(r"peer:/{1,2}(.*?)/*", text):
+        return StorageAddress("peer", match[1])
     if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text):
         raise UsageError(
             f"{scheme[1]}:// is no storage that Weft knows; give a folder, s3://bucket/prefix or peer://path"

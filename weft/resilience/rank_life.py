@@ -243,7 +243,7 @@ class RankParty:
         """Leave the process groups; ``broken``: others may never finish what they do in them."""
         self.guard.since, self.guard.slow.rebalance = time.monotonic(), False
         hang_up, self._hang_up = self._hang_up, None
-        trace.end()
+        trace.end_tracing()
         if broken:
             # a run that loses no rank imports neither; leaving the groups takes longer
             for module in ("weft.resilience.layouts", "weft.checkpoint.reshard"):

@@ -34,7 +34,7 @@ def save_copies(
     Each rank saves an equal share, and needs no memory beyond that and its copies. Raises :class:`WeftError` if it
     fails.
     """
-    rank, world, about = mesh.rank("dp"), mesh.size("dp"), job.about
+    rank, world, about = mesh.rank("dp"), mesh.size("dp"), job.facts(recovery.progress)
     parts = list(parts_to_give(recovery, snapshots, rank))
     tensors: dict[str, Tensor] = {}
     for theirs in from_all(

@@ -30,7 +30,7 @@ class Watching(Guard):
         """Watch the ranks of the view ``epoch``, whose process groups ``mesh`` has; a single rank is not watched."""
         self.watch = None
         if mesh.step_group is not None and mesh.layout.world > 1:
-            ring = trace.start(self.folder, mesh.step_group.rank(), epoch)
+            ring = trace.start_tracing(self.folder, mesh.step_group.rank(), epoch)
             self.recorder, self.watch = (
                 recorder,
                 DelayWatch(ring, mesh.step_group, mesh.device),

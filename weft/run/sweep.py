@@ -21,9 +21,9 @@ from weft.checkpoint.store import committed
 from weft.data.cache import digest
 from weft.errors import UsageError, WeftError
 from weft.observe.charts import RUNS as COLOURS
-from weft.observe.metrics import FILE as METRICS
-from weft.observe.metrics import read_metrics
-from weft.observe.report import write_report
+from weft.observe.run_metrics import FILE as METRICS
+from weft.observe.run_metrics import read_metrics
+from weft.observe.run_page import write_report
 from weft.recipe import Recipe
 from weft.run.signals import requests
 

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple
 
 from weft.layout.axes import CUTS
-from weft.plugins import made_model
+from weft.plugins import build_plugin_model
 from weft.recipe import Adapter, ModelShape, VocabularyWeight
 from weft.shapes.dim import Dim
 from weft.shapes.untrainable import has_gate
@@ -178,7 +178,7 @@ def outer_table(model: ModelShape) -> Table:
 
 
 def _of_plugin(model: ModelShape, vocab: int) -> list[Parameter]:
-    named = made_model(model.kind, model.settings, vocab).named_parameters()
+    named = build_plugin_model(model.kind, model.settings, vocab).named_parameters()
     return [
         Parameter(
             f"net.{name}",

@@ -16,8 +16,8 @@ from torch.profiler import record_function
 
 from weft.observe.display import Display
 from weft.observe.flops import memory_gib, peak_flops
-from weft.observe.host import HardwareLoad, environment
-from weft.observe.metrics import Metrics
+from weft.observe.host import HardwareLoad, describe_machine
+from weft.observe.run_metrics import Metrics
 from weft.registry import find
 from weft.shapes.parameters import learning_count, parameter_count
 from weft.shapes.shape import flops_per_token
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from weft.checkpoint.run_state import Progress
     from weft.data.tasks import Answered
     from weft.layout.mesh import Mesh
-    from weft.observe.split import TimeSplit
+    from weft.observe.time_split import TimeSplit
     from weft.train.setup import Job
 
 Results = list[StepResult]
@@ -88,10 +88,10 @@ class Recorder:
                 **self._job.facts(progress), "device": device, "parameters": parameters, "learning": learning,
                 "flops_per_token": self._per_token, "peak_flops": self._peak,
                 "started": datetime.datetime.now().isoformat(timespec="seconds"),
-                **(environment() if mesh.is_main else {}),
+                **(describe_machine() if mesh.is_main else {}),
             })  # fmt: skip
             if self._tracing:
-                from weft.observe.split import trace
+                from weft.observe.time_split import trace
 
                 path = self.folder / f"trace/rank-{os.environ.get('RANK', 0)}.json"
                 self._traced = stack.enter_context(trace(path, recipe.observe.trace))
@@ -158,7 +158,7 @@ class Recorder:
         if self._tracing or not every or number % every != min(2, every - 1):
             self._split = None
             return take_step()
-        from weft.observe.split import profile_step
+        from weft.observe.time_split import profile_step
 
         results, split = profile_step(take_step)
         self._split = split if results else None

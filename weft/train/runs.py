@@ -31,7 +31,7 @@ from weft.checkpoint.store import (
 )
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh, from_all
-from weft.observe.metrics import FILE
+from weft.observe.run_metrics import FILE
 from weft.recipe import RUNS, Optimizer, Recipe
 from weft.shapes.parameters import learns, parameters
 from weft.train.rule_optimizer import rate_jump, slot_bytes

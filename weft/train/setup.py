@@ -78,7 +78,7 @@ class Job:
         if code is not None:
             layout = layout.model_copy(update={"dp": code.jobs * code.parts})
         rows, passes = self.recipe.rows_per_pass(layout)
-        cut = self.recipe.dealt(layout)
+        cut = self.recipe.batch_layout(layout)
         first = mesh.island * cut.size("dp", "shard") if trains else 0
         ranks = [
             first

@@ -16,7 +16,7 @@ from weft.checkpoint.best import Best, read_best
 from weft.checkpoint.levels import check_hosts, open_levels
 from weft.checkpoint.run_checkpoints import Checkpoints
 from weft.models.widened import widened_note
-from weft.observe.metrics import read_metrics
+from weft.observe.run_metrics import read_metrics
 from weft.run.signals import requests
 from weft.train.build_step import build_step
 from weft.train.callbacks import Callbacks, Running

@@ -34,7 +34,7 @@ def numbers(row: Record) -> dict[str, float]:
     return {stage: float(v) for stage, v in values.items() if math.isfinite(v)}
 
 
-def times(rows: Sequence[Record]) -> Times:
+def stage_seconds(rows: Sequence[Record]) -> Times:
     """Median seconds by rank and stage; rows without a rank are the main one's."""
     samples: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -51,7 +51,7 @@ def rank_of(row: Record) -> int:
     return rank if isinstance(rank, int) else 0
 
 
-def stages(of: Times, order: Sequence[str]) -> list[str]:
+def stage_names(of: Times, order: Sequence[str]) -> list[str]:
     """The stages that there are, in their order."""
     names = {stage for seconds in of.values() for stage in seconds}
     return [s for s in order if s in names] + sorted(names.difference(order))
@@ -78,7 +78,7 @@ def ratio(seconds: float, middle: float, whole: float) -> float:
     return (seconds + damp) / (middle + damp)
 
 
-def verdict(of: Times, what: str) -> str:
+def slowest_in_words(of: Times, what: str) -> str:
     """One sentence: the rank and the stage that cost most above the median, or that there is none."""
     if not of:
         return ""
@@ -130,12 +130,17 @@ def size(count: float) -> str:
 
 def heat_map(saved: Sequence[Record], loaded: Sequence[Record]) -> Record | None:
     """Rank x stage: seconds as text, against the median over ranks as color. None without rows."""
-    groups = [(times(saved), SAVE, "save"), (times(loaded), LOAD, "load")]
+    groups = [
+        (stage_seconds(saved), SAVE, "save"),
+        (stage_seconds(loaded), LOAD, "load"),
+    ]
     ranks = sorted({rank for of, *_ in groups for rank in of})
     if not ranks:
         return None
     columns = [
-        (what, of, stage) for of, order, what in groups for stage in stages(of, order)
+        (what, of, stage)
+        for of, order, what in groups
+        for stage in stage_names(of, order)
     ]
     middles = [over_ranks(of)[stage] for _, of, stage in columns]
     wholes = [median(work(seconds) for seconds in of.values()) for _, of, _ in columns]
@@ -223,7 +228,7 @@ def _slowest(
     """
     others = [lines[i][1] for i in by_time[SLOWEST:]]
     tails = [
-        _tail([v for v in column if v is not None])
+        _deciles([v for v in column if v is not None])
         for column in zip(*others, strict=True)
     ]
     labels = ("slowest tenth", "median", "fastest tenth")
@@ -278,12 +283,12 @@ def _heat_layout(names: Sequence[str], stages: Sequence[str], saves: int) -> Rec
     return layout
 
 
-def _tail(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
+def _deciles(values: Sequence[float]) -> list[float | None]:
     """The ninth decile, the median and the first decile, as far as there are values for them."""
     if len(values) < 2:
-        return (None, values[0] if values else None, None)
+        return [None, values[0] if values else None, None]
     cut = quantiles(values, n=10, method="inclusive")
-    return cut[8], median(values), cut[0]
+    return [cut[8], median(values), cut[0]]
 
 
 def stalls(
@@ -325,7 +330,7 @@ def facts(
             )
         )
     for what, rows, order in (("Save", saved, SAVE), ("Load", loaded, LOAD)):
-        of = times(rows)
+        of = stage_seconds(rows)
         if total := _bytes(rows):
             each = f" · {size(total / len(of))} a rank" if len(of) > 1 else ""
             lines.append(
@@ -337,7 +342,7 @@ def facts(
         if of:
             middle = over_ranks(of)
             parts = [
-                f"{stage} {duration(middle[stage])}" for stage in stages(of, order)
+                f"{stage} {duration(middle[stage])}" for stage in stage_names(of, order)
             ]
             lines.append((f"{what}, median rank", " · ".join(parts)))
             if len(of) > 1:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.measured import eventually
 from weft.errors import WeftError
-from weft.observe.metrics import FILE, Metrics, read_metrics
+from weft.observe.run_metrics import FILE, Metrics, read_metrics
 from weft.plugins import register
 from weft.recipe import Observe
 

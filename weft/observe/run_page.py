@@ -8,10 +8,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from weft.errors import UsageError
-from weft.observe import checkpoints, delays
-from weft.observe.charts import PARTS, RUNS, charts, checkpoint_charts, column
+from weft.observe import checkpoint_times, delays
+from weft.observe.charts import PARTS, RUNS, charts, checkpoint_charts, values_by_step
 from weft.observe.display import clock, compact
-from weft.observe.metrics import Record, RecordedRun, Records, read_metrics
+from weft.observe.run_metrics import Record, RecordedRun, Records, read_metrics
 from weft.pages import render, write
 
 
@@ -60,7 +60,7 @@ def render_runs(runs: Sequence[RecordedRun], **values: Any) -> str:
     ]
     names = [run.name for run in runs]
     return render(
-        "observe/report.html",
+        "observe/run_page.html",
         plotly=get_plotlyjs(),
         charts=drawn,
         samples=samples,
@@ -82,7 +82,7 @@ def page_of(run: RecordedRun) -> str:
         subtitle=" · ".join(
             [facts[k] for k in ("Layout", "Ranks", "Device") if k in facts] + [run.name]
         ),
-        tiles=tiles(run.records),
+        tiles=headline_numbers(run.records),
         checkpoints=checkpoint_card(run.records),
         delays=delays.card(run.records.get("delays", [])),
         facts=facts.items(),
@@ -95,7 +95,10 @@ def page_beside(runs: Sequence[RecordedRun]) -> str:
     """The page about several runs: the same charts with a color per run, and what differs in numbers and recipes."""
     headline = rows_side_by_side(
         [
-            {name: f"{value} ({about})" for name, value, about in tiles(run.records)}
+            {
+                name: f"{value} ({about})"
+                for name, value, about in headline_numbers(run.records)
+            }
             for run in runs
         ]
     )
@@ -104,7 +107,7 @@ def page_beside(runs: Sequence[RecordedRun]) -> str:
         for row in rows_side_by_side([dict(flat(run.recipe)) for run in runs])
         if row.differs
     ]
-    made = [
+    facts = [
         run_facts(run) | dict(checkpoint_card(run.records).get("facts", ()))
         for run in runs
     ]
@@ -117,7 +120,7 @@ def page_beside(runs: Sequence[RecordedRun]) -> str:
         title=title,
         subtitle=subtitle,
         headline=headline,
-        facts=rows_side_by_side(made),
+        facts=rows_side_by_side(facts),
         recipes=recipes,
     )
 
@@ -137,11 +140,11 @@ def rows_side_by_side(runs: Sequence[dict[str, str]]) -> list[ReportRow]:
     return [ReportRow(name, [run.get(name, "-") for run in runs]) for name in names]
 
 
-def tiles(records: Records) -> list[tuple[str, str, str]]:
+def headline_numbers(records: Records) -> list[tuple[str, str, str]]:
     """The headline numbers: name, value, explanation."""
     shown = []
     for kind, title in (("train", "Loss"), ("validation", "Validation loss")):
-        steps, values = column(records.get(kind, []), "loss")
+        steps, values = values_by_step(records.get(kind, []), "loss")
         if values:
             ratio = f"ratio {values[-1] / values[0]:.3f} · " if values[0] else ""
             shown.append(
@@ -155,12 +158,12 @@ def tiles(records: Records) -> list[tuple[str, str, str]]:
         ("tokens_per_s", "Tokens per second", compact),
         ("mfu", "MFU", "{:.1%}".format),
     ):
-        if values := column(records.get("train", []), name)[1]:
+        if values := values_by_step(records.get("train", []), name)[1]:
             shown.append(
                 (title, show(median(values)), f"median · last {show(values[-1])}")
             )
-    if values := column(records.get("train", []), "memory_gib")[1]:
-        now = column(records["train"], "memory_now_gib")[1]
+    if values := values_by_step(records.get("train", []), "memory_gib")[1]:
+        now = values_by_step(records["train"], "memory_now_gib")[1]
         more = f" · last {now[-1]:.2f} GiB" if now else ""
         shown.append(
             ("Memory", f"{max(values):.2f} GiB", f"peak of the main rank{more}")
@@ -222,12 +225,12 @@ def run_facts(run: RecordedRun) -> dict[str, str]:
 
 def checkpoint_card(records: Records) -> Record:
     """What the card about checkpoints says; nothing if the run has none."""
-    saved, loaded, made = (
+    saved, loaded, checkpoints = (
         records.get(kind, []) for kind in ("saved", "loaded", "checkpoint")
     )
-    rows = checkpoints.facts(saved, loaded, made)
+    rows = checkpoint_times.facts(saved, loaded, checkpoints)
     said = [
-        checkpoints.verdict(checkpoints.times(r), what)
+        checkpoint_times.slowest_in_words(checkpoint_times.stage_seconds(r), what)
         for r, what in ((saved, "Saves"), (loaded, "Loads"))
     ]
     return {"verdict": " ".join(filter(None, said)), "facts": rows} if rows else {}

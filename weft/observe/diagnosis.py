@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 
 from weft.errors import WeftError
-from weft.observe.metrics import FILE, read_metrics
-from weft.observe.rank_delays import Verdict, digest, ranks_text, slow_computers
+from weft.observe.rank_delays import Verdict, digest_trace, ranks_text, slow_computers
 from weft.observe.rings import (
     KINDS,
     Trace,
     TracedGroup,
     collective_text,
     held_in,
-    newest,
+    newest_traces,
     process_of,
     standing,
 )
+from weft.observe.run_metrics import FILE, read_metrics
 
 #: A wait shows that a run hangs if it takes more than so many seconds, and more than so many times as long as a step.
 STUCK_S, STUCK_STEPS = 5.0, 5.0
@@ -67,7 +67,11 @@ class Examination:
 
 def examine(run: Path) -> Examination:
     """Diagnose a run by its traces on this machine and by its metrics. Raises :class:`WeftError` without either."""
-    traces, now, recorded = newest(run), time.monotonic_ns(), (run / FILE).is_file()
+    traces, now, recorded = (
+        newest_traces(run),
+        time.monotonic_ns(),
+        (run / FILE).is_file(),
+    )
     if not traces and not recorded:
         raise WeftError(
             f"{run} has no {FILE}, and no rank of it runs here; give the folder of a run that was started"
@@ -85,18 +89,21 @@ def examine(run: Path) -> Examination:
             f"{run / FILE}: its last record of kind delays is damaged; remove that line"
         ) from None
     states = {rank: process_of(trace) for rank, trace in traces.items()}
-    digests = [item for item in map(digest, traces.values()) if item.steps]
+    digests = [item for item in map(digest_trace, traces.values()) if item.steps]
     if digests and len(digests) == next(iter(traces.values())).about["world"]:
         said = slow_computers(digests, {}, {}) + [
             item for item in said if item.kind != "computer"
         ]
-    rows = [row_of(trace, states[rank], now) for rank, trace in sorted(traces.items())]
+    rows = [
+        status_of_rank(trace, states[rank], now)
+        for rank, trace in sorted(traces.items())
+    ]
     return Examination(rows, standstill(traces, states, now) or said, record)
 
 
-def row_of(trace: Trace, process: str, now: int) -> RankStatus:
+def status_of_rank(trace: Trace, process: str, now: int) -> RankStatus:
     """A rank's row in the table."""
-    about, short, inside = trace.about, digest(trace), held_in(trace)
+    about, short, inside = trace.about, digest_trace(trace), held_in(trace)
     steps, last = trace.steps, trace.records[-1] if len(trace.records) else None
     what = (
         collective_text(trace, inside)
@@ -197,7 +204,7 @@ def _seconds(record: Any, now: int) -> float:
 
 
 def _is_stuck(trace: Trace, state: str, record: Any, now: int) -> bool:
-    steps = digest(trace).steps.values()
+    steps = digest_trace(trace).steps.values()
     usual = median(total for total, *_ in steps) if steps else 0.0
     return (
         state == "gone"
@@ -272,7 +279,7 @@ def _differing(
 
 def tables(examination: Examination) -> list[tuple[list[str], list[list[str]]]]:
     """Headings and rows of the table of ranks, and of that of probe times, if links were probed."""
-    made = []
+    shown_tables = []
     if examination.rows:
         shown = [
             [
@@ -286,7 +293,7 @@ def tables(examination: Examination) -> list[tuple[list[str], list[list[str]]]]:
             ]
             for r in examination.rows
         ]
-        made.append(
+        shown_tables.append(
             (
                 [
                     "rank",
@@ -302,16 +309,16 @@ def tables(examination: Examination) -> list[tuple[list[str], list[list[str]]]]:
         )
     elif rows := examination.record.get("ranks"):
         shown = [[str(r["rank"]), _ms(r["compute"]), _ms(r["wait"])] for r in rows]
-        made.append((["rank", "computes ms", "waits ms"], shown))
+        shown_tables.append((["rank", "computes ms", "waits ms"], shown))
     if matrix := examination.record.get("matrix"):
         columns = [
             f"ms of {examination.record['size'] >> 10} KiB",
             *(f"to {i}" for i in range(len(matrix))),
         ]
-        made.append(
+        shown_tables.append(
             (columns, [[f"from {i}", *map(_ms, row)] for i, row in enumerate(matrix)])
         )
-    return made
+    return shown_tables
 
 
 def _ms(seconds: float | None) -> str:

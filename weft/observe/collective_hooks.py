@@ -134,10 +134,10 @@ def _functional(to: Recording) -> torch.library.Library:
             name: Any = next(a for a in reversed(args) if isinstance(a, str))
             group = dist.distributed_c10d._resolve_process_group(name)
             number = to.enter(kind, group, args, None)
-            made = operator._op_dk(key, *args)
-            for tensor in made if isinstance(made, list) else [made]:
+            result = operator._op_dk(key, *args)
+            for tensor in result if isinstance(result, list) else [result]:
                 results[tensor.data_ptr()] = number
-            return made
+            return result
 
         return kernel
 

@@ -15,8 +15,13 @@ import pytest
 from tests.browser import CHROMIUM, dumped_dom, measured
 from weft.errors import UsageError, WeftError
 from weft.observe.charts import POINTS, charts, minutes, running_mean, thin
-from weft.observe.metrics import FILE, Metrics, RecordedRun, read_metrics
-from weft.observe.report import flat, rows_side_by_side, tiles, write_report
+from weft.observe.run_metrics import FILE, Metrics, RecordedRun, read_metrics
+from weft.observe.run_page import (
+    flat,
+    headline_numbers,
+    rows_side_by_side,
+    write_report,
+)
 from weft.recipe import Recipe, build_recipe
 
 TITLES = ["Loss", "Throughput", "Model flops utilisation", "Step time", "Gradient norm", "Memory", "Learning rate",
@@ -41,7 +46,7 @@ def fake_run(
         else [(0, min(steps, resume_at + 17)), (resume_at, steps)]
     )
     for begin, end in attempts:
-        with mock.patch("weft.observe.metrics.time.time", lambda: clock[0]):
+        with mock.patch("weft.observe.run_metrics.time.time", lambda: clock[0]):
             metrics = Metrics(run)
             metrics.log("run", begin, **head)
             if begin:
@@ -218,7 +223,7 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     assert write_report(run).is_file()
     assert (
         charts([RecordedRun("run", read_metrics(run))]) == []
-        and tiles(read_metrics(run)) == []
+        and headline_numbers(read_metrics(run)) == []
     )
 
 

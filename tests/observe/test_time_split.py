@@ -15,7 +15,13 @@ import torch.multiprocessing as mp
 from torch.profiler import record_function
 
 from tests.measured import until_true
-from weft.observe.split import TimeSplit, TraceEvent, profile_step, split_events, trace
+from weft.observe.time_split import (
+    TimeSplit,
+    TraceEvent,
+    profile_step,
+    split_events,
+    trace,
+)
 
 
 def work(size: int = 300, times: int = 1) -> None:

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 
 from tests.browser import CHROMIUM, dumped_dom
-from tests.observe.test_report import fake_run
+from tests.observe.test_run_page import fake_run
 from weft.observe.charts import checkpoint_charts
-from weft.observe.checkpoints import (
+from weft.observe.checkpoint_times import (
     ROWS,
     SLOWEST,
     duration,
     facts,
     heat_map,
     size,
+    slowest_in_words,
+    stage_seconds,
     stalls,
-    times,
-    verdict,
 )
-from weft.observe.metrics import FILE, Metrics, read_metrics
-from weft.observe.report import checkpoint_card, write_report
+from weft.observe.run_metrics import FILE, Metrics, read_metrics
+from weft.observe.run_page import checkpoint_card, write_report
 
 STAGES = {"stage_s": 0.02, "copy_s": 0.1, "hash_s": 0.05, "write_s": 0.8}
 
@@ -55,12 +55,15 @@ def plain(text: str) -> str:
 
 @pytest.mark.parametrize("ranks", [2, 8, 512])
 def test_the_slow_rank_and_stage_are_named(ranks: int) -> None:
-    said = plain(verdict(times(saved(ranks, slow=1, by=2.5)), "Saves"))
+    said = plain(slowest_in_words(stage_seconds(saved(ranks, slow=1, by=2.5)), "Saves"))
     ours = 2.5 if ranks > 2 else 5 / 3.5  # of two, the median lies between
     assert said.startswith(
         f"Saves: rank 1 takes {ours:.1f}x the median in write (2.00 s, median "
     )
-    assert plain(verdict(times(saved(ranks)), "Saves")) == "Saves: no rank stands out."
+    assert (
+        plain(slowest_in_words(stage_seconds(saved(ranks)), "Saves"))
+        == "Saves: no rank stands out."
+    )
 
 
 def test_waiting_and_noise_are_no_fault_of_a_rank() -> None:
@@ -70,7 +73,7 @@ def test_waiting_and_noise_are_no_fault_of_a_rank() -> None:
             row |= {"stage_s": 3.0, "hash_s": 0.01}
         if row["rank"] == 6 and "hash_s" in row:
             row["hash_s"] = 0.055
-    said = plain(verdict(times(rows), "Saves"))
+    said = plain(slowest_in_words(stage_seconds(rows), "Saves"))
     assert (
         said == "Saves: rank 3 takes 2.1x the median in write (1.68 s, median 800 ms)."
     )
@@ -78,12 +81,14 @@ def test_waiting_and_noise_are_no_fault_of_a_rank() -> None:
         r | ({"write_s": 1.3} if r["rank"] == 5 and "write_s" in r else {})
         for r in rows
     ]
-    assert verdict(times(rows), "Saves").endswith("; 1 other rank is slow as well.")
+    assert slowest_in_words(stage_seconds(rows), "Saves").endswith(
+        "; 1 other rank is slow as well."
+    )
 
 
 def test_one_rank() -> None:
     assert (
-        plain(verdict(times(saved(1)), "Saves"))
+        plain(slowest_in_words(stage_seconds(saved(1)), "Saves"))
         == "Saves: 1.00 s, most of it write (800 ms)."
     )
     heat = heat_map(saved(1), loaded(1))

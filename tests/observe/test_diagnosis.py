@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from weft.net.lost import peer_lost
 from weft.net.process import started_at
-from weft.observe import doctor, rings, trace
-from weft.observe.doctor import examine
-from weft.observe.metrics import Metrics
+from weft.observe import diagnosis, rings, trace
+from weft.observe.diagnosis import examine
+from weft.observe.run_metrics import Metrics
 from weft.prove.pool import WorkerDied
 
 #: Where the pool calls the functions below: the line of Weft nearest to them.
@@ -36,14 +36,14 @@ def run(tmp_path: Path) -> Iterator[Path]:
 
 def late(folder: Path) -> tuple[str, tuple[int, ...], str, list[str]]:
     """Rank 2 comes late to the third collective, when it is said of it that all others wait."""
-    with mock.patch.object(doctor, "STUCK_S", 0.3):
+    with mock.patch.object(diagnosis, "STUCK_S", 0.3):
         return _late(folder)
 
 
 def _late(folder: Path) -> tuple[str, tuple[int, ...], str, list[str]]:
     rank = dist.get_rank()
     pair = dist.new_group([0, 1])
-    trace.start(folder, rank)
+    trace.start_tracing(folder, rank)
     with trace.step(5):
         for _ in range(2):
             dist.all_reduce(torch.ones(1))
@@ -86,7 +86,7 @@ def test_who_has_not_come_is_named_with_the_collective_its_number_and_line(
 
 def dead(folder: Path) -> None:
     """Rank 1 kills itself in the middle of a step; the others see that they have lost it."""
-    trace.start(folder, dist.get_rank())
+    trace.start_tracing(folder, dist.get_rank())
     try:
         with trace.step(3):
             dist.broadcast(torch.ones(9), 0)
@@ -94,7 +94,7 @@ def dead(folder: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             dist.all_reduce(torch.ones(9))
     finally:
-        trace.end()  # this process lives on, and has other groups under the same names
+        trace.end_tracing()  # this process lives on, and has other groups under the same names
 
 
 def test_after_kill_the_rings_say_where_everybody_stood(
@@ -125,7 +125,7 @@ def test_after_kill_the_rings_say_where_everybody_stood(
 def unanswered(folder: Path) -> str:
     """What is said of rank 1, which does not answer in time."""
     rank, both = dist.get_rank(), dist.new_group([0, 1], timedelta(seconds=1))
-    trace.start(folder, rank)
+    trace.start_tracing(folder, rank)
     dist.barrier()
     said = ""
     if rank == 0:
