@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -125,6 +129,44 @@ def parse(command: object, args: list[str]) -> None:
     while hasattr(command, "commands") and args and args[0] in command.commands:
         command, args = command.commands[args[0]], args[1:]
     command.make_context("weft", list(args), resilient_parsing=False)  # type: ignore[attr-defined]
+
+
+@pytest.mark.soak
+def test_the_site_is_built_and_can_be_searched(tmp_path: Path) -> None:
+    """Without a warning, without anything that a browser would fetch elsewhere, and with what people look for."""
+    pytest.importorskip("mkdocs", reason="pip install 'weft[docs]'")
+    pytest.importorskip("mkdocstrings", reason="pip install 'weft[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    done = subprocess.run(
+        [*command, "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert (done.returncode, done.stderr.strip()) == (0, "")
+    entries = json.loads((tmp_path / "search/search_index.json").read_text())["docs"]
+    for words in (
+        "dropout", "gradient accumulation", "packing", "OOM", "GGUF", "resume",
+    ):  # fmt: skip
+        hits = {
+            entry["location"].partition("#")[0]
+            for entry in entries
+            if words in entry["title"] + entry["text"]
+        }
+        assert hits & {
+            "how-to/coming-from.html",
+            "how-to/memory.html",
+            "how-to/gguf.html",
+            "how-to/survive.html",
+        }, words
+    for page in tmp_path.rglob("*.html"):
+        fetched = re.findall(
+            r'<(?:script|img|iframe)[^>]* src="?(https?:[^" >]+)|<link[^>]* href="?(https?:[^" >]+)',
+            page.read_text(),
+        )
+        assert not fetched, page
 
 
 def test_the_walk_through_shows_the_code_that_runs() -> None:

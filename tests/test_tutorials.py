@@ -7,15 +7,23 @@ tests.test_tutorials PAGE`` runs one in a new folder and shows what its commands
 
 from __future__ import annotations
 
+import ast
+import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import typer.main
+
+from tests.test_docs import parse
+from weft.cli.app import app as weft_app
 
 ROOT = Path(__file__).parents[1]
 PAGES = {page.stem: page for page in sorted(ROOT.glob("docs/tutorials/*.md"))}
@@ -105,6 +113,31 @@ def test_a_page_is_read_and_compared() -> None:
     assert missing(command, "weft 2.13\nmore\nend\n") == []
     assert missing(command, "end\nweft 2.13\n") == ["end"]
     assert missing(command, "waft 2.13\nend\n") == ["weft 1.0"]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_code_of_a_tutorial_is_there(name: str) -> None:
+    """What can be seen without running it: commands are parsed, recipes read, and what modules import exists."""
+    text = PAGES[name].read_text()
+    for file, content in files_of(text).items():
+        if file.endswith(".toml"):
+            tomllib.loads(content)
+        if file.endswith(".py"):
+            for node in ast.parse(content).body:
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    module = importlib.import_module(node.module)
+                    assert all(hasattr(module, alias.name) for alias in node.names)
+    app = typer.main.get_command(weft_app)
+    typed_words = [shlex.split(c.typed, comments=True) for c in commands_of(text)]
+    ours = [
+        words[words.index("weft") + 1 :] for words in typed_words if "weft" in words
+    ]
+    assert ours
+    for words in ours:
+        ends = [
+            words.index(end) for end in (">", "2>&1", "&", "||", "|") if end in words
+        ]
+        parse(app, words[: min(ends, default=None)])
 
 
 @pytest.mark.soak
