@@ -16,6 +16,7 @@ from tokenizers import processors
 
 from tests.cases import recipe
 from tests.chats import TEMPLATES, save_tokenizer
+from weft.checkpoint.run_state import Progress
 from weft.data.bos import document_opening, with_bos
 from weft.data.cache import digest
 from weft.data.chat.source import open_chats
@@ -275,15 +276,15 @@ def test_a_run_of_before_keeps_its_data_and_its_warmup(
             mode="json"
         )
     )
-    about = Job.about.fget  # type: ignore[attr-defined]
+    facts = Job.facts
 
-    def of_before(job: Job) -> dict[str, Any]:
-        found = about(job)
+    def of_before(job: Job, progress: Progress) -> dict[str, Any]:
+        found = facts(job, progress)
         del found["recipe"]["data"]["bos"]
         return found
 
     out = tmp_path / "run"
-    with mock.patch.object(Job, "about", property(of_before)):
+    with mock.patch.object(Job, "facts", of_before):
         train(prepare(then), Mesh.single(), out)
     whole = [(r["loss"], r["lr"]) for r in read_metrics(out)["train"]]
     capsys.readouterr()

@@ -34,14 +34,15 @@ def save_copies(
     Each rank saves an equal share, and needs no memory beyond that and its copies. Raises :class:`WeftError` if it
     fails.
     """
-    rank, world, about = mesh.rank("dp"), mesh.size("dp"), job.facts(recovery.progress)
+    rank, world = mesh.rank("dp"), mesh.size("dp")
+    facts = job.facts(recovery.progress)
     parts = list(parts_to_give(recovery, snapshots, rank))
     tensors: dict[str, Tensor] = {}
     for theirs in from_all(
         {name: part.tensor for name, part in parts}, mesh.step_group
     ):
         tensors |= theirs
-    if "base" in about:  # which has what does not learn
+    if "base" in facts:  # which has what does not learn
         freeze = job.recipe.train.freeze
         for parameter in parameters(job.shape):
             if not learns(parameter.name, job.shape, freeze):
@@ -71,7 +72,7 @@ def save_copies(
     try:
         step, meta = (
             recovery.progress.step,
-            {"progress": asdict(recovery.progress), **about},
+            {"progress": asdict(recovery.progress), **facts},
         )
         place = level.next_place(step)
         saver.save(place, step, targets, meta, job.files)
