@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    model, files = open_model(given.model, "cpu", print)
+    model, files, _ = open_model(given.model, "cpu", print)
     tokenizer = tokenizer_of(files, given.model)
     edit = tokenizer.prompt_ids(
         f"Original:\n{CODE}\nThe same with the name values changed to numbers:\n{CODE[:120]}"

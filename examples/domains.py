@@ -73,7 +73,7 @@ def train_expert(
         "observe": {"split_every": 0, "trackers": []},
     })  # fmt: skip
     outcome = train(prepare(recipe), Mesh.create(recipe.layout, "cpu"), out / "run")
-    found, files = open_model(out / "run", "cpu", print)
+    found, files, _ = open_model(out / "run", "cpu", print)
     return Expert(found.eval(), tokenizer_of(files, str(out)), outcome.progress.tokens)
 
 

@@ -325,7 +325,7 @@ def test_a_model_of_a_plugin_is_saved_goes_on_and_writes(
         list(series(tmp_path / "whole").values()), 1e-9
     )
 
-    model, _ = open_model(str(tmp_path / "moved"), "cpu", print)
+    model, *_ = open_model(str(tmp_path / "moved"), "cpu", print)
     ids = [3, 1, 4, 1, 5]
     written = list(generate(model, ids, 6, (), GREEDY))
     for i, expected in enumerate(written):

@@ -31,7 +31,7 @@ def test_a_trip_through_weft_and_dcp_changes_no_bit(name: str, tmp_path: Path) -
         tmp_path / "again"
     ).eval()
     torch.testing.assert_close(their_logits(loaded), their_logits(reference))
-    model, _ = open_model(str(tmp_path / "weft"), "cpu", print)
+    model, *_ = open_model(str(tmp_path / "weft"), "cpu", print)
     torch.testing.assert_close(
         logits(model), their_logits(reference), rtol=1e-5, atol=5e-5
     )

@@ -349,7 +349,7 @@ def test_the_command_writes_all_that_the_model_came_with(tmp_path: Path) -> None
     assert written == tmp_path / "mine/mine-BF16.gguf"
     convert(tmp_path / "hf", tmp_path / "other.gguf", to="gguf", dtype=torch.float32)
     for file in (written, tmp_path / "other.gguf"):
-        again, found = open_model(str(file), "cpu", print)
+        again, found, _ = open_model(str(file), "cpu", print)
         assert context_length(found) == 4096
         assert torch.equal(
             logits(again), logits(open_model(str(tmp_path / "hf"), "cpu", print)[0])

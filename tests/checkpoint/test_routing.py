@@ -40,7 +40,7 @@ def test_layouts_that_cannot_are_one_line(
 
 
 def logits_of(folder: Path) -> torch.Tensor:
-    model, files = open_model(str(folder), "cpu", print)
+    model, files, _ = open_model(str(folder), "cpu", print)
     ids = torch.from_numpy(tokenizer_of(files, folder).encode(TEXT))[None, :300]
     positions = torch.arange(ids.shape[1])[None]
     with torch.inference_mode():
@@ -112,7 +112,7 @@ def test_experts_that_are_not_used_are_left_out(
     code, out, err = command(*words, tmp_path / "four", "--keep", 4)
     said = r"4 of 6 experts kept in each layer; 0 of [\d,]+ choices were of others, so that"
     assert code == 0 and re.search(said, out), err
-    model, files = open_model(str(tmp_path / "four"), "cpu", print)
+    model, files, _ = open_model(str(tmp_path / "four"), "cpu", print)
     assert set(model.shape.mixtures.values()) == {4}
     ids = tokenizer_of(files, "").encode(TEXT).tolist()
     whole = chosen_experts(open_model(str(folder), "cpu", print)[0], ids)

@@ -27,7 +27,7 @@ transformers = pytest.importorskip("transformers")
 def test_the_first_forward_is_the_dense_models(settings: str, tmp_path: Path) -> None:
     theirs("qwen3", tmp_path / "dense")
     convert(tmp_path / "dense", tmp_path / "moe", upcycle=settings)
-    model, _ = open_model(str(tmp_path / "moe"), "cpu", print)
+    model, *_ = open_model(str(tmp_path / "moe"), "cpu", print)
     count = int(settings.split(",")[0].removeprefix("experts="))
     assert {router for router in model.shape.mixtures.values()} == {count}
     torch.testing.assert_close(
@@ -60,7 +60,7 @@ def test_weights_that_do_not_add_up_are_right_on_average(tmp_path: Path) -> None
     theirs("qwen3", tmp_path / "dense")
     convert(tmp_path / "dense", tmp_path / "moe",
             upcycle="experts=32,experts_per_token=8,expert_ffn=28,router=pre-softmax")  # fmt: skip
-    model, _ = open_model(str(tmp_path / "moe"), "cpu", print)
+    model, *_ = open_model(str(tmp_path / "moe"), "cpu", print)
     for block in model.blocks.values():
         block.ffn.router.table.data *= 0.01  # type: ignore[union-attr]
     torch.testing.assert_close(

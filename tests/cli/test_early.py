@@ -18,7 +18,7 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     for work in (
-        "weft.checkpoint.model.open_model", "weft.checkpoint.model._opened", "weft.planner.layout_search.search",
+        "weft.checkpoint.model.open_model", "weft.planner.layout_search.search",
         "weft.checkpoint.convert.write.open_foreign",
     ):  # fmt: skip
         monkeypatch.setattr(work, _no_work)

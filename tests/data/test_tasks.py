@@ -191,7 +191,7 @@ def test_a_run_asks_and_validates_by_its_averages(
         )
 
     checkpoint = str(tmp_path / "two")
-    averaged, files = open_model(checkpoint, "cpu", print, ema=True)
+    averaged, files, _ = open_model(checkpoint, "cpu", print, ema=True)
     drawn = charts([RecordedRun("one", read_metrics(tmp_path / "one"))])
     (chart,) = (chart for chart in drawn if chart["title"] == "Tasks")
     assert chart["note"].endswith(": three") and [

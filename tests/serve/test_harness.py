@@ -108,7 +108,7 @@ def served(folder: Path) -> Iterator[str]:
     from tests.serve.running import Running
     from weft.checkpoint.model import open_model, tokenizer_of
 
-    model, files = open_model(str(folder), "cpu", print)
+    model, files, _ = open_model(str(folder), "cpu", print)
     running = Running(tokenizer_of(files, folder), model=model, context=256)
     yield f"{running.client.base_url}/v1/completions"
     running.close()

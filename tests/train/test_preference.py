@@ -462,7 +462,7 @@ def test_transformers_scores_as_we_do(tmp_path: Path) -> None:
         export_model(str(tmp_path / "run"), folder, print)
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
     assert theirs.config.num_labels == 1
-    model, _ = open_model(str(tmp_path / "run"), "cpu", print)
+    model, *_ = open_model(str(tmp_path / "run"), "cpu", print)
     tokens = torch.tensor(
         [[2, 12, 19, 27, 31, 1, 3, 13, 24, 1], [2, 12, 31, 1, 3, 13, 24, 13, 24, 1]]
     )

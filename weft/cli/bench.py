@@ -90,7 +90,7 @@ def policies_command(
         raise UsageError(
             f"{len(asked)} requests are too few to time {timed} of them; give more, or --timed"
         )
-    model, files = open_model(
+    model, files, _ = open_model(
         checkpoint, "cuda" if torch.cuda.is_available() else "cpu", warn
     )
     read_only(model, weights)

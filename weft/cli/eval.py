@@ -39,7 +39,7 @@ def eval_command(
     from weft.recipe import Task
     from weft.train.score import scores
 
-    model, contents = open_model(
+    model, contents, _ = open_model(
         checkpoint, "cuda" if torch.cuda.is_available() else "cpu", warn, ema
     )
     tasks = [Task(path=str(file), chat=chat, limit=limit) for file in files]

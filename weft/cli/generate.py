@@ -194,7 +194,7 @@ def generate_command(
         )
         if resting and resting.file and resting.file.note:
             warn(resting.file.note)
-        model, files = open_model(
+        model, files, _ = open_model(
             checkpoint, device, warn, ema, mesh_of_rank(spread, device), resting
         )
         read_only(model, weights)

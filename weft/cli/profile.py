@@ -43,7 +43,7 @@ def profile_command(
 
         if not all(word.isdecimal() and int(word) for word in batches.split(",")):
             raise UsageError(f"--batches {batches}: give numbers, for instance 1,4,16")
-        model, _ = open_model(
+        model, *_ = open_model(
             checkpoint, "cuda" if torch.cuda.is_available() else "cpu", warn, False
         )
         traces = [

@@ -152,7 +152,7 @@ def serve_command(
         return code
     with as_rank(spread, device) as device:
         listening = _listen(host, port) if leads() else None
-        model, files = open_model(
+        model, files, _ = open_model(
             checkpoint, device, warn, ema, mesh_of_rank(spread, device)
         )
         check_prompt(model, [0])

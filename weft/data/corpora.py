@@ -125,7 +125,7 @@ def _jsonl(file: Path, source: Source, report: SourceReport) -> Iterator[str]:
         report.count(
             str(name)
             for name, value in record.items()
-            if name != source.field and _something(value)
+            if name != source.field and value not in (None, "", [], {})
         )
         yield from map(encodable, texts)
 
@@ -148,9 +148,8 @@ def _parquet(file: Path, source: Source, report: SourceReport) -> Iterator[str]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(file) as table:
-        _has(str(file), source.field, table.schema_arrow.names)
         _count_columns(
-            report, table.schema_arrow.names, source.field, table.metadata.num_rows
+            report, file, source, table.schema_arrow.names, table.metadata.num_rows
         )
         for batch in table.iter_batches(batch_size=1024, columns=[source.field]):
             yield from _strings(
@@ -174,21 +173,17 @@ def _huggingface(folder: Path, source: Source, report: SourceReport) -> Iterator
             )
         report.left = tuple(folder / name for name in data if name != "train")
         data = data["train"]
-    _has(str(folder), source.field, data.column_names)
-    _count_columns(report, data.column_names, source.field, len(data))
+    _count_columns(report, folder, source, data.column_names, len(data))
     for batch in data.select_columns([source.field]).iter(batch_size=1024):
         yield from _strings(batch[source.field], str(folder), source.field, report)
 
 
 def _count_columns(
-    report: SourceReport, names: list[str], field: str, rows: int
+    report: SourceReport, path: Path, source: Source, names: list[str], rows: int
 ) -> None:
+    _has(str(path), source.field, names)
     report.records += rows
-    report.unread.update({name: rows for name in names if name != field})
-
-
-def _something(value: Any) -> bool:
-    return value not in (None, "", [], {})
+    report.unread.update({name: rows for name in names if name != source.field})
 
 
 def _has(where: str, field: str, fields: list[str]) -> None:

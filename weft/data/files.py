@@ -74,38 +74,34 @@ def selection(source: Source) -> Selection:
     ).expanduser()
     formats = (".py",) if stdlib else _FORMATS.get(source.kind, ())
     if path.is_dir():
-        picked = Selection(*_split(_walk(path, stdlib), formats, source))
+        every = _walk(path, stdlib)
+        fitting = _fitting(every, formats, source)
+        left = [] if stdlib else [file for file in every if file not in set(fitting)]
+        picked = Selection(fitting, left)
     else:
-        chosen = (
-            [path]
-            if path.is_file()
-            else [Path(name) for name in glob.glob(str(path), recursive=True)]
-        )
-        picked = Selection(sorted(file for file in chosen if file.is_file()), [])
+        names = [path] if path.is_file() else glob.glob(str(path), recursive=True)
+        picked = Selection(sorted(filter(Path.is_file, map(Path, names))), [])
     if not picked.read and not path.exists() and not glob.has_magic(str(path)):
         raise WeftError(
             f"data source {path}: there is no such file or folder; set 'path' to a file, a folder or a glob"
         )
     if not picked.read:
         wanted = " or ".join(formats) or source.kind
-        found_none = f"no .py file at data source {path}, nor one of records"
+        lacking = f"no .py file at data source {path}, nor one of records"
         if source.form != "docstrings":
-            found_none = f"no {wanted} file at data source {path}"
-        raise WeftError(f"{found_none}; set 'path' to a file, a folder or a glob")
-    return picked if not stdlib else picked._replace(left=[])
+            lacking = f"no {wanted} file at data source {path}"
+        raise WeftError(f"{lacking}; set 'path' to a file, a folder or a glob")
+    return picked
 
 
-def _split(
-    every: list[Path], formats: tuple[str, ...], source: Source
-) -> tuple[list[Path], list[Path]]:
-    """The files of a folder that are read, and the others."""
+def _fitting(every: list[Path], formats: tuple[str, ...], source: Source) -> list[Path]:
+    """Return the files of a folder that are read."""
     if source.form == "docstrings" and any(file.suffix == ".py" for file in every):
         formats = (".py",)
     if not formats or (
         source.kind == "stdlib" and not any(file.suffix == ".py" for file in every)
     ):
-        fitting = [file for file in every if format_of(file) not in _BINARY]
-        return fitting, [file for file in every if file not in set(fitting)]
+        return [file for file in every if format_of(file) not in _BINARY]
     fitting = [
         file for file in every if format_of(file) in formats and file.name not in _ABOUT
     ]
@@ -113,7 +109,7 @@ def _split(
         fitting = [file for file in fitting if format_of(file) in _LINES]
     if ".py" not in formats:  # of code, of which there are no splits
         fitting = _to_train_on(fitting, Path(source.path or "").expanduser())
-    return fitting, [file for file in every if file not in set(fitting)]
+    return fitting
 
 
 def _to_train_on(fitting: list[Path], folder: Path) -> list[Path]:

@@ -61,8 +61,7 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
     """
     tokenizer = tokenizer_of_data(data, own)
     opening = document_opening(tokenizer, data.bos)
-    sides: list[list[Stream]] = [[], []]
-    weights: list[list[float]] = [[], []]
+    sides: list[list[tuple[Stream, float]]] = [[], []]
     lines, seen, notes, paired = [], [], list[str](), 0
     apart = validation_source(data)
     for number, source in enumerate([*data.sources, *([apart] if apart else [])]):
@@ -102,27 +101,19 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
         out = np.ones(len(out), bool) if source is apart else out
         for side, chosen in enumerate((~out, out)):
             if chosen.any():
-                which, chosen_pairs = (
-                    chosen.repeat(together),
-                    pairs and pairs[chosen].numbered(paired),
-                )
+                which = chosen.repeat(together)
+                chosen_pairs = pairs and pairs[chosen].numbered(paired)
                 paired += len(chosen_pairs or ())
                 at = starts[which], lengths[which]
-                sides[side].append(
-                    Stream(
-                        tokens.ids, *at, data.seq_len, seed, **how, pairs=chosen_pairs
-                    )
+                stream = Stream(
+                    tokens.ids, *at, data.seq_len, seed, **how, pairs=chosen_pairs
                 )
-                weights[side].append(source.weight)
+                sides[side].append((stream, source.weight))
         named = (
             "pairs" if pairs is not None else "conversations" if how else "documents"
         )
         size = f"{len(out):,} {named} ({out.sum():,} for validation), {lengths.sum():,} tokens"
-        lines.append(
-            ", ".join(
-                text for text in (f"{source.path or source.kind}: {size}", note) if text
-            )
-        )
+        lines.append(f"{source.path or source.kind}: {size}{note and f', {note}'}")
         if source is not apart:  # what is trained on does not depend on it
             seen.append(
                 (
@@ -131,12 +122,13 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
                     *([data.chat.truncation, how["rows_of"]] if how else []),
                 )
             )
-    train = Order(tuple(sides[0]), tuple(weights[0]), data.seed, data.epochs)
-    validation = (
-        Order(tuple(sides[1]), tuple(weights[1]), data.seed, epochs=1)
-        if sides[1]
+    train, validation = (
+        Order(tuple(s for s, _ in side), tuple(w for _, w in side), data.seed, epochs)
+        if side
         else None
+        for side, epochs in zip(sides, (data.epochs, 1), strict=True)
     )
+    assert train is not None
     identity = digest(
         seen, tokenizer.fingerprint, data.seq_len, data.seed, data.held_out
     )
@@ -216,10 +208,8 @@ class Loader:
 
         They are shared among islands first, so that an island's samples do not depend on its own layout.
         """
-        end, islands = (
-            min(position + self.batch, self.order.total or sys.maxsize),
-            self.layout.island,
-        )
+        end = min(position + self.batch, self.order.total or sys.maxsize)
+        islands = self.layout.island
         share, ranks = -(-self.batch // islands), len(self.shares) // islands
         places: list[range] = []
         for i in range(islands):
@@ -248,35 +238,23 @@ class Loader:
         end = min(position + self.batch, total or sys.maxsize)
         if self.plan is not None and self.layout.size(*DATA_AXES) > 1:
             return self._balanced(self.plan, range(position, end))
-        shares = self.shares
         ranges = self.sample_ranges(position)
-        passes = []
-        for p in range(self.passes):
-            # Slow ranks compute no padding: a pass has as many rows as samples, but at least one.
-            begins, ends = (
-                [
-                    share * n // self.passes if self.speeds else self.rows * n
-                    for share in shares
-                ]
-                for n in (p, p + 1)
-            )
-            rows = [
-                max(1, last - first) for first, last in zip(begins, ends, strict=True)
+        # Slow ranks compute no padding: a pass has as many rows as samples, but at least one.
+        bounds = [
+            [
+                share * p // self.passes if self.speeds else self.rows * p
+                for share in self.shares
             ]
-            passes.append(
-                (
-                    [
-                        d[first:last]
-                        for d, first, last in zip(ranges, begins, ends, strict=True)
-                    ],
-                    rows,
-                )
-            )
-        places = (self.batch_rank, *self.more)
+            for p in range(self.passes + 1)
+        ]
         return [
-            self._assemble(samples, place, rows[place])
-            for place in places
-            for samples, rows in passes
+            self._assemble(
+                [r[a:b] for r, a, b in zip(ranges, begins, ends, strict=True)],
+                place,
+                max(1, ends[place] - begins[place]),
+            )
+            for place in (self.batch_rank, *self.more)
+            for begins, ends in pairwise(bounds)
         ]
 
     def _assemble(self, ranges: list[range], place: int, count: int) -> Batch:

@@ -45,7 +45,7 @@ class WeftLM(TemplateLM):
     ) -> None:  # fmt: skip
         super().__init__()
         where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.model, files = open_model(
+        self.model, files, _ = open_model(
             pretrained, where, logging.getLogger("weft").warning, ema
         )
         self.name, self.max_length, self.max_gen_toks = (

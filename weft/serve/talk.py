@@ -203,7 +203,7 @@ def model_speaker(
     from weft.generate.engine import Engine
     from weft.models.products import read_only
 
-    model, files = open_model(
+    model, files, _ = open_model(
         checkpoint, "cuda" if torch.cuda.is_available() else "cpu", warn, ema
     )
     read_only(model, weights)

@@ -59,7 +59,7 @@ def samples(
 
     ``ema``: use the moving averages of its parameters.
     """
-    model, files = open_model(where, "cpu", warn, ema)
+    model, files, _ = open_model(where, "cpu", warn, ema)
     tokenizer, how = (
         tokenizer_of(files, where, warn),
         Sampling(settings.temperature, settings.top_k),

@@ -62,11 +62,12 @@ class Foreign:
                 sources[name], self.table[name].shape, self.model, dtype
             )
         except WeftError as error:
-            raise (
-                error
-                if str(self.path) in str(error)
-                else WeftError(f"{self.path}: {error}")
-            ) from None
+            raise naming(self.path, error) from None
+
+
+def naming(path: object, error: WeftError) -> WeftError:
+    """Return ``error`` with ``path`` before its message, unless the message names the path."""
+    return error if str(path) in str(error) else WeftError(f"{path}: {error}")
 
 
 def _config(path: Path, config: Path | None) -> Path:

@@ -140,7 +140,7 @@ def export_for_texts(
         raise UsageError(
             f"--texts {texts} cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from None
-    model, files = open_model(checkpoint, "cpu", warn, ema)
+    model, files, _ = open_model(checkpoint, "cpu", warn, ema)
     shape, ids = base_of(model.shape), tokenizer_of(files, checkpoint).prompt_ids(text)
     if not shape.mixtures or not text:
         raise UsageError(

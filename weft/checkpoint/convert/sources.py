@@ -1,13 +1,12 @@
 """Open checkpoints of other programs under Weft's names. Tensors are read on demand."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from weft.checkpoint.address import Where, open_storage
 from weft.checkpoint.boxes import MOMENTS, ROOT
-from weft.checkpoint.convert.foreign import Foreign
+from weft.checkpoint.convert.foreign import Foreign, naming
 from weft.checkpoint.convert.rules import Shard, TensorSource, sources_by_name
 from weft.checkpoint.hub import local_path
 from weft.checkpoint.source_format import newest_save
@@ -22,7 +21,7 @@ from weft.checkpoint.store import (
 from weft.errors import UsageError, WeftError, nearest
 from weft.layout.dims import whole_box
 from weft.layout.parts import TORCH_DTYPES, Part
-from weft.registry import KINDS, Registered, declared, find, names
+from weft.registry import KINDS, declared, find, names
 
 #: The format that needs no technique.
 WEFT = "weft"
@@ -54,16 +53,13 @@ def open_foreign(
         raise UsageError(
             f"--from {kind} reads folders only; copy {place} to this machine first"
         )
-    reader = None if kind == WEFT else _format_of(find("format", kind))
     try:
-        if reader is None:
+        if kind == WEFT:
             return _weft(place if elsewhere else path)
-        opened: Foreign = reader.open(path, config)
+        opened: Foreign = find("format", kind).implementation.open(path, config)
         return opened
     except WeftError as error:
-        raise (
-            error if str(path) in str(error) else WeftError(f"{path}: {error}")
-        ) from None
+        raise naming(path, error) from None
 
 
 def _weft(where: Where) -> Foreign:
@@ -107,11 +103,6 @@ def _weft(where: Where) -> Foreign:
                    learned_length(checkpoint))  # fmt: skip
 
 
-def _format_of(technique: Registered) -> Any:
-    """A technique's :class:`weft.checkpoint.source_format.SourceFormat`."""
-    return technique.implementation
-
-
 def checkpoint_format(path: Path) -> str | None:
     """Return the format that a file or folder looks like by its names, or None if none matches."""
     if path.is_dir():
@@ -119,5 +110,7 @@ def checkpoint_format(path: Path) -> str | None:
         own = (ROOT, f"checkpoints/*/{ROOT}", f"*/{ROOT}")
         if any(any(folder.glob(pattern)) for pattern in own):
             return WEFT
-    formats = sorted(declared("format"), key=lambda t: _format_of(t).place)
-    return next((t.name for t in formats if _format_of(t).holds(path)), None)
+    formats = sorted(
+        declared("format"), key=lambda technique: technique.implementation.place
+    )
+    return next((t.name for t in formats if t.implementation.holds(path)), None)

@@ -93,12 +93,11 @@ def upcycled(foreign: Foreign, text: str, seed: int = 0) -> Foreign:
         path = f"blocks.{layer}.ffn"
         for weight in ("gate", "up", "down"):
             name = f"{path}.{weight}"
-            piece = _piece(
-                partial(dense, name), weight == "down", width, down_scale(shape, count)
-            )
             size = table[f"{path}.experts.{weight}"].shape[1:]
+            scale = down_scale(shape, count) if weight == "down" else None
+            read = partial(_piece, partial(dense, name), scale, width)
             shards = [
-                Shard(size, foreign.sources[name].dtype, piece(expert % parts))
+                Shard(size, foreign.sources[name].dtype, partial(read, expert % parts))
                 for expert in range(count)
             ]
             source(f"{path}.experts.{weight}", shards)
@@ -128,26 +127,18 @@ def down_scale(shape: ModelShape, count: int) -> float:
 
 
 def _piece(
-    dense: Callable[[], torch.Tensor], columns: bool, width: int, scale: float
-) -> Callable[[int], Callable[[int, int], torch.Tensor]]:
-    """A function of a part's number, which returns the function that reads rows of that part of a dense weight.
-
-    Parts are ``width`` columns (of ``down``, times ``scale``) or rows.
-    """
-
-    def of_part(part: int) -> Callable[[int, int], torch.Tensor]:
-        first = part * width
-
-        def read(lo: int, hi: int) -> torch.Tensor:
-            return (
-                dense()[lo:hi, first : first + width] * scale
-                if columns
-                else dense()[first + lo : first + hi]
-            )
-
-        return read
-
-    return of_part
+    dense: Callable[[], torch.Tensor],
+    scale: float | None,
+    width: int,
+    part: int,
+    lo: int,
+    hi: int,
+) -> torch.Tensor:
+    """Read rows ``lo:hi`` of a part of a dense weight: ``width`` columns times ``scale``, or rows without a scale."""
+    first = part * width
+    if scale is None:
+        return dense()[first + lo : first + hi]
+    return dense()[lo:hi, first : first + width] * scale
 
 
 def _router(

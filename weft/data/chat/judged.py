@@ -106,17 +106,14 @@ def _question_and_answer(fields: Fields) -> tuple[list[Any], list[Any]]:
 
 
 def _prompt(given: Any, fields: Fields) -> list[Any]:
-    prompt = as_messages(messages_of(given))
-    if not isinstance(prompt, list) or not prompt:
-        raise ConversationError("'prompt' is a text or a list of messages")
-    return with_system(prompt, fields.take("system"))
+    return with_system(_turns(given, "prompt", "user"), fields.take("system"))
 
 
-def _turns(given: Any, name: str) -> list[Any]:
-    answer = as_messages(messages_of(given), "assistant")
-    if not isinstance(answer, list) or not answer:
+def _turns(given: Any, name: str, role: str = "assistant") -> list[Any]:
+    turns = as_messages(messages_of(given), role)
+    if not isinstance(turns, list) or not turns:
         raise ConversationError(f"{name!r} is a text or a list of messages")
-    return answer
+    return turns
 
 
 def _is_good(label: Any) -> bool:

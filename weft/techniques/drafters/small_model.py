@@ -83,7 +83,7 @@ class DraftModel(Drafter):
     ) -> Self:
         from weft.checkpoint.model import open_model
 
-        small, _ = open_model(word, str(model.mesh.device), warn)
+        small, *_ = open_model(word, str(model.mesh.device), warn)
         if small.shape.vocab != model.shape.vocab:
             raise UsageError(
                 f"{word} has {small.shape.vocab} ids and the model {model.shape.vocab}; "
