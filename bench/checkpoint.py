@@ -560,11 +560,11 @@ def measure_planning(folder: Path, ranks: int, rounds: int) -> dict[str, Any]:
                 for key, box, tensor in whole
                 for b in layout.cut_blocks(box, tensor.shape, tensor.itemsize)
             ]
-            data = layout.manifest(file, 1 << 30, tensors, cut)
+            data = layout.manifest_json(file, 1 << 30, tensors, cut)
             storage.write(name, [data])
         listed.append([name, len(data), layout.digest(data)])
     held: list[dict[str, Any]] = []
-    took = timed(lambda: held.append(layout.index(manifests)))
+    took = timed(lambda: held.append(layout.root_index(manifests)))
     found |= {"index_s": round(took[0], 3), "index_cpu_s": round(took[1], 3)}
     text = layout.seal({"step": 1, **held[0], "manifests": listed, "files": {}})
     storage.create(layout.ROOT, text)

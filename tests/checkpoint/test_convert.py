@@ -22,10 +22,10 @@ from weft.checkpoint.convert.rules import (
     Shard,
     TensorSource,
     averaged,
-    expert,
     logical_tensor,
     replicated,
     rule_and_names,
+    stacked_experts,
 )
 from weft.checkpoint.store import open_checkpoint, verify
 from weft.errors import UsageError, WeftError
@@ -326,7 +326,7 @@ def test_forms_of_replicas_and_experts() -> None:
     )
     assert torch.equal(
         logical_tensor(
-            TensorSource("w", [fixed(a), fixed(b)], NameRule((), expert), 0),
+            TensorSource("w", [fixed(a), fixed(b)], NameRule((), stacked_experts), 0),
             (2, 4, 2),
             shape,
         ),

@@ -17,9 +17,9 @@ import torch
 from tests.cases import recipe, start, write_corpus
 from tests.checkpoint.test_reshard import train_across
 from tests.checkpoint.test_resume import go, series
-from weft.checkpoint.boxes import meet, volume
+from weft.checkpoint.boxes import intersection, volume
 from weft.checkpoint.load import StoredCheckpoint
-from weft.checkpoint.reshard import moves, redistribute
+from weft.checkpoint.reshard import plan_moves, redistribute
 from weft.checkpoint.run_state import Progress, load_state
 from weft.checkpoint.save import Saver
 from weft.checkpoint.storage import LocalStorage
@@ -150,13 +150,12 @@ def check_moves(
     sides = [[[] if box is None else [box] for box in side] for side in (held, needed)]
     for rank, box in enumerate(needed):
         came = torch.zeros(tensor.shape, dtype=torch.int64)
-        for move in moves(name, tensor, *sides, rank):
+        for move in plan_moves(name, tensor, *sides, rank):
             if move.target == rank:
                 source = held[move.source]
-                assert source is not None and meet(source, move.box) == move.box, (
-                    name,
-                    move,
-                )
+                assert (
+                    source is not None and intersection(source, move.box) == move.box
+                ), (name, move)
                 part_of(came, move.box).add_(1)
         assert box is None or (
             (part_of(came, box) == 1).all() and came.sum() == volume(box)

@@ -21,7 +21,7 @@ from weft.checkpoint.boxes import ROOT
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.staging import plan_pieces
 from weft.checkpoint.storage import LocalStorage
-from weft.checkpoint.store import committed, load_newest, prune, verify
+from weft.checkpoint.store import committed_checkpoints, load_newest, prune, verify
 from weft.checkpoint.write_task import Commit, WriteTask
 from weft.checkpoint.writer import commit_report, write_share
 from weft.layout.dims import Tensor
@@ -86,7 +86,7 @@ def save(folder: Path, seed: int) -> str:
 
 def check(root: Path, seeds: dict[str, int], must: str) -> str:
     """The newest checkpoint that seems whole holds exactly what was saved; ``must`` is still there. Returns which."""
-    assert must in [p.name for p in committed(root)]
+    assert must in [p.name for p in committed_checkpoints(root)]
     whole: dict[str, torch.Tensor] = {}
 
     def load(checkpoint: StoredCheckpoint) -> None:
@@ -358,7 +358,7 @@ def test_pruning_that_is_killed_leaves_whole_checkpoints(root: Path) -> None:
 
         in_child(run)
         assert check(copy, seeds, "step-000004") == "step-000004"
-        for folder in committed(copy):
+        for folder in committed_checkpoints(copy):
             verify(StoredCheckpoint(folder))
 
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from weft.checkpoint.boxes import BLOCK, meet, share, volume
-from weft.checkpoint.format import Manifest, cut_blocks, index
+from weft.checkpoint.boxes import BLOCK, intersection, replica_share, volume
+from weft.checkpoint.format import Manifest, cut_blocks, root_index
 from weft.checkpoint.load import StoredCheckpoint
 from weft.checkpoint.save import Saver
 from weft.checkpoint.staging import plan_pieces
@@ -43,10 +43,12 @@ def test_holders_share_a_box_without_gap_or_overlap(
     shares = [
         s
         for r in range(replicas)
-        if (s := share(box, itemsize, r, replicas, key)) is not None
+        if (s := replica_share(box, itemsize, r, replicas, key)) is not None
     ]
     assert sum(map(volume, shares)) == volume(box)
-    assert all(meet(a, b) is None for i, a in enumerate(shares) for b in shares[:i])
+    assert all(
+        intersection(a, b) is None for i, a in enumerate(shares) for b in shares[:i]
+    )
 
 
 @given(boxes, st.sampled_from([1, 4, 8, 30_000]))
@@ -57,7 +59,9 @@ def test_blocks_cover_a_box_and_are_no_larger_than_they_should_be(
     shape = [hi + 3 for _, hi in box]
     found = list(cut_blocks(box, shape, itemsize))
     assert sum(map(volume, found)) == volume(box)
-    assert all(meet(a, b) is None for i, a in enumerate(found) for b in found[:i])
+    assert all(
+        intersection(a, b) is None for i, a in enumerate(found) for b in found[:i]
+    )
     row = math.prod(hi - lo for lo, hi in box[1:]) * itemsize
     assert all(volume(b) * itemsize <= max(1.5 * BLOCK, row) for b in found)
 
@@ -74,7 +78,9 @@ def test_eighths_of_columns_and_rows_are_whole_blocks(ranks: int) -> None:
             (part(4096, ranks, r), (0, 2048)),
             ((0, 4096), part(2048, ranks, r)),
         ):
-            assert sum(volume(b) for b in saved if meet(b, wanted)) == volume(wanted)
+            assert sum(volume(b) for b in saved if intersection(b, wanted)) == volume(
+                wanted
+            )
 
 
 def state(seed: int) -> dict[str, torch.Tensor]:
@@ -201,7 +207,7 @@ def test_the_index_refuses_gaps(tmp_path: Path) -> None:
         tree[column].pop()
     with pytest.raises(WeftError, match="elements"):
         described = Manifest(json.dumps(tree).encode(), "m")
-        index({"m": (described.tensors, list(described))})
+        root_index({"m": (described.tensors, list(described))})
 
 
 def test_the_plan_is_balanced() -> None:

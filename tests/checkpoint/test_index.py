@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.measured import until_true
 from weft.checkpoint.boxes import DamagedCheckpoint, volume
-from weft.checkpoint.format import StoredBlock, index
+from weft.checkpoint.format import StoredBlock, root_index
 from weft.layout.dims import Box, Tensor, part
 
 
@@ -44,7 +44,7 @@ def indexed(
                 for box in boxes[r::manifests]
             ],
         )
-    return index(found)
+    return root_index(found)
 
 
 shapes = st.lists(st.integers(1, 9), max_size=4).map(tuple)
@@ -169,11 +169,11 @@ def test_a_hundred_thousand_blocks_are_quick() -> None:
 
     def took(made: dict[str, Any]) -> float:
         begun = time.process_time()
-        index(made)
+        root_index(made)
         return time.process_time() - begun
 
     until_true(lambda: took(manifests), lambda seconds: seconds < 1.5)
-    table = index(manifests)
+    table = root_index(manifests)
     assert len(table["places"]) == 1 and len(table["places"][0]) == 512
     grid = list(
         itertools.product(

@@ -33,9 +33,9 @@ from weft.checkpoint.storage import LocalStorage, StorageError
 from weft.checkpoint.store import (
     PLACES,
     candidates,
-    committed,
+    checkpoint_places,
+    committed_checkpoints,
     load_newest,
-    places,
     verify,
 )
 from weft.checkpoint.weights import open_pretrained
@@ -58,7 +58,7 @@ def leveled(
 
 
 def names(place: Any) -> list[str]:
-    return [p.name for p in committed(place)]
+    return [p.name for p in committed_checkpoints(place)]
 
 
 def memory_of(run: Path) -> Path:
@@ -123,7 +123,10 @@ def test_each_level_has_its_own_cadence(pool: Any, corpus: str, tmp_path: Path) 
         str(run / "checkpoints/step-000006"),
         str(far / "step-000006"),
     ]
-    assert places(run)[2:] == [LocalStorage(memory_of(run)), LocalStorage(far)]
+    assert checkpoint_places(run)[2:] == [
+        LocalStorage(memory_of(run)),
+        LocalStorage(far),
+    ]
 
 
 def test_resume_takes_the_newest_of_all_levels_that_verifies(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.cases import recipe, write_corpus
 from weft.checkpoint.boxes import volume
 from weft.checkpoint.load import StoredCheckpoint
-from weft.checkpoint.reshard import load_parts, moves, redistribute
+from weft.checkpoint.reshard import load_parts, plan_moves, redistribute
 from weft.checkpoint.save import Saver
 from weft.checkpoint.storage import LocalStorage
 from weft.errors import WeftError
@@ -131,7 +131,7 @@ def test_holders_take_turns_and_no_rank_sends_what_the_other_has() -> None:
     sends = [
         m.source
         for k in range(40)
-        for m in moves(
+        for m in plan_moves(
             f"t{k}",
             Tensor((8,), "F32"),
             [[whole], [whole], [whole], []],
@@ -142,7 +142,7 @@ def test_holders_take_turns_and_no_rank_sends_what_the_other_has() -> None:
     assert len(sends) == 40 and {sends.count(r) > 5 for r in range(3)} == {True}
     assert [
         (m.source, m.target)
-        for m in moves(
+        for m in plan_moves(
             "t", Tensor((8,), "F32"), [[whole], [whole]], [[whole], [whole]], 1
         )
     ] == [(1, 1)]
@@ -150,10 +150,10 @@ def test_holders_take_turns_and_no_rank_sends_what_the_other_has() -> None:
 
 def test_what_nobody_holds_is_an_error() -> None:
     with pytest.raises(WeftError, match="do not hold t"):
-        list(moves("t", Tensor((8,), "F32"), [[((0, 4),)]], [[((0, 8),)]], 0))
+        list(plan_moves("t", Tensor((8,), "F32"), [[((0, 4),)]], [[((0, 8),)]], 0))
     with pytest.raises(WeftError, match="do not hold t"):
         list(
-            moves(
+            plan_moves(
                 "t", Tensor((8,), "F32"), [[((0, 5),)], [((3, 8),)]], [[((0, 8),)]], 0
             )
         )

@@ -18,7 +18,7 @@ from weft.checkpoint.save import Saver
 from weft.checkpoint.storage import LocalStorage, StorageError
 from weft.checkpoint.store import (
     check_files,
-    committed,
+    committed_checkpoints,
     load_newest,
     open_checkpoint,
     verify,
@@ -82,7 +82,7 @@ def whole_run(pool: Any, corpus: str, tmp_path_factory: pytest.TempPathFactory) 
     """Six uninterrupted steps under HOME, with a checkpoint after three."""
     run = tmp_path_factory.mktemp("runs") / "whole"
     assert pool.run(4, go, tree(corpus, HOME), str(run)) == [(6, 30)] * 4
-    assert [p.name for p in committed(run / "checkpoints")] == [
+    assert [p.name for p in committed_checkpoints(run / "checkpoints")] == [
         "step-000003",
         "step-000006",
     ]
@@ -260,7 +260,7 @@ def test_every_field_of_the_model_is_compared(
         ) as refused:
             pool.run(1, go, values, str(run), "auto")
         assert "\n" not in str(refused.value).partition("\non rank")[0]
-    assert [p.name for p in committed(run / "checkpoints")] == [
+    assert [p.name for p in committed_checkpoints(run / "checkpoints")] == [
         "step-000003",
         "step-000006",
     ]
@@ -366,7 +366,7 @@ def test_what_another_model_wrote_is_neither_pruned_nor_counted(
         str(run),
         str(tmp_path / "other"),
     )
-    assert [p.name for p in committed(run / "checkpoints")] == [
+    assert [p.name for p in committed_checkpoints(run / "checkpoints")] == [
         "step-000003",
         "step-000006",
         "step-000008",
@@ -393,7 +393,7 @@ def test_a_finished_run_is_not_saved_again(
     values = tree(corpus, {}) | {"checkpoint": {"keep": 2}}
     for resume in ("auto", str(run), str(run / "checkpoints/step-000006")):
         assert pool.run(1, go, values, str(run), resume) == [(6, 30)]
-    assert [p.name for p in committed(run / "checkpoints")] == [
+    assert [p.name for p in committed_checkpoints(run / "checkpoints")] == [
         "step-000003",
         "step-000006",
     ]
@@ -417,7 +417,7 @@ def test_a_run_of_skipped_steps_ends_with_the_reason(
         pool.run(2, go, values, str(tmp_path / "a"))
     assert (
         len(series(tmp_path / "a")) < 10
-        and not committed(tmp_path / "a/checkpoints")[2:]
+        and not committed_checkpoints(tmp_path / "a/checkpoints")[2:]
     )
 
 

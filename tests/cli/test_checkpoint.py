@@ -20,7 +20,12 @@ from weft.checkpoint.lease import Lease
 from weft.checkpoint.pack import index_within
 from weft.checkpoint.staging import plan_pieces
 from weft.checkpoint.storage import LocalStorage
-from weft.checkpoint.store import PLACES, committed, open_checkpoint, retained
+from weft.checkpoint.store import (
+    PLACES,
+    committed_checkpoints,
+    kept_checkpoints,
+    open_checkpoint,
+)
 from weft.checkpoint.write_task import Commit, WriteTask
 from weft.checkpoint.writer import commit, write_share
 from weft.layout.dims import Tensor
@@ -99,7 +104,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def kept(run: Path) -> list[int]:
-    return [int(p.name[-6:]) for p in committed(run / "checkpoints")]
+    return [int(p.name[-6:]) for p in committed_checkpoints(run / "checkpoints")]
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -395,9 +400,12 @@ def test_prune_spares_a_save_under_way_and_what_was_saved_last(
 def test_of_one_step_the_newest_is_kept(tmp_path: Path) -> None:
     names = ["step-2", "step-2-2", "step-3", "step-4"]
     found = [LocalStorage(save(tmp_path / name, {}, i)) for i, name in enumerate(names)]
-    assert retained(found, 1, every=2) == [found[1], found[3]]
-    assert retained(found, 1, scores={2: 1.0, 3: 1.0, 9: 0.0}) == [found[2], found[3]]
-    assert retained([], 1) == []
+    assert kept_checkpoints(found, 1, every=2) == [found[1], found[3]]
+    assert kept_checkpoints(found, 1, scores={2: 1.0, 3: 1.0, 9: 0.0}) == [
+        found[2],
+        found[3],
+    ]
+    assert kept_checkpoints([], 1) == []
 
 
 @pytest.mark.parametrize(("words", "code", "said"), [

@@ -17,7 +17,7 @@ import pytest
 from tests.cases import write_corpus
 from tests.conftest import Command
 from tests.started import Started
-from weft.checkpoint.store import committed
+from weft.checkpoint.store import committed_checkpoints
 from weft.cli import main
 from weft.errors import UsageError
 from weft.observe.run_metrics import read_metrics
@@ -326,11 +326,13 @@ def test_a_double_signal_saves_and_resume_goes_on(
     out, err = process.communicate(timeout=240)
     assert process.returncode == 128 + number, (out, err)
     assert f"stopped by {number.name}" in out and "Traceback" not in out + err
-    assert len(committed(tmp_path / "run/checkpoints")) == 1
+    assert len(committed_checkpoints(tmp_path / "run/checkpoints")) == 1
     assert not [
         c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE
     ]
-    step = int(committed(tmp_path / "run/checkpoints")[0].name.split("-")[1])
+    step = int(
+        committed_checkpoints(tmp_path / "run/checkpoints")[0].name.split("-")[1]
+    )
     run[3] = ""
     code, _, err = command(*run, "--resume", "auto", "--set", f"train.steps={step + 2}")
     assert code == 0, err

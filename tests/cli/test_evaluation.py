@@ -12,7 +12,7 @@ import pytest
 
 from tests.net.test_lost import TIMEOUT, lives, small
 from tests.started import Started
-from weft.checkpoint.store import committed
+from weft.checkpoint.store import committed_checkpoints
 
 
 @pytest.mark.slow(40)
@@ -60,5 +60,5 @@ def test_while_questions_are_asked(
     text = errors.read_text()
     assert said in text and text.count("weft: error") == (code == 1), text
     assert not any(lives(rank) for rank in ranks)
-    assert len(committed(tmp_path / "run/checkpoints")) == (code == 130)
+    assert len(committed_checkpoints(tmp_path / "run/checkpoints")) == (code == 130)
     assert ("nobody waits for the answers" in metrics.read_text()) == (code == 130)

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from weft.data.chat.samples import read_samples
-from weft.data.corpora import documents
-from weft.data.files import files
+from weft.data.corpora import read_documents
+from weft.data.files import source_files
 from weft.errors import WeftError
 from weft.recipe import Source
 
@@ -21,7 +21,7 @@ TEXTS = ["first document", "zweites Dokument: ä €", "", "last"]
 
 def read(kind: str, path: Path | str, **more: str) -> list[str]:
     return list(
-        documents(Source.model_validate({"kind": kind, "path": str(path), **more}))
+        read_documents(Source.model_validate({"kind": kind, "path": str(path), **more}))
     )
 
 
@@ -37,13 +37,13 @@ def one_line(error: pytest.ExceptionInfo[WeftError], *words: str) -> None:
 
 
 def test_stdlib_is_source_code_without_tests() -> None:
-    names = {str(file) for file in files(Source())}
+    names = {str(file) for file in source_files(Source())}
     assert any(name.endswith("/dataclasses.py") for name in names)
     assert not any(
         "/site-packages/" in name or "/test/" in name or "/tests/" in name
         for name in names
     )
-    assert next(documents(Source()))
+    assert next(read_documents(Source()))
 
 
 def test_text_file_folder_and_glob_are_sorted(tmp_path: Path) -> None:
@@ -125,7 +125,9 @@ def test_jsonl_errors_name_file_and_line(
 def test_missing_and_empty_sources(tmp_path: Path, kind: str) -> None:
     for path in ("missing", "*.nothing", ""):
         with pytest.raises(WeftError) as error:
-            files(Source.model_validate({"kind": kind, "path": str(tmp_path / path)}))
+            source_files(
+                Source.model_validate({"kind": kind, "path": str(tmp_path / path)})
+            )
         one_line(error, str(tmp_path), "'path'")
 
 
@@ -194,4 +196,4 @@ def test_docstrings_are_questions_with_their_lines(tmp_path: Path) -> None:
         ),
     ]
     # the standard library's
-    assert len(files(Source(kind="chat", form="docstrings"))) > 300
+    assert len(source_files(Source(kind="chat", form="docstrings"))) > 300

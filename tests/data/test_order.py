@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.data.batch import IGNORE
-from weft.data.order import Order, Stream, hashed, held_out, shuffled
+from weft.data.order import Order, Stream, choose_held_out, hash_keys, permutation
 from weft.errors import UsageError
 
 
@@ -66,11 +66,11 @@ def test_epochs_differ_and_rows_are_shuffled() -> None:
 def test_the_order_never_changes() -> None:
     """A stored position means the same data in every later version: these numbers must not be touched."""
     order = Order((stream([30, 20, 9], 4), stream([40], 4)), (3.0, 1.0), seed=7)
-    assert hashed(0, np.arange(2)).tolist() == [
+    assert hash_keys(0, np.arange(2)).tolist() == [
         12035550249420947055,
         627405149472732430,
     ]
-    assert shuffled(8, 1, 2, 3).tolist() == [0, 7, 5, 3, 6, 2, 1, 4]
+    assert permutation(8, 1, 2, 3).tolist() == [0, 7, 5, 3, 6, 2, 1, 4]
     assert [order.locate(i) for i in range(6)] == [
         (0, 0),
         (0, 1),
@@ -80,11 +80,19 @@ def test_the_order_never_changes() -> None:
         (1, 0),
     ]
     assert [int(order.row(i)[0][0]) for i in (0, 1, 2, 500)] == [38, 23, 46, 8]
-    assert np.flatnonzero(held_out(20, 0.2, 7)).tolist() == [1, 3, 4, 10, 14, 15, 18]
+    assert np.flatnonzero(choose_held_out(20, 0.2, 7)).tolist() == [
+        1,
+        3,
+        4,
+        10,
+        14,
+        15,
+        18,
+    ]
 
 
 def test_hash_of_distinct_indices_is_distinct() -> None:
-    assert len(np.unique(hashed(3, np.arange(100_000)))) == 100_000
+    assert len(np.unique(hash_keys(3, np.arange(100_000)))) == 100_000
 
 
 @settings(deadline=None)
@@ -157,11 +165,11 @@ def test_one_source_ends_after_its_epochs() -> None:
 def test_neither_side_of_the_split_is_empty(
     documents: int, fraction: float, seed: int
 ) -> None:
-    out = held_out(documents, fraction, seed)
+    out = choose_held_out(documents, fraction, seed)
     assert (~out).any() and (out.any() == (fraction > 0))
-    assert not held_out(1, fraction, seed).any()
+    assert not choose_held_out(1, fraction, seed).any()
 
 
 def test_split_is_about_the_fraction() -> None:
-    assert 900 < held_out(10_000, 0.1, 0).sum() < 1100
-    assert (held_out(100, 0.5, 0) != held_out(100, 0.5, 1)).any()
+    assert 900 < choose_held_out(10_000, 0.1, 0).sum() < 1100
+    assert (choose_held_out(100, 0.5, 0) != choose_held_out(100, 0.5, 1)).any()

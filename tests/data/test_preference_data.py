@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from weft.data.batch import IGNORE, Pairs
 from weft.data.chat.chat_turns import ConversationError
-from weft.data.chat.judged import read_judgements, with_others
+from weft.data.chat.judged import pair_with_others, read_judgements
 from weft.data.chat.pairs import AnswerPair, read_pair
 from weft.data.loader import Corpus, open_data
 from weft.data.order import Stream
@@ -281,7 +281,7 @@ def judged(*records: dict[str, Any]) -> list[tuple[str, str, float]]:
         for one in read_judgements(record)
     )
     found = []
-    for _, pair in with_others(answers):
+    for _, pair in pair_with_others(answers):
         assert isinstance(pair, AnswerPair), pair
         words = [side.messages[-1]["content"] for side in (pair.chosen, pair.rejected)]
         assert pair.chosen.messages[:-1] == pair.rejected.messages[:-1]
@@ -374,5 +374,5 @@ def test_answers_that_are_all_the_same_are_no_comparison() -> None:
     answers = ((0, one) for row in rows for one in read_judgements(row))
     assert all(
         isinstance(pair, ConversationError) and "all answers" in str(pair)
-        for _, pair in with_others(answers)
+        for _, pair in pair_with_others(answers)
     )

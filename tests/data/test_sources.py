@@ -19,8 +19,8 @@ from tests.data.test_records import EXTRA, FORMS
 from weft.data.batch import IGNORE
 from weft.data.chat.conversation import Conversation
 from weft.data.chat.samples import read_samples
-from weft.data.corpora import documents, unread_files
-from weft.data.files import files, selection
+from weft.data.corpora import read_documents, unread_files
+from weft.data.files import select_files, source_files
 from weft.data.loader import open_data
 from weft.data.source_check import check_sources
 from weft.data.source_report import SourceReport
@@ -174,13 +174,13 @@ def test_saved_data_sets_are_conversations(tmp_path: Path) -> None:
         WeftError,
         match=r"train is a saved data set without its data-00000-of-00001.arrow",
     ):
-        files(source(tmp_path / "both"))
+        source_files(source(tmp_path / "both"))
     (tmp_path / "both/train/state.json").write_text("{")
     with pytest.raises(WeftError, match=r"state.json of a saved data set is damaged"):
-        files(source(tmp_path / "both"))
+        source_files(source(tmp_path / "both"))
     (tmp_path / "both/train").rename(tmp_path / "both/validation")
     with pytest.raises(WeftError, match="no split 'train'"):
-        files(source(tmp_path / "both"))
+        source_files(source(tmp_path / "both"))
 
 
 CELLS = st.text('ab,;\t"\n é', max_size=5).map(lambda text: f"w{text}w")
@@ -208,7 +208,7 @@ def test_tables_are_records(
     places = [place.line for place, _ in read_samples(source(file))]
     lines = [1 + sum(cell.count("\n") for cell in row) for row in rows]
     assert places == [2 + sum(lines[:i]) for i in range(len(rows))]
-    assert [*documents(source(file, "csv", field=names[1]))] == [
+    assert [*read_documents(source(file, "csv", field=names[1]))] == [
         answer for _, answer in rows
     ]
 
@@ -299,13 +299,13 @@ def test_files_that_are_not_read_are_named(tmp_path: Path) -> None:
     )
     (tmp_path / "b.csv").write_text("text\nT\n")
     jsonl(tmp_path / "a.jsonl", [{"text": "J"}])
-    read, left = selection(source(tmp_path, "jsonl"))
+    read, left = select_files(source(tmp_path, "jsonl"))
     assert [file.name for file in read] == ["a.jsonl"] and "b.csv" in [
         file.name for file in left
     ]
     (tmp_path / "README.md").write_text("R")
     (tmp_path / "dataset_info.json").unlink()
-    assert [*documents(source(tmp_path, "text"))] == ["R"]
+    assert [*read_documents(source(tmp_path, "text"))] == ["R"]
     assert unread_files(source(tmp_path, "text")) == (
         "files that are not read: a.jsonl, b.csv, photo.png",
     )
@@ -350,14 +350,14 @@ def test_records_are_no_plain_text(tmp_path: Path) -> None:
                 check_sources(Data(sources=(source(tmp_path / name, kind),)))
             assert f"set {setting}" in str(error.value) and "\n" not in str(error.value)
     (tmp_path / "config.json").write_text('{"a": 1}')
-    assert [*documents(source(tmp_path / "config.json", "text"))] == ['{"a": 1}']
+    assert [*read_documents(source(tmp_path / "config.json", "text"))] == ['{"a": 1}']
     (tmp_path / "a.txt.gz").write_bytes(__import__("gzip").compress(b"packed"))
-    assert [*documents(source(tmp_path / "a.txt.gz", "text"))] == ["packed"]
+    assert [*read_documents(source(tmp_path / "a.txt.gz", "text"))] == ["packed"]
     (tmp_path / "parquet").write_bytes((tmp_path / "p.parquet").read_bytes() + b"\xff")
     with pytest.raises(
         WeftError, match=r"cannot read .*parquet as text: .*; it is Parquet"
     ):
-        [*documents(source(tmp_path / "parquet", "text"))]
+        [*read_documents(source(tmp_path / "parquet", "text"))]
 
 
 def test_questions_may_be_a_table(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from weft.data import tokens as tokens_module
 from weft.data.cache import cache_root
-from weft.data.corpora import documents
+from weft.data.corpora import read_documents
 from weft.data.loader import open_data
-from weft.data.tokenizer import Tokenizer, load_tokenizer, sample
+from weft.data.tokenizer import Tokenizer, load_tokenizer, sample_text
 from weft.data.tokens import open_source, read_tokens, write_tokens
 from weft.errors import UsageError, WeftError
 from weft.recipe import Data, Source
@@ -180,12 +180,14 @@ def test_the_training_sample_is_bounded_and_spread_out(tmp_path: Path) -> None:
         )
     )
     source = Source(kind="jsonl", path=str(file))
-    pieces = sample([source], 200_000)
+    pieces = sample_text([source], 200_000)
     assert 90_000 < sum(map(len, pieces)) <= 200_000
     seen = [ord(piece[0]) - 0x4E00 for piece in pieces]
     assert seen[0] == 0 and seen[-1] > 90 and set(np.diff(seen)) <= {5, 6}
-    assert sample([source], 10**9) == [
-        text[i : i + 8192] for text in documents(source) for i in range(0, 20_000, 8192)
+    assert sample_text([source], 10**9) == [
+        text[i : i + 8192]
+        for text in read_documents(source)
+        for i in range(0, 20_000, 8192)
     ]
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.data.detokenizer import Writer, stream_text
+from weft.data.detokenizer import TextDecoder, stream_text
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError
 from weft.generate.sampling import (
@@ -153,7 +153,7 @@ def test_text_ends_before_the_first_stop_string_whatever_tokens_it_is_cut_into(
         "".join(stream_text(tokenizer, tokenizer.encode(text).tolist(), stops))
         == expected
     )
-    writer, shown = Writer(tokenizer, stops), ""
+    writer, shown = TextDecoder(tokenizer, stops), ""
     for i in tokenizer.encode(text).tolist():
         shown += writer.add(i)
         assert expected.startswith(shown)

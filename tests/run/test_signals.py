@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.checkpoint.store import committed, step_of
+from weft.checkpoint.store import committed_checkpoints, step_of
 from weft.run import signals
 from weft.run.signals import REPEAT_S, Stopped, StopRequests, noted_signals
 from weft.train.runs import recorded_steps, what_is_saved
@@ -208,7 +208,7 @@ def double_signal(
     assert process.returncode == 128 + pair[0], told
     steps_taken = max(recorded_steps(folder / "run"), default=0)
     kept = (
-        [step_of(place) for place in committed(folder / "run/checkpoints")]
+        [step_of(place) for place in committed_checkpoints(folder / "run/checkpoints")]
         if steps_taken
         else []
     )

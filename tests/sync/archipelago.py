@@ -14,7 +14,7 @@ import torch
 
 from tests.cases import recipe
 from tests.resilience.survivors import Ranks, ranks
-from weft.checkpoint.store import committed, open_checkpoint
+from weft.checkpoint.store import committed_checkpoints, open_checkpoint
 from weft.errors import WeftError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
@@ -140,7 +140,9 @@ def simulated(
 
 def shared_state(asked: Recipe, run: Path, island: int) -> dict[str, torch.Tensor]:
     """What all islands have alike, as in an island's last checkpoint."""
-    checkpoint = open_checkpoint(committed(folder_of(run, island) / "checkpoints")[-1])
+    checkpoint = open_checkpoint(
+        committed_checkpoints(folder_of(run, island) / "checkpoints")[-1]
+    )
     names = [f"optimizer.{slot}." for slot in asked.sync.method.shared]
     if not asked.sync.delay and not asked.sync.method.late:
         names.append("model.")

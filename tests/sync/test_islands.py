@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.cases import recipe, write_corpus
 from tests.conftest import Command
-from weft.checkpoint.store import committed
+from weft.checkpoint.store import committed_checkpoints
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.observe.run_metrics import read_metrics
@@ -399,7 +399,7 @@ def test_a_run_of_islands_that_agree_in_every_step_is_one_of_replicas(
     for run in (tmp_path / "run", tmp_path / "run" / "island-1"):
         assert series(run) == pytest.approx(whole, rel=1e-10)
         assert series(run, "tokens") == series(tmp_path / "replicas", "tokens")
-        assert [p.name for p in committed(run / "checkpoints")] == [
+        assert [p.name for p in committed_checkpoints(run / "checkpoints")] == [
             "step-000003",
             "step-000006",
         ]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.cases import recipe, write_corpus
 from weft.api import finish_run
 from weft.checkpoint.best import FILE, Best, best_checkpoint, read_best, write_best
-from weft.checkpoint.store import candidates, committed, open_checkpoint
+from weft.checkpoint.store import candidates, committed_checkpoints, open_checkpoint
 from weft.cli.checkpoint import prune_command
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
@@ -162,7 +162,7 @@ def test_the_best_checkpoint_stays_and_has_a_name(corpus: str, tmp_path: Path) -
     )
     outcome = run(asked, out, losses=losses)
     assert outcome.best == Best(2, 3.0, "checkpoints/step-000002")
-    assert [place.name for place in committed(out / "checkpoints")] == [
+    assert [place.name for place in committed_checkpoints(out / "checkpoints")] == [
         "step-000002",
         "step-000006",
     ]
@@ -181,7 +181,7 @@ def test_the_best_checkpoint_stays_and_has_a_name(corpus: str, tmp_path: Path) -
     )
     outcome = run(export, moved, "auto", losses)
     assert outcome.best == Best(7, 2.0, "checkpoints/step-000007")
-    assert [place.name for place in committed(moved / "checkpoints")] == [
+    assert [place.name for place in committed_checkpoints(moved / "checkpoints")] == [
         "step-000006",
         "step-000007",
     ]
@@ -207,7 +207,7 @@ def test_best_between_checkpoints_is_saved(corpus: str, tmp_path: Path) -> None:
         out,
         losses=[9.0, 5.0, 3.0, 4.0, 3.5],
     )
-    assert [place.name for place in committed(out / "checkpoints")] == [
+    assert [place.name for place in committed_checkpoints(out / "checkpoints")] == [
         "step-000001",
         "step-000002",
         "step-000004",
@@ -230,7 +230,7 @@ def test_a_run_that_gets_no_better_ends(
     why = "the run ends early, after step 5: 3 validations have not been below 3.0000, that of step 2"
     assert run(asked, out, losses=losses).progress.step == 5
     assert why in capsys.readouterr().out and [
-        p.name for p in committed(out / "checkpoints")
+        p.name for p in committed_checkpoints(out / "checkpoints")
     ] == ["step-000005"]
     assert run(asked, out, "auto", losses).progress.step == 5
     assert why in capsys.readouterr().out

@@ -16,7 +16,7 @@ import numpy as np
 import tokenizers
 import torch
 
-from weft.data.order import hashed
+from weft.data.order import hash_keys
 from weft.layout.dims import Box, Logical
 from weft.layout.mesh import Mesh
 from weft.models.hugging_face import export
@@ -77,7 +77,7 @@ def values(seed: int) -> Any:
     """Values of a part of a parameter, the same in every version of everything: scales about 1, weights about 0."""
 
     def of(name: str, logical: Logical, box: Box) -> torch.Tensor:
-        bits = hashed(zlib.crc32(name.encode()), seed, np.arange(logical.numel))
+        bits = hash_keys(zlib.crc32(name.encode()), seed, np.arange(logical.numel))
         drawn = torch.from_numpy(
             (bits >> np.uint64(11)).astype(np.float64) / 2**53 - 0.5
         ).view(logical.shape)

@@ -35,7 +35,7 @@ def volume(box: Box) -> int:
     return math.prod(extents(box))
 
 
-def meet(a: Box, b: Box) -> Box | None:
+def intersection(a: Box, b: Box) -> Box | None:
     """Return the intersection of two boxes, or None if they share no element."""
     both = tuple(
         (max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b, strict=True)
@@ -43,7 +43,9 @@ def meet(a: Box, b: Box) -> Box | None:
     return both if all(lo < hi for lo, hi in both) else None
 
 
-def share(box: Box, itemsize: int, replica: int, replicas: int, key: int) -> Box | None:
+def replica_share(
+    box: Box, itemsize: int, replica: int, replicas: int, key: int
+) -> Box | None:
     """Return the rows of ``box`` that replica number ``replica`` of ``replicas`` writes, so that each is written once.
 
     A small box is not divided: one replica writes it, and the others get None. ``key``: a number that is the same on

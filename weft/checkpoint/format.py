@@ -66,12 +66,12 @@ def cut_blocks(box: Box, shape: Sequence[int], itemsize: int) -> Iterator[Box]:
             yield ((r0 + first, r0 + last), *middle, (a, b))
 
 
-def entry(name: str, box: Box) -> str:
+def block_name(name: str, box: Box) -> str:
     """Return the name of a block inside its safetensors file."""
     return f"{name}@{','.join(f'{lo}:{hi}' for lo, hi in box)}"
 
 
-def header(
+def file_head(
     blocks: Iterable[tuple[str, Box]], tensors: Mapping[str, Tensor]
 ) -> tuple[bytes, list[tuple[int, int]]]:
     """Return the head of a safetensors file with ``blocks`` in this order, and the offset and size of each block."""
@@ -79,7 +79,7 @@ def header(
     at, spans = 0, []
     for name, box in blocks:
         size = volume(box) * tensors[name].itemsize
-        table[entry(name, box)] = {
+        table[block_name(name, box)] = {
             "dtype": tensors[name].dtype,
             "shape": extents(box),
             "data_offsets": [at, at + size],
@@ -93,7 +93,7 @@ def header(
     ]
 
 
-def manifest(
+def manifest_json(
     file: str, size: int, tensors: Mapping[str, Tensor], blocks: Sequence[StoredBlock]
 ) -> bytes:
     """Return the manifest of one data file as JSON: its tensors, and its blocks as columns."""
@@ -187,7 +187,7 @@ def read_tensor(tree: Mapping[str, Any]) -> Tensor:
     )
 
 
-def index(
+def root_index(
     manifests: Mapping[str, tuple[Mapping[str, Tensor], Sequence[StoredBlock]]],
 ) -> dict[str, Any]:
     """Return the root's index: every tensor, and the manifests that describe its parts.

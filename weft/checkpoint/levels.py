@@ -20,10 +20,10 @@ from weft.checkpoint.address import open_storage
 from weft.checkpoint.storage import LocalStorage, Storage, StorageError
 from weft.checkpoint.store import (
     PLACES,
-    committed,
+    checkpoint_places,
+    committed_checkpoints,
     first_problem,
     new_name,
-    places,
     prune,
     step_of,
 )
@@ -102,7 +102,7 @@ def check_levels(levels: Sequence[LevelStore], size: int, fresh: bool) -> None:
     for level in levels:
         if level.in_memory:
             _check_memory(level, size)
-        elif fresh and committed(level.place):
+        elif fresh and committed_checkpoints(level.place):
             raise UsageError(
                 f"{level.place} already holds checkpoints; choose another checkpoint.to, or add --resume {level.place}"
             )
@@ -185,7 +185,11 @@ def open_levels(levels: Sequence[LevelStore], run: Path, fresh: bool) -> None:
                     f"cannot make {level.place}: {error.strerror or error}"
                 ) from None
     home = LocalStorage(run / "checkpoints")
-    known = [place for place in places(run) if place not in (home, LocalStorage(run))]
+    known = [
+        place
+        for place in checkpoint_places(run)
+        if place not in (home, LocalStorage(run))
+    ]
     own = [level.place for level in levels if level.place != home]
     listed = list(dict.fromkeys(own + known))
     if listed != known:

@@ -14,9 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from weft.checkpoint.boxes import ROOT, DamagedCheckpoint, checksum, meet
+from weft.checkpoint.boxes import ROOT, DamagedCheckpoint, checksum, intersection
 from weft.checkpoint.format import Manifest, StoredBlock, read_tensor, unseal
-from weft.checkpoint.pack import Elements, copy_common, elements, grouped, index_within
+from weft.checkpoint.pack import (
+    Elements,
+    copy_common,
+    elements,
+    group_by_bytes,
+    index_within,
+)
 from weft.checkpoint.storage import MissingObject, Storage
 from weft.errors import WeftError
 from weft.layout.parts import TORCH_DTYPES, Part
@@ -83,7 +89,7 @@ class StoredCheckpoint:
             self._near[place, box] = [
                 n
                 for n, edges in where
-                if meet(tuple((a, b) for a, b in edges), box) is not None
+                if intersection(tuple((a, b) for a, b in edges), box) is not None
             ]
         manifests = [
             self._manifest(*self.meta["manifests"][n]) for n in self._near[place, box]
@@ -245,7 +251,7 @@ def memory_of(values: torch.Tensor) -> Elements:
 
 def _whole(target: Elements, target_box: Box, box: Box) -> memoryview | None:
     """The bytes of ``target`` that are just the elements ``box``, if these lie in one piece."""
-    if meet(target_box, box) != box:
+    if intersection(target_box, box) != box:
         return None
     index: tuple[Any, ...] = (
         *index_within(box, target_box),
@@ -259,7 +265,7 @@ def _side_by_side(
     blocks: Iterable[StoredBlock], most: int
 ) -> Iterator[list[StoredBlock]]:
     """Runs of blocks that follow each other in one file, of at most ``most`` bytes (or one block)."""
-    return grouped(
+    return group_by_bytes(
         blocks,
         most,
         lambda b: b.size,

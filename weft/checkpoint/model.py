@@ -17,8 +17,8 @@ from weft.checkpoint.weights import (
     AVERAGE,
     base_name,
     is_foreign,
-    of_checkpoint,
     open_pretrained,
+    open_trained,
     stored_name,
 )
 from weft.data.tokenizer import Tokenizer, tokenizer_from_files
@@ -76,7 +76,7 @@ def open_model(
         return OpenedModel(model, dict(pretrained.files), None)
 
     def load(checkpoint: StoredCheckpoint) -> Transformer:
-        pretrained = of_checkpoint(checkpoint, ema=ema)
+        pretrained = open_trained(checkpoint, ema=ema)
         assert pretrained.values is not None
         if pretrained.shape.adapter is not None or experts is not None:
             return built(pretrained.shape, pretrained.values)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.checkpoint.boxes import meet, volume
+from weft.checkpoint.boxes import intersection, volume
 from weft.layout.dims import Box, extents
 
 T = TypeVar("T")
@@ -44,14 +44,14 @@ def copy_common(
     target: Elements, target_box: Box, source: Elements, source_box: Box
 ) -> None:
     """Copy the elements of the intersection of both boxes from ``source`` to ``target``."""
-    common = meet(target_box, source_box)
+    common = intersection(target_box, source_box)
     if common is not None:
         target[index_within(common, target_box)] = source[
             index_within(common, source_box)
         ]
 
 
-def grouped(
+def group_by_bytes(
     items: Iterable[T],
     most: int,
     size: Callable[[T], int],

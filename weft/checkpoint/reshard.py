@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft.checkpoint.boxes import meet, share, volume
-from weft.checkpoint.pack import grouped, index_within
+from weft.checkpoint.boxes import intersection, replica_share, volume
+from weft.checkpoint.pack import group_by_bytes, index_within
 from weft.checkpoint.storage import LocalStorage
 from weft.errors import WeftError
 from weft.layout.dims import Box, Tensor, extents
@@ -46,7 +46,7 @@ class ElementMove:
     target: int
 
 
-def moves(
+def plan_moves(
     name: str,
     tensor: Tensor,
     held: Sequence[Iterable[Box]],
@@ -73,7 +73,10 @@ def moves(
                 source = (
                     target if target in ranks else ranks[(turn + target) % len(ranks)]
                 )
-                if rank in (source, target) and (common := meet(have, box)) is not None:
+                if (
+                    rank in (source, target)
+                    and (common := intersection(have, box)) is not None
+                ):
                     yield ElementMove(name, common, have, box, source, target)
 
 
@@ -131,12 +134,14 @@ def redistribute(
     wanted = sorted({name for side in needed for name in side})
     plan = {
         name: list(
-            moves(name, tensors[name], boxes(held, name), boxes(needed, name), rank)
+            plan_moves(
+                name, tensors[name], boxes(held, name), boxes(needed, name), rank
+            )
         )
         for name in wanted
     }
     sent = 0
-    for names in grouped(
+    for names in group_by_bytes(
         wanted, ROUND, lambda name: tensors[name].numel * tensors[name].itemsize
     ):
         chosen = [move for name in names for move in plan[name]]
@@ -267,7 +272,7 @@ def _share(name: str, local: Part) -> Part | None:
     """The part of ``local`` that this rank reads from storage, if its replicas read the rest; None: nothing of it."""
     if local.replicas == 1:
         return local
-    box = share(
+    box = replica_share(
         local.box,
         local.tensor.itemsize,
         local.replica,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.checkpoint.boxes import share, volume
+from weft.checkpoint.boxes import replica_share, volume
 from weft.layout.dims import Box, extents
 from weft.layout.parts import TORCH_DTYPES, Part
 from weft.memory.nameless_file import nameless_file, reserve
@@ -40,7 +40,7 @@ def plan_pieces(locals_: Mapping[str, Part]) -> list[SavedPiece]:
     pieces, at = [], 0
     for name in sorted(locals_):
         local = locals_[name]
-        own_share = share(
+        own_share = replica_share(
             local.box,
             local.tensor.itemsize,
             local.replica,

@@ -71,7 +71,7 @@ def learned_length(checkpoint: StoredCheckpoint) -> int | None:
     return length
 
 
-def places(where: Where) -> list[Storage]:
+def checkpoint_places(where: Where) -> list[Storage]:
     """Return the places that may hold checkpoints of the run in folder ``where``.
 
     They are its subfolder ``checkpoints``, the folder itself, and the places listed in its file :data:`PLACES`.
@@ -87,7 +87,7 @@ def places(where: Where) -> list[Storage]:
     return list(dict.fromkeys([place / "checkpoints", place, *listed]))
 
 
-def committed(root: Where) -> list[Storage]:
+def committed_checkpoints(root: Where) -> list[Storage]:
     """Return the committed checkpoints directly under ``root``, oldest first."""
     place = open_storage(root)
     return [place / name for name in _numbered(place) if place.holds(f"{name}/{ROOT}")]
@@ -150,13 +150,13 @@ def candidates(
         return [place]
     for each in where:
         try:
-            within = places(each)
+            within = checkpoint_places(each)
         except StorageError as error:
             problems.append(error)
             continue
         for place in within:
             try:
-                checkpoints += committed(place)
+                checkpoints += committed_checkpoints(place)
             except StorageError as error:
                 problems.append(error)
     if problems and (warn is None or not checkpoints):
@@ -241,7 +241,7 @@ def load_newest(
     )
 
 
-def retained(
+def kept_checkpoints(
     checkpoints: Sequence[Storage],
     last: int,
     every: int = 0,
@@ -288,7 +288,7 @@ def prune(
     dry_run: bool = False,
     is_own: Callable[[Storage], bool] = lambda place: True,
 ) -> Pruned:
-    """Delete the checkpoints under ``root`` that :func:`retained` does not keep; with ``keep`` 0 delete none.
+    """Delete the checkpoints under ``root`` that :func:`kept_checkpoints` does not keep; with ``keep`` 0 delete none.
 
     The newest undamaged checkpoint is never deleted. ``check`` raises :class:`WeftError` for a damaged one; by default
     it verifies everything but the tensors' values. If all are damaged, nothing is deleted. Checkpoints for which
@@ -296,10 +296,10 @@ def prune(
     The root file is deleted first, so that no half-deleted checkpoint looks whole.
     """
     place = open_storage(root)
-    there = committed(place)
+    there = committed_checkpoints(place)
     # Whose each one is does not matter where all of them stay.
     checkpoints = [p for p in there if is_own(p)] if 0 < keep < len(there) else there
-    kept = retained(checkpoints, keep, every, scores) if keep else checkpoints
+    kept = kept_checkpoints(checkpoints, keep, every, scores) if keep else checkpoints
     gone, damaged = [p for p in checkpoints if p not in kept], list[Storage]()
     for checkpoint in reversed(checkpoints if gone else []):
         try:
@@ -359,7 +359,7 @@ def _check_head(
     checkpoint: StoredCheckpoint, file: str, blocks: Sequence[StoredBlock]
 ) -> None:
     """Raise :class:`DamagedCheckpoint` unless a data file's head, for readers of safetensors, describes its blocks."""
-    from weft.checkpoint.format import entry
+    from weft.checkpoint.format import block_name
 
     head = bytearray(blocks[0].offset)
     checkpoint.storage.read_into(file, 0, memoryview(head))
@@ -374,7 +374,10 @@ def _check_head(
             "shape": list(extents(b.box)),
             "data_offsets": [b.offset - begin, b.offset - begin + b.size],
         }
-        if not isinstance(table, dict) or table.get(entry(b.tensor, b.box)) != wanted:
+        if (
+            not isinstance(table, dict)
+            or table.get(block_name(b.tensor, b.box)) != wanted
+        ):
             raise checkpoint.damaged(
                 f"the head of {file} is not what was saved (tensor {b.tensor})"
             )

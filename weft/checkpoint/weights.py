@@ -83,7 +83,7 @@ def open_pretrained(name: Where) -> Pretrained:
             f"{path} has no weights (*.safetensors); to start from new ones, name its config.json"
         )
     if kind == "weft":
-        return of_checkpoint(
+        return open_trained(
             open_checkpoint(candidates(open_storage(where))[0]), str(name)
         )
     if kind == "hf":
@@ -149,7 +149,7 @@ def stored_name(checkpoint: StoredCheckpoint, name: str, ema: bool = False) -> s
     return average if ema and average in checkpoint.tensors else f"model.{name}"
 
 
-def of_checkpoint(
+def open_trained(
     checkpoint: StoredCheckpoint, name: str = "", ema: bool = False
 ) -> Pretrained:
     """Open the model of a Weft checkpoint. A checkpoint of an adapter is joined with its base model.

@@ -73,7 +73,7 @@ class DataFile:
             boxes,
             contents,
         )
-        self.head, self._spans = layout.header(boxes, tensors)
+        self.head, self._spans = layout.file_head(boxes, tensors)
         self.nbytes = len(self.head) + sum(size for _, size in self._spans)
         self.blocks: list[StoredBlock] = []  # of the last iteration
         self.hashing = 0.0  # seconds of it
@@ -95,7 +95,7 @@ class DataFile:
         """Write the file, then its manifest under the name ``manifest``. Returns the size of the file in bytes."""
         size = storage.write(self.name, self)
         storage.write(
-            manifest, [layout.manifest(self.name, size, self.tensors, self.blocks)]
+            manifest, [layout.manifest_json(self.name, size, self.tensors, self.blocks)]
         )
         return size
 
@@ -230,7 +230,7 @@ def commit(
         files[name] = [len(data), checksum(data)]
     root = {
         **wanted.meta,
-        **layout.index(manifests),
+        **layout.root_index(manifests),
         "manifests": listed,
         "files": files,
     }

@@ -267,7 +267,7 @@ def prune_command(
     from weft.checkpoint.address import open_storage
     from weft.checkpoint.best import best_checkpoint
     from weft.checkpoint.lease import Lease
-    from weft.checkpoint.store import committed, places
+    from weft.checkpoint.store import checkpoint_places, committed_checkpoints
     from weft.checkpoint.store import prune as delete
     from weft.observe.run_metrics import metric_by_step
 
@@ -285,13 +285,15 @@ def prune_command(
     deleted, damaged = 0, list[str]()
     # Not the run's folder itself: by when it was changed, --resume auto tells which run is the last.
     roots = [
-        root for root in places(run) if root != open_storage(run) or committed(root)
+        root
+        for root in checkpoint_places(run)
+        if root != open_storage(run) or committed_checkpoints(root)
     ]
     with Lease() as lease:
         if not dry_run:
             lease.take(roots)
         for root in roots:
-            count = len(committed(root))
+            count = len(committed_checkpoints(root))
             pruned = delete(
                 root,
                 last,

@@ -24,7 +24,7 @@ def preview_command(
     as_json: AsJson = False,
 ) -> int:
     """Show the first conversations as their chat template writes them, with what is learned of them in colour."""
-    from weft.data.chat.preview import coloured, preview_page, preview_samples
+    from weft.data.chat.preview import format_sample, preview_page, preview_samples
     from weft.pages import write
     from weft.recipe import load_recipe
     from weft.train.setup import recipe_tokenizer
@@ -50,7 +50,7 @@ def preview_command(
     for sample in shown:
         console.print(f"[bold]{sample.place}[/]: {sample.facts}", soft_wrap=True)
         console.print(
-            coloured(sample, console.color_system is not None),
+            format_sample(sample, console.color_system is not None),
             soft_wrap=not console.is_terminal,
         )
         console.print()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 
-def rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Iterate over the rows of a ``.parquet`` or ``.arrow`` file as objects, with their numbers from 1."""
     import pyarrow
 

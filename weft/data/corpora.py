@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.data.cache import digest
-from weft.data.files import records
-from weft.data.reading import opened, reading
+from weft.data.files import read_records
+from weft.data.reading import open_file, reading
 from weft.data.source_kinds import documents_of
 from weft.data.source_report import SourceReport
 from weft.encodable import encodable
@@ -17,7 +17,7 @@ from weft.recipe import SOURCES, Source
 from weft.registry import find
 
 
-def documents(source: Source, report: SourceReport | None = None) -> Iterator[str]:
+def read_documents(source: Source, report: SourceReport | None = None) -> Iterator[str]:
     """Iterate over the documents of ``source`` in a deterministic order.
 
     ``report`` counts fields and records that are not read. Raises :class:`WeftError`, which names the unreadable file.
@@ -94,7 +94,7 @@ def _plugin_fingerprint(source: Source) -> str:
 
 
 def _text(file: Path, source: Source, report: SourceReport) -> Iterator[str]:
-    with opened(file) as stream:
+    with open_file(file) as stream:
         text = stream.read()
     # A few modules of Python declare another encoding.
     yield text.decode(
@@ -105,7 +105,7 @@ def _text(file: Path, source: Source, report: SourceReport) -> Iterator[str]:
 
 
 def _jsonl(file: Path, source: Source, report: SourceReport) -> Iterator[str]:
-    for number, record in records(file, report.skip if source.skips else None):
+    for number, record in read_records(file, report.skip if source.skips else None):
         try:
             if not isinstance(record, dict):
                 raise WeftError(
@@ -140,7 +140,7 @@ def _words(file: Path, source: Source, report: SourceReport) -> Iterator[str]:
             for item in value.values() if isinstance(value, dict) else value:
                 yield from texts(item)
 
-    for _, record in records(file, report.skip if source.skips else None):
+    for _, record in read_records(file, report.skip if source.skips else None):
         yield "\n".join(texts(record))
 
 

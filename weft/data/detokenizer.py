@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from weft.data.tokenizer import Tokenizer
 
 
-class Writer:
+class TextDecoder:
     """Incremental decoder. The pieces from :meth:`add` and :meth:`end` join to the text up to the first stop string.
 
     ``stopped``: the stop string that ended the text, or None. A stop string may span several tokens.
@@ -63,7 +63,7 @@ def stream_text(
     tokenizer: Tokenizer, ids: Iterable[int], stops: Sequence[str] = ()
 ) -> Iterator[str]:
     """Decode ``ids`` piece by piece. After a stop string of ``stops`` no further id is requested."""
-    writer = Writer(tokenizer, stops)
+    writer = TextDecoder(tokenizer, stops)
     for i in ids:
         if piece := writer.add(i):
             yield piece

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from weft.data.reading import PACKED, opened
+from weft.data.reading import PACKED, open_file
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
@@ -61,12 +61,12 @@ def format_of(file: Path) -> str:
     return Path(name.removesuffix(packed)).suffix
 
 
-def files(source: Source) -> list[Path]:
+def source_files(source: Source) -> list[Path]:
     """Return the files of ``source`` that are read, sorted. Its ``path`` is a file, a folder or a glob."""
-    return selection(source).read
+    return select_files(source).read
 
 
-def selection(source: Source) -> Selection:
+def select_files(source: Source) -> Selection:
     """Select the files of ``source``. Raises :class:`WeftError` if there are none."""
     stdlib = source.path is None
     path = Path(
@@ -164,7 +164,7 @@ def _parts(folder: Path, names: list[str]) -> list[str]:
     return parts
 
 
-def records(
+def read_records(
     file: Path, wrong: Callable[[WeftError], None] | None = None
 ) -> Iterator[tuple[int, Any]]:
     """Iterate over the records of a file of JSON Lines, JSON, CSV, Parquet, Arrow or Python code, with line numbers.
@@ -178,13 +178,13 @@ def records(
 
         yield from docstrings(file)
     elif form in (".parquet", ".arrow"):
-        from weft.data.arrow import rows
+        from weft.data.arrow import read_rows
 
-        yield from rows(file)
+        yield from read_rows(file)
     elif form in (".csv", ".tsv"):
         yield from _table(file, wrong)
     elif form == ".json":
-        with opened(file) as stream:
+        with open_file(file) as stream:
             text = stream.read()
         if _is_lines(text):
             yield from _lines(io.BytesIO(text), file, wrong)
@@ -192,7 +192,7 @@ def records(
             value = _unwrapped(_parsed(text, str(file)))
             yield from enumerate(value if isinstance(value, list) else [value], 1)
     else:
-        with opened(file) as stream:
+        with open_file(file) as stream:
             yield from _lines(stream, file, wrong)
 
 
@@ -249,7 +249,7 @@ def _table(
 ) -> Iterator[tuple[int, dict[str, str | None]]]:
     """The rows of a table under the names of its first line. An empty cell is nothing."""
     csv.field_size_limit(sys.maxsize)
-    with io.TextIOWrapper(opened(file), "utf-8-sig", newline="") as text:
+    with io.TextIOWrapper(open_file(file), "utf-8-sig", newline="") as text:
         head = text.readline()
         mark = "\t" if format_of(file) == ".tsv" else max(",;\t", key=head.count)
         names = next(csv.reader([head], delimiter=mark), [])

@@ -17,7 +17,7 @@ from weft.data.batch import IGNORE, Batch, PairedRows, Pairs, Pass, PassGroup, P
 from weft.data.bos import begins_otherwise, document_opening, with_bos
 from weft.data.cache import digest
 from weft.data.corpora import unread_files
-from weft.data.order import Listed, Order, Row, Stream, hashed, held_out
+from weft.data.order import Order, Row, RowList, Stream, choose_held_out, hash_keys
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.data.tokens import open_source
 from weft.data.validation_file import validation_source
@@ -87,17 +87,17 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
         how: dict[str, Any] = {}
         pairs = None
         if tokens.weights is not None:
-            from weft.data.chat.source import fitted
+            from weft.data.chat.source import fit_conversations
 
-            starts, lengths, note, pairs, records = fitted(
+            starts, lengths, note, pairs, records = fit_conversations(
                 tokens, data.seq_len, data.chat.truncation
             )
             packing = "documents" if data.chat.pack else "one"
             how = {"rows_of": packing, "weights": tokens.weights, "alike": tokens.alike}
-        seed = int(hashed(data.seed, number)[0])
+        seed = int(hash_keys(data.seed, number)[0])
         together = 1 if pairs is None else 2
         # What comes from one record is on one side.
-        out = held_out(int(records[-1]) + 1, data.held_out, seed)[records]
+        out = choose_held_out(int(records[-1]) + 1, data.held_out, seed)[records]
         out = np.ones(len(out), bool) if source is apart else out
         for side, chosen in enumerate((~out, out)):
             if chosen.any():
@@ -178,7 +178,7 @@ class Loader:
     the random numbers of tokens for dropout, None without dropout.
     """
 
-    order: Order | Listed
+    order: Order | RowList
     layout: Layout
     batch_rank: int  # place of this rank
     cp_rank: int

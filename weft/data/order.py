@@ -13,11 +13,11 @@ import numpy as np
 from weft.data.batch import IGNORE, Pairs
 from weft.errors import UsageError
 
-#: First keys that keep the uses of :func:`hashed` apart.
+#: First keys that keep the uses of :func:`hash_keys` apart.
 _SPLIT, _DOCUMENTS, _ROWS, _BLOCK = range(4)
 
 
-def hashed(*keys: int | np.ndarray) -> np.ndarray:
+def hash_keys(*keys: int | np.ndarray) -> np.ndarray:
     """Return 64 pseudo-random bits per element of the last key (SplitMix64, Steele et al. 2014)."""
     state = np.zeros(1, np.uint64)
     for key in keys:
@@ -33,24 +33,24 @@ def hashed(*keys: int | np.ndarray) -> np.ndarray:
     return state
 
 
-def marks(samples: Sequence[int]) -> np.ndarray:
+def sample_hashes(samples: Sequence[int]) -> np.ndarray:
     """Return 32 pseudo-random bits per sample number. Their sum identifies a set of samples almost surely."""
-    return hashed(0, np.asarray(samples, np.uint64)) >> np.uint64(32)
+    return hash_keys(0, np.asarray(samples, np.uint64)) >> np.uint64(32)
 
 
-def shuffled(count: int, *keys: int) -> np.ndarray:
+def permutation(count: int, *keys: int) -> np.ndarray:
     """Return the permutation of ``count`` elements that ``keys`` determine."""
-    return np.argsort(hashed(*keys, np.arange(count)))
+    return np.argsort(hash_keys(*keys, np.arange(count)))
 
 
-def held_out(documents: int, fraction: float, seed: int) -> np.ndarray:
+def choose_held_out(documents: int, fraction: float, seed: int) -> np.ndarray:
     """Choose documents for validation: a boolean ``[documents]``, true for about ``fraction`` of them.
 
     With two documents or more, neither side is empty.
     """
     if documents < 2 or fraction == 0:
         return np.zeros(documents, bool)
-    keys = hashed(_SPLIT, seed, np.arange(documents))
+    keys = hash_keys(_SPLIT, seed, np.arange(documents))
     chosen = keys < np.uint64(fraction * 2**64)
     chosen[keys.argmin()], chosen[keys.argmax()] = True, False
     return chosen
@@ -100,7 +100,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Listed:
+class RowList:
     """Fixed list of rows, each read once, with the interface of :class:`Order`."""
 
     rows: Sequence[Row]
@@ -170,7 +170,7 @@ class Stream:
         """Documents in the order of their rows, and how many of them there are up to the end of each row."""
         together = 1 if self.pairs is None else 2
         lengths = self.lengths.reshape(-1, together).sum(1)
-        order = shuffled(len(lengths), _DOCUMENTS, self.seed)
+        order = permutation(len(lengths), _DOCUMENTS, self.seed)
         counts = np.arange(1, 1 + len(order))
         if self.rows_of != "one":
             places, counts = pack_documents(lengths[order], self.seq_len)
@@ -188,11 +188,11 @@ class Stream:
         order = (
             self._packed[0]
             if whole
-            else shuffled(len(self.starts), _DOCUMENTS, self.seed, epoch)
+            else permutation(len(self.starts), _DOCUMENTS, self.seed, epoch)
         )
         ends = np.cumsum(self.lengths[order])
         shift = self.starts[order] + self.lengths[order] - ends
-        rows = shuffled(self.rows, _ROWS, self.seed, epoch)
+        rows = permutation(self.rows, _ROWS, self.seed, epoch)
         edges = (
             np.append(0, ends[self._packed[1] - 1])
             if whole
@@ -305,7 +305,7 @@ class Order:
         """Stream and index within the stream of each sample of a block: int64 ``[block]`` each."""
         before, after = self._samples_drawn(block), self._samples_drawn(block + 1)
         source = np.repeat(np.arange(len(before)), np.subtract(after, before))
-        source = source[shuffled(self.block, _BLOCK, self.seed, block)]
+        source = source[permutation(self.block, _BLOCK, self.seed, block)]
         index = np.empty_like(source)
         index[np.argsort(source, kind="stable")] = np.concatenate(
             [*map(np.arange, before, after)]

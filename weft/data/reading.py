@@ -43,7 +43,7 @@ def reading(path: Path, kind: str) -> Iterator[None]:
         raise WeftError(f"cannot read {path} as {kind}: {reason}; {remedy}") from None
 
 
-def opened(file: Path) -> IO[bytes]:
+def open_file(file: Path) -> IO[bytes]:
     """Open a file to read bytes, and decompress it if its suffix says so."""
     packed = next((end for end in PACKED if file.name.lower().endswith(end)), "")
     if packed == ".zst":

@@ -4,9 +4,9 @@ import codecs
 from itertools import islice
 from pathlib import Path
 
-from weft.data.corpora import documents
-from weft.data.files import files, format_of
-from weft.data.reading import opened, reading
+from weft.data.corpora import read_documents
+from weft.data.files import format_of, source_files
+from weft.data.reading import open_file, reading
 from weft.data.source_kinds import check_kind, documents_of
 from weft.data.validation_file import validation_source
 from weft.errors import WeftError
@@ -31,23 +31,23 @@ def _check(source: Source) -> None:
     check_kind(source)
     plain, chats = source.kind in ("text", "stdlib"), source.kind in CONVERSATIONS
     if source.kind == "huggingface":
-        first: list[object] = [*islice(documents(source), FIRST)]
+        first: list[object] = [*islice(read_documents(source), FIRST)]
     elif source.kind == "tokens":
-        first = [*files(source)]
+        first = [*source_files(source)]
     elif plain:  # of which a document is a whole file
         texts = [file for file in documents_of(source).read if file.stat().st_size]
         first = [*texts]
         for file in texts[:FIRST]:
             with reading(file, source.kind):
                 _check_begins(file, source)
-    elif _is_large(files(source)[0]):
+    elif _is_large(source_files(source)[0]):
         return
     elif chats:
         from weft.data.chat.samples import read_samples
 
         first = [*islice(read_samples(source), FIRST)]
     else:
-        first = [*islice(documents(source), FIRST)]
+        first = [*islice(read_documents(source), FIRST)]
     if not any(first):
         what = (
             "conversation"
@@ -64,7 +64,7 @@ def _check(source: Source) -> None:
 def _check_begins(file: Path, source: Source) -> None:
     """Raise :class:`ValueError` if a file of plain text does not begin with text."""
     if source.kind == "text":
-        with opened(file) as stream:
+        with open_file(file) as stream:
             head = stream.read(2**12)
         # its last character may be cut
         codecs.getincrementaldecoder("utf-8")().decode(head)

@@ -6,8 +6,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from weft.data.files import TABLES, Selection, format_of, records, selection
-from weft.data.reading import opened
+from weft.data.files import TABLES, Selection, format_of, read_records, select_files
+from weft.data.reading import open_file
 from weft.errors import UsageError, WeftError
 from weft.recipe import Source
 
@@ -17,7 +17,7 @@ def documents_of(source: Source) -> Selection:
 
     Raises :class:`UsageError`, which names the right kind, if a source of plain text has only records.
     """
-    chosen = selection(source)
+    chosen = select_files(source)
     if source.kind not in ("text", "stdlib") or source.path is None:
         return chosen
     path = Path(source.path).expanduser()
@@ -80,7 +80,7 @@ def right_kind(file: Path) -> str:
 
     form = format_of(file)
     try:
-        first = next((record for _, record in islice(records(file), 1)), None)
+        first = next((record for _, record in islice(read_records(file), 1)), None)
     except (WeftError, OSError, ValueError, ImportError):
         first = None
     for kind, read in (("preference", read_pair), ("chat", read_record)):
@@ -108,7 +108,7 @@ def _holds_records(file: Path) -> bool:
     if format_of(file) != ".json":
         return format_of(file) in TABLES
     try:
-        with opened(file) as stream:
+        with open_file(file) as stream:
             head = stream.read(2**16).decode(errors="replace").strip()
     except (OSError, EOFError):
         return False

@@ -14,7 +14,7 @@ import numpy as np
 from weft.data.chat.chat_turns import from_text
 from weft.data.chat.conversation import as_messages, conversation
 from weft.data.chat.encode import ChatEncoder, Messages, own_encoder
-from weft.data.files import records
+from weft.data.files import read_records
 from weft.data.reading import reading
 from weft.data.tokenizer import Tokenizer
 from weft.errors import WeftError
@@ -61,7 +61,9 @@ def read_questions(path: str | Path, limit: int = 0) -> list[Question]:
     """
     file, questions = Path(path).expanduser(), []
     with reading(file, "a file of questions"):
-        for number, record in _toml(file) if file.suffix == ".toml" else records(file):
+        for number, record in (
+            _toml(file) if file.suffix == ".toml" else read_records(file)
+        ):
             questions.append(_question(record, f"{file}:{number}"))
     if not questions:
         raise WeftError(

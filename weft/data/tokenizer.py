@@ -13,7 +13,7 @@ import numpy as np
 import tokenizers
 
 from weft.data.cache import build_once, cache_root, digest
-from weft.data.corpora import documents, source_fingerprint
+from weft.data.corpora import read_documents, source_fingerprint
 from weft.encodable import encodable
 from weft.errors import UsageError, WeftError
 from weft.recipe.named_templates import (
@@ -314,7 +314,11 @@ def _trained(spec: str, sources: Sequence[Source], root: Path) -> Path:
     def train(folder: Path) -> None:
         model = tokenizers.ByteLevelBPETokenizer()
         model.train_from_iterator(
-            sample(sources), int(size), 1, show_progress=False, special_tokens=[_EOS[0]]
+            sample_text(sources),
+            int(size),
+            1,
+            show_progress=False,
+            special_tokens=[_EOS[0]],
         )
         model.save(str(folder / "tokenizer.json"))
 
@@ -324,11 +328,11 @@ def _trained(spec: str, sources: Sequence[Source], root: Path) -> Path:
     return build_once(root / f"tokenizer-{key}", train)
 
 
-def sample(sources: Sequence[Source], size: int = _SAMPLE) -> list[str]:
+def sample_text(sources: Sequence[Source], size: int = _SAMPLE) -> list[str]:
     """Sample at most ``size`` characters of text in one pass, as pieces evenly spaced over all documents."""
     kept: list[str] = []
     held, stride = 0, 1
-    texts = (text for source in sources for text in documents(source))
+    texts = (text for source in sources for text in read_documents(source))
     pieces = (
         text[at : at + _PIECE] for text in texts for at in range(0, len(text), _PIECE)
     )

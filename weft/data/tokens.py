@@ -18,8 +18,8 @@ import numpy as np
 
 from weft.data.batch import Pairs
 from weft.data.cache import build_once, cache_root, digest
-from weft.data.corpora import documents, source_fingerprint
-from weft.data.files import files
+from weft.data.corpora import read_documents, source_fingerprint
+from weft.data.files import source_files
 from weft.data.source_report import SourceReport
 from weft.errors import WeftError
 
@@ -147,7 +147,7 @@ def open_source(
             tokenizer.save(making)
             report = SourceReport()
             docs, name = (
-                _encoded(documents(source, report), tokenizer),
+                _encoded(read_documents(source, report), tokenizer),
                 f"data source {source.path or source.kind}",
             )
             write_documents(
@@ -165,7 +165,7 @@ def open_source(
         return read_tokens(build_once(cache_root(cache) / f"tokens-{key}", build))
     path = Path(source.path or "").expanduser()
     if not path.is_dir():
-        path, *more = files(source)
+        path, *more = source_files(source)
         if more:
             raise WeftError(
                 f"data source {source.path} matches {1 + len(more)} files; give each its own source"

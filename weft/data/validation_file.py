@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from weft.data.files import files, format_of
+from weft.data.files import format_of, source_files
 from weft.errors import UsageError
 from weft.recipe import SOURCES, Data, Source
 
@@ -48,5 +48,5 @@ def _files_of(source: Source) -> set[Path]:
     if source.kind not in SOURCES or source.path is None:
         return set()
     path = Path(source.path).expanduser()
-    paths = [path] if source.kind in ("huggingface", "tokens") else files(source)
+    paths = [path] if source.kind in ("huggingface", "tokens") else source_files(source)
     return {file.resolve() for file in paths}

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import torch
 
-from weft.checkpoint.boxes import share
+from weft.checkpoint.boxes import replica_share
 from weft.checkpoint.lease import Lease
 from weft.checkpoint.levels import LevelStore
 from weft.checkpoint.reshard import redistribute
@@ -49,7 +49,7 @@ def save_copies(
                 tensors.pop(f"model.{parameter.name}", None)
     targets = {}
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
-        box = share(
+        box = replica_share(
             tuple((0, size) for size in tensor.shape),
             tensor.itemsize,
             rank,

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from weft.api import start
-from weft.checkpoint.store import committed
+from weft.checkpoint.store import committed_checkpoints
 from weft.data.cache import digest
 from weft.errors import UsageError, WeftError
 from weft.observe.charts import RUNS as COLOURS
@@ -150,7 +150,7 @@ def run_sweep(
     for trial, recipe in recipes:
         if begun.get(
             trial.folder.name, same := _compared(recipe)
-        ) != same and committed(trial.folder / "checkpoints"):
+        ) != same and committed_checkpoints(trial.folder / "checkpoints"):
             raise UsageError(
                 f"{trial.folder} was trained with another recipe, and its results are not those of this one; choose "
                 "another --out, or remove that folder"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from weft.data.detokenizer import Writer
+from weft.data.detokenizer import TextDecoder
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError, WeftError
 from weft.serve.anthropic import MessageReplies, MessagesRequest
@@ -43,7 +43,7 @@ class AnswerReader:
     def __init__(
         self, asked: SamplingRequest, tokenizer: Tokenizer, form: AnswerForm
     ) -> None:
-        self.asked, self.writer = asked, Writer(tokenizer)
+        self.asked, self.writer = asked, TextDecoder(tokenizer)
         self.calls = (
             CallFinder(form.calls, asked.stream, form.names, form.most)
             if form.calls

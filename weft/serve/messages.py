@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.data.chat.conversation import ROLES, Message
-from weft.data.chat.marks import cleaned
+from weft.data.chat.marks import without_marks
 from weft.errors import UsageError, nearest
 from weft.serve.protocol import shown
 
@@ -29,7 +29,8 @@ def read_live(messages: Sequence[Any]) -> list[Message]:
     cut.
     """
     return [
-        _message(cleaned(message), number) for number, message in enumerate(messages)
+        _message(without_marks(message), number)
+        for number, message in enumerate(messages)
     ]
 
 

@@ -13,7 +13,7 @@ import tokenizers
 from weft.data.chat.chat_template import ChatTemplate
 from weft.data.chat.conversation import Message
 from weft.data.chat.encode import ChatEncoder, own_encoder
-from weft.data.chat.marks import Marked, cleaned, numbered
+from weft.data.chat.marks import Marked, mark_words, without_marks
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError
 from weft.generate.grammar import Grammar, Grammars
@@ -178,7 +178,7 @@ class Prompts:
         )
         if effort == "none" and "enable_thinking" in source:
             variables["enable_thinking"] = False
-        return variables | cleaned(asked.chat_template_kwargs)
+        return variables | without_marks(asked.chat_template_kwargs)
 
     async def form(self) -> CallForm | None:
         """How the chat template writes calls of tools."""
@@ -250,7 +250,7 @@ def continued(
             "continue_final_message goes on with words of the assistant's, which the last message lacks"
         )
     shown = template.render(
-        [*talk[:-1], numbered(last, len(talk))], tools or None, False, variables
+        [*talk[:-1], mark_words(last, len(talk))], tools or None, False, variables
     )
     places = [at for run in shown.groups(len(talk)) for at in run]
     if not places:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-from weft.data.detokenizer import Writer
+from weft.data.detokenizer import TextDecoder
 from weft.data.token_bytes import token_bytes
 from weft.data.tokenizer import Tokenizer
 from weft.serve.call_finder import CallPiece
@@ -184,7 +184,7 @@ class TextOffsets:
     """Where in a text each of its tokens begins, in characters."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.writer, self.at = Writer(tokenizer), 0
+        self.writer, self.at = TextDecoder(tokenizer), 0
 
     def add(self, token: int) -> int:
         at = self.at

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from weft.checkpoint.address import Where
 from weft.checkpoint.model import open_model, tokenizer_of
 from weft.data.chat.encode import prompt_ids
-from weft.data.detokenizer import Writer
+from weft.data.detokenizer import TextDecoder
 from weft.data.tokenizer import Tokenizer
 from weft.generate.engine import Engine
 from weft.generate.sampling import Sampling
@@ -31,7 +31,7 @@ def write_texts(
 ) -> list[str]:
     """The texts for all of ``asks``, in their order; ``done`` is called as each of them ends."""
     writers = {
-        engine.submit(a.ids, a.most, a.how, a.stops)[0]: Writer(tokenizer, a.until)
+        engine.submit(a.ids, a.most, a.how, a.stops)[0]: TextDecoder(tokenizer, a.until)
         for a in asks
     }
     texts, left = (

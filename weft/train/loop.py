@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weft.data.order import marks
+from weft.data.order import sample_hashes
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh, from_all
 from weft.train.evaluation import VALIDATION, Evaluation
@@ -135,7 +135,7 @@ class Loop:
     def check_samples(self, result: StepResult) -> None:
         """Raise :class:`WeftError` if the next final step has not seen each of its samples once, and no other."""
         due = self.loader.island_samples(self.progress.position)
-        if result.samples not in (None, (len(due), int(marks(due).sum()))):
+        if result.samples not in (None, (len(due), int(sample_hashes(due).sum()))):
             raise WeftError(
                 f"step {self.progress.step + 1} has not seen its samples {due.start} to {due.stop - 1} once each; this "
                 "is a defect of Weft: go on from the last checkpoint under another layout, and report it"

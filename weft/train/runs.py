@@ -23,10 +23,10 @@ from weft.checkpoint.storage import LocalStorage, Storage, StorageError
 from weft.checkpoint.store import (
     PLACES,
     candidates,
-    committed,
+    checkpoint_places,
+    committed_checkpoints,
     load_newest,
     open_checkpoint,
-    places,
     step_of,
 )
 from weft.errors import UsageError, WeftError
@@ -191,7 +191,7 @@ def _counterpart(run: Run, island_store: dist.Store) -> str:
     own = [
         place
         for level in run.levels
-        for place in committed(level.place)
+        for place in committed_checkpoints(level.place)
         if step_of(place) == step_of(first)
     ]
     return str((own or [first])[-1])
@@ -299,7 +299,7 @@ def _choose(
         saved = [
             p
             for p in folder.parent.glob(f"{recipe.name}*")
-            if committed(p / "checkpoints") or (p / PLACES).exists()
+            if committed_checkpoints(p / "checkpoints") or (p / PLACES).exists()
         ]
         run = out or max(saved, key=lambda p: p.stat().st_mtime, default=folder)
         outside = [str(level.place) for level in levels_of(recipe.checkpoint, run)]
@@ -308,7 +308,9 @@ def _choose(
             *(place for place in outside if place != str(run / "checkpoints")),
         ]
         return run, sources if any(
-            committed(place) for source in sources for place in places(source)
+            committed_checkpoints(place)
+            for source in sources
+            for place in checkpoint_places(source)
         ) else []
     if out is not None:
         if out.exists() and any(p.name != FOLDER for p in out.iterdir()):
@@ -323,7 +325,11 @@ def what_is_saved(folder: Path) -> str:
     """Return a line that names the last checkpoint of the run in ``folder`` and the steps that are not saved."""
     newest: Storage | None = None
     with suppress(WeftError):
-        every = [place for root in places(folder) for place in committed(root)]
+        every = [
+            place
+            for root in checkpoint_places(folder)
+            for place in committed_checkpoints(root)
+        ]
         newest = max(every, key=step_of, default=None)
     saved, taken = (
         step_of(newest) if newest else 0,

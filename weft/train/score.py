@@ -12,7 +12,7 @@ import torch
 
 from weft.data.batch import IGNORE
 from weft.data.loader import Loader
-from weft.data.order import Listed, Row, pack_documents
+from weft.data.order import Row, RowList, pack_documents
 from weft.data.tasks import Score, Text
 from weft.layout.boundary import OWN, own_share, step_sum
 from weft.layout.mesh import Mesh
@@ -45,7 +45,7 @@ class Scorer:
         return torch.zeros((), dtype=torch.float64, device=hidden.device)
 
 
-def pack_texts(texts: Sequence[Text], room: int) -> Listed:
+def pack_texts(texts: Sequence[Text], room: int) -> RowList:
     """Pack texts into rows of at most ``room`` tokens; the weight of a label is the number of its text, from 1."""
     order, ends = pack_documents(
         np.array([len(t.given) + len(t.following) - 1 for t in texts]), room
@@ -67,7 +67,7 @@ def pack_texts(texts: Sequence[Text], room: int) -> Listed:
                 numbers,
             )
         )
-    return Listed(rows)
+    return RowList(rows)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from weft.data.order import marks
+from weft.data.order import sample_hashes
 from weft.layout.axes import DATA_AXES, MODEL_AXES
 from weft.layout.boundary import (
     BY_DATA,
@@ -75,7 +75,7 @@ def share_of_samples(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
     return torch.stack(
         [
             own_share(number, mesh, **BY_DATA)
-            for number in (len(seen), int(marks(seen).sum()))
+            for number in (len(seen), int(sample_hashes(seen).sum()))
         ]
     )
 

@@ -18,7 +18,7 @@ class StepResult(NamedTuple):
     ``loss``: the weighted mean over the step's real ``tokens``. ``stop``: whether some rank asks to end the run.
     ``loads``: how often each expert was chosen, layer after layer; with a capacity, then how many choices each dropped.
     ``sent``: bytes that ranks sent each other for the experts, in the order of :data:`weft.models.router.SENT`.
-    ``samples``: how many samples the step has seen and the sum of their marks (:func:`weft.data.order.marks`); None if
+    ``samples``: how many samples the step has seen and the sum of their :func:`~weft.data.order.sample_hashes`; None if
     nobody counts them. ``undone``: updates made before the norm was known had to be taken back.
     """
 

@@ -88,7 +88,7 @@ def shape_beside(path: Path, config: Path | None) -> ModelShape:
     return shape_from_config(_config(path, config))
 
 
-def files_at(path: Path, config: Path | None) -> dict[str, bytes]:
+def model_files(path: Path, config: Path | None) -> dict[str, bytes]:
     """Read the model's files beside the weights at ``path``. ``config``: its ``config.json``, if it lies elsewhere."""
     file = _config(path, config)
     file = file / CONFIG if file.is_dir() else file

@@ -117,7 +117,7 @@ def gate_up(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
         at += half
 
 
-def expert(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
+def stacked_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
     """Stack shards that are one expert each to ``[experts, ...]``."""
     for i, size in enumerate(shards):
         yield RowsCopy(i, 0, size[0], (i,))
@@ -152,7 +152,7 @@ def _rule(ours: str, theirs: str, rotates: bool = False) -> NameRule:
     layouts = {VOCABULARY: padded, COLUMN: column_parallel, ROW: row_parallel}
     layout = next((k for p, k in layouts.items() if re.fullmatch(p, ours)), replicated)
     pairs = rotates and ours in ("attention.wq", "attention.wk")
-    return NameRule((ours,), expert if "{}" in theirs else layout, pairs)
+    return NameRule((ours,), stacked_experts if "{}" in theirs else layout, pairs)
 
 
 def _table() -> dict[str, NameRule]:
@@ -177,7 +177,7 @@ TABLE = _table()
 OUTSIDE = ("embedding.table", "norm.scale", "head")
 #: What begins the names of experts in forms that are not read.
 UNKNOWN_EXPERTS = r"(?:mlp\.experts|feed_forward\.experts|moe|block_sparse_moe|ffn_(?:gate|up|down)_exps)\..*"
-EXPERTS_RULE = NameRule((), expert)
+EXPERTS_RULE = NameRule((), stacked_experts)
 
 #: Tensors that follow from the configuration, or hold no weights.
 DERIVED = r".*_extra_state(?:/.*)?|.*rotary_emb\.inv_freq|.*freqs_cis|(?:.*\.)?(?:rope_freqs\.weight|rope\.cache)"
@@ -235,9 +235,9 @@ def sources_by_name(
         if (translated := rule_and_names(name)) is None:
             continue
         rule, names = translated
-        if rule.layout in (expert, fused_experts) and len(shards) > 1:
+        if rule.layout in (stacked_experts, fused_experts) and len(shards) > 1:
             raise _unread(name)
-        if rule.layout is expert:
+        if rule.layout is stacked_experts:
             experts[names[0]][int(re.findall(r"\.(\d+)\.", name)[-1])] = name, shards
             continue
         if rule.layout is fused_experts:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from weft.checkpoint.boxes import meet
+from weft.checkpoint.boxes import intersection
 from weft.checkpoint.convert.rules import Shard
 from weft.checkpoint.pack import index_within
 from weft.checkpoint.storage import LocalStorage, StorageError
@@ -39,13 +39,13 @@ class StoredShard(Shard):
     runs: tuple[ByteRun, ...]
 
 
-def stored(
+def stored_shard(
     name: str, shape: Sequence[int], dtype: torch.dtype, runs: tuple[ByteRun, ...]
 ) -> StoredShard:
     """Return the shard of tensor ``name`` whose bytes are ``runs``."""
 
     def read(lo: int, hi: int) -> torch.Tensor:
-        out = blank((hi - lo, *shape[1:]), dtype)
+        out = blank_tensor((hi - lo, *shape[1:]), dtype)
         line = prod(shape[1:]) * dtype.itemsize
         read_runs(byte_range(runs, lo * line, hi * line), name, out)
         return out
@@ -53,7 +53,7 @@ def stored(
     return StoredShard(tuple(shape), dtype, read, runs)
 
 
-def blank(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def blank_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return an uninitialised tensor in NumPy's memory, which is reused as soon as it is freed.
 
     PyTorch allocates by posix_memalign, which does not reuse 16 MiB that have just been freed, so a process that reads
@@ -171,7 +171,7 @@ def as_stored(name: str, fake: torch.Tensor, file: Path, base: int = 0) -> Store
         )
         raise WeftError(f"{file}: tensor {name} {why}; save it again with torch.save")
     begin = base + offset + fake.storage_offset() * fake.dtype.itemsize
-    return stored(
+    return stored_shard(
         name,
         fake.shape,
         fake.dtype,
@@ -249,11 +249,12 @@ class Reader(dcp.FileSystemReader):
             return _slice_of(name, Path(self.path) / info.relative_path, info)
 
         def read(lo: int, hi: int) -> torch.Tensor:
-            out, filled = blank((hi - lo, *shape[1:]), dtype), 0
+            out, filled = blank_tensor((hi - lo, *shape[1:]), dtype), 0
             for number, (box, info) in enumerate(boxes):
                 if (
                     info is None
-                    or (both := meet(box, ((lo, hi), *whole_box(shape[1:])))) is None
+                    or (both := intersection(box, ((lo, hi), *whole_box(shape[1:]))))
+                    is None
                 ):
                     continue
                 first, last = both[0]

@@ -16,7 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from weft.data.chat.calls import CallStyle, find_style
-from weft.data.chat.marks import Marked, generated, protected, read_marks
+from weft.data.chat.marks import Marked, mark_generated, mark_plain_names, read_marks
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError, WeftError
 from weft.recipe.named_templates import TOOL_USE
@@ -47,7 +47,7 @@ class _Generation(Extension):
         )
 
     def _generated(self, caller: Callable[[], str]) -> str:
-        return generated(caller())
+        return mark_generated(caller())
 
 
 class _Namespace(jinja2.utils.Namespace):
@@ -277,7 +277,7 @@ class ChatTemplate:
         values = (
             self.variables
             | {"add_generation_prompt": prompt}
-            | protected(given, self.protected)
+            | mark_plain_names(given, self.protected)
         )
         try:
             shown = read_marks(self.compiled.render(values))

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from weft.data.chat.marks import JsonObject, cleaned
+from weft.data.chat.marks import JsonObject, without_marks
 from weft.errors import WeftError, nearest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -44,7 +44,7 @@ def plain_turn(turn: Any, number: int) -> tuple[Message, str]:
     turn = from_text(turn)
     if not isinstance(turn, Mapping):
         raise ConversationError(
-            f"message {number} is {shown(turn)}; a message is an object with 'role' and 'content'"
+            f"message {number} is {json_excerpt(turn)}; a message is an object with 'role' and 'content'"
         )
     name = (
         f"message {number}"
@@ -69,14 +69,14 @@ def plain_turn(turn: Any, number: int) -> tuple[Message, str]:
         raise ConversationError(f"{name} has no 'role'{keys}; {_naming(given)}")
     if not isinstance(speaker, str):
         raise ConversationError(
-            f"{name} has {shown(speaker)} as its role, which is a text"
+            f"{name} has {json_excerpt(speaker)} as its role, which is a text"
         )
     known = speaker.strip().lower()
     if known not in SPEAKERS:
         near = nearest(str(speaker), ROLES if name.startswith("message") else SPEAKERS)
         own = f'or say whose it is: data.roles = {{ "{speaker}" = "user" }}'
         raise ConversationError(
-            f"{name} has the unknown role {shown(speaker)}; {near}; {own}"
+            f"{name} has the unknown role {json_excerpt(speaker)}; {near}; {own}"
         )
     role = message["role"] = SPEAKERS[known]
     if known in _CALLING:
@@ -122,7 +122,7 @@ def from_text(value: Any) -> Any:
     return meant if isinstance(meant, (list, dict)) else value
 
 
-def shown(value: Any) -> str:
+def json_excerpt(value: Any) -> str:
     """Return a JSON value as text of at most 40 characters, for errors."""
     text = (
         "nothing"
@@ -158,7 +158,7 @@ def _calls(calls: Any, name: str) -> list[Message]:
         calls = [calls]
     if not isinstance(calls, list):
         raise ConversationError(
-            f"{name} has {shown(calls)} as 'tool_calls', which is a list of calls"
+            f"{name} has {json_excerpt(calls)} as 'tool_calls', which is a list of calls"
         )
     checked = []
     for call in map(from_text, calls):
@@ -167,7 +167,7 @@ def _calls(calls: Any, name: str) -> list[Message]:
             function.get("name"), str
         ):
             raise ConversationError(
-                f"{name} has the tool call {shown(call)}, which names no function"
+                f"{name} has the tool call {json_excerpt(call)}, which names no function"
             )
         arguments = _arguments(function.get("arguments"))
         if not isinstance(arguments, dict):
@@ -197,7 +197,7 @@ def _arguments(given: Any) -> Any:
         if isinstance(given, str):
             text = given
             try:
-                given = cleaned(json.loads(given)) if given.strip() else {}
+                given = without_marks(json.loads(given)) if given.strip() else {}
             except ValueError:
                 return None
     if text.strip() and isinstance(given, dict):

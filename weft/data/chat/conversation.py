@@ -10,10 +10,10 @@ from weft.data.chat.chat_turns import (
     ConversationError,
     Message,
     from_text,
+    json_excerpt,
     plain_turn,
-    shown,
 )
-from weft.data.chat.marks import cleaned
+from weft.data.chat.marks import without_marks
 from weft.data.chat.masks import take_weight, weight_of
 
 #: A message's reasoning under any of its names; templates read the first two.
@@ -116,10 +116,11 @@ def check_messages(messages: Any) -> list[Message]:
     messages = from_text(messages)
     if not isinstance(messages, list) or not messages:
         raise ConversationError(
-            f"a conversation is a list of messages, not {shown(messages)}"
+            f"a conversation is a list of messages, not {json_excerpt(messages)}"
         )
     checked = [
-        _message(cleaned(message), number) for number, message in enumerate(messages, 1)
+        _message(without_marks(message), number)
+        for number, message in enumerate(messages, 1)
     ]
     _check_answers(checked)
     return checked
@@ -130,7 +131,7 @@ def _message(turn: Any, number: int) -> Message:
     role, content = message["role"], message.get("content")
     if not isinstance(content, (str, list, type(None))):
         raise ConversationError(
-            f"{name} ({role}) has {shown(content)} as 'content'; words are a text"
+            f"{name} ({role}) has {json_excerpt(content)} as 'content'; words are a text"
         )
     for part in content if isinstance(content, list) else ():
         if (
@@ -139,13 +140,13 @@ def _message(turn: Any, number: int) -> Message:
             or not isinstance(part.get("text"), str)
         ):
             raise ConversationError(
-                f"{name} ({role}) has the part {shown(part)}; only parts of type 'text' are read"
+                f"{name} ({role}) has the part {json_excerpt(part)}; only parts of type 'text' are read"
             )
     reasoning = next((message[key] for key in _REASONING if key in message), None)
     if reasoning is not None:
         if not isinstance(reasoning, str):
             raise ConversationError(
-                f"{name} ({role}) has {shown(reasoning)} as its reasoning; that is a text"
+                f"{name} ({role}) has {json_excerpt(reasoning)} as its reasoning; that is a text"
             )
         message = {"thinking": reasoning} | message | {"reasoning_content": reasoning}
     if "tool_calls" in message:
@@ -182,7 +183,7 @@ def _check_answers(messages: Sequence[Message]) -> None:
         answered = message.get("tool_call_id")
         if answered is not None and answered not in asked:
             raise ConversationError(
-                f"message {number} (tool) answers the call {shown(answered)}, which nobody made"
+                f"message {number} (tool) answers the call {json_excerpt(answered)}, which nobody made"
             )
 
 
@@ -200,6 +201,6 @@ def _tools(tools: Any) -> tuple[Message, ...] | None:
         isinstance(tool, Mapping) for tool in tools
     ):
         raise ConversationError(
-            f"its 'tools' are {shown(tools)}, not a list of JSON schemas"
+            f"its 'tools' are {json_excerpt(tools)}, not a list of JSON schemas"
         )
-    return tuple(cleaned([dict(tool) for tool in tools]))
+    return tuple(without_marks([dict(tool) for tool in tools]))

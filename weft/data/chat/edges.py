@@ -8,7 +8,7 @@ import re
 from itertools import takewhile
 
 from weft.data.chat.followed import Followed
-from weft.data.chat.marks import Marked, numbered
+from weft.data.chat.marks import Marked, mark_words
 
 #: A tag, a word, or any other character by itself.
 _UNIT = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\w+|.", re.DOTALL)
@@ -140,7 +140,7 @@ class Edges:
 
     def _plain_turn(self, i: int, limit: int) -> tuple[int, str] | None:
         """What the template writes before a turn of one word in the place of message ``i``, and from where on."""
-        probe = numbered({"role": "assistant", "content": _WORD}, i)
+        probe = mark_words({"role": "assistant", "content": _WORD}, i)
         shown = self.followed.up_to(i, [probe])
         groups = shown.groups(i) if shown is not None else []
         if shown is None or not groups:

@@ -8,12 +8,12 @@ from weft.data.chat.chat_turns import (
     SPEAKERS,
     ConversationError,
     from_text,
+    json_excerpt,
     role_of,
-    shown,
 )
 from weft.data.chat.conversation import OWN_VARIABLES, Conversation, conversation
-from weft.data.chat.marks import cleaned
-from weft.data.chat.masks import HIDDEN, LEARNED, flag, weight_of
+from weft.data.chat.marks import without_marks
+from weft.data.chat.masks import HIDDEN, LEARNED, read_flag, weight_of
 
 #: A field, and the other names that it has in published data; of several that a record has the first is read.
 NAMES: dict[str, tuple[str, ...]] = {
@@ -182,7 +182,7 @@ def _dialogue(text: str) -> list[dict[str, str]]:
     return turns[:-1] if not turns[-1]["content"] else turns
 
 
-def finished(
+def build_conversation(
     fields: Fields, messages: Any, unread: Sequence[str] = (), hidden: int = 0
 ) -> Conversation:
     """Build the conversation of ``messages`` with the record's other fields: system, tools, weight and masks.
@@ -218,13 +218,15 @@ def variables_of(fields: Fields) -> dict[str, Any]:
         return {}
     if not isinstance(given, Mapping):
         raise ConversationError(
-            f"its 'chat_template_kwargs' are {shown(given)}; they are an object with variables of the template"
+            f"its 'chat_template_kwargs' are {json_excerpt(given)}; they are an object with variables of the template"
         )
     if taken := sorted(OWN_VARIABLES & given.keys()):
         raise ConversationError(
             f"its 'chat_template_kwargs' have {taken[0]!r}, which is no variable of the user's; leave it out"
         )
-    return cleaned({key: value for key, value in given.items() if value is not None})
+    return without_marks(
+        {key: value for key, value in given.items() if value is not None}
+    )
 
 
 def weight_of_record(fields: Fields) -> float:
@@ -238,7 +240,7 @@ def weight_of_record(fields: Fields) -> float:
         if value is not None and not isinstance(value, list):
             fields.take(key)
             del fields.record[key]
-            weight *= flag(value, key, "the record") == (key in LEARNED)
+            weight *= read_flag(value, key, "the record") == (key in LEARNED)
     if unclear := next(
         (key for key in _UNCLEAR if fields.record.get(key) is not None), None
     ):
@@ -258,7 +260,9 @@ def with_system(messages: Any, system: Any) -> Any:
     if system in (None, ""):
         return messages
     if not isinstance(system, str):
-        raise ConversationError(f"its 'system' is {shown(system)}; words are a text")
+        raise ConversationError(
+            f"its 'system' is {json_excerpt(system)}; words are a text"
+        )
     messages = messages_of(messages)
     if not isinstance(messages, list):
         return messages  # which is said where they are checked

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from weft.data.chat.chat_template import ChatTemplate, TemplateError
 from weft.data.chat.chat_turns import Message
 from weft.data.chat.conversation import Conversation
-from weft.data.chat.marks import Marked, count_marks, numbered, parts_with_words
+from weft.data.chat.marks import Marked, count_marks, mark_words, parts_with_words
 
 
 class Anchor(NamedTuple):
@@ -96,7 +96,7 @@ class Followed:
         return sum(count_marks(call["function"][part]) for call in calls)
 
 
-def follow(template: ChatTemplate, talk: Conversation) -> Followed:
+def follow_words(template: ChatTemplate, talk: Conversation) -> Followed:
     """Render ``talk`` with marks around all words that the template writes unchanged.
 
     Words that the template compares, such as the start of a message or a tool's name, stay unmarked.
@@ -136,7 +136,7 @@ def _marked(
     for number, part in parts:
         chosen.setdefault(number, set()).add(part)
     return [
-        numbered(message, i, chosen.get(i, ())) for i, message in enumerate(messages)
+        mark_words(message, i, chosen.get(i, ())) for i, message in enumerate(messages)
     ]
 
 

@@ -7,7 +7,13 @@ from typing import Any, NamedTuple
 from weft.data.chat.agents import from_adp, from_atif
 from weft.data.chat.chat_turns import ConversationError
 from weft.data.chat.conversation import Conversation, as_messages
-from weft.data.chat.fields import NAMES, Fields, finished, messages_of, turns_of
+from weft.data.chat.fields import (
+    NAMES,
+    Fields,
+    build_conversation,
+    messages_of,
+    turns_of,
+)
 from weft.errors import nearest
 
 
@@ -20,14 +26,14 @@ class Form(NamedTuple):
 
 
 def _messages(fields: Fields, field: str = "messages") -> Conversation:
-    return finished(fields, messages_of(fields.needed(field, "messages")))
+    return build_conversation(fields, messages_of(fields.needed(field, "messages")))
 
 
 def _sharegpt(fields: Fields) -> Conversation:
     turns = turns_of(fields.needed("conversations", "sharegpt"))
     if not isinstance(turns, list):
         raise ConversationError("'conversations' is not a list of turns")
-    return finished(fields, turns)
+    return build_conversation(fields, turns)
 
 
 def _prompt(
@@ -45,7 +51,7 @@ def _prompt(
         names = f"{fields.name(asked)!r} and {fields.name(answered)!r}"
         raise ConversationError(f"{names} are each a text or a list of messages")
     asked_before = _earlier(fields) + before
-    return finished(fields, asked_before + after, hidden=len(asked_before))
+    return build_conversation(fields, asked_before + after, hidden=len(asked_before))
 
 
 def _alpaca(fields: Fields) -> Conversation:
@@ -59,7 +65,7 @@ def _alpaca(fields: Fields) -> Conversation:
         {"role": "user", "content": "\n".join(asked)},
         {"role": "assistant", "content": answer},
     ]
-    return finished(fields, _earlier(fields) + turn)
+    return build_conversation(fields, _earlier(fields) + turn)
 
 
 def _earlier(fields: Fields) -> list[Any]:
@@ -84,9 +90,13 @@ FORMS = (
     Form(
         "atif",
         ("steps", "schema_version"),
-        lambda fields: finished(fields, *from_atif(fields)),
+        lambda fields: build_conversation(fields, *from_atif(fields)),
     ),
-    Form("adp", ("content", "id"), lambda fields: finished(fields, *from_adp(fields))),
+    Form(
+        "adp",
+        ("content", "id"),
+        lambda fields: build_conversation(fields, *from_adp(fields)),
+    ),
     Form("messages", ("messages",), _messages),
     Form("sharegpt", ("conversations",), _sharegpt),
     Form("prompt", ("prompt", "completion"), _prompt),

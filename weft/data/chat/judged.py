@@ -127,7 +127,7 @@ def _is_good(label: Any) -> bool:
     return word in _GOOD
 
 
-def with_others(
+def pair_with_others(
     judgements: Iterable[tuple[P, Judgement]],
 ) -> Iterator[tuple[P, AnswerPair | ConversationError]]:
     """Pair each judged answer with the next answer that differs, in order, each with its place.

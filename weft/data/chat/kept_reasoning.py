@@ -13,7 +13,7 @@ from weft.data.chat.conversation import Conversation
 from weft.data.chat.followed import Followed
 from weft.data.chat.learned_spans import WeightedSpan, learned_spans
 from weft.data.chat.marks import Marked
-from weft.data.chat.question_split import beginning, questions
+from weft.data.chat.question_split import first_messages, questions
 
 
 class _Piece(NamedTuple):
@@ -44,7 +44,7 @@ def spans_with_reasoning(
         if not lost.intersection(question):
             continue
         part, own = learned_spans(
-            template, beginning(talk, question.stop), placed[: question.stop]
+            template, first_messages(talk, question.stop), placed[: question.stop]
         )
         for number in sorted(lost.intersection(question) - _without_reasoning(part)):
             kept += [_turn(part.shown, own, number)]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from weft.data.chat.chat_template import ChatTemplate, TemplateError
 from weft.data.chat.conversation import Conversation
 from weft.data.chat.edges import Edges
-from weft.data.chat.followed import Followed, follow
+from weft.data.chat.followed import Followed, follow_words
 from weft.data.chat.marks import parts_with_words
 
 #: What helps where turns cannot be found.
@@ -34,7 +34,7 @@ def learned_spans(
 
     Raises :class:`TemplateError` if the template refuses the conversation, or a turn cannot be found in its text.
     """
-    followed = follow(template, talk)
+    followed = follow_words(template, talk)
     weights = {i: weight for i, weight in enumerate(learned) if weight}
     spans = _tagged(followed, learned) if template.tagged else []
     numbers = {span.number for span in spans}

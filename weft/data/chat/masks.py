@@ -5,7 +5,7 @@ import re
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from weft.data.chat.chat_turns import ConversationError, Message, shown
+from weft.data.chat.chat_turns import ConversationError, Message, json_excerpt
 
 #: True, or 1, where a turn is learned; and where it is not.
 LEARNED = ("train", "training", "trainable", "loss", "loss_mask")
@@ -40,7 +40,7 @@ def take_weight(message: Message, name: str) -> TurnWeight:
         if plain in WEIGHTS:
             weight *= weight_of(value, f"the {key!r} of {name}")
         elif plain in LEARNED or plain in HIDDEN:
-            said[key] = flag(value, key, name) == (plain in LEARNED)
+            said[key] = read_flag(value, key, name) == (plain in LEARNED)
             marked = marked or (plain in LEARNED and said[key])
         else:
             raise ConversationError(
@@ -65,7 +65,7 @@ def weight_of(value: Any, name: str) -> float:
     number = number_of(value)
     if number is None or number < 0:
         raise ConversationError(
-            f"{name} is {shown(value)}; a weight is a number of at least 0"
+            f"{name} is {json_excerpt(value)}; a weight is a number of at least 0"
         )
     return number
 
@@ -80,7 +80,7 @@ def number_of(value: Any) -> float | None:
     return None
 
 
-def flag(value: Any, key: str, name: str) -> bool:
+def read_flag(value: Any, key: str, name: str) -> bool:
     """Return a mask's value as true or false. Raises :class:`ConversationError` for any other value."""
     known = {
         "true": True,
@@ -96,7 +96,7 @@ def flag(value: Any, key: str, name: str) -> bool:
     ):
         return meant
     raise ConversationError(
-        f"{name} has {shown(value)} as {key!r}, which is true or false; data.columns can leave it out"
+        f"{name} has {json_excerpt(value)} as {key!r}, which is true or false; data.columns can leave it out"
     )
 
 

@@ -142,7 +142,7 @@ def _alike(chosen: Sequence[Any], rejected: Sequence[Any]) -> Iterator[tuple[Any
     )
 
 
-def with_garbled(record: Mapping[str, str]) -> dict[str, str]:
+def garbled_pair(record: Mapping[str, str]) -> dict[str, str]:
     """Return a pair of a record's answer and, as the rejected one, its words in reverse order."""
     answer = record["completion"]
     return {

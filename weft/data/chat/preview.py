@@ -14,8 +14,8 @@ from weft.data.chat.samples import RecordLocation
 from weft.data.chat.source import (
     chat_encoder,
     encoded_records,
-    forget_written,
     recipe_template,
+    remove_written_fields,
 )
 from weft.data.corpora import unread_files
 from weft.data.source_report import SourceReport
@@ -134,7 +134,7 @@ def preview_samples(
                     roles,
                 )
             )
-        forget_written(report, encoder.template)
+        remove_written_fields(report, encoder.template)
     lines = [
         line
         for source, report in zip(sources, reports, strict=True)
@@ -173,7 +173,7 @@ def _messages(encoded: Encoded) -> np.ndarray:
     return numbers
 
 
-def coloured(sample: Sample, colour: bool) -> Text:
+def format_sample(sample: Sample, colour: bool) -> Text:
     """Format a sample for the terminal. Without colours learned words stand in ⟦⟧, and cut words are left out."""
     text = Text(overflow="fold")
     shown = [piece for piece in sample.pieces if colour or not piece.cut]

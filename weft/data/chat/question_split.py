@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from weft.data.chat.chat_template import ChatTemplate
 from weft.data.chat.conversation import Conversation
-from weft.data.chat.followed import follow
+from weft.data.chat.followed import follow_words
 
 
 def split_at_questions(
@@ -55,19 +55,19 @@ def reasoning_left_out(template: ChatTemplate, talk: Conversation) -> set[int]:
     """Return the numbers of the messages whose reasoning the template does not write."""
     return {
         number
-        for number, part in follow(template, talk).left_out()
+        for number, part in follow_words(template, talk).left_out()
         if part == "reasoning"
     }
 
 
 def _learning(talk: Conversation, numbers: set[int], end: int) -> Conversation:
     """The first ``end`` messages of ``talk``, of which those with ``numbers`` are learned as they are."""
-    first = beginning(talk, end)
+    first = first_messages(talk, end)
     weights = tuple(weight * (i in numbers) for i, weight in enumerate(first.weights))
     return replace(first, weights=weights)
 
 
-def beginning(talk: Conversation, end: int) -> Conversation:
+def first_messages(talk: Conversation, end: int) -> Conversation:
     """Return the conversation of the first ``end`` messages of ``talk``."""
     marked = tuple(i for i in talk.marked if i < end)
     return replace(

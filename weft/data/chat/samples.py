@@ -9,9 +9,9 @@ from weft.data.chat.chat_turns import ConversationError
 from weft.data.chat.columns import Renaming
 from weft.data.chat.conversation import Conversation
 from weft.data.chat.forms import read_record
-from weft.data.chat.judged import Judgement, read_judgements, with_others
-from weft.data.chat.pairs import AnswerPair, read_pair, with_garbled
-from weft.data.files import files, records
+from weft.data.chat.judged import Judgement, pair_with_others, read_judgements
+from weft.data.chat.pairs import AnswerPair, garbled_pair, read_pair
+from weft.data.files import read_records, source_files
 from weft.data.reading import reading
 from weft.data.source_report import SourceReport
 from weft.errors import UsageError, WeftError
@@ -51,7 +51,7 @@ def read_samples(
             for place, record in _records(source, report, _judgements)
             for judgement in record
         )
-        for place, pair in with_others(judged):
+        for place, pair in pair_with_others(judged):
             if isinstance(pair, ConversationError):
                 _refuse(pair, place, source, report)
                 continue
@@ -73,9 +73,11 @@ def _records(
 ) -> Iterator[tuple[RecordLocation, S]]:
     """What ``read(record, file=...)`` makes of each record of a source, whose columns are renamed before."""
     renamed = Renaming(source.columns, source.roles)
-    for file in files(source):
+    for file in source_files(source):
         with reading(file, source.kind):
-            for number, record in records(file, report.skip if source.skips else None):
+            for number, record in read_records(
+                file, report.skip if source.skips else None
+            ):
                 place = RecordLocation(file, number)
                 try:
                     sample = read(renamed(record), file=file)
@@ -108,6 +110,6 @@ def _sample(record: object, *, source: Source, file: Path) -> Conversation | Ans
     """What one record holds. What Python code documents has one form, and files of records have their own."""
     documented = file.suffix == ".py"
     if source.kind == "preference":
-        return read_pair(with_garbled(record) if documented else record)  # type: ignore[arg-type]
+        return read_pair(garbled_pair(record) if documented else record)  # type: ignore[arg-type]
     form = "auto" if source.form == "docstrings" else source.form
     return read_record(record, form, None if documented else messages_field(source))

@@ -29,7 +29,7 @@ from weft.data.chat.notes import Notes
 from weft.data.chat.pairs import AnswerPair
 from weft.data.chat.samples import RecordLocation, read_samples
 from weft.data.corpora import source_fingerprint
-from weft.data.files import files
+from weft.data.files import source_files
 from weft.data.source_report import SourceReport
 from weft.data.tokenizer import Tokenizer
 from weft.data.tokens import Tokens, add_to_meta, read_tokens, write_documents
@@ -115,7 +115,7 @@ def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
     places, content, alike = array("q"), hashlib.sha256(), True
     notes = Notes(tuple(encoder.template.stops))
     pairs: tuple[list[float], list[float]] = ([], [])
-    paths = files(source)
+    paths = source_files(source)
     numbers = {path: number for number, path in enumerate(paths)}
     with open(folder / "weights.bin", "wb", buffering=2**20) as out:
 
@@ -149,7 +149,7 @@ def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
     if source.kind in ANSWER_PAIRS:
         np.save(folder / "pairs.npy", np.array(pairs))
         content.update(np.array(pairs).tobytes())
-    forget_written(report, encoder.template)
+    remove_written_fields(report, encoder.template)
     meta = json.loads((folder / "meta.json").read_text())
     fresh = {
         "fingerprint": digest(meta["fingerprint"], content.hexdigest()),
@@ -162,7 +162,7 @@ def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
     )
 
 
-def forget_written(report: SourceReport, template: ChatTemplate) -> None:
+def remove_written_fields(report: SourceReport, template: ChatTemplate) -> None:
     """Remove from the report's unread fields those of messages that the template names."""
     start, text = "messages[].", "".join(template.sources)
     report.leave_out(
@@ -197,7 +197,7 @@ class Fitted(NamedTuple):
     records: np.ndarray
 
 
-def fitted(tokens: Tokens, seq_len: int, truncation: str) -> Fitted:
+def fit_conversations(tokens: Tokens, seq_len: int, truncation: str) -> Fitted:
     """Cut conversations to ``seq_len`` tokens, or half of that for each answer of a pair.
 
     ``truncation``: as in the recipe. Pairs of equal answers are skipped. Raises :class:`WeftError` with file and line

@@ -37,7 +37,7 @@ class DistributedCheckpoint(SourceFormat):
         from weft.checkpoint.convert.foreign import (
             Foreign,
             Stores,
-            files_at,
+            model_files,
             shape_beside,
         )
         from weft.checkpoint.convert.rules import sources_by_name
@@ -66,5 +66,5 @@ class DistributedCheckpoint(SourceFormat):
             shape_beside(path, config),
             model,
             kept,
-            files=files_at(path, config),
+            files=model_files(path, config),
         )

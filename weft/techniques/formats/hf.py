@@ -31,7 +31,7 @@ class HuggingFace(SourceFormat):
     def open(path: Path, config: Path | None) -> Foreign:
         import torch
 
-        from weft.checkpoint.convert.foreign import Foreign, files_at, shape_beside
+        from weft.checkpoint.convert.foreign import Foreign, model_files, shape_beside
         from weft.checkpoint.convert.rules import Shard, sources_by_name
         from weft.layout.dims import Logical, whole_box
         from weft.layout.mesh import Mesh
@@ -53,4 +53,4 @@ class HuggingFace(SourceFormat):
         sources = sources_by_name(
             {name: [shard(name, stored)] for name, stored in names.items()}
         )
-        return Foreign("hf", path, shape, sources, files=files_at(path, config))
+        return Foreign("hf", path, shape, sources, files=model_files(path, config))

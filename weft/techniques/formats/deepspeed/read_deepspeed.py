@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from weft.checkpoint.boxes import MOMENTS
-from weft.checkpoint.convert.foreign import Foreign, Stores, files_at, shape_beside
+from weft.checkpoint.convert.foreign import Foreign, Stores, model_files, shape_beside
 from weft.checkpoint.convert.rules import Shard, rule_and_names, sources_by_name
 from weft.checkpoint.convert.shards import (
     Inert,
@@ -17,7 +17,7 @@ from weft.checkpoint.convert.shards import (
     as_stored,
     byte_range,
     load_tree,
-    stored,
+    stored_shard,
 )
 from weft.checkpoint.source_format import newest_save
 from weft.errors import WeftError
@@ -52,7 +52,9 @@ def read_deepspeed(path: Path, config: Path | None) -> Foreign:
                     and table[ours].numel == shard.shape[0]
                 ):
                     # flat, where it was ZeRO 3
-                    shard = stored(name, table[ours].shape, shard.dtype, shard.runs)
+                    shard = stored_shard(
+                        name, table[ours].shape, shard.dtype, shard.runs
+                    )
                 stores[file.stem][name] = [shard]
         averages: list[str] = []
     else:
@@ -66,7 +68,7 @@ def read_deepspeed(path: Path, config: Path | None) -> Foreign:
     sources = sources_by_name(stores["fp32"], averages)
     number = int(step[1]) if step else 0
     return Foreign(
-        "deepspeed", path, shape, sources, moments, number, files_at(about, config)
+        "deepspeed", path, shape, sources, moments, number, model_files(about, config)
     )
 
 
@@ -193,5 +195,7 @@ def _unflatten(
                         total,
                     )
                     at += share
-                tensors.setdefault(key, {})[name] = stored(name, size, dtype, where)
+                tensors.setdefault(key, {})[name] = stored_shard(
+                    name, size, dtype, where
+                )
     return tensors

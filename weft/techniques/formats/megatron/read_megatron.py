@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from weft.checkpoint.convert.foreign import Foreign, Stores, files_at, shape_beside
+from weft.checkpoint.convert.foreign import Foreign, Stores, model_files, shape_beside
 from weft.checkpoint.convert.rules import sources_by_name
 from weft.checkpoint.convert.shards import as_stored, load_tree
 from weft.checkpoint.source_format import newest_save
@@ -66,5 +66,5 @@ def read_megatron(path: Path, config: Path | None) -> Foreign:
         (path if folder == path else folder, config),
     )
     return Foreign(
-        "megatron", path, shape_beside(*about), sources, files=files_at(*about)
+        "megatron", path, shape_beside(*about), sources, files=model_files(*about)
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.data.batch import Batch
-from weft.data.order import marks
+from weft.data.order import sample_hashes
 from weft.errors import UsageError
 from weft.net.groups import limit
 from weft.recipe import Resilience
@@ -134,7 +134,7 @@ class Coding(PhaseFiller):
             weight=divisor,
         )
         # in halves: their sums are whole numbers, and must be told from each other
-        marked = marks(batch.samples)
+        marked = sample_hashes(batch.samples)
         counts = [
             batch.label_weight, batch.real_tokens, len(batch.samples), (marked & 0xFFFF).sum(), (marked >> 16).sum()
         ]  # fmt: skip
