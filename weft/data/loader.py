@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -288,37 +288,62 @@ class Loader:
             if filled < length:
                 starts.append(np.array([r * length + filled]))
                 padding.append(r * length + filled)
-        weighted = any(row.weights is not None for row in rows)
-        pairs = [row.pairs for row in rows if row.pairs is not None]
-        edges = np.append(np.concatenate(starts), tokens.size)
-        positions = np.arange(tokens.size) - np.repeat(edges[:-1], np.diff(edges))
-        numbers = np.where(np.isin(edges[:-1], padding), -1, np.arange(len(edges) - 1))
-        documents = np.repeat(numbers, np.diff(edges))
+        paired = None
+        if self.of_pairs:
+            pairs = [row.pairs for row in rows if row.pairs is not None]
+            together = Pairs.joined(pairs or [Pairs.listed(np.zeros(0), np.zeros(0))])
+            segments = np.flatnonzero(~np.isin(np.concatenate(starts), padding))
+            paired = PairedRows(together, segments, counted=self.cp_rank == 0)
         columns = np.concatenate(
             [
                 np.arange(*owned)
                 for owned in owned_ranges(length, self.layout, self.cp_rank)
             ]
         )
+        batch = self._cut(
+            tokens,
+            labels,
+            weights if any(row.weights is not None for row in rows) else None,
+            draws,
+            np.concatenate(starts),
+            padding,
+            columns,
+        )
+        return replace(
+            batch, paired=paired, samples=() if self.cp_rank else tuple(ranges[place])
+        )
 
-        def own_part(
-            whole: np.ndarray,
-        ) -> torch.Tensor:  # [rows, seq] -> [rows, seq/cp]
+    def _cut(
+        self,
+        tokens: np.ndarray,
+        labels: np.ndarray,
+        weights: np.ndarray | None,
+        draws: np.ndarray,
+        starts: np.ndarray,
+        padding: Sequence[int],
+        columns: np.ndarray,
+    ) -> Batch:
+        """Return this rank's ``columns`` of rows ``[rows, seq]`` as a batch.
+
+        ``starts``: first positions of all segments in the flattened rows; ``padding``: those of segments of padding.
+        """
+        edges = np.append(starts, tokens.size)
+        positions = np.arange(tokens.size) - np.repeat(starts, np.diff(edges))
+        numbers = np.where(np.isin(starts, padding), -1, np.arange(len(starts)))
+        documents = np.repeat(numbers, np.diff(edges))
+
+        def own(whole: np.ndarray) -> torch.Tensor:  # [rows, seq] -> [rows, seq/cp]
             return torch.from_numpy(whole.reshape(tokens.shape).take(columns, axis=1))
 
-        cu = torch.from_numpy(edges.astype(np.int32))
-        paired = None
-        if self.of_pairs:
-            together = Pairs.joined(pairs or [Pairs.listed(np.zeros(0), np.zeros(0))])
-            paired = PairedRows(
-                together, np.flatnonzero(numbers >= 0), counted=self.cp_rank == 0
-            )
         return Batch(
-            own_part(tokens), own_part(labels), own_part(positions), cu,
-            weights=own_part(weights) if weighted else None,
-            documents=own_part(documents), paired=paired, samples=() if self.cp_rank else tuple(ranges[place]),
-            draws=None if self.draws is None else own_part(draws),
-        )  # fmt: skip
+            own(tokens),
+            own(labels),
+            own(positions),
+            torch.from_numpy(edges.astype(np.int32)),
+            weights=None if weights is None else own(weights),
+            documents=own(documents),
+            draws=None if self.draws is None else own(draws),
+        )
 
     @property
     def of_pairs(self) -> bool:
@@ -408,22 +433,16 @@ class Loader:
         )
         ranks, tp = len(p.peers), self.layout.tp
         each = -(-max(1, len(at)) // (ranks * tp)) * tp
-        whole = np.zeros((5, ranks * each), np.int64)
-        whole[1] = IGNORE
-        whole[:2, : len(at)] = step.tokens[at], step.labels[at]
-        whole[4, : len(at)] = drawn[at]
-        cu = np.unique(
-            np.cumsum(
-                [
-                    0,
-                    *(edges[d + 1] - edges[d] for d in p.documents),
-                    whole.shape[1] - len(at),
-                ]
-            )
-        )
-        whole[2] = np.arange(whole.shape[1]) - np.repeat(cu[:-1], np.diff(cu))
-        whole[3] = np.repeat(np.arange(len(cu) - 1), np.diff(cu))
-        whole[3, len(at) :] = -1
+        size = len(at)
+        tokens = np.zeros((1, ranks * each), np.int64)
+        labels, draws = np.full_like(tokens, IGNORE), np.zeros_like(tokens)
+        tokens[0, :size], labels[0, :size] = step.tokens[at], step.labels[at]
+        draws[0, :size] = drawn[at]
+        weights = None
+        if step.weights is not None:
+            weights = np.zeros(tokens.shape, np.float32)
+            weights[0, :size] = step.weights[at]
+        starts = np.cumsum([0, *(edges[d + 1] - edges[d] for d in p.documents)])
         owners = chunk_owners(Layout(cp=ranks, context=self.layout.context))
         blocks = {
             b: each * (i + 1) // len(own) - each * i // len(own)
@@ -436,17 +455,15 @@ class Loader:
         columns = np.concatenate(
             [np.arange(ends[b] - lengths[b], ends[b]) for b in owners[index]]
         )
-        tokens, targets, positions, documents, draws = (
-            torch.from_numpy(row[columns][None]) for row in whole
+        batch = self._cut(
+            tokens,
+            labels,
+            weights,
+            draws,
+            starts[starts < tokens.size],
+            [size],
+            columns,
         )
-        weights = None
-        if step.weights is not None:
-            padded = np.append(
-                step.weights[at], np.zeros(whole.shape[1] - len(at), np.float32)
-            )
-            weights = torch.from_numpy(padded[columns][None])
-        group = PassGroup(plan, p.peers, index, lengths)
         samples = tuple(firsts[d] for d in p.documents if d in firsts and not index)
-        cu_seqlens = torch.from_numpy(cu.astype(np.int32))
-        return Batch(tokens, targets, positions, cu_seqlens, group, weights, documents, samples=samples,
-                     draws=None if self.draws is None else draws)  # fmt: skip
+        group = PassGroup(plan, p.peers, index, lengths)
+        return replace(batch, group=group, samples=samples)
