@@ -155,13 +155,13 @@ def prepare(folder: Path, steps: int, seed: int, before: int) -> int:
     The weights have learned ``before`` steps of rows of their own, as one device: local updates are for what
     has been trained a while (DiLoCo's paper begins with a model of 24,000 steps).
     """
-    from weft.data.corpora import files
+    from weft.data.files import source_files
     from weft.layout.mesh import Mesh
     from weft.recipe import Recipe, Source
     from weft.train.setup import build_for_training
 
     draw = torch.Generator().manual_seed(seed)
-    found = files(Source(kind="stdlib"))
+    found = source_files(Source(kind="stdlib"))
     out = {
         "held": found[::20],
         "train": [file for i, file in enumerate(found) if i % 20],
