@@ -25,15 +25,15 @@ FLAG_TURNS, DIFFERENCES = 5, 1.0
     figure="as Krum's",
 )
 class Flag(Aggregator):
-    """The mean of the gradients' directions within a subspace that most of them agree on.
+    """Takes the mean of the gradients' directions within a subspace on which most of them agree.
 
-    The subspace has about half as many dimensions as there are gradients, and the least sum of roots of what it leaves
-    out of each direction, and of each direction of a difference. It is found by weighting these again and again; its
-    basis is a sum of gradients, so that inner products are all that is needed.
+    The subspace has about half as many dimensions as there are gradients. It minimises the sum of the square roots of
+    what it leaves out of each gradient's direction, and of each difference's, by repeated reweighting. Its basis is a
+    sum of gradients, so that inner products suffice.
 
-    The authors' program forgets how long gradients are, and divides by the number of dimensions: the outcome is no
-    gradient any more. Here it has the gradients' median length, so that equal gradients come out as they went in, and a
-    gradient that is scaled up does not count for more.
+    The authors' program ignores the gradients' lengths and divides by the number of dimensions, so that its result is
+    not a gradient. Here the result has the gradients' median length: equal gradients are returned unchanged, and a
+    gradient that is scaled up counts no more than the others.
     """
 
     def weights(self, gram: torch.Tensor, faulty: int) -> torch.Tensor:
@@ -72,10 +72,10 @@ class Flag(Aggregator):
 
 
 def subspace(inner: torch.Tensor, spread: torch.Tensor, rank: int) -> torch.Tensor:
-    """An orthonormal basis of what some vectors with these ``inner`` products agree on, ``[vectors, rank]``.
+    """Return an orthonormal basis of the subspace on which vectors with these ``inner`` products agree.
 
-    With the vectors as columns of ``X`` it is the first ``rank`` left singular vectors of ``X C``, where ``spread`` is
-    ``C C^T``, and given as the sums of vectors that they are.
+    With the vectors as columns of ``X`` the basis is the first ``rank`` left singular vectors of ``X C``, where
+    ``spread`` is ``C C^T``. It is returned as coefficients of the vectors, ``[vectors, rank]``.
     """
     import torch
 

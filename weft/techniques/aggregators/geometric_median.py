@@ -25,9 +25,9 @@ MEDIAN_TURNS, MEDIAN_STANDS = 2000, 1e-13
     figure="as Krum's",
 )
 class GeometricMedian(Aggregator):
-    """The point whose distances to all add up to the least, by Weiszfeld's turns.
+    """Takes the point with the least sum of distances to all gradients, by Weiszfeld's iterations.
 
-    It is a weighted mean, and its distance to each gradient follows from the inner products.
+    The point is a weighted mean, so that its distance to each gradient follows from inner products.
     """
 
     def weights(self, gram: torch.Tensor, faulty: int) -> torch.Tensor:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     ),
 )
 class Krum(Aggregator):
-    """The one gradient that is nearest to its neighbours."""
+    """Takes the gradient with the least sum of squared distances to its nearest neighbours."""
 
     more = 3
 

@@ -1,4 +1,4 @@
-"""Multi-Krum: the mean of the best of Krum's (Blanchard et al. 2017)."""
+"""Multi-Krum: the mean of the gradients that Krum ranks first (Blanchard et al. 2017)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     figure="as Krum's",
 )
 class MultiKrum(Aggregator):
-    """The mean of the ``p - faulty - 2`` best of Krum's."""
+    """Takes the mean of the ``p - faulty - 2`` gradients that Krum ranks first."""
 
     more = 3
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     figure="as Krum's",
 )
 class TrimmedMean(Aggregator):
-    """In each coordinate the mean without the ``faulty`` largest and smallest."""
+    """Takes in each coordinate the mean without the ``faulty`` largest and smallest values."""
 
     def combined(
         self, chunks: torch.Tensor, gram: torch.Tensor, faulty: int

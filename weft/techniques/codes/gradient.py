@@ -24,5 +24,5 @@ if TYPE_CHECKING:
     ),
 )
 def gradient(settings: Resilience, ranks: int) -> GradientCode:
-    """Every job in a code of its own."""
+    """Encodes every job by a gradient code of its own."""
     return GradientCode(ranks, settings.stragglers, settings.jobs)

@@ -33,11 +33,11 @@ SHORT_BURSTS = Rule(
 
 @dataclass(frozen=True)
 class Multiplexed(Code):
-    """M-SGC: most parts are one rank's own and in no code, and only what is worked on last is coded.
+    """M-SGC: most parts belong to one rank and are not coded; only the parts that are computed last are coded.
 
-    A rank works on ``window - 1 + burst`` jobs in a round, a small task of each. Of a job the first ``window - 1`` are
-    its own parts. Then it repeats what was late of these, and if there is no such thing, sends its sum of the next of
-    ``burst`` groups of parts, each in a gradient code of its own.
+    In a round a rank computes a small task of each of ``window - 1 + burst`` jobs. The first ``window - 1`` tasks of a
+    job are the rank's own parts. Then the rank repeats its late parts; without late parts it sends its sum for the
+    next of ``burst`` groups of parts, each of which has a gradient code of its own.
     """
 
     burst: int = 1
@@ -49,7 +49,7 @@ class Multiplexed(Code):
 
     @property
     def own(self) -> int:
-        """Parts of a rank's own task: as many as in one of its coded sums."""
+        """Return the number of parts in a rank's own task, as many as in one of its coded sums."""
         return self.stragglers + 1
 
     @property
@@ -58,7 +58,7 @@ class Multiplexed(Code):
 
     @cached_property
     def code(self) -> GradientCode:
-        """The code of a group of parts."""
+        """Return the gradient code of a group of parts."""
         return GradientCode(self.ranks, self.stragglers)
 
     def own_task(self, rank: int, job: int, which: int) -> CodedTask:
@@ -76,7 +76,7 @@ class Multiplexed(Code):
         return tuple(part for task in tasks for part in task.parts)
 
     def slots(self, rank: int, job: int, arrived: Arrived) -> list[int | None]:
-        """For each of a job's rounds, which of the rank's own tasks it does there; None: the round's coded task."""
+        """Return for each round of a job the number of the rank's own task; None for the round's coded task."""
         jobs: list[int | None] = list(range(self.window - 1))
         done = {
             which
@@ -148,6 +148,6 @@ def in_time(rank: int, number: int, arrived: Arrived) -> bool:
     ),
 )
 def multiplexed(settings: Resilience, ranks: int) -> Multiplexed:
-    """So many jobs at a time as a window and a burst have rounds."""
+    """Multiplexes as many jobs as the rounds of a window and a burst."""
     own = settings.own(SequentialSettings)
     return Multiplexed(ranks, settings.stragglers, settings.jobs, own.burst, own.window)

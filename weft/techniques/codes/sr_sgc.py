@@ -30,10 +30,10 @@ WHOLE_BURSTS = Rule(
 
 @dataclass(frozen=True)
 class SelectiveRepetition(GradientCode):
-    """SR-SGC: a weaker gradient code, whose missing results some ranks send ``burst`` rounds later, in place of others.
+    """SR-SGC: a weaker gradient code; some ranks send missing results ``burst`` rounds later, instead of new ones.
 
-    Made for at most ``ranks_late`` different ranks that are late in any ``window`` rounds, each for at most ``burst``
-    of them; ``stragglers`` follows from these.
+    The code tolerates at most ``ranks_late`` different late ranks in any ``window`` rounds, each late for at most
+    ``burst`` of them; ``stragglers`` follows from these.
     """
 
     burst: int = 1
@@ -45,12 +45,12 @@ class SelectiveRepetition(GradientCode):
         return self.burst
 
     def first(self, job: int, arrived: Arrived) -> list[Result]:
-        """The results of a job that have come in its first round."""
+        """Return the results of a job that arrived in its first round."""
         late = self.repeating_ranks(job, arrived)
         return [Result(rank, job) for rank in arrived[job] if rank not in late]
 
     def repeating_ranks(self, number: int, arrived: Arrived) -> list[int]:
-        """The ranks that repeat, in round ``number``, what they owe the job of ``burst`` rounds before."""
+        """Return the ranks that repeat in round ``number`` their result for the job of ``burst`` rounds before."""
         return self._repeating_ranks(number, tuple(map(frozenset, arrived[:number])))
 
     @lru_cache(4096)  # noqa: B019 - codes are few
@@ -108,7 +108,7 @@ class SelectiveRepetition(GradientCode):
     ),
 )
 def selective_repetition(settings: Resilience, ranks: int) -> SelectiveRepetition:
-    """The weakest code that bursts within the window allow for."""
+    """Builds the weakest code that tolerates bursts within a window."""
     own, late = settings.own(SequentialSettings), settings.stragglers
     weaker = ceil(own.burst * late / (own.window - 1 + own.burst))
     return SelectiveRepetition(

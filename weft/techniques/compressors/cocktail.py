@@ -41,9 +41,9 @@ ROUNDS, SHARE = 10, 0.2
 )
 @dataclass(frozen=True)
 class Cocktail(Compressor):
-    """A tenth of the elements by a random mask, of these the largest fifth, of these 4 bits.
+    """Sends a tenth of the elements by a random mask, of these the largest fifth, in 4 bits each.
 
-    The mask rolls: within ten successive seeds every element is in it.
+    Within ten successive seeds every element is in a mask.
     """
 
     unbiased: bool = False
@@ -51,7 +51,7 @@ class Cocktail(Compressor):
     values: ClassVar[Rounded] = Rounded(bits=4)
 
     def _sizes(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Elements in the mask, and those that are sent."""
+        """Return the number of elements in the mask, and of elements that are sent."""
         masked = -(-prod(shape) // ROUNDS)
         return masked, kept_of(masked, SHARE)
 

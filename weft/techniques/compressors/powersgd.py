@@ -31,12 +31,13 @@ if TYPE_CHECKING:
 )
 @dataclass(frozen=True)
 class PowerSGD(Compressor):
-    """A matrix as a product of two thin ones, by one turn of the power method.
+    """Sends a matrix as a product of two thin matrices, by one iteration of the power method.
 
     With ``M`` the matrix of a tensor ``[m, ...]`` it is ``P (M^T P)^T``, ``P`` an orthonormal basis of ``M Q``. ``Q``
-    is what ``M^T P`` was in the last round, or random. Means over islands of ``M Q`` and ``M^T P`` are those of the
-    mean matrix, so that two rings of thin matrices do. What would not become less (a vector) is sent as it is.
-    :meth:`error` is that of a random ``Q``; a warm one is better if matrices of successive rounds are alike.
+    is what ``M^T P`` was in the last round, or random. The means over islands of ``M Q`` and ``M^T P``
+    are those of the mean matrix, so that two sums of thin matrices around the ring suffice. A tensor that would not
+    become smaller (a vector) is sent unchanged. :meth:`error` assumes a random ``Q``; the last round's ``Q`` is better
+    if the matrices of successive rounds are similar.
     """
 
     unbiased: bool = False
@@ -55,7 +56,7 @@ class PowerSGD(Compressor):
         return cls(rank=int(rank))
 
     def _factors(self, shape: Sequence[int]) -> tuple[int, int] | None:
-        """Height and width of the matrix that is replaced by factors; None if it is sent as it is."""
+        """Return height and width of the matrix to factorise; None for a tensor that is sent unchanged."""
         height, width = (
             (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
         )
@@ -122,7 +123,7 @@ class PowerSGD(Compressor):
 
 
 def orthonormal(x: T) -> T:
-    """An orthonormal basis ``[m, r]`` of a space that contains the columns of ``x [m, r]``."""
+    """Return an orthonormal basis ``[m, r]`` of a space that contains the columns of ``x [m, r]``."""
     import torch
 
     return torch.linalg.qr(x).Q.contiguous()

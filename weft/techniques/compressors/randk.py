@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 )
 @dataclass(frozen=True)
 class RandomK(KeptShare):
-    """Some elements that the seed chooses, so that nobody needs to say which, scaled so that the mean is right."""
+    """Sends random elements, which the seed chooses on all islands alike, scaled so that their mean is unbiased."""
 
     def specs(self, shape: Sequence[int], dtype: torch.dtype) -> list[Spec]:
         return [((kept_of(prod(shape), self.share),), dtype)]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 )
 @dataclass(frozen=True)
 class Sign(Compressor):
-    """A bit per element, and for each block of 128 the mean of the magnitudes."""
+    """Sends the sign of each element, and the mean magnitude of each block of 128 elements."""
 
     unbiased: bool = False
     linear = False

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 )
 @dataclass(frozen=True)
 class TopK(KeptShare):
-    """The largest elements, and where they are: as numbers, or as a bit per element where that is less."""
+    """Sends the largest elements and their positions: as numbers, or as a bit per element where that is smaller."""
 
     unbiased: bool = False
     example = "0.01"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     ),
 )
 class Gather(AttentionScheme):
-    """Own tiles first, then all the others."""
+    """Computes a rank's own tiles first, then all others."""
 
     paired = True
 

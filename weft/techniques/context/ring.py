@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     ),
 )
 class RingAttention(AttentionScheme):
-    """The last rank computes in every step."""
+    """Sends keys and values around a ring of ranks; only the last rank computes in every step."""
 
     def table(self, ranks: int) -> TileTable:
         from weft.parallel.context.tables import circle, contiguous_owners

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     figure="critical path P/2; bytes as the formula",
 )
 class TokenRing(AttentionScheme):
-    """The zigzag ring with queries in the place of keys and values."""
+    """Sends queries around the zigzag ring instead of keys and values."""
 
     paired = True
 

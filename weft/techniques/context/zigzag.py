@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     ),
 )
 class Zigzag(AttentionScheme):
-    """Two tiles per rank and step."""
+    """Balances causal attention: every rank computes two tiles in each step."""
 
     paired = True
 

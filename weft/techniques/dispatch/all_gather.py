@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     figure="equal to 1e-10; typed to 1,024 ranks",
 )
 class AllTokensToAll(DispatchWay):
-    """``T (P - 1)`` rows a rank and direction."""
+    """Sends every token to every rank: ``T (P - 1)`` rows for each rank and direction."""
 
     def make(self, ranks: ExpertRanks) -> Dispatcher:
         from weft.parallel.experts.dispatch import AllGather

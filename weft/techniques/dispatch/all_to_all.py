@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     figure="equal to 1e-10; typed to 1,024 ranks",
 )
 class RowForEachChoice(DispatchWay):
-    """About ``T k (P - 1) / P`` rows a rank and direction."""
+    """Sends a row for each choice: about ``T k (P - 1) / P`` rows for each rank and direction."""
 
     def make(self, ranks: ExpertRanks) -> Dispatcher:
         from weft.parallel.experts.dispatch import AllToAll

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     figure="bytes inside and between nodes as the formulas",
 )
 class CopyForEachNode(DispatchWay):
-    """The links between nodes carry a token once."""
+    """Sends a token once over the links between two nodes."""
 
     by_node = True
 

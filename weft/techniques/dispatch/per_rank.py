@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     figure="equal to 1e-10; typed to 1,024 ranks",
 )
 class CopyForEachRank(DispatchWay):
-    """A rank adds up what its experts make of a token before it goes back."""
+    """Sends a token once to each rank, which adds up its experts' outputs before it sends them back."""
 
     def make(self, ranks: ExpertRanks) -> Dispatcher:
         from weft.parallel.experts.dispatch import per_rank

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     ),
 )
 class TwoLevel(DispatchWay):
-    """Fewer and larger messages: ``g + n - 2`` of them for ``n`` nodes of ``g`` ranks."""
+    """Exchanges within nodes, then between nodes: ``g + n - 2`` larger messages for ``n`` nodes of ``g`` ranks."""
 
     by_node = True
 

@@ -33,7 +33,7 @@ Text = tuple[int, ...]
 
 
 class Guessed(NamedTuple):
-    """What the small model wrote behind a text."""
+    """The small model's continuation of a text."""
 
     path: list[int]
     # [vocab] each, by which the path was drawn; none of greedy requests
@@ -61,8 +61,8 @@ class Guessed(NamedTuple):
 class DraftModel(Drafter):
     """Guesses of up to ``most`` tokens by ``model``, which must have the large model's vocabulary.
 
-    ``ahead``: how many other tokens at each position it guesses behind while its guesses are checked, in a thread of
-    its own (0: without a thread). ``tokens``: size of its cache; there are no guesses for longer texts.
+    ``ahead``: other tokens at each position, behind which a thread guesses while guesses are checked; 0: no thread.
+    ``tokens``: size of the small model's cache; longer texts get no guesses.
     """
 
     looks_ahead = True

@@ -26,7 +26,7 @@ MOMENT = r"(?:(?:optimizer|optim|optimizers|optimizer_state_dict)\.)?state\.(.+)
     figure="weights and moments to the last bit, also those that several ranks saved",
 )
 class DistributedCheckpoint(SourceFormat):
-    """PyTorch's distributed checkpoints."""
+    """Reads PyTorch's distributed checkpoints."""
 
     patterns = (".metadata",)
     place = 10

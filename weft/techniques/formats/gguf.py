@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure=("weights to the last bit of what the gguf package decodes, in six kinds"),
 )
 class Gguf(SourceFormat):
-    """llama.cpp's GGUF files."""
+    """Reads llama.cpp's GGUF files."""
 
     patterns = ("*.gguf",)
     suffix = ".gguf"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     figure="the same bytes there and back, through Weft and DCP",
 )
 class HuggingFace(SourceFormat):
-    """Hugging Face's safetensors."""
+    """Reads Hugging Face's safetensors."""
 
     patterns = ("model.safetensors.index.json", "model.safetensors")
     place = 40

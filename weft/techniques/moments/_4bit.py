@@ -28,7 +28,7 @@ ODD_COLUMNS = Rule(
 
 
 class FourBitSettings(Section):
-    """What moments of 4 bits are set by."""
+    """Settings of moments in 4 bits."""
 
     block: PositiveInt = Field(
         256,
@@ -51,7 +51,7 @@ class FourBitSettings(Section):
     ),
 )
 class FourBitAdamW(CompactAdamW):
-    """AdamW with moments of 4 bits."""
+    """Keeps AdamW's moments in 4 bits, with a scale for each block."""
 
     kept = 0.25
     shaping = ("block",)

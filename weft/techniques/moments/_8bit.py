@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class EightBitSettings(Section):
-    """What moments of 8 bits are set by."""
+    """Settings of moments in 8 bits."""
 
     block: PositiveInt = Field(
         256,
@@ -40,7 +40,7 @@ class EightBitSettings(Section):
     ),
 )
 class EightBitAdamW(CompactAdamW):
-    """AdamW with moments of 8 bits."""
+    """Keeps AdamW's moments in 8 bits, with a scale for each block."""
 
     kept = 0.5
     shaping = ("block",)

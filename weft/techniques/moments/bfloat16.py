@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class InBfloat16:
-    """Moments in bfloat16, rounded up or down at random so that small changes are not lost.
+    """Stores moments in bfloat16 with stochastic rounding, so that small changes are not lost.
 
-    The noise is a function of parameter, element, update and moment, and so the same on whatever rank draws it.
+    The noise is a function of parameter, element, update and moment, so that every layout draws the same.
     """
 
     def slots(self, held: Held) -> dict[str, Part]:
@@ -65,7 +65,7 @@ class InBfloat16:
     ),
 )
 class Bfloat16AdamW(CompactAdamW):
-    """AdamW with moments in bfloat16."""
+    """Keeps AdamW's moments in bfloat16."""
 
     elementwise = True
     kept = 1.0

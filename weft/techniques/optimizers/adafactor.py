@@ -37,7 +37,7 @@ DECAY, LEAST, CLIP = -0.8, 1e-3, 1.0
     ),
 )
 class Adafactor(UpdateRule):
-    """As PyTorch's: steps are relative to the size of the parameter, and there is no first moment."""
+    """Adafactor as in PyTorch: steps are relative to the parameter's magnitude, without a first moment."""
 
     def __init__(self, settings: Optimizer, ranks: RankSums) -> None:
         self.ranks = ranks
@@ -71,7 +71,7 @@ class Adafactor(UpdateRule):
             )
 
     def _second_moment(self, held: Held, grad: Tensor, weight: float) -> Tensor:
-        """The estimate for every element that is held here, after it has taken in ``grad``."""
+        """Update the estimate of the second moment by ``grad``. Returns the estimate of every local element."""
         import torch
 
         least = torch.finfo(grad.dtype).eps ** 2
@@ -92,7 +92,7 @@ class Adafactor(UpdateRule):
         return (rows[..., None] * columns[..., None, :] / mean).clamp(min=least)
 
     def _root_mean_square(self, x: Tensor, held: Held) -> Tensor:
-        """Of the logical tensor of which this is the part that is held here."""
+        """Return the root mean square of the logical tensor whose local part is given."""
         return (
             self.ranks.sum(x.square().sum(), held, *range(x.dim())) / held.logical.numel
         ).sqrt()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @register("optimizer", "adamw", title="AdamW", paper="Loshchilov & Hutter 2019")
 class AdamW(UpdateRule):
-    """AdamW with moments in the state's own precision; it also updates what other rules are not for."""
+    """AdamW with moments in the state's precision. It also updates the parameters that other rules leave out."""
 
     elementwise = True
     kept = 2.0
@@ -60,7 +60,7 @@ class AdamW(UpdateRule):
         lr: float,
         decay: float,
     ) -> None:
-        """Update once with these moments, which it changes."""
+        """Update once, and change these moments in place."""
         from torch.optim.adamw import adamw
 
         if not held:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     ),
 )
 class Lion(UpdateRule):
-    """The sign of an average of this gradient and the past ones."""
+    """Updates by the sign of an average of this gradient and the past ones."""
 
     elementwise = True
     kept = 1.0

@@ -26,7 +26,7 @@ SCALE = 0.2
 
 
 class MuonSettings(Section):
-    """What Muon alone is set by."""
+    """Settings of Muon."""
 
     momentum: float = Field(
         0.95,
@@ -48,9 +48,9 @@ class MuonSettings(Section):
     figure="4.5 bytes per parameter, loss 2.182 (AdamW 2.292) (`bench/optimizers.py`)",
 )
 class Muon(UpdateRule):
-    """For matrices, and stacks of them (experts).
+    """Orthogonalises the momentum of each matrix, also in stacks (experts).
 
-    Every rank makes the whole matrix's update and takes its part: exact, at the price of gathering.
+    Every rank gathers the whole matrix, computes its update and takes its own part, which is exact.
     """
 
     for_matrices = True

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class NaturalGaLoreSettings(GaLoreSettings):
-    """What Natural GaLore is set by."""
+    """Settings of Natural GaLore."""
 
     history: PositiveInt = Field(
         4,
@@ -40,7 +40,7 @@ class NaturalGaLoreSettings(GaLoreSettings):
     ),
 )
 class NaturalGaLore(GaLore):
-    """GaLore by the last few gradients' directions."""
+    """GaLore with an empirical Fisher matrix of the last few gradients."""
 
     shaping = ("rank", "history")
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @register("optimizer", "sgd", title="Stochastic gradient descent")
 class SGD(UpdateRule):
-    """A step along the gradient."""
+    """Steps against the gradient, without momentum."""
 
     elementwise = True
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     ),
 )
 class DPO(PairLoss):
-    """The logistic loss of how far the chosen answer is ahead."""
+    """The logistic loss of the margin between the rewards of chosen and rejected answer."""
 
     def of(self, gap: T, margin: T) -> T:
         return self.smoothed(self.beta * gap)

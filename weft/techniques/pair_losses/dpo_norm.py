@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="as DPO's",
 )
 class NormalisedDPO(PairLoss):
-    """DPO of averages over tokens."""
+    """DPO on log-probabilities that are averaged over tokens."""
 
     averaged = True
 

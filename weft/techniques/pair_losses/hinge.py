@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="as DPO's",
 )
 class Hinge(PairLoss):
-    """Nothing to learn once the chosen answer is far enough ahead."""
+    """The hinge loss: 0 once the margin between chosen and rejected answer is large enough."""
 
     smooths = False
 

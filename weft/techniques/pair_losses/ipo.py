@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="as DPO's",
 )
 class IPO(PairLoss):
-    """The squared distance from a margin that beta sets."""
+    """The squared distance of the margin between the answers from a target that ``beta`` sets."""
 
     averaged = True
     smooths = False

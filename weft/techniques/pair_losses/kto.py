@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class KTOSettings(Section):
-    """What KTO alone is set by."""
+    """Settings of KTO."""
 
     desirable: PositiveFloat = Field(
         1.0, description="Weight of good answers in the loss."
@@ -46,11 +46,11 @@ class KTOSettings(Section):
     ),
 )
 class KTO(PairLoss):
-    """The loss of answers that are each good or bad, the first of their pairs.
+    """The loss of answers that are each judged good or bad; the first answers of the pairs are the judged ones.
 
-    An answer's reward is by how much it is more likely than under the reference model, times beta. ``point`` is what
-    rewards are compared with: the mean over all pairs of a step of the same number of the second answers, which are
-    somebody else's; it has no gradient.
+    The reward of an answer is ``beta`` times the logarithm of its probability over that by the reference model. Rewards
+    are compared with ``point``, the mean reward of the second answers of all pairs of a step, which belong to other
+    prompts; it has no gradient.
     """
 
     smooths = False

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="equal to 1e-10; plain PyTorch's loss and gradients by the paper's formula",
 )
 class ORPO(PairLoss):
-    """The chosen answer's cross entropy, and the odds of both compared, of mean log-probabilities."""
+    """The chosen answer's cross entropy plus the logistic loss of the log odds ratio of both answers."""
 
     averaged = True
     has_reference = False
@@ -36,7 +36,7 @@ class ORPO(PairLoss):
 
 
 def log_odds(mean: T) -> T:
-    """The logarithm of the odds of what has this log-probability."""
+    """Return the log odds of a log-probability."""
     import torch
 
     return mean - torch.log(-torch.expm1(mean.clamp(max=-1e-12)))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="as DPO's; transformers' scores of the export equal ours",
 )
 class Reward(PairLoss):
-    """The logistic loss of how far the score of the chosen answer is ahead of a margin."""
+    """The logistic loss of the difference between the answers' scores minus a margin."""
 
     has_reference = False
     scores = True

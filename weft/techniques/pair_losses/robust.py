@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="as DPO's",
 )
 class RobustDPO(PairLoss):
-    """The loss whose mean over wrong labels is the one without them; it may be negative."""
+    """DPO that is unbiased under flipped labels. It may be negative."""
 
     def of(self, gap: T, margin: T) -> T:
         from torch.nn.functional import logsigmoid

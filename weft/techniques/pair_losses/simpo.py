@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="as DPO's",
 )
 class SimPO(PairLoss):
-    """The logistic loss of how far the chosen answer is ahead of a margin."""
+    """The logistic loss of the difference between the answers' mean log-probabilities minus a margin."""
 
     averaged = True
     has_reference = False

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     figure="tokens of every step as the policy says",
 )
 class PromptsFirst(SchedulingPolicy):
-    """Prompts before new tokens: whoever writes waits while others are read (Orca, and vLLM at first)."""
+    """Schedules prompts first: requests that generate wait while prompts are read (Orca, early vLLM)."""
 
     candidates: ClassVar[tuple[str, ...]] = ("prompts-first",)
 

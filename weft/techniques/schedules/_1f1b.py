@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="published bubbles to 4 decimals",
 )
 class OneForwardOneBackward(ScheduleBuilder):
-    """A rank holds as many microbatches as ranks are left below it."""
+    """Alternates forward and backward; a rank holds as many microbatches as there are ranks from it to the last."""
 
     about = "forward and backward in turn, peak P"
     paper = "2104.04473"

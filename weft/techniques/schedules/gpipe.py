@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     figure="bubble (P-1)(F+B+W), peak M",
 )
 class GPipe(ScheduleBuilder):
-    """Peak memory is every microbatch."""
+    """Runs all forwards, then all backwards: a rank holds every microbatch at its peak."""
 
     about = "all forwards, then all backwards"
     paper = "1811.06965"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="peak P/2+1",
 )
 class VHalf(ScheduleBuilder):
-    """Under half of 1F1B's bubble, peak ``ranks / 2 + 1``, or ``(ranks + 3) / 2`` if odd."""
+    """Has less than half of 1F1B's bubble; its peak is ``ranks / 2 + 1`` microbatches, ``(ranks + 3) / 2`` if odd."""
 
     about = "half of 1F1B's peak and bubble"
     paper = "2405.15362"

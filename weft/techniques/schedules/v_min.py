@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="peak at most (P+4)/3",
 )
 class VMin(ScheduleBuilder):
-    """Peak ``(ranks + 4) / 3`` at most."""
+    """Has a peak of at most ``(ranks + 4) / 3`` microbatches."""
 
     about = "a third of 1F1B's peak, two thirds of its bubble"
     paper = "2405.15362"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="within 0.0014 of the published bubbles, four of six below",
 )
 class ZeroBubble1P(ScheduleBuilder):
-    """The automatic schedule in the memory of ``ranks`` microbatches."""
+    """Builds the automatic schedule within the memory of ``ranks`` microbatches."""
 
     about = "list-scheduled by the times, peak P"
     paper = "2401.10241"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="within 0.0014 of the published bubbles, four of six below",
 )
 class ZeroBubble2P(ScheduleBuilder):
-    """Enough memory for almost no bubble."""
+    """Builds the automatic schedule with twice the memory, which leaves almost no bubble."""
 
     about = "the same in the memory of 2P"
     paper = "2401.10241"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="published bubbles to 4 decimals",
 )
 class ZeroBubbleH1(ScheduleBuilder):
-    """Rank ``r`` keeps ``r`` weight gradients back."""
+    """Delays ``r`` weight gradients on rank ``r``, which fill the end of the step."""
 
     about = "1F1B with weight gradients kept back, peak P"
     paper = "2401.10241"

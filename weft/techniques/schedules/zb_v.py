@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="peak P",
 )
 class ZeroBubbleV(ScheduleBuilder):
-    """No bubble if F = I = W, peak ``ranks``."""
+    """Has no bubble if F = I = W; its peak is ``ranks`` microbatches."""
 
     about = "no bubble if F=B=W, peak P, two chunks per rank"
     paper = "2401.10241"

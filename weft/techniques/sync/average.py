@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     figure="equal to a simulation to 1e-10; bytes as the formula",
 )
 class Average(SyncMethod):
-    """The mean of all parameters; with partners of each island its own, and no anchor."""
+    """Takes the mean of the parameters of all islands, or of each island's partners (gossip, without an anchor)."""
 
     partners = ("all", "ring", "pairs", "graph")
     is_mean = True

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class CO2Settings(OuterSettings):
-    """The outer update's settings, as published for CO2, and its own."""
+    """Settings of the outer update with CO2's published defaults, and CO2's own."""
 
     lr: PositiveFloat = Field(
         1.0,
@@ -54,7 +54,7 @@ class CO2Settings(OuterSettings):
     ),
 )
 class CO2(OuterMomentum):
-    """Momentum on the last round's differences, made smaller for being late and clipped."""
+    """Applies momentum to the last round's differences, divided by a penalty for their staleness, and clips it."""
 
     late = True
 

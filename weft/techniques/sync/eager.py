@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     figure="equal to a simulation to 1e-10; bytes as the formula",
 )
 class Eager(OuterMomentum):
-    """Nesterov's momentum on the own difference of this round and those of the others in the last."""
+    """Applies Nesterov's momentum to the island's own difference of this round and the others' of the last."""
 
     slots = ("anchor", "outer", "own")
     shared = ()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class NoLoCoSettings(OuterSettings):
-    """The outer update's settings, as published for NoLoCo."""
+    """Settings of the outer update with NoLoCo's published defaults."""
 
     momentum: float = Field(
         0.5, ge=0, lt=1, description="Momentum of the outer update."
@@ -46,7 +46,7 @@ class NoLoCoSettings(OuterSettings):
     ),
 )
 class NoLoCo(OuterMomentum):
-    """Momentum by what two islands have learned, and how far their anchors are."""
+    """Applies momentum to the mean difference of two islands, and draws their anchors together."""
 
     shared = ()
     partners = ("all", "pairs")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StreamingSettings(OuterSettings):
-    """What streaming adds to the outer update's settings."""
+    """Settings of the outer update, and those of streaming."""
 
     mix: float = Field(
         0.5,
@@ -48,7 +48,7 @@ class StreamingSettings(OuterSettings):
     ),
 )
 class Streaming(OuterMomentum):
-    """Nesterov's momentum for a fragment, mixed with what the island has learned meanwhile."""
+    """Applies Nesterov's momentum to a fragment, and mixes the result with what the island learned meanwhile."""
 
     in_fragments = True
 

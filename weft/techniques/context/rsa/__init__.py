@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     ),
 )
 class RingSelfAttention(AttentionScheme):
-    """Whole rows of scores, without online softmax: the baseline of all later schemes."""
+    """Computes whole rows of scores without online softmax. All later schemes compare with it."""
 
     def table(self, ranks: int) -> TileTable:
         from weft.parallel.context.tables import circle, contiguous_owners

@@ -18,7 +18,7 @@ T = torch.Tensor
 
 
 class Spot(NamedTuple):
-    """A rectangle of scores: ``q`` and ``k`` are flattened tokens of the two blocks, ``at`` its place in the matrix."""
+    """A rectangle of scores. ``q``, ``k``: flattened tokens of the two blocks. ``at``: place in the matrix."""
 
     q: slice
     k: slice
@@ -99,7 +99,7 @@ def ring_self_attention(
     lengths: Sequence[int],
     window: int = 0,
 ) -> tuple[T, T]:
-    """Arguments as of :func:`weft.parallel.context.tile_attention.tile_attention`, blocks contiguous.
+    """Compute attention. Arguments: see :func:`weft.parallel.context.tile_attention.tile_attention`; blocks contiguous.
 
     Returns ``out`` like ``q`` and the softmax of the scores, ``[batch, heads, seq held, seq]``.
     """

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     ),
 )
 class LeastBytes(DispatchWay):
-    """Counts what each option sends, and takes the least."""
+    """Counts the numbers that each option sends, and takes the option with the fewest."""
 
     copies = True
 

@@ -27,10 +27,10 @@ T = torch.Tensor
 
 
 class Option(NamedTuple):
-    """A way for tokens in blocks of ranks that have each other's weights.
+    """A dispatcher for tokens, within blocks of ranks that have each other's expert weights.
 
-    ``joined``: so many pieces of an expert are one for a block. ``weights``: the numbers of all ranks that moving these
-    takes, forward and backward. ``stacks`` makes a block's stacks of weights of a rank's own.
+    ``joined``: pieces of an expert that a block has together. ``weights``: numbers that all ranks send to share these
+    weights, forward and backward. ``stacks`` builds the block's stacks of weights from a rank's own.
     """
 
     way: Dispatcher
@@ -40,7 +40,7 @@ class Option(NamedTuple):
 
 
 class Adaptive:
-    """Counts what each option sends, and takes the least."""
+    """Counts the numbers that each option sends, and takes the option with the fewest."""
 
     def __init__(self, ranks: ExpertRanks) -> None:
         self.ranks, self.options, self.levels = (
@@ -99,7 +99,7 @@ class Adaptive:
         return arrived
 
     def best(self, numbers: T) -> int:
-        """Which option to take, of the ``numbers`` that all ranks together send by each."""
+        """Return the option for which all ranks together send the fewest ``numbers``."""
         return int(numbers.argmin()) if has_numbers(numbers) else 0
 
     def combine(self, rows: T, meta: Any) -> Awaited:
@@ -117,7 +117,7 @@ def part_of(choice: Choice, joined: int) -> Choice:
 
 
 def weights_sent(stacks: Sequence[tuple[int, ...]], block: int) -> int:
-    """How many numbers ranks send that give each other their stacks, forward and backward, in blocks of so many.
+    """Return how many numbers ranks send to share their stacks in blocks of ``ranks``, forward and backward.
 
     ``stacks``: each rank's experts, their width and the model's. Messages are as long as for the largest of a block.
     """
@@ -129,7 +129,7 @@ def weights_sent(stacks: Sequence[tuple[int, ...]], block: int) -> int:
 
 
 def numbers_sent(choice: Choice, width: int, members: Members | None) -> T:
-    """How many numbers each way sends of these tokens to other members, forward and backward: int64 ``[ways]``.
+    """Return how many numbers each way sends for these tokens to other members, forward and backward: int64 ``[ways]``.
 
     Rows go there and back, twice. Where results are added up elsewhere, weights and ids go along, and the weights'
     gradients come back. Where every rank has all experts there is one way, and none of these numbers.
@@ -150,7 +150,7 @@ def numbers_sent(choice: Choice, width: int, members: Members | None) -> T:
 def stacks_of_block(
     *weights: T, parts: Sequence[tuple[int, ...]], joined: int, members: Members
 ) -> tuple[T, ...]:
-    """Stacks of the experts of all ranks of a block, from this one's ``gate``, ``up`` and ``down``.
+    """Return the stacks of all experts of a block, from this rank's ``gate``, ``up`` and ``down``.
 
     ``parts``: how many experts each rank has, and how wide. In backward each rank gets the sum of all gradients of its
     own.

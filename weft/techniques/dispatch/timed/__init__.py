@@ -40,7 +40,7 @@ RECOMPUTED = Rule(
     ),
 )
 class FastestInTrials(DispatchWay):
-    """Tries every option in the first passes, and now and then again."""
+    """Times every option in the first passes and from time to time later, and takes the fastest."""
 
     copies = True
 

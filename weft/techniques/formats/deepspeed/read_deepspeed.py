@@ -28,7 +28,7 @@ ZERO = r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"
 
 
 def read_deepspeed(path: Path, config: Path | None) -> Foreign:
-    """Partitions of ZeRO 0 to 3, or a universal checkpoint with a folder for each parameter."""
+    """Read partitions of ZeRO 0 to 3, or a universal checkpoint with a folder for each parameter."""
     folder = newest_save(path)
     about = path if config or not (folder / CONFIG).is_file() else folder
     shape = shape_beside(about, config)

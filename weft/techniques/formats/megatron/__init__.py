@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     ),
 )
 class Megatron(SourceFormat):
-    """Megatron-LM's checkpoints."""
+    """Reads Megatron-LM's checkpoints."""
 
     patterns = ("mp_rank_*/model_optim_rng.pt",)
     place = 20

@@ -15,7 +15,7 @@ from weft.shapes.foreign_names import LAYER
 
 
 def read_megatron(path: Path, config: Path | None) -> Foreign:
-    """``mp_rank_TP[_PP]/model_optim_rng.pt``; blocks are numbered anew in every stage (and virtual stage)."""
+    """Read ``mp_rank_TP[_PP]/model_optim_rng.pt``, where every stage and virtual stage numbers its blocks from 0."""
     folder = newest_save(path)
     ranks: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
     for file in sorted(folder.glob("mp_rank_*/model_optim_rng.pt")):

@@ -32,7 +32,7 @@ DIRECTIONS = Rule(
 
 
 class GaLoreSettings(Section):
-    """What GaLore and its variant are set by."""
+    """Settings of GaLore and Natural GaLore."""
 
     rank: PositiveInt = Field(
         128,
@@ -65,7 +65,7 @@ class GaLoreSettings(Section):
     ),
 )
 class GaLore(UpdateRule):
-    """Adam in the space of the projected gradients (:mod:`weft.techniques.optimizers.galore.projection`)."""
+    """Adam on projected gradients (:mod:`weft.techniques.optimizers.galore.projection`)."""
 
     for_matrices = True
     for_stacks = False
@@ -90,7 +90,7 @@ class GaLore(UpdateRule):
         self.adam.update(held, grads, lr, decay)
 
     def rare_seconds(self, held: Sequence[Held], timed: Timer) -> float:
-        """The singular vectors of every matrix, once in ``refresh`` updates."""
+        """Estimate the seconds per update of the singular vectors, which are computed every ``refresh`` updates."""
         import torch
 
         from weft.techniques.optimizers.galore.projection import singular_directions

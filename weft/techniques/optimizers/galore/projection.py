@@ -21,10 +21,10 @@ DAMPING = 1e-3
 
 
 class ProjectedAdam:
-    """Adam in the space of the projected gradients.
+    """Adam on gradients that are projected onto a few directions.
 
-    With ``history`` above 0 these are first multiplied by the inverse of an empirical Fisher matrix of so many of the
-    last ones (Natural GaLore), of which each takes as much room as a moment.
+    With ``history`` above 0 the projected gradients are first multiplied by the inverse of an empirical Fisher matrix
+    of the last ``history`` of them (Natural GaLore). Each takes as much memory as a moment.
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class ProjectedAdam:
 
 
 def singular_directions(grad: T, side: int, rank: int) -> T:
-    """The first singular vectors of ``grad [m, n]`` on one side, ``[rank, size of the side]``.
+    """Return the first singular vectors of ``grad [m, n]`` on one side, ``[rank, size of the side]``.
 
-    Of each the entry of largest magnitude is positive: libraries choose signs differently. Of several that are as large
-    but for rounding (of a softmax over two the gradients' rows are opposite) it is the first. Where the gradient has
-    fewer directions (a step of a few tokens) the rest are zero: rounding would choose them.
+    The entry of largest magnitude of each vector is positive, as libraries choose signs differently; of entries that
+    are equal up to rounding, the first. Where the gradient has a smaller rank (a step of a few tokens) the other
+    vectors are zero, as rounding would choose them.
     """
     left, sizes, right = torch.linalg.svd(grad, full_matrices=False)
     directions = right[:rank] if side == 1 else left[:, :rank].mT

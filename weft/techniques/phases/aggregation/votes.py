@@ -29,10 +29,10 @@ T = torch.Tensor
 
 
 class Voting(PhaseFiller):
-    """Takes from every replica the mean gradient of its own tokens, one vote each.
+    """Aggregates the replicas' gradients, each the mean over the replica's own tokens, with one vote per replica.
 
-    A replica whose gradient is not finite, or that has no tokens, has no part in the step, nor in its loss. The other
-    losses are weighted by tokens, as ever.
+    A replica without tokens, or whose gradient is not finite, takes no part in the step nor in its loss. The losses of
+    the others are weighted by tokens.
     """
 
     def __init__(self, context: StepContext, resilience: Resilience) -> None:
@@ -42,7 +42,7 @@ class Voting(PhaseFiller):
         )
 
     def own_weight(self, batches: Sequence[Batch]) -> T:
-        """The weight of this replica's labels. Scalar, float64."""
+        """Return the weight of this replica's labels. Scalar, float64."""
         return torch.tensor(
             sum(b.label_weight for b in batches),
             dtype=torch.float64,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Alternation(PhaseFiller):
-    """Updates a ``share`` of the units on the device and meanwhile the others on the host."""
+    """Updates a ``share`` of the units on the device while the host updates the others."""
 
     def __init__(self, context: StepContext, share: float | str) -> None:
         self.context = context

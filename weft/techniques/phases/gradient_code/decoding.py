@@ -35,11 +35,11 @@ ROUNDING = 1e-7
 
 
 class Coding(PhaseFiller):
-    """Ends a step as soon as enough ranks have answered for its gradient to be decoded.
+    """Ends a step as soon as the answers of enough ranks have arrived to decode its gradient.
 
     A step consists of jobs, and a job of parts, each computed by several ranks. ``batches`` of a step are those of all
     parts that this rank may have to compute, job after job. Nothing in a step waits for all ranks: loss, tokens and
-    wishes to stop come with the gradients. The step's gradient is the sum over its jobs, which are all computed with
+    requests to stop come with the gradients. The step's gradient is the sum over its jobs, which are all computed with
     the same parameters; the update waits for the last one.
     """
 
@@ -63,11 +63,11 @@ class Coding(PhaseFiller):
         )
 
     def gradients(self, given: StepInput, agree: AgreePhase) -> T:
-        """Compute nothing yet: which parts are computed follows from the answers that come."""
+        """Compute nothing yet: the answers that arrive decide which parts this rank computes."""
         return torch.zeros(())
 
     def agree(self, given: StepInput, shares: T) -> Agreed:
-        """Compute parts and send their sums, until the step's gradient can be decoded."""
+        """Compute parts and send their sums until the step's gradient can be decoded."""
         model, state = self.context.model, self.context.state
         parts = self.code.parts_of(self.rank)
         places = [(job, part) for job in range(self.code.jobs) for part in parts]

@@ -35,10 +35,10 @@ T = torch.Tensor
 
 
 class InBackward(PhaseFiller):
-    """Updates every unit when its last gradient of the step is there.
+    """Updates every unit as soon as its last gradient of the step is complete.
 
-    ``inspect`` sees the reduced gradients, a unit's at a time. A step whose loss is not finite is skipped. One whose
-    loss is, but not its gradients, ends the run with a :class:`WeftError`, as units have been updated by then.
+    ``inspect`` gets the reduced gradients of one unit at a time. A step whose loss is not finite is skipped. A gradient
+    that is not finite ends the run with a :class:`WeftError`, as other units have been updated before.
     """
 
     def __init__(self, context: StepContext) -> None:
@@ -76,7 +76,7 @@ class InBackward(PhaseFiller):
         return Agreed({}, partial(step_result, step_sum(shares, self.mesh)))
 
     def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
-        """Learn from the experts' loads: parameters have been updated by now."""
+        """Let the routers learn from the experts' loads; all parameters have been updated before."""
         result = agreed.result()
         if math.isfinite(result.loss) and result.skipped:
             raise WeftError(

@@ -1,4 +1,4 @@
-"""Optimizer steps that are validated later (post-validation, Qi et al. 2023, section 4).
+"""Updates whose global norm is checked a step later (post-validation, Qi et al. 2023, section 4).
 
 Clipping by the global norm makes every rank of a pipeline wait for the last one at the end of each step, which costs
 the time by which their schedules are shifted against each other. Here each rank updates its parameters at once, as if
@@ -45,7 +45,7 @@ class PendingUpdate(NamedTuple):
 
 
 class PostValidation(PhaseFiller):
-    """The results of the plain step of a pipelined model, a step later.
+    """Updates a pipelined model before the norm is known; each result is that of the plain step, one step later.
 
     Holds a copy of parameters and optimizer state. ``repeated`` counts the steps that had to be run again.
     """
@@ -73,7 +73,7 @@ class PostValidation(PhaseFiller):
         return self._run(given)
 
     def agree(self, given: StepInput, shares: T) -> Agreed:
-        """Finish the step before; if its update was wrong, run this step's passes again. The new norm is under way."""
+        """Complete the previous step. If its update was wrong, run this step's passes again."""
         context, loss = self.context, shares
         context.before_update()
         self.final, right = self._finish_pending()
@@ -92,7 +92,7 @@ class PostValidation(PhaseFiller):
         return Agreed(grads, lambda: step_result(sums()))
 
     def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
-        """Update as if nothing were to be clipped. Returns the result of the step before; nothing after the first."""
+        """Update as if nothing were to be clipped. Returns the previous step's result; nothing in the first step."""
         context = self.context
         with record_function("weft:optimizer"):
             if self.changing:  # there may be nothing on this rank that learns
@@ -103,7 +103,7 @@ class PostValidation(PhaseFiller):
         return self.final
 
     def finish(self) -> list[StepResult]:
-        """The result of the last step, whose update is final afterwards; nothing if that has been returned."""
+        """Complete the last step's update. Returns its result, unless that has been returned before."""
         return self._finish_pending()[0]
 
     def summary(self) -> str:

@@ -1,4 +1,4 @@
-"""Which units of a state are updated during backward, as ``memory.speculate`` asks."""
+"""The units of a state that ``memory.speculate`` updates during backward."""
 
 from weft.memory.early_units import Sizes, choose_early
 from weft.parallel.state import State, Unit
@@ -9,7 +9,7 @@ BACKWARD = {"none": 2.0, "selective": 2.0, "full": 3.0}
 
 
 def early_units(state: State, memory: Memory, recompute: str) -> list[Unit]:
-    """The units to update early. Logical sizes decide, so all ranks that hold parts of a unit choose alike."""
+    """Return the units to update early. Logical sizes decide, so that all ranks with parts of a unit choose alike."""
     if memory.speculate == "none":
         return []
     # Gradients that several pipeline stages share are summed at the end of a step: too late for these units.

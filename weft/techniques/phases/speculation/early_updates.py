@@ -42,9 +42,9 @@ T = torch.Tensor
 class Speculation(PhaseFiller):
     """Updates the ``early`` units during backward; the results equal those of the plain step.
 
-    Units in files are updated where the schedule completes their gradients. Others are updated in a thread, which makes
-    the copies to go back to during forward, unless their rule needs other ranks (it is not ``elementwise``). ``undone``
-    counts the steps whose early updates had to be undone.
+    Units in files are updated where the schedule completes their gradients. Other units are updated in a thread, which
+    copies them during forward; without the thread if their update rule needs other ranks (it is not
+    ``elementwise``). ``undone`` counts the steps whose early updates were undone.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Speculation(PhaseFiller):
             )
 
     def agree(self, given: StepInput, shares: T) -> Agreed:
-        """As of the plain step; early units are restored if the step must be clipped."""
+        """Reduce gradients and sums as the plain step does; undo the early updates if the step must be clipped."""
         with self._restoring():
             # otherwise the norm is computed beside the last updates
             if any(self.context.state.tiers.groups.values()):

@@ -44,11 +44,11 @@ ROWS_OF = 1 << 16
 
 
 class ZerothOrder(PhaseFiller):
-    """Evaluates twice instead of computing gradients.
+    """Estimates the gradient from the losses at two points, without backward.
 
-    The gradient norm of a step's result is the size of the slope, and nothing is clipped. Parameters are copied before
-    they are perturbed and copied back, or perturbed in what is gathered of them: adding and subtracting in place would
-    let them drift. ``inspect`` sees the estimated gradients.
+    The gradient norm of a step's result is the magnitude of the slope; nothing is clipped. Parameters are copied before
+    they are perturbed, or their gathered copies are perturbed: adding and subtracting in place would let parameters
+    drift. ``inspect`` gets the estimated gradients.
     """
 
     def __init__(self, context: StepContext, settings: Optimizer) -> None:
@@ -58,7 +58,7 @@ class ZerothOrder(PhaseFiller):
 
     @torch.no_grad()
     def gradients(self, given: StepInput, agree: AgreePhase) -> T:
-        """This rank's shares of loss and weight at both points, of tokens and wishes to stop. Float64 ``[3, 2]``."""
+        """Return this rank's shares of loss and weight at both points, of tokens and of stops. Float64 ``[3, 2]``."""
         self.context.before_update()
         stops = own_share(given.stop, self.mesh, **OWN)
         tokens = share_of_tokens(given.batches, self.mesh)
@@ -161,7 +161,7 @@ class ZerothOrder(PhaseFiller):
 
 
 def direction(held: Held, number: int) -> T:
-    """What is held here of the random direction of step ``number``, standard normal; made some rows at a time."""
+    """Return this rank's part of the standard normal direction of step ``number``, drawn some rows at a time."""
     drawn, seed = torch.empty_like(held.local), crc32(held.name.encode()) << 32 | number
     rows = max(1, ROWS_OF // max(1, drawn[:1].numel()))
     for first in range(0, len(drawn), rows):
