@@ -1,7 +1,7 @@
 """Random layouts and features compared with one device, for ``weft verify --random``.
 
-Every case is the recipe with small sizes and drawn settings, exactly as its command line would make it. A line of
-:data:`DRAWN` says which values of a setting can be drawn. A refusal is right only if the table of conflicts has it.
+Every case is the recipe with small sizes and drawn settings, exactly as its command line would make it.
+``random_cases.toml`` has the values that can be drawn. A refusal is right only if the table of conflicts has it.
 """
 
 import json
@@ -22,6 +22,7 @@ from weft.prove.equality import compare_with_one_device, run_layout
 from weft.prove.pool import ProcessPool
 from weft.recipe import Recipe, load_recipe
 from weft.recipe.host_section import HostSection
+from weft.recipe.toml import read_toml
 from weft.refusal import Conflict
 from weft.registry import KINDS, declared, find, names
 from weft.train.setup import prepare
@@ -31,6 +32,7 @@ Case = dict[str, Any]
 
 AXES = ("island", *LIVE_AXES)
 FOLDER = Path(tempfile.gettempdir()) / "weft-verify-random"
+TABLES = read_toml(Path(__file__).with_name("random_cases.toml"))
 
 
 def _order(case: Case, rng: random.Random) -> str:
@@ -43,26 +45,26 @@ def _order(case: Case, rng: random.Random) -> str:
 Choices = Callable[[Recipe, Case, random.Random], list[Any]]
 
 
-def _any(*values: Any) -> Choices:
-    return lambda recipe, case, rng: list(values)
+def _choices(given: Any) -> Choices:
+    """Return the choices of a setting in the file."""
+    if isinstance(given, list):
+        given = {"values": given}
+
+    def choices(recipe: Recipe, case: Case, rng: random.Random) -> list[Any]:
+        after = given.get("after")
+        if after and (
+            after not in case or given.get("equal", case[after]) != case[after]
+        ):
+            return []
+        if "experts" in given and not _experts(recipe, case):
+            return []
+        return list(given["values"])
+
+    return choices
 
 
 def _if(condition: Callable[[Recipe, Case], object], *values: Any) -> Choices:
     return lambda recipe, case, rng: list(values) if condition(recipe, case) else []
-
-
-def _after(setting: str, *values: Any) -> Choices:
-    """Allow values where ``setting`` has been drawn; axes are drawn first, and are in a case if larger than 1."""
-    return _if(lambda recipe, case: setting in case, *values)
-
-
-def _with(setting: str, value: Any, *values: Any) -> Choices:
-    """Allow values where ``setting`` has been drawn with this ``value``."""
-    return _if(lambda recipe, case: case.get(setting) == value, *values)
-
-
-def _with_experts(*values: Any) -> Choices:
-    return _if(_experts, *values)
 
 
 def _beside_dense(value: int) -> Choices:
@@ -164,16 +166,10 @@ def _of_techniques(recipe: Recipe, case: Case) -> dict[str, list[Any]]:
     return values
 
 
-#: The settings that can be drawn, in this order.
-DRAWN: dict[str, Choices] = {
-    "model.experts": _any(2, 5, 6),
+#: Choices that the file leaves to code.
+BY_CODE: dict[str, Choices] = {
     "layout.ep": _folding,
-    "layout.node": _after("layout.ep", 1, 2),
     "layout.dispatch": _dispatchers,
-    "layout.pieces": _after("layout.ep", 0, 2, 3),
-    "layout.placement": _after("layout.ep", "sharded", "moving"),
-    "layout.spare": _after("layout.ep", 1, 3),
-    "sync.every": _after("layout.island", 2),
     "sync.update": lambda recipe, case, rng: (
         [name for name in names("sync") if name != SMALL["sync.update"]]
         if "layout.island" in case
@@ -197,17 +193,10 @@ DRAWN: dict[str, Choices] = {
         lambda recipe, case: {"sync.fragments", "sync.every"} <= {*case}, 1
     ),
     "layout.order": lambda recipe, case, rng: [_order(case, rng)],
-    "layout.zero": _any(1, 2, 3),
-    "layout.secondary": _after("layout.shard", 2, 3),
     "layout.context": lambda recipe, case, rng: (
         KINDS["context"].choices(names("context")) if "layout.cp" in case else []
     ),
-    "layout.ulysses": _after("layout.cp", 2),
-    "layout.scan": _after("layout.cp", "pass"),
     "layout.schedule": _names_after("layout.pp", "schedule"),
-    "layout.virtual": _after("layout.pp", 2, 3),
-    "layout.vocab_barriers": _after("layout.pp", 1, 2),
-    "layout.skip": _after("layout.pp", 0.25),
     "layout.overlap": _if(
         lambda recipe, case: (
             _experts(recipe, case)
@@ -217,120 +206,50 @@ DRAWN: dict[str, Choices] = {
         "passes",
         "pairs",
     ),
-    "layout.balance": _with("layout.zero", 1, "greedy", "flexsp"),
-    "optimizer.post_validation": _after("layout.pp", True),
-    "optimizer.clip": _any(0.0, 0.1),
     "optimizer.kind": _named("optimizer"),
     "optimizer.state": lambda recipe, case, rng: (
         names("moments") if "optimizer.kind" not in case else []
     ),
-    "optimizer.ema": _any(0.5),
-    "optimizer.estimate": _any("zeroth-order"),
-    "optimizer.pairs": _after("optimizer.estimate", True),
-    "adapter.kind": _any("lora", "dora", "qlora"),
-    "adapter.rank": _after("adapter.kind", 1, 3),
-    "adapter.tokens": _after("adapter.kind", [0, 5, 7]),
     "adapter.whole": _if(
         lambda recipe, case: "adapter.kind" in case and "adapter.tokens" not in case,
         ["embed_tokens"],
     ),
-    "adapter.dropout": _after("adapter.kind", 0.3),
     "train.freeze": _if(
         lambda recipe, case: not recipe.adapter and "adapter.kind" not in case,
         ["norm.*"],
         ["blocks.0.*", "embed*"],
     ),
-    "train.recompute": _any("selective", "full"),
-    "memory.weights": _any("host", "file"),
-    "memory.gradients": _with("memory.weights", "file", "host"),
-    "memory.moments": _any("host", "file"),
-    "memory.activations": _any("host", "file"),
-    "memory.buffer": _with("memory.weights", "file", 1, 64),
-    "memory.speculate": _any("even", "all"),
-    "memory.blocks": _after("memory.activations", 1, 2, 9),
-    "memory.alternate": _with("memory.weights", "host", 0.4, 1.0, "auto"),
-    "train.micro_batch": _any(1, 2, 3),
-    "train.batch": _any(1, 2, 7),
-    "train.loss_chunk": _any(1, 5),
     "data.seq_len": lambda recipe, case, rng: (
         [40, 48, 57, 64] if recipe.loss.of_pairs else [1, 2, 7, 33]
     ),
-    "model.heads": _any(2, 6),
-    "model.kv_heads": _any(1, 2),
-    "model.ffn": _any(9, 32),
-    "model.embed": _any(7, 16),
-    "model.layers": _any(1, 3, 6),
-    "model.tied": _any(True, False),
-    "model.qkv_bias": _any(True, False),
-    "model.qk_norm": _any(True, False),
-    "model.experts_per_token": _with_experts(1),
-    "model.expert_ffn": _with_experts(5, 8),
     "model.first_dense": _beside_dense(1),
     "model.moe_every": _beside_dense(2),
-    "model.shared_experts": _with_experts(1, 2),
-    "model.shared_mix": _with_experts("gate", "residual"),
-    "model.router": _with_experts("pre-softmax", "sigmoid"),
-    "model.router_norm": _with_experts(True),
     "model.router_groups": _if(
         lambda recipe, case: _experts(recipe, case) in (6, 8), 2
     ),
-    "model.router_early": _with_experts(True),
-    "model.capacity": _with_experts(0.6, 1.0, 1.5),
-    "model.balance": _with_experts("step", "huggingface"),
-    "model.balance_loss": _with_experts(0.5),
-    "model.z_loss": _with_experts(0.1),
-    "model.mixer": _any("softmax", "linear", "retention"),
-    "model.softmax_every": _any(2),
-    "model.window": _any(1, 4, 9),
-    "model.full_every": _any(2),
-    "model.window_theta": _any(100.0),
-    "model.activation": _any("gelu"),
-    "model.norm_after": _any(True),
-    "model.scaled_embedding": _any(True),
-    "model.query_dim": _any(3.0),
     "adapter.targets": _targets,
-    "model.rope_interleaved": _any(True),
     "model.kv_rank": _if_plain(5),
-    "model.q_rank": _after("model.kv_rank", 7),
-    "model.value_dim": _after("model.kv_rank", 3, 14),
     "resilience.code": lambda recipe, case, rng: (
         names("code") if _plain_replicas(case) else []
     ),
-    "resilience.stragglers": _after("resilience.code", 1),
-    "resilience.jobs": _after("resilience.code", 2, 3),
 }
 
-#: Probability of drawing a setting where it can be drawn; more for settings whose faults are old and show seldom.
-OFTEN: dict[str, float] = {
-    "layout.order": 0.8,
-    "layout.ep": 0.8,
-    "optimizer.estimate": 0.1,
-    "model.kv_rank": 0.6,
-    "resilience.stragglers": 1.0,
-    "sync.update": 0.6,
+#: The settings that can be drawn, in this order.
+DRAWN: dict[str, Choices] = {
+    name: BY_CODE[name] if given == "code" else _choices(given)
+    for name, given in TABLES["drawn"].items()
 }
+
+#: Probability of drawing a setting where it can be drawn.
+OFTEN: dict[str, float] = TABLES["often"]
 SELDOM = 0.3
 
-#: Settings that a case starts from: a case takes a second, and keeps of the recipe only the kind of its model.
-SMALL: Case = {
-    "model.vocab": 0, "model.layers": 4, "model.embed": 12, "model.heads": 4, "model.kv_heads": 2, "model.head_dim": 6,
-    "model.ffn": 17, "model.init_std": 0.1, "data.tokenizer": "bytes", "data.validation": 0.0, "data.seq_len": 19,
-    "data.epochs": 0, "data.cache": str(FOLDER / "cache"), "data.sources": str(FOLDER / "corpus.jsonl"),
-    "train.batch": 5, "train.device": "cpu", "train.threads": 1, "train.compile": False,
-    "memory.weights": "device", "memory.gradients": "", "memory.moments": "", "memory.activations": "device",
-    "memory.blocks": 0, "memory.buffer": 0, "memory.speculate": "none", "memory.alternate": 0.0,
+#: Settings that a case starts from.
+SMALL: Case = TABLES["small"] | {
+    "data.cache": str(FOLDER / "cache"),
+    "data.sources": str(FOLDER / "corpus.jsonl"),
     "memory.folder": str(FOLDER),
-    "train.recompute": "none", "train.loss_chunk": 64, "optimizer.post_validation": False, "optimizer.lr": 3e-4,
-    "optimizer.kind": "adamw", "optimizer.state": "float32", "optimizer.ema": 0.0,
-    "optimizer.estimate": "backward", "optimizer.pairs": False,
-    "sync.every": 1, "sync.update": "average", "sync.partner": "all", "sync.fragments": 1, "sync.delay": 0,
-    "sync.compress": "none", "sync.compress_back": "",
-    "resilience.code": "", "resilience.stragglers": 0, "resilience.aggregate": "mean", "resilience.faulty": 0,
-    "layout.zero": 3, "layout.pieces": 1, "layout.node": 0, "layout.secondary": 0,
-    "layout.context": "zigzag", "layout.ulysses": 1, "layout.scan": "gather",
-    "layout.schedule": "1f1b", "layout.vocab_barriers": 0, "layout.skip": 0.0, "layout.balance": "",
-    "layout.overlap": "",
-}  # fmt: skip
+}
 
 #: Settings that a case starts from if the recipe learns from pairs of answers; a row holds the longest pair.
 PAIRS: Case = {
