@@ -13,7 +13,7 @@ from tests.cases import recipe, start, write_corpus
 from tests.checkpoint.test_resume import go, state_of
 from tests.checkpoint.test_resume import tree as save_tree
 from tests.memory.test_tiers import disk_that_fails
-from weft.memory.early_units import Sizes, choose_early, step_traffic
+from weft.memory.step_traffic import Sizes, choose_early, step_traffic
 from weft.memory.nameless_file import TierError
 from weft.parallel.state import State
 from weft.techniques.phases.speculation.early_updates import Speculation

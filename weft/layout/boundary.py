@@ -117,33 +117,26 @@ SHARE: dict[str, Kind] = dict.fromkeys(LIVE_AXES, P)
 untyped = spmd.no_typecheck
 
 
-def _types(logical: Logical, data: dict[str, Kind], uncut: Kind) -> dict[str, Kind]:
-    """Return ``data`` for data axes; for axes that share the work, V where they cut the parameter, else ``uncut``."""
+def _types(logical: Logical, uncut: Kind) -> dict[str, Kind]:
+    """Varying over axes that cut the parameter, and ``uncut`` over others; pipeline ranks aside."""
+    # Experts are spread over the data ranks: nothing more can be said of each of their axes.
+    data = dict.fromkeys(DATA_AXES, V if logical.cut_by(FOLDED) else uncut)
     return data | {axis: V if logical.cut_by(axis) else uncut for axis in MODEL_AXES}
 
 
 def parameter_types(logical: Logical) -> dict[str, Kind]:
     """Return the type of a full parameter, as compute sees it."""
-    # Experts are spread over the data ranks: nothing more can be said of each of their axes.
-    return _types(
-        logical, dict.fromkeys(DATA_AXES, V if logical.cut_by(FOLDED) else R), R
-    )
+    return _types(logical, R)
 
 
 def gradient_types(logical: Logical) -> dict[str, Kind]:
     """Return the type of a full parameter's gradient after backward: a partial sum over axes that do not cut it."""
-    return _types(
-        logical, dict.fromkeys(DATA_AXES, V if logical.cut_by(FOLDED) else P), P
-    )
+    return _types(logical, P)
 
 
 def state_types(logical: Logical) -> dict[str, Kind]:
     """Return the type of a rank's rows of a parameter or of its reduced gradient; every replica has the same."""
-    return _types(
-        logical,
-        {"pp": V, "dp": V if logical.cut_by(FOLDED) else I, "shard": V, "cp": V},
-        I,
-    )
+    return _types(logical, I) | {"pp": V, "shard": V, "cp": V}
 
 
 def own_number(value: float, mesh: Mesh, **types: Kind) -> T:

@@ -55,14 +55,17 @@ class Logical:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Sizes of the whole parameter."""
         return tuple(d.size for d in self.dims)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
+        """Sizes of the part at this rank's place."""
         return extents(self.box)
 
     @property
     def numel(self) -> int:
+        """Number of elements of the whole parameter."""
         return prod(self.shape)
 
     def cut_by(self, axis: str) -> bool:

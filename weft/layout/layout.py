@@ -280,6 +280,7 @@ class Layout(Section):
 
     @property
     def world(self) -> int:
+        """Number of ranks of all islands together."""
         return self.size(*AXES)
 
     @property

@@ -177,6 +177,7 @@ class Mesh:
         return done[0]  # type: ignore[return-value]
 
     def group(self, axis: str) -> dist.ProcessGroup:
+        """Return the process group of an axis, or of another name in :class:`Mesh`."""
         return self._group[axis]
 
     def sharing(self, logical: Logical) -> tuple[str, str]:

@@ -66,6 +66,7 @@ class Place:
         return cls(layout, where | ExpertSizes(*folded)._asdict())
 
     def rank(self, axis: str) -> int:
+        """Return the coordinate along ``axis``."""
         return self.coordinates[axis]
 
     def along(self, *axes: str) -> int:

@@ -1,6 +1,6 @@
 """Tiers of a run that keeps all tensors on its device: nothing is moved and nothing waits."""
 
-from collections.abc import Container, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,16 +33,17 @@ class OnDevice:
         return 0
 
     def rest(self, owner: Hashable, kind: str, tensors: Iterable[torch.Tensor]) -> None:
-        pass
+        """Let tensors rest in the place of their kind; here, on the device."""
 
     def fetch(self, owner: Hashable, *kinds: str) -> None:
-        pass
+        """Begin to read tensors that will soon be used."""
 
     def size(self, owner: Hashable, kind: str) -> int:
+        """Return the bytes that the owner's tensors of one kind take in the file."""
         return 0
 
     def keep(self, owner: Hashable, kind: str) -> None:
-        pass
+        """Keep the tensors of the next use for the use after it."""
 
     def at_hand(
         self,
@@ -52,35 +53,38 @@ class OnDevice:
         read: bool = True,
         apart: bool = False,
     ) -> AbstractContextManager[None]:
+        """Return a context in which the owner's tensors of one kind can be used."""
         return nullcontext()
 
     def updating(
-        self, owner: Hashable, fixed: Container[str] = ("gradients",), behind: int = 1
+        self, owner: Hashable, behind: int = 1
     ) -> AbstractContextManager[None]:
+        """Return a context in which the owner's tensors may change."""
         return nullcontext()
 
-    def trying(
-        self, owner: Hashable, fixed: Container[str] = ("gradients",)
-    ) -> AbstractContextManager[None]:
+    def trying(self, owner: Hashable) -> AbstractContextManager[None]:
+        """Return a context in which the owner's tensors may change until :meth:`undo`."""
         return nullcontext()
 
-    def file_of(self, kind: str) -> Any:
-        """Return the file in which tensors of this kind rest; None if they rest elsewhere."""
+    @property
+    def activation_file(self) -> Any:
+        """The file in which saved activations rest; None if they rest elsewhere."""
+        return None
 
     def stand(self) -> None:
-        pass
+        """Keep all tried changes for good."""
 
     def undo(self) -> None:
-        pass
+        """Take back all changes that have been tried since :meth:`stand`."""
 
     def settle(self) -> None:
-        pass
+        """Wait for all transfers."""
 
     def check(self) -> None:
-        pass
+        """Compare the file with its checksums."""
 
     def restart(self) -> None:
-        pass
+        """Begin a new round of updates."""
 
     def forget_sums(self) -> None:
-        pass
+        """Drop all checksums."""

@@ -51,6 +51,7 @@ class Blocks:
 
     @property
     def count(self) -> int:
+        """Number of blocks of the whole dimension."""
         return -(-self.length // self.size)
 
     def largest(self, x: T) -> T:

@@ -28,6 +28,7 @@ class HostCopy:
 
     @property
     def done(self) -> bool:
+        """Whether the copy has ended."""
         return self._there.query()
 
     def cancel(self) -> bool:

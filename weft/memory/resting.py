@@ -6,7 +6,7 @@ while it rests, and a buffer (or memory of the device) in between.
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -218,9 +218,9 @@ class Tiers(OnDevice):
             self._file = TierFile(self.folder, self.timeout)
         return self._file
 
-    def file_of(self, kind: str) -> TierFile | None:
-        """Return the file in which tensors of this kind rest; None if they rest elsewhere."""
-        return self.file if self.places.get(kind) == "file" else None
+    @property
+    def activation_file(self) -> TierFile | None:
+        return self.file if self.places.get("activations") == "file" else None
 
     @property
     def pooled(self) -> int:
@@ -302,10 +302,8 @@ class Tiers(OnDevice):
                 self._drain(MOST_LEAVING)
 
     @contextmanager
-    def updating(
-        self, owner: Hashable, fixed: Container[str] = ("gradients",), behind: int = 1
-    ) -> Iterator[None]:
-        """Context in which all tensors of the owner are at hand and may change, except the ``fixed`` kinds.
+    def updating(self, owner: Hashable, behind: int = 1) -> Iterator[None]:
+        """Context in which all tensors of the owner are at hand and may change, except gradients.
 
         ``behind``: how many earlier owners may still be written back, beside this owner and the next one.
         """
@@ -318,19 +316,14 @@ class Tiers(OnDevice):
                 group.fetch()
         with ExitStack() as stack:
             for kind in groups:
-                stack.enter_context(
-                    self.at_hand(owner, kind, changes=kind not in fixed)
-                )
+                changes = kind != "gradients"
+                stack.enter_context(self.at_hand(owner, kind, changes=changes))
             yield
 
     @contextmanager
-    def trying(
-        self, owner: Hashable, fixed: Container[str] = ("gradients",)
-    ) -> Iterator[None]:
-        """Context in which the owner's tensors, except the ``fixed`` kinds, may change until :meth:`undo` takes the
-        change back.
-        """
-        kinds = [kind for kind in self.groups.get(owner, ()) if kind not in fixed]
+    def trying(self, owner: Hashable) -> Iterator[None]:
+        """Context in which the owner's tensors, except gradients, may change until :meth:`undo`."""
+        kinds = [kind for kind in self.groups.get(owner, ()) if kind != "gradients"]
         self._drain(len(kinds))
         for each in (owner, self.trials.after(owner)):
             self.fetch(each, *kinds)

@@ -173,6 +173,7 @@ class Transfer:
 
     @property
     def done(self) -> bool:
+        """Whether all pieces have ended."""
         return all(piece.done() for piece in self.pieces)
 
     def cancel(self) -> bool:

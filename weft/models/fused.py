@@ -35,6 +35,7 @@ class ImmediateTape(Tape):
     """A tape that runs each call at once: backward is whole, and adds its products to ``.grad`` as it computes them."""
 
     def append(self, call: Callable[[], None]) -> None:
+        """Run ``call`` now."""
         call()
 
 

@@ -64,13 +64,13 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
     return files
 
 
-def files_beside(config: Path, folder: Path | None = None) -> dict[str, bytes]:
-    """Return the model's files that are no weights, by name: its ``config`` and the tokenizer's files in ``folder``.
+def files_beside(config: Path) -> dict[str, bytes]:
+    """Return the model's files that are no weights, by name: its ``config`` and the tokenizer's files beside it.
 
-    ``folder`` is by default that of ``config``. Raises :class:`WeftError` if a file cannot be read.
+    Raises :class:`WeftError` if a file cannot be read.
     """
     try:
-        return tokenizer_files(folder or config.parent) | {CONFIG: config.read_bytes()}
+        return tokenizer_files(config.parent) | {CONFIG: config.read_bytes()}
     except OSError as error:
         raise WeftError(
             f"cannot read {error.filename}: {error.strerror}; {AGAIN}"

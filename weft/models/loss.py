@@ -77,6 +77,8 @@ class SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        """Scale the saved gradients by that of the sum."""
+
         # In at least float32: 1 / tokens rounded to bfloat16 would make every gradient up to 0.4 % too large or small.
         def scaled(d):  # type: ignore[no-untyped-def]
             dtype = wide(d.dtype)

@@ -25,6 +25,7 @@ class StretchOwners(NamedTuple):
 
     @property
     def own(self) -> list[int]:
+        """Stretches that this rank holds, in order."""
         return [s for s, who in enumerate(self.owner) if who == self.rank]
 
 

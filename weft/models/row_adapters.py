@@ -118,46 +118,31 @@ def adapting(
 
     ``read``: returns the numbers of a layer ``[texts, numbers]`` in the blocks of tables ``[texts, blocks]``.
     """
-    step = StepAdapters(groups, read)
+    held: dict[int, list[T]] = {}  # the numbers of one layer at a time, by group
+
+    def add(
+        layer: int, module: str, x: T, names: Sequence[str], outputs: Sequence[T]
+    ) -> None:
+        """Add adapters to ``outputs``, the products of ``x`` ``[1, tokens, in]`` with the weights ``names``."""
+        if layer not in held:
+            held.clear()
+            held[layer] = [read(layer, group.tables) for group in groups]
+        for group, numbers in zip(groups, held[layer], strict=True):
+            rows = group.rows
+            for form in group.forms[layer]:
+                if form.module == module and form.name in names:
+                    a, b = (each.to(x.dtype) for each in form.of(numbers))
+                    low = x[0, rows] @ a.transpose(1, 2)  # [texts, tokens, rank]
+                    added = (low @ b.transpose(1, 2)).flatten(0, 1)
+                    y = outputs[names.index(form.name)][0]
+                    y.index_add_(0, rows.flatten(), added)
+
     try:
         for number, modules in enumerate(layers):
             for name, module in modules.items():
-                module.beside = partial(step.add, number, name)
+                module.beside = partial(add, number, name)
         yield
     finally:
         for modules in layers:
             for module in modules.values():
                 module.beside = None
-
-
-class StepAdapters:
-    """The adapters of a step, layer by layer: the numbers of one layer are held at a time."""
-
-    def __init__(
-        self, groups: Sequence[AdapterBatch], read: Callable[[int, T], T]
-    ) -> None:
-        self.groups, self.read = groups, read
-        self._layer, self._numbers = -1, list[T]()
-
-    def _numbers_of(self, layer: int) -> list[T]:
-        """The numbers of every group, ``[texts, numbers of a table]``."""
-        if layer != self._layer:
-            self._numbers = [self.read(layer, group.tables) for group in self.groups]
-            self._layer = layer
-        return self._numbers
-
-    def add(
-        self, layer: int, module: str, x: T, names: Sequence[str], outputs: Sequence[T]
-    ) -> None:
-        """Add the adapters' products to ``outputs``, in place.
-
-        ``outputs`` are the products of ``x`` ``[1, tokens, in]`` with the weights ``names``.
-        """
-        for group, numbers in zip(self.groups, self._numbers_of(layer), strict=True):
-            for form in group.forms[layer]:
-                if form.module == module and form.name in names:
-                    a, b = (each.to(x.dtype) for each in form.of(numbers))
-                    low = x[0, group.rows] @ a.transpose(1, 2)  # [texts, tokens, rank]
-                    outputs[names.index(form.name)][0].index_add_(
-                        0, group.rows.flatten(), (low @ b.transpose(1, 2)).flatten(0, 1)
-                    )

@@ -50,14 +50,15 @@ def multiplies_slowly(dtype: torch.dtype) -> bool:
     return slow
 
 
-def _least_seconds(call: Callable[[], object], turns: int = 6) -> float:
-    """Processor seconds of the fastest of some calls; the first, which prepares kernels, does not count."""
+def _least_seconds(call: Callable[[], object]) -> float:
+    """Processor seconds of the fastest of six calls; one before these prepares kernels."""
+    call()
     seconds = []
-    for _ in range(turns + 1):
+    for _ in range(6):
         begun = time.thread_time()
         call()
         seconds.append(time.thread_time() - begun)
-    return min(seconds[1:])
+    return min(seconds)
 
 
 def is_widened(x: T) -> bool:

@@ -85,7 +85,7 @@ def parallelize(
         log("saved activations")
         from weft.memory.activations import SavedActivations
 
-        file = tiers.file_of("activations")
+        file = tiers.activation_file
         saver = SavedActivations(mesh.device, file, memory.blocks, report)
         hooks = replace(hooks, saver=saver)
 

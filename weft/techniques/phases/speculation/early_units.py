@@ -1,6 +1,6 @@
 """The units of a state that ``memory.speculate`` updates during backward."""
 
-from weft.memory.early_units import Sizes, choose_early
+from weft.memory.step_traffic import Sizes, choose_early
 from weft.parallel.state import State, Unit
 from weft.recipe import Memory
 
