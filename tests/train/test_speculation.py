@@ -13,8 +13,8 @@ from tests.cases import recipe, start, write_corpus
 from tests.checkpoint.test_resume import go, state_of
 from tests.checkpoint.test_resume import tree as save_tree
 from tests.memory.test_tiers import disk_that_fails
-from weft.memory.step_traffic import Sizes, choose_early, step_traffic
 from weft.memory.nameless_file import TierError
+from weft.memory.step_traffic import Sizes, choose_early, step_traffic
 from weft.parallel.state import State
 from weft.techniques.phases.speculation.early_updates import Speculation
 from weft.train.build_step import build_step
