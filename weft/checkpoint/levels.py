@@ -164,7 +164,7 @@ def check_hosts(levels: Sequence[LevelStore], ranks: int, local: int) -> None:
 
 
 def _is_visible(place: Storage, name: str) -> bool:
-    """Whether an object is visible here; network file systems may take a moment."""
+    """Return whether this host sees an object, which may take a moment on network file systems."""
     deadline = time.monotonic() + VISIBLE_S
     while not (visible := place.holds(name)) and time.monotonic() < deadline:
         time.sleep(0.1)

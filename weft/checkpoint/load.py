@@ -250,7 +250,7 @@ def memory_of(values: torch.Tensor) -> Elements:
 
 
 def _whole(target: Elements, target_box: Box, box: Box) -> memoryview | None:
-    """The bytes of ``target`` that are just the elements ``box``, if these lie in one piece."""
+    """Return the bytes of ``target`` for the elements ``box`` if they are contiguous, else None."""
     if intersection(target_box, box) != box:
         return None
     index: tuple[Any, ...] = (

@@ -194,7 +194,7 @@ def _exchange(
 
 
 class _Message(NamedTuple):
-    """The memory of a message, its bytes by rank, and the elements of each move in it."""
+    """Message to (or from) all ranks: its memory, its bytes by rank, and the elements of each move."""
 
     memory: torch.Tensor
     sizes: list[int]
@@ -269,7 +269,7 @@ def load_parts(
 
 
 def _share(name: str, local: Part) -> Part | None:
-    """The part of ``local`` that this rank reads from storage, if its replicas read the rest; None: nothing of it."""
+    """Return the share of ``local`` that this rank reads from storage while its replicas read the rest, or None."""
     if local.replicas == 1:
         return local
     box = replica_share(

@@ -264,7 +264,7 @@ class S3Storage:
         )
 
     def _retried(self, doing: str, key: str, attempt: Callable[[], T]) -> T:
-        """The result of ``attempt``, tried again after transient errors.
+        """Return the result of ``attempt``, which is repeated after transient errors.
 
         obstore repeats only requests that are always safe to repeat; the requests here are, too (see :meth:`create`).
         """
@@ -317,7 +317,7 @@ class S3Storage:
 
 
 def _total(chunks: Iterable[bytes | memoryview]) -> int:
-    """The bytes of all chunks together: their attribute ``nbytes`` if they have one, else each chunk is measured."""
+    """Return the number of bytes of all chunks: their attribute ``nbytes``, else the sum of their sizes."""
     known = getattr(chunks, "nbytes", None)
     return (
         known
@@ -385,7 +385,7 @@ def _transient(error: Exception) -> bool:
 
 
 def _transport(error: Exception) -> str:
-    """What is wrong with the connection, if that is what is wrong."""
+    """Return what is wrong with the connection, or "" if another error occurred."""
     text = str(error)
     if "HTTP error" not in text and "reqwest::Error" not in text:
         return ""

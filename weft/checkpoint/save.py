@@ -222,7 +222,7 @@ class Saver:
     def _stage(
         self, locals_: Mapping[str, Part]
     ) -> tuple[list[SavedPiece], list[torch.Tensor]]:
-        """What this rank writes, and the places in the staging memory for it."""
+        """Return the pieces that this rank writes, and their places in the staging memory."""
         key = [
             (name, local.box, local.tensor, local.replica, local.replicas)
             for name, local in locals_.items()
@@ -244,7 +244,7 @@ class Saver:
     def _copy(
         self, places: list[torch.Tensor], values: list[torch.Tensor]
     ) -> Callable[[], float]:
-        """Begin to copy; what is returned waits for the end and returns the seconds that it took."""
+        """Start to copy. The returned function waits for the end and returns the seconds of the copy."""
         if values and values[0].is_cuda:
             stream, start, end = (
                 torch.cuda.Stream(),
@@ -272,5 +272,5 @@ class Saver:
 
 
 def _root_cause(problems: list[str]) -> str:
-    """The problem that explains the others: rank 0's may only say that another rank has one."""
+    """Return the problem that explains the others. That of rank 0 may only say that another rank failed."""
     return next(filter(None, [*problems[1:], problems[0]]), "")

@@ -157,7 +157,7 @@ def _blocks(
     memory: mmap.mmap,
     seconds: dict[str, float],
 ) -> Iterator[memoryview]:
-    """The bytes of each block, cut from the shares in ``memory``. A block may change once the next is asked for."""
+    """Iterate over the bytes of blocks, cut from shares in ``memory``. Each is valid until the next is requested."""
     seconds["cut"], offset, scratch = 0.0, 0, np.empty(0, np.uint8)
     for name, outer, tiles in cuts:
         share = elements(memory, outer, tensors[name].itemsize, offset)

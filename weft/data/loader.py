@@ -258,7 +258,7 @@ class Loader:
         ]
 
     def _assemble(self, ranges: list[range], place: int, count: int) -> Batch:
-        """The batch of one ``place`` in a pass: its samples in ``count`` rows. ``ranges``: those of every place."""
+        """Return the batch of one ``place`` in a pass, of ``count`` rows. ``ranges``: sample numbers of every place."""
         numbered = {sample: self._row(sample) for sample in ranges[place]}
         rows = list(numbered.values())
         longest = self.seq_len
@@ -351,7 +351,7 @@ class Loader:
         return isinstance(self.order, Order) and self.order.streams[0].pairs is not None
 
     def _drawn(self, sample: int, row: Row) -> np.ndarray:
-        """Random numbers of a sample's tokens; zeros where nothing follows them."""
+        """Return random numbers for a sample's tokens, zeros without dropout."""
         count = len(row.tokens)
         if self.draws is None:
             return np.zeros(count, np.int64)
@@ -373,7 +373,7 @@ class Loader:
     def _balanced(
         self, planned: Callable[[np.ndarray, int], Plan], samples: range
     ) -> list[Batch]:
-        """The passes of a balanced step: each document is on the ranks that the plan gives it.
+        """Return this rank's passes of a balanced step, in which the plan gives each document to some ranks.
 
         All ranks make the same plan. A pass of a rank has at most as many tokens as without balance.
         """
@@ -419,7 +419,7 @@ class Loader:
     def _batch_of_pass(
         self, p: Pass, plan: int, step: Row, firsts: dict[int, int], drawn: np.ndarray
     ) -> Batch:
-        """This rank's blocks of a pass: its documents, joined and padded until all have the same number of tokens.
+        """Return this rank's blocks of a pass: its documents, joined, and padded to equal blocks on all ranks.
 
         ``step``: all tokens of the step; its ``starts`` have the end of the last document as well. ``firsts``: the
         documents that stand for their samples, whose first ones they are. ``drawn``: random numbers of all tokens.

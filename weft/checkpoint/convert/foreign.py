@@ -71,7 +71,7 @@ def naming(path: object, error: WeftError) -> WeftError:
 
 
 def _config(path: Path, config: Path | None) -> Path:
-    """The ``config.json`` of the model that lies at ``path``."""
+    """Return the path of the ``config.json`` of the model at ``path``."""
     folders = [path, path.parent] if path.is_dir() else [path.parent]
     file = config or next(
         (f / "config.json" for f in folders if (f / "config.json").is_file()), None

@@ -128,7 +128,7 @@ def _scaling(
     shape: ModelShape,
     tensors: Mapping[str, list[Shard]],
 ) -> RopeScaling | None:
-    """The scaling of rotary frequencies: linear by its fields, Llama 3's by the divisors that are stored."""
+    """Return the scaling of rotary frequencies: linear by its fields, Llama 3's by the stored divisors."""
     kind, factor = (
         about.get("rope.scaling.type", "none"),
         about.get("rope.scaling.factor", 1.0),

@@ -132,7 +132,7 @@ def _architecture(shape: ModelShape) -> str:
 def _fields(
     arch: str, shape: ModelShape, files: Mapping[str, bytes], length: int | None
 ) -> dict[str, Any]:
-    """What a file says of its model, by name."""
+    """Return the fields that describe the model, by name."""
     config = exported_config(shape, "float32", files, length)
     about: dict[str, Any] = {
         "vocab_size": shape.vocab,
@@ -162,7 +162,7 @@ def _fields(
 
 
 def _divisors(shape: ModelShape) -> dict[str, torch.Tensor]:
-    """What divides rotary frequencies where Llama 3 scales them, as a tensor of the file."""
+    """Return the tensor of divisors of rotary frequencies, if they are scaled as in Llama 3."""
     if shape.rope_scaling is None or shape.rope_scaling.kind != "llama3":
         return {}
     plain = shape.model_copy(update={"rope_scaling": None})
@@ -173,7 +173,7 @@ def _check_said(
     shape: ModelShape, arch: str, fields: Mapping[str, Any], extra: Mapping[str, torch.Tensor],
     sizes: Mapping[str, tuple[int, ...]],
 ) -> None:  # fmt: skip
-    """Refuse a model of which a file would say something else, by what Weft itself reads in it."""
+    """Raise :class:`WeftError` if the file would describe another model, by reading the fields again."""
 
     def shard(size: tuple[int, ...], values: torch.Tensor | None = None) -> list[Shard]:
         return [
@@ -220,7 +220,7 @@ def _check_said(
 
 
 def _kind_of(size: tuple[int, ...], kind: str) -> str:
-    """What a tensor is stored as: vectors are few and exact, and blocks do not reach over the end of a row."""
+    """Return the type of a stored tensor: vectors stay exact, and rows that no block divides stay in float16."""
     if len(size) == 1:
         return "F32"
     return "F16" if kind == "q8_0" and size[-1] % BLOCK else KINDS[kind][0]

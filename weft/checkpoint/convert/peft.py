@@ -122,7 +122,7 @@ class PeftAdapter:
             ) from None
 
     def _targets(self) -> dict[str, str]:
-        """The paths of the weights that the adapter has tensors for, each with the name of the first factor."""
+        """Return the paths of the adapted weights, each with the name of its first factor."""
         targets = {}
         for name in self.sizes:
             if name.endswith(PARTS["a"]):
@@ -136,7 +136,7 @@ class PeftAdapter:
         return targets
 
     def _vocabulary(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings about embedding and output layer; PEFT also saves these whole where the vocabulary has grown."""
+        """Return the settings about embedding and output layer, which PEFT saves whole if the vocabulary has grown."""
         saved = list(config.get("modules_to_save") or ())
         # Beside a weight that is saved whole stand copies of it, where the vocabulary has grown.
         self.sizes = {
@@ -178,7 +178,7 @@ class PeftAdapter:
         }
 
     def _place_rows(self, tokens: Mapping[str, list[int]]) -> None:
-        """Take rows that learn, and lie beside the weight that they are of (which has grown), for the whole weight."""
+        """Join trained rows and the stored weight under them, whose vocabulary has grown, to one whole weight."""
         self.placed = {}
         for weight in (*VOCABULARY, *tokens):
             rows, whole = peft_name(ROWS[weight]), peft_name(VOCABULARY[weight])
@@ -234,7 +234,7 @@ class PeftAdapter:
         return values
 
     def _tied(self, shape: ModelShape) -> set[str]:
-        """The tensors of an output layer that is the embedding, which must be equal to those of that."""
+        """Return the tensors of a tied output layer. Raises :class:`WeftError` if they differ from the embedding's."""
         if not shape.tied:
             return set()
         pairs = {
@@ -257,7 +257,7 @@ class PeftAdapter:
 
 
 def _tokens(shape: ModelShape) -> dict[str, list[int]] | list[int] | None:
-    """The tokens whose rows learn, as PEFT has them: a list for the embedding alone, and what is tied to it."""
+    """Return the tokens with trained rows in PEFT's form: a list if only the embedding has them, else by weight."""
     names: tuple[VocabularyWeight, ...] = ("embed_tokens", "lm_head")
     learned = {
         str(name): list(tokens) for name in names if (tokens := row_tokens(shape, name))
@@ -270,7 +270,7 @@ def _tokens(shape: ModelShape) -> dict[str, list[int]] | list[int] | None:
 
 
 def _of_pattern(pattern: Mapping[str, Any] | None, name: str, usual: Any) -> Any:
-    """What PEFT's ``pattern`` (``alpha_pattern``) gives for the tensor ``name``: of the first expression that fits."""
+    """Return the value of the first expression of PEFT's ``pattern`` that matches ``name``, else ``usual``."""
     module = name.removeprefix("base_model.model.").removesuffix("." + PARTS["a"])
     fitting = (
         value

@@ -156,7 +156,7 @@ def _rule(ours: str, theirs: str, rotates: bool = False) -> NameRule:
 
 
 def _table() -> dict[str, NameRule]:
-    """The rule for each name of Hugging Face, GGUF, torchtitan, Megatron-core and Weft itself."""
+    """Return the rule for each name of Hugging Face, GGUF, torchtitan, Megatron-core and Weft."""
     meta = {theirs: ours for ours, theirs in GGUF.items()} | META
     rules = {
         theirs.removeprefix("model."): _rule(ours, theirs)
@@ -241,39 +241,34 @@ def sources_by_name(
             experts[names[0]][int(re.findall(r"\.(\d+)\.", name)[-1])] = name, shards
             continue
         if rule.layout is fused_experts:
-            shards = [
-                _rows_of_experts(shards[0], part, len(names))
-                for part in range(len(names))
-            ]
-            sources |= {
-                pattern_of_expert: TensorSource(name, [shard], rule, 0)
-                for pattern_of_expert, shard in zip(names, shards, strict=True)
-            }
+            for part, ours in enumerate(names):
+                rows = _rows_of_experts(shards[0], part, len(names))
+                sources[ours] = TensorSource(name, [rows], rule, 0)
             continue
         if rule.layout is replicated and any(
             re.match(pattern, name) for pattern in averages
         ):
             rule = NameRule(rule.names, averaged)
-        for part, pattern_of_expert in enumerate(names):
-            if pattern_of_expert in sources:
+        for part, ours in enumerate(names):
+            if ours in sources:
                 raise WeftError(
-                    f"tensors {sources[pattern_of_expert].name} and {name} are both {pattern_of_expert}"
+                    f"tensors {sources[ours].name} and {name} are both {ours}"
                 )
-            sources[pattern_of_expert] = TensorSource(name, shards, rule, part)
-    for pattern_of_expert, shards_by_expert in experts.items():
+            sources[ours] = TensorSource(name, shards, rule, part)
+    for ours, shards_by_expert in experts.items():
         if missing := set(range(max(shards_by_expert))) - shards_by_expert.keys():
             raise WeftError(
-                f"expert {min(missing)} of {pattern_of_expert} is missing; the checkpoint is not whole"
+                f"expert {min(missing)} of {ours} is missing; the checkpoint is not whole"
             )
         in_order = [shards_by_expert[number] for number in sorted(shards_by_expert)]
-        sources[pattern_of_expert] = TensorSource(
+        sources[ours] = TensorSource(
             in_order[0][0], [shards[0] for _, shards in in_order], EXPERTS_RULE, 0
         )
     return sources
 
 
 def _rows_of_experts(shard: Shard, part: int, parts: int) -> Shard:
-    """One part of a tensor ``[experts, parts * rows, width]``, as ``[experts, rows, width]``."""
+    """Return one part of a tensor ``[experts, parts * rows, width]`` as ``[experts, rows, width]``."""
     count, rows, width = shard.shape
     first, size = part * rows // parts, rows // parts
     return Shard(

@@ -135,7 +135,7 @@ class Inert:
 
 
 def _fake(file: Any) -> Any:
-    """What torch.save wrote, with tensors that know where their bytes are instead of having them."""
+    """Load a ``torch.save`` file with fake tensors, which know where their bytes are."""
     with FakeTensorMode():
         return torch.load(file, map_location="cpu", weights_only=True)
 

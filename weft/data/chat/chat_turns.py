@@ -96,7 +96,7 @@ def plain_turn(turn: Any, number: int) -> tuple[Message, str]:
 
 
 def _naming(given: Mapping[str, Any]) -> str:
-    """How to name who speaks in turns that call it otherwise."""
+    """Return the remedy for turns that name their speaker in another field."""
     key = next((str(key) for key in given if key not in ("content", "value")), "NAME")
     return f'name yours: data.columns = {{ "messages.{key}" = "role" }}'
 
@@ -133,7 +133,7 @@ def json_excerpt(value: Any) -> str:
 
 
 def _answer(content: Any) -> Any:
-    """What a tool has answered as a text: nothing as an empty one, objects and numbers as JSON."""
+    """Return a tool's answer as text: "" for null, JSON for objects and numbers."""
     if content is None:
         return ""
     parts = content if isinstance(content, list) else [None]
@@ -145,7 +145,7 @@ def _answer(content: Any) -> Any:
 
 
 def _called(value: Any, name: str) -> Any:
-    """The calls that a turn's words, or its ``function_call``, are."""
+    """Return the calls in a turn's words or its ``function_call``."""
     calls = from_text(value)
     if isinstance(calls, str):
         raise ConversationError(f"{name} is not JSON")

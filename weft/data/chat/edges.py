@@ -54,7 +54,7 @@ class Edges:
         return start
 
     def _before(self, i: int, limit: int) -> tuple[tuple[str, str] | None, int]:
-        """The role of the message before ``i`` and the text from its words to ``limit``, and where that begins."""
+        """Return the role of the message before ``i``, the text from its words to ``limit``, and where that begins."""
         ends = [
             at
             for message, at, _ in self.followed.shown.words
@@ -68,14 +68,14 @@ class Edges:
         ), ends[-1]
 
     def _only_calls(self, i: int) -> bool:
-        """Whether nothing but calls is marked of a message, before whose arguments its turn has more."""
+        """Return whether only calls of message ``i`` are marked, whose turn begins before their arguments."""
         return {part for number, part in self.followed.parts if number == i} <= {
             "arguments",
             "name",
         }
 
     def _after_last(self, i: int, limit: int) -> int | None:
-        """Where the messages before ``i`` end, as far as they end so without it."""
+        """Return where the messages before ``i`` end, compared with a text that ends there; None if uncertain."""
         before = self.followed.up_to(i)
         if before is None:
             return None
@@ -84,7 +84,7 @@ class Edges:
         return anchor.text + alike if alike else None
 
     def _after_prompt(self, i: int, limit: int) -> int | None:
-        """Where what the template writes before message ``i`` ends, by the prompt for it and by a plain turn."""
+        """Return where the template's text before message ``i`` ends, by the prompt for it or by a plain turn."""
         prompt = self.followed.up_to(i, prompt=True)
         if prompt is None:
             return self._after_plain_turn(i, limit, "")
@@ -139,7 +139,7 @@ class Edges:
         return place + alike
 
     def _plain_turn(self, i: int, limit: int) -> tuple[int, str] | None:
-        """What the template writes before a turn of one word in the place of message ``i``, and from where on."""
+        """Return the template's text before a turn of one word in place of message ``i``, and where it begins."""
         probe = mark_words({"role": "assistant", "content": _WORD}, i)
         shown = self.followed.up_to(i, [probe])
         groups = shown.groups(i) if shown is not None else []
@@ -176,7 +176,7 @@ class Edges:
         )
 
     def _closing(self, i: int, words: list[int], after: int) -> str | None:
-        """What of the text from ``after`` on is message ``i``'s: what it also has in a conversation that ends there."""
+        """Return the text after ``after`` that message ``i`` also has at the end of a conversation."""
         rest = self.text[after:]
         if i == len(self.followed.talk.messages) - 1:
             return rest
@@ -193,7 +193,7 @@ class Edges:
 
 
 def _beyond(prompt: Marked, without: Marked | None) -> str | None:
-    """What a prompt has behind the text ``without`` it; None where that is not certain."""
+    """Return what a prompt adds to the text ``without`` it, or None if that is uncertain."""
     if without is None:
         return None
     if without.text.startswith(
