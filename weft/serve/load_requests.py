@@ -1,4 +1,4 @@
-"""Requests for measuring a server or an engine, their arrival times, and statistics of their latencies.
+"""Requests of a load on a server or an engine, their arrival times, and statistics of their latencies.
 
 The names are those of ``vllm bench serve``, so that the results of both can be compared. TTFT is the time from a
 request to its answer's first token, TPOT the mean time of each further token, ITL the time between two events of a
@@ -25,7 +25,7 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
 class LoadRequest(NamedTuple):
-    """One request of a load that a server is measured under."""
+    """Request of a load: a prompt and the number of tokens of its answer."""
 
     prompt: str | list[int]
     tokens: int  # of the answer
@@ -33,7 +33,7 @@ class LoadRequest(NamedTuple):
 
 @dataclass
 class RequestOutcome:
-    """The result of one request; times in seconds of the same clock."""
+    """Result of one request, with times in seconds of one clock."""
 
     began: float
     times: list[float] = field(default_factory=list)  # when events with text came
@@ -44,7 +44,7 @@ class RequestOutcome:
 
     @property
     def seconds(self) -> dict[str, list[float]]:
-        """This request's values of each metric, in seconds."""
+        """Values of each metric for this request, in seconds."""
         ttft, e2el = self.times[0] - self.began, self.end - self.began
         tpot = (
             [(self.times[-1] - self.times[0]) / (self.written - 1)]
@@ -61,7 +61,7 @@ class RequestOutcome:
 def random_requests(
     count: int, prompt: int, answer: int, ratio: float, prefix: int, seed: int
 ) -> list[LoadRequest]:
-    """Prompts of random ids below 256, which every vocabulary has, behind a common beginning of ``prefix`` tokens.
+    """Return requests of random ids below 256, which every vocabulary has, after a common prefix of ``prefix`` ids.
 
     Lengths are uniform within the share ``ratio`` around ``prompt`` and ``answer``.
     """
@@ -84,7 +84,7 @@ def random_requests(
 
 
 def sharegpt_requests(count: int, seed: int) -> list[LoadRequest]:
-    """Random ids, with lengths as in people's conversations: log-normal with ShareGPT's means."""
+    """Return requests of random ids with log-normal lengths, which have the means of ShareGPT's conversations."""
     random = Random(seed)
 
     def length(mean: float, spread: float) -> int:
@@ -101,7 +101,7 @@ def sharegpt_requests(count: int, seed: int) -> list[LoadRequest]:
 
 
 def read_requests(path: Path, count: int, answer: int) -> list[LoadRequest]:
-    """The first ``count`` requests of a file of JSON lines: objects with ``prompt``, and perhaps ``output_tokens``."""
+    """Read the first ``count`` requests of JSON lines: objects with ``prompt`` and maybe ``output_tokens``."""
     try:
         rows = [
             json.loads(line) for line in path.read_text().splitlines() if line.strip()
@@ -126,7 +126,7 @@ def make_requests(
     prefix: int,
     seed: int,
 ) -> list[LoadRequest]:
-    """The requests of the data set of that name. Raises :class:`UsageError` for unknown names and missing files."""
+    """Return the requests of a data set by its name. Raises :class:`UsageError` for unknown names and missing files."""
     if dataset == "random":
         return random_requests(count, prompt, answer, ratio, prefix, seed)
     if dataset == "sharegpt":
@@ -139,7 +139,7 @@ def make_requests(
 
 
 def read_limits(words: Sequence[str]) -> dict[str, float]:
-    """Limits in milliseconds by metric, from words ``METRIC:MS``."""
+    """Read limits in milliseconds by metric from words ``METRIC:MS``."""
     try:
         limits = {
             name: float(limit) for name, limit in (word.split(":") for word in words)
@@ -156,7 +156,7 @@ def read_limits(words: Sequence[str]) -> dict[str, float]:
 
 
 def read_percentiles(words: str) -> list[float]:
-    """Percentiles, from a text of numbers from 0 to 100 with commas between them."""
+    """Read percentiles from a text of numbers from 0 to 100, separated by commas."""
     try:
         percentiles = [float(word) for word in words.split(",")]
     except ValueError:
@@ -171,7 +171,7 @@ def read_percentiles(words: str) -> list[float]:
 def arrival_pauses(
     count: int, rate: float, burstiness: float, seed: int
 ) -> list[float]:
-    """Seconds before each request, gamma distributed; with ``burstiness`` 1 the arrivals are a Poisson process."""
+    """Draw gamma distributed seconds before each request; with ``burstiness`` 1 arrivals are a Poisson process."""
     random = Random(seed)
     return [
         0.0
@@ -187,7 +187,7 @@ def latency_statistics(
     percentiles: Sequence[float],
     limits: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Statistics under vLLM's names, times in milliseconds. ``limits``: milliseconds by metric, for the goodput."""
+    """Return statistics under vLLM's names, times in milliseconds. ``limits``: milliseconds by metric, for goodput."""
     good = [outcome for outcome in outcomes if not outcome.error]
     prompt, written = (
         sum(outcome.prompt for outcome in good),

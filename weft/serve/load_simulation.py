@@ -20,7 +20,7 @@ from weft.serve.load_requests import RequestOutcome
 
 
 class TimedRequest(NamedTuple):
-    """A request of a load: when it comes, in seconds, and how many tokens it asks for behind its prompt."""
+    """Request of a load that arrives at ``time`` seconds and asks for ``tokens`` tokens after its prompt."""
 
     time: float
     prompt: Sequence[int]
@@ -28,7 +28,7 @@ class TimedRequest(NamedTuple):
 
 
 def work_of(step: ScheduledStep) -> list[float]:
-    """A step's work, as the numbers that its time is linear in."""
+    """Return a step's work as the numbers in which its time is linear."""
     ends = [
         (tokens, request.computed + tokens) for request, tokens in step.work.items()
     ]
@@ -45,7 +45,7 @@ def work_of(step: ScheduledStep) -> list[float]:
 
 
 class Curve:
-    """The seconds of a step by its work, fitted to ``samples``: pairs of the work and the seconds of a step."""
+    """Seconds of a step as a linear function of its work, fitted to ``samples`` (work and seconds of steps)."""
 
     def __init__(self, samples: Sequence[tuple[Sequence[float], float]]) -> None:
         work, seconds = (
@@ -66,9 +66,9 @@ def play_load(
     add: Callable[[int], None],
     step: Callable[[], tuple[float, list[int]]],
 ) -> list[RequestOutcome]:
-    """Add requests when they come, and take steps until all are done; returns the times of their tokens.
+    """Add requests when they arrive, and run steps until all are done. Returns the times of their tokens.
 
-    ``step()`` returns its seconds, and the indices of the requests that got a token.
+    ``step()`` returns its seconds and the indices of the requests that got a token.
     """
     outcomes = [RequestOutcome(each.time, prompt=len(each.prompt)) for each in load]
     order, clock, open_ = (
@@ -98,7 +98,7 @@ def simulate_load(
     load: Sequence[TimedRequest],
     curve: Callable[[ScheduledStep], float],
 ) -> list[RequestOutcome]:
-    """The simulated times of ``load`` on an engine with this scheduler, whose steps take what ``curve`` says."""
+    """Simulate ``load`` on an engine with this scheduler, whose steps take the seconds that ``curve`` returns."""
     numbers: dict[Request, int] = {}
 
     def add(i: int) -> None:
@@ -127,9 +127,9 @@ def measure_load(
     load: Sequence[TimedRequest],
     clock: Callable[[], float] = perf_counter,
 ) -> tuple[list[RequestOutcome], list[tuple[list[float], float]]]:
-    """The times of ``load`` on a real engine, and samples of its steps for a :class:`Curve`.
+    """Run ``load`` on a real engine. Returns the times of its tokens, and samples of steps for a :class:`Curve`.
 
-    ``clock`` times the steps; ``time.thread_time`` leaves out other programs, and other threads.
+    ``clock`` times the steps; ``time.thread_time`` leaves out other programs and threads.
     """
     numbers: dict[Request, int] = {}
     samples: list[tuple[list[float], float]] = []

@@ -1,4 +1,4 @@
-"""Finds the policy and budget that answer a load best: a few requests are timed, and every candidate is simulated.
+"""Find the policy and budget that answer a load best: time a few requests, and simulate every candidate.
 
 This is Vidur's method (Agrawal et al. 2024), with the engine's own scheduler in the simulation.
 """
@@ -24,7 +24,7 @@ Build = Callable[[str, int], Engine]
 
 
 class Candidate(NamedTuple):
-    """A policy and a budget, with the statistics that a load would have, as ``vllm bench serve`` names them."""
+    """Policy and budget with the simulated statistics of a load, under the names of ``vllm bench serve``."""
 
     policy: str
     budget: int
@@ -55,7 +55,7 @@ def split_load(
 
 
 def time_steps(build: Build, load: Sequence[TimedRequest]) -> Curve:
-    """The curve of the engine's step times, fitted on ``load`` one by one, at once, and at once in small chunks."""
+    """Fit the curve of an engine's step times on ``load``: one by one, all at once, and all at once in small chunks."""
     # in small chunks, where there is such a policy
     small = [*compared_policies(), EXACT_FILL][1]
     # the first steps of a process are slow
@@ -93,9 +93,9 @@ def compare_policies(
     percentiles: Sequence[float],
     limits: Mapping[str, float],
 ) -> list[Candidate]:
-    """The candidates, the best first: by requests per second within all limits, then by the mean time of an answer.
+    """Return the candidates, best first: by requests per second within all limits, then by the mean time of an answer.
 
-    Of candidates with equal results only the one with the smallest budget is kept.
+    Of candidates with equal results only that with the smallest budget is kept.
     """
     candidates: list[Candidate] = []
     for policy, budget in product(compared_policies(), BUDGETS):
@@ -120,9 +120,9 @@ def highest_rate(
     curve: Curve,
     limits: Mapping[str, float],
 ) -> float:
-    """The most requests per second, to 3 %, of which a share of :data:`SHARE` still meets all limits.
+    """Return the highest rate of requests per second, to 3 %, at which a share of :data:`SHARE` meets all limits.
 
-    It is 0 if a request alone does not meet them, and infinity if all of ``load`` may come at once. The requests keep
+    It is 0 if a single request does not meet them, and infinity if all of ``load`` may arrive at once. Requests keep
     their order and their relative pauses.
     """
     whole = load[-1].time
