@@ -339,7 +339,7 @@ def be_weft(run: Run) -> None:
     from weft.sync.streams import open_streams
     from weft.train.build_step import build_step
     from weft.train.setup import build_for_training
-    from weft.train.step import evaluate
+    from weft.train.step import StepContext, evaluate
 
     def batch(rows: torch.Tensor) -> Batch:
         ends = torch.arange(0, len(rows) * LENGTH + 1, LENGTH, dtype=torch.int32)
@@ -369,12 +369,10 @@ def be_weft(run: Run) -> None:
     waits: list[float] = []
     with open_streams(mesh, LIMIT) as streams:
         settings = Optimizer(lr=LR, weight_decay=DECAY, clip=CLIP)
+        presence = Presence(streams) if streams else None
         stepper = build_step(
-            model,
-            state,
-            mesh,
+            StepContext(model, state, mesh, presence=presence),
             recipe.model_copy(update={"optimizer": settings}),
-            presence=Presence(streams) if streams else None,
         )
         if hasattr(stepper, "exchanged"):
             count_waits(stepper, waits)

@@ -51,7 +51,7 @@ from weft.recipe import build_recipe
 from weft.techniques.phases.speculation.early_units import early_units
 from weft.train.build_step import build_step
 from weft.train.setup import build_for_training, prepare
-from weft.train.step import clear_gradients
+from weft.train.step import StepContext, clear_gradients
 from weft.train.step_values import StepInput
 
 Transfers = list[tuple[Region, int, int, bool]]
@@ -89,7 +89,9 @@ class Side:
         self.shape, self.settings = job.shape, recipe.optimizer
         self.model, self.state = build_for_training(job.shape, self.mesh, recipe)
         self.loader = job.loader(job.corpus.train, self.mesh)
-        self.stepper = build_step(self.model, self.state, self.mesh, recipe)
+        self.stepper = build_step(
+            StepContext(self.model, self.state, self.mesh), recipe
+        )
         self.early = early_units(self.state, recipe.memory, recipe.train.recompute)
 
     def step(self) -> float:

@@ -19,6 +19,7 @@ from weft.refusal import Conflict
 from weft.registry import Registered, declared
 from weft.train.build_step import build_step
 from weft.train.setup import build_for_training
+from weft.train.step import StepContext
 
 ROOT = Path(__file__).parents[1]
 
@@ -223,7 +224,7 @@ def test_a_technique_fills_the_phases_where_it_is_asked_for_only(tiny: str) -> N
         mesh, shape = Mesh.single(), recipe.model.model_copy(update={"vocab": 257})
         built = build_for_training(shape, mesh, recipe)
         with mock.patch.dict(sys.modules, missing):
-            step = build_step(*built, mesh, recipe)
+            step = build_step(StepContext(*built, mesh), recipe)
             modules = {type(filler).__module__ for filler in step.fillers}
             assert {module.rpartition(".")[0] for module in modules} == asked
 

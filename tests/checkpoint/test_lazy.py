@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,10 +20,11 @@ from weft.checkpoint.storage import LocalStorage
 from weft.layout.dims import Tensor
 from weft.layout.mesh import Mesh
 from weft.layout.parts import Part
-from weft.train import loop
+from weft.recipe import Recipe
+from weft.train import training
 from weft.train.build_step import build_step
 from weft.train.setup import prepare
-from weft.train.step import Step
+from weft.train.step import Step, StepContext
 from weft.train.step_values import StepResult
 from weft.train.training import train
 
@@ -91,9 +93,8 @@ def copy_after_update(updated: threading.Event) -> Callable[..., Callable[[], fl
 def without_waiting(updated: threading.Event) -> Callable[..., Step]:
     """A step that changes the state whatever is being copied."""
 
-    def build(*given: Any, **named: Any) -> Step:
-        model, state, mesh, settings, _ = given
-        step = build_step(model, state, mesh, settings, **named)
+    def build(context: StepContext, settings: Recipe) -> Step:
+        step = build_step(replace(context, before_update=lambda: None), settings)
         plain = step.take
 
         def take(*args: Any) -> list[StepResult]:
@@ -125,7 +126,7 @@ def test_training_waits_for_the_copy_before_it_changes_the_state(
     updated = threading.Event()
     with (
         mock.patch.object(Saver, "_copy", copy_after_update(updated)),
-        mock.patch.object(loop, "build_step", without_waiting(updated)),
+        mock.patch.object(training, "build_step", without_waiting(updated)),
     ):
         found = states(tmp_path / "impatient", corpus)
     assert not same(found["step-000002"], expected["step-000002"])

@@ -41,6 +41,7 @@ from weft.parallel.state import State
 from weft.parallel.units import TableUnit
 from weft.train.build_step import build_step
 from weft.train.setup import build_for_training, prepare
+from weft.train.step import StepContext
 
 EVERYTHING = {"weights": "file", "gradients": "file", "moments": "file"}
 
@@ -386,7 +387,7 @@ def run(
     job, mesh = prepare(settings), Mesh.single()
     model, state = build_for_training(job.shape, mesh, settings)
     stepper, loader = (
-        build_step(model, state, mesh, settings),
+        build_step(StepContext(model, state, mesh), settings),
         job.loader(job.corpus.train, mesh),
     )
     results: list[Any] = []

@@ -23,7 +23,7 @@ from weft.schedule.simulate import simulate, uniform_costs
 from weft.techniques.phases.post_validation.late_norm import PostValidation
 from weft.train.build_step import build_step
 from weft.train.setup import Job, build_for_training, prepare
-from weft.train.step import evaluate, reduced_gradients
+from weft.train.step import StepContext, evaluate, reduced_gradients
 
 
 @pytest.fixture(scope="session")
@@ -299,7 +299,7 @@ def later_and_at_once(values: dict[str, Any], clip: float) -> tuple[bool, int, i
             update={"post_validation": post, "clip": clip}
         )
         asked = settings.model_copy(update={"optimizer": optimizer})
-        stepper = build_step(model, state, mesh, asked)
+        stepper = build_step(StepContext(model, state, mesh), asked)
         loader, results = job.loader(job.corpus.train, mesh), []
         for step in range(8):
             batches = loader.step(step * settings.train.batch)

@@ -29,6 +29,7 @@ from weft.rehearse.rehearsed_step import plain_batches
 from weft.shapes.shape import shape_of
 from weft.train.build_step import build_step
 from weft.train.setup import build_for_training
+from weft.train.step import StepContext
 
 SHAPES = {
     "deep": (
@@ -76,7 +77,7 @@ def measured(recipe: Recipe, shape: ModelShape) -> tuple[float, float]:
     model, state = build_for_training(adapted, mesh, recipe)
     batches, stepper = (
         plain_batches(recipe, shape)(mesh),
-        build_step(model, state, mesh, recipe),
+        build_step(StepContext(model, state, mesh), recipe),
     )
     state.updates = 1  # GaLore's directions are new every 200 steps
     begun = time.process_time()

@@ -25,6 +25,7 @@ from weft.sync.robust import aggregated
 from weft.techniques.aggregators.flag import DIFFERENCES, FLAG_TURNS
 from weft.train.build_step import build_step
 from weft.train.setup import prepare
+from weft.train.step import StepContext
 
 T = torch.Tensor
 RULES: dict[str, Any] = {
@@ -257,7 +258,7 @@ def losses(cases: list[tuple[dict[str, Any], str, int, int]]) -> list[float]:
         settings, mesh, model, state, loader = start(tree)
         for parameter in model.parameters() if mesh.rank("dp") < liars else ():
             parameter.register_hook(LIES[lie])
-        stepper = build_step(model, state, mesh, settings)
+        stepper = build_step(StepContext(model, state, mesh), settings)
         seen = [
             stepper.take(
                 loader.step(i * settings.train.batch) or [], settings.optimizer.lr

@@ -39,7 +39,7 @@ from weft.train.build_step import build_step
 from weft.train.rule_optimizer import RuleOptimizer, slot_bytes
 from weft.train.rules import compact_adamw
 from weft.train.setup import build_for_training, prepare
-from weft.train.step import reduced_gradients
+from weft.train.step import StepContext, reduced_gradients
 
 T = torch.Tensor
 WAYS = [{"estimate": "zeroth-order", "kind": "sgd"}]
@@ -416,7 +416,7 @@ def test_the_estimate_is_the_slope_along_its_direction(corpus: str) -> None:
         for name, g in reduced_gradients(model, state, batches, mesh)[0].items()
     }
     state.clear_gradients()
-    step = build_step(model, state, mesh, settings)
+    step = build_step(StepContext(model, state, mesh), settings)
     found = step.take(batches, lr=0.0)[0]
     slope = sum((exact[h.name] * direction(h, 0)).sum().item() for h in state.held)
     assert found.grad_norm == pytest.approx(abs(slope), rel=1e-6)

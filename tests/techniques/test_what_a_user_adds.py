@@ -250,7 +250,9 @@ def test_a_technique_of_the_step(corpus: str) -> None:
     recipe = build_recipe(tree(corpus, "") | named)
     shape = recipe.model.model_copy(update={"vocab": 257})
     mesh = Mesh.single()
-    step = build_step(*build_for_training(shape, mesh, recipe), mesh, recipe)
+    step = build_step(
+        StepContext(*build_for_training(shape, mesh, recipe), mesh), recipe
+    )
     assert isinstance(step.update, Slower) and step.update.share == 0.5
     assert type(step.agree) is type(step.gradients) is PlainStep
 

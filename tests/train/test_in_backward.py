@@ -17,6 +17,7 @@ from weft.recipe import Recipe
 from weft.rehearse.ledger import AllocationWatch, Ledger
 from weft.train.build_step import build_step
 from weft.train.setup import build_for_training, prepare
+from weft.train.step import StepContext
 
 #: The first two are the quick ones.
 CASES: list[Case] = [
@@ -136,7 +137,10 @@ def test_gradients_of_one_unit_at_a_time(corpus: str) -> None:
         model, state = build_for_training(job.shape, mesh, settings)
         batches = job.loader(job.corpus.train, mesh).step(0)
         assert batches is not None
-        stepper, ledger = build_step(model, state, mesh, settings), Ledger()
+        stepper, ledger = (
+            build_step(StepContext(model, state, mesh), settings),
+            Ledger(),
+        )
         with AllocationWatch(ledger):
             stepper.take(batches, 1e-3)
         peaks[way] = ledger.peak
@@ -154,7 +158,9 @@ def test_a_loss_that_is_not_finite_changes_nothing(corpus: str) -> None:
     assert batches is not None
     state.held[0].local.fill_(float("nan"))
     before = [h.local.clone() for h in state.held]
-    result = build_step(model, state, mesh, settings).take(batches, 1e-3)[0]
+    result = build_step(StepContext(model, state, mesh), settings).take(batches, 1e-3)[
+        0
+    ]
     assert result.skipped and state.updates == 0
     for h, x in zip(state.held, before, strict=True):
         torch.testing.assert_close(h.local, x, rtol=0, atol=0, equal_nan=True)
@@ -172,4 +178,4 @@ def test_a_gradient_that_is_not_finite_ends_the_run(corpus: str) -> None:
         WeftError,
         match="in_backward had updated other parameters by then: go on from the last",
     ):
-        build_step(model, state, mesh, settings).take(batches, 1e-3)
+        build_step(StepContext(model, state, mesh), settings).take(batches, 1e-3)

@@ -18,7 +18,7 @@ from weft.memory.step_traffic import Sizes, choose_early, step_traffic
 from weft.parallel.state import State
 from weft.techniques.phases.speculation.early_updates import Speculation
 from weft.train.build_step import build_step
-from weft.train.step import Step
+from weft.train.step import Step, StepContext
 from weft.train.step_values import StepResult
 
 FILES = {"weights": "file"}
@@ -50,7 +50,7 @@ def run(
     settings, mesh, model, state, loader = start(values)
     if seen is not None:
         seen.append(state)
-    stepper = build_step(model, state, mesh, settings)
+    stepper = build_step(StepContext(model, state, mesh), settings)
     results: list[StepResult] = []
     for step, clip in enumerate(clips):
         stepper.clip = clip if clip == clip else 0.0
@@ -305,7 +305,7 @@ def test_a_step_that_fails_is_as_if_it_had_not_begun(
     )
     _, wanted, _ = run(values, [9.0])
     settings, mesh, model, state, loader = start(values)
-    stepper = build_step(model, state, mesh, settings)
+    stepper = build_step(StepContext(model, state, mesh), settings)
     stepper.clip = 9.0
     stepper.take(loader.step(0) or [], 1e-3)
     stepper.finish()

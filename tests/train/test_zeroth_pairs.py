@@ -21,6 +21,7 @@ from weft.rehearse.ledger import AllocationWatch, Ledger, tensors_in
 from weft.techniques.phases.zeroth_order import two_points
 from weft.train.build_step import build_step
 from weft.train.rules.rank_sums import logical_positions
+from weft.train.step import StepContext
 
 LAYOUTS: list[Case] = [
     {"dp": 2},
@@ -99,7 +100,10 @@ class Sent(TorchDispatchMode):
 
 def counted(values: dict[str, Any]) -> tuple[list[int], int, int]:
     settings, mesh, model, state, loader = start(values)
-    stepper, batches = build_step(model, state, mesh, settings), loader.step(0)
+    stepper, batches = (
+        build_step(StepContext(model, state, mesh), settings),
+        loader.step(0),
+    )
     with Sent() as sent:
         result = stepper.take(batches or [], 1e-6)[0]
     return sent.bytes, sent.losses, result.tokens

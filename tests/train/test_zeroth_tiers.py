@@ -24,6 +24,7 @@ from weft.recipe import Recipe
 from weft.techniques.phases.zeroth_order.two_points import ZerothOrder
 from weft.train.build_step import build_step
 from weft.train.setup import build_for_training, prepare
+from weft.train.step import StepContext
 from weft.train.step_values import StepResult
 
 LAYOUTS: list[Case] = [
@@ -62,7 +63,7 @@ def run(
     if seen is not None:
         seen.append(state)
     stepper, loader = (
-        build_step(model, state, mesh, settings),
+        build_step(StepContext(model, state, mesh), settings),
         job.loader(job.corpus.train, mesh),
     )
     results: list[StepResult] = []
@@ -103,7 +104,9 @@ def test_an_update_without_a_slope_decays_weights(corpus: str, tmp_path: Path) -
     for each in (settings, in_memory(settings)):
         _, state = run(each, 0)
         job, mesh = prepare(each), Mesh.single()
-        stepper = build_step(*build_for_training(job.shape, mesh, each), mesh, each)
+        stepper = build_step(
+            StepContext(*build_for_training(job.shape, mesh, each), mesh), each
+        )
         assert isinstance(stepper.update, ZerothOrder)
         stepper.update._update(0.0, 0, lr=0.5)
         stepper.finish()
@@ -235,7 +238,7 @@ def test_equal_to_one_device(
 def weights_after(values: dict[str, Any], slopes: list[float]) -> dict[str, Any]:
     """Every part of the weights after updates by these slopes, each but the last made on a visit."""
     settings, mesh, model, state, loader = start(values)
-    stepper = build_step(model, state, mesh, settings)
+    stepper = build_step(StepContext(model, state, mesh), settings)
     zeroth = stepper.update
     assert isinstance(zeroth, ZerothOrder)
     for number, slope in enumerate(slopes):

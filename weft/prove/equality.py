@@ -28,6 +28,7 @@ from weft.sync.streams import open_streams
 from weft.train.build_step import build_step
 from weft.train.reference import with_computed_reference
 from weft.train.setup import Job, build_for_training, device_type, prepare
+from weft.train.step import StepContext
 from weft.train.step_values import StepResult
 
 #: Largest relative difference that rounding explains. Linear attention over six layers loses two digits of float32.
@@ -130,15 +131,15 @@ def walk(
 
     # none for islands that are simulated
     with open_streams(mesh, job.recipe.train.timeout) as streams:
-        training_step = build_step(
+        context = StepContext(
             model,
             state,
             mesh,
-            job.recipe,
             inspect=keep,
             routes=taken,
             presence=Presence(streams) if streams else None,
         )
+        training_step = build_step(context, job.recipe)
         for step in range(begun, steps):
             batches = loader.step(step * job.recipe.train.batch)
             if batches is None:

@@ -234,7 +234,7 @@ def setting(ranks: int, quick: bool) -> dict[str, Any]:
 
 
 def _worker(rank: int, threads: int, quick: bool, folder: str) -> None:
-    from weft.train import loop  # noqa: F401 (what a rank of a run has imported by the time it trains)
+    from weft.train import training  # noqa: F401 (what a rank of a run has imported by the time it trains)
 
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(threads)

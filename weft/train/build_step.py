@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from weft.recipe.conflicts import AskedRecipe
 from weft.recipe.step_techniques import asked_techniques, refuse_filled_twice
@@ -13,34 +10,14 @@ from weft.train.phases import STEP, Phase
 from weft.train.step import PlainStep, Step, StepContext
 
 if TYPE_CHECKING:
-    from weft.layout.mesh import Mesh
-    from weft.models.transformer import Transformer
-    from weft.parallel.state import State
     from weft.recipe import Recipe
-    from weft.sync.presence import Presence
 
 
-def build_step(
-    model: Transformer,
-    state: State,
-    mesh: Mesh,
-    recipe: Recipe,
-    before_update: Callable[[], None] = lambda: None,
-    inspect: Callable[[dict[str, torch.Tensor]], None] | None = None,
-    routes: Sequence[Sequence[int]] = (),
-    presence: Presence | None = None,
-    begun: int = 0,
-    report: Callable[[str, str, Mapping[str, Any]], None] = lambda kind, line, values: (
-        None
-    ),
-) -> Step:
-    """Compose the step that the recipe asks for. The other arguments are those of :class:`weft.train.step.StepContext`.
+def build_step(context: StepContext, recipe: Recipe) -> Step:
+    """Compose the step that the recipe asks for.
 
-    Raises :class:`weft.recipe.conflicts.Conflict` if two techniques fill one phase.
+    Raises :class:`weft.refusal.Conflict` if two techniques fill one phase.
     """
-    context = StepContext(
-        model, state, mesh, before_update, inspect, routes, presence, begun, report
-    )
     asked = AskedRecipe(**dict(recipe))
     filled = [
         (each, filler)
@@ -56,5 +33,11 @@ def build_step(
     gradients, agree, update, after = (chosen[phase] for phase in Phase)
     clip = recipe.optimizer.clip
     return Step(
-        state, gradients, agree, update, after, [filler for _, filler in filled], clip
+        context.state,
+        gradients,
+        agree,
+        update,
+        after,
+        [filler for _, filler in filled],
+        clip,
     )

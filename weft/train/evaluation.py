@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 VALIDATION = "validation"
 
 
+@dataclass
 class Evaluation:
     """Runs validation and tasks after the steps at which they are due.
 
@@ -28,24 +30,22 @@ class Evaluation:
     change. A task is given up on all ranks as soon as one rank is ``interrupted``.
     """
 
-    def __init__(
-        self, job: Job, mesh: Mesh, model: Transformer, state: State, recorder: Recorder,
-        before_change: Callable[[], None], interrupted: Callable[[], bool], validations: list[float],
-    ) -> None:  # fmt: skip
-        self.job, self.mesh, self.model, self.state, self.recorder = (
-            job,
-            mesh,
-            model,
-            state,
-            recorder,
-        )
-        self.before_change, self.interrupted = before_change, interrupted
-        self.validations = validations
-        self._every = {task.name: task.every for task in job.tasks}
+    job: Job
+    mesh: Mesh
+    model: Transformer
+    state: State
+    recorder: Recorder
+    before_change: Callable[[], None]
+    interrupted: Callable[[], bool]
+    validations: list[float]
+
+    def __post_init__(self) -> None:
+        self._every = {task.name: task.every for task in self.job.tasks}
         self._held_out = None
-        if job.corpus.validation is not None and job.recipe.validation.every:
-            self._held_out = job.loader(job.corpus.validation, mesh)
-            self._every = {VALIDATION: job.recipe.validation.every} | self._every
+        held_out, every = self.job.corpus.validation, self.job.recipe.validation.every
+        if held_out is not None and every:
+            self._held_out = self.job.loader(held_out, self.mesh)
+            self._every = {VALIDATION: every} | self._every
         self._done: dict[str, int] = {}  # at which step each was evaluated last
 
     def due(self, step: int) -> list[str]:

@@ -28,6 +28,7 @@ from weft.train.recorder import Recorder
 from weft.train.rule_optimizer import warmup_note
 from weft.train.runs import checkpoint_size, open_for_island
 from weft.train.setup import Job, build_for_training
+from weft.train.step import StepContext
 
 if TYPE_CHECKING:
     from weft.checkpoint.lease import Lease
@@ -137,9 +138,10 @@ def open_loop(job: Job, mesh: Mesh, guard: Guard, stack: ExitStack) -> Loop:
         from weft.train.islands import put_in_ring
 
         report_notes(recorder, put_in_ring(presence.streams, state, recipe.sync))
-    step = build_step(
-        model, state, mesh, recipe, before_update, presence=presence, begun=progress.step, report=recorder.report,
+    context = StepContext(
+        model, state, mesh, before_update, presence=presence, begun=progress.step, report=recorder.report,
     )  # fmt: skip
+    step = build_step(context, recipe)
     evaluation = Evaluation(
         job, mesh, model, state, recorder, before_update, lambda: bool(signals), guard.validations
     )  # fmt: skip
