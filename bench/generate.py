@@ -25,9 +25,9 @@ from travel import Arrival, Departure
 from weft.checkpoint.model import open_model, tokenizer_of
 from weft.data.tokenizer import Tokenizer
 from weft.generate.engine import Engine
+from weft.generate.joined_texts import hogwild
 from weft.generate.lookup import Lookup
 from weft.generate.sampling import GREEDY, Sampling
-from weft.generate.streams import hogwild
 from weft.models.products import read_only
 from weft.models.row_adapters import Factors, HostAdapter, layer_modules
 from weft.models.transformer import Transformer

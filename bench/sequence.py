@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.generate.one_text import OneText
 from weft.generate.engine import Engine
-from weft.generate.ranks import follow, mesh_of_rank
+from weft.generate.leader import follow_leader, mesh_of_rank
 from weft.generate.sampling import GREEDY
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
@@ -421,7 +421,7 @@ def prompts(lengths: Sequence[int]) -> dict[str, dict[str, list[float]]]:
 
     def over_ranks(ids: list[int]) -> None:
         if dist.get_rank():
-            return follow(cut)
+            return follow_leader(cut)
         engine = Engine(cut, budget=2048 * RANKS, ranks=True)  # as weft generate has it
         engine.submit(ids, 1, GREEDY)
         engine.run()

@@ -26,7 +26,7 @@ import psutil
 from weft.prove.pool import fork_server
 
 #: What the server imports besides what every worker of the pool needs.
-PRELOAD = ("pytest", "weft.cli.app", "weft.api", "weft.generate.ranks")
+PRELOAD = ("pytest", "weft.cli.app", "weft.api", "weft.generate.leader")
 
 
 def interpreter(*words: object) -> list[str]:

@@ -15,7 +15,7 @@ from tests.conftest import Command
 from weft.checkpoint.convert.routing import chosen_experts
 from weft.checkpoint.model import open_model, tokenizer_of
 from weft.errors import UsageError
-from weft.generate.ranks import check_layout
+from weft.generate.leader import check_layout
 from weft.layout.layout import Layout
 from weft.recipe import ModelShape
 
@@ -170,7 +170,7 @@ def test_what_cannot_be_is_one_line(
     )
 
 
-# tests/generate/test_ranks.py has them all, in ranks that are there already
+# tests/generate/test_leader.py has them all, in ranks that are there already
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["cp=2,ep=2", "tp=2", "pp=2"])

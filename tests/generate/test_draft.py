@@ -15,7 +15,7 @@ from scipy.stats import chi2_contingency, chisquare
 from tests.generate.test_many import PROMPTS, alone, build
 from weft.generate.engine import Engine
 from weft.generate.request import Generation
-from weft.generate.sampling import GREEDY, Guess, Sampling, choose, draw, odds
+from weft.generate.sampling import GREEDY, Guess, Sampling, choose_token, draw, odds
 from weft.techniques.drafters.small_model import DraftModel
 
 HOWS = {
@@ -73,7 +73,7 @@ def test_the_enumerated_distribution_is_that_without_guesses(how: Sampling) -> N
             guess, below = Guess(x, q), Given(edge * (1 - 1e-9))
             if edge:
                 assert (
-                    choose(row, how, prompt, written, below, guess) == x
+                    choose_token(row, how, prompt, written, below, guess) == x
                     and not below.numbers
                 )  # type: ignore[arg-type]
             found[x] += q[x] * edge
@@ -86,7 +86,9 @@ def test_the_enumerated_distribution_is_that_without_guesses(how: Sampling) -> N
                 for token in left.nonzero().flatten().tolist():
                     middle = float(ends[token] + ends[token + 1]) / 2
                     stream: Any = Given(edge + (1 - edge) / 2, middle)
-                    assert choose(row, how, prompt, written, stream, guess) == token
+                    assert (
+                        choose_token(row, how, prompt, written, stream, guess) == token
+                    )
                     found[token] += q[x] * (1 - edge) * (left[token] / left.sum())
         assert (found - p).abs().max() < 1e-12
         rate = sum(
@@ -103,7 +105,7 @@ def test_a_guess_of_chances_that_are_not_its_own_is_seen() -> None:
     p, q = odds(row, Sampling(), [], []), odds(other, Sampling(), [], [])
     drawn, stream, x = Counter[int](), Random(0), int(q.argmax())
     for _ in range(4000):
-        drawn[choose(row, Sampling(), [], [], stream, Guess(x, q))] += 1
+        drawn[choose_token(row, Sampling(), [], [], stream, Guess(x, q))] += 1
     assert (
         chisquare([drawn[i] for i in range(16)], (p / p.sum() * 4000).numpy()).pvalue
         < 1e-6
@@ -135,11 +137,13 @@ def test_samples_have_the_distribution_of_the_model(how: Sampling, count: int) -
     for _ in range(count):
         path = [draw(q[16], own.random())]
         path.append(draw(q[path[0]], own.random()))
-        token = choose(
+        token = choose_token(
             table[16], how, [], [], stream, Guess(path[0], q[16]), follow(16)
         )
         guess = Guess(path[1], q[token]) if token == path[0] else None
-        drawn[choose(table[token], how, [], [token], stream, guess, follow(token))] += 1
+        drawn[
+            choose_token(table[token], how, [], [token], stream, guess, follow(token))
+        ] += 1
     kept = [i for i in range(16) if expected[i] > 0]
     assert sum(drawn[i] for i in kept) == count
     assert (

@@ -15,12 +15,12 @@ from tests.generate.test_adapters import TARGETS, merged, write
 from tests.generate.test_many import PROMPTS, build
 from weft.checkpoint.convert.peft import read_adapter
 from weft.errors import WeftError
+from weft.generate.beam_search import Search
 from weft.generate.engine import Engine
 from weft.generate.lookup import Lookup
 from weft.generate.policies import exact_fill, policy_of
 from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
-from weft.generate.search import Search
 from weft.models.row_adapters import HostAdapter
 from weft.models.transformer import Transformer
 

@@ -16,11 +16,11 @@ from weft.errors import UsageError
 from weft.generate.sampling import (
     GREEDY,
     Sampling,
-    candidates,
-    choose,
+    candidate_tokens,
+    choose_token,
     draw,
-    log_probabilities,
     penalised,
+    token_log_probabilities,
 )
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, -1.0, 1.5, 2.5, -3.0], dtype=torch.float64)
@@ -30,7 +30,7 @@ PROMPT, WRITTEN = [0, 2], [5, 5, 3]
 def distribution(
     how: Sampling, logits: torch.Tensor = LOGITS, seen: Any = (PROMPT, WRITTEN)
 ) -> torch.Tensor:
-    ids, probabilities = candidates(penalised(logits, how, *seen), how)
+    ids, probabilities = candidate_tokens(penalised(logits, how, *seen), how)
     return torch.zeros(len(logits), dtype=probabilities.dtype).index_put(
         (ids,), probabilities
     )
@@ -76,7 +76,7 @@ def test_penalties_are_openais() -> None:
 def test_drawn_tokens_have_the_distribution() -> None:
     """A grid of numbers hits every token as often as it is likely, to one cell; so do those of a stream."""
     how = Sampling(0.7, top_k=4, top_p=0.95)
-    ids, probabilities = candidates(penalised(LOGITS, how, [], []), how)
+    ids, probabilities = candidate_tokens(penalised(LOGITS, how, [], []), how)
     cells = 20_000
     hits = torch.bincount(
         torch.tensor([draw(probabilities, (i + 0.5) / cells) for i in range(cells)]),
@@ -85,7 +85,7 @@ def test_drawn_tokens_have_the_distribution() -> None:
     assert (hits - cells * probabilities).abs().max() <= 1
     stream, count = Random(0), 20_000
     drawn = torch.bincount(
-        torch.tensor([choose(LOGITS, how, [], [], stream) for _ in range(count)]),
+        torch.tensor([choose_token(LOGITS, how, [], [], stream) for _ in range(count)]),
         minlength=7,
     )
     wanted = count * distribution(how, seen=([], []))
@@ -110,13 +110,13 @@ def test_what_has_no_probability_is_never_drawn(
 def test_greedy_and_extremes() -> None:
     stream = Random(0)
     assert (
-        choose(LOGITS, GREEDY, [], [], stream) == 5
+        choose_token(LOGITS, GREEDY, [], [], stream) == 5
         and stream.random() == Random(0).random()
     )
-    assert choose(LOGITS, Sampling(1e-30), [], [], stream) == 5
-    assert choose(LOGITS, Sampling(0, bias={3: 100.0}), [], [], stream) == 3
-    assert choose(LOGITS.bfloat16(), Sampling(top_k=1), [], [], stream) == 5
-    p, best = log_probabilities(LOGITS, 1, 2)
+    assert choose_token(LOGITS, Sampling(1e-30), [], [], stream) == 5
+    assert choose_token(LOGITS, Sampling(0, bias={3: 100.0}), [], [], stream) == 3
+    assert choose_token(LOGITS.bfloat16(), Sampling(top_k=1), [], [], stream) == 5
+    p, best = token_log_probabilities(LOGITS, 1, 2)
     assert p == pytest.approx(float(LOGITS.log_softmax(0)[1])) and list(best) == [5, 2]
     for wrong in (
         {"temperature": -1},

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from weft.errors import UsageError
 from weft.generate import branches
 from weft.generate import scheduler as module
+from weft.generate.block_pool import BlockPool
 from weft.generate.branches import branch
 from weft.generate.keys import chained_keys, root_key
 from weft.generate.policies import Policy, exact_fill, policy_of
-from weft.generate.pool import BlockPool
 from weft.generate.request import Branch, Request
 from weft.generate.scheduler import ScheduledStep, Scheduler
 

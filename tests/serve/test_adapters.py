@@ -17,7 +17,7 @@ from weft.errors import UsageError
 from weft.generate.engine import Engine
 from weft.generate.sampling import GREEDY
 from weft.serve.service import add_adapters
-from weft.serve.texts import TextRequest, write_texts
+from weft.serve.text_requests import TextRequest, write_texts
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from tests.serve.inprocess import InProcess, serving
 from tests.serve.test_call_finder import CITY, HERMES
 from tests.serve.test_conversations import SHAPE, THINKING
-from weft.serve.anthropic import as_chat
+from weft.serve.anthropic import messages_as_chat
 
 TALK = [{"role": "user", "content": "?"}]
 WEATHER = {"name": "get_weather", "description": "-", "input_schema": CITY}
@@ -142,7 +142,7 @@ def test_a_question_becomes_a_chat() -> None:
     ]
     said = [{"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "Wait."},
             {"type": "tool_use", "id": "a", "name": "add", "input": {"x": 1}}]  # fmt: skip
-    chat = as_chat({
+    chat = messages_as_chat({
         "messages": [*TALK, {"role": "assistant", "content": said}, {"role": "user", "content": blocks},
                      {"role": "assistant", "content": "It is"}],
         "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}, "thinking": {"type": "disabled"},

@@ -12,8 +12,8 @@ from tests.serve.inprocess import InProcess, serving
 from tests.serve.running import build
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import WeftError
+from weft.generate.beam_search import Hypothesis, Search
 from weft.generate.engine import Engine
-from weft.generate.search import Hypothesis, Search
 from weft.serve.service import Busy, ServerEnding, Service
 
 

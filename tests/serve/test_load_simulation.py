@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.generate.test_many import build
+from weft.generate.block_pool import BlockPool
 from weft.generate.engine import Engine
 from weft.generate.policies import exact_fill, policy_of
-from weft.generate.pool import BlockPool
 from weft.generate.scheduler import ScheduledStep, Scheduler
 from weft.serve.load_simulation import (
     Curve,

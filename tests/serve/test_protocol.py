@@ -22,7 +22,7 @@ from weft.serve.protocol import (
     Modelled,
     Refusal,
 )
-from weft.serve.reading import RequestReader
+from weft.serve.request_reader import RequestReader
 from weft.serve.responses import ResponsesRequest
 
 TALK = [{"role": "user", "content": "hi"}]

@@ -33,7 +33,7 @@ from weft.generate.sampling import GREEDY, Sampling
 from weft.serve.answering import PLAIN, Answering
 from weft.serve.protocol import CompletionRequest
 from weft.serve.service import Service, TokenEvent
-from weft.serve.texts import TextRequest, write_texts
+from weft.serve.text_requests import TextRequest, write_texts
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
@@ -501,7 +501,7 @@ def test_the_command_serves_and_ends_with_its_last_answer(
     )
 
 
-@pytest.mark.sampled(1)  # what ranks say of each other: tests/generate/test_ranks.py
+@pytest.mark.sampled(1)  # what ranks say of each other: tests/generate/test_leader.py
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "number", "said"), [
     ("tp=2", signal.SIGKILL, "was killed by SIGKILL"), ("pp=2", signal.SIGKILL, "was killed by SIGKILL"),

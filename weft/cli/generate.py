@@ -128,10 +128,10 @@ def generate_command(
     from weft.data.detokenizer import stream_text
     from weft.generate.drafter import check_ahead, drafter_for
     from weft.generate.engine import BUDGET, Engine
-    from weft.generate.ranks import follow, mesh_of_rank
+    from weft.generate.leader import follow_leader, mesh_of_rank
     from weft.generate.sampling import Sampling
-    from weft.generate.several import Several
     from weft.generate.start import as_rank, launch_ranks, leads
+    from weft.generate.text_options import TextOptions
     from weft.layout.layout import Layout
     from weft.memory.resting_experts import RestingExperts
     from weft.models.products import read_only
@@ -143,8 +143,8 @@ def generate_command(
         Layout.parse(layout or ""),
         "cuda" if torch.cuda.is_available() else "cpu",
     )
-    several = Several(texts, beams, answer, workers, paths, length_penalty, prune)
-    several.check(temperature, draft, spread)
+    options = TextOptions(texts, beams, answer, workers, paths, length_penalty, prune)
+    options.check(temperature, draft, spread)
     import_plugins(plugin)
     check_ahead(draft, ahead)
     if experts_in == "":
@@ -199,7 +199,7 @@ def generate_command(
         )
         read_only(model, weights)
         if not leads():
-            follow(model)
+            follow_leader(model)
             return 0
         tokenizer = tokenizer_of(files, checkpoint, warn)
         ids = prompt_ids(tokenizer, messages if chat else text, chat, checkpoint, tools)
@@ -209,8 +209,8 @@ def generate_command(
             Engine(model, budget=budget, drafter=drafter, ranks=spread.world > 1)
         ) as engine:
             clock = [time.perf_counter()]
-            if several.asked:
-                _show(several.write(engine, tokenizer, ids, tokens, how, stop or ()))
+            if options.asked:
+                _show(options.write(engine, tokenizer, ids, tokens, how, stop or ()))
             else:
                 fresh = _timed(
                     engine.stream(engine.submit(ids, tokens, how, tokenizer.stops)[0]),
@@ -252,7 +252,7 @@ def _timed(ids: Iterator[int], clock: list[float]) -> Iterator[int]:
 
 def say_samples(checkpoint: "Where", recipe: "Recipe") -> list[dict[str, str]]:
     """Show what a trained model writes, beside what that of ``model.from`` does if asked for; prompts and texts."""
-    from weft.serve.texts import samples
+    from weft.serve.text_requests import samples
 
     settings, origin = recipe.generate, recipe.model.origin
     assert settings is not None

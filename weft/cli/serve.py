@@ -119,8 +119,8 @@ def serve_command(
     from weft.data.chat.chat_template import template_text
     from weft.generate.drafter import check_ahead, drafter_for
     from weft.generate.engine import Engine, check_prompt
+    from weft.generate.leader import follow_leader, mesh_of_rank
     from weft.generate.policies import policy_of
-    from weft.generate.ranks import follow, mesh_of_rank
     from weft.generate.start import as_rank, launch_ranks, leads
     from weft.layout.layout import Layout
     from weft.models.products import read_only
@@ -158,7 +158,7 @@ def serve_command(
         check_prompt(model, [0])
         read_only(model, weights)
         if listening is None:
-            follow(model)
+            follow_leader(model)
             return 0
         drafter = drafter_for(draft, model, warn, ahead)
         engine = Engine(

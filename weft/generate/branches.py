@@ -5,7 +5,7 @@ with a copy of the request's last block. Where blocks are recurrent states, whic
 guess gets a copy too.
 """
 
-from weft.generate.pool import BlockPool
+from weft.generate.block_pool import BlockPool
 from weft.generate.request import Branch, Request
 
 
@@ -38,7 +38,9 @@ def branch(
     return begun - left
 
 
-def merge(pool: BlockPool, request: Request, best: Branch | None, right: int) -> None:
+def merge_branches(
+    pool: BlockPool, request: Request, best: Branch | None, right: int
+) -> None:
     """Count the first ``right`` tokens of ``best`` as computed, if they can be kept without the wrong ones behind."""
     if (
         best

@@ -3,7 +3,7 @@
 In each step the scheduler chooses which tokens of which requests are computed, one forward pass computes them, and
 samplers choose the next tokens. A request gets the same tokens as if it were alone, whatever the budget, the policy,
 the size of the cache and the other requests are. Model, cache and steps can be cut over several ranks
-(:mod:`weft.generate.ranks`).
+(:mod:`weft.generate.leader`).
 """
 
 from collections import deque
@@ -16,15 +16,21 @@ from typing import NamedTuple
 import torch
 
 from weft.errors import UsageError
+from weft.generate.block_pool import BlockPool
 from weft.generate.drafter import Drafter
 from weft.generate.grammar import Grammar
 from weft.generate.keys import shelf_keys
+from weft.generate.leader import Leader
 from weft.generate.policies import Policy, exact_fill
-from weft.generate.pool import BlockPool
-from weft.generate.ranks import Leader
 from weft.generate.reader import PagedReader
 from weft.generate.request import Generation, Request, Written
-from weft.generate.sampling import Guess, Sampling, choose, log_probabilities, odds
+from weft.generate.sampling import (
+    Guess,
+    Sampling,
+    choose_token,
+    odds,
+    token_log_probabilities,
+)
 from weft.generate.scheduler import ScheduledStep, Scheduler
 from weft.models.invariant import check_invariant
 from weft.models.linear_attention import CHUNK
@@ -75,7 +81,7 @@ class Engine:
     ``size``: tokens of a cache block (0: the usual number); ``drafter``: guesses what will be written
     (:mod:`weft.generate.lookup`), which changes nothing but the speed; ``invariant``: log-probabilities are equal
     to the last bit to those of a pass over the whole text (:mod:`weft.models.invariant`); ``ranks``: the model is cut
-    over several ranks, which follow this one (:mod:`weft.generate.ranks`).
+    over several ranks, which follow this one (:mod:`weft.generate.leader`).
     """
 
     def __init__(
@@ -209,7 +215,9 @@ class Engine:
         step = scheduler.plan(self.reader.depth)
         if step.work:
             logits = self.reader.start(step)
-            rows = [rows_of(request, tokens) for request, tokens in step.work.items()]
+            rows = [
+                wanted_rows(request, tokens) for request, tokens in step.work.items()
+            ]
             self.sent.append(LaunchedPass(set_out(scheduler, step), rows, logits))
         return bool(step.work)
 
@@ -284,7 +292,7 @@ class Engine:
         allowed = request.grammar.mask() if request.grammar else None
         if len(written) < request.least:
             allowed = without_ends(allowed, request.stops, len(row))
-        chosen = choose(
+        chosen = choose_token(
             row, request.how, prompt, written, request.stream, guess, allowed
         )
         if chosen in request.stops:
@@ -296,7 +304,7 @@ class Engine:
             if request.grammar:
                 request.grammar.accept(chosen)
             if request.top is not None:
-                said = log_probabilities(row, chosen, request.top)
+                said = token_log_probabilities(row, chosen, request.top)
                 request.log_probabilities.append(said)
             if request.chances is not None:
                 request.chances.append(odds(row, request.how, prompt, written, allowed))
@@ -331,7 +339,7 @@ class Engine:
         self.reader.close()
 
 
-def rows_of(request: Request, tokens: int) -> WantedRows:
+def wanted_rows(request: Request, tokens: int) -> WantedRows:
     """The rows of logits that are wanted of a request whose next ``tokens`` tokens a pass computes."""
     drawn = (
         1 + sum(len(branch.path) for branch in request.branches)
@@ -349,7 +357,7 @@ def score_prompt(request: Generation, first: int, rows: torch.Tensor) -> None:
     for place, row in enumerate(rows, first):
         if place == len(request.prompt_scores):
             request.prompt_scores.append(
-                log_probabilities(row, request.ids[place + 1], request.top or 0)
+                token_log_probabilities(row, request.ids[place + 1], request.top or 0)
             )
 
 

@@ -64,8 +64,8 @@ def policy_of(word: str) -> Policy:
     if word == EXACT_FILL:
         return exact_fill
     if name in names("policy"):
-        made: Any = find("policy", name).implementation
-        policy: Policy | None = made.of_argument(argument if colon else None)
+        registered: Any = find("policy", name).implementation
+        policy: Policy | None = registered.of_argument(argument if colon else None)
         if policy is not None:
             return policy
     every = {t.name: t.implementation.example for t in declared("policy")}
@@ -78,4 +78,4 @@ def policy_of(word: str) -> Policy:
 def compared_policies() -> list[str]:
     """The words of all policies that are compared with each other."""
     every: list[Any] = [technique.implementation for technique in declared("policy")]
-    return [EXACT_FILL, *(word for made in every for word in made.candidates)]
+    return [EXACT_FILL, *(word for policy in every for word in policy.candidates)]

@@ -1,7 +1,7 @@
 """Forward passes over pieces of many texts at once, with what came before kept in pages per layer.
 
 During a pass, each layer's attention is replaced by that layer's pages (:mod:`weft.models.paged`). Their blocks are
-those that the scheduler's tables list (:mod:`weft.generate.pool`).
+those that the scheduler's tables list (:mod:`weft.generate.block_pool`).
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -77,7 +77,7 @@ def penalised(
     return row if allowed is None else row.masked_fill(~allowed, -torch.inf)
 
 
-def candidates(row: T, how: Sampling) -> tuple[T, T]:
+def candidate_tokens(row: T, how: Sampling) -> tuple[T, T]:
     """Ids that can be drawn from a penalised ``row``, the likeliest first unless all can, and their probabilities."""
     count = min(how.top_k or len(row), len(row))
     if how.top_p == 1 and not how.min_p and count == len(row):
@@ -111,7 +111,7 @@ class Guess(NamedTuple):
     odds: T
 
 
-def choose(
+def choose_token(
     logits: T, how: Sampling, prompt: Sequence[int], written: Sequence[int], stream: Random, guess: Guess | None = None,
     allowed: T | None = None,
 ) -> int:  # fmt: skip
@@ -124,7 +124,7 @@ def choose(
     if how.temperature == 0:
         return int(penalised(logits, how, prompt, written, allowed).argmax())
     if guess is None:
-        ids, probabilities = candidates(
+        ids, probabilities = candidate_tokens(
             penalised(logits, how, prompt, written, allowed), how
         )
         return int(ids[draw(probabilities, stream.random())])
@@ -142,7 +142,7 @@ def odds(
     allowed: T | None = None,
 ) -> T:
     """The probability of every token ``[vocab]`` to be sampled, in float64."""
-    ids, probabilities = candidates(
+    ids, probabilities = candidate_tokens(
         penalised(logits, how, prompt, written, allowed), how
     )
     return torch.zeros(len(logits), dtype=torch.float64).index_put(
@@ -150,7 +150,7 @@ def odds(
     )
 
 
-def log_probabilities(
+def token_log_probabilities(
     logits: T, chosen: int, top: int
 ) -> tuple[float, dict[int, float]]:
     """Of the ``chosen`` token and of the ``top`` likeliest, as the model says and before any processing."""

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from weft.errors import UsageError
 from weft.generate import branches
+from weft.generate.block_pool import BlockPool
 from weft.generate.keys import chained_keys, root_key
 from weft.generate.policies import Policy, exact_fill
-from weft.generate.pool import BlockPool
 from weft.generate.request import Branch, Request
 
 
@@ -155,7 +155,7 @@ class Scheduler:
 
     def settle(self, request: Request, branch: Branch | None, right: int) -> None:
         """Keep the first ``right`` tokens of ``branch`` (None: no branch), which were right; free all other blocks."""
-        branches.merge(self.pool, request, branch, right)
+        branches.merge_branches(self.pool, request, branch, right)
         kept = -(
             -(request.most + 1 if request.pinned else request.computed)
             // self.pool.size

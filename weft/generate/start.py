@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from weft.checkpoint.weights import open_pretrained
-from weft.generate.ranks import check_layout
+from weft.generate.leader import check_layout
 from weft.layout.layout import Layout
 from weft.run.forked import GENERATING
 from weft.run.launch import launch

@@ -32,7 +32,7 @@ TRAINING = (
     "torch.distributed.tensor",
 )
 #: What ranks that generate import.
-GENERATING = ("weft.generate.ranks", "torch._dynamo")
+GENERATING = ("weft.generate.leader", "torch._dynamo")
 
 
 class ForkedRank(psutil.Process):

@@ -14,11 +14,11 @@ from weft.errors import UsageError, WeftError
 from weft.serve.anthropic import MessageReplies, MessagesRequest
 from weft.serve.call_finder import CallFinder, CallPiece
 from weft.serve.call_form import CallForm
-from weft.serve.metrics import AnswerTimer
 from weft.serve.protocol import Refusal, SamplingRequest
 from weft.serve.reasoning import ReasoningFinder, Thoughts
 from weft.serve.replies import Answer, Replies, Usage, usage_of
 from weft.serve.responses import ResponseReplies, ResponsesRequest
+from weft.serve.server_metrics import AnswerTimer
 from weft.serve.service import Answers, Busy, ServerEnding, TokenEvent
 
 T = TypeVar("T")

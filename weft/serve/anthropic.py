@@ -4,8 +4,8 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from weft.serve.messages import arguments_of, text_of
-from weft.serve.protocol import ChatRequest, Refusal, Schema, object_in, shown
+from weft.serve.messages import arguments_of, content_text
+from weft.serve.protocol import ChatRequest, Refusal, Schema, object_in, shown_json
 from weft.serve.replies import Answer, Usage, call_fields
 
 #: Kinds of errors by status; others are the client's own.
@@ -43,7 +43,7 @@ class MessagesRequest(ChatRequest):
     def prepared(cls, given: Schema) -> Schema:
         if given.get("max_tokens") is None:
             raise ValueError("max_tokens: it is missing")
-        return as_chat(given)
+        return messages_as_chat(given)
 
 
 class CountRequest(MessagesRequest):
@@ -51,10 +51,10 @@ class CountRequest(MessagesRequest):
 
     @classmethod
     def prepared(cls, given: Schema) -> Schema:
-        return as_chat(given)
+        return messages_as_chat(given)
 
 
-def as_chat(asked: Schema) -> Schema:
+def messages_as_chat(asked: Schema) -> Schema:
     """The fields of a chat that asks the same. Raises ValueError, with the field's name before a colon."""
     chat = {
         key: value
@@ -76,7 +76,7 @@ def as_chat(asked: Schema) -> Schema:
         kind = choice.get("type")
         if kind not in ("tool", *_MODES):
             raise ValueError(
-                f"tool_choice: give auto, any, tool or none as its type, not {shown(kind)}"
+                f"tool_choice: give auto, any, tool or none as its type, not {shown_json(kind)}"
             )
         named = {"type": "function", "name": choice.get("name")}
         chat["tool_choice"] = named if kind == "tool" else _MODES[kind]
@@ -106,7 +106,7 @@ def as_chat(asked: Schema) -> Schema:
 def _list(given: Schema, name: str) -> list[Any]:
     value = given.get(name)
     if value is not None and not isinstance(value, list):
-        raise ValueError(f"{name}: give a list, not {shown(value)}")
+        raise ValueError(f"{name}: give a list, not {shown_json(value)}")
     return value or []
 
 
@@ -114,7 +114,7 @@ def _tool(tool: Any) -> Schema:
     """A tool as chats have it; those that the server itself would have to run are refused."""
     if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
         raise ValueError(
-            f"tools: only tools with a name and an input_schema are possible here, not {shown(tool)}"
+            f"tools: only tools with a name and an input_schema are possible here, not {shown_json(tool)}"
         )
     function = {
         key: tool[key] for key in ("name", "description", "strict") if key in tool
@@ -128,7 +128,7 @@ def _tool(tool: Any) -> Schema:
 def _messages(asked: Schema) -> Iterator[Schema]:
     """The messages of a chat."""
     if asked.get("system"):
-        yield {"role": "system", "content": text_of(asked["system"], "system: it")}
+        yield {"role": "system", "content": content_text(asked["system"], "system: it")}
     messages = _list(asked, "messages")
     if not messages:
         raise ValueError("messages: give at least one")
@@ -140,7 +140,7 @@ def _messages(asked: Schema) -> Iterator[Schema]:
             "system",
         ):
             raise ValueError(
-                f"{name} is {shown(message)}; give the role user or assistant, and content"
+                f"{name} is {shown_json(message)}; give the role user or assistant, and content"
             )
         content = message.get("content")
         blocks = (
@@ -150,7 +150,7 @@ def _messages(asked: Schema) -> Iterator[Schema]:
             isinstance(block, dict) for block in blocks
         ):
             raise ValueError(
-                f"{name} has {shown(content)} as 'content'; give a text, or blocks"
+                f"{name} has {shown_json(content)} as 'content'; give a text, or blocks"
             )
         yield from _spoken(message["role"], blocks, name)
 
@@ -162,7 +162,7 @@ def _spoken(role: str, blocks: Sequence[Schema], name: str) -> Iterator[Schema]:
         kind = block.get("type")
         if kind == "tool_result":
             results += 1
-            said = text_of(block.get("content"), name)
+            said = content_text(block.get("content"), name)
             yield {
                 "role": "tool",
                 "tool_call_id": block.get("tool_use_id"),
@@ -176,7 +176,7 @@ def _spoken(role: str, blocks: Sequence[Schema], name: str) -> Iterator[Schema]:
         elif kind == "thinking" and role == "assistant":
             thoughts.append(str(block.get("thinking") or ""))
         elif kind != "redacted_thinking":
-            texts.append(text_of([block], name))
+            texts.append(content_text([block], name))
     if texts or not results:
         spoken: Schema = {"role": role, "content": "".join(texts)}
         spoken |= {"tool_calls": calls} if calls else {}

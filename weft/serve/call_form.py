@@ -103,7 +103,7 @@ class ObjectCalls(_Written):
         value, end = _json_at(text, start)
         if head := self._head.match(text, start):
             _, last = _json_at(text, head.end())
-            name, so_far = read_json(head[1]), text[head.end() : last]
+            name, so_far = json_or_none(head[1]), text[head.end() : last]
         else:
             name = value.get(self.name) if isinstance(value, dict) else None
             so_far = None
@@ -111,7 +111,7 @@ class ObjectCalls(_Written):
             return WrittenCall(name, so_far, None, end) if head else None
         given = value.get(self.arguments, {})
         # as confused models write objects
-        is_text = isinstance(given, str) and isinstance(read_json(given), dict)
+        is_text = isinstance(given, str) and isinstance(json_or_none(given), dict)
         arguments = given if is_text else json.dumps(given, ensure_ascii=False)
         return WrittenCall(value.get(self.name), so_far, arguments, end)
 
@@ -223,7 +223,7 @@ def _as_lark(form: str | dict[str, Any]) -> str:
     return f"%json {json.dumps(form | {'x-guidance': {'whitespace_pattern': BLANKS}})}"
 
 
-def read_json(text: str) -> Any:
+def json_or_none(text: str) -> Any:
     """The value that ``text`` is in JSON; None if it is none."""
     try:
         return json.loads(text)

@@ -36,7 +36,7 @@ def embed(
         ).cpu()
 
 
-def encoded(vector: torch.Tensor, packed: bool) -> str | list[float]:
+def encoded_vector(vector: torch.Tensor, packed: bool) -> str | list[float]:
     """As a list of numbers, or ``packed``: the little-endian floats in base64, as OpenAI's client asks for them."""
     return (
         base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()

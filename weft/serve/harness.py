@@ -24,7 +24,7 @@ from weft.data.tasks import Text
 from weft.errors import UsageError, WeftError
 from weft.generate.engine import Engine
 from weft.generate.sampling import Sampling
-from weft.serve.texts import TextRequest, write_texts
+from weft.serve.text_requests import TextRequest, write_texts
 from weft.train.score import scores
 
 #: A request of log-likelihood: its texts, and the ids of both.

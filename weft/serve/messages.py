@@ -11,7 +11,7 @@ from typing import Any
 from weft.data.chat.conversation import ROLES, Message
 from weft.data.chat.marks import without_marks
 from weft.errors import UsageError, nearest
-from weft.serve.protocol import shown
+from weft.serve.protocol import shown_json
 
 #: Names of a message's reasoning; templates read the first two.
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -38,18 +38,22 @@ def _message(message: Any, number: int) -> Message:
     name = f"message {number}"
     if not isinstance(message, Mapping):
         raise UsageError(
-            f"{name} is {shown(message)}; a message is an object with 'role' and 'content'"
+            f"{name} is {shown_json(message)}; a message is an object with 'role' and 'content'"
         )
     given = {key: value for key, value in message.items() if value is not None}
     role = given.get("role")
     if role not in (*ROLES, "function"):
-        lacks = "has no role" if role is None else f"has the unknown role {shown(role)}"
+        lacks = (
+            "has no role"
+            if role is None
+            else f"has the unknown role {shown_json(role)}"
+        )
         raise UsageError(f"{name} {lacks}; {nearest(str(role), ROLES)}")
     if "audio" in given:
         raise UsageError(f"{name} ({role}) has 'audio'; only texts are read")
     read = given | {
         "role": "tool" if role == "function" else role,
-        "content": text_of(given.get("content"), name),
+        "content": content_text(given.get("content"), name),
     }
     calls = read.pop("tool_calls", None) or []
     # as clients asked before there were tools
@@ -63,13 +67,13 @@ def _message(message: Any, number: int) -> Message:
     return read if not reasoning else read | dict.fromkeys(REASONING[:2], reasoning)
 
 
-def text_of(content: Any, name: str) -> str:
+def content_text(content: Any, name: str) -> str:
     """The text of a message's content, which may be parts. Raises :class:`UsageError` for what is no text."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise UsageError(
-            f"{name} has {shown(content)} as 'content'; give a text, or parts of type 'text'"
+            f"{name} has {shown_json(content)} as 'content'; give a text, or parts of type 'text'"
         )
     texts = []
     for part in content:
@@ -81,7 +85,7 @@ def text_of(content: Any, name: str) -> str:
         text = part if isinstance(part, str) else part.get(key) if key else None
         if not isinstance(text, str):
             raise UsageError(
-                f"{name} has the part {shown(part)}; only parts of type 'text' are read"
+                f"{name} has the part {shown_json(part)}; only parts of type 'text' are read"
             )
         texts.append(text)
     return "".join(texts)
@@ -90,7 +94,7 @@ def text_of(content: Any, name: str) -> str:
 def _calls(calls: Any, name: str) -> list[Message]:
     if not isinstance(calls, list):
         raise UsageError(
-            f"{name} has {shown(calls)} as 'tool_calls', which is a list of calls"
+            f"{name} has {shown_json(calls)} as 'tool_calls', which is a list of calls"
         )
     read = []
     for call in calls:
@@ -99,7 +103,7 @@ def _calls(calls: Any, name: str) -> list[Message]:
             function.get("name"), str
         ):
             raise UsageError(
-                f"{name} has the tool call {shown(call)}, which names no function"
+                f"{name} has the tool call {shown_json(call)}, which names no function"
             )
         about = {
             key: value

@@ -9,7 +9,7 @@ from pydantic import Field, PlainValidator, StrictInt, model_validator
 
 from weft.data.chat.conversation import OWN_VARIABLES
 from weft.generate.sampling import Sampling
-from weft.serve.fields import RequestFields
+from weft.serve.request_fields import RequestFields
 
 Schema: TypeAlias = dict[str, Any]
 Texts: TypeAlias = Sequence[str | list[int]]
@@ -50,13 +50,15 @@ def read_texts(given: Any) -> Texts:
     if _are_ids(given):
         return [given]
     if not isinstance(given, list) or not given:
-        raise ValueError(f"give a text, ids, or a list of either, not {shown(given)}")
+        raise ValueError(
+            f"give a text, ids, or a list of either, not {shown_json(given)}"
+        )
     if len(given) > MOST_TEXTS:
         raise ValueError(f"at most {MOST_TEXTS} texts are taken, not {len(given)}")
     for number, item in enumerate(given):
         if not isinstance(item, str) and not _are_ids(item):
             raise ValueError(
-                f"give a text, ids, or a list of either; its item {number} is {shown(item)}"
+                f"give a text, ids, or a list of either; its item {number} is {shown_json(item)}"
             )
     return given
 
@@ -69,7 +71,7 @@ def read_stops(given: Any) -> list[str]:
     """The stop strings in ``given``, which is one or a list of them. Raises ValueError."""
     stops = [given] if isinstance(given, str) else given
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise ValueError(f"give a text, or a list of texts, not {shown(given)}")
+        raise ValueError(f"give a text, or a list of texts, not {shown_json(given)}")
     if len(stops) > MOST_STOPS:
         raise ValueError(f"at most {MOST_STOPS} stops are taken, not {len(stops)}")
     longest = max(map(len, stops), default=0)
@@ -82,11 +84,11 @@ def object_in(given: Schema, name: str, path: str = "") -> Schema:
     """The object in the field ``name``, empty where there is none; errors call it ``path``, if that is given."""
     value = given.get(name)
     if value is not None and not isinstance(value, dict):
-        raise ValueError(f"{path or name}: give an object, not {shown(value)}")
+        raise ValueError(f"{path or name}: give an object, not {shown_json(value)}")
     return value or {}
 
 
-def shown(value: Any) -> str:
+def shown_json(value: Any) -> str:
     """A value of JSON as an error shows it."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 40 else f"{text[:37]}..."
@@ -301,7 +303,7 @@ def read_choice(given: Any) -> ToolChoice:
         return ToolChoice(given)
     modes = "none, auto, required, a function, or allowed_tools"
     if not isinstance(given, dict):
-        raise ValueError(f"give {modes}, not {shown(given)}")
+        raise ValueError(f"give {modes}, not {shown_json(given)}")
     kind, inside = given.get("type", "function"), given
     if kind == "function":
         return ToolChoice("required", (_name_of(given),))
@@ -314,7 +316,7 @@ def read_choice(given: Any) -> ToolChoice:
         )
         if mode in ("auto", "required") and isinstance(tools, list):
             return ToolChoice(mode, tuple(map(_name_of, tools)))
-    raise ValueError(f"give {modes}, not {shown(given)}")
+    raise ValueError(f"give {modes}, not {shown_json(given)}")
 
 
 def _name_of(tool: Any) -> str:
@@ -322,7 +324,7 @@ def _name_of(tool: Any) -> str:
     function = tool.get("function", tool) if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise ValueError(f"it names no function: {shown(tool)}")
+        raise ValueError(f"it names no function: {shown_json(tool)}")
     return name
 
 

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from weft.serve.messages import text_of
-from weft.serve.protocol import ChatRequest, Refusal, Schema, object_in, shown
+from weft.serve.messages import content_text
+from weft.serve.protocol import ChatRequest, Refusal, Schema, object_in, shown_json
 from weft.serve.replies import Answer, Usage, call_fields
 
 #: What may be included in an answer, beside what would come from tools that are not here.
@@ -32,10 +32,10 @@ class ResponsesRequest(ChatRequest):
 
     @classmethod
     def prepared(cls, given: Schema) -> Schema:
-        return as_chat(given)
+        return responses_as_chat(given)
 
 
-def as_chat(asked: Schema) -> Schema:
+def responses_as_chat(asked: Schema) -> Schema:
     """The fields of a chat that asks the same. Raises ValueError, with the field's name before a colon."""
     moved = (
         "input",
@@ -47,7 +47,7 @@ def as_chat(asked: Schema) -> Schema:
     )
     chat = {key: value for key, value in asked.items() if key not in moved}
     chat |= {
-        "messages": messages_of(asked),
+        "messages": messages_of_input(asked),
         "max_completion_tokens": asked.get("max_output_tokens"),
     }
     text = object_in(asked, "text")
@@ -71,7 +71,7 @@ def as_chat(asked: Schema) -> Schema:
 def _included(asked: Schema) -> list[Any]:
     include = asked.get("include") or []
     if not isinstance(include, list):
-        raise ValueError(f"include: give a list, not {shown(include)}")
+        raise ValueError(f"include: give a list, not {shown_json(include)}")
     return include
 
 
@@ -87,20 +87,22 @@ def nested(tool: Any) -> Any:
     return {"type": tool.get("type"), "function": function}
 
 
-def messages_of(asked: Schema) -> list[Schema]:
+def messages_of_input(asked: Schema) -> list[Schema]:
     """What is said in a chat in the place of instructions and items."""
     said = list[Schema]()
     if asked.get("instructions"):
         said.append({"role": "system", "content": asked["instructions"]})
     items, reasoning = asked.get("input"), ""
     if not isinstance(items, str | list) or items == []:
-        raise ValueError(f"input: give a text, or a list of items, not {shown(items)}")
+        raise ValueError(
+            f"input: give a text, or a list of items, not {shown_json(items)}"
+        )
     for number, item in enumerate(
         [{"role": "user", "content": items}] if isinstance(items, str) else items
     ):
         kind = item.get("type") or "message" if isinstance(item, dict) else None
         if kind == "reasoning":
-            reasoning += text_of(
+            reasoning += content_text(
                 item.get("content") or item.get("summary"), f"input: its item {number}"
             )
         elif kind == "function_call":
@@ -121,7 +123,7 @@ def messages_of(asked: Schema) -> list[Schema]:
             said.append({"role": item.get("role"), "content": item.get("content")})
         else:
             raise ValueError(
-                f"input: its item {number} is {shown(item)}; give messages, function_call and its output"
+                f"input: its item {number} is {shown_json(item)}; give messages, function_call and its output"
             )
         if reasoning and said and said[-1]["role"] == "assistant":
             said[-1]["reasoning_content"], reasoning = reasoning, ""

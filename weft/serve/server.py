@@ -18,9 +18,9 @@ from starlette.routing import Route
 
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError, WeftError
+from weft.generate.beam_search import LENGTH_PENALTY, Search
 from weft.generate.engine import check_prompt
-from weft.generate.ranks import Leader
-from weft.generate.search import LENGTH_PENALTY, Search
+from weft.generate.leader import Leader
 from weft.serve.answering import (
     PLAIN,
     AnswerForm,
@@ -29,10 +29,9 @@ from weft.serve.answering import (
     while_connected,
 )
 from weft.serve.anthropic import CountRequest, MessagesRequest, error_of
-from weft.serve.embeddings import LONGEST, embed, encoded
+from weft.serve.embeddings import LONGEST, embed, encoded_vector
 from weft.serve.gate import Gate, GateRules, is_json
 from weft.serve.lengths import PIECE, TokenLimit, TooManyTokens, check_tree
-from weft.serve.metrics import AnswerTimer, ServerMetrics
 from weft.serve.prompts import ChatPrompt, Prompts
 from weft.serve.protocol import (
     ChatRequest,
@@ -47,10 +46,11 @@ from weft.serve.protocol import (
     Tokenized,
     Untokenized,
 )
-from weft.serve.reading import RequestReader
 from weft.serve.replies import Answer, Replies, usage_of
+from weft.serve.request_reader import RequestReader
 from weft.serve.responses import ResponsesRequest
-from weft.serve.service import Service, Wish
+from weft.serve.server_metrics import AnswerTimer, ServerMetrics
+from weft.serve.service import AnswerRequest, Service
 
 Q = TypeVar("Q", bound=Modelled)
 
@@ -130,19 +130,19 @@ class Server:
         """The ASGI application ``app``, with the bytes of requests that are being answered counted in ``held``."""
 
         async def weighed(scope: Any, receive: Any, send: Any) -> None:
-            mine = 0
+            own = 0
 
             async def counted() -> Any:
-                nonlocal mine
+                nonlocal own
                 message = await receive()
                 size = len(message.get("body", b""))
-                mine, self.held = mine + size, self.held + size
+                own, self.held = own + size, self.held + size
                 return message
 
             try:
                 await app(scope, counted, send)
             finally:
-                self.held -= mine
+                self.held -= own
 
         return weighed
 
@@ -385,7 +385,9 @@ class Server:
                 {
                     "object": "embedding",
                     "index": index,
-                    "embedding": encoded(vector, asked.encoding_format == "base64"),
+                    "embedding": encoded_vector(
+                        vector, asked.encoding_format == "base64"
+                    ),
                 }
             )
         usage = usage_of(sum(map(len, texts)), 0)
@@ -531,8 +533,8 @@ class Server:
             if isinstance(asked, CompletionRequest)
             else asked.NAMES.get("messages", "messages")
         )
-        wishes = [
-            Wish(
+        requests = [
+            AnswerRequest(
                 ids,
                 self._most(field, asked, ids, default),
                 asked.sampling,
@@ -556,7 +558,7 @@ class Server:
             watch,
             prompts if echo else (),
         )
-        return await answering.respond(request, self.service.answers(wishes), n)
+        return await answering.respond(request, self.service.answers(requests), n)
 
 
 def refused_for(asked: Modelled, field: str, why: str) -> Refusal:

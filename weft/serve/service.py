@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 from weft.checkpoint.convert.peft import is_adapter, read_adapter
 from weft.errors import UsageError, WeftError
+from weft.generate.beam_search import Hypothesis, Search
 from weft.generate.engine import Engine
 from weft.generate.grammar import Grammar
 from weft.generate.request import Generation, Written
 from weft.generate.sampling import Sampling
-from weft.generate.search import Hypothesis, Search
 
 
-class Wish(NamedTuple):
+class AnswerRequest(NamedTuple):
     """One prompt with the arguments of :meth:`Engine.submit`, in their order."""
 
     ids: Sequence[int]
@@ -90,14 +90,16 @@ class Service:
         self._thread.start()
 
     @asynccontextmanager
-    async def answers(self, wishes: Sequence[Wish]) -> AsyncIterator["Answers"]:
-        """The answers to ``wishes``; those that have not ended when this context is left are cancelled.
+    async def answers(
+        self, requests: Sequence[AnswerRequest]
+    ) -> AsyncIterator["Answers"]:
+        """The answers to ``requests``; those that have not ended when this context is left are cancelled.
 
-        Raises :class:`Busy`, and for any of the wishes what :meth:`Engine.submit` raises.
+        Raises :class:`Busy`, and for any of the requests what :meth:`Engine.submit` raises.
         """
         if self._cut:
             raise ServerEnding("the server ends; ask again later")
-        answers = Answers(self, asyncio.get_running_loop(), wishes)
+        answers = Answers(self, asyncio.get_running_loop(), requests)
         begun = asyncio.ensure_future(self.call(answers.begin))
         self._open.add(answers)
         try:
@@ -239,23 +241,26 @@ class Answers:
     """The answers that were asked for together, and their events as they come."""
 
     def __init__(
-        self, service: Service, loop: asyncio.AbstractEventLoop, wishes: Sequence[Wish]
+        self,
+        service: Service,
+        loop: asyncio.AbstractEventLoop,
+        requests: Sequence[AnswerRequest],
     ) -> None:
-        self.service, self.loop, self.wishes = service, loop, wishes
+        self.service, self.loop, self.requests = service, loop, requests
         self.generations: list[Generation] = []
         self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()
 
     def begin(self) -> None:
         """Submit all of them. Called in the engine's thread."""
         service = self.service
-        count = sum(wish.answers for wish in self.wishes)
+        count = sum(request.answers for request in self.requests)
         if count > service.most:
             raise UsageError(
                 f"{count} answers are asked for at once; the most is {service.most}"
             )
         service._check_room(count)
-        for wish in self.wishes:
-            self.generations += service.engine.submit(*wish)
+        for request in self.requests:
+            self.generations += service.engine.submit(*request)
         service._tell |= {
             generation: partial(self._pass_on, index)
             for index, generation in enumerate(self.generations)

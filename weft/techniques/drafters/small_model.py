@@ -50,7 +50,7 @@ class Guessed(NamedTuple):
     ),
     paper="Leviathan et al. 2022; Chen et al. 2023; Bhendawade et al. 2025 (Mirror-SD)",
     recipe="weft generate --checkpoint RUN --prompt TEXT --draft SMALL --ahead 2",
-    proof="tests/generate/test_draft.py, tests/generate/test_several.py",
+    proof="tests/generate/test_draft.py, tests/generate/test_text_options.py",
     figure=(
         "enumerated distributions to 1e-12; chi-square with penalties, top-p and "
         "grammars; ahead the same tokens, outcomes from the small model's own "

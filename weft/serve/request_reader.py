@@ -7,8 +7,8 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from weft.errors import WeftError
-from weft.serve.fields import explained, take_idle
 from weft.serve.protocol import Modelled, Refusal
+from weft.serve.request_fields import explained, take_idle
 
 Q = TypeVar("Q", bound=Modelled)
 

@@ -14,9 +14,9 @@ from tests.generate.test_cache import build as build_kind
 from tests.generate.test_many import count_preempted
 from weft.errors import UsageError
 from weft.generate.engine import Engine
+from weft.generate.joined_texts import Tags, Thread, hogwild, multiverse
 from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
-from weft.generate.streams import Tags, Thread, hogwild, multiverse
 from weft.models.paged import attending
 from weft.models.rope import angles, rotate
 from weft.models.transformer import Transformer

@@ -7,18 +7,19 @@ from dataclasses import dataclass
 
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError
+from weft.generate.beam_search import LENGTH_PENALTY, Search, vote
 from weft.generate.engine import Engine
+from weft.generate.joined_texts import Tags, hogwild, multiverse
 from weft.generate.sampling import Sampling
-from weft.generate.search import LENGTH_PENALTY, Search, vote
-from weft.generate.streams import Tags, hogwild, multiverse
 from weft.layout.layout import Layout
 
-#: The tokens by which a model parts its text, in the order of :class:`weft.generate.streams.Tags` (Yang et al. 2025).
+#: The tokens by which a model parts its text, in the order of :class:`weft.generate.joined_texts.Tags`
+#: (Yang et al. 2025).
 TAGS = ("<Outline>", "</Goal>", "<Path>", "</Path>", "<Conclusion>")
 
 
 @dataclass(frozen=True)
-class Several:
+class TextOptions:
     """What was asked for beside one text that is sampled."""
 
     texts: int = 1
@@ -32,7 +33,7 @@ class Several:
     @property
     def asked(self) -> bool:
         """Whether it is more than one text that is sampled."""
-        return self != Several()
+        return self != TextOptions()
 
     def check(self, temperature: float, draft: str, spread: Layout) -> None:
         """Raises :class:`UsageError` where that cannot be."""
@@ -133,9 +134,11 @@ class Several:
             openings = [
                 [int(i) for i in tokenizer.encode(f"\n\n{name}:")] for name in names
             ]
-            made = hogwild(engine, ids, openings, count, how, tokenizer.stops)
+            generations = hogwild(engine, ids, openings, count, how, tokenizer.stops)
             yield from zip(
-                names, (text_of(generation.written) for generation in made), strict=True
+                names,
+                (text_of(generation.written) for generation in generations),
+                strict=True,
             )
         elif self.paths:
             whole = multiverse(
@@ -145,9 +148,9 @@ class Several:
             pieces[0] = pieces[0][len(ids) :]
             yield f"{len(pieces)} pieces", "\n".join(text_of(piece) for piece in pieces)
         else:
-            made = engine.submit(ids, count, how, tokenizer.stops, self.texts)
+            generations = engine.submit(ids, count, how, tokenizer.stops, self.texts)
             engine.run()
-            for number, generation in enumerate(made, 1):
+            for number, generation in enumerate(generations, 1):
                 yield f"text {number} of {self.texts}", text_of(generation.written)
 
 

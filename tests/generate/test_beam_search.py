@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.generate.test_many import PROMPTS, SETTINGS, alone, build
+from weft.generate.beam_search import Search, length_penalty, vote
 from weft.generate.engine import Engine
 from weft.generate.sampling import GREEDY, Sampling
-from weft.generate.search import Search, length_penalty, vote
 from weft.models.transformer import Transformer
 
 

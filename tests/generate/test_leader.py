@@ -17,13 +17,13 @@ from tests.generate.test_cache import MIXERS
 from tests.generate.test_many import NEW, PROMPTS, SETTINGS, alone, count_preempted
 from weft.checkpoint.convert.peft import read_adapter
 from weft.errors import UsageError
-from weft.generate import ranks
+from weft.generate import leader
 from weft.generate.engine import Engine
+from weft.generate.joined_texts import hogwild
+from weft.generate.leader import check_layout, follow_leader, mesh_of_rank
 from weft.generate.lookup import Lookup
 from weft.generate.policies import policy_of
-from weft.generate.ranks import check_layout, follow, mesh_of_rank
 from weft.generate.sampling import GREEDY, Sampling
-from weft.generate.streams import hogwild
 from weft.layout.layout import Layout
 from weft.models.transformer import Transformer
 from weft.net.lost import PeerLost
@@ -82,7 +82,7 @@ def under(
     model = model_under(layout, mixer, dtype)
     if layout.world > 1 and dist.get_rank():
         for _ in settings:
-            follow(model)
+            follow_leader(model)
         return sum(p.numel() for p in model.parameters())
     found = []
     for setting in settings:
@@ -206,7 +206,7 @@ def counted(length: int, new: int) -> tuple[list[int], int, list[int]]:
         mock.patch("torch.nn.functional.linear", product),
     ):
         if dist.get_rank():
-            reader = follow(model)
+            reader = follow_leader(model)
         else:
             engine = Engine(model, budget=64, size=4, ranks=True)
             engine.submit([(7 * i + 3) % 31 for i in range(length)], new, GREEDY)
@@ -258,13 +258,13 @@ def timed(engine: Engine) -> tuple[float, int, int]:
 
 
 def slept(name: str, pause: float) -> Any:
-    run = ranks.RankReader.run
+    run = leader.RankReader.run
 
     def running(self: Any, *given: Any) -> Any:
         time.sleep(pause)
         return run(self, *given)
 
-    with mock.patch.object(ranks.RankReader, "run", running):
+    with mock.patch.object(leader.RankReader, "run", running):
         return under("pp=2", "softmax", "float32", (name,), timed)
 
 
@@ -303,17 +303,17 @@ def abandoned(layout: str) -> str:
     """What the first rank says when the other one is gone in the middle of a text."""
     model = model_under(Layout.parse(layout), "softmax")
     if dist.get_rank():
-        run, steps = ranks.RankReader.run, iter(range(3))
+        run, steps = leader.RankReader.run, iter(range(3))
 
         def running(self: Any, *given: Any) -> Any:
             next(steps)
             return run(self, *given)
 
         with (
-            mock.patch.object(ranks.RankReader, "run", running),
+            mock.patch.object(leader.RankReader, "run", running),
             pytest.raises(StopIteration),
         ):
-            follow(model)
+            follow_leader(model)
         return ""
     engine = Engine(model, ranks=True)
     engine.submit(PROMPTS[1], NEW, GREEDY)

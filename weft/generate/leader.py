@@ -224,7 +224,7 @@ class RankReader:
 
 
 class Leader(RankReader):
-    """The reader of the first rank, which the others :func:`follow`."""
+    """The reader of the first rank, which the others :func:`follow_leader`."""
 
     def __init__(self, model: Transformer, size: int) -> None:
         tickets = open_tickets()
@@ -284,7 +284,7 @@ def naming_lost_rank() -> Iterator[None]:
         raise
 
 
-def follow(model: Transformer) -> RankReader:
+def follow_leader(model: Transformer) -> RankReader:
     """On every rank but the first: do what the first rank's engine says, until it ends; returns this rank's reader.
 
     Ctrl-C is left to the first rank, which may have answers to finish.
