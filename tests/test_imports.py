@@ -31,7 +31,7 @@ OPEN = (
 )  # fmt: skip
 
 #: What still points upward, and what will end it. Take an entry out as soon as it does.
-UPWARD = {("run/signals.py", "train"): "a signal saves the run that is open"}
+UPWARD: dict[tuple[str, str], str] = {}
 
 
 def room(name: str) -> str:
@@ -105,7 +105,6 @@ def test_no_cycle_between_rooms() -> None:
 #: Imports that close a circle of files, and why they may. Take an entry out as soon as it does not.
 CIRCLES = {
     ("section.py", "recipe/unknown_key.py"): "a wrong key is answered with those of all sections, when there is one",
-    ("run/forked.py", "__main__.py"): "a forked process begins where the program does",
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def main() -> None:
         from weft.cli import main as run
         from weft.run.signals import requests
 
-        requests.owns_process = True
+        requests.program = main
         run()
     except KeyboardInterrupt:
         # of several ranks, the first

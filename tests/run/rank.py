@@ -73,12 +73,10 @@ def _do(folder: Path, deed: str, rank: int, more: tuple[str, ...]) -> None:
 
 def launch_forks(ranks: str, *words: str) -> None:
     """Launch forks of this process as ranks; exits with the launcher's code."""
-    from weft import __main__
     from weft.run.launch import launch
     from weft.run.signals import requests
 
-    requests.owns_process = True
-    __main__.main = lambda: be_rank(*sys.argv[1:])
+    requests.program = lambda: be_rank(*sys.argv[1:])
     sys.exit(launch(list(words), int(ranks), shared=["torch.distributed"]))
 
 

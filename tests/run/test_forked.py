@@ -18,7 +18,7 @@ from weft.run.signals import requests
 
 def try_to_fork(how: str) -> None:
     """Fork two ranks, and say how many came; those that came end without a word."""
-    requests.owns_process = how != "somebody else's program"
+    requests.program = None if how == "somebody else's program" else print
     if how == "a plugin":
         plugins.loaded.add("anything")
     if how == "a thread":
@@ -42,7 +42,6 @@ def test_a_variable_switches_it_off() -> None:
 
 def show(folder: str) -> None:
     """Fork two ranks that write what they are to files; print their exit codes."""
-    from weft import __main__
 
     def be_rank() -> None:
         known = {name: os.environ.get(name) for name in ("RANK", "HOME", "LEFT")}
@@ -50,8 +49,7 @@ def show(folder: str) -> None:
         Path(folder, os.environ["RANK"]).write_text(text)
         sys.exit(int(os.environ["RANK"]) * 3)
 
-    requests.owns_process, os.environ["LEFT"] = True, "what the launcher has"
-    __main__.main = be_rank
+    requests.program, os.environ["LEFT"] = be_rank, "what the launcher has"
     print("once")  # what is in a buffer is not written by forks again
     ranks = forked.fork_ranks(["train", "x y"], 2, [])
     for number, rank in enumerate(ranks):

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from weft.checkpoint.store import committed_checkpoints, step_of
 from weft.run import signals
+from weft.run.saved_steps import recorded_steps, what_is_saved
 from weft.run.signals import REPEAT_S, Stopped, StopRequests, noted_signals
-from weft.train.runs import recorded_steps, what_is_saved
 
 NUMBERS = st.sampled_from([signal.SIGINT, signal.SIGTERM])
 

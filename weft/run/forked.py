@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from ctypes import CDLL
 from pathlib import Path
@@ -67,10 +67,11 @@ def fork_ranks(
     """
     import torch
 
+    program = requests.program
     if (
         sys.platform != "linux"
         or os.environ.get(FORK) == "0"
-        or not requests.owns_process
+        or program is None
         or plugins.loaded
         or torch.cuda.is_available()
     ):
@@ -91,7 +92,7 @@ def fork_ranks(
             if (pid := os.fork()) == 0:
                 for other in (writing, *(rank._environment for rank in forked)):
                     os.close(other)
-                _be_rank(argv, parent, reading)
+                _be_rank(program, argv, parent, reading)
             os.close(reading)
             forked.append(ForkedRank(pid, writing))
     finally:
@@ -108,8 +109,10 @@ def _other_threads() -> bool:
     return not tasks.is_dir() or sum(1 for _ in tasks.iterdir()) > 1
 
 
-def _be_rank(argv: Sequence[str], parent: int, reading: int) -> NoReturn:
-    """Run ``weft *argv`` once its environment has come through the pipe, as an interpreter of its own would."""
+def _be_rank(
+    program: Callable[[], None], argv: Sequence[str], parent: int, reading: int
+) -> NoReturn:
+    """Run ``program`` with ``argv`` once its environment has come through the pipe, as a new interpreter would."""
     code = 1
     try:
         for number in stop_signals():
@@ -127,9 +130,7 @@ def _be_rank(argv: Sequence[str], parent: int, reading: int) -> NoReturn:
         os.environ.update(json.loads(environment))
         sys.argv = [sys.argv[0], *argv]
         requests.reset()
-        from weft.__main__ import main
-
-        main()
+        program()
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(bool(ended.code))

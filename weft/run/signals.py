@@ -70,8 +70,8 @@ class StopRequests:
     the run that this process trains, from when it is open until its end has been reported. ``clock`` gives seconds.
     """
 
-    #: Whether this process is a command's own, and not a program of somebody else's.
-    owns_process = False
+    #: What this process runs, if it is a command's own; None in a program of somebody else's.
+    program: Callable[[], None] | None = None
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -134,7 +134,7 @@ class StopRequests:
             self.at_once, self.latest = True, number
         if self.leaving:
             os._exit(128 + number)
-        if self.noted is None and self.owns_process and _is_importing(frame):
+        if self.noted is None and self.program is not None and _is_importing(frame):
             self.end_process()
         if self.noted is None:
             raise Stopped
@@ -168,7 +168,7 @@ class StopRequests:
         how = f"ended at once, by another {name}" if self.at_once else how
         if run is None:
             return how
-        from weft.train.runs import what_is_saved
+        from weft.run.saved_steps import what_is_saved
 
         return f"{how}; {what_is_saved(run)}"
 
