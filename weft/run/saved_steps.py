@@ -7,7 +7,7 @@ from pathlib import Path
 from weft.checkpoint.storage import Storage
 from weft.checkpoint.store import checkpoint_places, committed_checkpoints, step_of
 from weft.errors import WeftError
-from weft.observe.metrics import FILE
+from weft.observe.run_metrics import FILE
 
 #: Bytes at the end of a run's records in which its latest step is looked for.
 TAIL = 1 << 16
