@@ -22,7 +22,7 @@ LENGTH_PENALTY = 0.2
 
 
 class Hypothesis(NamedTuple):
-    """A text that has ended, without the token that ended it."""
+    """A finished text of a beam search, without its stop token."""
 
     ids: list[int]  # behind the prompt
     log_probability: float  # of all its tokens, with the one that ended it
@@ -32,13 +32,13 @@ class Hypothesis(NamedTuple):
 
 @dataclass(eq=False)
 class Beam(Request):
-    """A text that may be continued."""
+    """An unfinished text of a beam search, with the log-probability of its tokens."""
 
     log_probability: float = 0.0
 
 
 def length_penalty(tokens: int, alpha: float) -> float:
-    """The divisor of a text's log-probability (GNMT, Wu et al. 2016, 1609.08144); 1 with ``alpha = 0``."""
+    """Return the divisor of a text's log-probability (GNMT, Wu et al. 2016, 1609.08144); 1 with ``alpha = 0``."""
     return ((5 + tokens) / 6) ** alpha
 
 
@@ -76,7 +76,7 @@ class Search:
         return self.best()
 
     def best(self) -> list[Hypothesis]:
-        """The best ``width`` texts that have ended, the best one first."""
+        """Return the best ``width`` finished texts, by score in descending order."""
         return sorted(self.ended, key=lambda ended: -ended.score)[: self.width]
 
     def begin(self) -> None:
@@ -170,7 +170,7 @@ def vote(
     engine: Engine, prompt: Sequence[int], count: int, how: Sampling, n: int, answer: Callable[[list[int]], Hashable],
     stops: Collection[int] = (),
 ) -> tuple[Hashable, Counter[Hashable]]:  # fmt: skip
-    """The answer that most of ``n`` texts give, and the count of each (self-consistency, Wang et al. 2022, 2203.11171).
+    """Return the answer that most of ``n`` texts give, and a count of every answer (Wang et al. 2022, 2203.11171).
 
     ``answer`` returns the answer in the ids of a text, None if there is none. Texts that cannot change the outcome any
     more are cancelled.

@@ -27,7 +27,7 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """How many blocks nobody owns."""
+        """Return the number of blocks without an owner."""
         return self.blocks - len(self.owners)
 
     def take(self, key: bytes | None = None) -> int:
@@ -54,7 +54,7 @@ class BlockPool:
             self.owners[block] = self.owners.get(block, 0) + 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Take an owner from each of ``blocks``, a table or its end; those at the end are used again first."""
+        """Take one owner from each of ``blocks``, a table or its end. Blocks at the end are reused first."""
         for block in reversed(blocks):
             self.owners[block] -= 1
             if not self.owners[block]:
@@ -69,5 +69,5 @@ class BlockPool:
             self.known[key], self.keys[block] = block, key
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest prefix of ``keys`` that is known."""
+        """Return the blocks of the longest known prefix of ``keys``."""
         return [self.known[key] for key in takewhile(self.known.__contains__, keys)]

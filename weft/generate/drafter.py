@@ -17,7 +17,7 @@ SMALL_MODEL = "small-model"
 
 
 class Drafter:
-    """Guesses what will be written. ``looks_ahead``: it takes ``--ahead``."""
+    """Proposes draft tokens for requests. ``looks_ahead``: the drafter takes ``--ahead``."""
 
     looks_ahead: ClassVar[bool] = False
 

@@ -45,7 +45,7 @@ BUDGET = 512
 
 
 class WantedRows(NamedTuple):
-    """The rows of logits of a request in a pass: behind tokens of its prompt from ``first`` on, and to draw from."""
+    """Rows of logits that a pass returns for a request: prompt rows from token ``first`` on, and rows to draw from."""
 
     request: Request
     first: int
@@ -54,7 +54,7 @@ class WantedRows(NamedTuple):
 
 
 class LaunchedPass(NamedTuple):
-    """A forward pass under way: the requests that get tokens from it, their rows, and what waits for logits."""
+    """A forward pass under way: the requests that get tokens, their rows, and a function that waits for the logits."""
 
     drawn: ScheduledStep
     rows: list[WantedRows]
@@ -145,7 +145,7 @@ class Engine:
         return generations
 
     def add_adapter(self, name: str, adapter: HostAdapter) -> None:
-        """Let requests name ``adapter``. Adapters in use are copied into the cache, beside texts."""
+        """Register ``adapter`` for requests. Adapters in use are copied into the cache, beside texts."""
         if isinstance(self.reader, PagedReader) and self.reader.alike:
             raise UsageError(
                 "what adapters add depends on the batch; leave out invariant"
@@ -160,12 +160,12 @@ class Engine:
         keys[name] = shelf_keys(name, self.reader.add_adapter(name, adapter))
 
     def probe(self) -> None:
-        """Compute one token, after which the bytes of a block are known."""
+        """Compute one token, so that the size of a cache block in bytes is known."""
         self.submit([0], 1)
         self.run()
 
     def fit(self, memory: int) -> int:
-        """Limit the cache to ``memory`` bytes; returns for how many tokens that is room."""
+        """Limit the cache to ``memory`` bytes; return its capacity in tokens."""
         self.probe()
         block = sum(
             pages.store[:, 0].nbytes
@@ -177,7 +177,7 @@ class Engine:
         return self.scheduler.pool.blocks * self.reader.size
 
     def cancel(self, generation: Generation) -> None:
-        """End a request, whatever its state."""
+        """Cancel a request in any state."""
         # it was to read the prompt for them
         if left := [sibling for sibling in generation.siblings if not sibling.finished]:
             left[0].siblings, generation.siblings = left[1:], []
@@ -199,7 +199,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Written]:
-        """Launch as many forward passes as may be under way, and finish the oldest; returns what that one wrote."""
+        """Launch as many passes as the reader takes, finish the oldest, and return the tokens that it wrote."""
         while len(self.sent) < self.reader.depth and self._send():
             pass
         return self._receive(self.sent.popleft()) if self.sent else []
@@ -318,7 +318,7 @@ class Engine:
         )
 
     def stream(self, generation: Generation) -> Iterator[int]:
-        """The tokens of one request as they come, while others go on too. Ending early cancels it."""
+        """Yield the tokens of one request while other requests go on. Closing the generator cancels the request."""
         try:
             for at in count(generation.prompt):
                 while at == len(generation.ids) and not generation.finished:
@@ -330,17 +330,17 @@ class Engine:
             self.cancel(generation)
 
     def run(self) -> None:
-        """Go on until every request has ended."""
+        """Take steps until every request has ended."""
         while self.step() or self.scheduler.running or self.scheduler.waiting:
             pass
 
     def close(self) -> None:
-        """Let the other ranks end, if there are any."""
+        """End the other ranks, if there are any."""
         self.reader.close()
 
 
 def wanted_rows(request: Request, tokens: int) -> WantedRows:
-    """The rows of logits that are wanted of a request whose next ``tokens`` tokens a pass computes."""
+    """Count the rows of logits that a request needs from a pass over its next ``tokens`` tokens."""
     drawn = (
         1 + sum(len(branch.path) for branch in request.branches)
         if tokens == request.wanted

@@ -32,7 +32,7 @@ class Grammar:
         self._left = left  # seconds that are not used yet
 
     def mask(self) -> torch.Tensor:
-        """Which ids can follow: bool ``[vocab]``, also for ids of the model that the tokenizer does not have."""
+        """Return the ids that can follow, bool ``[vocab]``; ids without a token in the tokenizer are False."""
         if self._left < 0:
             return torch.zeros(self._vocab, dtype=torch.bool).index_fill(
                 0, torch.tensor(self.ends), True
@@ -52,12 +52,12 @@ class Grammar:
         return accepted
 
     def copy(self) -> "Grammar":
-        """An independent grammar in the same state."""
+        """Return an independent grammar in the same state."""
         return Grammar(self._matcher.deep_copy(), self._vocab, self.ends, self._left)
 
     @property
     def failure(self) -> str:
-        """Why the text cannot go on, if the grammar has become too complex for it."""
+        """Error message of a grammar that has become too complex; None otherwise."""
         said = (
             "it takes too much time"
             if self._left < 0

@@ -171,7 +171,7 @@ def multiverse(
 
 
 def outlines_of(piece: Generation, tags: Tags) -> list[list[int]]:
-    """The tokens of each outline in what was written in ``piece``."""
+    """Return the tokens of each outline in the text of ``piece``."""
     written = piece.written[:-1]
     places = [i for i, token in enumerate(written) if token == tags.outline]
     return [

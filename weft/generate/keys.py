@@ -15,14 +15,14 @@ def root_key(
 
 
 def chained_keys(root: bytes, ids: Sequence[int], size: int) -> Iterator[bytes]:
-    """The key of every full block of a text: a hash of its tokens and of the key before, and so of all before it."""
+    """Yield the key of every full block of a text: a hash of the block's tokens and of the previous key."""
     for at in range(0, len(ids) - size + 1, size):
         root = _key(root + repr(tuple(ids[at : at + size])).encode())
         yield root
 
 
 def shelf_keys(adapter: str, blocks: int) -> list[bytes]:
-    """The keys of the blocks that an adapter is in."""
+    """Return the keys of the cache blocks that hold an adapter."""
     return [_key(repr((adapter, block)).encode()) for block in range(blocks)]
 
 

@@ -66,7 +66,7 @@ def check_layout(layout: Layout, shape: ModelShape | None = None) -> None:
 
 
 def of_parameters(layout: Layout) -> Layout:
-    """The layout of the parameters under ``layout``, in which ``cp`` acts as ``dp``: it cuts only experts."""
+    """Return the layout of the parameters, in which ``cp`` acts as ``dp`` and cuts only experts."""
     order = layout.order.replace("cp", "dp")
     return Layout(
         dp=layout.cp,
@@ -79,7 +79,7 @@ def of_parameters(layout: Layout) -> Layout:
 
 
 def mesh_of_rank(layout: Layout, device: str) -> Mesh:
-    """The mesh of this rank's model. Raises :class:`UsageError` if the layout's ranks were not started together."""
+    """Build the mesh of this rank. Raises :class:`UsageError` if the layout's ranks were not started together."""
     if layout.world > 1 and (
         not dist.is_initialized() or dist.get_world_size() != layout.world
     ):
@@ -224,7 +224,7 @@ class RankReader:
 
 
 class Leader(RankReader):
-    """The reader of the first rank, which the others :func:`follow_leader`."""
+    """Reader of the first rank. Other ranks run :func:`follow_leader`."""
 
     def __init__(self, model: Transformer, size: int) -> None:
         tickets = open_tickets()
@@ -262,20 +262,20 @@ class Leader(RankReader):
             )
 
     def add_adapter(self, name: str, adapter: HostAdapter) -> int:
-        """Let requests name ``adapter``; returns how many blocks it needs."""
+        """Register ``adapter`` for requests; return the number of blocks that it needs."""
         with naming_lost_rank():
             return self.take_adapter(
                 self.tickets.give(("take_adapter", name, None)), name, adapter
             )
 
     def close(self) -> None:
-        """Let the other ranks end."""
+        """End the other ranks."""
         self.tickets.close()
 
 
 @contextmanager
 def naming_lost_rank() -> Iterator[None]:
-    """Turn the failure of a wait for another rank, in here, into an error that names that rank."""
+    """Convert a failed wait for another rank into an error that names the rank."""
     try:
         yield
     except RuntimeError as error:

@@ -92,7 +92,7 @@ class NgramIndex:
 
 @dataclass
 class Trust:
-    """A request's text, and how well it was guessed: after wrong guesses there are fewer and shorter ones."""
+    """Text of a request and the hit rate of its drafts. After wrong drafts the next ones are fewer and shorter."""
 
     text: NgramIndex
     most: int = 4  # tokens of the next path
@@ -102,7 +102,7 @@ class Trust:
     pause: int = 0  # steps without a guess
 
     def learn(self, ids: Sequence[int]) -> None:
-        """Add what was written to the text, and judge the last guess by it."""
+        """Append the newly written tokens to the text, and score the last draft against them."""
         self.text.extend(ids[len(self.text.ids) :])
         place, paths = self.guessed
         self.guessed, self.pause = (0, ()), max(0, self.pause - 1)

@@ -38,7 +38,7 @@ class TextSlice(NamedTuple):
 
 
 def parts_of(step: ScheduledStep) -> list[TextSlice]:
-    """What a step computes: of every request its tokens with the guess in its own blocks, then its other guesses."""
+    """List the slices of a step: each request's tokens with the draft in its own blocks, then other drafts."""
     parts = []
     for request, tokens in step.work.items():
         own = [b.path for b in request.branches if b.table is request.table]
@@ -105,7 +105,7 @@ class PackedRow(NamedTuple):
 
     @classmethod
     def of(cls, said: Sequence[Any]) -> "PackedRow":
-        """The row that was sent as JSON, which knows only lists."""
+        """Build a row from its JSON form, in which all sequences are lists."""
         ids, positions, spans, wanted, adapters = said
         return cls(
             ids,
@@ -123,7 +123,7 @@ class PackedRow(NamedTuple):
 
 
 def pack(parts: Iterable[TextSlice]) -> PackedRow:
-    """A row with the new tokens of all ``parts``."""
+    """Pack the new tokens of all ``parts`` into one row."""
     row = PackedRow([], [], [], [], [])
     for text, past, table, rows, offset, context, adapter in parts:
         first = len(row.ids)
@@ -161,7 +161,7 @@ class PagedReader:
         return lambda: logits
 
     def add_adapter(self, name: str, adapter: HostAdapter) -> int:
-        """Let requests name ``adapter``; returns how many blocks it needs."""
+        """Register ``adapter`` for requests; return the number of blocks that it needs."""
         return self.shelf.add(name, adapter)
 
     def embed(self, ids: Sequence[int], last: bool) -> T:
@@ -173,7 +173,7 @@ class PagedReader:
         return pooled(self.model.hidden(row[:1], row[1:], ends.int())[0], last)
 
     def close(self) -> None:
-        """Nothing to do: no other ranks follow this one."""
+        """Do nothing, as no other ranks follow this one."""
 
     def read(
         self,

@@ -81,7 +81,7 @@ class Scheduler:
         request.shelf, request.table, request.keys, request.computed = [], [], [], 0
 
     def renew(self) -> None:
-        """The weights have changed: nothing that was computed with the old ones is used any more."""
+        """Recompute all running requests, as the weights have changed; cached blocks of the old weights stay unused."""
         self.version += 1
         for request in list(self.running):
             self.add(request)

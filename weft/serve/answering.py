@@ -215,7 +215,7 @@ class Answering:
 def replies_to(
     asked: SamplingRequest, model: str, tokenizer: Tokenizer, prompt: int
 ) -> Replies | ResponseReplies | MessageReplies:
-    """What writes the answers in the interface that was asked by."""
+    """Return the writer of answers for the interface of the request: OpenAI's, Responses or Anthropic's."""
     if isinstance(asked, ResponsesRequest):
         return ResponseReplies(asked, model)
     return (
@@ -255,7 +255,7 @@ async def entered(context: Any, field: str) -> Answers:
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """An error as a client sees it: its own mistake, too much at a time, or a fault of the server."""
+    """Convert an error to the refusal that a client gets: 400 for its mistake, 429 when busy, 5xx for server faults."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, Busy):
@@ -268,7 +268,7 @@ def refusal_of(error: Exception) -> Refusal:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` returns; raises :class:`ClientDisconnect` when the client leaves before, and refusals."""
+    """Return the result of ``work``. Raises :class:`ClientDisconnect` if the client leaves first, and refusals."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(left(request))
     try:
@@ -284,12 +284,12 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def left(request: Request) -> None:
-    """Wait until the client has disconnected."""
+    """Return once the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def event_text(what: dict[str, Any]) -> str:
-    """An event of a stream."""
+    """Format one server-sent event."""
     name = f"event: {what['type']}\n" if "type" in what else ""
     return f"{name}data: {json.dumps(what, ensure_ascii=False)}\n\n"

@@ -12,7 +12,7 @@ class Call(NamedTuple):
 
 
 class CallPiece(NamedTuple):
-    """What is new of a call: its name when it begins (else None), and more text of its arguments."""
+    """A streamed piece of a call: its name in the first piece (else None), and more text of its arguments."""
 
     number: int
     name: str | None
@@ -54,7 +54,7 @@ class CallFinder:
         self._at = self._shown = 0
 
     def add(self, piece: str) -> tuple[str, list[CallPiece]]:
-        """Add ``piece``; returns the text that is no call, as far as it is certain, and what is new of calls."""
+        """Add a piece of text; return the text that is certainly no call, and new pieces of calls."""
         self.kept += piece
         text = "" if self._reached else self._before()
         return text, list(self._news()) if self._reached and (
@@ -86,7 +86,7 @@ class CallFinder:
 
     @property
     def full(self) -> bool:
-        """Whether there are as many calls as there can be."""
+        """Whether the most calls allowed have been found."""
         return len(self.calls) == self.most
 
     def _is_callable(self, name: Any) -> bool:
@@ -118,7 +118,7 @@ class CallFinder:
             self._at, self._shown = call.end, 0
 
     def end(self, finish: str) -> AnswerEnd:
-        """The text has ended for the reason ``finish``; returns what was held back of it."""
+        """End the text for the reason ``finish``; return the part that was held back."""
         pieces = list(self._news()) if self._reached else []
         if self.full:  # what stands behind the last call is left out
             return AnswerEnd("", pieces, "tool_calls")

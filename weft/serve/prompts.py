@@ -181,7 +181,7 @@ class Prompts:
         return variables | without_marks(asked.chat_template_kwargs)
 
     async def form(self) -> CallForm | None:
-        """How the chat template writes calls of tools."""
+        """Return the form in which the chat template writes tool calls; None if none is known."""
         return await _run(self._short, lambda: self._short.form)
 
     async def grammar(self, language: Language) -> Grammar:
@@ -195,7 +195,7 @@ class Prompts:
         )
 
     def close(self) -> None:
-        """End the threads, each after what it is doing."""
+        """End each thread after its current task."""
         for thread in (self._short.thread, self._long.thread, self._compiling):
             thread.shutdown(wait=False, cancel_futures=True)
 
@@ -213,7 +213,7 @@ async def _run(encoder: PromptEncoder, action: Callable[[], R]) -> R:
 
 
 def copied(tokenizer: Tokenizer) -> Tokenizer:
-    """The same tokenizer, for use in another thread."""
+    """Copy a tokenizer for use in another thread."""
     if tokenizer.model is None:
         return tokenizer
     model = tokenizers.Tokenizer.from_str(tokenizer.model.to_str())
@@ -222,7 +222,7 @@ def copied(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def as_written(message: Message, form: CallForm | None) -> Message:
-    """A message whose calls were cut in their arguments, with these as the text that the model had written."""
+    """Write calls that were cut in their arguments as the text that the model had written; others stay calls."""
     calls = message.get("tool_calls", [])
     whole = [call for call in calls if isinstance(call["function"]["arguments"], dict)]
     if form is None or len(whole) == len(calls):
@@ -243,7 +243,7 @@ def continued(
     tools: Sequence[Message],
     variables: Mapping[str, Any],
 ) -> Marked:
-    """The text of a conversation up to the last word of its last message. Raises :class:`UsageError`."""
+    """Render a conversation up to the last word of its last message. Raises :class:`UsageError`."""
     last = talk[-1]
     if last["role"] != "assistant" or not last["content"].strip():
         raise UsageError(

@@ -89,7 +89,7 @@ def object_in(given: Schema, name: str, path: str = "") -> Schema:
 
 
 def shown_json(value: Any) -> str:
-    """A value of JSON as an error shows it."""
+    """Format a JSON value for an error line, cut to 40 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
@@ -157,7 +157,7 @@ class Modelled(RequestFields):
 
     @classmethod
     def prepared(cls, given: Schema) -> Schema:
-        """``given`` as the declared fields have it."""
+        """Convert a request body to the declared fields."""
         return given
 
 
@@ -210,7 +210,7 @@ class SamplingRequest(Modelled):
 
     @property
     def form_field(self) -> str:
-        """The field that :attr:`language` is from."""
+        """Name of the request field that sets :attr:`language`."""
         return "structured_outputs" if self.structured_outputs else "response_format"
 
     @property
@@ -219,7 +219,7 @@ class SamplingRequest(Modelled):
 
     @property
     def top(self) -> int | None:
-        """How many log-probabilities beside the chosen token's are asked for; None: not even that."""
+        """Number of alternative log-probabilities per token; 0: the chosen token's alone, None: none."""
         raise NotImplementedError
 
     @property
@@ -291,7 +291,7 @@ class Tool(RequestFields):
 
 
 class ToolChoice(NamedTuple):
-    """Whether the answer may or has to call tools, and which of them (None: any)."""
+    """Whether the answer may or must call tools, and the names of the allowed ones (None: any)."""
 
     mode: Literal["none", "auto", "required"] = "auto"
     names: tuple[str, ...] | None = None
@@ -353,7 +353,7 @@ class Conversing(Modelled):
 
     @property
     def opens(self) -> bool:
-        """Whether the assistant's next turn is begun."""
+        """Whether the prompt opens the assistant's next turn."""
         return (
             not self.continue_final_message
             if self.add_generation_prompt is None
@@ -405,7 +405,7 @@ class ChatRequest(SamplingRequest, Conversing):
 
     @property
     def forced(self) -> bool:
-        """Whether the answer has to call one of those that are offered."""
+        """Whether the answer must call one of the offered tools."""
         return self.tool_choice.mode == "required"
 
     @property

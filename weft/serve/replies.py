@@ -18,7 +18,7 @@ Usage = dict[str, Any]
 
 
 class Answer(NamedTuple):
-    """One answer, or what is new of it in a stream."""
+    """One whole answer, or its new part in a stream."""
 
     text: str
     events: Sequence[TokenEvent]
@@ -29,7 +29,7 @@ class Answer(NamedTuple):
     stop: str | None = None  # the stop string that has ended it
 
     def joined(self, new: "Answer") -> "Answer":
-        """This answer with what is new of it."""
+        """Return this answer with a new part appended."""
         events, calls = (
             cast(list[TokenEvent], self.events),
             cast(list[CallPiece], self.calls),
@@ -71,11 +71,11 @@ class Replies:
         self.head = {"id": self.id, "created": int(time.time()), "model": model}
 
     def begun(self) -> Iterator[dict[str, Any]]:
-        """Before anything is written."""
+        """Yield the events of a stream that come before the first token."""
         yield from ()
 
     def chunks(self, index: int, new: Answer, first: bool) -> Iterator[dict[str, Any]]:
-        """What is new of one answer."""
+        """Yield the stream chunks for the new part of one answer."""
         choice: dict[str, Any] = {
             "index": index,
             "logprobs": self._logs(index, [*new.echo, *new.events]),
@@ -102,7 +102,7 @@ class Replies:
         )
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        """All of the answers."""
+        """Build the response body of all answers."""
         choices = []
         for index, (text, events, calls, finish, thought, echo, _) in enumerate(
             answers
@@ -128,7 +128,7 @@ class Replies:
         return {**self.head, "object": kind, "choices": choices, "usage": usage}
 
     def ended(self, usage: Usage) -> Iterator[dict[str, Any]]:
-        """The last chunk of a stream that was asked to count."""
+        """Yield the usage chunk that ends a stream, if the request asks for it."""
         if self.include_usage:
             yield {**self.head, "object": self.kind, "choices": [], "usage": usage}
 
@@ -193,7 +193,7 @@ class TextOffsets:
 
 
 def usage_of(prompt: int, written: int, hits: int = 0, thinking: int = 0) -> Usage:
-    """The counts of tokens in an answer: ``hits`` of prompts that were in the cache, ``thinking`` of its reasoning."""
+    """Build the token counts of a response. ``hits``: prompt tokens from the cache; ``thinking``: reasoning tokens."""
     counts = {
         "prompt_tokens": prompt,
         "completion_tokens": written,
@@ -212,7 +212,7 @@ def usage_of(prompt: int, written: int, hits: int = 0, thinking: int = 0) -> Usa
 
 
 def call_fields(piece: CallPiece) -> dict[str, Any]:
-    """The JSON of a tool call, or of what is new of it."""
+    """Build the JSON of a tool call, or of its new part in a stream."""
     if piece.name is None:
         return {"function": {"arguments": piece.arguments}}
     said = {"name": piece.name, "arguments": piece.arguments}

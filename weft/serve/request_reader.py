@@ -16,7 +16,7 @@ log = logging.getLogger("weft.serve")
 
 
 class RequestReader:
-    """Reads requests, and remembers which fields the log has named."""
+    """Reads requests, and logs each unused field once."""
 
     def __init__(self) -> None:
         self.logged: set[str] = set()
@@ -42,7 +42,7 @@ class RequestReader:
         return request
 
     def note(self, names: list[str]) -> None:
-        """Say in the log that these fields are not needed, of those that it has not named before."""
+        """Log the fields in ``names`` that change nothing, unless they were logged before."""
         fresh = sorted(set(names) - self.logged)
         self.logged.update(fresh)
         if fresh:

@@ -36,7 +36,7 @@ class ResponsesRequest(ChatRequest):
 
 
 def responses_as_chat(asked: Schema) -> Schema:
-    """The fields of a chat that asks the same. Raises ValueError, with the field's name before a colon."""
+    """Convert a body of ``/v1/responses`` to chat fields. Raises ValueError, with the field's name before a colon."""
     moved = (
         "input",
         "text",
@@ -76,7 +76,7 @@ def _included(asked: Schema) -> list[Any]:
 
 
 def nested(tool: Any) -> Any:
-    """A tool as chats have it."""
+    """Convert a tool to the nested form of chat requests."""
     if not isinstance(tool, dict):
         return tool
     function = {
@@ -88,7 +88,7 @@ def nested(tool: Any) -> Any:
 
 
 def messages_of_input(asked: Schema) -> list[Schema]:
-    """What is said in a chat in the place of instructions and items."""
+    """Convert instructions and input items to chat messages."""
     said = list[Schema]()
     if asked.get("instructions"):
         said.append({"role": "system", "content": asked["instructions"]})
@@ -161,7 +161,7 @@ class ResponseReplies:
             yield self._event(kind, response=self.response)
 
     def chunks(self, index: int, new: Answer, first: bool) -> Iterator[Schema]:
-        """What is new of the answer."""
+        """Yield the events for the new part of the answer."""
         if new.thought:
             if not self.output:
                 thought: Schema = {"type": "reasoning_text", "text": ""}

@@ -329,7 +329,7 @@ class Server:
 
     @property
     def limit(self) -> TokenLimit:
-        """How many tokens a prompt and its answer may have together."""
+        """Largest number of tokens of a prompt and its answer together."""
         engine = self.service.engine
         cache = engine.scheduler.pool.blocks * engine.reader.size
         if self.context is None or self.context > cache:
@@ -562,7 +562,7 @@ class Server:
 
 
 def refused_for(asked: Modelled, field: str, why: str) -> Refusal:
-    """A refusal that names ``field`` as the client does."""
+    """Build a refusal with the client's own name of ``field``."""
     name = asked.NAMES.get(field, field)
     return Refusal(400, f"{name}: {why}", param=name)
 
@@ -575,7 +575,7 @@ async def refused(request: Request, error: Exception) -> Response:
 
 
 def body_of(request: Request, refusal: Refusal) -> dict[str, Any]:
-    """A refusal in the shape of the interface that was asked."""
+    """Return a refusal's body in OpenAI's or Anthropic's form, by the path of the request."""
     return error_of(refusal) if request.url.path.startswith(MESSAGES) else refusal.body
 
 

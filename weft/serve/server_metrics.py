@@ -22,7 +22,7 @@ WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class ServerMetrics:
-    """What is measured of one engine and of the requests to it."""
+    """Prometheus metrics of one engine and its requests."""
 
     def __init__(self, engine: Engine) -> None:
         registry = self.registry = CollectorRegistry()
@@ -106,7 +106,7 @@ class AnswerTimer:
         metrics.prompt.inc(prompt)
 
     def record(self, event: TokenEvent, generation: Generation) -> None:
-        """An event has come: a token, an end or both."""
+        """Record the time of an event: a token, an end, or both."""
         metrics, now = self.metrics, time.perf_counter()
         if event.token is not None:
             metrics.written.inc()

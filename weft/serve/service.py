@@ -36,7 +36,7 @@ class AnswerRequest(NamedTuple):
 
 
 class TokenEvent(NamedTuple):
-    """What a step did for one answer: its next token, or None where it ended without one."""
+    """Result of a step for one answer: the next token, or None where the answer ended without one."""
 
     number: int  # which of the answers that were asked for together
     token: int | None
@@ -66,11 +66,11 @@ def add_adapters(engine: Engine, folder: Path, model: str) -> list[str]:
 
 
 class Busy(WeftError):
-    """Too many answers are being written to take on more."""
+    """Error of a request above the limit of answers at a time."""
 
 
 class ServerEnding(WeftError):
-    """The server ends before the answer does."""
+    """Error of an answer that the end of the server cuts off."""
 
 
 class Service:
@@ -158,7 +158,7 @@ class Service:
         self._searches.clear()
 
     def cut_answers(self) -> int:
-        """Let everybody who waits for answers know that the server ends; returns how many answers are cut."""
+        """End all unfinished answers with :class:`ServerEnding`; return their number."""
         self._cut = True
         for answers in self._open:
             answers.end_early()
@@ -183,7 +183,7 @@ class Service:
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """End the thread, after the step that it is in."""
+        """End the engine's thread after its current step."""
         with self._wake:
             self._closed = True
             self._wake.notify()
@@ -251,7 +251,7 @@ class Answers:
         self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()
 
     def begin(self) -> None:
-        """Submit all of them. Called in the engine's thread."""
+        """Submit all requests. Called in the engine's thread."""
         service = self.service
         count = sum(request.answers for request in self.requests)
         if count > service.most:
@@ -282,15 +282,15 @@ class Answers:
         self.loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     def end_early(self) -> None:
-        """Let who waits for the next event know that no more will come."""
+        """Make :meth:`next` raise :class:`ServerEnding`."""
         self._events.put_nowait(TokenEvent(0, None, None, "ended"))
 
     async def cancel(self, index: int) -> None:
-        """Stop one of them, whose text has ended."""
+        """Cancel the answer number ``index``, whose text has ended."""
         await self.service.call(partial(self.end, [self.generations[index]]))
 
     async def next(self) -> TokenEvent:
-        """The next event of any of them."""
+        """Wait for the next event of any answer and return it."""
         event = await self._events.get()
         if event.finished == "ended":
             raise ServerEnding(

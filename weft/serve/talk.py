@@ -123,7 +123,7 @@ def _ctrl_c(handler: Callable[[int, FrameType | None], Any] | None) -> Iterator[
 
 
 def server_speaker(url: str, key: str, settings: dict[str, Any]) -> Speaker:
-    """What a server at ``url`` answers, its first model. ``settings``: of every request, such as the temperature.
+    """Return a speaker that asks the first model of the server at ``url``. ``settings`` go into every request.
 
     Raises :class:`WeftError` if it cannot be reached, or refuses.
     """
@@ -194,7 +194,7 @@ def model_speaker(
     ema: bool,
     warn: Callable[[str], None],
 ) -> Speaker:
-    """What a model of this machine answers. Its engine keeps what it has computed, so each turn reads its own words."""
+    """Return a speaker that runs a model in this process. Its cache keeps earlier turns of a conversation."""
     import torch
 
     from weft.checkpoint.model import open_model, tokenizer_of
@@ -223,5 +223,5 @@ def model_speaker(
 
 
 def key_of_environment() -> str:
-    """The key that OpenAI's clients would send."""
+    """Return the API key in ``OPENAI_API_KEY``, or an empty text."""
     return os.environ.get("OPENAI_API_KEY", "")

@@ -29,7 +29,7 @@ def write_texts(
     asks: Sequence[TextRequest],
     done: Callable[[], object] = lambda: None,
 ) -> list[str]:
-    """The texts for all of ``asks``, in their order; ``done`` is called as each of them ends."""
+    """Write the texts of all ``asks`` and return them in order; ``done`` is called as each of them ends."""
     writers = {
         engine.submit(a.ids, a.most, a.how, a.stops)[0]: TextDecoder(tokenizer, a.until)
         for a in asks
@@ -55,7 +55,7 @@ def write_texts(
 def samples(
     where: Where, settings: Generate, warn: Callable[[str], None], ema: bool = False
 ) -> list[str]:
-    """What the model at ``where`` writes after each prompt, or with ``settings.chat`` answers to it.
+    """Write what the model at ``where`` continues each prompt with, or with ``settings.chat`` its answers.
 
     ``ema``: use the moving averages of its parameters.
     """
