@@ -18,7 +18,7 @@ import os
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ from weft.models.hugging_face import export
 from weft.observe.flops import measured_flops
 from weft.parallel.experts import affinity
 from weft.recipe import ModelShape, load_recipe
+from weft.registry import names
 from weft.shapes.parameters import parameters
 from weft.techniques.dispatch.timed.trials import TRIALS
 from weft.train.rule_optimizer import learning_rate
@@ -77,9 +78,7 @@ JOBS = {
 }  # fmt: skip
 #: The options of ``timed`` on four ranks: three ways for blocks of one or two ranks, and one where all are a block.
 OPTIONS = 7
-DISPATCH = [
-    way for way in get_args(Layout.model_fields["dispatch"].annotation) if way != "none"
-]
+DISPATCH = names("dispatch")
 
 
 def transformers_model(job: Job, weights: dict[str, torch.Tensor]) -> nn.Module:
