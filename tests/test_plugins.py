@@ -61,7 +61,7 @@ class Diary:
             raise SystemExit("no paper")
 
     def after_evaluation(self, run, values):
-        self.write(run, "evaluation", sorted(found))
+        self.write(run, "evaluation", sorted(values))
 
     def end(self, run):
         self.write(run, "end", run.checkpoint.name)

@@ -17,6 +17,7 @@ from weft.errors import UsageError, WeftError
 from weft.observe.charts import POINTS, charts, minutes, running_mean, thin
 from weft.observe.run_metrics import FILE, Metrics, RecordedRun, read_metrics
 from weft.observe.run_page import (
+    PLOTLY,
     flat,
     headline_numbers,
     rows_side_by_side,
@@ -199,11 +200,43 @@ def test_page_needs_nothing_from_outside(tmp_path: Path) -> None:
     )
     text = page.read_text()
     assert page == tmp_path / "elsewhere" / "page.html"
-    assert not re.search(
-        r"<(script|link|img)[^>]+(src|href)=", text.replace("plotly", "")
-    )
-    assert text.count("plotly.js v") == 1
+    assert re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"(.*?)\"", text) == [
+        PLOTLY
+    ]
+    assert "plotly.js v" in (page.parent / PLOTLY).read_text()
     assert "{{" not in re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
+
+
+def test_pages_of_a_folder_share_plotly_and_its_file_is_mended(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "run", steps=3, resume_at=None)
+    pages = write_report(run), write_report(run, run)
+    program = run / PLOTLY
+    whole = program.read_bytes()
+    assert all(page.stat().st_size < len(whole) / 10 for page in pages)
+    program.write_bytes(whole[:100])
+    write_report(run)
+    assert program.read_bytes() == whole
+
+
+def test_a_run_that_has_not_done_its_steps_says_so(tmp_path: Path) -> None:
+    done = fake_run(tmp_path / "done", steps=3, resume_at=None)
+    short = fake_run(tmp_path / "short", steps=6, resume_at=None)
+    file = short / FILE
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    kept = [row for row in rows if row["step"] <= 4 and row["kind"] != "event"]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in kept))
+    page = write_report(short).read_text()
+    assert "Step 4 of 6: this run was interrupted" in page
+    assert "<h2>Events</h2>" not in page  # an empty panel
+    assert "this run was interrupted" not in write_report(done).read_text()
+    assert "short: Step 4 of 6." in write_report(done, short).read_text()
+
+
+def test_words_of_a_layout_have_a_legend(tmp_path: Path) -> None:
+    page = write_report(fake_run(tmp_path / "run", steps=3, resume_at=None)).read_text()
+    meanings = dict(re.findall(r"<dt>(\w+)</dt><dd>(.*?)</dd>", page))
+    assert list(meanings) == ["shard", "cp"]
+    assert meanings["cp"].startswith("Context parallel ranks")
 
 
 def test_no_run_is_one_line(tmp_path: Path) -> None:

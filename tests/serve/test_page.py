@@ -37,7 +37,7 @@ def server() -> Iterator[Running]:
 @pytest.fixture
 def page(server: Running, tmp_path: Path) -> Iterator[Page]:
     with opened(str(server.client.base_url), tmp_path) as page:
-        page.wait("document.title == 'tiny'")
+        page.wait("document.title == 'tiny · Weft chat'")
         yield page
 
 
@@ -80,6 +80,26 @@ def test_a_talk_streams_and_remembers(
     assert (tmp_path / "page.png").stat().st_size > 5000
 
 
+def test_a_greeting_goes_and_a_system_prompt_is_sent(
+    server: Running, page: Page
+) -> None:
+    assert "This is tiny." in page.value(
+        "document.querySelector('#greeting').textContent"
+    )
+    page.value("document.querySelector('#system').value = 'Be brief'")
+    ask(page, "Hi", 8)
+    page.wait(f"{DONE} && document.querySelectorAll('small').length == 1")
+    assert page.value("document.querySelector('#greeting')") is None
+    talk = [
+        {"role": "system", "content": "Be brief"},
+        {"role": "user", "content": "Hi"},
+    ]
+    answer = server.post(
+        "chat/completions", messages=talk, temperature=0, max_tokens=8
+    ).json()
+    assert page.value(ANSWER) == answer["choices"][0]["message"]["content"]
+
+
 def test_stop_ends_what_the_server_writes(server: Running, page: Page) -> None:
     ask(page, "Go on", 3500)
     page.wait(f"{ANSWER}?.length > 10")
@@ -109,7 +129,7 @@ def test_a_key_is_asked_for(tmp_path: Path) -> None:
         page.value(
             "key = document.querySelector('#key'); key.value = 'secret'; key.dispatchEvent(new Event('change'))"
         )
-        page.wait("document.title == 'tiny'")
+        page.wait("document.title == 'tiny · Weft chat'")
         ask(page, "Hi", 5)
         page.wait(f"{DONE} && {ANSWER}")
     running.close()

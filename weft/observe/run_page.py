@@ -8,11 +8,15 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from weft.errors import UsageError
+from weft.layout.legend import layout_legend
 from weft.observe import checkpoint_times, delays
 from weft.observe.charts import PARTS, RUNS, charts, checkpoint_charts, values_by_step
 from weft.observe.display import clock, compact
 from weft.observe.run_metrics import Record, RecordedRun, Records, read_metrics
 from weft.pages import render, write
+
+#: The file of Plotly's program beside pages with charts.
+PLOTLY = "plotly.min.js"
 
 
 class ReportRow(NamedTuple):
@@ -43,13 +47,22 @@ def write_report(*folders: Path, out: Path | None = None) -> Path:
     ]
     page = page_of(runs[0]) if len(runs) == 1 else page_beside(runs)
     default = folders[0] / ("report.html" if len(runs) == 1 else "compare.html")
-    return write(out or default, page, "the report to")
+    path = write(out or default, page, "the report to")
+    write_plotly(path.parent)
+    return path
+
+
+def write_plotly(folder: Path) -> None:
+    """Write Plotly's program beside the pages of ``folder``, where all of them find it without a network."""
+    from plotly.offline import get_plotlyjs
+
+    program, file = get_plotlyjs(), folder / PLOTLY
+    if not file.is_file() or file.stat().st_size != len(program.encode()):
+        write(file, program, "the report to")
 
 
 def render_runs(runs: Sequence[RecordedRun], **values: Any) -> str:
     """The template filled with ``values`` and with what one run and several have in common."""
-    from plotly.offline import get_plotlyjs
-
     drawn = charts(runs) + (
         checkpoint_charts(runs[0].records) if len(runs) == 1 else []
     )
@@ -61,7 +74,8 @@ def render_runs(runs: Sequence[RecordedRun], **values: Any) -> str:
     names = [run.name for run in runs]
     return render(
         "observe/run_page.html",
-        plotly=get_plotlyjs(),
+        plotly=PLOTLY,
+        axes=layout_legend(run.head.get("layout") for run in runs),
         charts=drawn,
         samples=samples,
         names=names,
@@ -80,8 +94,10 @@ def page_of(run: RecordedRun) -> str:
         [run],
         title=run.recipe.get("name", run.name),
         subtitle=" · ".join(
-            [facts[k] for k in ("Layout", "Ranks", "Device") if k in facts] + [run.name]
+            [facts[k] for k in ("Layout", "Ranks", "Device") if k in facts]
+            + [run.name] * (run.name != run.recipe.get("name"))
         ),
+        notice=unfinished_in_words(run),
         tiles=headline_numbers(run.records),
         checkpoints=checkpoint_card(run.records),
         delays=delays.card(run.records.get("delays", [])),
@@ -89,6 +105,24 @@ def page_of(run: RecordedRun) -> str:
         events=events,
         recipe=json.dumps(run.recipe, indent=2),
     )
+
+
+def unfinished_in_words(run: RecordedRun) -> str:
+    """Say how far a run came that has not done all of its steps; empty for a run that has."""
+    planned = planned_steps(run)
+    done = max((row["step"] for row in run.records.get("train", [])), default=0)
+    if not planned or done >= planned:
+        return ""
+    return (
+        f"Step {done:,} of {planned:,}: this run was interrupted, ended early, or is still going. "
+        f"To continue it: weft train RECIPE --resume auto"
+    )
+
+
+def planned_steps(run: RecordedRun) -> int:
+    """The steps that a run was to do; 0 if unknown."""
+    planned = run.head.get("steps") or run.recipe.get("train", {}).get("steps")
+    return int(planned or 0)
 
 
 def page_beside(runs: Sequence[RecordedRun]) -> str:
@@ -119,6 +153,11 @@ def page_beside(runs: Sequence[RecordedRun]) -> str:
         runs,
         title=title,
         subtitle=subtitle,
+        notice=" ".join(
+            f"{run.name}: {words.partition(':')[0]}."
+            for run in runs
+            if (words := unfinished_in_words(run))
+        ),
         headline=headline,
         facts=rows_side_by_side(facts),
         recipes=recipes,
@@ -193,7 +232,7 @@ def run_facts(run: RecordedRun) -> dict[str, str]:
         max((t for t in every if a <= t < b), default=a) - a
         for a, b in pairwise(starts)
     )
-    planned = head.get("steps") or run.recipe.get("train", {}).get("steps")
+    planned = planned_steps(run)
     skipped = sum(bool(r.get("skipped")) for r in train)
     facts = {
         "Layout": head.get("layout"),

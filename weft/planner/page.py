@@ -6,6 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from weft.layout.legend import layout_legend
 from weft.pages import render, write
 from weft.planner.cost import Cost
 from weft.planner.explain import (
@@ -91,7 +92,7 @@ def page(
     }
     return render(
         "planner/plan.html",
-        title=f"{asked.model} on {asked.cluster}",
+        title=f"{Path(asked.model).name.removesuffix('.toml')} on {asked.cluster}",
         subtitle=f"{short(float(searched.shape.parameters))} parameters · {asked.batch:,} sequences of {asked.seq:,} "
         f"tokens per step · {asked.precision} · {searched.count:,} layouts compared, {len(searched.order):,} fit",
         asked=asked, found=searched, finals=finals, first=first, shown=finals[:top], limit=limit, usable=USABLE,
@@ -99,7 +100,7 @@ def page(
         memory=sorted(((gib(page_part(first.memory, name)), name) for name in HELD), reverse=True),
         stages=list(stage_rows(first, limit)), timeline=drawn, kinds=drawn.get("kinds", []), name_of=title,
         describe=describe, seconds=as_seconds, gib=gib, pieces=memory_pieces, remarks=remarks,
-        differences=differences, why=why,
+        differences=differences, why=why, axes=layout_legend(map(title, finals[:top])),
     )  # fmt: skip
 
 

@@ -6,14 +6,13 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from weft.data.tokenizer import Tokenizer
@@ -21,6 +20,7 @@ from weft.errors import UsageError, WeftError
 from weft.generate.beam_search import LENGTH_PENALTY, Search
 from weft.generate.engine import check_prompt
 from weft.generate.leader import Leader
+from weft.pages import render
 from weft.serve.answering import (
     PLAIN,
     AnswerForm,
@@ -62,8 +62,6 @@ PATIENCE = 60
 
 #: Where Anthropic's interface begins.
 MESSAGES = "/v1/messages"
-
-PAGE = Path(__file__).with_name("page.html")
 
 
 class Server:
@@ -170,7 +168,7 @@ class Server:
         return quiet
 
     async def page(self, request: Request) -> Response:
-        return FileResponse(PAGE)
+        return HTMLResponse(render("serve/chat_page.html"))
 
     async def health(self, request: Request) -> Response:
         failure = self.service.failure
