@@ -215,7 +215,7 @@ def is_sharded(mesh: Mesh, train: Train, memory: Memory, summed: bool = True) ->
 def whole_model(
     shape: ModelShape, mesh: Mesh, loss_chunk: int = 1024, hooks: Hooks = NO_HOOKS
 ) -> Transformer:
-    """Make a whole model, Weft's or a plugin's, on the meta device."""
+    """Make a whole model, Weft's or a plugin's."""
     if not shape.kind:
         return Transformer(shape, mesh, loss_chunk, hooks=hooks)
     from weft.models.plugin_model import PluginModel

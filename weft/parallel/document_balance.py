@@ -514,7 +514,7 @@ def make_plan(
 def step_planner(
     layout: Layout, costs: DocumentTimes
 ) -> Callable[[np.ndarray, int], Plan]:
-    """The planner of ``layout``: a function of the documents' lengths and of the tokens that a rank holds in a pass."""
+    """Return the planner of ``layout``: a function of the documents' lengths and of a rank's tokens per pass."""
 
     def planned(lengths: np.ndarray, capacity: int) -> Plan:
         ranks = layout.size(*DATA_AXES)

@@ -19,7 +19,7 @@ T = torch.Tensor
 
 
 class OutputShard:
-    """Rows ``first:`` of the output layer (and of the embedding), cut over ``pp`` and within a stage over ``tp``."""
+    """This rank's rows, from ``first`` on, of output layer and embedding, which are cut over ``pp`` and ``tp``."""
 
     def __init__(self, model: Transformer, mesh: Mesh) -> None:
         self.model, self.mesh, self.barriers = model, mesh, mesh.layout.vocab_barriers

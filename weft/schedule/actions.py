@@ -76,7 +76,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Table:
-    """``ranks[r]``: the actions of rank ``r`` in the order in which it runs them.
+    """A schedule. ``ranks[r]``: the actions of rank ``r`` in the order in which it runs them.
 
     ``stages``: model stages, in model order; a stage may be held by several ranks (DualPipe) and a rank may hold
     several. ``paths[m]``: the stages that microbatch ``m`` passes, in order (all of them, but for SkipPipe).

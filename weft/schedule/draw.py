@@ -55,7 +55,7 @@ class Shades(NamedTuple):
 
 
 def shades_of(table: Table) -> Shades:
-    """Choose what shades tell apart: the stages of a rank, or the ends at which microbatches enter (DualPipe)."""
+    """Choose shades: they tell apart the stages of a rank, or the ends at which microbatches enter (DualPipe)."""
     held = [table.held(rank) for rank in range(len(table.ranks))]
     places = {(a.rank, a.stage, a.microbatch) for a in table if not a.declared.inserted}
     if sum(map(len, held)) == len(set(chain(*held))):

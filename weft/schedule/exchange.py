@@ -29,7 +29,7 @@ from weft.schedule.times import ModelTimes, Times
 
 
 class Beside(Enum):
-    """What takes turns with a microbatch's pass: nothing, or another microbatch's other pass, or its same pass."""
+    """The work that takes turns with a microbatch's pass: none, or the other or the same pass of another microbatch."""
 
     NOTHING = "nothing"
     OTHER_PASS = "other pass"

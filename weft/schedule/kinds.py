@@ -32,7 +32,7 @@ class Clock(Enum):
 
 
 class Visit(NamedTuple):
-    """A microbatch at a stage, and the stages before and after that one on its path (None at an end)."""
+    """A microbatch at a stage, with the stages before and after on its path (None at an end)."""
 
     stage: int
     microbatch: int

@@ -140,7 +140,7 @@ def run_dry(lowered: Table, window: int = WINDOW) -> dict[tuple[int, int], int]:
 
 
 def why_stuck(table: Table) -> str:
-    """Return what keeps a table, as built, from ending with any number of messages under way: the actions at fault."""
+    """Explain why a table cannot end with any number of messages under way; name the actions at fault."""
     try:
         lowered = lower(table)
         for actions in lowered.ranks:

@@ -103,7 +103,7 @@ class _Flight:
         return rows.view_as(rows)
 
     def turn_back(self, grad: T) -> T:
-        """Let gradients set out; what is returned, of their shape here, is not looked at by :meth:`come_back`."""
+        """Start to send gradients back; the result has their shape only, and :meth:`come_back` ignores it."""
         self.moving = self.back(grad)
         return grad
 

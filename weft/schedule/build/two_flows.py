@@ -27,10 +27,10 @@ def two_flows(half: int, near: int, count: int) -> list[Entry]:
     for i in range(2 * (near + 1)):
         steps.append(("B" if i <= near else "I", (i + 1) % 2))
     steps += [("W", -1), ("I", 0)] * far
-    return count_microbatches(steps)
+    return number_microbatches(steps)
 
 
-def count_microbatches(steps: list[tuple[str, int]]) -> list[Entry]:
+def number_microbatches(steps: list[tuple[str, int]]) -> list[Entry]:
     """Number the microbatches of each flow; flow -1 is the oldest postponed weight gradient, the rest come last."""
     done: Counter[tuple[str, int]] = Counter()
     kept: list[tuple[int, int]] = []
