@@ -16,6 +16,7 @@ import pytest
 import reference
 import typer.main
 
+from tests.test_tutorials import parse
 from weft.cli.app import app
 from weft.recipe import load_recipe
 from weft.recipe.shipped import find_recipe
@@ -122,13 +123,6 @@ def test_commands_can_be_typed() -> None:
                     [value for key, value in pairwise(args) if key == "--set"],
                     layout,
                 )
-
-
-def parse(command: object, args: list[str]) -> None:
-    """Let the command line's own parser read ``args`` without running anything."""
-    while hasattr(command, "commands") and args and args[0] in command.commands:
-        command, args = command.commands[args[0]], args[1:]
-    command.make_context("weft", list(args), resilient_parsing=False)  # type: ignore[attr-defined]
 
 
 @pytest.mark.soak

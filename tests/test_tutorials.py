@@ -22,7 +22,6 @@ from typing import NamedTuple
 import pytest
 import typer.main
 
-from tests.test_docs import parse
 from weft.cli.app import app as weft_app
 
 ROOT = Path(__file__).parents[1]
@@ -103,6 +102,13 @@ def missing(command: Command, output: str) -> list[str]:
         else:
             rest = rest[match.end() :]
     return lost
+
+
+def parse(command: object, args: list[str]) -> None:
+    """Let the command line's own parser read ``args`` without running anything."""
+    while hasattr(command, "commands") and args and args[0] in command.commands:
+        command, args = command.commands[args[0]], args[1:]
+    command.make_context("weft", list(args), resilient_parsing=False)  # type: ignore[attr-defined]
 
 
 def test_a_page_is_read_and_compared() -> None:
