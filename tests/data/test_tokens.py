@@ -268,13 +268,13 @@ def test_cache_is_used_and_renewed(
 ) -> None:
     tokenizer = load_tokenizer("bytes")
     built: list[Source] = []
-    real = tokens_module.documents
+    real = tokens_module.read_documents
 
     def counted(source: Source, report: Any = None) -> Iterator[str]:
         built.append(source)
         return real(source, report)
 
-    monkeypatch.setattr(tokens_module, "documents", counted)
+    monkeypatch.setattr(tokens_module, "read_documents", counted)
     first = open_source(corpus, tokenizer, tmp_path / "cache")
     spans = zip(first.offsets[:-1], first.offsets[1:] - 1, strict=True)
     assert [tokenizer.decode(first.ids[lo:hi]) for lo, hi in spans] == TEXTS
@@ -304,7 +304,7 @@ def test_an_interrupted_build_leaves_nothing(
 
     tokenizer, cache = load_tokenizer("bytes"), tmp_path / "cache"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(tokens_module, "documents", broken)
+        patch.setattr(tokens_module, "read_documents", broken)
         open_source(corpus, tokenizer, cache)
     assert not [path for path in cache.iterdir() if path.is_dir()]
     assert len(open_source(corpus, tokenizer, cache).offsets) == 4
@@ -343,10 +343,10 @@ def test_processes_that_start_together_build_once(
     """Each process counts the documents it tokenized itself: all by one, none by the other."""
     program = (
         "import sys, time; from weft.data import tokens; from weft.data.tokenizer import load_tokenizer;"
-        "from weft.recipe import Source; real, n = tokens.documents, []\n"
+        "from weft.recipe import Source; real, n = tokens.read_documents, []\n"
         "def slow(*given):\n"
         "    for text in real(*given): n.append(1); time.sleep(0.3); yield text\n"
-        "tokens.documents = slow; sys.stdin.readline()\n"
+        "tokens.read_documents = slow; sys.stdin.readline()\n"
         "print(len(n), tokens.open_source(Source(kind='text', path=sys.argv[1]), load_tokenizer('bytes'))"
         ".fingerprint, len(n))"
     )
