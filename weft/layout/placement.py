@@ -184,7 +184,10 @@ def expert_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
 
 
 def exchange_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
-    """Arrange the ranks of :func:`rank_table` by who has all experts of a layer together: ``[island, pp, ..., ep]``."""
+    """Arrange the ranks of :func:`rank_table` as ``[island, pp, ..., ep]``.
+
+    The last dimension lists the ranks that have all experts of a layer together.
+    """
     folded = expert_table(layout, ranks)
     if layout.folds_tp:
         return np.sort(folded.reshape(*folded.shape[:4], -1))
@@ -200,7 +203,7 @@ def experts_per_node(layout: Layout) -> int:
 
 
 def expert_blocks(layout: Layout) -> list[int]:
-    """Return the sizes of blocks of neighbours that exchange rows or experts among themselves."""
+    """Return the sizes of blocks of neighbours that exchange rows or experts, besides the exchange among all ranks."""
     if layout.dispatch in ("two-level", "per-node"):
         return [experts_per_node(layout)]
     if layout.dispatch in ("adaptive", "timed"):

@@ -120,7 +120,7 @@ class Slots:
         self.expect(records)
 
     def expect(self, records: Iterable[int]) -> None:
-        """Begin to read records that are missing, in this order, while there are slots of which nothing is expected."""
+        """Begin to read missing ``records``, in this order, into slots that are free or hold no expected record."""
         for record in records:
             if record not in self._there:
                 if (memory := self._room()) is None:

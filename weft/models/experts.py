@@ -473,8 +473,9 @@ class Mixture(Module):
                 self.weight("shared_gate")
 
     def early(self, x: T, whole: T, seen: RouterPass | None) -> EarlyMixture:
-        """Begin the work that can run before attention, with attention's input ``x``, which is ``whole`` over
-        ``tp``.
+        """Begin the work that can run before attention.
+
+        ``x``: attention's input ``[batch, seq/tp, embed]``; ``whole``: the same, gathered over ``tp``.
         """
         if not self.shape.router_early:
             return self._begun()

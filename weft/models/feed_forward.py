@@ -39,7 +39,7 @@ class FeedForward(Projections):
             self.projection(name)
 
     def early(self, x: T, whole: T, seen: object) -> None:
-        """Do nothing: a dense feed-forward begins no work before attention."""
+        """Do nothing: only a mixture begins work before attention."""
 
     def share(self, whole: T) -> T:
         """Map ``[batch, seq, embed]`` to this rank's share of a sum over ``tp``."""

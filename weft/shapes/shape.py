@@ -152,8 +152,8 @@ class Shape:
         token.
 
         Combining sends as many rows, and so do both in backward. All choices of experts count as equally likely; a
-        share ``1 / ranks`` of the rows stays on its rank. Kinds that add up the results of experts where the experts
-        are also send ids and weights. If there are fewer experts than ranks, experts are cut in pieces.
+        share ``1 / ranks`` of the rows stays on its rank. Dispatchers that add up results on the ranks of the experts
+        also send ids and weights. If there are fewer experts than ranks, experts are cut in pieces.
         """
         pieces = np.maximum(1, ranks // np.maximum(self.experts, 1))
         experts, k = self.experts * pieces, self.top_k * pieces
