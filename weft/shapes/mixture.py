@@ -216,8 +216,8 @@ def mixture_fields(shape: ModelShape, name: str) -> dict[str, Any]:
         fields |= {"num_experts": experts, "mlp_only_layers": dense, "decoder_sparse_step": 1 if dense else
                   shape.moe_every, "use_sliding_window": False}  # fmt: skip
         if shared := shape.shared_experts * (shape.expert_ffn or 0):
-            fields["shared_expert_intermediate_size"] = shared
             fields["qkv_bias"] = shape.qkv_bias
+            fields["shared_expert_intermediate_size"] = shared
         return fields
     scores, ways = ROUTERS[name]
     return fields | {
