@@ -2,5 +2,5 @@
 
 
 def encodable(text: str) -> str:
-    """``text`` with question marks for lone surrogates, which neither a tokenizer nor UTF-8 can encode."""
+    """Replace lone surrogates, which neither a tokenizer nor UTF-8 can encode, by question marks."""
     return text if text.isascii() else text.encode(errors="replace").decode()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @cache
 def templates() -> "Environment":
-    """Templates by their path in the package; what they show is escaped, and a value that is missing is an error."""
+    """Return the environment of page templates, named by their path in the package. Values are escaped."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("weft", package_path="")
@@ -26,12 +26,12 @@ def templates() -> "Environment":
 
 
 def render(template: str, **values: Any) -> str:
-    """The page that ``template`` (such as ``observe/run_page.html``) makes of ``values``."""
+    """Return the page of ``template`` (such as ``observe/run_page.html``) filled with ``values``."""
     return templates().get_template(template).render(values)
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Refuse, before the work whose outcome goes there, a file that cannot be written; leaves no file behind."""
+    """Refuse a file that cannot be written, before the work whose result goes there; leaves no file behind."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         there = path.exists()

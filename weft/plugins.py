@@ -59,16 +59,16 @@ class Callback:
 
 
 class PluginError(Exception):
-    """What a plugin raised while it was at work, and where; the cause has the traceback."""
+    """An error that a plugin raised while it ran; its cause has the traceback."""
 
 
 def call(technique: Registered, settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return what to call with what the kind gives; what it raises names the plugin."""
+    """Return the technique's implementation with its ``settings`` bound; its errors name the plugin."""
     return blaming(technique, partial(technique.implementation, **settings))
 
 
 def blaming(technique: Registered, work: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``work`` of a plugin's; what it raises names the plugin."""
+    """Return ``work`` with errors that name the plugin."""
 
     def called(*given: Any) -> Any:
         with blame_plugin(str(technique)):
@@ -78,7 +78,7 @@ def blaming(technique: Registered, work: Callable[..., Any]) -> Callable[..., An
 
 
 def build_plugin_model(name: str, settings: Mapping[str, Any], vocab: int) -> Any:
-    """The ``torch.nn.Module`` that a plugin makes; :class:`WeftError` if it is none that can be trained."""
+    """Build a plugin's ``torch.nn.Module``. Raises :class:`WeftError` if the module cannot be trained."""
     who = find("model", name)
     model = call(who, settings)(vocab)
     if not hasattr(model, "named_parameters"):
@@ -197,7 +197,7 @@ def _why_not(module: str, error: BaseException) -> str:
 
 @contextmanager
 def blame_plugin(who: str) -> Iterator[None]:
-    """What a plugin raises in here says so; errors of Weft's own, and an end that was asked for, pass."""
+    """Turn errors raised in this context into :class:`PluginError`; errors of Weft's own pass through."""
     try:
         yield
     except (WeftError, PluginError):

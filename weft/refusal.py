@@ -29,9 +29,9 @@ class Conflict(UsageError, ValueError):
 
 
 class Asked:
-    """Settings that are asked for, as attributes: those that are known have a value.
+    """Settings that rules read, as attributes; settings that are not known yet have no attribute.
 
-    Subclasses say which there are, and have as properties what conditions and texts of rules need of them.
+    Subclasses declare the settings, and add properties that conditions and texts of rules need.
     """
 
     def __init__(self, **known: Any) -> None:
@@ -53,7 +53,7 @@ class Rule(Generic[A]):
 
 
 def refuse(asked: A, rules: Iterable[Rule[A]]) -> None:
-    """Raise :class:`Conflict` for the first rule whose condition holds, of those for which ``asked`` knows enough."""
+    """Raise :class:`Conflict` for the first rule whose condition holds; rules about unknown settings are skipped."""
     for rule in rules:
         if set(rule.needs.split()) <= vars(asked).keys() and rule.meets(asked):
             raise Conflict(f"{rule.why}; {rule.remedy}".format(asked), rule.name)

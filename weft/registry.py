@@ -63,7 +63,7 @@ class TechniqueKind:
     plain: tuple[str, ...] = ()
 
     def choices(self, names: Sequence[str]) -> list[str]:
-        """All values of the setting, of which ``names`` are techniques."""
+        """Return all values of the setting, given the ``names`` of its techniques."""
         return [*self.plain, *(name for name in names if name not in self.plain)]
 
 
@@ -185,13 +185,13 @@ def _own_module(kind: str, name: str) -> str:
 
 
 def names(kind: str) -> list[str]:
-    """Names of all techniques of a kind: Weft's own, then those of the plugins that are loaded."""
+    """Return the names of all techniques of a kind: Weft's own, then those of loaded plugins."""
     own = _own_names(kind)
     return [*own, *(name for of, name in _REGISTERED if of == kind and name not in own)]
 
 
 def setting_values(setting: str) -> list[str]:
-    """All values of a setting that names a technique: techniques of each kind that it can name, and plain words."""
+    """Return all values of a setting that names a technique: the techniques' names and the words of the core."""
     kinds = [kind for kind, what in KINDS.items() if what.setting == setting]
     values = [value for kind in kinds for value in KINDS[kind].choices(names(kind))]
     return list(dict.fromkeys(values))
@@ -229,7 +229,7 @@ def check_name(kind: str, name: object) -> None:
 
 
 def declared(kind: str) -> Iterator[Registered]:
-    """Every technique of a kind, its file imported; those whose file cannot be imported are left out."""
+    """Yield every technique of a kind whose file can be imported."""
     for name in names(kind):
         try:
             yield find(kind, name)

@@ -29,11 +29,11 @@ KINDS = {
 
 
 class WrongValue(UsageError, ValueError):
-    """A value that a program has given; a :class:`ValueError` too, as pydantic's own error is."""
+    """A wrong value in a section made by Python code; also a :class:`ValueError`, as pydantic's own error is."""
 
 
 class OneLine(ModelMetaclass):
-    """The class of models that a program makes: a wrong value is one line, and not pydantic's report."""
+    """Metaclass of sections: a wrong value raises an error of one line instead of pydantic's report."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:
         model: Any = cls
@@ -55,7 +55,7 @@ class Section(BaseModel, metaclass=OneLine):
 
 
 def validated(model: type[M], values: dict[str, Any], origin: str) -> M:
-    """``values`` as a ``model``; one line per :class:`UsageError`, beginning with ``origin``."""
+    """Validate ``values`` as a ``model``. Raises :class:`UsageError` with one line that begins with ``origin``."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -70,7 +70,7 @@ def _refusal(error: ValidationError, model: type[BaseModel], origin: str) -> Usa
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """First problem of a pydantic error as one line: key, cause, remedy."""
+    """Return the first problem of a pydantic error as one line: key, cause, remedy."""
     first = error.errors()[0]
     path = _path(first)
     key = ".".join(path)
@@ -136,7 +136,7 @@ def _path(error: ErrorDetails) -> list[str]:
 
 
 def fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
-    """Field names of the (nested) section that ``path`` leads to; none if that is no section."""
+    """Return the field names of the section at ``path``, also of settings that its techniques bring."""
     for part in path:
         model = _section_at(model, part)
     own = [field.alias or name for name, field in model.model_fields.items()]

@@ -59,6 +59,14 @@ _data = (
 )
 DataPath = Annotated[str | None, typer.Option("--data", metavar="PATH", help=_data)]
 
+_temperature = "Randomness of sampling; 0: always the most likely token."
+Temperature = Annotated[float, typer.Option(min=0, help=_temperature)]
+
+_top_p = "Sample among the most likely tokens with this total probability."
+TopP = Annotated[float, typer.Option(max=1, help=_top_p)]
+
+Seed = Annotated[int, typer.Option(help="Seed of the random numbers.")]
+
 _ema = "Use the averages of the parameters that the run has kept (optimizer.ema)."
 Ema = Annotated[bool, typer.Option("--ema", help=_ema)]
 

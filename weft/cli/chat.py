@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from weft.cli.arguments import Ema, Weights
+from weft.cli.arguments import Ema, Seed, Temperature, TopP, Weights
 from weft.cli.console import warn
 
 _model = (
@@ -21,16 +21,9 @@ def chat_command(
     tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of an answer at most.")
     ] = 1024,
-    temperature: Annotated[
-        float, typer.Option(min=0, help="0 always takes the likeliest token.")
-    ] = 0.7,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            max=1, help="Sample among the likeliest with this total probability."
-        ),
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
     weights: Weights = "float",
     ema: Ema = False,
 ) -> int:

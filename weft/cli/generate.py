@@ -18,7 +18,10 @@ from weft.cli.arguments import (
     Ema,
     ModelName,
     PluginModules,
+    Seed,
     Spread,
+    Temperature,
+    TopP,
     Weights,
     import_plugins,
 )
@@ -80,18 +83,11 @@ def generate_command(
     tokens: Annotated[
         int, typer.Option(min=1, help="Tokens to generate at most.")
     ] = 120,
-    temperature: Annotated[
-        float, typer.Option(min=0, help="0 always takes the likeliest token.")
-    ] = 0.8,
+    temperature: Temperature = 0.8,
     top_k: Annotated[
         int, typer.Option(min=0, help="Sample among this many; 0 means all.")
     ] = 40,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            max=1, help="Sample among the likeliest with this total probability."
-        ),
-    ] = 1.0,
+    top_p: TopP = 1.0,
     min_p: Annotated[float, typer.Option(min=0, max=1, help=_min_p)] = 0.0,
     repetition: Annotated[
         float,
@@ -101,7 +97,7 @@ def generate_command(
         list[str] | None,
         typer.Option(metavar="TEXT", help="End at this text; may be repeated."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
+    seed: Seed = 0,
     texts: Texts = 1,
     answer: Answer = None,
     beams: Beams = 0,

@@ -81,7 +81,7 @@ CHARTS = (
 
 
 def values_by_step(records: list[Record], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the records that have a (finite) value."""
+    """Return the steps and values of all records that have a number under ``name``."""
     points = [
         (r["step"], r[name]) for r in records if isinstance(r.get(name), (int, float))
     ]

@@ -62,7 +62,7 @@ def write_plotly(folder: Path) -> None:
 
 
 def render_runs(runs: Sequence[RecordedRun], **values: Any) -> str:
-    """The template filled with ``values`` and with what one run and several have in common."""
+    """Fill the template with ``values`` and with what pages of one run and of several have in common."""
     drawn = charts(runs) + (
         checkpoint_charts(runs[0].records) if len(runs) == 1 else []
     )
@@ -84,7 +84,7 @@ def render_runs(runs: Sequence[RecordedRun], **values: Any) -> str:
 
 
 def page_of(run: RecordedRun) -> str:
-    """The page about one run."""
+    """Return the page about one run."""
     facts = run_facts(run)
     events = [
         (f"step {e['step']:,}", e.get("message", ""))
@@ -126,7 +126,7 @@ def planned_steps(run: RecordedRun) -> int:
 
 
 def page_beside(runs: Sequence[RecordedRun]) -> str:
-    """The page about several runs: the same charts with a color per run, and what differs in numbers and recipes."""
+    """Return the page about several runs: charts with a color per run, and what differs in numbers and recipes."""
     headline = rows_side_by_side(
         [
             {
@@ -165,7 +165,7 @@ def page_beside(runs: Sequence[RecordedRun]) -> str:
 
 
 def flat(values: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Leaves of nested dictionaries with their names: ``train.batch``."""
+    """Yield the leaves of nested dictionaries, each with its dotted name such as ``train.batch``."""
     if isinstance(values, dict):
         for key, value in values.items():
             yield from flat(value, f"{name}.{key}" if name else key)
@@ -174,13 +174,13 @@ def flat(values: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def rows_side_by_side(runs: Sequence[dict[str, str]]) -> list[ReportRow]:
-    """Rows of all names that any of ``runs`` has, in their order."""
+    """Return a row for each name that any of ``runs`` has."""
     names = dict.fromkeys(name for run in runs for name in run)
     return [ReportRow(name, [run.get(name, "-") for run in runs]) for name in names]
 
 
 def headline_numbers(records: Records) -> list[tuple[str, str, str]]:
-    """The headline numbers: name, value, explanation."""
+    """Return the headline numbers, each as name, value and explanation."""
     shown = []
     for kind, title in (("train", "Loss"), ("validation", "Validation loss")):
         steps, values = values_by_step(records.get(kind, []), "loss")
@@ -222,7 +222,7 @@ def headline_numbers(records: Records) -> list[tuple[str, str, str]]:
 
 
 def run_facts(run: RecordedRun) -> dict[str, str]:
-    """What is fixed about a run, how far it came, and on what."""
+    """Return the facts of a run by name: layout, device, size, progress, machine."""
     records, head = run.records, run.head
     runs, train = records.get("run", []), records.get("train", [])
     every = [r["time"] for kind in records.values() for r in kind if "time" in r]
@@ -263,7 +263,7 @@ def run_facts(run: RecordedRun) -> dict[str, str]:
 
 
 def checkpoint_card(records: Records) -> Record:
-    """What the card about checkpoints says; nothing if the run has none."""
+    """Return the values of the card about checkpoints; empty if the run has none."""
     saved, loaded, checkpoints = (
         records.get(kind, []) for kind in ("saved", "loaded", "checkpoint")
     )

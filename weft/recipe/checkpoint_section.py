@@ -13,7 +13,7 @@ MEMORY = "memory"
 
 
 class Level(Section):
-    """One place for checkpoints with a cadence of its own."""
+    """One place for checkpoints, with its own interval."""
 
     to: str = Field(
         "",
@@ -31,7 +31,7 @@ class Level(Section):
 
 
 class Checkpoint(Level):
-    """Where checkpoints go, and what other programs get at the end."""
+    """Where checkpoints are saved, and what is exported at the end."""
 
     export: Literal["", "model", "adapter"] = Field(
         "",

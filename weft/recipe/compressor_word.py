@@ -10,7 +10,7 @@ NONE = "none"
 
 
 def technique_of(word: str) -> Registered | None:
-    """The compressor that ``word`` names, with whatever settings: by its name, to which a number may be appended."""
+    """Return the compressor technique that ``word`` names, ignoring its strength; None if there is none."""
     name = word.strip().partition(":")[0]
     stem = name.rstrip("0123456789")
     for known in (name, stem):
@@ -26,9 +26,9 @@ def _words(technique: Registered) -> tuple[str, ...]:
 
 
 def compressor_of(word: str) -> Any:
-    """The compressor (:class:`weft.sync.compressor.Compressor`) that ``word`` names; None for ``none``.
+    """Return the compressor (:class:`weft.sync.compressor.Compressor`) that ``word`` names; None for ``none``.
 
-    Whatever is wrong with the word is a :class:`UsageError` of one line.
+    Raises :class:`UsageError` for an unknown compressor or a wrong strength.
     """
     name, colon, argument = word.strip().partition(":")
     if word.strip() == NONE:

@@ -27,7 +27,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class Source(Section):
-    """One corpus.
+    """One source of training data.
 
     Files of records are read by the endings of their names: JSON lines, CSV, TSV, Parquet.
     """
@@ -86,7 +86,7 @@ class Source(Section):
 
     @property
     def skips(self) -> bool:
-        """Whether records that cannot be read are left out."""
+        """Whether unreadable records are left out instead of ending the run."""
         return self.on_error == "skip"
 
     @field_validator("kind")
@@ -175,7 +175,7 @@ class Chat(Section):
 
 
 class Data(Section):
-    """What is read and in which order.
+    """What the model learns from.
 
     Keys of a source may stand here themselves, where there is one source only; ``columns``, ``roles`` and ``on_error``
     also beside ``sources``, for all of these.
@@ -236,7 +236,7 @@ class Data(Section):
 
     @property
     def held_out(self) -> float:
-        """The share of the sources' documents that is held out for validation."""
+        """Return the share of the documents that is held out for validation."""
         return 0.0 if isinstance(self.validation, str) else self.validation
 
     @field_validator("validation")

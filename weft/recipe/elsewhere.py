@@ -26,7 +26,7 @@ class Equivalent:
 
     @property
     def words(self) -> Iterator[str]:
-        """What others call it, in any of their programs."""
+        """All names that other programs have for the setting."""
         for field in fields(self):
             names = getattr(self, field.name)
             if not isinstance(names, str):
@@ -35,13 +35,13 @@ class Equivalent:
 
 @cache
 def equivalents() -> tuple[Equivalent, ...]:
-    """All that is known (``elsewhere.toml``), in the order of the page."""
+    """Return all known equivalents (``elsewhere.toml``), in the order of the page."""
     known = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
     return tuple(Equivalent(weft, **words) for weft, words in known.items())
 
 
 def here_called(word: str) -> Equivalent | None:
-    """What ``word`` of another program is in Weft: a key, or with its section (``training.steps``); None if unknown."""
+    """Return Weft's equivalent of another program's setting ``word``, with or without its section; None if unknown."""
     plain = word.strip("-").replace("-", "_")
     last = plain.rpartition(".")[2]
     for wanted in dict.fromkeys((plain, last)):
@@ -52,7 +52,7 @@ def here_called(word: str) -> Equivalent | None:
 
 
 def here_it_is(word: str, as_option: bool = False) -> str:
-    """Words that say what ``word`` is called in Weft; empty if it is not known. ``as_option``: on a command line."""
+    """Say what another program's setting is called in Weft, ``as_option`` on a command line; empty if unknown."""
     equivalent = here_called(word)
     if equivalent is None:
         return ""

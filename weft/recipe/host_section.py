@@ -55,12 +55,12 @@ class HostSection(Section):
 
     @classmethod
     def owners(cls, key: str) -> list[Registered]:
-        """The techniques that this section could name and that have a setting ``key``."""
+        """Return the techniques that this section could name and that have a setting ``key``."""
         return [t for t, settings in cls._possible() if key in settings.model_fields]
 
     @classmethod
     def technique_settings(cls) -> list[str]:
-        """Settings of all techniques that this section could name."""
+        """Return the keys of settings of all techniques that this section could name."""
         return [key for _, settings in cls._possible() for key in settings.model_fields]
 
     @classmethod
@@ -72,12 +72,12 @@ class HostSection(Section):
                     yield technique, technique.settings
 
     def own(self, settings: type[S]) -> S:
-        """This section as the settings of the technique that it names."""
+        """Return this section, typed as the settings of the technique that it names."""
         assert isinstance(self, settings)
         return self
 
     def named(self) -> Iterator[Registered]:
-        """The techniques that this section names."""
+        """Yield the techniques that this section names."""
         for name, kind in self.hosts.items():
             if (value := getattr(self, name)) in names(kind):
                 yield find(kind, value)
@@ -88,7 +88,7 @@ class HostSection(Section):
 
     @classmethod
     def hosting(cls) -> type[HostSection]:
-        """The section's own class, without settings of techniques."""
+        """Return the section's class without settings of techniques."""
         return next(base for base in cls.__mro__ if "hosts" in vars(base))
 
 
@@ -111,7 +111,7 @@ def section_of(section: type[HostSection], values: Any) -> Any:
 
 
 def with_techniques(section: type[HostSection]) -> BeforeValidator:
-    """What a field of type ``section`` is annotated with, beside ``SerializeAsAny``."""
+    """Return the validator for a field of type ``section``, which adds the settings of named techniques."""
     return BeforeValidator(lambda values: section_of(section, values))
 
 

@@ -59,7 +59,7 @@ class Loss(HostSection):
 
     @property
     def pair_loss(self) -> Any:
-        """The class (:class:`weft.models.pair_loss.PairLoss`) of a loss that compares answers; None of others."""
+        """Return the class (:class:`weft.models.pair_loss.PairLoss`) of a preference loss; None for another loss."""
         return find("pair-loss", self.kind).implementation if self.of_pairs else None
 
     @property
@@ -68,10 +68,10 @@ class Loss(HostSection):
 
     @property
     def scores(self) -> bool:
-        """Whether the model has a scalar head, and scores answers."""
+        """Whether the loss trains a reward model, which has one output instead of logits."""
         return self.of_pairs and bool(self.pair_loss.scores)
 
     @property
     def is_own(self) -> bool:
-        """Whether a plugin computes it, token by token."""
+        """Whether the loss is a plugin's."""
         return self.kind != "cross-entropy" and not self.of_pairs

@@ -77,7 +77,7 @@ class Memory(Section):
     )
 
     def place_of(self, kind: str) -> str:
-        """Where weights, gradients, moments or activations rest."""
+        """Return where tensors of a kind are kept: ``weights``, ``gradients``, ``moments`` or ``activations``."""
         return getattr(self, kind) or self.weights
 
     def distance(self, kind: str) -> int:
@@ -85,7 +85,7 @@ class Memory(Section):
 
     @property
     def away(self) -> dict[str, str]:
-        """Where weights, gradients, moments and activations rest, for those that do not rest on the device."""
+        """Return the place of each kind of tensor that is not kept on the device."""
         kinds = ("weights", "gradients", "moments", "activations")
         return {kind: self.place_of(kind) for kind in kinds if self.distance(kind)}
 
@@ -111,7 +111,7 @@ class Memory(Section):
 
 
 class AskedMemory(Asked):
-    """Places that are asked for."""
+    """The section ``[memory]``, as conditions of rules read it."""
 
     memory: Memory
 

@@ -9,7 +9,7 @@ from weft.section import Section
 
 
 class RopeScaling(Section):
-    """Rotary frequencies, scaled: as in Llama 3 (its report, 3.4), ``linear``, or ``yarn`` (Peng et al. 2023)."""
+    """Rescaling of rotary frequencies: as in Llama 3 (its report, 3.4), ``linear`` or ``yarn`` (Peng et al. 2023)."""
 
     kind: Literal["llama3", "linear", "yarn"] = Field(
         "llama3", description="Method of rescaling: 'llama3', 'linear' or 'yarn'."
@@ -361,7 +361,7 @@ class ModelShape(Section):
     )
 
     def experts_of(self, layer: int) -> int:
-        """Experts of this layer; 0 if its feed-forward is dense."""
+        """Return the number of experts of a layer; 0 for a dense layer."""
         if isinstance(self.experts, tuple):
             return self.experts[layer]
         return (
@@ -372,7 +372,7 @@ class ModelShape(Section):
 
     @property
     def mixtures(self) -> dict[int, int]:
-        """The layers with experts, and how many they have."""
+        """Return the number of experts of each layer that has experts, by layer."""
         return {
             layer: count
             for layer in range(self.layers)
@@ -381,12 +381,12 @@ class ModelShape(Section):
 
     @property
     def rotated(self) -> int:
-        """The elements of a head's queries and keys that rotary embedding turns."""
+        """Return the number of elements of each query and key that rotary embedding rotates."""
         return self.rope_dim if self.kv_rank else self.head_dim or 0
 
     @property
     def score_width(self) -> int:
-        """The width of a head's queries and keys."""
+        """Return the width of each head's queries and keys."""
         return (
             (self.head_dim or 0) + self.rope_dim if self.kv_rank else self.head_dim or 0
         )
@@ -396,7 +396,7 @@ class ModelShape(Section):
         return "softmax" if every and (layer + 1) % every == 0 else self.mixer
 
     def window_of(self, layer: int) -> int:
-        """Tokens that a token of this layer sees at most; 0 for all."""
+        """Return the attention window of a layer in tokens; 0 for all tokens."""
         return (
             0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
         )

@@ -46,12 +46,12 @@ def with_named_templates(files: Mapping[str, bytes], folder: Path) -> dict[str, 
 
 
 def listed(templates: Mapping[str, str]) -> list[dict[str, str]]:
-    """Templates by name as ``tokenizer_config.json`` has them."""
+    """Return chat templates in the form of ``tokenizer_config.json``."""
     return [{"name": name, "template": text} for name, text in templates.items()]
 
 
 def templates_of(config: Mapping[str, Any], file: bytes | None) -> dict[str, str]:
-    """The chat templates by name: of the file of its own, else those of the configuration."""
+    """Return the chat templates by name: that of ``file`` if given, else those of the tokenizer's ``config``."""
     given = config.get("chat_template")
     if file is not None:
         return {DEFAULT: file.decode()}

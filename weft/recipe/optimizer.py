@@ -155,14 +155,14 @@ class Optimizer(HostSection):
 
     @property
     def update_rule(self) -> Any:
-        """What makes the update rule: the way in which moments rest, if not as the state does, or else the rule."""
+        """Return the class of the update rule: that of ``kind``, or of ``state`` if moments are not in float32."""
         if self.state == "float32":
             return find("optimizer", self.kind).implementation
         return find("moments", self.state).implementation
 
     @property
     def elementwise(self) -> bool:
-        """Whether a rank can update what it holds by itself."""
+        """Whether each rank can update its part of a parameter without other ranks."""
         return bool(getattr(self.update_rule, "elementwise", False))
 
     @field_validator("warmup")

@@ -199,7 +199,7 @@ class Recipe(Section):
         )
 
     def batch_layout(self, layout: Layout) -> Layout:
-        """The layout as sequences are dealt out to it: with ``optimizer.pairs`` two ranks get the same sequences."""
+        """Return the layout that divides sequences: with ``optimizer.pairs``, two ranks share the same sequences."""
         paired = self.optimizer.pairs and layout.dp > 1
         return layout.model_copy(update={"dp": layout.dp // 2}) if paired else layout
 
@@ -252,7 +252,7 @@ class Recipe(Section):
             )
 
     def rows_per_pass(self, layout: Layout) -> tuple[int, int]:
-        """``(rows, passes)``: sequences per rank and pass, and gradient-accumulation passes per step."""
+        """Return ``(rows, passes)``: sequences per rank and pass, and gradient accumulation passes per step."""
         ranks = self.batch_layout(layout).size(*BATCH_AXES)
         per_rank = -(-self.train.batch // ranks)
         # A pipeline wants microbatches, about twice as many as it has ranks.

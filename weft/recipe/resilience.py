@@ -96,7 +96,7 @@ class Resilience(HostSection):
 
     @property
     def replicas_needed(self) -> int:
-        """The fewest replicas with so many faulty ones of which a recipe's rule can make a gradient."""
+        """Return the fewest data parallel ranks for which the aggregation rule tolerates ``faulty`` ones."""
         if self.aggregate == "mean":
             return 1
         rule: Any = find("aggregator", self.aggregate).implementation
@@ -104,5 +104,5 @@ class Resilience(HostSection):
 
     @property
     def combines(self) -> bool:
-        """Whether the gradients of replicas are combined in another way than by a plain sum."""
+        """Whether gradients of data parallel ranks are combined otherwise than by a plain sum."""
         return self.aggregate != "mean" or bool(self.code)

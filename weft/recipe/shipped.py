@@ -6,19 +6,19 @@ from weft.errors import WeftError
 
 
 def shipped(folder: str) -> Path:
-    """Where the files of ``recipes`` or ``docs`` are."""
+    """Return the folder of the shipped ``recipes`` or ``docs``."""
     package = Path(__file__).parents[1]
     installed = package / "shipped_files" / folder
     return installed if installed.is_dir() else package.parent / folder
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """The file of every recipe that comes with Weft, by its name."""
+    """Return the file of every recipe that comes with Weft, by name."""
     return {path.stem: path for path in sorted(shipped("recipes").glob("*.toml"))}
 
 
 def find_recipe(name: str | Path) -> Path | None:
-    """The file that ``name`` means: itself, ``name.toml`` in this folder, or Weft's recipe ``name`` or ``name.toml``.
+    """Return the file that ``name`` means: itself, ``name.toml`` in this folder, or Weft's recipe of that name.
 
     None if there is no such file, or none that ends in ``.toml``.
     """
@@ -31,12 +31,12 @@ def find_recipe(name: str | Path) -> Path | None:
 
 
 def recipe_headline(path: Path) -> str:
-    """The first line of a recipe's comment, which says what it shows."""
+    """Return the first line of a recipe's comment, which says what the recipe shows."""
     return path.read_text().partition("\n")[0].lstrip("# ")
 
 
 def catalogue_rows() -> list[list[str]]:
-    """The rows of the catalogue's table (``docs/reference/techniques.md``), without its header."""
+    """Return the rows of the catalogue's table (``docs/reference/techniques.md``), without its header."""
     page = shipped("docs") / "reference/techniques.md"
     if not page.is_file():
         raise WeftError(f"{page} is missing; install Weft again")

@@ -7,7 +7,7 @@ from weft.errors import UsageError
 
 
 class StorageAddress(NamedTuple):
-    """A ``path`` in storage of a kind: a folder's, the prefix in an S3 bucket, or what peers call it."""
+    """An address of checkpoints: a folder, a prefix in an S3 bucket, or a path shared by peers."""
 
     kind: Literal["folder", "s3", "peer"]
     path: str
@@ -15,7 +15,7 @@ class StorageAddress(NamedTuple):
 
 
 def storage_address(text: str) -> StorageAddress:
-    """The address that ``text`` is. Raises :class:`UsageError`, without the text, which may have a credential in it."""
+    """Parse an address. Raises :class:`UsageError`, whose line leaves out ``text``, as it may hold a credential."""
     # a Path has one slash left
     if match := re.fullmatch(r"s3:/{1,2}([^/]*)/*(.*?)/*", text):
         bucket, prefix = match.groups()

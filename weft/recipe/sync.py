@@ -12,7 +12,7 @@ from weft.registry import Registered, find
 
 
 class Sync(HostSection):
-    """How islands (``layout.island``) agree: docs/explanations/islands.md.
+    """How islands (``layout.island``) exchange what they have learned (docs/explanations/islands.md).
 
     ``weft techniques`` lists the methods; each brings settings of its own. Where all average in every step they
     exchange gradients, and compute exactly what one island would. The error of a compressed message is added to the
@@ -99,12 +99,12 @@ class Sync(HostSection):
 
     @property
     def method(self) -> Any:
-        """The method of ``update``: a :class:`weft.sync.sync_method.SyncMethod`."""
+        """Return the synchronisation method that ``update`` names (:class:`weft.sync.sync_method.SyncMethod`)."""
         return find("sync", self.update).implementation(self)
 
     @property
     def compressors(self) -> tuple[Any, Any]:
-        """The compressor of what is sent, and that of what comes back; None for what goes as it is."""
+        """Return the compressors of sent and of returned messages; None where messages are not compressed."""
         back = self.compress_back or self.compress
         return compressor_of(self.compress), compressor_of(back)
 
@@ -115,17 +115,17 @@ class Sync(HostSection):
 
     @property
     def partnership(self) -> str:
-        """Who exchanges with whom: as ``partner`` says, or in pairs where the method is for pairs alone."""
+        """Return the value of ``partner``, or ``pairs`` where the method only works in pairs."""
         return "pairs" if self.method.in_pairs else self.partner
 
     @property
     def of_gradients(self) -> bool:
-        """Whether gradients are exchanged, before every update, so that islands compute what one would."""
+        """Whether islands average gradients before every update, and so compute exactly what one island would."""
         exact = self.method.is_mean and self.compress == "none"
         return self.every == 1 and self.partner == "all" and exact
 
     @property
     def in_ring(self) -> bool:
-        """Whether sums of all islands go around a ring."""
+        """Whether islands add up their messages around a ring."""
         compressor = self.compressors[0]
         return self.partnership == "all" and (not compressor or compressor.in_rings)

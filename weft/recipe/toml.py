@@ -10,7 +10,7 @@ from weft.errors import UsageError, WeftError
 
 
 def read_toml(path: Path, name: str = "") -> dict[str, Any]:
-    """The tables of a TOML file in UTF-8, with or without a byte order mark; errors call it ``name``."""
+    """Read a TOML file in UTF-8, with or without a byte order mark; errors call the file ``name``."""
     name = name or str(path)
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
@@ -25,13 +25,13 @@ def read_toml(path: Path, name: str = "") -> dict[str, Any]:
 
 
 def write_toml(tree: dict[str, Any], digits: int | None = None) -> str:
-    """``tree`` as text, a list on one line; ``digits``: of floats, all that they have if None."""
+    """Return ``tree`` as TOML with each list on one line; floats get ``digits`` significant digits if given."""
     rounded = tree if digits is None else _rounded(tree, digits)
     return _lists_on_a_line(tomli_w.dumps(rounded, indent=0))
 
 
 def toml_value(value: Any) -> str:
-    """One value as TOML on one line."""
+    """Return one value as TOML on one line."""
     # within two lists even a table is written as a value
     text = tomli_w.dumps({"": [[value]]}, indent=0)
     return _lists_on_a_line(text).removeprefix('"" = [[').removesuffix("]]\n")

@@ -10,7 +10,7 @@ from weft.section import fields_at
 
 
 def unknown_key(path: list[str], value: Any, model: type[BaseModel]) -> str:
-    """The line for the key at ``path`` of ``model``, which is given ``value`` and does not exist."""
+    """Return the error line for an unknown key at ``path`` of ``model``, with the nearest valid key."""
     key, last = ".".join(path), path[-1]
     below = value if isinstance(value, dict) else {}
     # of an unknown section also what stands in it
@@ -32,7 +32,7 @@ def unknown_key(path: list[str], value: Any, model: type[BaseModel]) -> str:
 
 
 def settings_called(name: str, model: type[BaseModel] | None = None) -> list[str]:
-    """The settings (``section.key``) of a recipe, or another ``model``, whose key is ``name``.
+    """Return all settings (``section.key``) of a recipe, or of another ``model``, whose key is ``name``.
 
     Settings of islands, as ``sync.lr``, are left out where a plain run has one of that name.
     """
