@@ -75,7 +75,7 @@ KINDS: dict[str, TechniqueKind] = {
     "dataset": TechniqueKind("dataset", "data.kind", ("path",), plain=(
         "stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat", "preference", "feedback",
     )),
-    "tracker": TechniqueKind("tracker", "observe.trackers", ("run",), plain=("tensorboard", "wandb", "mlflow")),
+    "tracker": TechniqueKind("tracker", "observe.trackers", ("run",), "trackers"),
     "optimizer": TechniqueKind("update rule", "optimizer.kind", ("settings", "ranks"), "optimizers"),
     "moments": TechniqueKind("storage of moments", "optimizer.state", ("settings", "ranks"), "moments", ("float32",)),
     "schedule": TechniqueKind("pipeline schedule", "layout.schedule", (), "schedules"),

@@ -15,7 +15,7 @@ from weft.checkpoint.convert import open_foreign
 from weft.errors import UsageError
 from weft.generate.drafter import check_ahead
 from weft.generate.policies import policy_of
-from weft.recipe import build_recipe
+from weft.recipe import Observe, build_recipe
 from weft.registry import KINDS, declared, find, names
 
 PACKAGE = Path(__file__).parents[2] / "weft"
@@ -54,6 +54,7 @@ NAMED_BY: dict[str, Callable[[str], object]] = {
     # what it is asked first
     "drafter": lambda name: check_ahead(name, 1),
     "phases": lambda name: build_recipe(ASKED[name]),
+    "tracker": lambda name: build_recipe({"observe": {"trackers": [name]}}),
 }
 
 
@@ -95,7 +96,7 @@ def test_a_declaration_does_without_pytorch() -> None:
 
 
 #: Techniques that an empty recipe names.
-DEFAULTS = [("optimizer", "adamw"), ("sync", "average")]
+DEFAULTS = [("optimizer", "adamw"), ("sync", "average"), ("tracker", "tensorboard")]
 
 
 @pytest.mark.parametrize(
@@ -135,6 +136,8 @@ def hidden_modules() -> list[str]:
 
 
 def named_by(section: object) -> list[registry.Registered]:
+    if isinstance(section, Observe):
+        return [find("tracker", name) for name in section.trackers]
     named = getattr(section, "named", None)
     return list(named()) if named else []
 

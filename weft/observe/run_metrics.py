@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import UsageError, WeftError
-from weft.observe.trackers import TRACKERS, Tracker, make_tracker
+from weft.observe.trackers import Tracker
+from weft.registry import find
 
 FILE = "metrics.jsonl"
 
@@ -62,7 +63,7 @@ class Metrics:
                 ) from None
             for name in trackers:
                 try:
-                    self._trackers[name] = make_tracker(name, run)
+                    self._trackers[name] = find("tracker", name).implementation(run)
                 except Exception as error:
                     self._without(name, error)
 
@@ -128,7 +129,8 @@ class Metrics:
         if isinstance(error, ImportError):
             # Weft's own trackers are extras of their names.
             hint = f"install the package {error.name or name!r}"
-            hint = f"pip install 'weft[{name}]'" if name in TRACKERS else hint
+            if find("tracker", name).module.startswith("weft."):
+                hint = f"pip install 'weft[{name}]'"
         self.warn(f"no more records go to {name} ({hint}); the run goes on")
 
     def close(self) -> None:

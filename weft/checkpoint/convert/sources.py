@@ -53,10 +53,12 @@ def open_foreign(
         raise UsageError(
             f"--from {kind} reads folders only; copy {place} to this machine first"
         )
+    # one that cannot be imported is no fault of the checkpoint
+    source = None if kind == WEFT else find("format", kind).implementation
     try:
-        if kind == WEFT:
+        if source is None:
             return _weft(place if elsewhere else path)
-        opened: Foreign = find("format", kind).implementation.open(path, config)
+        opened: Foreign = source.open(path, config)
         return opened
     except WeftError as error:
         raise naming(path, error) from None

@@ -1,0 +1,1 @@
+"""Trackers (:class:`weft.observe.trackers.Tracker`), which ``observe.trackers`` names by their packages."""

@@ -1,0 +1,41 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from secrets import token_hex
+
+from weft.observe.trackers import Values, remembered
+from weft.registry import register
+
+
+@register("tracker", "wandb")
+class WandB:
+    """Sends records to Weights & Biases, as its ``WANDB_*`` variables say (``WANDB_MODE=offline`` sends nothing)."""
+
+    def __init__(self, run: Path) -> None:
+        import wandb
+
+        self._tracked = wandb.init(
+            project="weft", name=run.name, dir=str(run), id=remembered(run, "wandb", lambda: token_hex(4)),
+            resume="allow", settings=wandb.Settings(silent=True),
+        )  # fmt: skip
+        # A run that is resumed comes by some steps again, which its own count of steps would not take.
+        self._tracked.define_metric("step")
+        self._tracked.define_metric("*", step_metric="step")
+
+    def record(self, kind: str, step: int, values: Values) -> None:
+        if kind == "run":
+            self._tracked.config.update(
+                json.loads(json.dumps(values, default=str)), allow_val_change=True
+            )
+        shown = {
+            f"{kind}/{name}": value
+            for name, value in values.items()
+            if isinstance(value, (int, float, str))
+        }
+        self._tracked.log({"step": step, **shown})
+
+    def close(self) -> None:
+        self._tracked.finish()
