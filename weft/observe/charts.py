@@ -89,7 +89,7 @@ def values_by_step(records: list[Record], name: str) -> tuple[list[int], list[fl
 
 
 def charts(runs: Sequence[RecordedRun]) -> list[Record]:
-    """Plotly figures as plain JSON; a chart without data is left out. Colors are names of CSS variables."""
+    """Return Plotly figures as plain JSON, without charts that have no data. Colors are names of CSS variables."""
     several = len(runs) > 1
     drawn = []
     for chart in (CHARTS[0], *task_chart(runs), *CHARTS[1:]):
@@ -134,7 +134,7 @@ def charts(runs: Sequence[RecordedRun]) -> list[Record]:
 
 
 def expert_loads(records: list[Record]) -> list[Record]:
-    """A heat map of how often every expert of every layer was chosen, over the mean of its layer."""
+    """Draw a heat map of how often each expert was chosen, relative to the mean of its layer."""
     shown = records[:: max(1, len(records) // COLUMNS)]
     layers = list(shown[0]["loads"]) if shown else []
     rows = [
@@ -197,7 +197,7 @@ def saved_activations(records: list[Record]) -> list[Record]:
 
 
 def membership(records: Records) -> list[Record]:
-    """The loss over time together with the number of ranks, for a run that has lost or gained ranks."""
+    """Draw loss and number of ranks over time, for a run that has lost or gained ranks."""
     views, trained = records.get("view", []), records.get("train", [])
     if len(views) < 2 or not trained:
         return []
@@ -314,7 +314,7 @@ def style(
     unit: str = "",
     dash: str = "solid",
 ) -> Record:
-    """How a line looks; one of few points shows them."""
+    """Return the style of a line; a line of few points shows its points."""
     look = {"color": color, "width": 2, "dash": dash}
     mode = "lines" if len(points) > 30 else "lines+markers"
     return {"type": "scatter", "mode": mode, "name": name, "hovertemplate": f"%{{y:{form}}}{unit}", "line": look,
@@ -324,7 +324,7 @@ def style(
 def line(
     records: Records, chart: Chart, series: Series, label: str, dash: str
 ) -> list[Record]:
-    """A line; a long noisy one becomes faint and gets a bold running mean on top."""
+    """Draw a line; a long noisy line becomes faint below its bold running mean."""
     rows = records.get(series.kind, [])
     steps: Sequence[float]
     steps, values = values_by_step(rows, series.value)
@@ -351,7 +351,7 @@ def line(
 
 
 def minutes(rows: list[Record], attempts: list[Record]) -> list[float]:
-    """For how long the run had been going at each of ``rows``; pauses between its attempts do not count."""
+    """Return the minutes that the run had taken at each of ``rows``, without pauses between attempts."""
     elapsed, spent, last = [], 0.0, attempts[0]["time"] if attempts else rows[0]["time"]
     for row in rows:
         begun = max(
@@ -373,7 +373,7 @@ def running_mean(values: list[float]) -> list[float]:
 
 
 def thin(steps: Sequence[float], values: list[float]) -> Record:
-    """At most :data:`POINTS` points: the smallest and the largest of every bucket, and the last."""
+    """Reduce a series to :data:`POINTS` points: the smallest and the largest of every bucket, and the last."""
     size = -(-2 * len(values) // POINTS)
     keep = {0, len(values) - 1}
     for start in range(0, len(values), size):

@@ -25,7 +25,7 @@ NOISE = 0.03
 
 
 def numbers(row: Record) -> dict[str, float]:
-    """The stages of a row: ``write_s`` as ``write``."""
+    """Return the seconds of each stage in a row, by stage name."""
     values = {
         k.removesuffix("_s"): v
         for k, v in row.items()
@@ -35,7 +35,7 @@ def numbers(row: Record) -> dict[str, float]:
 
 
 def stage_seconds(rows: Sequence[Record]) -> Times:
-    """Median seconds by rank and stage; rows without a rank are the main one's."""
+    """Return the median seconds by rank and stage. Rows without a rank belong to rank 0."""
     samples: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         for stage, seconds in numbers(row).items():
@@ -52,13 +52,13 @@ def rank_of(row: Record) -> int:
 
 
 def stage_names(of: Times, order: Sequence[str]) -> list[str]:
-    """The stages that there are, in their order."""
+    """Return the stages that occur, in their order."""
     names = {stage for seconds in of.values() for stage in seconds}
     return [s for s in order if s in names] + sorted(names.difference(order))
 
 
 def over_ranks(of: Times) -> dict[str, float]:
-    """The median over ranks, by stage."""
+    """Return the median seconds over ranks, by stage."""
     names = {stage for seconds in of.values() for stage in seconds}
     return {
         stage: median(seconds[stage] for seconds in of.values() if stage in seconds)
@@ -67,7 +67,7 @@ def over_ranks(of: Times) -> dict[str, float]:
 
 
 def work(seconds: Mapping[str, float]) -> float:
-    """The seconds that a rank spends on its own work, without the stages in which it waits."""
+    """Return the seconds of a rank's own work, without stages in which the rank waits."""
     return sum(v for stage, v in seconds.items() if stage not in WAITING)
 
 
@@ -108,7 +108,7 @@ def slowest_in_words(of: Times, what: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In three digits: 850 us, 12.3 ms, 1.23 s, 123 s; the space does not break."""
+    """Return seconds as text of three digits: 850 us, 12.3 ms, 1.23 s, 123 s; the space does not break."""
     if seconds <= 0:
         return "0\u00a0s"
     size, unit = next(
@@ -119,7 +119,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in binary units: 4.01 GiB."""
+    """Return bytes as text in binary units: 4.01 GiB."""
     unit = "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if count < 999.5:  # from there on three digits would be 1e+03
@@ -294,7 +294,7 @@ def _deciles(values: Sequence[float]) -> list[float | None]:
 def stalls(
     saved: Sequence[Record], checkpoints: Sequence[Record]
 ) -> tuple[list[int], list[float]]:
-    """The steps with saves, and the seconds that training waited for each: the slowest rank's, where that is known."""
+    """Return the steps with saves, and the seconds that training waited for each save on the slowest rank."""
     seconds_by_step: dict[int, float] = {}
     for row in saved:
         seconds = numbers(row)
@@ -316,7 +316,7 @@ def stalls(
 def facts(
     saved: Sequence[Record], loaded: Sequence[Record], checkpoints: Sequence[Record]
 ) -> list[tuple[str, str]]:
-    """Rows of the table beside the heat map."""
+    """Return the rows of the table beside the heat map."""
     lines = []
     steps, stall = stalls(saved, checkpoints)
     saves = len({row["step"] for row in saved} | set(steps))

@@ -49,7 +49,7 @@ class Recording(Protocol):
 
 
 def install(to: Recording) -> Callable[[], None]:
-    """Call ``to`` for all collectives from now on. Returns a function that removes the hooks."""
+    """Report all collectives to ``to`` from now on. Returns a function that removes the hooks."""
     # by identity: work that nobody waits for gives its entry to the next one at its address
     works = dict[int, int]()
     # As they stand in their classes, which the functions that one gets there are not: they would not bind.

@@ -28,7 +28,7 @@ def periods(records: list[Record]) -> list[tuple[str, str]]:
 
 
 def card(records: list[Record]) -> Record:
-    """The values that the card's template needs; empty if no rank was slow.
+    """Return the values for the card's template; empty if no rank was slow.
 
     ``compute`` and ``wait`` of a rank are percentages of the longest step; heats are from 0 to 100.
     """
@@ -55,7 +55,7 @@ def card(records: list[Record]) -> Record:
 
 
 def heated(matrix: list[list[float | None]]) -> list[list[tuple[str, int]]]:
-    """Milliseconds of every cell, and how hot it is: 0 for what fast ones take, 100 for ten times that or more."""
+    """Return each cell's milliseconds and heat: 0 for the time of fast links, 100 for ten times that or more."""
     times = [seconds for row in matrix for seconds in row if seconds]
     usual = quantiles(times, n=4)[0] if len(times) > 1 else sum(times)
     return [

@@ -102,7 +102,7 @@ def examine(run: Path) -> Examination:
 
 
 def status_of_rank(trace: Trace, process: str, now: int) -> RankStatus:
-    """A rank's row in the table."""
+    """Return the state of one rank from its trace at time ``now``."""
     about, short, inside = trace.about, digest_trace(trace), held_in(trace)
     steps, last = trace.steps, trace.records[-1] if len(trace.records) else None
     what = (
@@ -128,7 +128,7 @@ def status_of_rank(trace: Trace, process: str, now: int) -> RankStatus:
 def standstill(
     traces: Mapping[int, Trace], states: Mapping[int, str], now: int
 ) -> list[Verdict]:
-    """A verdict on each rank for which others wait too long, or have given up waiting; none if the run does not hang.
+    """Return a verdict on each rank for which others wait too long; empty if the run does not hang.
 
     In a chain of ranks that each wait for the next, it is about the last one.
     """
@@ -278,7 +278,7 @@ def _differing(
 
 
 def tables(examination: Examination) -> list[tuple[list[str], list[list[str]]]]:
-    """Headings and rows of the table of ranks, and of that of probe times, if links were probed."""
+    """Return headings and rows of two tables: ranks, and probe times if links were probed."""
     shown_tables = []
     if examination.rows:
         shown = [

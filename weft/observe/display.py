@@ -78,7 +78,7 @@ class Display:
             self._line()
 
     def update(self, step: int, **values: float | None) -> None:
-        """``step`` steps are done; values are keyed as in :data:`CELLS` and stay until they are replaced."""
+        """Show that ``step`` steps are done. Values have the keys of :data:`CELLS` and stay until replaced."""
         self._values |= {
             name: v for name, v in values.items() if v is not None and name in CELLS
         }
@@ -90,11 +90,11 @@ class Display:
             self._line()
 
     def restart_clock(self) -> None:
-        """Begin to measure the present step."""
+        """Start the clock of the present step."""
         self._pass, self._stepped_at, self._patience = "", time.monotonic(), self._slow
 
     def passes(self, done: int, of: int) -> None:
-        """So many passes of the present step are done, of all that it has."""
+        """Show how many passes of the present step are done."""
         spent = time.monotonic() - self._stepped_at
         if done == of or spent < self._patience:
             return

@@ -72,7 +72,7 @@ def memory_gib(device: torch.device) -> MemoryUse:
 
 
 def peak_resident() -> int:
-    """Most bytes that this process has had resident."""
+    """Return the most bytes of memory that this process has had resident."""
     # ru_maxrss starts at what the process that started this one had
     with contextlib.suppress(OSError):
         if match := re.search(

@@ -17,7 +17,7 @@ Sample = dict[str, float]
 
 
 def describe_machine() -> dict[str, str]:
-    """Where a run takes place: host, processor, versions, the state of the code, and the command."""
+    """Return the facts about this machine and program: host, processor, versions, git state, command."""
     cores = (
         f"{psutil.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
     )
@@ -40,7 +40,7 @@ def describe_machine() -> dict[str, str]:
 
 
 def git_state() -> str:
-    """Commit of the checkout that this folder is in, and whether anything differs from it; empty outside of one."""
+    """Return the commit of the current checkout and whether files differ from it; empty outside a checkout."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = [
             "git",

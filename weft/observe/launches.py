@@ -24,7 +24,7 @@ SMALL = 20.0
 
 @dataclass(frozen=True)
 class Launches:
-    """What one trace says; times in microseconds."""
+    """Figures of one profiler trace; times in microseconds."""
 
     name: str
     seconds: float  # from its first event to its last
@@ -38,12 +38,12 @@ class Launches:
 
     @property
     def queued(self) -> float:
-        """TKLQT per kernel."""
+        """Return the mean microseconds from a kernel's launch to its start (TKLQT per kernel)."""
         return self.waited / max(1, self.kernels)
 
     @property
     def verdict(self) -> str:
-        """Of this trace alone."""
+        """Say what limits the program: launching kernels, or running them."""
         if not self.kernels:
             overhead = self.between + (1 - self.between) * self.small
             bound = "overhead-bound" if overhead > 0.5 else "compute-bound"
@@ -124,7 +124,7 @@ def _leaves(events: Sequence[dict[str, Any]]) -> Iterable[float]:
 
 
 def knee(traces: Sequence[Launches]) -> Launches | None:
-    """Of traces with growing batches, the first in which kernels queue; None if they do in none."""
+    """Return the first of several traces with growing batches in which kernels queue; None if there is none."""
     least = min((trace.queued for trace in traces if trace.kernels), default=0.0)
     return next(
         (trace for trace in traces if trace.kernels and trace.queued > QUEUED * least),

@@ -17,7 +17,7 @@ WARM, LEAST = 3, 5
 
 
 def row_of_run(run: Path) -> dict[str, Any] | None:
-    """What the run in this folder measured, by column; None if it was too short or had what the model does not know."""
+    """Return the measured row of a run, by column; None if the run is too short or not covered by the model."""
     records = read_metrics(run)
     if not records.get("run"):
         return None
@@ -71,7 +71,7 @@ def row_of_run(run: Path) -> dict[str, Any] | None:
 
 
 def append(run: Path) -> Path | None:
-    """Add the row of this run to the file beside it; None where there is nothing to add."""
+    """Add the run's row to the file of measured runs beside it. Returns the file, or None without a row."""
     row = row_of_run(run)
     if row is None:
         return None

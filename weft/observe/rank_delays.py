@@ -64,7 +64,7 @@ class StepTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Digest:
-    """A summary of a rank's last steps. ``steps``: their times, by number.
+    """Summary of a rank's last steps. ``steps``: times by step number.
 
     ``alike`` is equal for ranks that do the same work; ``sent``: bytes of a step's collectives and messages.
     """
@@ -86,7 +86,7 @@ class Digest:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong with some ``ranks``, and in words (``text``).
+    """A finding about some ``ranks``: its kind, and a sentence (``text``).
 
     ``kind``: computer, sender, receiver, network (slow as both of these), link, hang or mismatch. ``factor``: how many
     times as long as usual it takes; of a hang the seconds.
@@ -103,7 +103,7 @@ class Verdict:
 
 
 def digest_trace(trace: Trace, window: int = WINDOW) -> Digest:
-    """A summary of the last ``window`` steps that have ended, from a rank's trace."""
+    """Summarise the last ``window`` finished steps of a rank's trace."""
     steps = dict[int, StepTimes]()
     done = trace.steps[trace.steps["leave"] > 0][-window:]
     inside = trace.calls[np.isin(trace.calls["step"], done["sequence"])]
@@ -133,7 +133,7 @@ def digest_trace(trace: Trace, window: int = WINDOW) -> Digest:
 def slow_computers(
     digests: Sequence[Digest], best: Mapping[int, float], shares: Mapping[int, float]
 ) -> list[Verdict]:
-    """A verdict on each rank that computes longer than its like, so that the others wait.
+    """Return a verdict on each rank that computes longer than comparable ranks, so that others wait.
 
     ``best``: the shortest seconds of each rank in earlier judgements. ``shares``: of the work, relative to the mean, of
     ranks that do not have as much as the others.
@@ -188,7 +188,7 @@ def slow_computers(
 def slow_links(
     matrix: np.ndarray[Any, Any], digests: Sequence[Digest], size: int = PROBE
 ) -> list[Verdict]:
-    """A verdict on each slow sender, receiver or link in a matrix of seconds.
+    """Return a verdict on each slow sender, receiver or link in a matrix of seconds.
 
     ``matrix[a, b]``: from rank a to rank b, ``nan`` if not measured. If there are several machines, the ranks of one
     share its network and count as one. Slowness that does not cost a step much is left out. Nothing is said if the slow
@@ -259,7 +259,7 @@ def _middle(cells: np.ndarray[Any, Any]) -> float:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks in words: ``rank 5``, or ``ranks 0-2, 5``."""
+    """Return ranks in words: ``rank 5``, or ``ranks 0-2, 5``."""
     parts, ranks = list[list[int]](), sorted(ranks)
     for rank in ranks:
         if parts and parts[-1][-1] == rank - 1:
@@ -272,7 +272,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def rounds_of(size: int) -> list[list[Pair]]:
-    """Rounds of pairs that send at the same time; in a round nobody sends, or receives, two messages.
+    """Return rounds of pairs that send at the same time; each rank sends and receives at most once per round.
 
     All pairs of up to 16 ranks are in it once; of more ranks, those whose numbers are a power of two apart. Two ranks
     send to each other in different rounds, as acknowledgements would wait behind what is sent.
@@ -331,7 +331,7 @@ def probe_links(
 def steady_matrix(
     group: dist.ProcessGroup, device: torch.device
 ) -> tuple[np.ndarray[Any, Any], int]:
-    """The least seconds between ranks, and the number of probes. Collective.
+    """Return the least seconds between each pair of ranks, and the number of probes. Collective.
 
     Pairs that are slow while all send are probed again one by one, with messages that take about :data:`LONG` seconds:
     a slow wire takes as long for every byte and every time, while a process that answers late does not. Pairs that stay

@@ -113,7 +113,7 @@ def parse(ring: mmap.mmap) -> Trace:
 
 
 def newest_traces(run: Path) -> dict[int, Trace]:
-    """The rings of the run's last view, by rank."""
+    """Return the traces of the run's last view, by rank."""
     rings = dict[tuple[int, int], Trace]()
     for path in rings_of(run).glob("*-*.ring"):
         with suppress(OSError, ValueError, KeyError):  # it has just ended, or is none
@@ -132,13 +132,13 @@ def newest_traces(run: Path) -> dict[int, Trace]:
 
 
 def process_of(trace: Trace) -> str:
-    """Whether the process of a ring is running, stopped or gone."""
+    """Say whether the process that wrote a trace is running, stopped or gone."""
     state = look_at(trace.about["pid"], trace.about["created"]).state
     return state if state in ("gone", "stopped") else "running"
 
 
 def collective_text(trace: Trace, record: Any) -> str:
-    """A record in words, such as ``all_reduce 812 of dp (weft/train/step.py:164)``."""
+    """Return a record in words, such as ``all_reduce 812 of dp (weft/train/step.py:164)``."""
     group, peer = trace.groups[record["group"]], int(record["peer"])
     kind = KINDS[record["kind"]]
     way = {"send": f" to rank {peer}", "recv": f" from rank {peer}"}.get(kind, "")
@@ -146,7 +146,7 @@ def collective_text(trace: Trace, record: Any) -> str:
 
 
 def held_in(trace: Trace) -> Any:
-    """The record of the collective in which a rank waits, or has given up waiting; None if it computes."""
+    """Return the record of the collective that a rank waits in, or gave up; None if the rank computes."""
     calls = trace.calls
     waits = calls[
         (calls["begin"] > 0) & ((calls["leave"] == 0) | (calls["failed"] > 0))

@@ -148,14 +148,14 @@ class Metrics:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run as it was recorded."""
+    """A recorded run: its name and its records."""
 
     name: str
     records: Records
 
     @property
     def head(self) -> Record:
-        """The ``run`` record of the last attempt."""
+        """Return the ``run`` record of the last attempt."""
         return self.records.get("run", [{}])[-1]
 
     @property
@@ -164,7 +164,7 @@ class RecordedRun:
 
 
 def read_metrics(run: Path) -> Records:
-    """Records of a run by kind, series in the order of their steps; a last line that is not complete is left out."""
+    """Read the records of a run by kind, in the order of steps. An incomplete last line is ignored."""
     path = run / FILE
     if (
         not path.is_file()

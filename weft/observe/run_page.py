@@ -120,7 +120,7 @@ def unfinished_in_words(run: RecordedRun) -> str:
 
 
 def planned_steps(run: RecordedRun) -> int:
-    """The steps that a run was to do; 0 if unknown."""
+    """Return the number of steps that a run was planned for; 0 if unknown."""
     planned = run.head.get("steps") or run.recipe.get("train", {}).get("steps")
     return int(planned or 0)
 

@@ -20,7 +20,7 @@ COLLECTIVES = ("c10d::", "_c10d_functional::", "gloo:", "weft:wait")
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """Seconds of one step."""
+    """Seconds of one step by what they were spent on."""
 
     compute: float  # what remains of the total, the profiler's own overhead included
     communication: float  # only what is exposed, not hidden behind compute
@@ -71,7 +71,7 @@ def profile_step(fn: Callable[[], T]) -> tuple[T, TimeSplit]:
 
 
 def split_events(events: Sequence[TraceEvent]) -> TimeSplit:
-    """The split of a step whose extent is the event ``weft:step``.
+    """Split the time of a step, whose begin and end are those of the event ``weft:step``.
 
     On the CPU communication is exposed while the main thread issues a collective or waits for it. On a GPU it is
     exposed while a NCCL kernel runs and no other kernel does, and data while its phase lasts and no kernel runs.
@@ -101,7 +101,7 @@ def split_events(events: Sequence[TraceEvent]) -> TimeSplit:
 
 
 def claim(step: TraceEvent, *layers: Sequence[TraceEvent]) -> list[float]:
-    """Seconds within ``step`` that each layer of events covers and no earlier layer does."""
+    """Return the seconds of ``step`` that each layer of events covers and no earlier layer covers."""
     edges = [
         (min(max(t, step.start), step.end), change, layer)
         for layer, events in enumerate(layers)

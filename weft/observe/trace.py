@@ -285,7 +285,7 @@ def _standings(run: Path, ranks: Sequence[int]) -> str:
 
 
 def end_tracing() -> None:
-    """Stop tracing. The ring stays."""
+    """Stop tracing and keep the ring file."""
     global _ring, _uninstall
     if _ring is not None:
         _uninstall()
@@ -326,7 +326,7 @@ def _sweep(place: Path) -> None:
 
 @contextlib.contextmanager
 def step(number: int) -> Iterator[None]:
-    """Record what is in here as step ``number`` (from 1) of the main thread."""
+    """Record this context as step ``number`` (from 1) of the main thread."""
     if (ring := _ring) is None:
         yield
         return
@@ -342,7 +342,7 @@ def step(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Record what is in here as a wait for something other than a collective, which is not computing time."""
+    """Record this context as a wait for something other than a collective, not as computing time."""
     ring, number = _ring, 0
     if ring is not None:
         ring.wait(number := ring.write("wait", place=ring._place()))

@@ -14,7 +14,7 @@ Values = dict[str, Any]
 
 
 class Tracker(Protocol):
-    """Takes the records of one run, on its first rank."""
+    """Receives the records of one run, on rank 0."""
 
     def record(self, kind: str, step: int, values: Values) -> None:
         """One record of ``kind`` (``run``, ``train``, ``validation``, ``event``, ...) after ``step`` finished steps.
@@ -23,7 +23,7 @@ class Tracker(Protocol):
         """
 
     def close(self) -> None:
-        """Nothing comes after this."""
+        """End the record; no call follows."""
 
 
 def remembered(run: Path, name: str, make: Callable[[], str]) -> str:
