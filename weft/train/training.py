@@ -105,7 +105,11 @@ def open_loop(job: Job, mesh: Mesh, guard: Guard, stack: ExitStack) -> Loop:
     """
     recipe, lease = job.recipe, stack.enter_context(guard.lease())
     run = open_folders(job, mesh, guard, lease)
-    job, notes = with_reference(job, mesh)
+    notes: list[str] = []
+    if recipe.loss.of_pairs:
+        from weft.train.reference import with_cached_reference
+
+        job, notes = with_cached_reference(job, mesh)
     recorder = Recorder(job, mesh, run.folder)
     model, state = build_state(job, mesh, run, recorder)
     resumed = guard.fill(run, job, state, mesh)
@@ -172,15 +176,6 @@ def open_folders(job: Job, mesh: Mesh, guard: Guard, lease: Lease) -> Run:
     world = recipe.layout.world
     check_hosts(run.levels, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
     return run
-
-
-def with_reference(job: Job, mesh: Mesh) -> tuple[Job, list[str]]:
-    """The job with what its loss compares with, and what is to be said of that. Collective."""
-    if not job.recipe.loss.of_pairs:
-        return job, []
-    from weft.train.reference import with_cached_reference
-
-    return with_cached_reference(job, mesh)
 
 
 def build_state(job: Job, mesh: Mesh, run: Run, recorder: Recorder) -> Built:

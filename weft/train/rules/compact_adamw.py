@@ -8,9 +8,12 @@ not depend on the layout, and another layout can go on with the same state.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from pydantic import Field, PositiveInt
 
 from weft.registry import find
+from weft.section import Section
 from weft.train.rules.update_rule import UpdateRule
 
 if TYPE_CHECKING:
@@ -62,6 +65,28 @@ class CompactAdamW(UpdateRule):
                 else:
                     h.updates += 1
                 self.encoding.store(h, moments)
+
+
+class BlockSettings(Section):
+    """Settings of moments that are stored in blocks."""
+
+    block: PositiveInt = Field(
+        256,
+        description="Number of neighbouring values that share one scale. Smaller blocks are more exact.",
+    )
+
+
+class BlockAdamW(CompactAdamW):
+    """AdamW whose moments are codes of ``bits`` bits, with a scale for each block of a row."""
+
+    bits: ClassVar[int]
+    shaping = ("block",)
+
+    def __init__(self, settings: Optimizer, ranks: RankSums) -> None:
+        from weft.train.rules.block_moments import BlockMoments
+
+        block = settings.own(BlockSettings).block
+        super().__init__(settings, ranks, BlockMoments(self.bits, block, ranks))
 
 
 def is_large(held: Held) -> bool:
