@@ -31,7 +31,7 @@ from weft.sync.compress import build_compressor
 from weft.sync.compressor import Compressor
 from weft.sync.rounds import begins, fragment_of, partners, shares
 from weft.sync.streams import Streams, open_streams
-from weft.train.islands import Apart
+from weft.train.island_exchange import IslandExchange
 from weft.train.setup import prepare
 from weft.train.training import train
 
@@ -240,8 +240,8 @@ def test_settings_that_are_chosen_send_less_and_make_one_model(
         choices.append(choose(*given))
         return choices[-1]
 
-    choose = Apart.allocation
-    monkeypatch.setattr(Apart, "allocation", watched)
+    choose = IslandExchange.allocation
+    monkeypatch.setattr(IslandExchange, "allocation", watched)
     chosen, _, _ = bytes_sent(values | {"sync": sync | {"allocate": 2}}, 4, monkeypatch)
     # Nobody has a round before all have ended the last.
     rounds = [choices[i : i + 3] for i in range(0, len(choices), 3)]

@@ -33,7 +33,7 @@ from weft.run.failure import cause_of, is_secondary
 from weft.run.ranks import MEMBERS, backend_of, own_device, settle_in
 from weft.sync.presence import Presence
 from weft.sync.streams import Streams, own_port
-from weft.train.islands import take_state
+from weft.train.island_state import take_state
 from weft.train.recorder import Recorder
 from weft.train.runs import Resumed, Run
 from weft.train.setup import Job, device_type, prepare

@@ -260,7 +260,7 @@ def build_for_training(
             optimizer=RuleOptimizer(recipe.optimizer, mesh),
         )
     if mesh.islands > 1:
-        from weft.train.islands import add_slots
+        from weft.train.island_state import add_slots
 
         add_slots(state, recipe.sync)
     return Built(model, state)
