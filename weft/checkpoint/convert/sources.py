@@ -54,11 +54,11 @@ def open_foreign(
             f"--from {kind} reads folders only; copy {place} to this machine first"
         )
     # one that cannot be imported is no fault of the checkpoint
-    source = None if kind == WEFT else find("format", kind).implementation
+    reader = None if kind == WEFT else find("format", kind).implementation
     try:
-        if source is None:
+        if reader is None:
             return _weft(place if elsewhere else path)
-        opened: Foreign = source.open(path, config)
+        opened: Foreign = reader.open(path, config)
         return opened
     except WeftError as error:
         raise naming(path, error) from None
