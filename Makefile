@@ -5,6 +5,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
+DOCS_STAMP := .venv/.docs-installed
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 
 .PHONY: install train test test-quick soak soak-versions lint docs bench clean
@@ -41,8 +42,8 @@ test: install
 test-quick: install
 	$(PYTEST) --reruns 1 -r fER -m "not slow and not soak"
 
-# Exhaustive campaigns, for a night: what is too much for every day.
-soak: install
+# Exhaustive campaigns, for a night: what is too much for every day. The site is built as well.
+soak: install $(DOCS_STAMP)
 	$(BIN)/weft verify recipes/quickstart.toml --random 3000 --seed 1
 	$(BIN)/python -m pytest tests -q -m soak
 
@@ -70,7 +71,6 @@ lint: install
 	$(BIN)/mypy weft
 
 # The documentation as a site, which works offline: site/index.html.
-DOCS_STAMP := .venv/.docs-installed
 $(DOCS_STAMP): pyproject.toml constraints.txt $(STAMP)
 	@$(PIP) --editable '.[docs]'
 	@touch $@
