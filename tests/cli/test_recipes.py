@@ -105,6 +105,16 @@ def test_a_new_recipe_is_the_old_one_and_says_all_defaults(source: str) -> None:
         assert load_recipe("mine.toml") == old
 
 
+def test_new_begins_with_ten_settings_and_has_all_on_request(command: Command) -> None:
+    assert command("new", "short")[0] == command("new", "long", "--all")[0] == 0
+    short, long = Path("short.toml").read_text(), Path("long.toml").read_text()
+    settings = re.findall(r"(?m)^(\w+) = ", short)
+    assert len(settings) == 10 and not re.search(r"(?m)^#\w+ = ", short)
+    assert "# Learning rate after warm-up.\nlr = 4e-3" in short
+    assert len(re.findall(r"(?m)^#\w+ = ", long)) > 150
+    assert load_recipe("short").train == load_recipe("long").train
+
+
 def test_new_writes_a_file_once(command: Command, tmp_path: Path) -> None:
     code, out, _ = command("new", "mine", "--from", "ring")
     assert code == 0 and "weft train mine.toml" in out

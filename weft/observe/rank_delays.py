@@ -286,7 +286,7 @@ def rounds_of(size: int) -> list[list[Pair]]:
     return rounds
 
 
-def probe_links(
+def measure_links(
     group: dist.ProcessGroup,
     device: torch.device,
     rounds: Sequence[Sequence[Pair]],
@@ -342,7 +342,7 @@ def steady_matrix(
         dict[Pair, int](),
         list[np.ndarray[Any, Any]](),
     )
-    least = probe_links(group, device, rounds, parts)
+    least = measure_links(group, device, rounds, parts)
     while True:
         slow = least > FAR * np.nanquantile(least, 0.25, method="lower")
         steady = (
@@ -366,7 +366,7 @@ def steady_matrix(
             else [[pair for pair in some if slow[pair]] for some in rounds]
         )
         again.append(
-            np.nan_to_num(probe_links(group, device, chosen, parts), nan=np.inf)
+            np.nan_to_num(measure_links(group, device, chosen, parts), nan=np.inf)
         )
         least = np.where(slow, np.min(again, 0), least)
 
